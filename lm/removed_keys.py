@@ -7,6 +7,7 @@ import re
 
 # {path of a key, as in docs/config.md; `*` for any part: (former default, advice)}
 REMOVED_KEYS: dict[str, tuple[object, str]] = {
+    "model.transfer": (None, "tune optim.lr for each size; what it gained is in docs/recipes.md"),
     "eval.downstream": (None, "write eval.tasks=[NAME, ...]; tasks of your own are the paths of their YAML files"),
     "eval.others": ([], "measure it after training, on the model that lm.load gives"),
 }
@@ -17,6 +18,7 @@ REMOVED_VALUES = {
         for name in ("kjv", "moby", "shakespeare")
     },
     ("format", "megatron"): "write its documents to Parquet, a list of ids a row, and set data.source.format=column",
+    ("to", "csv"): "metrics.jsonl has all of it: pandas.read_json('metrics.jsonl', lines=True)",
 }
 _PATTERNS = {path: re.compile(re.escape(path).replace(r"\*", r"[^.]*")) for path in REMOVED_KEYS}
 _NAMES = {path.rpartition(".")[2] for path in REMOVED_KEYS}
@@ -39,18 +41,21 @@ def removed_key(block_path: str, variant: str, name: str) -> tuple[object, str] 
 
 
 def without_removed(plain: dict[str, object], path: str = "") -> dict[str, object]:
-    """Return a configuration (plain data) without those removed keys that have their former defaults."""
+    """Return the configuration (plain data) of an older run without removed keys that have their former defaults, and
+    without removed values in its lists.
+    """
     result = {}
     for name, value in plain.items():
         entry = removed_key(path, str(plain.get("name", "")), name)
         if entry and entry[0] == value:
             continue
         inner = f"{path}.{name}" if path else str(name)
-        result[name] = (
-            without_removed(value, inner)
-            if isinstance(value, dict)
-            else [without_removed(item, f"{inner}[]") if isinstance(item, dict) else item for item in value]
-            if isinstance(value, list)
-            else value
-        )
+        if isinstance(value, list):
+            removed_values = [text for key, text in REMOVED_VALUES if key == name]
+            value = [
+                without_removed(item, f"{inner}[]") if isinstance(item, dict) else item
+                for item in value
+                if item not in removed_values
+            ]
+        result[name] = without_removed(value, inner) if isinstance(value, dict) else value
     return result

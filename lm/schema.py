@@ -303,7 +303,9 @@ def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: lis
     if has_blocks:
         return None if value is None and "optional" in spec.metadata else block(value, path)
     result = convert(spec.type, value)
-    if result is MISSING and isinstance(value, str) and (advice := REMOVED_VALUES.get((spec.name, value))):
+    texts = [item for item in single_values(value) if isinstance(item, str)]
+    advice = next((REMOVED_VALUES[spec.name, item] for item in texts if (spec.name, item) in REMOVED_VALUES), "")
+    if result is MISSING and advice:
         problems.append(Problem(path, value, "is no value of lm any more", advice))
         return MISSING
     if result is MISSING:

@@ -319,15 +319,11 @@ def test_a_renamed_block_drops_the_options_of_the_old_name():
 
 def test_null_turns_off_a_block_that_may_be_null(tmp_path: Path):
     file = tmp_path / "all.yaml"
-    file.write_text("model: {transfer: {base_width: 64}}\ntrainer: {profile: {first: 3}}\neval: {by_length: {}}\n")
+    file.write_text("trainer: {profile: {first: 3}}\neval: {by_length: {}}\n")
     with_blocks = load_config([str(file)])
-    assert all((with_blocks.model.transfer, with_blocks.trainer.profile, with_blocks.eval.by_length))
-    without_blocks = load_config([str(file), "model.transfer=null", "trainer.profile=null", "eval.by_length=null"])
-    assert (without_blocks.model.transfer, without_blocks.trainer.profile, without_blocks.eval.by_length) == (
-        None,
-        None,
-        None,
-    )
+    assert all((with_blocks.trainer.profile, with_blocks.eval.by_length))
+    without_blocks = load_config([str(file), "trainer.profile=null", "eval.by_length=null"])
+    assert (without_blocks.trainer.profile, without_blocks.eval.by_length) == (None, None)
 
 
 @pytest.mark.parametrize("path", ["eval.long_context", "optim", "optim.schedule"])

@@ -12,7 +12,7 @@ from conftest import ROOT
 from lm.config.load import load_config, nest_keys, parse, read_overrides
 from lm.config.tree import Config, canonical
 from lm.errors import ConfigError
-from lm.removed_keys import REMOVED_KEYS
+from lm.removed_keys import REMOVED_KEYS, without_removed
 from lm.schema import Plain, fields, reference, to_plain
 
 GENERATED = ("config.md", "normalizers.md")  # each lists all keys
@@ -128,6 +128,13 @@ def test_a_removed_key_is_read_at_its_default_and_else_refused_with_advice(patte
         parse(merged(older, block_with(pattern, "no value that it ever had")))
     (problem,) = error.value.problems
     assert str(problem).endswith(f"'no value that it ever had': is no key of lm any more; {advice}")
+
+
+def test_a_removed_value_is_left_out_of_older_runs_and_else_refused_with_advice():
+    with pytest.raises(ConfigError, match=r"is no value of lm any more; metrics.jsonl has all of it: pandas.read_json"):
+        load_config(["name=x", "log.to=[wandb, csv]"])
+    older = merged(to_plain(load_config(["name=x"])), {"log": {"to": ["wandb", "csv"]}})
+    assert parse(without_removed(older)).log.to == ["wandb"]
 
 
 def merged(plain: Plain, changes: Plain) -> Plain:

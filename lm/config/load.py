@@ -64,9 +64,6 @@ def check(config: Config) -> Iterator[Problem]:
         reason = "short sequences train the first learned positions only"
         yield Problem("data.lengths", data.lengths.name, reason, "set model.position=rope")
     yield from check_tasks(config)
-    if model.transfer is not None and optim.optimizer.width_exponent is None:
-        reason = "has no rule for rates that transfer (model.transfer)"
-        yield Problem("optim.optimizer", optim.optimizer.name, reason, "drop model.transfer")
     min_batch, sequences = data.seq_len * config.world_size, optim.batch_tokens // data.seq_len
     batch_floor = optim.batch_tokens // min_batch * min_batch
     batch_sizes = " or ".join(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from lm.attention.catalogue import OPTIONS
 from lm.attention.options import Options
 from lm.errors import Problem
-from lm.schema import key, optional, variant
+from lm.schema import key, variant
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -310,20 +310,6 @@ class GAUBlock:
 
 
 @dataclass
-class Transfer:
-    """Width and depth of a smaller base model whose learning rate, weight decay and epsilon `optim` holds; lm rescales
-    them to this model.
-
-    See `lm.model.transfer`. The base model has heads of the same size, and n_head, n_kv_head and n_mlp in proportion to
-    its width. If n_mlp is null, the proportion is approximate: the default for swiglu is rounded up to a multiple of
-    64.
-    """
-
-    base_width: int | None = key(None, "n_embd of the base model; null: the model's own", ge=1, le=10**6)
-    base_depth: int | None = key(None, "n_layer of the base model; null: the model's own", ge=1, le=10**4)
-
-
-@dataclass
 class ModelConfig:
     n_layer: int = key(6, "blocks", ge=1, le=10**4)
     block: AttentionBlock | GAUBlock = variant(
@@ -396,13 +382,6 @@ class ModelConfig:
         omit_default=True,
         gt=0,
     )
-    transfer: Transfer | None = optional(
-        Transfer,
-        "initial weights and learning rates such that `optim.lr` is that of a base model (arXiv 2203.03466, "
-        "2505.01618); null: not",
-        {"affects": "training"},
-        omit_default=True,
-    )
 
     @property
     def key_dims(self) -> int:
@@ -459,44 +438,9 @@ class ModelConfig:
                 yield Problem("position.fraction", self.position.fraction, reason, "set model.position=none")
             if len(self.position.layers) > self.n_layer:
                 yield Problem("position.layers", self.position.layers, length_reason, remedy)
-        if self.transfer is not None:
-            yield from self._transfer_problems()
         if self.value_residual == "first_layer" and self.n_layer == 1:
             yield Problem(
                 "value_residual", self.value_residual, "has no other layer to act in: model.n_layer = 1", "drop it"
             )
         if (n_listed := len(self.normalizer.layer_options())) > self.n_layer:
             yield Problem("normalizer", f"{n_listed} normalizers", length_reason, remedy)
-
-    @property
-    def base_shape(self) -> dict[str, int]:
-        """Width and depth of the base model, by the keys of `transfer`; a missing value is the width or depth of this
-        model.
-        """
-        base = self.transfer or Transfer()
-        return {"base_width": base.base_width or self.n_embd, "base_depth": base.base_depth or self.n_layer}
-
-    @property
-    def size_multipliers(self) -> tuple[float, float]:
-        """The multipliers m and l of `lm.model.transfer`: this model's width and depth, divided by the base model's
-        width and depth.
-        """
-        width, depth = self.base_shape.values()
-        return self.n_embd / width, self.n_layer / depth
-
-    def _transfer_problems(self) -> Iterator[Problem]:
-        if self.block.name != AttentionBlock.name:
-            reason = "is of blocks of attention and MLP, not of gated attention units"
-            yield Problem("transfer", self.base_shape, reason, "drop it")
-            return
-        base_width = self.base_shape["base_width"]
-        counts = {"n_head": self.n_head, "n_kv_head": self.kv_heads} | ({"n_mlp": self.n_mlp} if self.n_mlp else {})
-        for name, count in counts.items():
-            if count * base_width % self.n_embd:
-                rule = (
-                    "n_mlp is in proportion to the width" if name == "n_mlp" else "width is added in heads of one size"
-                )
-                reason = f"gives a base model of {name} = {count * base_width / self.n_embd:.4g}: {rule}"
-                remedy = f"choose a multiple of {self.n_embd // math.gcd(count, self.n_embd)}"
-                yield Problem("transfer.base_width", base_width, reason, remedy)
-                return

@@ -61,9 +61,6 @@ class Optimizer:
     weight_decay: ClassVar[float] = (
         0.0  # weight decay of the groups in DECAYED_GROUPS; 0 for an optimizer without this option
     )
-    # exponent e of `model.transfer`, which multiplies the learning rate of matrices by m^-e, where m is the width over
-    # the base model's width; None if no rule is known
-    width_exponent: ClassVar[float | None] = None
 
     def has_eps(self, group: str) -> bool:
         """Whether the update of the parameters in `group` uses an epsilon, from the option `eps` or from
@@ -81,9 +78,6 @@ class AdamW(Optimizer):
     """AdamW, arXiv 1711.05101."""
 
     name: ClassVar[str] = "adamw"
-    width_exponent: ClassVar[float] = (
-        1.0  # a change of d in all entries of a matrix changes its outputs by up to width times d
-    )
     beta1: float = key(0.9, "decay of the first moment", ge=0, lt=1)
     beta2: float = key(0.95, "decay of the second moment", ge=0, lt=1)
     eps: float = key(1e-8, "added to the root of the second moment", gt=0)
@@ -118,11 +112,6 @@ class Muon(AdamW):
     def kept(self, group: str) -> int:
         """Return 1 for the group with Muon's momentum, 2 for groups with AdamW's two moments."""
         return 1 if group == "matrices" else 2
-
-    @property
-    def width_exponent(self) -> float:
-        """Return 0.5 or 0, by `adjust_lr`, so that an update's largest singular value is the same at every width."""
-        return 0.5 if self.adjust_lr == "match_rms_adamw" else 0.0
 
     def relative_rate(self, outputs: int, inputs: int) -> float:
         """Learning rate of a projection from `inputs` to `outputs` dimensions, as a multiple of its group's learning
@@ -338,10 +327,9 @@ class LogConfig:
     wandb: Literal["auto", "online", "offline", "disabled"] = key(
         "auto", "`auto`: online with credentials, else offline, or in an experiment disabled"
     )
-    to: list[Literal["wandb", "tensorboard", "trackio", "csv"]] = key(
+    to: list[Literal["wandb", "tensorboard", "trackio"]] = key(
         ["wandb"],
-        "where metrics go beside metrics.jsonl; tensorboard and csv are folders of the run's (all but wandb: the extra "
-        "`log`)",
+        "where metrics go beside metrics.jsonl; tensorboard is a folder of the run's (all but wandb: the extra `log`)",
     )
     project: str | None = key(None, "wandb project; null: WANDB_PROJECT, else lm")
     entity: str | None = key(None, "wandb entity; null: WANDB_ENTITY, else your default one")

@@ -19,7 +19,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lm.config.eval_config import NeedleConfig, lengths_from_factors
 from lm.config.task_config import Needle, Task, task_names
-from lm.config.training_config import AdamW
 from lm.config.tree import Config
 from lm.data.batches import Batch
 from lm.data.store import Store
@@ -33,7 +32,6 @@ from lm.model.cross_entropy import argmax_tokens, token_nll, training_loss
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, preserved_random_state
 from lm.model.swapped import applicable_settings, for_inference
-from lm.model.transfer import Scaling, gradients_to_norm, scalings
 from lm.progress import Progress
 from lm.runs.evaluations import Axis, Sample, Series, Shown
 from lm.schema import Plain, to_plain
@@ -419,19 +417,11 @@ def finetuned_copy(decoder: Decoder, config: NeedleConfig, seq_len: int, text: T
 
     AdamW has betas 0.9 and 0.999 and no weight decay; gradients are clipped to norm 1. The learning rate rises in the
     first third of the steps, is constant in the second, and falls towards 0 in the last (after arXiv 2505.17083, App.
-    G.2). With `model.transfer` the configured rate is that of a base model of another size, and is scaled to this model
-    as in training. `decoder` is not changed. Every rank does the same work.
+    G.2). `decoder` is not changed. Every rank does the same work.
     """
     options = config.finetune
     model = copy.deepcopy(decoder).train().requires_grad_(True)
-    by_scaling: dict[Scaling, list[Tensor]] = {}
-    for name, scaling in scalings(model, model.config, AdamW().width_exponent).items():
-        by_scaling.setdefault(scaling, []).append(model.get_parameter(name))
-    groups = [
-        {"params": parameters, "lr_factor": scaling.lr, "eps": 1e-8 * scaling.eps}
-        for scaling, parameters in by_scaling.items()
-    ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     task = Needle(needles=config.needles, distractors=config.distractors)
     with torch.enable_grad(), preserved_random_state():
         torch.manual_seed(FINETUNE_SEED)
@@ -439,11 +429,7 @@ def finetuned_copy(decoder: Decoder, config: NeedleConfig, seq_len: int, text: T
             device.check_time()
             phase_steps = max(1, options.steps // 3)
             for group in optimizer.param_groups:
-                group["lr"] = (
-                    group["lr_factor"]
-                    * options.lr
-                    * min(1.0, (step + 1) / phase_steps, (options.steps - step) / phase_steps)
-                )
+                group["lr"] = options.lr * min(1.0, (step + 1) / phase_steps, (options.steps - step) / phase_steps)
             offset = step * options.batch_sequences
             examples = [
                 example(task, FINETUNE_SEED, offset + index, seq_len, "train", text)
@@ -458,8 +444,7 @@ def finetuned_copy(decoder: Decoder, config: NeedleConfig, seq_len: int, text: T
                     hidden = model.hidden(Batch(tokens, targets, None)).flatten(0, 1)
                     loss, _ = training_loss(hidden, model.head, targets.flatten())
                 (loss / int(answers.sum())).backward()
-            norm = torch.nn.utils.get_total_norm(gradients_to_norm(model, model.config))
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
     return model.eval()
 

@@ -30,7 +30,6 @@ from lm.model.blocks import (
 )
 from lm.model.cross_entropy import Head, training_loss
 from lm.model.rope import AS_TRAINED, rope_rotation
-from lm.model.transfer import initial_scale
 
 
 class Decoder(nn.Module):
@@ -81,9 +80,8 @@ class Decoder(nn.Module):
         `hidden.weight`, from N(0, 1 / inputs).
 
         Projections into the residual stream have standard deviation init_std / sqrt(2 n_layer) or 0 (`out_init`), value
-        embeddings init_std sqrt(n_embd), vectors `MapDifference.lambdas` 0.1. `model.transfer` multiplies init_std by
-        each matrix's `initial_scale`, and sets the last norm's gain to base width / width. normalizers_only: draw only
-        the normalizers' `hidden.weight`.
+        embeddings init_std sqrt(n_embd), vectors `MapDifference.lambdas` 0.1. normalizers_only: draw only the
+        normalizers' `hidden.weight`.
         """
         for name, parameter in self.named_parameters():
             if name.endswith(".bias") and not (normalizers_only or is_normalizer_parameter(name)):
@@ -98,7 +96,7 @@ class Decoder(nn.Module):
             elif name.endswith(".lambdas"):
                 std = MapDifference.INITIAL_STD
             else:
-                std = self.config.init_std * initial_scale(self.config, name)
+                std = self.config.init_std
                 if name.startswith("value_embedding."):
                     std *= math.sqrt(self.config.n_embd)  # the spread of the values that they are mixed with
                 if name.endswith(".out.weight"):
@@ -106,8 +104,6 @@ class Decoder(nn.Module):
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
             parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
-        if not normalizers_only:
-            self.norm.weight.fill_(1 / self.config.size_multipliers[0])
 
     def forward(
         self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None, first: int = 0

@@ -22,6 +22,7 @@ from lm.config.tree import Config, ExperimentConfig
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, RunError, as_written, one_line
 from lm.files import expand_home, read_json, read_sealed, write_text
+from lm.removed_keys import without_removed
 from lm.schema import Plain, convert, suggest, type_name
 
 CONFIG, ENVIRONMENT, METRICS, TOKENIZER = "config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json"
@@ -103,7 +104,7 @@ def read_config(folder: Path) -> Config:
                 f"{path}: cut short: it has no {', '.join(missing_names)}; bring it back, or write what the checkpoint "
                 f"holds: {expression}"
             )
-        return parse(content)
+        return parse(without_removed(content))
     except (OSError, ConfigError, TypeError) as error:
         raise RunError(f"{path}: not readable: {one_line(error)}") from None
 

@@ -12,6 +12,7 @@ from lm.config.tree import Config, differences, effect_of
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, Problem, RunError, as_written, one_line
 from lm.files import read_json
+from lm.removed_keys import without_removed
 from lm.runs.evaluations import Evaluation, evaluation_path, restore_advice
 from lm.runs.folder import CONFIG, EMPTY_LOG, METRICS, Log, check_fields, seal
 from lm.runs.metadata import DIGEST_FIELDS, SHA256, read_without_tensors
@@ -36,7 +37,7 @@ def trained_config(metadata: dict[str, Plain], path: Path) -> Config:
     read.
     """
     try:
-        return parse(parse_yaml(metadata["config"], "it"))
+        return parse(without_removed(parse_yaml(metadata["config"], "it")))
     except ConfigError as error:
         raise RunError(f"{path}: its configuration is not readable: {one_line(error)}") from None
 
@@ -193,7 +194,7 @@ def check_text(file: Path, text: str, metadata: dict[str, Plain], checkpoint: Pa
     except RunError:
         return
     try:
-        config = parse(parse_yaml(text, file.name))
+        config = parse(without_removed(parse_yaml(text, file.name)))
     except ConfigError as error:
         raise RunError(
             f"{file}: is not of the run of {checkpoint}: {one_line(error)}; bring back the one that belongs here"

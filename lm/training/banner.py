@@ -4,10 +4,8 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import subprocess
 import time
-from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -63,7 +61,6 @@ _SHOWN_OPTIONS = (
     "mlp",
     "position",
     "normalizer",
-    "transfer",
 )
 
 
@@ -80,9 +77,6 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         f" ({model.kv_heads} of keys and values)" if model.kv_heads != model.n_head else ""
     )
     options = {name: value for name, value in _changed_options(model).items() if name not in _SHOWN_OPTIONS}
-    transfer_text = "lr is that of a base model of 1/{:.4g} of the width and 1/{:.4g} of the depth".format(
-        *model.size_multipliers
-    )
     peak_source = "its maker" if device == "cuda" else "of a matrix product"
     peak_text = (
         f"peak {machine.peak_flops:.2e} FLOP/s ({peak_source})"
@@ -136,8 +130,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         f"{warmup} steps; "
         f"gradients' norm {f'at most {optim.grad_clip:g}' if optim.grad_clip else 'not bounded'}"
         + (f"; z-loss x {optim.z_loss:g}" if optim.z_loss else ""),
-        "transfer": transfer_text if model.transfer else "",
-        "groups": _groups_text(config, decoder) if optim.groups != Groups() or model.transfer else "",
+        "groups": _groups_text(config, decoder) if optim.groups != Groups() else "",
         "options": ", ".join(f"{name} = {json.dumps(value)}" for name, value in options.items()),
         "seed": f"{config.seed} (initial weights, {'order of the batches, ' if data.seed is None else ''}dropout)"
         + ("" if data.seed is None else f", {data.seed} (order of the batches)"),
@@ -186,21 +179,15 @@ def _changed_options(options: object) -> dict[str, object]:
 
 
 def _groups_text(config: Config, decoder: Decoder) -> str:
-    """Text with size, learning-rate factor, weight decay and any epsilon of each parameter group; groups of one name
-    list their modules.
-    """
+    """Text with size, learning-rate factor, weight decay and any epsilon of each parameter group."""
     groups, texts = parameter_groups(decoder, config.optim), []
-    group_counts = Counter(group["name"] for group in groups)
     for group in groups:
-        modules = dict.fromkeys(
-            re.sub(r"^blocks\.\d+\.", "", name).removesuffix(".weight") for name, _ in group["params"]
-        )
-        modules_text = f" ({', '.join(modules)})" if group_counts[group["name"]] > 1 else ""
         eps_text = f", eps {group['eps']:.4g}" if "eps" in group else ""
         size = sum(p.numel() for _, p in group["params"])
         factors = f"lr x {group['lr_factor']:.4g}, weight decay {group['weight_decay']:.4g}"
-        texts.append(f"{group['name']}{modules_text} {size:,} parameters, {factors}{eps_text}")
-    if (later_group := config.optim.groups.normalizer) != Group() and "normalizer" not in group_counts:
+        texts.append(f"{group['name']} {size:,} parameters, {factors}{eps_text}")
+    later_group = config.optim.groups.normalizer
+    if later_group != Group() and all(group["name"] != "normalizer" for group in groups):
         texts.append(
             f"normalizer (of later phases), lr x {later_group.lr_factor:.4g}, weight decay "
             f"{config.optim.weight_decay('normalizer'):.4g}"

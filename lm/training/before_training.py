@@ -112,15 +112,6 @@ def _source_problems(config: Config, decoder: Decoder, source_model: LoadedModel
             problems.append(
                 Problem("data.tasks", tasks[0].name, reason, "name what it was trained on, or drop init_from")
             )
-    model_config, source_config = decoder.config, source_model.decoder.config
-    if model_config.size_multipliers != source_config.size_multipliers:
-        reason = (
-            f"the weights of {source_model.path} have other proportions to a base model than these learning rates "
-            "are for"
-        )
-        base_shape = ", ".join(f"{name}: {value}" for name, value in source_config.base_shape.items())
-        remedy = f"set model.transfer={{{base_shape}}}" if source_config.transfer else "drop it"
-        problems.append(Problem("model.transfer", model_config.base_shape, reason, remedy))
     if config.model.position.has_last_position and source_model.decoder.seq_len != decoder.seq_len:
         reason = f"{source_model.path} has learned positions for {source_model.decoder.seq_len}"
         problems.append(Problem("data.seq_len", decoder.seq_len, reason, "set it to that"))

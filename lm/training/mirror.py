@@ -133,8 +133,7 @@ def start_mirrors(
 
     Args:
         environment: the content of environment.json, whose `wandb_id` lets a resumed run continue its wandb run.
-        step: the step from which the run continues. It names the CSV folder of this start, as the CSV logger deletes
-            existing files.
+        step: the step from which the run continues.
         loggers: Lightning's module `loggers`.
 
     Raises:
@@ -151,12 +150,6 @@ def start_mirrors(
                 mirrors += [WandbMirror(run)] if run else []
             elif name == "tensorboard":
                 mirrors.append(LightningMirror(loggers.TensorBoardLogger(config.run_folder, name, "", max_queue=100)))
-            elif name == "csv":
-                mirrors.append(
-                    LightningMirror(
-                        loggers.CSVLogger(config.run_folder, name, f"from-step-{step}", flush_logs_every_n_steps=1)
-                    )
-                )
             else:
                 import trackio
 

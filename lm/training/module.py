@@ -25,7 +25,6 @@ from lm.evaluation.evaluation_kind import Measurement
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
 from lm.model.device import Device, Machine, eval_mode, use_compile_cache
-from lm.model.transfer import gradients_to_norm
 from lm.plugins import PLUGINS
 from lm.progress import StepProgress
 from lm.training.mirror import MetricLog
@@ -133,10 +132,11 @@ def largest_scores(decoder: Decoder, batch: Batch, device: Device) -> Iterator[N
 
 
 def gradient_norms(decoder: Decoder) -> Iterator[NamedValues]:
-    """Yield `train/grad_norm/layerL`: the norm of the gradients of layer L's parameters
-    (`lm.model.transfer.gradients_to_norm`). Layers without gradients are left out."""
+    """Yield `train/grad_norm/layerL`: the norm of the gradients of layer L's parameters. Layers without gradients are
+    left out.
+    """
     for layer, block in enumerate(decoder.blocks):
-        if grads := gradients_to_norm(block, decoder.config):
+        if grads := [parameter.grad for parameter in block.parameters() if parameter.grad is not None]:
             yield [f"train/grad_norm/layer{layer}"], get_total_norm(grads).view(1)
 
 
@@ -305,7 +305,7 @@ class TrainModule(L.LightningModule):
         )
         trained_parameters = [p for p in self.decoder.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(
-            gradients_to_norm(self.decoder, self.decoder.config)
+            [parameter.grad for parameter in trained_parameters]
         )  # of the mean over tokens, not targets
         step_values = (
             ["loss", "z_loss", "targets", "stop", "norm"],

@@ -15,7 +15,6 @@ from lm.config.training_config import AdamW, Groups, Muon, OptimConfig
 from lm.config.tree import Config
 from lm.model.decoder import Decoder, group_of, is_normalizer_parameter, projections
 from lm.model.device import native_bf16_hardware
-from lm.model.transfer import Scaling, scalings
 from lm.runs.checkpoints import mismatch
 
 MATRICES = "matrices"  # the group of parameters that Muon updates
@@ -137,36 +136,21 @@ GROUPS = tuple(group.name for group in fields(Groups))
 
 def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, object]]:
     """Parameter groups in torch's format, with named trained parameters. `eps` is set only for groups that don't use
-    the optimizer's `eps`.
-
-    `lr_factor`: the factor on the schedule's learning rate. With `model.transfer` (`lm.model.transfer`), a group whose
-    parameters have different factors is split into groups of the same `name`. A step's weight decay takes the same
-    fraction of a weight as it does in the base model, for which the learning rate was chosen.
+    the optimizer's `eps`; `lr_factor` is the factor on the schedule's learning rate.
     """
-    scalings_by_name = (
-        scalings(decoder, decoder.config, optim.optimizer.width_exponent) if decoder.config.transfer else {}
-    )
-    parameters: dict[tuple[str, Scaling], list[tuple[str, Tensor]]] = {}
+    parameters: dict[str, list[tuple[str, Tensor]]] = {}
     for name, parameter in decoder.named_parameters():
         if parameter.requires_grad:
-            parameters.setdefault((group_of(name, parameter), scalings_by_name.get(name, Scaling())), []).append(
-                (name, parameter)
-            )
+            parameters.setdefault(group_of(name, parameter), []).append((name, parameter))
 
-    def group_options(group: str, scaling: Scaling) -> dict[str, float]:
+    def group_options(group: str) -> dict[str, float]:
         settings = getattr(optim.groups, group)
-        group_settings = {
-            "weight_decay": optim.weight_decay(group) / scaling.lr,
-            "lr_factor": settings.lr_factor * scaling.lr,
-        }
-        if optim.optimizer.has_eps(group) and (settings.eps is not None or scaling.eps != 1):
-            group_settings["eps"] = (settings.eps or optim.optimizer.eps) * scaling.eps
-        return group_settings
+        group_settings = {"weight_decay": optim.weight_decay(group), "lr_factor": settings.lr_factor}
+        return group_settings if settings.eps is None else {**group_settings, "eps": settings.eps}
 
-    group_keys = sorted(parameters, key=lambda key: GROUPS.index(key[0]))
     return [
-        {"name": group, "params": parameters[group, scaling], **group_options(group, scaling)}
-        for group, scaling in group_keys
+        {"name": group, "params": parameters[group], **group_options(group)}
+        for group in sorted(parameters, key=GROUPS.index)
     ]
 
 
