@@ -78,6 +78,10 @@ OTHERS: dict[str, tuple[str, dict]] = {
     "biases of attention alone": ("llama", LLAMA_SIZES | {"attention_bias": True,
         "rope_parameters": YARN | {"attention_factor": 1.2}}),
     "biases of the mlp alone": ("llama", LLAMA_SIZES | {"mlp_bias": True}),
+    "yarn as deepseek writes it": ("llama", LLAMA_SIZES | {
+        "rope_parameters": YARN | {"factor": None, "mscale": 1.0, "mscale_all_dim": 1.0, "finetuned": True}}),
+    "two scales of yarn": ("llama", LLAMA_SIZES | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}}),
+    "one scale of yarn": ("llama", LLAMA_SIZES | {"rope_parameters": YARN | {"mscale": 0.7}}),
     "qwen2.5": ("qwen2", LLAMA_SIZES),
     "qwen2.5, heads of its own": ("qwen2", LLAMA_SIZES | {"num_key_value_heads": None}),
     "qwen3": ("qwen3", LLAMA_SIZES | {"head_dim": 16}),
@@ -157,6 +161,25 @@ def test_an_absent_field_has_the_default_of_transformers(kind: str, tmp_path: Pa
     )
     assert function_options(description.model) == function_options(full_description.model)
     assert (description.vocab_size, description.seq_len) == (full_description.vocab_size, full_description.seq_len)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("unsloth_fixed", True),
+        ("unsloth_version", "2026.11"),
+        ("_model_name_or_path", "SmolLM2"),
+        ("unk_token_id", 0),
+        ("use_flash_attn", False),
+        ("rope_traditional", False),
+        ("logit_scale", None),
+    ],
+)
+def test_a_field_that_changes_no_logits_is_accepted(name: str, value: object, tmp_path: Path):
+    fields = LlamaConfig(**LLAMA_SIZES).to_dict() | {"architectures": None}
+    assert ARCHITECTURES["llama"].read(Fields(fields | {name: value}, tmp_path)) == ARCHITECTURES["llama"].read(
+        Fields(fields, tmp_path)
+    )
 
 
 def test_shards_and_older_names_are_read(tmp_path: Path):
@@ -246,6 +269,13 @@ def test_the_tokenizer_comes_along_and_documents_start_with_its_token(tokenizer:
     assert model.tokenizer.encode("the lazy dog").ids == tokenizer.encode("the lazy dog").ids
     assert model.tokenizer_and_start()[1] == tokenizer.token_to_id("<|endoftext|>")
     assert lm("generate", str(tmp_path / "out"), "--prompt", "the", "--max-new-tokens", "3").returncode == 0
+    padded = Tokenizer.from_str(tokenizer.to_str())
+    padded.add_tokens([f"word{n}" for n in range(V - 1 - padded.get_vocab_size())])
+    padded.add_special_tokens(["<|last|>", "<pad>"])  # the model has room for one of the two
+    padded.save(str(tmp_path / "padded.json"))
+    fitted = imported(tmp_path / "hf", tmp_path / "fitted", "--tokenizer", str(tmp_path / "padded.json")).tokenizer
+    assert (fitted.token_to_id("<|last|>"), fitted.token_to_id("<pad>")) == (V - 1, None)
+    assert fitted.encode("the lazy dog word1").ids == padded.encode("the lazy dog word1").ids
     tokenizer.save(str(tmp_path / "other.json"))
     other = Tokenizer.from_file(str(tmp_path / "other.json"))
     other.add_tokens([f"word{n}" for n in range(30)])
@@ -420,6 +450,7 @@ def _odd_start(folder: Path) -> None:
     _config(bos_token_id=[[0]], eos_token_id=[{}])(folder)
 
 
+PLAIN_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 EMBEDDING, NORM, Q = "model.embed_tokens.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"
 K = Q.replace("q_proj", "k_proj")
 MALFORMED = {
@@ -476,6 +507,8 @@ MALFORMED = {
     "no special token": (_tokenizer_json([]),
         r"no token that starts a document is known \(it has no special tokens\); name one: --end"),
     "odd start": (_odd_start, r"no token that starts a document is known \(its special tokens: 5\); name one: --end"),
+    "two tokens of one id": (_tokenizer_json([{"id": 0, "content": "<|endoftext|>", "special": True, **PLAIN_TOKEN}]),
+        r"tokenizer\.json: 'a' and '<\|endoftext\|>' both have the id 0; give each token an id of its own"),
     "deep tokenizer": (lambda folder: (folder / "tokenizer.json").write_text('{"a":' * 9999),
         r"tokenizer\.json: its tokenizer is not a"),
 }  # fmt: skip

@@ -533,6 +533,20 @@ def test_bad_tokenizer_files_are_one_line(data: DataConfig, tmp_path: Path):
         load_tokenizer(good, "<eos>")
 
 
+@pytest.mark.parametrize(
+    ("vocabulary", "added"),
+    [({"a": 0, "b": 0}, {"<s>": 2}), ({"a": 0, "b": 1}, {"<s>": 1}), ({"a": 0}, {"<s>": 1, "<t>": 1})],
+)
+def test_two_tokens_of_one_id_are_refused(vocabulary: dict[str, int], added: dict[str, int], tmp_path: Path):
+    """Among the model's tokens, among added tokens, and one of each, to which the library gives another id."""
+    shared = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    tokens = [{"id": index, "content": token} | shared for token, index in added.items()]
+    content = {"model": {"type": "BPE", "vocab": vocabulary, "merges": []}, "added_tokens": tokens}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"'.*' and '.*' both have the id [01]; give each token an id of its own"):
+        load_tokenizer(tmp_path / "tokenizer.json", "<s>")
+
+
 def test_a_vocabulary_beyond_reason_is_refused_before_anything_is_allocated(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"data\.tokenizer\.vocab_size = 2147483648"):
         load_config(["data.tokenizer.vocab_size=2147483648"])

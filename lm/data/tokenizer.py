@@ -109,8 +109,8 @@ def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer"
 def load_tokenizer(path: Path, end_of_text: str = END_OF_TEXT) -> "Tokenizer":
     """Load a tokenizer.json; text that looks like a special token is then encoded as ordinary text.
 
-    Raises DataError: the file is missing or invalid, uses BPE dropout, has an id of `MAX_VOCAB` or above, or no token
-    `end_of_text`.
+    Raises DataError: the file is missing or invalid, uses BPE dropout, has an id of `MAX_VOCAB` or above, two tokens of
+    one id, or no token `end_of_text`.
     """
     content = read_tokenizer_file(path, "data.tokenizer.path")
     return _parse_named_content(lambda: content.decode(), end_of_text, str(path), "data.tokenizer.path")
@@ -127,19 +127,25 @@ def _parse_named_content(content: Callable[[], str], end_of_text: str, source: s
             raise DataError(f"{source}: {error}") from None
 
 
-def parse_tokenizer(json: str, end_of_text: str) -> "Tokenizer":
+def parse_tokenizer(content: str, end_of_text: str) -> "Tokenizer":
     """Make a tokenizer, as `load_tokenizer` does, from the text of a tokenizer.json; the library's errors are not
     converted.
     """
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_str(json)
+    tokenizer = Tokenizer.from_str(content)
     if dropout := getattr(tokenizer.model, "dropout", None):
         raise DataError(
             f"model.dropout = {dropout:g} gives a text different tokens each time; set it to null in the file"
         )
     if (size := vocab_size(tokenizer)) > MAX_VOCAB:
         raise DataError(f"its largest id is {size - 1:,}; a vocabulary has at most {MAX_VOCAB:,} entries")
+    # By the file: the library gives an added token another id than the file's if another token has that id.
+    added_ids = {token["content"]: token["id"] for token in json.loads(content).get("added_tokens") or []}
+    tokens_by_id: dict[int, str] = {}
+    for token, index in (tokenizer.get_vocab() | added_ids).items():
+        if (other := tokens_by_id.setdefault(index, token)) != token:
+            raise DataError(f"{other!r} and {token!r} both have the id {index:,}; give each token an id of its own")
     if tokenizer.token_to_id(end_of_text) is None:
         special_names = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
         listing = f"it has {', '.join(special_names[:8])}" if special_names else "it has no special tokens"

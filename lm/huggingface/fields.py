@@ -2,6 +2,7 @@
 refused by name.
 """
 
+import math
 from collections.abc import Container
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -18,14 +19,19 @@ IRRELEVANT_FIELDS = frozenset(
             "model_type",
             "transformers_version",
             "_name_or_path",
+            "_model_name_or_path",
             "_commit_hash",
             "name_or_path",
+            "unsloth_fixed",
+            "unsloth_version",
             "torch_dtype",
             "dtype",
         ),
         *("is_llama_config", "transformers.js_config", "_attn_implementation", "_attn_implementation_autoset"),
         *(
             "_attn_implementation_internal",
+            "_flash_attn_2_enabled",
+            "use_flash_attn",
             "_experts_implementation",
             "_experts_implementation_internal",
             "attn_implementation",
@@ -71,7 +77,7 @@ IRRELEVANT_FIELDS = frozenset(
         ),
         "summary_proj_to_labels",
         # tokens: the tokenizer knows them; the token that starts a document is chosen when the tokenizer is read
-        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id"),
         # defaults of generation, which older files keep here
         *(
             "max_length",
@@ -111,6 +117,7 @@ REQUIRED_VALUES: dict[str, tuple[Plain, str]] = {
     "cross_attention_hidden_size": (None, "only decoders without an encoder are read"),
     "tie_encoder_decoder": (False, "only decoders are read"),
     "rope_interleaved": (False, "RoPE pairs the first half of a head's dimensions with the second here"),
+    "rope_traditional": (False, "RoPE pairs the first half of a head's dimensions with the second here"),
     "use_mrope": (False, "positions are one number a token here"),
     "pruned_heads": ({}, "heads that were left out are not read"),
 }
@@ -186,8 +193,12 @@ class Fields:
         return RunError(f"{self.path}: {name} = {abbreviated(as_written(self._plain.get(name)), 80)}: {reason}")
 
     def check_all_used(self, irrelevant_names: Container[str]) -> None:
-        """Check that each field was used or is in `irrelevant_names`. Raises RunError if a field is neither."""
-        unknown_names = [name for name in self._plain if name not in self._used and name not in irrelevant_names]
+        """Check that each field was used, is in `irrelevant_names`, or is null. Raises RunError for any other field."""
+        unknown_names = [
+            name
+            for name, value in self._plain.items()
+            if name not in self._used and name not in irrelevant_names and value is not None
+        ]
         if unknown_names:
             further_names = f" (and {', '.join(unknown_names[1:6])})" if unknown_names[1:] else ""
             raise self.refusal(
@@ -242,8 +253,6 @@ def read_rope(config: Fields, positions: int) -> Rope:
     if outer_theta not in (None, theta):
         raise config.refusal("rope_theta", f"{name} has rope_theta = {theta:g}: one of them says what RoPE is")
     block.require_value("partial_rotary_factor", (1,), "all dimensions of a head rotate in this architecture")
-    for name in ("mscale", "mscale_all_dim"):
-        block.require_value(name, (), "only attention_factor is read")
     kind = block.take("rope_type", str, block.take("type", str, "default"))
     if kind not in ROPE_TYPES:
         name = "rope_type" if block.take("rope_type", str, "") else "type"
@@ -254,9 +263,17 @@ def read_rope(config: Fields, positions: int) -> Rope:
     schema, option_names = ROPE_TYPES[kind]
     types = {spec.name: spec.type for spec in fields(schema)}
     defaults = {**ROPE_DEFAULTS, ORIGINAL_LENGTH: positions}
+    if kind == YarnScaling.name:
+        defaults["factor"] = positions / block.size(ORIGINAL_LENGTH, positions)
+        block.take("finetuned", bool, False)  # true if the weights were trained further with this scaling
     options = {
         option: block.take(field, types[option], defaults.get(field, MISSING)) for field, option in option_names.items()
     }
+    if kind == YarnScaling.name:
+        scales = [block.take(name, float, 0.0) for name in ("mscale", "mscale_all_dim")]
+        if options["attention_factor"] is None and all(scales):  # one alone is not read by transformers either
+            growth = 0.1 * math.log(max(options["factor"], 1.0))
+            options["attention_factor"] = (growth * scales[0] + 1) / (growth * scales[1] + 1)
     block.check_all_used(())
     return Rope(theta=theta, scaling=schema(**options))
 

@@ -208,10 +208,10 @@ def import_model(
         raise ConfigError(
             [Problem("--end-of-text", end_of_text, f"{source} has no tokenizer", "name one with --tokenizer")]
         )
-    token_count = 0
+    token_count, tokenizer_text = 0, None
     if model.tokenizer is not None:
         start_token = end_of_text or _start_token(model)
-        tokenizer = _checked_tokenizer(model, start_token, spec.vocab_size)
+        tokenizer, tokenizer_text = _checked_tokenizer(model, start_token, spec.vocab_size)
         added_tokens = {index: token.content for index, token in tokenizer.get_added_tokens_decoder().items()}
         end_tokens = _configured_tokens(
             "eos", added_tokens, model.tokenizer_config, model.config, model.generation_config
@@ -228,7 +228,7 @@ def import_model(
         parameter.name: (torch.float32, parameter.shape) for parameter in parameters
     }
     origin = {**model.origin, "architecture": kind, "max_position_embeddings": positions}
-    tokenizer_bytes = None if model.tokenizer is None else model.tokenizer.encode()
+    tokenizer_bytes = None if tokenizer_text is None else tokenizer_text.encode()
     write_model(
         target, spec, descriptions, _parameter_values(parameters, model.tensors), tokenizer_bytes, origin=origin
     )
@@ -309,13 +309,24 @@ def _configured_tokens(kind: str, tokens: dict[int, str], *configurations: dict[
     return [*dict.fromkeys(token for token in named_tokens if isinstance(token, str) and token in tokens.values())]
 
 
-def _checked_tokenizer(model: PretrainedModel, start: str, vocabulary: int) -> Tokenizer:
-    """Return a model's tokenizer. Raises RunError if it can't be used, lacks the token `start`, or has ids of
-    `vocabulary` or above.
+def _checked_tokenizer(model: PretrainedModel, start: str, vocabulary: int) -> tuple[Tokenizer, str]:
+    """Return a model's tokenizer, and its tokenizer.json, without special tokens for which `vocabulary` has no room:
+    neither text nor the model gives them. Raises RunError if it can't be used, lacks the token `start`, or has other
+    ids of `vocabulary` or above.
     """
+    content = model.tokenizer
     try:
         with library_errors(f"its tokenizer is {NO_TOKENIZER}"):
-            tokenizer = parse_tokenizer(model.tokenizer, start)
+            tokenizer = parse_tokenizer(content, start)
+            if vocab_size(tokenizer) > vocabulary:  # often <pad>, which fine-tuning adds
+                fields = json.loads(content)
+                fields["added_tokens"] = [
+                    token
+                    for token in fields["added_tokens"]
+                    if token["id"] < vocabulary or not token["special"] or token["content"] == start
+                ]
+                content = json.dumps(fields, ensure_ascii=False)
+                tokenizer = parse_tokenizer(content, start)
     except DataError as error:
         text = str(error).replace("set data.tokenizer.end_of_text to one", "name one with --end-of-text")
         raise RunError(f"{model.tokenizer_path}: {text}") from None
@@ -324,7 +335,7 @@ def _checked_tokenizer(model: PretrainedModel, start: str, vocabulary: int) -> T
             f"the tokenizer has ids up to {size - 1:,}, the model's vocab_size is {vocabulary:,}: of another model?"
         )
         raise RunError(f"{model.tokenizer_path}: {reason}")
-    return tokenizer
+    return tokenizer, content
 
 
 def _checked_parameters(
