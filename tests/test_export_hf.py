@@ -17,7 +17,7 @@ import yaml
 from conftest import ROOT, lm, thinned
 from huggingface_hub import HfApi
 from test_import import CASES, T, V, imported, save
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -31,8 +31,7 @@ from lm.data.batches import Batch
 from lm.data.tokenizer import train_tokenizer
 from lm.evaluation.generation import Sampling, generate
 from lm.files import read_sealed, write_sealed
-from lm.huggingface.exporting import COMPUTED_NORMALIZERS, add_start_token
-from lm.huggingface.gguf_file import SPLIT_REGEX, _byte_bpe
+from lm.huggingface.exporting import COMPUTED_NORMALIZERS, QWEN2_WORDS, add_start_token
 from lm.huggingface.modeling_lm import ELEMENTWISE, QUERY_FACTORS, eager_attention
 from lm.model.decoder import Decoder
 from lm.runs.evaluations import evaluation_path
@@ -221,9 +220,15 @@ def test_a_model_like_qwen_2_with_words_of_its_own_is_exported_with_code_of_its_
 def test_a_model_is_qwen_2_if_its_tokenizer_is_in_all_that_autotokenizer_would_replace(
     change: Callable, is_plain: bool, tmp_path: Path
 ):
-    tokenizer = _byte_bpe(
-        {"tokens": sorted(pre_tokenizers.ByteLevel.alphabet()), "merges": []}, SPLIT_REGEX["qwen2"], "qwen2"
+    tokenizer = Tokenizer(
+        models.BPE({token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
     )
+    split, byte_level = (
+        pre_tokenizers.Split(Regex(QWEN2_WORDS), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    )
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Sequence([split, byte_level]), decoders.ByteLevel()
+    tokenizer.normalizer = normalizers.NFC()
     tokenizer.add_special_tokens(["<|endoftext|>"])
     fields = json.loads(tokenizer.to_str())
     change(fields)

@@ -178,9 +178,7 @@ def swap(
 def import_(
     source: Annotated[
         str,
-        typer.Argument(
-            metavar="FOLDER|FILE.gguf|NAME", help="model in the format of transformers, GGUF file, or name on the hub"
-        ),
+        typer.Argument(metavar="FOLDER|NAME", help="model in the format of transformers, or name on the hub"),
     ],
     out: NewFolder,
     length: Annotated[

@@ -20,7 +20,6 @@ from lm.errors import DataError, RunError, one_line
 from lm.files import new_folder, replacing, write_together
 from lm.huggingface.architectures import ARCHITECTURES, FULL_ATTENTION, HEAD, SLIDING_ATTENTION, Architecture
 from lm.huggingface.fields import Fields
-from lm.huggingface.gguf_file import SPLIT_REGEX
 from lm.huggingface.importing import CONFIG, LM_MODEL_TYPE, WEIGHTS_FILE
 from lm.model.rope import AS_TRAINED, frequencies
 from lm.model.spec import ModelSpec
@@ -33,6 +32,9 @@ from lm.schema import Plain, to_plain
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+QWEN2_WORDS = (  # pattern by which Qwen 2 cuts text into words
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 MAX_SERIES_VALUES = 8  # values of the longest series that a model card shows; the run's evaluations hold all series
 
 
@@ -237,7 +239,7 @@ def _splits_text_as_qwen2(loaded_model: LoadedModel) -> bool:
         return True
     fields = json.loads(loaded_model.tokenizer.to_str())
     steps = (fields["pre_tokenizer"] or {}).get("pretokenizers") or []
-    qwen2_split = {"type": "Split", "pattern": {"Regex": SPLIT_REGEX["qwen2"]}, "behavior": "Isolated", "invert": False}
+    qwen2_split = {"type": "Split", "pattern": {"Regex": QWEN2_WORDS}, "behavior": "Isolated", "invert": False}
     qwen2_steps = [qwen2_split, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]
     has_qwen2_steps = [
         {name: value for name, value in step.items() if name != "trim_offsets"} for step in steps

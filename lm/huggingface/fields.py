@@ -111,7 +111,7 @@ IRRELEVANT_FIELDS = frozenset(
 # Fields of every architecture that may only have this value, and why.
 REQUIRED_VALUES: dict[str, tuple[Plain, str]] = {
     "auto_map": (None, "names code in the folder, which is never executed"),
-    "quantization_config": (None, "quantised weights are not read; give the model they were made from, or a GGUF file"),
+    "quantization_config": (None, "quantised weights are not read; give the model they were made from"),
     "is_encoder_decoder": (False, "only decoders are read"),
     "add_cross_attention": (False, "only decoders without an encoder are read"),
     "cross_attention_hidden_size": (None, "only decoders without an encoder are read"),

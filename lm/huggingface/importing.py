@@ -1,13 +1,10 @@
-"""`lm import` writes a pretrained model of Hugging Face (safetensors), or of a GGUF file, to a model folder, which lm
-loads like a run.
-"""
+"""`lm import` writes a pretrained model of Hugging Face (safetensors) to a model folder, which lm loads like a run."""
 
 import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,9 +31,6 @@ from lm.runs.checkpoints import TensorSignature
 from lm.runs.folder import TOKENIZER
 from lm.runs.loading import write_model
 from lm.schema import Plain, to_plain
-
-if TYPE_CHECKING:
-    from lm.huggingface.gguf_file import GGUF
 
 WEIGHTS_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 READ_TYPES = ("F32", "F16", "BF16")
@@ -140,7 +134,7 @@ class PretrainedModel:
 
     path: Path  # the path of the model, which errors name
     config: dict[str, Plain]  # fields as in a config.json
-    tensors: "Shards | GGUF"
+    tensors: Shards
     tokenizer: str | None  # content of a tokenizer.json; None: there is none
     tokenizer_path: Path  # the path of the tokenizer, which errors name
     tokenizer_config: dict[str, Plain]  # content of the tokenizer's tokenizer_config.json
@@ -162,7 +156,7 @@ def import_model(
     model.
 
     Args:
-        source: a folder in the format of transformers (safetensors, also in shards), a GGUF file, or a name on the hub.
+        source: a folder in the format of transformers (safetensors, also in shards), or a name on the hub.
         length: training length in tokens; None: the number of positions in its configuration, e.g.
             `max_position_embeddings`.
         revision: commit, tag or branch of a model on the hub.
@@ -242,18 +236,16 @@ def open_pretrained(source: str, revision: str | None, tokenizer: Path | None) -
     if revision and path.exists():
         raise ConfigError([Problem("--revision", revision, f"{source} is on this machine, not on the hub", "drop it")])
     if path.is_file():
-        if path.suffix != ".gguf":
-            raise RunError(
-                f"{path}: neither a folder with a {CONFIG} nor a .gguf file; text and token ids are read by lm prepare"
+        reason = f"not a folder with a {CONFIG}; text and token ids are read by lm prepare"
+        if path.suffix == ".gguf":
+            arguments = f"{str(path.parent)!r}, gguf_file={path.name!r}"
+            reason = (
+                "a GGUF file; transformers writes the folder OUT, which lm import reads: "
+                f"model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained({arguments})); "
+                f"model.load_state_dict(AutoModelForCausalLM.from_pretrained({arguments}).state_dict()); "
+                "model.save_pretrained('OUT')"
             )
-        from lm.huggingface.gguf_file import GGUF
-
-        gguf_file = GGUF(path)
-        tokenizer_text = require_tokenizer_json(tokenizer) if tokenizer else gguf_file.tokenizer()
-        origin["tensor_types"] = gguf_file.type_counts
-        return PretrainedModel(
-            path, gguf_file.config, gguf_file, tokenizer_text, tokenizer or path, gguf_file.tokenizer_config, {}, origin
-        )
+        raise RunError(f"{path}: {reason}")
     if not path.is_dir():
         path = downloaded(source, revision, ["*.json", "*.safetensors", "*.txt", "*.model"])
         origin["commit"] = path.name
@@ -339,7 +331,7 @@ def _checked_tokenizer(model: PretrainedModel, start: str, vocabulary: int) -> t
 
 
 def _checked_parameters(
-    architecture: Architecture, spec: ModelSpec, fields: Fields, tensors: "Shards | GGUF"
+    architecture: Architecture, spec: ModelSpec, fields: Fields, tensors: Shards
 ) -> list[MappedParameter]:
     """lm's parameters, sorted by name. Raises RunError if a tensor is missing, unknown or misshapen, or a tied head
     isn't the embedding.
@@ -372,7 +364,7 @@ def _checked_parameters(
     return sorted(parameters, key=lambda parameter: parameter.name)
 
 
-def _parameter_values(parameters: list[MappedParameter], tensors: "Shards | GGUF") -> Iterator[tuple[str, Tensor]]:
+def _parameter_values(parameters: list[MappedParameter], tensors: Shards) -> Iterator[tuple[str, Tensor]]:
     """Yield each of lm's parameters as (name, value), read when it is requested. Raises RunError if a tensor has NaN or
     infinity.
     """
