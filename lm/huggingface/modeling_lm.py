@@ -438,8 +438,10 @@ class Block(GradientCheckpointingLayer):
         self.attention_norm, self.attention = make_norm(config), Attention(config, layer_idx)
         self.mlp_norm, self.mlp = make_norm(config), MLP(config)
 
-    def forward(self, x: Tensor, **kwargs: object) -> tuple[Tensor, Tensor | None, Tensor]:
-        output, weights, values = self.attention(self.attention_norm(x), **kwargs)
+    def forward(
+        self, x: Tensor, values_to_mix: Tensor | None, **kwargs: object
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        output, weights, values = self.attention(self.attention_norm(x), values_to_mix, **kwargs)
         x = x + output
         return x + self.mlp(self.mlp_norm(x)), weights, values
 
@@ -460,6 +462,17 @@ BLOCKS = {"attention": Block, "gau": GatedBlock}
 
 
 # ---------------------------------------------------------------- models
+
+
+def packed_documents(is_token: Tensor, position_ids: Tensor) -> Tensor | None:
+    """Return the number of each token's document, (B, T), if a sequence holds several documents; else None.
+
+    A document begins at position 0 and where positions of neighbours do not follow each other; is_token: (B, T), false
+    for padding.
+    """
+    breaks = F.pad(is_token[:, :-1] & (position_ids.diff(dim=-1) != 1), (1, 0))
+    begins = is_token & ((position_ids == 0) | breaks)
+    return begins.cumsum(-1) if bool((begins & (is_token.cumsum(-1) > 1)).any()) else None
 
 
 class LmPreTrainedModel(PreTrainedModel):
@@ -508,8 +521,8 @@ class LmModel(LmPreTrainedModel):
         """Hidden states (B, T, C) of tokens (B, T), after the last norm.
 
         Args:
-            attention_mask: (B, S), 0 for padding; or a mask for each type of layer, which generation makes for a cache
-                of fixed size.
+            attention_mask: (B, S), 0 for padding, any other number for a token; or a mask for each type of layer, which
+                generation makes for a cache of fixed size.
             position_ids: (1, T) or (B, T), 0-based in each document; None: counted from `attention_mask` and the cached
                 tokens.
         """
@@ -517,12 +530,20 @@ class LmModel(LmPreTrainedModel):
             raise ValueError("give either input_ids or inputs_embeds")
         if input_ids is None and self.value_embedding is not None:
             raise ValueError("value embeddings need input_ids")
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         cached_length = past_key_values.get_seq_length() if past_key_values is not None else 0
-        if position_ids is None and isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-            position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[
-                :, cached_length : cached_length + x.size(1)
-            ]
+        documents = None
+        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+            if position_ids is None:
+                position_ids = ((attention_mask != 0).cumsum(-1) - 1).clamp(min=0)[
+                    :, cached_length : cached_length + x.size(1)
+                ]
+            elif attention_mask.size(1) == x.size(1):
+                documents = packed_documents(attention_mask != 0, position_ids)
         elif position_ids is None:
             position_ids = torch.arange(cached_length, cached_length + x.size(1), device=x.device)[None]
         if isinstance(masks := attention_mask, Tensor | None):
@@ -533,6 +554,9 @@ class LmModel(LmPreTrainedModel):
                 "past_key_values": past_key_values,
                 "position_ids": position_ids,
             }
+            if documents is not None:
+                mask_arguments |= self._document_arguments(attention_mask != 0, documents, use_cache, past_key_values)
+                use_cache = False
             masks = {"full_attention": create_causal_mask(self.config, x, **mask_arguments)}
             if self.config.sliding_window is not None:
                 masks[SLIDING] = create_sliding_window_causal_mask(self.config, x, **mask_arguments)
@@ -549,13 +573,13 @@ class LmModel(LmPreTrainedModel):
                 values_to_mix = (
                     self.value_embedding[layer](input_ids).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
                 )
-            x, layer_weights, values = block(
+            x, layer_weights, values = block(  # what has gradients by position, as recomputation demands
                 x,
+                values_to_mix,
                 rotation=rotation if self.config.rope_layers[layer] else None,
                 attention_mask=masks[self.config.layer_types[layer]],
                 position_ids=position_ids,
                 past_key_values=past_key_values,
-                values_to_mix=values_to_mix,
                 **kwargs,
             )
             first_values = values if first_values is None else first_values
@@ -567,6 +591,21 @@ class LmModel(LmPreTrainedModel):
             hidden_states=(*hidden_states, x) if output_hidden_states else None,
             attentions=weights if output_attentions else None,
         )
+
+    def _document_arguments(
+        self, is_token: Tensor, documents: Tensor, use_cache: bool | None, past_key_values: Cache | None
+    ) -> dict[str, object]:
+        """Arguments with which transformers masks other documents, (B, T), where a mask of padding stands beside them.
+
+        Raises ValueError: a cache is asked for, or the kernel does not take a mask of documents with padding.
+        """
+        if use_cache or past_key_values is not None:
+            raise ValueError("packed documents (position_ids that begin anew) have no cache: set use_cache to False")
+        if bool(is_token.all()):
+            return {"attention_mask": None}  # transformers then finds documents by their positions
+        if (backend := self.config._attn_implementation) not in ("eager", "sdpa", "flex_attention"):
+            raise ValueError(f"attn_implementation {backend} takes no padding beside packed documents; drop padding")
+        return {"and_mask_function": lambda batch, head, query, key: documents[batch, query] == documents[batch, key]}
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
         """cos and sin of RoPE's angles, each times `rope_amplitude`, (B, 1, T, R / 2) for R rotated dimensions, fp32,
