@@ -198,6 +198,57 @@ def test_a_models_own_scale_of_scores_is_kept_and_applied_in_fp32():
     torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=2**-7)
 
 
+UNREACHED = {  # kind of model: what it does with queries
+    "OpenAIGPT": "computes attention by itself, or has none, whatever attn_implementation says",
+    "CpmAnt": "computes attention by itself",
+    "XLM": "computes attention by itself",
+    "Bloom": "computes attention by itself",
+    "Mamba": "computes attention by itself",
+    "Ministral3": "multiplies queries by a function of position, and lm_relu would .*; set llama_4_scaling_beta to 0",
+    "Mistral4": "multiplies queries by a function of position, and lm_relu would .*; set llama_4_scaling_beta to 0",
+    "Llama4Text": "multiplies queries by a function of position, and .*; set attn_temperature_tuning to 0",
+}
+
+
+@pytest.mark.parametrize("kind", UNREACHED)
+def test_a_model_that_a_normalizer_would_not_reach_is_refused_when_made(kind: str):
+    lm.huggingface.register()
+    config_class = getattr(transformers, f"{kind}Config")
+    with torch.device("meta"), pytest.raises(ValueError, match=UNREACHED[kind]):
+        transformers.AutoModel.from_config(config_class(), attn_implementation="lm_relu")
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(config_class())
+    if model._can_set_attn_implementation():
+        with pytest.raises(ValueError, match=UNREACHED[kind]):
+            model.set_attn_implementation("lm_relu")
+
+
+LATENT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": V}
+LATENT |= {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 12}
+LATENT |= {"qk_rope_head_dim": 8, "v_head_dim": 10, "first_k_dense_replace": 2, "max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("kind", ["cosine", "qassmax", "ssmax", "sink"])
+def test_parameters_fit_the_heads_of_latent_attention(kind: str):
+    lm.huggingface.register()
+    model = transformers.DeepseekV3ForCausalLM._from_config(
+        transformers.DeepseekV3Config(**LATENT), attn_implementation=f"lm_{kind}"
+    )
+    lm.huggingface.add_normalizer_parameters(model)
+    expected = lm.functional.parameters(kind, 4, 20, 64)  # a head has 12 dimensions without rotation, and 8 with
+    for layer in model.model.layers:
+        added = getattr(layer.self_attn, NORMALIZER_ATTRIBUTE)
+        assert {name: tuple(value.shape) for name, value in added.items()} == {
+            name.replace(".", "_"): tuple(value.shape) for name, value in expected.items()
+        }
+        if kind == "cosine":
+            torch.testing.assert_close(added["g"].data, expected["g"])
+    assert model(tokens()).logits.isfinite().all()
+    getattr(model.model.layers[0].self_attn, NORMALIZER_ATTRIBUTE).head_size = 8
+    with pytest.raises(ValueError, match=r"heads of DeepseekV3Attention have 20 dimensions, lm_.* was set up for 8"):
+        model(tokens())
+
+
 def test_what_can_not_be_computed_is_refused(tmp_path: Path):
     lm.huggingface.register()
     sliding = Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=10, max_window_layers=1)
@@ -227,19 +278,6 @@ def test_what_can_not_be_computed_is_refused(tmp_path: Path):
             model(tokens()[:1], attention_mask=mask)
     with pytest.raises(ValueError, match=r"attn_implementation is sdpa: call lm\.huggingface\.register"):
         lm.huggingface.add_normalizer_parameters(LlamaForCausalLM(LlamaConfig(**SMALL)))
-    with pytest.raises(ValueError, match="BloomForCausalLM computes attention by itself"):
-        lm.huggingface.add_normalizer_parameters(
-            transformers.BloomForCausalLM._from_config(
-                transformers.BloomConfig(**sizes), attn_implementation="lm_ssmax"
-            )
-        )
-    alone = transformers.BloomForCausalLM._from_config(
-        transformers.BloomConfig(**sizes), attn_implementation="lm_log_n"
-    )
-    with pytest.raises(
-        ValueError, match="BloomForCausalLM computes attention by itself"
-    ):  # and no mask, if it got none
-        alone(tokens())
     padded = torch.arange(T).expand(2, -1) >= torch.tensor([[0], [9]])
     angles = llama(tmp_path, "lm_qassmax", "random").eval()
     with pytest.raises(

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -45,13 +45,18 @@ REFUSED_ARGUMENTS = (
     "sliding_window",
     "softcap",
     "s_aux",
+    "sinks",
     "position_bias",
+    "indices",
+    "block_indices",
 )  # arguments of attention functions that change what is computed
 POSITION_DEPENDENT_NORMALIZERS = (
     "qassmax",
     "linear",
 )  # with RoPE, on absolute positions; not so for linear with `features: identity`
-OWN_ATTENTION_MESSAGE = "{} computes attention by itself, whatever attn_implementation says"
+# Fields of a configuration, or its `rope_parameters`, with which a model multiplies queries by a function of position.
+GROWING_SCALE_FIELDS = ("llama_4_scaling_beta", "attn_temperature_tuning")
+OWN_ATTENTION_MESSAGE = "{} computes attention by itself, or has none, whatever attn_implementation says"
 WEIGHT_FILE_PATTERNS = ["*.safetensors", INDEX]
 
 
@@ -74,7 +79,35 @@ def register(normalizers: Mapping[str, Named] | None = None) -> None:
                 [Problem(name, options["name"], "is no function of one layer's queries and keys", "train it with lm")]
             )
         ALL_ATTENTION_FUNCTIONS.register(name, partial(_attend, options))
-        ALL_MASK_ATTENTION_FUNCTIONS.register(name, _mask)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, sdpa_mask)
+    # Each model asks it when it is made or its attention is set; some never ask for the function itself.
+    PreTrainedModel.get_correct_attn_implementation = _correct_attn_implementation
+
+
+_correct_of_transformers = PreTrainedModel.get_correct_attn_implementation
+
+
+def _correct_attn_implementation(
+    model: PreTrainedModel, requested_attention: str | None, *arguments: object, **options: object
+) -> str:
+    """Return the name of the attention function that a model gets, as transformers does. Raises ValueError if it is one
+    of lm's, and the model's code does not call it or scales queries by position itself.
+    """
+    if _normalizer_of(requested_attention) is not None:
+        if not model.is_backend_compatible():
+            raise ValueError(OWN_ATTENTION_MESSAGE.format(type(model).__name__))
+        rope_fields = getattr(model.config, "rope_parameters", None) or {}
+        for field in GROWING_SCALE_FIELDS:
+            if rope_fields.get(field) or getattr(model.config, field, None):
+                reason = f"multiplies queries by a function of position, and {requested_attention} would act on top"
+                raise ValueError(f"{type(model).__name__} {reason}; set {field} to 0 in its configuration")
+    return _correct_of_transformers(model, requested_attention, *arguments, **options)
+
+
+def _normalizer_of(attn_implementation: str | None) -> dict[str, Plain] | None:
+    """Return the name and options of the normalizer that is registered under a name; None if it is none of lm's."""
+    function = ALL_ATTENTION_FUNCTIONS.get(attn_implementation)
+    return function.args[0] if isinstance(function, partial) and function.func is _attend else None
 
 
 def add_normalizer_parameters(model: PreTrainedModel, train_length: int | None = None) -> None:
@@ -92,12 +125,10 @@ def add_normalizer_parameters(model: PreTrainedModel, train_length: int | None =
     be read.
     """
     config = model.config
-    attention_function = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
-    if not isinstance(attention_function, partial) or attention_function.func is not _attend:
+    if (options := _normalizer_of(config._attn_implementation)) is None:
         raise ValueError(
             f"attn_implementation is {config._attn_implementation}: call lm.huggingface.register() and name one of lm's"
         )
-    (options,) = attention_function.args
     if (entry := getattr(config, NORMALIZER_ATTRIBUTE, None)) not in (None, options):
         raise ValueError(
             f"{config._name_or_path} was saved with {entry}, attn_implementation {config._attn_implementation} is "
@@ -106,17 +137,20 @@ def add_normalizer_parameters(model: PreTrainedModel, train_length: int | None =
     attention_modules = [
         module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")
     ]
-    if not (model.is_backend_compatible() and attention_modules):
+    if not attention_modules:
         raise ValueError(OWN_ATTENTION_MESSAGE.format(type(model).__name__))
     if any(hasattr(module, NORMALIZER_ATTRIBUTE) for module in attention_modules):
         raise ValueError("the model has these parameters already: call lm.huggingface.add_normalizer_parameters once")
     setattr(config, NORMALIZER_ATTRIBUTE, dict(options))
     setattr(config, LENGTH_FIELD, train_length or _train_length(config))
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for module in attention_modules:
+        # In latent attention (MLA) `head_dim` is the part of a head that rotates.
+        head_size = getattr(module, "qk_head_dim", None) or getattr(config, "head_dim", None)
+        head_size = head_size or config.hidden_size // config.num_attention_heads
         initial_values = functional.parameters(options, config.num_attention_heads, head_size, _train_length(config))
         parameter_dict = nn.ParameterDict((name.replace(".", "_"), value) for name, value in initial_values.items())
         parameter_dict.names = list(initial_values)  # as `lm.functional` has them, with their dots
+        parameter_dict.head_size = head_size
         module.add_module(NORMALIZER_ATTRIBUTE, parameter_dict.to(next(module.parameters()).device))
     if entry:
         _read_saved_parameters(model)
@@ -143,16 +177,6 @@ def _read_saved_parameters(model: PreTrainedModel) -> None:
             parameter.data.copy_(tensors.read(name))
 
 
-def _mask(*sizes: object, config: PreTrainedConfig | None = None, **kwargs: object) -> Tensor | None:
-    """Return the mask that `sdpa_mask` makes of these arguments. Raises ValueError: the model's code takes no attention
-    function.
-    """
-    model_type = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if model_type and not model_type.is_backend_compatible():
-        raise ValueError(OWN_ATTENTION_MESSAGE.format(model_type.__name__))
-    return sdpa_mask(*sizes, config=config, **kwargs)
-
-
 def _attend(
     options: dict[str, Plain], module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     attention_mask: Tensor | None,
@@ -176,6 +200,11 @@ def _attend(
         raise ValueError(
             f"{config._attn_implementation} has learned parameters: call "
             "lm.huggingface.add_normalizer_parameters(model) once it is made"
+        )
+    if parameter_dict is not None and parameter_dict.head_size != query.size(-1):
+        raise ValueError(
+            f"heads of {type(module).__name__} have {query.size(-1)} dimensions, {config._attn_implementation} was set "
+            f"up for {parameter_dict.head_size}; use a model whose configuration says so in head_dim"
         )
     factor = 1.0 if scaling is None else scaling * math.sqrt(query.size(-1))
     if not math.isclose(factor, 1.0):
