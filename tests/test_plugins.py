@@ -338,6 +338,38 @@ def test_an_abstract_class_is_refused_before_anything_is_written(powers: Path, a
     assert "is not whole: it has no normalize; see docs/normalizers-own.md" in result.stderr
 
 
+LEAKS = {
+    "no mask": (".masked_fill(~layout.visible(), 0.0)", ""),
+    "a mask after the sum": (
+        "a = (",
+        "return divided((scores.relu() * layout.visible()), scores.relu().sum(-1, keepdim=True), None)\n        a = (",
+    ),
+    "a mask of one token too many": ("layout.visible()", "layout.visible().roll(1, -1)"),
+}
+
+
+@pytest.mark.parametrize("leak", LEAKS)
+def test_a_normalizer_that_sees_later_tokens_is_refused_before_a_run(
+    leak: str, powers: Path, arguments: list[str], tmp_path: Path
+):
+    line = f"'{NAME}': gives a token weights that depend on later tokens, as if it forgot the mask; mask by "
+    line += f"layout.visible(); lm check-normalizer {NAME} tests it\n"
+    plain = trained(arguments, "model.normalizer=softmax")
+    code = powers / "attention.py"
+    assert LEAKS[leak][0] in code.read_text()
+    code.write_text(code.read_text().replace(*LEAKS[leak]))
+    mixed = f"model.normalizer={{name: layers, of: [softmax, {{name: '{NAME}'}}]}}"
+    for command in (
+        ["train", *arguments, "name=leaks", NAMED],
+        ["train", *arguments, "name=leaks", mixed],
+        ["swap", str(plain), "--to", NAME, "-o", str(tmp_path / "swapped")],
+    ):
+        result = lm(*command)
+        assert (result.returncode, result.stderr) == (2, f"error: model.normalizer = {line}")
+    assert not (tmp_path / "swapped").exists()
+    assert not (plain.parent / "leaks").exists()
+
+
 @pytest.mark.parametrize(
     ("breaks", "function"),
     [

@@ -35,6 +35,7 @@ from lm.evaluation.held_out import (
 )
 from lm.files import file_sha256, new_folder, write_json, write_text
 from lm.model.attention_stream import paired_attention_blocks
+from lm.model.causality import check_causality
 from lm.model.cross_entropy import token_kl, token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device
@@ -258,6 +259,7 @@ def swap_run(
             raise RunError(f"{source}: has no training run behind it, of whose text a swap could be measured; {remedy}")
         with PLUGINS.trusted():
             config = _swapped_config(model, normalizer, init, destination, overrides)
+        check_causality(config)
         old, new = model.decoder, with_normalizer(model.decoder, config.model.normalizer)
         label = new.config.normalizer.label()
         if init == "fit" and not count_parameters(new)["normalizer"]:

@@ -10,6 +10,7 @@ from lm.config.training_config import Group
 from lm.config.tree import Config, differences, effect_of
 from lm.data.tasks import symbol_tokenizer
 from lm.errors import ConfigError, Problem, as_written
+from lm.model.causality import check_causality
 from lm.model.decoder import Decoder, group_of
 from lm.model.device import resolve_device
 from lm.model.spec import with_steps
@@ -31,7 +32,7 @@ def check_before_data(config: Config, checkpoint: Path | None) -> tuple[Config, 
 
     Raises:
         ConfigError: the device is missing, nothing is trained, the model is too large for the machine, or the
-            configuration doesn't fit the checkpoint or the weights.
+            configuration doesn't fit the checkpoint or the weights, or a normalizer from outside sees later tokens.
         RunError: the checkpoint or the model can't be loaded.
     """
     accelerator, _ = resolve_device(config)
@@ -57,6 +58,7 @@ def check_before_data(config: Config, checkpoint: Path | None) -> tuple[Config, 
         decoder = Decoder(config.model_in(0), 1, config.data.seq_len, seed=None)
     freeze(decoder, config.train_only)
     check_trainable(config, decoder)
+    check_causality(config)
     _check_memory(config, decoder, accelerator)
     if checkpoint or not config.init_from:
         return config, None

@@ -1,0 +1,42 @@
+"""Check that normalizers from outside lm let no token see later ones, before a run is trained with them."""
+
+from dataclasses import replace
+
+import torch
+
+from lm.config.tree import Config
+from lm.errors import ConfigError, Problem
+from lm.model.decoder import Decoder
+
+LENGTH = 24  # tokens of the two sequences that are compared
+TOLERANCE = 1e-4  # of the change at the last token, whose logits must change
+
+
+def check_causality(config: Config) -> None:
+    """Check each normalizer from outside in one layer of the model: logits of two sequences that differ in the last
+    token must be equal before it.
+
+    Raises ConfigError that names the normalizer. Weights are random and large, so that no part of the layer is idle.
+    """
+    outside = {
+        repr(options): options
+        for phase in config.plan
+        for options in phase.normalizer.layer_options()
+        if ":" in options.name
+    }
+    length = min(LENGTH, config.data.seq_len)
+    tokens = (torch.arange(length) % 7).expand(2, -1).clone()
+    tokens[1, -1] = 7
+    for options in outside.values():
+        model = replace(config.model, n_layer=1, n_mlp=8, normalizer=options, dropout=0.0)
+        decoder, generator = Decoder(model, 8, config.data.seq_len, seed=None), torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in decoder.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0.0, parameter.size(-1) ** -0.5, generator=generator)
+        first, second = decoder.logits(tokens).detach().float()
+        changes = (first - second).abs().amax(-1)
+        if (changes[:-1] > TOLERANCE * changes[-1]).any():
+            reason = "gives a token weights that depend on later tokens, as if it forgot the mask"
+            remedy = f"mask by layout.visible(); lm check-normalizer {options.name} tests it"
+            raise ConfigError([Problem("model.normalizer", options.name, reason, remedy)])
