@@ -413,6 +413,8 @@ def convert(hint: type, value: Plain):
         return float(value)
     if hint is float and type(value) is float and not math.isfinite(value):
         return MISSING
+    if type(value) is str and "\0" in value:  # no file and no file name can hold it
+        return MISSING
     return value if type(value) is hint else MISSING
 
 
@@ -458,7 +460,7 @@ def _type_remedy(hint: type, value: Plain, meaning: str) -> str:
         )
     if hint is not str:
         return ""
-    return meaning if isinstance(value, bool) else "quote it in the YAML"
+    return meaning if isinstance(value, bool | str) else "quote it in the YAML"
 
 
 def _as_number(value: Plain) -> Plain:

@@ -1,8 +1,5 @@
-"""Converts YAML text to plain data and back, and resolves interpolations `${...}`, for configuration files and override
-values.
-
-Texts are not trusted: size, depth and expansion are bounded while a text is parsed. So no text takes long, fills the
-memory or exceeds the interpreter's recursion limit.
+"""Converts YAML text to plain data and back, and resolves interpolations `${...}`, by OmegaConf, for configuration
+files and override values. Size, depth and expansion of a text are bounded, since texts of strangers are read, too.
 """
 
 import math
@@ -12,8 +9,8 @@ from collections.abc import Mapping
 
 import yaml
 from omegaconf import OmegaConf
+from omegaconf._yaml import get_yaml_loader
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
-from yaml.composer import Composer
 
 from lm.errors import ConfigError, abbreviated, as_written, one_line
 from lm.schema import Plain, map_values, single_values
@@ -21,95 +18,26 @@ from lm.schema import Plain, map_values, single_values
 MAX_BYTES = 2**19  # size of a text
 MAX_NODES = 10_000  # keys and values in a text, with aliases expanded
 MAX_DEPTH = 50  # nesting of blocks and lists
-_TAG = "tag:yaml.org,2002:"
-_FLOAT = re.compile(
-    r"""[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
-    |\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?
-    |[0-9][0-9_]*[eE][-+]?[0-9]+
-    |\.(?:inf|Inf|INF))$
-    |\.(?:nan|NaN|NAN)$""",
-    re.VERBOSE,
-)
 _UNICODE_LINE_BREAKS = re.compile("[\x85\u2028\u2029]")
-_INT = re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)$")  # no leading zeros: in YAML 1.1, 010 is 8
-
-
-_Parser = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
-
-
-class _Loader(
-    Composer, _Parser
-):  # libyaml, if installed, parses five times as fast; nodes are composed, and counted, in Python
-    """Loads YAML 1.1 restricted to plain data: no object tags, dates, base-60 numbers or repeated keys; `1e-4` is a
-    number.
-    """
-
-    yaml_implicit_resolvers = {  # noqa: RUF012
-        character: [(tag, pattern) for tag, pattern in resolvers if tag.removeprefix(_TAG) in ("null", "bool", "merge")]
-        for character, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    yaml_constructors = {  # noqa: RUF012
-        tag: yaml.SafeLoader.yaml_constructors[tag]
-        for tag in (None, *(_TAG + name for name in ("null", "bool", "float", "seq", "map")))
-    }
-
-    def __init__(self, text: str):
-        _Parser.__init__(self, text)
-        Composer.__init__(self)
-        self._node_counts = [0]  # nodes so far in each block or list that is being read, the outermost first
-        self._sizes: dict[yaml.Node, int] = {}  # nodes in each node that was read, with aliases expanded
-
-    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
-        mark, is_alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
-        if len(self._node_counts) > MAX_DEPTH:
-            raise yaml.MarkedYAMLError(problem=f"is nested more than {MAX_DEPTH} deep", problem_mark=mark)
-        self._node_counts.append(1)
-        node = super().compose_node(parent, index)
-        size = self._node_counts.pop()
-        if is_alias and node not in self._sizes:
-            raise yaml.MarkedYAMLError(problem="an alias stands within the block that it names", problem_mark=mark)
-        self._node_counts[-1] += self._sizes.setdefault(node, size)
-        if self._node_counts[-1] > MAX_NODES:
-            raise yaml.MarkedYAMLError(problem=f"has more than {MAX_NODES:,} keys and values", problem_mark=mark)
-        return node
-
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        names = set()
-        for name, _ in node.value:
-            value = (
-                self.construct_object(name)
-                if isinstance(name, yaml.ScalarNode) and name.tag != _TAG + "merge"
-                else name
-            )
-            if value in names:
-                raise yaml.MarkedYAMLError(problem=f"found duplicate key {name.value}", problem_mark=name.start_mark)
-            names.add(value)
-        return node
-
-    def integer(self, node: yaml.ScalarNode) -> int:
-        """Convert a node to an integer. Raises MarkedYAMLError above 64 bits."""
-        number = self.construct_yaml_int(node) if len(node.value) < 100 else 2**64
-        if not -(2**63) <= number < 2**63:
-            raise yaml.MarkedYAMLError(problem="has an integer of more than 64 bits", problem_mark=node.start_mark)
-        return number
-
-    def text(self, node: yaml.ScalarNode) -> str:
-        """Convert a node to text. Raises MarkedYAMLError if the text has characters that files or file names can't
-        hold.
-        """
-        text = self.construct_yaml_str(node)
-        if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
-            raise yaml.MarkedYAMLError(
-                problem="has text with a NUL or a surrogate character", problem_mark=node.start_mark
-            )
-        return text
+_LOADER = get_yaml_loader(max_yaml_expanded_nodes=MAX_NODES)  # `1e-3` is a number, a repeated key an error
+_INT = "tag:yaml.org,2002:int"
+_LOADER.yaml_implicit_resolvers = {
+    letter: [(tag, pattern) for tag, pattern in resolvers if tag != _INT]
+    for letter, resolvers in _LOADER.yaml_implicit_resolvers.items()
+}
+# In YAML 1.1, 010 is 8 and 1:30 is 90; both are texts here.
+_LOADER.add_implicit_resolver(_INT, re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)$"), [*"-+0123456789"])
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes text that `_Loader` reads back: texts that look like numbers are quoted, and no value is replaced by an
-    alias.
+    """Writes text that OmegaConf and other readers read back: texts that look like numbers or dates are quoted, and no
+    value is an alias.
     """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        letter: [*yaml.SafeDumper.yaml_implicit_resolvers.get(letter, ()), *resolvers]
+        for letter, resolvers in _LOADER.yaml_implicit_resolvers.items()
+    }
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -118,15 +46,12 @@ class _Dumper(yaml.SafeDumper):
         """Return the YAML node of `text`. Unicode line breaks are written as escapes in quotes: PyYAML would read them
         back as spaces.
         """
-        return self.represent_scalar(_TAG + "str", text, style='"' if _UNICODE_LINE_BREAKS.search(text) else None)
+        return self.represent_scalar(
+            "tag:yaml.org,2002:str", text, style='"' if _UNICODE_LINE_BREAKS.search(text) else None
+        )
 
 
-_Loader.add_constructor(_TAG + "int", _Loader.integer)
-_Loader.add_constructor(_TAG + "str", _Loader.text)
 _Dumper.add_representer(str, _Dumper.text)
-for kind in (_Loader, _Dumper):
-    kind.add_implicit_resolver(_TAG + "int", _INT, list("-+0123456789"))
-    kind.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+0123456789."))
 
 
 def parse_yaml(text: str | bytes, source: str) -> Plain:
@@ -139,12 +64,21 @@ def parse_yaml(text: str | bytes, source: str) -> Plain:
         raise ConfigError(f"{source}: larger than {MAX_BYTES:,} bytes, which is no configuration")
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
-        return yaml.load(text, Loader=_Loader)
+        depth = 0
+        for event in yaml.parse(text, Loader=_LOADER):  # before the parser calls itself for each level, in C
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise yaml.MarkedYAMLError(
+                    problem=f"is nested more than {MAX_DEPTH} deep", problem_mark=event.start_mark
+                )
+        return yaml.load(text, Loader=_LOADER)
     except UnicodeDecodeError as error:
         reason = f"byte {error.start} is not UTF-8"
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        reason = " ".join(filter(None, (error.context, error.problem))) + (f" (line {mark.line + 1})" if mark else "")
+        reason = " ".join(filter(None, (error.context, (error.problem or "").partition(". See ")[0]))) + (
+            f" (line {mark.line + 1})" if mark else ""
+        )
         if "character that" in reason:  # libyaml doesn't name the character
             line = re.split("\r\n|[\n\r\x85\u2028\u2029]", text)[mark.line]
             has_tab = "\t" in line[: mark.column + 1]
