@@ -85,14 +85,6 @@ def test_queries_may_be_the_last_of_the_keys(queries: int):
 
 
 @needs_kernel
-def test_a_query_sees_no_key_ahead():
-    q, k, v = inputs(600, 600, 32, 32)
-    output = causal_softmax(q, k, v, 0.2)
-    k[:, 400:], v[:, 400:] = torch.inf, 1e30
-    assert torch.equal(causal_softmax(q, k, v, 0.2)[:, :400], output[:, :400])
-
-
-@needs_kernel
 @pytest.mark.parametrize("factor", [0.0, 1e4, 1e30])
 def test_extreme_scores_give_a_mean_of_values(factor: float):
     q, k, v = inputs(600, 600, 32, 32)

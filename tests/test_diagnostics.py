@@ -23,7 +23,6 @@ from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
 from lm.data.prepare import prepare
 from lm.diagnostics.attention_rows import (
-    KEYS,
     MIN_KEYS,
     NO_WEIGHT,
     NOT_FINITE,
@@ -299,19 +298,6 @@ def test_a_description_is_of_the_model_the_untrained_one_and_shuffled_scores_und
             for layer in range(2):
                 assert by_layer[layer].means == pytest.approx(np.nanmean(by_query[:, layer], (0, 2)), rel=1e-5)
                 assert slopes[layer].means == pytest.approx(exponents[layer], rel=1e-4)
-
-
-def test_statistics_that_only_a_later_setting_has_are_no_curves_by_keys():
-    """The ranges of keys are those of the first setting, in whose windows no query sees enough keys."""
-    decoder = Decoder(
-        ModelConfig(n_layer=1, n_head=2, n_embd=16, normalizer=opt.Window(size=MIN_KEYS // 2)), VOCAB, LENGTH
-    ).eval()
-    held_out = HeldOut(np.random.default_rng(0).integers(1, VOCAB, (2, LENGTH + 1)), np.ones(VOCAB, np.float32))
-    settings = [InferenceSetting(), InferenceSetting(normalizer={"size": LENGTH})]
-    config = DiagnosticsConfig(sequences=2, queries=8, statistics=["concentration"], inference=settings)
-    curves = diagnostic_series(decoder, held_out, config, Device(torch.device("cpu"), bf16=False), 1, "")
-    assert curves
-    assert not any(curve.axis and curve.axis.name == KEYS for curve in curves)
 
 
 # ---------------------------------------------------------------- commands

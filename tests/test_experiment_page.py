@@ -14,20 +14,17 @@ import numpy as np
 import pytest
 import yaml
 from conftest import ROOT
-from fabricated import save, write_page
+from fabricated import write_page
 from markupsafe import escape
 from reported import build_run, write_report
 from scipy.stats import ttest_1samp
 
 from lm.config.load import to_yaml
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.page import SizeResults
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_entries, trends
 from lm.report.comparison_pictures import paired_difference_traces
-from lm.report.comparison_tables import cost_table
-from lm.report.tables import Column
-from lm.runs.evaluations import Axis, Sample, Series, Shown, evaluation_path, read_evaluation, selection_mask
+from lm.runs.evaluations import Axis, Sample, Series, Shown, read_evaluation
 from lm.runs.folder import CONFIG, DIVERGED, METRICS
 
 STEPS = 200
@@ -142,48 +139,6 @@ def test_the_question_and_its_answers_come_first_and_every_table_and_picture_is_
         assert f"{run.label} (finished)" in words
 
 
-def test_numbers_are_those_of_the_documents_that_report(tmp_path, undrawn):
-    procedure = finish_all(made(tmp_path, tune=None))
-    page = write_page([procedure], tmp_path / "out")
-    means = {line["arm"]: line["mean"] for line in summary_entries(procedure)}
-    table = [row for row in rows(page.parent / "measured-1.csv") if row["quantity"] == "val loss"]
-    assert {row["arm"]: row["value"] for row in table} == {arm: f"{mean:.4f}" for arm, mean in means.items()}
-    run = procedure.known_runs()[0]
-    evaluation = json.loads(evaluation_path(run.config.run_folder, "validation", STEPS).read_text())["series"][0]
-    reporting = ~selection_mask(evaluation["data_fingerprint"], np.array(evaluation["samples"][0]["groups"]))
-    assert 0 < sum(reporting) < len(reporting)
-    series = Series.from_plain(evaluation)
-    assert series.reporting.means[0] == pytest.approx(series.samples[0].values[reporting, 0].mean())
-    assert series.reporting.means[0] != series.means[0]
-    selecting = replace(series, samples=(series.samples[0].part(~reporting),))
-    assert (selecting.reporting.samples, selecting.reporting.means[0]) == ((), series.means[0]), (
-        "none reports: the mean of all alone"
-    )
-
-
-@pytest.mark.parametrize(
-    ("device", "unit"), [("cpu", "GiB, whole process"), ("NVIDIA H100", "GiB, tensors on the GPU")]
-)
-def test_the_peak_of_memory_is_a_cost_where_runs_logged_it(tmp_path, device, unit):
-    procedure = finish_all(made(tmp_path, tune=None, seeds=[1]))
-    folders = {run.arm: run.config.run_folder for run in procedure.known_runs()}
-
-    def costs() -> dict[Column, list]:
-        fresh = Procedure(procedure.experiment)
-        results = SizeResults(fresh, "", fresh.judgement())
-        return dict(cost_table(results.comparison.arms, [run.record for run in results.begun_runs]).contents)
-
-    assert "peak memory" not in [column.name for column in costs()]
-    with (folders["ssmax"] / "metrics.jsonl").open("a") as log:
-        for gib in (1.5, 2.5):
-            log.write(json.dumps({"step": STEPS, "tokens": 1, "peak_memory_bytes": int(gib * 2**30)}) + "\n")
-    for folder in folders.values():
-        environment = json.loads((folder / "environment.json").read_text())
-        environment["starts"][0]["device"] = device
-        (folder / "environment.json").write_text(json.dumps(environment))
-    assert costs()[Column("peak memory", unit)] == [None, "2.5", None]
-
-
 def test_diverged_and_unfinished_runs_are_said_and_in_no_mean(tmp_path, undrawn):
     procedure = made(tmp_path, tune=None)
     for run in procedure.known_runs():
@@ -207,20 +162,6 @@ def test_a_baseline_that_diverged_is_no_verdict_on_an_arm_without_runs(tmp_path,
             diverge(run) if run.arm == "softmax" else finish(run, losses(run))
     kinds = {arm: verdict.kind for (_, arm), verdict in procedure.judgement().verdicts.items()}
     assert kinds == {"ssmax": "unstable", "log_n": "incomplete"}
-
-
-def test_what_was_measured_once_has_no_curve(tmp_path, undrawn):
-    procedure = finish_all(made(tmp_path, tune=None))
-    for run in procedure.known_runs():
-        path = run.config.run_folder / METRICS
-        lines = [
-            line for line in path.read_text().splitlines() if "val/loss" not in line or f'"step": {STEPS},' in line
-        ]
-        path.write_text("\n".join(lines) + "\n")
-        save(run.config.run_folder, STEPS)
-    page = write_page([Procedure(procedure.experiment)], tmp_path / "out")
-    assert {row["panel"] for row in rows(page.parent / "curves.csv")} == {"Training loss"}
-    assert "Without a curve, because it was measured once: Validation loss." in text_of(page)
 
 
 def test_a_page_before_anything_has_ended(tmp_path, undrawn):

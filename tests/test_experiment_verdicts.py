@@ -489,13 +489,6 @@ def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(t
     assert f"by a spread of {spread:.2g} (the seeds that have ended)" in said(finished)[0]
 
 
-def test_the_quickstart_has_the_power_to_find_what_it_asks_about(tmp_path):
-    procedure = open_experiment(ROOT / "configs" / "experiments" / "quickstart-recall.yaml", [f"runs={tmp_path}"])
-    lines = [*plan_lines(procedure, None, "not asked")]
-    assert [line for line in lines if line.startswith("power: 4 seeds find a difference of 0.5 with probability 0.74")]
-    assert not [line for line in lines if line.startswith("LOW POWER")]
-
-
 def test_a_baseline_that_diverges_at_a_third_arms_rate_is_unstable_and_no_error(tmp_path):
     best = {"softmax": 4e-3, "ssmax": 8e-3, "log_n": 2e-3}
     arms = {arm: {"model.normalizer": arm} for arm in best}

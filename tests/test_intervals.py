@@ -153,14 +153,6 @@ def test_intervals_of_fractions_are_those_of_statsmodels(ours: Callable[[int, in
     assert np.isnan(ours(0, 0).low)
 
 
-@given(trials=st.integers(1, 10_000), share=st.floats(0, 1))
-def test_wilson_holds_the_share_and_stays_within_0_and_1(trials: int, share: float):
-    interval = wilson(round(share * trials), trials)
-    assert 0 <= interval.low <= interval.mean <= interval.high <= 1
-    mirrored = wilson(trials - round(share * trials), trials)
-    assert (1 - mirrored.high, 1 - mirrored.low) == pytest.approx((interval.low, interval.high), abs=1e-12)
-
-
 def fraction_interval(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> Interval:
     """The interval of a series of a fraction."""
     sample, mean = Sample("questions", values[:, None], weights, groups), np.average(values, weights=weights)

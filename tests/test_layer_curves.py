@@ -11,7 +11,7 @@ from fabricated import save
 from reported import build_run, write_report
 
 from lm.report.comparison import compare_runs
-from lm.report.comparison_pictures import MAX_POINTS, drawn_runs, layer_curves, layer_pictures, quantity_title
+from lm.report.comparison_pictures import MAX_POINTS, drawn_runs, layer_curves, layer_pictures
 from lm.runs.folder import METRICS
 from lm.runs.record import read_run
 
@@ -55,27 +55,6 @@ def test_quantities_are_told_apart_by_layer_and_head_and_the_last_line_of_a_step
     np.testing.assert_array_equal([head.values for head in scores.values()], [[1.0, 3.0], [2.0, np.nan]])
     np.testing.assert_array_equal(curves["train/grad_norm", 10][""].values, [np.nan, 4.0])
     assert [*curves["normalizer/base.out.bias", 3]] == ["rms"]
-
-
-def test_quantities_are_ordered_by_name_and_number():
-    names = [
-        f"{name}/layer0/head0"
-        for name in ("logit_scale/slope", "logit_scale/n256", "logit_scale/n16", "normalizer/s", "logit_scale/n2")
-    ]
-    curves = layer_curves([{"step": 1, "tokens": 10, **dict.fromkeys(names, 1.0)}])
-    assert [name for name, _ in curves] == [
-        "logit_scale/n2",
-        "logit_scale/n16",
-        "logit_scale/n256",
-        "logit_scale/slope",
-        "normalizer/s",
-    ]
-
-
-def test_quantities_have_titles():
-    assert quantity_title("logit_scale/n1024") == "Logit scale of a query that sees 1,024 keys"
-    assert quantity_title("normalizer/s") == "Parameter s of the normalizer"
-    assert quantity_title("train/grad_norm") == "Gradient norm before clipping"
 
 
 @pytest.fixture

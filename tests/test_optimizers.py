@@ -140,24 +140,6 @@ def test_each_optimizer_has_a_builder():
         assert parse({"name": "a", "optim": {"optimizer": name}}).optim.optimizer.name == name
 
 
-FUSED = {
-    "qkv, up": [],
-    "qkv": ["model.mlp=gelu", "model.n_kv_head=1"],
-    "uvz": ["model.block=gau", "model.n_head=1", "model.normalizer=relu2"],
-}
-
-
-@pytest.mark.parametrize("fused", FUSED)
-def test_projections_are_slices_of_the_fused_matrices(tiny, fused: str):
-    model = decoder(tiny, *FUSED[fused])
-    slices, matrices = projections(model), dict(model.named_parameters())
-    assert {name.split(".")[-2] for name in slices} == set(fused.split(", "))
-    for name, parts in slices.items():
-        assert [row for part in parts.values() for row in range(part.start, part.stop)] == list(
-            range(matrices[name].size(0))
-        )
-
-
 @pytest.mark.parametrize("options", [[], ["model.n_kv_head=1"]])
 def test_slices_are_of_the_projections_they_are_named_for(tiny, options: list[str]):
     model, projected = decoder(tiny, *options), {}

@@ -13,10 +13,9 @@ import yaml
 from conftest import ROOT, lm
 from folders import curve, same, series, weights
 
-from lm.config.load import load_config, parse, to_yaml
+from lm.config.load import load_config
 from lm.config.model_config import ModelConfig
 from lm.config.task_config import MQAR, TEST_DIVISOR, Copy, FlipFlop, Induction, Maximum, Needle, Passkey, Task
-from lm.config.tree import Config
 from lm.data.batches import IGNORED, Batch, MicroBatches, train_sequences
 from lm.data.prepare import prepare
 from lm.data.tasks import Example, Text, example, integer_hash
@@ -67,16 +66,6 @@ def test_answers_equal_the_full_computation(task: Task, length: int, monkeypatch
     assert answers.hits.tolist() == right
     assert answers.whole_answers(answers.hits).tolist() == whole
     assert answers.sequence.tolist() == np.repeat(np.arange(7), len(nll) // 7).tolist()
-
-
-def test_ranks_split_the_sequences(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.evaluation.held_out.all_reduce_sum", lambda device, local: local())
-    decoder, examples = Decoder(ModelConfig(n_layer=1, n_head=2, n_embd=32), 160, 16), sequences(MQAR(), 40, 5)
-    parts = [read_answers(decoder, examples, Device(torch.device("cpu"), False, rank, 7)) for rank in range(7)]
-    answers = read_answers(decoder, examples, CPU)
-    assert np.allclose(sum(part.nll for part in parts), answers.nll, atol=1e-5)
-    assert (sum(part.hits.astype(int) for part in parts) == answers.hits).all()
-    assert (sum(part.rolled_out_hits.astype(int) for part in parts) == answers.rolled_out_hits).all()
 
 
 def greedy(decoder: Decoder, tokens: np.ndarray, answers: np.ndarray) -> np.ndarray:
@@ -522,13 +511,6 @@ def test_what_contradicts_itself_is_refused(tiny):
     store = prepare(config.data)
     with pytest.raises(ConfigError, match=r"8 pairs and 8 queries need sequences of at least 31 tokens, not 16"):
         train_sequences(store, config)
-
-
-def test_tasks_survive_the_configuration_file(tiny):
-    config: Config = tiny(*SYMBOLS)
-    reread = parse(yaml.safe_load(to_yaml(config)))
-    assert reread == config
-    assert reread.data.tasks[0].task == MQAR(keys=8, values=8, filler=8, pairs=4, queries=4)
 
 
 def test_a_swap_is_measured_on_the_answers(tiny, tmp_path: Path):

@@ -21,7 +21,6 @@ from reported import (
 )
 
 from lm.report.comparison_pictures import heat_maps, overview
-from lm.report.comparison_tables import run_facts
 from lm.runs.evaluations import Sample, validation_series
 from lm.runs.record import read_run
 from lm.statistics.intervals import Interval, effective_trials, wilson
@@ -113,13 +112,6 @@ def test_chance_is_read_with_the_answers_and_drawn(tmp_path):
     assert not any(title.startswith("Accuracy") for title in titles), "one length without a level is no picture"
 
 
-def test_a_roll_out_stands_beside_where_sequences_ask_several_questions(tmp_path):
-    folder = build_run(tmp_path, "soft", asked={64: 0.8})
-    comparison, _ = compared(folder)
-    assert fraction_right(comparison, 0, RECALL, 64).mean == pytest.approx(0.8)
-    assert fraction_right(comparison, 0, ROLLED_OUT, 64).mean == pytest.approx(0.4)
-
-
 def test_answers_of_several_seeds_have_the_wider_interval(tmp_path):
     def arm(name: str, *fractions: float) -> Interval:
         folders = [
@@ -158,18 +150,6 @@ def test_sequences_with_more_answers_weigh_more(tmp_path):
     assert differences[()].interval.low < 0.3 < differences[()].interval.high
 
 
-def test_answers_to_other_questions_are_not_subtracted(tmp_path):
-    folders = [build_run(tmp_path, "soft", asked={64: 0.9}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.5})]
-    edit(folders[1], "recall", lambda result: first_sample(result).update(sha256="others"))
-    comparison, differences = compared(*folders)
-    assert differences[RECALL].interval is None
-    assert "not measured on the same tokens" in differences[RECALL].note
-    assert differences[NEEDLE].interval is not None
-    assert [fact.agrees for fact in run_facts(comparison) if fact.name == "sequences with questions (sha256)"] == [
-        False
-    ]
-
-
 def test_differences_are_at_the_longest_sequences_that_both_were_asked_in(tmp_path):
     folders = [
         build_run(tmp_path, "soft", asked={64: 0.9}),
@@ -190,21 +170,6 @@ def test_tasks_are_named_over_all_runs(tmp_path):
     comparison, differences = compared(*folders)
     assert asked(comparison)[:3] == [("mqar (pairs 8)", RECALL[1]), ("mqar (pairs 8)", ROLLED_OUT[1]), NEEDLE]
     assert differences["mqar (pairs 16)", "as trained"].interval is None
-
-
-def test_answers_of_other_steps_are_said(tmp_path):
-    folders = [build_run(tmp_path, "soft", asked={64: 0.9}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.9})]
-    edit(folders[1], "recall", lambda result: result.update(step=100, tokens_seen=1000))
-    edit(folders[1], "needle", lambda result: result.update(step=100, tokens_seen=1000))
-    comparison, _ = compared(*folders)
-    assert (
-        "measured on sequences with questions after different numbers of tokens: softmax: 1,638,400; ssmax: 1,000"
-        in comparison.warning
-    )
-    assert [fact.agrees for fact in run_facts(comparison) if fact.name == "tokens seen, sequences with questions"] == [
-        False
-    ]
-    assert any("the recall evaluation of step 100" in lack for lack in comparison.missing_notes)
 
 
 def test_runs_on_symbols_lack_nothing_without_long_sequences_and_bytes(tmp_path):

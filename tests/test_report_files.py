@@ -9,13 +9,12 @@ import hashlib
 import io
 import json
 import re
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import lm, thinned
+from conftest import thinned
 from fabricated import save
 from reported import build_run, first_sample, plain, write_evaluation, write_report
 from rich.console import Console
@@ -25,8 +24,6 @@ from lm.report.comparison import compare_runs
 from lm.report.comparison_pictures import overview
 from lm.report.comparison_tables import comparison_notes, comparison_tables
 from lm.report.pictures import (
-    COLOURS,
-    Map,
     Panel,
     Picture,
     Trace,
@@ -210,57 +207,6 @@ def test_a_full_disk_leaves_the_report_that_was_there(pair, tmp_path, monkeypatc
     with pytest.raises(RunError, match=r"report\.html: can't save the report: No space left on device"):
         write_report(pair, out)
     assert {path: path.read_bytes() for path in out.iterdir()} == before
-
-
-OPENED: list[str] | None = None  # files that were opened while a test counts them
-
-
-def _note(event: str, arguments: tuple[object, ...]) -> None:
-    if event == "open" and OPENED is not None:
-        OPENED.append(str(arguments[0]))
-
-
-def test_a_report_reads_every_file_of_a_run_once(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    folders = [build_run(tmp_path, f"run-{number}", normalizer, seed=seed) for number, (normalizer, seed) in enumerate(
-        (normalizer, seed) for normalizer in ("softmax", "ssmax") for seed in (1, 2)
-    )]  # fmt: skip
-    sys.addaudithook(_note)  # can't be taken away
-    monkeypatch.setattr(sys.modules[__name__], "OPENED", [])
-    result = lm("report", *map(str, folders), "-o", str(tmp_path / "out"))
-    assert result.returncode == 0, result.stderr
-    paths = [path for folder in folders for path in folder.rglob("*") if path.is_file() and path.suffix != ".ckpt"]
-    counts = {path: OPENED.count(str(path)) for path in paths}
-    assert counts == dict.fromkeys(paths, 1)
-
-
-@pytest.mark.usefixtures("painted")
-@pytest.mark.parametrize("arms", [7, 8])
-def test_means_of_many_arms_are_drawn_alone_and_long_names_stand_aslant(arms: int):
-    x = np.arange(float(arms))
-    lines = [Trace(arm, "seed", x, x + arm, "seed") for arm in range(arms)]
-    means = [Trace(arm, "mean", x, x + arm, "mean", x - 1, x + 1) for arm in range(arms)]
-    ticks = {float(place): f"arms_{place}" for place in range(arms)}
-    picture = Picture([Panel("title", "x", "y", lines + means, ticks)], [f"arm_{number}" for number in range(arms)])
-    is_crowded = arms > len(COLOURS)
-    assert bool(picture.crowd_note) == is_crowded
-    assert ("stroke-opacity: 0.5" not in picture.svg) == is_crowded
-    assert ("rotate(-35)" in picture.svg) == is_crowded
-    assert picture.csv.count(",seed,") == arms * arms
-    seeds_alone = Picture([Panel("title", "x", "y", lines)], [])
-    assert ("stroke-dasharray" in seeds_alone.svg) == is_crowded, "as in the legend"
-
-
-@pytest.mark.usefixtures("painted")
-@pytest.mark.parametrize("scale", ["linear", "log", "signed"])
-def test_maps_of_equal_scales_share_one_scale_of_colours(scale: str):
-    weights = np.array([[-1.0 if scale == "signed" else 1.0, np.nan], [1e-9, 0.5]])
-    cells = [
-        Map(name, "key", ["a", ""], ["a", "b"], weights, 1.0, 1e-4, False, scale=scale, unit="weight") for name in "ab"
-    ]
-    norm, _ = cells[0].colours
-    assert (norm.vmin, norm.vmax) == ((-1.0 if scale == "signed" else 1e-4), 1.0)
-    svg = Picture(cells, [], columns=2, panel_size=(3, 3), shared="xy").svg
-    assert len(re.findall(r'<g id="axes_\d+">', svg)) == 3, "two maps and one colour bar"
 
 
 @pytest.mark.usefixtures("painted")

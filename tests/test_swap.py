@@ -54,18 +54,6 @@ def decoder(tiny, normalizer: object = None, seed: int = 1) -> Decoder:
 # ---------------------------------------------------------------- match
 
 
-@pytest.mark.parametrize(("length", "s"), [(128, 0.25785), (1024, 0.16847), (4096, 0.13663)])
-def test_match_after_softmax_is_one_over_the_mean_of_ln_n(length: int, s: float):
-    """Reference section 1.4: 1 / mean ln n = L / lgamma(L + 1); 0.16847 at 1,024 is the paper's 0.168."""
-    new = make_normalizer(opt.SSMax(init=0.7), LayerSpec(3, 16, 32, length))
-    new.init_from(make_normalizer(opt.Softmax(), LayerSpec(3, 16, 32, length)))
-    assert new.s.tolist() == pytest.approx([0.7] * 3)  # an init that is a number stays
-    new = make_normalizer(opt.SSMax(), LayerSpec(3, 16, 32, length))
-    new.init_from(make_normalizer(opt.Softmax(), LayerSpec(3, 16, 32, length)))
-    assert new.s.tolist() == pytest.approx([s] * 3, abs=1e-5)
-    assert s == pytest.approx(length / math.lgamma(length + 1), abs=1e-5)
-
-
 OLD = [
     opt.Softmax(),
     opt.Softmax(temperature=0.5),
@@ -225,21 +213,6 @@ def test_attention_drift_is_half_the_l1_distance_of_the_weights(tiny, monkeypatc
     assert attention_drift(old, old, sequences, HERE).tolist() == [0.0, 0.0]
 
 
-def test_a_swap_is_measured_on_identical_tokens(tiny):
-    old = decoder(tiny)
-    for length in (32, 64):
-        tokens = torch.from_numpy(held_out(length).sequences)
-        before, after, kl = token_losses_and_kl(old, with_normalizer(old, opt.SSMax()), held_out(length), HERE)
-        with torch.no_grad():
-            expected = float(old.loss(Batch.of(tokens))) / (3 * length)
-        assert before.mean() == pytest.approx(expected, abs=1e-5)
-        assert after.mean() != pytest.approx(expected, abs=1e-5)
-        assert kl.mean() > 0
-    before, after, kl = token_losses_and_kl(old, with_normalizer(old, SSMAX_BIAS), held_out(32), HERE)
-    assert (before == after).all()
-    assert not kl.any()
-
-
 def sharp(tiny) -> Decoder:
     """Its predictions are sure enough that the two directions of a divergence differ."""
     model = decoder(tiny)
@@ -392,13 +365,6 @@ def test_a_swap_prints_its_factors_and_warns_where_they_are_far_from_the_old(
         assert "is 2.8 times the old one at n = 16, 3.5 times the old one at n = 32: " in warnings[0]
 
 
-def test_layers_that_could_not_be_matched_are_named(tiny):
-    config = tiny("name=mixed", "model.normalizer=[cosine, softmax]", "trainer.max_steps=1")
-    train(config)
-    result = command("swap", str(config.run_folder), "--to", "ssmax", "-o", str(config.run_folder.parent / "out"))
-    assert "has no factor on q.k in layers 0 that ssmax could match" in result.stdout + result.stderr
-
-
 def test_a_swap_says_in_which_layers_other_keys_are_seen(trained: Path, tmp_path: Path):
     changes = "model.normalizer.of=[{name: window, size: 64}, {name: window, size: 8}]"
     result = command("swap", str(trained), "--to", "layers", changes, "-o", str(tmp_path / "out"))
@@ -423,36 +389,6 @@ def test_a_swap_prints_the_interval_of_every_length(trained: Path, tmp_path: Pat
         assert re.search(rf"{length} tokens +-?0\.\d+ \[-?0\.\d+, -?0\.\d+\] ", output), output
     assert re.search("curve +first value \\(at\\) +last value \\(at\\)", output)
     assert "inference setting" not in output  # a swap has none
-
-
-def test_affine_ssmax_changes_nothing_and_fit_no_more_than_match(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("lm.evaluation.swap.FIT_BATCHES", 2)
-    match = swap(trained, tmp_path / "match", "ssmax", "match")
-    fit = swap(trained, tmp_path / "fit", "ssmax", "fit")
-    affine = swap(trained, tmp_path / "affine", "ssmax", None, "model.normalizer.bias=true")
-    assert (affine[0].mean, affine[0].bounded, affine[1]) == (0.0, False, 0.0)
-    assert fit[1] < match[1]
-    assert abs(fit[0].mean) <= abs(match[0].mean) + 1e-4
-    normalizer_weights = [
-        {n: v for n, v in weights(tmp_path / name).items() if is_normalizer_parameter(n)} for name in ("match", "fit")
-    ]
-    assert not same(*normalizer_weights)
-    other_weights = [
-        {n: v for n, v in weights(tmp_path / name).items() if not is_normalizer_parameter(n)}
-        for name in ("match", "fit")
-    ]
-    assert same(*other_weights)
-    assert same(other_weights[0], weights(trained))
-
-
-@pytest.mark.parametrize(("init", "s"), [("unit", 1.0), ("0.3", 0.3), ("match", 32 / math.lgamma(33))])
-def test_first_values_as_asked(trained: Path, tmp_path: Path, init: str, s: float):
-    swap(trained, tmp_path / "out", "ssmax", init)
-    assert all(
-        normalizer.s.tolist() == pytest.approx([s, s]) for normalizer in load(tmp_path / "out").decoder.normalizers()
-    )
 
 
 def test_without_init_a_normalizer_starts_at_its_default(trained: Path, tmp_path: Path):

@@ -3,7 +3,6 @@ changed.
 """
 
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from test_experiment_page import rows, text_of
 
 import lm
 from lm.config.load import to_yaml
-from lm.errors import ConfigError, RunError
+from lm.errors import RunError
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import open_experiment, other_runs_note, start
 from lm.experiments.plan import plan_lines
@@ -105,41 +104,6 @@ def test_the_table_of_tuning_has_both_keys_and_chooses_the_same_pairs(tmp_path, 
     assert {run.stage for run in by_table.known_runs()} == {"final"}
     assert (by_table.tuning_runs(""), tuning_means(by_table)) == (on_a_grid.tuning_runs(""), tuning_means(on_a_grid))
     assert not [note for note in by_table.notes() if "another configuration" in note]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda text: text.replace(f" / {DECAY}", ""), r"rates.csv: line \d+ needs a rate above 0"),
-        (lambda text: text.replace(" / 0.1,", " / -0.1,"), r"rates.csv: line \d+ needs a rate above 0"),
-        (
-            lambda text: text.replace(DECAY, "optim.grad_clip"),
-            f"tune.key = 'optim.lr / {DECAY}': the table rates.csv is of optim.lr / ",
-        ),
-        (
-            lambda text: re.sub(r"(ssmax,.*0.02 / 0.1),102", r"\1,103", text),
-            "tune.table = 'rates.csv': has other seeds of ssmax than of softmax at 0.02 / 0.1",
-        ),
-    ],
-)
-def test_a_wrong_table_of_two_keys_is_refused(tmp_path, on_a_grid, change, message):
-    (tmp_path / "rates.csv").write_text(change(csv_text(tuning_table_rows(on_a_grid))))
-    with pytest.raises(ConfigError, match=message):
-        experiment(tmp_path, tune={"key": TUNE["key"], "table": "rates.csv"})
-
-
-def test_the_grid_grows_where_the_second_key_is_best_at_its_edge(tmp_path):
-    procedure = finish_all(experiment(tmp_path), lambda run: loss(run, BEST | {"ssmax": (2e-2, 0.8)}))
-    assert procedure.choice("").rates == BEST | {"ssmax": (2e-2, 0.8)}
-    tried = {run.rate for run in procedure.known_runs() if (run.arm, run.stage) == ("softmax", "tune")}
-    assert {decay for _, decay in tried} == {0.05, 0.1, 0.2, 0.4, 0.8, 1.6}, "for every arm"
-    assert {rate for rate, _ in tried} == {1e-2, 2e-2, 4e-2}
-
-
-def test_an_arm_that_stays_at_the_edge_of_the_second_key_is_not_tuned(tmp_path):
-    procedure = finish_all(experiment(tmp_path), lambda run: loss(run, BEST | {"ssmax": (2e-2, 1e3)}))
-    (line,) = summary_entries(procedure)[1:]
-    assert (line["verdict"], line["rate"]) == ("not tuned", None)
 
 
 def test_a_grid_that_changed_keeps_the_runs_that_it_still_has(tmp_path, on_a_grid):

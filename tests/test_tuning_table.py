@@ -74,12 +74,6 @@ def test_seeds_of_a_second_look_choose_no_rates_either(tmp_path, table):
         experiment(tmp_path, tune={"table": "rates.csv"}, more_seeds=[102, 103])
 
 
-def test_an_arm_may_be_left_out(tmp_path, table):
-    arms = {name: FILE["arms"][name] for name in ("softmax", "ssmax")}
-    (scalable,) = summary_entries(finish_all(experiment(tmp_path, arms=arms, tune={"table": "rates.csv"}), loss))[1:]
-    assert scalable["rate"] == BEST["ssmax"]
-
-
 def test_rates_in_a_table_of_an_arm_that_is_not_tuned_are_left_out(tmp_path, table):
     table.write_text(
         "".join(line for line in table.read_text().splitlines(True) if not ("log_n" in line and ",102," in line))
@@ -164,20 +158,8 @@ def test_a_table_that_is_not_there_and_one_beside_a_grid_are_refused(tmp_path):
         experiment(tmp_path, tune={"table": "none.csv", "grid": [1e-3, 2e-3]})
 
 
-def test_whole_numbers_are_tuned_as_whole_numbers(tmp_path):
-    procedure = experiment(tmp_path, tune={"key": "trainer.max_steps", "grid": [8, 16, 32], "seeds": [101, 102]})
-    finish_all(procedure, lambda run: 0.01 * abs(run.rate - 64) + 1e-3 * run.seed)
-    assert procedure.choice("").rates == dict.fromkeys(BEST, 64)
-    assert {type(run.rate) for run in procedure.known_runs()} == {int}
-
-
 def test_a_grid_that_would_leave_the_key_s_range_ends_not_tuned(tmp_path):
     procedure = experiment(tmp_path, tune={"key": "optim.optimizer.beta1", "grid": [0.3, 0.6], "seeds": [101, 102]})
     finish_all(procedure, lambda run: 2 - run.rate)
     assert {run.rate for run in procedure.known_runs()} == {0.3, 0.6}
     assert [line["verdict"] for line in summary_entries(procedure)[1:]] == ["not tuned"] * 2
-
-
-def test_intervals_and_maps_have_a_column_for_each_of_their_numbers():
-    text = csv_text([{"arm": "a"}, {"arm": "b", "difference": [0.5, 0.25, 0.75], "by_rate": {"0.1": 3}}])
-    assert text == "arm,difference,difference low,difference high,by_rate 0.1\na,,,,\nb,0.5,0.25,0.75,3\n"
