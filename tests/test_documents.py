@@ -22,7 +22,6 @@ from conftest import ROOT
 from test_house import ROOMS
 from typer.main import get_command
 
-from lm.attention.catalogue import SINGLE
 from lm.cli import app
 from lm.config.load import load_config
 from lm.config.tree import Config
@@ -169,10 +168,6 @@ def test_the_readme_leads_to_the_index_and_the_index_to_every_document():
     assert "](docs/README.md)" in (ROOT / "README.md").read_text()
     links = re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs" / "README.md").read_text())
     assert {path.name for path in DOCUMENTS[1:]} - {"README.md"} == set(links)
-
-
-def test_the_readme_counts_the_normalizers():
-    assert f"All {len(SINGLE)} normalizers, with formulas" in (ROOT / "README.md").read_text()
 
 
 def test_the_layout_of_the_code_is_in_the_order_of_imports():

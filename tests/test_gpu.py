@@ -1,7 +1,6 @@
 """What only a CUDA GPU can show; run with `-m gpu`, or all that needs a GPU with `bash scripts/gpu_check.sh`."""
 
 import os
-import warnings
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from interpreted import SIZES, dense, either_sum, every_function, results
 from interpreted import inputs as kernel_inputs
 from test_autocast import check_errors
 from test_normalizers import CASES, every_case
-from test_training import TASK, WITHOUT_TEXT, losses
+from test_training import losses
 from torch import Tensor
 
 from lm.attention import catalogue
@@ -17,8 +16,7 @@ from lm.attention.contract import inputs, randomized
 from lm.attention.elementwise_sums import elementwise_attention, why_tiles
 from lm.attention.layout import AttentionLayout, by_documents
 from lm.model.cross_entropy import Head, training_loss
-from lm.training.callbacks import StopOnSignal
-from lm.training.module import L, TrainModule
+from lm.training.module import L
 from lm.training.train import train
 
 HAS_GPU = torch.cuda.is_available()
@@ -179,34 +177,3 @@ def test_one_process_of_ddp_over_nccl_learns_as_no_ddp_does(tiny, monkeypatch: p
     assert strategies[0]._get_process_group_backend() == "nccl"
     torch.distributed.destroy_process_group()
     assert losses(ddp.run_folder) == pytest.approx(losses(plain.run_folder), abs=1e-3)
-
-
-@pytest.mark.parametrize(
-    "options", [[], ["trainer.micro_batch=2"], [TASK, *WITHOUT_TEXT]], ids=["whole", "micro-batches", "task"]
-)
-def test_a_step_waits_for_its_device_once(tiny, monkeypatch: pytest.MonkeyPatch, options: list[str]):
-    """CUDA's own count of what makes the host wait."""
-    messages, counts = [], []
-    start, end = TrainModule.on_train_batch_start, StopOnSignal.on_train_batch_end
-
-    def started(self, *arguments):
-        torch.cuda.set_sync_debug_mode("warn")
-        start(self, *arguments)
-
-    def ended(self, trainer, module, *arguments):
-        torch.cuda.set_sync_debug_mode("default")
-        counts.append((trainer.global_step, len(messages)))
-        end(self, trainer, module, *arguments)
-
-    monkeypatch.setattr(TrainModule, "on_train_batch_start", started)
-    monkeypatch.setattr(StopOnSignal, "on_train_batch_end", ended)
-    monkeypatch.setattr(
-        warnings,
-        "showwarning",
-        lambda message, *_: messages.append(str(message)) if "synchroniz" in str(message) else None,
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        train(tiny("name=waits", "eval.every=8", *GPU, *options))
-    by_step = dict(counts)
-    assert [by_step[step] - by_step[step - 1] for step in range(3, 9)] == [1] * 6, messages[-3:]

@@ -158,17 +158,6 @@ def test_a_mechanism_stands_in_one_place(what: str, most: int):
     assert 0 < sum(bool(re.search(what, path.read_text(), re.MULTILINE)) for path in MODULES.values()) <= most
 
 
-def test_files_are_read_and_written_in_one_encoding_whatever_the_locale():
-    calls = [(name, node) for name, path in MODULES.items() for node in nodes(path) if isinstance(node, ast.Call)]
-    assert not [
-        f"{name}:{node.lineno}"
-        for name, node in calls
-        if isinstance(node.func, ast.Attribute)
-        and (node.func.attr == "write_text" or (node.func.attr == "read_text" and not node.args))  # of paths
-        and not any(keyword.arg == "encoding" for keyword in node.keywords)
-    ]
-
-
 HEAVY = ("torch", "lightning", "wandb", "datasets", "transformers", "matplotlib.pyplot")
 LIGHT = ("lm", "lm.cli", "lm.config.load", "lm.config.tree", "lm.report.html", "lm.runs.record",
     "lm.experiments.experiment_folder",

@@ -64,10 +64,6 @@ def test_a_mutation_is_noticed(copied: Path, what: str):
     assert failed, output
 
 
-def test_no_two_mutations_have_one_name():
-    assert len(MUTATIONS) == sum(map(len, BY_TESTS.values()))
-
-
 @pytest.mark.parametrize("what", MUTATIONS)
 def test_the_text_that_a_mutation_replaces_is_there_once(what: str):
     file, old, new, _ = MUTATIONS[what].values()

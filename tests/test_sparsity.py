@@ -8,7 +8,6 @@ from torch import Tensor
 
 from lm.diagnostics.attention_rows import score_moments
 from lm.diagnostics.sparsity import (
-    condensation_scale,
     decay_sparsity,
     exp_sparsity,
     identity_sparsity,
@@ -95,20 +94,6 @@ def test_decay_is_the_direct_sum(decay: float, n: int, measured: float):
     assert sparsity_of_form == pytest.approx(of(decay ** torch.arange(n, dtype=torch.float64)).item(), abs=1e-9)
     assert decay_sparsity(*tensors(0, n)).item() == 1
     assert decay_sparsity(*tensors(-1e-12, n)).item() == pytest.approx(1)
-
-
-@pytest.mark.parametrize(
-    ("s", "closed", "measured", "condensed"), [(0.168, 0.508, 0.524, False), (0.43, 0.012, 0.112, True)]
-)
-def test_the_closed_form_of_exp_ends_where_scores_condense(s: float, closed: float, measured: float, condensed: bool):
-    """SSMax's scale s ln n on unit Gaussian logits, n = 1,024."""
-    n = torch.tensor(1024.0, dtype=torch.float64)
-    gamma = s * n.log()
-    assert bool(gamma > condensation_scale(n)) == condensed
-    assert exp_sparsity(gamma).item() == pytest.approx(closed, abs=1e-3)
-    mean = of((gamma * normal(2_000, 1024)).softmax(-1)).mean().item()
-    assert mean == pytest.approx(measured, abs=5e-3)
-    assert (mean > 5 * closed) == condensed
 
 
 def test_sparsity_is_of_visible_keys_and_does_not_change_with_a_factor():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from folders import contents, members, rewritten, same
+from folders import contents, members, rewritten
 
 import lm
 from lm.config.load import load_config, parse, to_yaml
@@ -19,10 +19,9 @@ from lm.errors import ConfigError, RunError
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.swap import swap_run
 from lm.files import read_json, read_sealed, write_sealed
-from lm.runs.checkpoints import load_checkpoint, save_checkpoint
+from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import read_config
 from lm.runs.loading import export, save_model
-from lm.runs.metadata import CHECKPOINT_FORMAT
 from lm.training.callbacks import Checkpoints
 from lm.training.train import train
 
@@ -154,23 +153,6 @@ def test_the_digest_of_a_checkpoint_s_weights_is_that_of_its_evaluations_and_old
     torch.save(content, path.with_name("older"))
     with pytest.raises(RunError, match=WEIGHTS):
         load_checkpoint(path.with_name("older"))
-
-
-def test_empty_tensors_and_shared_ones_keep_their_places(tmp_path: Path):
-    shared = torch.arange(3.0)
-    tensors = {"a": torch.zeros(0), "b": torch.zeros(0), "c": shared, "d": shared, "e": torch.ones(())}
-    metadata = {
-        "format": CHECKPOINT_FORMAT,
-        "step": 0,
-        "tokens": 0,
-        "phase": 0,
-        "vocab_size": 1,
-        "data_fingerprint": "",
-        "config": "",
-        "plugins": {},
-    }
-    save_checkpoint({"state_dict": tensors, "lm": metadata}, tmp_path / "step-000000.ckpt")
-    assert same(load_checkpoint(tmp_path / "step-000000.ckpt")["state_dict"], tensors)
 
 
 def test_the_checkpoint_that_a_phase_begins_with_is_verified(tiny, monkeypatch: pytest.MonkeyPatch):
