@@ -1,7 +1,6 @@
 """Stores damaged in any way: an error of one line, or the identical tokens."""
 
 import dataclasses
-import json
 import random
 import shutil
 import tempfile
@@ -14,12 +13,10 @@ from texts import files_config, tokens_of, write_texts
 
 from lm.config.data_config import DataConfig, TrainedTokenizer
 from lm.data.prepare import prepare
-from lm.data.store import MANIFEST, Store
+from lm.data.store import Store
 from lm.errors import DataError
-from lm.files import plain_sha256
 
 KINDS = ("flip", "truncate", "extend", "delete", "empty", "swap", "extra", "garbage")
-VALUES = [None, True, -1, 0, 1, 2**70, 0.5, float("nan"), "", "text", [], [None], {}, {"a": 1}, "<u4", "../../etc"]
 
 
 @pytest.fixture(scope="module")
@@ -62,24 +59,6 @@ def damage(folder: Path, kind: str, rng: random.Random) -> None:
         path.write_bytes(rng.choice([b"{", b"[]", b"null", b"\xff\xfe", rng.randbytes(100)]))
 
 
-def mistype(folder: Path, rng: random.Random) -> None:
-    """Change, remove or add a field somewhere in the manifest, which then has the right hash of itself."""
-    manifest = json.loads((folder / MANIFEST).read_bytes())
-    node = manifest
-    while True:
-        key = rng.choice(list(node)) if isinstance(node, dict) else rng.randrange(len(node))
-        if isinstance(node[key], dict | list) and node[key] and rng.random() < 0.7:
-            node = node[key]
-            continue
-        if rng.random() < 0.3:
-            del node[key]
-        else:
-            node[key] = rng.choice(VALUES)
-        break
-    manifest["sha256"] = plain_sha256({name: value for name, value in manifest.items() if name != "sha256"})
-    (folder / MANIFEST).write_text(json.dumps(manifest))
-
-
 def same_tokens(store: Store, other_store: Store) -> bool:
     return all(
         tokens_of(split).tolist() == tokens_of(true).tolist() and split.offsets.tolist() == true.offsets.tolist()
@@ -103,19 +82,14 @@ def fuzz(examples: int):
     chosen_settings = settings(
         max_examples=examples, deadline=5000, derandomize=True, suppress_health_check=list(HealthCheck), database=None
     )
-    return lambda test: chosen_settings(
-        given(kind=st.sampled_from((*KINDS, "manifest")), seed=st.integers(0, 2**32))(test)
-    )
+    return lambda test: chosen_settings(given(kind=st.sampled_from(KINDS), seed=st.integers(0, 2**32))(test))
 
 
 def prepared_stores(whole: tuple[DataConfig, Store], kind: str, seed: int) -> None:
     data, true = whole
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(shutil.copytree(true.path, Path(folder, true.path.name)))
-        if kind == "manifest":
-            mistype(copy, random.Random(seed))
-        else:
-            damage(copy, kind, random.Random(seed))
+        damage(copy, kind, random.Random(seed))
         outcome_is_an_error_or_the_same(lambda: prepare(dataclasses.replace(data, root=folder)), true)
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 PART_BYTES = 64 << 20  # bytes of text whose tokens are in a part; it ends with a document
 PART_NAME = "part-"  # beginning of the names of parts
-JOIN_BYTES = 4 << 20  # bytes of a part that are joined to the store at a time
+JOIN_BYTES = 512 << 10  # bytes of a part that are joined to the store at a time
 TASK_SEQUENCES = 64  # sequences of each task that a store without text holds in each split
 MIN_ANSWERS_PER_SYMBOL, MAX_COUNTED_SEQUENCES = (
     16,

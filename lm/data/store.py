@@ -19,7 +19,7 @@ import os
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,7 @@ import numpy as np
 
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import DataError, RunError, one_line
-from lm.files import FileHashes, file_sha256, locked, read_json, unsealed
+from lm.files import FileHashes, file_sha256, read_json, unsealed
 from lm.progress import Progress
 from lm.schema import Plain
 
@@ -149,8 +149,7 @@ class Store:
 
     @classmethod
     def open(cls, path: Path) -> "Store":
-        """Open the store in the folder `path` and check its format, its manifest's entries, and the size and sha256 of
-        every file.
+        """Open the store in the folder `path` and check its format, and the size and sha256 of every file.
 
         Hashes of the files of a store of more than 256 MiB are cached in the parent folder (`FileHashes`), and computed
         again if a file's size, times or inode change. `verify` always reads the files.
@@ -160,22 +159,14 @@ class Store:
         manifest = _read_manifest(path)
         try:
             files = manifest["files"]
-            if set(files) != _file_names(manifest):
-                raise ValueError("files")
             is_large = sum(file["bytes"] for file in files.values()) > MAX_FULL_CHECK_BYTES
             (_check_large_store if is_large else _check_files)(path, files)
-            size, end_of_text, token_bytes = (
-                manifest["vocab_size"],
-                manifest["end_of_text"]["id"],
-                np.load(path / TOKEN_BYTES),
-            )
+            token_bytes = np.load(path / TOKEN_BYTES)
             splits = [_open_split(path, name, manifest) for name in SPLITS]
-            store = cls(path, fingerprint(files), size, end_of_text, token_bytes, manifest, *splits)
-            if store.token_bytes.shape != (store.vocab_size,) or not 0 <= store.end_of_text < store.vocab_size:
-                raise ValueError("vocab_size")
-        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            end_of_text = manifest["end_of_text"]["id"]
+            return cls(path, fingerprint(files), manifest["vocab_size"], end_of_text, token_bytes, manifest, *splits)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise _damaged_error(path, f"{path / MANIFEST}: does not describe the store ({one_line(error)})") from None
-        return store
 
     def verify(self) -> None:
         """Read every file and check its sha256. Raises DataError if a file was altered."""
@@ -230,43 +221,11 @@ def _read_manifest(folder: Path) -> dict[str, Plain]:
         raise _damaged_error(folder, error) from None
 
 
-def _file_names(manifest: Mapping[str, Plain]) -> set[str]:
-    names = {TOKENIZER, TOKEN_BYTES} | {f"{name}.offsets.npy" for name in SPLITS}
-    for name in SPLITS:
-        n_shards = -(-manifest["splits"][name]["n_tokens"] // manifest["shard_tokens"])
-        names |= {shard_path(Path(name), number).name for number in range(min(n_shards, len(manifest["files"])))}
-    return names
-
-
 def _open_split(path: Path, name: str, manifest: Mapping[str, Plain]) -> Split:
-    """Return the split `name` of the store at `path`, checked against the manifest.
-
-    Raises ValueError: the files differ from the manifest; KeyError, TypeError and others: manifest entries are missing
-    or of a wrong type.
-    """
     entries = manifest["splits"][name]
     sources = tuple(SourceCounts(**source) for source in entries["sources"])
-    split = Split(
-        path.absolute() / name,
-        manifest["dtype"],
-        **{**entries, "sources": sources},
-        shard_tokens=manifest["shard_tokens"],
-    )
-    if split.dtype != token_dtype(manifest["vocab_size"]):
-        raise ValueError("dtype")
-    for field in ("n_tokens", "n_documents", "n_bytes"):
-        if sum(getattr(source, field) for source in sources) != getattr(split, field):
-            raise ValueError(f"splits.{name}.{field}")
-    if (
-        split.offsets.shape != (split.n_documents + 1,)
-        or split.offsets[-1] != split.n_tokens
-        or not min(1, split.n_tokens) <= split.longest <= split.n_tokens
-    ):
-        raise ValueError(f"splits.{name}")
-    for number, shard in enumerate(split.shards):
-        if manifest["files"][shard_path(split.path, number).name]["bytes"] != shard.nbytes:
-            raise ValueError("files")
-    return split
+    options = {**entries, "sources": sources, "shard_tokens": manifest["shard_tokens"]}
+    return Split(path.absolute() / name, manifest["dtype"], **options)
 
 
 def _check_files(
@@ -291,35 +250,24 @@ def _check_files(
 
 
 def _check_large_store(folder: Path, files: Mapping[str, Mapping[str, Plain]]) -> None:
-    """Check files by hashes cached in the parent folder. If several processes check at once, one reads the files while
-    the others wait.
-    """
-    with ExitStack() as stack:
-        with suppress(OSError):  # the lock only saves work: a folder that can't be written has none
-            if lock_problem := stack.enter_context(locked(folder.parent / ".hashes.lock", lambda: None)):
-                Progress().say(
-                    f"note: {lock_problem}: each process checks stores by itself; set data.root to a folder on another "
-                    "one"
-                )
-        hashes = FileHashes(folder.parent)
-        bytes_to_hash = sum(
-            entry["bytes"] for name, entry in files.items() if hashes.cached(folder / name) != entry["sha256"]
-        )
-        if bytes_to_hash:
-            Progress().say(
-                f"{folder}: checking the sha256 of {bytes_to_hash / 1e9:,.1f} GB, once; the result is kept in "
-                f"{hashes.path}"
-            )
+    """Check files by hashes cached in the parent folder."""
+    hashes = FileHashes(folder.parent)
+    bytes_to_hash = sum(
+        entry["bytes"] for name, entry in files.items() if hashes.cached(folder / name) != entry["sha256"]
+    )
+    if bytes_to_hash:
+        size = f"{bytes_to_hash / 1e9:,.1f} GB"
+        Progress().say(f"{folder}: checking the sha256 of {size}, once; the result is kept in {hashes.path}")
 
-        def sha256(path: Path) -> str:
-            """Return the cached hash; if it differs from the manifest's, the hash of the file's present content."""
-            cached_hash = hashes.sha256(path)
-            return cached_hash if cached_hash == files[path.name]["sha256"] else file_sha256(path)
+    def sha256(path: Path) -> str:
+        """Return the cached hash; if it differs from the manifest's, the hash of the file's present content."""
+        cached_hash = hashes.sha256(path)
+        return cached_hash if cached_hash == files[path.name]["sha256"] else file_sha256(path)
 
-        try:
-            _check_files(folder, files, sha256)
-        finally:
-            hashes.save()
+    try:
+        _check_files(folder, files, sha256)
+    finally:
+        hashes.save()
 
 
 def _damaged_error(folder: Path, problem: object) -> DataError:
