@@ -15,8 +15,11 @@ from texts import TEXTS, documents, files_config, start, state, stored_texts, to
 from lm.config.data_config import DataConfig, Files, Mixture, Package, TrainedTokenizer, WeightedSource
 from lm.config.load import load_config
 from lm.config.tree import Config
+from lm.data.build import _write_part
+from lm.data.encoding import Document
 from lm.data.prepare import check_sequences, prepare
 from lm.data.store import Store
+from lm.data.text_files import Unreadable
 from lm.data.tokenizer import train_tokenizer
 from lm.errors import ConfigError, DataError
 from lm.evaluation.held_out import long_sequences
@@ -338,6 +341,22 @@ def test_a_prepare_killed_at_any_moment_leaves_no_store_that_looks_whole(
         if number % 2 == 0:
             assert contents(prepare(dataclasses.replace(data, root=str(root)))) == contents(expected)
     assert contents(prepare(dataclasses.replace(data, root=str(tmp_path / "same")))) == contents(expected)
+
+
+def test_a_part_has_no_piece_of_a_document_that_is_left_out(tmp_path: Path):
+    def tokens(*ids: int) -> np.ndarray:
+        return np.array(ids, "<u2")
+
+    pieces = [
+        (Document("a", 1, 0), tokens(0, 1)),
+        (Document("b", 1, 1), tokens(0, 2)),
+        (Document("c", 1, 1, is_first_piece=False), Unreadable("why")),
+        (Document("d", 1, 1, is_first_piece=False), tokens(3)),
+        (Document("e", 1, 2), tokens(0, 4)),
+    ]
+    _write_part(tmp_path / "part", iter(pieces), "skip", lambda n_bytes: None)
+    assert np.fromfile(tmp_path / "part", "<u2").tolist() == [0, 1, 0, 4]
+    assert json.loads((tmp_path / "omitted-part.json").read_text()) == [[1, "why"]]
 
 
 def test_the_rest_of_a_preparation_that_was_killed_after_its_store_appeared_is_deleted(data: DataConfig):

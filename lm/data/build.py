@@ -224,14 +224,14 @@ def _write_parts(data: DataConfig, folder: Path, scan: Scan, tokenizer: "Tokeniz
     )
     with progress.bytes("encode", int(n_bytes.sum()), int(n_bytes[~is_missing].sum())) as advance:
         documents = _scanned_documents(data, folder.parent, scan, is_missing) if is_missing.any() else iter(())
-        tokenized = encode_all(documents, tokenizer, data.tokenizer.end_of_text, workers)
-        for number, group in groupby(tokenized, key=lambda item: part_of[item[0].index]):
-            _write_part(paths[number], group, data.on_error, advance)
+        with closing(encode_all(documents, tokenizer, data.tokenizer.end_of_text, workers)) as tokenized:
+            for number, group in groupby(tokenized, key=lambda item: part_of[item[0].index]):
+                _write_part(paths[number], group, data.on_error, advance)
     splits = np.unique(scan.assignment[is_stored])
     for path in filter(Path.exists, map(_omitted_path, paths.values())):
-        for index, problem, size in json.loads(path.read_text(encoding="utf-8")):
+        for index, problem in json.loads(path.read_text(encoding="utf-8")):
             scan.assignment[index] = OMITTED
-            scan.omissions.skip(Unreadable(problem, size))
+            scan.omissions.skip(Unreadable(problem, int(scan.n_bytes[index])))
     if not np.isin(splits, scan.assignment).all():
         reason = "gives no document of the training text, or of the held-out text, back"
         raise DataError(f"data.tokenizer: {reason}; {scan.omissions.unreadable['first'][-1]}")
@@ -244,7 +244,7 @@ def _omitted_path(path: Path) -> Path:
 
 def _write_part(path: Path, tokenized: Iterator[Tokenized], on_error: str, advance: Callable[[int], None]) -> None:
     """Write the tokens of documents to `path`, which appears when it is whole, and before it a list of the documents
-    that the tokenizer does not give back: [index, reason, bytes] each. Raises the first such error if `on_error` is
+    that the tokenizer does not give back: [index, reason] each. Raises the first such error if `on_error` is
     `fail`.
     """
     omitted: dict[int, Unreadable] = {}
@@ -262,9 +262,8 @@ def _write_part(path: Path, tokenized: Iterator[Tokenized], on_error: str, advan
             elif document.index not in omitted:
                 end += file.write(tokens)
         if omitted:
-            entries = [[index, str(error), error.n_bytes] for index, error in omitted.items()]
             with replacing(_omitted_path(path)) as list_file:
-                list_file.write(json_bytes(entries))
+                list_file.write(json_bytes([[index, str(error)] for index, error in omitted.items()]))
 
 
 def _join(parts: list[Path], held_out: np.ndarray, end_of_text: int, writers: dict[str, SplitWriter]) -> None:

@@ -78,7 +78,7 @@ class Encoder:
             problem = self._problem(document.content, tokens) if isinstance(document.content, str) else ""
             if document.is_first_piece:
                 tokens = np.append(np.array([self.end_of_text_id], self.dtype), tokens)
-            error = Unreadable(f"{document.location}: data.tokenizer: {problem}", document.n_bytes) if problem else None
+            error = Unreadable(f"{document.location}: data.tokenizer: {problem}") if problem else None
             tokenized.append((document, error or tokens))
         return tokenized
 
