@@ -98,6 +98,22 @@ def test_digits_after_the_whole_number_do_not_make_it_wrong(store: Store, monkey
         assert score(decoder, [question], LENGTH, text)[0, answers.EXACT_COLUMN] == exact, output
 
 
+@torch.no_grad()
+def test_an_answer_ends_at_the_end_of_text_token(store: Store, monkeypatch: pytest.MonkeyPatch):
+    """Generation would end there."""
+    decoder, text = made(store), Text(store)
+    question = trials(Needle(), LENGTH, 1, text)[0]
+    whole, end = text.encode(f" {question.number}"), np.array([store.end_of_text])
+    for scores, parts in {
+        (0, 0): (end, end, whole),
+        (0, 1): (whole[:-1], end, whole[-1:]),
+        (1, 1): (whole, end),
+    }.items():
+        output = torch.from_numpy(np.concatenate(parts))[None]
+        monkeypatch.setattr(answers, "_greedy_tokens", lambda *_, output=output: output)
+        assert tuple(score(decoder, [question], LENGTH, text)[0, :2].tolist()) == scores
+
+
 def test_candidates_are_other_numbers_of_the_same_number_of_tokens(store: Store):
     text = Text(store)
     for question in trials(Needle(), LENGTH, 20, text):

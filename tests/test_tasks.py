@@ -6,12 +6,14 @@ import time
 from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from texts import occurrences, tokens_of
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from lm.config.data_config import DataConfig, Files, TrainedTokenizer
 from lm.config.load import load_config
@@ -336,6 +338,58 @@ def test_the_needle_lies_at_its_depth_to_the_token(text: Text, depth: float, len
             )
             filler = end - (stop - start)
             assert start == round(depth * filler)
+
+
+def with_prefix(kind: str) -> Tokenizer:
+    """A tokenizer that puts a space before a text: as Llama 2's file does, as its newer files do, and as RoBERTa's."""
+    space = "Ġ" if kind == "byte-level" else "▁"
+    letters = [
+        space,
+        "Ċ" if kind == "byte-level" else "\n",
+        *"0123456789.:? ",
+        *map(chr, (*range(65, 91), *range(97, 123))),
+    ]
+    words = [f"{space}s", f"{space}so"]
+    vocab = {token: index for index, token in enumerate(["</s>", *letters, *words])}
+    tokenizer = Tokenizer(models.BPE(vocab, [(space, "s"), (f"{space}s", "o")]))
+    if kind == "byte-level":
+        tokenizer.pre_tokenizer, tokenizer.decoder = (
+            pre_tokenizers.ByteLevel(add_prefix_space=True),
+            decoders.ByteLevel(),
+        )
+        return tokenizer
+    if kind == "normalizer":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    "task", [Needle(needles=2, depth=0.5), Passkey(depth=0.5), Passkey(filler="corpus")], ids=label
+)
+@pytest.mark.parametrize("kind", ["normalizer", "metaspace", "byte-level"])
+def test_a_tokenizer_that_puts_a_space_before_a_text_puts_none_into_sentences(kind: str, task: Task):
+    """A sequence has the tokens of its own text, and an answer begins with a digit."""
+    tokenizer = with_prefix(kind)
+    ids = np.array(tokenizer.encode("so so " * 500).ids[2:])
+    split = SimpleNamespace(
+        n_tokens=len(ids),
+        longest=len(ids),
+        offsets=np.array([0, len(ids)]),
+        take=lambda start, n: ids[start[0] :][None, :n],
+    )
+    size = tokenizer.get_vocab_size()
+    text = Text(SimpleNamespace(vocab_size=size, tokenizer=lambda: tokenizer, train=split, val=split))
+    for index in range(5):
+        sequence = example(task, 0, index, 400, "test", text)
+        content = " " * (kind == "byte-level") + text.decode(sequence.tokens).lstrip()
+        tokens = tokenizer.encode(content).ids
+        assert sequence.tokens.tolist()[-len(tokens) + 1 :] == tokens[1:]
+        digits = {*map(tokenizer.token_to_id, "0123456789")}
+        for spans in (sequence.questions, sequence.evidence):
+            assert all({*sequence.tokens[start:stop].tolist()} <= digits for start, stop in spans)
 
 
 @given(index=INDICES)

@@ -13,7 +13,7 @@ import numpy as np
 
 from lm.data.store import token_dtype
 from lm.data.text_files import Unreadable
-from lm.data.tokenizer import decode, encode, special_token_mask, token_bytes, vocab_size, words
+from lm.data.tokenizer import decode, encode, prefixes_space, special_token_mask, token_bytes, vocab_size, words
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -117,7 +117,7 @@ def can_cut_between_words(tokenizer: "Tokenizer") -> bool:
     """Return whether the pieces of `split_text` encode to the same tokens as the whole text, judged by a short test
     text.
     """
-    if tokenizer.normalizer is not None or tokenizer.pre_tokenizer is None:
+    if tokenizer.normalizer is not None or tokenizer.pre_tokenizer is None or prefixes_space(tokenizer):
         return False
     added_tokens = tokenizer.get_added_tokens_decoder().values()
     text = "ab cd 12 Ef. gh, ij\nkl.\nmn"

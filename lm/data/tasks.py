@@ -5,13 +5,14 @@ index, length, text).
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
 from lm.config.data_config import END_OF_TEXT
 from lm.config.task_config import MQAR, TEST_DIVISOR, Copy, FlipFlop, Induction, Maximum, Needle, Passkey, Task
-from lm.data.tokenizer import decode, encoding_of
+from lm.data.tokenizer import decode, encoding_of, prefixes_space, special_token_mask
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -23,6 +24,7 @@ SUBSETS: tuple[Subset, ...] = get_args(Subset)
 MAX_ATTEMPTS = (
     1000  # contents drawn until one belongs to the subset, or windows of filler until one lies within a document
 )
+ANCHORS = "x", ":", "\n"  # texts before a piece that is encoded; the first that does not merge with it is taken
 MAX_CONTENT_DRAWS = 50  # contents drawn until one fits into the sequence
 STORE_SEED = 0  # seed of the sequences of a store without text, and of the sequences for evaluations on tasks
 
@@ -137,14 +139,46 @@ class Text:
     def __init__(self, store: "Store"):
         self.vocab_size = store.vocab_size
         self._tokenizer: Tokenizer = store.tokenizer()
+        self._special_ids = np.flatnonzero(special_token_mask(self._tokenizer))
         self._splits = {"train": store.train, "test": store.val}
 
+    @cached_property
+    def _adds_space(self) -> bool:
+        """Whether the tokenizer puts a space before a text, as Llama 2's does."""
+        return prefixes_space(self._tokenizer)
+
+    @cached_property
+    def _number_space(self) -> np.ndarray:
+        """The token of the space before a number, (1,) int64, if `_adds_space` and it is never part of the number's
+        first token; else empty."""
+        numbers = [self.encode(f" {number}") for number in range(1, 1000)] if self._adds_space else []
+        is_separate = len({tokens[0] for tokens in numbers}) == 1 and min(map(len, numbers)) > 1
+        return numbers[0][:1] if is_separate else np.empty(0, np.int64)
+
     def encode(self, text: str) -> np.ndarray:
-        """Return the token ids of `text`, encoded by itself, without special tokens: int64 (tokens,)."""
+        """Return the token ids of `text` as it stands within a longer text, without special tokens: int64 (tokens,)."""
+        for before in ANCHORS if self._adds_space else ():
+            start = encoding_of(self._tokenizer, before).ids
+            ids = encoding_of(self._tokenizer, before + text).ids
+            if ids[: len(start)] == start:
+                return np.array(ids[len(start) :], np.int64)
         return np.array(encoding_of(self._tokenizer, text).ids, np.int64)
+
+    def encode_before_number(self, text: str) -> np.ndarray:
+        """Return `encode(text)`, with the space before the next number if `encode_number` leaves it out."""
+        return np.concatenate((self.encode(text), self._number_space))
+
+    def encode_number(self, number: int | str) -> np.ndarray:
+        """Return the token ids of a number after a space. The space is left out if the tokenizer adds spaces to texts,
+        and has a token of its own for this one."""
+        return self.encode(f" {number}")[len(self._number_space) :]
 
     def decode(self, tokens: np.ndarray) -> str:
         return decode(self._tokenizer, tokens.tolist())
+
+    def decode_answer(self, tokens: np.ndarray) -> str:
+        """Return the text of generated tokens up to the first special token, such as the end-of-text token."""
+        return self.decode(tokens[: np.append(np.isin(tokens, self._special_ids), True).argmax()])
 
     def filler(self, draw: Draw, count: int) -> np.ndarray:
         """Return `count` consecutive tokens of a random window, int64 (count,), within one document if possible. The
@@ -291,9 +325,9 @@ GRASS_FILLER = " The grass is green. The sky is blue. The sun is yellow. Here we
 def needle(task: Needle, draw: Draw, length: int, text: Text | None = None) -> Example:
     n_cities = task.needles + task.distractors
     cities = [CITIES[city] for city in draw.order(len(CITIES), n_cities)]
-    openings = [text.encode(f" The special magic {city} number is:") for city in cities]
+    openings = [text.encode_before_number(f" The special magic {city} number is:") for city in cities]
     questions = [
-        text.encode(f"\nWhat is the special magic {city} number? The special magic {city} number is:")
+        text.encode_before_number(f"\nWhat is the special magic {city} number? The special magic {city} number is:")
         for city in cities
     ]
     full_stop = text.encode(".")
@@ -317,8 +351,12 @@ def needle(task: Needle, draw: Draw, length: int, text: Text | None = None) -> E
 
 
 def passkey(task: Passkey, draw: Draw, length: int, text: Text | None = None) -> Example:
-    phrases = [text.encode(part) for part in (" The pass key is", ". Remember it.", " is the pass key.")]
-    question, grass_tokens = text.encode(" What is the pass key? The pass key is"), text.encode(GRASS_FILLER)
+    phrases = [
+        *(text.encode_before_number(part) for part in (" The pass key is", ". Remember it.")),
+        text.encode(" is the pass key."),
+    ]
+    question = text.encode_before_number(" What is the pass key? The pass key is")
+    grass_tokens = text.encode(GRASS_FILLER)
 
     def filler(draw: Draw, count: int) -> np.ndarray:
         return np.resize(grass_tokens, count) if task.filler == "grass" else text.filler(draw, count)
@@ -349,7 +387,7 @@ def without_leaks(
             number = 10 ** (digits - 1) + draw.integer(9 * 10 ** (digits - 1))
             if draw.accepts(number) and number not in numbers:
                 numbers.append(number)
-        sequence = build([text.encode(f" {number}") for number in numbers])
+        sequence = build([text.encode_number(number) for number in numbers])
         decoded_text = text.decode(sequence.tokens)
         if all(decoded_text.count(str(number)) == count for number, count in zip(numbers, occurrences, strict=True)):
             break

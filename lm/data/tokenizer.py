@@ -190,6 +190,17 @@ def decode(tokenizer: "Tokenizer", tokens: Sequence[int], special: bool = False)
         return tokenizer.decode(tokens, skip_special_tokens=not special)
 
 
+def prefixes_space(tokenizer: "Tokenizer") -> bool:
+    """Return whether the tokenizer puts something, mostly a space, before a text that begins with a letter."""
+    text = "x"
+    with library_errors("data.tokenizer: can't cut text into words", "; use another tokenizer"):
+        if tokenizer.normalizer is not None:
+            text = tokenizer.normalizer.normalize_str(text)
+        if tokenizer.pre_tokenizer is not None:
+            text = "".join(word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text))
+    return len(text) > 1
+
+
 def words(tokenizer: "Tokenizer", text: str) -> list[tuple[str, tuple[int, int]]]:
     """Return (word, (start, stop)) for each word into which the pre-tokenizer cuts a text. Raises DataError if the
     library can't cut it.

@@ -348,7 +348,7 @@ def score(decoder: Decoder, questions: list[Trial], length: int, text: Text) -> 
             decoder, candidates, first_logits[index : index + 1], cache.select([index]).fork(len(candidates))
         )
         better_count = (nll[1:] < nll[0]).sum()
-        prediction = text.decode(outputs[index].cpu().numpy()).strip()
+        prediction = text.decode_answer(outputs[index].cpu().numpy()).strip()
         first_digit, exact = prediction[:1] == trial.number[:1], prediction.startswith(trial.number)
         gap = nll[0] - nll[1:].min() if trial.others else 0
         scores = exact, first_digit, hits, better_count == 0, 1 + better_count, nll[0] / len(trial.answer), gap
@@ -405,9 +405,9 @@ def _make_trial(sequence: Example, question: int, index: int, text: Text) -> Tri
         100 * DRAWN_NUMBERS
     ):  # numbers with as many tokens as the answer: shorter ones would be more probable
         candidate = str(1_000_000 + draw.integer(9_000_000))
-        if len(drawn_numbers) < DRAWN_NUMBERS and len(text.encode(f" {candidate}")) == len(answer):
+        if len(drawn_numbers) < DRAWN_NUMBERS and len(text.encode_number(candidate)) == len(answer):
             drawn_numbers.add(candidate)
-    alternatives = [text.encode(f" {candidate}") for candidate in sorted((text_numbers | drawn_numbers) - {number})]
+    alternatives = [text.encode_number(candidate) for candidate in sorted((text_numbers | drawn_numbers) - {number})]
     spans = np.stack((sequence.evidence[question], sequence.needles[question]))
     return Trial(sequence.tokens[:start], answer, alternatives, number, spans, index)
 
