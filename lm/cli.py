@@ -25,7 +25,13 @@ HelpFormatter = typer.Context.formatter_class
 
 _GROUPS = {  # the functions of the commands under each heading of `lm --help`, in order
     "Compare": (compare_commands.compare, compare_commands.judge, compare_commands.report),
-    "Train": (train_commands.train, train_commands.prepare, train_commands.config, train_commands.configs),
+    "Train": (
+        train_commands.train,
+        train_commands.prepare,
+        train_commands.config,
+        train_commands.metrics,
+        train_commands.configs,
+    ),
     "Measure and look": (model_commands.eval_, model_commands.diagnose, model_commands.generate),
     "Change models, bring them in and out": (model_commands.swap, model_commands.import_, model_commands.export),
     "Normalizers, extensions, this installation": (

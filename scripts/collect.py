@@ -25,6 +25,7 @@ def collect(folder: Path, name: str, add: bool = False) -> Path:
     for run_folder, state in lines[lines.state != "finished"].groupby("folder").state.first().items():
         print(f"note: {run_folder}: {state}, left out", file=sys.stderr)
     lines = lines.query("state == 'finished' and part == 'reports'")
+    lines = lines.assign(metric=lines.quantity.replace("val/loss", "val loss"))  # as the committed tables name it
     is_described = lines.metric.isin(DESCRIBED) & (lines.setting == "as trained") & lines.x.isna()
     lines = lines[(lines.kind != "diagnostics") | is_described].fillna({"x": 0, "stage": "final"})
     curves = lines[(lines.metric == "val loss") & (lines.stage == "final")]

@@ -4,9 +4,9 @@ python scripts/generate.py                write all
 python scripts/generate.py --check        write nothing, exit with status 1 where a text differs
 python scripts/generate.py --no-results   without tables and pictures of results/, which take half a minute
 
-docs/config.md and docs/normalizers.md are made from keys and normalizers, tests/inventory.yaml from commands and keys,
-tables and pictures of docs/ from results/ (scripts/recompute.py). tests/house_size.json gets today's sizes, unless a
-sum has risen. Training curves are pinned by scripts/curves.py alone.
+docs/config.md, docs/metrics.md, docs/normalizers.md are made from keys, metrics and normalizers, tests/inventory.yaml
+from commands and keys, tables and pictures of docs/ from results/ (scripts/recompute.py). tests/house_size.json gets
+today's sizes, unless a sum has risen. Training curves are pinned by scripts/curves.py alone.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from lm.attention import catalogue
 from lm.cli import app
 from lm.config.load import reference_markdown
 from lm.config.tree import Config
+from lm.evaluation import metrics
 from lm.schema import reference
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -52,6 +53,7 @@ def texts() -> dict[Path, bytes]:
     """Texts that are made from the code alone, in seconds."""
     made = {
         ROOT / "docs" / "config.md": reference_markdown(),
+        ROOT / "docs" / "metrics.md": metrics.markdown(),
         ROOT / "docs" / "normalizers.md": catalogue.markdown(),
         ROOT / "tests" / "inventory.yaml": yaml.safe_dump(inventory(), sort_keys=False, width=sys.maxsize),
     }

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-GENERATED = ("config.md", "normalizers.md")  # made from the keys and options themselves
+GENERATED = ("config.md", "metrics.md", "normalizers.md")  # made from the keys and options themselves
 PAGES = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in GENERATED]
 LONGEST = 30  # words of a sentence
 FENCED = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)

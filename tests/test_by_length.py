@@ -1,5 +1,7 @@
 """Loss by sequence length: the same held-out tokens, cut into sequences of several lengths."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -22,14 +24,20 @@ LENGTHS = "eval.by_length.lengths=[64, 16, 32]"
 
 
 @pytest.mark.parametrize("documents", ["pack", "isolate"])
-def test_each_length_is_the_mean_loss_of_the_same_tokens_after_a_context_cut_there(tiny, documents: str):
-    config = tiny(LENGTHS, "eval.by_length.sequences=5", "model.normalizer=ssmax", f"data.documents={documents}")
+def test_each_length_is_the_mean_loss_of_the_same_tokens_after_a_context_cut_there(
+    tiny, documents: str, tmp_path: Path
+):
+    for number in range(60):  # documents shorter than a stretch
+        (tmp_path / f"{number}.txt").write_text(" ".join(f"word{number + k}" for k in range(20)))
+    text = f"data={{source: {{paths: [{tmp_path}]}}, tokenizer: {{vocab_size: 270}}}}"
+    config = tiny(LENGTHS, "eval.by_length.sequences=5", "model.normalizer=ssmax", f"data.documents={documents}", text)
     store = prepare(config.data)
     decoder = Decoder(config.model, store.vocab_size, config.data.seq_len, seed=1).eval()
     measurement, units = ByLength(config, store), []
     (curve,) = measurement.measure(decoder, CPU, units.append)
     assert sum(units) == measurement.work_units == 5 * (1 + 4 + 2)
     tokens = store.val.take(measurement.starts, 65).astype(np.int64)  # (stretches, 65)
+    assert (tokens[:, 1:-1] == store.end_of_text).any()
     for column, length in enumerate((16, 32, 64)):
         losses = []
         for begin in range(0, 64, length):
@@ -80,7 +88,7 @@ def test_training_and_lm_eval_measure_it_under_each_inference_setting_and_a_repo
     result = lm("report", *map(str, folders), "-o", str(tmp_path / "report"))
     assert result.returncode == 0, result.stderr
     table = (tmp_path / "report" / "table.csv").read_text()
-    assert any("Differences to softmax" in line and "loss in sequences of 64" in line for line in table.splitlines())
+    assert any("Differences to softmax" in line and "by_length/loss 64" in line for line in table.splitlines())
 
 
 @pytest.mark.parametrize(

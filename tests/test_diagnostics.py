@@ -33,7 +33,7 @@ from lm.diagnostics.attention_rows import (
     query_indices,
     shuffling_numbers,
 )
-from lm.evaluation.diagnostics import Diagnostics, diagnostic_sequences, diagnostic_series, families
+from lm.evaluation.diagnostics import Diagnostics, diagnostic_sequences, diagnostic_series, families, sequences_of_text
 from lm.evaluation.held_out import HeldOut
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder, batch_layout
@@ -357,6 +357,18 @@ def test_no_sequence_of_a_task_is_read_twice_and_no_window_of_a_text_is_held_bac
     assert {entry.data_fingerprint for entry in measured} == {""}
 
 
+def test_windows_of_a_text_are_spread_over_it(tiny, tmp_path: Path):
+    store, path, length = prepare(tiny().data), tmp_path / "text.txt", 40
+    path.write_text(" ".join(f"word{number}" for number in range(400)))
+    tokens = np.array([store.end_of_text, *store.tokenizer().encode(path.read_text()).ids])
+    options = DiagnosticsConfig(text=str(path), sequences=3)
+    held_out = sequences_of_text(store.tokenizer(), store.end_of_text, options, length)
+    windows = (len(tokens) - 1) // length
+    assert windows > 10
+    starts = [number * windows // 3 * length for number in range(3)]
+    assert (held_out.sequences == [tokens[start : start + length + 1] for start in starts]).all()
+
+
 def test_runs_checkpoints_exports_and_models_without_training_are_described(arguments: list[str], tmp_path: Path):
     run, out = tmp_path / "runs" / "relu", tmp_path / "numbers.json"
     options = ["name=relu", "model.normalizer=relu", "data.seq_len=64", "eval.long_context.length_factor=0", ASKED]
@@ -371,7 +383,7 @@ def test_runs_checkpoints_exports_and_models_without_training_are_described(argu
     assert result.returncode == 0, result.stderr
     assert "diagnostics, relu, step 8 (cached)" in result.stdout
     rows = strict(out)
-    value = {row["metric"]: row["value"] for row in rows if row["setting"] == "as trained" and not row["where"]}
+    value = {row["quantity"]: row["value"] for row in rows if row["setting"] == "as trained" and not row["where"]}
     assert value["effective keys"] == pytest.approx(logged["diagnostics/effective keys"])
     assert {row["setting"] for row in rows} == {"as trained", "untrained weights", "shuffled scores"}
     assert {"exact zeros, no first", "sum of weights", "ln Z"} <= value.keys()
@@ -385,7 +397,7 @@ def test_runs_checkpoints_exports_and_models_without_training_are_described(argu
         result = lm("diagnose", str(source), ASKED, "-o", str(out))
         assert result.returncode == 0, result.stderr
         values_again = {
-            row["metric"]: row["value"] for row in strict(out) if row["setting"] == "as trained" and not row["where"]
+            row["quantity"]: row["value"] for row in strict(out) if row["setting"] == "as trained" and not row["where"]
         }
         assert values_again == pytest.approx(value, nan_ok=True)
         assert (

@@ -29,7 +29,7 @@ from lm.errors import ConfigError, RunError
 from lm.schema import reference
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-GENERATED = ("config.md", "normalizers.md")  # made from the keys and options themselves
+GENERATED = ("config.md", "metrics.md", "normalizers.md")  # made from the keys and options themselves
 EXECUTED = ("normalizers-own.md",)  # by tests/test_plugins.py, with the package that its commands name
 FOLDERS = ("lm", "docs", "scripts", "tests", "configs")
 CONFIGURED = ("train", "prepare", "config", "eval", "swap")  # commands that take key=value

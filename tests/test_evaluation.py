@@ -164,6 +164,8 @@ def test_positions_sequences_and_buckets_agree(tiny):
         assert (curve.samples[0].values.mean(0) @ widths / widths.sum()) == pytest.approx(curve.overall_mean, abs=1e-4)
         assert curve.samples[0].values.mean(0) == pytest.approx(curve.means)
     first, second = curves
+    nll = nll_by_token(decoder.eval(), LongContext(config, store).held_out, CPU)
+    assert first.curve == pytest.approx(nll.mean(0), abs=1e-5)
     assert not np.array_equal(first.curve, second.curve)
 
 
@@ -257,7 +259,7 @@ def test_several_runs_are_measured_side_by_side_and_written_as_a_table(tiny, tmp
         assert "validation" in result.stdout
     lines = list(csv.DictReader((tmp_path / "all.csv").open()))
     records = json.loads((tmp_path / "all.json").read_text())
-    metrics = ("val loss", "val loss: unigram cross-entropy", "bits per byte")
+    metrics = ("val/loss", "val/loss: unigram cross-entropy", "val/bits_per_byte")
     assert [(line["run"], line["metric"]) for line in lines] == [
         (folder, metric) for folder in folders for metric in metrics
     ]

@@ -74,11 +74,11 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
         ),
         (
             {"primary": {"metric": "train/loss"}},
-            "primary.metric = 'train/loss': is not measured: at the last step runs have val/",
+            "primary.metric = 'train/loss': is not measured by sequence at the last step; did you mean 'val/loss'?",
         ),
         (
             {"primary": {"metric": "val/los"}},
-            "yaml: primary.metric = 'val/los': is not measured by sequence; did you mean 'val/loss'?",
+            "yaml: primary.metric = 'val/los': is not measured by sequence at the last step; did you mean 'val/loss'?",
         ),
         ({"sizes": {"workers": {}}}, "sizes.workers = 'workers': must be a name"),
         (

@@ -24,7 +24,7 @@ from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_entries, trends
 from lm.report.comparison_pictures import paired_difference_traces
-from lm.runs.evaluations import Axis, Sample, Series, Shown, read_evaluation
+from lm.runs.evaluations import REPORTING, Axis, Sample, Series, Shown, read_evaluation
 from lm.runs.folder import CONFIG, DIVERGED, METRICS
 
 STEPS = 200
@@ -238,7 +238,7 @@ def test_the_trend_over_sizes_is_that_of_the_slopes_of_single_seeds(tmp_path, un
         "ssmax",
         "3 sizes, 3 seeds",
     )
-    assert (first["quantity"], first["unit"]) == ("difference to softmax changes by", "95% interval, not adjusted")
+    assert (first["quantity"], first["unit"]) == ("difference to softmax changes by", "95% interval, alone")
     assert [float(first[end]) for end in ("value", "low", "high")] == pytest.approx(line["change"], abs=1e-4)
 
 
@@ -300,9 +300,9 @@ def test_a_report_of_the_same_runs_agrees_to_the_last_digit(tmp_path, undrawn):
     report_numbers = numbers(tmp_path / "report" / "table.csv")
     assert numbers(page.parent / "measured-1.csv") | numbers(page.parent / "measured-differences.csv") == report_numbers
     verdicts = numbers(page.parent / "summary.csv")
-    assert verdicts["ssmax: difference to softmax"] == report_numbers["ssmax: difference val loss"]
+    assert verdicts["ssmax: difference to softmax"] == report_numbers[f"ssmax: difference val/loss {REPORTING}"]
     for arm in arms:
-        assert verdicts[f"{arm}: mean val/loss"]["value"] == report_numbers[f"{arm}: val loss"]["value"]
+        assert verdicts[f"{arm}: mean val/loss"]["value"] == report_numbers[f"{arm}: val/loss {REPORTING}"]["value"]
 
 
 def test_of_what_runs_learn_or_do_not_the_page_counts_runs(tmp_path, undrawn):

@@ -20,6 +20,7 @@ from lm.config.tree import Config, ExperimentConfig
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, Diverged, RunError
 from lm.evaluation.evaluate import evaluate_runs
+from lm.evaluation.metrics import metrics_of
 from lm.experiments.compare import TrainingOptions, compare_experiments
 from lm.experiments.engine import RunsFailed, forget_failures
 from lm.experiments.experiment import config_hash
@@ -272,15 +273,21 @@ def test_metrics_are_known_before_they_are_measured(tmp_path, overrides):
         *("recall.tasks=[passkey]", "recall.length_factors=[8, 16]", "recall.sequences=2"),
         *("needle.length_factors=[16]", "needle.trials=2", "needle.depths=[0.5]"),
     ]
-    all_overrides = [*overrides, *(f"eval.{setting}" for setting in extra), "eval.sequences=4"]
+    dynamics = "log.dynamics=[gradient_norm, logit_scale, largest_score]"
+    all_overrides = [*overrides, *(f"eval.{setting}" for setting in extra), "eval.sequences=4", dynamics]
     procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1]), all_overrides))
     run = procedure.known_runs()[0]
     assert here(run) == 0
-    with pytest.raises(ConfigError, match="is not measured by sequence; choose from: ") as error:
+    with pytest.raises(ConfigError, match="is not measured by sequence at the last step; choose from: ") as error:
         read_experiment(written(tmp_path, tune=None, primary={"metric": "val/zzzzzzzzzzzzzzzzzz"}), all_overrides)
     names = str(error.value).partition("choose from: ")[2].split(", ")
     assert len(names) == 11
     assert sorted(names) == sorted(run.outcome.unit_metrics)
+    listed = metrics_of(run.config)
+    assert sorted(metric.name for metric in listed if metric.decides) == sorted(names)
+    logged = {name for line in run.outcome.log.lines for name in line} - {"step", "tokens"}
+    patterns = {re.sub(r"/n\d+/", "/nN/", re.sub(r"(layer|head)\d+", r"\1#", name)) for name in logged}
+    assert {re.sub("(layer)L|(head)H", r"\1\2#", metric.name) for metric in listed} == patterns
 
 
 def test_runs_measured_on_other_sequences_are_not_compared(tmp_path, overrides):

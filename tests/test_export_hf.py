@@ -108,10 +108,10 @@ def test_a_run_is_exported_with_its_tokenizer_and_a_card(tiny, tmp_path: Path):
     evaluation = json.loads(
         (config.run_folder / "evaluations" / f"validation.step-{source.stamp['step']:06d}.json").read_text()
     )
-    loss = next(curve for curve in evaluation["series"] if curve["metric"] == "val loss")["means"][0]
+    loss = next(curve for curve in evaluation["series"] if curve["metric"] == "val/loss")["means"][0]
     for phrase in (
         "library_name: transformers",
-        f"val loss (nats per token) |  |  | {loss:.4f} | 4 |",
+        f"val/loss (nats per token) |  |  | {loss:.4f} | 4 |",
         f"seed | {config.seed} |",
         "documents start with | `<\\|endoftext\\|>`, which",
         "normalizer:",

@@ -222,8 +222,8 @@ def test_units_are_averaged_and_paired_over():
         (RUNS.assign(rate=["1e-3", "high"] * 3), {}, "3 lines have no finite rate, the first of arm a, seed 2"),
         (RUNS.assign(weight=[0, "1"] * 3), {}, "3 lines have no weight above 0, the first of arm a, seed 1"),
         (pd.concat([RUNS, RUNS[["value"]]], axis=1), {}, "two columns are named value"),
-        (RUNS.assign(metric=["loss", "error"] * 3), {}, "name the metric; there is loss, error"),
-        (RUNS.assign(metric="loss"), {"metric": "error"}, "no metric error; there is loss"),
+        (RUNS.assign(metric=["loss", "error"] * 3), {}, "name one of loss, error"),
+        (RUNS.assign(metric="loss"), {"metric": "los"}, "no metric los; did you mean 'loss'?"),
         (grid(False), {}, "a has 3 rates and no line that selects one: add a column part, or judge apart by rate"),
         (
             grid(True).query("arm == 'a' or rate != 0.001"),

@@ -47,7 +47,7 @@ def test_a_model_is_evaluated_on_the_text_of_a_configuration(saved: Path, base: 
     result = lm("eval", str(saved), str(base), "eval.sequences=4", "-o", str(out))
     assert result.returncode == 0, result.stderr
     evaluation = read_json(saved / "evaluations" / "validation.step-000000.json")
-    loss = next(curve for curve in evaluation["series"] if curve["metric"] == "val loss")
+    loss = next(curve for curve in evaluation["series"] if curve["metric"] == "val/loss")
     assert np.log(290) - 1 < loss["means"][0] < np.log(300) + 1  # untrained
     assert loss["seq_len"] == 48
     assert len(loss["samples"][0]["values"]) == 4
@@ -79,7 +79,7 @@ def test_a_loss_of_other_weights_of_a_mixture_is_measured_again(saved: Path, cor
         assert result.returncode == 0, result.stderr
         assert "(cached)" not in result.stdout
         rows = json.loads((tmp_path / "out.json").read_text())
-        losses.append(next(row["value"] for row in rows if row["metric"] == "val loss" and not row["where"]))
+        losses.append(next(row["value"] for row in rows if row["metric"] == "val/loss" and not row["where"]))
     assert losses[0] != losses[1]
 
 

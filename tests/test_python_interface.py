@@ -57,7 +57,7 @@ def test_the_long_table_holds_what_the_verdict_follows_from(experiment, tmp_path
     assert capfd.readouterr() == ("", ""), "nothing is printed"
     assert set(table["state"]) == {"finished"}
     assert table["commit"].notna().all() == (git_state()[0] is not None), "the sdist knows no commit"
-    final = table.query("stage == 'final' and metric == 'val loss' and part == 'reports'")
+    final = table.query("stage == 'final' and metric == 'val/loss' and part == 'reports'")
     means = final.groupby(["arm", "seed"]).apply(lambda lines: np.average(lines["value"], weights=lines["weight"]))
     verdict = compared.verdicts.set_index("arm").loc["ssmax"]
     base, other = summary_entries(open_experiment(file, overrides))
@@ -71,12 +71,12 @@ def test_the_long_table_holds_what_the_verdict_follows_from(experiment, tmp_path
     assert lm.compare(file, *overrides, train=False).results["folder"].nunique() == len(runs)
     shutil.rmtree(other)
 
-    row = lm.judge(table, metric="val loss", baseline="softmax", matters=0.05).set_index("arm").loc["ssmax"]
+    row = lm.judge(table, metric="val/loss", baseline="softmax", matters=0.05).set_index("arm").loc["ssmax"]
     assert f"exploratory: {row['verdict']}" == verdict["verdict"], "the long table does not say what was planned"
     numbers = ["mean", "difference", "difference low", "difference high", "p"]
     assert row[numbers].tolist() == pytest.approx(verdict[numbers].tolist(), rel=1e-12)
 
-    selecting = table.query("metric == 'val loss' and part == 'selects'")
+    selecting = table.query("metric == 'val/loss' and part == 'selects'")
     assert set(selecting["group"]).isdisjoint(final["group"]), "a document selects or reports"
     assert final.groupby(["sequences", "sample"])["run"].nunique().eq(6).all(), (
         "all runs are measured on the same sequences"
@@ -104,7 +104,7 @@ def test_the_page_of_python_runs(experiment, tmp_path, monkeypatch, called):
         '{"max_steps": 100}': '{"max_steps": 8}, "optim": {"warmup_steps": 2}, "eval": {"recall": {"sequences": 8, '
         '"length_factors": [1]}}',
         '"quickstart-recall"': "file, *overrides, train=False",
-        "'accuracy'": "'val loss'",
+        "'accuracy'": "'val/loss'",
     }
     small |= {"'as trained'": "''", '["x", "arm"]': '"arm"'}
     for old, new in small.items():

@@ -123,7 +123,7 @@ def test_means_over_positions_weigh_each_bin_by_its_tokens_and_losses_stand_by_t
         "stage": "final",
         "seed": 1,
         "task": "",
-        "metric": "loss",
+        "quantity": "loss",
         "setting": "as trained",
     }
     shared |= {
@@ -142,18 +142,18 @@ def test_means_over_positions_weigh_each_bin_by_its_tokens_and_losses_stand_by_t
     ]
     validation = {
         "kind": "validation",
-        "metric": "val loss",
+        "quantity": "val/loss",
         "setting": "",
         "x": math.nan,
         "until": math.nan,
         "sample": 0,
     }
     lines += [shared | validation | {"step": step, "tokens": 10 * step, "value": 8.0 / step} for step in (4, 8)]
-    described = {"kind": "diagnostics", "metric": "entropy / ln n", "until": math.nan, "sample": 0}
+    described = {"kind": "diagnostics", "quantity": "entropy / ln n", "until": math.nan, "sample": 0}
     lines.append(shared | described | {"x": math.nan, "value": 0.6})
     lines += [
         shared | described | {"x": math.nan, "value": 9.0} | other
-        for other in ({"metric": "S"}, {"setting": "shuffled scores"}, {"x": 40})
+        for other in ({"quantity": "S"}, {"setting": "shuffled scores"}, {"x": 40})
     ]
     monkeypatch.setattr(collect.lm, "results", lambda folder, history: pd.DataFrame(lines))
     monkeypatch.setattr(collect, "RESULTS", tmp_path)

@@ -185,7 +185,7 @@ def test_runs_on_symbols_lack_nothing_without_long_sequences_and_bytes(tmp_path)
     )
     assert read_run(folder).missing == ()
     files = write_report([folder], tmp_path / "out")
-    assert "bits per byte" not in files.markdown.read_text()
+    assert "bits_per_byte" not in files.markdown.read_text()
     page = files.html.read_text()
     assert "nats per token of the answers" in page
     assert "source.name" not in page.split("<h2>Runs")[0]

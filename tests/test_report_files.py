@@ -64,7 +64,7 @@ def test_every_format_says_that_an_interval_of_one_seed_is_over_documents(pair, 
         assert ("1 seed" if name == "legend" else "documents, 1 seed") in re.sub(r"\s+", " ", text), name
         assert not re.search(r"\d seeds", text), name
     assert "One seed: intervals cover the choice of text alone." in (tmp_path / "out/report.html").read_text()
-    assert "| difference (95% interval over documents, 1 seed) |" in (tmp_path / "out/table.md").read_text()
+    assert "| difference (95% interval over documents, 1 seed, alone) |" in (tmp_path / "out/table.md").read_text()
     rows = list(csv.DictReader((tmp_path / "out/table.csv").open()))
     assert {row["interval over"] for row in rows if row["low"]} == {"documents, 1 seed"}
     assert all(bool(row["interval over"]) == bool(row["low"]) for row in rows)
@@ -87,7 +87,7 @@ def test_intervals_that_cover_unlike_things_have_columns_of_their_own(tmp_path):
     arms = [("softmax", 1), ("softmax", 2), ("ssmax", 1), ("ssmax", 2), ("log_n", 1)]
     folders = [build_run(tmp_path, f"{name}{seed}", name, seed=seed, better=seed / 50) for name, seed in arms]
     lines = write_report(folders, tmp_path / "out").markdown.read_text().splitlines()
-    seeds, documents = (f"difference (95% interval over {words})" for words in ("2 seeds", "documents, 1 seed"))
+    seeds, documents = (f"difference (95% interval over {words}, alone)" for words in ("2 seeds", "documents, 1 seed"))
     start = lines.index(f"| arm | metric | measured in | better | {seeds} | {documents} |")
     (ssmax, *_), (log_n, *_) = (
         [line for line in lines[start:] if line.startswith(f"| {arm} ")] for arm in ("ssmax", "log_n")
@@ -101,10 +101,10 @@ def test_csv_is_rectangular_and_carries_units(pair, tmp_path):
     assert not any(None in row for row in rows)
     by_label = {(row["arm"], row["inference setting"] or row["metric"], row["quantity"]): row for row in rows}
     assert len(by_label) == len(rows)
-    difference = by_label["ssmax", "loss at positions 256-512, as trained", "difference"]
+    difference = by_label["ssmax", "loss of reporting documents at positions 256-512, as trained", "difference"]
     assert float(difference["low"]) < float(difference["value"]) < float(difference["high"]) < -0.04
     assert (difference["measured in"], difference["better"]) == ("nats/token", "below zero")
-    assert by_label["softmax", "theta x 50", "loss 4x-8x"]["unit"] == "nats/token"
+    assert by_label["softmax", "theta x 50", "loss of reporting documents 4x-8x"]["unit"] == "nats/token"
 
 
 @pytest.mark.usefixtures("painted")
@@ -172,7 +172,10 @@ def test_an_exploding_loss_breaks_nothing(tmp_path, value):
 @pytest.mark.usefixtures("painted")
 def test_a_picture_of_an_infinite_loss_can_be_painted(tmp_path):
     for folders in exploding(tmp_path, np.inf):
-        assert "<!-- Training loss -->" in overview(compare_runs([read_run(folder) for folder in folders])).svg
+        assert (
+            "<!-- Training loss (train/loss) -->"
+            in overview(compare_runs([read_run(folder) for folder in folders])).svg
+        )
 
 
 def test_one_run_has_a_report_without_differences(pair, tmp_path):

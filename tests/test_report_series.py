@@ -55,7 +55,7 @@ def test_a_made_up_kind_of_evaluation_is_reported(folders, tmp_path):
     assert {"Sparsity of attention", "Sparsity of attention in training lengths", "Reach by depth"} < set(titles)
     intervals = {difference.subject: difference.interval for difference in comparison.differences}
     for label in (
-        "sparsity, as trained",
+        "probe/sparsity",
         "sparsity at positions 128-256, as trained",
         "reach, books at depth 0.5, as trained",
     ):
@@ -71,7 +71,7 @@ def test_a_made_up_kind_of_evaluation_is_reported(folders, tmp_path):
     deep = rows["Reach by depth", "softmax", "0.5"]
     assert (deep["task"], deep["unit"], deep["interval over"]) == (
         "books",
-        "tokens, 95% interval over sequences, 1 seed",
+        "tokens, 95% interval over sequences, 1 seed, alone",
         "sequences, 1 seed",
     )
     assert float(deep["low"]) < 2 < float(deep["high"])
@@ -94,7 +94,7 @@ def test_a_made_up_kind_has_panels_for_what_is_over_an_axis(folders):
         made_up[1],
         f"{made_up[1]}: {difference}",
     ]
-    assert "Reach by depth. Bands: 95% intervals over sequences, 1 seed." in picture.caption
+    assert "Reach by depth. Bands: 95% intervals over sequences, 1 seed, each alone." in picture.caption
     assert "From position 16." in picture.caption
 
 

@@ -61,7 +61,7 @@ def test_a_run_learns_and_leaves_a_complete_run_folder(tiny, capsys: pytest.Capt
     assert [path.name for path in step_paths(folder / "checkpoints")] == ["step-000030.ckpt", "step-000040.ckpt"]
     assert load_checkpoint(folder / "checkpoints" / "last.ckpt")["lm"]["step"] == 40
     loss, bits = series(folder, "validation", 40)
-    assert bits.metric == "bits per byte"
+    assert bits.metric == "val/bits_per_byte"
     assert loss.overall_mean == pytest.approx(loss.samples[0].values.mean(), abs=1e-5)
     assert loss.overall_mean < loss.references["unigram cross-entropy"] + 0.5
     long = [curve_of_loss for curve_of_loss in series(folder, "long_context", 40) if curve_of_loss.bins]

@@ -207,7 +207,7 @@ def test_results_of_arms_that_lack_a_tuned_key_are_judged_as_the_experiment_does
     procedure = build_all(Procedure(read_experiment(tmp_path / "trial.yaml", keys)), measured)
     frame = lm.results(tmp_path / "runs")
     assert {rate.split(" / ")[1] for rate in frame["rate"][frame["arm"] != "ssmax"]} == {"any"}
-    table = lm.judge(frame, metric="val loss", matters=0.02, baseline=baseline).set_index("arm")
+    table = lm.judge(frame, metric="val/loss", matters=0.02, baseline=baseline).set_index("arm")
     for line in summary_entries(procedure):
         assert table["mean"][line["arm"]] == pytest.approx(line["mean"])
         if line["arm"] != baseline:
@@ -220,7 +220,7 @@ def test_results_of_arms_that_lack_a_tuned_key_are_judged_as_the_experiment_does
             assert row["difference low"] == pytest.approx(low) if exact else row["difference low"] <= low + 1e-9
             assert row["difference high"] == pytest.approx(high) if exact else row["difference high"] >= high - 1e-9
     smaller_table = (
-        lm.judge(frame[frame["arm"] != "ssmax"], metric="val loss", baseline=baseline, matters=0.02)
+        lm.judge(frame[frame["arm"] != "ssmax"], metric="val/loss", baseline=baseline, matters=0.02)
         if baseline == "softmax"
         else None
     )
@@ -251,5 +251,5 @@ def test_the_page_has_a_panel_for_each_key(tmp_path, monkeypatch):
     assert min(means, key=means.get) == 0.2
     frame = lm.results(tmp_path / "runs")
     assert "0.02 / 0.2" in set(frame["rate"])
-    line = lm.judge(frame, metric="val loss", matters=0.02, baseline="softmax").set_index("arm").loc["ssmax"]
+    line = lm.judge(frame, metric="val/loss", matters=0.02, baseline="softmax").set_index("arm").loc["ssmax"]
     assert (line["rate"], line["verdict"]) == ("0.02 / 0.2", "better")

@@ -44,6 +44,32 @@ def config(arguments: Configuration = [], reference: Reference = False, schema: 
     print(reference_markdown() if reference else to_yaml(load_config(arguments, with_shape_of)), end="")
 
 
+def metrics(arguments: Annotated[list[str] | None, Configuration.__metadata__[0]] = None) -> None:
+    """List the metrics that a configuration logs.
+
+    Name, unit, better direction and meaning of each, and whether an experiment's primary.metric can be it; without a
+    configuration the table of all (docs/metrics.md).
+    """
+    from lm.evaluation.metrics import markdown, metrics_of
+
+    if not arguments:
+        print(markdown(), end="")
+        return
+    from lm.config.load import load_config
+    from lm.report.tables import Column, Table, print_tables
+    from lm.runs.folder import with_shape_of
+
+    logged = metrics_of(load_config(arguments, with_shape_of))
+    cells = {
+        "metric": [metric.name for metric in logged],
+        "unit": [metric.unit for metric in logged],
+        "better": [metric.better for metric in logged],
+        "can decide": ["yes" * metric.decides for metric in logged],
+        "meaning": [metric.meaning for metric in logged],
+    }
+    print_tables(Table("", "", tuple((Column(name, kind="label"), texts) for name, texts in cells.items())))
+
+
 def configs(
     copy: Annotated[Path | None, typer.Option("--copy", metavar="DIR", help="copy them to DIR/configs")] = None,
 ) -> None:

@@ -16,10 +16,9 @@ from lm.config.task_config import task_names
 from lm.config.tree import Config, ExperimentConfig, differences, distinguishes_arms, effect_of
 from lm.config.yaml_text import MAX_BYTES, parse_yaml
 from lm.data.prepare import vocab_size_of
-from lm.data.sources import labels
 from lm.errors import ConfigError, DataError, Problem, as_written
+from lm.evaluation.metrics import evaluation_names
 from lm.experiments.experiment import (
-    EVAL_KINDS,
     NOT_REACHED,
     Arm,
     Experiment,
@@ -564,19 +563,13 @@ def _check_metric(experiment: Experiment, config: Config) -> None:
     """
     metric, kinds = experiment.primary.metric, config.eval.measurement_classes(config.data)
     kind, steps = kind_of_metric(metric), config.trainer.max_steps
-    if kind not in kinds:
-        prefixes = {name: prefix for prefix, name in EVAL_KINDS.items()}
-        patterns = ", ".join(f"{prefixes.get(name, name)}/..." for name in kinds)
-        remedy = "name one of these, or ask for the evaluation in the base's `eval` or in `evaluate`"
-        raise ConfigError(
-            [Problem("primary.metric", metric, f"is not measured: at the last step runs have {patterns}", remedy)]
-        )
-    names = {name: _metric_names(config, name) for name in kinds}
-    if (kind_names := names[kind]) is not None and metric not in kind_names:
-        all_names = [name for metric_names in names.values() for name in metric_names or ()]
-        raise ConfigError(
-            [Problem("primary.metric", metric, "is not measured by sequence", suggest(metric, all_names))]
-        )
+    names = {name: evaluation_names(config, name) for name in kinds}
+    if kind not in kinds or (names[kind] is not None and metric not in names[kind]):
+        known_names = [name for kind_names in names.values() for name in kind_names or ()]
+        remedy = suggest(metric, known_names)
+        if kind not in kinds and not remedy.startswith("did you mean"):
+            remedy += "; or ask for the evaluation in the base's `eval` or in `evaluate`"
+        raise ConfigError([Problem("primary.metric", metric, "is not measured by sequence at the last step", remedy)])
     _check_primary(experiment.primary, config.eval.quantity(kind))
     timing = Timing(every=config.validation_every, at=[1.0]) if kind == "validation" else config.eval.kinds.get(kind)
     if (
@@ -620,19 +613,6 @@ def _check_primary(primary: PrimaryMetric, quantity: Quantity | None) -> None:
             )
     if problems:
         raise ConfigError(problems)
-
-
-def _metric_names(config: Config, kind: str) -> list[str] | None:
-    """Names of the metrics that an evaluation measures for each sequence or question; None if unknown before the first
-    measurement.
-    """
-    if kind != "validation":
-        return config.eval.kinds[kind].metrics(config.data)
-    data = config.data
-    part_names = (
-        task_names([to_plain(weighted_task.task) for weighted_task in data.tasks]) if data.symbolic else labels(data)
-    )
-    return [SELECTION, *(f"{SELECTION} {part_name}" for part_name in part_names if len(part_names) > 1)]
 
 
 def _check_evaluate(experiment: Experiment) -> Iterator[Problem]:

@@ -428,7 +428,7 @@ def crossed_table(results: SizeResults) -> Table | None:
         means = [mean(seed_values.values()) for seed_values in values.values()]
         quantity_name = experiment.primary.quantity_name
         columns.append((Column(f"mean {quantity_name}", experiment.data_words(quantity_name, "report")), means))
-        unit = "95% interval over seeds, not adjusted"
+        unit = "95% interval over seeds, alone"
         differences = [rate_difference(*arm_rate) for arm_rate in finished_runs]
         columns.append((Column(f"difference to {baseline}, both at this rate", unit, "difference"), differences))
     return Table(f"Final seeds at the rates of both arms{results.title_suffix}", "", tuple(columns))

@@ -16,7 +16,7 @@ from lm.errors import ConfigError, Problem, RunError, one_line
 from lm.experiments.experiment import PrimaryMetric
 from lm.experiments.judging import JudgedRun, Judgement, RunsByRate, SizeArm
 from lm.runs.folder import DIVERGED
-from lm.schema import Plain, build
+from lm.schema import Plain, build, suggest
 from lm.statistics.tuning import (
     ANY_VALUE,
     MIN_TUNING_SEEDS,
@@ -241,9 +241,8 @@ def _rows_to_judge(
         return rows
     metrics = [str(name) for name in rows["metric"].dropna().unique()]
     if (metric and metric not in metrics) or (not metric and len(metrics) != 1):
-        raise RunError(
-            f"{source}: {f'no metric {metric}' if metric else 'name the metric'}; there is {', '.join(metrics)}"
-        )
+        advice = f"no metric {metric}; {suggest(metric, metrics)}" if metric else f"name one of {', '.join(metrics)}"
+        raise RunError(f"{source}: {advice}")
     return rows[rows["metric"].map(str, na_action="ignore") == (metric or metrics[0])]
 
 

@@ -100,7 +100,7 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
     if primary.learned is not None:
         columns += column("have learned", [f"{entry['learned']} of {entry['ended']}" for entry in entries])
         fractions = [Interval(*entry["fraction_learned"]) if entry["ended"] else None for entry in entries]
-        columns.append((Column("fraction", "95% interval, Clopper-Pearson", "mean", 2), fractions))
+        columns.append((Column("fraction", "95% interval, Clopper-Pearson, alone", "mean", 2), fractions))
     name, kind = (
         (f"difference to {baseline}", "difference") if primary.reach is None else (f"factor to {baseline}", "mean")
     )
@@ -249,7 +249,7 @@ def trend_table(procedure: Procedure, judgement: Judgement) -> Table | None:
     baseline, is_factor = judgement.arms[0], judgement.primary.reach is not None
     changes = [Interval(*(math.nan if value is None else value for value in entry["change"])) for entry in entries]
     title = f"factor to {baseline} is multiplied by" if is_factor else f"difference to {baseline} changes by"
-    change = Column(title, "95% interval, not adjusted", "mean" if is_factor else "difference", 3 if is_factor else 4)
+    change = Column(title, "95% interval, alone", "mean" if is_factor else "difference", 3 if is_factor else 4)
     samples = (Column("over", kind="label"), [entry["over"] for entry in entries])
     arms = (Column("arm", kind="label"), [entry["arm"] for entry in entries])
     return Table(f"With each doubling of {entries[0]['with_each_doubling_of']}", "", (arms, samples, (change, changes)))

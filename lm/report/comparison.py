@@ -484,6 +484,8 @@ def _compare_arms(arm: ArmRuns, base: ArmRuns, section: Section, name: SeriesNam
             f" {example_series.axis.before} {f'{number(start)}-{number(stop)}' if example_series.bins else place}"
         )
     subject = ", ".join(filter(None, (name.metric, name.subject))) + place_text + (name.setting and f", {name.setting}")
+    if example_series.logged and not example_series.bins:
+        subject = example_series.names[example_series.column_at(place)]
     units = [
         {seeds: series.units(*series.places[place]) for seeds, series in by_seed.items()} for by_seed in series_by_seeds
     ]

@@ -26,7 +26,7 @@ PARAM_PREFIX = "normalizer/"  # prefix of the logged names of normalizers' param
 GRAD_NORM = "train/grad_norm"
 FIRST_DRAWN_POSITION = 16  # position at which a picture by position begins
 MAX_TASKS_WITHOUT_MAP = 3  # fractions of more tasks than this, such as a needle at several depths, are drawn as a map
-LOSSES = {"train/loss": "Training loss", "val/loss": "Validation loss"}
+LOSSES = {"train/loss": "Training loss (train/loss)", "val/loss": "Validation loss (val/loss)"}
 MAX_POINTS = 250  # most points of a curve in a picture
 SETTLING_FRACTION = 0.1  # fraction of training after which values count for the ends of the y axis
 _LAYER_METRIC = re.compile(r"(.+)/layer(\d+)(?:/(head\d+|rms))?")
@@ -183,7 +183,7 @@ WILSON_NOTE = (
     "Wilson's over questions or the sequences that ask several, for several seeds each end of Student's t "
     "over seeds that lies farther out"
 )
-DIFFERENCE_BANDS = "Bands of differences: 95% intervals over {}, point by point, not adjusted."
+DIFFERENCE_BANDS = "Bands of differences: 95% intervals over {}, each alone."
 SeriesBySeeds = Mapping[tuple[int, ...], Series]
 
 
@@ -221,7 +221,10 @@ def axis_picture(comparison: RunComparison, section: Section) -> Picture | None:
         sentences += (
             [f"Not finite at some places: {', '.join((*name.labels, *nonfinite_arms))}."] if nonfinite_arms else []
         )
-        for traces, template in ((value_traces, "Bands: 95% intervals over {}."), (paired_traces, DIFFERENCE_BANDS)):
+        for traces, template in (
+            (value_traces, "Bands: 95% intervals over {}, each alone."),
+            (paired_traces, DIFFERENCE_BANDS),
+        ):
             sentences += [template.format(trace.noise_source) for trace in traces if trace.noise_source]
         levels = {level: f"{name} {level:.3g}" for series in line_series for name, level in series.references.items()}
         panels.append(replace(_axis_panel(section, title, name.metric, value_traces), y_range=y_range, levels=levels))

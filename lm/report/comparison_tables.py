@@ -121,7 +121,7 @@ def _mean_columns(
     )
     fields = {"unit": unit}
     if noise_sources:
-        interval_unit = f"{unit}, 95% interval over {' or over '.join(noise_sources)}"
+        interval_unit = f"{unit}, 95% interval over {' or over '.join(noise_sources)}, alone"
         fields = {"unit": interval_unit, "kind": "mean", "decimals": 3 if example.unit == "fraction" else 4}
     mean_columns = [(Column(name, **fields), cells) for name, cells in cells_by_name.items()]
     if section.shape == "number" and example.samples and any(len(arm.runs) > 1 for arm in comparison.arms):
@@ -152,7 +152,7 @@ def _difference_table(comparison: RunComparison) -> Table:
     ]
     for noise_source in dict.fromkeys(interval.noise_source for interval in intervals):
         cells = [interval if interval.noise_source == noise_source else None for interval in intervals]
-        columns.append((Column("difference", f"95% interval over {noise_source}", "difference"), cells))
+        columns.append((Column("difference", f"95% interval over {noise_source}, alone", "difference"), cells))
     return Table(f"Differences to {comparison.arms[0].label}", "", tuple(columns))
 
 

@@ -51,6 +51,7 @@ class Row:
     low: float | None = None  # ends of its 95 % interval, if it has one
     high: float | None = None
     over: str = ""  # what the interval covers, or why there is no interval
+    name: str = ""  # the metric's name in metrics.jsonl; empty: it is not there
 
 
 def rows_of(all_series: Iterable[Series]) -> list[Row]:
@@ -68,13 +69,14 @@ def _rows(series: Series, name: str) -> Iterator[Row]:
         if interval:
             has_no_spread = math.isfinite(interval.mean) and not interval.bounded
             bounds = (None, None, NO_SPREAD) if has_no_spread else (interval.low, interval.high, interval.noise_source)
-        yield Row(series.setting, place_text, series.metric, series.mean_at(place), *bounds)
+        log_name = series.names[series.column_at(place)] if series.logged and not series.bins else ""
+        yield Row(series.setting, place_text, series.metric, series.mean_at(place), *bounds, log_name)
         yield from (
             Row(series.setting, place_text, f"{series.metric}: {level}", value)
             for level, value in series.references.items()
         )
     if series.bins:
-        yield Row(series.setting, name, series.metric, series.overall_mean)
+        yield Row(series.setting, name, series.metric, series.overall_mean, name="".join(series.logged))
 
 
 def _has_intervals(series: Series) -> bool:
@@ -233,5 +235,7 @@ def results_bytes(results: list[EvaluationResult], path: Path) -> bytes:
     lines = []
     for result in results:
         labels = {"run": str(result.folder), "step": result.evaluation.step, "kind": result.evaluation.kind}
-        lines += [labels | vars(row) for row in result.rows]
+        for row in result.rows:
+            cells = vars(row) | {"metric": row.name or row.metric, "quantity": row.metric}
+            lines.append(labels | {name: cell for name, cell in cells.items() if name != "name"})
     return table_bytes(lines, path)

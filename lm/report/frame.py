@@ -11,7 +11,15 @@ import pandas as pd
 from lm.errors import RunError
 from lm.files import expand_home
 from lm.report.comparison import arm_label
-from lm.runs.evaluations import Evaluation, Series, evaluation_files, load_evaluation, selection_mask, series_names
+from lm.runs.evaluations import (
+    LOSS,
+    Evaluation,
+    Series,
+    evaluation_files,
+    load_evaluation,
+    selection_mask,
+    series_names,
+)
 from lm.runs.folder import CONFIG, DIVERGED, ENVIRONMENT, SWAPPED
 from lm.runs.record import RunRecord, divergence, read_run
 
@@ -21,6 +29,7 @@ MEASURED_COLUMNS = (
     "tokens",
     "kind",
     "metric",
+    "quantity",
     "task",
     "setting",
     "unit",
@@ -56,10 +65,11 @@ def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
         the tuned key, or optim.lr if no key is tuned. The `rate` of several keys is text, `0.002 / 0.1`, with `any` for
         a key that the arm lacks.
 
-        Columns of the measurement: step, tokens seen by then, kind of evaluation, metric, task (with its options where
-            the evaluation has
-        another task of that name), inference setting, unit of the value, and the better direction. `x` is the point on
-        the axis or the start of a bin, and `until` the end of a bin.
+        Columns of the measurement: step, tokens seen by then, kind of evaluation, metric by its name in metrics.jsonl,
+            quantity (such as
+        `accuracy`, which is also the metric where metrics.jsonl has none), task (with its options where the evaluation
+        has another task of that name), inference setting, unit of the value, and the better direction. `x` is the point
+        on the axis or the start of a bin, and `until` the end of a bin.
 
         Columns of the sequences: `sequences` is their hash, and values of equal hashes can be paired by `sample`.
             `group` is the document.
@@ -108,13 +118,20 @@ def _series_blocks(series: Series) -> Iterator[RowBlock]:
 
     A unit is a sequence, document or trial. A series without samples gives one block, which holds its means.
     """
-    series_values = {name: getattr(series, name) for name in ("metric", "setting", "unit", "better")}
+    series_values = {name: getattr(series, name) for name in ("setting", "unit", "better")}
+    series_values["quantity"], names = series.metric, np.array(series.names, object)
     axis_values = np.array(series.axis.values, float) if series.axis else np.array([math.nan])
     starts, ends = (
         (axis_values[:-1], axis_values[1:]) if series.bins else (axis_values, np.full(len(axis_values), math.nan))
     )
     if not series.samples:
-        yield series_values | {"x": starts, "until": ends, "part": "", "value": series.means.astype(float)}
+        yield series_values | {
+            "x": starts,
+            "until": ends,
+            "metric": names,
+            "part": "",
+            "value": series.means.astype(float),
+        }
     first_column = 0
     for sample in series.samples:
         unit_count, column_count = sample.values.shape
@@ -128,6 +145,7 @@ def _series_blocks(series: Series) -> Iterator[RowBlock]:
         axis_columns = {
             "x": starts[first_column : first_column + column_count],
             "until": ends[first_column : first_column + column_count],
+            "metric": names[first_column : first_column + column_count],
         }
         row_columns = {name: np.tile(values, column_count) for name, values in unit_columns.items()}
         row_columns |= {name: np.repeat(values, unit_count) for name, values in axis_columns.items()}
@@ -159,7 +177,7 @@ def run_columns(record: RunRecord) -> RowBlock:
     last_series = (
         series for evaluation in record.evaluations if evaluation.step == last_step for series in evaluation.series
     )
-    final_loss = next((series for series in last_series if "val/loss" in series.logged), None)
+    final_loss = next((series for series in last_series if LOSS in series.logged), None)
     divergence_text = divergence(record.log_lines, final_loss if has_ended else None)
     state = DIVERGED if divergence_text else "finished" if has_ended else "unfinished"
     return {

@@ -212,6 +212,13 @@ class Series:
         _require(len(self.logged) in (0, 1 if self.bins else n_columns), "needs one logged name a column")
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The metric of each column: its name in metrics.jsonl, or `metric` if it is not logged. All bins have the name
+        of their mean.
+        """
+        return (self.logged or (self.metric,)) * (1 if self.logged and not self.bins else len(self.means))
+
+    @property
     def bins(self) -> bool:
         """Whether each column covers a range (bin) of the axis, not a single point."""
         return self.axis is not None and self.axis.bins
@@ -384,6 +391,10 @@ class Series:
             },
             "logged": tuple(field_values["logged"]),
         }
+        if field_values["kind"] == VALIDATION:  # older versions had another name for it than metrics.jsonl
+            field_values["metric"] = {"val loss": LOSS, "bits per byte": BITS_PER_BYTE}.get(
+                field_values["metric"], field_values["metric"]
+            )
         return cls(**field_values)
 
 
@@ -438,7 +449,8 @@ def json_value(value: object) -> Plain:
 # ---------------------------------------------------------------- the validation loss
 
 
-VALIDATION, LOSS = "validation", "val loss"
+VALIDATION, LOSS, BITS_PER_BYTE = "validation", "val/loss", "val/bits_per_byte"
+REPORTING = "of reporting documents"  # what names of metrics in reports end with, if other documents are left out
 UNIGRAM = "unigram cross-entropy"  # the level to compare the loss with
 UNIGRAM_BOUND = f"{UNIGRAM}, at most"  # the name of the level if it is an upper bound
 
@@ -466,7 +478,7 @@ def validation_series(
     display = Shown("Validation at the training length", "validation sequences", sequences_text)
     common_fields = {"kind": VALIDATION, "better": "lower", "seq_len": seq_len, "shown": display}
     loss_series = Series(
-        metric=LOSS, unit="nats per token", means=np.array([loss], float), logged=("val/loss",),
+        metric=LOSS, unit="nats per token", means=np.array([loss], float), logged=(LOSS,),
         references={} if unigram_cross_entropy is None else {level: unigram_cross_entropy},
         samples=() if sample is None else (sample,), interval="none" if sample is None else "documents",
         data_fingerprint=data_fingerprint, **common_fields,
@@ -474,10 +486,10 @@ def validation_series(
     if bits_per_byte is None:
         return [loss_series]
     bits = Series(
-        metric="bits per byte",
+        metric=BITS_PER_BYTE,
         unit="",
         means=np.array([bits_per_byte], float),
-        logged=("val/bits_per_byte",),
+        logged=(BITS_PER_BYTE,),
         **common_fields,
     )
     return [loss_series, bits]
@@ -548,12 +560,17 @@ class Evaluation:
 
     @property
     def reporting(self) -> "Evaluation":
-        """A copy whose series keep only the held-out documents for reports (`Series.reporting`). A metric whose mean
-        stays over all held-out text gets a name that says so."""
-        has_text = any(member.data_fingerprint for member in self.series)
+        """A copy whose series keep only the held-out documents for reports (`Series.reporting`). A metric's name then
+        says so, as metrics.jsonl has the mean over all held-out text by its name alone."""
         series = [member.reporting for member in self.series]
         named_series = [
-            member if member.samples or not has_text else replace(member, metric=f"{member.metric}, all held-out text")
+            replace(
+                member,
+                metric=f"{member.metric} {REPORTING}",
+                logged=tuple(f"{name} {REPORTING}" for name in member.logged),
+            )
+            if member.samples and member.data_fingerprint
+            else member
             for member in series
         ]
         return replace(self, series=tuple(sorted(named_series, key=lambda member: not member.samples)))
