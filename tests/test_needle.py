@@ -234,9 +234,19 @@ def test_cells_have_their_control_and_ranks_share_them(tiny, monkeypatch: pytest
     decoder = Decoder(config.model, store.vocab_size, config.data.seq_len)
     needle = NeedleMeasurement(config, store)
     units: list[int] = []
+    with monkeypatch.context() as patch:  # a model that finds needles in the first half of the text alone
+
+        def found(decoder: Decoder, questions: list, *_: object) -> torch.Tensor:
+            is_early = [float(0 < trial.spans[0, 1] < len(trial.prompt) // 2) for trial in questions]
+            return torch.tensor(is_early)[:, None].repeat(1, len(SCORED))
+
+        patch.setattr(answers, "score", found)
+        result = needle.measure(decoder, CPU, units.append)
+    accuracies = [series.means.tolist() for series in result if series.metric == "accuracy"]
+    assert accuracies == [[0.5, 0.5], [0, 0]], "the mean over depths"
     result = needle.measure(decoder, CPU, units.append)
     assert decoder.training
-    assert sum(units) == needle.work_units == 18
+    assert sum(units) == 2 * needle.work_units == 36
     exact = [series for series in result if series.metric == "exact"]
     assert [(series.what, series.axis.values) for series in exact] == [
         (name, (192, 256)) for name in ("depth 0%", "depth 100%", "no needle")
@@ -304,6 +314,15 @@ def test_numbers_beside_the_needle_make_a_chance(tiny):
         "the control shows none that is right"
     )
     assert [row.value for row in rows_of(result) if row.metric == "exact: chance"] == [1 / 4, 1 / 4]
+
+
+def test_needles_are_asked_for_under_each_setting(tiny):
+    settings = "eval.needle.inference=[{}, {rope: ntk}]"
+    config = tiny(*NEEDLES, "eval.needle.length_factors=[8]", "eval.needle.depths=[0]", settings)
+    needle = NeedleMeasurement(config, store := prepare(config.data))
+    result = needle.measure(Decoder(config.model, store.vocab_size, config.data.seq_len), CPU, lambda trials: None)
+    assert [name for series in result for name in series.logged] == config.eval.needle.metrics(config.data)
+    assert len({series.setting for series in result}) == 2
 
 
 def test_lm_eval_asks_for_needles(tiny):

@@ -13,7 +13,7 @@ from lm.attention import catalogue, contract, routes
 from lm.attention import catalogue as opt
 from lm.attention.catalogue import make_normalizer
 from lm.attention.contract import HEADS, TRAIN_LENGTH, WIDTH, inputs, randomized
-from lm.attention.layout import AttentionLayout
+from lm.attention.layout import AttentionLayout, by_documents
 from lm.attention.normalizer import LayerSpec
 from lm.attention.options import Options
 from lm.attention.routes import by_query_blocks
@@ -103,6 +103,14 @@ def test_row_length_policies():
     assert layout.n("sample").tolist() == [12, 12, 12]
     assert layout.n("fixed:512").tolist() == [512, 512, 512]
     assert layout.n("visible").dtype == torch.float32
+    packed = AttentionLayout.from_document_lengths([2, 3])
+    assert packed.n("visible").tolist() == [[1, 2, 1, 2, 3]]
+    assert packed.n("sample").tolist() == [[2, 2, 3, 3, 3]]
+
+    def n_of_sample(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        return layout.n("sample")[:, None, :, None].expand(q.shape)
+
+    assert by_documents(n_of_sample, *torch.zeros(3, 1, 1, 5, 1), packed).flatten().tolist() == [2, 2, 3, 3, 3]
 
 
 # ---------------------------------------------------------------- identities of the other families

@@ -20,7 +20,8 @@ from lm.data.batches import IGNORED, Batch, MicroBatches, train_sequences
 from lm.data.prepare import prepare
 from lm.data.tasks import Example, Text, example, integer_hash
 from lm.errors import ConfigError
-from lm.evaluation.answers import Recall, read_answers
+from lm.evaluation import answers
+from lm.evaluation.answers import Answers, Recall, read_answers
 from lm.evaluation.held_out import Validation, validation_sequences
 from lm.model.blocks import DecodingCache
 from lm.model.cross_entropy import Head
@@ -255,6 +256,21 @@ def test_a_roll_out_stands_beside_where_a_sequence_asks_several_questions(tiny):
     assert curves[0].samples[0].weights.tolist() == [4] * 4
 
 
+def test_answers_given_the_correct_ones_and_after_ones_own_stand_under_their_names(tiny, monkeypatch):
+    def right_given_the_correct_ones(decoder: Decoder, examples: list[Example], *_: object) -> Answers:
+        sequence = np.repeat(np.arange(len(examples)), 4)
+        is_first = np.tile([True, False, False, False], len(examples))
+        return Answers(np.zeros(len(sequence)), np.ones_like(is_first), is_first, sequence, np.zeros_like(sequence))
+
+    monkeypatch.setattr(answers, "read_answers", right_given_the_correct_ones)
+    recall = Recall(config := tiny(*SYMBOLS, "eval.recall={length_factors: [1], sequences: 4}"), prepare(config.data))
+    curves = recall.measure(Decoder(config.model, recall.store.vocab_size, 32), CPU, lambda units: None)
+    assert {curve.setting: curve.means.tolist() for curve in curves if curve.metric == "accuracy"} == {
+        "as trained": [1.0],
+        "as trained, roll-out": [0.25],
+    }
+
+
 def test_the_result_is_plain_has_rows_and_scores_and_is_the_same_each_time(tiny):
     small = "{name: mqar, keys: 4, values: 8, pairs: 2, queries: 2, filler: 1}"
     tasks = f"eval.recall.tasks=[{{name: mqar, keys: 8, values: 8, filler: 8, pairs: 4, queries: 2}}, {small}]"
@@ -425,6 +441,12 @@ def test_a_task_without_a_validation_row_is_refused(tiny):
         tiny(rare, *SYMBOLS[1:], "eval.sequences=8")
 
 
+def test_validation_sequences_are_dealt_to_the_nearest_whole_number(tiny):
+    shares = "data.tasks=[{weight: 0.7, task: copy}, {weight: 0.2, task: max}, {weight: 0.1, task: induction}]"
+    config = tiny(shares, SYMBOLS[1], "eval.sequences=10")
+    assert np.bincount(validation_sequences(prepare(config.data), config).sources).tolist() == [7, 2, 1]
+
+
 def test_validation_sequences_follow_the_weights_of_tasks_over_symbols(tiny):
     shares = (
         "data.tasks=[{weight: 0.75, task: {name: copy, span: 4}}, {weight: 0.2, task: {name: copy, span: 5}}, "
@@ -442,7 +464,8 @@ def test_validation_sequences_follow_the_weights_of_tasks_over_symbols(tiny):
     assert (held_out.sequences[37] == sequence.tokens).all()
     assert (held_out.target_mask[37] == sequence.answers).all()
     counts = held_out.target_mask.sum(1)
-    assert np.average(whole.samples[0].values[:, 0], weights=counts) == pytest.approx(whole.overall_mean, abs=1e-5)
+    assert (whole.samples[0].weights == counts).all()
+    assert whole.units(0, 0).mean == pytest.approx(whole.overall_mean, abs=1e-5)
     weights = [counts[:30].sum(), counts[30:38].sum(), counts[38:].sum()]
     assert np.average([result.overall_mean for result in sources], weights=weights) == pytest.approx(
         whole.overall_mean, abs=1e-5

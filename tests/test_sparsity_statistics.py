@@ -13,7 +13,7 @@ from lm.config.eval_config import DiagnosticsConfig
 from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
 from lm.diagnostics import sparsity
-from lm.diagnostics.attention_rows import MeasuredValues, Measures, shuffling_numbers
+from lm.diagnostics.attention_rows import AttentionRows, MeasuredValues, Measures, shuffling_numbers
 from lm.evaluation.diagnostics import families
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder, batch_layout
@@ -129,6 +129,17 @@ def test_shuffling_leaves_the_moments_and_takes_closed_forms_of_what_depends_on_
     for options in (opt.ALiBi(), opt.Linear()):
         assert np.isnan(measured(make_decoder(options), shuffle=True).by_query["S, closed form"]).all()
     assert np.isfinite(measured(make_decoder(opt.Relu2(n="sum")), shuffle=True).by_query["S, closed form"]).any()
+
+
+@torch.no_grad()
+def test_positions_explain_the_variance_of_queries_in_the_second_half():
+    (block, *_) = attention_blocks(make_decoder(opt.Softmax()), batch(0), list(range(LENGTH)))
+    rows = AttentionRows.from_block(block)
+    late, last = (rows.select(rows.queries >= first) for first in (LENGTH // 2, LENGTH - 1))
+    for source, counted in {"key position": late, "distance": late, "both, last query": last}.items():
+        sums = sparsity.VARIANCE_SOURCES[source]
+        torch.testing.assert_close(sums(rows, LENGTH), sums(counted, LENGTH))
+        assert sums(counted, LENGTH).any()
 
 
 @torch.no_grad()

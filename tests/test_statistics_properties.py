@@ -48,6 +48,19 @@ def test_without_noise_of_documents_the_interval_is_students_over_seeds_and_with
         assert float(estimate.half_width()) == pytest.approx(student.ppf(0.975, count - 1) / np.sqrt(count), rel=1e-6)
 
 
+@pytest.mark.parametrize(("of_seeds", "of_documents", "counted"), [(0.01, 0.6, "documents"), (0.5, 0.01, "seeds")])
+def test_the_interval_is_never_shorter_than_over_seeds_or_over_documents(
+    of_seeds: float, of_documents: float, counted: str
+):
+    """Where the interaction is large, the three variances together would give less than each."""
+    seeds, documents = 6, 10
+    spreads = {"seeds": of_seeds**2 / seeds, "documents": of_documents**2 / documents}
+    degrees = {"seeds": seeds - 1, "documents": documents - 1}[counted]
+    half = student.ppf(0.975, degrees) * np.sqrt(spreads[counted])
+    estimate = crossed(seeds, documents, of_seeds, of_documents, 3.0)
+    assert float(estimate.half_width()) == pytest.approx(half, rel=0.02)
+
+
 def test_a_paired_difference_is_the_first_minus_the_second():
     first, second = (
         Units(np.array(values), np.ones(3), np.arange(3), "", "", (0, 1))

@@ -5,6 +5,7 @@ documents there are.
 import csv
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,8 +17,10 @@ from trials import written
 from lm.config.eval_config import EvalConfig
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, DataError
-from lm.evaluation.held_out import OtherTexts, long_sequences
+from lm.evaluation import held_out
+from lm.evaluation.held_out import HeldOut, OtherTexts, long_sequences
 from lm.experiments.experiment_file import read_experiment
+from lm.model.decoder import Decoder
 from lm.runs.evaluations import evaluation_files
 from lm.runs.loading import load
 from lm.training.train import train
@@ -81,9 +84,9 @@ def test_a_finished_run_is_measured_on_texts_that_it_did_not_know_of(
     csv_line = next(
         line
         for line in csv.DictReader((tmp_path / "all.csv").open())
-        if (line["where"], line["metric"]) == ("verse", "loss")
+        if (line["where"], line["metric"]) == ("verse", "text/verse/loss")
     )
-    (json_line,) = (line for line in numbers if (line["where"], line["metric"]) == ("verse", "loss"))
+    (json_line,) = (line for line in numbers if (line["where"], line["metric"]) == ("verse", "text/verse/loss"))
     assert json_line["value"] == pytest.approx(float(csv_line["value"]))
     assert second_result.stdout.count("(cached)") == result.stdout.count("step 8") > 0
 
@@ -104,6 +107,22 @@ def test_documents_are_divided_into_those_that_select_and_report_where_there_are
     }
     assert by_name["code"].data_fingerprint == texts.stores["code"].fingerprint
     assert by_name["verse"].data_fingerprint == ""  # all of one document reports
+
+
+def test_documents_of_a_text_are_isolated_where_those_of_training_are(tiny, verse: Path, code: Path):
+    from lm.model.device import Device
+
+    losses = []
+    for documents in ("pack", "isolate"):
+        config = tiny(OFF, asked(verse, code).replace("16", "100"), f"data.documents={documents}")
+        texts = OtherTexts(config, store := prepare(config.data))
+        decoder = Decoder(config.model, store.vocab_size, config.data.seq_len, seed=1)
+        measured = texts.measure(decoder, Device(torch.device("cpu"), False), lambda n: None)
+        losses.append({curve.what: curve.samples[0].values for curve in measured if curve.samples})
+    has_boundary = (texts.held_out["code"].sequences[:, 1:-1] == store.end_of_text).any(1)
+    assert ((losses[0]["code"] != losses[1]["code"])[:, 0] == has_boundary).all()
+    assert has_boundary.any()
+    assert (losses[0]["verse"] == losses[1]["verse"]).all()
 
 
 @pytest.mark.usefixtures("inline")
@@ -168,6 +187,13 @@ def test_auto_takes_the_longest_sequences_that_two_documents_hold(tiny):
     assert length * 2 >= lengths[1]  # and not twice as much
     with pytest.raises(ConfigError, match="it needs a held-out document"):
         long_sequences(store, tiny("eval.long_context.length_factor=8", "data.seq_len=4096", "optim.batch_tokens=4096"))
+
+
+def test_auto_leaves_out_lengths_that_one_document_alone_has(tiny, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(held_out, "long_starts", lambda *_: None)
+    monkeypatch.setattr(HeldOut, "take", lambda store, starts, length: length)
+    store = SimpleNamespace(val=SimpleNamespace(longest=5_000, lengths=np.array([5_000, 200, 100])))
+    assert long_sequences(store, tiny("eval.long_context.length_factor=auto")) == 4 * 32
 
 
 def test_auto_stays_within_learned_positions(tiny):
