@@ -198,3 +198,26 @@ def test_the_experiment_in_the_documentation_is_valid(tmp_path):
     path = tmp_path / "documented.yaml"
     path.write_text(block.replace("../sotu.yaml", "configs/sotu.yaml"), encoding="utf-8")
     assert [arm.name for arm in read_experiment(path, []).arms][-2:] == ["swapped", "as-it-is"]
+
+
+@pytest.mark.parametrize(
+    ("override", "owner"),
+    [
+        ("optim.lr=1", "`tune`"),
+        ("optim={lr: 1}", "`tune`"),
+        ("seed=5", "`seeds`"),
+        ("name=other", "the experiment"),
+        ("experiment.arm=ssmax", "the experiment"),
+        ("model.normalizer=relu", "all arms"),
+        ("model.normalizer.init=2", "all arms"),
+        ("model.normalizer={name: ssmax, init: 2}", "all arms"),
+        ("model.n_layer=1", "all sizes"),
+    ],
+)
+def test_an_override_without_effect_is_refused(tmp_path: Path, arguments: list[str], override: str, owner: str):
+    """Training nothing, `lm compare FILE optim.lr=1 --report-only` made all verdicts of tuned runs exploratory."""
+    file = written(tmp_path, sizes={"small": {"model.n_layer": 2}, "large": {"model": {"n_layer": 3, "n_mlp": 64}}})
+    with pytest.raises(ConfigError, match=rf"is set by {owner}, so this has no effect; change it in trial.yaml"):
+        read_experiment(file, [override])
+    kept = [*arguments[1:], "model.n_mlp=32", "optim.grad_clip=2"]
+    assert read_experiment(file, kept).overrides == tuple(kept)

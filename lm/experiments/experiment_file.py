@@ -148,6 +148,7 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
         for name in _TOP_KEYS
         if name in override_values
     ]
+    problems += _ineffective_overrides(file, settings, full_arms, sizes, override_values)
     if problems:
         raise ConfigError(problems)
     base = merge(base, override_values)
@@ -161,6 +162,31 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
         nest_keys(evaluation_keys),
         more_seeds=tuple(settings.more_seeds),
     )  # fmt: skip
+
+
+def _ineffective_overrides(
+    file: Path,
+    settings: _FileKeys,
+    arms: dict[str, Arm],
+    sizes: dict[str, dict[str, Plain]],
+    override_values: dict[str, Plain],
+) -> Iterator[Problem]:
+    """Yield a problem for each override of a key that seeds, tuning, all arms or all sizes set, as their values win."""
+    tuned_keys = settings.tune.keys if settings.tune.grid or settings.tune.table else ()
+    groups = {
+        "`seeds`": [{"seed"}],
+        "the experiment": [{"name", "experiment"}],
+        "`tune`": [{*tuned_keys}],
+        "all arms": [{*flatten(arm.changes)} for arm in arms.values()],
+        "all sizes": [{*flatten(changes)} for changes in sizes.values()],
+    }
+    for path, value in flatten(override_values).items():
+        parts = path.removesuffix(".name").split(".")
+        names = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
+        names |= {f"{name}.name" for name in names}
+        for owner, blocks in groups.items() if path not in _TOP_KEYS else ():
+            if blocks and all(names & keys for keys in blocks):
+                yield Problem(path, value, f"is set by {owner}, so this has no effect", f"change it in {file.name}")
 
 
 def read_arms(arm_blocks: Plain, problems: list[Problem]) -> tuple[Arm, ...]:
