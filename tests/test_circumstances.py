@@ -12,6 +12,7 @@ from fabricated import FINGERPRINT, finish_all, keep
 from trials import TWO_ARMS, written
 
 from lm.config.load import to_yaml
+from lm.errors import RunError
 from lm.experiments.experiment import Experiment, TuningRun
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import PLAN, departures, open_experiment, plan_of
@@ -197,6 +198,15 @@ def test_before_anything_is_measured_the_plan_may_change(arguments, tmp_path):
     folder = start(written(tmp_path, tune=None), arguments[1:]).experiment.folder
     start(written(tmp_path, tune=None, primary={"matters": 0.2}), arguments[1:])
     assert read_json(folder / RESOLVED_FILE)[PLAN]["primary"]["matters"] == 0.2
+
+
+def test_a_margin_that_is_changed_in_the_recorded_plan_too_is_refused(arguments, tmp_path):
+    from lm.experiments.experiment_folder import start
+
+    file = start(written(tmp_path, tune=None), arguments[1:]).experiment.folder / RESOLVED_FILE
+    file.write_text(file.read_text().replace('"matters": 0.05', '"matters": 0.2'))
+    with pytest.raises(RunError, match=r"resolved\.json: was altered \(its sha256 differs\); bring it back"):
+        open_experiment(written(tmp_path, tune=None, primary={"matters": 0.2}), arguments[1:])
 
 
 def test_so_may_the_seeds(arguments, tmp_path):

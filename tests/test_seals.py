@@ -3,7 +3,6 @@ edit is one line.
 """
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +14,8 @@ import yaml
 from conftest import ROOT
 from fabricated import finish_all, keep, save, validate
 from reported import two_runs
-from test_house import MODULES
 
-from lm.config.load import load_config
+from lm.config.load import load_config, to_yaml
 from lm.errors import RunError
 from lm.evaluation.evaluation_kind import Measurement
 from lm.experiments.experiment_file import read_experiment
@@ -41,12 +39,17 @@ def finished(folder: Path, **changes: object) -> Procedure:
         yaml.safe_dump({"base": str(ROOT / "tests" / "tiny.yaml"), "arms": ARMS, **changes}, sort_keys=False)
     )
     procedure = Procedure(read_experiment(path, ["data.source.paths=[.]", f"runs={folder / 'runs'}"]))
-    finish_all(procedure, lambda run: 5 - 0.1 * (run.arm == "ssmax") + 0.001 * run.seed)
+
+    def loss(run: Run) -> float:
+        return 5 - 0.1 * (run.arm == "ssmax") + 0.001 * run.seed
+
+    finish_all(procedure, loss)
     for run in procedure.known_runs():
-        lines = [{"step": step, "tokens": step, "val/loss": loss} for step, loss in ((4, 6.0), (8, 5.0))]
+        lines = [{"step": step, "tokens": step, "val/loss": loss} for step, loss in ((4, 6.0), (8, loss(run)))]
         (run.config.run_folder / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
         validate(run, 4, 6.0)
-        save(run.config.run_folder, run.outcome.last_step)
+        (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
+        save(run.config.run_folder, run.outcome.last_step, to_yaml(run.config))
     return Procedure(procedure.experiment)
 
 
@@ -79,6 +82,23 @@ def lowered(procedure: Procedure, step: int | None = None) -> None:
     path.write_bytes(json_bytes(content))
 
 
+def resealed(procedure: Procedure, step: int | None = None) -> None:
+    """Every sample lower by 1, with a digest of that."""
+    lowered(procedure, step)
+    path = file_of(ours(procedure), step)
+    content = {name: value for name, value in json.loads(path.read_text()).items() if name != "sha256"}
+    path.write_bytes(json_bytes(sealed(content)))
+
+
+def resealed_with_means(procedure: Procedure) -> None:
+    """Every sample and the mean lower by 1, with a digest of that."""
+    path = file_of(ours(procedure))
+    content = json.loads(path.read_text())
+    content["series"][0]["means"][0] -= 1
+    path.write_bytes(json_bytes(content))
+    resealed(procedure)
+
+
 def unsealed(procedure: Procedure) -> None:
     """The digest taken out of a file that had one."""
     path = file_of(ours(procedure))
@@ -89,7 +109,7 @@ def unsealed(procedure: Procedure) -> None:
 
 def relogged(procedure: Procedure) -> None:
     path = ours(procedure).config.run_folder / METRICS
-    path.write_text(path.read_text().replace("5.0", "4.0"))
+    path.write_text(path.read_text().replace("6.0", "7.0"))
 
 
 def diverged(procedure: Procedure) -> None:
@@ -111,11 +131,13 @@ EDITS = {
     copied: r"validation\.step-\d+\.json: is not of the weights .*measure it again: lm eval .* --checkpoint \d+$",
     moved: r"validation\.step-\d+\.json: holds the validation of step 4; .*measure it again: lm eval ",
     lowered: r"validation\.step-\d+\.json: was altered \(its sha256 differs\); .*measure it again: lm eval ",
+    resealed: r"step-\d+\.json: val/loss is \d\.\d+, metrics\.jsonl says \d\.\d+: delete the file, and lm eval",
+    resealed_with_means: r"step-\d+\.json: val/loss is \d\.\d+, metrics\.jsonl says \d\.\d+: delete the file",
     unsealed: r"validation\.step-\d+\.json: holds no sha256 .*measure it again: lm eval ",
     relogged: r"metrics\.jsonl: was altered since checkpoints/step-\d+\.ckpt was saved; bring it back",
     diverged: r"metrics\.jsonl: says that the run diverged, but .*ckpt is there: bring it back",
     emptied: r"step-\d+\.ckpt: not a readable checkpoint: .*; bring the checkpoint back, or delete the run folder",
-    exchanged: r"validation\.step-\d+\.json: is not of the weights ",
+    exchanged: r"step-\d+\.ckpt: is of another run than ssmax-",
 }
 
 
@@ -154,6 +176,43 @@ def test_so_are_the_evaluations_on_the_way_to_a_value(tmp_path, edit: Callable[[
         match=r"validation\.step-000004\.json: .*; bring it back: the checkpoint of its step is no longer there",
     ):
         summary_entries(Procedure(procedure.experiment))
+
+
+def test_a_resealed_evaluation_on_the_way_is_compared_with_the_log(tmp_path):
+    procedure = finished(tmp_path, primary={"reach": 5.5})
+    resealed(procedure, 4)
+    with pytest.raises(RunError, match=r"step-000004\.json: val/loss is 5\.0000, metrics\.jsonl says 6\.0000: delete"):
+        summary_entries(Procedure(procedure.experiment))
+
+
+PLACES = {  # of a run, and of another in its place: stage, arm, rate, seed
+    "another seed": (("final", "ssmax", 2e-3, 2), ("final", "ssmax", 2e-3, 1)),
+    "the baseline": (("final", "ssmax", 2e-3, 2), ("final", "softmax", 2e-3, 2)),
+    "a tuning run": (("final", "ssmax", 2e-3, 2), ("tune", "ssmax", 2e-3, 101)),
+    "a final run": (("tune", "ssmax", 2e-3, 101), ("final", "ssmax", 2e-3, 2)),
+    "another rate": (("tune", "ssmax", 1e-3, 101), ("tune", "ssmax", 2e-3, 101)),
+}
+
+
+@pytest.mark.parametrize("way", ["copy", "link", "copy of all but config.yaml", "config.yaml alone"])
+@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
+def test_a_folder_holds_the_run_that_its_name_says(tmp_path, places: tuple, way: str):
+    """Another run in its place gave another interval, without a word."""
+    procedure = finished(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3]})
+    assert summary_entries(procedure)
+    folders = {(run.stage, run.arm, run.rate, run.seed): run.config.run_folder for run in procedure.known_runs()}
+    folder, other = (folders[place] for place in places)
+    kept = (folder / CONFIG).read_text()
+    if way != "config.yaml alone":
+        shutil.rmtree(folder)
+        folder.symlink_to(other) if way == "link" else shutil.copytree(other, folder)
+    if way != "link":
+        (folder / CONFIG).write_text(kept if "all but" in way else (other / CONFIG).read_text())
+    with pytest.raises(
+        RunError, match=rf"is of another run than {folder.name}: name {other.name} \(planned: "
+    ) as error:
+        summary_entries(Procedure(procedure.experiment))
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("what", ["evaluation", "log", "checkpoint", "configuration"])
@@ -195,21 +254,6 @@ def test_files_of_an_earlier_version_are_read_and_said(tmp_path):
     assert read_run(folder).missing == ("its evaluations carry no digest (made by an earlier version)",)
     shutil.rmtree(folder / "checkpoints")
     assert read_run(folder).missing == ("no checkpoints/last.ckpt, by which its evaluations could be checked",)
-
-
-# What names the files of evaluations: those that write them write a digest, the others read them or ask whether they
-# are there.
-WRITERS = {"lm.evaluation.evaluation_kind"}
-READERS = {"lm.runs.evaluations", "lm.runs.same_run", "lm.training.callbacks", "lm.training.fit"}
-
-
-def test_all_that_writes_an_evaluation_seals_it():
-    names = {name for name, path in MODULES.items() if re.search(r"\bevaluation_path\b", path.read_text())}
-    assert names == WRITERS | READERS
-    for name in WRITERS:
-        assert "sealed(" in MODULES[name].read_text(), name
-    for name in READERS - {"lm.training.fit"}:  # which writes what a start used
-        assert not {"write_json(", "write_text(", "write_together("} & {*MODULES[name].read_text().split()}, name
 
 
 def test_an_evaluation_comes_back_as_it_was_kept(tmp_path):

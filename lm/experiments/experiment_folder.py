@@ -31,7 +31,7 @@ from lm.experiments.experiment_file import read_experiment
 from lm.experiments.plan import Times, cost
 from lm.experiments.procedure import Procedure, next_look
 from lm.experiments.run_outcome import SELECTION
-from lm.files import json_bytes, plain_sha256, read_json, write_json, write_new
+from lm.files import json_bytes, plain_sha256, read_json, sealed, unsealed, write_new, write_sealed
 from lm.machine import threads_per_process
 from lm.plugins import PLUGINS, matches_version
 from lm.runs.evaluations import selection_mask
@@ -66,7 +66,7 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
     if (experiment.folder / CONFIG).exists():
         raise RunError(f"{experiment.folder}: a run folder; give the experiment's file another name, or set runs=...")
     settings_file = experiment.folder / RESOLVED_FILE
-    settings = read_json(settings_file) if settings_file.exists() else _machine_settings(experiment, jobs)
+    settings = _read_settings(settings_file) if settings_file.exists() else _machine_settings(experiment, jobs)
     if problem := _settings_problem(settings):
         raise RunError(f"{settings_file}: {problem}; bring it back, or delete it, and the next start writes it anew")
     trainer = experiment.base.get("trainer", {})  # sizes and arms may set these keys, too
@@ -128,14 +128,14 @@ def start(
         _CODE: code,
     }
     if (
-        not write_new(settings_file, json_bytes(settings)) and not has_measured_runs
+        not write_new(settings_file, json_bytes(sealed(settings))) and not has_measured_runs
     ):  # the plan may change before a final run is measured
-        old_settings = read_json(settings_file)
+        old_settings = _read_settings(settings_file)
         new_settings = old_settings | ({PLAN: plan} if has_plan_changed(old_settings.get(PLAN), plan) else {})
         new_settings |= {name: settings[name] for name in ("seeds", _CODE) if name in old_settings}
         if new_settings != old_settings:
-            write_json(settings_file, new_settings)
-    settings, remedy = read_json(settings_file), "give the experiment's file another name, or set runs=..."
+            write_sealed(settings_file, new_settings)
+    settings, remedy = _read_settings(settings_file), "give the experiment's file another name, or set runs=..."
     if settings.get("data_fingerprint") != store.fingerprint:
         raise RunError(f"{settings_file}: the text is not what the first runs were trained on; {remedy}")
     for name, version in (settings.get(_CODE) or {}).items():
@@ -218,7 +218,7 @@ def other_runs_note(procedure: Procedure) -> str:
             continue
         rate = make_rate(values.get(key, value) for key, value in tuned_values.items()) if tuned_values else None
         requested_values = omitted_keys() | deciding_keys(
-            to_plain(procedure.run(run_size, arm, "final", rate, plain["seed"], {}).config)
+            to_plain(procedure.config(run_size, arm, "final", rate, plain["seed"], None))
         )
         pairs = {
             key: (values.get(key), requested_values.get(key)) for key in sorted(values.keys() | requested_values.keys())
@@ -255,7 +255,7 @@ def _overrides_of(experiment: Experiment, differing_values: dict[str, tuple[Plai
     if not differing_values:
         settings_file = experiment.folder / RESOLVED_FILE
         first_overrides = (
-            convert(list[str], read_json(settings_file).get(_OVERRIDES)) if settings_file.exists() else MISSING
+            convert(list[str], _read_settings(settings_file).get(_OVERRIDES)) if settings_file.exists() else MISSING
         )
         return (
             None
@@ -264,6 +264,15 @@ def _overrides_of(experiment: Experiment, differing_values: dict[str, tuple[Plai
         )
     other_overrides = (text for text in experiment.overrides if text.partition("=")[0] not in differing_values)
     return (*other_overrides, *(override(key, value) for key, (value, _) in differing_values.items()))
+
+
+def _read_settings(file: Path) -> dict[str, Plain]:
+    """Read RESOLVED_FILE; a file of an older version has no digest of itself. Raises RunError: it was altered."""
+    content = read_json(file)
+    try:
+        return unsealed(content, file) if "sha256" in content else content
+    except RunError as error:
+        raise RunError(f"{error}; bring it back: it holds what was planned before the first run") from None
 
 
 def _settings_problem(settings: dict[str, Plain]) -> str:

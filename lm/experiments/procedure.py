@@ -109,7 +109,7 @@ class Procedure:
     def run(self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, rates: dict[str, Rate | None]) -> Run:
         """Return the run of an arm at a rate. `rates`: the rates of the arms that it starts from, by arm."""
         source = self.run(size, self._arms[arm.source], stage, rates[arm.source], seed, rates) if arm.source else None
-        config = self._config(size, arm, stage, rate, seed, source and source.config)
+        config = self.config(size, arm, stage, rate, seed, source and source.config)
         outcome = self._ended_outcomes.get(config.run_folder)
         if outcome is None:
             last_step = config.trainer.max_steps if arm.trained else source.outcome.last_step
@@ -118,7 +118,8 @@ class Procedure:
                 kind for kind, options in kinds.items() if not arm.trained or options.is_due(last_step, last_step)
             )
             required_options = self._required_options.get((size, arm.name), {})
-            outcome = Outcome(config.run_folder, last_step, self.experiment.primary.metric, due_kinds, required_options)
+            metric = self.experiment.primary.metric
+            outcome = Outcome(config.run_folder, last_step, metric, due_kinds, required_options, config)
             if outcome.ended:  # its folder is not read again
                 self._ended_outcomes[config.run_folder] = outcome
         if source and source.outcome.state == "diverged":  # the run has no weights to start from
@@ -126,7 +127,7 @@ class Procedure:
         overrides = tuple(self.experiment.evaluate_overrides)
         return Run(size, arm.name, stage, rate, seed, config, outcome, source, arm.swap, arm.trained, overrides)
 
-    def _config(
+    def config(
         self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, source_config: Config | None
     ) -> Config:
         """The configuration of a run, cached. `source_config`: the configuration of the run it starts from; None:

@@ -4,19 +4,30 @@ their arms.
 
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from lm.errors import RunError
+from lm.config.tree import Config
+from lm.config.yaml_text import parse_yaml
+from lm.errors import ConfigError, RunError, one_line
 from lm.files import read_json
 from lm.plugins import PLUGINS
-from lm.runs.evaluations import Evaluation, Series, Units, evaluation_files, load_evaluation, measuring_code
-from lm.runs.folder import CHECKPOINTS, DIVERGED, ENVIRONMENT, METRICS, Log, read_metrics, step_path
+from lm.runs.evaluations import (
+    Evaluation,
+    Series,
+    Units,
+    evaluation_files,
+    load_evaluation,
+    measuring_code,
+)
+from lm.runs.folder import CHECKPOINTS, CONFIG, DIVERGED, ENVIRONMENT, METRICS, Log, read_metrics, step_path
+from lm.runs.metadata import read_without_tensors
 from lm.runs.record import RunRecord, divergence, loss_above_unigram, read_run, start_setting, tokens_before
 from lm.runs.same_run import check_evaluations
-from lm.schema import Plain
+from lm.schema import Plain, to_plain
 from lm.statistics.learned import tokens_to_reach
 
 SELECTION = "val/loss"  # validation loss: chooses learning rates, unless `tune.metric` is primary
@@ -46,6 +57,7 @@ class Outcome:
     # the options of `eval` with which evaluations of `last_step` must be made, by kind; {}: the scheduled evaluations
     # are enough
     required_options: dict[str, dict[str, Plain]] = field(default_factory=dict)
+    planned: Config | None = None  # the configuration of the run that the folder must hold; None: any
     _reached_tokens: dict[bool, float] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )  # results of `tokens_to_reach`
@@ -76,6 +88,8 @@ class Outcome:
         the last step exist. A run that has diverged is `diverged`; any other run is `unfinished`."""
         if not self.folder.is_dir():
             return "unfinished"
+        if self.planned:
+            check_planned(self.planned, self.checkpoint)
         if self.divergence:
             return "diverged"
         is_finished = self.is_trained and self.is_complete and self.is_measured and self.values(self.metric) is not None
@@ -185,10 +199,32 @@ class Outcome:
         """
         files = [path for (_, step), path in evaluation_files(self.folder).items() if step == self.last_step]
         evaluations = {path: evaluation for path in files if (evaluation := load_evaluation(path))}
-        is_unchecked = not evaluations or not self.checkpoint.exists()
-        return evaluations, is_unchecked or check_evaluations(
-            self.folder, [*evaluations.values()], self.checkpoint, self.log
-        )
+        is_checked = not evaluations or not self.checkpoint.exists()
+        is_checked = is_checked or check_evaluations(self.folder, [*evaluations.values()], self.checkpoint, self.log)
+        self._check_logged(evaluations)
+        return evaluations, is_checked
+
+    def _check_logged(self, evaluations: dict[Path, Evaluation]) -> None:
+        """Check that evaluations with the options of the run have the means that training has logged, up to the
+        rounding of other hardware. Raises RunError."""
+        logged = {(line.get("step"), name): value for line in self.log.lines for name, value in line.items()}
+        for path, evaluation in evaluations.items():
+            is_of_run = not self.planned or evaluation.asked in (
+                {},
+                self.planned.eval.measured_options(evaluation.kind),
+            )
+            for series in evaluation.series if is_of_run else ():
+                means_by_name = {name: [mean] for name, mean in series.logged_means.items()}
+                for name, mean in zip(series.logged, series.sample_means, strict=False):
+                    means_by_name[name].append(mean)
+                for name, means in means_by_name.items():
+                    value = logged.get((evaluation.step, name))
+                    tolerance = 0.02 if series.unit == "fraction" else 1e-3 * max(1.0, abs(value or 0.0))
+                    if isinstance(value, int | float) and any(abs(mean - value) > tolerance for mean in means):
+                        raise RunError(
+                            f"{path}: {name} is {max(means, key=lambda mean: abs(mean - value)):.4f}, {METRICS} says "
+                            f"{value:.4f}: delete the file, and lm eval {self.folder} measures again"
+                        )
 
     def values(self, metric: str) -> Units | None:
         """The values whose mean a metric logs at the last step, by unit (such as a sequence); None if it was not
@@ -226,8 +262,9 @@ class Outcome:
             for (kind, step), path in sorted(evaluation_files(self.folder).items())
             if kind in kinds and step <= self.last_step
         ]
-        evaluations = [evaluation for path in files if (evaluation := load_evaluation(path))]
-        check_evaluations(self.folder, evaluations, self.checkpoint, self.log)
+        evaluations = {path: evaluation for path in files if (evaluation := load_evaluation(path))}
+        check_evaluations(self.folder, [*evaluations.values()], self.checkpoint, self.log)
+        self._check_logged(evaluations)
         file = self.folder / ENVIRONMENT
         branch_tokens = ((read_json(file).get("branched_from") if file.is_file() else None) or {}).get("tokens", 0)
         points = [
@@ -235,7 +272,7 @@ class Outcome:
                 evaluation.tokens_seen - branch_tokens,
                 next((series for series in evaluation.series if self.metric in series.logged), None),
             )
-            for evaluation in evaluations
+            for evaluation in evaluations.values()
         ]
         return [
             (tokens, values)
@@ -247,6 +284,38 @@ class Outcome:
         """The mean of a metric over the documents for reports or, with `selection`, those by which rates are chosen;
         infinite unless the run finished."""
         return self.values(metric).part(selection).mean if self.state == "finished" else math.inf
+
+
+# ---------------------------------------------------------------- the planned run
+
+
+def check_planned(planned: Config, checkpoint: Path) -> None:
+    """Check that a folder holds the run that is planned for it: by config.yaml and by the last checkpoint, it has the
+    same name, seed, arm, size, stage and rate. Raises RunError: the folder was copied, renamed or linked."""
+    config_file = planned.run_folder / CONFIG
+    texts = {config_file: config_file.read_text(encoding="utf-8", errors="replace") if config_file.is_file() else ""}
+    with suppress(RunError):  # a damaged checkpoint is refused where its evaluations are checked
+        texts[checkpoint] = read_without_tensors(checkpoint)["lm"]["config"] if checkpoint.exists() else ""
+    expected = _identity(to_plain(planned))
+    for path, text in texts.items():
+        try:
+            found = _identity(parse_yaml(text, str(path))) if text else {}
+        except ConfigError as error:
+            raise RunError(f"{path}: not readable: {one_line(error)}; bring it back") from None
+        if differing := {name: value for name, value in found.items() if value not in (None, expected[name])}:
+            words = ", ".join(f"{name} {value} (planned: {expected[name]})" for name, value in differing.items())
+            raise RunError(
+                f"{path}: is of another run than {planned.run_folder.name}: {words}; bring back the folder of that "
+                "run, or delete this one and it is trained again"
+            )
+
+
+def _identity(plain: Plain) -> dict[str, Plain]:
+    """What tells a run of an experiment from its other runs, in a plain configuration."""
+    plain = plain if isinstance(plain, dict) else {}
+    block = plain.get("experiment") if isinstance(plain.get("experiment"), dict) else {}
+    own, of_experiment = ("name", "seed"), ("arm", "size", "stage", "rate")
+    return {name: plain.get(name) for name in own} | {name: block.get(name) for name in of_experiment}
 
 
 # ---------------------------------------------------------------- differences between runs

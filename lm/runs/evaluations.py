@@ -347,6 +347,13 @@ class Series:
         means = self.means.tolist() if self.overall_mean is None else [self.overall_mean]
         return dict(zip(self.logged, means, strict=False))
 
+    @property
+    def sample_means(self) -> list[float]:
+        """The means of the values in `samples`, one for each name in `logged`; [] without samples."""
+        columns = [self.column(index) for index in range(len(self.means))] if self.samples else []
+        means = [float(np.average(values, weights=sample.weights)) for sample, values in columns]
+        return [float(np.average(means, weights=np.diff(self.axis.values)))] if means and self.bins else means
+
     def plain(self) -> dict[str, Plain]:
         """The series as JSON data, with null for numbers that are not finite. `curve` and the values in `samples` are
         rounded to 1e-6.
