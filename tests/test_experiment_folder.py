@@ -179,7 +179,7 @@ def test_a_plan_takes_as_much_work_for_each_arm_however_many_there_are(tmp_path,
         monkeypatch.setattr(owner, name, lambda *arguments: (calls.update([name]), function(*arguments))[1])
 
     counted(experiment_module, "parse")
-    for owner, names in ((Experiment, ("config",)), (Procedure, ("run", "_config"))):
+    for owner, names in ((Experiment, ("config",)), (Procedure, ("run", "config"))):
         for name in names:
             counted(owner, name)
     rates = len(tune["grid"]) if tune else 1
