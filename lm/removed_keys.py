@@ -9,6 +9,8 @@ import re
 REMOVED_KEYS: dict[str, tuple[object, str]] = {
     "model.transfer": (None, "tune optim.lr for each size; what it gained is in docs/recipes.md"),
     "eval.downstream": (None, "write eval.tasks=[NAME, ...]; tasks of your own are the paths of their YAML files"),
+    "more_seeds": ([], "write all seeds in `seeds`, before the first run"),
+    "primary.learned": (None, "compare means: by `matters`, or tokens to a level: `reach`"),
     "eval.others": ([], "measure it after training, on the model that lm.load gives"),
 }
 # {(name of a key, value): advice}

@@ -14,7 +14,7 @@ from pages import canvas, saved
 
 from lm.report.pictures import COLOURS
 from lm.statistics.intervals import over_seeds
-from lm.statistics.learned import tokens_to_reach
+from lm.statistics.tokens import tokens_to_reach
 from lm.statistics.verdicts import Verdict, verdicts
 
 AGAIN = "the baseline again"  # the side of costs that shows their noise

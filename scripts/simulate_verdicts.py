@@ -2,7 +2,6 @@
 are false.
 
 python scripts/simulate_verdicts.py [--trials 4000] [--jobs 2]
-python scripts/simulate_verdicts.py --learned           of metrics that a run has learned or not: the chance of each
                                                         verdict
 python scripts/simulate_verdicts.py --intervals         intervals over documents, beside those of the percentile
                                                         bootstrap
@@ -14,7 +13,7 @@ seeds share the order of data), of arm x rate x seed, of the document, of arm x 
 What is drawn can have heavy tails (Student t with 4 degrees of freedom) and differ in variance between arms; from 4e-3
 on runs can be unlucky, each with a chance of its own: an exponential amount is added to their loss. Other experiments
 are not tuned, take their rates from a table, have several sizes, judge another metric than the one that chooses rates,
-or an accuracy in steps of 1/128 with a ceiling, lose runs, or take a second look.
+or an accuracy in steps of 1/128 with a ceiling, or lose runs.
 """
 
 import argparse
@@ -25,10 +24,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
-from scipy.stats import binom
 
 from lm.statistics.intervals import Interval, effective_trials, over_documents, over_seeds_and_documents, wilson
-from lm.statistics.learned import LearnedCounts, learned_verdicts
 from lm.statistics.tuning import TuningOutcome, best_rate, crossed_rates, rate_choice, tuning_outcome
 from lm.statistics.verdicts import Comparison, Verdict, VerdictKind, seeds_needed, verdicts
 
@@ -75,7 +72,6 @@ class World:
     other_metric: bool = False  # rates are chosen by another metric, whose best rates are an octave higher
     ceiling: bool = False  # the metric is an accuracy near 1: at most 1, of 128 questions
     lost: float = 0.0  # the chance that a final run diverges
-    more_seeds: int = 0  # of a second look
 
 
 def simulated(world: World, trial: int) -> tuple[list[Verdict], list[float], list[tuple[float, ...]], int]:
@@ -84,21 +80,16 @@ def simulated(world: World, trial: int) -> tuple[list[Verdict], list[float], lis
     Returns:
         Each comparison's verdict; what is true of it, NaN where it was not tuned; of each tuned one, whether its
         intervals alone hold the truth, over seeds, and over seeds and documents (NaN without), whether tuning chose
-        different rates, and whether the interval that the verdict follows from holds the truth; seeds that were
-        trained.
+        different rates, and whether the interval that the verdict follows from holds the truth.
     """
     random = np.random.default_rng((*world.name.encode(), world.seeds, trial))
     sizes = [_Size(world, random) for _ in range(world.sizes)]
-    looks = 2 if world.more_seeds else 1
-    for seeds in dict.fromkeys((world.seeds, world.seeds + world.more_seeds)):
-        comparisons = {
-            (number, arm): comparison
-            for number, size in enumerate(sizes)
-            for arm, comparison in size.compared(seeds).items()
-        }
-        found_verdicts = verdicts(comparisons, MATTERS, looks=looks)
-        if all(verdict.kind != "undecided" for verdict in found_verdicts.values()):
-            break
+    comparisons = {
+        (number, arm): comparison
+        for number, size in enumerate(sizes)
+        for arm, comparison in size.compared(world.seeds).items()
+    }
+    found_verdicts = verdicts(comparisons, MATTERS)
     truths = [size.truth(arm) for size in sizes for arm in size.arms[1:]]
     coverage = []
     differ = [differs for size in sizes for differs in size.differ]
@@ -110,11 +101,11 @@ def simulated(world: World, trial: int) -> tuple[list[Verdict], list[float], lis
             wide = over_both and comparison.enclosing(over_both)
             alone = _holds(verdict.single_interval, text), _holds(wide, population) if wide else math.nan
             coverage.append((*alone, differs, _holds(verdict.interval, text)))
-    return list(found_verdicts.values()), [text for text, _ in truths], coverage, seeds
+    return list(found_verdicts.values()), [text for text, _ in truths], coverage
 
 
 class _Size:
-    """The runs of one size: tuned, and trained with all seeds that there may be."""
+    """The runs of one size, tuned and trained."""
 
     def __init__(self, world: World, random: np.random.Generator):
         self.world, self.random = world, random
@@ -122,7 +113,7 @@ class _Size:
         self.effects, self.optima = (0.0, *world.effects), world.optima or (0.0,) * len(self.arms)
         self.noise_source = [1.0, *(2.0 if world.unequal else 1.0 for _ in world.effects)]
         self._tune()
-        self._train(world.seeds + world.more_seeds)
+        self._train(world.seeds)
 
     def draw(self, scale: float, *shape: int) -> np.ndarray:
         """Noise of a standard deviation."""
@@ -275,18 +266,17 @@ def false(kind: VerdictKind, truth: float) -> bool:
 
 def many(world: World, trials: range) -> tuple[Counter, np.ndarray]:
     """Of many trials: how many had each verdict on any comparison, and `false` any false word; `together`, in how many
-    all intervals that verdicts follow from hold, and the `seeds` that were trained; and what `simulated` says of
+    all intervals that verdicts follow from hold; and what `simulated` says of
     intervals, (intervals, 4).
     """
     counts, coverage = Counter(), []
     for trial in trials:
-        found_verdicts, truths, intervals, seeds = simulated(world, trial)
+        found_verdicts, truths, intervals = simulated(world, trial)
         counts.update({verdict.kind for verdict in found_verdicts})
         counts["false"] += any(
             false(verdict.kind, truth) for verdict, truth in zip(found_verdicts, truths, strict=True)
         )
         counts["together"] += all(holds for *_, holds in intervals)
-        counts["seeds"] += seeds
         coverage += intervals
     return counts, np.array(coverage, dtype=float).reshape(-1, 4)
 
@@ -307,12 +297,7 @@ def report(worlds: list[World], trials: int, jobs: int) -> None:
             )
             cells = ["" if np.isnan(column).all() else f"{100 * np.nanmean(column):.1f}" for column in covering.T[:3]]
             cells += [f"{100 * counts[kind] / trials:.1f}" for kind in ("together", "false", *KINDS)]
-            seeds = (
-                f"{world.seeds} + {world.more_seeds}: {counts['seeds'] / trials:.1f}"
-                if world.more_seeds
-                else world.seeds
-            )
-            print(f"| {world.name} | {seeds} | " + " | ".join(cells) + " |", flush=True)
+            print(f"| {world.name} | {world.seeds} | " + " | ".join(cells) + " |", flush=True)
 
 
 def all_worlds() -> list[World]:
@@ -366,7 +351,7 @@ def all_worlds() -> list[World]:
         ]
     for effect in (0.0, -MATTERS):
         words = "equal" if not effect else f"better by {MATTERS:g}"
-        staged = World(
+        untuned = World(
             f"1 arm {words}, not tuned, noise as under AdamW",
             5,
             (effect,),
@@ -374,17 +359,15 @@ def all_worlds() -> list[World]:
             tuning="none",
             arm_seed=0.02,
         )
-        worlds += [staged, replace(staged, more_seeds=10), replace(staged, seeds=15)]
-    staged = World(
-        "4 equal arms, not tuned", 5, (0.0,) * 4, equal_on_text=True, tuning="none", arm_seed=0.02, more_seeds=10
-    )
+        worlds += [untuned, replace(untuned, seeds=15)]
+    several = World("4 equal arms, not tuned", 5, (0.0,) * 4, equal_on_text=True, tuning="none", arm_seed=0.02)
     spread = math.sqrt(2 * (0.008**2 + 0.02**2 / 24))
     planned_world = World(
         f"1 arm better by {MATTERS:g}, planned", seeds_needed(spread, MATTERS), (-MATTERS,), equal_on_text=True
     )
     return [
         *worlds,
-        staged,
+        several,
         planned_world,
         replace(planned_world, name=f"{planned_world.name}, best rate on the grid", optima=(0.4, 0.4)),
     ]
@@ -437,36 +420,13 @@ def report_intervals(trials: int) -> None:
         )
 
 
-def report_learned() -> None:
-    """Print the chances of `better` and `worse` of one arm, in % and exact: the numbers of both arms' runs that learn
-    are binomial.
-    """
-    chances = [(0.5, 0.5), (0.9, 0.9), (0.5, 0.9), (0.2, 0.9), (0.0, 0.9), (0.0, 1.0)]
-    print("| seeds | " + " | ".join(f"{base:g} and {arm:g}" for base, arm in chances) + " |")
-    print("|---:|" + "---:|" * len(chances))
-    for seeds in (4, 5, 6, 8, 10, 15, 20):
-        cells = []
-        for base, arm in chances:
-            kinds: Counter = Counter()
-            for base_count, arm_count in product(range(seeds + 1), repeat=2):
-                verdict = learned_verdicts(
-                    {"arm": LearnedCounts([(arm_count, base_count)], seeds, n_planned_seeds=seeds)}
-                )["arm"]
-                kinds[verdict.kind] += binom.pmf(base_count, seeds, base) * binom.pmf(arm_count, seeds, arm)
-            cells.append(f"{100 * kinds['better']:.1f}, {100 * kinds['worse']:.1f}")
-        print(f"| {seeds} | " + " | ".join(cells) + " |", flush=True)
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=4000)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--learned", action="store_true")
     parser.add_argument("--intervals", action="store_true")
     arguments = parser.parse_args()
-    if arguments.learned:
-        report_learned()
-    elif arguments.intervals:
+    if arguments.intervals:
         report_intervals(arguments.trials)
     else:
         report(all_worlds(), arguments.trials, arguments.jobs)

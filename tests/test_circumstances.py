@@ -76,9 +76,9 @@ def test_as_it_was_planned_nothing_is_said(tmp_path, overrides):
             r"exploratory: primary\.matters was 0\.05 when it was settled \(.*Z\), it is 0\.2",
         ),
         (
-            {"primary": {"matters": 0.05, "learned": 4.95}},
+            {"primary": {"matters": 0.05, "reach": 4.95}},
             ["ssmax"],
-            r"exploratory: primary\.learned was null .*, it is 4\.95",
+            r"exploratory: primary\.reach was null .*, it is 4\.95",
         ),
         ({"arms": MORE}, ["log_n"], r"exploratory: arm log_n was added since the arms were settled"),
         ({"arms": dict(reversed(MORE.items()))}, ["ssmax", "softmax"], r"exploratory: the baseline is another"),
@@ -115,26 +115,6 @@ def test_what_the_primary_metric_is_measured_on_is_planned(tmp_path, overrides):
     assert departure.size_arm is None
     words = r"what by_length/loss 32 is measured on: its sequences was .* when it was settled \(.*Z\), it is 7"
     assert re.fullmatch(words, departure.words), departure.words
-
-
-def test_a_second_look_that_is_made_a_part_of_the_first_is_exploratory(tmp_path, overrides):
-    plan = {"tune": None, "seeds": [1, 2, 3], "more_seeds": [4, 5]}
-    procedure = Procedure(read_experiment(written(tmp_path, **plan), overrides))
-    write_json(
-        procedure.experiment.folder / RESOLVED_FILE,
-        SETTLED | {"seeds": [1, 2, 3, 4, 5], PLAN: plan_of(procedure.experiment)},
-    )
-    for run in finish_all(procedure, lambda run: 5 - 0.1 * run.seed * (run.arm == "ssmax")).known_runs():
-        (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
-    assert not any("exploratory" in note for note in open_experiment(written(tmp_path, **plan), overrides).notes())
-    moved = open_experiment(written(tmp_path, **plan | {"seeds": [1, 2, 3, 4], "more_seeds": [5]}), overrides)
-    words = r"exploratory: the first look had seeds \[1, 2, 3\] when it was settled \(.*Z\), it has \[1, 2, 3, 4\]"
-    assert any(re.fullmatch(words, note) for note in moved.notes()), moved.notes()
-    experiment = open_experiment(written(tmp_path, **SEEDS), overrides)
-    assert any(
-        re.search(r"exploratory: the number of looks was 2 when .*, it is 1", note) for note in experiment.notes()
-    ), experiment.notes()
-    assert experiment.is_exploratory("", "ssmax")
 
 
 def test_an_arm_that_is_left_out_makes_all_exploratory(tmp_path, overrides):
@@ -213,7 +193,7 @@ def test_so_may_the_seeds(arguments, tmp_path):
     from lm.experiments.experiment_folder import start
 
     start(written(tmp_path, tune=None), arguments[1:])
-    assert start(written(tmp_path, tune=None, seeds=[2, 3, 5], more_seeds=[4]), arguments[1:]).notes()[1:] == []
+    assert start(written(tmp_path, tune=None, seeds=[2, 3, 5, 4]), arguments[1:]).notes()[1:] == []
     assert read_json(tmp_path / "runs" / "trial" / RESOLVED_FILE)["seeds"] == [2, 3, 5, 4]
 
 

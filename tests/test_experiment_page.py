@@ -303,20 +303,3 @@ def test_a_report_of_the_same_runs_agrees_to_the_last_digit(tmp_path, undrawn):
     assert verdicts["ssmax: difference to softmax"] == report_numbers[f"ssmax: difference val/loss {REPORTING}"]
     for arm in arms:
         assert verdicts[f"{arm}: mean val/loss"]["value"] == report_numbers[f"{arm}: val/loss {REPORTING}"]["value"]
-
-
-def test_of_what_runs_learn_or_do_not_the_page_counts_runs(tmp_path, undrawn):
-    procedure = finish_all(made(tmp_path, tune=None, primary={"metric": "val/loss", "learned": 3.75}))
-    page = write_page([procedure], tmp_path / "out")
-    words = text_of(page)
-    assert (
-        "Do ssmax and log_n learn more or less often than softmax? (A run has learned if val/loss is 3.75 or less at "
-        "its end.)" in words
-    )
-    assert "3 of 3 have learned, 0 of 3 of the baseline" in words
-    assert "Fisher's exact test of the numbers of runs" in words.replace("&#39;", "'")
-    counts = {(row["arm"], row["quantity"]): row["value"] for row in rows(page.parent / "summary.csv")}
-    assert (counts["softmax", "have learned"], counts["ssmax", "have learned"]) == ("0 of 3", "3 of 3")
-    points = rows(page.parent / "learned.csv")
-    assert sum(point["kind"] == "dots" for point in points) == 9
-    assert [point["y"] for point in points if point["kind"] == "interval"] == ["0", "1", "1"]

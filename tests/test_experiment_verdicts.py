@@ -11,15 +11,14 @@ import pytest
 import yaml
 from conftest import ROOT
 from fabricated import FINGERPRINT, evaluated, finish, finish_all, launching, logged
-from scipy.stats import t
 
 from lm.config.load import to_yaml
-from lm.errors import ConfigError, RunError
+from lm.errors import RunError
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import open_experiment
 from lm.experiments.page import CROSSED_RATES_NOTE, SizeResults, _caveats, crossed_table
 from lm.experiments.plan import plan_lines
-from lm.experiments.procedure import Procedure, Run, next_look
+from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import differences_by_rate, measured_words, summary_entries, tuning_means, tuning_table_rows
 from lm.files import write_json
 from lm.report.frame import results
@@ -414,48 +413,6 @@ def test_while_runs_at_the_others_rate_are_missing_nothing_is_claimed(tmp_path):
     assert summary_entries(Procedure(procedure.experiment))[0]["rate"] == 2e-3, "the tuned one, until all have ended"
 
 
-def noisy(run: Run) -> float:
-    """The arm is better by 0.03 in the mean, but seeds differ by more with the first three than with further ones."""
-    return 5.0 - (run.arm == "ssmax") * (0.03 + {1: 0.05, 2: -0.05, 3: 0.01}.get(run.seed, 0.001 * run.seed))
-
-
-def test_a_second_look_is_taken_if_the_first_leaves_a_comparison_undecided(tmp_path):
-    procedure = experiment(tmp_path, more_seeds=[4, 5, 6, 7, 8, 9, 10])
-    for run in procedure.known_runs():
-        assert next_look(procedure) is procedure, "not before all have ended"
-        finish(run, noisy(run))
-    first = summary_entries(Procedure(procedure.experiment))[1]
-    assert (first["verdict"], first["of"]) == ("undecided", 3)
-    second = next_look(Procedure(procedure.experiment))
-    assert (second.experiment.seeds, second.seed_departures) == (tuple(range(1, 11)), [])
-    assert summary_entries(second)[1]["verdict"] == "incomplete"
-    assert any(
-        note.startswith("look 2 of 2, each with half of the 5 %: 3 seeds, then 7 more") for note in second.notes()
-    )
-    line = summary_entries(finish_all(second, noisy))[1]
-    assert (line["verdict"], line["runs"]) == ("better", 10)
-    values = [-noisy(run) + 5.0 for run in second.known_runs() if run.arm == "ssmax"]
-    half = t.ppf(1 - 0.025 / 2, 9) * np.std(values, ddof=1) / np.sqrt(10)
-    assert line["difference"] == pytest.approx(
-        [-np.mean(values), -np.mean(values) - half, -np.mean(values) + half], abs=1e-6
-    )
-    assert next_look(second) is second
-
-
-def test_a_first_look_of_too_few_seeds_for_a_verdict_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"more_seeds = \[3, 4\]: need a first look of 3 seeds or more"):
-        experiment(tmp_path, seeds=[1, 2], more_seeds=[3, 4])
-    experiment(tmp_path, seeds=[1, 2], more_seeds=[3, 4], primary={"learned": 4.0})
-
-
-def test_no_second_look_is_taken_where_the_first_decides(tmp_path):
-    procedure = experiment(tmp_path, more_seeds=[4, 5])
-    finish_all(procedure, lambda run: 5.0 - (0.1 + 0.001 * run.seed) * (run.arm == "ssmax"))
-    reopened = Procedure(procedure.experiment)
-    assert next_look(reopened) is reopened
-    assert summary_entries(reopened)[1]["verdict"] == "better"
-
-
 def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(tmp_path):
     def said(procedure: Procedure) -> list[str]:
         return [
@@ -472,11 +429,6 @@ def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(t
         == f"power: 3 seeds find a difference of 0.02 with probability {power(3, 0.005, 0.02):.2f}, by a spread of "
         "0.005 (primary.spread)"
     )
-    of_two_looks = said(experiment(tmp_path, primary=primary | {"spread": 0.01}, more_seeds=[4, 5]))
-    assert (
-        f"5 seeds find a difference of 0.02 with probability {power(5, 0.01, 0.02, 0.05 / 2):.2f}, by"
-        in of_two_looks[0]
-    )
     _, low = said(experiment(tmp_path, primary=primary | {"spread": 0.05}))
     assert low.startswith(
         "LOW POWER: the experiment will more likely than not leave such a difference undecided; probability 0.8 takes "
@@ -484,7 +436,14 @@ def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(t
     )
     of_two = [*plan_lines(experiment(tmp_path, primary=primary | {"spread": 0.05}, seeds=[1, 2]), None, "unknown")]
     assert "NO VERDICT: there are 2 seeds, and a verdict takes 3: add seeds" in of_two
-    finished = finish_all(experiment(tmp_path, primary=primary | {"spread": 0.005}), noisy)
+    noise = {("softmax", seed): 0.0 for seed in (1, 2, 3)} | {
+        ("ssmax", 1): 0.05,
+        ("ssmax", 2): -0.05,
+        ("ssmax", 3): 0.01,
+    }
+    finished = finish_all(
+        experiment(tmp_path, primary=primary | {"spread": 0.005}), lambda run: 5.0 + noise[run.arm, run.seed]
+    )
     spread = np.std([0.05, -0.05, 0.01], ddof=1)
     assert f"by a spread of {spread:.2g} (the seeds that have ended)" in said(finished)[0]
 
@@ -540,12 +499,6 @@ def test_there_is_a_page_and_a_plan_at_each_step_where_arms_start_from_others_th
     ]
 
 
-def test_tuned_arms_that_start_from_others_take_no_second_look(tmp_path):
-    arms = {"softmax": {}, "more": {"from": "softmax"}}
-    with pytest.raises(ConfigError, match=r"more_seeds = \[4, 5\]: a second look may choose another rate"):
-        experiment(tmp_path, arms=arms, tune=GRID, more_seeds=[4, 5])
-
-
 def test_an_arm_is_tuned_that_starts_from_one_without_a_rate_of_its_own(tmp_path):
     arms = {
         "softmax": {},
@@ -573,12 +526,6 @@ def test_an_arm_is_tuned_that_starts_from_one_without_a_rate_of_its_own(tmp_path
     assert procedure.n_runs("") == {"softmax": 9, "swapped": 5, "more": 9, "cooled": 5, "longer": 9}
     assert sum(procedure.n_runs("").values()) == len(procedure.known_runs())
     assert n_planned == procedure.n_runs("")
-
-
-def test_a_second_look_at_runs_that_learn_or_do_not_shares_the_level_with_the_first(tmp_path):
-    procedure = experiment(tmp_path, seeds=[1, 2, 3, 4], more_seeds=[5, 6], primary={"learned": 4.0})
-    line = summary_entries(finish_all(procedure, lambda run: 3.0 if run.arm == "ssmax" else 5.0))[1]
-    assert (line["learned"], line["verdict"], line["p"]) == (4, "undecided", pytest.approx(2 * 2 / math.comb(8, 4)))
 
 
 def test_a_run_that_diverged_is_worse_by_infinity_where_more_is_better(tmp_path):

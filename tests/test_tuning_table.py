@@ -67,11 +67,11 @@ def test_a_table_chooses_the_rates_that_the_grid_chose(tmp_path, table, on_a_gri
     assert {line["seed"] for line in tuning_table_rows(on_a_grid)} == {101, 102}
 
 
-def test_seeds_of_a_second_look_choose_no_rates_either(tmp_path, table):
+def test_final_seeds_choose_no_rates(tmp_path, table):
     with pytest.raises(
         ConfigError, match=r"tune.table = \[102\]: are final seeds; the runs that choose a rate must not judge it"
     ):
-        experiment(tmp_path, tune={"table": "rates.csv"}, more_seeds=[102, 103])
+        experiment(tmp_path, tune={"table": "rates.csv"}, seeds=[1, 2, 102])
 
 
 def test_rates_in_a_table_of_an_arm_that_is_not_tuned_are_left_out(tmp_path, table):

@@ -30,7 +30,7 @@ from lm.report.tables import csv_text
 from lm.runs.evaluations import Sample, selection_mask, validation_series
 from lm.runs.folder import ENVIRONMENT
 from lm.statistics.intervals import over_seeds
-from lm.statistics.learned import tokens_to_reach
+from lm.statistics.tokens import tokens_to_reach
 from lm.statistics.verdicts import Comparison, power, verdicts
 
 LEVEL = 4.6
@@ -212,7 +212,6 @@ def test_other_rates_are_shown_by_tokens_on_the_selection_text(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"primary": {"reach": 4.6, "learned": 4.6}}, "primary.reach = 4.6: runs would be compared in two ways"),
         (
             {"primary": {"reach": 4.6, "metric": "long/loss as trained"}},
             "primary.reach = 4.6: long/loss as trained is measured once, at the last step",

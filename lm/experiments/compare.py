@@ -30,7 +30,7 @@ from lm.experiments.judging import INTERVALS
 from lm.experiments.live_table import live_table
 from lm.experiments.page import experiment_files
 from lm.experiments.plan import PILOT_SECONDS, Costs, Times, costs, duration, plan_lines, run_times, total_seconds
-from lm.experiments.procedure import Procedure, next_look
+from lm.experiments.procedure import Procedure
 from lm.experiments.slots import Slots, Stopped, commands, slots_of
 from lm.experiments.summary import (
     measured_words,
@@ -149,12 +149,12 @@ def compare_experiments(
                 if options.retry:
                     forget_failures(procedure)
                 try:
-                    procedure = _train_runs(procedure, options, procedure_times)
+                    _train_runs(procedure, options, procedure_times)
                 except RunsFailed as error:
                     failure_words.append(str(error))
                     if not any(run.outcome.ended for run in procedure.known_runs()):
                         continue  # there is nothing to judge
-            judged_procedures.append(next_look(procedure))
+            judged_procedures.append(procedure)
             entries = _write_verdicts(judged_procedures[-1])
             if is_working:
                 experiment, page = procedure.experiment, procedure.experiment.folder / REPORT / PAGE
@@ -180,15 +180,12 @@ def _start_in_job(path: Path, overrides: list[str], options: TrainingOptions) ->
         cluster.result(cluster.submit(partial(start, path, overrides, 1, options.anew)))
 
 
-def _train_runs(procedure: Procedure, options: TrainingOptions, times: Times) -> Procedure:
-    """Train the runs of an experiment. If a comparison is then undecided, also train runs with the seeds `more_seeds`
-    of the experiment. Returns the `Procedure` with all seeds that were trained. Raises RunsFailed."""
+def _train_runs(procedure: Procedure, options: TrainingOptions, times: Times) -> None:
+    """Train the runs of an experiment. Raises RunsFailed."""
     experiment = procedure.experiment
     jobs = ExperimentTrainer(procedure, options.slots(experiment), options.cluster(experiment.folder))
     with live_table(jobs, times):
         jobs.train_all()
-    next_procedure = next_look(procedure)
-    return procedure if next_procedure is procedure else _train_runs(next_procedure, options, times)
 
 
 def print_commands(files: list[Path], overrides: list[str], options: TrainingOptions) -> None:

@@ -151,20 +151,9 @@ class PrimaryMetric:
     spread: float | None = key(
         None, "standard deviation of differences between single runs that the plan expects; null: unknown", gt=0
     )
-    learned: float | None = key(
-        None, "a run has learned if the metric reaches this: fractions of runs are compared; null: means are"
-    )
     reach: float | None = key(
         None, "compare the tokens at which the metric first reaches this; null: its values at the end"
     )
-
-    def problems(self) -> list[Problem]:
-        is_ambiguous = self.learned is not None and self.reach is not None
-        return (
-            [Problem("reach", self.reach, "runs would be compared in two ways", "give learned or reach")]
-            if is_ambiguous
-            else []
-        )
 
     @property
     def quantity_name(self) -> str:
@@ -224,10 +213,6 @@ class Experiment:
     # configuration keys for the measurement of finished runs at their last step, in addition to the evaluations during
     # training
     evaluate: dict[str, Plain] = field(default_factory=dict)
-    more_seeds: tuple[
-        int, ...
-    ] = ()  # seeds of the second look, which are trained if the first look leaves a comparison undecided
-    look: Literal[1, 2] = 1  # the look that `seeds` belong to; the seeds of the second look include those of the first
     planned_seeds: tuple[int, ...] | None = None  # the seeds at the first start; None: no first start is recorded
     departures: tuple[
         Departure, ...
@@ -239,18 +224,6 @@ class Experiment:
     def command(self) -> str:
         """The shell command that trains and judges the experiment, or continues it."""
         return shlex.join(["lm", "compare", str(self.file), *self.overrides])
-
-    @property
-    def all_seeds(self) -> tuple[int, ...]:
-        """The seeds of the runs that are judged: `seeds`, and `more_seeds`, which are trained if `seeds` leave a
-        comparison undecided.
-        """
-        return tuple(dict.fromkeys((*self.seeds, *self.more_seeds)))
-
-    @property
-    def looks(self) -> int:
-        """The number of times that the data may be judged; the error rate of 5 % is divided among these looks."""
-        return 2 if self.more_seeds else 1
 
     @property
     def is_tuned(self) -> bool:

@@ -31,10 +31,10 @@ from lm.experiments.experiment import (
 )
 from lm.experiments.run_outcome import SELECTION
 from lm.plugins import PLUGINS
+from lm.removed_keys import removed_key
 from lm.runs.folder import CONFIG, DIVERGED, RESOLVED_FILE, SWAPPED
 from lm.schema import Plain, Unavailable, build, cross_key_problems, flatten, is_block, key, section, suggest, to_plain
 from lm.statistics.tuning import MIN_TUNING_SEEDS, Rate, key_values, rate_text, read_rate
-from lm.statistics.verdicts import MIN_SEEDS
 
 
 @dataclass
@@ -42,9 +42,6 @@ class _FileKeys:
     """The keys of an experiment file except `base`, `arms`, `sizes` and `evaluate`, which hold configuration keys."""
 
     seeds: list[int] = key([1, 2, 3], "seeds of the final runs", ge=0, lt=2**31)
-    more_seeds: list[int] = key(
-        [], "seeds of a second look, trained if the first leaves a comparison undecided", ge=0, lt=2**31
-    )
     tune: Tune = section(Tune, "the learning rate of each arm")
     primary: PrimaryMetric = section(PrimaryMetric, "what decides")
 
@@ -91,25 +88,13 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     if not isinstance(evaluation_keys, dict):
         problems.append(Problem("evaluate", evaluation_keys, "must be a block of configuration keys"))
         evaluation_keys = {}
-    for name in sorted(plain.keys() - _TOP_KEYS, key=str):
+    for name in sorted((name for name in plain.keys() - _TOP_KEYS if not removed_key("", "", name)), key=str):
         problems.append(Problem(str(name), plain.pop(name), "unknown key", suggest(str(name), _TOP_KEYS)))
     settings = build(_FileKeys, plain, "", problems)
     problems += cross_key_problems(settings)
     if len(set(settings.seeds)) < len(settings.seeds) or not settings.seeds:
         problems.append(Problem("seeds", settings.seeds, "must be different seeds, at least one"))
-    if len({*settings.seeds, *settings.more_seeds}) < len({*settings.seeds}) + len(settings.more_seeds):
-        problems.append(Problem("more_seeds", settings.more_seeds, "must be different seeds, and none of `seeds`"))
-    if settings.more_seeds and len(settings.seeds) < MIN_SEEDS and settings.primary.learned is None:
-        reason = f"need a first look of {MIN_SEEDS} seeds or more: with fewer there is no verdict"
-        problems.append(Problem("more_seeds", settings.more_seeds, reason, "move some to `seeds`"))
-    if settings.more_seeds and (settings.tune.grid or settings.tune.table) and any(arm.source for arm in arms):
-        reason = "a second look may choose another rate for the arms that others start from"
-        problems.append(
-            Problem("more_seeds", settings.more_seeds, reason, "give all seeds in `seeds`, or tune nothing")
-        )
-    if settings.tune.grid and (
-        shared_seeds := sorted({*settings.seeds, *settings.more_seeds} & {*settings.tune.seeds})
-    ):
+    if settings.tune.grid and (shared_seeds := sorted({*settings.seeds} & {*settings.tune.seeds})):
         problems.append(
             Problem("tune.seeds", shared_seeds, "are also final seeds", "the runs that choose a rate must not judge it")
         )
@@ -160,7 +145,6 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     return Experiment(
         file.stem, base, arms, sizes, seeds, settings.tune, settings.primary, file, tuple(overrides), table,
         nest_keys(evaluation_keys),
-        more_seeds=tuple(settings.more_seeds),
     )  # fmt: skip
 
 
@@ -627,11 +611,9 @@ def _check_primary(primary: PrimaryMetric, quantity: Quantity | None) -> None:
                 f"write `better: {better}`",
             )
         )
-    levels = {"learned": primary.learned, "reach": primary.reach} | (
-        {"matters": primary.matters} if primary.reach is None else {}
-    )
+    levels = {"matters": primary.matters} if primary.reach is None else {"reach": primary.reach}
     for name, level in levels.items() if quantity == "accuracy" else ():
-        if level is not None and level > 1:
+        if level > 1:
             problems.append(
                 Problem(
                     f"primary.{name}", level, f"{primary.metric} lies between 0 and 1", "give a fraction, such as 0.25"
@@ -657,11 +639,11 @@ def _check_evaluate(experiment: Experiment) -> Iterator[Problem]:
 
 def _check_table(experiment: Experiment) -> Iterator[Problem]:
     """Check that a tuning table has ended runs of every tuned arm in every size, at several rates with several seeds.
-    At a rate, all arms must have the same seeds. None of the seeds may be in `experiment.all_seeds`, the seeds of the
+    At a rate, all arms must have the same seeds. None of the seeds may be in `experiment.seeds`, the seeds of the
     runs that are judged.
     """
     table_file = experiment.tune.table
-    if shared_seeds := sorted({*experiment.all_seeds} & {run.seed for run in experiment.table}):
+    if shared_seeds := sorted({*experiment.seeds} & {run.seed for run in experiment.table}):
         yield Problem("tune.table", shared_seeds, "are final seeds", "the runs that choose a rate must not judge it")
     remedy, baseline = "make it again by `lm compare` with a grid: it writes tuning.csv", experiment.arms[0].name
     seeds_by_rate: dict[tuple[str, str], dict[Rate, set[int]]] = {}  # seeds of each arm and size at each rate

@@ -29,7 +29,7 @@ from lm.experiments.experiment import (
 )
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.plan import Times, cost
-from lm.experiments.procedure import Procedure, next_look
+from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import SELECTION
 from lm.files import json_bytes, plain_sha256, read_json, sealed, unsealed, write_new, write_sealed
 from lm.machine import threads_per_process
@@ -51,9 +51,8 @@ _OVERRIDES = "overrides"  # key in RESOLVED_FILE of the overrides that the first
 def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False) -> Procedure:
     """Open an experiment as its file and run folders are now, without preparing, training or writing anything.
 
-    The seeds `more_seeds` of the file are included if runs with its `seeds` have left a comparison undecided. If the
-    file leaves precision, compilation or threads open, the settings of the first start hold. Before a first start they
-    are resolved for this machine.
+    If the file leaves precision, compilation or threads open, the settings of the first start hold. Before a first
+    start they are resolved for this machine.
 
     Args:
         jobs: the number of runs at a time, on which the number of threads depends.
@@ -84,7 +83,7 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
         and (note := other_runs_note(procedure))
     ):
         raise RunError(f"{experiment.folder}: {note}; to train what is asked for now, add --anew")
-    return next_look(procedure)
+    return procedure
 
 
 def start(
@@ -122,7 +121,7 @@ def start(
         {name for run in procedure.known_runs() for name in run.config.plugin_names_by_key.values()}
     )
     settings |= {
-        "seeds": list(experiment.all_seeds),
+        "seeds": list(experiment.seeds),
         _OVERRIDES: list(overrides),
         PLAN: None if has_measured_runs else plan,
         _CODE: code,
@@ -342,16 +341,13 @@ def plan_of(experiment: Experiment) -> dict[str, Plain]:
             for run in experiment.table
         )
         tune["digest of table"] = plain_sha256(rows)[:8]
-    plan = {
+    return {
         "at": timestamp,
         "primary": primary,
         "measured": measured,
         "tune": tune,
-        "looks": experiment.looks,
         "arms": arms,
     }
-    first_seeds = [seed for seed in experiment.seeds if seed not in experiment.more_seeds]
-    return plan | ({"first look": first_seeds} if experiment.more_seeds else {})
 
 
 def _arm_hash(arm: Arm, config: Config) -> str:
@@ -427,14 +423,6 @@ def departures(experiment: Experiment, settings: dict[str, Plain] | None) -> tup
                 if not _extends(value, planned_value := options.get(name)):
                     subject = f"what {experiment.primary.metric} is measured on: its {name}"
                     changes.append(Departure(change_words(subject, planned_value, value)))
-        if (looks := plan.get("looks", current_plan["looks"])) != current_plan["looks"]:
-            changes.append(
-                Departure(f"{change_words('the number of looks', looks, current_plan['looks'])} (more_seeds)")
-            )
-        if (first := plan.get("first look")) not in (None, now := current_plan.get("first look")) and now is not None:
-            changes.append(
-                Departure(f"the first look had seeds {first} when it was settled ({plan_time}), it has {now}")
-            )
         return tuple(changes + _changed_arms(plan["arms"], current_plan["arms"], experiment.arms, plan_time))
     except (KeyError, TypeError, AttributeError):
         raise RunError(f"{experiment.folder / RESOLVED_FILE}: its `{PLAN}` is damaged; bring it back") from None

@@ -12,7 +12,7 @@ from lm.experiments.experiment import PrimaryMetric
 from lm.runs.evaluations import json_value
 from lm.schema import Plain
 from lm.statistics.intervals import ALPHA, over_seeds, over_seeds_and_documents
-from lm.statistics.learned import LearnedCounts, clopper_pearson, factor, has_learned, learned_verdicts, log_tokens
+from lm.statistics.tokens import factor, log_tokens
 from lm.statistics.tuning import Rate, rate_cell, rate_text
 from lm.statistics.verdicts import MAX_SEEDS, MIN_SEEDS, POWER, Comparison, Verdict, power, seeds_needed, verdicts
 
@@ -64,7 +64,6 @@ class Judgement:
     runs: Mapping[SizeArm, RunsByRate]  # the runs by size and arm; every arm has every seed at each of its rates
     # whether verdicts must hold at every pair of rates, since rates were chosen by another metric than the compared one
     all_pairs: bool = False
-    looks: int = 1  # the number of times that the data may be judged
     sources: Mapping[str, list[str]] = field(
         default_factory=dict
     )  # the names of the arms whose weights an arm starts from, by that arm
@@ -79,10 +78,8 @@ class Judgement:
 
     @property
     def alpha(self) -> float:
-        """The error rate of one comparison at one look: ALPHA, divided by the number of comparisons and by the number
-        of looks.
-        """
-        return ALPHA / max(1, len(self.size_arms)) / self.looks
+        """The error rate of one comparison: ALPHA, divided by the number of comparisons."""
+        return ALPHA / max(1, len(self.size_arms))
 
     @cached_property
     def verdicts(self) -> dict[SizeArm, Verdict]:
@@ -92,12 +89,7 @@ class Judgement:
         level, divided by the baseline's.
         """
         primary = self.primary
-        if primary.learned is not None:
-            results = learned_verdicts(
-                {size_arm: self.learned_counts(*size_arm) for size_arm in self.size_arms}, self.looks
-            )
-        else:
-            results = verdicts(self.comparisons, primary.matters, primary.reach is not None, self.looks)
+        results = verdicts(self.comparisons, primary.matters, primary.reach is not None)
         if primary.reach is not None:
             results = {
                 size_arm: replace(
@@ -173,24 +165,6 @@ class Judgement:
             document_estimate=document_estimate, unreached_runs=unreached_words,
         )  # fmt: skip
 
-    def learned_counts(self, size: str, arm: str) -> LearnedCounts:
-        """Count the runs of an arm and of the baseline that have learned (reached `primary.learned`), at each pair of
-        an arm's and a baseline's rate. A seed counts once all its runs have ended."""
-        rates, seed_count, baseline, primary = self.rates[size], len(self.seeds), self.arms[0], self.primary
-        if rates is None or not {arm, baseline} <= rates.keys():
-            return LearnedCounts([(0, 0)], 0, is_tuned=rates is None, n_planned_seeds=seed_count)
-        pair, (arm_runs, baseline_runs) = (rates[arm], rates[baseline]), self._runs_at_all_rates(size, arm)
-        runs_by_seed = zip(*arm_runs.values(), *baseline_runs.values(), strict=True)
-        seeds = [seed for seed, runs in enumerate(runs_by_seed) if all(run.ended for run in runs)]
-
-        def learned_count(runs: list[JudgedRun]) -> int:
-            return sum(has_learned(runs[seed].value, primary.learned, primary.better) for seed in seeds)
-
-        run_pairs = [(arm_runs[pair[0]], baseline_runs[pair[1]]), *product(arm_runs.values(), baseline_runs.values())]
-        learned_pairs = [(learned_count(runs), learned_count(base_runs)) for runs, base_runs in run_pairs]
-        diverged_count = sum(run.state == "diverged" for run in _decisive_runs(pair, arm_runs, baseline_runs))
-        return LearnedCounts(learned_pairs, len(seeds), diverged_count, n_planned_seeds=seed_count)
-
     def _runs_at_all_rates(self, size: str, arm: str) -> tuple[RunsByRate, RunsByRate]:
         """Return the runs of an arm, and the runs of the baseline, each by learning rate.
 
@@ -239,8 +213,7 @@ class Judgement:
         runs, null if one diverged. A difference has an interval over seeds that holds together with all others, one
         that holds by itself (`alone`), and one over seeds and documents. With `primary.reach`, means are geometric
         means of tokens, null if a run had 0 or infinite tokens. `reached` counts the runs with finite tokens, and
-        factors replace differences. With `primary.learned`, an entry has the number of `learned` runs among the `ended`
-        runs, and the interval of the fraction of learned runs.
+        factors replace differences.
         """
         return [self._entry(size, arm, self.common_seeds[size]) for size in self.rates for arm in self.arms]
 
@@ -280,11 +253,6 @@ class Judgement:
                 for rate, rate_runs in runs_by_rate.items()
             }
         entry |= {"reached": sum(map(math.isfinite, values))} if counts_tokens else {}
-        if primary.learned is not None:
-            learned_count = sum(has_learned(value, primary.learned, primary.better) for value in values)
-            ended_count = sum(run.ended for run in runs)
-            entry |= {"learned": learned_count, "ended": ended_count}
-            entry["fraction_learned"] = json_value(clopper_pearson(learned_count, ended_count).as_list())
         if arm != self.arms[0]:
             verdict = self.verdicts[size, arm]
             entry |= {"verdict": verdict.label, "words": verdict.words, "reason": verdict.reason}
@@ -294,10 +262,7 @@ class Judgement:
             }
             intervals["over_seeds_and_documents"] = verdict.document_interval
             entry |= {name: json_value(interval and interval.as_list()) for name, interval in intervals.items()}
-            entry |= {
-                "p": verdict.p if verdict.seeds or primary.learned is not None else None,
-                "p_exact": verdict.p_exact,
-            }
+            entry |= {"p": verdict.p if verdict.seeds else None, "p_exact": verdict.p_exact}
             entry["seeds_needed"] = verdict.seeds_needed and [*verdict.seeds_needed]
         return entry
 
@@ -305,11 +270,9 @@ class Judgement:
         """Yield sentences on the probability that `seed_count` seeds find a difference that matters, with a warning if
         it is below 0.5. The probability depends on the standard deviation of the measured differences or, without
         these, on the expected `primary.spread`. With fewer than MIN_SEEDS seeds a sentence says that there is no
-        verdict. With `primary.learned` there are no sentences.
+        verdict.
         """
         primary, counts_tokens = self.primary, self.primary.reach is not None
-        if primary.learned is not None:
-            return
         if seed_count < MIN_SEEDS:
             yield f"NO VERDICT: there are {seed_count} seeds, and a verdict takes {MIN_SEEDS}: add seeds"
             return

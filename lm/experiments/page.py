@@ -31,7 +31,6 @@ from lm.report.comparison_pictures import LOSSES, DrawnRun, curves, layer_pictur
 from lm.report.html import Answer, PagePart, PageSection, page_files, run_details, run_sections
 from lm.report.pictures import Panel, Picture, Trace
 from lm.report.tables import DIFFERENCE, Column, FilledColumn, Table, numeral, signed_text
-from lm.schema import Plain
 from lm.statistics.intervals import Interval, over_seeds
 from lm.statistics.tuning import EXTENSIONS, Rate, key_values, rate_text
 
@@ -131,10 +130,7 @@ def _page_part(procedure: Procedure, prefix: str, judgement: Judgement | None) -
     summary.add("warning", _caveats(procedure, sizes))
     summary.add("table", summary_table(judgement, entries), f"{prefix}summary")
     summary.add("note", BASIS_NOTE if any(entry["runs"] for entry in entries) else None)
-    if experiment.primary.learned is None:
-        summary.add("picture", differences_picture(sizes), f"{prefix}differences")
-    else:
-        summary.add("picture", learned_runs_picture(sizes, entries), f"{prefix}learned")
+    summary.add("picture", differences_picture(sizes), f"{prefix}differences")
     summary.add("table", trend_table(procedure, judgement), f"{prefix}trends")
     for results in sizes:
         summary.add(
@@ -194,11 +190,6 @@ def question(experiment: Experiment) -> str:
     """Phrase the question that the experiment asks about its arms and its baseline, by the primary metric."""
     baseline, *names = (arm.name for arm in experiment.arms)
     primary, subject = experiment.primary, f"{'Does' if len(names) == 1 else 'Do'} {_join_names(names)}"
-    if primary.learned is not None:
-        condition = (
-            f"{primary.metric} is {primary.learned:g} or {'less' if primary.better == 'lower' else 'more'} at its end"
-        )
-        return f"{subject} learn more or less often than {baseline}? (A run has learned if {condition}.)"
     if primary.reach is not None:
         value = f"{primary.metric} {primary.reach:g}"
         return (
@@ -265,16 +256,13 @@ def _family_words(experiment: Experiment) -> str:
     differences = "differences" if primary.reach is None else "differences of log tokens"
     test = f"Student t intervals of paired {differences} over seeds"
     coverage = ": all intervals hold together with 95%, and each word follows from its interval"
-    if primary.learned is not None:
-        test, coverage = "Fisher's exact test of the numbers of runs that have learned", ""
-    looks = " Two looks were planned, and each has half of the 5%." if experiment.looks == 2 else ""
     if arms * sizes == 1:
-        return f"There is one comparison, by {test}." + (looks or " Nothing is adjusted.")
+        return f"There is one comparison, by {test}. Nothing is adjusted."
     comparisons = (
         f"{arms * sizes} comparisons with {experiment.arms[0].name} ({arms} arms{f', {sizes} sizes' * (sizes > 1)})"
     )
     adjustment = f"p values and intervals are adjusted for their number{coverage}."
-    return f"Family: {comparisons} on {primary.quantity_name}, by {test}. {adjustment}{looks}"
+    return f"Family: {comparisons} on {primary.quantity_name}, by {test}. {adjustment}"
 
 
 def _caveats(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
@@ -462,7 +450,7 @@ def rates_picture(results: SizeResults) -> Picture | None:
         )
         caption += f" Crosses at the top: a seed diverged there{unreached_words}, and the rate is not chosen."
     caption += " Right: of the tuning seeds, once every tuning run has ended."
-    caption += f" Shaded: differences below {primary.matters:g}." if primary.learned is None else ""
+    caption += f" Shaded: differences below {primary.matters:g}."
     return Picture(panels, results.arm_names, caption)
 
 
@@ -519,12 +507,11 @@ def _differences_panel(results: SizeResults, key_index: int, ticks: dict[float, 
             )
         )
         traces.append(Trace(index, f"{label}, mean", np.array([*value_differences]), means, "mean"))
-    quantity_name, margin = _difference_label(experiment), primary.matters
-    if primary.learned is not None:
-        quantity_name, margin = "fraction of runs that have learned", 0.0
     title = f"Difference to {baseline}, both at the same rate"
-    label = f"{quantity_name}, {experiment.data_words(primary.quantity_name, 'selection')}"
-    return Panel(title, experiment.tune.keys[key_index], label, traces, ticks, log=10, zero_line=True, margin=margin)
+    label = f"{_difference_label(experiment)}, {experiment.data_words(primary.quantity_name, 'selection')}"
+    return Panel(
+        title, experiment.tune.keys[key_index], label, traces, ticks, log=10, zero_line=True, margin=primary.matters
+    )
 
 
 def _dots(arm_index: int, label: str, points: list[tuple[float, float]]) -> Trace:
@@ -575,34 +562,3 @@ def differences_picture(sizes: list[SizeResults]) -> Picture | None:
 def _bar(arm_index: int, label: str, x: float, interval: list[float]) -> Trace:
     y, low, high = (np.array([value]) for value in interval)
     return Trace(arm_index, label, np.array([x]), y, "interval", low, high)
-
-
-def learned_runs_picture(size_results: list[SizeResults], entries: list[dict[str, Plain]]) -> Picture | None:
-    """A picture of the primary metric of every final run (tuning runs are not final), with the level at which a run has
-    learned, and of the fractions of runs that have learned. None before a final run has finished."""
-    primary, x_labels, seed_traces, fraction_traces = size_results[0].experiment.primary, {}, [], []
-    for results, (arm_index, arm) in product(size_results, enumerate(size_results[0].arm_names)):
-        x, label = float(len(x_labels)), " ".join(filter(None, (arm, results.size)))
-        x_labels[x] = label
-        values = [value for (name, _), value in results.values.items() if name == arm]
-        seed_traces += [_dots(arm_index, f"{label}, single seeds", [(x, value) for value in values])] if values else []
-        (entry,) = (entry for entry in entries if (entry["size"], entry["arm"]) == (results.size, arm))
-        fraction_traces += [_bar(arm_index, label, x, entry["fraction_learned"])] if entry["ended"] else []
-    if not seed_traces:
-        return None
-    panels = [
-        Panel(
-            "Every seed",
-            "",
-            f"{primary.metric}, at the end",
-            seed_traces,
-            x_labels,
-            levels={primary.learned: "has learned"},
-        ),
-        Panel("Fraction of runs that have learned", "", "fraction", fraction_traces, x_labels, y_range=(-0.03, 1.03)),
-    ]
-    caption = (
-        "Left: dots are single seeds. Right: bars are 95% Clopper-Pearson intervals; a run that diverged has not "
-        "learned."
-    )
-    return Picture(panels, size_results[0].arm_names, caption)

@@ -31,7 +31,6 @@ from lm.machine import usable_cores
 from lm.runs.folder import ENVIRONMENT, METRICS, read_metrics, step_path, step_seconds, training_seconds
 from lm.runs.record import starts
 from lm.schema import flatten, to_plain
-from lm.statistics.learned import fewest_seeds
 from lm.statistics.verdicts import POWER, seeds_needed
 
 _TOKEN_ENTRY_BYTES, _LOSS_BYTES = 65, 70  # bytes of an entry of tokenizer.json, and of a sequence's validation loss
@@ -148,7 +147,7 @@ def plan_lines(procedure: Procedure, run_costs: Costs | None, time_words: str, s
     known_runs, judgement = procedure.known_runs(), procedure.judgement()
     yield f"done: {sum(run.outcome.ended for run in known_runs)} of the {len(known_runs)} runs known so far"
     yield f"primary metric {primary.metric}, {primary.better} is better; {_seed_count_words(primary, judgement.alpha)}"
-    yield from judgement.power_sentences(len(experiment.all_seeds))
+    yield from judgement.power_sentences(len(experiment.seeds))
     yield from procedure.notes()
     yield f"runs compute with {_settings_words(experiment)}" + (f"; {slot_words}" if slot_words else "")
 
@@ -170,11 +169,6 @@ def _settings_words(experiment: Experiment) -> str:
 
 def _seed_count_words(primary: PrimaryMetric, alpha: float) -> str:
     """Say how many seeds are needed to find a difference of interest."""
-    if primary.learned is not None:
-        return (
-            f"a run has learned if it reaches {primary.learned:g}; a difference can be shown from "
-            f"{fewest_seeds(alpha)} seeds on"
-        )
     runs = "single runs" if primary.reach is None else "the logarithms of single runs"
     margin, effect = primary.matters, f"a difference of {primary.matters:g}"
     if primary.reach is not None:

@@ -329,17 +329,6 @@ class Procedure:
                 name = " ".join(filter(None, (size, arm.name)))
                 notes.append(f"{name}: rates were tuned for another configuration: {', '.join(keys)} differ")
         notes += [f"exploratory: {departure.words}" for departure in self.seed_departures]
-        if experiment.more_seeds:
-            first_count, more_count = (
-                len(set(experiment.seeds) - set(experiment.more_seeds)),
-                len(experiment.more_seeds),
-            )
-            reason = "that is trained if the first leaves a comparison undecided"
-            reason = "the first left a comparison undecided" if experiment.look == 2 else reason
-            notes.append(
-                f"look {experiment.look} of 2, each with half of the 5 %: {first_count} seeds, then {more_count} more; "
-                f"{reason}"
-            )
         notes += [
             f"exploratory: {departure.words}" if departure.exploratory else departure.words
             for departure in experiment.departures
@@ -412,7 +401,6 @@ class Procedure:
                 for size_arm, runs_by_rate in self._judged_runs(size).items()
             },
             all_pairs=experiment.primary.quantity_name != experiment.choice_metric,
-            looks=experiment.looks,
             sources={arm.name: self.sources(arm) for arm in experiment.arms if arm.source},
             exploratory=[(size, arm.name) for size, arm in experiment.size_arms if self.is_exploratory(size, arm.name)],
             rate_heading=experiment.tune.heading,
@@ -528,7 +516,7 @@ class Procedure:
         changes = {
             "were added after the first start": [seed for seed in experiment.seeds if seed not in planned_seeds],
             "were planned at the first start and are left out": [
-                seed for seed in planned_seeds if seed not in experiment.all_seeds
+                seed for seed in planned_seeds if seed not in experiment.seeds
             ],
         }
         seed_words = {change: ", ".join(map(str, seeds)) for change, seeds in changes.items() if seeds}
@@ -593,18 +581,3 @@ def check_comparable(runs: list[Run], metric: str) -> None:
                 f"{folder}: {metric} was measured {problem}; measure it again as the run is configured: lm eval "
                 f"{folder}"
             )
-
-
-def next_look(procedure: Procedure) -> Procedure:
-    """Return the procedure with the experiment's `more_seeds` added, if all its runs have ended and left a comparison
-    undecided. Return `procedure` itself if not, or if there are no `more_seeds` to add."""
-    experiment = procedure.experiment
-    if (
-        not experiment.more_seeds
-        or experiment.look == 2
-        or not all(run.outcome.ended for run in procedure.known_runs())
-    ):
-        return procedure
-    if all(verdict.kind != "undecided" for verdict in procedure.judgement().verdicts.values()):
-        return procedure
-    return Procedure(replace(experiment, seeds=experiment.seeds + experiment.more_seeds, look=2))

@@ -28,7 +28,7 @@ from lm.runs.metadata import read_without_tensors
 from lm.runs.record import RunRecord, divergence, loss_above_unigram, read_run, start_setting, tokens_before
 from lm.runs.same_run import check_evaluations
 from lm.schema import Plain, to_plain
-from lm.statistics.learned import tokens_to_reach
+from lm.statistics.tokens import tokens_to_reach
 
 SELECTION = "val/loss"  # validation loss: chooses learning rates, unless `tune.metric` is primary
 _RUN_FACTS = {

@@ -18,7 +18,7 @@ from lm.runs.evaluations import json_value, number
 from lm.runs.folder import DIVERGED, ENVIRONMENT
 from lm.schema import Plain
 from lm.statistics.intervals import Interval, trend
-from lm.statistics.learned import factor, has_learned, log_tokens
+from lm.statistics.tokens import factor, log_tokens
 from lm.statistics.tuning import Rate, mean_loss, rate_cell, rate_text
 
 
@@ -44,9 +44,9 @@ def summary_entries(procedure: Procedure, judgement: Judgement | None = None) ->
 def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[Rate, list[float]]:
     """The differences of tuning runs, arm minus baseline, as a list over seeds for each rate that both have. {} before
     rates are chosen, or if the arm is not tuned. A run's value is the primary metric on the documents by which rates
-    are chosen. With `primary.learned` it is 1 if the run has learned, else 0; with `primary.reach`, it is the logarithm
-    of the tokens. A difference is infinite if one run has an infinite value: the run diverged, or reached
-    `primary.reach` never or by its first evaluation. Seeds with two infinite values are left out."""
+    are chosen. With `primary.reach`, it is the logarithm of the tokens. A difference is infinite if one run has an
+    infinite value: the run diverged, or reached `primary.reach` never or by its first evaluation. Seeds with two
+    infinite values are left out."""
     experiment = procedure.experiment
     baseline = experiment.arms[0].name
     tuning_values = values_by_arm_and_rate(procedure.tuning_runs(size), size, attrgetter("primary_value"))
@@ -55,8 +55,6 @@ def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[Rate,
     primary = experiment.primary
 
     def comparable_value(value: float) -> float:
-        if primary.learned is not None:
-            return float(has_learned(value, primary.learned, primary.better))
         if primary.reach is not None:
             return log_tokens(value)
         return -value if value == math.inf and primary.better == "higher" else value
@@ -97,30 +95,23 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
     )
     if primary.reach is not None:
         columns += column("have reached it", [f"{entry['reached']} of {entry['runs']}" for entry in entries])
-    if primary.learned is not None:
-        columns += column("have learned", [f"{entry['learned']} of {entry['ended']}" for entry in entries])
-        fractions = [Interval(*entry["fraction_learned"]) if entry["ended"] else None for entry in entries]
-        columns.append((Column("fraction", "95% interval, Clopper-Pearson, alone", "mean", 2), fractions))
     name, kind = (
         (f"difference to {baseline}", "difference") if primary.reach is None else (f"factor to {baseline}", "mean")
     )
     columns += column(
         name, [verdict and verdict.interval for verdict in verdicts], "interval over seeds, all together 95%", kind
     )
-    if primary.learned is None:
-        intervals = [verdict and verdict.document_interval for verdict in verdicts]
-        pairs = [
-            (verdict.interval, verdict.document_interval)
-            for verdict in verdicts
-            if verdict and verdict.document_interval
-        ]
-        if not all(np.allclose(wider.as_list(), interval.as_list(), rtol=0, atol=5e-5) for interval, wider in pairs):
-            columns += column(
-                "on other text of the kind",
-                intervals,
-                "interval over seeds and documents, all together 95%",
-                "difference",
-            )
+    intervals = [verdict and verdict.document_interval for verdict in verdicts]
+    pairs = [
+        (verdict.interval, verdict.document_interval) for verdict in verdicts if verdict and verdict.document_interval
+    ]
+    if not all(np.allclose(wider.as_list(), interval.as_list(), rtol=0, atol=5e-5) for interval, wider in pairs):
+        columns += column(
+            "on other text of the kind",
+            intervals,
+            "interval over seeds and documents, all together 95%",
+            "difference",
+        )
     columns += column(
         "p", [f"{verdict.p:.2g}" if verdict and verdict.seeds else None for verdict in verdicts], "adjusted"
     )
@@ -198,11 +189,11 @@ def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]
     doubling of non-embedding parameters, or of tokens if all sizes have equally many parameters. Only seeds that the
     arm and the baseline have finished in every size count. With `primary.reach` it is the factor by which each doubling
     multiplies the ratio of the arm's tokens to the baseline's tokens. Intervals are not adjusted for their number.
-    Empty with one size or `primary.learned`.
+    Empty with one size.
     """
     experiment, primary = procedure.experiment, procedure.experiment.primary
     (baseline, *arms), sizes = (arm.name for arm in experiment.arms), list(experiment.sizes)
-    if len(sizes) < 2 or primary.learned is not None:
+    if len(sizes) < 2:
         return []
     finished_runs = ((run for run in procedure.final_runs(size) if run.outcome.state == "finished") for size in sizes)
     records = [

@@ -121,12 +121,12 @@ class Verdict:
     # the interval of the difference, from which the verdict follows. All intervals of the experiment hold together with
     # 95 %. None with fewer than two seeds
     interval: Interval | None
-    p: float  # two-sided p of no difference, times the number of comparisons and looks; 1 where nothing was tested
+    p: float  # two-sided p of no difference, times the number of comparisons; 1 where nothing was tested
     # numbers of seeds that find a difference that matters with probability `POWER`: for the measured spread, and for
     # the ends of its 95 % interval (chi squared). A number is None above `MAX_SEEDS`; None in place of all three:
     # unknown
     seeds_needed: tuple[int | None, int | None, int | None] | None
-    single_interval: Interval | None = None  # the 95 % interval of this difference by itself, for all looks together
+    single_interval: Interval | None = None  # the 95 % interval of this difference by itself
     # the same p by the sign-flip test, which assumes symmetric differences, not normal ones; None: too few or too many
     # seeds
     p_exact: float | None = None
@@ -155,8 +155,6 @@ class Verdict:
         """
         if self.open_reason:
             return f"{self.kind}: {self.open_reason}"
-        if not self.margin_text:
-            return f"learns {'more' if self.kind == 'better' else 'less'} often"
         if self.kind in ("better", "worse"):
             return f"{self.kind}{' by more' if self.exceeds_margin else ', perhaps by less'} than {self.margin_text}"
         article = "a " if self.kind == "difference below margin" else ""
@@ -170,9 +168,7 @@ class Verdict:
         )
 
 
-def verdicts(
-    comparisons: Mapping[Name, Comparison], matters: float, ratio: bool = False, looks: int = 1
-) -> dict[Name, Verdict]:
+def verdicts(comparisons: Mapping[Name, Comparison], matters: float, ratio: bool = False) -> dict[Name, Verdict]:
     """The verdict on each arm (or pair of an arm and one of the experiment's `sizes`), all comparisons taken as one
     family.
 
@@ -184,7 +180,6 @@ def verdicts(
         comparisons: the comparison of each arm with the baseline, by name.
         matters: smallest difference of interest, in the metric's unit, fixed before any run.
         ratio: differences are of natural logarithms, and `matters` is relative: 0.1 is a factor of 1.1 or 1 / 1.1.
-        looks: how often the data may be judged: 2 with a planned second stage, and each look then has half of the 0.05.
 
     Raises ValueError unless `matters` is above 0 and finite.
     """
@@ -194,20 +189,17 @@ def verdicts(
         (math.log1p(matters), f"a factor of {1 + matters:g}", "1") if ratio else (matters, f"{matters:g}", "0")
     )
     return {
-        name: _verdict(comparison, margin, margin_text, null, len(comparisons), looks)
+        name: _verdict(comparison, margin, margin_text, null, len(comparisons))
         for name, comparison in comparisons.items()
     }
 
 
-def _verdict(
-    comparison: Comparison, margin: float, margin_text: str, null: str, n_comparisons: int, looks: int
-) -> Verdict:
-    family = n_comparisons * looks
+def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str, family: int) -> Verdict:
     seeds, is_finite = len(comparison.differences), np.isfinite(comparison.differences).all()
     has_interval = seeds > 1 and not comparison.unreached_runs
     interval = comparison.interval(family) if has_interval else None
     needed_seeds = _seed_numbers(comparison, margin, family) if seeds > 1 and is_finite else None
-    single_interval = comparison.interval(looks) if has_interval else None
+    single_interval = comparison.interval() if has_interval else None
     document_interval = comparison.document_estimate and comparison.enclosing(comparison.document_estimate, family)
 
     def untested_verdict(kind: VerdictKind, reason: str, open_reason: str) -> Verdict:
