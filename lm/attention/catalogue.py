@@ -2,37 +2,98 @@
 its options.
 
 A normalizer is two classes in one module: a dataclass of options, with formula, source and published figures, and a
-subclass of `Normalizer` whose `schema` is that dataclass. A new normalizer's dataclass goes into `ENTRIES`. Importing
-this module imports no torch.
+subclass of `Normalizer` whose `schema` is that dataclass. A new normalizer goes into `NORMALIZERS`.
 """
 
 import inspect
 import shlex
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
 
-from lm.attention.distance import ALiBi, Forget, ScaleInvariant, SoftCap, StickBreaking, Window
-from lm.attention.elementwise import Relu, Relu2, Sigmoid
-from lm.attention.linear import Linear
-from lm.attention.normalizer import DividedNormalizer, LayerSpec, Normalizer
+from lm.attention.distance import (
+    ALiBi,
+    ALiBiNormalizer,
+    Forget,
+    ForgetNormalizer,
+    ScaleInvariant,
+    ScaleInvariantNormalizer,
+    SoftCap,
+    SoftCapNormalizer,
+    StickBreaking,
+    StickBreakingNormalizer,
+    Window,
+    WindowNormalizer,
+)
+from lm.attention.elementwise import Relu, Relu2, Relu2Normalizer, ReluNormalizer, Sigmoid, SigmoidNormalizer
+from lm.attention.linear import Linear, LinearNormalizer
+from lm.attention.normalizer import LayerSpec, Normalizer
 from lm.attention.options import Options, label_text
-from lm.attention.query_scale import PN, Cosine, InfoScale, Llama4, LogN, QASSMax, Softmax, SqrtLogN, SSMax, YaRN
-from lm.attention.sinks import Sink, Softmax1
-from lm.attention.sparse import ASEntmax, Entmax15, Softpick, Sparsemax
+from lm.attention.query_scale import (
+    PN,
+    Cosine,
+    CosineNormalizer,
+    InfoScale,
+    InfoScaleNormalizer,
+    Llama4,
+    Llama4Normalizer,
+    LogN,
+    LogNNormalizer,
+    PNNormalizer,
+    QASSMax,
+    QASSMaxNormalizer,
+    Softmax,
+    SoftmaxWithTemperature,
+    SqrtLogN,
+    SqrtLogNNormalizer,
+    SSMax,
+    SSMaxNormalizer,
+    YaRN,
+    YaRNNormalizer,
+)
+from lm.attention.sinks import Sink, SinkNormalizer, Softmax1, Softmax1Normalizer
+from lm.attention.sparse import (
+    ASEntmax,
+    ASEntmaxNormalizer,
+    Entmax15,
+    Entmax15Normalizer,
+    Softpick,
+    SoftpickNormalizer,
+    Sparsemax,
+    SparsemaxNormalizer,
+)
 from lm.errors import Problem
 from lm.plugins import PAGE, PLUGINS
 from lm.schema import Plain, Unavailable, build, reference, variants, yaml_flow
 
-ENTRIES: dict[str, type[Options]] = {
-    options.name: options
-    for options in (
-        Softmax, SSMax, LogN, SqrtLogN, Llama4, YaRN, InfoScale, Cosine, PN, QASSMax, Softmax1, Sink, Relu2, Relu,
-        Sigmoid,
-        Sparsemax, Entmax15, ASEntmax, Softpick, ALiBi, Window, ScaleInvariant, Forget, SoftCap,
-        StickBreaking, Linear,
-    )
-}  # fmt: skip
+NORMALIZERS: dict[type[Options], type[Normalizer]] = {
+    Softmax: SoftmaxWithTemperature,
+    SSMax: SSMaxNormalizer,
+    LogN: LogNNormalizer,
+    SqrtLogN: SqrtLogNNormalizer,
+    Llama4: Llama4Normalizer,
+    YaRN: YaRNNormalizer,
+    InfoScale: InfoScaleNormalizer,
+    Cosine: CosineNormalizer,
+    PN: PNNormalizer,
+    QASSMax: QASSMaxNormalizer,
+    Softmax1: Softmax1Normalizer,
+    Sink: SinkNormalizer,
+    Relu2: Relu2Normalizer,
+    Relu: ReluNormalizer,
+    Sigmoid: SigmoidNormalizer,
+    Sparsemax: SparsemaxNormalizer,
+    Entmax15: Entmax15Normalizer,
+    ASEntmax: ASEntmaxNormalizer,
+    Softpick: SoftpickNormalizer,
+    ALiBi: ALiBiNormalizer,
+    Window: WindowNormalizer,
+    ScaleInvariant: ScaleInvariantNormalizer,
+    Forget: ForgetNormalizer,
+    SoftCap: SoftCapNormalizer,
+    StickBreaking: StickBreakingNormalizer,
+    Linear: LinearNormalizer,
+}
+ENTRIES: dict[str, type[Options]] = {options.name: options for options in NORMALIZERS}
 
 
 def options_class(normalizer: type) -> type[Options]:
@@ -59,10 +120,6 @@ def options_class(normalizer: type) -> type[Options]:
             raise Unavailable(
                 f"sets {misplaced_names[0]} where it has no effect", f"set it on the class {owner.__name__}"
             )
-    if name := method_ignored_by_forward(normalizer):
-        forward_class = _defining_class(normalizer, "forward").__name__
-        reason = f"has {name} of its own, but `forward` of {forward_class}, which computes another function"
-        raise Unavailable(reason, "override forward or fused_inputs, too, or derive from Normalizer")
     return schema
 
 
@@ -120,7 +177,6 @@ def _layers_label(labels: Iterable[str]) -> str:
 OPTIONS = Catalogue({**SINGLE, Layers.name: Layers})
 
 
-_DEFINITION_METHODS = ("define_scores", "normalize", "visible")
 _OPTION_ATTRIBUTES = (
     "full_formula",
     "sums_to_one",
@@ -142,38 +198,13 @@ _CODE_ATTRIBUTES = (
 )
 
 
-def method_ignored_by_forward(normalizer: type) -> str:
-    """Return the name of a method, such as `normalize`, that the class overrides in vain, as it inherits a `forward` of
-    lm that ignores the method. Empty if there is none."""
-    definitions = (*_DEFINITION_METHODS, "f") if issubclass(normalizer, DividedNormalizer) else _DEFINITION_METHODS
-    depths = {
-        name: normalizer.__mro__.index(_defining_class(normalizer, name))
-        for name in ("forward", "fused_inputs", *definitions)
-    }
-    forward_class = _defining_class(normalizer, "forward")
-    if forward_class is Normalizer or not forward_class.__module__.startswith(
-        "lm."
-    ):  # these call the definition, or are a plugin's
-        return ""
-    return next((name for name in definitions if depths[name] < min(depths["forward"], depths["fused_inputs"])), "")
-
-
-def _defining_class(normalizer: type, name: str) -> type:
-    return next(parent for parent in normalizer.__mro__ if name in vars(parent))
-
-
 def implementation(name: str) -> type[Normalizer]:
     """The class of the normalizer whose options have the name `name`, from lm or from an imported plugin."""
-    if name not in ENTRIES:
-        return PLUGINS.implementation(name)
-    module_values = vars(sys.modules[ENTRIES[name].__module__]).values()
-    return next(
-        entry for entry in module_values if isinstance(entry, type) and getattr(entry, "schema", None) is ENTRIES[name]
-    )
+    return NORMALIZERS[ENTRIES[name]] if name in ENTRIES else PLUGINS.implementation(name)
 
 
 def make_normalizer(options: Options, layer: LayerSpec) -> Normalizer:
-    """The normalizer that `options` describe, for a layer (imports torch)."""
+    """The normalizer that `options` describe, for a layer."""
     return implementation(options.name)(options, layer)
 
 

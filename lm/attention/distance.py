@@ -5,7 +5,12 @@ of capped scores.
 import math
 from dataclasses import dataclass
 
-from lm.attention.lazy import AttentionLayout, F, Tensor, routes, torch
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lm.attention import routes
+from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer, SoftmaxNormalizer, logits
 from lm.attention.options import LARGEST, LONGEST, Options
 from lm.schema import key

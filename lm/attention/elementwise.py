@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from lm.attention.lazy import AttentionLayout, Tensor, elementwise_sums, torch
+import torch
+from torch import Tensor
+
+from lm.attention import elementwise_sums
+from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import DividedNormalizer, logits
 from lm.attention.options import N_HELP, Options
 from lm.errors import Problem

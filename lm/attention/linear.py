@@ -3,7 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from lm.attention.lazy import AttentionLayout, F, Tensor, routes, torch
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lm.attention import routes
+from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import DividedNormalizer
 from lm.attention.options import Options
 from lm.errors import Problem

@@ -4,10 +4,6 @@ Each class computes the same function in two ways: by its definition, which is `
 scores, and by `forward`, the fastest exact computation. Shapes: B sequences, H heads of queries, K heads of keys and
 values, T queries, S keys. D is the head size, E the width of the values, F a number of features, L the training length.
 Logits are z = q.k / sqrt(D).
-
-Commands that must not wait for torch read options, which are defined in the modules of normalizers. So these modules
-import `lm.attention.lazy` in place of torch, and a class gets `torch.nn.Module` as a base when its first instance is
-made.
 """
 
 from __future__ import annotations
@@ -15,11 +11,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import ClassVar
 
-from lm.attention.lazy import AttentionLayout, Module, Tensor, routes, torch
-from lm.attention.lazy import layout as layouts
+import torch
+from torch import Tensor
+
+from lm.attention import layout as layouts
+from lm.attention import routes
+from lm.attention.layout import AttentionLayout
 from lm.attention.options import Options
 
 
@@ -33,8 +32,8 @@ class LayerSpec:
     train_length: int  # tokens in a training sequence; initial values and the option `base: train` depend on it
 
 
-class Normalizer(ABC, Module):
-    """Base class of every normalizer, a `torch.nn.Module`. Each layer has an instance of its own, most of whose
+class Normalizer(torch.nn.Module, ABC):
+    """Base class of every normalizer. Each layer has an instance of its own, most of whose
     parameters are per head.
 
     Args:
@@ -49,9 +48,6 @@ class Normalizer(ABC, Module):
     )
     # name in `SCORE_MAPS` of the function that maps scores to weights, up to a factor per query; empty if none does
     score_map: str = ""
-
-    def __new__(cls, *arguments: object) -> Normalizer:
-        return object.__new__(_as_module(cls))
 
     def __init__(self, options: Options, layer: LayerSpec):
         super().__init__()
@@ -252,23 +248,6 @@ class Normalizer(ABC, Module):
             "blocks of queries from the definition, recomputed in the backward pass: no fused kernel computes this "
             "function"
         )
-
-
-@cache
-def _as_module(plain_class: type[Normalizer]) -> type[Normalizer]:
-    """A subclass of `plain_class` and `torch.nn.Module`; `plain_class` itself if it is a `torch.nn.Module` already."""
-    if issubclass(plain_class, torch.nn.Module):
-        return plain_class
-    attributes = {
-        "__module__": plain_class.__module__,
-        "__doc__": plain_class.__doc__,
-        "__reduce__": lambda self: (
-            Normalizer.__new__,
-            (plain_class,),
-            vars(self),
-        ),  # pickle finds the plain class by its name
-    }
-    return type(plain_class)(plain_class.__name__, (plain_class, torch.nn.Module), attributes)
 
 
 class SoftmaxNormalizer(Normalizer):

@@ -11,7 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from lm.attention.lazy import AttentionLayout, Module, Tensor, routes, torch
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from lm.attention import routes
+from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer, SoftmaxNormalizer, logits
 from lm.attention.options import INITIAL_VALUE_REASON, LARGEST, LONGEST, N_HELP, Options
 from lm.errors import Problem

@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lm.attention.lazy import AttentionLayout, F, Tensor, routes, torch
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lm.attention import routes
+from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import SoftmaxNormalizer
 from lm.attention.options import INITIAL_VALUE_REASON, LARGEST, Options
 from lm.schema import key

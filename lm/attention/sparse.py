@@ -4,7 +4,12 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from lm.attention.lazy import AttentionLayout, F, Tensor, routes, torch
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lm.attention import routes
+from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer, logits
 from lm.attention.options import N_HELP, Options
 from lm.schema import key

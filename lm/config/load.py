@@ -1,7 +1,7 @@
 """Reads configurations from YAML files and overrides, checks them, and writes them as YAML.
 
 `load_config` merges files (each may inherit with `base:`) and `key=value` overrides. `parse` raises one `ConfigError`
-with every problem of single keys, else with every contradiction between keys. This module never imports torch.
+with every problem of single keys, else with every contradiction between keys.
 """
 
 import os

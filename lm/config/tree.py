@@ -1,4 +1,4 @@
-"""The configuration as a tree of dataclasses, its canonical form, and the effect of each key. Imports no torch.
+"""The configuration as a tree of dataclasses, its canonical form, and the effect of each key.
 
 `lm.config.load` reads and checks configurations.
 """
