@@ -450,7 +450,7 @@ def _readings(data: DataConfig, folder: Path) -> list[Reading]:
             (reader(weighted.source).held_out(weighted.source), True),
         ):
             if source:
-                stream = folder / f"stream-{len(readings)}.parquet" if reader(source).streamed(source) else None
+                stream = folder / f"stream-{len(readings)}" if reader(source).streamed(source) else None
                 readings.append(Reading(index, source, is_held_out, vocabulary if is_ids[index] else None, stream))
     return readings
 

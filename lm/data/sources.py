@@ -6,8 +6,10 @@ changes exactly when the documents do. Memory is bounded by the longest document
 """
 
 import dataclasses
+import gzip
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -185,44 +187,30 @@ def _hub_documents(source: Hub, on_error: OnError, vocabulary: None) -> Document
         yield from islice(column_texts(tables, source.column, location, on_error), source.max_documents)
 
 
-STREAM_BYTES = 4 << 20  # characters of a stream that are written at a time
-
-
 def streamed_documents(source: Hub, path: Path, on_error: OnError) -> Documents:
     """Yield a streamed source's documents and their locations. The first call downloads them and writes them, and the
-    errors of rows that can't be read, to the Parquet file `path`, which appears when it is whole. Later calls read it.
+    errors of rows that can't be read, to the file `path`, which appears when it is whole. Later calls read it.
     """
-    import pyarrow
-    from pyarrow.parquet import ParquetFile, ParquetWriter
-
     if path.exists():
-        with ParquetFile(path) as file:
-            for group in range(file.num_row_groups):
-                for row in file.read_row_group(group).to_pylist():
-                    if row["error"] is None:
-                        yield row["text"], row["location"]
-                    else:
-                        on_error(Unreadable(row["error"], row["n_bytes"]))
+        with gzip.open(path) as stream:
+            for text, location, n_bytes in map(json.loads, stream):
+                if n_bytes is None:
+                    yield text, location
+                else:
+                    on_error(Unreadable(location, n_bytes))
         return
-    texts = dict.fromkeys(("text", "location", "error"), pyarrow.large_string())
-    schema = pyarrow.schema(texts | {"n_bytes": pyarrow.int64()})
-    rows: list[dict[str, Plain]] = []
+
+    def write(*row: str | int | None) -> None:
+        stream.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
 
     def skip(error: Unreadable) -> None:
         on_error(error)
-        rows.append({"error": str(error), "n_bytes": error.n_bytes})
+        write("", str(error), error.n_bytes or 0)
 
-    with replacing(path) as file, ParquetWriter(file, schema, compression="zstd") as writer:
-        n_characters = 0
+    with replacing(path) as file, gzip.GzipFile(fileobj=file, mode="wb", compresslevel=1) as stream:
         for text, location in _hub_documents(source, skip, None):
-            rows.append({"text": text, "location": location})
+            write(text, location, None)
             yield text, location
-            n_characters += len(text)
-            if len(rows) >= ROWS or n_characters > STREAM_BYTES:
-                writer.write_table(pyarrow.Table.from_pylist(rows, schema))
-                rows.clear()
-                n_characters = 0
-        writer.write_table(pyarrow.Table.from_pylist(rows, schema))
 
 
 def _hub_held_out(source: Hub) -> Hub | None:

@@ -9,7 +9,6 @@ import dataclasses
 import glob
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -148,10 +147,15 @@ def _id_array(ids: Plain | np.ndarray, location: str) -> np.ndarray:
 
 
 def token_documents(source: Tokens, on_error: OnError, vocabulary: Vocabulary) -> Documents:
-    token_format = FORMATS[source.format]
-    for path in token_format.files(source):
-        with report_unreadable(on_error, size_of(token_format.parts(path)), str(path)):
-            yield from token_format.documents(path, source, vocabulary, on_error)
+    files, read = FORMATS[source.format]
+    for path in files(source):
+        with report_unreadable(on_error, size_of(_parts(path)), str(path)):
+            yield from read(path, source, vocabulary, on_error)
+
+
+def _parts(path: Path) -> list[Path]:
+    """Return the files in a folder, or the path of a file."""
+    return sorted(files_in(path)) if path.is_dir() else [path]
 
 
 def held_out(source: Tokens) -> Tokens | None:
@@ -169,15 +173,10 @@ def tokens_identity(source: Tokens, root: Path, hashes: FileHashes) -> dict[str,
     """Return plain data that identifies the documents: the format, and paths and sha256 of the training and the
     held-out files.
     """
-    token_format = FORMATS[source.format]
 
     def hash_files(token_source: Tokens | None) -> list[Plain]:
-        paths = [
-            path
-            for file in (token_format.files(token_source) if token_source else [])
-            for path in token_format.parts(file)
-        ]
-        return [{"path": str(path), "sha256": hashes.sha256(path)} for path in paths]
+        paths = FORMATS[source.format][0](token_source) if token_source else []
+        return [{"path": str(path), "sha256": hashes.sha256(path)} for part in map(_parts, paths) for path in part]
 
     column = {"column": source.column} if source.format in ("column", "saved") else {}
     return {
@@ -186,17 +185,6 @@ def tokens_identity(source: Tokens, root: Path, hashes: FileHashes) -> dict[str,
         "validation_files": hash_files(held_out(source)),
         **column,
     }
-
-
-@dataclass(frozen=True)
-class TokenFormat:
-    """A file format of ids, as functions that list a source's files or folders, read the documents of one of them, and
-    list the files in it.
-    """
-
-    files: Callable[[Tokens], list[Path]]
-    documents: Callable[[Path, Tokens, Vocabulary, OnError], Documents]
-    parts: Callable[[Path], list[Path]] = lambda path: [path]
 
 
 def _files_with_suffix(suffix: str, source: Tokens) -> list[Path]:
@@ -343,9 +331,10 @@ def _read_saved(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: On
         raise unreadable_error(str(path), error) from None
 
 
-FORMATS: dict[str, TokenFormat] = {
-    "nanogpt": TokenFormat(partial(_files_with_suffix, ".bin"), _read_nanogpt),
-    "modded-nanogpt": TokenFormat(partial(_files_with_suffix, ".bin"), _read_modded),
-    "column": TokenFormat(lambda source: text_files.expand(Files(source.paths, [])), _read_column),
-    "saved": TokenFormat(_saved_folders, _read_saved, lambda path: sorted(files_in(path))),
+# {format: (lists a source's files or folders, reads the documents of one of them)}
+FORMATS: dict[str, tuple[Callable[[Tokens], list[Path]], Callable[[Path, Tokens, Vocabulary, OnError], Documents]]] = {
+    "nanogpt": (partial(_files_with_suffix, ".bin"), _read_nanogpt),
+    "modded-nanogpt": (partial(_files_with_suffix, ".bin"), _read_modded),
+    "column": (lambda source: text_files.expand(Files(source.paths, [])), _read_column),
+    "saved": (_saved_folders, _read_saved),
 }
