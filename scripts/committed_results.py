@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,45 @@ def runs_of(name: str) -> pd.DataFrame:
     if len(set(seeds)) > 1:  # values are paired in the order of seeds
         raise SystemExit(f"error: results/{name}/seeds.csv: arms differ in seeds: {seeds.to_dict()}")
     return data.fillna({"setting": ""})
+
+
+@dataclass(frozen=True)
+class Results:
+    """The results of an experiment, their tables and their picture.
+
+    Attributes:
+        name: folder of results/.
+        page: of docs/, that holds its tables.
+        labels: words for the arms, by name, in the order of the table.
+    """
+
+    name: str
+    page: str
+    labels: Mapping[str, str]
+
+    @property
+    def place(self) -> str:
+        """Name of the tables in the page, and of the picture, docs/PLACE.svg."""
+        return self.name
+
+    @property
+    def scale(self) -> tuple[float, int]:
+        """The factor by which values are shown, and their digits."""
+        return 100, 1
+
+    @cached_property
+    def data(self) -> pd.DataFrame:
+        """The numbers of the final runs."""
+        return runs_of(self.name)
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The sequence lengths of `accuracies`, ascending."""
+        return sorted({key[-1] for key in self.accuracies})
+
+    def words(self, verdict: Verdict) -> str:
+        """A verdict in words, with its difference."""
+        return verdict_words(verdict, *self.scale)
 
 
 def at_best(

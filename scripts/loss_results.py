@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from committed_results import HUES, RESULTS, at_best, markdown, rate_text, runs_of, trend_table, verdict_words
+from committed_results import HUES, RESULTS, Results, at_best, markdown, rate_text, runs_of, trend_table
 from pages import canvas, saved
 
 from lm.report.pictures import COLOURS
@@ -22,12 +21,10 @@ EXTENDED = ("as trained", "theta x 50")  # inference settings in which sequences
 
 
 @dataclass(frozen=True)
-class Losses:
+class Losses(Results):
     """An experiment on text: a mean loss of each arm in some settings, in nats, or its accuracy.
 
     Attributes:
-        name: folder of results/.
-        page: of docs/, that holds its tables.
         labels: words for the lines of the table, by the beginning of the names of their arms, and after a comma what a
             setting changes of the normalizer, such as `ssmax, n=fixed:753`.
         pairs: the lines that are compared, each with its baseline.
@@ -53,9 +50,6 @@ class Losses:
         beside: columns of another experiment, by their headings: words for a line.
     """
 
-    name: str
-    page: str
-    labels: Mapping[str, str]
     pairs: tuple[tuple[str, str], ...]
     columns: Mapping[str, tuple[str, str, str, int]]
     deciding: tuple[str, ...] = EXTENDED
@@ -77,7 +71,7 @@ class Losses:
         return "-".join(filter(None, (self.name, self.size, self.suffix)))
 
     @property
-    def _scale(self) -> tuple[float, int]:
+    def scale(self) -> tuple[float, int]:
         """The factor by which values are shown, and their digits."""
         return (100, 1) if self.accuracy else (1, 3)
 
@@ -139,10 +133,6 @@ class Losses:
         """The line and the baseline of a verdict's key."""
         return key[:2]
 
-    def words(self, verdict: Verdict) -> str:
-        """A verdict in words, with its difference."""
-        return verdict_words(verdict, *self._scale)
-
     def tables(self) -> dict[str, str]:
         """The tables of the page, by their places; verdicts only if something is decided, tokens only if they are
         counted.
@@ -161,7 +151,7 @@ class Losses:
         for line in self.lines:
             cells = [next(iter(self.by_rate(line, column).values()), None) for column in self.columns]
             rate = rate_text(next(iter(self.by_rate(line, self.tuned_on))))
-            factor, digits = self._scale
+            factor, digits = self.scale
             words = [
                 "" if x is None else f"{factor * x.mean():.{digits}f} ({factor * x.std(ddof=1):.{digits}f})"
                 for x in cells
@@ -251,7 +241,7 @@ class Losses:
             return None
         columns = [column for column, (_, metric, *_) in self.columns.items() if metric.startswith("mean ")]
         size, shared = (9.5, 0.8 + 2.4 * len(self.rows)), {"sharex": True, "sharey": True, "squeeze": False}
-        with plt.rc_context({"font.size": 9}), canvas(len(self.rows), len(columns), size, **shared) as (figure, panels):
+        with canvas(len(self.rows), len(columns), size, **shared) as (figure, panels):
             for row, (title, pairs) in zip(panels, self.rows.items(), strict=True):
                 for axes, column in zip(row, columns, strict=True):
                     axes.axhline(0, color="0.3", linewidth=0.8)
@@ -281,7 +271,6 @@ class Losses:
                         self.length * 2**power for power in range(-3, 8) if self.length * 2**power < curves.index[-1]
                     ]
                     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-                    axes.spines[["top", "right"]].set_visible(False)
                 row[0].set_ylabel(f"{title}\nloss minus the baseline's, nats")
             handles, words = panels[0, 0].get_legend_handles_labels()
             figure.legend(
@@ -305,7 +294,7 @@ class Losses:
         """
         columns = [column for column, (_, metric, *_) in self.columns.items() if metric.endswith("loss")]
         large = {(line, column) for (line, _, column), verdict in self.verdicts.items() if verdict.exceeds_margin}
-        with plt.rc_context({"font.size": 9}), canvas(1, 1, (7.5, 1.1 + 0.21 * len(self.lines))) as (figure, axes):
+        with canvas(1, 1, (7.5, 1.1 + 0.21 * len(self.lines))) as (figure, axes):
             for number, column in enumerate(columns):
                 colour, length = COLOURS[number], self.columns[column][-1]
                 axes.plot(
@@ -328,7 +317,6 @@ class Losses:
             axes.invert_yaxis()
             axes.grid(axis="y", color="0.9", linewidth=0.6)
             axes.set_axisbelow(True)
-            axes.spines[["top", "right"]].set_visible(False)
             baseline = next(iter(self.labels.values()))
             filled = f"; filled: better or worse than it by more than {self.matters:g}" if self.pairs else ""
             axes.set_xlabel(f"loss, nats (broken: {baseline}{filled})")

@@ -7,36 +7,25 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from committed_results import markdown, runs_of, verdict_words
+from committed_results import Results, markdown, runs_of
 from pages import canvas, percentage_cells, saved
 
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
 
 @dataclass(frozen=True)
-class NeedleDepths:
+class NeedleDepths(Results):
     """An experiment in which one needle of several is asked for, at several depths of the text.
 
     Attributes:
-        name: folder of results/, and name of the table and of the picture, docs/NAME.svg.
-        page: of docs/, that holds its table.
-        labels: words for the arms, by name, in the order of the table.
         baseline: the arm that all others are compared with, at depth 0 of the longest sequences with RoPE as trained.
         matters: smallest difference of interest, as a fraction.
     """
 
-    name: str
-    page: str
-    labels: dict[str, str]
     baseline: str
     matters: float
-
-    @property
-    def place(self) -> str:
-        return self.name
 
     @cached_property
     def data(self) -> pd.DataFrame:
@@ -56,10 +45,6 @@ class NeedleDepths:
     @cached_property
     def depths(self) -> list[float]:
         return sorted({depth for *_, depth, _ in self.accuracies})
-
-    @cached_property
-    def lengths(self) -> list[int]:
-        return sorted({length for *_, length in self.accuracies})
 
     @cached_property
     def verdicts(self) -> dict[str, Verdict]:
@@ -96,16 +81,13 @@ class NeedleDepths:
                 for setting in self.settings
             ]
             words += [spread(self.attention(arm, layer), 2) for layer in (1, 2)]
-            lines.append([label, *words, verdict_words(self.verdicts[arm]) if arm in self.verdicts else ""])
+            lines.append([label, *words, self.words(self.verdicts[arm]) if arm in self.verdicts else ""])
         return {self.place: markdown(lines)}
 
     def drawn(self) -> bytes:
         """The picture: mean accuracy by length and depth, a panel for each arm and setting."""
         shape = len(self.settings), len(self.labels)
-        with (
-            plt.rc_context({"font.size": 9}),
-            canvas(*shape, (9, 1 + 1.9 * shape[0]), sharex=True, sharey=True, squeeze=False) as (figure, rows),
-        ):
+        with canvas(*shape, (9, 1 + 1.9 * shape[0]), sharex=True, sharey=True, squeeze=False) as (figure, rows):
             for (row, setting), (column, arm) in product(enumerate(self.settings), enumerate(self.labels)):
                 axes = rows[row, column]
                 values = 100 * np.array(

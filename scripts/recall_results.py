@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from committed_results import HUES, at_best, markdown, rate_text, runs_of, trend_table, verdict_words
+from committed_results import HUES, Results, at_best, markdown, rate_text, runs_of, trend_table
 from pages import canvas, percentage_cells, saved
 
 from lm.report.pictures import COLOURS
@@ -25,13 +24,10 @@ HEADINGS = {
 
 
 @dataclass(frozen=True)
-class Recall:
+class Recall(Results):
     """An experiment on recall: accuracy by sequence length.
 
     Attributes:
-        name: folder of results/.
-        page: of docs/, that holds its table.
-        labels: words for the arms, by name, in the order of the table.
         baseline: the arm that all others are compared with.
         deciding: sequence lengths at which they are.
         matters: smallest difference of interest, as a fraction.
@@ -46,9 +42,6 @@ class Recall:
             seed.
     """
 
-    name: str
-    page: str
-    labels: dict[str, str]
     baseline: str
     deciding: tuple[int, ...]
     matters: float
@@ -58,11 +51,6 @@ class Recall:
     rows: str = "rate"
     ranked: bool = False
     trends: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-
-    @property
-    def place(self) -> str:
-        """Name of the tables in the page, and of the picture, docs/PLACE.svg."""
-        return self.name
 
     @property
     def tokens(self) -> str:
@@ -86,10 +74,6 @@ class Recall:
         """(seeds,) the accuracy of the final runs by arm, rate and length."""
         lines = self.data.query(f"metric == '{self.task} accuracy' and setting == 'as trained'")
         return {key: run.sort_values("seed").value.to_numpy() for key, run in lines.groupby(["arm", self.rows, "x"])}
-
-    @cached_property
-    def lengths(self) -> list[int]:
-        return sorted({length for *_, length in self.accuracies})
 
     def rates(self, arm: str) -> list[float]:
         """The rates of an arm's final seeds, ascending; of tuned arms the best comes first."""
@@ -122,10 +106,6 @@ class Recall:
     def compared(self, key: tuple[str, float, int]) -> tuple[str, str]:
         """The arm and the baseline of a verdict's key."""
         return key[0], self.baseline
-
-    def words(self, verdict: Verdict) -> str:
-        """A verdict in words, with its difference in points."""
-        return verdict_words(verdict)
 
     @cached_property
     def arms(self) -> list[str]:
@@ -205,7 +185,7 @@ class Recall:
         and verdicts.
         """
         values = np.stack([100 * self._best(arm).mean(0) for arm in self.arms])
-        with plt.rc_context({"font.size": 9}), canvas(1, 1, (7.2, 0.8 + 0.235 * len(self.arms))) as (figure, axes):
+        with canvas(1, 1, (7.2, 0.8 + 0.235 * len(self.arms))) as (figure, axes):
             percentage_cells(axes, values)
             for row, arm in enumerate(self.arms):
                 verdict = self.verdicts.get((arm, self.rates(arm)[0], self.deciding[0]))
@@ -235,8 +215,8 @@ class Recall:
         factors = {
             length: f"{length // self.lengths[0]:,}" for length in (self.lengths[0], *self.lengths[:0:-2])
         }  # with room for words
-        style, shared = plt.rc_context({"font.size": 9}), {"sharex": True, "sharey": True, "squeeze": False}
-        with style, canvas(len(rates), len(self.labels), size, **shared) as (figure, panels):
+        shared = {"sharex": True, "sharey": True, "squeeze": False}
+        with canvas(len(rates), len(self.labels), size, **shared) as (figure, panels):
             for row, rate in zip(panels, rates, strict=True):
                 for axes, arm in zip(row, self.labels, strict=True):
                     colour = COLOURS[HUES[arm.removeprefix("after_").removeprefix("tau_")]]
@@ -248,7 +228,6 @@ class Recall:
                     axes.set_xticks([*factors], factors.values())
                     axes.set_xticks(self.lengths, [], minor=True)
                     axes.set_ylim(-3, 103)
-                    axes.spines[["top", "right"]].set_visible(False)
                 words = f"{self._row(rate)} steps" if self.rows == "size" else f"learning rate {self._row(rate)}"
                 row[0].set_ylabel(f"{words}\naccuracy, %")
                 row[0].annotate("dotted:\na guess", (self.lengths[0], 3), fontsize=8, color="0.35")
