@@ -113,92 +113,31 @@ def test_losses_are_compared_in_pairs_and_hold_at_every_rate_in_settings_that_ch
     assert "undecided" in cells[3]
 
 
-def test_means_over_positions_weigh_each_bin_by_its_tokens_and_losses_stand_by_tokens_seen(
-    monkeypatch, tmp_path, capsys
-):
-    shared = {
-        "size": None,
-        "arm": "a",
-        "rate": 0.1,
-        "stage": "final",
-        "seed": 1,
-        "task": "",
-        "quantity": "loss",
-        "setting": "as trained",
-    }
-    shared |= {
-        "state": "finished",
-        "part": "reports",
-        "weight": 1.0,
-        "folder": "run",
-        "kind": "long",
-        "step": 8,
-        "tokens": 80,
-    }
+def test_means_over_positions_weigh_each_bin_by_its_tokens_and_losses_stand_by_tokens_seen(monkeypatch, tmp_path):
+    run = {"size": None, "arm": "a", "rate": 0.1, "stage": "final", "seed": 1, "state": "finished", "folder": "run"}
+    run |= {"task": "", "part": "reports", "weight": 1.0}
+    long = run | {"kind": "long", "quantity": "loss", "setting": "as trained", "step": 8, "tokens": 80}
     lines = [
-        shared | {"x": x, "until": end, "sample": n, "value": loss + n}
+        long | {"x": x, "until": end, "sample": n, "value": loss + n}
         for x, end, loss in ((0, 1, 9.0), (1, 4, 5.0))
         for n in (0, 2)
     ]
-    validation = {
-        "kind": "validation",
-        "quantity": "val/loss",
-        "setting": "",
-        "x": math.nan,
-        "until": math.nan,
-        "sample": 0,
-    }
-    lines += [shared | validation | {"step": step, "tokens": 10 * step, "value": 8.0 / step} for step in (4, 8)]
-    described = {"kind": "diagnostics", "quantity": "entropy / ln n", "until": math.nan, "sample": 0}
-    lines.append(shared | described | {"x": math.nan, "value": 0.6})
-    lines += [
-        shared | described | {"x": math.nan, "value": 9.0} | other
-        for other in ({"quantity": "S"}, {"setting": "shuffled scores"}, {"x": 40})
-    ]
+    validation = {"kind": "validation", "quantity": "val/loss", "setting": "", "x": math.nan, "sample": 0}
+    lines += [run | validation | {"step": step, "tokens": 10 * step, "value": 8.0 / step} for step in (4, 8)]
+    lines.append(lines[0] | {"arm": "b", "folder": "stopped", "state": "unfinished"})
     monkeypatch.setattr(collect.lm, "results", lambda folder, history: pd.DataFrame(lines))
     monkeypatch.setattr(collect, "RESULTS", tmp_path)
     frame = pd.read_csv(collect.collect(tmp_path, "made"))
     numbers = {(line.metric, line.x): (line.value, line.sequences) for line in frame.itertuples()}
-    positions = {("loss", 0): (10, 2), ("loss", 1): (6, 2), ("mean loss", 4): (7, 2), ("entropy / ln n", 0): (0.6, 1)}
-    assert numbers == positions | {
-        ("val loss", 0): (1, 1),
-        ("val loss by tokens", 40): (2, 1),
-        ("val loss by tokens", 80): (1, 1),
-    }
-    others = [line | {"seed": 2, "folder": "other"} for line in lines]
-    monkeypatch.setattr(collect.lm, "results", lambda folder, history: pd.DataFrame(others))
-    twice = [*others, *({**line, "folder": "run"} for line in others)]
-    monkeypatch.setattr(collect.lm, "results", lambda folder, history: pd.DataFrame(twice))
-    with pytest.raises(SystemExit, match="other and run differ in configuration alone"):
-        collect.collect(tmp_path, "made")
-    sized = [line | {"size": "small"} for line in others]
-    monkeypatch.setattr(collect.lm, "results", lambda folder, history: pd.DataFrame(sized))
-    with pytest.raises(SystemExit, match=r"seeds\.csv: has no sizes, other than the runs"):
-        collect.collect(tmp_path, "made", add=True)
-    longer = {"arm": "b", "folder": "longer", "kind": "long", "x": 1, "until": 8, "sample": 0, "value": 1.0}
-    unfinished = {"arm": "c", "folder": "stopped", "state": "unfinished"}
-    monkeypatch.setattr(
-        collect.lm, "results", lambda folder, history: pd.DataFrame([*others, shared | longer, others[0] | unfinished])
-    )
-    reaches = pd.read_csv(collect.collect(tmp_path, "other")).query("metric == 'mean loss'")
-    assert dict(zip(reaches.arm, reaches.x, strict=True)) == {"a": 4, "b": 8}
-    shorter = shared | {"task": "sequences of 2", "x": 0, "until": 2, "sample": 0, "value": 1.0}
-    monkeypatch.setattr(
-        collect.lm, "results", lambda folder, history: pd.DataFrame([*others, shorter | {"folder": "other"}])
-    )
-    assert pd.read_csv(collect.collect(tmp_path, "swap")).query("metric == 'mean sequences of 2 loss'").x.tolist() == [
-        2
-    ]
-    monkeypatch.setattr(
-        collect.lm, "results", lambda folder, history: pd.DataFrame([*others, shared | longer, others[0] | unfinished])
-    )
-    capsys.readouterr()
-    collect.collect(tmp_path, "other")
-    assert capsys.readouterr().err == "note: stopped: unfinished, left out\n"
-    monkeypatch.setattr(collect.lm, "results", lambda folder, history: pd.DataFrame(others))
+    losses = {("val loss", 0): (1, 1), ("val loss by tokens", 40): (2, 1), ("val loss by tokens", 80): (1, 1)}
+    assert numbers == {("loss", 0): (10, 2), ("loss", 1): (6, 2), ("mean loss", 4): (7, 2)} | losses
+    lines = [line | {"seed": 2, "folder": "other"} for line in lines]
     for _ in range(2):  # a run that is added again replaces its lines
         both = pd.read_csv(collect.collect(tmp_path, "made", add=True))
         assert both.equals(pd.concat([frame, frame.assign(seed=2)]).sort_values(collect.KEYS, ignore_index=True))
+    lines += [line | {"folder": "third"} for line in lines]
+    with pytest.raises(SystemExit, match="other and third differ in configuration alone"):
+        collect.collect(tmp_path, "made")
 
 
 def test_arms_of_other_seeds_are_not_paired(monkeypatch, tmp_path):
