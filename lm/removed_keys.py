@@ -11,6 +11,18 @@ REMOVED_KEYS: dict[str, tuple[object, str]] = {
     "eval.downstream": (None, "write eval.tasks=[NAME, ...]; tasks of your own are the paths of their YAML files"),
     "more_seeds": ([], "write all seeds in `seeds`, before the first run"),
     "primary.learned": (None, "compare means: by `matters`, or tokens to a level: `reach`"),
+    "optim.groups.*.eps": (None, "set optim.optimizer.eps, which all groups have"),
+    "optim.optimizer[muon].nesterov": (True, "drop it: Muon has Nesterov's momentum"),
+    "optim.optimizer[muon].ns_steps": (5, "drop it: Muon makes five Newton-Schulz iterations"),
+    "optim.optimizer[muon].adjust_lr": ("match_rms_adamw", "drop it, and give the rate of steps of about AdamW's size"),
+    "eval.*.every": (None, "give fractions of the run: eval.needle.at=[0.5, 1], for example"),
+    "eval.*.max_seconds": (None, "drop it, and measure fewer sequences where an evaluation takes too long"),
+    "eval.needle.finetune.batch_sequences": (16, "drop it: fine-tuning has 16 sequences a step"),
+    "eval.needle.finetune.lr": (2e-4, "drop it: fine-tuning has a rate of 2e-4"),
+    "eval.diagnostics.top_k": ([8, 64], "drop it: the weight on the largest 8 and 64 keys is measured"),
+    "eval.diagnostics.nearest": ([16, 64], "drop it: the weight on the nearest 16 and 64 keys is measured"),
+    "log.notes": (None, "set WANDB_NOTES in the environment"),
+    "log.score_sequences": (2, "drop it: two sequences are looked at"),
     "eval.others": ([], "measure it after training, on the model that lm.load gives"),
 }
 # {(name of a key, value): advice}

@@ -107,9 +107,12 @@ def key(default, help: str, effect: DeclaredEffect | None = None, *, omit_defaul
     return field(default=default, metadata=metadata)
 
 
-def section(schema: type, help: str, effect: DeclaredEffect | None = None):
-    """Make a dataclass field for a nested block of keys, described by the dataclass `schema`."""
-    return field(default_factory=schema, metadata={"help": help, "effect": effect, "schema": schema})
+def section(schema: type, help: str, effect: DeclaredEffect | None = None, *, by_user: bool = True):
+    """Make a dataclass field for a nested block of keys, described by the dataclass `schema`. A block that lm alone
+    sets (`by_user` is false) is not in the reference.
+    """
+    metadata = {"help": help, "effect": effect, "schema": schema, "by_user": by_user}
+    return field(default_factory=schema, metadata=metadata)
 
 
 def optional(schema: type, help: str, effect: DeclaredEffect | None = None, *, omit_default: bool = False):
@@ -557,6 +560,8 @@ def reference(
     rows = []
     described_options = set() if described_options is None else described_options
     for spec in fields(schema):
+        if not spec.metadata.get("by_user", True):
+            continue
         key_path, default, blocks = _join_path(path, spec.name), _default_of(spec), {}
         table, block = spec.metadata.get("table"), spec.metadata.get("schema")
         if container := spec.metadata.get("many"):

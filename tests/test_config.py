@@ -126,7 +126,7 @@ def test_a_text_in_place_of_a_block_without_a_name_is_refused_by_the_key_that_wa
     assert messages["data"].startswith("data = 'my/corpus': must be a block of keys; keys: source, tokenizer, ")
     assert (
         messages["optim.groups.head"]
-        == "optim.groups.head = 'large': must be a block of keys; keys: lr_factor, weight_decay, eps"
+        == "optim.groups.head = 'large': must be a block of keys; keys: lr_factor, weight_decay"
     )
 
 
@@ -190,7 +190,7 @@ def test_an_override_is_read_back_as_it_was_given(value: object):
 
 @pytest.mark.parametrize("text", ["#3", "run #3", "#", "a#b", "50 %", "'#3' "])
 def test_a_command_line_has_no_comments(text: str):
-    assert load_config(["softmax", f"log.notes={text}"]).log.notes == text.strip(" '")
+    assert load_config(["softmax", f"log.project={text}"]).log.project == text.strip(" '")
     with pytest.raises(ConfigError, match=r"optim\.lr = '0\.1 #3': must be a number"):
         load_config(["softmax", "optim.lr=0.1 #3"])
 
@@ -201,7 +201,7 @@ def test_nor_do_lists_on_it():
         == load_config(["softmax", "log.tags=[a, #3]"]).log.tags
         == ["a", "#3"]
     )
-    for text in ("log.tags=[a, b] #c", "log.notes=try #3: bigger"):
+    for text in ("log.tags=[a, b] #c", "log.project=try #3: bigger"):
         with pytest.raises(ConfigError, match="#") as error:
             load_config(["softmax", text])
         assert "\ue000" not in str(error.value)

@@ -20,6 +20,7 @@ from lm.config.tree import Config, ExperimentConfig
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, Diverged, RunError
 from lm.evaluation.evaluate import evaluate_runs
+from lm.evaluation.held_out import LongContext
 from lm.evaluation.metrics import metrics_of
 from lm.experiments.compare import TrainingOptions, compare_experiments
 from lm.experiments.engine import RunsFailed, forget_failures
@@ -140,26 +141,26 @@ def test_what_was_stopped_goes_on_and_what_failed_is_said(tmp_path, overrides):
     assert {line["arm"]: line["runs"] for line in summary_entries(procedure)} == {"softmax": 2, "ssmax": 0}
 
 
-def test_a_run_whose_last_evaluation_failed_has_failed_and_the_others_go_on(tmp_path, overrides):
+def test_a_run_whose_last_evaluation_failed_has_failed_and_the_others_go_on(tmp_path, overrides, monkeypatch):
     path = written(
         tmp_path, tune=None, seeds=[1], primary={"metric": "long/loss as trained", "better": "lower", "matters": 0.05}
     )
     procedure = Procedure(read_experiment(path, [*overrides, "eval.long_context.length_factor=2"]))
-    late = {"softmax": 1e-6, "ssmax": None}
+    measure = LongContext.measure
 
-    def train_late(run: Run) -> int:
-        long_context = replace(run.config.eval.long_context, max_seconds=late[run.arm])
-        return train(replace(run.config, eval=replace(run.config.eval, long_context=long_context)))
+    def train_broken(run: Run) -> int:
+        monkeypatch.setattr(LongContext, "measure", measure if run.arm == "ssmax" else lambda *_: 1 / 0)
+        return train(run.config)
 
     wrong = (
-        r"1 runs failed \(softmax-\S+ primary.metric long/loss as trained was not .* \(long_context: took longer "
-        r"than .*\); lm eval "
+        r"1 runs failed \(softmax-\S+ primary.metric long/loss as trained was not .* \(long_context: division "
+        r"by zero\); lm eval "
     )
     with pytest.raises(RunsFailed, match=wrong):
-        launching(procedure, train_late).train_all()
+        launching(procedure, train_broken).train_all()
     softmax, ssmax = procedure.known_runs()
     assert (softmax.outcome.state, ssmax.outcome.state) == ("unfinished", "finished")
-    evaluate_runs([softmax.config.run_folder], overrides=["eval.long_context.max_seconds=null"])
+    evaluate_runs([softmax.config.run_folder])
     launching(Procedure(procedure.experiment), lambda run: pytest.fail(f"{run.label} is trained again")).train_all()
 
 

@@ -268,13 +268,13 @@ def test_project_and_entity_are_those_of_the_environment_unless_the_configuratio
     short_config = replace(
         placed, trainer=replace(placed.trainer, max_steps=2), optim=replace(placed.optim, warmup_steps=1)
     )
-    assert train(replace(short_config, name="a", log=replace(short_config.log, tags=["first try"], notes="why"))) == 0
+    assert train(replace(short_config, name="a", log=replace(short_config.log, tags=["first try"]))) == 0
     assert train(replace(short_config, name="b", log=replace(short_config.log, project="ours", entity="group"))) == 0
     monkeypatch.delenv("WANDB_PROJECT")
     assert train(replace(short_config, name="c")) == 0
     assert [start["project"] for start in server.starts] == ["theirs", "ours", "lm"]
     assert [start["entity"] for start in server.starts] == [None, "group", None]  # None: wandb reads WANDB_ENTITY
-    assert (server.starts[0]["tags"][-1], server.starts[0]["notes"]) == ("first try", "why")
+    assert server.starts[0]["tags"][-1] == "first try"
     assert server.summary["best/step"] == 2
 
 

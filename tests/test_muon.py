@@ -59,7 +59,7 @@ def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     return native
 
 
-OPTIONS = {"default": Muon(), "other": Muon(momentum=0.8, nesterov=False, ns_steps=3, adjust_lr="original")}
+OPTIONS = {"default": Muon(), "other": Muon(momentum=0.8)}
 
 
 @pytest.mark.parametrize("elements", [BATCH_ELEMENTS, 1])
@@ -77,9 +77,9 @@ def test_each_projection_gets_the_update_of_torch_s_muon_alone(
         parts_alone.values(),
         weight_decay=options.weight_decay,
         momentum=options.momentum,
-        nesterov=options.nesterov,
-        ns_steps=options.ns_steps,
-        adjust_lr_fn=options.adjust_lr,
+        nesterov=True,
+        ns_steps=5,
+        adjust_lr_fn="match_rms_adamw",
     )
     fused = projections(decoder)
     for step in range(3):
@@ -141,7 +141,7 @@ def test_the_memory_of_an_update_does_not_grow_with_the_number_of_layers(
 def test_all_other_parameters_get_exactly_adamw_s_update(tiny):
     settings = {"beta1": 0.8, "beta2": 0.9, "eps": 1e-6, "weight_decay": 0.3}
     config = tiny("model.normalizer=qassmax", "eval.long_context.length_factor=0")
-    groups = tiny("optim.groups={head: {eps: 1e-3}, vectors: {weight_decay: 0.2}}").optim.groups
+    groups = tiny("optim.groups={vectors: {weight_decay: 0.2}}").optim.groups
     kinds = [
         OptimConfig(optimizer=kind, groups=groups)
         for kind in (Muon(**settings), tiny("optim.optimizer=adamw").optim.optimizer)
@@ -157,19 +157,6 @@ def test_all_other_parameters_get_exactly_adamw_s_update(tiny):
     optimized, reference = (dict(decoder.named_parameters()) for decoder in decoders)
     for name, parameter in optimized.items():
         assert torch.equal(parameter, reference[name]) == (group_of(name, parameter) != "matrices"), name
-
-
-def test_epsilon_of_a_group_is_its_own(tiny):
-    config = tiny("optim.groups.head.eps=1e9", "optim.optimizer.weight_decay=0")
-    decoder, optimizer = made(config, config.optim)
-    before = {name: parameter.detach().clone() for name, parameter in decoder.named_parameters()}
-    give_gradients(decoder, 0)
-    optimizer.step()
-    changes = {
-        name: float((parameter.detach() - before[name]).abs().max()) for name, parameter in decoder.named_parameters()
-    }
-    assert changes.pop("head.weight") < 1e-9
-    assert min(changes.values()) > 1e-4
 
 
 def test_a_swap_keeps_the_momentum_of_matrices(tiny):
@@ -212,13 +199,13 @@ def test_a_run_says_its_options_and_keeps_its_state_in_fp32(tiny, capsys: pytest
     config = tiny(
         "name=a",
         "optim.optimizer={name: muon, momentum: 0.9}",
-        "optim.groups.head.eps=1e-6",
+        "optim.groups.head.lr_factor=0.5",
         "trainer.precision=bf16-mixed",
     )
     assert train(config) == 0
     out = capsys.readouterr().out
     assert "optimizer   muon, momentum = 0.9, lr 0.01, " in out, "options at their defaults are left out"
-    assert "weight decay 0.1, eps 1e-06" in out
+    assert "lr x 0.5, weight decay 0.1" in out
     states = load_checkpoint(config.run_folder / "checkpoints" / "last.ckpt")["optimizer"]
     assert states["blocks.0.attention.qkv.weight"].keys() == {"momentum_buffer"}
     assert states["embedding.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}
@@ -229,11 +216,6 @@ def test_a_run_says_its_options_and_keeps_its_state_in_fp32(tiny, capsys: pytest
     ("options", "expected"),
     [
         (["optim.optimizer={name: muon, momentum: -0.1}"], r"optim\.optimizer\.momentum = -0\.1: must be >= 0 and < 1"),
-        (["optim.optimizer={name: muon, ns_steps: 0}"], r"optim\.optimizer\.ns_steps = 0: must be >= 1 and <= 99"),
-        (
-            ["optim.optimizer=muon", "optim.groups.matrices.eps=1e-6"],
-            r"optim\.groups\.matrices\.eps = 1e-06: muon has no epsilon there; drop it",
-        ),
     ],
 )
 def test_options_that_make_no_sense_are_refused(tiny, options: list[str], expected: str):

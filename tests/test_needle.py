@@ -177,10 +177,12 @@ def test_learned_positions_reach_as_far_as_the_configuration_says(store: Store):
         score(decoder, [longest], LENGTH, Text(store))
 
 
-def test_fine_tuning_teaches_a_copy_and_leaves_the_model(store: Store):
+def test_fine_tuning_teaches_a_copy_and_leaves_the_model(store: Store, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(answers, "FINETUNE_SEQUENCES", 2)
+    monkeypatch.setattr(answers, "FINETUNE_LR", 3e-3)
     decoder, text = made(store).float(), Text(store)
     before = copy.deepcopy(decoder.state_dict())
-    config = NeedleConfig(finetune=FinetuneConfig(steps=12, batch_sequences=2, lr=3e-3))
+    config = NeedleConfig(finetune=FinetuneConfig(steps=12))
     state = torch.get_rng_state()
     taught = finetuned_copy(decoder, config, LENGTH, text, CPU)
     repetition = finetuned_copy(decoder, config, LENGTH, text, CPU)
@@ -211,12 +213,13 @@ def test_fine_tuning_reads_training_sequences_whose_answers_alone_count_at_a_rat
     monkeypatch.setattr(
         torch.optim.AdamW, "step", lambda self, *given: rates.append(self.param_groups[0]["lr"]) or step(self, *given)
     )
-    config = NeedleConfig(needles=2, finetune=FinetuneConfig(steps=6, batch_sequences=2, lr=1e-3))
+    monkeypatch.setattr(answers, "FINETUNE_SEQUENCES", 2)
+    config = NeedleConfig(needles=2, finetune=FinetuneConfig(steps=6))
     finetuned_copy(made(store).float(), config, 300, text, CPU)
     assert read == [(index, 300, "train") for index in range(12)]
     n_answers = [int(example(task, FINETUNE_SEED, index, 300, "train", text).answers.sum()) for index in range(12)]
     assert counted == [sum(n_answers[first : first + 2]) for first in range(0, 12, 2)]
-    assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3, 1e-3, 5e-4])
+    assert rates == pytest.approx([1e-4, 2e-4, 2e-4, 2e-4, 2e-4, 1e-4])
 
 
 NEEDLES = [

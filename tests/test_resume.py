@@ -229,21 +229,6 @@ def test_a_complete_run_resumed_does_nothing_but_missing_evaluations(tiny):
     assert series(config.run_folder, "validation", 8)[0].overall_mean == pytest.approx(loss, abs=1e-6)
 
 
-def test_an_evaluation_that_took_too_long_is_not_made_as_a_complete_run_is_resumed(tiny, capsys: pytest.CaptureFixture):
-    late = "eval.long_context.max_seconds=1e-6"
-    config = tiny("name=late", late)
-    assert train(config) == train(tiny("name=late", late, "resume=auto")) == 0
-    assert (
-        "long_context: not measured again, as it took longer than its max_seconds; without a limit: lm eval"
-        in capsys.readouterr().out
-    )
-    evaluation = config.run_folder / "evaluations" / "long_context.step-000008.json"
-    assert not evaluation.exists()
-    assert train(tiny("name=late", "resume=auto")) == 0
-    assert evaluation.exists(), "the limit has changed"
-    assert "not measured again" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("cut", ["before", "while", "after"])
 def test_what_a_kill_after_the_last_step_kept_out_of_the_log_is_logged(tiny, cut: str):
     """Before the long-context evaluation was there, while its line was written, and after its file was."""
@@ -289,7 +274,7 @@ def test_an_evaluation_lost_to_a_kill_is_made_up_for(tiny):
     """A long-context evaluation comes after its step's checkpoint; killed meanwhile, it is made when the run goes
     on.
     """
-    options = ["eval.long_context.every=4", "trainer.checkpoint_every=4"]
+    options = ["eval.long_context.at=[0.5, 1.0]", "trainer.checkpoint_every=4"]
     for phases in ([], [swap_to("ssmax")]):
         name = f"name=lost{len(phases)}"
         config = tiny(name, *options, *phases)
@@ -305,7 +290,7 @@ def test_an_evaluation_lost_to_a_kill_is_made_up_for(tiny):
 def test_a_complete_run_says_which_changed_evaluations_it_does_not_make(tiny, capsys: pytest.CaptureFixture):
     train(tiny("name=whole"))
     capsys.readouterr()
-    train(tiny("name=whole", "resume=auto", "eval.long_context.every=4"))
+    train(tiny("name=whole", "resume=auto", "eval.long_context.at=[0.5, 1.0]"))
     assert "note" not in capsys.readouterr().out
     train(tiny("name=whole", "resume=auto", "eval.long_context.sequences=2", "eval.sequences=2"))
     note = (

@@ -34,16 +34,22 @@ SCALINGS: list[Plain] = [
 
 @dataclass
 class Timing:
-    every: int | None = key(None, "steps between evaluations during training; null: only `at`", ge=1)
     at: list[float] = key([1.0], "fractions of the run at which it is measured", gt=0, le=1)
-    max_seconds: float | None = key(None, "give an evaluation up, and say so, when it takes longer; null: never", gt=0)
 
     def is_due(self, step: int, max_steps: int) -> bool:
-        """Return whether the evaluation runs after `step`. It runs after each multiple of `every` and each of the
-        fractions `at` of `max_steps`."""
-        return step in {max(1, round(fraction * max_steps)) for fraction in self.at} or bool(
-            self.every and step % self.every == 0
-        )
+        """Return whether the evaluation runs after `step`: after each of the fractions `at` of `max_steps`."""
+        return step in {max(1, round(fraction * max_steps)) for fraction in self.at}
+
+
+@dataclass
+class ValidationTiming(Timing):
+    """When the validation runs: every `every` steps, and at the end."""
+
+    every: int = 1
+
+    def is_due(self, step: int, max_steps: int) -> bool:
+        """Return whether the validation runs after `step`."""
+        return step % self.every == 0 or super().is_due(step, max_steps)
 
 
 TIMING_KEYS = tuple(spec.name for spec in fields(Timing))
@@ -307,8 +313,6 @@ class FinetuneConfig:
     steps: int = key(
         0, "steps of fine-tuning on needles at the training length, loss on the answers alone; 0: none", ge=0
     )
-    batch_sequences: int = key(16, "sequences in a step", ge=1, le=MAX_SEQUENCES)
-    lr: float = key(2e-4, "peak learning rate of AdamW: a third each of warm-up, constant and decay", gt=0)
 
 
 @dataclass
@@ -438,8 +442,6 @@ class DiagnosticsConfig(EvaluationConfig):
     )
     text: str | None = key(None, "UTF-8 file to read in place of held-out text")
     by_position: bool = key(False, "also each head's numbers at each number of visible keys")
-    top_k: list[int] = key([8, 64], "numbers of keys whose weight is summed, the largest weights first", ge=1)
-    nearest: list[int] = key([16, 64], "numbers of keys whose weight is summed, the nearest keys first", ge=1)
     limits: LimitsConfig = section(LimitsConfig, "the limits of normalization: lemmas and theorems of arXiv 2508.17821")
     inference: list[InferenceSetting] = sections(
         InferenceSetting, "inference settings, each measured", (InferenceSetting(),)
@@ -449,9 +451,8 @@ class DiagnosticsConfig(EvaluationConfig):
         return True
 
     def problems(self) -> Iterator[Problem]:
-        for name, items in {"statistics": self.statistics, "top_k": self.top_k, "nearest": self.nearest}.items():
-            if len(set(items)) < len(items):
-                yield Problem(name, items, "names something twice")
+        if len(set(self.statistics)) < len(self.statistics):
+            yield Problem("statistics", self.statistics, "names something twice")
         if not self.statistics:
             yield Problem("statistics", [], "names nothing", "leave eval.diagnostics out")
 

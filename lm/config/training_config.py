@@ -62,12 +62,6 @@ class Optimizer:
         0.0  # weight decay of the groups in DECAYED_GROUPS; 0 for an optimizer without this option
     )
 
-    def has_eps(self, group: str) -> bool:
-        """Whether the update of the parameters in `group` uses an epsilon, from the option `eps` or from
-        `optim.groups`.
-        """
-        return False
-
     def kept(self, group: str) -> int:
         """The number of values of optimizer state per parameter value in `group`, for estimates of checkpoint size."""
         return 2
@@ -85,9 +79,6 @@ class AdamW(Optimizer):
         0.1, "weight decay of matrices, embedding and head, times the learning rate; of all others: optim.groups", ge=0
     )
 
-    def has_eps(self, group: str) -> bool:
-        return True
-
 
 @dataclass
 class Muon(AdamW):
@@ -97,17 +88,6 @@ class Muon(AdamW):
     name: ClassVar[str] = "muon"
     needs: ClassVar[str] = "matrices"
     momentum: float = key(0.95, "decay of the mean of gradients that is orthogonalised", ge=0, lt=1)
-    nesterov: bool = key(True, "orthogonalise `momentum` times that mean plus 1 - `momentum` times the gradient")
-    ns_steps: int = key(5, "Newton-Schulz iterations", ge=1, le=99)
-    adjust_lr: Literal["match_rms_adamw", "original"] = key(
-        "match_rms_adamw",
-        "times the learning rate, for a matrix of A outputs and B inputs: 0.2 sqrt(max(A, B)), steps of about AdamW's "
-        "size "
-        "(arXiv 2502.16982); original: sqrt(max(1, A / B))",
-    )
-
-    def has_eps(self, group: str) -> bool:
-        return group != "matrices"  # where AdamW makes the update
 
     def kept(self, group: str) -> int:
         """Return 1 for the group with Muon's momentum, 2 for groups with AdamW's two moments."""
@@ -115,13 +95,9 @@ class Muon(AdamW):
 
     def relative_rate(self, outputs: int, inputs: int) -> float:
         """Learning rate of a projection from `inputs` to `outputs` dimensions, as a multiple of its group's learning
-        rate.
+        rate: steps are of about AdamW's size (arXiv 2502.16982).
         """
-        return (
-            0.2 * math.sqrt(max(outputs, inputs))
-            if self.adjust_lr == "match_rms_adamw"
-            else math.sqrt(max(1, outputs / inputs))
-        )
+        return 0.2 * math.sqrt(max(outputs, inputs))
 
 
 OPTIMIZERS = {v.name: v for v in (AdamW, Muon)}  # each of these has a builder in lm.training.optimizers
@@ -138,7 +114,6 @@ class Group:
     weight_decay: float | None = key(
         None, "null: the optimizer's for matrices, embedding and head, 0 for vectors and normalizers", ge=0
     )
-    eps: float | None = key(None, "null: the optimizer's", omit_default=True, gt=0)
 
 
 @dataclass
@@ -158,7 +133,7 @@ class Groups:
 class OptimConfig:
     lr: float = key(1e-3, "peak learning rate", {"on_resume": "branch"}, gt=0)
     optimizer: Optimizer = variant(OPTIMIZERS, "adamw", "how gradients become updates")
-    groups: Groups = section(Groups, "learning rate, weight decay and epsilon of groups of parameters")
+    groups: Groups = section(Groups, "learning rate and weight decay of groups of parameters")
     z_loss: float | None = key(
         None,
         "coefficient of (log Z)^2, Z a token's sum of exponentials of logits, added to what is minimised, not to "
@@ -207,11 +182,8 @@ class OptimConfig:
         return optimizer_decay if group_decay is None else group_decay
 
     def problems(self) -> Iterator[Problem]:
-        groups, excessive_decays = vars(self.groups), {}
-        for name, group in groups.items():
-            if group.eps is not None and not self.optimizer.has_eps(name):
-                yield Problem(f"groups.{name}.eps", group.eps, f"{self.optimizer.name} has no epsilon there", "drop it")
-        for name, group in groups.items():
+        excessive_decays = {}
+        for name, group in vars(self.groups).items():
             key = "optimizer.weight_decay" if group.weight_decay is None else f"groups.{name}.weight_decay"
             if (product := self.lr * group.lr_factor * self.weight_decay(name)) > 1:
                 reason = (
@@ -318,11 +290,8 @@ class LogConfig:
         ["gradient_norm"],
         "logged by layer, beside the normalizers' parameters: `gradient_norm` before clipping; by layer and head "
         "`logit_scale`, the factor "
-        "on q.k / sqrt(D), where the normalizer has one; `largest_score`, which takes a forward pass of "
-        "`score_sequences`",
-    )
-    score_sequences: int = key(
-        2, "sequences (of seq_len tokens) of each logged step whose largest score is looked for", ge=1, le=10**6
+        "on q.k / sqrt(D), where the normalizer has one; `largest_score`, which takes a forward pass of two "
+        "sequences",
     )
     wandb: Literal["auto", "online", "offline", "disabled"] = key(
         "auto", "`auto`: online with credentials, else offline, or in an experiment disabled"
@@ -334,7 +303,6 @@ class LogConfig:
     project: str | None = key(None, "wandb project; null: WANDB_PROJECT, else lm")
     entity: str | None = key(None, "wandb entity; null: WANDB_ENTITY, else your default one")
     tags: list[str] = key([], "wandb tags, beside those of an experiment's runs")
-    notes: str | None = key(None, "wandb notes")
     progress: Literal["auto", "bar", "lines", "none"] = key("auto", "`auto`: a bar on a terminal, else lines")
 
     def problems(self) -> list[Problem]:

@@ -81,7 +81,10 @@ class Config:
         {"affects": "evaluation", "acts_in": ("train", "eval", "swap")},
     )
     experiment: ExperimentConfig = section(
-        ExperimentConfig, "the place of the run in an experiment", {"affects": "label", "acts_in": ("train", "swap")}
+        ExperimentConfig,
+        "the place of the run in an experiment",
+        {"affects": "label", "acts_in": ("train", "swap")},
+        by_user=False,
     )
     log: LogConfig = section(LogConfig, "metrics and progress", {"affects": "label"})
 

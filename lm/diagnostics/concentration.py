@@ -13,6 +13,7 @@ from torch import Tensor
 from lm.diagnostics.attention_rows import AttentionRows, Statistic, StatisticFamily
 from lm.diagnostics.sparsity import sparsity
 
+LARGEST_KEYS, NEAREST_KEYS = (8, 64), (16, 64)  # numbers of keys whose weight is summed
 WEIGHT_FRACTION = 0.95  # fraction of the weight in `keys with 95% of the weight`
 
 
@@ -64,10 +65,8 @@ def weighted_mean(rows: AttentionRows, values: Tensor) -> Tensor:
     return (rows.magnitudes * values).sum(-1) / rows.abs_sum
 
 
-def concentration_statistics(top_k: list[int], nearest: list[int]) -> StatisticFamily:
-    """All statistics of concentration (docs/diagnostics.md); `top_k`, `nearest`: numbers of keys over which weights are
-    summed.
-    """
+def concentration_statistics() -> StatisticFamily:
+    """All statistics of concentration (docs/diagnostics.md)."""
 
     def largest_weight(n_keys: int) -> Statistic:
         return Statistic(
@@ -95,8 +94,8 @@ def concentration_statistics(top_k: list[int], nearest: list[int]) -> StatisticF
         Statistic("entropy", "nats", entropy),
         Statistic("exact zeros", "fraction", lambda rows: ((rows.weights == 0) & rows.visible).sum(-1) / rows.n),
         Statistic("mean distance", "tokens", lambda rows: weighted_mean(rows, rows.distance)),
-        *map(largest_weight, top_k),
-        *map(nearest_weight, nearest),
+        *map(largest_weight, LARGEST_KEYS),
+        *map(nearest_weight, NEAREST_KEYS),
     ]
     row_totals = [
         Statistic(

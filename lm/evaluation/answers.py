@@ -293,6 +293,7 @@ class Recall(AnswerMeasurement):
 # ---------------------------------------------------------------- needles in a haystack
 
 
+FINETUNE_SEQUENCES, FINETUNE_LR = 16, 2e-4  # sequences of a step of fine-tuning, and its peak learning rate
 FINETUNE_SEED = 1  # seed of fine-tuning and of its sequences, which are training sequences of the task
 EXACT_COLUMN = 0  # index in `SCORED` of `exact`
 DRAWN_NUMBERS = 9  # random numbers among which the correct number is ranked, beside the text's other numbers
@@ -426,14 +427,13 @@ def finetuned_copy(decoder: Decoder, config: NeedleConfig, seq_len: int, text: T
     with torch.enable_grad(), preserved_random_state():
         torch.manual_seed(FINETUNE_SEED)
         for step in range(options.steps):
-            device.check_time()
             phase_steps = max(1, options.steps // 3)
             for group in optimizer.param_groups:
-                group["lr"] = options.lr * min(1.0, (step + 1) / phase_steps, (options.steps - step) / phase_steps)
-            offset = step * options.batch_sequences
+                group["lr"] = FINETUNE_LR * min(1.0, (step + 1) / phase_steps, (options.steps - step) / phase_steps)
+            offset = step * FINETUNE_SEQUENCES
             examples = [
                 example(task, FINETUNE_SEED, offset + index, seq_len, "train", text)
-                for index in range(options.batch_sequences)
+                for index in range(FINETUNE_SEQUENCES)
             ]
             answers = np.stack([item.answers for item in examples])
             batch = Batch.of(np.stack([item.tokens for item in examples]), answers).to(device.device)

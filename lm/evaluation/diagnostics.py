@@ -56,7 +56,7 @@ SHUFFLED, UNTRAINED = "shuffled scores", "untrained weights"
 FAMILIES: dict[
     str, Callable[[DiagnosticsConfig], StatisticFamily]
 ] = {  # by their names in `eval.diagnostics.statistics`
-    "concentration": lambda options: concentration.concentration_statistics(options.top_k, options.nearest),
+    "concentration": lambda options: concentration.concentration_statistics(),
     "sparsity": lambda options: sparsity.sparsity_statistics(),
     "limits": lambda options: limits.limit_statistics(
         options.limits, max(1, options.queries // options.limits.queries)
@@ -249,7 +249,6 @@ def statistics_of(
 
     def vectors(index: int) -> Tensor:
         batch = held_out.batch([index]).to(device.device)
-        device.check_time()
         model_values, shuffled_values = measures.vectors(
             decoder, batch, index, shuffling_numbers(index, len(queries), held_out.length)
         )

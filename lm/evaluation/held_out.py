@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lm.config.data_config import DataConfig, Source, TokenizerFile
-from lm.config.eval_config import Timing
+from lm.config.eval_config import ValidationTiming
 from lm.config.task_config import task_names
 from lm.config.tree import Config
 from lm.data.batches import Batch, long_starts, validation_starts
@@ -222,7 +222,6 @@ def by_sequence(
     def rank_values() -> Tensor:
         result = torch.zeros(len(lengths), *shape)
         for indices in batches(range(len(lengths))[device.rank :: device.world], lengths.__getitem__):
-            device.check_time()
             with torch.autocast(device.device.type, enabled=False):
                 result[indices] = measure(indices).cpu()
             progress(len(indices))
@@ -327,8 +326,8 @@ class Validation(Measurement):
         return mask | (not mask.any())
 
     @property
-    def eval_config(self) -> Timing:
-        return Timing(every=self.config.validation_every, at=[1.0])
+    def eval_config(self) -> ValidationTiming:
+        return ValidationTiming(every=self.config.validation_every)
 
     @property
     def options(self) -> dict[str, Plain]:

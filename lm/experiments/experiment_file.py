@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lm.attention.catalogue import OPTIONS
 from lm.config import presets
-from lm.config.eval_config import Quantity, Timing, lengths_from_factors
+from lm.config.eval_config import Quantity, ValidationTiming, lengths_from_factors
 from lm.config.load import merge, merge_bases, nest_keys, overrides_in, read_overrides, refuse_unused_temperatures
 from lm.config.task_config import task_names
 from lm.config.tree import Config, ExperimentConfig, differences, distinguishes_arms, effect_of
@@ -581,13 +581,13 @@ def _check_metric(experiment: Experiment, config: Config) -> None:
             remedy += "; or ask for the evaluation in the base's `eval` or in `evaluate`"
         raise ConfigError([Problem("primary.metric", metric, "is not measured by sequence at the last step", remedy)])
     _check_primary(experiment.primary, config.eval.quantity(kind))
-    timing = Timing(every=config.validation_every, at=[1.0]) if kind == "validation" else config.eval.kinds.get(kind)
+    timing = ValidationTiming(every=config.validation_every) if kind == "validation" else config.eval.kinds.get(kind)
     if (
         experiment.primary.reach is not None
         and timing
         and sum(timing.is_due(step, steps) for step in range(1, steps + 1)) < 2
     ):
-        key = "eval.every" if kind == "validation" else f"eval.{kind}.every"
+        key = "eval.every" if kind == "validation" else f"eval.{kind}.at"
         reason, remedy = f"{metric} is measured once, at the last step", f"measure it on the way: {key}"
         raise ConfigError([Problem("primary.reach", experiment.primary.reach, reason, remedy)])
     if experiment.primary.reach is not None and (

@@ -3,10 +3,9 @@ measurements.
 """
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
 
@@ -214,24 +213,14 @@ def use_compile_cache() -> None:
 # ---------------------------------------------------------------- measuring
 
 
-OUT_OF_TIME = "took longer than its max_seconds"
-
-
-class OutOfTime(RunError):
-    """A measurement took longer than its time limit (`max_seconds`)."""
-
-
 @dataclass(frozen=True)
 class Device:
-    """The torch device of a model, whether it runs in bf16 autocast, this process's rank among all processes, and a
-    deadline.
-    """
+    """The torch device of a model, whether it runs in bf16 autocast, and this process's rank among all processes."""
 
     device: torch.device
     bf16: bool
     rank: int = 0
     world: int = 1
-    deadline: float | None = None  # time.monotonic() at which a measurement is given up
 
     @property
     def precision(self) -> str:
@@ -241,23 +230,11 @@ class Device:
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
 
-    def with_time_limit(self, seconds: float | None) -> "Device":
-        """This device with a deadline `seconds` from now for measurements; None: no deadline."""
-        return replace(self, deadline=None if seconds is None else time.monotonic() + seconds)
-
-    def check_time(self) -> None:
-        """Raise OutOfTime if the deadline has passed. Call this between batches, in the function that `all_reduce_sum`
-        calls.
-        """
-        if self.deadline is not None and time.monotonic() > self.deadline:
-            raise OutOfTime(OUT_OF_TIME)
-
 
 def all_reduce_sum(device: Device, compute: Callable[[], Tensor]) -> Tensor:
     """Return the sum over ranks of the tensors that `compute` returns, on the CPU. All ranks must call this function.
 
-    If `compute` fails on a rank, this rank raises its error. The other ranks raise OutOfTime if the error is OutOfTime,
-    else RunError.
+    If `compute` fails on a rank, this rank raises its error, and the other ranks raise RunError.
     """
     if device.world == 1:
         return compute().cpu()
@@ -266,12 +243,10 @@ def all_reduce_sum(device: Device, compute: Callable[[], Tensor]) -> Tensor:
         values = compute()
     except Exception as error:  # the other ranks must learn of any error
         failure = error
-    code = torch.tensor(
-        0.0 if failure is None else 2.0 if isinstance(failure, OutOfTime) else 1.0, device=device.device
-    )
-    torch.distributed.all_reduce(code, torch.distributed.ReduceOp.MAX)
-    if code:
-        raise failure or (OutOfTime(OUT_OF_TIME) if code == 2 else RunError("failed on another process"))
+    has_failed = torch.tensor(float(failure is not None), device=device.device)
+    torch.distributed.all_reduce(has_failed, torch.distributed.ReduceOp.MAX)
+    if has_failed:
+        raise failure or RunError("failed on another process")
     total = values.to(device.device)
     torch.distributed.all_reduce(total)
     return total.cpu()

@@ -179,13 +179,12 @@ def _changed_options(options: object) -> dict[str, object]:
 
 
 def _groups_text(config: Config, decoder: Decoder) -> str:
-    """Text with size, learning-rate factor, weight decay and any epsilon of each parameter group."""
+    """Text with size, learning-rate factor and weight decay of each parameter group."""
     groups, texts = parameter_groups(decoder, config.optim), []
     for group in groups:
-        eps_text = f", eps {group['eps']:.4g}" if "eps" in group else ""
         size = sum(p.numel() for _, p in group["params"])
         factors = f"lr x {group['lr_factor']:.4g}, weight decay {group['weight_decay']:.4g}"
-        texts.append(f"{group['name']} {size:,} parameters, {factors}{eps_text}")
+        texts.append(f"{group['name']} {size:,} parameters, {factors}")
     later_group = config.optim.groups.normalizer
     if later_group != Group() and all(group["name"] != "normalizer" for group in groups):
         texts.append(

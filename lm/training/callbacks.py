@@ -16,13 +16,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from lm.config.load import to_yaml
 from lm.data.batches import Batch, train_sequences
-from lm.errors import RunError, one_line
+from lm.errors import one_line
 from lm.evaluation.evaluation_kind import Measurement
 from lm.evaluation.swap import SwapMeasurement
 from lm.files import write_text
 from lm.machine import STOP_SIGNALS
 from lm.model.decoder import Decoder
-from lm.model.device import OUT_OF_TIME, Device, OutOfTime, all_reduce_sum, peak_memory_bytes
+from lm.model.device import Device, all_reduce_sum, peak_memory_bytes
 from lm.model.spec import flops_per_token
 from lm.plugins import PLUGINS
 from lm.report.evaluation_tables import logged_means
@@ -77,6 +77,7 @@ class Clock:
 # TFLOP/s of GPUs in bf16 (tensor cores, dense, fp32 accumulation) and in fp32, by their makers' data sheets.
 # Lightning's table differs in bf16: an A40 has a fourth of its figure, an RTX 4090 half, an H200 the figure for sparse
 # matrices. It also takes an L40 for an L4.
+SCORE_SEQUENCES = 2  # sequences of each logged step whose largest score is looked for
 GPU_TFLOPS = {
     "A10": (125, 31.2),
     "A40": (149.7, 37.4),
@@ -273,9 +274,7 @@ class Metrics(StepCallback):
         if "logit_scale" in self.config.log.dynamics:
             yield from logit_scales(module.decoder)
         if self.sequences:
-            batch = self.sequences.batch(
-                step - 1, 0, min(self.config.log.score_sequences, self.sequences.slots_per_step)
-            )
+            batch = self.sequences.batch(step - 1, 0, min(SCORE_SEQUENCES, self.sequences.slots_per_step))
             yield from largest_scores(module.decoder, batch, Device(module.device, self.machine.bf16))
 
 
@@ -308,13 +307,8 @@ class Evaluations(StepCallback):
         """Measure `decoder` now, log the result and cache it for `lm eval`. Returns None if measuring failed. All ranks
         must call it.
         """
-        begin, step, kind, max_seconds = (
-            time.perf_counter(),
-            trainer.global_step,
-            measurement.kind,
-            measurement.eval_config.max_seconds,
-        )
-        device = self.device(trainer, module).with_time_limit(max_seconds)
+        begin, step, kind = time.perf_counter(), trainer.global_step, measurement.kind
+        device = self.device(trainer, module)
         tokens, result = step * self.config.optim.batch_tokens, None
         try:
             result = measurement.evaluate(decoder.to(device.device), device, step, tokens)
@@ -335,11 +329,6 @@ class Evaluations(StepCallback):
                 )
         except Exception as error:  # whatever it is: an evaluation must not end a run
             if self.config.eval.on_error == "stop":
-                if isinstance(error, OutOfTime):
-                    key = f"eval.{kind}.max_seconds"
-                    raise RunError(
-                        f"{key} = {max_seconds:g}: step {step}: it took longer (eval.on_error=stop)"
-                    ) from None
                 raise
             reason = one_line(error)
             self.metric_log.write({"step": step, "tokens": tokens, f"{kind}/failed": reason})
@@ -383,12 +372,10 @@ class Evaluate(Evaluations):
             if step and trainer.is_global_zero
             else []
         )
-        failures = {name: reason for line in lines for name, reason in line.items()}
+        logged_names = {name for line in lines for name in line}
         for measurement in self.due(step) if step else []:
-            failure = failures.get(f"{measurement.kind}/failed")
-            has_failed = failure and (
-                old_decoder or failure == OUT_OF_TIME
-            )  # other causes may be mended, except before a swap
+            # the cause of a failure may be mended, except before a swap
+            has_failed = old_decoder and f"{measurement.kind}/failed" in logged_names
             is_missing = not has_failed and not evaluation_path(folder, measurement.kind, step).exists()
             if trainer.strategy.reduce_boolean_decision(is_missing and trainer.is_global_zero, all=False):
                 self.run(

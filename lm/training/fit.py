@@ -16,7 +16,7 @@ from lm.evaluation.evaluate import evaluate
 from lm.evaluation.evaluation_kind import Measurement, measurements
 from lm.files import UNFINISHED, write_json, write_text
 from lm.machine import keep_freed_memory, threads_per_process, without_garbage_collection
-from lm.model.device import OUT_OF_TIME, Machine, resolve_compile, resolve_device, resolve_precision
+from lm.model.device import Machine, resolve_compile, resolve_device, resolve_precision
 from lm.model.spec import flops_per_token
 from lm.progress import StepProgress
 from lm.report.evaluation_tables import logged_means, print_results
@@ -33,7 +33,6 @@ from lm.runs.folder import (
     METRICS,
     TOKENIZER,
     is_own,
-    read_config,
     read_metrics,
     step_of,
     step_path,
@@ -277,26 +276,12 @@ def _evaluate_missing(
     old_facts: dict[str, Plain],
 ) -> None:
     """Make and log evaluations that a complete run lacks because it was killed after its last step, and log results
-    that its log lacks. Evaluations that exceeded a time limit (`max_seconds`) that has not changed, or were made with
-    other options, are not repeated.
+    that its log lacks. Evaluations that were made with other options are not repeated.
     """
     folder = config.run_folder
-    due_kinds, missing_kinds = (
-        [measurement.kind for measurement in all_measurements if measurement.eval_config.is_due(step, step)],
-        [],
-    )
+    due_kinds = [measurement.kind for measurement in all_measurements if measurement.eval_config.is_due(step, step)]
+    missing_kinds = [kind for kind in due_kinds if not evaluation_path(folder, kind, step).exists()]
     lines = [line for line in read_metrics(folder / METRICS).lines if line["step"] == step]
-    time_limits = {kind: options.max_seconds for kind, options in read_config(folder).eval.kinds.items()}
-    for kind in [kind for kind in due_kinds if not evaluation_path(folder, kind, step).exists()]:
-        options = config.eval.kinds.get(kind)
-        if (
-            options
-            and options.max_seconds == time_limits.get(kind)
-            and any(line.get(f"{kind}/failed") == OUT_OF_TIME for line in lines)
-        ):
-            print(f"{kind}: not measured again, as it {OUT_OF_TIME}; without a limit: lm eval {folder}")
-        else:
-            missing_kinds.append(kind)
     evaluations, _ = last_evaluations(folder, to_plain(config))
     results = {result.kind: result for result in evaluations if result.kind in due_kinds and result.step == step}
     if missing_kinds:

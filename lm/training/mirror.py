@@ -234,7 +234,6 @@ def _wandb_run(
             project=project_of(log),
             entity=log.entity,
             tags=[*tags, *log.tags] or None,
-            notes=log.notes,
             id=run_id,
             dir=dir,
             mode=mode,

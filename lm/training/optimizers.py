@@ -19,6 +19,7 @@ from lm.runs.checkpoints import mismatch
 
 MATRICES = "matrices"  # the group of parameters that Muon updates
 NEWTON_SCHULZ_COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Keller Jordan's coefficients of the Newton-Schulz iteration
+NEWTON_SCHULZ_STEPS = 5
 MIN_NORM = 1e-7  # least norm that a matrix is divided by
 BATCH_ELEMENTS = (
     2**24
@@ -69,9 +70,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(matrix)
             mean_gradient = state["momentum_buffer"].lerp_(matrix.grad, 1 - momentum)
-            mean_gradient = (
-                matrix.grad.lerp(mean_gradient, momentum) if self.options.nesterov else mean_gradient
-            ).bfloat16()
+            mean_gradient = matrix.grad.lerp(mean_gradient, momentum).bfloat16()  # Nesterov's
             matrix.mul_(1 - group["lr"] * group["weight_decay"])
             batch += [
                 (matrix[rows], mean_gradient[rows])
@@ -96,7 +95,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
             product_dtype = (
                 torch.bfloat16 if native_bf16_hardware("gpu" if mean_gradients.is_cuda else "cpu") else torch.float32
             )
-            updates = orthogonal_approximation(mean_gradients, self.options.ns_steps, product_dtype)
+            updates = orthogonal_approximation(mean_gradients, NEWTON_SCHULZ_STEPS, product_dtype)
             for (projection, _), update in zip(pairs, updates, strict=True):
                 projection.sub_(update, alpha=step_size)
 
@@ -135,8 +134,8 @@ GROUPS = tuple(group.name for group in fields(Groups))
 
 
 def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, object]]:
-    """Parameter groups in torch's format, with named trained parameters. `eps` is set only for groups that don't use
-    the optimizer's `eps`; `lr_factor` is the factor on the schedule's learning rate.
+    """Parameter groups in torch's format, with named trained parameters; `lr_factor` is the factor on the schedule's
+    learning rate.
     """
     parameters: dict[str, list[tuple[str, Tensor]]] = {}
     for name, parameter in decoder.named_parameters():
@@ -145,8 +144,7 @@ def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, obj
 
     def group_options(group: str) -> dict[str, float]:
         settings = getattr(optim.groups, group)
-        group_settings = {"weight_decay": optim.weight_decay(group), "lr_factor": settings.lr_factor}
-        return group_settings if settings.eps is None else {**group_settings, "eps": settings.eps}
+        return {"weight_decay": optim.weight_decay(group), "lr_factor": settings.lr_factor}
 
     return [
         {"name": group, "params": parameters[group], **group_options(group)}
