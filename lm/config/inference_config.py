@@ -3,15 +3,14 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
+
+from torch import Tensor
 
 from lm.attention.options import Options
 from lm.config.model_config import Position, divide_low_frequencies, period_limit_problems
 from lm.errors import Problem
 from lm.schema import key, variant, yaml_scalar
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 FACTOR_HELP = "s; null: the sequence's length in training lengths"
 
@@ -30,7 +29,7 @@ class RopeScaling:
         """RoPE's base at scaling factor `s`, from the base `theta` in training."""
         return theta
 
-    def scaled_frequencies(self, frequencies: "Tensor", periods: "Tensor", s: float) -> "Tensor":
+    def scaled_frequencies(self, frequencies: Tensor, periods: Tensor, s: float) -> Tensor:
         """Radians per token, (pairs,), by which each pair of dimensions rotates at scaling factor `s`, from its
         `frequencies` in training.
 
@@ -62,7 +61,7 @@ class Interpolation(RopeScaling):
     name: ClassVar[str] = "interpolation"
     factor: float | None = key(None, FACTOR_HELP, ge=1, le=1e6)
 
-    def scaled_frequencies(self, frequencies: "Tensor", periods: "Tensor", s: float) -> "Tensor":
+    def scaled_frequencies(self, frequencies: Tensor, periods: Tensor, s: float) -> Tensor:
         return frequencies / s
 
 
@@ -88,7 +87,7 @@ class YaRNScaling(RopeScaling):
     slow: float = key(1.0, "pairs with at most so many periods are interpolated by s", ge=0, le=1e9)
     temperature: bool = key(True, "multiply logits by (0.1 ln s + 1)^2")
 
-    def scaled_frequencies(self, frequencies: "Tensor", periods: "Tensor", s: float) -> "Tensor":
+    def scaled_frequencies(self, frequencies: Tensor, periods: Tensor, s: float) -> Tensor:
         return divide_low_frequencies(frequencies, periods, self.slow, self.fast, s)
 
     def logit_factor(self, s: float) -> float:

@@ -3,15 +3,14 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
+
+from torch import Tensor
 
 from lm.attention.catalogue import OPTIONS
 from lm.attention.options import Options
 from lm.errors import Problem
 from lm.schema import key, variant
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class TrainedScaling:
         1.0  # the factor on RoPE's cos and sin, by whose square attention logits are multiplied
     )
 
-    def rescaled_frequencies(self, frequencies: "Tensor", theta: float, head_size: int) -> "Tensor":
+    def rescaled_frequencies(self, frequencies: Tensor, theta: float, head_size: int) -> Tensor:
         """Radians per token, (pairs,), by which each pair of dimensions rotates after rescaling, from its `frequencies`
         before; `theta` is the base of those."""
         return frequencies
@@ -36,7 +35,7 @@ class LinearScaling(TrainedScaling):
     name: ClassVar[str] = "linear"
     factor: float = key(2.0, "divides all frequencies", gt=0, le=1e6)
 
-    def rescaled_frequencies(self, frequencies: "Tensor", theta: float, head_size: int) -> "Tensor":
+    def rescaled_frequencies(self, frequencies: Tensor, theta: float, head_size: int) -> Tensor:
         return frequencies / self.factor
 
 
@@ -56,7 +55,7 @@ class Llama3Scaling(TrainedScaling):
     fast: float = key(4.0, "pairs with at least so many periods stay as they are", gt=0, le=1e9)
     original: int = key(8192, "context length before the frequencies were rescaled, tokens", ge=1, le=10**9)
 
-    def rescaled_frequencies(self, frequencies: "Tensor", theta: float, head_size: int) -> "Tensor":
+    def rescaled_frequencies(self, frequencies: Tensor, theta: float, head_size: int) -> Tensor:
         periods = self.original * frequencies / (2 * math.pi)
         return divide_low_frequencies(frequencies, periods, self.slow, self.fast, self.factor)
 
@@ -80,7 +79,7 @@ class YarnScaling(Llama3Scaling):
     attention_factor: float | None = key(None, "multiplies cos and sin; null: 0.1 ln(factor) + 1", gt=0, le=1e6)
     whole_pairs: bool = key(True, "the first and the last pair of the transition are rounded outwards")
 
-    def rescaled_frequencies(self, frequencies: "Tensor", theta: float, head_size: int) -> "Tensor":
+    def rescaled_frequencies(self, frequencies: Tensor, theta: float, head_size: int) -> Tensor:
         # The indices of the pairs with `fast` and `slow` periods, as real numbers.
         ends = [
             head_size * math.log(self.original / (periods * 2 * math.pi)) / (2 * math.log(theta))
@@ -98,9 +97,7 @@ class YarnScaling(Llama3Scaling):
         return self.attention_factor or (0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0)
 
 
-def divide_low_frequencies(
-    frequencies: "Tensor", periods: "Tensor", slow: float, fast: float, factor: float
-) -> "Tensor":
+def divide_low_frequencies(frequencies: Tensor, periods: Tensor, slow: float, fast: float, factor: float) -> Tensor:
     """Return RoPE's frequencies, one for each pair of dimensions, with low ones divided by `factor` and high ones as
     they are.
 

@@ -13,6 +13,8 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from lm.attention.catalogue import make_normalizer
 from lm.attention.normalizer import LayerSpec
 from lm.config.load import merge, nest_keys, parse
@@ -281,8 +283,6 @@ class Experiment:
         values = dict(zip(self.tune.keys, key_values(rate), strict=True))
         if not any(key.startswith(_NORMALIZER_GROUP) for key in values):
             return values
-        import torch  # takes seconds
-
         plan = self.config(size, arm, self.seeds[0], None, {"name": "any"}).plan
         layer_options = [options for phase in plan for options in phase.normalizer.layer_options()]
         with torch.device("meta"):

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+import torch
 from rich.filesize import decimal
 
 from lm.config.load import to_yaml
@@ -28,6 +29,8 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Devices, Slots, Stopped, interruptible, start_process
 from lm.files import read_json, unfinished, write_json, write_text
 from lm.machine import usable_cores
+from lm.model.decoder import Decoder, group_of, is_normalizer_parameter
+from lm.model.spec import count_parameters, flops_per_token
 from lm.runs.folder import ENVIRONMENT, METRICS, read_metrics, step_path, step_seconds, training_seconds
 from lm.runs.record import starts
 from lm.schema import flatten, to_plain
@@ -52,11 +55,6 @@ def cost(config: Config, vocab_size: int, branch_step: int = 0) -> Cost:
     """Estimate the resources that one run takes. `branch_step`: the step at which the run branches off another run, or
     0.
     """
-    import torch  # takes seconds
-
-    from lm.model.decoder import Decoder, group_of, is_normalizer_parameter
-    from lm.model.spec import count_parameters, flops_per_token
-
     with torch.device("meta"):
         decoder = Decoder(config.model_in(0), vocab_size, config.data.seq_len, seed=None)
     trainer = config.trainer
