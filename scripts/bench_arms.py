@@ -3,8 +3,7 @@
 
 Steps are a run's own, with its model, micro-batches, clipping and optimizer, in fp32, over random tokens. The arms'
 steps are interleaved, and the baseline's are timed twice: the second side shows the noise. results/NAME/costs.csv gets
-the seconds of every step, and the bytes of all tensors at its peak, which are counted without numbers, as the banner of
-a run does.
+the seconds of every step.
 """
 
 import argparse
@@ -22,7 +21,6 @@ from lm.data.batches import Batch
 from lm.data.prepare import vocab_size_of
 from lm.experiments.experiment_file import read_experiment
 from lm.model.decoder import Decoder
-from lm.training.memory import estimated_memory
 from lm.training.optimizers import make_optimizer
 
 
@@ -63,9 +61,6 @@ def main() -> None:
         (arm, "seconds", number, f"{value:.6f}")
         for arm, values in seconds.items()
         for number, value in enumerate(values)
-    ]
-    lines += [
-        (arm, "bytes", 0, estimated_memory(config, 0, vocab_size, False, "cpu")) for arm, config in configs.items()
     ]
     path = RESULTS / experiment.name / "costs.csv"
     path.parent.mkdir(exist_ok=True)

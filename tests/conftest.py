@@ -25,8 +25,7 @@ from lm.cli import main
 from lm.config.data_config import DataConfig
 from lm.config.load import load_config
 from lm.config.tree import Config
-from lm.experiments.plan import Costs, Times
-from lm.experiments.procedure import Procedure, Run
+from lm.experiments.procedure import Run
 from lm.experiments.slots import Children, Devices, log_path
 from lm.report.pictures import Picture
 
@@ -43,14 +42,12 @@ gc.disable()  # until all is imported, which no collection frees
 def pytest_collection_finish() -> None:
     """Leave what was imported out of later collections, half a million objects that each would go through.
 
-    At the start of a run the size of its optimizer's state and of its activations isn't estimated, and the commit is
-    asked for once: together they take longer than all steps of a tiny run. test_before_training, test_cost and
-    test_banner have them.
+    At the start of a run the size of its optimizer's state isn't computed, and the commit is asked for once: together
+    they take longer than all steps of a tiny run. test_before_training and test_banner have them.
     """
     gc.freeze()
     gc.enable()
     if banner := sys.modules.get("lm.training.banner"):
-        banner.estimated_memory = lambda *_: 0
         banner.git_state = cache(banner.git_state)
     if before_training := sys.modules.get("lm.training.before_training"):
         before_training.implied_state = lambda *_: {}
@@ -136,17 +133,7 @@ class Inline(Executor):
 
 
 @pytest.fixture
-def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No pilot of an experiment takes its ten seconds."""
-
-    def pilot(procedure: Procedure, costs: Costs, *_: object) -> tuple[Times, str]:
-        return {next(place for place, cost in costs.items() if cost.flops): 60.0}, "a pilot"
-
-    monkeypatch.setattr("lm.experiments.plan._pilot_times", pilot)
-
-
-@pytest.fixture
-def inline(monkeypatch: pytest.MonkeyPatch, untimed: None) -> None:
+def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     """The `lm` commands of an experiment's runs are calls in this process, which need not import torch again."""
 
     def execute(self: Children, run: Run, command: list[str], devices: Devices | None) -> int:

@@ -1,12 +1,9 @@
-"""Work of processes that tests fork: training runs of several ranks, and an experiment whose pilots are made up."""
-
-import sys
+"""Work of processes that tests fork: training runs of several ranks."""
 
 import torch
 from processes import command
 
 from lm.config.load import load_config
-from lm.experiments import compare, plan
 from lm.training.module import TrainModule
 from lm.training.train import train
 
@@ -15,12 +12,6 @@ def train_each(jobs: list[list[str]]) -> None:
     """Train as each list of arguments says."""
     for arguments in jobs:
         assert train(load_config(arguments)) == 0
-
-
-def compare_with(pilot: str, *arguments: str) -> None:
-    """`lm compare` whose pilots are the Python program `pilot`, on text that counts as prepared."""
-    plan.PILOT_COMMAND, plan.open_prepared, compare.PILOT_SECONDS = [sys.executable, pilot], lambda _: None, 600.0
-    command("compare", *arguments)
 
 
 def train_poisoned(*arguments: str) -> None:

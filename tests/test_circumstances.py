@@ -197,23 +197,6 @@ def test_so_may_the_seeds(arguments, tmp_path):
     assert read_json(tmp_path / "runs" / "trial" / RESOLVED_FILE)["seeds"] == [2, 3, 5, 4]
 
 
-def test_that_runs_are_compiled_after_they_were_timed_is_part_of_the_plan(arguments, tmp_path, monkeypatch):
-    from lm.experiments import experiment_folder
-    from lm.model.device import ResolvedSetting
-
-    words = [*arguments[1:], "trainer.compile=auto"]
-    decided = lambda experiment, seconds=None: ResolvedSetting("true" if seconds else "false", "by seconds")  # noqa: E731
-    monkeypatch.setattr(experiment_folder, "_compilation", decided)
-    procedure = experiment_folder.start(
-        written(tmp_path, **SEEDS), words, timer=lambda procedure: {("", "softmax"): 1e6}
-    )
-    assert procedure.experiment.first_config.trainer.compile is True
-    finish_all(procedure, lambda run: 5.0 - 1e-3 * run.seed * (run.arm == "ssmax"))
-    for run in procedure.known_runs():
-        (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
-    assert exploratory(open_experiment(procedure.experiment.file, words)) == []
-
-
 def edited(key: str, value: object) -> Callable[[Path], None]:
     """Change what a run's start used."""
 

@@ -120,21 +120,6 @@ def test_training_on_tasks_alone_stays_eager_on_a_cpu(monkeypatch: pytest.Monkey
     assert resolve_compile(config, 1e20, "gpu", {}).value == "true"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "runs", "pays"),
-    [(1000, 1, "true"), (999, 1, "false"), (200, 5, "true"), (200, 4, "false"), (199, 100, "false")],
-)
-def test_measured_seconds_decide_in_place_of_flops(
-    tiny, monkeypatch: pytest.MonkeyPatch, seconds: float, runs: int, pays: str
-):
-    monkeypatch.setattr("shutil.which", lambda name: name)
-    for flops in (1.0, 1e20):
-        choice = resolve_compile(tiny("trainer.compile=auto"), flops, "cpu", {}, runs, seconds)
-        assert choice.value == pays
-        assert "FLOP" not in choice.reason
-        assert f"{seconds} s" in choice.reason
-
-
 def test_compiled_code_lies_where_the_user_says_or_else_in_the_cache_of_this_cpu(
     tmp_path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -1,25 +1,21 @@
-"""What a run costs: memory, estimated and saved by activation checkpointing; MFU; the profiler's window."""
+"""What a run costs: memory saved by activation checkpointing; MFU; the profiler's window."""
 
 import gzip
 import json
-import subprocess
-import sys
 from functools import partial
 
 import pytest
 import torch
 from conftest import ROOT, lm, thinned
 from folders import differences, kill_after, metrics
+from tensor_memory import TensorMemory
 
-from lm.attention.routes import with_device_limits
 from lm.config.load import load_config
 from lm.config.tree import Config
 from lm.data.batches import Batch
-from lm.machine import peak_process_bytes
 from lm.model.decoder import Decoder
 from lm.model.spec import flops_per_token
 from lm.training.callbacks import mfu, peak_flops
-from lm.training.memory import TensorMemory, estimated_memory
 from lm.training.optimizers import freeze, make_optimizer
 from lm.training.train import train
 
@@ -57,175 +53,9 @@ def measured(config: Config, bf16: bool = False, vocab_size: int = 400) -> int:
     return memory.peak_bytes
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        [],
-        [RECOMPUTED],
-        *(
-            pytest.param(options, marks=pytest.mark.slow)
-            for options in (
-                GAU,
-                ["trainer.micro_batch=4"],
-                ["model.tied=true", "model.dropout=0.1"],
-                ["model.normalizer=entmax15"],
-                MODERN,
-            )
-        ),
-    ],
-    ids=lambda options: " ".join(options) or "plain",
-)
-@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["32", "bf16"])
-def test_the_memory_of_a_step_is_estimated_within_fifteen_percent(tiny, options: list[str], bf16: bool):
-    config = tiny(*LARGER, *options)
-    assert estimated_memory(config, 0, 400, bf16, "cpu") == pytest.approx(measured(config, bf16), rel=0.15)
-
-
-@pytest.mark.parametrize("micro_batch", [2, 4], ids=["accumulation", "in one"])
-@pytest.mark.slow
-def test_gradients_are_counted_where_little_else_is(tiny, micro_batch: int):
-    shape = ["model.n_embd=128", "model.n_layer=6", "data.seq_len=64", "optim.batch_tokens=256"]
-    config = tiny(*shape, RECOMPUTED, f"trainer.micro_batch={micro_batch}")
-    assert estimated_memory(config, 0, 400, False, "cpu") == pytest.approx(measured(config), rel=0.02)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [["optim.optimizer=muon"], ["train_only=normalizer", "model.normalizer=ssmax", "trainer.micro_batch=2"]],
-    ids=lambda options: options[0],
-)
-@pytest.mark.slow
-def test_what_the_loss_takes_is_estimated_where_it_is_most_of_a_step(tiny, options: list[str]):
-    """With many tokens in the vocabulary and few activations, in bf16, for which the head's weights are copied."""
-    config = tiny(*LARGER, RECOMPUTED, *options)
-    assert estimated_memory(config, 0, 8000, True, "cpu") == pytest.approx(measured(config, True, 8000), rel=0.05)
-
-
-def test_the_estimate_is_of_all_phases_that_are_still_to_come(tiny):
-    phases = (
-        "phases=[{until: 0.3, normalizer: softmax}, {until: 0.6, normalizer: linear}, {until: 1, normalizer: softmax}]"
-    )
-    soft, linear, both_phases = (
-        tiny(*LARGER, override) for override in ("model.normalizer=softmax", "model.normalizer=linear", phases)
-    )
-    estimates = [estimated_memory(both_phases, phase, 400, False, "cpu") for phase in range(3)]
-    small, large = (estimated_memory(config, 0, 400, False, "cpu") for config in (soft, linear))
-    assert small < large
-    assert estimates == [large, large, small]
-
-
-def test_frozen_layers_that_read_long_sequences_are_counted_without_numbers(tiny):
-    """Their attention needs no gradient, and a kernel outside of PyTorch would read memory that fake tensors don't
-    have.
-    """
-    config = tiny(
-        "data.seq_len=1024", "optim.batch_tokens=1024", "model.normalizer=[softmax, ssmax]", "train_only=normalizer"
-    )
-    assert estimated_memory(config, 0, 400, True, "cpu") > 0
-
-
 def test_activation_checkpointing_keeps_less(tiny):
     plain, recomputed = tiny(*LARGER), tiny(*LARGER, RECOMPUTED)
-    assert estimated_memory(recomputed, 0, 400, False, "cpu") < 0.5 * estimated_memory(plain, 0, 400, False, "cpu")
     assert measured(recomputed) < 0.5 * measured(plain)
-
-
-def test_all_that_a_run_needs_is_counted(tiny):
-    def estimate(*options: str) -> int:
-        return estimated_memory(tiny(*LARGER, *options), 0, 400, False, "cpu")
-
-    weights = 4 * sum(p.numel() for p in Decoder(tiny(*LARGER).model, 400, 128, 1).parameters())
-    assert (
-        estimate("trainer.devices=2") - estimate("optim.batch_tokens=1024") == weights
-    )  # DDP's copies of the gradients
-    assert estimate() - estimate("train_only=normalizer", "model.normalizer=ssmax") > 2 * weights
-    on_cpu, on_gpu = (estimated_memory(tiny(*LARGER), 0, 4000, False, device) for device in ("cpu", "gpu"))
-    assert on_gpu > on_cpu  # which holds fewer logits at a time
-
-
-@pytest.mark.slow
-def test_blocks_of_the_definition_are_counted_as_large_as_the_device_holds_them(tiny, monkeypatch: pytest.MonkeyPatch):
-    config = tiny(*LARGER, "model.normalizer=softpick")
-    monkeypatch.setattr("lm.attention.routes.block_weights", lambda device: 2**19 if device.type == "cuda" else 2**17)
-    on_cpu, on_gpu = (estimated_memory(config, 0, 400, False, device) for device in ("cpu", "gpu"))
-    assert on_cpu == pytest.approx(measured(config), rel=0.15)
-    with with_device_limits(torch.device("cuda")):
-        assert on_gpu == pytest.approx(measured(config), rel=0.15)
-    assert on_gpu > 1.1 * on_cpu
-
-
-@pytest.mark.slow
-def test_short_sequences_are_counted_by_the_route_of_the_device(tiny):
-    """A CPU keeps the weights of short sequences, (B, H, T, T), for the backward pass; the fused kernel of a GPU
-    recomputes them.
-    """
-    config = tiny(*LARGER, "model.n_head=16")
-    on_cpu, on_gpu = (estimated_memory(config, 0, 400, False, device) for device in ("cpu", "gpu"))
-    weights = 4 * config.model.n_layer * config.micro_batch * config.model.n_head * config.data.seq_len**2 // 2
-    assert on_cpu - on_gpu > 0.5 * weights
-    with with_device_limits(torch.device("cuda")):
-        assert on_gpu == pytest.approx(measured(config), rel=0.15)
-
-
-@pytest.mark.slow
-def test_narrow_windows_are_counted_by_the_route_of_the_device(tiny, monkeypatch: pytest.MonkeyPatch):
-    """A CPU adds up the few distances of a window; a GPU takes its fused kernel, as for any window."""
-    config, estimates = tiny(*LARGER, "model.normalizer={name: window, size: 4}"), []
-    for max_keys in (4, 0):
-        monkeypatch.setattr("lm.attention.distance.MAX_LOOP_WINDOW", max_keys)
-        monkeypatch.setattr("lm.training.memory._KNOWN_ESTIMATES", {})
-        estimates.append([estimated_memory(config, 0, 400, False, device) for device in ("cpu", "gpu")])
-    (on_cpu, on_gpu), (fused_on_cpu, fused_on_gpu) = estimates
-    assert on_cpu != fused_on_cpu
-    assert on_gpu == fused_on_gpu
-
-
-def test_the_estimate_is_printed_and_a_model_without_one_is_trained(
-    tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-):
-    def refuse(*_: object) -> int:
-        raise RuntimeError("its shapes\ndepend on numbers")
-
-    for name, estimate, words in (
-        ("a", estimated_memory, "about 0.00 GiB of tensors a process"),
-        ("b", refuse, "not estimated: its shapes depend on numbers\n"),
-    ):
-        monkeypatch.setattr("lm.training.banner.estimated_memory", estimate)
-        assert train(tiny(f"name={name}", "trainer.max_steps=1", "optim.warmup_steps=0")) == 0
-        assert f"memory      {words}" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_the_estimate_is_that_of_a_large_step_and_the_process_grows_by_half_as_much_again_at_most():
-    """Beyond what libraries take at their first use; freed memory that the allocator keeps is what makes the
-    difference.
-    """
-    code = f"""
-import sys
-from functools import partial
-sys.path.insert(0, {str(ROOT / "tests")!r})
-from test_cost import grown
-grown()
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300, check=False
-    )
-    estimated, tensors, growth = map(float, result.stdout.split())
-    assert estimated == pytest.approx(tensors, rel=0.15), result.stderr
-    assert estimated < growth < 1.5 * estimated
-
-
-def grown() -> None:
-    """Print the estimate for a step, what its tensors took and what the process grew by, in MiB, after a small step,
-    for libraries.
-    """
-    shape = [str(ROOT / "tests" / "tiny.yaml"), "data.source.paths=[x]", "model.n_embd=256", "data.seq_len=256"]
-    small, large = (load_config([*shape, f"optim.batch_tokens={tokens}"]) for tokens in (512, 8192))
-    measured(small)
-    before = peak_process_bytes()
-    tensors = measured(large)
-    growth = peak_process_bytes() - before
-    print(estimated_memory(large, 0, 400, False, "cpu") / 2**20, tensors / 2**20, growth / 2**20)
 
 
 # ---------------------------------------------------------------- activation checkpointing

@@ -24,7 +24,6 @@ from lm.experiments.procedure import Procedure
 from lm.files import read_json, write_json
 from lm.runs.folder import CONFIG, RESOLVED_FILE
 
-pytestmark = pytest.mark.usefixtures("untimed")
 SHORT = ["trainer.max_steps=4", "optim.warmup_steps=1", "eval.every=2"]
 SIZES = {"small": {"trainer.max_steps": 4}, "large": {"trainer.max_steps": 6}}
 

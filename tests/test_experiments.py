@@ -164,7 +164,6 @@ def test_a_run_whose_last_evaluation_failed_has_failed_and_the_others_go_on(tmp_
     launching(Procedure(procedure.experiment), lambda run: pytest.fail(f"{run.label} is trained again")).train_all()
 
 
-@pytest.mark.usefixtures("untimed")
 def test_an_experiment_that_fails_or_is_not_sent_does_not_keep_the_next_from_its_work(
     tmp_path, overrides, monkeypatch, capsys
 ):

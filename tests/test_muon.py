@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tensor_memory import TensorMemory
 from torch import Tensor, nn
 
 from lm.config.training_config import Muon, OptimConfig
@@ -10,7 +11,6 @@ from lm.errors import ConfigError
 from lm.model.decoder import Decoder, group_of, projections
 from lm.model.swapped import with_normalizer
 from lm.runs.checkpoints import load_checkpoint
-from lm.training.memory import TensorMemory
 from lm.training.optimizers import (
     BATCH_ELEMENTS,
     load_named_state,

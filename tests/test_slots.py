@@ -24,7 +24,6 @@ from lm.errors import ConfigError, RunError
 from lm.experiments.engine import ExperimentTrainer
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.live_table import LiveTable
-from lm.experiments.plan import costs, run_times, total_seconds
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Devices, Slots, gpu_words, slots_of
 from lm.model.device import count_gpus, visible_gpus
@@ -225,44 +224,6 @@ def test_the_process_of_each_run_sees_its_devices_alone(gpus, tmp_path, monkeypa
     assert {*counts} <= {"GPU-a", "GPU-b", "GPU-c"}
     assert widths == {1: 6, 2: 3, 0: 3}
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b,GPU-c"
-
-
-PILOT = """
-import json, os, sys, time
-print(json.dumps({"begun": time.time()}), flush=True)
-with open("EVENTS", "a") as log:
-    log.write(os.environ["CUDA_VISIBLE_DEVICES"] + chr(10))
-for _ in sys.argv[1:]:
-    print(json.dumps({"seconds": 60.0}), flush=True)
-"""
-
-
-def test_a_pilot_works_in_the_slots_of_the_runs(gpus, tmp_path, monkeypatch):
-    gpus(4)
-    (tmp_path / "program.py").write_text(PILOT.replace("EVENTS", str(tmp_path / "events")))
-    monkeypatch.setattr("lm.experiments.plan.PILOT_COMMAND", [sys.executable, str(tmp_path / "program.py")])
-    monkeypatch.setattr("lm.experiments.plan.open_prepared", lambda _: None)
-    procedure = opened(tmp_path)
-
-    def seen(slots_per_gpu: int, *overrides: str) -> list[str]:
-        procedure = opened(tmp_path, *overrides)
-        slots = slots_of(procedure.experiment, None, slots_per_gpu)
-        (tmp_path / "events").write_text("")
-        times, words = run_times(procedure, costs(procedure), slots)
-        pilots = sorted((tmp_path / "events").read_text().split())
-        assert words == f"a pilot of some steps of each arm, {len(pilots)} at a time"
-        gpus_of_run = max(1, count_gpus(procedure.experiment.first_config))
-        assert total_seconds(procedure, times, slots) == pytest.approx(
-            sum(times.values()) * 2 * gpus_of_run / (4 * slots_per_gpu)
-        )
-        return pilots
-
-    assert seen(1) == ["0", "1", "2", "3"]
-    assert seen(2) == ["0", "0", "1", "1", "2", "2", "3", "3"]
-    assert seen(1, "trainer.devices=2") == ["0,1", "2,3"]
-    assert run_times(procedure, costs(procedure), slots_of(procedure.experiment, None, 1))[1].endswith("4 at a time"), (
-        "it is kept"
-    )
 
 
 def test_plan_and_table_say_on_which_device_a_run_is(gpus, tmp_path):

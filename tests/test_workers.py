@@ -27,7 +27,6 @@ from lm.experiments.slots import log_path
 from lm.files import read_json, write_json
 from lm.machine import process_start
 
-pytestmark = pytest.mark.usefixtures("untimed")
 INSTALLED = pytest.mark.skipif(find_spec("submitit") is None, reason="without submitit")
 
 

@@ -74,7 +74,7 @@ class WindowNormalizer(SoftmaxNormalizer):
         (b, _, t, _), w = q.shape, self.options.size
         if t <= w:
             return routes.fused_softmax(q, k, v, layout)
-        if self._has_few_keys(routes.routing_device(q).type):
+        if self._has_few_keys(q.device.type):
             return self._sum_over_distances(q, k, v)
 
         def blocks(x: Tensor, n_preceding: int) -> Tensor:

@@ -9,8 +9,8 @@ Shapes: B sequences, H heads, T queries, S keys, D head size, E width of the val
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 
 import torch
@@ -23,32 +23,10 @@ from lm.attention.layout import AttentionLayout, uncompiled
 
 MIN_SUM = 1e-24  # a query whose weights would be divided by a smaller sum has weights 0
 
-_simulated_device: torch.device | None = None
-
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
     """A context without autocast, in which the dtypes of operands alone decide the dtype of a computation."""
     return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
-
-
-def routing_device(tensor: Tensor) -> torch.device:
-    """The device that decides the route of a computation with `tensor`: the device of an active `with_device_limits`,
-    else the tensor's.
-    """
-    return _simulated_device or tensor.device
-
-
-@contextmanager
-def with_device_limits(device: torch.device) -> Iterator[None]:
-    """A context in which fake CPU tensors take the routes and block sizes of `device`, to show how much memory `device`
-    would hold.
-    """
-    global _simulated_device
-    _simulated_device = device
-    try:
-        yield
-    finally:
-        _simulated_device = None
 
 
 def spans(length: int, size: int) -> list[tuple[int, int]]:
@@ -105,7 +83,7 @@ def fused_softmax(
     """
     size, width = q.size(-1), v.size(-1)
     scale = scale or 1 / math.sqrt(size)
-    if (layout.causal or layout.tail) and mask is None and routing_device(v).type == "cpu":
+    if (layout.causal or layout.tail) and mask is None and v.device.type == "cpu":
         if k.size(2) <= SHORT_LENGTH:
             return short_attention(q, k, v, scale)
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))) and not cpu_kernel.why_unusable(v):
@@ -251,7 +229,7 @@ def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, in
     sizes reuse memory. On a CPU a causal block has at most an eighth of the sequence's queries, or `MIN_BLOCK_WEIGHTS`
     weights if that is more.
     """
-    device, length, keys, row_weights = routing_device(q), q.size(2), k.size(2), q.size(0) * q.size(1) * k.size(2)
+    device, length, keys, row_weights = q.device, q.size(2), k.size(2), q.size(0) * q.size(1) * k.size(2)
     eighth_of_keys, max_weights = -(-keys // 8), block_weights(device)
     if device.type == "cpu" and layout.causal:
         max_weights = min(max_weights, max(row_weights * eighth_of_keys, MIN_BLOCK_WEIGHTS))

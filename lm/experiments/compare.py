@@ -2,7 +2,6 @@
 
 import shlex
 import sys
-import time
 from collections import Counter
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from lm.data.prepare import prepare
-from lm.errors import DataError, RunError
+from lm.errors import RunError
 from lm.experiments.engine import (
     LOCK,
     Cluster,
@@ -29,9 +28,9 @@ from lm.experiments.experiment_folder import is_measured, open_experiment, other
 from lm.experiments.judging import INTERVALS
 from lm.experiments.live_table import live_table
 from lm.experiments.page import experiment_files
-from lm.experiments.plan import PILOT_SECONDS, Costs, Times, costs, duration, plan_lines, run_times, total_seconds
+from lm.experiments.plan import Times, costs, duration, plan_lines, run_times, total_seconds
 from lm.experiments.procedure import Procedure
-from lm.experiments.slots import Slots, Stopped, commands, slots_of
+from lm.experiments.slots import Slots, commands, slots_of
 from lm.experiments.summary import (
     measured_words,
     print_verdicts,
@@ -74,22 +73,6 @@ class TrainingOptions:
         """
         return Slots(self.workers) if self.engine else slots_of(experiment, self.jobs, self.slots_per_gpu)
 
-    def estimated_times(self, procedure: Procedure, run_costs: Costs | None, budget: float) -> tuple[Times, str]:
-        """Estimate the seconds that a run of each size and arm takes on this machine, with at most `budget` seconds for
-        timing. Returns the estimates and their source in words, or {} and the reason why there is no estimate."""
-        if self.engine:
-            return {}, "not estimated for the machines of the jobs"
-        if run_costs is None:
-            return {}, "not known before the text is there: lm prepare makes it"
-        try:
-            return run_times(procedure, run_costs, self.slots(procedure.experiment), budget)
-        except DataError:
-            return {}, "not known before there is text to time some steps on: lm prepare makes it"
-        except Stopped:
-            raise
-        except RunError as error:
-            return {}, f"not known: {error}"
-
     def cluster(self, folder: Path) -> Cluster | None:
         """Return the `Cluster` that trains an experiment's runs in jobs; None without a scheduler. Raises LMError as
         `Cluster` does.
@@ -124,13 +107,7 @@ def compare_experiments(
     job_counts = [
         1 if report_only or options.engine else options.slots(experiment).n_slots for experiment in experiments
     ]
-    timer = (
-        None
-        if options.engine
-        else lambda procedure: options.estimated_times(procedure, costs(procedure), PILOT_SECONDS)[0]
-    )
-
-    open_procedure = partial(start, timer=timer) if is_working else open_experiment
+    open_procedure = start if is_working else open_experiment
     with ExitStack() as stack:
         for folder in dict.fromkeys(experiment.folder for experiment in experiments if is_working):
             stack.enter_context(experiment_lock(folder))
@@ -206,15 +183,16 @@ def print_commands(files: list[Path], overrides: list[str], options: TrainingOpt
 
 
 def _print_plans(procedures: list[Procedure], options: TrainingOptions) -> list[Times]:
-    times_by_experiment, deadline = [], time.monotonic() + PILOT_SECONDS
+    times_by_experiment = []
     for procedure in procedures:
         run_costs, slots = costs(procedure), options.slots(procedure.experiment)
-        times, words = options.estimated_times(procedure, run_costs, deadline - time.monotonic())
+        times, words = run_times(procedure, run_costs or {}), "known once the first run has ended"
         times_by_experiment.append(times)
         if times:
             seconds = total_seconds(procedure, times, slots)
             words = (
-                f"about {duration(seconds)} for what is left, {len(slots.concurrent_devices())} at a time, by {words}"
+                f"about {duration(seconds)} for what is left, {len(slots.concurrent_devices())} at a time, by the runs "
+                "that have ended"
             )
         slot_words = f"{options.workers} at a time, each in a job" if options.engine else str(slots)
         print("\n".join(plan_lines(procedure, run_costs, words, slot_words)), flush=True)

@@ -48,7 +48,7 @@ class _FileKeys:
 
 TOKENS_KEY = "trainer.tokens_per_parameter"
 _TABLE_REMEDY = "tuning.csv, which `lm compare` writes, has the form"
-_RESERVED_FILES = ("compare.lock", "pilot.json", RESOLVED_FILE, "tuning.csv", "verdicts.csv", "verdicts.json")
+_RESERVED_FILES = ("compare.lock", RESOLVED_FILE, "tuning.csv", "verdicts.csv", "verdicts.json")
 # reserved names, which no arm or size may have: a size's folder lies beside these files and folders
 RESERVED = {"arms": (".", ".."), "sizes": (".", "..", "logs", "report", SWAPPED, "workers", *_RESERVED_FILES)}
 _CHARSET = "letters, digits, '-', '_' and '.'"

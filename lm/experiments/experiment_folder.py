@@ -3,7 +3,7 @@ recorded plan.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ from lm.experiments.experiment import (
     omitted_keys,
 )
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.plan import Times, cost
+from lm.experiments.plan import cost
 from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import SELECTION
 from lm.files import json_bytes, plain_sha256, read_json, sealed, unsealed, write_new, write_sealed
@@ -91,13 +91,9 @@ def start(
     overrides: list[str],
     jobs: int = 1,
     anew: bool = False,
-    timer: Callable[[Procedure], Times] | None = None,
 ) -> Procedure:
     """Start an experiment: prepare its text, and fix the settings that all its runs share. If several processes start
     the experiment at the same time, one of them fixes the settings.
-
-    timer: estimates the seconds of a run by size and arm, which decide whether runs are compiled; without an estimate,
-    FLOPs decide.
 
     Raises LMError: as `open_experiment`; or the text can't be prepared, or text or plugins differ from those of the
     first runs.
@@ -109,13 +105,8 @@ def start(
     trainer, settings_file = experiment.first_config.trainer, experiment.folder / RESOLVED_FILE
     settings = {"data_fingerprint": store.fingerprint} | {name: getattr(trainer, name) for name in SHARED_SETTINGS}
     file_experiment = read_experiment(path, overrides)
-    if timer and not settings_file.exists() and file_experiment.first_config.trainer.compile == "auto":
-        compilation = _compilation(
-            file_experiment, timer(procedure).get((next(iter(file_experiment.sizes)), file_experiment.arms[0].name))
-        )
-        settings["compile"] = compilation.value == "true"
-        print(f"trainer.compile of all runs: {compilation}", flush=True)
-        experiment = replace(experiment, base=merge(experiment.base, {"trainer": {"compile": settings["compile"]}}))
+    if not settings_file.exists() and file_experiment.first_config.trainer.compile == "auto":
+        print(f"trainer.compile of all runs: {_compilation(file_experiment)}", flush=True)
     has_measured_runs, plan = is_measured(experiment), plan_of(experiment)
     code = PLUGINS.versions(
         {name for run in procedure.known_runs() for name in run.config.plugin_names_by_key.values()}
@@ -301,23 +292,22 @@ def _machine_settings(experiment: Experiment, jobs: int) -> dict[str, Plain]:
     }
 
 
-def _compilation(experiment: Experiment, seconds: float | None = None) -> "ResolvedSetting":
+def _compilation(experiment: Experiment) -> "ResolvedSetting":
     """Decide whether runs are compiled, by the cost of a baseline run in the first size and the number of baseline
-    runs, which share compiled code. `seconds`: the estimated duration of a run; if it is None, FLOPs decide."""
+    runs, which share compiled code."""
     from lm.model.device import count_gpus, resolve_compile  # torch takes seconds to import
 
     config, tune = experiment.first_config, experiment.tune
     runs = len(experiment.seeds) + len(tune.rates) * len(tune.seeds)
     flops = cost(config, vocab_size_of(config.data) or 1).flops
-    return resolve_compile(config, flops, "gpu" if count_gpus(config) else "cpu", {}, runs, seconds)
+    return resolve_compile(config, flops, "gpu" if count_gpus(config) else "cpu", {}, runs)
 
 
 # ---------------------------------------------------------------- what was settled before final runs were measured
 
 
 def plan_of(experiment: Experiment) -> dict[str, Plain]:
-    """The present plan: time, primary metric, options of its evaluation, tuning, how often the data may be judged, and
-    a hash of each arm by size. With `more_seeds`, it also has the seeds that are judged first."""
+    """The present plan: time, primary metric, options of its evaluation, tuning, and a hash of each arm by size."""
     configs = {
         (size, arm.name): experiment.config(size, arm, 0, None, {"name": "any"}) for size, arm in experiment.size_arms
     }

@@ -21,9 +21,7 @@ from lm.schema import Plain
 # runs together that share its code, MIN_RUN_FLOPS_TO_COMPILE for each of these runs, which must load that code.
 MIN_TOTAL_FLOPS_TO_COMPILE = {"cpu": 1e14, "gpu": 2e16}
 MIN_RUN_FLOPS_TO_COMPILE = {"cpu": 3e13, "gpu": 4e15}
-# The same limits in seconds of uncompiled runs, where these are measured. Compiling takes 20 s, loading 4 s, and
-# compiled code saves about a twentieth of the time.
-MIN_TOTAL_SECONDS_TO_COMPILE, MIN_RUN_SECONDS_TO_COMPILE = 1000, 200
+# Compiling takes 20 s, loading 4 s, and compiled code saves about a twentieth of the time.
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,6 @@ def resolve_compile(
     accelerator: str,
     old_facts: dict[str, Plain],
     runs: int = 1,
-    seconds: float | None = None,
 ) -> ResolvedSetting:
     """Resolve `trainer.compile` to `true` or `false`. `auto` keeps a resumed run's choice, else compiles if possible
     and if it saves time.
@@ -159,8 +156,6 @@ def resolve_compile(
         flops: the FLOPs of the whole run.
         old_facts: the environment.json of the resumed run; empty for a new run.
         runs: the number of runs that share the compiled code, which the first of them makes.
-        seconds: measured seconds of the whole run without compilation, which decide instead of FLOPs; None: not
-            measured.
     """
     setting, reason = config.trainer.compile, ""
     compiler = cpp_compiler()
@@ -177,19 +172,11 @@ def resolve_compile(
         return ResolvedSetting("false", "auto: no C++ compiler found")
     if accelerator == "cpu" and not config.data.text_weight:
         return ResolvedSetting("false", "auto: steps on tasks alone compute less eager")
-    if seconds is None:
-        run_cost, run_threshold, total_threshold = (
-            flops,
-            MIN_RUN_FLOPS_TO_COMPILE[accelerator],
-            MIN_TOTAL_FLOPS_TO_COMPILE[accelerator],
-        )
-        cost_text, run_text, threshold_text = f"{run_cost:.1e} FLOP", f"{run_threshold:.0e}", f"{total_threshold:.0e}"
-    else:
-        run_cost, run_threshold, total_threshold = seconds, MIN_RUN_SECONDS_TO_COMPILE, MIN_TOTAL_SECONDS_TO_COMPILE
-        cost_text, run_text, threshold_text = f"{run_cost:.0f} s", f"{run_threshold} s", f"{total_threshold} s"
-    saves_time = run_cost * runs >= total_threshold and run_cost >= run_threshold
-    cost_text = cost_text + (f" a run, {runs} runs" if runs > 1 else "")
-    threshold_text = f"{run_text} a run and {threshold_text} in all" if runs > 1 else threshold_text
+    run_threshold, total_threshold = MIN_RUN_FLOPS_TO_COMPILE[accelerator], MIN_TOTAL_FLOPS_TO_COMPILE[accelerator]
+    saves_time = flops * runs >= total_threshold and flops >= run_threshold
+    cost_text = f"{flops:.1e} FLOP" + (f" a run, {runs} runs" if runs > 1 else "")
+    threshold_text = (f"{run_threshold:.0e} a run and " if runs > 1 else "") + f"{total_threshold:.0e}"
+    threshold_text += " in all" if runs > 1 else ""
     return ResolvedSetting(str(saves_time).lower(), f"auto: {cost_text}; it pays from {threshold_text}")
 
 

@@ -3,11 +3,9 @@ metrics.jsonl.
 """
 
 import hashlib
-import itertools
 import json
 import os
 import shlex
-import statistics
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -136,7 +134,6 @@ def step_paths(folder: Path) -> list[Path]:
 
 # log key of the peak on rank 0 so far: bytes of tensors on the GPU, of the whole process on the CPU
 PEAK_MEMORY = "peak_memory_bytes"
-_WARM_UP_STEPS = 3  # steps after the first one that are not timed either, as they are slower than later steps
 _TAIL_BYTES = 1 << 16  # bytes that `last_logged` reads
 DIVERGED = "diverged"  # key of the last line of a run that stopped at values that are not finite; its value says why
 
@@ -244,14 +241,6 @@ def curve(lines: list[dict[str, Plain]], name: str) -> Curve:
     line_by_step = {line["step"]: line for line in lines if name in line}
     points = [line_by_step[step] for step in sorted(line_by_step)]
     return Curve(*(np.array([line.get(key) for line in points], dtype=float) for key in ("tokens", name)))
-
-
-def step_seconds(path: Path) -> float | None:
-    """Median seconds of a step after the first 1 + `_WARM_UP_STEPS`, in a log with a line for each step. Returns the
-    mean of all steps if the log ends earlier, None if it has no step."""
-    elapsed_times = [line["elapsed_s"] for line in read_metrics(path).lines if "elapsed_s" in line]
-    durations = [end - start for start, end in itertools.pairwise(elapsed_times)][_WARM_UP_STEPS:]
-    return statistics.median(durations or [elapsed_times[-1] / len(elapsed_times)]) if elapsed_times else None
 
 
 def _parse_line(text: bytes) -> dict[str, Plain] | None:

@@ -17,7 +17,6 @@ from lm.config.training_config import Group, Groups
 from lm.config.tree import Config
 from lm.data.batches import TrainSequences, train_sequences
 from lm.data.store import Store
-from lm.errors import one_line
 from lm.evaluation.held_out import unigram_loss, validation_sequences
 from lm.model.decoder import Decoder
 from lm.model.device import Machine
@@ -26,7 +25,6 @@ from lm.plugins import PLUGINS
 from lm.runs.evaluations import UNIGRAM, checkpoint_selection_mask
 from lm.runs.folder import command_line
 from lm.schema import Plain
-from lm.training.memory import estimated_memory
 from lm.training.optimizers import parameter_groups
 from lm.training.starting import PhaseStart
 
@@ -65,7 +63,7 @@ _SHOWN_OPTIONS = (
 
 
 def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) -> str:
-    """The text that a run prints first: model, data, lengths, memory, optimizer, and notes on doubtful settings."""
+    """The text that a run prints first: model, data, lengths, optimizer, and notes on doubtful settings."""
     model, data, optim, decoder = config.model, config.data, config.optim, start.decoder
     parameters = count_parameters(decoder)
     tokens = config.trainer.max_steps * optim.batch_tokens
@@ -122,7 +120,6 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         + (f" ({', '.join(f'{label} {number:.2f}'.strip() for label, number in epochs)} epochs)" if epochs else ""),
         "note": "; ".join(notes),
         "device": f"{machine.device}, precision {machine.precision}, compile {machine.compilation}",
-        "memory": _memory_text(config, start.phase, decoder.vocab_size, machine),
         "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all; {peak_text}",
         "step": f"{config.micro_batch} sequences x {data.seq_len} tokens x {accumulation} micro-batches x "
         f"{config.world_size} processes",
@@ -136,20 +133,6 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         + ("" if data.seed is None else f", {data.seed} (order of the batches)"),
     }
     return "\n".join(f"{name:<11} {text}" for name, text in lines.items() if text)
-
-
-def _memory_text(config: Config, phase: int, vocab_size: int, machine: Machine) -> str:
-    try:
-        n_bytes = estimated_memory(config, phase, vocab_size, machine.bf16, machine.accelerator)
-    except (
-        Exception
-    ) as error:  # such as from a plugin's normalizer: a failed estimate must not keep a run from starting
-        return f"not estimated: {one_line(error)}"
-    tape = "inputs of blocks" if config.trainer.activation_checkpointing else "activations"
-    return (
-        f"about {n_bytes / 2**30:.2f} GiB of tensors a process (weights, gradients, optimizer, {tape}); libraries "
-        "and evaluations aside"
-    )
 
 
 def _normalizer_text(decoder: Decoder) -> str:
