@@ -109,10 +109,10 @@ def test_a_cooldown_reads_on_at_another_rate_and_leaves_the_trunk_as_it_was(
 def test_a_rate_that_jumps_is_said(tiny, trunk: Path, capsys: pytest.CaptureFixture):
     cooled = branched(tiny, trunk, 6, "optim.lr=1e-3", "optim.schedule=wsd")
     train(cooled)
-    assert "note: the learning rate jumps from 0.01 to 0.001 at step 7" in capsys.readouterr().out
+    assert "note: the learning rate jumps from 0.01 to 0.001 at step 7, by a factor of 0.1" in capsys.readouterr().out
     at_its_end = f"branch_from={cooled.run_folder}", "trainer.max_steps=9", "name=again"
     train(branched(tiny, trunk, 6, *at_its_end, "optim.lr=1e-2"))
-    assert "note: the learning rate jumps from 0.0005 to 0.01 at step 9" in capsys.readouterr().out
+    assert "note: the learning rate jumps from 0.0005 to 0.01 at step 9, by a factor of 20" in capsys.readouterr().out
 
 
 def test_a_branch_costs_its_own_tokens_alone(tiny, trunk: Path):

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, lm
 from folders import EVERY_STEP, differences, same, swap_to, weights
 
 from lm.config.load import to_yaml
@@ -34,7 +34,7 @@ from lm.files import (
 )
 from lm.machine import process_start, this_machine
 from lm.runs.checkpoints import save_checkpoint
-from lm.runs.folder import ALREADY_TRAINING, CONFIG, METRICS
+from lm.runs.folder import ALREADY_TRAINING, CONFIG, METRICS, step_paths
 from lm.runs.loading import export, load
 from lm.runs.metadata import load_metadata
 from lm.runs.same_run import check_text
@@ -346,3 +346,18 @@ def test_a_lost_last_checkpoint_does_not_start_the_run_anew(tiny):
     with pytest.raises(RunError, match=r"last.ckpt: missing, .* resume=.*step-000008.ckpt"):
         train(tiny("name=lost", "resume=auto"))
     assert (tiny("name=lost").run_folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_renamed_run_folder_goes_on_under_its_name_alone(tiny, tmp_path: Path):
+    options = ["trainer.max_steps=4", "eval.long_context.length_factor=0"]
+    config = tiny("name=a", *options)
+    train(config)
+    moved, resume = config.run_folder.rename(tmp_path / "runs" / "b"), ["resume=auto", "trainer.max_steps=6"]
+    result = lm("train", str(moved / "config.yaml"), *resume)
+    assert result.returncode == 1
+    assert result.stderr.startswith(
+        f"error: {moved}/checkpoints/step-000004.ckpt: not a checkpoint of {config.run_folder}; a run"
+    )
+    assert not config.run_folder.exists()
+    assert lm("train", str(moved / "config.yaml"), *resume, "name=b").returncode == 0
+    assert [path.name for path in step_paths(moved / "checkpoints")] == ["step-000004.ckpt", "step-000006.ckpt"]

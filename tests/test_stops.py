@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from conftest import ROOT, lm, thinned
 from folders import alive, curve, differences, swap_to
 from processes import command, forked, start, within
 
+from lm.errors import RunError
 from lm.machine import STOP_SIGNALS
-from lm.runs.checkpoints import load_checkpoint
-from lm.training.callbacks import Checkpoints, StopOnSignal
+from lm.runs.checkpoints import link_checkpoint, load_checkpoint
+from lm.training.callbacks import Checkpoints, Metrics, StopOnSignal
 from lm.training.module import TrainModule
 from lm.training.train import train
 
@@ -245,6 +247,32 @@ def test_a_signal_before_the_first_step_leaves_a_checkpoint(tiny, monkeypatch: p
     monkeypatch.setattr(TrainModule, "train_dataloader", signalled)
     assert train(tiny("name=early", "trainer.checkpoint_every=100")) == 143
     assert load_checkpoint(tiny("name=early").run_folder / "checkpoints" / "last.ckpt")["lm"]["step"] == 1
+
+
+@pytest.mark.parametrize("name", ["last.ckpt", "best.ckpt"])
+@pytest.mark.parametrize("max_steps", [8, 12], ids=["complete", "goes on"])
+def test_a_kill_between_a_checkpoint_and_its_names_loses_no_step(
+    tiny, monkeypatch: pytest.MonkeyPatch, name: str, max_steps: int
+):
+    def killed(link: str, path: Path) -> None:
+        if link == name and path.name == "step-000008.ckpt":
+            raise RunError("killed")
+        link_checkpoint(link, path)
+
+    config = tiny("name=killed", "eval.long_context.length_factor=0", "eval.every=8")
+    with monkeypatch.context() as patched:
+        patched.setattr("lm.training.callbacks.link_checkpoint", killed)
+        with pytest.raises(RunError, match="killed"):
+            train(config)
+    checkpoints = config.run_folder / "checkpoints"
+    assert not (checkpoints / name).exists() or load_checkpoint(checkpoints / name)["lm"]["step"] == 4
+    steps = []
+    monkeypatch.setattr(Metrics, "on_step", lambda self, trainer, module, step: steps.append(step))
+    resumed = replace(config, resume="auto", trainer=replace(config.trainer, max_steps=max_steps))
+    assert train(resumed) == 0
+    assert steps == [*range(9, max_steps + 1)]
+    assert load_checkpoint(checkpoints / "last.ckpt")["lm"]["step"] == max_steps
+    assert (checkpoints / "best.ckpt").exists()
 
 
 SLOW_END = """

@@ -365,6 +365,28 @@ def test_a_swap_prints_its_factors_and_warns_where_they_are_far_from_the_old(
         assert "is 2.8 times the old one at n = 16, 3.5 times the old one at n = 32: " in warnings[0]
 
 
+@pytest.mark.parametrize("option", ["model.normalizer.init=0.5", "model.normalizer.bias=true"])
+def test_the_closing_hint_works_with_the_configuration_of_the_source(trained: Path, tmp_path: Path, option: str):
+    out = tmp_path / "out"
+    hint = command("swap", str(trained), "--to", "ssmax", "-o", str(out), option).stdout.splitlines()[-1]
+    words = shlex.split(hint.partition("or lm ")[2].replace("CONFIG", str(trained / "config.yaml")))
+    result = command(*words[:-1], "name=further", f"runs={tmp_path}", "trainer.max_steps=1")
+    assert result.returncode == 0, result.stderr
+    assert load(tmp_path / "further").config.model.normalizer.label() == load(out).config.model.normalizer.label()
+
+
+def test_a_swap_in_training_prints_what_lm_swap_prints(tiny, capsys: pytest.CaptureFixture):
+    phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: {name: ssmax, init: unit}}]"
+    train(tiny("name=said", phases, "log.progress=lines", "eval.swap_lengths=[]"))
+    lines = capsys.readouterr().err.splitlines()
+    first = lines.index("softmax -> ssmax (init=unit), step 4")
+    assert lines[first + 1 : first + 4] == [
+        "s = 1",
+        *(f"factor on the scores at n = {n}: 1 -> {factor}" for n, factor in ((16, 2.77), (32, 3.47))),
+    ]
+    assert lines[first + 4].startswith("warning: the factor on the scores is 2.8 times the old one at n = 16")
+
+
 def test_a_swap_says_in_which_layers_other_keys_are_seen(trained: Path, tmp_path: Path):
     changes = "model.normalizer.of=[{name: window, size: 64}, {name: window, size: 8}]"
     result = command("swap", str(trained), "--to", "layers", changes, "-o", str(tmp_path / "out"))

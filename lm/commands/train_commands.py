@@ -189,8 +189,9 @@ def train(arguments: Configuration, allow_plugin: AllowPlugin = None) -> None:
     with without_garbage_collection():
         from lm.config.load import load_config
         from lm.runs.folder import with_shape_of
-        from lm.training.train import train
+        from lm.training.train import refuse_moved_run, train
 
     configuration = load_config(arguments, with_shape_of)
-
+    if not any(argument.startswith("name=") for argument in arguments):
+        refuse_moved_run(configuration, arguments)
     raise typer.Exit(train(configuration))

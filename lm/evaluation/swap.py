@@ -2,6 +2,7 @@
 attention.
 """
 
+import shlex
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ from lm.config.data_config import FullLength
 from lm.config.eval_config import Timing, lengths_from_factors
 from lm.config.load import merge, overrides_in, parse, to_yaml
 from lm.config.tree import Config
+from lm.config.yaml_text import override
 from lm.data.batches import long_starts, train_sequences
 from lm.data.store import Store
 from lm.data.tasks import NoRoom
@@ -284,8 +286,7 @@ def swap_run(
         evaluation = measurement.evaluate(new, device, model.stamp["step"], model.stamp["tokens_seen"])
         path = destination / measurement.write(folder, evaluation).relative_to(folder)
         _write_run(folder, config, model, new.cpu(), {**environment, "command": command_line(), "swap": facts})
-    factors, warning = _factor_lines(old, new)
-    model_lines = [f"{facts['normalizer']} -> {label}, step {evaluation.step}", *_parameter_lines(new), *factors]
+    model_lines, warning = swap_lines(old, new, evaluation.step)
     asked_lengths = lengths_from_factors(config.eval.swap_lengths, config.data)
     if missing_lengths := sorted({*asked_lengths} - {held_out.length for held_out in measurement.held_out}):
         missing_text = ", ".join(f"{length:,}" for length in missing_lengths)
@@ -300,9 +301,12 @@ def swap_run(
             "those of single layers"
         )
         model_lines.append(f"layers {', '.join(map(str, changed_layers))} {phrase}")
+    options = config.model.normalizer
+    changes = [override("model.normalizer", {"name": options.name, **options.non_defaults()})]
+    changes += ["phases=[]"] if model.config.phases else []
     notes = [
-        f"{destination}: weights alone; go on with: lm eval {destination}, or lm train CONFIG init_from={destination} "
-        "name=..."
+        f"{destination}: weights alone; go on with: lm eval {destination}, or lm train CONFIG "
+        f"{shlex.join(changes)} init_from={destination} name=..."
     ]
     unmatched_layers = [
         str(layer) for layer, normalizer in enumerate(old.normalizers()) if normalizer.scale_by_position() is None
@@ -320,6 +324,15 @@ def swap_run(
             0, f"fit: KL {facts['fit_kl_before']:.5f} -> {facts['fit_kl_after']:.5f} nats on training sequences"
         )
     return SwapResult(evaluation, path, model_lines, notes, warning)
+
+
+def swap_lines(old: Decoder, new: Decoder, step: int) -> tuple[list[str], str]:
+    """Lines to print on a swap at a training step: both normalizers, the new parameters, the factors on the scores
+    before and after; and a warning, empty unless a factor changed much.
+    """
+    factors, warning = _factor_lines(old, new)
+    labels = [decoder.config.normalizer.label() for decoder in (old, new)]
+    return [f"{' -> '.join(labels)}, step {step}", *_parameter_lines(new), *factors], warning
 
 
 def _parameter_lines(decoder: Decoder) -> list[str]:

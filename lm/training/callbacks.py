@@ -18,7 +18,7 @@ from lm.config.load import to_yaml
 from lm.data.batches import Batch, train_sequences
 from lm.errors import one_line
 from lm.evaluation.evaluation_kind import Measurement
-from lm.evaluation.swap import SwapMeasurement
+from lm.evaluation.swap import SwapMeasurement, swap_lines
 from lm.files import write_text
 from lm.machine import STOP_SIGNALS
 from lm.model.decoder import Decoder
@@ -381,6 +381,10 @@ class Evaluate(Evaluations):
                 self.run(
                     trainer, module, measurement, old_decoder or module.decoder
                 )  # after a swap: the model of the phase before
+        if old_decoder:
+            lines, warning = swap_lines(old_decoder, module.decoder, step)
+            for line in filter(None, [*lines, warning]):
+                self.progress.say(line)
         if old_decoder and self.config.eval.swap_lengths:
             self.run(trainer, module, SwapMeasurement(self.config, module.store, old_decoder), module.decoder)
         module.start.replaced_decoder = None

@@ -109,6 +109,7 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: LoadedMod
                     "name=..."
                 )
             if is_main:
+                link_names(checkpoint, (content["lm"].get("best") or {}).get("step"))
                 _evaluate_missing(config, all_measurements, checkpoint, step, mode, old_facts)
             return 0
         start = start_from_checkpoint(config, content)
@@ -166,19 +167,29 @@ def _write_run_files(
     write_text(folder / CONFIG, to_yaml(replace(config, resume="")))  # `resume` is not part of the run
     write_json(folder / ENVIRONMENT, facts)
     write_text(folder / TOKENIZER, (store.path / TOKENIZER).read_text(encoding="utf-8"))
-    if checkpoint and checkpoint.name != LAST and is_own(folder, checkpoint):
-        link_checkpoint(LAST, checkpoint)  # first, so that a kill right after leaves the run at this checkpoint
+    for path in reversed(step_paths(folder / CHECKPOINTS)):
+        if step_of(path) > start.step:
+            path.unlink()  # before the names are linked, as `resume=auto` takes a checkpoint that is newer than LAST
+    if checkpoint and is_own(folder, checkpoint):
+        link_names(checkpoint, start.state.best and start.state.best.step)
     for note in truncate_after(folder, start.step):
         print(note, flush=True)
-    best = start.state.best
-    if best and step_path(folder / CHECKPOINTS, best.step).exists():
-        link_checkpoint(BEST, step_path(folder / CHECKPOINTS, best.step))
+
+
+def link_names(checkpoint: Path, best_step: int | None) -> None:
+    """Give a run's newest checkpoint, and that of `best_step` if it is there, their names LAST and BEST, which a kill
+    may have kept from them.
+    """
+    if checkpoint.name != LAST:
+        link_checkpoint(LAST, checkpoint)
+    if best_step is not None and (best := step_path(checkpoint.parent, best_step)).exists():
+        link_checkpoint(BEST, best)
 
 
 def truncate_after(run: Path, step: int) -> list[str]:
     """Delete from a run folder the results of steps after `step`, which a resumed run makes anew: log lines,
-    evaluations, checkpoints. Also delete the evaluation of a swap at `step`, and temporary files of a killed process.
-    Returns notes on unreadable log lines.
+    evaluations, BEST. Also delete the evaluation of a swap at `step`, and temporary files of a killed process. Returns
+    notes on unreadable log lines.
     """
     pattern, temporary_links = f".*-{UNFINISHED}-*", [run / CHECKPOINTS / f".{name}" for name in (LAST, BEST)]
     for leftover in [
@@ -188,9 +199,6 @@ def truncate_after(run: Path, step: int) -> list[str]:
         *temporary_links,
     ]:
         leftover.unlink(missing_ok=True)  # no process writes it: this one has locked the folder
-    for path in step_paths(run / CHECKPOINTS):
-        if step_of(path) > step:
-            path.unlink()
     if (best_step(run / CHECKPOINTS) or 0) > step:
         (run / CHECKPOINTS / BEST).unlink()
     for (kind, evaluated_step), path in evaluation_files(run).items():

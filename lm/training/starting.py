@@ -284,30 +284,23 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
         decoder = spec.decoder()
     if reason := optimizer_mismatch(decoder, saved_config, checkpoint["optimizer"]):
         raise RunError(f"{path}: the optimizer's state and configuration don't fit: {reason}")
-    notes = []
-    is_own_checkpoint = is_own(config.run_folder, path)
-    if is_own_checkpoint and any(
-        step_of(checkpoint_path) > metadata["step"] for checkpoint_path in step_paths(path.parent)
-    ):
-        notes.append(
-            f"note: back to step {metadata['step']}; checkpoints, metrics and evaluations of later steps are deleted"
-        )
+    notes, step, is_own_checkpoint = [], metadata["step"], is_own(config.run_folder, path)
+    if is_own_checkpoint:
+        notes.append(f"goes on from step {step:,} of {config.trainer.max_steps:,}: {path}")
+        if any(step_of(checkpoint_path) > step for checkpoint_path in step_paths(path.parent)):
+            notes.append(f"note: back to step {step}; checkpoints, metrics and evaluations of later steps are deleted")
     max_steps = saved_config.trainer.max_steps, config.trainer.max_steps
-    step = min(
-        metadata["step"], saved_config.trainer.max_steps - 1
-    )  # a run at its end planned no rate for a further step
-    rates = (
-        saved_config.optim.lr_at(step, saved_config.trainer.max_steps),
-        config.optim.lr_at(metadata["step"], config.trainer.max_steps),
+    rates = (  # a run at its end planned no rate for a further step
+        saved_config.optim.lr_at(min(step, max_steps[0] - 1), max_steps[0]),
+        config.optim.lr_at(step, max_steps[1]),
     )
+    jump_text = ""
+    if not math.isclose(*rates, rel_tol=0.01):
+        factor = f", by a factor of {rates[1] / rates[0]:.3g}" if rates[0] else ""
+        jump_text = f"the learning rate jumps from {rates[0]:.4g} to {rates[1]:.4g} at step {step + 1}{factor}"
     if is_own_checkpoint and max_steps[0] != max_steps[1] and config.optim.schedule.name != "constant":
-        jump_text = "" if math.isclose(*rates, rel_tol=0.01) else ": the learning rate jumps"
-        notes.append(
-            f"note: {config.optim.schedule.name} now ends at step {max_steps[1]}, it was headed for "
-            f"{max_steps[0]}{jump_text}"
-        )
-    elif not math.isclose(*rates, rel_tol=0.01):
-        notes.append(
-            f"note: the learning rate jumps from {rates[0]:.4g} to {rates[1]:.4g} at step {metadata['step'] + 1}"
-        )
+        text = f"{config.optim.schedule.name} now ends at step {max_steps[1]}, it was headed for {max_steps[0]}"
+        notes.append(f"note: {text}" + (f": {jump_text}" if jump_text else ""))
+    elif jump_text:
+        notes.append(f"note: {jump_text}")
     return notes

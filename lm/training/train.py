@@ -21,6 +21,7 @@ from lm.runs.folder import (
     is_own,
     read_config,
     read_metrics,
+    step_of,
     step_paths,
 )
 from lm.runs.metadata import load_metadata
@@ -100,18 +101,13 @@ def _resumed_checkpoint(config: Config) -> Path | None:
     if not config.resume:
         return None
     path = config.run_folder / CHECKPOINTS / LAST if config.resume == "auto" else expand_home(config.resume)
+    files = step_paths(config.run_folder / CHECKPOINTS)
     if path.is_file():
         if not is_own(config.run_folder, path):
-            remedy = (
-                "to start a new run from it: branch_from=... (with its optimizer state) or init_from=... (its "
-                "weights) instead"
-            )
-            raise RunError(
-                f"{path}: not a checkpoint of {config.run_folder}; a run goes on in its own folder: set name and runs "
-                f"to it; {remedy}"
-            )
-        return path
-    files = step_paths(config.run_folder / CHECKPOINTS)
+            raise _foreign(path, config)
+        # a kill between a checkpoint and its name LAST leaves a newer one
+        newer = config.resume == "auto" and files and step_of(files[-1]) > load_metadata(path)["step"]
+        return files[-1] if newer else path
     if config.resume == "auto":
         if len(files) == 1:  # after a kill between the first checkpoint and its link
             return files[0]
@@ -129,6 +125,24 @@ def _resumed_checkpoint(config: Config) -> Path | None:
         else "a path; the run has no checkpoint"
     )
     raise RunError(f"resume = {config.resume}: no checkpoint; set it to auto, or to {choices}")
+
+
+def _foreign(path: Path, config: Config) -> RunError:
+    return RunError(
+        f"{path}: not a checkpoint of {config.run_folder}; a run goes on in its own folder: set name and runs to it; "
+        "to start a new run from it: branch_from=... (with its optimizer state) or init_from=... (its weights) instead"
+    )
+
+
+def refuse_moved_run(config: Config, files: list[str]) -> None:
+    """Check that `resume=auto` with the config.yaml of a run folder, one of `files`, goes on with the run that is
+    there.
+
+    Raises RunError: the folder was renamed, or `runs` is relative to another folder, so that a new run would start.
+    """
+    for folder in [Path(file).parent / CHECKPOINTS for file in files if config.resume == "auto"]:
+        if (checkpoints := step_paths(folder)) and not is_own(config.run_folder, checkpoints[-1]):
+            raise _foreign(checkpoints[-1], config)
 
 
 def had_checkpoint(folder: Path) -> bool:
