@@ -302,7 +302,8 @@ def swap_run(
         )
         model_lines.append(f"layers {', '.join(map(str, changed_layers))} {phrase}")
     options = config.model.normalizer
-    changes = [override("model.normalizer", {"name": options.name, **options.non_defaults()})]
+    values = {name: to_plain(options)[name] for name in ("name", *options.non_defaults())}
+    changes = [override("model.normalizer", values)]
     changes += ["phases=[]"] if model.config.phases else []
     notes = [
         f"{destination}: weights alone; go on with: lm eval {destination}, or lm train CONFIG "
