@@ -1,6 +1,8 @@
 """Run folders as reports read them: whole, unfinished, of older versions, corrupt."""
 
 import json
+import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +11,14 @@ from reported import SEQ_LEN, build_run, edit, write_evaluation, write_report
 
 import lm
 from lm.errors import RunError
+from lm.experiments.run_outcome import Outcome
 from lm.report.comparison import arm_label, compare_runs
+from lm.report.comparison_pictures import overview
 from lm.report.comparison_tables import run_facts
+from lm.report.html import write_comparison
 from lm.runs.folder import PEAK_MEMORY, peak_memory, training_seconds
 from lm.runs.record import read_run
+from lm.training.train import train
 
 
 def test_a_run_is_read_whole(pair):
@@ -155,3 +161,28 @@ def test_an_evaluation_of_an_older_version_among_all_steps_is_an_error_of_one_li
         RunError, match=r"validation.step-000200.json: not an evaluation of this version: 'references'; bring it back"
     ):
         lm.results(pair[0], history=True)
+
+
+def test_a_diverged_run_is_called_so_everywhere(tiny, tmp_path, capsys):
+    """By `lm train` as it ends and is resumed, `lm.results`, an experiment; by `lm report` in words, table, picture."""
+    config = tiny("name=gone", "optim.lr=3", "optim.schedule=constant", "trainer.max_steps=40", "log.progress=lines")
+    assert train(config) == 0
+    how = r"diverged: final loss above the unigram cross-entropy \(.*\), training loss rose from .* to .*"
+    assert re.fullmatch(f"done: {config.run_folder}, {how}", capsys.readouterr().err.splitlines()[-1])
+    assert train(replace(config, resume="auto")) == 0
+    assert re.search(f"complete at step 40, {how}; raise", capsys.readouterr().out.splitlines()[-1])
+    assert {*lm.results(config.run_folder)["state"]} == {"diverged"}
+    assert Outcome(config.run_folder, 40, "val/loss").state == "diverged"
+    assert train(tiny("name=well", "trainer.max_steps=40")) == 0
+    runs = [config.run_folder, tiny("name=well").run_folder]
+    assert [read_run(run).state for run in runs] == ["diverged", "finished"]
+    for folders in (runs[:1], runs):
+        comparison, report = compare_runs([read_run(run) for run in folders]), tmp_path / "report"
+        page, table = (write_comparison(comparison, report).read_text(), (report / "table.md").read_text())
+        assert re.search(f"- gone: {how}", table)
+        assert re.search(f"gone: {how}", page)
+        assert "| seeds | diverged |" in table
+        panel = overview(comparison).panels[0]
+        assert [trace.kind for trace in panel.traces].count("diverged") == 1
+        shown = read_run(folders[-1]).curve("train/loss").values[20:]  # of the diverged run alone, or of the other
+        assert all(panel.y_range[0] < loss < panel.y_range[1] for loss in shown)

@@ -25,7 +25,7 @@ from lm.runs.evaluations import (
 )
 from lm.runs.folder import CHECKPOINTS, CONFIG, DIVERGED, ENVIRONMENT, METRICS, Log, read_metrics, step_path
 from lm.runs.metadata import read_without_tensors
-from lm.runs.record import RunRecord, divergence, loss_above_unigram, read_run, start_setting, tokens_before
+from lm.runs.record import RunRecord, RunStatus, divergence, loss_above_unigram, read_run, start_setting, tokens_before
 from lm.runs.same_run import check_evaluations
 from lm.schema import Plain, to_plain
 from lm.statistics.tokens import tokens_to_reach
@@ -38,8 +38,6 @@ _RUN_FACTS = {
     "precision": "precision",
     "compile": "compile",
 }
-
-RunStatus = Literal["unfinished", "finished", "diverged"]
 
 
 @dataclass(frozen=True)

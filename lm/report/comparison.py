@@ -188,7 +188,7 @@ class RunComparison:
     arm_names: tuple[str, ...]  # names of the arms that pictures give a colour, the baseline first
     arms: tuple[ArmRuns, ...]  # the arms that have runs
     sections: tuple[Section, ...]
-    missing_notes: tuple[str, ...]  # sentences on what the runs lack
+    missing_notes: tuple[str, ...]  # sentences on how runs diverged and what they lack
     differences: tuple["Difference", ...]
     config_diff: Mapping[str, tuple[str, ...]]  # by configuration key in which arms differ, its value in each arm
     warning: str  # sentences on what differs besides the normalizer (configuration, tokens seen); empty if nothing does
@@ -262,7 +262,9 @@ def comparison_of(arms: tuple[ArmRuns, ...], names: tuple[str, ...]) -> RunCompa
     names: labels of all arms, also of arms that have no runs; the label of the baseline comes first.
     """
     sections = _make_sections(arms)
-    missing_notes = [f"{printable(run.name)}: {lack}" for arm in arms for run in arm.runs for lack in run.missing]
+    runs = [run for arm in arms for run in arm.runs]
+    missing_notes = [f"{printable(run.name)}: diverged: {printable(run.divergence)}" for run in runs if run.divergence]
+    missing_notes += [f"{printable(run.name)}: {lack}" for run in runs for lack in run.missing]
     for arm, section in product(arms, sections):
         mixed = any(
             len(identities(section.by_seed(arm, name).values(), place)) > 1

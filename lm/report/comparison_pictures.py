@@ -50,9 +50,12 @@ class DrawnRun(NamedTuple):
 
 
 def drawn_runs(comparison: RunComparison) -> list[DrawnRun]:
-    """Return the comparison's runs for drawing, each with the state `finished`."""
+    """Return the comparison's runs for drawing."""
     arm_runs = ((arm.label, run) for arm in comparison.arms for run in arm.runs)
-    return [DrawnRun(arm, run.seeds[-1], "finished", run, f"{printable(run.name)} ({arm})") for arm, run in arm_runs]
+    return [
+        DrawnRun(arm, run.seeds[-1], run.state, run, f"{printable(run.name)} ({arm}, {run.state})")
+        for arm, run in arm_runs
+    ]
 
 
 def overview(comparison: RunComparison) -> Picture:
@@ -61,7 +64,11 @@ def overview(comparison: RunComparison) -> Picture:
     pictures = [
         *filter(None, [curves(comparison.arm_names, drawn_runs(comparison), LOSSES, comparison), *axis_pictures])
     ]
-    arms = [f"{arm.label} ({_seed_count(len(arm.runs))})" for arm in comparison.arms]
+    diverged_counts = [sum(run.state == DIVERGED for run in arm.runs) for arm in comparison.arms]
+    arms = [
+        f"{arm.label} ({_seed_count(len(arm.runs))}{f', {count} diverged' if count else ''})"
+        for arm, count in zip(comparison.arms, diverged_counts, strict=True)
+    ]
     panels = [panel for picture in pictures for panel in picture.panels]
     if len(comparison.arms) == 1:
         panels = [panel for panel in panels if panel]
@@ -107,6 +114,7 @@ def curves(
             single_point_titles += [titles[name]] if curve_length else []
             continue
         traces, settled_values, is_loss = [], [], name in LOSSES
+        all_diverged = all(run.state == DIVERGED for run, _ in run_curves)  # then the ends of the y axis hide nothing
         for run, curve in run_curves:
             window = max(1, len(curve.tokens) // 50) // 2 * 2 + 1 if name == "train/loss" else 1
             losses, stride = (
@@ -117,9 +125,9 @@ def curves(
             arm_index, label = names.index(run.arm), f"{run.arm}, seed {run.seed}"
             traces.append(Trace(arm_index, label, curve.tokens[::stride] / unit, y[::stride], "seed"))
             start_tokens = run.record.tokens_before
-            settled_values += y[
-                (curve.tokens - start_tokens > SETTLING_FRACTION * (max_tokens - start_tokens)) & np.isfinite(y)
-            ].tolist()
+            is_settled = curve.tokens - start_tokens > SETTLING_FRACTION * (max_tokens - start_tokens)
+            if all_diverged or run.state != DIVERGED:
+                settled_values += y[(is_settled | all_diverged) & np.isfinite(y)].tolist()
             if run.state == DIVERGED:
                 traces.append(Trace(arm_index, label, curve.tokens[-1:] / unit, curve.values[-1:], "diverged"))
         for arm_index, arm in enumerate(names) if name != "train/loss" else ():
@@ -136,7 +144,7 @@ def curves(
                     )
                 )
         low, high = (min(settled_values), max(settled_values)) if settled_values else (0.0, 1.0)
-        top = min(high, max(1.08 * level[1], 1.3 * low)) if level and is_loss else high
+        top = min(high, max(1.08 * level[1], 1.3 * low)) if level and is_loss and not all_diverged else high
         clip_notes += [f"{titles[name]} above {top:.2f} (highest: {high:.4g}) is not shown."] if top < high else []
         y_padding = 0.06 * (top - low) or 0.1
         levels = {level[1]: f"{level[0]} {level[1]:.2f}"} if level and is_loss and low < level[1] < top else {}

@@ -21,7 +21,7 @@ from lm.report.tables import (
     printable,
     table_from_rows,
 )
-from lm.runs.folder import peak_memory, training_seconds
+from lm.runs.folder import DIVERGED, peak_memory, training_seconds
 from lm.runs.record import RunRecord, differing_settings, starts
 from lm.schema import Plain, flatten
 from lm.statistics.intervals import Interval
@@ -62,6 +62,8 @@ def _section_table(comparison: RunComparison, section: Section) -> Table:
     }
     columns: list[FilledColumn] = [(Column(name, kind="label"), cells) for name, cells in labels.items() if any(cells)]
     columns += [(Column("seeds"), [str(len(runs)) for runs in runs_by_row.values()])]
+    diverged_counts = [sum(run.state == DIVERGED for run in runs) for runs in runs_by_row.values()]
+    columns += [(Column("diverged"), [str(count) for count in diverged_counts])] if any(diverged_counts) else []
     if section.shape == "number":
         for name, value in (
             ("params", lambda run: run.environment_entry("parameters.total")),

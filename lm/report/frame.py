@@ -12,7 +12,6 @@ from lm.errors import RunError
 from lm.files import expand_home
 from lm.report.comparison import arm_label
 from lm.runs.evaluations import (
-    LOSS,
     Evaluation,
     Series,
     evaluation_files,
@@ -20,8 +19,8 @@ from lm.runs.evaluations import (
     selection_mask,
     series_names,
 )
-from lm.runs.folder import CONFIG, DIVERGED, ENVIRONMENT, SWAPPED
-from lm.runs.record import RunRecord, divergence, read_run
+from lm.runs.folder import CONFIG, ENVIRONMENT, SWAPPED
+from lm.runs.record import RunRecord, read_run
 
 RUN_COLUMNS = ("run", "folder", "experiment", "arm", "size", "stage", "rate", "seed", "commit", "state")
 MEASURED_COLUMNS = (
@@ -170,16 +169,8 @@ def _run_folders(folder: Path) -> list[Path]:
 
 
 def run_columns(record: RunRecord) -> RowBlock:
-    experiment, steps_planned = record.config.get("experiment"), record.flat.get("trainer.max_steps")
+    experiment = record.config.get("experiment")
     experiment = experiment if isinstance(experiment, dict) else {}
-    last_step = max((evaluation.step for evaluation in record.evaluations), default=-1)
-    has_ended = last_step >= (steps_planned if isinstance(steps_planned, int) else 0)
-    last_series = (
-        series for evaluation in record.evaluations if evaluation.step == last_step for series in evaluation.series
-    )
-    final_loss = next((series for series in last_series if LOSS in series.logged), None)
-    divergence_text = divergence(record.log_lines, final_loss if has_ended else None)
-    state = DIVERGED if divergence_text else "finished" if has_ended else "unfinished"
     return {
         "run": record.name,
         "folder": str(record.folder),
@@ -190,7 +181,7 @@ def run_columns(record: RunRecord) -> RowBlock:
         "rate": experiment.get("rate") or record.flat.get("optim.lr"),
         "seed": record.config["seed"],
         "commit": record.commits,
-        "state": state,
+        "state": record.state,
     }
 
 

@@ -220,6 +220,7 @@ def write_comparison(comparison: RunComparison, folder: Path) -> Path:
             "One seed: intervals cover the choice of text alone. Another seed can move a difference several times as "
             "far.",
         )
+    warnings += [note for note in comparison.missing_notes if ": diverged: " in note]
     training_section.add("warning", warnings)
     training_section.add("picture", picture, "overview")
     for name, layer_picture in layer_pictures(comparison.arm_names, runs).items():

@@ -5,13 +5,14 @@ arms apart.
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, RunError, one_line
 from lm.files import read_json
 from lm.runs.evaluations import (
+    LOSS,
     UNIGRAM,
     UNIGRAM_BOUND,
     VALIDATION,
@@ -133,6 +135,7 @@ def seeds(config: dict[str, Plain], environment: dict[str, Plain]) -> tuple[int,
 
 # nats per token; a run of finite losses diverged only if its training loss ends more than this above its minimum
 MIN_LOSS_RISE = 0.5
+RunStatus = Literal["unfinished", "finished", "diverged"]
 
 
 def divergence(lines: list[dict[str, Plain]], final_series: Series | None) -> str:
@@ -157,6 +160,15 @@ def divergence(lines: list[dict[str, Plain]], final_series: Series | None) -> st
     ):
         return ""
     return f"{reason_above_unigram}, training loss rose from {losses.min():.4f} to {losses[-1]:.4f}"
+
+
+def has_ended(config: dict[str, Plain], evaluations: Iterable[Evaluation]) -> bool:
+    """Whether a run was measured at its last step."""
+    last_step, steps = (
+        max((evaluation.step for evaluation in evaluations), default=-1),
+        flatten(config).get("trainer.max_steps"),
+    )
+    return last_step >= (steps if isinstance(steps, int) else 0)
 
 
 def tokens_before(environment: Mapping[str, Plain]) -> int:
@@ -193,6 +205,14 @@ class RunRecord:
     log_lines: list[dict[str, Plain]]  # lines of its metrics.jsonl
     evaluations: tuple[Evaluation, ...]  # the last of each kind
     missing: tuple[str, ...]
+    divergence: str = ""  # how the run diverged, in words; empty if it didn't
+
+    @property
+    def state(self) -> RunStatus:
+        """`diverged`, `finished` if the run was measured at its last step, else `unfinished`."""
+        return (
+            "diverged" if self.divergence else "finished" if has_ended(self.config, self.evaluations) else "unfinished"
+        )
 
     @cached_property
     def flat(self) -> dict[str, Plain]:
@@ -337,7 +357,11 @@ def read_run(
                 f"the {first_result.name} is of step {first_result.step:,}, the {evaluation.name} of step "
                 f"{evaluation.step:,}"
             )
-    return RunRecord(folder, folder.resolve().name, config, environment, lines, tuple(evaluations), tuple(gaps))
+    last_step = max((evaluation.step for evaluation in evaluations), default=-1)
+    last_series = (series for evaluation in evaluations if evaluation.step == last_step for series in evaluation.series)
+    final_loss = next((series for series in last_series if LOSS in series.logged), None)
+    how = divergence(lines, final_loss if has_ended(config, evaluations) else None)
+    return RunRecord(folder, folder.resolve().name, config, environment, lines, tuple(evaluations), tuple(gaps), how)
 
 
 def _read_config(path: Path) -> tuple[dict[str, Plain], str]:

@@ -21,7 +21,7 @@ from lm.model.spec import flops_per_token
 from lm.progress import StepProgress
 from lm.report.evaluation_tables import logged_means, print_results
 from lm.runs.checkpoints import link_checkpoint, load_checkpoint
-from lm.runs.evaluations import evaluation_files, evaluation_path, last_evaluations
+from lm.runs.evaluations import VALIDATION, evaluation_files, evaluation_path, last_evaluations, load_evaluation
 from lm.runs.folder import (
     BEST,
     CHECKPOINTS,
@@ -41,6 +41,7 @@ from lm.runs.folder import (
 )
 from lm.runs.loading import TOKENIZER_SHA256, LoadedModel
 from lm.runs.metadata import best_step
+from lm.runs.record import divergence
 from lm.runs.same_run import check_environment, check_log
 from lm.schema import Plain, to_plain
 from lm.training.banner import banner, environment
@@ -228,7 +229,8 @@ def _train_phases(run: RunContext, start: PhaseStart) -> int:
                     module.loader.end_workers()
             step = trainer.global_step
             if step >= config.trainer.max_steps:
-                run.progress.say(f"done: {folder}")
+                how = _divergence(folder, step) if trainer.is_global_zero else ""
+                run.progress.say(f"done: {folder}" + (f", diverged: {how}" if how else ""))
                 return 0
             if trainer.should_stop:  # the same on all ranks, as is the step
                 run.progress.say(f"stopped by a signal at step {step}; go on with: resume=auto")
@@ -316,7 +318,15 @@ def _evaluate_missing(
         print(
             f"note: {paths}: a complete run keeps what it has measured; with other options: lm eval {folder} KEY=VALUE"
         )
-    print(f"{folder}: complete at step {step}; raise trainer.max_steps to go on")
+    how = _divergence(folder, step)
+    print(f"{folder}: complete at step {step}{how and f', diverged: {how}'}; raise trainer.max_steps to go on")
+
+
+def _divergence(folder: Path, step: int) -> str:
+    """How a run that has ended at `step` diverged (`lm.runs.record.divergence`); empty if it didn't."""
+    path = evaluation_path(folder, VALIDATION, step)
+    validation = load_evaluation(path) if path.exists() else None
+    return divergence(read_metrics(folder / METRICS).lines, validation and validation.series[0])
 
 
 def quiet_lightning() -> None:
