@@ -5,8 +5,8 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -39,13 +39,20 @@ def temporary_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
     are deleted, too.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=unfinished(path))
+    temporary_path = _temporary_path(path)
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            _delete_abandoned(Path(name))
-            yield file, Path(name)
+        with temporary_path.open("xb") as file:
+            _delete_abandoned(temporary_path)
+            yield file, temporary_path
     finally:
-        Path(name).unlink(missing_ok=True)
+        temporary_path.unlink(missing_ok=True)
+
+
+def _temporary_path(path: Path) -> Path:
+    """Return a new path for what will be renamed to `path`. The umask decides its mode, which `tempfile` would not
+    heed.
+    """
+    return path.parent / f"{unfinished(path)}{secrets.token_hex(4)}"
 
 
 def unfinished(path: Path) -> str:
@@ -95,7 +102,6 @@ def replacing(path: Path, noun: str = "the file") -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            os.chmod(temporary_path, 0o644)
             os.replace(temporary_path, path)
         sync_folder(path.parent)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError, raised from the OSError
@@ -126,7 +132,6 @@ def write_new(path: Path, content: bytes) -> bool:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-            os.chmod(temporary_path, 0o644)
             try:
                 os.link(temporary_path, path)
             except FileExistsError:
@@ -172,13 +177,13 @@ def new_folder(path: Path) -> Iterator[Path]:
     check_new(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary_folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=unfinished(path)))
+        temporary_folder = _temporary_path(path)
+        temporary_folder.mkdir()
         _delete_abandoned(temporary_folder)
     except OSError as error:
         raise RunError(f"{path}: can't make the folder: {error.strerror}") from None
     try:
         yield temporary_folder
-        os.chmod(temporary_folder, 0o755)
         os.replace(temporary_folder, path)
         sync_folder(path.parent)
     except OSError as error:

@@ -19,6 +19,7 @@ from conftest import ROOT, lm
 from folders import EVERY_STEP, differences, same, swap_to, weights
 
 from lm.config.load import to_yaml
+from lm.config.presets import copy_presets
 from lm.config.tree import Config
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, DataError, RunError
@@ -121,6 +122,37 @@ def test_what_a_killed_process_left_is_deleted_by_the_next_that_writes_there(
         write(tmp_path)
         assert file.exists()
     assert {path.name for path in tmp_path.iterdir() if path.name.startswith(".")} == foreign
+
+
+@contextlib.contextmanager
+def umask(mask: int):
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("mask", [0o077, 0o002])
+@pytest.mark.parametrize("write", [*WRITERS.values(), copy_presets], ids=[*WRITERS, "presets"])
+def test_the_umask_decides_the_modes_of_what_is_written(tmp_path: Path, write: Callable[[Path], object], mask: int):
+    with umask(mask):
+        write(tmp_path)
+    for path in tmp_path.rglob("*"):
+        assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~mask, path
+
+
+def test_a_run_its_store_its_report_and_its_exports_heed_the_umask(tiny, tmp_path: Path):
+    with umask(0o077):
+        config = tiny(f"data.root={tmp_path / 'data'}", "name=private", "trainer.profile={first: 2, last: 3}")
+        assert train(config) == 0
+        export(config.run_folder, "last", tmp_path / "exported")
+        for options in (["report", "-o"], ["export", "--format=hf", "-o"], ["swap", "--to=ssmax", "-o"]):
+            result = lm(options[0], str(config.run_folder), *options[1:], str(tmp_path / options[0]))
+            assert result.returncode == 0, result.stderr
+    for folder in (tmp_path / name for name in ("runs", "data", "exported", "report", "export", "swap")):
+        open_to_others = [path for path in (folder, *folder.rglob("*")) if path.stat().st_mode & 0o077]
+        assert not open_to_others
 
 
 def test_names_as_long_as_a_file_system_takes_them_can_be_written(tmp_path: Path):

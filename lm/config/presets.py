@@ -80,7 +80,10 @@ def copy_presets(parent: Path) -> Path:
     """
     destination = parent / "configs"
     try:
-        shutil.copytree(folder(), destination)
+        destination.mkdir(parents=True)
+        for path in filter(Path.is_file, folder().rglob("*")):
+            (copy := destination / path.relative_to(folder())).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)  # the umask decides the modes, which `copytree` would take over
     except FileExistsError:
         raise ConfigError(f"{destination}: is there already; name another folder") from None
     except OSError as error:
