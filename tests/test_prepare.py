@@ -425,6 +425,19 @@ def test_a_root_that_can_not_be_written_is_one_line(data: DataConfig, tmp_path: 
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("limit", [500, 3_000, 30_000])
+def test_a_full_disk_is_one_line_with_the_remedy_and_leaves_nothing(large: Path, tmp_path: Path, limit: int):
+    """Files are limited to a size that the tokenizer, a part, or a file of the store exceeds."""
+    script = (
+        f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+        "from lm.errors import LMError\ntry: prepare(data)\nexcept LMError as error: print(error)"
+    )
+    out, err = start(script, large, tmp_path).communicate(timeout=120)
+    assert out.count("\n") == 1, err
+    assert "make room, or set data.root to another folder" in out
+    assert not list(tmp_path.glob("[!.]*"))
+
+
 def test_processes_that_prepare_at_once_agree_and_only_one_works(large: Path, tmp_path: Path):
     script = (
         "import time, lm.data.prepare as module\nbuild = module.build_store\n"

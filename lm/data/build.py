@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 PART_BYTES = 64 << 20  # bytes of text whose tokens are in a part; it ends with a document
 PART_NAME = "part-"  # beginning of the names of parts
+NOUN = "the token store (make room, or set data.root to another folder)"  # what errors of writing call a part
 JOIN_BYTES = 512 << 10  # bytes of a part that are joined to the store at a time
 TASK_SEQUENCES = 64  # sequences of each task that a store without text holds in each split
 MIN_ANSWERS_PER_SYMBOL, MAX_COUNTED_SEQUENCES = (
@@ -173,7 +174,7 @@ def _build_text_store(data: DataConfig, store: Path, progress: Progress) -> dict
         else:
             with progress.bytes("tokenizer", int(scan.n_bytes[scan.assignment == TRAIN].sum())) as advance:
                 tokenizer = train_tokenizer(_training_texts(data, store.parent, scan, advance), data.tokenizer)
-        with replacing(folder / TOKENIZER) as file:
+        with replacing(folder / TOKENIZER, NOUN) as file:
             file.write(tokenizer.to_str(pretty=True).encode())
     shutil.copyfile(folder / TOKENIZER, store / TOKENIZER)
     end_of_text = data.tokenizer.end_of_text
@@ -248,7 +249,7 @@ def _write_part(path: Path, tokenized: Iterator[Tokenized], on_error: str, advan
     `fail`.
     """
     omitted: dict[int, Unreadable] = {}
-    with replacing(path, "the tokens (make room, or set data.root to another folder)") as file:
+    with replacing(path, NOUN) as file:
         start = end = 0  # of the document in the file
         for document, tokens in tokenized:
             advance(document.n_bytes)
@@ -262,7 +263,7 @@ def _write_part(path: Path, tokenized: Iterator[Tokenized], on_error: str, advan
             elif document.index not in omitted:
                 end += file.write(tokens)
         if omitted:
-            with replacing(_omitted_path(path)) as list_file:
+            with replacing(_omitted_path(path), NOUN) as list_file:
                 list_file.write(json_bytes([[index, str(error)] for index, error in omitted.items()]))
 
 
