@@ -283,8 +283,7 @@ def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: lis
     table, container = spec.metadata.get("table"), spec.metadata.get("many")
     has_blocks = table is not None or "schema" in spec.metadata
     if value == NOT_GIVEN or (not has_blocks and NOT_GIVEN in single_values(value)):
-        problems.append(Problem(path, value, *MUST_BE_GIVEN))
-        return MISSING
+        return _refuse(problems, path, value, *MUST_BE_GIVEN)
 
     def block(item: Plain, item_path: str):
         if table is None:
@@ -293,45 +292,52 @@ def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: lis
 
     if container is dict:
         if not is_block(value):
-            problems.append(Problem(path, value, "must be a map from names to blocks"))
-            return MISSING
+            return _refuse(problems, path, value, "must be a map from names to blocks")
         return {name: block(item, f"{path}.{name}") for name, item in value.items()}
     if container is list:
         if table is not None and not isinstance(value, list):
             value = [value]
         if not isinstance(value, list | None):
-            problems.append(Problem(path, value, "must be a list of blocks"))
-            return MISSING
-        return [block(item, f"{path}[{index}]") for index, item in enumerate(value or [])]
+            return _refuse(problems, path, value, "must be a list of blocks")
+        return [block(item, item_path) for item_path, item in _items(value or [], path)]
     if has_blocks:
         return None if value is None and "optional" in spec.metadata else block(value, path)
     result = convert(spec.type, value)
-    texts = [item for item in single_values(value) if isinstance(item, str)]
-    advice = next((REMOVED_VALUES[spec.name, item] for item in texts if (spec.name, item) in REMOVED_VALUES), "")
+    advice = [text for item in single_values(value) if (text := REMOVED_VALUES.get((spec.name, str(item))))]
     if result is MISSING and advice:
-        problems.append(Problem(path, value, "is no value of lm any more", advice))
-        return MISSING
+        return _refuse(problems, path, value, "is no value of lm any more", advice[0])
     if result is MISSING:
-        problems.append(
-            Problem(
-                path, value, f"must be {type_name(spec.type)}", _type_remedy(spec.type, value, spec.metadata["help"])
-            )
-        )
-        return MISSING
+        remedy = _type_remedy(spec.type, value, spec.metadata["help"])
+        return _refuse(problems, path, value, f"must be {type_name(spec.type)}", remedy)
     limits = spec.metadata["limits"]
-    for item in single_values(result):
-        if isinstance(item, int | float) and not isinstance(item, bool) and not limits.allow(item):
-            problems.append(Problem(path, value, f"must be {limits}"))
-            return MISSING
+    if not all(limits.allow(item) for item in single_values(result) if type(item) in (int, float)):
+        return _refuse(problems, path, value, f"must be {limits}")
     return result
+
+
+def _refuse(problems: list[Problem], *parts: object) -> object:
+    """Append a problem of these parts to `problems`, and return MISSING."""
+    problems.append(Problem(*parts))
+    return MISSING
+
+
+def _items(value: Plain, path: str) -> Iterator[tuple[str, Plain]]:
+    """Yield (path, item) for each item of a list or map at `path`; another value is its own only item."""
+    if isinstance(value, list):
+        yield from ((f"{path}[{index}]", item) for index, item in enumerate(value))
+    elif isinstance(value, dict):
+        yield from ((_join_path(path, name), item) for name, item in value.items())
+    else:
+        yield path, value
 
 
 def single_values(value: Plain) -> Iterator[Plain]:
     """Yield the single values in nested lists and maps; if `value` is neither list nor map, yield `value`."""
-    if not isinstance(value, list | dict):
+    if isinstance(value, list | dict):
+        for _, item in _items(value, ""):
+            yield from single_values(item)
+    else:
         yield value
-    for item in value if isinstance(value, list) else value.values() if isinstance(value, dict) else ():
-        yield from single_values(item)
 
 
 def map_values(value: Plain, change: Callable[[Plain], Plain]) -> Plain:
@@ -353,12 +359,10 @@ def _build_variant(table: Mapping[str, type], default: str | None, value: Plain,
         value = {"name": "layers", "of": value}
     value = {"name": value} if isinstance(value, str) else value
     if not is_block(value) or value.get("name", default) is None:
-        problems.append(Problem(path, value, "must be a name or a block with a 'name'", suggest("", table)))
-        return MISSING
+        return _refuse(problems, path, value, "must be a name or a block with a 'name'", suggest("", table))
     name = value.get("name", default)
     if name == NOT_GIVEN:
-        problems.append(Problem(_join_path(path, "name"), name, *MUST_BE_GIVEN))
-        return MISSING
+        return _refuse(problems, _join_path(path, "name"), name, *MUST_BE_GIVEN)
     variant_name = name if isinstance(name, str) else ""  # no variant has an empty name
     try:
         schema = table[variant_name]
@@ -370,8 +374,7 @@ def _build_variant(table: Mapping[str, type], default: str | None, value: Plain,
             if ":" in variant_name
             else ("unknown name", suggest(variant_name, table))
         )
-        problems.append(Problem(_join_path(path, "name"), name, reason, remedy))
-        return MISSING
+        return _refuse(problems, _join_path(path, "name"), name, reason, remedy)
     return build(schema, value, path, problems, table)
 
 
@@ -491,20 +494,8 @@ def cross_key_problems(block, path: str = "") -> list[Problem]:
         for problem in getattr(block, "problems", list)()
     ]
     for spec in fields(type(block)):
-        value, key_path = getattr(block, spec.name), _join_path(path, spec.name)
-        items = (
-            {f"{key_path}[{index}]": item for index, item in enumerate(value)}
-            if isinstance(value, list)
-            else {key_path: value}
-        )
-        if isinstance(value, dict):
-            items = {f"{key_path}.{name}": item for name, item in value.items()}
-        problems += [
-            problem
-            for item_path, item in items.items()
-            if is_dataclass(item)
-            for problem in cross_key_problems(item, item_path)
-        ]
+        for path_of_item, item in _items(getattr(block, spec.name), _join_path(path, spec.name)):
+            problems += cross_key_problems(item, path_of_item) if is_dataclass(item) else []
     return problems
 
 
@@ -515,21 +506,15 @@ def to_plain(config, whole: bool = False) -> dict[str, Plain]:
     """
     specs = fields(type(config))
     plain = {"name": config.name} if hasattr(config, "name") and all(spec.name != "name" for spec in specs) else {}
-    values = {spec.name: getattr(config, spec.name) for spec in specs}
-    omitted_names = {
-        spec.name for spec in specs if spec.metadata.get("omit_default") and values[spec.name] == _default_of(spec)
-    }
-    return plain | {
-        name: _plain_value(value, whole) for name, value in values.items() if whole or name not in omitted_names
-    }
+    for spec in specs:
+        value = getattr(config, spec.name)
+        if whole or not spec.metadata.get("omit_default") or value != _default_of(spec):
+            plain[spec.name] = _plain_value(value, whole)
+    return plain
 
 
 def _plain_value(value, whole: bool = False) -> Plain:
-    if isinstance(value, list):
-        return [_plain_value(item, whole) for item in value]
-    if isinstance(value, dict):
-        return {name: _plain_value(item, whole) for name, item in value.items()}
-    return to_plain(value, whole) if is_dataclass(value) else value
+    return map_values(value, lambda item: to_plain(item, whole) if is_dataclass(item) else item)
 
 
 def _default_of(spec: dataclasses.Field):
@@ -538,17 +523,9 @@ def _default_of(spec: dataclasses.Field):
 
 def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
     """Flatten nested blocks into {key path: value}; the path of a block in a list contains its index (`a[0].b`)."""
-    if isinstance(plain, list) and plain and isinstance(plain[0], dict):
-        return {
-            key: value for index, item in enumerate(plain) for key, value in flatten(item, f"{path}[{index}]").items()
-        }
-    if not isinstance(plain, dict) or not plain or not all(isinstance(name, str) for name in plain):
+    if not plain or not (is_block(plain) or (isinstance(plain, list) and isinstance(plain[0], dict))):
         return {path: plain}
-    return {
-        key: value
-        for name, item in plain.items()
-        for key, value in flatten(item, f"{path}.{name}" if path else name).items()
-    }
+    return {key: value for item_path, item in _items(plain, path) for key, value in flatten(item, item_path).items()}
 
 
 def reference(
