@@ -558,7 +558,7 @@ def test_the_command_prints_a_plan_and_trains_nothing(tmp_path, overrides):
     result = lm("compare", str(written(tmp_path)), *overrides, "--plan")
     assert result.returncode == 0, result.stderr
     assert "16 runs" in result.stdout
-    assert "time: about 16 min for what is left, 1 at a time" in result.stdout
+    assert "time: known once the first run has ended" in result.stdout
     assert "done: 0 of the 8 runs known so far" in result.stdout
     assert "primary metric val/loss" in result.stdout
     no_file = lm("compare", str(tmp_path / "no.yaml"))

@@ -244,7 +244,7 @@ def test_units_are_averaged_and_paired_over():
         (
             RUNS.assign(rate=["0.1 / any", "high / 2"] * 3),
             {},
-            "3 lines have no finite rate, the first of arm a, seed 2",
+            "6 lines have no finite rate, the first of arm a, seed 1",
         ),
         (
             grid(True).query("part == 'selects' or rate == 0.001"),

@@ -15,7 +15,7 @@ from test_experiment_page import rows, text_of
 
 import lm
 from lm.config.load import to_yaml
-from lm.errors import RunError
+from lm.errors import ConfigError, RunError
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import open_experiment, other_runs_note, start
 from lm.experiments.plan import plan_lines
@@ -132,26 +132,13 @@ def test_a_changed_grid_is_said_beside_the_verdicts(tmp_path, arguments):
     assert not departure.exploratory
 
 
-def test_an_arm_without_parameters_of_a_normalizer_has_one_run_for_all_their_rates(tmp_path):
-    key = "optim.groups.normalizer.lr_factor"
-    tune = TUNE | {"key": ["optim.lr", key], "grid": [[1e-2, 2e-2, 4e-2], [1, 10, 100]]}
-    procedure = experiment(tmp_path, tune=tune)
-    tuning = {arm: count - 2 * len(procedure.experiment.seeds) for arm, count in procedure.n_runs("").items()}
-    assert tuning == {"softmax": 3 * 2, "ssmax": 3 * 3 * 2}, "the final seeds are counted at two rates"
-    names = {arm: {run.config.name for run in procedure.known_runs() if run.arm == arm} for arm in BEST}
-    assert {arm: len(runs) for arm, runs in names.items()} == tuning
-    factors = {
-        arm: {run.config.optim.groups.normalizer.lr_factor for run in procedure.known_runs() if run.arm == arm}
-        for arm in BEST
-    }
-    assert factors == {"softmax": {1.0}, "ssmax": {1.0, 10.0, 100.0}}
-    finish_all(
-        procedure,
-        lambda run: (
-            5 + abs(math.log(run.config.optim.groups.normalizer.lr_factor / 10)) + abs(run.config.optim.lr - 2e-2)
-        ),
-    )
-    assert procedure.choice("").rates == {"softmax": (2e-2, 10), "ssmax": (2e-2, 10)}
+def test_a_key_that_an_arm_has_no_parameters_for_is_not_tuned(tmp_path):
+    tune = TUNE | {"key": ["optim.lr", "optim.groups.normalizer.lr_factor"], "grid": [[1e-2, 2e-2], [1, 10]]}
+    message = r"arm softmax: tune.key = 'optim.groups.normalizer.lr_factor': softmax has no parameters; tune it in a"
+    with pytest.raises(ConfigError, match=message):
+        experiment(tmp_path, tune=tune)
+    arms = {"ssmax": {"model.normalizer": "ssmax"}, "unit": {"model.normalizer": {"name": "ssmax", "init": "unit"}}}
+    assert len(experiment(tmp_path, tune=tune, arms=arms).known_runs()) == 2 * 4 * 2
 
 
 def test_runs_of_other_tuned_keys_are_no_error(tmp_path):
@@ -167,64 +154,6 @@ def test_runs_of_other_tuned_keys_are_no_error(tmp_path):
             )
             == ""
         )
-
-
-def test_runs_of_an_arm_that_lacks_a_tuned_key_are_of_another_configuration_too(tmp_path):
-    tune = TUNE | {"key": ["optim.lr", "optim.groups.normalizer.lr_factor"], "grid": [[1e-2, 2e-2], [1, 10]]}
-    for run in experiment(tmp_path, tune=tune).known_runs():
-        finish(run, 5.0)
-        (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
-    reopened = open_experiment(written(tmp_path, tune=tune), [*given(tmp_path), "trainer.max_steps=6"], anew=True)
-    assert other_runs_note(reopened).startswith(
-        "12 ended runs here are of another configuration: trainer.max_steps=8 (asked for: 6)"
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("baseline", ["softmax", "ssmax"])
-def test_results_of_arms_that_lack_a_tuned_key_are_judged_as_the_experiment_does(tmp_path, baseline):
-    key = "optim.groups.normalizer.lr_factor"
-    tune = TUNE | {"key": ["optim.lr", key], "grid": [[1e-2, 2e-2, 4e-2, 8e-2], [10, 100, 1000]]}
-    other_arms = {name: {"model.normalizer": name} for name in ("softmax", "relu2", "ssmax") if name != baseline}
-    arms = {baseline: {"model.normalizer": baseline}, **other_arms}
-    best = {"softmax": (2e-2, 10), "relu2": (4e-2, 10), "ssmax": (4e-2, 100)}
-
-    def measured(run: Run) -> float:
-        optim = run.config.optim
-        square = math.log2(optim.lr / best[run.arm][0]) ** 2
-        if run.arm == "ssmax":
-            square += math.log10(optim.groups.normalizer.lr_factor / 100) ** 2
-        return 5 - 0.1 * (run.arm == "ssmax") + 0.2 * square + 1e-3 * run.seed * (1 + (run.arm == "ssmax"))
-
-    (tmp_path / "trial.yaml").write_text(yaml.safe_dump(PAGE_FILE | {"arms": arms, "tune": tune}, sort_keys=False))
-    keys = [
-        "data.source.paths=[texts]",
-        "trainer.max_steps=200",
-        "data.seq_len=64",
-        "optim.batch_tokens=8192",
-        f"runs={tmp_path / 'runs'}",
-    ]
-    procedure = build_all(Procedure(read_experiment(tmp_path / "trial.yaml", keys)), measured)
-    frame = lm.results(tmp_path / "runs")
-    assert {rate.split(" / ")[1] for rate in frame["rate"][frame["arm"] != "ssmax"]} == {"any"}
-    table = lm.judge(frame, metric="val/loss", matters=0.02, baseline=baseline).set_index("arm")
-    for line in summary_entries(procedure):
-        assert table["mean"][line["arm"]] == pytest.approx(line["mean"])
-        if line["arm"] != baseline:
-            row = table.loc[line["arm"]]
-            assert (row["rate"], row["verdict"]) == (line["rate"], line["verdict"])
-            difference, low, high = line["difference"]
-            assert row["difference"] == pytest.approx(difference)
-            # A run that is of several rates counts as one at each: the interval is no shorter.
-            exact = line["arm"] == ("ssmax" if baseline == "softmax" else "relu2")
-            assert row["difference low"] == pytest.approx(low) if exact else row["difference low"] <= low + 1e-9
-            assert row["difference high"] == pytest.approx(high) if exact else row["difference high"] >= high - 1e-9
-    smaller_table = (
-        lm.judge(frame[frame["arm"] != "ssmax"], metric="val/loss", baseline=baseline, matters=0.02)
-        if baseline == "softmax"
-        else None
-    )
-    assert smaller_table is None or smaller_table.set_index("arm")["rate"].to_dict() == {"softmax": 2e-2, "relu2": 4e-2}
 
 
 @pytest.mark.slow

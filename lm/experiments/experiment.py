@@ -13,10 +13,6 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
-import torch
-
-from lm.attention.catalogue import make_normalizer
-from lm.attention.normalizer import LayerSpec
 from lm.config.load import merge, nest_keys, parse
 from lm.config.tree import Config, effect_of
 from lm.config.yaml_text import override, resolve_interpolations
@@ -29,7 +25,6 @@ from lm.statistics.tuning import MIN_TUNING_SEEDS, Rate, grid_rates, key_values
 
 NOT_REACHED = "not reached"  # in place of the number of tokens of a run that never reached `primary.reach`
 SHARED_SETTINGS = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
-_NORMALIZER_GROUP = "optim.groups.normalizer."
 _UNCACHED_KEYS = ("name", "runs", "seed")  # keys on which no other key of a configuration depends
 
 # Evaluation kind by the prefix (before `/`) of a metric's name; any other prefix is the kind itself.
@@ -274,22 +269,9 @@ class Experiment:
             for arm, rates in values.items()
         }
 
-    def tuned_keys(self, size: str, arm: Arm, rate: Rate | None) -> dict[str, Plain]:
-        """The value in `rate` of each tuned key; `optim.groups.normalizer.*` is left out if the arm's normalizers have
-        no parameters.
-        """
-        if rate is None:
-            return {}
-        values = dict(zip(self.tune.keys, key_values(rate), strict=True))
-        if not any(key.startswith(_NORMALIZER_GROUP) for key in values):
-            return values
-        plan = self.config(size, arm, self.seeds[0], None, {"name": "any"}).plan
-        layer_options = [options for phase in plan for options in phase.normalizer.layer_options()]
-        with torch.device("meta"):
-            has_parameters = any(
-                [*make_normalizer(options, LayerSpec(1, 2, 2, 2)).parameters()] for options in layer_options
-            )
-        return {key: value for key, value in values.items() if has_parameters or not key.startswith(_NORMALIZER_GROUP)}
+    def tuned_keys(self, rate: Rate | None) -> dict[str, Plain]:
+        """The value in `rate` of each tuned key."""
+        return {} if rate is None else dict(zip(self.tune.keys, key_values(rate), strict=True))
 
     @property
     def folder(self) -> Path:
@@ -323,7 +305,7 @@ class Experiment:
         for block in (
             self.sizes[size],
             arm.changes,
-            nest_keys(self.tuned_keys(size, arm, rate)),
+            nest_keys(self.tuned_keys(rate)),
             {"seed": seed},
             changes,
         ):

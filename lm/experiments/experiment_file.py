@@ -8,7 +8,10 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 
-from lm.attention.catalogue import OPTIONS
+import torch
+
+from lm.attention.catalogue import OPTIONS, make_normalizer
+from lm.attention.normalizer import LayerSpec
 from lm.config import presets
 from lm.config.eval_config import Quantity, ValidationTiming, lengths_from_factors
 from lm.config.load import merge, merge_bases, nest_keys, overrides_in, read_overrides, refuse_unused_temperatures
@@ -413,6 +416,8 @@ def check_experiment(experiment: Experiment) -> None:
             evaluated_config = experiment.measurement_config(config)
             for checked_config in (config, evaluated_config):
                 refuse_unused_temperatures(checked_config)
+            if experiment.is_tuned:
+                _check_tuned_groups(experiment.tune, config)
             if not problems:
                 _check_metric(experiment, evaluated_config)
         except ConfigError as error:
@@ -564,6 +569,17 @@ def _measured_tasks(experiment: Experiment, config: Config) -> list[Plain]:
         for name, task in named_tasks
         if metric in {recall.metric(name, length, setting.label) for length, setting in conditions}
     ]
+
+
+def _check_tuned_groups(tune: Tune, config: Config) -> None:
+    """Check that normalizers have parameters if `optim.groups.normalizer.*` is tuned. Raises ConfigError."""
+    keys = [tuned_key for tuned_key in tune.keys if tuned_key.startswith("optim.groups.normalizer.")]
+    options = [layer for phase in config.plan for layer in phase.normalizer.layer_options()] if keys else []
+    with torch.device("meta"):
+        has_parameters = any([*make_normalizer(option, LayerSpec(1, 2, 2, 2)).parameters()] for option in options)
+    if keys and not has_parameters:
+        reason = f"{config.model.normalizer.label()} has no parameters"
+        raise ConfigError([Problem("tune.key", keys[0], reason, "tune it in a file of the arms that have some")])
 
 
 def _check_metric(experiment: Experiment, config: Config) -> None:

@@ -137,7 +137,7 @@ class Procedure:
         run_key = size, arm.name, stage, rate, seed, source_folder
         if run_key not in self._configs:
             changes: dict[str, Plain] = {"runs": str(self._folder / size), "name": "run"}
-            tuned_keys = self.experiment.tuned_keys(size, arm, rate)
+            tuned_keys = self.experiment.tuned_keys(rate)
             values = "_".join(f"{value:g}" for value in tuned_keys.values())
             stem = "-".join(filter(None, (arm.name, values, f"seed{seed}")))
             if source_folder and arm.swap and arm.trained:
@@ -160,8 +160,7 @@ class Procedure:
                 name: str(default_folder / Path(path).relative_to(self._folder)) for name, path in paths.items()
             }
             digest = config_hash(replace(config, **default_paths))
-            cell = rate_cell(rate, [key in tuned_keys for key in self.experiment.tune.keys])
-            experiment_keys = ExperimentConfig(self.experiment.name, arm.name, size or None, stage, cell)
+            experiment_keys = ExperimentConfig(self.experiment.name, arm.name, size or None, stage, rate_cell(rate))
             self._configs[run_key] = replace(config, name=f"{stem}-{digest}", experiment=experiment_keys)
         return self._configs[run_key]
 
@@ -490,8 +489,8 @@ class Procedure:
         for arm in self.experiment.arms:
             is_known = choice.rates is not None
             tuning_rates = {*(() if is_known else tune.rates), *choice.runs.get(arm.name, ())}
-            tuning_rate_count = self._run_count(size, arm, tuning_rates) if arm.is_tuned else int(arm in untuned_arms)
-            rate_count = self._run_count(size, arm, choice.rates_of_final_runs.get(arm.name, ())) or (
+            tuning_rate_count = len(tuning_rates) if arm.is_tuned else int(arm in untuned_arms)
+            rate_count = len({*choice.rates_of_final_runs.get(arm.name, ())}) or (
                 0
                 if is_known and arm.name not in choice.rates
                 else 2
@@ -500,12 +499,6 @@ class Procedure:
             )
             counts[arm.name] = len(self.experiment.seeds) * rate_count + tuning_rate_count * len(tune.seeds)
         return counts
-
-    def _run_count(self, size: str, arm: Arm, rates: Iterable[Rate | None]) -> int:
-        """The number of different runs of one seed at these rates; rates that differ only in keys that the arm lacks
-        share one run.
-        """
-        return len({str(self.experiment.tuned_keys(size, arm, rate)) for rate in rates})
 
     @property
     def seed_departures(self) -> list[Departure]:

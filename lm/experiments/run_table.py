@@ -18,11 +18,9 @@ from lm.experiments.judging import JudgedRun, Judgement, RunsByRate, SizeArm
 from lm.runs.folder import DIVERGED
 from lm.schema import Plain, build, suggest
 from lm.statistics.tuning import (
-    ANY_VALUE,
     MIN_TUNING_SEEDS,
     Rate,
     best_rate,
-    cells_by_partial_cell,
     key_values,
     rate_cell,
     rate_choice,
@@ -89,7 +87,6 @@ def judge_table(
         f"{arm} seed {seed}: {DIVERGED}" if state == DIVERGED else ""
         for arm, seed, state in zip(runs["arm"], runs["seed"], runs["state"], strict=True)
     ]
-    runs = _expand_partial_rates(runs)
     _check_rows(runs, source, [name for name in table.columns if name not in (*RUN_KEY, "value", "weight")])
     selecting_rows, reporting_rows = _split_by_use(runs, source)
     arms = [*dict.fromkeys(reporting_rows["arm"])]
@@ -244,29 +241,6 @@ def _rows_to_judge(
         advice = f"no metric {metric}; {suggest(metric, metrics)}" if metric else f"name one of {', '.join(metrics)}"
         raise RunError(f"{source}: {advice}")
     return rows[rows["metric"].map(str, na_action="ignore") == (metric or metrics[0])]
-
-
-def _expand_partial_rates(runs: pd.DataFrame) -> pd.DataFrame:
-    """Replace each row whose rate lacks the value of a tuned key by copies, one at each full rate with the same values
-    of the other keys (see `cells_by_partial_cell`)."""
-    group_keys = [runs["size"], runs["stage"].fillna("") if "stage" in runs else runs["size"]]
-    is_rate = (
-        runs["rate"]
-        .map(lambda cell: _finite_rate(cell.replace(ANY_VALUE, "1") if isinstance(cell, str) else cell))
-        .notna()
-    )
-    cells = runs["rate"].where(is_rate)
-    grids = {size: size_cells.unique() for size, size_cells in cells.groupby(runs["size"])}
-    full_rates = {
-        (size, stage): cells_by_partial_cell(group_cells.unique(), grids[size])
-        for (size, stage), group_cells in cells.groupby(group_keys)
-    }
-    if not any(full_rates.values()):
-        return runs
-    rates = [
-        full_rates[size, stage].get(rate, [rate]) for size, stage, rate in zip(*group_keys, runs["rate"], strict=True)
-    ]
-    return runs.assign(rate=rates).explode("rate", ignore_index=True)
 
 
 def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:

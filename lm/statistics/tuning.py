@@ -16,7 +16,6 @@ Cell = float | str | None  # a table's cell with a rate, or without one (`rate_c
 Losses = Mapping[
     Rate, Sequence[float]
 ]  # by rate, an arm's final selection loss with each tuning seed; infinite if that run diverged
-ANY_VALUE = "any"  # stands in a rate's cell (`rate_cell`) for the value of a tuned key that a run doesn't have
 _SEPARATOR = " / "  # between the values of several keys in a rate's cell
 
 
@@ -40,61 +39,12 @@ def rate_text(rate: Rate | str) -> str:
     """The text of a rate, or of a table cell with a rate (`rate_cell`), for example `0.002`, or `0.002 / 0.1` for two
     keys.
     """
-    return _SEPARATOR.join(ANY_VALUE if value == ANY_VALUE else f"{float(value):g}" for value in _split_cell(rate))
+    return _SEPARATOR.join(f"{float(value):g}" for value in _split_cell(rate))
 
 
-def rate_cell(rate: Rate | None, presence: Sequence[bool] = ()) -> Cell:
-    """The table cell that holds a rate: a number, or for several keys the text of their exact values; None for None.
-
-    presence: for each key, whether the run has the key (else its value is `ANY_VALUE`); empty: the run has all keys.
-    """
-    if rate is not None and not all(presence):
-        texts = (
-            repr(value) if is_present else ANY_VALUE
-            for value, is_present in zip(key_values(rate), presence, strict=True)
-        )
-        return _SEPARATOR.join(texts)
+def rate_cell(rate: Rate | None) -> Cell:
+    """The table cell that holds a rate: a number, or for several keys the text of their exact values; None for None."""
     return _SEPARATOR.join(map(repr, rate)) if isinstance(rate, tuple) else rate
-
-
-def cells_by_partial_cell(cells: Iterable[Cell], grid: Iterable[Cell]) -> dict[Cell, list[Cell]]:
-    """Map each cell of a rate (`rate_cell`) to the list of cells without `ANY_VALUE` that it stands for.
-
-    A run that lacks a tuned key has `ANY_VALUE` as that key's value. Its cell stands for all `cells` with the same
-    values of its keys. It also stands for the cell with the missing key's middle value in `grid`, which `best_rate`
-    chooses if losses are equal. Listed cells omit keys without a value in `grid`. Returns {} if no cell has
-    `ANY_VALUE`, or if cells of `grid` have different numbers of keys.
-    """
-    cell_values, grid_values = (
-        {cell: _split_cell(cell) for cell in group if cell is not None and cell == cell} for group in (cells, grid)
-    )
-    if (
-        not any(ANY_VALUE in values for values in cell_values.values())
-        or len({len(values) for values in grid_values.values()}) > 1
-    ):
-        return {}
-    axes = [
-        sorted({value for value in values if value != ANY_VALUE}, key=float)
-        for values in zip(*grid_values.values(), strict=True)
-    ]
-    key_indices = [index for index, axis in enumerate(axes) if axis]
-    full_rates = [values for values in cell_values.values() if all(values[index] != ANY_VALUE for index in key_indices)]
-    expansion: dict[Cell, list[Cell]] = {}
-    for cell, values in cell_values.items():
-        middle = [
-            axis[(len(axis) - 1) // 2] if axis and value == ANY_VALUE else value
-            for value, axis in zip(values, axes, strict=True)
-        ]
-        matches = (
-            rate
-            for rate in [middle, *full_rates]
-            if all(values[index] in (ANY_VALUE, rate[index]) for index in key_indices)
-        )
-        rates = [[rate[index] for index in key_indices] for rate in matches]
-        expansion[cell] = [
-            *dict.fromkeys(rate_cell(read_rate(_SEPARATOR.join(rate))) if rate else None for rate in rates)
-        ]
-    return expansion
 
 
 def _split_cell(cell: Rate | str) -> list[str]:
