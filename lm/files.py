@@ -39,7 +39,7 @@ def temporary_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
     are deleted, too.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary_path = _temporary_path(path)
+    temporary_path = new_temporary_path(path)
     try:
         with temporary_path.open("xb") as file:
             _delete_abandoned(temporary_path)
@@ -48,19 +48,14 @@ def temporary_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
         temporary_path.unlink(missing_ok=True)
 
 
-def _temporary_path(path: Path) -> Path:
-    """Return a new path for what will be renamed to `path`. The umask decides its mode, which `tempfile` would not
-    heed.
-    """
-    return path.parent / f"{unfinished(path)}{secrets.token_hex(4)}"
+def new_temporary_path(path: Path) -> Path:
+    """Return a new path beside `path` for what will be renamed to it; its name identifies this machine and process.
 
-
-def unfinished(path: Path) -> str:
-    """Return a prefix for names of temporary files and folders that will be renamed to `path`; it identifies this
-    machine and process.
+    The umask decides the mode of what is made there, which `tempfile` would not heed.
     """
     name = os.fsencode(path.name)[:100].decode(errors="ignore")  # file systems limit the bytes of a name
-    return f".{name}-{UNFINISHED}-{_machine_hash()}-{os.getpid()}-{process_start(os.getpid())}-"
+    process = f"{_machine_hash()}-{os.getpid()}-{process_start(os.getpid())}"
+    return path.parent / f".{name}-{UNFINISHED}-{process}-{secrets.token_hex(4)}"
 
 
 def _delete_abandoned(new_path: Path) -> None:
@@ -177,7 +172,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     check_new(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary_folder = _temporary_path(path)
+        temporary_folder = new_temporary_path(path)
         temporary_folder.mkdir()
         _delete_abandoned(temporary_folder)
     except OSError as error:

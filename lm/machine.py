@@ -12,11 +12,13 @@ import resource
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import BinaryIO
 
 _PARENT_VARIABLE = (
     "LM_PARENT"  # environment variable that holds the id of the parent process, at whose end the child ends
@@ -163,25 +165,42 @@ def process_start(pid: int) -> str:
     return "alive"
 
 
-def child_environment(gpus: Sequence[str] | None = None) -> dict[str, str]:
-    """Return the environment variables for an `lm` child process; on Linux they make the child stop when this process
+def start_child(
+    command: Sequence[str],
+    stdout: BinaryIO | int | None,
+    stderr: BinaryIO | int | None,
+    gpus: Sequence[str] | None = None,
+    text: bool = False,
+) -> subprocess.Popen:
+    """Start an `lm` process in a session of its own, which Ctrl-C does not reach. On Linux it stops when this process
     ends in any way.
 
-    gpus: the GPUs that the child sees, as CUDA_VISIBLE_DEVICES names them; with None it sees all GPUs that this process
-    sees.
+    Args:
+        stdout, stderr: where its output goes, as `subprocess.Popen` takes them.
+        gpus: the GPUs that it sees, as CUDA_VISIBLE_DEVICES names them; None: all GPUs that this process sees.
+        text: whether pipes yield text.
     """
     gpu_variables = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-    return {**os.environ, **gpu_variables, _PARENT_VARIABLE: str(os.getpid())}
+    environment = {**os.environ, **gpu_variables, _PARENT_VARIABLE: str(os.getpid())}
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        text=text,
+        env=environment,
+        start_new_session=True,
+    )
 
 
-def stop_with_parent(number: int = signal.SIGTERM) -> None:
-    """Make Linux send this process the signal `number` when the parent that started it with `child_environment` ends.
+def stop_with_parent() -> None:
+    """Make Linux send this process SIGTERM when the parent that started it with `start_child` ends.
 
     If the parent has ended already, exit. The child requests the signal itself, since code between fork and exec
     (`preexec_fn`) may wait forever for a lock that another thread held.
     """
     parent = os.environ.pop(_PARENT_VARIABLE, "")
     if parent and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if str(os.getppid()) != parent:
-            sys.exit(128 + number)
+            sys.exit(128 + signal.SIGTERM)

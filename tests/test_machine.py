@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 from folders import alive
 
-from lm.machine import child_environment, threads_per_process, usable_cores, without_garbage_collection
+from lm.machine import start_child, threads_per_process, usable_cores, without_garbage_collection
 
 
 def test_cores_are_those_that_the_process_may_use(monkeypatch):
@@ -56,21 +56,23 @@ time.sleep(60)
 """
 PARENT = """
 import os, signal, subprocess, sys
-from lm.machine import child_environment
-child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], env=child_environment(), stdout=subprocess.PIPE)
+from lm.machine import start_child
+child = start_child([sys.executable, "-c", sys.argv[1]], subprocess.PIPE, None)
 child.stdout.readline()
+print(child.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells a child of its parent's end")
 def test_a_child_is_stopped_when_its_parent_is_killed_before_or_after_it_begins():
-    process = subprocess.Popen([sys.executable, "-c", PARENT, CHILD], cwd=ROOT, start_new_session=True)
-    assert process.wait() == -signal.SIGKILL
-    assert not alive(process.pid)
+    process = subprocess.Popen([sys.executable, "-c", PARENT, CHILD], cwd=ROOT, stdout=subprocess.PIPE)
+    child = int(process.communicate()[0])
+    assert process.returncode == -signal.SIGKILL
+    assert not alive(child)
     orphan = subprocess.run(
         [sys.executable, "-m", "lm", "normalizers"],
-        env={**child_environment(), "LM_PARENT": "1"},
+        env={**os.environ, "LM_PARENT": "1"},
         cwd=ROOT,
         check=False,
     )
@@ -79,9 +81,7 @@ def test_a_child_is_stopped_when_its_parent_is_killed_before_or_after_it_begins(
         "from lm.machine import stop_with_parent; stop_with_parent(); import os; print('LM_PARENT' in os.environ)"
     )
     command = [sys.executable, "-c", print_environment]
-    assert (
-        subprocess.run(command, env=child_environment(), cwd=ROOT, capture_output=True, check=True).stdout == b"False\n"
-    )
+    assert start_child(command, subprocess.PIPE, None).communicate()[0] == b"False\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")

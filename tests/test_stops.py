@@ -113,6 +113,17 @@ def test_a_lost_worker_ends_the_run_in_one_line(arguments: list[str], tmp_path: 
     assert not alive(process.pid)
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.slow
+def test_workers_end_soon_after_a_killed_parent(arguments: list[str], tmp_path: Path, devices: int):
+    options = ["data.workers=2", f"trainer.devices={devices}", "trainer.max_steps=100000", "name=killed"]
+    process = start(arguments, *LONG, *options)
+    wait_for_step(tmp_path / "runs" / "killed", 5, process)
+    process.kill()
+    process.communicate(timeout=60)  # no process holds its stderr any more
+    assert not alive(process.pid)
+
+
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

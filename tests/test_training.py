@@ -15,7 +15,7 @@ from folders import curve, losses, metrics, poison, same, series, weights
 
 from lm.config.load import parse
 from lm.errors import RunError
-from lm.files import unfinished
+from lm.files import new_temporary_path
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import command_line, step_paths
 from lm.training.callbacks import StopOnSignal
@@ -262,8 +262,8 @@ def test_what_came_after_the_resumed_step_is_cut_back(tmp_path: Path):
     for name in (
         ".gitignore",
         ".nfs000001",
-        "checkpoints/.last.ckpt",
-        unfinished(tmp_path / "metrics.jsonl") + "abcdefgh",
+        f"checkpoints/{new_temporary_path(tmp_path / 'last.ckpt').name}",
+        new_temporary_path(tmp_path / "metrics.jsonl").name,
     ):
         (tmp_path / name).write_text("")
     path = tmp_path / "metrics.jsonl"

@@ -26,7 +26,7 @@ from lm.experiments.compare import REPORT, VERDICTS, TrainingOptions, compare_ex
 from lm.experiments.experiment_folder import open_experiment
 from lm.experiments.judging import INTERVALS
 from lm.experiments.run_table import Direction, judge_table
-from lm.machine import child_environment
+from lm.machine import start_child
 from lm.report.frame import evaluation_blocks, frame, results, run_columns
 from lm.report.html import PAGE
 from lm.report.tables import csv_text
@@ -72,11 +72,8 @@ def train(*configuration: Given, verbose: bool = False) -> Path:
     """
     arguments = _arguments(configuration)
     config = load_config(arguments, with_shape_of)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lm", "train", *arguments], stdout=None if verbose else subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True, env=child_environment(), start_new_session=True,
-    )  # fmt: skip
+    command, stdout = [sys.executable, "-m", "lm", "train", *arguments], None if verbose else subprocess.DEVNULL
+    process = start_child(command, stdout, subprocess.PIPE, text=True)
     is_interrupted, errors = False, ""
     while process.returncode is None:
         try:

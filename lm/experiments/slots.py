@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from types import FrameType
-from typing import BinaryIO
 
 from lm.config.load import to_yaml
 from lm.config.yaml_text import override
@@ -26,7 +25,7 @@ from lm.errors import ConfigError, RunError
 from lm.experiments.experiment import Experiment
 from lm.experiments.procedure import Run
 from lm.files import locked_folder, write_text
-from lm.machine import STOP_SIGNALS, child_environment
+from lm.machine import STOP_SIGNALS, start_child
 from lm.runs.folder import ALREADY_TRAINING, CONFIG
 from lm.schema import to_plain
 
@@ -196,15 +195,6 @@ def interruptible() -> Iterator[list[int]]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def start_process(command: list[str], output: BinaryIO, errors: BinaryIO, devices: Devices | None) -> subprocess.Popen:
-    """Start a process that sees only `devices` (None: all GPUs that this process sees). On Linux the new process stops
-    when this process ends. It has its own session, so Ctrl-C does not reach it."""
-    environment = child_environment(devices)
-    return subprocess.Popen(
-        command, stdout=output, stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
-    )
-
-
 class Children:
     """Trains the runs of an experiment in processes of this machine."""
 
@@ -247,7 +237,7 @@ class Children:
         folder, output = run.config.run_folder, log_path(self.experiment_folder, run)
         output.parent.mkdir(parents=True, exist_ok=True)
         with output.open("ab") as log:
-            process = start_process([sys.executable, "-m", "lm", *command], log, log, devices)
+            process = start_child([sys.executable, "-m", "lm", *command], log, log, devices)
         self._processes[folder] = process
         if self._stopping.is_set():
             process.send_signal(signal.SIGTERM)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lm.errors import RunError
-from lm.files import replacing, sync_folder
+from lm.files import new_temporary_path, replacing, sync_folder
 from lm.runs.metadata import SHA256, checked_content, fallback_hint, unreadable_checkpoint
 
 _DTYPE_NAMES = {
@@ -123,9 +123,9 @@ def link_checkpoint(name: str, path: Path) -> None:
     """Give the checkpoint at `path` a second file name in its folder, such as `last.ckpt`, by a hard link, or a copy
     where links fail.
     """
-    link_path, temporary_path = path.parent / name, path.parent / f".{name}"
+    link_path = path.parent / name
+    temporary_path = new_temporary_path(link_path)
     try:
-        temporary_path.unlink(missing_ok=True)
         try:
             os.link(path, temporary_path)
         except OSError:

@@ -192,13 +192,8 @@ def truncate_after(run: Path, step: int) -> list[str]:
     evaluations, BEST. Also delete the evaluation of a swap at `step`, and temporary files of a killed process. Returns
     notes on unreadable log lines.
     """
-    pattern, temporary_links = f".*-{UNFINISHED}-*", [run / CHECKPOINTS / f".{name}" for name in (LAST, BEST)]
-    for leftover in [
-        *run.glob(pattern),
-        *(run / CHECKPOINTS).glob(pattern),
-        *(run / EVALUATIONS).rglob(pattern),
-        *temporary_links,
-    ]:
+    pattern = f".*-{UNFINISHED}-*"
+    for leftover in [*run.glob(pattern), *(run / CHECKPOINTS).glob(pattern), *(run / EVALUATIONS).rglob(pattern)]:
         leftover.unlink(missing_ok=True)  # no process writes it: this one has locked the folder
     if (best_step(run / CHECKPOINTS) or 0) > step:
         (run / CHECKPOINTS / BEST).unlink()
