@@ -1,7 +1,7 @@
 """Tables and pictures of docs/ from the committed results of every run: python scripts/recompute.py [--check]
 
 Everything comes from results/NAME/seeds.csv, which holds each run's mean by metric, inference setting and length;
-nothing is trained and torch is not needed. A table stands in its page between `<!-- results: NAME -->` and `<!-- end of
+nothing is trained. A table stands in its page between `<!-- results: NAME -->` and `<!-- end of
 NAME -->`. `--check` changes nothing, and exits with status 1 where a page or a picture is another than its data say.
 That file is written by scripts/collect.py.
 """

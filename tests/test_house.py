@@ -164,11 +164,16 @@ LIGHT = ("lm", "lm.cli", "lm.config.load", "lm.config.tree", "lm.report.html", "
          "lm.report.frame")  # fmt: skip
 
 
-def test_the_command_line_needs_no_torch_and_what_reads_configurations_and_reports_no_lightning():
+def test_help_and_completion_need_no_torch_and_what_reads_configurations_and_reports_no_lightning():
     code = (
-        f"import lm.cli, sys; assert 'torch' not in sys.modules\n"
-        f"import importlib\nfor name in {LIGHT}: importlib.import_module(name); print(name, *{{*{HEAVY}}} & "
-        f"{{*sys.modules}})"
+        "import sys, importlib\n"
+        "from typer.testing import CliRunner; from lm.cli import COMMANDS, app; r = CliRunner()\n"
+        "for name in [[], *([name] for commands in COMMANDS.values() for name in commands)]:\n"
+        "    assert r.invoke(app, [*name, '--help']).exit_code == 0\n"
+        "line = {'_LM_COMPLETE': 'complete_bash', 'COMP_WORDS': 'lm tr', 'COMP_CWORD': '1'}\n"
+        "assert r.invoke(app, prog_name='lm', env=line).output.split() == ['train']\n"
+        "assert 'torch' not in sys.modules\n"
+        f"for name in {LIGHT}: importlib.import_module(name); print(name, *{{*{HEAVY}}} & {{*sys.modules}})"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout.splitlines()) == (0, [*LIGHT]), result.stderr

@@ -154,7 +154,6 @@ class ScaleInvariantNormalizer(SoftmaxNormalizer):
     """
 
     schema = ScaleInvariant
-    depends_on_distance = True
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         distance = layout.distance().clamp(min=0.0)
@@ -178,7 +177,6 @@ class ForgetNormalizer(SoftmaxNormalizer):
     """
 
     schema = Forget
-    depends_on_distance = True
 
     def initialise(self) -> None:
         self.w, self.b = self.parameter(0.0, self.layer.n_head, self.layer.width), self.parameter(5.0)

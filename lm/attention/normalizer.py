@@ -43,9 +43,6 @@ class Normalizer(torch.nn.Module, ABC):
 
     schema: ClassVar[type[Options]]
     kernel: ClassVar[str] = "query blocks"  # how training computes weights x values, for docs/normalizers.md
-    depends_on_distance: ClassVar[bool] = (
-        False  # whether scores depend on how far back a key is, in another way than by `log_decay`
-    )
     # name in `SCORE_MAPS` of the function that maps scores to weights, up to a factor per query; empty if none does
     score_map: str = ""
 

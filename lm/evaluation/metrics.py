@@ -5,9 +5,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
+import torch
+
 from lm.config.task_config import task_names
 from lm.config.tree import Config
 from lm.data.sources import labels
+from lm.evaluation.diagnostics import families
+from lm.model.decoder import Decoder
 from lm.runs.evaluations import BITS_PER_BYTE, LOSS, REPORTING, Better
 from lm.runs.folder import PEAK_MEMORY
 from lm.schema import to_plain
@@ -71,8 +75,6 @@ def metrics_of(config: Config) -> list[Metric]:
     """The metrics that a run of `config` logs, in the order of `METRICS`. Words in capitals stay where names are known
     only to the model (parameters, layers, heads) or to lm-eval.
     """
-    from lm.evaluation.diagnostics import families  # imports torch, which checks of an experiment's file need not
-
     names, units = _training_names(config), {}
     for kind in config.eval.measurement_classes(config.data):
         if kind == "diagnostics":
@@ -125,10 +127,6 @@ def _training_names(config: Config) -> list[str]:
 
 
 def _parameter_names(config: Config) -> Iterator[str]:
-    import torch
-
-    from lm.model.decoder import Decoder
-
     for phase in range(len(config.phases) or 1):
         with torch.device("meta"):
             decoder = Decoder(config.model_in(phase), 1, config.data.seq_len, seed=None)

@@ -33,6 +33,7 @@ from lm.experiments.experiment import (
     kind_of_metric,
 )
 from lm.experiments.run_outcome import SELECTION
+from lm.model.spec import count_steps
 from lm.plugins import PLUGINS
 from lm.removed_keys import removed_key
 from lm.runs.folder import CONFIG, DIVERGED, RESOLVED_FILE, SWAPPED
@@ -358,8 +359,6 @@ def _with_steps(experiment: Experiment) -> Experiment:
             with suppress(ConfigError):  # `check_experiment` reports the error with size and arm
                 config = experiment.example_config(size, arm)
                 if config.trainer.max_steps is None:
-                    from lm.model.spec import count_steps  # torch takes seconds to import
-
                     if not (vocabulary_size := vocab_size_of(config.data)):
                         reason = "needs the vocabulary, which is not known before the text is there"
                         remedy = "lm prepare makes it; or set trainer.max_steps"

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import MISSING, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from lm.config.yaml_text import override, parse_yaml
 from lm.data.prepare import prepare, vocab_size_of
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError, as_written
+from lm.evaluation.held_out import ByLength, LongContext, Validation
 from lm.experiments.experiment import (
     SHARED_SETTINGS,
     Arm,
@@ -33,14 +33,12 @@ from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import SELECTION
 from lm.files import json_bytes, plain_sha256, read_json, sealed, unsealed, write_new, write_sealed
 from lm.machine import threads_per_process
+from lm.model.device import ResolvedSetting, count_gpus, resolve_compile, resolve_precision
 from lm.plugins import PLUGINS, matches_version
 from lm.runs.evaluations import selection_mask
 from lm.runs.folder import CHECKPOINTS, CONFIG, EVALUATIONS, RESOLVED_FILE, step_path
 from lm.schema import Plain, build, convert, to_plain
 from lm.statistics.tuning import key_values, make_rate
-
-if TYPE_CHECKING:
-    from lm.model.device import ResolvedSetting
 
 # key of the plan in RESOLVED_FILE; the plan is null (unknown) if the file was written after final runs were measured
 PLAN = "plan"
@@ -160,8 +158,6 @@ def _document_labels(config: Config, store: Store, metric: str) -> np.ndarray | 
     """The label of the document in which each held-out sequence of a metric begins, (sequences,); None without held-out
     documents.
     """
-    from lm.evaluation.held_out import ByLength, LongContext, Validation
-
     kind, label = kind_of_metric(metric), metric.partition(" ")[2]
     if config.data.symbolic or kind not in ("validation", "long_context", "by_length"):
         return None
@@ -280,8 +276,6 @@ def _settings_problem(settings: dict[str, Plain]) -> str:
 
 
 def _machine_settings(experiment: Experiment, jobs: int) -> dict[str, Plain]:
-    from lm.model.device import count_gpus, resolve_precision
-
     config = experiment.first_config
     precision = resolve_precision(config, "gpu" if count_gpus(config) else "cpu", {})
     processes = jobs * (1 if count_gpus(config) else config.trainer.devices)  # a run takes a slot for each of its GPUs
@@ -292,11 +286,9 @@ def _machine_settings(experiment: Experiment, jobs: int) -> dict[str, Plain]:
     }
 
 
-def _compilation(experiment: Experiment) -> "ResolvedSetting":
+def _compilation(experiment: Experiment) -> ResolvedSetting:
     """Decide whether runs are compiled, by the cost of a baseline run in the first size and the number of baseline
     runs, which share compiled code."""
-    from lm.model.device import count_gpus, resolve_compile  # torch takes seconds to import
-
     config, tune = experiment.first_config, experiment.tune
     runs = len(experiment.seeds) + len(tune.rates) * len(tune.seeds)
     flops = cost(config, vocab_size_of(config.data) or 1).flops

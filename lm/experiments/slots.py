@@ -26,6 +26,7 @@ from lm.experiments.experiment import Experiment
 from lm.experiments.procedure import Run
 from lm.files import locked_folder, write_text
 from lm.machine import STOP_SIGNALS, start_child
+from lm.model.device import count_gpus, visible_gpus
 from lm.runs.folder import ALREADY_TRAINING, CONFIG
 from lm.schema import to_plain
 
@@ -95,8 +96,6 @@ def slots_of(experiment: Experiment, jobs: int | None, slots_per_gpu: int) -> Sl
 
     Raises ConfigError: there are too few GPUs, or slots, for a run.
     """
-    from lm.model.device import count_gpus, visible_gpus  # torch takes seconds to import
-
     gpus = visible_gpus()
     gpu_counts = {
         (size, arm.name): count_gpus(experiment.example_config(size, arm)) for size, arm in experiment.size_arms

@@ -10,6 +10,7 @@ from lm.data.prepare import check_sequences, prepare
 from lm.errors import RunError
 from lm.files import expand_home, locked_folder, read_json
 from lm.machine import without_garbage_collection
+from lm.model.spec import with_steps
 from lm.runs.evaluations import evaluation_files
 from lm.runs.folder import (
     ALREADY_TRAINING,
@@ -25,6 +26,7 @@ from lm.runs.folder import (
     step_paths,
 )
 from lm.runs.metadata import load_metadata
+from lm.training.before_training import check_before_data
 from lm.training.launcher import end_with_parent, this_process
 
 
@@ -51,17 +53,13 @@ def train(config: Config) -> int:
                 file=sys.stderr,
             )
         try:
-            with without_garbage_collection():
-                from lm.model.spec import with_steps  # torch takes seconds to import; errors above don't need it
-                from lm.training.before_training import check_before_data
-
             config, source = check_before_data(config, checkpoint)
             data_fingerprint = load_metadata(checkpoint)["data_fingerprint"] if checkpoint else ""
             store = prepare(config.data, progress=is_main, store_fingerprint=data_fingerprint)
             check_sequences(store, config)
             config = with_steps(config, store.vocab_size)
             with without_garbage_collection():
-                from lm.training.fit import fit  # Lightning takes seconds, too
+                from lm.training.fit import fit  # Lightning takes seconds; errors above don't need it
 
             return fit(config, store, checkpoint, source, process)
         except BaseException:
