@@ -23,6 +23,19 @@ REMOVED_KEYS: dict[str, tuple[object, str]] = {
     "eval.diagnostics.nearest": ([16, 64], "drop it: the weight on the nearest 16 and 64 keys is measured"),
     "log.notes": (None, "set WANDB_NOTES in the environment"),
     "log.score_sequences": (2, "drop it: two sequences are looked at"),
+    "eval.diagnostics.limits": (
+        {
+            "vectors": "embedding",
+            "unit": True,
+            "first_token": True,
+            "queries": 16,
+            "sample_size": 144,
+            "temperatures": [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0],
+            "steps": [0.001, 0.1, 10.0],
+            "directions": 16,
+        },
+        "its statistics have fixed options; lm.diagnostics.limits has functions of any vectors and number of keys",
+    ),
     "eval.others": ([], "measure it after training, on the model that lm.load gives"),
 }
 # {(name of a key, value): advice}

@@ -140,6 +140,16 @@ def test_positions_explain_the_variance_of_queries_in_the_second_half():
         sums = sparsity.VARIANCE_SOURCES[source]
         torch.testing.assert_close(sums(rows, LENGTH), sums(counted, LENGTH))
         assert sums(counted, LENGTH).any()
+    values, is_counted = sparsity.standardised_weights(late.weights, late.visible)
+    places = {
+        "key position": late.layout.key_positions.expand(len(late.queries), -1),
+        "distance": late.queries[:, None] - late.layout.key_positions,
+    }
+    for source, groups in places.items():
+        for group, head in ((0, 0), (3, 1), (LENGTH // 2, HEADS - 1)):
+            chosen = (groups == group) & is_counted[head]
+            totals = sparsity.VARIANCE_SOURCES[source](rows, LENGTH)[head, [group, LENGTH + group]]
+            assert totals.tolist() == pytest.approx([values[head][chosen].sum().item(), chosen.sum().item()], abs=1e-5)
 
 
 @torch.no_grad()

@@ -392,41 +392,6 @@ Statistics = Literal["concentration", "sparsity", "limits"]
 
 
 @dataclass
-class LimitsConfig:
-    """Options for measuring the limits of normalization (arXiv 2508.17821); the paper leaves the first three options
-    open.
-    """
-
-    vectors: Literal["embedding", "input", "value"] = key(
-        "embedding", "x of each key: its token's in the `embedding`, the layer's `input`, or the head's `value`"
-    )
-    unit: bool = key(True, "divide each x by its length, as Theorem 2 supposes")
-    first_token: bool = key(
-        True, "count the first token of the document, which may be an attention sink, among the keys"
-    )
-    queries: int = key(16, "queries of each sequence, among those that are described", ge=1, le=MAX_SEQUENCES)
-    sample_size: int = key(
-        144,
-        "values in each sample of the tests for the critical number of keys: heads of the paper's model",
-        ge=2,
-        le=10**5,
-    )
-    temperatures: list[float] = key(
-        [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0],
-        "T of Lemma 2, ascending; divides the scores, times sqrt(D)",
-        gt=0,
-        le=10**6,
-    )
-    steps: list[float] = key([0.001, 0.1, 10.0], "lengths of the steps of Lemma 2's finite differences", gt=0, le=10**6)
-    directions: int = key(16, "random directions of the finite differences; the paper has one", ge=1, le=10**4)
-
-    def problems(self) -> Iterator[Problem]:
-        for name, items in {"temperatures": self.temperatures, "steps": self.steps}.items():
-            if not items or sorted(set(items)) != items:
-                yield Problem(name, items, "must ascend, with at least one number")
-
-
-@dataclass
 class DiagnosticsConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.diagnostics:Diagnostics"
     quick_suite: ClassVar[dict[str, int]] = {"sequences": 4}
@@ -442,7 +407,6 @@ class DiagnosticsConfig(EvaluationConfig):
     )
     text: str | None = key(None, "UTF-8 file to read in place of held-out text")
     by_position: bool = key(False, "also each head's numbers at each number of visible keys")
-    limits: LimitsConfig = section(LimitsConfig, "the limits of normalization: lemmas and theorems of arXiv 2508.17821")
     inference: list[InferenceSetting] = sections(
         InferenceSetting, "inference settings, each measured", (InferenceSetting(),)
     )

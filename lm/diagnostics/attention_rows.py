@@ -72,12 +72,11 @@ class AttentionRows:
         None  # the layer's x (1, L, C), q, k (1, H, L, D) and v (1, H, L, E), of all L tokens of the sequence
     )
     embedding: Tensor | None = None  # (1, L, C), the embedding vectors of all tokens
-    seed: int = 0  # seed of random draws, different for each sequence
     is_shuffled: bool = False  # whether scores are in another order than the inputs gave (`shuffled`)
 
     @classmethod
     def from_block(
-        cls, block: QueryBlock, embedding: Tensor | None = None, seed: int = 0, n_in_later_blocks: int = 0
+        cls, block: QueryBlock, embedding: Tensor | None = None, n_in_later_blocks: int = 0
     ) -> "AttentionRows":
         """The rows of a block of queries of one sequence, whose later blocks have `n_in_later_blocks` queries."""
         visible = _query_by_key(block.normalizer.visible(block.layout))
@@ -92,7 +91,6 @@ class AttentionRows:
             *tensors,
             block.inputs,
             embedding,
-            seed,
         )
 
     @cached_property
@@ -276,9 +274,8 @@ class QuerySums:
     unit: str  # as in `Statistic`
     shape: Callable[[int], tuple[int, ...]]  # tokens of a sequence -> P
     sums: Callable[[AttentionRows, int], Tensor | None]  # rows, tokens of the sequence -> (H, *P); None: does not apply
-    # Sums of each sequence (N, layers, H, *P) float64 -> a number for each head (layers, H), NaN where not defined. If
-    # `head_values` is None, `StatisticFamily.derive` alone uses the sums.
-    head_values: Callable[[np.ndarray], np.ndarray] | None = None
+    # sums of each sequence (N, layers, H, *P) float64 -> a number for each head (layers, H), NaN where not defined
+    head_values: Callable[[np.ndarray], np.ndarray]
     in_reports: bool = False  # as in `Statistic`
 
 
@@ -288,26 +285,8 @@ class MeasuredValues:
 
     n: np.ndarray  # (N, layers, T), the number of keys that each query sees
     by_query: dict[str, np.ndarray]  # (N, layers, H, T) for each `Statistic`, by its name
-    by_head: dict[str, np.ndarray]  # (layers, H) for each `QuerySums` with `head_values`, by its name
-    sums: dict[str, np.ndarray]  # (N, layers, H, *P) float64 for each `QuerySums`, by its name
-    length: int  # tokens in a sequence
+    by_head: dict[str, np.ndarray]  # (layers, H) for each `QuerySums`, by its name
     train_length: int  # tokens in a training sequence
-
-
-@dataclass(frozen=True, eq=False)
-class DerivedNumbers:
-    """Numbers computed from several statistics (`StatisticFamily.derive`): `values` is one number, (1,), or one for
-    each point of `axis`.
-
-    label: words that distinguish several results with the same `name`.
-    """
-
-    name: str
-    unit: str
-    values: np.ndarray
-    axis: Axis | None = None
-    in_reports: bool = False
-    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -316,7 +295,6 @@ class StatisticFamily:
 
     query_statistics: tuple[Statistic, ...] = ()
     query_sums: tuple[QuerySums, ...] = ()
-    derive: Callable[[MeasuredValues], list[DerivedNumbers]] = lambda values: []
 
 
 KEYS, HEAD = "visible keys", "head"  # names of axes
@@ -353,7 +331,7 @@ class Measures:
         return sum(map(math.prod, self.shapes))
 
     @torch.no_grad()
-    def vectors(self, decoder: Decoder, batch: Batch, index: int = 0, order: Tensor | None = None) -> list[Tensor]:
+    def vectors(self, decoder: Decoder, batch: Batch, order: Tensor | None = None) -> list[Tensor]:
         """The vector of all statistics of a sequence, (`vector_length`,); with `order` a second vector, of the rows
         with shuffled scores.
 
@@ -361,7 +339,6 @@ class Measures:
 
         Args:
             batch: one sequence.
-            index: index of the sequence, the seed of random draws.
             order: random numbers, (queries, tokens), by which scores are shuffled.
         """
         vectors = [
@@ -373,7 +350,7 @@ class Measures:
         for block in attention_blocks(decoder, batch, self.queries, with_inputs=True):
             start = query_counts[block.layer]
             stop = query_counts[block.layer] = start + len(block.queries)
-            rows = AttentionRows.from_block(block, embedding, index, len(self.queries) - stop)
+            rows = AttentionRows.from_block(block, embedding, len(self.queries) - stop)
             self._write_statistics(vectors[0], rows, start)
             if order is not None:
                 self._write_statistics(
@@ -405,11 +382,11 @@ class Measures:
         parts = np.split(vectors, np.cumsum([math.prod(shape) for shape in self.shapes])[:-1], axis=1)
         by_query, *sum_parts = (part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True))
         n, *statistics = np.moveaxis(by_query, 1, 0)
-        totals = {sums.name: total.astype("f8") for sums, total in zip(self.query_sums, sum_parts, strict=True)}
-        by_head = {sums.name: sums.head_values(totals[sums.name]) for sums in self.query_sums if sums.head_values}
-        return MeasuredValues(
-            n[:, :, 0], dict(zip(self.names[1:], statistics, strict=True)), by_head, totals, self.length, train_length
-        )
+        by_head = {
+            sums.name: sums.head_values(total.astype("f8"))
+            for sums, total in zip(self.query_sums, sum_parts, strict=True)
+        }
+        return MeasuredValues(n[:, :, 0], dict(zip(self.names[1:], statistics, strict=True)), by_head, train_length)
 
 
 def shuffling_numbers(index: int, queries: int, length: int) -> Tensor:

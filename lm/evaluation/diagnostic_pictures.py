@@ -37,14 +37,10 @@ def diagnostics_picture(series: Sequence[Series]) -> Picture | None:
     """A picture with a row for each statistic in reports, with its curve and each model's map of heads; None if there
     is nothing to show.
 
-    A metric derived from several statistics (`StatisticFamily.derive`) has a row with a panel for each model. The
-    panels of `sparsity_panels` come last.
+    The panels of `sparsity_panels` come last.
     """
-    entries = [entry for entry in series if entry.axis and entry.axis.name != HEAD and entry.shown]
-    curves = [entry for entry in entries if entry.axis.name == KEYS and not entry.what]
-    derived_metrics = {entry.metric for entry in entries if entry.what and np.isfinite(entry.means).any()}
-    derived_series = [entry for entry in entries if entry.what and entry.metric in derived_metrics]
-    settings = [*dict.fromkeys(entry.setting for entry in curves + derived_series)]
+    curves = [entry for entry in series if entry.axis and entry.axis.name == KEYS and entry.shown]
+    settings = [*dict.fromkeys(entry.setting for entry in curves)]
     if not settings:
         return None
     rows: list[list[Panel | Map | None]] = []
@@ -56,8 +52,6 @@ def diagnostics_picture(series: Sequence[Series]) -> Picture | None:
                 *_maps(metric, series, [curve.setting for curve in metric_curves], settings),
             ]
         )
-    for metric in dict.fromkeys(entry.metric for entry in derived_series):
-        rows.append(_derived_panels([entry for entry in derived_series if entry.metric == metric], settings))
     columns = max(map(len, rows))
     sparsity_rows = sparsity_panels(series, settings)
     sparsity_row = [panel for row in sparsity_rows for panel in row]
@@ -100,38 +94,6 @@ def _maps(metric: str, series: Sequence[Series], curve_settings: list[str], sett
             heads[setting], top, low, shows_values=False, y_label="layer") if len(heads.get(setting, ())) else None
         for setting in settings
     ]  # fmt: skip
-
-
-def _derived_panels(derived_series: list[Series], settings: list[str]) -> list[Panel | Map | None]:
-    """A panel for each model, on one y scale, with a line for each of the model's series; None for a model without
-    series.
-    """
-    finite_values, axis = (
-        np.concatenate([entry.means[np.isfinite(entry.means)] for entry in derived_series]),
-        derived_series[0].axis,
-    )
-    log = bool(
-        derived_series[0].unit != "fraction"
-        and finite_values.min() > 0
-        and finite_values.max() > 100 * finite_values.min()
-    )
-    low, high = finite_values.min(), finite_values.max()
-    spread = (high / low) ** 0.06 if log else 0.06 * (high - low) or 0.1
-    y_range = (low / spread, high * spread) if log else (low - spread, high + spread)
-    base, ticks = logarithmic_ticks(axis.values) if axis.log else (0, {})
-    panels: list[Panel | Map | None] = []
-    for setting in settings:
-        curves = [entry for entry in derived_series if entry.setting == setting]
-        traces = []
-        for index, curve in enumerate(curves):
-            traces.append(Trace(index, curve.what, np.array(curve.axis.values), curve.means, "mean", in_legend=True))
-        title = f"{derived_series[0].metric}\n{setting}"
-        panels.append(
-            Panel(title, axis.name, derived_series[0].unit, traces, ticks, base, log, y_range=y_range)
-            if curves
-            else None
-        )
-    return panels
 
 
 # ---------------------------------------------------------------- heads against theory

@@ -23,7 +23,6 @@ from lm.diagnostics.attention_rows import (
     MIN_KEYS,
     NO_WEIGHT,
     NOT_FINITE,
-    DerivedNumbers,
     MeasuredValues,
     Measures,
     QuerySums,
@@ -58,9 +57,7 @@ FAMILIES: dict[
 ] = {  # by their names in `eval.diagnostics.statistics`
     "concentration": lambda options: concentration.concentration_statistics(),
     "sparsity": lambda options: sparsity.sparsity_statistics(),
-    "limits": lambda options: limits.limit_statistics(
-        options.limits, max(1, options.queries // options.limits.queries)
-    ),
+    "limits": lambda options: limits.limit_statistics(),
 }
 UNDEFINED_FRACTIONS = (
     Statistic(NOT_FINITE, "fraction", lambda rows: None),
@@ -225,7 +222,7 @@ def diagnostic_series(
     if not settings:
         return []
     groups = _ModelSeries(values_by_setting, measures, held_out, fingerprint)
-    series = [*groups.overall_means(), *groups.curves(), *groups.derived_series(), *groups.head_means()]
+    series = [*groups.overall_means(), *groups.curves(), *groups.head_means()]
     return series + (list(groups.head_means_by_keys()) if options.by_position else [])
 
 
@@ -250,9 +247,9 @@ def statistics_of(
     def vectors(index: int) -> Tensor:
         batch = held_out.batch([index]).to(device.device)
         model_values, shuffled_values = measures.vectors(
-            decoder, batch, index, shuffling_numbers(index, len(queries), held_out.length)
+            decoder, batch, shuffling_numbers(index, len(queries), held_out.length)
         )
-        return torch.stack([model_values, *measures.vectors(untrained_decoder, batch, index), shuffled_values])
+        return torch.stack([model_values, *measures.vectors(untrained_decoder, batch), shuffled_values])
 
     def measure(indices: list[int]) -> Tensor:
         return torch.stack([vectors(index) for index in indices])
@@ -324,15 +321,6 @@ class _ModelSeries:
             fields = {"axis": visible_keys_axis(self.bins), "samples": (self.held_out.sample(by_bin),)}
             yield self._series(statistic, setting, mean(by_bin, 0), shown=self._display(statistic), **fields)
 
-    def derived_series(self) -> Iterator[Series]:
-        """Series that families of statistics compute from several statistics (`StatisticFamily.derive`)."""
-        for family in self.measures.families:
-            for setting, values in self.values_by_setting.items():
-                for entry in family.derive(values):
-                    yield self._series(
-                        entry, setting, entry.values, what=entry.label, axis=entry.axis, shown=self._display(entry)
-                    )
-
     def head_means(self) -> Iterator[Series]:
         """Series by layer and head of each statistic's mean over sequences and queries, and of b and R^2 of the fit
         statistic ~ n^b. Here n is the number of visible keys."""
@@ -380,7 +368,7 @@ class _ModelSeries:
 
     def _series(
         self,
-        statistic: Statistic | QuerySums | DerivedNumbers,
+        statistic: Statistic | QuerySums,
         setting: str,
         means: np.ndarray,
         metric: str = "",
@@ -396,7 +384,7 @@ class _ModelSeries:
             interval="documents" if fields.get("samples") else "none", data_fingerprint=self.fingerprint, **fields,
         )  # fmt: skip
 
-    def _display(self, statistic: Statistic | DerivedNumbers) -> Shown | None:
+    def _display(self, statistic: Statistic) -> Shown | None:
         """Title and caption with which reports show a statistic; None if reports leave it out."""
         if not statistic.in_reports:
             return None
