@@ -66,6 +66,16 @@ def test_effective_keys_are_a_part_of_the_keys_that_a_window_shows(size: int):
 
 
 @torch.no_grad()
+def test_effective_keys_are_counted_without_the_first_token():
+    decoder, tokens = make_decoder(opt.Softmax(), "attention"), torch.arange(1, 41)
+    effective = attention_maps(decoder, tokens, cells=8).effective
+    for block in attention_blocks(decoder, Batch.of(torch.cat((tokens, tokens[:1]))[None])):
+        a = block.weights[0, :, 1:, 1:]
+        expected = (a.sum(-1).square() / a.square().sum(-1) / torch.arange(1, 40)).mean(-1)
+        assert effective[block.layer] == pytest.approx(expected.numpy(), rel=1e-5)
+
+
+@torch.no_grad()
 def test_the_most_concentrated_heads_are_those_of_fewest_effective_keys():
     decoder = make_decoder(opt.ALiBi(), "attention")  # head 0 falls off faster with distance than head 1
     maps = attention_maps(decoder, torch.arange(1, 41), cells=8)

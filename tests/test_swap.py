@@ -22,7 +22,7 @@ from lm.data.batches import Batch
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
 from lm.evaluation.held_out import HeldOut
-from lm.evaluation.swap import attention_drift, swap_run, swap_sequences, token_losses_and_kl
+from lm.evaluation.swap import SwapMeasurement, attention_drift, swap_run, swap_sequences, token_losses_and_kl
 from lm.model.cross_entropy import Head, token_kl
 from lm.model.decoder import Decoder, is_normalizer_parameter
 from lm.model.device import Device
@@ -226,6 +226,16 @@ def log_p(model: Decoder, batch: Batch) -> torch.Tensor:
     with torch.no_grad():
         logits = model(batch.tokens).double() @ model.head.weight.double().t()
     return logits - logits.exp().sum(-1, keepdim=True).log()
+
+
+def test_a_swap_is_logged_at_the_training_length(tiny):
+    config = tiny("eval.swap_lengths=[0.5, 1, 2]")
+    store = prepare(config.data)
+    old, new = (Decoder(config.model, store.vocab_size, 32, seed) for seed in (1, 2))
+    measured = SwapMeasurement(config, store, old).measure(new, Device(torch.device("cpu"), bf16=False), lambda n: None)
+    assert [(series.what, *series.logged) for series in measured if series.logged] == [
+        ("sequences of 32", f"swap/{name}") for name in ("loss_before", "loss_after", "kl")
+    ]
 
 
 def test_a_swap_is_measured_by_the_divergence_of_the_new_distribution_from_the_old(tiny):
