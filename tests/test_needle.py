@@ -346,6 +346,7 @@ def test_lm_eval_asks_for_needles(tiny):
     )
     assert [line.startswith(note) for line in result.stderr.splitlines() if "left out" in line] == [True]
     assert "256 tokens" in result.stdout
+    assert "in metrics.jsonl: needle/exact 256 as trained, needle/control 256 as trained" in result.stdout
     assert "38 tokens" not in result.stdout
     result = lm("eval", str(config.run_folder), "eval.needle.length_factors=[0.3]")
     assert result.returncode == 2

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from lm.errors import abbreviated
 from lm.report.tables import Column, FilledColumn, Table, numeral, print_tables, table_bytes
 from lm.runs.evaluations import Evaluation, Series, number, series_names
 from lm.statistics.intervals import MIN_DOCUMENTS, interval_of
@@ -170,6 +171,9 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
                     if cells
                 )
             )
+        names = dict.fromkeys(row.name for result in kind_results for row in result.rows if row.name != row.metric)
+        if log_names := list(filter(None, names)):
+            print(abbreviated(f"in metrics.jsonl: {', '.join(log_names)}"))
         if omitted_count:
             destination = output or "in a table with -o table.csv"
             print(f"{omitted_count:,} more numbers, by layer, position or the like, and all intervals: {destination}")
