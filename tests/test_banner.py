@@ -147,3 +147,24 @@ def test_validation_on_next_to_nothing_is_warned_of(printed):
     assert re.search(
         r"held-out text of \d+ validation sequences, eval\.sequences asks for 1,000: raise data\.val_fraction", note
     )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "words"),
+    [
+        ("full", r"(\d+) sequences x (32) tokens"),
+        ("{name: fixed, length: 8}", r"(\d+) sequences x (8) tokens"),
+        ("{name: mixed, weights: {8: 0.5, 32: 0.5}}", r"(\d+) sequences x (8) tokens or (\d+) sequences x (32) tokens"),
+    ],
+)
+def test_a_micro_batch_has_as_many_sequences_as_its_lengths_give(printed, lengths: str, words: str):
+    numbers = [
+        int(n) for n in re.match(words + r" x \d+ micro-batches", printed(f"data.lengths={lengths}")["step"]).groups()
+    ]
+    full = int(printed()["step"].split()[0])
+    assert all(count * length == full * 32 for count, length in zip(numbers[::2], numbers[1::2], strict=True))
+
+
+@pytest.mark.parametrize("normalizer", ["log_n", "infoscale", "yarn"])
+def test_a_base_that_is_the_training_length_is_named_with_it(printed, normalizer: str):
+    assert "base = train (32)" in printed(f"model.normalizer={normalizer}")["normalizer"]

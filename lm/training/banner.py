@@ -98,6 +98,8 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
             f"held-out text of {len(documents)} validation sequences, eval.sequences asks for "
             f"{config.eval.sequences:,}: {remedy}"
         )
+    micro_batch_tokens = config.micro_batch * data.seq_len
+    micro_batches = " or ".join(f"{micro_batch_tokens // length} sequences x {length} tokens" for length in lengths)
     length_texts = ", ".join(f"{length} tokens {fraction:.1%}" for length, fraction in lengths.items())
     lines = {
         "run": f"{config.run_folder}  (lm {lm.__version__})",
@@ -121,8 +123,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         "note": "; ".join(notes),
         "device": f"{machine.device}, precision {machine.precision}, compile {machine.compilation}",
         "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all; {peak_text}",
-        "step": f"{config.micro_batch} sequences x {data.seq_len} tokens x {accumulation} micro-batches x "
-        f"{config.world_size} processes",
+        "step": f"{micro_batches} x {accumulation} micro-batches x {config.world_size} processes",
         "optimizer": f"{_variant_text(optim.optimizer)}, lr {optim.lr:g}, {_variant_text(optim.schedule)}, warm-up of "
         f"{warmup} steps; "
         f"gradients' norm {f'at most {optim.grad_clip:g}' if optim.grad_clip else 'not bounded'}"
@@ -138,8 +139,10 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
 def _normalizer_text(decoder: Decoder) -> str:
     """Text with formula and options of the normalizer, or of each layer's normalizer if layers differ."""
     layers_by_text: dict[str, list[str]] = {}
-    for layer, options in enumerate(normalizer.options for normalizer in decoder.normalizers()):
-        options_text = ", ".join(f"{name} = {value}" for name, value in vars(options).items())
+    for layer, normalizer in enumerate(decoder.normalizers()):
+        options, trained_length = normalizer.options, f"train ({normalizer.layer.train_length})"
+        values = {name: trained_length if value == "train" else value for name, value in vars(options).items()}
+        options_text = ", ".join(f"{name} = {value}" for name, value in values.items())
         text = f"{options.name}: {options.formula()}" + (f"; {options_text}" if options_text else "")
         layers_by_text.setdefault(text, []).append(str(layer))
     if len(layers_by_text) == 1:
