@@ -37,3 +37,8 @@ if not TYPE_CHECKING:  # a type checker that sees this function takes any name f
         if name not in _MODULE_BY_NAME:
             raise AttributeError(f"module 'lm' has no attribute '{name}'")
         return getattr(import_module(_MODULE_BY_NAME[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Names for completion in a notebook: the public ones, and those of every module."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -2,7 +2,9 @@
 check-normalizer` fails.
 """
 
+import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -184,6 +186,35 @@ def test_a_normalizer_that_can_not_be_used_is_said_so_once_without_a_hint(monkey
     monkeypatch.setattr(contract, "make_normalizer", Pair)
     ((_, problem),) = checked_promises(OfBroken())
     assert problem == "stopped by TypeError: `forward` gives tuple, not a tensor"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda x: x.transpose(1, 2), r"gives shape \(2, 5, 4, \d+\); wanted is \(2, 4, 5, \d+\)"),
+        (lambda x: x / 0, "gives numbers that are not finite; a row without weight"),
+    ],
+    ids=["shape", "not finite"],
+)
+@pytest.mark.parametrize("method", ["forward", "normalize"])
+def test_a_wrong_shape_and_what_is_not_finite_are_named_before_what_follows(
+    method: str, change: Callable[[Tensor], Tensor], problem: str, monkeypatch: pytest.MonkeyPatch
+):
+    class Changed(SoftmaxNormalizer):
+        pass
+
+    setattr(Changed, method, lambda *given: change(getattr(super(Changed, given[0]), method)(*given[1:])))
+    monkeypatch.setattr(contract, "make_normalizer", Changed)
+    ((_, found),) = checked_promises(OfBroken())
+    name = {"forward": "`forward`", "normalize": "`(forward|weights)`"}[method]
+    assert re.search(f"stopped by ValueError: {name} {problem}", found), found
+
+
+def test_a_number_that_is_not_finite_is_said_to_be_so():
+    numbers = torch.ones(1, 1, 2, 2)
+    for pair, subject in (((numbers * math.nan, numbers), "output"), ((numbers, numbers * math.inf), "output that is")):
+        with pytest.raises(AssertionError, match=f"^the {subject}.* is not finite at "):
+            contract.assert_close(*pair, "output")
 
 
 def test_every_check_is_failed_by_some_normalizer():

@@ -4,14 +4,18 @@ import csv
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from fabricated import save
+from matplotlib.figure import Figure
 from reported import build_run, write_report
 
+from lm.report import comparison_pictures
 from lm.report.comparison import compare_runs
 from lm.report.comparison_pictures import MAX_POINTS, drawn_runs, layer_curves, layer_pictures
+from lm.report.pictures import Panel, Trace, _draw_panel
 from lm.runs.folder import METRICS
 from lm.runs.record import read_run
 
@@ -89,3 +93,30 @@ def test_reports_show_them_where_they_are_logged(run: Path, tmp_path: Path):
         page = write_report(runs, tmp_path / f"report{number}").html
         assert ("By layer, while training" in page.read_text()) == logged
         assert bool(list(page.parent.glob("dynamics.*"))) == logged
+
+
+@pytest.mark.parametrize(("low", "high"), [(2.0, 3.1), (0.31, 0.52), (2.01, 2.04), (0.5, 70.0)])
+def test_an_axis_in_logs_has_labels_within_one_decade(low: float, high: float):
+    axes = Figure().subplots()
+    trace = Trace(0, "a", np.array([1.0, 2.0]), np.array([low, high]), "seed")
+    _draw_panel(axes, Panel("t", "x", "y", [trace], log_y=True))
+    axes.figure.draw_without_rendering()
+    bottom, top = axes.get_ylim()
+    labels = [label for label in axes.yaxis.get_ticklabels(which="both") if bottom <= label.get_position()[1] <= top]
+    assert sum(bool(label.get_text()) for label in labels) >= 2
+
+
+@pytest.mark.parametrize("name", ["train/loss", "val/loss"])
+def test_a_loss_picture_has_a_mean_line_an_arm(name: str, monkeypatch: pytest.MonkeyPatch):
+    values = {1: [3.0, 2.0, 1.0], 2: [5.0, 4.0, 3.0]}
+    record = SimpleNamespace(phases=[None], flat={}, tokens_before=0)
+    runs = [SimpleNamespace(arm="a", seed=seed, state="finished", record=record) for seed in values]
+    tokens = np.array([10.0, 20.0, 30.0])
+    monkeypatch.setattr(
+        comparison_pictures,
+        "_curve_by_tokens_seen",
+        lambda run, _: SimpleNamespace(tokens=tokens, values=np.array(values[run.seed])),
+    )
+    picture = comparison_pictures.curves(["a"], runs, {name: "Loss"}, None)
+    (mean,) = [trace for trace in picture.panels[0].traces if trace.kind == "mean"]
+    assert mean.y.tolist() == [4.0, 3.0, 2.0]

@@ -56,9 +56,9 @@ def trained(arguments: list[str], *overrides: str) -> Path:
 def test_the_example_of_the_docs_from_its_training_to_its_report(powers: Path, arguments: list[str], tmp_path: Path):
     result = lm("check-normalizer", NAME, "power=3")
     assert result.returncode == 0, result.stdout
-    assert [line.startswith(f"{NAME} (power=3.0): kept: ") for line in result.stdout.splitlines()] == [True] * len(
-        CHECKS
-    )
+    *lines, summary = result.stdout.splitlines()
+    assert [line.startswith(f"{NAME} (power=3.0): kept: ") for line in lines] == [True] * len(CHECKS)
+    assert summary == f"{len(CHECKS)} of {len(CHECKS)} promises are kept"
 
     folder = trained(arguments, NAMED)
     environment = json.loads((folder / ENVIRONMENT).read_text())
@@ -483,7 +483,8 @@ def test_a_loss_that_is_not_finite_names_the_check_of_code_from_outside(powers: 
     assert result.returncode == 3
     assert result.stderr.strip().endswith(f"or its cause is code from outside: lm check-normalizer {NAME}")
     checked = lm("check-normalizer", NAME)
-    assert (checked.returncode, checked.stdout.count("\n")) == (1, 1)
+    assert (checked.returncode, checked.stdout.count("\n")) == (1, 2)
+    assert checked.stdout.endswith("\n0 of 1 promises are kept, 1 broken\n")
     assert "gives numbers that are not finite; a row without weight" in checked.stdout
 
 

@@ -3,12 +3,15 @@
 import json
 import re
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from conftest import lm as command
 
 import lm
+from lm.attention.catalogue import ENTRIES
 from lm.commands.arguments import paths_and_overrides
 from lm.commands.info import facts
 from lm.config import presets
@@ -138,3 +141,21 @@ def test_info_tells_versions_devices_kernels_and_extras():
     assert content["versions"]["torch"]
     assert content["devices"]["cores"] >= 1
     assert all(isinstance(names, list) for names in content["extras"].values())
+
+
+@pytest.mark.parametrize("name", ["ssmax", "recipes/modern", "quickstart-recall"])
+def test_a_preset_is_printed(name: str):
+    file = presets.find(name) if presets.find(name).is_file() else presets.find(name, "experiments")
+    assert command("configs", name).stdout == f"# {file}\n{file.read_text()}"
+    refusal = command("configs", "ssmaxx")
+    assert (refusal.returncode, refusal.stderr) == (2, "error: ssmaxx: no such preset; did you mean 'ssmax'?\n")
+
+
+def test_normalizers_are_a_line_each_and_one_is_described():
+    lines = command("normalizers").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == [*ENTRIES]
+    for name, entry in ENTRIES.items():
+        text = command("normalizers", name).stdout
+        assert entry.full_formula in text
+        assert all(f"  {spec.name}" in text for spec in fields(entry))
+    assert "did you mean 'softmax'?" in command("normalizers", "softmx").stderr

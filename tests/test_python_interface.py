@@ -162,3 +162,8 @@ def test_what_is_no_path_is_refused():
     for call in (lm.results, lambda: lm.results([Path("runs")]), lambda: lm.load(5), lambda: lm.train("recall", 5)):
         with pytest.raises(LMError, match=r"no run folder given|must be the path|must be a file"):
             call()
+
+
+def test_a_notebook_completes_the_public_names():
+    assert {*lm.__all__} <= {*dir(lm)}
+    assert [name for name in dir(lm) if not name.startswith("__")] == sorted(lm.__all__)

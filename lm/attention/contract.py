@@ -91,7 +91,12 @@ def assert_close(
     """
     descriptions = [f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}" for x in (actual, expected)]
     require(descriptions[0] == descriptions[1], f"the {name} is {descriptions[0]}, not {descriptions[1]}")
-    error = (actual - expected).detach().abs().nan_to_num(math.inf)
+    for x, subject in ((expected, f"the {name} that is wanted"), (actual, f"the {name}")):
+        if not x.isfinite().all():
+            raise AssertionError(
+                f"{subject} is not finite at {_entry_name(int((~x.isfinite()).flatten().int().argmax()), x, axes)}"
+            )
+    error = (actual - expected).detach().abs()
     if (error > atol).any():
         worst_index = int(error.argmax())
         a, b = (x.detach().flatten()[worst_index] for x in (actual, expected))
@@ -152,21 +157,29 @@ def initial_values(options: Options) -> None:
 
     draw no random numbers in `initialise`; a matrix whose initial values are to be random is named `hidden`
     """
-    q, k, v = inputs(4, normalizer=(normalizer := randomized(options)))
-    output = normalizer(q, k, v, AttentionLayout.full(4))
-    if not isinstance(output, Tensor):
-        raise TypeError(f"`forward` gives {type(output).__name__}, not a tensor")
-    if not output.isfinite().all():
-        raise ValueError(
-            "`forward` gives numbers that are not finite; a row without weight is divided by "
-            "lm.attention.routes.divided"
-        )
+    q, k, v = inputs(5, normalizer=(normalizer := randomized(options)))
+    layout = AttentionLayout.full(5)
+    _require_shape("`weights`", normalizer.weights(q, k, layout), (*q.shape[:3], k.size(2)))
+    _require_shape("`forward`", normalizer(q, k, v, layout), (*q.shape[:3], v.size(-1)))
     with torch.random.fork_rng([]):
         first_normalizer, second_normalizer = (
             make_normalizer(options, LayerSpec(HEADS, SIZE, WIDTH, TRAIN_LENGTH)) for _ in range(2)
         )
     for (name, a), b in zip(first_normalizer.named_parameters(), second_normalizer.parameters(), strict=True):
         require(name.endswith("hidden.weight") or torch.equal(a, b), f"the parameter {name} is drawn")
+
+
+def _require_shape(name: str, x: object, shape: tuple[int, ...]) -> None:
+    """Raise an error that names the cause of all that would follow: no tensor, another shape, or numbers that are not
+    finite.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} gives {type(x).__name__}, not a tensor")
+    if x.shape != shape:
+        raise ValueError(f"{name} gives shape {tuple(x.shape)}; wanted is {shape}")
+    if not x.isfinite().all():
+        remedy = "a row without weight is divided by lm.attention.routes.divided"
+        raise ValueError(f"{name} gives numbers that are not finite; {remedy}")
 
 
 def fast_path(options: Options) -> None:

@@ -71,16 +71,25 @@ def metrics(arguments: Annotated[list[str] | None, Configuration.__metadata__[0]
 
 
 def configs(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="print this preset's file")] = None,
     copy: Annotated[Path | None, typer.Option("--copy", metavar="DIR", help="copy them to DIR/configs")] = None,
 ) -> None:
-    """List the presets: configurations, recipes and experiments.
+    """List the presets: configurations, recipes and experiments, or print one.
 
     Each can be named in place of a file: lm train softmax, lm compare recall.
     """
     from lm.config import presets
+    from lm.errors import ConfigError
 
     if copy:
         print(presets.copy_presets(copy))
+        return
+    if name:
+        file = presets.find(name)
+        file = file if file.is_file() else presets.find(name, "experiments")
+        if not file.is_file():
+            raise ConfigError(f"{name}: no such preset{presets.suggestion(Path(name))}")
+        print(f"# {file}\n{file.read_text(encoding='utf-8')}", end="")
         return
     rows = list(presets.names())
     width = max(len(name) for name, _ in rows)
@@ -103,14 +112,22 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = Fals
     print(json.dumps(content, indent=1) if as_json else "\n".join(fact_lines(content)))
 
 
-def normalizers() -> None:
-    """Print the table of attention normalizers.
+def normalizers(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="print all of this one")] = None,
+) -> None:
+    """List the attention normalizers with their formulas, or print formula, parameters, source and options of one.
 
-    Formula, parameters, kernel, source and options of each (docs/normalizers.md).
+    The whole table is docs/normalizers.md.
     """
-    from lm.attention.catalogue import markdown
+    from lm.attention.catalogue import ENTRIES, description
+    from lm.errors import ConfigError
+    from lm.schema import suggest
 
-    print(markdown(), end="")
+    if name and name not in ENTRIES:
+        raise ConfigError(f"{name}: no normalizer of lm's; {suggest(name, ENTRIES)}")
+    width = max(map(len, ENTRIES))
+    lines = description(name) if name else [f"{entry:{width}}  {ENTRIES[entry].full_formula}" for entry in ENTRIES]
+    print("\n".join(lines))
 
 
 def check_normalizer(
@@ -134,13 +151,14 @@ def check_normalizer(
 
 
 def _print_promises(results: Iterable[tuple[str, str, str]]) -> None:
-    """Print a line for each (label, promise, breach), where an empty breach means a kept promise. Raises typer.Exit if
-    any is broken.
+    """Print a line for each (label, promise, breach), where an empty breach means a kept promise, and a summary. Raises
+    typer.Exit if any is broken.
     """
-    broken_count = 0
+    count = broken_count = 0
     for label, promise, breach in results:
-        broken_count += bool(breach)
+        count, broken_count = count + 1, broken_count + bool(breach)
         print(f"{label}: {'BROKEN' if breach else 'kept'}: {promise}" + (f": {breach}" if breach else ""))
+    print(f"{count - broken_count} of {count} promises are kept" + f", {broken_count} broken" * bool(broken_count))
     if broken_count:
         raise typer.Exit(1)
 

@@ -113,7 +113,7 @@ def curves(
         if curve_length < 2 and name != "train/loss":
             single_point_titles += [titles[name]] if curve_length else []
             continue
-        traces, settled_values, is_loss = [], [], name in LOSSES
+        traces, settled_values, drawn, is_loss = [], [], [], name in LOSSES
         all_diverged = all(run.state == DIVERGED for run, _ in run_curves)  # then the ends of the y axis hide nothing
         for run, curve in run_curves:
             window = max(1, len(curve.tokens) // 50) // 2 * 2 + 1 if name == "train/loss" else 1
@@ -123,26 +123,20 @@ def curves(
             )
             y = losses.rolling(window, center=True, min_periods=1).mean().where(losses.notna()).to_numpy()
             arm_index, label = names.index(run.arm), f"{run.arm}, seed {run.seed}"
-            traces.append(Trace(arm_index, label, curve.tokens[::stride] / unit, y[::stride], "seed"))
+            drawn.append((run, curve.tokens[::stride] / unit, y[::stride]))
+            traces.append(Trace(arm_index, label, *drawn[-1][1:], "seed"))
             start_tokens = run.record.tokens_before
             is_settled = curve.tokens - start_tokens > SETTLING_FRACTION * (max_tokens - start_tokens)
             if all_diverged or run.state != DIVERGED:
                 settled_values += y[(is_settled | all_diverged) & np.isfinite(y)].tolist()
             if run.state == DIVERGED:
                 traces.append(Trace(arm_index, label, curve.tokens[-1:] / unit, curve.values[-1:], "diverged"))
-        for arm_index, arm in enumerate(names) if name != "train/loss" else ():
-            arm_curves = [curve for run, curve in run_curves if run.arm == arm and run.state == "finished"]
-            if len({curve.tokens.tobytes() for curve in arm_curves}) == 1:
-                mean = np.mean([curve.values for curve in arm_curves], axis=0)
-                traces.append(
-                    Trace(
-                        arm_index,
-                        f"{arm}, mean of {_seed_count(len(arm_curves))}",
-                        arm_curves[0].tokens / unit,
-                        mean,
-                        "mean",
-                    )
-                )
+        for arm_index, arm in enumerate(names):
+            arm_curves = [(x, y) for run, x, y in drawn if run.arm == arm and run.state == "finished"]
+            if len({x.tobytes() for x, _ in arm_curves}) == 1:
+                label = f"{arm}, mean of {_seed_count(len(arm_curves))}"
+                mean = np.mean([y for _, y in arm_curves], axis=0)
+                traces.append(Trace(arm_index, label, arm_curves[0][0], mean, "mean"))
         low, high = (min(settled_values), max(settled_values)) if settled_values else (0.0, 1.0)
         top = min(high, max(1.08 * level[1], 1.3 * low)) if level and is_loss and not all_diverged else high
         clip_notes += [f"{titles[name]} above {top:.2f} (highest: {high:.4g}) is not shown."] if top < high else []

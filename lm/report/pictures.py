@@ -19,7 +19,6 @@ from matplotlib.colors import LogNorm, Normalize, SymLogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import NullFormatter
 from matplotlib.transforms import Transform
 
 from lm.errors import RunError
@@ -334,7 +333,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     if panel.log_y:
         axes.set_yscale("log", nonpositive="mask")
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_minor_formatter(lambda y, _: f"{y:g}" if axes.get_ylim()[1] < 10 * axes.get_ylim()[0] else "")
     else:
         axes.ticklabel_format(axis="y", useOffset=False)
     if panel.margin:
