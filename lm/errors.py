@@ -40,6 +40,15 @@ def one_line(error: BaseException, limit: int | None = 300) -> str:
     return " ".join(str(error).split())[:limit] or type(error).__name__
 
 
+def with_cause(error: BaseException, limit: int = 300) -> str:
+    """Return an exception's text on one line, as `one_line`, and its first cause, unless the text repeats this."""
+    cause = error
+    while cause.__cause__ or (cause.__context__ and not cause.__suppress_context__):
+        cause = cause.__cause__ or cause.__context__
+    text, cause_text = one_line(error, limit), one_line(cause, limit)
+    return text if cause_text in text else f"{text} ({cause_text})"
+
+
 def abbreviated(text: str, limit: int = 300) -> str:
     """Return `text` on one line; if it has more than `limit` characters, its beginning and ` ...`, `limit` characters
     in all.

@@ -273,10 +273,16 @@ def build(schema: type, data: Plain, path: str, problems: list[Problem], table: 
                     key_path,
                     value,
                     "unknown key",
-                    owner_remedy or empty_remedy or nesting_remedy or suggest(name, specs),
+                    owner_remedy or empty_remedy or nesting_remedy or _inner_key(schema, name) or suggest(name, specs),
                 )
             )
     return schema(**{name: value for name, value in values.items() if value is not MISSING})
+
+
+def _inner_key(schema: type, name: str) -> str:
+    """Return advice for a key that blocks within `schema` have, such as `lr` for optim.lr; empty if none or many do."""
+    paths = [path for path, *_ in reference(schema) if path.rpartition(".")[2] == name and "[" not in path]
+    return f"did you mean {' or '.join(paths)}?" if 1 <= len(paths) <= 3 and name not in paths else ""
 
 
 def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: list[Problem]):
@@ -466,6 +472,8 @@ def _type_remedy(hint: type, value: Plain, meaning: str) -> str:
         )
     if hint is not str:
         return ""
+    if type(value) is int and "`fixed:N`" in meaning:  # a row length
+        return f"write fixed:{value}"
     return meaning if isinstance(value, bool | str) else "quote it in the YAML"
 
 

@@ -190,7 +190,7 @@ def test_an_override_is_read_back_as_it_was_given(value: object):
 
 @pytest.mark.parametrize("text", ["#3", "run #3", "#", "a#b", "50 %", "'#3' "])
 def test_a_command_line_has_no_comments(text: str):
-    assert load_config(["softmax", f"log.project={text}"]).log.project == text.strip(" '")
+    assert load_config(["softmax", f"log.entity={text}"]).log.entity == text.strip(" '")
     with pytest.raises(ConfigError, match=r"optim\.lr = '0\.1 #3': must be a number"):
         load_config(["softmax", "optim.lr=0.1 #3"])
 
@@ -201,7 +201,7 @@ def test_nor_do_lists_on_it():
         == load_config(["softmax", "log.tags=[a, #3]"]).log.tags
         == ["a", "#3"]
     )
-    for text in ("log.tags=[a, b] #c", "log.project=try #3: bigger"):
+    for text in ("log.tags=[a, b] #c", "log.entity=try #3: bigger"):
         with pytest.raises(ConfigError, match="#") as error:
             load_config(["softmax", text])
         assert "\ue000" not in str(error.value)
@@ -533,10 +533,10 @@ def test_an_interpolation_has_the_value_and_type_of_what_it_names(monkeypatch: p
     ],
 )
 def test_text_that_looks_like_something_else_stays_text_in_the_resolved_yaml(text: str, tmp_path: Path):
-    config = parse({"name": "x", "log": {"project": text}})
+    config = parse({"name": "x", "log": {"entity": text}})
     (tmp_path / "x.yaml").write_text(to_yaml(config), encoding="utf-8")
     assert load_config([str(tmp_path / "x.yaml")]) == config
-    assert yaml.safe_load(to_yaml(config))["log"]["project"] == text
+    assert yaml.safe_load(to_yaml(config))["log"]["entity"] == text
 
 
 def test_every_key_has_a_description_and_a_valid_default():
@@ -668,3 +668,65 @@ def test_the_json_schema_has_every_key_of_the_top_level():
 def test_a_text_with_much_space_is_not_cut_without_saying_so():
     assert abbreviated("a" + 700 * " " + "b") == "a b"
     assert abbreviated(400 * "a ", 20) == "a a a a a a a a  ..."
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.n_head=3"],
+        ["model.n_head=3", "model.position=none", "eval.long_context.inference=[{}]"],
+        ["model.n_head=5", "model.position=none", "model.differential=true", "eval.long_context.inference=[{}]"],
+        ["model.n_head=7", "model.differential=true"],
+        ["model.n_head=300"],
+    ],
+)
+def test_a_width_that_is_suggested_is_accepted(overrides: list[str]):
+    (message,) = problems(*overrides).values()
+    assert load_config(["name=x", *overrides, re.search(r"e\.g\. (model\.n_embd=\d+), or set", message)[1]])
+
+
+@pytest.mark.parametrize(
+    ("override", "advice"),
+    [
+        ("lr=1e-3", "did you mean optim.lr?"),
+        ("max_steps=3", "did you mean trainer.max_steps?"),
+        ("beta1=0.9", "choose from: name, runs"),
+        ("n_head=3", "did you mean model.n_head?"),
+        ("lengths=full", "did you mean data.lengths or eval.by_length.lengths?"),
+    ],
+)
+def test_a_key_without_its_block_is_offered_with_it(override: str, advice: str):
+    (message,) = problems(override).values()
+    assert advice in message
+
+
+@pytest.mark.parametrize("normalizer", ["ssmax", "relu2", "linear"])
+@pytest.mark.parametrize("n", ["128", "'128'"])
+def test_a_number_as_row_length_is_offered_as_a_fixed_one(normalizer: str, n: str):
+    (message,) = problems(f"model.normalizer={{name: {normalizer}, n: {n}}}").values()
+    assert message.endswith("; write fixed:128")
+
+
+@pytest.mark.parametrize("path", [path for path in CONFIGS if "experiments" in path.parts], ids=lambda path: path.stem)
+def test_an_experiment_is_no_configuration_of_a_run(path: Path, tmp_path: Path):
+    """Whether its base is a file, several or a block."""
+    with pytest.raises(ConfigError, match=f"^{path}: an experiment, not .* it is for lm compare {path} "):
+        load_config([str(path)])
+    (tmp_path / "heir.yaml").write_text(f"base: {path}\n")
+    with pytest.raises(ConfigError, match=f"^{path}: an experiment, not a configuration that heir.yaml can have"):
+        load_config([str(tmp_path / "heir.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("override", "path"),
+    [
+        (f"log.tags=[{'x' * 65}]", "log.tags"),
+        ("log.tags=['']", "log.tags"),
+        (f"log.project={'x' * 129}", "log.project"),
+        ("log.project=a/b", "log.project"),
+        ("log.project='50%'", "log.project"),
+    ],
+)
+def test_what_wandb_refuses_is_refused_before_the_run(override: str, path: str):
+    assert list(problems(override)) == [path]
+    assert load_config(["name=x", f"log.tags=[{'x' * 64}]", f"log.project={'x' * 128}"])

@@ -13,7 +13,9 @@ from lm.data import sources as module
 from lm.data.prepare import prepare, summary
 from lm.data.sources import source_identity
 from lm.data.store import Store
+from lm.data.tokenizer import downloaded
 from lm.errors import DataError
+from lm.huggingface.exporting import upload
 
 
 @pytest.fixture
@@ -254,3 +256,25 @@ def test_an_unpinned_dataset_opens_without_a_network_by_its_recorded_identity(
     assert "note: data.source.dataset: 'someone/something'" in capfd.readouterr().err
     with pytest.raises(DataError, match="prepare it once where there is a network"):
         prepared(dataclasses.replace(source, split="test"), tmp_path)
+
+
+@pytest.mark.parametrize("place", ["dataset", "tokenizer", "upload"])
+def test_an_error_of_the_hub_says_its_cause(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import huggingface_hub
+
+    def fail(*_: object, **__: object) -> None:
+        try:
+            raise OSError("the proxy refuses")
+        except OSError as error:
+            raise ValueError("cannot find the requested files") from error
+
+    def read_dataset() -> None:
+        with module._library_errors(Hub("a/b")):
+            fail()
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", fail)
+    calls = {"dataset": read_dataset, "tokenizer": lambda: downloaded("a/b", None, [])}
+    calls["upload"] = lambda: upload(tmp_path, "a/b")
+    with pytest.raises(DataError, match=r"cannot find the requested files \(the proxy refuses\)"):
+        calls[place]()

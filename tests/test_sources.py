@@ -508,3 +508,12 @@ def test_a_file_that_was_just_written_is_not_remembered(tmp_path: Path):
     root.mkdir()
     source_identity(source, root)
     assert not (root / ".hashes.json").exists()
+
+
+def test_a_zstd_file_with_a_long_window_is_not_called_damaged(tmp_path: Path):
+    path, text = tmp_path / "long.txt.zst", b"a text"
+    window = bytes([21 << 3])  # of 2^31 bytes, as `zstd --long=31` makes
+    path.write_bytes(bytes.fromhex("28b52ffd00") + window + (len(text) << 3 | 1).to_bytes(3, "little") + text)
+    texts, (error,) = skipping(Files([str(path)]))
+    assert texts == []
+    assert "its zstd window is longer than 128 MiB; decompress it with `zstd -d --long=31`" in str(error)

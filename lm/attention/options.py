@@ -52,7 +52,9 @@ class Options:
                 "n",
                 n,
                 "unknown row length",
-                f"choose visible, sample or fixed:N (N a whole number from 2 to {LONGEST:g})",
+                f"write fixed:{n}"
+                if n.isdecimal()
+                else f"choose visible, sample or fixed:N (N a whole number from 2 to {LONGEST:g})",
             )
         ]
 

@@ -48,7 +48,8 @@ def check(config: Config) -> Iterator[Problem]:
     by themselves.
     """
     data, model, optim, trainer = config.data, config.model, config.optim, config.trainer
-    yield from cross_key_problems(config)
+    block_problems = cross_key_problems(config)
+    yield from block_problems
     if (
         Path(config.name).name != config.name
         or config.name in ("", "..")
@@ -103,7 +104,7 @@ def check(config: Config) -> Iterator[Problem]:
         yield from check_steps(config)
     yield from empty_sequence_problems("eval.swap_lengths", config.eval.swap_lengths, data)
     normalizers = [phase.normalizer for phase in config.plan]
-    for kind, options in config.eval.kinds.items():
+    for kind, options in config.eval.kinds.items() if not block_problems else ():  # whose settings would repeat them
         conflicts = []
         for index, setting in enumerate(
             getattr(options, "inference", [])
@@ -369,6 +370,10 @@ def read_yaml(
     except ConfigError as error:
         raise ConfigError(f"{error}{hint}") from None
     plain = {} if plain is None else plain
+    if isinstance(plain, dict) and "arms" in plain:
+        if heirs:
+            raise ConfigError(f"{path}: an experiment, not a configuration that {heirs[-1].name} can have as its base")
+        return plain  # its base may be a block, which is no base of a configuration; callers refuse its arms
     if not isinstance(plain, dict):
         raise ConfigError(f"{path}: must hold keys and values, not {abbreviated(as_written(plain), 40)}{hint}")
     cache[resolved_path] = merge_bases(plain, path, "base", (*heirs, resolved_path), cache)

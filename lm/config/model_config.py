@@ -241,14 +241,13 @@ class AttentionBlock:
     def model_problems(self, model: "ModelConfig") -> Iterator[Problem]:
         """Yield the options of `model` that contradict this block, as problems with paths relative to `model`."""
         if model.head_size is None and model.n_embd % model.n_head:
-            remedy = (
-                f"e.g. model.n_embd={max(1, round(model.n_embd / model.n_head)) * model.n_head}, or set model.head_size"
-            )
+            unit = model.n_head * model.maps_per_head * (2 if model.position.rotates else 1)
+            remedy = f"e.g. model.n_embd={max(1, round(model.n_embd / unit)) * unit}, or set model.head_size"
             yield Problem("n_embd", model.n_embd, f"is not a multiple of model.n_head = {model.n_head}", remedy)
         if model.n_head % model.kv_heads:
             reason = f"does not divide model.n_head = {model.n_head}"
             yield Problem("n_kv_head", model.n_kv_head, reason, f"e.g. {math.gcd(model.n_head, model.n_kv_head)}")
-        if model.value_dims % model.maps_per_head:
+        if (model.head_size or not model.n_embd % model.n_head) and model.value_dims % model.maps_per_head:
             name, value = self.key_dims_option(model)
             yield Problem(
                 name, value, f"gives heads of odd size {model.value_dims}, which two maps can't share", "make it even"
@@ -423,8 +422,9 @@ class ModelConfig:
     def problems(self) -> Iterator[Problem]:
         key_dims, length_reason = self.key_dims, f"lists more than the {self.n_layer} layers of model.n_layer"
         remedy = "shorten the list: it is repeated over the layers"
-        yield from self.block.model_problems(self)
-        if self.position.rotates:
+        block_problems = [*self.block.model_problems(self)]
+        yield from block_problems
+        if self.position.rotates and not block_problems:
             if key_dims % 2:
                 name, value = self.block.key_dims_option(self)
                 yield Problem(

@@ -280,6 +280,7 @@ class TrainerConfig:
     )
 
 
+MAX_TAG = 64  # most characters of a wandb tag
 Dynamics = Literal["logit_scale", "largest_score", "gradient_norm"]
 
 
@@ -305,13 +306,17 @@ class LogConfig:
     tags: list[str] = key([], "wandb tags, beside those of an experiment's runs")
     progress: Literal["auto", "bar", "lines", "none"] = key("auto", "`auto`: a bar on a terminal, else lines")
 
-    def problems(self) -> list[Problem]:
-        lists = {"dynamics": self.dynamics, "to": self.to}
-        return [
-            Problem(key, names, "names something twice", "name it once")
-            for key, names in lists.items()
-            if len({*names}) < len(names)
-        ]
+    def problems(self) -> Iterator[Problem]:
+        for name, names in {"dynamics": self.dynamics, "to": self.to}.items():
+            if len({*names}) < len(names):
+                yield Problem(name, names, "names something twice", "name it once")
+        for tag in self.tags:
+            if not 1 <= len(tag) <= MAX_TAG:
+                yield Problem("tags", tag, f"has {len(tag)} characters; wandb takes 1 to {MAX_TAG}", "shorten it")
+        if self.project is not None and (len(self.project) > 128 or {*self.project} & {*"/\\#?%:"}):
+            yield Problem(
+                "project", self.project, "wandb takes at most 128 characters, none of / \\ # ? % :", "rename it"
+            )
 
     def is_due(self, step: int, max_steps: int) -> bool:
         """Whether metrics are logged after optimizer step `step` (1-based)."""

@@ -32,7 +32,7 @@ from lm.data.text_files import (
     files_in,
 )
 from lm.data.token_files import Vocabulary
-from lm.errors import DataError, one_line
+from lm.errors import DataError, with_cause
 from lm.files import FileHashes, plain_sha256, replacing
 from lm.progress import Progress
 from lm.schema import Plain
@@ -328,7 +328,7 @@ def _library_errors(source: Hub) -> Iterator[None]:
         raise
     except Exception as error:  # the library has no common base class
         text = f"config {source.config}, split {source.split}, revision {source.revision}"
-        text = f"data.source.dataset: '{source.dataset}' ({text}): {one_line(error)}"
+        text = f"data.source.dataset: '{source.dataset}' ({text}): {with_cause(error)}"
         if isinstance(error, ConnectionError):
             raise Unreachable(f"{text}; prepare it once where there is a network") from None
         raise DataError(text) from None

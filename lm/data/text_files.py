@@ -147,6 +147,11 @@ def unreadable_error(location: str, error: Exception, n_bytes: int | None = None
         return Unreadable(
             f"{location}: can't be read: {reason}; mend it, remove it, or set data.on_error=skip", n_bytes
         )
+    if "too much memory" in str(error):  # zstd's words for a window of more than 128 MiB
+        reason = (
+            "its zstd window is longer than 128 MiB; decompress it with `zstd -d --long=31`, or set data.on_error=skip"
+        )
+        return Unreadable(f"{location}: can't be read: {reason}", n_bytes)
     return Unreadable(f"{location}: can't be read (damaged?): {one_line(error)}", n_bytes)
 
 

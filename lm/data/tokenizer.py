@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lm.config.data_config import END_OF_TEXT, MAX_VOCAB, PretrainedTokenizer, TokenizerOptions, TrainedTokenizer
-from lm.errors import DataError, LMError, one_line, panicked
+from lm.errors import DataError, LMError, one_line, panicked, with_cause
 from lm.files import expand_home
 from lm.schema import Plain, convert, to_plain
 
@@ -292,7 +292,7 @@ def downloaded(name: str, revision: str | None, patterns: list[str], suffix: str
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:  # many kinds: offline, no such model, no permission
         raise DataError(
-            f"{name}: no such folder, and the hub does not give it: {one_line(error, 200)}{suffix}"
+            f"{name}: no such folder, and the hub does not give it: {with_cause(error, 200)}{suffix}"
         ) from None
 
 

@@ -16,7 +16,7 @@ from lm.config.load import to_yaml
 from lm.config.model_config import AttentionBlock
 from lm.config.tree import function_options
 from lm.data.tokenizer import TOKENIZER_CONFIG, parse_tokenizer
-from lm.errors import DataError, RunError, one_line
+from lm.errors import DataError, RunError, with_cause
 from lm.files import new_folder, replacing, write_together
 from lm.huggingface.architectures import ARCHITECTURES, FULL_ATTENTION, HEAD, SLIDING_ATTENTION, Architecture
 from lm.huggingface.fields import Fields
@@ -420,5 +420,5 @@ def upload(folder: Path, name: str) -> str:
         api.upload_folder(repo_id=name, folder_path=folder)
     except Exception as error:  # many kinds: offline, no such user, no permission
         remedy = f"the folder is written: once that is mended, `hf upload {name} {folder}`"
-        raise DataError(f"{name}: the hub does not take it: {one_line(error, 200)}; {remedy}") from None
+        raise DataError(f"{name}: the hub does not take it: {with_cause(error, 200)}; {remedy}") from None
     return str(address)

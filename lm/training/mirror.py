@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lm.config.training_config import LogConfig
+from lm.config.training_config import MAX_TAG, LogConfig
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem, RunError, one_line
 from lm.runs.evaluations import Evaluation
@@ -335,7 +335,9 @@ def _experiment_labels(config: Config) -> dict[str, str | list[str] | None]:
     return {
         "group": "/".join(filter(None, (run.name, run.size))) or None,
         "job_type": run.stage,
-        "tags": [f"{name} {value}" for name, value in labels.items() if value is not None] if run.name else [],
+        "tags": [f"{name} {value}"[:MAX_TAG] for name, value in labels.items() if value is not None]
+        if run.name
+        else [],
     }
 
 
