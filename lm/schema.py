@@ -281,8 +281,17 @@ def build(schema: type, data: Plain, path: str, problems: list[Problem], table: 
 
 def _inner_key(schema: type, name: str) -> str:
     """Return advice for a key that blocks within `schema` have, such as `lr` for optim.lr; empty if none or many do."""
-    paths = [path for path, *_ in reference(schema) if path.rpartition(".")[2] == name and "[" not in path]
-    return f"did you mean {' or '.join(paths)}?" if 1 <= len(paths) <= 3 and name not in paths else ""
+    paths = _paths_by_name(schema).get(name, [])
+    return f"did you mean {' or '.join(paths)}?" if 1 <= len(paths) <= 3 else ""
+
+
+@functools.cache  # a damaged file may have thousands of unknown keys
+def _paths_by_name(schema: type) -> dict[str, list[str]]:
+    paths: dict[str, list[str]] = {}
+    for path, *_ in reference(schema):
+        if "." in path and "[" not in path:
+            paths.setdefault(path.rpartition(".")[2], []).append(path)
+    return paths
 
 
 def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: list[Problem]):

@@ -311,7 +311,7 @@ def test_a_resumed_run_knows_the_weights_of_all_its_evaluations_and_keeps_no_pic
         "trainer.checkpoint_every=4",
         "eval.every=8",
         "trainer.keep_checkpoints=2",
-        "eval.diagnostics={every: 4, sequences: 2}",
+        "eval.diagnostics={at: [0.5, 1], sequences: 2}",
     )
     train(tiny("name=straight", *options))
     config = tiny("name=resumed", *options)
