@@ -6,9 +6,9 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lm.config.data_config import DataConfig, TrainedTokenizer
-from lm.config.tree import Config
 from lm.data import tokenizer
 from lm.data.build import build_store, partial_folder
 from lm.data.sources import labels, reader, source_identity
@@ -17,6 +17,9 @@ from lm.errors import ConfigError, DataError, Problem, one_line
 from lm.files import locked, plain_sha256
 from lm.progress import Progress
 from lm.schema import Plain, to_plain
+
+if TYPE_CHECKING:
+    from lm.config.tree import Config  # imports torch, without which a store can be prepared
 
 
 def prepare(data: DataConfig, progress: bool = False, store_fingerprint: str = "") -> Store:
@@ -162,7 +165,7 @@ def summary(store: Store) -> str:
     )
 
 
-def check_sequences(store: Store, config: Config, fixing_model: str = "") -> None:
+def check_sequences(store: Store, config: "Config", fixing_model: str = "") -> None:
     """Raise ConfigError if training text, held-out text or a mixture's source is too short for a sequence of
     `config.data.seq_len` tokens.
 
