@@ -8,6 +8,8 @@ import torch
 import yaml
 from conftest import lm as command
 from folders import losses, metrics, series
+from processes import command as rank_command
+from processes import ranks
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("transformers")
@@ -99,6 +101,16 @@ def test_tasks_are_an_evaluation_of_the_exported_model_with_a_value_for_each_doc
     assert result.returncode == 0, result.stderr
     values = {line["where"]: line["value"] for line in json.loads(result.stdout) if line["kind"] == "tasks"}
     assert values == pytest.approx({task: logged[curve.logged[0]] for task, curve in curves.items()})
+
+
+def test_two_processes_measure_as_one(tiny, tasks, arguments: list[str]):
+    config = tiny("name=two", f"eval.tasks=[{tasks['choice']}]", "trainer.devices=2")
+    ranks(2, rank_command, "train", *arguments, "name=two", f"eval.tasks=[{tasks['choice']}]", "trainer.devices=2")
+    (two,) = series(config.run_folder, "tasks", 8)
+    (result,) = evaluate_runs([config.run_folder], overrides=["eval.sequences=1", "eval.long_context.length_factor=0"])[
+        1:
+    ]
+    assert two.samples[0].values.tolist() == result.evaluation.series[0].samples[0].values.tolist()
 
 
 def test_what_cannot_be_measured_is_told_in_one_line_before_training_or_without_a_result(tiny, tasks):

@@ -12,6 +12,7 @@ import math
 import random
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -120,13 +121,18 @@ class DownstreamTasks(Measurement):
                     model, tokenizer=tokenizer, max_length=seq_len, mixed_precision_dtype=precision,
                     batch_size=max(1, BATCH_TOKENS // seq_len),
                 )  # fmt: skip
-                results = _results(adapter, name, self.manager, self.eval_config.limit)
-                series.extend(entry for task in results["samples"] for entry in self._series(task, results, adapter))
+                if results := _results(adapter, name, self.manager, self.eval_config.limit):
+                    found = (self._series(task, results, adapter) for task in results["samples"])
+                    series.extend(chain.from_iterable(found))
                 progress(1)
             return torch.zeros(1)
 
         with _quiet(), _restored_random_state():
             all_reduce_sum(device, measure_tasks)  # all ranks fail together
+        if device.world > 1:
+            shared = [series]
+            torch.distributed.broadcast_object_list(shared, device=device.device)
+            (series,) = shared
         return series
 
     def _series(self, task: str, results: dict[str, Plain], adapter: _Adapter) -> Iterator[Series]:
@@ -186,8 +192,8 @@ def find_tasks(tasks: list[str]) -> tuple[list[str], TaskManager]:
     return names, manager
 
 
-def _results(adapter: HFLM, name: str, manager: TaskManager, limit: int | None) -> dict[str, Plain]:
-    """Results of lm-eval for a task or group, with the results of each document.
+def _results(adapter: HFLM, name: str, manager: TaskManager, limit: int | None) -> dict[str, Plain] | None:
+    """Results of lm-eval for a task or group, with the results of each document; None on ranks but the first.
 
     Raises RunError: a task or its data is wrong; the message says how, in one line.
     """
