@@ -18,6 +18,7 @@ from lm import __version__
 from lm.commands import compare_commands, model_commands, train_commands
 from lm.errors import LMError, one_line, out_of_memory, panicked, terminal_text
 from lm.machine import stop_with_parent
+from lm.plugins import PLUGINS
 
 # Classes of typer's parser, which newer versions of typer contain and older ones take from click.
 UsageError = typer.BadParameter.__bases__[0]
@@ -214,8 +215,6 @@ def _failure_message(error: BaseException) -> str:
         return f"a library that lm uses failed: {one_line(error)}"
     if text := _plugin_message(error):
         return text
-    from lm.plugins import PLUGINS
-
     if checks := PLUGINS.checks():  # a plugin may have returned a value that lm can't use
         frame = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{type(error).__name__}: {one_line(error)} ({frame.filename}:{frame.lineno})"
@@ -225,8 +224,6 @@ def _failure_message(error: BaseException) -> str:
 
 def _plugin_message(error: BaseException) -> str:
     """Return a one-line message if a plugin raised `error`; else an empty string."""
-    from lm.plugins import PLUGINS
-
     failure, check_command = PLUGINS.failure(error)
     return f"{failure}: {type(error).__name__}: {one_line(error)}; check it with {check_command}" if failure else ""
 

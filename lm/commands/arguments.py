@@ -8,6 +8,7 @@ import typer
 from lm.config.presets import is_override
 from lm.errors import ConfigError
 from lm.files import expand_home
+from lm.plugins import PLUGINS
 
 OutFile = Annotated[Path | None, typer.Option("--out", "-o", help="also write all numbers to this .csv or .json file")]
 Checkpoint = Annotated[str, typer.Option(help="last, best (lowest selection loss), a step, or a checkpoint's path")]
@@ -15,16 +16,12 @@ Source = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="run fold
 NewFolder = Annotated[Path, typer.Option("--out", "-o", help="folder to create")]
 
 
-def _allow(packages: list[str] | None) -> None:
-    from lm.plugins import PLUGINS
-
-    PLUGINS.allow(packages or ())
-
-
 AllowPlugin = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="PACKAGE", callback=_allow, help="allow what the model names to be imported from this package"
+        metavar="PACKAGE",
+        callback=lambda packages: PLUGINS.allow(packages or ()),
+        help="allow what the model names to be imported from this package",
     ),
 ]
 

@@ -5,12 +5,17 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
+import torch
 from packaging.requirements import Requirement
 
 import lm
+from lm.config.training_config import LogConfig
 from lm.errors import LMError
 from lm.machine import cpp_compiler, usable_cores
+from lm.model.device import native_bf16_hardware
 from lm.schema import Plain
+from lm.training.banner import git_state
+from lm.training.mirror import wandb_mode
 
 DISTRIBUTION = "lm-normalizers"
 PACKAGES = (
@@ -31,11 +36,6 @@ def facts() -> dict[str, Plain]:
     """Collect the facts that `lm info` prints, by heading: lm (version, commit, folder), versions, devices, kernels,
     wandb, extras.
     """
-    import torch
-
-    from lm.model.device import native_bf16_hardware
-    from lm.training.banner import git_state
-
     (commit, dirty), compiler = git_state(), cpp_compiler()
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     bf16 = native_bf16_hardware("gpu" if gpus else "cpu") or "emulated"
@@ -68,9 +68,6 @@ def _version(name: str) -> str | None:
 
 
 def _wandb() -> str:
-    from lm.config.training_config import LogConfig
-    from lm.training.mirror import wandb_mode
-
     try:
         return wandb_mode(LogConfig())
     except LMError as error:

@@ -22,6 +22,7 @@ from lm.commands.arguments import paths_and_overrides
 from lm.config.load import load_config
 from lm.config.yaml_text import override
 from lm.errors import ConfigError, RunError
+from lm.evaluation.evaluate import evaluate_runs
 from lm.experiments.compare import REPORT, VERDICTS, TrainingOptions, compare_experiments
 from lm.experiments.experiment_folder import open_experiment
 from lm.experiments.judging import INTERVALS
@@ -112,8 +113,6 @@ def evaluate(*arguments: Given, checkpoint: str | int = "last", suite: str = "",
 
     Raises LMError: `lm eval` would end with this error.
     """
-    from lm.evaluation.evaluate import evaluate_runs  # imports torch
-
     folders, overrides = paths_and_overrides(_arguments(arguments), "no run folder given, e.g. runs/softmax")
     with _silence_unless(verbose):
         records = evaluate_runs(folders, str(checkpoint), suite, overrides)
