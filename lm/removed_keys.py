@@ -21,6 +21,8 @@ REMOVED_KEYS: dict[str, tuple[object, str]] = {
     "eval.needle.finetune.lr": (2e-4, "drop it: fine-tuning has a rate of 2e-4"),
     "eval.diagnostics.top_k": ([8, 64], "drop it: the weight on the largest 8 and 64 keys is measured"),
     "eval.diagnostics.nearest": ([16, 64], "drop it: the weight on the nearest 16 and 64 keys is measured"),
+    "eval.*.inference[].rope[yarn].fast": (32.0, "drop it: pairs of at least 32 periods stay"),
+    "eval.*.inference[].rope[yarn].slow": (1.0, "drop it: pairs of at most one period are interpolated"),
     "log.notes": (None, "set WANDB_NOTES in the environment"),
     "log.score_sequences": (2, "drop it: two sequences are looked at"),
     "eval.diagnostics.limits": (

@@ -142,7 +142,9 @@ def test_a_removed_value_is_left_out_of_older_runs_and_else_refused_with_advice(
 
 
 def merged(plain: Plain, changes: Plain) -> Plain:
-    """Plain data with changes; a list, and a block of another name, are replaced whole."""
+    """Plain data with changes; a list of another length, and a block of another name, are replaced whole."""
+    if isinstance(plain, list) and isinstance(changes, list) and len(plain) == len(changes):
+        return [merged(*pair) for pair in zip(plain, changes, strict=True)]
     both = (
         isinstance(plain, dict)
         and isinstance(changes, dict)

@@ -10,7 +10,16 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from lm.config.inference_config import NTK, InferenceSetting, Interpolation, RopeScaling, ThetaFactor, YaRNScaling
+from lm.config.inference_config import (
+    FAST_PERIODS,
+    NTK,
+    SLOW_PERIODS,
+    InferenceSetting,
+    Interpolation,
+    RopeScaling,
+    ThetaFactor,
+    YaRNScaling,
+)
 from lm.config.model_config import (
     LinearScaling,
     Llama3Scaling,
@@ -59,7 +68,7 @@ def test_frequencies_are_those_of_transformers(scaling: TrainedScaling, theta: f
 
 INFERENCE_SCALINGS = [
     AS_TRAINED, ThetaFactor(50.0), ThetaFactor(0.1), NTK(6.0), NTK(), Interpolation(2.0), Interpolation(),
-    YaRNScaling(4.0), YaRNScaling(slow=2.0, fast=9.0),
+    YaRNScaling(4.0), YaRNScaling(),
 ]  # fmt: skip
 
 
@@ -82,7 +91,7 @@ def test_an_inference_setting_rescales_the_model_as_it_was_trained(scaling: Trai
         expected = expected / s
     elif inference.name == "yarn":
         periods = trained_length * expected / (2 * math.pi)
-        kept = ((periods - inference.slow) / (inference.fast - inference.slow)).clamp(0, 1)
+        kept = ((periods - SLOW_PERIODS) / (FAST_PERIODS - SLOW_PERIODS)).clamp(0, 1)
         expected = expected * kept + expected / s * (1 - kept)
     actual = frequencies(head_size, rope, inference, trained_length, length)
     torch.testing.assert_close(actual.float(), expected, rtol=2e-6, atol=0)
@@ -126,7 +135,7 @@ def test_different_settings_have_different_labels():
         "theta x 100000.1",
         "theta x 100000.2",
     ]
-    assert InferenceSetting(YaRNScaling(fast=32.00001, temperature=False)).label == "yarn, fast 32.00001, temperature 0"
+    assert InferenceSetting(YaRNScaling(factor=32.00001, temperature=False)).label == "yarn 32.00001, temperature 0"
 
 
 @pytest.mark.parametrize(

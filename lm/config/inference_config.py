@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from lm.attention.options import Options
-from lm.config.model_config import Position, divide_low_frequencies, period_limit_problems
+from lm.config.model_config import Position, divide_low_frequencies
 from lm.errors import Problem
 from lm.schema import key, variant, yaml_scalar
 
@@ -77,24 +77,23 @@ class NTK(RopeScaling):
         return theta * s ** (head_size / max(1, head_size - 2))
 
 
+# Pairs with at most so many periods in a training sequence are interpolated by s; those with at least so many stay.
+SLOW_PERIODS, FAST_PERIODS = 1.0, 32.0
+
+
 @dataclass(frozen=True)
 class YaRNScaling(RopeScaling):
     """YaRN, arXiv 2309.00071: interpolation of low-frequency pairs of dimensions, and a temperature."""
 
     name: ClassVar[str] = "yarn"
     factor: float | None = key(None, FACTOR_HELP, ge=1, le=1e6)
-    fast: float = key(32.0, "pairs with at least so many periods in a training sequence stay as they are", gt=0, le=1e9)
-    slow: float = key(1.0, "pairs with at most so many periods are interpolated by s", ge=0, le=1e9)
     temperature: bool = key(True, "multiply logits by (0.1 ln s + 1)^2")
 
     def scaled_frequencies(self, frequencies: Tensor, periods: Tensor, s: float) -> Tensor:
-        return divide_low_frequencies(frequencies, periods, self.slow, self.fast, s)
+        return divide_low_frequencies(frequencies, periods, SLOW_PERIODS, FAST_PERIODS, s)
 
     def logit_factor(self, s: float) -> float:
         return (0.1 * math.log(s) + 1) ** 2 if self.temperature else 1.0
-
-    def problems(self) -> Iterator[Problem]:
-        return period_limit_problems(self.slow, self.fast)
 
 
 ROPE_SCALINGS = {v.name: v for v in (RopeScaling, ThetaFactor, Interpolation, NTK, YaRNScaling)}
