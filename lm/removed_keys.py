@@ -69,10 +69,12 @@ def removed_key(block_path: str, variant: str, name: str) -> tuple[object, str] 
     return REMOVED_KEYS.get(next(matches, ""))
 
 
-def without_removed(plain: dict[str, object], path: str = "") -> dict[str, object]:
+def without_removed(plain: object, path: str = "") -> object:
     """Return the configuration (plain data) of an older run without removed keys that have their former defaults, and
-    without removed values in its lists.
+    without removed values in its lists. Data that are no mapping stay as they are.
     """
+    if not isinstance(plain, dict):
+        return plain
     result = {}
     for name, value in plain.items():
         entry = removed_key(path, str(plain.get("name", "")), name)
@@ -81,10 +83,6 @@ def without_removed(plain: dict[str, object], path: str = "") -> dict[str, objec
         inner = f"{path}.{name}" if path else str(name)
         if isinstance(value, list):
             removed_values = [text for key, text in REMOVED_VALUES if key == name]
-            value = [
-                without_removed(item, f"{inner}[]") if isinstance(item, dict) else item
-                for item in value
-                if item not in removed_values
-            ]
-        result[name] = without_removed(value, inner) if isinstance(value, dict) else value
+            value = [without_removed(item, f"{inner}[]") for item in value if item not in removed_values]
+        result[name] = without_removed(value, inner)
     return result
