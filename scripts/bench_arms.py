@@ -3,7 +3,7 @@
 
 Steps are a run's own, with its model, micro-batches, clipping and optimizer, in fp32, over random tokens. The arms'
 steps are interleaved, and the baseline's are timed twice: the second side shows the noise. results/NAME/costs.csv gets
-the seconds of every step.
+the seconds of every step, and the bytes of all tensors at its peak.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import torch
 from bench import Step, interleaved, print_ratios
 from committed_results import RESULTS
 from loss_results import AGAIN
+from tensor_memory import TensorMemory
 
 from lm.config.tree import Config
 from lm.data.batches import Batch
@@ -40,6 +41,15 @@ def step_of(config: Config, vocab_size: int) -> Step:
     return step
 
 
+def step_bytes(config: Config, vocab_size: int) -> int:
+    """The bytes of all tensors at the peak of the second of two steps."""
+    with TensorMemory() as memory:
+        step = step_of(config, vocab_size)
+        step()
+        step()
+    return memory.peak_bytes
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
@@ -62,6 +72,7 @@ def main() -> None:
         for arm, values in seconds.items()
         for number, value in enumerate(values)
     ]
+    lines += [(arm, "bytes", 0, step_bytes(config, vocab_size)) for arm, config in configs.items()]
     path = RESULTS / experiment.name / "costs.csv"
     path.parent.mkdir(exist_ok=True)
     pd.DataFrame(lines, columns=["arm", "metric", "round", "value"]).to_csv(path, index=False, lineterminator="\n")

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tensor_memory import TensorMemory
 from torch import Tensor, nn
 
 from lm.config.training_config import Muon, OptimConfig
@@ -20,6 +19,7 @@ from lm.training.optimizers import (
     state_after_swap,
 )
 from lm.training.train import train
+from scripts.tensor_memory import TensorMemory
 
 MODELS = {
     "attention": [],
