@@ -9,7 +9,7 @@ import hashlib
 import io
 import json
 import re
-import tempfile
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from fabricated import save
 from reported import build_run, first_sample, plain, write_evaluation, write_report
 from rich.console import Console
 
+from lm import files as lm_files
 from lm.errors import RunError
 from lm.report.comparison import compare_runs
 from lm.report.comparison_pictures import overview
@@ -199,14 +200,14 @@ def test_a_full_disk_leaves_the_report_that_was_there(pair, tmp_path, monkeypatc
     out = write_report(pair, tmp_path / "out").html.parent
     before = {path: path.read_bytes() for path in out.iterdir()}
     (pair[0] / "metrics.jsonl").unlink()  # another report
-    mkstemp = tempfile.mkstemp
+    temporary_file = lm_files.temporary_file
 
-    def full(prefix: str = "", **options: object) -> tuple[int, str]:
-        if prefix.startswith(".report.html"):
+    def full(path: Path) -> AbstractContextManager:
+        if path.name == "report.html":
             raise OSError(errno.ENOSPC, "No space left on device")
-        return mkstemp(prefix=prefix, **options)
+        return temporary_file(path)
 
-    monkeypatch.setattr("tempfile.mkstemp", full)
+    monkeypatch.setattr(lm_files, "temporary_file", full)
     with pytest.raises(RunError, match=r"report\.html: can't save the report: No space left on device"):
         write_report(pair, out)
     assert {path: path.read_bytes() for path in out.iterdir()} == before
