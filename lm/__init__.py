@@ -17,12 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["Given", "compare", "evaluate", "functional", "judge", "load", "results", "train"]
 __version__ = "0.11.0"
 
-Given = (
-    str | os.PathLike | Mapping[str, object]
-)  # a YAML file, a preset, an override `KEY=VALUE`, or a mapping of keys to values
-_MODULE_BY_NAME = dict.fromkeys(
-    ("compare", "evaluate", "judge", "train"), "lm.commands.python_interface"
-)  # module of each public function
+# a YAML file, a preset, an override `KEY=VALUE`, or a mapping of keys to values
+Given = str | os.PathLike | Mapping[str, object]
+# module of each public function
+_MODULE_BY_NAME = dict.fromkeys(("compare", "evaluate", "judge", "train"), "lm.commands.python_interface")
 _MODULE_BY_NAME |= {"load": "lm.runs.loading", "results": "lm.report.frame"}
 
 

@@ -122,13 +122,11 @@ def main() -> None:
     exit status.
     """
     stop_with_parent()
-    atexit.register(
-        gc.freeze
-    )  # else Python ends with a search for reference cycles in all that torch has loaded: half a second
+    # else Python ends with a search for reference cycles in all that torch has loaded: half a second
+    atexit.register(gc.freeze)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # for é in an ASCII locale, and for file names that are not valid Unicode
+        # for é in an ASCII locale, and for file names that are not valid Unicode
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             with contextlib.redirect_stdout(TerminalStream(sys.stdout)) if sys.stdout else contextlib.nullcontext():
@@ -175,9 +173,8 @@ def _usage_message(error: UsageError) -> str:
         from lm.schema import effect, reference
 
         if effect(Config, name):
-            match = re.search(
-                rf"(?<=\0--){re.escape(name)}[=\0]([^-\0][^\0]*)", "\0".join(sys.argv)
-            )  # --name=q or --name q
+            # --name=q or --name q
+            match = re.search(rf"(?<=\0--){re.escape(name)}[=\0]([^-\0][^\0]*)", "\0".join(sys.argv))
             value = match[1] if match else "VALUE"
             return f"no such option: --{name}; it is a key, written without dashes: {name}={value}"
         if keys := [path for path, *_ in reference(Config) if path.endswith(f".{name}") and "[" not in path][:3]:

@@ -207,9 +207,8 @@ def locked(path: Path, on_conflict: Callable[[], object], flags: int = os.O_RDWR
         while descriptors:
             os.close(descriptors.pop())
 
-    os.register_at_fork(
-        after_in_child=release
-    )  # workers may outlive a killed parent by seconds and must not keep its lock
+    # workers may outlive a killed parent by seconds and must not keep its lock
+    os.register_at_fork(after_in_child=release)
     try:
         try:
             fcntl.flock(descriptors[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -274,9 +273,8 @@ def sealed(content: dict[str, Plain]) -> dict[str, Plain]:
     """Return `content`, converted to JSON and back, with one key added: `sha256`, the hash of all other keys and
     values.
     """
-    content = json.loads(
-        json.dumps(content, allow_nan=False)
-    )  # JSON turns keys into texts: the hash is of keys as read back
+    # JSON turns keys into texts: the hash is of keys as read back
+    content = json.loads(json.dumps(content, allow_nan=False))
     return {**content, "sha256": plain_sha256(content)}
 
 

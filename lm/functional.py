@@ -146,9 +146,8 @@ def _call_normalizer(
             f"{type(parameters).__name__}"
         )
     normalizer_data = dict(normalizer) if isinstance(normalizer, Mapping) else normalizer
-    normalizer_json = json.dumps(
-        normalizer_data, sort_keys=True, default=repr
-    )  # a value of another type is text, which the option refuses
+    # a value of another type is text, which the option refuses
+    normalizer_json = json.dumps(normalizer_data, sort_keys=True, default=repr)
     layer = _layer_spec(
         q.size(1), q.size(3), 1 if x is None else x.size(-1), 2 if train_length is None else train_length
     )
@@ -334,9 +333,8 @@ def make_layout(
     if cu_seqlens is not None:
         token_index = torch.arange(q.size(0) * queries, device=q.device)
         starts = _checked_whole_numbers("cu_seqlens", cu_seqlens, (1,)).to(token_index)
-        if not (
-            (starts[0] == 0) & (starts[-1] == len(token_index)) & (starts.diff() >= 0).all()
-        ):  # waits for the device once
+        # waits for the device once
+        if not (starts[0] == 0) & (starts[-1] == len(token_index)) & (starts.diff() >= 0).all():
             if starts[-1] != len(token_index):
                 raise ValueError(
                     f"cu_seqlens end at {int(starts[-1])}, not at the {len(token_index)} tokens that there are"

@@ -79,9 +79,8 @@ class Effect:
     # whether a resumed run may have another value: `same`: no; `free`: yes; `ahead`: for steps that are still to come;
     # `branch`: no, but a new run that branches from it (`branch_from`) may
     on_resume: str = "same"
-    acts_in: tuple[str, ...] = (
-        "train",
-    )  # the commands in which the key has an effect: `train`, or commands on a trained model
+    # the commands in which the key has an effect: `train`, or commands on a trained model
+    acts_in: tuple[str, ...] = ("train",)
 
 
 class DeclaredEffect(typing.TypedDict, total=False):

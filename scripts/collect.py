@@ -41,9 +41,8 @@ def collect(folder: Path, name: str, add: bool = False) -> Path:
     bins = lines[lines.until.notna()]
     ends = bins.groupby(["folder", "metric", "setting"]).until.transform("max")
     means = bins.assign(metric="mean " + bins.metric, weight=bins.weight * (bins.until - bins.x), x=ends)
-    selected = lines[
-        lines.until.isna() | ((lines.stage == "final") & (lines.kind != "swap"))
-    ]  # by position, around a swap as means alone
+    # by position, around a swap as means alone
+    selected = lines[lines.until.isna() | ((lines.stage == "final") & (lines.kind != "swap"))]
     lines = pd.concat([selected, means, curves]).assign(weighted=lambda lines: lines.weight * lines.value)
     sums = lines.groupby(keys, as_index=False).agg(
         weighted=("weighted", "sum"), weight=("weight", "sum"), sequences=("sample", "nunique")

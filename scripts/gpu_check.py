@@ -43,12 +43,8 @@ from lm.training.callbacks import peak_flops
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-FUSED = {
-    "flash": "flash",
-    "cudnn": "cudnn",
-    "fmha": "memory-efficient",
-    "cutlass": "memory-efficient",
-}  # by a part of a kernel's name
+# by a part of a kernel's name
+FUSED = {"flash": "flash", "cudnn": "cudnn", "fmha": "memory-efficient", "cutlass": "memory-efficient"}
 
 Line = tuple[str, str, str]  # what, the figure, ok | failed | a note
 

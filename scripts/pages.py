@@ -18,6 +18,7 @@ _ENTRY = font_manager.FontEntry(fname=f"{matplotlib.get_data_path()}/fonts/ttf/D
 font_manager.fontManager.ttflist.append(_ENTRY)
 # hues stay
 DARK = b"<style>@media screen and (prefers-color-scheme:dark){svg{filter:invert(1) hue-rotate(180deg)}}</style>"
+# the same picture is the same file
 STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -25,7 +26,7 @@ STYLE = {
     "svg.fonttype": "path",
     "font.family": FONT,
     "font.size": 9,
-}  # the same picture is the same file
+}
 
 
 @contextmanager

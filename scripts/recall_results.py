@@ -15,12 +15,8 @@ from lm.report.pictures import COLOURS
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
 QUESTIONS = {"mqar": 8, "needle": 4}  # about as many answers, each once, in a sequence of the task
-HEADINGS = {
-    "mqar": "layer 2",
-    "needle": "layers 2, 3",
-    "rate": "learning rate",
-    "size": "steps",
-}  # layers: those that arms differ in
+# layers: those that arms differ in
+HEADINGS = {"mqar": "layer 2", "needle": "layers 2, 3", "rate": "learning rate", "size": "steps"}
 
 
 @dataclass(frozen=True)
@@ -212,9 +208,8 @@ class Recall(Results):
         """
         rates = sorted({row for _, row, _ in self.accuracies})
         size = max(6.5, 1.6 * len(self.labels)), 1.4 + 1.7 * len(rates)  # inches; shown about 700 pixels wide
-        factors = {
-            length: f"{length // self.lengths[0]:,}" for length in (self.lengths[0], *self.lengths[:0:-2])
-        }  # with room for words
+        # with room for words
+        factors = {length: f"{length // self.lengths[0]:,}" for length in (self.lengths[0], *self.lengths[:0:-2])}
         shared = {"sharex": True, "sharey": True, "squeeze": False}
         with canvas(len(rates), len(self.labels), size, **shared) as (figure, panels):
             for row, rate in zip(panels, rates, strict=True):

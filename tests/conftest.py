@@ -32,9 +32,8 @@ from lm.report.pictures import Picture
 ROOT = Path(__file__).parent.parent
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # a shell's background job ignores it, and so would all that tests start
+# a shell's background job ignores it, and so would all that tests start
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.fsync = lambda descriptor: None  # no test cuts the power: waiting for the disk would be a tenth of all time
 gc.disable()  # until all is imported, which no collection frees
 

@@ -88,9 +88,8 @@ def test_bf16_error_is_at_most_twice_that_of_the_definition_in_bf16(
     actual, plain = (results(route, f, *tensors, over_sum) for route in (elementwise_attention, dense))
     assert [x.dtype for x in actual] == [torch.bfloat16] * 4 + [torch.float32]
     for a, b, exact in zip(actual, plain, results(dense, f, *(x.double() for x in tensors), over_sum), strict=True):
-        allowed = (
-            2 * (b - exact).abs().max() + 2**-7 * exact.abs().max() + 1e-4 * over_sum
-        )  # two roundings; small sums are divided by
+        # two roundings; small sums are divided by
+        allowed = 2 * (b - exact).abs().max() + 2**-7 * exact.abs().max() + 1e-4 * over_sum
         assert (a - exact).abs().max() <= allowed
 
 

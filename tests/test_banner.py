@@ -129,9 +129,8 @@ def test_the_commit_is_that_of_the_package_s_own_checkout(tmp_path, monkeypatch:
     git("add", "lm" if tracked else "other")
     git("commit", "-qm", "x")
     monkeypatch.setattr("lm.__file__", str(package / "__init__.py"))
-    os.utime(
-        package / "__init__.py", (1, 1)
-    )  # so that git would refresh its index, behind a lock that a killed process leaves
+    # so that git would refresh its index, behind a lock that a killed process leaves
+    os.utime(package / "__init__.py", (1, 1))
     index = (tmp_path / ".git" / "index").read_bytes()
     assert git_state() == ((git("rev-parse", "HEAD"), False) if tracked else (None, None))
     assert (tmp_path / ".git" / "index").read_bytes() == index

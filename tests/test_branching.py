@@ -211,9 +211,8 @@ def test_the_error_on_another_schedule_at_resume_names_the_way(tiny, trunk: Path
         ConfigError, match=r"optim\.schedule\.name = 'wsd'.*new run: branch_from=\S+/last\.ckpt name=\.\.\."
     ):
         train(tiny("name=trunk", *options, "resume=auto"))
-    train(
-        tiny("name=cool", *options, "trainer.max_steps=10", f"branch_from={trunk}/checkpoints/last.ckpt")
-    )  # the advice can be followed
+    # the advice can be followed
+    train(tiny("name=cool", *options, "trainer.max_steps=10", f"branch_from={trunk}/checkpoints/last.ckpt"))
 
 
 # ---------------------------------------------------------------- arms

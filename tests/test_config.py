@@ -269,9 +269,8 @@ def test_a_temperature_of_rope_is_refused_where_the_normalizer_would_undo_it():
     trained["eval"]["long_context"]["inference"][0]["rope"]["temperature"] = True
     suite = suite_changes("full", parse(to_plain(load_config(inference("false")))))["eval"]["long_context"]["inference"]
     assert suite[-1] == {"rope": {"name": "yarn", "temperature": False}}
-    with pytest.raises(
-        ConfigError, match=r"inference\.rope\.temperature = true: .* scores of cosine; set it to false"
-    ):  # an older run
+    # an older run
+    with pytest.raises(ConfigError, match=r"inference\.rope\.temperature = true: .* scores of cosine; set it to false"):
         for_inference(Decoder((config := parse(trained)).model, 300, 32), config.eval.long_context.inference[0])
 
 
@@ -301,9 +300,8 @@ def test_a_renamed_block_drops_the_options_of_the_old_name():
     assert merge(unnamed, {"optim": {"schedule": "wsd"}}) == {
         "optim": {"schedule": {"final_fraction": 0.2, "name": "wsd"}}
     }
-    layers = {
-        "model": {"normalizer": {"name": "layers", "of": ["window", "softmax"], "temperature": 0.5}}
-    }  # an error, as of no layer
+    # an error, as of no layer
+    layers = {"model": {"normalizer": {"name": "layers", "of": ["window", "softmax"], "temperature": 0.5}}}
     assert (
         merge({"model": {"normalizer": ["window", "softmax"]}}, {"model": {"normalizer": {"temperature": 0.5}}})
         == layers

@@ -66,9 +66,8 @@ def test_it_is_as_near_to_fp64_as_the_fused_kernel(keys: int, size: int, width: 
     scale = 1 / math.sqrt(size)
     true, output = exact(q, k, v, scale), causal_softmax(q, k, v, scale)
     wider = max(size, width)
-    padded = (
-        F.pad(x.bfloat16(), (0, wider - x.size(-1)))[None] for x in (q, k, v)
-    )  # of three dimensions it would not be the fused kernel
+    # of three dimensions it would not be the fused kernel
+    padded = (F.pad(x.bfloat16(), (0, wider - x.size(-1)))[None] for x in (q, k, v))
     fused = F.scaled_dot_product_attention(*padded, is_causal=True, scale=scale)[0]
     assert output.shape == true.shape
     assert output.dtype == torch.bfloat16

@@ -207,9 +207,8 @@ def test_rows_without_weight_or_with_scores_that_are_not_finite_are_counted_and_
 
     def odd(self, q: Tensor, k: Tensor, layout) -> Tensor:
         result = scores(self, q, k, layout)
-        result[
-            :, 0, -1
-        ] = -1.0  # the last query of the first head has no weight, of the second a score that is no number
+        # the last query of the first head has no weight, of the second a score that is no number
+        result[:, 0, -1] = -1.0
         result[:, 1, -1, 3] = math.nan
         return result
 

@@ -42,9 +42,8 @@ from lm.training.train import train
 
 WILD = {"optim.lr": 1e30, "optim.optimizer.weight_decay": 0, "optim.grad_clip": 0, "optim.warmup_steps": 1}  # diverges
 
-SHORT = [
-    f"{key}=8" for key in ("trainer.max_steps", "trainer.checkpoint_every", "eval.every")
-]  # a run takes half a second
+# a run takes half a second
+SHORT = [f"{key}=8" for key in ("trainer.max_steps", "trainer.checkpoint_every", "eval.every")]
 SHORT += ["eval.sequences=64", "eval.long_context.length_factor=0"]
 
 pytestmark = pytest.mark.usefixtures("inline")
@@ -253,9 +252,8 @@ def test_a_metric_that_is_not_measured_stops_the_experiment_with_its_first_run(t
     with pytest.raises(RunError, match=wrong):
         launching(Procedure(read_experiment(path, overrides)), lambda run: finish(run, 5.0) or 0).train_all()
     experiment, labels = read_experiment(written(tmp_path, tune=None, primary={"metric": "val/loss"}), overrides), []
-    procedure = Procedure(
-        replace(experiment, primary=replace(experiment.primary, better="higher"))
-    )  # as of an evaluation from outside
+    # as of an evaluation from outside
+    procedure = Procedure(replace(experiment, primary=replace(experiment.primary, better="higher")))
     with pytest.raises(RunError, match=r"primary\.better = higher: of val/loss, lower is better"):
         launching(procedure, lambda run: labels.append(run.label) or finish(run, 5.0) or 0).train_all()
     assert len(labels) == 1

@@ -186,9 +186,8 @@ def test_what_is_missing_or_unknown_is_refused_by_name():
             call()
 
 
-Q = drawn(
-    4, HEADS, 10, SIZE, seed=0
-).detach()  # as many sequences as heads: a parameter could be taken for another axis's
+# as many sequences as heads: a parameter could be taken for another axis's
+Q = drawn(4, HEADS, 10, SIZE, seed=0).detach()
 S = torch.tensor([0.1, 0.5, 1.0, 2.0])
 FORGET = L.parameters("forget", HEADS, SIZE, 8, WIDTH)
 JUMPS = torch.tensor([0, 1, 2, 5, 6, 0, 1, 2, 3, 4])

@@ -95,9 +95,8 @@ def of_key(spec: Field) -> st.SearchStrategy:
     """Values of a field of the schema: a block, a list of them, or what its type says."""
     many = spec.metadata.get("many")
     if (table := spec.metadata.get("table")) is not None:
-        names = (
-            st.sampled_from(sorted(table)) if table else of_type(str, None, None)
-        )  # empty: of what comes from outside
+        # empty: of what comes from outside
+        names = st.sampled_from(sorted(table)) if table else of_type(str, None, None)
         block_of_name = names.flatmap(
             lambda name: of_block(table.get(name, Nothing)).map(lambda keys: {"name": name, **keys})
         )
@@ -159,9 +158,8 @@ def loaded(folder: Path, text: str, *overrides: str) -> Config | None:
         assert all(line.strip() and len(line) < 2000 for line in lines)
         return None
     assert config.micro_batch > 0
-    assert config.trainer.max_steps is None or len(config.phase_ends) == len(
-        config.plan
-    )  # None: known with the vocabulary
+    # None: known with the vocabulary
+    assert config.trainer.max_steps is None or len(config.phase_ends) == len(config.plan)
     path.write_text(to_yaml(config), encoding="utf-8")
     assert load_config([str(path)]) == config
     assert parse(to_plain(config)) == config

@@ -114,9 +114,8 @@ def test_the_triton_kernel_is_the_definition_forward_and_backward(
             if dtype == torch.float32
             else 2 * (c.cpu() - d).abs().max() + 2**-7 * d.abs().max()
         )
-        assert (a.cpu() - d).abs().max() <= allowed + 2e-4 * over_sum * max(
-            1.0, d.abs().max()
-        )  # small sums are divided by
+        # small sums are divided by
+        assert (a.cpu() - d).abs().max() <= allowed + 2e-4 * over_sum * max(1.0, d.abs().max())
 
 
 def test_the_gpu_gives_the_cpus_loss_and_gradients():

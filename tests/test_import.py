@@ -338,9 +338,8 @@ def test_older_files_of_a_tokenizer_are_converted_whole_or_not_at_all(tokenizer:
     (tmp_path / "hf" / "merges.txt").write_text("".join(f"{first} {second}\n" for first, second in model["merges"]))
     tokens = {name: "<|endoftext|>" for name in ("bos_token", "eos_token", "unk_token")}
     settings = tmp_path / "hf" / "tokenizer_config.json"
-    settings.write_text(
-        json.dumps({"tokenizer_class": "LlamaTokenizer", **tokens})
-    )  # makes a tokenizer of 3 tokens of them
+    # makes a tokenizer of 3 tokens of them
+    settings.write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", **tokens}))
     result = lm("import", str(tmp_path / "hf"), "-o", str(tmp_path / "out"))
     reason = (
         r"transformers leaves out \d+ of the \d+ tokens of its vocab\.json; is tokenizer_class in "

@@ -95,9 +95,8 @@ def test_it_changes_the_function_and_one_token_at_a_time_gives_the_same(ingredie
         plain.load_state_dict(
             {name: value for name, value in decoder.state_dict().items() if name in plain.state_dict()}
         )
-        assert torch.allclose(logits, plain.logits(tokens())[0]) == (
-            ingredient == "out_init"
-        )  # which is of the start alone
+        # which is of the start alone
+        assert torch.allclose(logits, plain.logits(tokens())[0]) == (ingredient == "out_init")
         cache = DecodingCache(T)
         steps = [decoder.head(decoder(token, cache=cache))[0] for token in tokens().split(1, 1)]
     assert torch.allclose(torch.cat(steps), logits, atol=1e-5)
@@ -221,9 +220,8 @@ def test_differential_attention_subtracts_the_map_of_the_second_halves(normalize
             factor = math.exp(float(a @ b)) - math.exp(float(c @ d)) + first
             assert chunk.inputs.q.shape == (2, 8, T, 6)
             for head in range(4):
-                places = [
-                    4 * (head // 2) + 2 * half + head % 2 for half in (0, 1)
-                ]  # by group of heads, half, and head of the group
+                # by group of heads, half, and head of the group
+                places = [4 * (head // 2) + 2 * half + head % 2 for half in (0, 1)]
                 maps = [chunk.weights[:, place] @ chunk.inputs.v[:, places[0]] for place in places]
                 assert torch.equal(*(chunk.inputs.v[:, place] for place in places))
                 x = maps[0] - factor * maps[1]

@@ -176,9 +176,10 @@ def test_what_was_learned_is_read_from_the_hub_as_from_a_folder(tmp_path: Path, 
 def test_padding_on_the_right_is_no_part_of_a_document(tmp_path: Path):
     lm.huggingface.register()
     torch.manual_seed(5)
+    # n is the document's length
     model = LlamaForCausalLM._from_config(
         LlamaConfig(**SMALL | {"max_position_embeddings": 16, "initializer_range": 0.3}), attn_implementation="lm_yarn"
-    ).eval()  # n is the document's length
+    ).eval()
     padding = torch.ones_like(tokens())
     padding[0, 25:] = 0
     expected = model(tokens()[:1, :25]).logits[0]

@@ -168,9 +168,8 @@ def test_rates_are_chosen_by_whole_tuning_runs_whatever_the_index():
         lm.judge(pd.concat([tuning.assign(state=tuning["state"].mask(at_best, "unfinished")), finals]))
     with pytest.raises(RunError, match=r"b at 0\.002 has no run of seed 2, others have"):
         lm.judge(pd.concat([tuning[~at_best], finals]))
-    with pytest.raises(
-        RunError, match=r"no line of c reports, only lines that choose rates"
-    ):  # the family would be smaller
+    # the family would be smaller
+    with pytest.raises(RunError, match=r"no line of c reports, only lines that choose rates"):
         lm.judge(pd.concat([table, tuning[tuning["arm"] == "b"].assign(arm="c")]))
 
 

@@ -119,9 +119,8 @@ def block_with(pattern: str, value: Plain) -> Plain:
     return value
 
 
-@pytest.mark.parametrize(
-    "pattern", [key for key in REMOVED_KEYS if key.split(".")[0] in ROOTS]
-)  # others: of experiments
+# others: of experiments
+@pytest.mark.parametrize("pattern", [key for key in REMOVED_KEYS if key.split(".")[0] in ROOTS])
 def test_a_removed_key_is_read_at_its_default_and_else_refused_with_advice(pattern: str):
     default, advice = REMOVED_KEYS[pattern]
     present = to_plain(parse(merged(to_plain(load_config(["name=x"])), block_with(pattern, default))))

@@ -174,9 +174,8 @@ def test_a_process_whose_parent_is_gone_before_it_begins_is_refused(environment)
 
 
 def test_a_batch_script_of_several_tasks_trains_alone_and_says_so(tiny, environment, capsys: pytest.CaptureFixture):
-    environment(
-        SLURM_JOB_NAME="batch", SLURM_NTASKS="4", SLURM_PROCID="0", SLURM_JOB_ID="7"
-    )  # Lightning would wait for three others
+    # Lightning would wait for three others
+    environment(SLURM_JOB_NAME="batch", SLURM_NTASKS="4", SLURM_PROCID="0", SLURM_JOB_ID="7")
     assert train(tiny("name=batch", "trainer.max_steps=2", "eval.long_context.length_factor=0")) == 0
     assert (
         "note: SLURM allocated 4 tasks, srun did not start this process: trains with trainer.devices = 1; for all"

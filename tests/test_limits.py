@@ -159,9 +159,8 @@ def test_the_spectral_norm_is_the_largest_singular_value_of_every_normalizer(nam
         return normalizer.normalize(values, layout)
 
     norms = limits.spectral_norm(normalize, scores, layout.visible(), seeded(1), steps=100)
-    dense = torch.autograd.functional.jacobian(
-        lambda values: normalize(values).sum((0, 1, 2)), scores
-    )  # (S', 1, H, T, S)
+    # (S', 1, H, T, S)
+    dense = torch.autograd.functional.jacobian(lambda values: normalize(values).sum((0, 1, 2)), scores)
     expected = torch.linalg.matrix_norm(dense.permute(1, 2, 3, 0, 4), 2)
     assert torch.allclose(norms, expected, rtol=2e-2)
     assert bool((norms <= expected * (1 + 1e-9)).all())

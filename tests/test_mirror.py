@@ -154,9 +154,8 @@ def test_a_server_that_vanishes_while_training_ends_no_run_late(
         raise TimeoutError
 
     def init(**options: object) -> wandb.Run:
-        run = start(
-            **options | {"mode": "offline"}
-        )  # a server that is there at the start only takes part in nothing else
+        # a server that is there at the start only takes part in nothing else
+        run = start(**options | {"mode": "offline"})
         runs.append(run)
         monkeypatch.setattr(type(run), "finish", lost)
         return run
@@ -251,9 +250,8 @@ def test_a_run_says_where_it_belongs_and_sends_what_is_logged_over_tokens(placed
     assert all("tokens" in line for line in history(entries))
     for line in lines:
         sent_values = {name: logged[line["step"], name] for name in line if name != "step"}
-        assert line.pop(PEAK_MEMORY) <= sent_values.pop(
-            PEAK_MEMORY
-        )  # an evaluation's, which may be more, takes its place at the same step
+        # an evaluation's, which may be more, takes its place at the same step
+        assert line.pop(PEAK_MEMORY) <= sent_values.pop(PEAK_MEMORY)
         assert line == {"step": line["step"]} | sent_values
     names = {name for _, name in logged}
     assert {"normalizer/s/layer0/head0", "normalizer/s/layer1/head1", "val/loss", "largest_score/layer1/head0"} <= names

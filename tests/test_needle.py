@@ -273,9 +273,8 @@ def test_cells_have_their_control_and_ranks_share_them(tiny, monkeypatch: pytest
         ("layer 1", (3, 2)),
     ]
     asked = trials(Needle(depth=0.5), 256, 3, Text(store))
-    parts = np.mean(
-        [np.diff(trial.spans).ravel() / len(trial.prompt) for trial in asked], axis=0
-    )  # of the keys that the last token sees
+    # of the keys that the last token sees
+    parts = np.mean([np.diff(trial.spans).ravel() / len(trial.prompt) for trial in asked], axis=0)
     levels = {
         series.metric: series.references["uniform attention"]
         for series in result

@@ -496,12 +496,13 @@ def test_a_distribution_that_an_older_run_recorded_without_a_digest_is_the_same(
 
 def test_the_distribution_of_a_package_is_found_as_the_standard_library_finds_it():
     known_packages = metadata.packages_distributions()
+    # with a list of packages, without, edited in place, a single file
     for package in (
         "torch",
         "yaml",
         "lm",
         "typing_extensions",
-    ):  # with a list of packages, without, edited in place, a single file
+    ):
         name = known_packages[package][0]
         assert _distribution_of(package) == f"{name} {metadata.version(name)}"
     assert _distribution_of("no_such_package") == ""

@@ -50,9 +50,8 @@ def test_split_facts_agree_with_the_tokens(data: DataConfig):
         assert split.n_documents == len(split.offsets) - 1
         assert split.longest == np.diff(split.offsets).max()
         assert split.unigram_cross_entropy == pytest.approx(-np.log(probability[tokens_of(split)]).mean())
-        assert (
-            store.token_bytes[tokens_of(split)].sum() == split.n_bytes
-        )  # exact: the bytes of all tokens are the text's
+        # exact: the bytes of all tokens are the text's
+        assert store.token_bytes[tokens_of(split)].sum() == split.n_bytes
         assert tokens_of(split).dtype == np.uint16
         with pytest.raises(ValueError, match="read-only"):
             split.shards[0][0] = 1

@@ -148,10 +148,11 @@ def test_chance_is_what_picking_among_the_answers_shown_gives(task: Task):
         "needle": lambda: (5, 2),
     }[task.name]()
     for _ in range(4_000):
+        # own picks: none twice
         answers, guesses = (
             rng.permutation(answer_count)[:question_count],
             rng.permutation(answer_count)[:question_count],
-        )  # own picks: none twice
+        )
         rights["own"].append((answers == guesses).mean())
         rights["given"].append(
             np.mean(

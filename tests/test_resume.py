@@ -364,11 +364,8 @@ def selection_losses(folder: Path) -> dict[int, float]:
     return {step: selection_loss(validation)[0] for step, validation in validations(folder).items()}
 
 
-DIVIDED = [
-    "data.val_fraction=0.5",
-    "eval.sequences=64",
-    "eval.long_context.length_factor=0",
-]  # held-out documents of both parts
+# held-out documents of both parts
+DIVIDED = ["data.val_fraction=0.5", "eval.sequences=64", "eval.long_context.length_factor=0"]
 
 
 def test_the_best_checkpoint_is_chosen_on_the_documents_that_select(tiny, capsys: pytest.CaptureFixture):

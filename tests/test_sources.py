@@ -192,11 +192,8 @@ def test_linked_folders_are_read_once_and_links_in_a_circle_end(tmp_path: Path):
 def test_a_large_row_group_is_not_held_whole(tmp_path: Path):
     """60 MB of text in one row group; in a process of its own, after the libraries have taken what they need."""
     texts = [str(n).zfill(30_000) for n in range(2000)]
-    options = {
-        "compression": "none",
-        "use_dictionary": False,
-        "write_batch_size": 16,
-    }  # small pages, which are always held whole
+    # small pages, which are always held whole
+    options = {"compression": "none", "use_dictionary": False, "write_batch_size": 16}
     for name, count in (("a", 400), ("b", 2000)):
         pyarrow.parquet.write_table(pyarrow.table({"text": texts[:count]}), tmp_path / f"{name}.parquet", **options)
     script = (

@@ -35,9 +35,8 @@ def test_the_interval_over_seeds_and_documents_counts_the_interaction_once():
     of_seeds, of_documents, of_both = a**2 / seeds, b**2 / documents, c**2 / (seeds * documents)
     assert of_both > 0.5 * of_seeds
     assert of_seeds + of_documents - of_both > 1.2 * max(of_seeds, of_documents), "no floor holds it"
-    degrees = (of_seeds + of_documents) ** 2 / (
-        of_seeds**2 / (seeds - 1) + of_documents**2 / (documents - 1)
-    )  # Satterthwaite's
+    # Satterthwaite's
+    degrees = (of_seeds + of_documents) ** 2 / (of_seeds**2 / (seeds - 1) + of_documents**2 / (documents - 1))
     half = student.ppf(0.975, degrees) * np.sqrt(of_seeds + of_documents - of_both)
     assert float(estimate.half_width()) == pytest.approx(half, rel=0.02)
     assert float(estimate.mean) == pytest.approx(3)
@@ -84,9 +83,8 @@ def test_a_claim_pays_for_each_rate_that_the_seeds_may_choose_among(rates: int, 
     flat = 0.01 * np.stack([centred(seeds, 10 + rate) for rate in range(rates - 1)])
 
     def verdict(p: float) -> Verdict:
-        by_rates = (
-            sign * np.stack([differing(p, seeds), *flat])[:, None]
-        )  # (the arm's rates, one of the baseline's, seeds)
+        # (the arm's rates, one of the baseline's, seeds)
+        by_rates = sign * np.stack([differing(p, seeds), *flat])[:, None]
         if sign < 0:  # the baseline is the one that may choose
             by_rates = by_rates.swapaxes(0, 1)
         comparison = Comparison(by_rates)

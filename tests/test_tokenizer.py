@@ -106,13 +106,8 @@ def test_bytes_per_token_are_the_corpus_mean_where_the_vocabulary_does_not_say(t
 
 
 def test_bytes_per_token_are_those_that_a_byte_level_decoder_gives(tmp_path: Path):
-    letters = {
-        "<eos>": 0,
-        "a": 1,
-        "é": 2,
-        "漢": 3,
-        "Ã©": 4,
-    }  # the second is one byte of no character; the third no byte, and stands for itself
+    # the second is one byte of no character; the third no byte, and stands for itself
+    letters = {"<eos>": 0, "a": 1, "é": 2, "漢": 3, "Ã©": 4}
     decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
     model = {"type": "WordLevel", "vocab": letters, "unk_token": "a"}
     spec = words_tokenizer(tmp_path / "letters.json", 5, model=model, decoder=decoder)

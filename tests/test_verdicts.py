@@ -69,11 +69,8 @@ def at_rates(*means: float) -> np.ndarray:
         ((-0.02, -0.02, -0.03, -0.03), False, "better"),  # at both of the baseline's rates, by one of its own
         ((0.02, 0.02, -0.03, -0.03), False, "better"),  # its other rate is worse: that is no rate to take
         ((-0.02, 0.02, -0.03, 0.002), False, "undecided"),  # the baseline at 8 is as good
-        (
-            (0.02, 0.02, -0.03, -0.03),
-            True,
-            "undecided",
-        ),  # of a metric that doesn't choose rates every pair must show it
+        # of a metric that doesn't choose rates every pair must show it
+        ((0.02, 0.02, -0.03, -0.03), True, "undecided"),
         ((-0.02, -0.02, -0.03, -0.03), True, "better"),
     ],
 )
@@ -89,9 +86,8 @@ def test_an_arm_is_better_if_it_beats_the_baseline_at_each_of_its_rates(
 
 
 def test_an_arm_is_worse_only_against_the_baseline_at_a_rate_of_both():
-    by_rates = at_rates(
-        0.0, 0.03, 0.0, 0.03
-    )  # the baseline is better at its second rate, at which the arm was not trained
+    # the baseline is better at its second rate, at which the arm was not trained
+    by_rates = at_rates(0.0, 0.03, 0.0, 0.03)
     comparison = Comparison(by_rates, (0, 1))
     assert kind(comparison) == "worse"
     separate = replace(comparison, n_shared_rates=1)

@@ -57,10 +57,11 @@ class Tester:
 
 
 sys.path.insert(0, os.environ["LM_TRANSFORMERS"])
+# other tests, which the source package lacks
 for name, mixin in (
     ("tests.exporters.test_export", "ExportTesterMixin"),
     ("tests.generation.test_utils", "GenerationTesterMixin"),
-):  # other tests, which the source package lacks
+):
     sys.modules[name] = ModuleType(name)
     setattr(sys.modules[name], mixin, type(mixin, (), {}))
 from tests.generation.test_utils import GenerationTesterMixin  # noqa: E402

@@ -177,6 +177,7 @@ def _layers_label(labels: Iterable[str]) -> str:
 OPTIONS = Catalogue({**SINGLE, Layers.name: Layers})
 
 
+# attributes of options
 _OPTION_ATTRIBUTES = (
     "full_formula",
     "sums_to_one",
@@ -184,7 +185,7 @@ _OPTION_ATTRIBUTES = (
     "fixed_by_training",
     "formula",
     "problems",
-)  # attributes of options
+)
 _CODE_ATTRIBUTES = (
     "score_map",
     "initialise",

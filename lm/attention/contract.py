@@ -22,10 +22,11 @@ from lm.errors import one_line
 from lm.plugins import PLUGINS
 
 HEADS, SIZE, WIDTH, TRAIN_LENGTH = 4, 16, 12, 64
+# names of axes
 OUTPUT_AXES, WEIGHT_AXES = (
     ("sequence", "head", "token", "dimension"),
     ("sequence", "head", "query", "key"),
-)  # names of axes
+)
 ERROR_PREFIX = (
     "stopped by"  # first words of the problem where a check ends in an error other than an AssertionError of its own
 )
@@ -231,9 +232,8 @@ def row_independence(options: Options) -> None:
         for queries in (positions, shifted_positions)
     )
     is_other = torch.arange(length) != moved_query
-    old_rows, new_rows = (
-        normalizer.weights(q, k, layout)[:, :, is_other].nan_to_num() for layout in layouts
-    )  # (1, H, 5, S); NaN: no keys
+    # (1, H, 5, S); NaN: no keys
+    old_rows, new_rows = (normalizer.weights(q, k, layout)[:, :, is_other].nan_to_num() for layout in layouts)
     old_entries, new_entries = old_rows[..., is_other], new_rows[..., is_other]
     factor = (old_entries * new_entries).sum(-1, keepdim=True) / old_entries.square().sum(-1, keepdim=True).clamp(
         min=1e-300
@@ -280,9 +280,8 @@ def score_independence(options: Options) -> None:
         normalizer.normalize(scores, layout) == normalizer.weights(q, k, layout),
         "`weights` are not `normalize(scores)`",
     )
-    jacobian = torch.autograd.functional.jacobian(lambda z: normalizer.normalize(z, layout)[0, 0], scores)[
-        :, :, 0, 0
-    ]  # (T, S, T, S)
+    # (T, S, T, S)
+    jacobian = torch.autograd.functional.jacobian(lambda z: normalizer.normalize(z, layout)[0, 0], scores)[:, :, 0, 0]
     query = torch.arange(11)
     row_jacobian = jacobian[query, :, query].clone()  # (T, S, S)
     jacobian[query, :, query] = 0

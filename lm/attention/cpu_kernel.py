@@ -39,9 +39,8 @@ def why_unusable(v: Tensor) -> str:
         return "operands are traced, or have no numbers"
     if v.dtype != torch.bfloat16:
         return f"the kernel has no {v.dtype}"
-    if (
-        usable_cores() < torch.get_num_threads()
-    ):  # OMP_PROC_BIND binds this thread to cores, and so all threads it starts
+    # OMP_PROC_BIND binds this thread to cores, and so all threads it starts
+    if usable_cores() < torch.get_num_threads():
         return "this thread is bound to fewer cores than PyTorch has threads"
     return _why_unusable()
 
@@ -63,9 +62,8 @@ def _run_kernel(q: Tensor, k: Tensor, v: Tensor, output: Tensor, scale: float) -
     """Compute `causal_softmax` of some of the N heads in one call of the kernel, and write the result into `output`."""
     (n, queries, _), (keys, width) = q.shape, v.shape[1:]
     q = _pad(q, ROWS, 2)
-    k = (
-        _pad(k, WIDTH, 2).unflatten(1, (-1, WIDTH)).unflatten(3, (-1, 2)).transpose(2, 3).contiguous()
-    )  # (N, S / WIDTH, D / 2, WIDTH, 2)
+    # (N, S / WIDTH, D / 2, WIDTH, 2)
+    k = _pad(k, WIDTH, 2).unflatten(1, (-1, WIDTH)).unflatten(3, (-1, 2)).transpose(2, 3).contiguous()
     v = _pad(v, WIDTH, WIDTH).unflatten(1, (-1, 2)).transpose(2, 3).contiguous()  # (N, S / 2, E, 2)
     padded_output = v.new_empty(n, q.size(1), v.size(2))
     sizes = (n, q.size(1), 2 * v.size(1), keys - queries, q.size(2), v.size(2), torch.get_num_threads())

@@ -44,9 +44,8 @@ class ElementwiseNormalizer(DividedNormalizer):
         if not layout.causal:
             return super().forward(q, k, v, layout)
         factor = self.factor(layout)
-        dtype = (
-            torch.float32 if v.dtype == torch.float16 else v.dtype
-        )  # fp16 can't hold sums before they are divided by n
+        # fp16 can't hold sums before they are divided by n
+        dtype = torch.float32 if v.dtype == torch.float16 else v.dtype
         q, k, values = q.to(dtype), k.to(dtype), v.to(dtype)
         output = elementwise_sums.elementwise_attention(
             self.score_map, q, k, values, self.shift(layout), over_sum=factor is None

@@ -36,9 +36,8 @@ class ScoreFunction(NamedTuple):
 
     value: Callable[[Tensor], Tensor]  # f(z)
     value_: Callable[[Tensor], Tensor]  # f(z); overwrites z
-    derivative_: Callable[
-        [Tensor, Tensor], tuple[Tensor, Tensor]
-    ]  # (f(z), grad x f'(z)) from z and grad; overwrites both
+    # (f(z), grad x f'(z)) from z and grad; overwrites both
+    derivative_: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def _relu2_derivative_(z: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,9 +180,8 @@ def _why_unusable(device: torch.device) -> str:
         return "triton is not installed"
     import triton
 
-    if (
-        tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST_TRITON
-    ):  # triton 3.2 aborts when it compiles for wide values
+    # triton 3.2 aborts when it compiles for wide values
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST_TRITON:
         return f"the Triton kernel needs triton {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]}, this is {triton.__version__}"
     if triton_is_interpreted():
         return ""

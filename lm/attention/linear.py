@@ -130,9 +130,8 @@ class LinearNormalizer(DividedNormalizer):
             log_g = self.log_decay(q).view(-1, 1, 1)  # (H, 1, 1)
             index = torch.arange(size, device=q.device, dtype=q.dtype)
             scores *= (log_g * (index.unsqueeze(1) - index).clamp(min=0)).exp().tril().unsqueeze(1)
-            start_decay, end_decay = (
-                (log_g * x.unsqueeze(1)).exp().unsqueeze(1) for x in (index + 1, index.flip(0))
-            )  # (H, 1, C, 1)
+            # (H, 1, C, 1)
+            start_decay, end_decay = ((log_g * x.unsqueeze(1)).exp().unsqueeze(1) for x in (index + 1, index.flip(0)))
             sums, chunk_decay, states = (
                 (k * end_decay).transpose(-2, -1) @ v,
                 (size * log_g).exp(),
@@ -145,10 +144,11 @@ class LinearNormalizer(DividedNormalizer):
         else:
             scores = scores.tril_()
             states = torch.cat((state.unsqueeze(2), k.transpose(-2, -1) @ v), 2).cumsum(2)
+            # a view would keep the states of all chunks in memory
             start_states, state = (
                 states[:, :, :-1],
                 states[:, :, -1].clone(),
-            )  # a view would keep the states of all chunks in memory
+            )
         output = scores @ v + q @ start_states
         return output.flatten(2, 3)[:, :, n_padding:], state
 

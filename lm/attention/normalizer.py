@@ -234,9 +234,8 @@ class Normalizer(torch.nn.Module, ABC):
         group, size = self.layer.n_head // k.size(1), self.layer.head_size
         if group == 1:
             return k, v
-        key_features = (
-            k[..., size:].unflatten(-1, (group, (k.size(-1) - size) // group)).transpose(2, 3).flatten(1, 2)
-        )  # (B, H, S, F)
+        # (B, H, S, F)
+        key_features = k[..., size:].unflatten(-1, (group, (k.size(-1) - size) // group)).transpose(2, 3).flatten(1, 2)
         return torch.cat((k[..., :size].repeat_interleave(group, 1), key_features), -1), v.repeat_interleave(group, 1)
 
     def kernel_description(self, device: str = "cpu") -> str:

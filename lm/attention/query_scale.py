@@ -417,9 +417,8 @@ class QASSMaxNormalizer(FusedSoftmax):
         q = q.to(torch.promote_types(q.dtype, dtype))
         with routes.without_autocast(q.device):
             log_n = layout.n(self.options.n).log().unsqueeze(-1).to(dtype)  # (T, 1) or (B, T, 1)
-            base = (
-                self.base(log_n).unflatten(-1, (self.layer.n_head, -1)).transpose(-2, -3)
-            )  # (H, T, D) or (B, H, T, D)
+            # (H, T, D) or (B, H, T, D)
+            base = self.base(log_n).unflatten(-1, (self.layer.n_head, -1)).transpose(-2, -3)
             gate = 1 + self.gate(q.to(dtype)).tanh()
         return q * base * gate, k
 

@@ -90,9 +90,8 @@ def fused_softmax(
             return cpu_kernel.causal_softmax(*(x.flatten(0, 1) for x in (q, k, v)), scale).unflatten(0, q.shape[:2])
     n_pieces = -(-width // size)
     if width != size:
-        v = (
-            F.pad(v, (0, n_pieces * size - width)).unflatten(-1, (n_pieces, size)).transpose(2, 3).flatten(1, 2)
-        )  # (B, H x n_pieces, S, D)
+        # (B, H x n_pieces, S, D)
+        v = F.pad(v, (0, n_pieces * size - width)).unflatten(-1, (n_pieces, size)).transpose(2, 3).flatten(1, 2)
         q, k = q.repeat_interleave(n_pieces, 1), k.repeat_interleave(n_pieces, 1)
     causal = layout.causal and mask is None
     mask = None if causal else layout.visible() if mask is None else mask
@@ -186,15 +185,12 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 # ---------------------------------------------------------------- some queries at a time, from the definition
 
 
-BLOCK_WEIGHTS = (
-    2**21
-)  # most weights of a block on a CPU, where larger blocks leave the cache, and the smallest limit on a GPU
-MIN_BLOCK_WEIGHTS = (
-    2**18
-)  # smallest limit to the weights of a block on a CPU: smaller blocks spend more time on calls than on weights
-MAX_GPU_WEIGHTS = (
-    2**27
-)  # most weights of a block on a GPU, which needs large products: some tens of blocks a step with 124 M parameters
+# most weights of a block on a CPU, where larger blocks leave the cache, and the smallest limit on a GPU
+BLOCK_WEIGHTS = 2**21
+# smallest limit to the weights of a block on a CPU: smaller blocks spend more time on calls than on weights
+MIN_BLOCK_WEIGHTS = 2**18
+# most weights of a block on a GPU, which needs large products: some tens of blocks a step with 124 M parameters
+MAX_GPU_WEIGHTS = 2**27
 WEIGHT_BYTES = (
     64  # more bytes per weight than the backward pass of any definition takes; softpick's, for example, takes 42
 )
@@ -275,9 +271,8 @@ class _ByQueryBlocks(torch.autograd.Function):
         q, k, v, *parameters = ctx.saved_tensors
         names = [name for name, _ in ctx.module.named_parameters()]
         inputs = (q, k, v, *parameters)
-        grads = [
-            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in inputs
-        ]  # sums over the blocks
+        # sums over the blocks
+        grads = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in inputs]
         for a, b, s in _blocks(q, k, ctx.layout):
             leaves = [x.detach().requires_grad_() for x in (q[:, :, a:b], k[:, :, :s], v[:, :, :s], *parameters)]
             with torch.enable_grad(), without_autocast(v.device):

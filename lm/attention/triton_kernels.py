@@ -20,9 +20,8 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from lm.attention.routes import MIN_SUM, gradient_of_sums
 
 KERNEL_MIN_SUM = tl.constexpr(MIN_SUM)
-WIDEN_BF16 = tl.constexpr(
-    os.environ.get("TRITON_INTERPRET") == "1"
-)  # Triton's interpreter would multiply the bit patterns of bf16 numbers
+# Triton's interpreter would multiply the bit patterns of bf16 numbers
+WIDEN_BF16 = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 PIECE_COLUMNS = (
     128  # columns of v that a program holds; wider values take further programs, which compute the weights again
 )

@@ -40,9 +40,8 @@ class Compared:
     """A judged experiment, which `compare` returns: its folder, verdicts and runs."""
 
     folder: Path  # the folder of its runs, verdicts and report
-    verdicts: (
-        pd.DataFrame
-    )  # a row for each size and arm, as in verdicts.csv: rate, mean, verdict, difference and its interval, p
+    # a row for each size and arm, as in verdicts.csv: rate, mean, verdict, difference and its interval, p
+    verdicts: pd.DataFrame
     runs: tuple[Path, ...]  # folders of the runs of the current configuration that have begun
 
     @property

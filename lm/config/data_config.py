@@ -21,9 +21,8 @@ class SequenceLengths:
 
     name: ClassVar[str]
     allows_shorter: ClassVar[bool] = True  # true if sequences may be shorter than `data.seq_len`
-    weights: ClassVar[
-        Mapping[int, float]
-    ] = {}  # {length: fraction of steps that have it}; empty if lengths are not drawn at random
+    # {length: fraction of steps that have it}; empty if lengths are not drawn at random
+    weights: ClassVar[Mapping[int, float]] = {}
 
     def length_by_step(self, seq_len: int, max_steps: int) -> dict[int, int]:
         """Return {step: sequence length that is used from this step on}; empty if the step alone does not determine the

@@ -24,12 +24,8 @@ MAX_FACTOR = 65536  # largest length of a sequence, in training lengths
 MAX_OVERRUN = 7
 MAX_SEQUENCES = 10**6
 MAX_TOKENS = 2**28  # most tokens in all sequences of one length: their losses and ids take 3 GiB
-SCALINGS: list[Plain] = [
-    "as_trained",
-    {"name": "theta", "factor": 50.0},
-    "interpolation",
-    "ntk",
-]  # in the suite `full`, with YaRN
+# in the suite `full`, with YaRN
+SCALINGS: list[Plain] = ["as_trained", {"name": "theta", "factor": 50.0}, "interpolation", "ntk"]
 
 
 @dataclass

@@ -71,9 +71,8 @@ def check(config: Config) -> Iterator[Problem]:
         str(size) for size in (batch_floor, -(-optim.batch_tokens // min_batch) * min_batch) if size
     )
     cores = os.cpu_count() or 1
-    machine_note = f"; this machine has {cores} core{'s' * (cores > 1)}" * (
-        trainer.devices > cores
-    )  # the run may be for another machine
+    # the run may be for another machine
+    machine_note = f"; this machine has {cores} core{'s' * (cores > 1)}" * (trainer.devices > cores)
     if optim.batch_tokens % data.seq_len:
         reason = f"is not a multiple of data.seq_len x devices x num_nodes = {min_batch}"
         yield Problem("optim.batch_tokens", optim.batch_tokens, reason, f"set it to {batch_sizes}")
@@ -106,9 +105,8 @@ def check(config: Config) -> Iterator[Problem]:
     normalizers = [phase.normalizer for phase in config.plan]
     for kind, options in config.eval.kinds.items() if not block_problems else ():  # whose settings would repeat them
         conflicts = []
-        for index, setting in enumerate(
-            getattr(options, "inference", [])
-        ):  # checked even if the evaluation is off, as other values are
+        # checked even if the evaluation is off, as other values are
+        for index, setting in enumerate(getattr(options, "inference", [])):
             conflicts += setting.normalizers(normalizers, f"inference[{index}].normalizer")[1]
         conflicts += options.conflicts(data, model) if options.wanted(data) else ()
         yield from (replace(conflict, path=f"eval.{kind}.{conflict.path}".rstrip(".")) for conflict in conflicts)
@@ -418,9 +416,8 @@ def read_overrides(overrides: list[str]) -> dict[str, Plain]:
         names = path.split(".")
         if not sign or not all(names) or len(names) > MAX_DEPTH:
             raise ConfigError(f"{abbreviated(override, 80)}: not an override; write key=value, e.g. optim.lr=3e-4")
-        is_empty = (
-            not text and (spec := key_field(Config, path)) and spec.type is str
-        )  # of other types, an empty value is null
+        # of other types, an empty value is null
+        is_empty = not text and (spec := key_field(Config, path)) and spec.type is str
         blocks.append({path: "" if is_empty else parse_override_value(text, abbreviated(override, 80))})
     return nest_keys(*blocks)
 
@@ -501,9 +498,8 @@ def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -
             )
         if isinstance(old, str) and isinstance(value, dict):
             old = {"name": old}
-        if (
-            isinstance(old, list) and isinstance(value, dict) and path == "model.normalizer"
-        ):  # short for the block `layers`
+        # short for the block `layers`
+        if isinstance(old, list) and isinstance(value, dict) and path == "model.normalizer":
             old = {"name": Layers.name, "of": old}
         if is_block(old) and is_block(value) and ("name" not in old or value.get("name", old["name"]) == old["name"]):
             value = merge(old, value, f"{path}.")

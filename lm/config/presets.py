@@ -9,10 +9,8 @@ import lm
 from lm.errors import ConfigError
 from lm.schema import suggest
 
-_SUBFOLDERS = {
-    "experiments": ("experiments", ""),
-    "": ("", "recipes", "models", "data"),
-}  # subfolders to search for a preset, by kind
+# subfolders to search for a preset, by kind
+_SUBFOLDERS = {"experiments": ("experiments", ""), "": ("", "recipes", "models", "data")}
 
 
 def folder() -> Path:

@@ -101,11 +101,12 @@ class Muon(AdamW):
 
 
 OPTIMIZERS = {v.name: v for v in (AdamW, Muon)}  # each of these has a builder in lm.training.optimizers
+# groups with the optimizer's weight decay if `groups.*.weight_decay` is null
 DECAYED_GROUPS = (
     "matrices",
     "embedding",
     "head",
-)  # groups with the optimizer's weight decay if `groups.*.weight_decay` is null
+)
 
 
 @dataclass

@@ -87,11 +87,8 @@ def parse_yaml(text: str | bytes, source: str) -> Plain:
             )
     except yaml.reader.ReaderError as error:
         reason = f"character {error.position} is no text: {error.reason}"
-    except (
-        yaml.YAMLError,
-        ValueError,
-        LookupError,
-    ) as error:  # ValueError and LookupError: tags on unsuitable text, such as !!int x
+    # ValueError and LookupError: tags on unsuitable text, such as !!int x
+    except (yaml.YAMLError, ValueError, LookupError) as error:
         reason = one_line(error)
     raise ConfigError(f"{source}: not valid YAML: {reason}")
 
@@ -100,9 +97,8 @@ def parse_override_value(text: str, source: str) -> Plain:
     """Parse an override's value as YAML in which # begins no comment. Raises ConfigError, naming `source`, if `text` is
     not valid YAML.
     """
-    letter = next(
-        letter for letter in map(chr, range(0xE000, 0xF900)) if letter not in text
-    )  # a letter of private use, in place of #
+    # a letter of private use, in place of #
+    letter = next(letter for letter in map(chr, range(0xE000, 0xF900)) if letter not in text)
     try:
         plain = parse_yaml(text.replace("#", letter), source)
         return map_values(plain, lambda value: value.replace(letter, "#") if isinstance(value, str) else value)

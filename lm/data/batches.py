@@ -187,9 +187,8 @@ class DocumentPieces(Lengths):
         offsets = np.asarray(split.offsets)
         sizes = np.diff(offsets)
         self.offsets, self.n_unused = offsets[:-1], sizes % SHORTEST_PIECE
-        self.pieces: dict[
-            int, tuple[np.ndarray, np.ndarray]
-        ] = {}  # by length: index of each piece's document, and offset in it
+        # by length: index of each piece's document, and offset in it
+        self.pieces: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         starts = np.zeros_like(sizes)
         length = longest
         while length >= SHORTEST_PIECE:
@@ -269,9 +268,8 @@ class Batch(NamedTuple):
 
     tokens: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64, the token that follows each, or `IGNORED`
-    positions: (
-        Tensor | None
-    )  # (B, T) int64, positions in documents, if a query sees its own document alone; None: in the sequence
+    # (B, T) int64, positions in documents, if a query sees its own document alone; None: in the sequence
+    positions: Tensor | None
     first: int = 0  # index before which no token of any sequence has a target
 
     @classmethod
@@ -290,9 +288,8 @@ class Batch(NamedTuple):
         if answers is not None:
             targets, first = targets.masked_fill(~torch.from_numpy(answers), IGNORED), int(answers.any(0).argmax())
         positions = None
-        if (
-            end_of_text is not None
-        ):  # if a document began before the sequence, positions count from the sequence's first token
+        # if a document began before the sequence, positions count from the sequence's first token
+        if end_of_text is not None:
             index = torch.arange(tokens.size(1))
             positions = index - torch.where(tokens == end_of_text, index, 0).cummax(1).values
         return cls(tokens, targets, positions, first)
@@ -449,9 +446,8 @@ class TrainSequences:
             step * self.slots_per_step + np.arange(first, stop), self.length(step)
         )
         batch = Batch.of(sequences, answers, self.store.end_of_text if self.data.documents == "isolate" else None)
-        if (
-            batch.positions is not None
-        ):  # a task's sequence counts as one document, even if its filler is text of several
+        # a task's sequence counts as one document, even if its filler is text of several
+        if batch.positions is not None:
             batch.positions[~torch.from_numpy(is_text)] = torch.arange(batch.tokens.size(1))
         return batch
 

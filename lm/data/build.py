@@ -45,10 +45,11 @@ PART_NAME = "part-"  # beginning of the names of parts
 NOUN = "the token store (make room, or set data.root to another folder)"  # what errors of writing call a part
 JOIN_BYTES = 512 << 10  # bytes of a part that are joined to the store at a time
 TASK_SEQUENCES = 64  # sequences of each task that a store without text holds in each split
+# limits of `_answer_counts`: answers per symbol, sequences per task
 MIN_ANSWERS_PER_SYMBOL, MAX_COUNTED_SEQUENCES = (
     16,
     8192,
-)  # limits of `_answer_counts`: answers per symbol, sequences per task
+)
 MAX_LISTED_ERRORS = 100  # unreadable files, documents and rows that the manifest names
 # Assignment of a document. A copy is left out because another document has the same content; an omitted document,
 # because the tokenizer does not give it back.
@@ -67,9 +68,8 @@ class Scan:
     ends: np.ndarray  # (readings,) int64: number of documents up to the end of each `Reading`
     sources: np.ndarray  # (readings,) int64: index of each reading's source
     omissions: "OmissionCounts"  # the documents that were left out, and what could not be read
-    id_statistics: dict[
-        str, int
-    ]  # facts on documents of token ids (`Vocabulary.seen`); empty if all documents are texts
+    # facts on documents of token ids (`Vocabulary.seen`); empty if all documents are texts
+    id_statistics: dict[str, int]
 
     @property
     def source_indices(self) -> np.ndarray:
@@ -296,9 +296,8 @@ def _build_symbol_store(data: DataConfig, folder: Path) -> dict[str, Plain]:
     tokenizer = symbol_tokenizer(tasks)
     n_symbols = vocab_size(tokenizer)
     write_file(folder / TOKENIZER, tokenizer.to_str(pretty=True).encode())
-    sources = [
-        SourceCounts(task.name, licence, 0, TASK_SEQUENCES, TASK_SEQUENCES * (length + 1)) for task in tasks
-    ]  # a byte a symbol
+    # a byte a symbol
+    sources = [SourceCounts(task.name, licence, 0, TASK_SEQUENCES, TASK_SEQUENCES * (length + 1)) for task in tasks]
     counts: dict[str, np.ndarray] = {}
     with ExitStack() as stack:
         writers = {
@@ -463,9 +462,8 @@ def _accepted_documents(
     long ones in `omissions`.
     """
     vocabulary = reading.vocabulary
-    has_text = not all(
-        isinstance(weighted.source, Tokens) for weighted in data.sources
-    )  # then ids are hashed as text, to find copies
+    # then ids are hashed as text, to find copies
+    has_text = not all(isinstance(weighted.source, Tokens) for weighted in data.sources)
     if reading.stream:
         documents = streamed_documents(reading.source, reading.stream, omissions.skip)
     else:

@@ -23,15 +23,13 @@ if TYPE_CHECKING:
 BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 2048
 PIECE_CHARACTERS = 1 << 20  # characters of each piece into which a long document is cut to be encoded
 MIN_BYTES_PER_THREAD = 32 << 20  # least bytes of text for which another thread is worth its start
-MAX_WORD_LENGTH = (
-    1 << 12
-)  # longest word, in characters, that a tokenizer is trained on: training time grows with the square of its length
+# longest word, in characters, that a tokenizer is trained on: training time grows with the square of its length
+MAX_WORD_LENGTH = 1 << 12
 _PARALLELISM_VARIABLE = (
     "TOKENIZERS_PARALLELISM"  # environment variable that turns the `tokenizers` library's own threads off
 )
-_BETWEEN_WORDS = re.compile(
-    r"(?<=\S)(?= [A-Za-z])|(?<=\S\n)(?=\w)"
-)  # GPT-2, cl100k and o200k split text at these places, too
+# GPT-2, cl100k and o200k split text at these places, too
+_BETWEEN_WORDS = re.compile(r"(?<=\S)(?= [A-Za-z])|(?<=\S\n)(?=\w)")
 
 
 @dataclass(frozen=True)

@@ -55,17 +55,14 @@ class SourceReader:
     """
 
     documents: Callable[[Source, OnError, Vocabulary | None], Documents]
-    identity: Callable[
-        [Source, Path, FileHashes], dict[str, Plain]
-    ]  # identifies the documents, by `data.root` and cached hashes of files
-    licence: Callable[[Source], str] = lambda source: (
-        "not stated (local files)"
-    )  # "not stated" if the source states none
+    # identifies the documents, by `data.root` and cached hashes of files
+    identity: Callable[[Source, Path, FileHashes], dict[str, Plain]]
+    # "not stated" if the source states none
+    licence: Callable[[Source], str] = lambda source: "not stated (local files)"
     description: Callable[[Source], str] = lambda source: ""  # numbers of files read and ignored, in words; or empty
     held_out: Callable[[Source], Source | None] = lambda source: None  # the source's own held-out documents as a source
-    streamed: Callable[[Source], bool] = lambda source: (
-        False
-    )  # whether every pass over the documents downloads them again
+    # whether every pass over the documents downloads them again
+    streamed: Callable[[Source], bool] = lambda source: False
 
 
 def reader(source: Source) -> SourceReader:

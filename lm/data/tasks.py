@@ -49,9 +49,8 @@ class Example:
     tokens: np.ndarray  # (length + 1,) int64
     questions: np.ndarray  # (Q, 2) int64: the span of the answer to each question, in order
     evidence: np.ndarray  # (Q, 2) int64: the span that shows each answer; (0, 0) for an answer that is not shown
-    needles: (
-        np.ndarray
-    )  # (Q, 2) int64: the span of each evidence and its key, mark or sentence; (0, 0) without evidence
+    # (Q, 2) int64: the span of each evidence and its key, mark or sentence; (0, 0) without evidence
+    needles: np.ndarray
 
     @property
     def answers(self) -> np.ndarray:
@@ -93,9 +92,8 @@ class Draw:
         equally likely.
         """
         spare = room - sum(widths)
-        gaps = np.sort(self.order(spare + len(widths), len(widths))) - np.arange(
-            len(widths)
-        )  # number of filler tokens before each block
+        # number of filler tokens before each block
+        gaps = np.sort(self.order(spare + len(widths), len(widths))) - np.arange(len(widths))
         return gaps + np.cumsum([0, *widths[:-1]])
 
     def attempts(self) -> Iterator[int]:
@@ -339,9 +337,8 @@ def needle(task: Needle, draw: Draw, length: int, text: Text | None = None) -> E
         answered_questions = [(questions[index], numbers[index]) for index in order]
         depth = None if task.absent else task.depth
         sequence, answers, starts = haystack(draw, length, sentences, answered_questions, depth, text.filler)
-        bounds = np.zeros(
-            (n_cities, 4), np.int64
-        )  # start of the sentence, start and stop of the number in it, stop of the sentence
+        # start of the sentence, start and stop of the number in it, stop of the sentence
+        bounds = np.zeros((n_cities, 4), np.int64)
         for index, begin in zip(cities_in_text, starts, strict=True):
             bounds[index] = begin + np.cumsum([0, len(openings[index]), len(numbers[index]), len(full_stop)])
         return Example(sequence, answers, bounds[order, 1:3], bounds[order][:, [0, 3]])
@@ -419,9 +416,8 @@ def haystack(
     starts[order] = depths[order] + np.cumsum(widths[order]) - widths[order]
     sentence_tokens = np.concatenate([np.empty(0, np.int64), *(sentences[index] for index in order)])
     body = np.insert(filler(draw, n_filler), np.repeat(depths[order], widths[order]), sentence_tokens)
-    answers = (len(body) + np.cumsum([len(part) for part in ending])).reshape(
-        -1, 2
-    )  # from the end of a question to the end of its answer
+    # from the end of a question to the end of its answer
+    answers = (len(body) + np.cumsum([len(part) for part in ending])).reshape(-1, 2)
     return np.concatenate((body, *ending)), answers, starts
 
 

@@ -45,9 +45,8 @@ class Unreadable(DataError):
 
 
 OnError = Callable[[Unreadable], None]
-Parse = Callable[
-    [Plain | np.ndarray, str], str | np.ndarray
-]  # makes a document of a value; the str names its location in errors
+# makes a document of a value; the str names its location in errors
+Parse = Callable[[Plain | np.ndarray, str], str | np.ndarray]
 Documents = Iterator[tuple[str | np.ndarray, str]]  # documents, each with its location: the file and the place in it
 Reader = Callable[["Path", Files, OnError, Parse], Documents]
 
@@ -459,10 +458,11 @@ def _read_parquet(path: Path, source: Files, on_error: OnError, parse: Parse) ->
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
+    # with other options a whole row group would be in memory
     with (
         pyarrow.OSFile(os.fsencode(path)) as disk_file,
         ParquetFile(disk_file, buffer_size=1 << 20, pre_buffer=False) as file,
-    ):  # with other options a whole row group would be in memory
+    ):
         check_column(str(path), source.column, file.schema_arrow.names)
         offset = 0
         for group_number in range(file.num_row_groups):
@@ -478,9 +478,10 @@ def _read_parquet(path: Path, source: Files, on_error: OnError, parse: Parse) ->
             offset += row_group.num_rows
 
 
+# `_read_txt`: `Files.suffixes`
 READERS: dict[str, Reader] = {
     ".jsonl": _read_jsonl,
     ".ndjson": _read_jsonl,
     ".json": _read_jsonl,
     ".parquet": _read_parquet,
-}  # `_read_txt`: `Files.suffixes`
+}

@@ -214,10 +214,8 @@ def _files_with_suffix(suffix: str, source: Tokens) -> list[Path]:
 
 
 HEADER_NUMBERS = 256  # int32 numbers: magic, version, number of ids, zeros
-DTYPE_BY_HEADER = {
-    (20240520, 1): "<u2",
-    (20240801, 7): "<u4",
-}  # by (magic, version): dtype of ids, as llm.c writes for GPT-2 and Llama 3
+# by (magic, version): dtype of ids, as llm.c writes for GPT-2 and Llama 3
+DTYPE_BY_HEADER = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 
 
 def _read_header(path: Path) -> tuple[int, int, int]:

@@ -57,9 +57,8 @@ def tokenizer_identity(spec: TokenizerOptions) -> dict[str, Plain]:
             "end_of_text": spec.end_of_text,
             "sha256": hashlib.sha256(content.encode()).hexdigest(),
         }
-    options = {
-        name: value for name, value in to_plain(spec).items() if name != "end_tokens"
-    }  # they end generation only
+    # they end generation only
+    options = {name: value for name, value in to_plain(spec).items() if name != "end_tokens"}
     contents = {name: read_tokenizer_file(Path(options[name]), f"data.tokenizer.{name}") for name in spec.files}
     return options | {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
@@ -150,9 +149,8 @@ def parse_tokenizer(content: str, end_of_text: str) -> "Tokenizer":
         special_names = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
         listing = f"it has {', '.join(special_names[:8])}" if special_names else "it has no special tokens"
         raise DataError(f"no token '{end_of_text}'; set data.tokenizer.end_of_text to one that ends a text ({listing})")
-    tokenizer.add_special_tokens(
-        [end_of_text]
-    )  # special, even if it is an ordinary added token in the file, which text could encode to
+    # special, even if it is an ordinary added token in the file, which text could encode to
+    tokenizer.add_special_tokens([end_of_text])
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # files do not keep this setting

@@ -200,9 +200,8 @@ class AttentionRows:
         with the i-th smallest
             number.
         """
-        origins = torch.argsort(
-            (~self.visible).to(torch.int8), dim=-1, stable=True
-        )  # visible keys first, in the sequence's order
+        # visible keys first, in the sequence's order
+        origins = torch.argsort((~self.visible).to(torch.int8), dim=-1, stable=True)
         destinations = order.masked_fill(~self.visible, math.inf).argsort(-1)  # visible keys first, sorted by `order`
         ordered_scores = self.scores.gather(-1, origins.expand(self.scores.shape))
         scores = torch.empty_like(self.scores).scatter_(-1, destinations.expand(self.scores.shape), ordered_scores)
@@ -243,9 +242,8 @@ class Statistic:
 
     name: str  # as tables and pictures show it
     unit: str  # such as `keys` or `nats`; empty: no unit. A `fraction` lies within 0 and 1
-    measure: Callable[
-        [AttentionRows], Tensor | None
-    ]  # rows -> (H, T), NaN where not defined; None: does not apply to the normalizer
+    # rows -> (H, T), NaN where not defined; None: does not apply to the normalizer
+    measure: Callable[[AttentionRows], Tensor | None]
     in_reports: bool = (
         False  # whether reports, pictures and a run's metrics show it; else only the result and its tables do
     )
@@ -298,10 +296,11 @@ class StatisticFamily:
 
 
 KEYS, HEAD = "visible keys", "head"  # names of axes
+# names of two fractions of rows, beside the statistics
 NOT_FINITE, NO_WEIGHT = (
     "rows that are not finite",
     "rows without weight",
-)  # names of two fractions of rows, beside the statistics
+)
 
 
 class Measures:

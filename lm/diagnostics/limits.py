@@ -114,9 +114,8 @@ def spectral_norm(
     scores = scores.detach().clone().requires_grad_(True)
     weights = normalize(scores)
     cotangent = torch.zeros_like(weights, requires_grad=True)
-    (pullback,) = torch.autograd.grad(
-        weights, scores, cotangent, create_graph=True
-    )  # J^T cotangent, linear in the cotangent
+    # J^T cotangent, linear in the cotangent
+    (pullback,) = torch.autograd.grad(weights, scores, cotangent, create_graph=True)
     noise = torch.randn(scores.shape, generator=generator).to(scores)
     v = _unit_vectors((noise * weights.detach().abs().sqrt()).masked_fill(~visible, 0.0) + 1e-6 * noise)
     norm = v.new_zeros(scores.shape[:-1])
@@ -239,9 +238,8 @@ def limit_statistics() -> StatisticFamily:
     """The statistics of the lemmas and theorems; x_i is the embedding of token i, of length 1 as in Theorem 2."""
     return StatisticFamily(
         (
-            Statistic(
-                "n x largest weight", "", lambda rows: rows.magnitudes.amax(-1) * rows.n, has_exponent=True
-            ),  # 1 for equal weights
+            # 1 for equal weights
+            Statistic("n x largest weight", "", lambda rows: rows.magnitudes.amax(-1) * rows.n, has_exponent=True),
             Statistic("Lemma 1: ln (n x largest weight)", "nats", log_of_n_times_largest),
             Statistic("Lemma 1: ln (n x smallest weight)", "nats", log_of_n_times_smallest),
             Statistic("Lemma 1: ln C2 = -ln C1", "nats", log_c2),

@@ -35,9 +35,8 @@ from torch import Tensor
 
 from lm.diagnostics.attention_rows import AttentionRows, QuerySums, Statistic, StatisticFamily
 
-LOWEST_RATIO = (
-    -20.0
-)  # beta / gamma: S of relu and relu^2 is below 1e-40 from there on, and its terms cancel to rounding error
+# beta / gamma: S of relu and relu^2 is below 1e-40 from there on, and its terms cancel to rounding error
+LOWEST_RATIO = -20.0
 
 
 def sparsity(weights: Tensor, visible: Tensor) -> Tensor:
@@ -137,9 +136,8 @@ def _ratio(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """r = mean / std, the normal distribution function Phi(r) and the normal density phi(r), in fp64."""
     r = (mean.double() / std.double()).clamp(LOWEST_RATIO, 1e6)  # at 1e6, which gamma = 0 gives too, S is 1
     density = (-r.square() / 2).exp() / math.sqrt(2 * math.pi)
-    tail = (
-        density * math.sqrt(math.pi / 2) * torch.special.erfcx(-r.clamp(max=0.0) / math.sqrt(2))
-    )  # exact where Phi's terms cancel
+    # exact where Phi's terms cancel
+    tail = density * math.sqrt(math.pi / 2) * torch.special.erfcx(-r.clamp(max=0.0) / math.sqrt(2))
     return r, torch.where(r < 0, tail, torch.special.ndtr(r)), density
 
 
@@ -153,9 +151,8 @@ def standardised_weights(weights: Tensor, visible: Tensor) -> tuple[Tensor, Tens
     deviation = (weights - weights.masked_fill(~visible, 0.0).sum(-1, keepdim=True) / n).masked_fill(~visible, 0.0)
     std = (deviation.square().sum(-1, keepdim=True) / n).sqrt()
     largest = weights.abs().masked_fill(~visible, 0.0).amax(-1, keepdim=True)
-    counts = (
-        visible & (std > 1e-6 * largest) & std.isfinite()
-    )  # deviations below that are rounding errors of equal weights
+    # deviations below that are rounding errors of equal weights
+    counts = visible & (std > 1e-6 * largest) & std.isfinite()
     return torch.where(counts, deviation / std, 0.0), counts
 
 
@@ -216,9 +213,8 @@ VARIANCE_SOURCES = {
 # ---------------------------------------------------------------- S against its closed form
 
 
-CLOSED_FORMS: dict[
-    str, Callable[[Tensor, Tensor], Tensor]
-] = {  # by `Normalizer.score_map`, of mean and standard deviation
+# by `Normalizer.score_map`, of mean and standard deviation
+CLOSED_FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "exp": lambda mean, std: exp_sparsity(std),
     "relu2": relu2_sparsity,
     "relu": relu_sparsity,

@@ -51,9 +51,8 @@ class Answers:
 
     nll: np.ndarray  # (N,) fp32, nats: -log p of the token given the tokens before it
     hits: np.ndarray  # (N,) bool: the token is the most likely one given the tokens before it
-    rolled_out_hits: (
-        np.ndarray
-    )  # (N,) bool: greedy decoding gives the token, with the model's own answers in the sequence
+    # (N,) bool: greedy decoding gives the token, with the model's own answers in the sequence
+    rolled_out_hits: np.ndarray
     sequence: np.ndarray  # (N,) int64, index of the token's sequence
     token_index: np.ndarray  # (N,) int64, the token's index within its answer
 
@@ -124,18 +123,15 @@ def roll_out(decoder: Decoder, batch: Batch, locations: Tensor, predictions: Ten
         predictions: (N,) int64, the most probable token at each of these positions if the sequence holds the correct
             answers.
     """
-    is_last = locations[0] != torch.cat(
-        (locations[0, 1:], locations.new_tensor([-1]))
-    )  # (N,) bool: the sequence's last answer token
-    sequences = locations[
-        0, (predictions != batch.targets[locations[0], locations[1]]) & ~is_last
-    ].unique()  # unsettled, as in `cache`
+    # (N,) bool: the sequence's last answer token
+    is_last = locations[0] != torch.cat((locations[0, 1:], locations.new_tensor([-1])))
+    # unsettled, as in `cache`
+    sequences = locations[0, (predictions != batch.targets[locations[0], locations[1]]) & ~is_last].unique()
     if not len(sequences):
         return predictions
     tokens, answers, cache = batch.tokens.clone(), predictions.clone(), DecodingCache(batch.tokens.size(1))
-    start = (
-        int(locations[1, torch.isin(locations[0], sequences)].min()) + 1
-    )  # index of the first answer token in these sequences
+    # index of the first answer token in these sequences
+    start = int(locations[1, torch.isin(locations[0], sequences)].min()) + 1
     decoder(tokens[sequences, :start], cache=cache, first=start - 1)
     for _ in range(int(locations[0].bincount().max())):
         is_active = torch.isin(locations[0], sequences)
@@ -277,9 +273,8 @@ class Recall(AnswerMeasurement):
                 sequence_sample(sha256, answers.sequence, values) for values in (answers.hits, answers.nll)
             ]
 
-        whole, rolled_out, token, loss = zip(
-            *map(length_samples, self.lengths), strict=True
-        )  # each has one sample a length
+        # each has one sample a length
+        whole, rolled_out, token, loss = zip(*map(length_samples, self.lengths), strict=True)
         task_options, chance = to_plain(task), task.chance
         fields = {"what": task_options.pop("name"), "options": task_options}
         log_names = tuple(self.eval_config.metric(name, length, setting) for length in self.lengths)
@@ -324,10 +319,8 @@ SCORED = (  # metric and unit of each column of `score`
     ("first of candidates", "fraction"),  # 1 if no other candidate is more probable, as a whole, than the answer
     ("rank among candidates", ""),  # 1 plus the number of candidates that are more probable than the answer
     ("loss of answers", "nats per token"),
-    (
-        "loss over the most probable other",
-        "nats",
-    ),  # -log p of the answer minus that of this candidate; 0 without other candidates
+    # -log p of the answer minus that of this candidate; 0 without other candidates
+    ("loss over the most probable other", "nats"),
 )
 
 
@@ -402,9 +395,8 @@ def _make_trial(sequence: Example, question: int, index: int, text: Text) -> Tri
     answer = sequence.tokens[start:stop]
     number, text_numbers = text.decode(answer).strip(), set(re.findall(r"\d{7}", text.decode(sequence.tokens)))
     draw, drawn_numbers = Draw(QUESTION_SEED + 1, "test", index), set()
-    for _ in range(
-        100 * DRAWN_NUMBERS
-    ):  # numbers with as many tokens as the answer: shorter ones would be more probable
+    # numbers with as many tokens as the answer: shorter ones would be more probable
+    for _ in range(100 * DRAWN_NUMBERS):
         candidate = str(1_000_000 + draw.integer(9_000_000))
         if len(drawn_numbers) < DRAWN_NUMBERS and len(text.encode_number(candidate)) == len(answer):
             drawn_numbers.add(candidate)
@@ -485,9 +477,8 @@ class NeedleMeasurement(AnswerMeasurement):
                 reasons[length] = str(error)
             except TaskError:  # `check_fits` raises it as a ConfigError
                 continue
-        self.lengths = [
-            length for length in lengths if length not in reasons
-        ] or lengths  # if all are too short, `check_fits` says so
+        # if all are too short, `check_fits` says so
+        self.lengths = [length for length in lengths if length not in reasons] or lengths
         self.heads_length = round((self.eval_config.heads_at or 0) * config.data.seq_len)
         for length in self.lengths:
             self.check_fits(task, length, "length_factors", self.eval_config.trials)
@@ -555,9 +546,8 @@ class NeedleMeasurement(AnswerMeasurement):
         """Mean accuracy, over trials, of guessing among the numbers not yet asked for; None if the needle is absent or
         the only number.
         """
-        candidates = (
-            task.needles + task.distractors
-        )  # earlier questions of a sequence stand in the prompt with their answers
+        # earlier questions of a sequence stand in the prompt with their answers
+        candidates = task.needles + task.distractors
         return task.chance and float(
             np.mean([1 / (candidates - index % task.needles) for index in range(self.eval_config.trials)])
         )

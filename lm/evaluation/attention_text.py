@@ -40,14 +40,12 @@ class Maps:
     """
 
     size: int  # tokens along each side of a cell; 1: every weight has its own cell
-    weights: (
-        np.ndarray
-    )  # (layers, H, K, K) fp32, queries by keys; NaN where no query sees a key; not finite where a weight is not
+    # (layers, H, K, K) fp32, queries by keys; NaN where no query sees a key; not finite where a weight is not
+    weights: np.ndarray
     queries: np.ndarray  # (layers, H, K, K) int64, index of each weight's query token; -1 where no query sees a key
     keys: np.ndarray  # (layers, H, K, K) int64, index of each weight's key token; -1 likewise
-    effective: (
-        np.ndarray
-    )  # (layers, H), mean over queries of `effective_keys` / visible keys, without first token; small if concentrated
+    # (layers, H), mean over queries of `effective_keys` / visible keys, without first token; small if concentrated
+    effective: np.ndarray
 
     def most_concentrated(self, count: int) -> list[tuple[int, int]]:
         """Pairs (layer, head), ascending, of the `count` most concentrated heads (lowest `effective`); of all heads if
@@ -84,9 +82,8 @@ def attention_maps(decoder: Decoder, tokens: Tensor, cells: int) -> Maps:
         column_peaks, peak_keys = (
             F.pad(magnitude, (0, side * size - magnitude.size(-1)), value=-1.0).unflatten(-1, (side, size)).max(-1)
         )
-        peak_keys = peak_keys + torch.arange(
-            0, side * size, size, device=peak_keys.device
-        )  # (H, T, K), index of the key
+        # (H, T, K), index of the key
+        peak_keys = peak_keys + torch.arange(0, side * size, size, device=peak_keys.device)
         head = torch.arange(len(column_peaks), device=peak_keys.device).unsqueeze(-1)
         for cell in (block.queries // size).unique().tolist():
             cell_rows = (block.queries // size == cell).nonzero().squeeze(-1)

@@ -27,10 +27,11 @@ PANEL_SIZE = 4.8, 3.4  # inches
 Heads = dict[str, np.ndarray]  # by metric: its values for all heads of all layers, NaN where it is not defined
 KeyCounts = tuple[int, float]  # the fewest and the most visible keys
 Frame = tuple[str, tuple[float, float] | None, list[Trace]]  # label and range of the x axis, and curves of theory
+# heads -> x; (largest x, keys) -> frame
 HeadsAxis, FrameFunction = (
     Callable[[Heads], np.ndarray],
     Callable[[float, KeyCounts], Frame],
-)  # heads -> x; (largest x, keys) -> frame
+)
 
 
 def diagnostics_picture(series: Sequence[Series]) -> Picture | None:

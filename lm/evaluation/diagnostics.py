@@ -52,9 +52,8 @@ from lm.schema import Plain, to_plain
 
 KIND = "diagnostics"
 SHUFFLED, UNTRAINED = "shuffled scores", "untrained weights"
-FAMILIES: dict[
-    str, Callable[[DiagnosticsConfig], StatisticFamily]
-] = {  # by their names in `eval.diagnostics.statistics`
+# by their names in `eval.diagnostics.statistics`
+FAMILIES: dict[str, Callable[[DiagnosticsConfig], StatisticFamily]] = {
     "concentration": lambda options: concentration.concentration_statistics(),
     "sparsity": lambda options: sparsity.sparsity_statistics(),
     "limits": lambda options: limits.limit_statistics(),
@@ -187,9 +186,8 @@ class Diagnostics(Measurement):
         return (picture := diagnostics_picture(series)) and picture.png
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
-        fingerprint = (
-            "" if self.eval_config.text else self.fingerprint
-        )  # no window of a text is held back to select runs
+        # no window of a text is held back to select runs
+        fingerprint = "" if self.eval_config.text else self.fingerprint
         return diagnostic_series(
             decoder, self.held_out, self.eval_config, device, self.config.seed, fingerprint, progress
         )
@@ -315,9 +313,8 @@ class _ModelSeries:
         documents.
         """
         for statistic, setting, values in self._model_values(self.measures.query_statistics if self.bins else []):
-            by_bin = np.stack(
-                [self._mean_within(statistic, values, bounds, (1, 2, 3)) for bounds in self.bins], 1
-            )  # (N, bins)
+            # (N, bins)
+            by_bin = np.stack([self._mean_within(statistic, values, bounds, (1, 2, 3)) for bounds in self.bins], 1)
             fields = {"axis": visible_keys_axis(self.bins), "samples": (self.held_out.sample(by_bin),)}
             yield self._series(statistic, setting, mean(by_bin, 0), shown=self._display(statistic), **fields)
 

@@ -158,9 +158,8 @@ def open_store(config: Config, model: LoadedModel) -> Store:
 def open_device(config: Config, environment: dict[str, Plain]) -> Device:
     """The device to measure on, in the precision that `config` sets, else in that of training, from `environment`
     (environment.json). Also sets torch's number of CPU threads."""
-    config = replace(
-        config, trainer=replace(config.trainer, devices=1, num_nodes=1)
-    )  # one device, however many the run was trained on
+    # one device, however many the run was trained on
+    config = replace(config, trainer=replace(config.trainer, devices=1, num_nodes=1))
     accelerator, _ = resolve_device(config)
     precision = resolve_precision(config, accelerator, environment)
     torch.set_num_threads(config.trainer.threads or threads_per_process(1))

@@ -47,9 +47,8 @@ class Measurement(ABC):
 
     def __init__(self, config: Config, store: Store | None):
         self.config, self.store = config, store
-        self.fingerprint = (
-            store.fingerprint if store else ""
-        )  # fingerprint of the data of its sequences; empty: no store
+        # fingerprint of the data of its sequences; empty: no store
+        self.fingerprint = store.fingerprint if store else ""
 
     @property
     def eval_config(self) -> Timing:

@@ -82,9 +82,8 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
     order = logits.argsort(descending=True)[: sampling.top_k]
     probabilities = (logits[order] / sampling.temperature).softmax(-1)
     if sampling.top_p is not None:
-        probabilities = probabilities[
-            : int((probabilities.cumsum(-1) < sampling.top_p).sum()) + 1
-        ]  # the most probable token always stays
+        # the most probable token always stays
+        probabilities = probabilities[: int((probabilities.cumsum(-1) < sampling.top_p).sum()) + 1]
     return int(order[torch.multinomial(probabilities, 1, generator=generator)])
 
 

@@ -332,9 +332,8 @@ class Validation(Measurement):
     @property
     def options(self) -> dict[str, Plain]:
         data = self.config.data
-        weights = [
-            item.weight for item in (data.tasks if data.symbolic else data.sources)
-        ]  # which the store's fingerprint leaves out
+        # which the store's fingerprint leaves out
+        weights = [item.weight for item in (data.tasks if data.symbolic else data.sources)]
         options = {
             "seq_len": self.held_out.length,
             "sequences_sha256": self.held_out.sha256,
@@ -358,9 +357,8 @@ class Validation(Measurement):
         )
         tasks = [to_plain(weighted.task) for weighted in data.tasks]
         labels = task_names(tasks) if data.symbolic else [source.label for source in self.store.val.sources]
-        for number, label in enumerate(
-            labels if len(labels) > 1 else []
-        ):  # the sources of a mixture, or the tasks over symbols
+        # the sources of a mixture, or the tasks over symbols
+        for number, label in enumerate(labels if len(labels) > 1 else []):
             selection = sequences.sources == number
             if selection.any():
                 loss, sample = sequences.means(nll, selection)

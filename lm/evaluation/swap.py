@@ -147,11 +147,8 @@ class SwapMeasurement(Measurement):
         )  # fmt: skip
 
 
-_LOG_NAMES = {
-    "loss before": "loss_before",
-    "loss after": "loss_after",
-    "KL divergence": "kl",
-}  # by metric, its name in the metrics log
+# by metric, its name in the metrics log
+_LOG_NAMES = {"loss before": "loss_before", "loss after": "loss_after", "KL divergence": "kl"}
 
 
 def token_losses_and_kl(
@@ -267,19 +264,16 @@ def swap_run(
         if init == "fit" and not count_parameters(new)["normalizer"]:
             raise ConfigError([Problem("--init", init, f"{label} has no parameters to fit", "drop --init")])
         model, store = model_on_text(model, model.config) if files else (model, open_store(config, model))
-        environment = {
-            **model.environment,
-            "data_fingerprint": model.metadata["data_fingerprint"],
-        }  # an export has no environment
+        # an export has no environment
+        environment = {**model.environment, "data_fingerprint": model.metadata["data_fingerprint"]}
         measurement, device = SwapMeasurement(config, store, old), open_device(config, environment)
         old.to(device.device), new.to(device.device)
         facts: dict[str, Plain] = {"from": str(model.path), "arm": arm(to_plain(model.config), environment)}
         facts["normalizer"] = old.config.normalizer.label()
         facts["init"] = init if init == "fit" else getattr(config.model.normalizer, "init", None)
         if init == "fit":
-            full_length = replace(
-                config, data=replace(config.data, lengths=FullLength())
-            )  # the first steps of a curriculum are short
+            # the first steps of a curriculum are short
+            full_length = replace(config, data=replace(config.data, lengths=FullLength()))
             sequences = train_sequences(store, full_length, max(1, FIT_TOKENS // config.data.seq_len))
             batches = [sequences.batch(step).to(device.device) for step in range(FIT_BATCHES)]
             facts["fit_kl_before"], facts["fit_kl_after"] = fit_normalizers(old, new, batches)
@@ -463,8 +457,6 @@ def _write_run(
     write_text(folder / CONFIG, to_yaml(config))
     if model.tokenizer:
         shutil.copyfile(model.folder / TOKENIZER, folder / TOKENIZER)
-        environment = {
-            **environment,
-            TOKENIZER_SHA256: file_sha256(folder / TOKENIZER),
-        }  # the environment of an export is empty
+        # the environment of an export is empty
+        environment = {**environment, TOKENIZER_SHA256: file_sha256(folder / TOKENIZER)}
     write_json(folder / ENVIRONMENT, {**environment, "parameters": count_parameters(decoder)})

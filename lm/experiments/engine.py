@@ -48,13 +48,15 @@ if TYPE_CHECKING:
 
 Engine = Literal["slurm", "local"]
 LOCK = "compare.lock"  # file in the experiment's folder: names the machine and process that work on it
+# suffixes of files beside a run's log: why the run failed, and which job trains it
 FAILURE_SUFFIX, JOB_SUFFIX = (
     "failed.json",
     "job.json",
-)  # suffixes of files beside a run's log: why the run failed, and which job trains it
+)
 JOBS_FOLDER = "workers"  # folder in the experiment's folder: scripts and output of submitit's jobs
 POLL_SECONDS = 1.0  # seconds between checks of a job
 RECORD_WAIT_SECONDS = 120.0  # seconds within which a job must see the record that names it
+# SIGKILL: out of memory?
 _CRASH_SIGNALS = (
     signal.SIGSEGV,
     signal.SIGKILL,
@@ -62,7 +64,7 @@ _CRASH_SIGNALS = (
     signal.SIGBUS,
     signal.SIGILL,
     signal.SIGFPE,
-)  # SIGKILL: out of memory?
+)
 
 
 # ---------------------------------------------------------------- who works on an experiment

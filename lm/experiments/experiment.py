@@ -197,9 +197,8 @@ class Experiment:
     name: str
     base: dict[str, Plain]  # plain configuration that all arms share
     arms: tuple[Arm, ...]
-    sizes: dict[
-        str, dict[str, Plain]
-    ]  # changes of the configuration by size; an experiment without sizes has one size with an empty name
+    # changes of the configuration by size; an experiment without sizes has one size with an empty name
+    sizes: dict[str, dict[str, Plain]]
     seeds: tuple[int, ...]
     tune: Tune
     primary: PrimaryMetric
@@ -211,9 +210,8 @@ class Experiment:
     # training
     evaluate: dict[str, Plain] = field(default_factory=dict)
     planned_seeds: tuple[int, ...] | None = None  # the seeds at the first start; None: no first start is recorded
-    departures: tuple[
-        Departure, ...
-    ] = ()  # differences from the plan that was recorded before any final run was measured
+    # differences from the plan that was recorded before any final run was measured
+    departures: tuple[Departure, ...] = ()
     # parsed configurations, by the values of all keys except `_UNCACHED_KEYS`
     _configs: dict[str, Config] = field(default_factory=dict, repr=False, compare=False)
 

@@ -120,9 +120,8 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     full_arms: dict[str, Arm] = {}
     for arm in arms:
         changes = merge_bases(arm.changes, file, f"arms.{arm.name}.base")
-        if arm.source in full_arms and (
-            arm.branch_step is not None or not arm.trained
-        ):  # its changes are laid over its source's
+        # its changes are laid over its source's
+        if arm.source in full_arms and (arm.branch_step is not None or not arm.trained):
             changes = merge(merge(full_arms[arm.source].changes, {} if arm.trained else {"phases": []}), changes)
         if (tokens := flatten(changes).get(TOKENS_KEY)) is not None:
             reason = "the arms of a size train equally long"

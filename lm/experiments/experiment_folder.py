@@ -115,9 +115,8 @@ def start(
         PLAN: None if has_measured_runs else plan,
         _CODE: code,
     }
-    if (
-        not write_new(settings_file, json_bytes(sealed(settings))) and not has_measured_runs
-    ):  # the plan may change before a final run is measured
+    # the plan may change before a final run is measured
+    if not write_new(settings_file, json_bytes(sealed(settings))) and not has_measured_runs:
         old_settings = _read_settings(settings_file)
         new_settings = old_settings | ({PLAN: plan} if has_plan_changed(old_settings.get(PLAN), plan) else {})
         new_settings |= {name: settings[name] for name in ("seeds", _CODE) if name in old_settings}
@@ -182,9 +181,8 @@ def other_runs_note(procedure: Procedure) -> str:
     tuned_values = (
         dict(zip(experiment.tune.keys, key_values(experiment.any_rate), strict=True)) if experiment.is_tuned else {}
     )
-    differences = list[
-        dict[str, tuple[Plain, Plain]]
-    ]()  # of each run, by key: its value and the requested value; None: not set
+    # of each run, by key: its value and the requested value; None: not set
+    differences = list[dict[str, tuple[Plain, Plain]]]()
     sized_files = [
         (size, path)
         for size in experiment.sizes
@@ -308,9 +306,8 @@ def plan_of(experiment: Experiment) -> dict[str, Plain]:
         for size in experiment.sizes
     }
     timestamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    primary = {
-        key: value for key, value in vars(experiment.primary).items() if key != "spread"
-    }  # only the plan's power depends on it
+    # only the plan's power depends on it
+    primary = {key: value for key, value in vars(experiment.primary).items() if key != "spread"}
     baseline, kind = experiment.arms[0].name, kind_of_metric(experiment.primary.metric)
     measured = {
         size: experiment.measurement_config(configs[size, baseline]).eval.measured_options(kind)

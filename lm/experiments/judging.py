@@ -16,11 +16,12 @@ from lm.statistics.tokens import factor, log_tokens
 from lm.statistics.tuning import Rate, rate_cell, rate_text
 from lm.statistics.verdicts import MAX_SEEDS, MIN_SEEDS, POWER, Comparison, Verdict, power, seeds_needed, verdicts
 
+# intervals in `Judgement.entries`; a CSV has columns for their ends even if all are empty
 INTERVALS = (
     "difference",
     "factor",
     "alone",
-)  # intervals in `Judgement.entries`; a CSV has columns for their ends even if all are empty
+)
 SizeArm = tuple[str, str]  # size and arm
 RatePair = tuple[Rate | None, Rate | None]  # the rates of an arm and of the baseline
 
@@ -46,9 +47,8 @@ class JudgedRun:
         return float((self.values * self.weights).sum() / self.weights.sum()) if self.state == "finished" else math.inf
 
 
-RunsByRate = dict[
-    Rate | None, list[JudgedRun]
-]  # runs of an arm by seed, at each rate; the rate that tuning chose comes first
+# runs of an arm by seed, at each rate; the rate that tuning chose comes first
+RunsByRate = dict[Rate | None, list[JudgedRun]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,9 +64,8 @@ class Judgement:
     runs: Mapping[SizeArm, RunsByRate]  # the runs by size and arm; every arm has every seed at each of its rates
     # whether verdicts must hold at every pair of rates, since rates were chosen by another metric than the compared one
     all_pairs: bool = False
-    sources: Mapping[str, list[str]] = field(
-        default_factory=dict
-    )  # the names of the arms whose weights an arm starts from, by that arm
+    # the names of the arms whose weights an arm starts from, by that arm
+    sources: Mapping[str, list[str]] = field(default_factory=dict)
     exploratory: Collection[SizeArm] = ()  # the sizes and arms whose verdicts are exploratory
     rate_heading: str = "rate"  # the heading of the column of rates
     measured_on: str = ""  # what means are measured on, for the heading of their column
@@ -126,9 +125,8 @@ class Judgement:
         pair, (arm_runs, baseline_runs) = (rates[arm], rates[baseline]), self._runs_at_all_rates(size, arm)
         arm_rates = arm_runs.keys()
         decisive_runs = _decisive_runs(pair, arm_runs, baseline_runs)
-        has_begun = any(
-            run.arm == arm and run.ended for run in decisive_runs
-        )  # before that, a diverged baseline says nothing of the arm
+        # before that, a diverged baseline says nothing of the arm
+        has_begun = any(run.arm == arm and run.ended for run in decisive_runs)
         diverged_runs = [run for run in decisive_runs if has_begun and run.state == "diverged"]
         reason = "; ".join(run.note for run in diverged_runs[:3]) + ("; ..." if len(diverged_runs) > 3 else "")
         if diverged_runs:  # no claim is possible: only the runs at the judged rates are shown

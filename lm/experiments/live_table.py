@@ -28,13 +28,8 @@ from lm.statistics.tuning import rate_text
 REFRESH_SECONDS = 1.0
 MAX_RUNS = 20  # largest number of rows; more runs are shown in groups
 _NUMBER_COLUMNS = dict.fromkeys(("rate", "seed", "runs", SELECTION), "number")  # columns that hold numbers
-_STATE_STYLES = {
-    "finished": "green",
-    "diverged": "red",
-    "failed": "red",
-    "running": "bold",
-    "waiting": "dim",
-}  # groups count in this order
+# groups count in this order
+_STATE_STYLES = {"finished": "green", "diverged": "red", "failed": "red", "running": "bold", "waiting": "dim"}
 # columns that tell single runs apart, then columns that tell groups of runs apart, the finest groups first
 _LINE_COLUMNS = (
     ("size", "arm", "rate", "seed", "stage"),

@@ -225,9 +225,8 @@ def answers(sizes: list[SizeResults]) -> list[Answer]:
                 else None
             )
             mark_labels = tuple(f"{mark:.3g}" if is_factor else f"{mark:+g}" if mark else "0" for mark in marks)
-            noise_source = (
-                "" if interval.noise_source == f"{verdict.seeds} seeds" else interval.noise_source
-            )  # the words end with seeds
+            # the words end with seeds
+            noise_source = "" if interval.noise_source == f"{verdict.seeds} seeds" else interval.noise_source
             effect = (
                 effect_name,
                 column.text(interval.mean),

@@ -561,9 +561,8 @@ def check_comparable(runs: list[Run], metric: str) -> None:
     finished_runs = [run for run in runs if run.outcome.state == "finished"]
     for run in finished_runs:
         folder, problem = run.config.run_folder, ""
-        for evaluation in (
-            run.outcome.evaluations if not run.evaluate else ()
-        ):  # with `evaluate`, `Outcome.is_measured` checks
+        # with `evaluate`, `Outcome.is_measured` checks
+        for evaluation in run.outcome.evaluations if not run.evaluate else ():
             is_asked = any(metric in series.logged for series in evaluation.series)
             if is_asked and evaluation.asked not in ({}, run.config.eval.measured_options(evaluation.kind)):
                 problem = "with other options than the run is configured with"

@@ -49,16 +49,14 @@ class Outcome:
     folder: Path
     last_step: int
     metric: str
-    scheduled_evaluations: tuple[
-        str, ...
-    ] = ()  # kinds of evaluation that are scheduled at `last_step`, without validation
+    # kinds of evaluation that are scheduled at `last_step`, without validation
+    scheduled_evaluations: tuple[str, ...] = ()
     # the options of `eval` with which evaluations of `last_step` must be made, by kind; {}: the scheduled evaluations
     # are enough
     required_options: dict[str, dict[str, Plain]] = field(default_factory=dict)
     planned: Config | None = None  # the configuration of the run that the folder must hold; None: any
-    _reached_tokens: dict[bool, float] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )  # results of `tokens_to_reach`
+    # results of `tokens_to_reach`
+    _reached_tokens: dict[bool, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def log(self) -> Log:

@@ -90,9 +90,8 @@ def judge_table(
     _check_rows(runs, source, [name for name in table.columns if name not in (*RUN_KEY, "value", "weight")])
     selecting_rows, reporting_rows = _split_by_use(runs, source)
     arms = [*dict.fromkeys(reporting_rows["arm"])]
-    if missing_arms := [
-        arm for arm in dict.fromkeys(runs["arm"]) if arm not in arms
-    ]:  # without them the family would be smaller
+    # without them the family would be smaller
+    if missing_arms := [arm for arm in dict.fromkeys(runs["arm"]) if arm not in arms]:
         reason = f"no line of {', '.join(missing_arms)} reports, only lines that choose rates"
         raise RunError(f"{source}: {reason}; add its final runs, or leave it out by a condition")
     if baseline is None and "experiment" in rows and rows["experiment"].notna().any():

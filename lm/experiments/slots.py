@@ -128,17 +128,15 @@ def commands(run: Run, experiment_folder: Path) -> list[list[str]]:
     arguments, plugins = [], [f"--allow-plugin={package}" for package in sorted(run.packages)]
     swapped_folder = Path(config.init_from) if run.trained else folder
     if run.swap and not (swapped_folder / CONFIG).exists():
-        options = (
-            [] if run.swap.init is None else [f"--init={run.swap.init}"]
-        )  # in place of `init` in the normalizer's options
+        # in place of `init` in the normalizer's options
+        options = [] if run.swap.init is None else [f"--init={run.swap.init}"]
         normalizer = {
             name: value for name, value in to_plain(config.model.normalizer).items() if name not in ("name", "init")
         }
         options += [override(f"model.normalizer.{name}", value) for name, value in normalizer.items()]
         run_labels = {name: value for name, value in to_plain(config.experiment).items() if value is not None}
-        options += [
-            override(f"experiment.{name}", value) for name, value in run_labels.items()
-        ]  # else lm.results has the source's arm
+        # else lm.results has the source's arm
+        options += [override(f"experiment.{name}", value) for name, value in run_labels.items()]
         arguments.append(
             [
                 "swap",
@@ -176,9 +174,8 @@ def interruptible() -> Iterator[list[int]]:
     signals: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if (
-            number in (signal.SIGUSR1, signal.SIGUSR2) and signals
-        ):  # schedulers announce the end of a job more than once
+        # schedulers announce the end of a job more than once
+        if number in (signal.SIGUSR1, signal.SIGUSR2) and signals:
             return
         signals.append(number)
         raise KeyboardInterrupt
@@ -205,9 +202,8 @@ class Children:
     def train(self, run: Run, devices: Devices | None) -> tuple[int, float]:
         """Train or continue a run, which sees only `devices` (None: all GPUs that this process sees). Returns the exit
         status of its last command, negative if a signal killed it, and the seconds that its commands took."""
-        while (
-            is_training(run.config.run_folder) and not self._stopping.is_set()
-        ):  # in a process that an earlier start left
+        # in a process that an earlier start left
+        while is_training(run.config.run_folder) and not self._stopping.is_set():
             self._stopping.wait(1)
         status, start = 128 + signal.SIGTERM if self._stopping.is_set() else 0, time.monotonic()
         for command in [] if status else commands(replace(run, outcome=replace(run.outcome)), self.experiment_folder):

@@ -44,14 +44,12 @@ class Architecture(ABC):
     """
 
     model_type: ClassVar[str]
-    classes: ClassVar[
-        tuple[str, ...]
-    ]  # transformers' classes of models with such weights; the first is the language model
+    # transformers' classes of models with such weights; the first is the language model
+    classes: ClassVar[tuple[str, ...]]
     base: ClassVar[str]  # prefix of tensor names in models with a head
     blocks: ClassVar[str]  # the name of the list of layers
-    modules: ClassVar[
-        dict[str, str]
-    ]  # lm's module -> transformers' name in the layer; several names for a matrix of several projections
+    # lm's module -> transformers' name in the layer; several names for a matrix of several projections
+    modules: ClassVar[dict[str, str]]
     stores_inputs_first = False  # matrices of layers are stored as (inputs, outputs)
     buffers: ClassVar[tuple[str, ...]] = ()  # ends of the names of tensors that are no parameters
     divides_width = False  # transformers needs a width that is a multiple of the number of heads
@@ -181,11 +179,12 @@ class Llama(Architecture):
     kv_heads: ClassVar[int | None] = None  # default of num_key_value_heads; None: the number of query heads
     head_dim: ClassVar[int | None] = None  # default of head_dim; None: hidden_size / num_attention_heads
     vocab_size: ClassVar[int] = 32000
+    # hidden_size, intermediate_size, max_position_embeddings
     default_sizes: ClassVar[tuple[int, int, int]] = (
         4096,
         11008,
         2048,
-    )  # hidden_size, intermediate_size, max_position_embeddings
+    )
 
     def spec(self, fields: Fields) -> ModelSpec:
         width, mlp_width, n_positions = self.default_sizes

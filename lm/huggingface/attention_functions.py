@@ -36,11 +36,13 @@ LENGTH_FIELD = "lm_train_length"  # field of the configuration with the training
 NORMALIZER_ATTRIBUTE = (
     "lm_normalizer"  # in each attention, the module with the parameters; in the configuration, their normalizer
 )
+# the first two read the layer's input, the last has a table for all layers
 UNREGISTERED_NORMALIZERS = (
     "forget",
     "asentmax",
     "p_n",
-)  # the first two read the layer's input, the last has a table for all layers
+)
+# arguments of attention functions that change what is computed
 REFUSED_ARGUMENTS = (
     "sliding_window",
     "softcap",
@@ -49,11 +51,12 @@ REFUSED_ARGUMENTS = (
     "position_bias",
     "indices",
     "block_indices",
-)  # arguments of attention functions that change what is computed
+)
+# with RoPE, on absolute positions; not so for linear with `features: identity`
 POSITION_DEPENDENT_NORMALIZERS = (
     "qassmax",
     "linear",
-)  # with RoPE, on absolute positions; not so for linear with `features: identity`
+)
 # Fields of a configuration, or its `rope_parameters`, with which a model multiplies queries by a function of position.
 GROWING_SCALE_FIELDS = ("llama_4_scaling_beta", "attn_temperature_tuning")
 OWN_ATTENTION_MESSAGE = "{} computes attention by itself, or has none, whatever attn_implementation says"
@@ -209,9 +212,8 @@ def _attend(
     factor = 1.0 if scaling is None else scaling * math.sqrt(query.size(-1))
     if not math.isclose(factor, 1.0):
         query = query.to(torch.promote_types(query.dtype, torch.float32)) * factor
-    if attention_mask is None and 1 < query.size(2) < key.size(
-        2
-    ):  # a new cache of fixed size, whose later keys are empty
+    # a new cache of fixed size, whose later keys are empty
+    if attention_mask is None and 1 < query.size(2) < key.size(2):
         key, value = key[:, :, : query.size(2)], value[:, :, : query.size(2)]
     layout = _layout(query, key, attention_mask, position_ids)
     depends_on_position = options["name"] in POSITION_DEPENDENT_NORMALIZERS and options.get("features") != "identity"

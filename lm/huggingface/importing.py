@@ -51,9 +51,8 @@ class Shards:
 
     def __init__(self, folder: Path):
         self.path, self.shapes = folder, dict[str, tuple[int, ...]]()
-        self._files_and_types: dict[
-            str, tuple[Path, str]
-        ] = {}  # the file of each tensor, and the type that it has there
+        # the file of each tensor, and the type that it has there
+        self._files_and_types: dict[str, tuple[Path, str]] = {}
         for file, names in _weight_files(folder).items():
             self._read_header(file, names)
 

@@ -256,9 +256,8 @@ def sdpa_with_sink(
     """
     size, width, length = query.size(-1), value.size(-1), query.size(2)
     logit = sink.float() / scaling
-    high_part = logit.to(
-        query.dtype
-    )  # with its rounding error in two of 8 more dimensions, a multiple the kernel needs
+    # with its rounding error in two of 8 more dimensions, a multiple the kernel needs
+    high_part = logit.to(query.dtype)
     pair = (
         torch.stack((high_part, (logit - high_part.float()).to(query.dtype)), -1)
         .view(1, -1, 1, 2)

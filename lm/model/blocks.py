@@ -61,9 +61,8 @@ class _RMSNorm(torch.autograd.Function):
             return None, dweight, None
         dscaled = grad * weight
         dr = (dscaled * x).sum(-1, keepdim=True)
-        factor = (
-            dr.mul_(-0.5).mul_(r.pow(3)).div_(x.size(-1)).mul_(2)
-        )  # x * factor is the part of the gradient that goes through r
+        # x * factor is the part of the gradient that goes through r
+        factor = dr.mul_(-0.5).mul_(r.pow(3)).div_(x.size(-1)).mul_(2)
         return dscaled.mul_(r).add_(x * factor), dweight, None
 
 
@@ -239,20 +238,17 @@ class Attention(AttentionBase):
             output = self.attend(x, q, k, v, context)
         else:
             heads, kv_heads, _ = self.head_counts
-            q, k = (
-                x.unflatten(1, (kv_heads, -1)).unflatten(-1, (2, -1)) for x in (q, k)
-            )  # (B, K, H / K or 1, T, 2, D / 2)
-            q, k = (
-                x.movedim(-2, 2).flatten(1, 3) for x in (q, k)
-            )  # (B, 2 H or 2 K, T, D / 2), by key-value head, half, query head
+            # (B, K, H / K or 1, T, 2, D / 2)
+            q, k = (x.unflatten(1, (kv_heads, -1)).unflatten(-1, (2, -1)) for x in (q, k))
+            # (B, 2 H or 2 K, T, D / 2), by key-value head, half, query head
+            q, k = (x.movedim(-2, 2).flatten(1, 3) for x in (q, k))
             output = self.attend(x, q, k, v.repeat_interleave(2, 1), context).unflatten(
                 -1, (kv_heads, 2, heads // kv_heads, -1)
             )
             output = self.difference(output.transpose(3, 4).flatten(2, 3)).flatten(2)
         if self.gate is not None:
-            gates = (
-                self.gate(context.output_part(x)).sigmoid().unflatten(-1, (self.head_counts[0], -1))
-            )  # (B, T, H, 1) or (B, T, H, D)
+            # (B, T, H, 1) or (B, T, H, D)
+            gates = self.gate(context.output_part(x)).sigmoid().unflatten(-1, (self.head_counts[0], -1))
             output = (output.unflatten(-1, (self.head_counts[0], -1)) * gates).flatten(2)
         return self.out(output)
 
@@ -271,13 +267,11 @@ class MapDifference(nn.Module):
 
     def __init__(self, size: int, eps: float, layer: int):
         super().__init__()
-        initial_lambda = torch.tensor(
-            0.8 - 0.6 * math.exp(-0.3 * layer)
-        )  # a tensor, so that compiled layers share their code
+        # a tensor, so that compiled layers share their code
+        initial_lambda = torch.tensor(0.8 - 0.6 * math.exp(-0.3 * layer))
         self.register_buffer("initial_lambda", initial_lambda, persistent=False)
-        self.lambdas = nn.Parameter(
-            torch.zeros(2 * size)
-        )  # four vectors of half a head, in one dimension: no matrix to optimizers
+        # four vectors of half a head, in one dimension: no matrix to optimizers
+        self.lambdas = nn.Parameter(torch.zeros(2 * size))
         self.norm = HeadNorm(size, eps)
 
     def forward(self, outputs: Tensor) -> Tensor:

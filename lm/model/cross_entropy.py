@@ -132,9 +132,8 @@ def _chunk_sums(
         tanh_logits = _rough_tanh(logits, softcap) if uses_rough_tanh else (logits / softcap).tanh_()
         logits = tanh_logits * softcap
     p, largest_logit = logits.softmax(-1), logits.amax(-1, keepdim=True)
-    log_z_minus_max = -p.amax(
-        -1, keepdim=True
-    ).log()  # log Z - the largest logit: exact where one token has nearly all the probability
+    # log Z - the largest logit: exact where one token has nearly all the probability
+    log_z_minus_max = -p.amax(-1, keepdim=True).log()
     nll = ((largest_logit - logits.gather(1, y) + log_z_minus_max) * target_mask).sum()
     log_z = largest_logit + log_z_minus_max if z_loss else None
     terms = torch.stack((nll, z_loss * (log_z.square() * target_mask).sum() if z_loss else torch.zeros_like(nll)))
@@ -186,15 +185,13 @@ def token_kl(p: Tensor, p_head: Head, q: Tensor, q_head: Head) -> Tensor:
         return (log_p.exp() * (log_p - log_q)).sum(-1)
 
     divergences = torch.empty(len(p), device=p.device)
-    size = max(
-        64, chunk_tokens(p_head.weight.size(0), p_head.weight.device.type) // 4
-    )  # the log-softmax and the sum's terms are held, too
+    # the log-softmax and the sum's terms are held, too
+    size = max(64, chunk_tokens(p_head.weight.size(0), p_head.weight.device.type) // 4)
     with torch.autocast(p.device.type, enabled=False):
         p_matrix, q_matrix = p_head.weight.float().t(), q_head.weight.float().t()
         for number, (p_part, q_part) in enumerate(zip(p.split(size), q.split(size), strict=True)):
-            divergences[number * size :][:size] = checkpoint(
-                chunk_kl, p_part, q_part, use_reentrant=False
-            )  # in place, as `_map_logits`
+            # in place, as `_map_logits`
+            divergences[number * size :][:size] = checkpoint(chunk_kl, p_part, q_part, use_reentrant=False)
     return divergences
 
 

@@ -192,9 +192,8 @@ class Decoder(nn.Module):
         Evaluations (`eval`) stay eager, and so do embedding, RoPE's angles, last norm and the head's loss, whose chunks
         would be unrolled.
         """
-        dynamo_config = (
-            torch._dynamo.config
-        )  # its limits count a function's graphs in a process; each layer may need its own
+        # its limits count a function's graphs in a process; each layer may need its own
+        dynamo_config = torch._dynamo.config
         dynamo_config.recompile_limit += 2 * lengths * len(self.blocks)
         dynamo_config.accumulated_recompile_limit += 2 * lengths * len(self.blocks)
         self.run_block = torch.compile(_run_block, dynamic=False)
@@ -213,9 +212,8 @@ class Decoder(nn.Module):
         """Return a batch's training objective, and its two terms, loss and z-loss, as (2,)
         (`lm.model.cross_entropy.training_loss`).
         """
-        first = (
-            batch.first if self.run_block is _run_block else 0
-        )  # a compiled block would be compiled anew for each `first`
+        # a compiled block would be compiled anew for each `first`
+        first = batch.first if self.run_block is _run_block else 0
         return training_loss(
             self.hidden(batch, first).flatten(0, 1), self.head, batch.targets[:, first:].flatten(), z_loss
         )

@@ -188,10 +188,8 @@ def use_compile_cache() -> None:
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # takes a second to import
 
-    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") not in (
-        None,
-        default_cache_dir(),
-    ):  # torch sets its default, too, as it is imported
+    # torch sets its default, too, as it is imported
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") not in (None, default_cache_dir()):
         return
     if folder := compiled_code_folder():
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)

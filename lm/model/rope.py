@@ -10,9 +10,8 @@ from lm.config.inference_config import RopeScaling
 from lm.config.model_config import Rope
 
 AS_TRAINED = RopeScaling()
-Rotation = tuple[
-    Tensor, Tensor
-]  # cos and sin, fp32, each (T, pairs) or (B, T, pairs) for the pairs of dimensions that rotate
+# cos and sin, fp32, each (T, pairs) or (B, T, pairs) for the pairs of dimensions that rotate
+Rotation = tuple[Tensor, Tensor]
 
 
 def rope_rotation(

@@ -23,11 +23,12 @@ from lm.schema import yaml_scalar
 from lm.statistics.intervals import MIN_DOCUMENTS, Interval, interval_of, over_documents, over_seeds
 
 _MISSING_VALUE = "-"  # stands for the value of a key that a run does not have
+# prefixes of the keys in which a comparison of normalizers may differ
 _NORMALIZER_PREFIXES = (
     "model.normalizer.",
     "phases",
     "swap.",
-)  # prefixes of the keys in which a comparison of normalizers may differ
+)
 
 
 @dataclass(frozen=True, eq=False)

@@ -176,9 +176,8 @@ def comparison_notes(comparison: RunComparison) -> list[str]:
     lines += [OWN_SEEDS_NOTE] if comparison.differences and differ_in_seeds else []
     for note in dict.fromkeys(difference.note for difference in comparison.differences):
         group = [difference for difference in comparison.differences if difference.note == note]
-        subjects_by_arms: dict[
-            tuple[str, ...], list[str]
-        ] = {}  # by the names of the arms whose differences have this note
+        # by the names of the arms whose differences have this note
+        subjects_by_arms: dict[tuple[str, ...], list[str]] = {}
         for subject in dict.fromkeys(difference.subject for difference in group):
             subjects_by_arms.setdefault(
                 tuple(difference.arm for difference in group if difference.subject == subject), []
@@ -227,17 +226,15 @@ def _costs(
     training by run folder.
     """
     seconds, memory = training_seconds(run.log_lines), peak_memory(run.log_lines)
-    tokens = run.tokens_seen and run.tokens_seen - (
-        run.environment_entry("branched_from.tokens") or 0
-    )  # the run's own, as the seconds are
+    # the run's own, as the seconds are
+    tokens = run.tokens_seen and run.tokens_seen - (run.environment_entry("branched_from.tokens") or 0)
     tokens = 0 if run.environment.get("swap") and not run.log_lines else tokens  # it was swapped, and not trained
     total, normalizer, flops = (
         run.environment_entry(name) for name in ("parameters.total", "parameters.normalizer", "flops_per_token")
     )
     concurrency = None
-    if own_span := training_spans[
-        run.folder
-    ]:  # how many other runs were under way at a time, on average over this run's span
+    # how many other runs were under way at a time, on average over this run's span
+    if own_span := training_spans[run.folder]:
         other_spans = [span for folder, span in training_spans.items() if span and folder != run.folder]
         shared_seconds = sum(
             max(0.0, (min(own_span[1], stop) - max(own_span[0], start)).total_seconds()) for start, stop in other_spans
@@ -314,9 +311,8 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
     def tasks(run: RunRecord) -> str | None:
         return "; ".join(_settings_text(entry) for entry in run.config["data"].get("tasks") or []) or None
 
-    is_same_code, code = shared_value(
-        arms, lambda run: run.commits
-    )  # equal commits with uncommitted changes need not be equal code
+    # equal commits with uncommitted changes need not be equal code
+    is_same_code, code = shared_value(arms, lambda run: run.commits)
     schedule = ("optim.lr", "optim.warmup_steps", "optim.schedule.")  # prefixes of the keys of the schedule
     seed_lists = {tuple(run.seeds for run in arm.runs) for arm in arms}
     differences = [(printable(run.name), differing_settings(run.environment)) for run in comparison.runs]
@@ -399,9 +395,8 @@ def corpus_text(run: RunRecord) -> str | None:
     """Text on a run's data: source (left out for symbolic tasks), and numbers of tokens and documents; None if nothing
     is recorded.
     """
-    counts = {
-        name: count for name, count in (run.environment.get("data") or {}).items() if name != "store"
-    }  # without the machine's folder
+    # without the machine's folder
+    counts = {name: count for name, count in (run.environment.get("data") or {}).items() if name != "store"}
     source = {} if run.symbolic else {"source": run.config["data"].get("source")}
     return _settings_text({**source, **counts})
 

@@ -21,9 +21,8 @@ MAX_NUMBERS = (
     24  # most numbers without interval that a table has of one model; if there are more, ends of curves are printed
 )
 
-CellTexts = dict[
-    tuple[tuple[int, str, str], Column], str
-]  # texts by row (number of the evaluation, inference setting, place) and column
+# texts by row (number of the evaluation, inference setting, place) and column
+CellTexts = dict[tuple[tuple[int, str, str], Column], str]
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,9 +41,8 @@ MEASURED_COLUMNS = (
 )
 COLUMNS = (*RUN_COLUMNS, *MEASURED_COLUMNS, "part", "weight", "value")
 
-RowBlock = dict[
-    str, object
-]  # a block of rows of the frame, by column: an array, or the one value that all its rows have
+# a block of rows of the frame, by column: an array, or the one value that all its rows have
+RowBlock = dict[str, object]
 
 
 def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:

@@ -54,6 +54,7 @@ DARK_COLOURS = {  # colours of SVG files and pages for readers who prefer dark p
     **dict(zip(COLOURS, ("#4d90ec", "#ff774d", "#38e58e", "#ae7db2", "#ecd529", "#aad0ff"), strict=False)),
 }  # fmt: skip
 MARKERS = "osD^vP*"
+# dotted lines are reference levels
 DASHES = (
     "-",
     "--",
@@ -62,7 +63,7 @@ DASHES = (
     (0, (9, 3)),
     (0, (2, 1)),
     (0, (9, 2, 3, 2)),
-)  # dotted lines are reference levels
+)
 
 Style = dict[str, str | float | tuple[int, tuple[int, ...]]]  # keyword arguments of matplotlib's `plot`
 _PANEL_WIDTH, _PANEL_HEIGHT = 6.4, 4.3  # size of a panel in inches
@@ -100,9 +101,8 @@ class Panel:
     x_label: str
     y_label: str
     traces: Sequence[Trace]
-    ticks: Mapping[float, str] = field(
-        default_factory=dict
-    )  # labels of the x axis by value; empty: matplotlib's choice
+    # labels of the x axis by value; empty: matplotlib's choice
+    ticks: Mapping[float, str] = field(default_factory=dict)
     log: Literal[0, 2, 10] = 0  # base of a logarithmic x axis, 2 or 10; 0: the axis is linear
     log_y: bool = False  # whether the y axis is logarithmic
     # x_range, y_range: ends of the axes; None: the range of the traces
@@ -112,9 +112,8 @@ class Panel:
     margin: float = 0.0  # half-width of the shaded band around zero, in which differences do not matter; 0: no band
     marks: Mapping[float, str] = field(default_factory=dict)  # words at vertical reference lines, by x
     levels: Mapping[float, str] = field(default_factory=dict)  # words at horizontal reference lines, by y
-    rings: Sequence[
-        tuple[float, float, int]
-    ] = ()  # points (x, y, arm) that have a ring, such as the rate that was chosen
+    # points (x, y, arm) that have a ring, such as the rate that was chosen
+    rings: Sequence[tuple[float, float, int]] = ()
 
     @property
     def is_crowded(self) -> bool:
@@ -275,9 +274,8 @@ def _render(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
     )
     font = min(11.0, 2.4 * width / columns)
     with matplotlib.rc_context(PLOT_SETTINGS | {"font.size": font, "axes.titlesize": font + 1}):
-        figure = Figure(
-            figsize=(width, height), dpi=100, layout="constrained"
-        )  # before colour bars, which need the layout
+        # before colour bars, which need the layout
+        figure = Figure(figsize=(width, height), dpi=100, layout="constrained")
         maps_by_scale = {}
         for index, panel in enumerate(picture.panels):
             if panel is None:
@@ -356,9 +354,8 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
         )
     limits = {name: limit for name, limit in (("xlim", panel.x_range), ("ylim", panel.y_range)) if limit}
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label, **limits)
-    axes.set_title(
-        _wrap_title(panel.title), pad=20 if panel.marks else 6
-    )  # room for the words at the top of vertical lines
+    # room for the words at the top of vertical lines
+    axes.set_title(_wrap_title(panel.title), pad=20 if panel.marks else 6)
     if panel.ticks:
         labels, is_categorical = list(panel.ticks.values()), [*panel.ticks] == [*range(len(panel.ticks))]
         labels_overlap = is_categorical and sum(map(len, labels)) + 2 * len(labels) > MAX_LABEL_CHARACTERS
@@ -425,9 +422,8 @@ def _draw_trace(axes: Axes, trace: Trace, is_alone: bool, has_band: bool) -> Non
             interval_lengths = None if trace.low is None else np.array([trace.y - trace.low, trace.high - trace.y])
             axes.errorbar(trace.x, trace.y, yerr=interval_lengths, markersize=8, capsize=5, zorder=3, **point_style)
         case "diverged":
-            heights = np.full(
-                len(trace.x), 0.98 - 0.045 * trace.arm
-            )  # crosses of several arms at one x must not overlap
+            # crosses of several arms at one x must not overlap
+            heights = np.full(len(trace.x), 0.98 - 0.045 * trace.arm)
             marker_style = {
                 "markersize": 9,
                 "markeredgewidth": 2,

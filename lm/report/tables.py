@@ -221,9 +221,8 @@ def to_latex(tables: tuple[Table, ...]) -> str:
         names, units = (
             [getattr(column, name).translate(_ESCAPES) for column in table.columns] for name in ("name", "unit")
         )
-        units = [
-            unit and f"\\shortstack{{({unit})}}".replace(", ", ",\\\\ ") for unit in units
-        ]  # a line for each part of a unit
+        # a line for each part of a unit
+        units = [unit and f"\\shortstack{{({unit})}}".replace(", ", ",\\\\ ") for unit in units]
         lines = [
             f"% {table.title.translate(_ESCAPES)}",
             f"\\begin{{tabular}}{{l{'r' * (len(names) - 1)}}}",

@@ -101,10 +101,8 @@ def mismatch(expected: Mapping[str, object], saved: Mapping[str, object], unexpe
 # ---------------------------------------------------------------- checkpoints
 
 
-TENSOR_ENTRIES = {
-    "state_dict": "weights",
-    "optimizer": "tensors of the optimizer",
-}  # entries with tensors, and their names in messages
+# entries with tensors, and their names in messages
+TENSOR_ENTRIES = {"state_dict": "weights", "optimizer": "tensors of the optimizer"}
 
 
 def save_checkpoint(checkpoint: dict[str, object], path: Path) -> str:
@@ -156,13 +154,8 @@ def load_checkpoint(path: Path) -> dict[str, object]:
                 member.filename.rpartition("/data/")[2]: {member.file_size, member.compress_size}
                 for member in archive.infolist()
             }
-    except (
-        OSError,
-        EOFError,
-        zipfile.BadZipFile,
-        RuntimeError,
-        ValueError,
-    ) as error:  # RuntimeError: encrypted, or an unknown compression
+    # RuntimeError: encrypted, or an unknown compression
+    except (OSError, EOFError, zipfile.BadZipFile, RuntimeError, ValueError) as error:
         raise unreadable_checkpoint(path, error) from None
     if altered_name:
         raise RunError(

@@ -168,17 +168,15 @@ class Series:
     seq_len: int  # training length, tokens
     means: np.ndarray  # (columns,) means over all tokens or questions that count; NaN where not finite
     what: str = ""  # task or source; empty: all tasks or sources together
-    options: dict[str, Plain] = field(
-        default_factory=dict
-    )  # options of the task or source `what`; they tell equal names apart
+    # options of the task or source `what`; they tell equal names apart
+    options: dict[str, Plain] = field(default_factory=dict)
     setting: str = ""  # label of the inference setting; empty: the evaluation has no such settings
     axis: Axis | None = None  # None: a single number
     samples: tuple[Sample, ...] = ()
     curve: np.ndarray | None = None  # (length,) for bins: means at every whole number of the axis, finer than the bins
     data_fingerprint: str = ""  # fingerprint of the data that the sequences come from; empty: they come from no data
-    references: dict[str, float] = field(
-        default_factory=dict
-    )  # levels to compare the series with, such as chance, by name
+    # levels to compare the series with, such as chance, by name
+    references: dict[str, float] = field(default_factory=dict)
     interval: IntervalKind = "none"
     control: bool = (
         False  # whether it shows that the measurement works, not what the model can do; drawn without interval
@@ -522,6 +520,7 @@ def selection_loss(series: Series) -> tuple[float, str]:
 # ---------------------------------------------------------------- evaluations and their files
 
 
+# packages that measure
 MEASURING_PACKAGES = (
     "attention",
     "config",
@@ -532,7 +531,7 @@ MEASURING_PACKAGES = (
     "model",
     "runs",
     "statistics",
-)  # packages that measure
+)
 
 
 @cache
@@ -553,9 +552,8 @@ class Evaluation:
     precision: str
     weights_sha256: str
     series: tuple[Series, ...]
-    asked: dict[str, Plain] = field(
-        default_factory=dict
-    )  # the keys of `eval` that asked for it; {}: an older version measured it
+    # the keys of `eval` that asked for it; {}: an older version measured it
+    asked: dict[str, Plain] = field(default_factory=dict)
     # digests of the code that measured it (`Measurement.code`); {} if an older version did, whose files hold no sha256
     # of themselves
     code: dict[str, str] = field(default_factory=dict)
@@ -674,9 +672,8 @@ def last_evaluations(
             continue
         content = read_evaluation(path)
         try:
-            if (
-                "series" in content or kind in wanted_kinds
-            ):  # a file without series is a gap only if its kind is asked for
+            # a file without series is a gap only if its kind is asked for
+            if "series" in content or kind in wanted_kinds:
                 evaluations.append(Evaluation.from_plain(content))
         except KeyError as error:
             advice = "if it was measured by an older version, measure it again with `lm eval`"

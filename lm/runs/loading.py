@@ -43,10 +43,11 @@ from lm.schema import Plain, to_plain
 
 WEIGHTS = "model.safetensors"  # file in a model folder, beside DESCRIPTION
 MODEL_FORMAT = 5  # version of lm.json; raised when older files can no longer be read
+# keys of lm.json; the second also of environment.json
 TENSOR_SHA256, TOKENIZER_SHA256 = (
     "tensor_sha256",
     "tokenizer_sha256",
-)  # keys of lm.json; the second also of environment.json
+)
 
 
 def write_model(
@@ -105,12 +106,10 @@ class LoadedModel:
     config: Config | None = None  # the configuration it was trained with; None if the model has no training run
     # plain data about its training: `step`, `tokens`, `data_fingerprint`, `phase`; {} without a training run
     metadata: dict[str, Plain] = field(default_factory=dict)
-    environment: dict[str, Plain] = field(
-        default_factory=dict
-    )  # the run's environment.json; {} if there is no such file
-    origin: dict[str, Plain] = field(
-        default_factory=dict
-    )  # `source`, `architecture` ... of an imported model; {} for other models
+    # the run's environment.json; {} if there is no such file
+    environment: dict[str, Plain] = field(default_factory=dict)
+    # `source`, `architecture` ... of an imported model; {} for other models
+    origin: dict[str, Plain] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:

@@ -229,9 +229,8 @@ class RunRecord:
     @property
     def symbolic(self) -> bool:
         """Whether the run was trained on tasks over symbols, not on text."""
-        tasks = [
-            TASKS.get(entry["task"]["name"]) for entry in self.config["data"].get("tasks") or []
-        ]  # None: a task of another version
+        # None: a task of another version
+        tasks = [TASKS.get(entry["task"]["name"]) for entry in self.config["data"].get("tasks") or []]
         return self.environment.get("symbolic", any(task and task().vocab_size for task in tasks))
 
     @property

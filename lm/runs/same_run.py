@@ -153,9 +153,8 @@ def check_log(run: Path, content: bytes | None, metadata: dict[str, Plain], chec
     saved_seal = {**DEFAULT_DIGESTS, **metadata}["log"]
     check_fields(saved_seal, {"bytes": int, "sha256": str}, checkpoint, "log.")
     path, n_bytes = run / METRICS, saved_seal["bytes"]
-    if (
-        content is not None and len(content) < n_bytes and path.is_file()
-    ):  # perhaps read before a run under way saved the checkpoint
+    # perhaps read before a run under way saved the checkpoint
+    if content is not None and len(content) < n_bytes and path.is_file():
         content = path.read_bytes()
     if content is not None and seal(content[:n_bytes]) != saved_seal:
         advice = (

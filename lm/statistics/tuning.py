@@ -13,9 +13,8 @@ MIN_TUNING_SEEDS = 2  # fewest seeds that a rate is tuned on
 
 Rate = float | tuple[float, ...]  # the value of the tuned key; for several keys a tuple of their values
 Cell = float | str | None  # a table's cell with a rate, or without one (`rate_cell`)
-Losses = Mapping[
-    Rate, Sequence[float]
-]  # by rate, an arm's final selection loss with each tuning seed; infinite if that run diverged
+# by rate, an arm's final selection loss with each tuning seed; infinite if that run diverged
+Losses = Mapping[Rate, Sequence[float]]
 _SEPARATOR = " / "  # between the values of several keys in a rate's cell
 
 
@@ -179,9 +178,8 @@ def _grown_axes(
     new_axes = []
     for key_index, values in enumerate(axes):
         edge_values = {rate[key_index] for rate in edge_rates}
-        halves = (
-            [values[0] // 2] if values[0] % 2 == 0 else [values[0] / 2, values[0] // 2]
-        )  # a key of whole numbers takes the latter
+        # a key of whole numbers takes the latter
+        halves = [values[0] // 2] if values[0] % 2 == 0 else [values[0] / 2, values[0] // 2]
         smaller = first_possible_value(key_index, halves) if values[0] in edge_values else []
         larger = first_possible_value(key_index, [values[-1] * 2]) if values[-1] in edge_values else []
         new_axes.append([*smaller, *values, *larger])

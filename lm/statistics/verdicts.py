@@ -27,11 +27,12 @@ VerdictKind = Literal[
     "not reached", "unstable",
     "not tuned",
 ]  # fmt: skip
+# the reason, and the reason in a few words
 UNTUNED = (
     "the best learning rate is at the edge of a grid that may not grow again, or every rate diverged: give tune.grid "
     "other values",
     "no best learning rate inside the grid",
-)  # the reason, and the reason in a few words
+)
 Name = TypeVar("Name", bound=Hashable)  # name of an arm, or of an arm and its size
 
 
@@ -99,9 +100,10 @@ class Comparison:
         """
         if self.higher_is_better:
             mirror = replace(self, higher_is_better=False).enclosing(replace(estimates, mean=-estimates.mean), family)
+            # no -0.0
             return replace(
                 mirror, mean=float(estimates.mean[self.judged_pair]), low=0.0 - mirror.high, high=0.0 - mirror.low
-            )  # no -0.0
+            )
         interval = estimates[self.judged_pair].interval(family)
         shared_estimate = estimates[:, : self.n_shared_rates]
         arm_rates, base_rates = (1, 1) if self.all_pairs else shared_estimate.mean.shape
@@ -358,9 +360,8 @@ def sign_flip(values: np.ndarray) -> np.ndarray:
         (1 - 2 * (np.arange(2 ** len(half))[:, None] >> np.arange(len(half)) & 1)) @ half for half in halves
     )
     second_sums = np.sort(second_sums)
-    threshold = (
-        values.sum() - 1e-12 * np.abs(values).sum()
-    )  # equal sums stay equal when they are added in another order
+    # equal sums stay equal when they are added in another order
+    threshold = values.sum() - 1e-12 * np.abs(values).sum()
     return (len(second_sums) - np.searchsorted(second_sums, threshold - first_sums)).sum() / 2**seeds
 
 

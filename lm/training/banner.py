@@ -215,9 +215,8 @@ def _tasks_text(config: Config, sequences: TrainSequences, fractions: dict[int, 
         slots = np.arange(SEQUENCES_PER_TASK)
         answers = sum(
             weighted.weight * stream.read(slots, sequences.length(0))[1].mean()
-            for weighted, stream in zip(
-                config.data.tasks, sequences.streams, strict=False
-            )  # text comes after the tasks
+            # text comes after the tasks
+            for weighted, stream in zip(config.data.tasks, sequences.streams, strict=False)
         )
         texts.append(f"answers are about {answers / (answers + config.data.text_weight):.0%} of the targets")
     return ", ".join(texts)
@@ -298,13 +297,8 @@ def git_state() -> tuple[str | None, bool | None]:
     """
 
     def git(*arguments: str) -> str:
-        command = [
-            "git",
-            "--no-optional-locks",
-            "-C",
-            str(Path(lm.__file__).parent),
-            *arguments,
-        ]  # git must not lock the user's index
+        # git must not lock the user's index
+        command = ["git", "--no-optional-locks", "-C", str(Path(lm.__file__).parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:

@@ -128,10 +128,8 @@ def _normalizer_problems(config: Config, decoder: Decoder, source_model: LoadedM
     labels = [model.config.normalizer.label() for model in models]
     setting = "phases[0].normalizer" if config.phases else "model.normalizer"
     for normalizer, source_normalizer in zip(*(model.normalizers() for model in models), strict=False):
-        excluded_keys = {
-            "init",
-            *normalizer.constants(),
-        }  # initial values are replaced; constants are compared by their values below
+        # initial values are replaced; constants are compared by their values below
+        excluded_keys = {"init", *normalizer.constants()}
         options = [
             {key: value for key, value in to_plain(layer_normalizer.options).items() if key not in excluded_keys}
             for layer_normalizer in (normalizer, source_normalizer)

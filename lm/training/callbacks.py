@@ -105,9 +105,8 @@ def peak_flops(accelerator: str, bf16: bool) -> float | None:
     torch's threads.
     """
     if accelerator == "gpu":
-        name_words = re.split(
-            "[ -]", torch.cuda.get_device_name().upper()
-        )  # as in NVIDIA H100 80GB HBM3, NVIDIA A100-SXM4-40GB
+        # as in NVIDIA H100 80GB HBM3, NVIDIA A100-SXM4-40GB
+        name_words = re.split("[ -]", torch.cuda.get_device_name().upper())
         name = " ".join(word for word in name_words if not re.fullmatch(r"NVIDIA|GEFORCE|SXM\d|\d+GB|HBM\d\w*", word))
         return GPU_TFLOPS[name][0 if bf16 else 1] * 1e12 if name in GPU_TFLOPS else None
     return _matmul_flops(torch.bfloat16 if bf16 else torch.float32, torch.get_num_threads())
@@ -348,9 +347,8 @@ class Validate(Evaluations):
         far on its sequences."""
         if result := super().run(trainer, module, measurement, decoder):
             state, (loss, sha256) = module.start.state, selection_loss(result.series[0])
-            has_no_comparable_best = (
-                not state.best or state.best.sequences_sha256 != sha256
-            )  # losses that can't be compared
+            # losses that can't be compared
+            has_no_comparable_best = not state.best or state.best.sequences_sha256 != sha256
             if math.isfinite(loss) and (has_no_comparable_best or loss < state.best.loss):
                 state.best = Best(result.step, loss, sha256)
                 self.metric_log.summarize({"best/step": result.step, "best/selection_loss": loss})
@@ -378,9 +376,8 @@ class Evaluate(Evaluations):
             has_failed = old_decoder and f"{measurement.kind}/failed" in logged_names
             is_missing = not has_failed and not evaluation_path(folder, measurement.kind, step).exists()
             if trainer.strategy.reduce_boolean_decision(is_missing and trainer.is_global_zero, all=False):
-                self.run(
-                    trainer, module, measurement, old_decoder or module.decoder
-                )  # after a swap: the model of the phase before
+                # after a swap: the model of the phase before
+                self.run(trainer, module, measurement, old_decoder or module.decoder)
         if old_decoder:
             lines, warning = swap_lines(old_decoder, module.decoder, step)
             for line in filter(None, [*lines, warning]):
@@ -404,9 +401,8 @@ class Checkpoints(StepCallback):
     def __init__(self, run: RunContext, clock: Clock):
         super().__init__(run, clock)
         self.wandb_id, self.checkpoint_interval = run.wandb_id, self.config.checkpoint_every
-        self.yaml = to_yaml(
-            replace(self.config, resume="")
-        )  # as in config.yaml; made once: it takes longer than saving a small model
+        # as in config.yaml; made once: it takes longer than saving a small model
+        self.yaml = to_yaml(replace(self.config, resume=""))
         self.folder = self.config.run_folder / CHECKPOINTS
         self.saved_step = -1
 
@@ -441,9 +437,8 @@ class Checkpoints(StepCallback):
                 self.prune()
             return torch.zeros(1)
 
-        all_reduce_sum(
-            self.device(trainer, module), write
-        )  # where the first rank can't save, the others raise an error, too
+        # where the first rank can't save, the others raise an error, too
+        all_reduce_sum(self.device(trainer, module), write)
         self.clock.exclude_since(begin)
 
     def content(self, module: TrainModule) -> dict[str, object]:

@@ -84,9 +84,8 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: LoadedMod
     mode = wandb_mode(config.log, bool(config.experiment.name))
     torch.set_num_threads(config.trainer.threads or threads_per_process(config.trainer.devices))
     if accelerator == "cpu":
-        if (
-            config.world_size > 1
-        ):  # or Lightning would set another number of threads, in the processes that it starts, too
+        # or Lightning would set another number of threads, in the processes that it starts, too
+        if config.world_size > 1:
             os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
         keep_freed_memory()
         device = f"cpu ({torch.get_num_threads()} threads)"
@@ -128,9 +127,8 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: LoadedMod
     mirrors: list[Mirror] = []
     if is_main:
         print(banner(config, store, start, machine), *filter(None, [process.note]), *notes, sep="\n", flush=True)
-        with (
-            without_garbage_collection()
-        ):  # wandb imports much as it starts; a mirror that can't start leaves the run as it was
+        # wandb imports much as it starts; a mirror that can't start leaves the run as it was
+        with without_garbage_collection():
             mirrors = start_mirrors(mode, config, facts, start.step, L.pytorch.loggers)
         _write_run_files(config, store, start, checkpoint, facts)
     log = MetricLog(config.run_folder / METRICS, mirrors, is_main)
@@ -139,9 +137,8 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: LoadedMod
     try:
         run = RunContext(config, store, all_measurements, machine, facts["wandb_id"], log, progress)
         status = _train_phases(run, start)
-        return (
-            0 if process.is_child else status
-        )  # if a child fails, Lightning kills the first process, which may still write
+        # if a child fails, Lightning kills the first process, which may still write
+        return 0 if process.is_child else status
     except Diverged as error:
         log.write({"step": error.step, DIVERGED: str(error)})
         if process.is_child:  # the first process reports it
@@ -291,9 +288,8 @@ def _evaluate_missing(
     results = {result.kind: result for result in evaluations if result.kind in due_kinds and result.step == step}
     if missing_kinds:
         new_results = evaluate(config, folder, checkpoint, missing_kinds)
-        results |= {
-            result.evaluation.kind: result.evaluation for result in new_results
-        }  # with more digits than in its file
+        # with more digits than in its file
+        results |= {result.evaluation.kind: result.evaluation for result in new_results}
         print_results(new_results, folder / EVALUATIONS)
     logged_names = {name for line in lines for name in line}
     if unlogged_results := [result for result in results.values() if not logged_means(result).keys() <= logged_names]:

@@ -121,9 +121,8 @@ def _lightning_process(config: Config, values: dict[str, int]) -> Process:
 
 def _srun_process(config: Config, values: dict[str, int]) -> Process:
     n_tasks, devices, num_nodes = config.world_size, config.trainer.devices, config.trainer.num_nodes
-    rank, *_ = (
-        _required_number(values, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
-    )  # Lightning reads all three
+    # Lightning reads all three
+    rank, *_ = (_required_number(values, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"))
     if rank >= n_tasks:
         raise _variable_error("SLURM_PROCID", rank, f"srun started {n_tasks} processes")
     for name, count in {"SLURM_NTASKS": n_tasks, "SLURM_NTASKS_PER_NODE": devices, "SLURM_NNODES": num_nodes}.items():

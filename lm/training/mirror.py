@@ -27,12 +27,13 @@ WANDB_MODES = ("online", "offline", "disabled")
 # longest wait for wandb's process, for its server before a run is logged offline, and for unsent data at the end
 WANDB_SECONDS = 60.0
 DISABLE_REMEDY = "to train without it: log.wandb=disabled"
+# entries of environment.json for wandb
 WANDB_FACTS = (
     "data_fingerprint",
     "parameters",
     "flops_per_token",
     "tokens_total",
-)  # entries of environment.json for wandb
+)
 
 
 class Mirror:
@@ -226,9 +227,8 @@ def _wandb_run(
     try:
         time_limits = {"init_timeout": WANDB_SECONDS, "finish_timeout": WANDB_SECONDS, "finish_timeout_raises": True}
         settings = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, **time_limits)
-        if not _ends_in_time(
-            partial(wandb.setup, settings)
-        ):  # without the settings it prints which credentials it found
+        # without the settings it prints which credentials it found
+        if not _ends_in_time(partial(wandb.setup, settings)):
             raise RunError(f"wandb: its process has not started within {WANDB_SECONDS:g} s; {DISABLE_REMEDY}")
         return wandb.init(
             project=project_of(log),

@@ -78,9 +78,8 @@ def normalizer_parameters(decoder: Decoder) -> Iterator[NamedValues]:
                 continue
             logged_parameters.add(parameter)
             prefix, values = f"normalizer/{name}/layer{layer}", parameter.detach().float()
-            if "." not in name and values.shape == (
-                normalizer.layer.n_head,
-            ):  # a submodule's bias may have this shape by chance
+            # a submodule's bias may have this shape by chance
+            if "." not in name and values.shape == (normalizer.layer.n_head,):
                 yield _head_metrics(prefix, values)
             else:
                 yield [f"{prefix}/rms"], values.square().mean().sqrt().view(1)
@@ -106,9 +105,8 @@ def logit_scales(decoder: Decoder) -> Iterator[NamedValues]:
             log_n = torch.arange(2, length + 1, device=scale.device, dtype=torch.float64).log()
             centred_log_n = log_n - log_n.mean()
             mean = scale[:, 1:].mean(-1)
-            slope = (
-                (scale[:, 1:] - mean.unsqueeze(-1)) @ centred_log_n / centred_log_n.square().sum()
-            )  # exactly 0 for a constant scale
+            # exactly 0 for a constant scale
+            slope = (scale[:, 1:] - mean.unsqueeze(-1)) @ centred_log_n / centred_log_n.square().sum()
             yield _head_metrics(f"logit_scale/slope/layer{layer}", slope)
             yield _head_metrics(f"logit_scale/intercept/layer{layer}", mean - slope * log_n.mean())
 
@@ -123,9 +121,8 @@ def largest_scores(decoder: Decoder, batch: Batch, device: Device) -> Iterator[N
     maxima: dict[int, Tensor] = {}
     with eval_mode(decoder), device.autocast():
         for block in attention_blocks(decoder, batch.to(device.device)):
-            values = block.scores.masked_fill(~block.normalizer.visible(block.layout), -math.inf).amax(
-                (0, 2, 3)
-            )  # (H,)
+            # (H,)
+            values = block.scores.masked_fill(~block.normalizer.visible(block.layout), -math.inf).amax((0, 2, 3))
             maxima[block.layer] = torch.maximum(maxima[block.layer], values) if block.layer in maxima else values
     for layer, values in maxima.items():
         yield _head_metrics(f"largest_score/layer{layer}", values)
@@ -216,9 +213,8 @@ class TrainModule(L.LightningModule):
 
     # results of the step just made, the same on all ranks
     grad_norm: float  # norm of the whole gradient, before clipping
-    layer_grad_norms: dict[
-        str, float
-    ]  # gradient norm of each layer by its name in metrics.jsonl; {} if not logged at this step
+    # gradient norm of each layer by its name in metrics.jsonl; {} if not logged at this step
+    layer_grad_norms: dict[str, float]
     stop: bool  # whether a rank was asked to stop after the step
     sequence_length: int  # tokens in each sequence of the present step
     loader: TrainLoader | None = None  # the loader of the phase; None before training has begun
@@ -304,9 +300,8 @@ class TrainModule(L.LightningModule):
             self.global_step + 1, self.config.trainer.max_steps
         )
         trained_parameters = [p for p in self.decoder.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(
-            [parameter.grad for parameter in trained_parameters]
-        )  # of the mean over tokens, not targets
+        # of the mean over tokens, not targets
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in trained_parameters])
         step_values = (
             ["loss", "z_loss", "targets", "stop", "norm"],
             torch.cat((self._sums_over_ranks(), norm.double().unsqueeze(0))),
@@ -314,9 +309,8 @@ class TrainModule(L.LightningModule):
         host_values = copied_to_host([step_values, *(gradient_norms(self.decoder) if logs_layers else [])])
         nll, z_loss, n_targets, stop, grad_norm = (host_values.pop(name) for name in step_values[0])
         n_targets = max(1, int(n_targets))
-        if (
-            n_targets != optim.batch_tokens
-        ):  # turn the gradient of the mean over the step's tokens into that of the mean over its targets
+        # turn the gradient of the mean over the step's tokens into that of the mean over its targets
+        if n_targets != optim.batch_tokens:
             factor = optim.batch_tokens / n_targets
             torch._foreach_mul_([p.grad for p in trained_parameters], factor)
             norm, grad_norm = norm * factor, grad_norm * factor

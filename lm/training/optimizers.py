@@ -21,9 +21,8 @@ MATRICES = "matrices"  # the group of parameters that Muon updates
 NEWTON_SCHULZ_COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Keller Jordan's coefficients of the Newton-Schulz iteration
 NEWTON_SCHULZ_STEPS = 5
 MIN_NORM = 1e-7  # least norm that a matrix is divided by
-BATCH_ELEMENTS = (
-    2**24
-)  # entries of the matrices that are orthogonalised together, to bound memory; the last matrix may exceed it
+# entries of the matrices that are orthogonalised together, to bound memory; the last matrix may exceed it
+BATCH_ELEMENTS = 2**24
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -189,9 +188,8 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, config: Config, phase: 
     """
     learning_rate = config.optim.lr_at(step, config.trainer.max_steps)
     phase_start = config.phase_ends[phase - 1] if phase else 0
-    warmup_factor = min(
-        1.0, (step - phase_start + 1) / max(1, config.plan[phase].warmup_steps)
-    )  # warm-up of a new normalizer
+    # warm-up of a new normalizer
+    warmup_factor = min(1.0, (step - phase_start + 1) / max(1, config.plan[phase].warmup_steps))
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group["lr_factor"] * (warmup_factor if group["name"] == "normalizer" else 1.0)
 

@@ -68,9 +68,8 @@ class RunState:
             types_of_best = {spec.name: spec.type for spec in fields(Best)}
             check_fields(best, types_of_best, path, "best.")
             best = Best(**{name: best[name] for name in types_of_best})
-            if (
-                not step_path(folder, best.step).exists() and best_step(folder) != best.step
-            ):  # deleted as a run went back
+            # deleted as a run went back
+            if not step_path(folder, best.step).exists() and best_step(folder) != best.step:
                 best = None
         return cls(**{name: metadata[name] for name in types} | {"best": best or None})
 

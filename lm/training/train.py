@@ -155,9 +155,8 @@ def had_checkpoint(folder: Path) -> bool:
     first_saved_step = min(
         (first_step // config.checkpoint_every + 1) * config.checkpoint_every, config.trainer.max_steps
     )
-    evaluated_steps = [
-        step for kind, step in evaluation_files(folder) if kind != "validation"
-    ]  # validation comes before a checkpoint
+    # validation comes before a checkpoint
+    evaluated_steps = [step for kind, step in evaluation_files(folder) if kind != "validation"]
     return any(step >= first_saved_step for step in evaluated_steps) or any(
         line.get("step", 0) > first_saved_step for line in lines
     )
