@@ -159,25 +159,14 @@ def _import_plugin(reference: str, options_of: OptionsOf) -> Plugin:
 
 
 def _version_of(reference: str, plugin_class: type) -> str:
-    distribution, source = _distribution_of(package_of(reference)), inspect.getsourcefile(plugin_class)
+    """Return the sha256 of a plugin's source file, with name and version of the distribution that installed it."""
+    names = metadata.packages_distributions().get(package_of(reference), ())
+    distribution = f"{names[0]} {metadata.version(names[0])}" if names else ""
+    source = inspect.getsourcefile(plugin_class)
     if not source:
         return distribution or "unknown"
     digest = file_sha256(Path(source))[:12]  # an editable distribution changes without a new version
     return f"source sha256 {digest}" + f" ({distribution})" * bool(distribution)
-
-
-def _distribution_of(package: str) -> str:
-    """Return the name and version of the distribution that installed a package; empty if no distribution did.
-
-    `importlib.metadata.packages_distributions` would take ten times as long, as it parses the file lists of all
-    distributions.
-    """
-    for distribution in metadata.distributions():
-        packages = (distribution.read_text("top_level.txt") or "").split()
-        files = () if packages else (distribution.read_text("RECORD") or "").splitlines()
-        if package in packages or any(line.startswith((f"{package}/", f"{package}.py,")) for line in files):
-            return f"{distribution.name} {distribution.version}"
-    return ""
 
 
 def matches_version(recorded: str, present: str) -> bool:

@@ -25,7 +25,7 @@ from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import run_differences
 from lm.experiments.slots import commands
 from lm.files import read_sealed, write_sealed
-from lm.plugins import PLUGINS, _distribution_of, matches_version
+from lm.plugins import PLUGINS, matches_version
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
 from lm.runs.folder import CONFIG, DESCRIPTION, ENVIRONMENT, read_config
 
@@ -492,17 +492,3 @@ def test_a_distribution_that_an_older_run_recorded_without_a_digest_is_the_same(
     assert matches_version("powers 1.2", "source sha256 0123456789ab (powers 1.2)")
     assert not matches_version("powers 1.1", "source sha256 0123456789ab (powers 1.2)")
     assert not matches_version("source sha256 1123456789ab (powers 1.2)", "source sha256 0123456789ab (powers 1.2)")
-
-
-def test_the_distribution_of_a_package_is_found_as_the_standard_library_finds_it():
-    known_packages = metadata.packages_distributions()
-    # with a list of packages, without, edited in place, a single file
-    for package in (
-        "torch",
-        "yaml",
-        "lm",
-        "typing_extensions",
-    ):
-        name = known_packages[package][0]
-        assert _distribution_of(package) == f"{name} {metadata.version(name)}"
-    assert _distribution_of("no_such_package") == ""
