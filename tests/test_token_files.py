@@ -374,6 +374,31 @@ def test_ids_whose_decoded_text_has_other_bytes_are_refused(tmp_path: Path, deco
         assert store.train.n_bytes + store.val.n_bytes == sum(map(len, ids))
 
 
+@pytest.mark.parametrize("spaces", ["unknown", "dropped", "dropped, in pieces of words"])
+def test_spaces_that_decode_puts_between_letters_are_found_where_the_tokenizer_knows_no_space(
+    tmp_path: Path, spaces: str
+):
+    """Ids of the decoded text decode to it, as a space is unknown to the vocabulary, or dropped. A single letter shows
+    nothing.
+    """
+    vocabulary = {"</s>": 0, "a": 1, "c": 2, "g": 3, "t": 4}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "</s>"}
+    if "pieces" in spaces:
+        model = {"type": "BPE", "vocab": vocabulary, "merges": []}
+    letters = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
+    pre_tokenizer = letters
+    if spaces != "unknown":
+        pre_tokenizer = {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, letters]}
+    special = {"id": 0, "content": "</s>", "special": True, "normalized": False, "single_word": False, "lstrip": False}
+    content = {"version": "1.0", "model": model, "pre_tokenizer": pre_tokenizer, "decoder": None, "normalizer": None}
+    content |= {"post_processor": None, "added_tokens": [{**special, "rstrip": False}]}
+    (tmp_path / "letters.json").write_text(json.dumps(content))
+    ids = [[1 + n % 4] for n in range(80)] + [[1, 2, 3, 4] * n for n in range(20, 40)]
+    data = config(tmp_path, TokenizerFile(str(tmp_path / "letters.json"), "</s>"), "column", jsonl(tmp_path, ids))
+    with pytest.raises(DataError, match=r"line 81: .*bytes of text can't be counted so; give .* the decoder"):
+        prepare(data)
+
+
 def test_documents_that_do_not_fit_are_left_out_and_counted_where_errors_are_skipped(
     tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]
 ):

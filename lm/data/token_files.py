@@ -97,7 +97,7 @@ class Vocabulary:
             reason = f"{end_of_text} is inside the document, at token {n_leading + positions[0]:,}"
             remedy = "split the document there, or set data.tokenizer.end_of_text to the token that separates documents"
             raise Unreadable(f"{location}: {reason}; {remedy}")
-        if self.n_unchecked and len(document):
+        if self.n_unchecked and len(document) > 1:  # a single token shows nothing of what is put between tokens
             self.n_unchecked -= 1
             self._check_decoder(document[:_CHECKED_IDS], location)
         self.seen["documents"] += 1
@@ -108,14 +108,29 @@ class Vocabulary:
 
     def _check_decoder(self, ids: np.ndarray, location: str) -> None:
         """Raise DataError unless the decoded text of `ids` is encoded to ids that decode to it. The number of its bytes
-        would be wrong, e.g. because a tokenizer without a decoder puts spaces between tokens.
+        would be wrong, e.g. because a tokenizer without a decoder puts spaces between tokens that are no words.
         """
         text = decode(self.tokenizer, ids.tolist())
-        decoded_again = decode(self.tokenizer, encode(self.tokenizer, [text])[0])
+        # With special tokens, as the unknown token is one: a vocabulary without a space has it for each space.
+        decoded_again = decode(self.tokenizer, encode(self.tokenizer, [text])[0], special=True)
+        reason = f"its ids decode to {text[:30]!a}"
         if decoded_again != text:
-            reason = f"its ids decode to {text[:30]!a}, whose own ids decode to {decoded_again[:30]!a}"
+            reason += f", whose own ids decode to {decoded_again[:30]!a}"
+        elif self.tokenizer.decoder is None and self._has_pieces_of_words(ids):
+            reason += ", with a space after each piece of a word"
+        else:
+            reason = ""
+        if reason:
             remedy = "bytes of text can't be counted so; give the tokenizer.json the decoder that it lacks, e.g. Fuse"
             raise DataError(f"{location}: {reason}; {remedy}, or {TOKENIZER_REMEDY}")
+
+    def _has_pieces_of_words(self, ids: np.ndarray) -> bool:
+        """Return whether tokens are pieces that a text may have without a space between them."""
+        if type(self.tokenizer.model).__name__ in ("BPE", "Unigram"):
+            return True
+        pieces = [int(index) for index in ids if not self.is_special[index]]
+        joined = "".join(self.tokenizer.id_to_token(index) for index in pieces)
+        return len(pieces) > 1 and encode(self.tokenizer, [joined])[0] == pieces
 
     def utf8_text(self, ids: np.ndarray) -> bytes:
         """Return the UTF-8 bytes of the decoded text of `ids`."""
