@@ -35,7 +35,7 @@ _GROUPS = {  # the functions of the commands under each heading of `lm --help`, 
     ),
     "Measure and look": (model_commands.eval_, model_commands.diagnose, model_commands.generate),
     "Change models, bring them in and out": (model_commands.swap, model_commands.import_, model_commands.export),
-    "Normalizers, extensions, this installation": (
+    "Normalizers and this installation": (
         train_commands.normalizers,
         train_commands.check_normalizer,
         train_commands.info,

@@ -20,9 +20,8 @@ from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
-_PARENT_VARIABLE = (
-    "LM_PARENT"  # environment variable that holds the id of the parent process, at whose end the child ends
-)
+# environment variable that holds the id of the parent process, at whose end the child ends
+_PARENT_VARIABLE = "LM_PARENT"
 _PR_SET_PDEATHSIG = 1  # option of Linux's prctl that requests a signal at the end of the parent
 # signals that end a run after its step, with a checkpoint
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)

@@ -114,12 +114,9 @@ def section(schema: type, help: str, effect: DeclaredEffect | None = None, *, by
     return field(default_factory=schema, metadata=metadata)
 
 
-def optional(schema: type, help: str, effect: DeclaredEffect | None = None, *, omit_default: bool = False):
-    """Make a dataclass field for a nested block that is null (off) unless one of its keys is given.
-
-    `effect` and `omit_default` mean what they mean in `key`.
-    """
-    metadata = {"help": help, "effect": effect, "schema": schema, "optional": True, "omit_default": omit_default}
+def optional(schema: type, help: str, effect: DeclaredEffect | None = None):
+    """Make a dataclass field for a nested block that is null (off) unless one of its keys is given."""
+    metadata = {"help": help, "effect": effect, "schema": schema, "optional": True}
     return field(default=None, metadata=metadata)
 
 
@@ -145,10 +142,11 @@ def variant(
     return field(default_factory=lambda: table[default](), metadata=metadata)
 
 
-def variants(table: Mapping[str, type], help: str, *, many: type = list, omit_default: bool = False):
+def variants(table: Mapping[str, type], help: str, *, many: type = list):
     """Make a field for a list of blocks as in `variant`, or, if `many` is dict, for {name chosen by the user: block};
-    empty by default. `omit_default` means what it means in `key`."""
-    metadata = {"help": help, "effect": None, "table": table, "many": many, "omit_default": omit_default}
+    empty by default.
+    """
+    metadata = {"help": help, "effect": None, "table": table, "many": many}
     return field(default_factory=many, metadata=metadata)
 
 

@@ -14,10 +14,7 @@ from lm.statistics.verdicts import Comparison, Verdict, verdicts
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
 # what is kept of diagnostics: a number a document, no curves
-DESCRIBED = (
-    "entropy / ln n",
-    "weight on the first token",
-)
+DESCRIBED = ("entropy / ln n", "weight on the first token")
 # an arm's colour in the reports' palette
 HUES = {"softmax": 0, "ssmax": 1, "log_n": 2, "ssmax_fixed": 3, "half": 4, "quarter": 5}
 HUES |= {"ssmax_fixed, n=fixed:753": 4, "ssmax_fixed, n=fixed:2048": 5, "ssmax_fixed, n=visible": 2}

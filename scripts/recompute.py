@@ -242,16 +242,7 @@ SHOWN = (
         "recall-tuned", "retrieval.md", LABELS, "ssmax_fixed", (16384,), 0.25, tuned=True, picture=True, ranked=True
     ),
     RECALL_ALL,
-    Recall(
-        "recall-after",
-        "retrieval.md",
-        RECALL_AFTER,
-        "ssmax_fixed",
-        (16384,),
-        0.25,
-        rows="size",
-        picture=True,
-    ),
+    Recall("recall-after", "retrieval.md", RECALL_AFTER, "ssmax_fixed", (16384,), 0.25, rows="size", picture=True),
     Recall("when-to-swap", "when-to-swap.md", WHEN, "ssmax", (16384,), 0.25, trends=WHEN_TRENDS),
     Recall(
         "needle", "needle-in-text.md", LABELS | FIXED_AT_256, "ssmax_fixed", (4096,), 0.25, tuned=True, task="needle"

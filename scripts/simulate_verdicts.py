@@ -59,9 +59,8 @@ class World:
     arm_document: float = 0.02
     arm_seed_document: float = 0.02
     documents: int = 24
-    equal_on_text: bool = (
-        False  # effects of arm x document cancel over the report text: arms that are equal are equal on it, too
-    )
+    # effects of arm x document cancel over the report text: arms that are equal are equal on it, too
+    equal_on_text: bool = False
     heavy: bool = False
     unequal: bool = False  # the noise of arms twice that of the baseline, and documents of unequal length
     unlucky: float = 0.0  # the chance that a run at 4e-3 or more is

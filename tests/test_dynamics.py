@@ -17,13 +17,7 @@ from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import METRICS, read_metrics
-from lm.training.module import (
-    TrainModule,
-    copied_to_host,
-    largest_scores,
-    logit_scales,
-    normalizer_parameters,
-)
+from lm.training.module import TrainModule, copied_to_host, largest_scores, logit_scales, normalizer_parameters
 from lm.training.train import train
 
 CPU = Device(torch.device("cpu"), bf16=False)

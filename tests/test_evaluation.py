@@ -281,12 +281,7 @@ PHASES = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: log_
 
 def test_at_the_end_of_a_phase_an_evaluation_fails_once(tiny, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(LongContext, "measure", lambda *_: 1 / 0)
-    config = tiny(
-        "name=phases",
-        "eval.long_context.at=[0.5, 1.0]",
-        PHASES,
-        "eval.swap_lengths=[]",
-    )
+    config = tiny("name=phases", "eval.long_context.at=[0.5, 1.0]", PHASES, "eval.swap_lengths=[]")
     assert train(config) == 0
     failed = [
         line for line in map(json.loads, (config.run_folder / "metrics.jsonl").open()) if "long_context/failed" in line

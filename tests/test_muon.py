@@ -214,9 +214,7 @@ def test_a_run_says_its_options_and_keeps_its_state_in_fp32(tiny, capsys: pytest
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [
-        (["optim.optimizer={name: muon, momentum: -0.1}"], r"optim\.optimizer\.momentum = -0\.1: must be >= 0 and < 1"),
-    ],
+    [(["optim.optimizer={name: muon, momentum: -0.1}"], r"optim\.optimizer\.momentum = -0\.1: must be >= 0 and < 1")],
 )
 def test_options_that_make_no_sense_are_refused(tiny, options: list[str], expected: str):
     with pytest.raises(ConfigError, match=expected):

@@ -24,11 +24,7 @@ from lm.errors import RunError
 from lm.report.comparison import compare_runs
 from lm.report.comparison_pictures import overview
 from lm.report.comparison_tables import comparison_notes, comparison_tables
-from lm.report.pictures import (
-    Panel,
-    Picture,
-    Trace,
-)
+from lm.report.pictures import Panel, Picture, Trace
 from lm.report.tables import print_tables
 from lm.runs.record import read_run
 

@@ -56,13 +56,7 @@ def test_no_paths_blank_ones_and_suffixes_of_other_formats_are_refused():
     assert [problem.path for paths in ([""], [" "], []) for problem in Files(paths).problems()] == ["paths"] * 3
     assert [
         problem.value for problem in Files(["a"], suffixes=[".md", "txt", ".gz", ".JSONL", ".a.b", ""]).problems()
-    ] == [
-        "txt",
-        ".gz",
-        ".JSONL",
-        ".a.b",
-        "",
-    ]
+    ] == ["txt", ".gz", ".JSONL", ".a.b", ""]
     assert [problem.remedy for problem in Files(["a"], suffixes=["md"]).problems()] == ["write it as .md"]
 
 

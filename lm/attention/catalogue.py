@@ -112,10 +112,7 @@ def options_class(normalizer: type) -> type[Options]:
         raise Unavailable("is no normalizer: no subclass of lm.attention.normalizer.Normalizer", remedy)
     if inspect.isabstract(normalizer):
         raise Unavailable(f"is not whole: it has no {', '.join(sorted(normalizer.__abstractmethods__))}", remedy)
-    for owner, other, names in (
-        (schema, normalizer, _OPTION_ATTRIBUTES),
-        (normalizer, schema, _CODE_ATTRIBUTES),
-    ):
+    for owner, other, names in ((schema, normalizer, _OPTION_ATTRIBUTES), (normalizer, schema, _CODE_ATTRIBUTES)):
         if misplaced_names := [name for name in names if hasattr(other, name)]:
             raise Unavailable(
                 f"sets {misplaced_names[0]} where it has no effect", f"set it on the class {owner.__name__}"
@@ -178,14 +175,7 @@ OPTIONS = Catalogue({**SINGLE, Layers.name: Layers})
 
 
 # attributes of options
-_OPTION_ATTRIBUTES = (
-    "full_formula",
-    "sums_to_one",
-    "over_sum",
-    "fixed_by_training",
-    "formula",
-    "problems",
-)
+_OPTION_ATTRIBUTES = ("full_formula", "sums_to_one", "over_sum", "fixed_by_training", "formula", "problems")
 _CODE_ATTRIBUTES = (
     "score_map",
     "initialise",

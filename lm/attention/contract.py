@@ -23,13 +23,9 @@ from lm.plugins import PLUGINS
 
 HEADS, SIZE, WIDTH, TRAIN_LENGTH = 4, 16, 12, 64
 # names of axes
-OUTPUT_AXES, WEIGHT_AXES = (
-    ("sequence", "head", "token", "dimension"),
-    ("sequence", "head", "query", "key"),
-)
-ERROR_PREFIX = (
-    "stopped by"  # first words of the problem where a check ends in an error other than an AssertionError of its own
-)
+OUTPUT_AXES, WEIGHT_AXES = (("sequence", "head", "token", "dimension"), ("sequence", "head", "query", "key"))
+# first words of the problem where a check ends in an error other than an AssertionError of its own
+ERROR_PREFIX = "stopped by"
 AUTOCAST_FACTOR = 10  # errors under bf16 autocast may be this many times softmax's
 
 

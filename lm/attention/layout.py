@@ -36,9 +36,8 @@ class AttentionLayout:
     lengths: Tensor  # tokens of the query's document, int64, broadcastable to `positions`
     # true: queries and keys are the same tokens of one document per sequence, in order; the mask is the causal triangle
     causal: bool
-    documents: Tensor | None = (
-        None  # int64, index of each query's document, shaped as `positions`; None: one document per sequence
-    )
+    # int64, index of each query's document, shaped as `positions`; None: one document per sequence
+    documents: Tensor | None = None
     key_documents: Tensor | None = None  # int64, index of each key's document, shaped as `key_positions`
     # true: queries are the last of the keys' tokens, of one document per sequence; the mask is the triangle's last rows
     tail: bool = False

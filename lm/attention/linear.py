@@ -145,10 +145,7 @@ class LinearNormalizer(DividedNormalizer):
             scores = scores.tril_()
             states = torch.cat((state.unsqueeze(2), k.transpose(-2, -1) @ v), 2).cumsum(2)
             # a view would keep the states of all chunks in memory
-            start_states, state = (
-                states[:, :, :-1],
-                states[:, :, -1].clone(),
-            )
+            start_states, state = (states[:, :, :-1], states[:, :, -1].clone())
         output = scores @ v + q @ start_states
         return output.flatten(2, 3)[:, :, n_padding:], state
 

@@ -25,9 +25,8 @@ class Options:
     source: ClassVar[str] = ""  # the paper or code that the function comes from
     known: ClassVar[str] = ""  # published figures, with their source
     sums_to_one: ClassVar[bool] = True  # whether each row of weights sums to 1 for all values of the options
-    over_sum: ClassVar[bool] = (
-        False  # whether the option `n` may be `sum`, which divides each row of weights by its sum
-    )
+    # whether the option `n` may be `sum`, which divides each row of weights by its sum
+    over_sum: ClassVar[bool] = False
     scales_with_q: ClassVar[bool] = True  # whether a factor on q is the same factor on the logits q.k
     fixed_by_training: ClassVar[Mapping[str, str]] = {}  # by option, the reason why a trained model can't change it
 

@@ -191,12 +191,10 @@ BLOCK_WEIGHTS = 2**21
 MIN_BLOCK_WEIGHTS = 2**18
 # most weights of a block on a GPU, which needs large products: some tens of blocks a step with 124 M parameters
 MAX_GPU_WEIGHTS = 2**27
-WEIGHT_BYTES = (
-    64  # more bytes per weight than the backward pass of any definition takes; softpick's, for example, takes 42
-)
-MEMORY_DIVISOR = (
-    16  # a block takes at most 1 / 16 of a GPU's free memory: most of it is for tensors that a training step keeps
-)
+# more bytes per weight than the backward pass of any definition takes; softpick's, for example, takes 42
+WEIGHT_BYTES = 64
+# a block takes at most 1 / 16 of a GPU's free memory: most of it is for tensors that a training step keeps
+MEMORY_DIVISOR = 16
 
 
 def block_weights(device: torch.device) -> int:

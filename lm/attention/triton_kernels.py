@@ -22,9 +22,8 @@ from lm.attention.routes import MIN_SUM, gradient_of_sums
 KERNEL_MIN_SUM = tl.constexpr(MIN_SUM)
 # Triton's interpreter would multiply the bit patterns of bf16 numbers
 WIDEN_BF16 = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-PIECE_COLUMNS = (
-    128  # columns of v that a program holds; wider values take further programs, which compute the weights again
-)
+# columns of v that a program holds; wider values take further programs, which compute the weights again
+PIECE_COLUMNS = 128
 # Fewest columns of a tile in bf16. On Hopper, Triton 3.6 and later compile narrower products to code that sometimes
 # reads shared memory beyond its tiles (triton-lang/triton#10486, #11366). On an H200 a head of 64 dimensions with 16
 # values failed in 4 of 10 first runs.

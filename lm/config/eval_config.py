@@ -58,9 +58,8 @@ class EvaluationConfig(Timing):
     """
 
     measurement: ClassVar[str]  # "module:Class" of the `lm.evaluation.evaluation_kind.Measurement` that measures it
-    switch_key: ClassVar[str] = (
-        ""  # the key that is empty or 0 while the evaluation is off; "" if a class overrides `wanted`
-    )
+    # the key that is empty or 0 while the evaluation is off; "" if a class overrides `wanted`
+    switch_key: ClassVar[str] = ""
     quick_suite: ClassVar[dict[str, int]] = {}  # the largest value of each key in the suite `quick`
     quantity: ClassVar[Quantity | None] = None  # the quantity of `metrics`; None: unknown before the evaluation has run
 
@@ -286,8 +285,6 @@ class RecallConfig(EvaluationConfig):
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
         yield from check_inference(self.inference, model.position)
         for index, task in enumerate(self.tasks):
-            if not isinstance(task, Task):
-                continue  # `build` has reported its problem already
             path = f"tasks[{index}]"
             if task.vocab_size and not data.symbolic:
                 reason = "is over symbols that this model was not trained on"

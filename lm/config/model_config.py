@@ -18,9 +18,8 @@ class TrainedScaling:
     """RoPE's frequencies without rescaling; the base class of rescalings that a model was, or will be, trained with."""
 
     name: ClassVar[str] = "none"
-    amplitude: ClassVar[float] = (
-        1.0  # the factor on RoPE's cos and sin, by whose square attention logits are multiplied
-    )
+    # the factor on RoPE's cos and sin, by whose square attention logits are multiplied
+    amplitude: ClassVar[float] = 1.0
 
     def rescaled_frequencies(self, frequencies: Tensor, theta: float, head_size: int) -> Tensor:
         """Radians per token, (pairs,), by which each pair of dimensions rotates after rescaling, from its `frequencies`

@@ -24,9 +24,8 @@ class Chance:
     shows.
     """
 
-    teacher_forced: (
-        float  # the sequence has the right answers to earlier questions, and these answers are not picked again
-    )
+    # the sequence has the right answers to earlier questions, and these answers are not picked again
+    teacher_forced: float
     rollout: float  # greedy decoding: the sequence has the earlier picks in place of the right answers
 
     @classmethod
@@ -48,9 +47,8 @@ class Task(ABC):
     stand for, in ascending order."""
 
     name: ClassVar[str]
-    vocab_size: ClassVar[int | None] = (
-        None  # the number V of symbols, 0 to V - 1, of a task over symbols; None for a task in text
-    )
+    # the number V of symbols, 0 to V - 1, of a task over symbols; None for a task in text
+    vocab_size: ClassVar[int | None] = None
     # chance level in test sequences; None if it differs between questions, or if they don't show the right answer among
     # others
     chance: ClassVar[Chance | None] = None

@@ -55,12 +55,10 @@ class Optimizer:
     """Base class of the options of optimizers, the rules by which gradients become updates."""
 
     name: ClassVar[str]
-    needs: ClassVar[str] = (
-        ""  # a group that must have a trained parameter, or the optimizer is refused; "": no such group
-    )
-    weight_decay: ClassVar[float] = (
-        0.0  # weight decay of the groups in DECAYED_GROUPS; 0 for an optimizer without this option
-    )
+    # a group that must have a trained parameter, or the optimizer is refused; "": no such group
+    needs: ClassVar[str] = ""
+    # weight decay of the groups in DECAYED_GROUPS; 0 for an optimizer without this option
+    weight_decay: ClassVar[float] = 0.0
 
     def kept(self, group: str) -> int:
         """The number of values of optimizer state per parameter value in `group`, for estimates of checkpoint size."""
@@ -102,11 +100,7 @@ class Muon(AdamW):
 
 OPTIMIZERS = {v.name: v for v in (AdamW, Muon)}  # each of these has a builder in lm.training.optimizers
 # groups with the optimizer's weight decay if `groups.*.weight_decay` is null
-DECAYED_GROUPS = (
-    "matrices",
-    "embedding",
-    "head",
-)
+DECAYED_GROUPS = ("matrices", "embedding", "head")
 
 
 @dataclass

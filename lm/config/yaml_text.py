@@ -141,9 +141,8 @@ def _plain(value: object) -> object:
 # ---------------------------------------------------------------- interpolation
 
 
-MAX_INTERPOLATIONS = (
-    16  # most in a configuration; OmegaConf expands each one again at every use: at most some 3^(16 / 3) times
-)
+# most in a configuration; OmegaConf expands each one again at every use: at most some 3^(16 / 3) times
+MAX_INTERPOLATIONS = 16
 
 
 def resolve_interpolations(plain: dict[str, Plain]) -> dict[str, Plain]:

@@ -46,10 +46,7 @@ NOUN = "the token store (make room, or set data.root to another folder)"  # what
 JOIN_BYTES = 512 << 10  # bytes of a part that are joined to the store at a time
 TASK_SEQUENCES = 64  # sequences of each task that a store without text holds in each split
 # limits of `_answer_counts`: answers per symbol, sequences per task
-MIN_ANSWERS_PER_SYMBOL, MAX_COUNTED_SEQUENCES = (
-    16,
-    8192,
-)
+MIN_ANSWERS_PER_SYMBOL, MAX_COUNTED_SEQUENCES = (16, 8192)
 MAX_LISTED_ERRORS = 100  # unreadable files, documents and rows that the manifest names
 # Assignment of a document. A copy is left out because another document has the same content; an omitted document,
 # because the tokenizer does not give it back.

@@ -25,9 +25,8 @@ PIECE_CHARACTERS = 1 << 20  # characters of each piece into which a long documen
 MIN_BYTES_PER_THREAD = 32 << 20  # least bytes of text for which another thread is worth its start
 # longest word, in characters, that a tokenizer is trained on: training time grows with the square of its length
 MAX_WORD_LENGTH = 1 << 12
-_PARALLELISM_VARIABLE = (
-    "TOKENIZERS_PARALLELISM"  # environment variable that turns the `tokenizers` library's own threads off
-)
+# environment variable that turns the `tokenizers` library's own threads off
+_PARALLELISM_VARIABLE = "TOKENIZERS_PARALLELISM"
 # GPT-2, cl100k and o200k split text at these places, too
 _BETWEEN_WORDS = re.compile(r"(?<=\S)(?= [A-Za-z])|(?<=\S\n)(?=\w)")
 
@@ -185,12 +184,7 @@ def _split_document(document: Document) -> Iterator[Document]:
     end = 0
     for text in split_text(document.content):
         begin, end = end, end + len(text)
-        yield replace(
-            document,
-            content=text,
-            n_bytes=len(text.encode()),
-            is_first_piece=begin == 0,
-        )
+        yield replace(document, content=text, n_bytes=len(text.encode()), is_first_piece=begin == 0)
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:

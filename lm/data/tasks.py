@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
 Subset = Literal["train", "test"]
 SUBSETS: tuple[Subset, ...] = get_args(Subset)
-MAX_ATTEMPTS = (
-    1000  # contents drawn until one belongs to the subset, or windows of filler until one lies within a document
-)
+# contents drawn until one belongs to the subset, or windows of filler until one lies within a document
+MAX_ATTEMPTS = 1000
 ANCHORS = "x", ":", "\n"  # texts before a piece that is encoded; the first that does not merge with it is taken
 MAX_CONTENT_DRAWS = 50  # contents drawn until one fits into the sequence
 STORE_SEED = 0  # seed of the sequences of a store without text, and of the sequences for evaluations on tasks

@@ -9,7 +9,6 @@ import dataclasses
 import glob
 import os
 from collections.abc import Callable
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -202,24 +201,24 @@ def tokens_identity(source: Tokens, root: Path, hashes: FileHashes) -> dict[str,
     }
 
 
-def _files_with_suffix(suffix: str, source: Tokens) -> list[Path]:
-    """Return a source's files with the suffix. Other files in folders are ignored; raises DataError if the source names
-    another file.
+def _bin_files(source: Tokens) -> list[Path]:
+    """Return a source's .bin files. Other files in folders are ignored; raises DataError if the source names another
+    file.
     """
     unsuitable_paths: list[Path] = []
     for path in map(expand_home, source.paths):
         for match in [path] if path.exists() else filter(Path.is_file, map(Path, glob.glob(str(path), recursive=True))):
-            if all(file.suffix.lower() != suffix for file in (files_in(match) if match.is_dir() else [match])):
+            if all(file.suffix.lower() != ".bin" for file in (files_in(match) if match.is_dir() else [match])):
                 unsuitable_paths.append(match)
     files = (
         []
         if unsuitable_paths
-        else [path for path in text_files.expand(Files(source.paths, [suffix])) if path.suffix.lower() == suffix]
+        else [path for path in text_files.expand(Files(source.paths, [".bin"])) if path.suffix.lower() == ".bin"]
     )
     if not files:
         rejected_path = (unsuitable_paths or source.paths)[0]
         raise DataError(
-            f"{rejected_path}: is or has no {suffix} file, which data.source.format={source.format} reads "
+            f"{rejected_path}: is or has no .bin file, which data.source.format={source.format} reads "
             "(data.source.paths)"
         )
     return files
@@ -346,8 +345,8 @@ def _read_saved(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: On
 
 # {format: (lists a source's files or folders, reads the documents of one of them)}
 FORMATS: dict[str, tuple[Callable[[Tokens], list[Path]], Callable[[Path, Tokens, Vocabulary, OnError], Documents]]] = {
-    "nanogpt": (partial(_files_with_suffix, ".bin"), _read_nanogpt),
-    "modded-nanogpt": (partial(_files_with_suffix, ".bin"), _read_modded),
+    "nanogpt": (_bin_files, _read_nanogpt),
+    "modded-nanogpt": (_bin_files, _read_modded),
     "column": (lambda source: text_files.expand(Files(source.paths, [])), _read_column),
     "saved": (_saved_folders, _read_saved),
 }

@@ -105,7 +105,7 @@ def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer"
     return tokenizer
 
 
-def load_tokenizer(path: Path, end_of_text: str = END_OF_TEXT) -> "Tokenizer":
+def load_tokenizer(path: Path, end_of_text: str) -> "Tokenizer":
     """Load a tokenizer.json; text that looks like a special token is then encoded as ordinary text.
 
     Raises DataError: the file is missing or invalid, uses BPE dropout, has an id of `MAX_VOCAB` or above, two tokens of

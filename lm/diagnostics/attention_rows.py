@@ -24,9 +24,8 @@ from lm.model.decoder import Decoder
 from lm.runs.evaluations import Axis
 
 NO_FIRST = ", no first"  # ending of names of statistics without the first token (`Statistic.without_first`)
-MIN_KEYS = (
-    32  # queries that see fewer keys are left out: their statistics depend more on the number of keys than on the model
-)
+# queries that see fewer keys are left out: their statistics depend more on the number of keys than on the model
+MIN_KEYS = 32
 
 
 @dataclass(frozen=True)
@@ -63,14 +62,12 @@ class AttentionRows:
     layout: AttentionLayout  # where queries and keys stand in their documents
     # (H, T, S) fp32, which the normalizer turns into weights (`Normalizer.scores`); meaningless for invisible keys
     scores: Tensor
-    weights: (
-        Tensor  # (H, T, S) fp32, 0 for keys that are not visible; not negative in most families, summing to one in many
-    )
+    # (H, T, S) fp32, 0 for keys that are not visible; not negative in most families, summing to one in many
+    weights: Tensor
     # (T, S) bool, the keys that a query may give weight to: keys of its document up to the query, or of its window
     visible: Tensor
-    inputs: AttentionInputs | None = (
-        None  # the layer's x (1, L, C), q, k (1, H, L, D) and v (1, H, L, E), of all L tokens of the sequence
-    )
+    # the layer's x (1, L, C), q, k (1, H, L, D) and v (1, H, L, E), of all L tokens of the sequence
+    inputs: AttentionInputs | None = None
     embedding: Tensor | None = None  # (1, L, C), the embedding vectors of all tokens
     is_shuffled: bool = False  # whether scores are in another order than the inputs gave (`shuffled`)
 
@@ -244,9 +241,8 @@ class Statistic:
     unit: str  # such as `keys` or `nats`; empty: no unit. A `fraction` lies within 0 and 1
     # rows -> (H, T), NaN where not defined; None: does not apply to the normalizer
     measure: Callable[[AttentionRows], Tensor | None]
-    in_reports: bool = (
-        False  # whether reports, pictures and a run's metrics show it; else only the result and its tables do
-    )
+    # whether reports, pictures and a run's metrics show it; else only the result and its tables do
+    in_reports: bool = False
     has_exponent: bool = False  # whether value ~ n^exponent is fitted for each head, n the number of visible keys
     log: bool = False  # whether the values are logarithms already, so that the fit takes no logarithms
 
@@ -297,10 +293,7 @@ class StatisticFamily:
 
 KEYS, HEAD = "visible keys", "head"  # names of axes
 # names of two fractions of rows, beside the statistics
-NOT_FINITE, NO_WEIGHT = (
-    "rows that are not finite",
-    "rows without weight",
-)
+NOT_FINITE, NO_WEIGHT = ("rows that are not finite", "rows without weight")
 
 
 class Measures:

@@ -67,11 +67,11 @@ def condensation_scale(n: Tensor) -> Tensor:
     return (n.log() / 2).sqrt()
 
 
-def simulated_sparsity(std: Tensor, n: int, draws: int = 64, seed: int = 0) -> Tensor:
-    """Sparsity S, (K,), of e^score for n Gaussian scores of each standard deviation in `std`, (K,); a mean over `draws`
+def simulated_sparsity(std: Tensor, n: int) -> Tensor:
+    """Sparsity S, (K,), of e^score for n Gaussian scores of each standard deviation in `std`, (K,); a mean over 64
     random samples.
     """
-    noise = torch.randn(draws, n, generator=torch.Generator().manual_seed(seed), dtype=std.dtype)
+    noise = torch.randn(64, n, generator=torch.Generator().manual_seed(0), dtype=std.dtype)
     visible = torch.ones(n, dtype=torch.bool)
     return torch.stack([sparsity((scale * noise).softmax(-1), visible).mean() for scale in std])
 

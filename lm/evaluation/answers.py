@@ -38,9 +38,8 @@ from lm.schema import Plain, to_plain
 
 QUESTION_SEED = 0  # seed of the sequences with questions, the same for every model
 ROLL_OUT = "roll-out"  # name of a setting in which sequences hold the model's own answers in place of the correct ones
-LENGTH_REMEDY = (
-    "leave that length out, or ask for fewer"  # remedy for a length in the configuration into which a task does not fit
-)
+# remedy for a length in the configuration into which a task does not fit
+LENGTH_REMEDY = "leave that length out, or ask for fewer"
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,10 +28,7 @@ Heads = dict[str, np.ndarray]  # by metric: its values for all heads of all laye
 KeyCounts = tuple[int, float]  # the fewest and the most visible keys
 Frame = tuple[str, tuple[float, float] | None, list[Trace]]  # label and range of the x axis, and curves of theory
 # heads -> x; (largest x, keys) -> frame
-HeadsAxis, FrameFunction = (
-    Callable[[Heads], np.ndarray],
-    Callable[[float, KeyCounts], Frame],
-)
+HeadsAxis, FrameFunction = (Callable[[Heads], np.ndarray], Callable[[float, KeyCounts], Frame])
 
 
 def diagnostics_picture(series: Sequence[Series]) -> Picture | None:

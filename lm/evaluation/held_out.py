@@ -52,14 +52,12 @@ class HeldOut:
 
     sequences: np.ndarray  # (N, length + 1) token ids
     token_bytes: np.ndarray  # (V,) number of UTF-8 bytes that each token stands for
-    documents: np.ndarray | None = (
-        None  # (N,) index of the held-out document that each sequence begins in; None: sequences are independent
-    )
+    # (N,) index of the held-out document that each sequence begins in; None: sequences are independent
+    documents: np.ndarray | None = None
     sources: np.ndarray | None = None  # (N,) index of the source or task of each sequence; None: not known
     answers: np.ndarray | None = None  # (N, length) bool, which predictions count; None: all
-    end_of_text: int | None = (
-        None  # the token that begins a document, if documents in a sequence don't see each other; else None
-    )
+    # the token that begins a document, if documents in a sequence don't see each other; else None
+    end_of_text: int | None = None
 
     @cached_property
     def sha256(self) -> str:

@@ -49,22 +49,12 @@ if TYPE_CHECKING:
 Engine = Literal["slurm", "local"]
 LOCK = "compare.lock"  # file in the experiment's folder: names the machine and process that work on it
 # suffixes of files beside a run's log: why the run failed, and which job trains it
-FAILURE_SUFFIX, JOB_SUFFIX = (
-    "failed.json",
-    "job.json",
-)
+FAILURE_SUFFIX, JOB_SUFFIX = ("failed.json", "job.json")
 JOBS_FOLDER = "workers"  # folder in the experiment's folder: scripts and output of submitit's jobs
 POLL_SECONDS = 1.0  # seconds between checks of a job
 RECORD_WAIT_SECONDS = 120.0  # seconds within which a job must see the record that names it
 # SIGKILL: out of memory?
-_CRASH_SIGNALS = (
-    signal.SIGSEGV,
-    signal.SIGKILL,
-    signal.SIGABRT,
-    signal.SIGBUS,
-    signal.SIGILL,
-    signal.SIGFPE,
-)
+_CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
 # ---------------------------------------------------------------- who works on an experiment
@@ -169,7 +159,7 @@ class Failure:
         return -self.status in _CRASH_SIGNALS
 
 
-def note_failure(experiment_folder: Path, run: Run, status: int, reason: str = "") -> Failure:
+def note_failure(experiment_folder: Path, run: Run, status: int, reason: str) -> Failure:
     """Return the failure of a run that ended with the exit status `status`. Its reason is the signal that killed the
     run, else `reason`, else the last line of the run's log. Write the failure to a file for `read_failure`, unless a
     signal stopped the run without a crash.

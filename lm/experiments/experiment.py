@@ -300,13 +300,7 @@ class Experiment:
         the experiment. Raises ConfigError.
         """
         plain = self.base
-        for block in (
-            self.sizes[size],
-            arm.changes,
-            nest_keys(self.tuned_keys(rate)),
-            {"seed": seed},
-            changes,
-        ):
+        for block in (self.sizes[size], arm.changes, nest_keys(self.tuned_keys(rate)), {"seed": seed}, changes):
             plain = merge(plain, block)
         plain = resolve_interpolations(plain)
         own_keys = {name: plain[name] for name in _UNCACHED_KEYS if name in plain}

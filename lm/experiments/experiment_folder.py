@@ -84,12 +84,7 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
     return procedure
 
 
-def start(
-    path: Path,
-    overrides: list[str],
-    jobs: int = 1,
-    anew: bool = False,
-) -> Procedure:
+def start(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False) -> Procedure:
     """Start an experiment: prepare its text, and fix the settings that all its runs share. If several processes start
     the experiment at the same time, one of them fixes the settings.
 
@@ -320,13 +315,7 @@ def plan_of(experiment: Experiment) -> dict[str, Plain]:
             for run in experiment.table
         )
         tune["digest of table"] = plain_sha256(rows)[:8]
-    return {
-        "at": timestamp,
-        "primary": primary,
-        "measured": measured,
-        "tune": tune,
-        "arms": arms,
-    }
+    return {"at": timestamp, "primary": primary, "measured": measured, "tune": tune, "arms": arms}
 
 
 def _arm_hash(arm: Arm, config: Config) -> str:

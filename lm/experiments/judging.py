@@ -17,11 +17,7 @@ from lm.statistics.tuning import Rate, rate_cell, rate_text
 from lm.statistics.verdicts import MAX_SEEDS, MIN_SEEDS, POWER, Comparison, Verdict, power, seeds_needed, verdicts
 
 # intervals in `Judgement.entries`; a CSV has columns for their ends even if all are empty
-INTERVALS = (
-    "difference",
-    "factor",
-    "alone",
-)
+INTERVALS = ("difference", "factor", "alone")
 SizeArm = tuple[str, str]  # size and arm
 RatePair = tuple[Rate | None, Rate | None]  # the rates of an arm and of the baseline
 

@@ -85,9 +85,8 @@ class Choice:
     # by arm, the rate at which it is judged; arms whose best rate is at an edge of the grid have none. None: not known
     # yet
     rates: dict[str, Rate | None] | None
-    settled: bool = (
-        True  # False while final runs at several rates have not ended: then `rates` are the rates that tuning chose
-    )
+    # False while final runs at several rates have not ended: then `rates` are the rates that tuning chose
+    settled: bool = True
 
     @property
     def crossed(self) -> dict[str, tuple[Rate | None, ...]]:

@@ -15,14 +15,7 @@ from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, RunError, one_line
 from lm.files import read_json
 from lm.plugins import PLUGINS
-from lm.runs.evaluations import (
-    Evaluation,
-    Series,
-    Units,
-    evaluation_files,
-    load_evaluation,
-    measuring_code,
-)
+from lm.runs.evaluations import Evaluation, Series, Units, evaluation_files, load_evaluation, measuring_code
 from lm.runs.folder import CHECKPOINTS, CONFIG, DIVERGED, ENVIRONMENT, METRICS, Log, read_metrics, step_path
 from lm.runs.metadata import read_without_tensors
 from lm.runs.record import RunRecord, RunStatus, divergence, loss_above_unigram, read_run, start_setting, tokens_before

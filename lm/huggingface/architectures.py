@@ -180,11 +180,7 @@ class Llama(Architecture):
     head_dim: ClassVar[int | None] = None  # default of head_dim; None: hidden_size / num_attention_heads
     vocab_size: ClassVar[int] = 32000
     # hidden_size, intermediate_size, max_position_embeddings
-    default_sizes: ClassVar[tuple[int, int, int]] = (
-        4096,
-        11008,
-        2048,
-    )
+    default_sizes: ClassVar[tuple[int, int, int]] = (4096, 11008, 2048)
 
     def spec(self, fields: Fields) -> ModelSpec:
         width, mlp_width, n_positions = self.default_sizes

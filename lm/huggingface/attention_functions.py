@@ -33,30 +33,14 @@ from lm.huggingface.importing import INDEX, Shards
 from lm.schema import Plain
 
 LENGTH_FIELD = "lm_train_length"  # field of the configuration with the training length
-NORMALIZER_ATTRIBUTE = (
-    "lm_normalizer"  # in each attention, the module with the parameters; in the configuration, their normalizer
-)
+# in each attention, the module with the parameters; in the configuration, their normalizer
+NORMALIZER_ATTRIBUTE = "lm_normalizer"
 # the first two read the layer's input, the last has a table for all layers
-UNREGISTERED_NORMALIZERS = (
-    "forget",
-    "asentmax",
-    "p_n",
-)
+UNREGISTERED_NORMALIZERS = ("forget", "asentmax", "p_n")
 # arguments of attention functions that change what is computed
-REFUSED_ARGUMENTS = (
-    "sliding_window",
-    "softcap",
-    "s_aux",
-    "sinks",
-    "position_bias",
-    "indices",
-    "block_indices",
-)
+REFUSED_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
 # with RoPE, on absolute positions; not so for linear with `features: identity`
-POSITION_DEPENDENT_NORMALIZERS = (
-    "qassmax",
-    "linear",
-)
+POSITION_DEPENDENT_NORMALIZERS = ("qassmax", "linear")
 # Fields of a configuration, or its `rope_parameters`, with which a model multiplies queries by a function of position.
 GROWING_SCALE_FIELDS = ("llama_4_scaling_beta", "attn_temperature_tuning")
 OWN_ATTENTION_MESSAGE = "{} computes attention by itself, or has none, whatever attn_implementation says"

@@ -158,10 +158,7 @@ def export_for_transformers(source: Path, checkpoint: str, target: Path) -> Path
     with new_folder(target) as folder:
         with replacing(folder / WEIGHTS_FILE, "the weights") as file:
             write_weights(file, descriptions, ((name, value.float()) for name, value in tensors.items()))
-        files = {
-            CONFIG: _json(config),
-            "README.md": model_card(loaded_model, config["model_type"]),
-        }
+        files = {CONFIG: _json(config), "README.md": model_card(loaded_model, config["model_type"])}
         if architecture is None:
             files[MODELLING_FILE] = Path(__file__).with_name(MODELLING_FILE).read_text(encoding="utf-8")
         if loaded_model.tokenizer is not None:

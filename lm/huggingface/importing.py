@@ -222,9 +222,7 @@ def import_model(
     }
     origin = {**model.origin, "architecture": kind, "max_position_embeddings": positions}
     tokenizer_bytes = None if tokenizer_text is None else tokenizer_text.encode()
-    write_model(
-        target, spec, descriptions, _parameter_values(parameters, model.tensors), tokenizer_bytes, origin=origin
-    )
+    write_model(target, spec, descriptions, _parameter_values(parameters, model.tensors), tokenizer_bytes, None, origin)
     _print_summary(target, kind, spec, token_count, sum(math.prod(parameter.shape) for parameter in parameters))
     return spec
 

@@ -152,9 +152,8 @@ class ForwardContext:
     rotation: Rotation | None  # RoPE's cos and sin at the new tokens' positions; None: no RoPE
     logit_factor: float  # factor on the logits of layers with RoPE, the temperature of a rescaled RoPE
     cache: DecodingCache | None
-    values_to_mix: Callable[[int], Tensor] | None = (
-        None  # from a layer's index to values (B, K, T, E) that it mixes into its own
-    )
+    # from a layer's index to values (B, K, T, E) that it mixes into its own
+    values_to_mix: Callable[[int], Tensor] | None = None
     layer_inputs: list[AttentionInputs] | None = None  # layers append their inputs here for `lm.model.attention_stream`
     first: int = 0  # index of the first new token that a layer computes an output for
 
@@ -261,9 +260,8 @@ class MapDifference(nn.Module):
     = 0, 1 ...
     """
 
-    INITIAL_STD: ClassVar[float] = (
-        0.1  # standard deviation that `Decoder.initialise` draws the vectors with, as in the authors' code
-    )
+    # standard deviation that `Decoder.initialise` draws the vectors with, as in the authors' code
+    INITIAL_STD: ClassVar[float] = 0.1
 
     def __init__(self, size: int, eps: float, layer: int):
         super().__init__()

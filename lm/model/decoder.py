@@ -47,12 +47,10 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, vocab_size: int, seq_len: int, seed: int | None = 0):
         super().__init__()
         self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
-        self.recomputes = (
-            False  # activations of blocks are computed again in the backward pass (trainer.activation_checkpointing)
-        )
-        self.run_block: Callable[[nn.Module, Tensor, ForwardContext], Tensor] = (
-            _run_block  # compiled by `compile_blocks`
-        )
+        # activations of blocks are computed again in the backward pass (trainer.activation_checkpointing)
+        self.recomputes = False
+        # compiled by `compile_blocks`
+        self.run_block: Callable[[nn.Module, Tensor, ForwardContext], Tensor] = _run_block
         self.rope_scaling: RopeScaling = AS_TRAINED  # another scaling in a copy by `lm.model.swapped.for_inference`
         self.embedding = UninitialisedEmbedding(vocab_size, config.n_embd)
         self.embedding_norm = make_norm(config, config.embedding_norm) if config.embedding_norm else nn.Identity()

@@ -34,9 +34,7 @@ class ModelSpec:
     plugins: dict[str, str] = key({}, "version of each normalizer from outside")
 
     @classmethod
-    def from_decoder(
-        cls, decoder: Decoder, end_of_text: str = END_OF_TEXT, end_tokens: Sequence[str] = ()
-    ) -> "ModelSpec":
+    def from_decoder(cls, decoder: Decoder, end_of_text: str, end_tokens: Sequence[str] = ()) -> "ModelSpec":
         versions = PLUGINS.versions(options.name for options in decoder.config.normalizer.layer_options())
         return cls(decoder.config, decoder.vocab_size, decoder.seq_len, end_of_text, [*end_tokens], versions)
 

@@ -24,11 +24,7 @@ from lm.statistics.intervals import MIN_DOCUMENTS, Interval, interval_of, over_d
 
 _MISSING_VALUE = "-"  # stands for the value of a key that a run does not have
 # prefixes of the keys in which a comparison of normalizers may differ
-_NORMALIZER_PREFIXES = (
-    "model.normalizer.",
-    "phases",
-    "swap.",
-)
+_NORMALIZER_PREFIXES = ("model.normalizer.", "phases", "swap.")
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,9 +17,8 @@ from lm.statistics.intervals import MIN_DOCUMENTS, interval_of
 TOO_FEW_DOCUMENTS = f"no interval: fewer than {MIN_DOCUMENTS} documents"
 NO_SPREAD = "no interval: all agree"
 MAX_COLUMNS = 12  # most metrics that have a column each; more metrics have a row each
-MAX_NUMBERS = (
-    24  # most numbers without interval that a table has of one model; if there are more, ends of curves are printed
-)
+# most numbers without interval that a table has of one model; if there are more, ends of curves are printed
+MAX_NUMBERS = 24
 
 # texts by row (number of the evaluation, inference setting, place) and column
 CellTexts = dict[tuple[tuple[int, str, str], Column], str]

@@ -11,14 +11,7 @@ import pandas as pd
 from lm.errors import RunError
 from lm.files import expand_home
 from lm.report.comparison import arm_label
-from lm.runs.evaluations import (
-    Evaluation,
-    Series,
-    evaluation_files,
-    load_evaluation,
-    selection_mask,
-    series_names,
-)
+from lm.runs.evaluations import Evaluation, Series, evaluation_files, load_evaluation, selection_mask, series_names
 from lm.runs.folder import CONFIG, ENVIRONMENT, SWAPPED
 from lm.runs.record import RunRecord, read_run
 

@@ -27,9 +27,8 @@ from lm.runs.evaluations import number
 
 GREY, INK, PAPER, GRID, SHADE = "#555555", "#1a1a1a", "#ffffff", "#e6e6e6", "#f0f0f0"
 MAX_CELLS = 40  # most rows or columns of a map with gaps between cells; larger maps are drawn as one image
-MAX_LABEL_CHARACTERS = (
-    56  # most characters of all category labels below a panel together; with more, the labels are slanted
-)
+# most characters of all category labels below a panel together; with more, the labels are slanted
+MAX_LABEL_CHARACTERS = 56
 MAX_LEGEND_ENTRIES = 3  # most entries of a legend inside a panel; a legend of more entries stands below the panel
 PLOT_SETTINGS = {
     "svg.hashsalt": "lm.report",
@@ -55,15 +54,7 @@ DARK_COLOURS = {  # colours of SVG files and pages for readers who prefer dark p
 }  # fmt: skip
 MARKERS = "osD^vP*"
 # dotted lines are reference levels
-DASHES = (
-    "-",
-    "--",
-    "-.",
-    (0, (6, 1, 1, 1, 1, 1)),
-    (0, (9, 3)),
-    (0, (2, 1)),
-    (0, (9, 2, 3, 2)),
-)
+DASHES = ("-", "--", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (9, 3)), (0, (2, 1)), (0, (9, 2, 3, 2)))
 
 Style = dict[str, str | float | tuple[int, tuple[int, ...]]]  # keyword arguments of matplotlib's `plot`
 _PANEL_WIDTH, _PANEL_HEIGHT = 6.4, 4.3  # size of a panel in inches
@@ -84,9 +75,8 @@ class Trace:
     # low, high: ends of the interval, (points,); None: there are none
     low: np.ndarray | None = None
     high: np.ndarray | None = None
-    dashes: int = (
-        0  # number of the trace's dash pattern; 0: solid for the first seven arms, another pattern for each seven more
-    )
+    # number of the trace's dash pattern; 0: solid for the first seven arms, another pattern for each seven more
+    dashes: int = 0
     hollow: bool = False  # whether its markers are hollow, so that traces behind them can be seen
     # whether its panel has a legend that names it (even without points); else the arm is named above all panels
     in_legend: bool = False
@@ -157,9 +147,8 @@ class Picture:
     arms: Sequence[str]  # empty: none is named
     caption: str = ""
     columns: int = 2  # panels in a row
-    panel_size: tuple[float, float] | None = (
-        None  # width and height of a panel in inches; None: the default size of its kind
-    )
+    # width and height of a panel in inches; None: the default size of its kind
+    panel_size: tuple[float, float] | None = None
     # axes whose labels and ticks stand once: `x` for panels below each other, `y` for panels side by side
     shared: Literal["", "x", "y", "xy"] = ""
 

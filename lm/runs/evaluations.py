@@ -178,9 +178,8 @@ class Series:
     # levels to compare the series with, such as chance, by name
     references: dict[str, float] = field(default_factory=dict)
     interval: IntervalKind = "none"
-    control: bool = (
-        False  # whether it shows that the measurement works, not what the model can do; drawn without interval
-    )
+    # whether it shows that the measurement works, not what the model can do; drawn without interval
+    control: bool = False
     logged: tuple[str, ...] = ()  # name in the metrics log of each column, or of the mean over all bins; (): not logged
     shown: Shown | None = None  # how reports show the series; None: no report shows it
 

@@ -26,9 +26,8 @@ from lm.schema import Plain, convert, suggest, type_name
 CONFIG, ENVIRONMENT, METRICS, TOKENIZER = "config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json"
 CHECKPOINTS, EVALUATIONS, PROFILE = "checkpoints", "evaluations", "profile"
 SWAPPED = "swapped"  # folder in an experiment's folder, with the swapped weights that runs start from
-RESOLVED_FILE = (
-    "resolved.json"  # file in an experiment's folder, with the settings that its first start fixed for all runs
-)
+# file in an experiment's folder, with the settings that its first start fixed for all runs
+RESOLVED_FILE = "resolved.json"
 # the reason why a locked folder is refused
 ALREADY_TRAINING = "another process is training in this run folder; wait for it or stop it"
 DESCRIPTION = "lm.json"  # file in a model folder, which describes the model

@@ -44,10 +44,7 @@ from lm.schema import Plain, to_plain
 WEIGHTS = "model.safetensors"  # file in a model folder, beside DESCRIPTION
 MODEL_FORMAT = 5  # version of lm.json; raised when older files can no longer be read
 # keys of lm.json; the second also of environment.json
-TENSOR_SHA256, TOKENIZER_SHA256 = (
-    "tensor_sha256",
-    "tokenizer_sha256",
-)
+TENSOR_SHA256, TOKENIZER_SHA256 = ("tensor_sha256", "tokenizer_sha256")
 
 
 def write_model(
@@ -55,9 +52,9 @@ def write_model(
     spec: ModelSpec,
     signatures: Mapping[str, TensorSignature],
     tensors: Iterable[tuple[str, Tensor]],
-    tokenizer: bytes | None = None,
-    training: dict[str, Plain] | None = None,
-    origin: dict[str, Plain] | None = None,
+    tokenizer: bytes | None,
+    training: dict[str, Plain] | None,
+    origin: dict[str, Plain] | None,
 ) -> Path:
     """Write a model to the folder `out` atomically; returns `out`. `origin` says where an imported model came from.
 

@@ -21,9 +21,8 @@ METADATA = {
     "config": str,
     "plugins": dict[str, str],
 }
-SHA256 = (
-    "sha256"  # the entry of a checkpoint with a sha256 of each entry that holds tensors; lm 0.9 and earlier wrote none
-)
+# the entry of a checkpoint with a sha256 of each entry that holds tensors; lm 0.9 and earlier wrote none
+SHA256 = "sha256"
 # Entries that `lm.runs.same_run.check_evaluations` reads: SHA256, and in the metadata digests of the weights by step
 # and of the log.
 DIGEST_FIELDS = {SHA256: dict[str, str], "weights_sha256": dict[str, list[str]], "log": dict}

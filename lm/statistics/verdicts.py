@@ -51,15 +51,13 @@ class Comparison:
     # number of the baseline's rates, from the first on, that the arm was trained at, too. The arm is worse only if it
     # is worse than the baseline at one of these rates. None: all rates
     n_shared_rates: int | None = None
-    all_pairs: bool = (
-        False  # whether the claim must hold at every pair of rates, since the best rates were chosen by another metric
-    )
+    # whether the claim must hold at every pair of rates, since the best rates were chosen by another metric
+    all_pairs: bool = False
     # whether higher values of the metric are better: an arm's best rate is then the rate of its highest value
     higher_is_better: bool = False
     is_tuned: bool = True  # False if the best rate of either arm is at an edge of the grid
-    n_planned_seeds: int = (
-        0  # number of planned seeds; 0: the seeds in `rate_differences`. Until all have ended there is no verdict
-    )
+    # number of planned seeds; 0: the seeds in `rate_differences`. Until all have ended there is no verdict
+    n_planned_seeds: int = 0
     divergence: str = ""  # the runs that diverged, and how, in words
     # (the arm's rates, the baseline's rates), the estimates over seeds and documents, where there are enough of both
     document_estimate: Estimate | None = None
@@ -132,13 +130,11 @@ class Verdict:
     # the same p by the sign-flip test, which assumes symmetric differences, not normal ones; None: too few or too many
     # seeds
     p_exact: float | None = None
-    document_interval: Interval | None = (
-        None  # the interval over seeds and documents; None where there are too few seeds or documents
-    )
+    # the interval over seeds and documents; None where there are too few seeds or documents
+    document_interval: Interval | None = None
     exploratory: bool = False  # whether the plan was changed after results were known, so that p is too small
-    margin_text: str = (
-        ""  # the smallest difference of interest, in words; empty if fractions of runs that learn are compared
-    )
+    # the smallest difference of interest, in words; empty if fractions of runs that learn are compared
+    margin_text: str = ""
     exceeds_margin: bool = False  # whether every difference in the interval is at least the margin
     open_reason: str = ""  # the reason why there is no answer, in a few words; empty if there is an answer
     seeds: int = 0  # number of seeds that the verdict rests on; 0: nothing was tested

@@ -23,9 +23,8 @@ COUNTS = (  # environment variables with other whole numbers of a launcher
     "MASTER_PORT",
 )
 Launcher = Literal["torchrun", "srun", "lightning"]
-STARTER_VARIABLE = (
-    "LM_STARTED_BY"  # environment variable with the id of the process that starts the run's other processes
-)
+# environment variable with the id of the process that starts the run's other processes
+STARTER_VARIABLE = "LM_STARTED_BY"
 UNSET_REMEDY = "unset it, or start with torchrun or srun (docs/running.md)"
 
 

@@ -28,12 +28,7 @@ WANDB_MODES = ("online", "offline", "disabled")
 WANDB_SECONDS = 60.0
 DISABLE_REMEDY = "to train without it: log.wandb=disabled"
 # entries of environment.json for wandb
-WANDB_FACTS = (
-    "data_fingerprint",
-    "parameters",
-    "flops_per_token",
-    "tokens_total",
-)
+WANDB_FACTS = ("data_fingerprint", "parameters", "flops_per_token", "tokens_total")
 
 
 class Mirror:

@@ -230,9 +230,8 @@ class TrainModule(L.LightningModule):
                 len(train_sequences(run.store, config).length.fractions(config.trainer.max_steps))
             )
         self.accumulation = config.rank_sequences // config.micro_batch
-        self.sums: Tensor | None = (
-            None  # loss, z-loss (nats) and targets of this rank's micro-batches so far; (3,) float64 on the device
-        )
+        # loss, z-loss (nats) and targets of this rank's micro-batches so far; (3,) float64 on the device
+        self.sums: Tensor | None = None
         self.stop_requested, self.sequence_length = stop_requested, config.data.seq_len
 
     def train_dataloader(self) -> TrainLoader:
