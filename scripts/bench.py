@@ -165,10 +165,8 @@ def attention(options: object, arguments: argparse.Namespace, dense: bool = Fals
     shape = 1, arguments.n_head, arguments.seq_len, 64
     q, k, v = (torch.randn(shape, device=arguments.device).to(dtype) for _ in range(3))
     normalizer = make_normalizer(options, LayerSpec(arguments.n_head, 64, 64, arguments.seq_len)).to(arguments.device)
-    layout, grad = (
-        AttentionLayout.full(arguments.seq_len, arguments.device),
-        torch.randn(shape, device=arguments.device).to(dtype),
-    )
+    layout = AttentionLayout.full(arguments.seq_len, arguments.device)
+    grad = torch.randn(shape, device=arguments.device).to(dtype)
     x = torch.randn(1, arguments.seq_len, 64, device=arguments.device)
     for_q, for_k = normalizer.query_features(x), normalizer.key_features(x)
     q = q if for_q is None else torch.cat((q, for_q.detach().to(dtype)), -1)

@@ -85,10 +85,8 @@ def at_best(
     """
     rates = sorted(baseline_values, key=lambda rate: rate not in arm_values)
     by_rates = np.stack([*arm_values.values()])[:, None] - np.stack([baseline_values[rate] for rate in rates])
-    place, shared = (
-        (0, rates.index(next(iter(baseline_values)))),
-        sum(rate in arm_values for rate in baseline_values) or None,
-    )
+    place = (0, rates.index(next(iter(baseline_values))))
+    shared = sum(rate in arm_values for rate in baseline_values) or None
     return Comparison(by_rates, place, n_shared_rates=shared, all_pairs=every, higher_is_better=higher)
 
 

@@ -146,10 +146,8 @@ class _Size:
         seed.
         """
         world, arms = self.world, self.arms
-        shared, self.shift = (
-            self.draw(world.seed, 2),
-            self.draw(world.arm_document / math.sqrt(world.documents / 2), len(arms)),
-        )
+        shared = self.draw(world.seed, 2)
+        self.shift = self.draw(world.arm_document / math.sqrt(world.documents / 2), len(arms))
         octaves = 1.0 if world.other_metric else 0.0
         losses: dict[str, dict[float, list[float]]] = {arm: {} for arm in arms}
         self.choice = TuningOutcome(dict.fromkeys(arms, 4e-3)) if world.tuning == "none" else TuningOutcome({}, GRID)
@@ -290,10 +288,8 @@ def report(worlds: list[World], trials: int, jobs: int) -> None:
         for world in worlds:
             pieces = [range(start, min(start + 250, trials)) for start in range(0, trials, 250)]
             results = list(pool.map(many, [world] * len(pieces), pieces))
-            counts, covering = (
-                sum((counts for counts, _ in results), Counter()),
-                np.concatenate([part for _, part in results]),
-            )
+            counts = sum((counts for counts, _ in results), Counter())
+            covering = np.concatenate([part for _, part in results])
             cells = ["" if np.isnan(column).all() else f"{100 * np.nanmean(column):.1f}" for column in covering.T[:3]]
             cells += [f"{100 * counts[kind] / trials:.1f}" for kind in ("together", "false", *KINDS)]
             print(f"| {world.name} | {world.seeds} | " + " | ".join(cells) + " |", flush=True)

@@ -40,10 +40,8 @@ def trained(corpus: Path, store_root: Path, tmp_path_factory: pytest.TempPathFac
     the file.
     """
     folder = tmp_path_factory.mktemp("trained")
-    file, overrides = (
-        written(folder, tune=None, seeds=[1]),
-        [f"data.source.paths=[{corpus}]", f"data.root={store_root}", *SHORT],
-    )
+    file = written(folder, tune=None, seeds=[1])
+    overrides = [f"data.source.paths=[{corpus}]", f"data.root={store_root}", *SHORT]
     for run in start(file, [*overrides, f"runs={folder / 'runs'}"]).known_runs():
         train(run.config)
     return file, overrides

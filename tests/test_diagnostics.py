@@ -256,10 +256,8 @@ def test_a_description_is_of_the_model_the_untrained_one_and_shuffled_scores_und
     settings = [InferenceSetting(), InferenceSetting(ThetaFactor(factor=1e4), normalizer={"n": "fixed:2"})]
     config = DiagnosticsConfig(sequences=3, queries=16, statistics=["concentration"], inference=settings)
     curves = diagnostic_series(decoder, held_out, config, Device(torch.device("cpu"), bf16=False), 7, "")
-    measures, untrained = (
-        Measures(families(config), 2, 3, query_indices(length, 16), length),
-        Decoder(decoder.config, VOCAB, train_length, seed=7),
-    )
+    measures = Measures(families(config), 2, 3, query_indices(length, 16), length)
+    untrained = Decoder(decoder.config, VOCAB, train_length, seed=7)
     name, order = "effective keys", [shuffling_numbers(index, 16, length) for index in range(3)]
     for setting, words in zip(settings, ("", f", {settings[1].label}"), strict=True):
         model, other = (for_inference(each, setting).eval() for each in (decoder, untrained))

@@ -128,10 +128,8 @@ def test_the_question_and_its_answers_come_first_and_every_table_and_picture_is_
     links = set(linked := re.findall(r'<a href="([^"#]+)"', html))
     assert len(linked) == len(links), "no table or picture has another's file"
     assert links == {path.name for path in page.parent.iterdir()} - {page.name}
-    tables, pictures = (
-        ("summary", "seeds", "cost", "configuration", "measured-differences"),
-        ("curves", "rates", "differences", "measured-2-picture"),
-    )
+    tables = ("summary", "seeds", "cost", "configuration", "measured-differences")
+    pictures = ("curves", "rates", "differences", "measured-2-picture")
     for name, kinds in [*((name, ("csv", "tex")) for name in tables), *((name, ("csv", "svg")) for name in pictures)]:
         assert {f"{name}.{kind}" for kind in kinds} <= links
     assert escape(procedure.experiment.command) in html

@@ -507,10 +507,8 @@ def test_an_arm_is_tuned_that_starts_from_one_without_a_rate_of_its_own(tmp_path
         "cooled": {"from": "softmax", "step": 4, "trainer.max_steps": 6},
         "longer": {"from": "cooled"},
     }
-    procedure, trained_folders = (
-        experiment(tmp_path, arms=arms, tune={"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]}),
-        set[Path](),
-    )
+    procedure = experiment(tmp_path, arms=arms, tune={"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]})
+    trained_folders = set[Path]()
     n_planned = procedure.n_runs("")
     while unfinished := [run for run in procedure.known_runs() if not run.outcome.ended]:
         assert all(

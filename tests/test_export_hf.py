@@ -224,10 +224,8 @@ def test_a_model_is_qwen_2_if_its_tokenizer_is_in_all_that_autotokenizer_would_r
     tokenizer = Tokenizer(
         models.BPE({token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
     )
-    split, byte_level = (
-        pre_tokenizers.Split(Regex(QWEN2_WORDS), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    )
+    split = pre_tokenizers.Split(Regex(QWEN2_WORDS), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Sequence([split, byte_level]), decoders.ByteLevel()
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.add_special_tokens(["<|endoftext|>"])

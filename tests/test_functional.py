@@ -129,10 +129,8 @@ def test_plain_softmax_of_scaled_queries_is_the_definition(options: opt.Options)
 def test_initial_parameters_are_those_of_a_model(options: opt.Options):
     model = ModelConfig(1, n_head=HEADS, n_embd=HEADS * SIZE, normalizer=options)
     (normalizer,) = Decoder(model, 10, TRAIN_LENGTH).normalizers()
-    expected, first = (
-        dict(normalizer.named_parameters()),
-        L.parameters(to_plain(options), HEADS, SIZE, TRAIN_LENGTH, HEADS * SIZE),
-    )
+    expected = dict(normalizer.named_parameters())
+    first = L.parameters(to_plain(options), HEADS, SIZE, TRAIN_LENGTH, HEADS * SIZE)
     assert first.keys() == expected.keys()
     for name, parameter in expected.items():
         if name.endswith("hidden.weight"):

@@ -108,10 +108,8 @@ def of_key(spec: Field) -> st.SearchStrategy:
     if block := block_of(spec):
         return of_block(block)
     limits = spec.metadata["limits"]
-    lows, highs = (
-        [bound for bound in (limits.ge, limits.gt) if bound is not None],
-        [bound for bound in (limits.le, limits.lt) if bound is not None],
-    )
+    lows = [bound for bound in (limits.ge, limits.gt) if bound is not None]
+    highs = [bound for bound in (limits.le, limits.lt) if bound is not None]
     return of_type(spec.type, max(lows, default=None), min(highs, default=None))
 
 

@@ -137,11 +137,9 @@ def test_the_gpu_gives_the_cpus_loss_and_gradients():
 @pytest.mark.parametrize("name", ENTRIES)
 def test_a_gpu_run_learns_as_the_cpu_run_does_and_resumes_exactly(tiny, name: str):
     common = [f"model.normalizer={name}", "trainer.max_steps=20", "trainer.checkpoint_every=10", "eval.every=20"]
-    cpu, whole_run, resumed_run = (
-        tiny("name=cpu", *common),
-        tiny("name=whole", *common, *GPU),
-        tiny("name=parts", *common, *GPU, "resume=auto"),
-    )
+    cpu = tiny("name=cpu", *common)
+    whole_run = tiny("name=whole", *common, *GPU)
+    resumed_run = tiny("name=parts", *common, *GPU, "resume=auto")
     for config in (cpu, whole_run, resumed_run):
         train(config)
     checkpoints = resumed_run.run_folder / "checkpoints"

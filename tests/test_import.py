@@ -517,7 +517,7 @@ MALFORMED = {
         r"no token that starts a document is known \(it has no special tokens\); name one: --end"),
     "odd start": (_odd_start, r"no token that starts a document is known \(its special tokens: 5\); name one: --end"),
     "two tokens of one id": (_tokenizer_json([{"id": 0, "content": "<|endoftext|>", "special": True, **PLAIN_TOKEN}]),
-        r"tokenizer\.json: 'a' and '<\|endoftext\|>' both have the id 0; give each token an id of its own"),
+        r"tokenizer\.json: '<\|endoftext\|>' and 'a' both have the id 0; give each token an id of its own"),
     "deep tokenizer": (lambda folder: (folder / "tokenizer.json").write_text('{"a":' * 9999),
         r"tokenizer\.json: its tokenizer is not a"),
 }  # fmt: skip

@@ -117,10 +117,8 @@ def test_an_interval_over_seeds_and_documents_holds_the_mean_over_both():
 def test_the_spread_over_seeds_is_that_of_their_weighted_means():
     rng = np.random.default_rng(0)
     values, weights = rng.normal(size=(5, 20)), rng.integers(1, 30, 20).astype(float)
-    estimate, by_seed = (
-        over_seeds_and_documents(values, weights, np.arange(20)),
-        over_seeds(np.average(values, axis=1, weights=weights)),
-    )
+    estimate = over_seeds_and_documents(values, weights, np.arange(20))
+    by_seed = over_seeds(np.average(values, axis=1, weights=weights))
     assert estimate.floors[0].interval().as_list() == pytest.approx(by_seed.interval().as_list())
 
 

@@ -131,10 +131,8 @@ def test_rope_keeps_norms_and_leaves_the_low_frequency_pairs_of_p_rope_unrotated
 
 def test_theta_factor_multiplies_theta():
     positions = torch.arange(100)
-    scaled, expected = (
-        rope_rotation(positions, 64, Rope(theta=1e4), ThetaFactor(50.0)),
-        rope_rotation(positions, 64, Rope(theta=5e5)),
-    )
+    scaled = rope_rotation(positions, 64, Rope(theta=1e4), ThetaFactor(50.0))
+    expected = rope_rotation(positions, 64, Rope(theta=5e5))
     assert torch.equal(scaled[0], expected[0])
     decoder = Decoder(small(), 50, 16)
     tokens, scaled_model = torch.randint(50, (1, 16)), for_inference(decoder, InferenceSetting(ThetaFactor(50.0)))
@@ -173,10 +171,8 @@ def test_an_inference_setting_makes_a_copy_that_shares_weights_and_leaves_the_mo
 
 def settable(options: type) -> dict[str, object]:
     """Another value of every option that an inference setting may change."""
-    fixed, by_type = (
-        getattr(options, "fixed_by_training", {}),
-        {bool: lambda value: not value, float: lambda value: value + 1.5},
-    )
+    fixed = getattr(options, "fixed_by_training", {})
+    by_type = {bool: lambda value: not value, float: lambda value: value + 1.5}
     by_type |= {int: lambda value: value + 1, str: lambda value: "fixed:9"}
     changes = {
         spec.name: by_type[type(spec.default)](spec.default) for spec in fields(options) if spec.name not in fixed

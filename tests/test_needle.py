@@ -165,10 +165,8 @@ def test_head_scores_have_the_rotations_of_the_whole_sequence(store: Store):
 @torch.no_grad()
 def test_learned_positions_reach_as_far_as_the_configuration_says(store: Store):
     decoder, questions = made(store, position=Learned()).float(), trials(Needle(distractors=1), LENGTH, 20, Text(store))
-    decoder.seq_len, decoder.position = (
-        LENGTH + MAX_OVERRUN,
-        torch.nn.Embedding(LENGTH + MAX_OVERRUN, decoder.config.n_embd),
-    )
+    decoder.seq_len = LENGTH + MAX_OVERRUN
+    decoder.position = torch.nn.Embedding(LENGTH + MAX_OVERRUN, decoder.config.n_embd)
     longest = max(questions, key=lambda question: max(map(len, question.others)) - len(question.answer))
     assert max(map(len, longest.others)) > len(longest.answer), "another number has more tokens"
     assert score(decoder, [longest], LENGTH, Text(store)).shape == (1, len(SCORED))

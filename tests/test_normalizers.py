@@ -134,10 +134,8 @@ def test_thresholds_are_found_in_the_steps_they_are_given(size: int, dtype: torc
     """By halving, of rows that are hard for Newton's method: equal, geometric, of few levels, drawn, and one large
     entry beside many.
     """
-    ranks, samples = (
-        torch.arange(size, dtype=torch.float64),
-        torch.rand(4, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64),
-    )
+    ranks = torch.arange(size, dtype=torch.float64)
+    samples = torch.rand(4, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rows = [
         ranks * 0 + 1,
         *(base ** (-ranks) for base in (1.001, 1.1, 2, 4, 16)),

@@ -202,10 +202,8 @@ def test_a_document_whose_copies_are_most_of_the_text_is_trained_on(tmp_path: Pa
 def test_copies_that_are_most_of_one_source_are_held_out_of_none(tmp_path: Path):
     """The line is one of many documents in one source, and all or most of another."""
     for number in range(6):
-        line, rest = (
-            f"a line {number} that stands everywhere ",
-            [f"document {n} of {number} words " * 5 for n in range(3)],
-        )
+        line = f"a line {number} that stands everywhere "
+        rest = [f"document {n} of {number} words " * 5 for n in range(3)]
         for name, texts in (
             ("few", [line, *rest]),
             ("most", [line] * 50 + [f"another {number} " * 9]),

@@ -109,11 +109,9 @@ def test_a_roll_out_is_greedy_decoding(task: Task, length: int, normalizer: str,
 
 def test_a_roll_out_reads_settled_sequences_no_more(monkeypatch: pytest.MonkeyPatch):
     task = MQAR(keys=32, values=32, pairs=16, queries=16)
-    decoder, row_counts, forward = (
-        Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, init_std=1.0), task.vocab_size, 64),
-        [],
-        Decoder.forward,
-    )
+    decoder = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, init_std=1.0), task.vocab_size, 64)
+    row_counts = []
+    forward = Decoder.forward
     monkeypatch.setattr(
         Decoder,
         "forward",
@@ -149,10 +147,8 @@ def test_chance_is_what_picking_among_the_answers_shown_gives(task: Task):
     }[task.name]()
     for _ in range(4_000):
         # own picks: none twice
-        answers, guesses = (
-            rng.permutation(answer_count)[:question_count],
-            rng.permutation(answer_count)[:question_count],
-        )
+        answers = rng.permutation(answer_count)[:question_count]
+        guesses = rng.permutation(answer_count)[:question_count]
         rights["own"].append((answers == guesses).mean())
         rights["given"].append(
             np.mean(

@@ -136,10 +136,8 @@ def test_a_run_resumed_at_the_end_of_an_epoch_is_bitwise_the_same(tiny, record_p
 
 def check(tiny, record_property, name: str, scenario: str, options: list[str], kills: tuple[int, ...]) -> Path:
     """Train in one go and with kills, compare, and enter the result in the table."""
-    whole_run, resumed_run = (
-        tiny("name=whole", *EVERY_STEP, *options),
-        tiny("name=parts", *EVERY_STEP, *options, "resume=auto"),
-    )
+    whole_run = tiny("name=whole", *EVERY_STEP, *options)
+    resumed_run = tiny("name=parts", *EVERY_STEP, *options, "resume=auto")
     train(whole_run)
     shutil.copytree(whole_run.run_folder, resumed_run.run_folder)
     for step in kills:
@@ -234,10 +232,8 @@ def test_what_a_kill_after_the_last_step_kept_out_of_the_log_is_logged(tiny, cut
     """Before the long-context evaluation was there, while its line was written, and after its file was."""
     config = tiny("name=last")
     train(config)
-    log, evaluation = (
-        config.run_folder / "metrics.jsonl",
-        config.run_folder / "evaluations" / "long_context.step-000008.json",
-    )
+    log = config.run_folder / "metrics.jsonl"
+    evaluation = config.run_folder / "evaluations" / "long_context.step-000008.json"
     lines, content = metrics(config.run_folder), evaluation.read_text()
     *log_lines, last = log.read_text().splitlines(keepends=True)
     assert "long/loss as trained" in last
@@ -316,10 +312,8 @@ def test_a_resumed_run_knows_the_weights_of_all_its_evaluations_and_keeps_no_pic
     train(tiny("name=straight", *options))
     config = tiny("name=resumed", *options)
     train(config)
-    checkpoints, picture = (
-        config.run_folder / "checkpoints",
-        config.run_folder / "evaluations" / "diagnostics.step-000008.png",
-    )
+    checkpoints = config.run_folder / "checkpoints"
+    picture = config.run_folder / "evaluations" / "diagnostics.step-000008.png"
     assert picture.exists()
     notes = truncate_after(config.run_folder, 4)
     assert (notes, picture.exists()) == ([], False)

@@ -353,10 +353,8 @@ def with_prefix(kind: str) -> Tokenizer:
     vocab = {token: index for index, token in enumerate(["</s>", *letters, *words])}
     tokenizer = Tokenizer(models.BPE(vocab, [(space, "s"), (f"{space}s", "o")]))
     if kind == "byte-level":
-        tokenizer.pre_tokenizer, tokenizer.decoder = (
-            pre_tokenizers.ByteLevel(add_prefix_space=True),
-            decoders.ByteLevel(),
-        )
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        tokenizer.decoder = decoders.ByteLevel()
         return tokenizer
     if kind == "normalizer":
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])

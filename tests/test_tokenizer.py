@@ -184,11 +184,9 @@ def test_a_document_that_the_tokenizer_does_not_give_back_is_named_or_left_out_a
 
 
 WITH_SPACE = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
-A, B, END = (
-    {"Sequence": {"id": "A", "type_id": 0}},
-    {"Sequence": {"id": "B", "type_id": 1}},
-    {"SpecialToken": {"id": "</s>", "type_id": 0}},
-)
+A = {"Sequence": {"id": "A", "type_id": 0}}
+B = {"Sequence": {"id": "B", "type_id": 1}}
+END = {"SpecialToken": {"id": "</s>", "type_id": 0}}
 TEMPLATE = {
     "type": "TemplateProcessing",
     "pair": [A, B],

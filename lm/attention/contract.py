@@ -480,10 +480,8 @@ def autocast_weights(options: Options) -> None:
     q, k, _ = inputs(20, torch.float32, normalizer=normalizer)
     weights = normalizer.weights(q, k, layout)
     with torch.autocast("cpu", torch.bfloat16):
-        weights_in_autocast, bf16_weights = (
-            normalizer.weights(q, k, layout),
-            normalizer.weights(q.bfloat16(), k.bfloat16(), layout),
-        )
+        weights_in_autocast = normalizer.weights(q, k, layout)
+        bf16_weights = normalizer.weights(q.bfloat16(), k.bfloat16(), layout)
     require(weights_in_autocast == weights, "a weight under autocast differs from that without")
     require(
         bf16_weights.dtype == torch.float32,

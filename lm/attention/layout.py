@@ -158,10 +158,8 @@ def _document_groups(layout: AttentionLayout, n_sequences: int) -> tuple[Tensor,
     size_classes = sizes.clamp(min=16).double().log2().ceil()
     index_in_outputs, groups, n_outputs = torch.empty_like(positions), [], 0
     for size_class in size_classes.unique():
-        first_token, size = (
-            starts[size_classes == size_class].unsqueeze(1),
-            sizes[size_classes == size_class].unsqueeze(1),
-        )
+        first_token = starts[size_classes == size_class].unsqueeze(1)
+        size = sizes[size_classes == size_class].unsqueeze(1)
         offset = torch.arange(int(size.max()))
         index = first_token + torch.minimum(offset, size - 1)
         is_token = offset < size

@@ -132,11 +132,9 @@ class LinearNormalizer(DividedNormalizer):
             scores *= (log_g * (index.unsqueeze(1) - index).clamp(min=0)).exp().tril().unsqueeze(1)
             # (H, 1, C, 1)
             start_decay, end_decay = ((log_g * x.unsqueeze(1)).exp().unsqueeze(1) for x in (index + 1, index.flip(0)))
-            sums, chunk_decay, states = (
-                (k * end_decay).transpose(-2, -1) @ v,
-                (size * log_g).exp(),
-                [state * (-n_padding * log_g).exp()],
-            )
+            sums = (k * end_decay).transpose(-2, -1) @ v
+            chunk_decay = (size * log_g).exp()
+            states = [state * (-n_padding * log_g).exp()]
             for chunk_sum in sums.unbind(2):  # (B, H, D, E), which the chunk adds to the state
                 states.append(states[-1] * chunk_decay + chunk_sum)
             start_states, state = torch.stack(states[:-1], 2), states[-1]

@@ -82,11 +82,9 @@ def threshold(z: Tensor, p: Literal[1, 2]) -> Tensor:
     With slope = -g', each step divides g x slope by 4 at least, as g_new / g + slope_new / slope <= 1. At the start g x
     slope is S^(2 / p) at most, and no slope is below 1. z must not require a gradient.
     """
-    tau, positive_part, bits = (
-        torch.full_like(z[..., :1], -1),
-        torch.empty_like(z),
-        -math.log2(torch.finfo(z.dtype).eps),
-    )
+    tau = torch.full_like(z[..., :1], -1)
+    positive_part = torch.empty_like(z)
+    bits = -math.log2(torch.finfo(z.dtype).eps)
     for _ in range(math.ceil(math.log2(z.size(-1)) / p + (bits - 5) / 2)):
         torch.sub(z, tau, out=positive_part).relu_()
         total = positive_part.sum(-1, keepdim=True)
@@ -162,8 +160,6 @@ class SoftpickNormalizer(Normalizer):
         top = z.masked_fill(~visible, 0.0).amax(-1, keepdim=True).clamp(min=0.0).detach()  # keeps both terms below 1
         # Small scores take `expm1`: a difference of two exponentials would be rounded away.
         # Not clamp(max=top), whose gradient at the largest score differs between releases of torch.
-        large_terms, small_terms = (
-            (top.where(z > top, z) - top).exp() - (-top).exp(),
-            z.clamp(max=1.0).expm1() * (-top).exp(),
-        )
+        large_terms = (top.where(z > top, z) - top).exp() - (-top).exp()
+        small_terms = z.clamp(max=1.0).expm1() * (-top).exp()
         return small_terms.where(z < 1, large_terms).masked_fill(~visible, 0.0), top

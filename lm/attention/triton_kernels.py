@@ -94,11 +94,9 @@ def _forward(
 ):  # fmt: skip
     """Compute a block of outputs, for one piece of at most 128 columns of the values, in a loop over blocks of keys."""
     n, first_token = _block_start(T, BLOCK)
-    i, d, e = (
-        first_token + tl.arange(0, BLOCK),
-        tl.arange(0, BLOCK_D),
-        tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E),
-    )
+    i = first_token + tl.arange(0, BLOCK)
+    d = tl.arange(0, BLOCK_D)
+    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     k, v = k + n * T * D, v + n * T * E
     q_i, b_i = _load_tile(q + n * T * D, i, d, T, D), _load_row(b + n * T, i, T, SHIFTED)
     total, row_sum = tl.zeros((BLOCK, BLOCK_E), tl.float32), tl.zeros((BLOCK,), tl.float32)
@@ -129,11 +127,9 @@ def _backward_queries(
     n, first_token = _block_start(T, BLOCK)
     i, d, e = first_token + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     k, v, grad = k + n * T * D, v + n * T * E, grad + n * T * E
-    q_i, b_i, g_i = (
-        _load_tile(q + n * T * D, i, d, T, D),
-        _load_row(b + n * T, i, T, SHIFTED),
-        _load_tile(grad, i, e, T, E),
-    )
+    q_i = _load_tile(q + n * T * D, i, d, T, D)
+    b_i = _load_row(b + n * T, i, T, SHIFTED)
+    g_i = _load_tile(grad, i, e, T, E)
     mean_i = _load_row(mean + n * T, i, T, SUMMED)
     dq_i, db_i = tl.zeros((BLOCK, BLOCK_D), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for start in range(0, first_token + BLOCK, BLOCK):
@@ -242,10 +238,8 @@ class _ElementwiseAttention(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, shift, *saved_sums = ctx.saved_tensors
         grad, mean = gradient_of_sums(grad, v.dtype, *saved_sums) if saved_sums else (grad, q)
-        blocks, pieces = (
-            triton.cdiv(q.size(1), ctx.options["BLOCK"]) * q.size(0),
-            triton.cdiv(v.size(-1), PIECE_COLUMNS),
-        )
+        blocks = triton.cdiv(q.size(1), ctx.options["BLOCK"]) * q.size(0)
+        pieces = triton.cdiv(v.size(-1), PIECE_COLUMNS)
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         b, db = (q, dq) if shift is None else (shift, torch.empty_like(shift))
         inputs = q, k, v, b, grad.contiguous(), mean.contiguous()

@@ -271,10 +271,8 @@ class RecallConfig(EvaluationConfig):
         return f"recall/{task} {length}" + (f" {setting}" if len(self.inference) > 1 else "")
 
     def metrics(self, data: DataConfig) -> list[str]:
-        names, lengths = (
-            task_names([to_plain(task) for task in self.asked_tasks(data)]),
-            lengths_from_factors(self.length_factors, data),
-        )
+        names = task_names([to_plain(task) for task in self.asked_tasks(data)])
+        lengths = lengths_from_factors(self.length_factors, data)
         return [
             self.metric(name, length, setting.label)
             for setting in self.inference

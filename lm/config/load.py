@@ -116,13 +116,11 @@ def check_steps(config: Config) -> Iterator[Problem]:
     """Yield problems of keys that need more steps than the run has: lengths, warm-up, decay, phases, profile, sources
     and tasks.
     """
-    data, optim, steps, phases, phase_ends = (
-        config.data,
-        config.optim,
-        config.trainer.max_steps,
-        config.phases,
-        config.phase_ends,
-    )
+    data = config.data
+    optim = config.optim
+    steps = config.trainer.max_steps
+    phases = config.phases
+    phase_ends = config.phase_ends
     profile = config.trainer.profile
     yield from data.lengths.conflicts(data.seq_len, steps, one_source=len(data.sources) == 1 and not data.tasks)
     if (

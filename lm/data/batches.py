@@ -140,11 +140,9 @@ class StepwiseLengths(Lengths):
     """
 
     def __init__(self, length_by_step: Mapping[int, int]):
-        self.steps, self.lengths, self.shortest = (
-            list(length_by_step),
-            list(length_by_step.values()),
-            min(length_by_step.values()),
-        )
+        self.steps = list(length_by_step)
+        self.lengths = list(length_by_step.values())
+        self.shortest = min(length_by_step.values())
 
     def __call__(self, step: int) -> int:
         return self.lengths[bisect_right(self.steps, step) - 1]
@@ -328,13 +326,11 @@ class TextStream:
     """
 
     def __init__(self, split: Split, first: int, n_tokens: int, seq_len: int, seed_words: tuple[int, ...]):
-        self.split, self.first_token, self.n_tokens, self.seq_len, self.seed_words = (
-            split,
-            first,
-            n_tokens,
-            seq_len,
-            seed_words,
-        )
+        self.split = split
+        self.first_token = first
+        self.n_tokens = n_tokens
+        self.seq_len = seq_len
+        self.seed_words = seed_words
         if n_tokens <= seq_len:
             raise ValueError(f"{n_tokens} tokens hold no sequence of {seq_len + 1}")
         self.sequences_per_epoch = n_tokens // seq_len

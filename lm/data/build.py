@@ -46,7 +46,7 @@ NOUN = "the token store (make room, or set data.root to another folder)"  # what
 JOIN_BYTES = 512 << 10  # bytes of a part that are joined to the store at a time
 TASK_SEQUENCES = 64  # sequences of each task that a store without text holds in each split
 # limits of `_answer_counts`: answers per symbol, sequences per task
-MIN_ANSWERS_PER_SYMBOL, MAX_COUNTED_SEQUENCES = (16, 8192)
+MIN_ANSWERS_PER_SYMBOL, MAX_COUNTED_SEQUENCES = 16, 8192
 MAX_LISTED_ERRORS = 100  # unreadable files, documents and rows that the manifest names
 # Assignment of a document. A copy is left out because another document has the same content; an omitted document,
 # because the tokenizer does not give it back.
@@ -422,11 +422,9 @@ def _hashes_to_hold_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: 
         bytes_by_hash.append((distinct_hashes, np.bincount(inverse, sizes)))  # bytes of all documents with a hash
         large_hashes.append(distinct_hashes[bytes_by_hash[-1][1] > max(fraction, 0.5) * sizes.sum()])
     for hashes, sizes in bytes_by_hash:
-        target_bytes, max_hashes, is_small = (
-            fraction * sizes.sum(),
-            len(hashes) - 1,
-            ~np.isin(hashes, np.concatenate(large_hashes)),
-        )
+        target_bytes = fraction * sizes.sum()
+        max_hashes = len(hashes) - 1
+        is_small = ~np.isin(hashes, np.concatenate(large_hashes))
         if not is_small.all():
             hashes, sizes = hashes[is_small], sizes[is_small]
             target_bytes, max_hashes = min(target_bytes, sizes.sum() / 2), len(hashes)

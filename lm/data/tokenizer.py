@@ -144,7 +144,8 @@ def parse_tokenizer(content: str, end_of_text: str) -> "Tokenizer":
     tokens_by_id: dict[int, str] = {}
     for token, index in (tokenizer.get_vocab() | added_ids).items():
         if (other := tokens_by_id.setdefault(index, token)) != token:
-            raise DataError(f"{other!r} and {token!r} both have the id {index:,}; give each token an id of its own")
+            first, second = sorted((other, token))  # the vocabulary has no order
+            raise DataError(f"{first!r} and {second!r} both have the id {index:,}; give each token an id of its own")
     if tokenizer.token_to_id(end_of_text) is None:
         special_names = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
         listing = f"it has {', '.join(special_names[:8])}" if special_names else "it has no special tokens"

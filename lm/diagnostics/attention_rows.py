@@ -164,11 +164,9 @@ class AttentionRows:
 
     def select(self, queries: Tensor) -> "AttentionRows":
         """The rows of some queries: `queries` is a mask, (T,) bool, or indices, int64."""
-        layout, scores, weights = (
-            self.layout.select(queries, self.visible.size(-1)),
-            self.scores[:, queries],
-            self.weights[:, queries],
-        )
+        layout = self.layout.select(queries, self.visible.size(-1))
+        scores = self.scores[:, queries]
+        weights = self.weights[:, queries]
         fields = {name: getattr(self, name)[queries] for name in ("queries", "n_later_queries", "visible")}
         return replace(self, layout=layout, scores=scores, weights=weights, **fields)
 
@@ -293,7 +291,7 @@ class StatisticFamily:
 
 KEYS, HEAD = "visible keys", "head"  # names of axes
 # names of two fractions of rows, beside the statistics
-NOT_FINITE, NO_WEIGHT = ("rows that are not finite", "rows without weight")
+NOT_FINITE, NO_WEIGHT = "rows that are not finite", "rows without weight"
 
 
 class Measures:

@@ -85,10 +85,8 @@ def read_answers(decoder: Decoder, examples: list[Example], device: Device, prog
             np.stack((np.searchsorted(indices, sequence[is_in_batch]), position[is_in_batch]))
         ).to(device.device)
         start = int(locations[1].min())
-        hidden, targets = (
-            decoder.hidden(batch, start)[locations[0], locations[1] - start],
-            batch.targets[locations[0], locations[1]],
-        )
+        hidden = decoder.hidden(batch, start)[locations[0], locations[1] - start]
+        targets = batch.targets[locations[0], locations[1]]
         predictions = argmax_tokens(hidden, decoder.head)
         hits = [
             (answer == targets).float() for answer in (predictions, roll_out(decoder, batch, locations, predictions))
@@ -260,10 +258,8 @@ class Recall(AnswerMeasurement):
                 example(task, QUESTION_SEED, index, length, "test", self.haystack)
                 for index in range(self.eval_config.sequences)
             ]
-            sha256, answers = (
-                tokens_sha256(item.tokens for item in examples),
-                read_answers(decoder, examples, device, progress),
-            )
+            sha256 = tokens_sha256(item.tokens for item in examples)
+            answers = read_answers(decoder, examples, device, progress)
             by_question = [answers.whole_answers(hits) for hits in (answers.hits, answers.rolled_out_hits)]
             question_samples = [
                 sequence_sample(sha256, answers.sequence[answers.token_index == 0], hits) for hits in by_question
@@ -511,10 +507,8 @@ class NeedleMeasurement(AnswerMeasurement):
         base = self._finetuned_decoder(decoder, device) if steps else decoder
         series, heads_series = [], []
         for inference in applicable_settings(decoder, self.eval_config.inference):
-            model, setting_label = (
-                for_inference(base, inference),
-                inference.label + (f", fine-tuned {steps} steps" if steps else ""),
-            )
+            model = for_inference(base, inference)
+            setting_label = inference.label + (f", fine-tuned {steps} steps" if steps else "")
             series += self._answer_series(model, inference.label, setting_label, device, progress)
             heads_series += self._head_series(model, setting_label, device) if self.eval_config.heads_at else []
         return series + heads_series

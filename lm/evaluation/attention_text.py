@@ -88,10 +88,8 @@ def attention_maps(decoder: Decoder, tokens: Tensor, cells: int) -> Maps:
         for cell in (block.queries // size).unique().tolist():
             cell_rows = (block.queries // size == cell).nonzero().squeeze(-1)
             cell_peaks, peak_row = column_peaks[:, cell_rows].max(1)  # (H, K)
-            query, key = (
-                cell_rows[peak_row],
-                peak_keys[head, cell_rows[peak_row], torch.arange(side, device=peak_keys.device)],
-            )
+            query = cell_rows[peak_row]
+            key = peak_keys[head, cell_rows[peak_row], torch.arange(side, device=peak_keys.device)]
             cell_weights = rows.weights[head, query, key.clamp(max=rows.weights.size(-1) - 1)]
             cell_index = block.layer, slice(None), cell
             is_larger = (cell_peaks.cpu() > peaks[cell_index]) | cell_peaks.isnan().cpu()
@@ -255,18 +253,14 @@ def _shown_models(
     if len(ids) > max_tokens:
         reason = "its learned positions end at" if has_end else "of one text are shown at most"
         raise RunError(f"--text: {len(ids):,} tokens to {model.folder}, {reason} {max_tokens:,}; give a shorter one")
-    layer_count, head_count = (
-        model.spec.model.n_layer,
-        max(normalizer.layer.n_head for normalizer in model.decoder.normalizers()),
-    )
+    layer_count = model.spec.model.n_layer
+    head_count = max(normalizer.layer.n_head for normalizer in model.decoder.normalizers())
     for name, indices, count in (("layer", layers, layer_count), ("head", heads, head_count)):
         if wrong_indices := [index for index in indices or [] if not 0 <= index < count]:
             raise ConfigError(f"--{name} {wrong_indices[0]}: {model.folder} has {count} {name}s, 0 to {count - 1}")
     device = open_device(config, model.environment).device
-    tokens, characters = (
-        ["<start>"] + [text[begin:end] for begin, end in encoded.offsets],
-        [0] + [begin for begin, _ in encoded.offsets],
-    )
+    tokens = ["<start>"] + [text[begin:end] for begin, end in encoded.offsets]
+    characters = [0] + [begin for begin, _ in encoded.offsets]
     settings = applicable_settings(model.decoder, config.eval.diagnostics.inference)
     if not settings:
         raise RunError(f"{model.path}: no setting of eval.diagnostics.inference is for its normalizer; give another")

@@ -122,10 +122,8 @@ def sequences_of_text(tokenizer: Tokenizer, end_of_text: int, options: Diagnosti
         raise RunError(f"eval.diagnostics.text = {options.text}: {reason}; give more text, or lower {_LENGTH_KEY}")
     count = min(options.sequences, windows)
     starts = np.arange(count) * windows // count * length
-    sequences, token_bytes = (
-        tokens[starts[:, None] + np.arange(length + 1)],
-        np.zeros(tokenizer.get_vocab_size(), np.float32),
-    )
+    sequences = tokens[starts[:, None] + np.arange(length + 1)]
+    token_bytes = np.zeros(tokenizer.get_vocab_size(), np.float32)
     return HeldOut(sequences, token_bytes, documents=np.zeros(count, int))
 
 
@@ -266,12 +264,10 @@ class _ModelSeries:
     def __init__(
         self, values_by_setting: dict[str, MeasuredValues], measures: Measures, held_out: HeldOut, fingerprint: str
     ):
-        self.values_by_setting, self.measures, self.held_out, self.fingerprint = (
-            values_by_setting,
-            measures,
-            held_out,
-            fingerprint,
-        )
+        self.values_by_setting = values_by_setting
+        self.measures = measures
+        self.held_out = held_out
+        self.fingerprint = fingerprint
         self.first_setting = next(iter(values_by_setting))
         self.bins = half_octaves(
             values_by_setting[self.first_setting].n, values_by_setting[self.first_setting].train_length

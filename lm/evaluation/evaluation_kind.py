@@ -132,10 +132,8 @@ class Measurement(ABC):
         """Write a result to its file in a run folder, and with `with_picture` also its picture if it has one; return
         the file's path.
         """
-        path, picture = (
-            evaluation_path(run, evaluation.kind, evaluation.step),
-            self.picture(evaluation.series) if with_picture else None,
-        )
+        path = evaluation_path(run, evaluation.kind, evaluation.step)
+        picture = self.picture(evaluation.series) if with_picture else None
         pictures = {} if picture is None else {path.with_suffix(".png"): picture}
         write_together({path: json_bytes(sealed(evaluation.plain())), **pictures}, "the evaluation")
         return path

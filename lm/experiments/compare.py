@@ -214,10 +214,8 @@ def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
         )
         remedy = other_runs_note(procedure) or "leave --report-only out to train"
         if failed_runs := failures(procedure):
-            reason, remedy = (
-                f"no run has a result; {len(failed_runs)} failed, the first with {failed_runs[0][1]}",
-                "--retry tries again",
-            )
+            reason = f"no run has a result; {len(failed_runs)} failed, the first with {failed_runs[0][1]}"
+            remedy = "--retry tries again"
         raise RunError(f"{experiment.folder}: {reason}; {remedy}")
     judgement = procedure.judgement()
     entries, notes = summary_entries(procedure, judgement), procedure.notes()

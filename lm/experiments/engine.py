@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 Engine = Literal["slurm", "local"]
 LOCK = "compare.lock"  # file in the experiment's folder: names the machine and process that work on it
 # suffixes of files beside a run's log: why the run failed, and which job trains it
-FAILURE_SUFFIX, JOB_SUFFIX = ("failed.json", "job.json")
+FAILURE_SUFFIX, JOB_SUFFIX = "failed.json", "job.json"
 JOBS_FOLDER = "workers"  # folder in the experiment's folder: scripts and output of submitit's jobs
 POLL_SECONDS = 1.0  # seconds between checks of a job
 RECORD_WAIT_SECONDS = 120.0  # seconds within which a job must see the record that names it
@@ -164,11 +164,9 @@ def note_failure(experiment_folder: Path, run: Run, status: int, reason: str) ->
     run, else `reason`, else the last line of the run's log. Write the failure to a file for `read_failure`, unless a
     signal stopped the run without a crash.
     """
-    log, file, folder = (
-        log_path(experiment_folder, run),
-        log_path(experiment_folder, run, FAILURE_SUFFIX),
-        run.config.run_folder,
-    )
+    log = log_path(experiment_folder, run)
+    file = log_path(experiment_folder, run, FAILURE_SUFFIX)
+    folder = run.config.run_folder
     step = max(map(step_of, step_paths(folder / CHECKPOINTS)), default=0)
     progress = f"step {step}, {len(evaluation_files(folder))} evaluations"
     output = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
@@ -289,11 +287,9 @@ class Cluster:
             import submitit
         except ImportError:
             raise RunError("--submit needs submitit, which is not installed: pip install 'submitit>=1.5.4'") from None
-        self.experiment_folder, self.engine, self._submitit_errors = (
-            experiment_folder.absolute(),
-            engine,
-            submitit.core.utils,
-        )
+        self.experiment_folder = experiment_folder.absolute()
+        self.engine = engine
+        self._submitit_errors = submitit.core.utils
         self._lock, self._stopping = threading.Lock(), threading.Event()
         settings = _DEFAULT_OPTIONS | {
             name: int(value) if value.isdigit() else value for name, value in options.items()

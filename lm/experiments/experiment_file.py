@@ -180,12 +180,10 @@ def read_arms(arm_blocks: Plain, problems: list[Problem]) -> tuple[Arm, ...]:
     arms: dict[str, Arm] = {}
     for name, block in read_blocks("arms", arm_blocks, problems).items():
         prefix, keys = f"arms.{name}", dict(block)
-        source, swap_block, trained, step = (
-            keys.pop("from", None),
-            keys.pop("swap", None),
-            keys.pop("train", True),
-            keys.pop("step", None),
-        )
+        source = keys.pop("from", None)
+        swap_block = keys.pop("swap", None)
+        trained = keys.pop("train", True)
+        step = keys.pop("step", None)
         source_name = None if source is None else str(source)
         changes = nest_keys(keys, path=f"{prefix}.")
         if source_name is not None and source_name not in arms:
@@ -498,10 +496,8 @@ def _check_branch(arm: Arm, config: Config, source: Config) -> Iterator[Problem]
         remedy = "set trainer.checkpoint_every to a divisor of it, and raise trainer.keep_checkpoints"
         yield Problem(f"arms.{arm.name}.step", arm.branch_step, reason, remedy)
     if config.trainer.max_steps <= arm.branch_step:
-        reason, remedy = (
-            f"leaves no step after step {arm.branch_step} of {arm.source}",
-            "raise it: it counts all steps from the first",
-        )
+        reason = f"leaves no step after step {arm.branch_step} of {arm.source}"
+        remedy = "raise it: it counts all steps from the first"
         yield Problem(f"arms.{arm.name}.trainer.max_steps", config.trainer.max_steps, reason, remedy)
     for path, (branch_value, source_value) in differences(
         to_plain(config, whole=True), to_plain(source, whole=True)

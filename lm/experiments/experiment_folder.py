@@ -186,11 +186,9 @@ def other_runs_note(procedure: Procedure) -> str:
     for run_size, file in sized_files:
         plain = {} if file.parent in known_folders else parse_yaml(file.read_bytes(), str(file))
         values, experiment_block = omitted_keys() | deciding_keys(plain), plain.get("experiment") or {}
-        last_step, arm, cell = (
-            values.get("trainer.max_steps"),
-            arms.get(experiment_block.get("arm")),
-            experiment_block.get("rate"),
-        )
+        last_step = values.get("trainer.max_steps")
+        arm = arms.get(experiment_block.get("arm"))
+        cell = experiment_block.get("rate")
         n_tuned_keys = 0 if cell is None else len(str(cell).split(" / "))
         has_ended = isinstance(last_step, int) and step_path(file.parent / CHECKPOINTS, last_step).exists()
         if not arm or not has_ended or n_tuned_keys != len(tuned_values):

@@ -128,10 +128,8 @@ class Judgement:
         if diverged_runs:  # no claim is possible: only the runs at the judged rates are shown
             arm_runs, baseline_runs = {pair[0]: arm_runs[pair[0]]}, {pair[1]: baseline_runs[pair[1]]}
         else:
-            arm_runs, baseline_runs = (
-                _usable_runs(arm_runs, pair[0], counts_tokens),
-                _usable_runs(baseline_runs, pair[1], counts_tokens),
-            )
+            arm_runs = _usable_runs(arm_runs, pair[0], counts_tokens)
+            baseline_runs = _usable_runs(baseline_runs, pair[1], counts_tokens)
         runs_by_seed = zip(*arm_runs.values(), *baseline_runs.values(), strict=True)
         seeds = [seed for seed, runs in enumerate(runs_by_seed) if all(run.state == "finished" for run in runs)]
         arm_runs, baseline_runs = (

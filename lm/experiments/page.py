@@ -67,11 +67,9 @@ class SizeResults:
 
     def __init__(self, procedure: Procedure, size: str, judgement: Judgement):
         self.procedure, self.experiment, self.size, self.judgement = procedure, procedure.experiment, size, judgement
-        self.title_suffix, self.tuning_runs, self.choice = (
-            f", {size}" if size else "",
-            procedure.tuning_runs(size),
-            procedure.choice(size),
-        )
+        self.title_suffix = f", {size}" if size else ""
+        self.tuning_runs = procedure.tuning_runs(size)
+        self.choice = procedure.choice(size)
         self.arm_names = [arm.name for arm in procedure.experiment.arms]
         self.verdicts = {name: judgement.verdicts[size, name] for name in self.arm_names[1:]}
         self.final = procedure.final_runs(size)
@@ -120,10 +118,8 @@ def experiment_files(
 
 def _page_part(procedure: Procedure, prefix: str, judgement: Judgement | None) -> PagePart:
     experiment, judgement = procedure.experiment, judgement or procedure.judgement()
-    entries, sizes = (
-        summary_entries(procedure, judgement),
-        [SizeResults(procedure, size, judgement) for size in experiment.sizes],
-    )
+    entries = summary_entries(procedure, judgement)
+    sizes = [SizeResults(procedure, size, judgement) for size in experiment.sizes]
     summary = PageSection("Summary")
     summary.add("note", f"Decides: {measured_words(procedure)}.")
     summary.add("note", _family_words(experiment))
@@ -149,10 +145,8 @@ def _page_part(procedure: Procedure, prefix: str, judgement: Judgement | None) -
 
 
 def _size_sections(results: SizeResults, prefix: str) -> list[PageSection]:
-    training, tuning = (
-        PageSection(f"While training{results.title_suffix}"),
-        PageSection(f"Learning rates{results.title_suffix}"),
-    )
+    training = PageSection(f"While training{results.title_suffix}")
+    tuning = PageSection(f"Learning rates{results.title_suffix}")
     primary, comparison = results.experiment.primary.metric, results.comparison
     titles = LOSSES | ({} if primary == SELECTION else {primary: primary})
     training.add("picture", curves(results.arm_names, results.begun_runs, titles, comparison), f"{prefix}curves")
@@ -270,10 +264,8 @@ def _caveats(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
     """
     experiment, caveats, infinite_caveats = procedure.experiment, [], []
     for results in sizes:
-        prefix, values = (
-            f"{results.size}: " if results.size else "",
-            [(run, experiment.choice_value(run)) for run in results.tuning_runs],
-        )
+        prefix = f"{results.size}: " if results.size else ""
+        values = [(run, experiment.choice_value(run)) for run in results.tuning_runs]
         for event, diverged in (
             ("diverged", True),
             (f"did not reach {experiment.choice_metric.removeprefix('tokens to ')}", False),
@@ -339,12 +331,10 @@ def seeds_table(results: SizeResults) -> Table:
     """A table of the primary metric of every final run, and of its difference or ratio to the baseline's run of the
     same seed.
     """
-    primary, baseline, seeds, values = (
-        results.experiment.primary,
-        results.arm_names[0],
-        results.experiment.seeds,
-        results.values,
-    )
+    primary = results.experiment.primary
+    baseline = results.arm_names[0]
+    seeds = results.experiment.seeds
+    values = results.values
     states = {(run.arm, run.seed): run.outcome.state for run in results.final}
     columns: list[FilledColumn] = [(Column("seed", kind="label"), list(map(str, seeds)))]
     for arm in results.arm_names:
@@ -370,12 +360,10 @@ def crossed_table(results: SizeResults) -> Table | None:
     """A table of the means of final runs by rate, for arms whose final seeds are trained at several rates; None without
     such arms.
     """
-    experiment, procedure, choice, baseline = (
-        results.experiment,
-        results.procedure,
-        results.choice,
-        results.arm_names[0],
-    )
+    experiment = results.experiment
+    procedure = results.procedure
+    choice = results.choice
+    baseline = results.arm_names[0]
     finished_runs: dict[tuple[str, Rate], list[Run]] = {}
     for run in procedure.crossed_runs(results.size):
         finished_runs.setdefault((run.arm, run.rate), []).extend([run] if run.outcome.state == "finished" else [])
@@ -530,10 +518,8 @@ def differences_picture(sizes: list[SizeResults]) -> Picture | None:
     names, margin = sizes[0].arm_names, experiment.primary.matters
     x_labels = [results.size for results in sizes] if by_size else names[1:]
     for results, (arm_index, arm) in product(sizes, enumerate(names[1:], 1)):
-        differences, interval = (
-            np.array(results.judgement.comparisons[results.size, arm].differences),
-            results.verdicts[arm].interval,
-        )
+        differences = np.array(results.judgement.comparisons[results.size, arm].differences)
+        interval = results.verdicts[arm].interval
         ends = interval and np.array(interval.as_list())
         if experiment.primary.reach is not None:
             differences, ends = np.expm1(differences), interval and ends - 1

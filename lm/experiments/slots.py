@@ -65,10 +65,8 @@ class Slots:
         """The GPUs of each run that can train at the same time, if every run needs as many GPUs as the run with the
         most.
         """
-        size_arm, run_devices = (
-            max(self.gpus_per_run, key=self.gpus_per_run.__getitem__, default=("", "")),
-            list[Devices](),
-        )
+        size_arm = max(self.gpus_per_run, key=self.gpus_per_run.__getitem__, default=("", ""))
+        run_devices = list[Devices]()
         while (devices := self.devices(*size_arm, run_devices)) is not None:
             run_devices.append(devices)
         return run_devices

@@ -165,11 +165,9 @@ def measured_words(procedure: Procedure) -> str:
     if axis is None:
         return f"{metric}{unit}"
     if axis.bins:
-        axis_point, x, setting = (
-            f"of all positions of {number(axis.values[-1])} {axis.unit}",
-            axis.values[-1],
-            first_series.setting,
-        )
+        axis_point = f"of all positions of {number(axis.values[-1])} {axis.unit}"
+        x = axis.values[-1]
+        setting = first_series.setting
     else:
         name, (x, _) = [*first_series.places.items()][first_series.logged.index(metric)]
         axis_point, setting = f"{axis.before} {name} {axis.unit}".rstrip(), ""

@@ -155,10 +155,8 @@ class GPT2(Architecture):
         """Return 1, or sqrt(head size) if `scale_attn_weights` is false. `scale_attn_by_inverse_layer_idx` divides this
         by `layer` + 1.
         """
-        is_scaled, per_layer = (
-            fields.take("scale_attn_weights", bool, True),
-            fields.take("scale_attn_by_inverse_layer_idx", bool, False),
-        )
+        is_scaled = fields.take("scale_attn_weights", bool, True)
+        per_layer = fields.take("scale_attn_by_inverse_layer_idx", bool, False)
         return (1.0 if is_scaled else math.sqrt(spec.model.key_dims)) / (layer + 1 if per_layer else 1)
 
 
@@ -261,10 +259,8 @@ class Qwen3(Qwen2):
 def _read_windows(fields: Fields) -> Options:
     """Return options of lm's normalizer: softmax, over a sliding window in the layers for which config.json has one.
     Raises RunError for a bad field."""
-    has_windows, n_layers = (
-        fields.take("use_sliding_window", bool, False),
-        fields.size("num_hidden_layers", 32, MAX_LAYERS),
-    )
+    has_windows = fields.take("use_sliding_window", bool, False)
+    n_layers = fields.size("num_hidden_layers", 32, MAX_LAYERS)
     size = fields.size("sliding_window", None if fields.is_null("sliding_window") else 4096)
     first_layer = fields.take("max_window_layers", int, 28)  # the first layer with a window
     default_layer_types = [

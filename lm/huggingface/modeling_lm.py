@@ -326,11 +326,9 @@ class AttentionBase(nn.Module):
         q, k = (part.to(v.dtype) for part in self.normalizer(q, k, position_ids))
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
-        sink, backend, elementwise = (
-            self.normalizer.sink(q),
-            self.config._attn_implementation,
-            self.normalizer.elementwise is not None,
-        )
+        sink = self.normalizer.sink(q)
+        backend = self.config._attn_implementation
+        elementwise = self.normalizer.elementwise is not None
         if backend not in ("eager", "sdpa") and (elementwise or sink is not None):
             raise ValueError(
                 f"attn_implementation {backend} does not compute {self.normalizer.options['name']}; set it to eager or "

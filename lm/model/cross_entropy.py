@@ -78,11 +78,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         terms = hidden.new_zeros(2, dtype=torch.float32)
         needs_grads = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         vocab_size, device_type = weight.size(0), weight.device.type
-        matrix, chunk_size, rows = (
-            weight.to(dtype),
-            chunk_tokens(vocab_size, device_type),
-            cached_tokens(vocab_size, device_type),
-        )
+        matrix = weight.to(dtype)
+        chunk_size = chunk_tokens(vocab_size, device_type)
+        rows = cached_tokens(vocab_size, device_type)
         grad_hidden = torch.empty_like(hidden) if needs_grads else None  # filled in place, as in `_map_logits`
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for number, (h, y) in enumerate(
@@ -220,10 +218,8 @@ def _map_logits(f: Callable[..., Tensor], dtype: torch.dtype, hidden: Tensor, he
     tensors: (N,) each. Results are written in place: a tensor allocated between two chunks may keep glibc from reusing
     the logits' memory.
     """
-    results, chunk_size = (
-        torch.empty(len(hidden), dtype=dtype, device=hidden.device),
-        chunk_tokens(head.weight.size(0), hidden.device.type),
-    )
+    results = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
+    chunk_size = chunk_tokens(head.weight.size(0), hidden.device.type)
     with torch.autocast(hidden.device.type, enabled=False):
         matrix = head.weight.float().t()
         for result, h, *part in zip(*(x.split(chunk_size) for x in (results, hidden, *tensors)), strict=True):

@@ -43,11 +43,9 @@ class ModelSpec:
         """The spec of a model from its run's configuration and the metadata `phase`, `vocab_size` and `plugins` of its
         checkpoint.
         """
-        model, versions, tokenizer = (
-            config.model_in(metadata["phase"]),
-            metadata.get("plugins", {}),
-            config.data.tokenizer,
-        )
+        model = config.model_in(metadata["phase"])
+        versions = metadata.get("plugins", {})
+        tokenizer = config.data.tokenizer
         return cls(
             model, metadata["vocab_size"], config.data.seq_len, tokenizer.end_of_text, [*tokenizer.end_tokens], versions
         )

@@ -134,10 +134,8 @@ def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:
     inference_decoder = copy.deepcopy(
         decoder, {id(tensor): tensor for tensor in (*decoder.parameters(), *decoder.buffers())}
     )
-    inference_decoder.rope_scaling, inference_decoder.config = (
-        setting.rope,
-        replace(decoder.config, normalizer=normalizer),
-    )
+    inference_decoder.rope_scaling = setting.rope
+    inference_decoder.config = replace(decoder.config, normalizer=normalizer)
     for layer, attention in enumerate(
         module for module in inference_decoder.modules() if isinstance(module, AttentionBase)
     ):

@@ -117,10 +117,8 @@ def curves(
         all_diverged = all(run.state == DIVERGED for run, _ in run_curves)  # then the ends of the y axis hide nothing
         for run, curve in run_curves:
             window = max(1, len(curve.tokens) // 50) // 2 * 2 + 1 if name == "train/loss" else 1
-            losses, stride = (
-                pd.Series(curve.values).where(np.isfinite(curve.values)),
-                max(1, len(curve.tokens) // MAX_POINTS),
-            )
+            losses = pd.Series(curve.values).where(np.isfinite(curve.values))
+            stride = max(1, len(curve.tokens) // MAX_POINTS)
             y = losses.rolling(window, center=True, min_periods=1).mean().where(losses.notna()).to_numpy()
             arm_index, label = names.index(run.arm), f"{run.arm}, seed {run.seed}"
             drawn.append((run, curve.tokens[::stride] / unit, y[::stride]))
@@ -473,10 +471,8 @@ def layer_pictures(names: Sequence[str], runs: Sequence[DrawnRun]) -> dict[str, 
         names = [f"layer {layer}" for layer in range(1 + max((layer for _, _, layer, _ in entries), default=0))]
     traces: dict[str, list[Trace]] = {}
     for run, quantity, layer, by_head in entries:
-        colour_index, label_prefix = (
-            layer if len(runs) == 1 else names.index(run.arm),
-            f"{run.arm}, seed {run.seed}, layer{layer}",
-        )
+        colour_index = layer if len(runs) == 1 else names.index(run.arm)
+        label_prefix = f"{run.arm}, seed {run.seed}, layer{layer}"
         single_heads = {head: [head_curve] for head, head_curve in by_head.items()}
         for head, head_curves in (
             single_heads if quantity.startswith(PARAM_PREFIX) else {"": [*by_head.values()]}

@@ -42,10 +42,8 @@ TimeSpan = tuple[datetime, datetime]
 def comparison_tables(comparison: RunComparison) -> tuple[Table, ...]:
     """One table for each section: a row for each task, inference setting and arm, a column for each metric at each
     point or range. A table of differences to the baseline follows if any difference has an interval."""
-    tables, differences = (
-        [_section_table(comparison, section) for section in comparison.sections],
-        _difference_table(comparison),
-    )
+    tables = [_section_table(comparison, section) for section in comparison.sections]
+    differences = _difference_table(comparison)
     return (*tables, differences) if differences.rows else tuple(tables)
 
 
@@ -285,10 +283,8 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
     """Facts on the settings of all runs and on how the runs were measured, beginning with the conditions of a fair
     comparison.
     """
-    arms, sections = (
-        comparison.arms,
-        {section.example_series.shown.measured_on: section for section in comparison.sections},
-    )
+    arms = comparison.arms
+    sections = {section.example_series.shown.measured_on: section for section in comparison.sections}
 
     def fact(name: str, value: Callable[[RunRecord], object]) -> Fact:
         return Fact(name, *shared_value(arms, value))
@@ -409,11 +405,9 @@ def _normalizer_text(run: RunRecord) -> str:
     """Text on the normalizer of each training phase of a run: formula, source, options and the meaning of n."""
     phases = []
     for step, options in run.phases:
-        entry, normalizer, n = (
-            catalogue.ENTRIES.get(options["name"]),
-            catalogue.options_from_plain(options),
-            str(options.get("n", "")),
-        )
+        entry = catalogue.ENTRIES.get(options["name"])
+        normalizer = catalogue.options_from_plain(options)
+        n = str(options.get("n", ""))
         formula = (normalizer.formula() if normalizer else str(options["name"])) + (
             f" ({entry.source})" if entry else ""
         )

@@ -255,12 +255,10 @@ def _render(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
     """Draw the picture and return the content of its SVG or PNG file, which does not depend on the time or the
     machine.
     """
-    (rows, columns), (width, height), arms, shown_arms = (
-        picture.grid_shape,
-        picture.size,
-        picture.arms,
-        picture.shown_arms,
-    )
+    rows, columns = picture.grid_shape
+    width, height = picture.size
+    arms = picture.arms
+    shown_arms = picture.shown_arms
     font = min(11.0, 2.4 * width / columns)
     with matplotlib.rc_context(PLOT_SETTINGS | {"font.size": font, "axes.titlesize": font + 1}):
         # before colour bars, which need the layout

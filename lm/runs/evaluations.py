@@ -656,10 +656,8 @@ def last_evaluations(
 
     Raises RunError: a file is damaged. A file of an older version that lacks fields counts as missing.
     """
-    last_paths, wanted_kinds = (
-        {kind: path for (kind, _), path in sorted(evaluation_files(run).items())},
-        _wanted_kinds(config),
-    )
+    last_paths = {kind: path for (kind, _), path in sorted(evaluation_files(run).items())}
+    wanted_kinds = _wanted_kinds(config)
     evaluations, gaps = [], []
     for kind in dict.fromkeys((*EvalConfig.kind_names(), *last_paths)):
         path, name = last_paths.get(kind), f"{kind.replace('_', '-')} evaluation"

@@ -164,10 +164,8 @@ def divergence(lines: list[dict[str, Plain]], final_series: Series | None) -> st
 
 def has_ended(config: dict[str, Plain], evaluations: Iterable[Evaluation]) -> bool:
     """Whether a run was measured at its last step."""
-    last_step, steps = (
-        max((evaluation.step for evaluation in evaluations), default=-1),
-        flatten(config).get("trainer.max_steps"),
-    )
+    last_step = max((evaluation.step for evaluation in evaluations), default=-1)
+    steps = flatten(config).get("trainer.max_steps")
     return last_step >= (steps if isinstance(steps, int) else 0)
 
 

@@ -274,10 +274,8 @@ def effective_trials(right_answers: np.ndarray, questions: np.ndarray) -> float:
     if not n_questions:
         return 0.0
     mean_questions = questions[questions > 0].mean()
-    right_answers, questions = (
-        np.append(right_answers, [mean_questions, 0]),
-        np.append(questions, [mean_questions, mean_questions]),
-    )
+    right_answers = np.append(right_answers, [mean_questions, 0])
+    questions = np.append(questions, [mean_questions, mean_questions])
     fraction = right_answers.sum() / questions.sum()
     binomial_variance = fraction * (1 - fraction) * questions.sum()
     return n_questions / float(np.maximum(1.0, ((right_answers - fraction * questions) ** 2).sum() / binomial_variance))

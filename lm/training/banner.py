@@ -204,10 +204,8 @@ def _tasks_text(config: Config, sequences: TrainSequences, fractions: dict[int, 
     for weighted in config.data.tasks:
         text = f"{weighted.task.name} {weighted.weight:.0%}"
         for length, fraction in fractions.items():
-            n_drawn, n_distinct = (
-                weighted.weight * fraction * tokens / length,
-                weighted.task.n_distinct(length, "train"),
-            )
+            n_drawn = weighted.weight * fraction * tokens / length
+            n_distinct = weighted.task.n_distinct(length, "train")
             if weighted.task.vocab_size and n_drawn > n_distinct:  # sequences in text differ in their filler
                 text += f" ({n_drawn:,.0f} sequences of {length} tokens, of about {n_distinct:,.0f} different ones)"
         texts.append(text)

@@ -153,13 +153,11 @@ class StepCallback(L.Callback):
     """
 
     def __init__(self, run: RunContext, clock: Clock):
-        self.config, self.metric_log, self.progress, self.machine, self.clock = (
-            run.config,
-            run.log,
-            run.progress,
-            run.machine,
-            clock,
-        )
+        self.config = run.config
+        self.metric_log = run.log
+        self.progress = run.progress
+        self.machine = run.machine
+        self.clock = clock
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: object, batch: object, batch_idx: int

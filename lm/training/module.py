@@ -268,10 +268,8 @@ class TrainModule(L.LightningModule):
         """Loss (nats, scalar) of a micro-batch, scaled so that the step's gradient is the gradient of the step's mean
         loss over tokens.
         """
-        (loss, terms), self.sequence_length = (
-            self.decoder.training_loss(batch, self.config.optim.z_loss or 0.0),
-            batch.tokens.size(1),
-        )
+        loss, terms = self.decoder.training_loss(batch, self.config.optim.z_loss or 0.0)
+        self.sequence_length = batch.tokens.size(1)
         has_ignored = bool(self.config.data.tasks)  # some tokens are no targets
         n_targets = (batch.targets != IGNORED).sum() if has_ignored else terms.new_full((), batch.targets.numel())
         sums = torch.cat((terms.double(), n_targets.double().unsqueeze(0)))

@@ -50,10 +50,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             if group["name"] == MATRICES:
                 self._update_matrices(group)
-        self.adamw.state, self.adamw.param_groups = (
-            self.state,
-            [group for group in self.param_groups if group["name"] != MATRICES],
-        )
+        self.adamw.state = self.state
+        self.adamw.param_groups = [group for group in self.param_groups if group["name"] != MATRICES]
         self.adamw.step()
         return loss
 
