@@ -9,7 +9,6 @@ or blocks of a `table` {name: schema}. `many` is list or dict if the field holds
 `build` checks plain data against a schema and collects every problem instead of stopping at the first.
 """
 
-import contextlib
 import dataclasses
 import difflib
 import functools
@@ -25,7 +24,7 @@ from lm.removed_keys import REMOVED_VALUES, removed_key
 
 Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
 NOT_GIVEN = "???"  # the value by which OmegaConf marks a key that the user must give
-MUST_BE_GIVEN = "must be given", f"replace {NOT_GIVEN} by a value"  # reason and remedy of a key that has this value
+_REPLACE = f"replace {NOT_GIVEN} by a value"
 
 
 @functools.cache  # each configuration needs the fields of a class many times
@@ -41,29 +40,13 @@ def fields(schema: type) -> tuple[dataclasses.Field, ...]:
     return specs
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Inclusive (`ge`, `le`) and exclusive (`gt`, `lt`) bounds of a number or of each number in a list or map; None
-    means no bound.
-    """
-
-    gt: float | None = None
-    ge: float | None = None
-    lt: float | None = None
-    le: float | None = None
-
-    def __str__(self) -> str:
-        bounds = {_BOUNDS[name][0]: limit for name, limit in vars(self).items() if limit is not None}
-        return " and ".join(
-            f"{sign} {limit if isinstance(limit, int) else f'{limit:g}'}" for sign, limit in bounds.items()
-        )
-
-    def allow(self, value: float) -> bool:
-        """Return whether `value` is within the bounds."""
-        return all(_BOUNDS[name][1](value, limit) for name, limit in vars(self).items() if limit is not None)
-
-
-_BOUNDS = {"gt": (">", operator.gt), "ge": (">=", operator.ge), "lt": ("<", operator.lt), "le": ("<=", operator.le)}
+# {bound of a number, or of each number in a list or map: (sign, test, name in JSON Schema)}
+BOUNDS = {
+    "gt": (">", operator.gt, "exclusiveMinimum"),
+    "ge": (">=", operator.ge, "minimum"),
+    "lt": ("<", operator.lt, "exclusiveMaximum"),
+    "le": ("<=", operator.le, "maximum"),
+}
 
 
 @dataclass(frozen=True)
@@ -93,6 +76,11 @@ class DeclaredEffect(typing.TypedDict, total=False):
     acts_in: tuple[str, ...]
 
 
+def _field(default_factory: Callable, help: str, effect: DeclaredEffect | None, omit_default: bool = False, **content):
+    metadata = {"help": help, "effect": effect, "omit_default": omit_default, **content}
+    return field(default_factory=default_factory, metadata=metadata)
+
+
 def key(default, help: str, effect: DeclaredEffect | None = None, *, omit_default: bool = False, **limits: float):
     """Make a dataclass field for a configuration key with a default, a one-line description, an effect and bounds (`gt
     ge lt le`).
@@ -100,9 +88,9 @@ def key(default, help: str, effect: DeclaredEffect | None = None, *, omit_defaul
     omit_default: `to_plain` leaves the key out while it has its default value. Use this for a new key in an existing
     block: the hashes of existing runs' configurations and arms then stay the same.
     """
-    metadata = {"help": help, "effect": effect, "limits": Limits(**limits), "omit_default": omit_default}
     if isinstance(default, list | dict):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+        return _field(lambda: default.copy(), help, effect, omit_default, limits=limits)
+    metadata = {"help": help, "effect": effect, "omit_default": omit_default, "limits": limits}
     return field(default=default, metadata=metadata)
 
 
@@ -110,20 +98,17 @@ def section(schema: type, help: str, effect: DeclaredEffect | None = None, *, by
     """Make a dataclass field for a nested block of keys, described by the dataclass `schema`. A block that lm alone
     sets (`by_user` is false) is not in the reference.
     """
-    metadata = {"help": help, "effect": effect, "schema": schema, "by_user": by_user}
-    return field(default_factory=schema, metadata=metadata)
+    return _field(schema, help, effect, schema=schema, by_user=by_user)
 
 
 def optional(schema: type, help: str, effect: DeclaredEffect | None = None):
     """Make a dataclass field for a nested block that is null (off) unless one of its keys is given."""
-    metadata = {"help": help, "effect": effect, "schema": schema, "optional": True}
-    return field(default=None, metadata=metadata)
+    return _field(lambda: None, help, effect, schema=schema, optional=True)
 
 
 def sections(schema: type, help: str, default: tuple = (), effect: DeclaredEffect | None = None):
     """Make a dataclass field for a list of blocks, each described by the dataclass `schema`."""
-    metadata = {"help": help, "effect": effect, "schema": schema, "many": list}
-    return field(default_factory=lambda: list(default), metadata=metadata)
+    return _field(lambda: list(default), help, effect, schema=schema, many=list)
 
 
 def variant(
@@ -138,16 +123,13 @@ def variant(
 
     `effect` and `omit_default` mean what they mean in `key`.
     """
-    metadata = {"help": help, "effect": effect, "table": table, "default": default, "omit_default": omit_default}
-    return field(default_factory=lambda: table[default](), metadata=metadata)
+    return _field(lambda: table[default](), help, effect, omit_default, table=table, default=default)
 
 
 def variants(table: Mapping[str, type], help: str, *, many: type = list):
     """Make a field for a list of blocks as in `variant`, or, if `many` is dict, for {name chosen by the user: block};
-    empty by default.
-    """
-    metadata = {"help": help, "effect": None, "table": table, "many": many}
-    return field(default_factory=many, metadata=metadata)
+    empty by default."""
+    return _field(many, help, None, table=table, many=many)
 
 
 def effect(schema: type, path: str) -> Effect | None:
@@ -176,14 +158,8 @@ def _fields_at(schema: type, path: str) -> list[dataclasses.Field]:
         if spec is None:
             return specs if has_table else []
         specs.append(spec)
-        has_table = bool(spec.metadata.get("table"))
-        blocks = (
-            list(spec.metadata["table"].values())
-            if has_table
-            else [spec.metadata["schema"]]
-            if "schema" in spec.metadata
-            else []
-        )
+        has_table, block = bool(spec.metadata.get("table")), spec.metadata.get("schema")
+        blocks = [block] if block else [*spec.metadata.get("table", {}).values()]
         if not blocks:
             break
     return specs
@@ -237,12 +213,10 @@ def build(schema: type, data: Plain, path: str, problems: list[Problem], table: 
     unknown key, the remedy names them.
     """
     if not isinstance(data, Mapping):
-        problems.append(
-            Problem(path, data, "must be a block of keys", "keys: " + ", ".join(spec.name for spec in fields(schema)))
-        )
+        keys = ", ".join(spec.name for spec in fields(schema))
+        problems.append(Problem(path, data, "must be a block of keys", f"keys: {keys}"))
         return schema()
     specs = {spec.name: spec for spec in fields(schema)}
-    empty_remedy = "it has no options: give the name of another" if not specs else ""
     values = {}
     for name, value in data.items():
         key_path = _join_path(path, name)
@@ -252,50 +226,27 @@ def build(schema: type, data: Plain, path: str, problems: list[Problem], table: 
             if value != removed[0]:
                 problems.append(Problem(key_path, value, "is no key of lm any more", removed[1]))
         elif not (name == "name" and hasattr(schema, "name")):
-            owner_names = [
-                variant_name for variant_name, options in (table or {}).items() if _field_named(options, name)
-            ]
-            instruction = (
-                f"give the whole list {_join_path(path, 'of')}" if "of" in specs else f"set {_join_path(path, 'name')}"
-            )
-            owner_remedy = f"it is an option of {', '.join(owner_names)}: {instruction}" if owner_names else ""
-            parts = str(name).split(".")
-            nesting_remedy = (
-                f"nest it: {': {'.join(parts)}: ...{'}' * (len(parts) - 1)}"
-                if len(parts) > 1 and parts[0] in specs
-                else ""
-            )
-            problems.append(
-                Problem(
-                    key_path,
-                    value,
-                    "unknown key",
-                    owner_remedy or empty_remedy or nesting_remedy or _inner_key(schema, name) or suggest(name, specs),
-                )
-            )
+            problems.append(Problem(key_path, value, "unknown key", _key_advice(schema, str(name), table or {})))
     return schema(**{name: value for name, value in values.items() if value is not MISSING})
 
 
-def _inner_key(schema: type, name: str) -> str:
-    """Return advice for a key that blocks within `schema` have, such as `lr` for optim.lr; empty if none or many do."""
-    paths = _paths_by_name(schema).get(name, [])
-    return f"did you mean {' or '.join(paths)}?" if 1 <= len(paths) <= 3 else ""
-
-
-@functools.cache  # a damaged file may have thousands of unknown keys
-def _paths_by_name(schema: type) -> dict[str, list[str]]:
-    paths: dict[str, list[str]] = {}
-    for path, *_ in reference(schema):
-        if "." in path and "[" not in path:
-            paths.setdefault(path.rpartition(".")[2], []).append(path)
-    return paths
+def _key_advice(schema: type, name: str, table: Mapping[str, type]) -> str:
+    """Return advice on an unknown key, which other dataclasses of the `table` or blocks within `schema` may have."""
+    if owners := [variant_name for variant_name, options in table.items() if _field_named(options, name)]:
+        return f"it is an option of {', '.join(owners)}, not of {schema.name}"
+    if "." in name:
+        return f"nest it: {name.replace('.', ': {')}: ...{'}' * name.count('.')}"
+    paths = [path for path, *_ in reference(schema) if path.endswith(f".{name}") and "[" not in path]
+    if 1 <= len(paths) <= 3:
+        return f"did you mean {' or '.join(paths)}?"
+    return suggest(name, [spec.name for spec in fields(schema)])
 
 
 def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: list[Problem]):
     table, container = spec.metadata.get("table"), spec.metadata.get("many")
     has_blocks = table is not None or "schema" in spec.metadata
     if value == NOT_GIVEN or (not has_blocks and NOT_GIVEN in single_values(value)):
-        return _refuse(problems, path, value, *MUST_BE_GIVEN)
+        return _refuse(problems, path, value, "must be given", _REPLACE)
 
     def block(item: Plain, item_path: str):
         if table is None:
@@ -319,12 +270,18 @@ def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: lis
     if result is MISSING and advice:
         return _refuse(problems, path, value, "is no value of lm any more", advice[0])
     if result is MISSING:
-        remedy = _type_remedy(spec.type, value, spec.metadata["help"])
-        return _refuse(problems, path, value, f"must be {type_name(spec.type)}", remedy)
+        return _refuse(problems, path, value, f"must be {type_name(spec.type)}", _type_remedy(spec.type, value))
     limits = spec.metadata["limits"]
-    if not all(limits.allow(item) for item in single_values(result) if type(item) in (int, float)):
-        return _refuse(problems, path, value, f"must be {limits}")
+    numbers = [item for item in single_values(result) if type(item) in (int, float)]
+    if not all(BOUNDS[name][1](number, limit) for name, limit in limits.items() for number in numbers):
+        return _refuse(problems, path, value, f"must be {_limits_text(limits)}")
     return result
+
+
+def _limits_text(limits: dict[str, float]) -> str:
+    return " and ".join(
+        f"{BOUNDS[name][0]} {limit if isinstance(limit, int) else f'{limit:g}'}" for name, limit in limits.items()
+    )
 
 
 def _refuse(problems: list[Problem], *parts: object) -> object:
@@ -373,20 +330,13 @@ def _build_variant(table: Mapping[str, type], default: str | None, value: Plain,
     if not is_block(value) or value.get("name", default) is None:
         return _refuse(problems, path, value, "must be a name or a block with a 'name'", suggest("", table))
     name = value.get("name", default)
-    if name == NOT_GIVEN:
-        return _refuse(problems, _join_path(path, "name"), name, *MUST_BE_GIVEN)
-    variant_name = name if isinstance(name, str) else ""  # no variant has an empty name
     try:
-        schema = table[variant_name]
-    except KeyError as error:
-        reason, remedy = (
-            (error.reason, error.remedy)
-            if isinstance(error, Unavailable)
-            else ("only normalizers may be code from outside", "take one of lm's own, or lm 0.11")
-            if ":" in variant_name
-            else ("unknown name", suggest(variant_name, table))
-        )
-        return _refuse(problems, _join_path(path, "name"), name, reason, remedy)
+        schema = table[name if isinstance(name, str) else ""]  # no variant has an empty name
+    except Unavailable as error:
+        return _refuse(problems, f"{path}.name", name, error.reason, error.remedy)
+    except KeyError:
+        reason = ("must be given", _REPLACE) if name == NOT_GIVEN else ("unknown name", suggest(name, table))
+        return _refuse(problems, f"{path}.name", name, *reason)
     return build(schema, value, path, problems, table)
 
 
@@ -415,25 +365,19 @@ def convert(hint: type, value: Plain):
         return next((v for v in (convert(arg, value) for arg in args) if v is not MISSING), MISSING)
     if origin is typing.Literal:
         return value if any(value == arg and type(value) is type(arg) for arg in args) else MISSING
-    if origin is list:
-        items = [convert(args[0], item) for item in value] if isinstance(value, list) else [MISSING]
+    if origin is list and isinstance(value, list):
+        items = [convert(args[0], item) for item in value]
         return MISSING if MISSING in items else items
-    if origin is dict:
-        pairs = (
-            {convert(args[0], k): convert(args[1], v) for k, v in value.items()}
-            if isinstance(value, dict)
-            else {MISSING: MISSING}
-        )
-        return MISSING if MISSING in (*pairs, *pairs.values()) else pairs
+    if origin is dict and isinstance(value, dict):
+        parts = [convert(list[arg], [*part]) for arg, part in zip(args, (value, value.values()), strict=True)]
+        return MISSING if MISSING in parts else dict(zip(*parts, strict=True))
     if type(value) is int and not -(2**63) <= value < 2**63:
         return MISSING
     if hint is float and type(value) is int:
         return float(value)
-    if hint is float and type(value) is float and not math.isfinite(value):
-        return MISSING
-    if type(value) is str and "\0" in value:  # no file and no file name can hold it
-        return MISSING
-    return value if type(value) is hint else MISSING
+    # no file and no file name can hold a NUL
+    is_odd = not math.isfinite(value) if type(value) is float else type(value) is str and "\0" in value
+    return value if type(value) is hint and not is_odd else MISSING
 
 
 def type_name(hint: type) -> str:
@@ -457,44 +401,15 @@ def type_name(hint: type) -> str:
     }[hint]
 
 
-def _type_remedy(hint: type, value: Plain, meaning: str) -> str:
-    """Return the remedy for a value of the wrong type; for true or false in place of a text, return `meaning`, the
-    key's description.
-    """
-    literals = _literals(hint)
-    unknown_texts = [
-        item
-        for item in (value if isinstance(value, list) else [value])
-        if isinstance(item, str) and item not in literals
-    ]
-    if (unknown_texts or isinstance(value, dict)) and convert(hint, map_values(value, _as_number)) is not MISSING:
-        return "write numbers without quotes and leading zeros, or ${oc.decode:...}"
-    if unknown_texts and literals:
-        literal_texts = [yaml_scalar(arg) for arg in literals]
-        return (
-            f"write {unknown_texts[0]} without quotes"
-            if unknown_texts[0] in literal_texts
-            else suggest(unknown_texts[0], literal_texts)
-        )
-    if hint is not str:
-        return ""
-    if type(value) is int and "`fixed:N`" in meaning:  # a row length
-        return f"write fixed:{value}"
-    return meaning if isinstance(value, bool | str) else "quote it in the YAML"
-
-
-def _as_number(value: Plain) -> Plain:
-    """Return the number that Python reads in a text; if there is none, or `value` is no text, return `value`."""
-    for number_type in (int, float) if isinstance(value, str) else ():
-        with contextlib.suppress(ValueError):
-            return number_type(value)
-    return value
+def _type_remedy(hint: type, value: Plain) -> str:
+    choices = [yaml_scalar(arg) for arg in _literals(hint)]
+    words = [item for item in single_values(value) if isinstance(item, str) and item not in choices]
+    return suggest(words[0], choices) if words and choices else "quote it in the YAML" if hint is str else ""
 
 
 def _literals(hint: type) -> tuple:
-    if typing.get_origin(hint) is typing.Literal:
-        return typing.get_args(hint)
-    return sum((_literals(arg) for arg in typing.get_args(hint)), ())
+    args = typing.get_args(hint)
+    return args if typing.get_origin(hint) is typing.Literal else sum(map(_literals, args), ())
 
 
 def cross_key_problems(block, path: str = "") -> list[Problem]:
@@ -542,42 +457,38 @@ def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
     return {key: value for item_path, item in _items(plain, path) for key, value in flatten(item, item_path).items()}
 
 
-def reference(
-    schema: type, path: str = "", described_options: set[type] | None = None
-) -> list[tuple[str, str, str, str]]:
+@functools.cache
+def reference(schema: type, path: str = "") -> tuple[tuple[str, str, str, str], ...]:
     """Return rows (key path, type, default, description) of the keys of `schema`, in order; each dataclass of a table
     is described once.
     """
-    rows = []
-    described_options = set() if described_options is None else described_options
+    return tuple(_rows(schema, path, set()))
+
+
+def _rows(schema: type, path: str, described_options: set[type]) -> Iterator[tuple[str, str, str, str]]:
     for spec in fields(schema):
         if not spec.metadata.get("by_user", True):
             continue
-        key_path, default, blocks = _join_path(path, spec.name), _default_of(spec), {}
-        table, block = spec.metadata.get("table"), spec.metadata.get("schema")
-        if container := spec.metadata.get("many"):
-            kind = (
-                "a map from names to blocks"
-                if container is dict
-                else f"a list of {'blocks' if table is None else 'names or blocks'}"
-            )
-            default_text = yaml_flow(_plain_value(default))
-            blocks = {"[]": block} if block else {}
-        elif table is not None:
-            kind, default_text = " | ".join(table), spec.metadata["default"]
-            blocks = {f"[{name}]": option for name, option in table.items()}
+        key_path, default, blocks = _join_path(path, spec.name), yaml_flow(_plain_value(_default_of(spec))), {}
+        table, block, container = (spec.metadata.get(name) for name in ("table", "schema", "many"))
+        if container is dict:
+            kind = "a map from names to blocks"
+        elif container:
+            kind, blocks = "a list of blocks" if block else "a list of names or blocks", {"[]": block} if block else {}
         elif block:
-            kind, default_text, blocks = "a block or null" if "optional" in spec.metadata else "", "null", {"": block}
+            kind, blocks = "a block or null" if "optional" in spec.metadata else "", {"": block}
+        elif table:
+            kind, default = " | ".join(table), spec.metadata["default"]
+            blocks = {f"[{name}]": option for name, option in table.items()}
         else:
-            limits = str(spec.metadata["limits"])
-            kind, default_text = type_name(spec.type) + (f", {limits}" if limits else ""), yaml_scalar(default)
+            limits = _limits_text(spec.metadata["limits"])
+            kind, default = type_name(spec.type) + (f", {limits}" if limits else ""), yaml_scalar(_default_of(spec))
         if kind:
-            rows.append((key_path, kind, default_text, spec.metadata["help"]))
+            yield key_path, kind, default, spec.metadata["help"]
         for suffix, option in blocks.items():
             if block or option not in described_options:
                 described_options.add(option)
-                rows += reference(option, key_path + suffix, described_options)
-    return rows
+                yield from _rows(option, key_path + suffix, described_options)
 
 
 def yaml_flow(value: Plain) -> str:

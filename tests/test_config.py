@@ -109,13 +109,10 @@ def test_too_many_devices_are_refused_by_their_own_key(monkeypatch, cores, here)
 
 
 def test_choices_that_are_no_words_are_suggested_too():
-    messages = problems("trainer.precision=half", "trainer.compile=yess", "optim.lr=1")
+    messages = problems("trainer.precision=half", "trainer.compile=treu", "optim.lr=1")
     assert messages["trainer.precision"].endswith("choose from: auto, 32, bf16-mixed")
-    assert messages["trainer.compile"].endswith("choose from: auto, true, false")
-    assert problems("trainer.precision='32'")["trainer.precision"].endswith(
-        "; write numbers without quotes and leading zeros, or ${oc.decode:...}"
-    )
-    assert problems("trainer.compile='true'")["trainer.compile"].endswith("write true without quotes")
+    assert messages["trainer.compile"].endswith("did you mean 'true'?")
+    assert problems("trainer.precision='32'")["trainer.precision"].endswith("= '32': must be auto | 32 | bf16-mixed")
 
 
 def test_a_text_in_place_of_a_block_without_a_name_is_refused_by_the_key_that_was_given():
@@ -416,26 +413,10 @@ def test_paths_that_name_no_file_are_errors_of_one_line(tmp_path: Path):
         ("name=${optim.lr.x}", "node `optim.lr` is not a container"),
         ("name=" + "${" * 1000 + "}" * 1000, "more than 16 interpolations"),
         ("name=${oc.env:LM_TEST_NOT_SET}", "name: Environment variable 'LM_TEST_NOT_SET' not found"),
-        (
-            "seed=${oc.env:LM_TEST_NOT_SET, '7'}",
-            "seed = '7': must be an integer; write numbers without quotes and leading zeros, or ${oc.",
-        ),
-        (
-            "trainer.threads=010",
-            "must be an integer or null; write numbers without quotes and leading zeros, or ${oc.decode:...}",
-        ),
-        (
-            "eval.long_context.length_factor='4'",
-            "; write numbers without quotes and leading zeros, or ${oc.decode:...}",
-        ),
-        (
-            "data.lengths={name: mixed, weights: {064: 0.5, 128: 0.5}}",
-            "(an integer: a number); write numbers without quotes and leading",
-        ),
-        (
-            "eval.swap_lengths=[1, '1e1']",
-            "must be a list (a number each); write numbers without quotes and leading zeros",
-        ),
+        ("seed=${oc.env:LM_TEST_NOT_SET, '7'}", "seed = '7': must be an integer"),
+        ("trainer.threads=010", "trainer.threads = '010': must be an integer or null"),
+        ("data.lengths={name: mixed, weights: {064: 0.5, 128: 0.5}}", "{064: 0.5, 128: 0.5}: must be a map"),
+        ("eval.swap_lengths=[1, '1e1']", "[1, '1e1']: must be a list (a number each)"),
     ],
     ids=lambda value: value[:32],
 )
@@ -633,12 +614,12 @@ def test_errors_show_values_as_they_are_written_in_yaml(value, text):
 def test_an_option_of_another_block_of_that_key_is_said_to_be_that():
     with pytest.raises(
         ConfigError,
-        match=r"^optim\.optimizer\.momentum = 0\.9: unknown key; it is an option of muon: set optim\.optimizer\.name$",
+        match=r"^optim\.optimizer\.momentum = 0\.9: unknown key; it is an option of muon, not of adamw$",
     ):
         load_config(["name=x", "optim.optimizer.momentum=0.9"])
     with pytest.raises(
         ConfigError,
-        match=r"^model\.normalizer\.bias = true: unknown key; it is an option of ssmax.*: set model\.normalizer\.name$",
+        match=r"^model\.normalizer\.bias = true: unknown key; it is an option of ssmax.*, not of softmax$",
     ):
         load_config(["name=x", "model.normalizer={name: softmax, bias: true}"])
 
@@ -696,13 +677,6 @@ def test_a_width_that_is_suggested_is_accepted(overrides: list[str]):
 def test_a_key_without_its_block_is_offered_with_it(override: str, advice: str):
     (message,) = problems(override).values()
     assert advice in message
-
-
-@pytest.mark.parametrize("normalizer", ["ssmax", "relu2", "linear"])
-@pytest.mark.parametrize("n", ["128", "'128'"])
-def test_a_number_as_row_length_is_offered_as_a_fixed_one(normalizer: str, n: str):
-    (message,) = problems(f"model.normalizer={{name: {normalizer}, n: {n}}}").values()
-    assert message.endswith("; write fixed:128")
 
 
 @pytest.mark.parametrize("path", [path for path in CONFIGS if "experiments" in path.parts], ids=lambda path: path.stem)

@@ -108,8 +108,8 @@ def of_key(spec: Field) -> st.SearchStrategy:
     if block := block_of(spec):
         return of_block(block)
     limits = spec.metadata["limits"]
-    lows = [bound for bound in (limits.ge, limits.gt) if bound is not None]
-    highs = [bound for bound in (limits.le, limits.lt) if bound is not None]
+    lows = [limits[name] for name in ("ge", "gt") if name in limits]
+    highs = [limits[name] for name in ("le", "lt") if name in limits]
     return of_type(spec.type, max(lows, default=None), min(highs, default=None))
 
 

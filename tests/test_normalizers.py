@@ -233,7 +233,7 @@ def at_the_bounds() -> Iterator[Options]:
     for options in catalogue.SINGLE.values():
         for spec in fields(options):
             limits = spec.metadata["limits"]
-            bounds = ["fixed:2", "fixed:1000000000"] if spec.name == "n" else [limits.ge, limits.le]
+            bounds = ["fixed:2", "fixed:1000000000"] if spec.name == "n" else [limits.get("ge"), limits.get("le")]
             yield from (options(**{spec.name: bound}) for bound in bounds if bound is not None)
 
 

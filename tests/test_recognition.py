@@ -57,11 +57,6 @@ def test_commands_on_runs_refuse_the_folder_of_an_experiment(tmp_path: Path, com
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (
-            ["config", CONFIGURATION, "resume=yes"],
-            2,
-            "resume = true: must be text; `auto`: go on from the run's last checkpoint; or",
-        ),
         (["config", CONFIGURATION, "name=7"], 2, "name = 7: must be text; quote it in the YAML"),
         (
             ["config", CONFIGURATION, "trainer.micro_batch=7"],

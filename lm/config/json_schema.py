@@ -9,11 +9,10 @@ from dataclasses import MISSING, Field
 
 from lm.attention.catalogue import Catalogue, Layers
 from lm.config.tree import Config
-from lm.schema import Limits, Plain, fields
+from lm.schema import BOUNDS, Plain, fields
 
 Schema = dict[str, Plain]
 
-BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
 TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", dict: "object", types.NoneType: "null"}
 INTERPOLATION: Schema = {"type": "string", "pattern": r"\$\{"}  # `${...}` may take the place of any value
 OUTSIDE_NAME: Schema = {"type": "string", "pattern": ":"}  # the name of a plugin: `package.module:Class`
@@ -61,7 +60,7 @@ def _default(spec: Field) -> Schema:
     if spec.default is not MISSING:
         return {"default": spec.default}
     default = spec.default_factory()
-    return {"default": default} if isinstance(default, list | dict) and not default else {}
+    return {} if default else {"default": default}
 
 
 def _value(spec: Field, definitions: dict[str, Schema]) -> Schema:
@@ -104,7 +103,7 @@ def _variant(table: Mapping[str, type], default: str | None, definitions: dict[s
     return {"anyOf": options}
 
 
-def _type(hint: type, limits: Limits) -> Schema:
+def _type(hint: type, limits: dict[str, float]) -> Schema:
     """The JSON Schema of a value of type `hint` within `limits`; in a list or map, each item must be within
     `limits`.
     """
@@ -117,9 +116,5 @@ def _type(hint: type, limits: Limits) -> Schema:
         return {"type": "array", "items": _interpolable(_type(arguments[0], limits))}
     if origin is dict:
         return {"type": "object", "additionalProperties": _interpolable(_type(arguments[1], limits))}
-    bounds = (
-        {BOUNDS[name]: bound for name, bound in vars(limits).items() if bound is not None}
-        if hint in (int, float)
-        else {}
-    )
+    bounds = {BOUNDS[name][2]: bound for name, bound in limits.items()} if hint in (int, float) else {}
     return {"type": TYPES[hint], **bounds}
