@@ -61,7 +61,7 @@ def test_commands_on_runs_refuse_the_folder_of_an_experiment(tmp_path: Path, com
         (
             ["config", CONFIGURATION, "trainer.micro_batch=7"],
             2,
-            "does not divide the 16 sequences of a process in a step; e.g. 4",
+            "does not divide the 16 sequences of a process in a step; give a divisor",
         ),
         (["compare", "nothing-of-the-kind"], 2, "no such experiment file; lm configs lists presets"),
         (

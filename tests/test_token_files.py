@@ -465,8 +465,8 @@ def test_a_model_is_trained_on_ids_from_the_command_line(
         (["data", "--help"], "`lm prepare` makes them, from text or token ids"),
         (["data", "import", "train.bin"], "see lm data --help"),
         (["import", "train.bin", "-o", "out"], "text and token ids are read by lm prepare"),
-        (["prepare", "train.bin"], "text and token ids are named by data.source (lm prepare --help)"),
-        (["prepare", "notes.txt"], "text and token ids are named by data.source (lm prepare --help)"),
+        (["prepare", "train.bin"], "data.source names text and token ids (lm prepare --help)"),
+        (["prepare", "notes.txt"], "data.source names text and token ids (lm prepare --help)"),
         (
             ["prepare", "data.source={name: files, paths: [train.bin]}"],
             "token ids are read by data.source={name: tokens, ...}",

@@ -4,7 +4,6 @@
 with every problem of single keys, else with every contradiction between keys.
 """
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -38,7 +37,6 @@ from lm.schema import (
     is_block,
     key_field,
     reference,
-    suggest,
     to_plain,
 )
 
@@ -67,30 +65,17 @@ def check(config: Config) -> Iterator[Problem]:
     yield from check_tasks(config)
     min_batch, sequences = data.seq_len * config.world_size, optim.batch_tokens // data.seq_len
     batch_floor = optim.batch_tokens // min_batch * min_batch
-    batch_sizes = " or ".join(
-        str(size) for size in (batch_floor, -(-optim.batch_tokens // min_batch) * min_batch) if size
-    )
-    cores = os.cpu_count() or 1
-    # the run may be for another machine
-    machine_note = f"; this machine has {cores} core{'s' * (cores > 1)}" * (trainer.devices > cores)
+    batch_sizes = " or ".join(str(size) for size in (batch_floor, batch_floor + min_batch) if size)
     if optim.batch_tokens % data.seq_len:
         reason = f"is not a multiple of data.seq_len x devices x num_nodes = {min_batch}"
         yield Problem("optim.batch_tokens", optim.batch_tokens, reason, f"set it to {batch_sizes}")
     elif sequences % config.world_size:
-        reason = (
-            f"{config.world_size} processes can't share the {sequences} sequences of a step (optim.batch_tokens / "
-            "data.seq_len)"
-        )
+        reason = f"{config.world_size} processes can't share the {sequences} sequences of a step (optim.batch_tokens)"
         remedy = f"set it to a divisor of {sequences}, or optim.batch_tokens to {batch_sizes}"
-        yield Problem("trainer.devices", trainer.devices, f"{reason}{machine_note}", remedy)
-    if trainer.micro_batch and optim.batch_tokens % min_batch == 0 and config.rank_sequences % trainer.micro_batch:
-        divisors = (
-            size
-            for size in range(min(trainer.micro_batch, config.rank_sequences), 0, -1)
-            if config.rank_sequences % size == 0
-        )
+        yield Problem("trainer.devices", trainer.devices, reason, remedy)
+    elif trainer.micro_batch and config.rank_sequences % trainer.micro_batch:
         reason = f"does not divide the {config.rank_sequences} sequences of a process in a step"
-        yield Problem("trainer.micro_batch", trainer.micro_batch, reason, f"e.g. {next(divisors)}")
+        yield Problem("trainer.micro_batch", trainer.micro_batch, reason, "give a divisor")
     if trainer.max_steps is None and trainer.tokens_per_parameter is None:
         yield Problem("trainer.max_steps", None, "is not given", "set it, or trainer.tokens_per_parameter")
     if trainer.max_steps and trainer.tokens_per_parameter:
@@ -332,40 +317,20 @@ def read_yaml(
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        suggestion = (
-            suggest(path.stem, (neighbour.stem for neighbour in path.parent.glob("*.yaml")))
-            if path.parent.is_dir()
-            else ""
-        )
-        remedy = (
-            "; " + suggestion.replace("'?", ".yaml'?")
-            if "did" in suggestion
-            else ""
-            if heirs
-            else presets.suggestion(path)
-        )
         remark = "" if path.suffix in (".yaml", ".yml") else " (overrides are key=value, without spaces)"
         heir = f" (a base of {heirs[-1].name})" if heirs else remark
-        raise ConfigError(f"{path}: no such configuration file{heir}{remedy}") from None
+        raise ConfigError(f"{path}: no such configuration file{heir}{presets.suggestion(path)}") from None
     except IsADirectoryError:
-        remedy = (
-            f"to go on with this run, name {path / 'config.yaml'}"
-            if (path / "config.yaml").is_file()
-            else "name a YAML file"
-        )
-        raise ConfigError(f"{path}: a folder, not a configuration file; {remedy}") from None
+        raise ConfigError(
+            f"{path}: a folder, not a configuration file; name a YAML file, such as a run's config.yaml"
+        ) from None
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
         raise ConfigError(f"{abbreviated(str(path))}: {getattr(error, 'strerror', None) or one_line(error)}") from None
-    hint = (
-        ""
-        if heirs or path.suffix in (".yaml", ".yml")
-        else "; text and token ids are named by data.source (lm prepare --help)"
-    )
+    hint = "" if path.suffix in (".yaml", ".yml") else "; data.source names text and token ids (lm prepare --help)"
     try:
-        plain = parse_yaml(content, str(path))
+        plain = parse_yaml(content, str(path)) or {}
     except ConfigError as error:
         raise ConfigError(f"{error}{hint}") from None
-    plain = {} if plain is None else plain
     if isinstance(plain, dict) and "arms" in plain:
         if heirs:
             raise ConfigError(f"{path}: an experiment, not a configuration that {heirs[-1].name} can have as its base")

@@ -62,11 +62,12 @@ def names() -> Iterator[tuple[str, str]]:
 
 
 def suggestion(path: Path) -> str:
-    """A hint for the error that `path` does not exist: the preset with the most similar name, else the command that
+    """A hint for the error that `path` does not exist: the most similar name, else the command that
     lists presets.
     """
     known_names = [name for name, _ in names()]
-    text = suggest(path.with_suffix("").as_posix(), [*known_names, *(name.rpartition("/")[2] for name in known_names)])
+    known_names += [*(name.rpartition("/")[2] for name in known_names), *map(str, path.parent.glob("*.yaml"))]
+    text = suggest(str(path.with_suffix("")), known_names)
     return f"; {text if text.startswith('did you mean') else 'lm configs lists presets'}"
 
 
