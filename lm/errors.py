@@ -43,8 +43,8 @@ def one_line(error: BaseException, limit: int | None = 300) -> str:
 def with_cause(error: BaseException, limit: int = 300) -> str:
     """Return an exception's text on one line, as `one_line`, and its first cause, unless the text repeats this."""
     cause = error
-    while cause.__cause__ or (cause.__context__ and not cause.__suppress_context__):
-        cause = cause.__cause__ or cause.__context__
+    while earlier := cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__):
+        cause = earlier
     text, cause_text = one_line(error, limit), one_line(cause, limit)
     return text if cause_text in text else f"{text} ({cause_text})"
 

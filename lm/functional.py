@@ -3,10 +3,12 @@ implementations.
 
     import lm.functional as L
 
-    first = L.parameters("ssmax", n_head=12, head_size=64, train_length=1024)   # {"s": (12,)}: learn it
-    out = L.attention("ssmax", q, k, v, first)                                  # in place of
-                                                                                scaled_dot_product_attention
-    q, k = L.scaled("ssmax", q, k, first, positions=positions)                  # or before a kernel of your own
+    # s to be learned: {"s": (12,)}
+    first = L.parameters("ssmax", n_head=12, head_size=64, train_length=1024)
+    # in place of scaled_dot_product_attention
+    out = L.attention("ssmax", q, k, v, first)
+    # or before a kernel of your own
+    q, k = L.scaled("ssmax", q, k, first, positions=positions)
 
 A normalizer is named as in a configuration, `"ssmax"` or `{"name": "ssmax", "bias": True, "n": "fixed:1024"}`
 (docs/normalizers.md). n comes from positions in documents, never from a tensor's width.

@@ -1,12 +1,10 @@
 """A training step of two commits, interleaved in one run: each commit in a process of its own, from a checkout of its
 own.
 
-python scripts/bench_commits.py OLD [NEW]                              1.2 M parameters, softmax, one thread; NEW: HEAD
-python scripts/bench_commits.py OLD --normalizer ssmax --recipe modern the recipe of configs/recipes/modern.yaml
-python scripts/bench_commits.py OLD --shape 13.9M --threads 2 --nanogpt PATH/model.py   GPT-2's choices, nanoGPT beside
-                                                                                        them
-python scripts/bench_commits.py OLD --shape 13.9M --threads 2 --llama   transformers' Llama of equal shape under its
-                                                                        Trainer beside them
+python scripts/bench_commits.py OLD [NEW]                    1.2 M parameters, softmax, one thread; NEW: HEAD
+python scripts/bench_commits.py OLD --recipe modern          the recipe of configs/recipes/modern.yaml
+python scripts/bench_commits.py OLD --nanogpt PATH/model.py  GPT-2's choices, nanoGPT beside them
+python scripts/bench_commits.py OLD --llama                  transformers' Llama of equal shape beside them
 """
 
 import argparse

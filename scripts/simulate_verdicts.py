@@ -2,9 +2,7 @@
 are false.
 
 python scripts/simulate_verdicts.py [--trials 4000] [--jobs 2]
-                                                        verdict
-python scripts/simulate_verdicts.py --intervals         intervals over documents, beside those of the percentile
-                                                        bootstrap
+python scripts/simulate_verdicts.py --intervals   intervals over documents, beside those of the percentile bootstrap
 
 Each trial is an experiment as `lm.statistics` judges it: every arm tuned on a grid of four learning rates with two
 seeds, the grid grown where the best is at an edge, then trained with further seeds, at the rates of `crossed_rates`,

@@ -22,7 +22,7 @@ from lm.config.tree import Config
 from lm.errors import ConfigError, RunError
 from lm.files import read_json
 from lm.runs.folder import ENVIRONMENT, METRICS, PEAK_MEMORY, read_metrics
-from lm.training.mirror import LightningMirror, send_report, wandb_mode
+from lm.training.mirror import TensorBoardMirror, send_report, wandb_mode
 from lm.training.train import train
 
 BLOCK, HEADER = 32768, 7  # bytes of a block of the file, and of a header in it: checksum, length, type
@@ -180,12 +180,12 @@ def test_a_log_that_fails_elsewhere_ends_no_run(
     def fail(*_: object) -> None:
         raise ConnectionResetError("Connection lost")
 
-    monkeypatch.setattr(LightningMirror, moment, fail)
+    monkeypatch.setattr(TensorBoardMirror, moment, fail)
     pytest.importorskip("tensorboard")
     config = tiny("name=failing", "log.to=[tensorboard]", "trainer.max_steps=4")
     assert train(config) == 0
     note = (
-        "note: TensorBoardLogger failed and gets nothing more (Connection lost); "
+        "note: tensorboard failed and gets nothing more (Connection lost); "
         f"{config.run_folder / 'metrics.jsonl'} has all numbers\n"
     )
     assert capsys.readouterr().out.count(note) == 1

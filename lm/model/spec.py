@@ -97,8 +97,8 @@ def flops_per_token(decoder: Decoder, count_masked: bool = False) -> int:
 
     Embedding look-ups are free, and scores that the causal mask hides are not counted.
 
-    masked: count scores that the causal mask hides, too, as PaLM (arXiv 2204.02311, appendix B) and nanoGPT do. That
-    makes 6 N + 12 L H Q T for N matrix entries, L layers of H heads of size Q, and T = seq_len.
+    count_masked: count scores that the causal mask hides, too, as PaLM (arXiv 2204.02311, appendix B) and nanoGPT do.
+    That makes 6 N + 12 L H Q T for N matrix entries, L layers of H heads of size Q, and T = seq_len.
     """
     config = decoder.config
     matrix_entries = sum(p.numel() for p in decoder.blocks.parameters() if p.dim() == 2) + decoder.head.weight.numel()

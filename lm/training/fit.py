@@ -129,7 +129,7 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: LoadedMod
         print(banner(config, store, start, machine), *filter(None, [process.note]), *notes, sep="\n", flush=True)
         # wandb imports much as it starts; a mirror that can't start leaves the run as it was
         with without_garbage_collection():
-            mirrors = start_mirrors(mode, config, facts, start.step, L.pytorch.loggers)
+            mirrors = start_mirrors(mode, config, facts, start.step)
         _write_run_files(config, store, start, checkpoint, facts)
     log = MetricLog(config.run_folder / METRICS, mirrors, is_main)
     progress = StepProgress(config.log.progress if is_main else "none", config.trainer.max_steps)
@@ -294,7 +294,7 @@ def _evaluate_missing(
     logged_names = {name for line in lines for name in line}
     if unlogged_results := [result for result in results.values() if not logged_means(result).keys() <= logged_names]:
         truncate_metrics(folder / METRICS, step)  # a line that the kill cut short
-        log = MetricLog(folder / METRICS, start_mirrors(mode, config, old_facts, step, L.pytorch.loggers), True)
+        log = MetricLog(folder / METRICS, start_mirrors(mode, config, old_facts, step), True)
         for result in unlogged_results:
             log.write({"step": step, "tokens": result.tokens_seen, **logged_means(result)})
             log.send_evaluation(result, evaluation_path(folder, result.kind, step).with_suffix(".png"))

@@ -1,4 +1,4 @@
-"""metrics.jsonl, the log of a run, and its mirrors: wandb, trackio, TensorBoard and CSV files."""
+"""metrics.jsonl, the log of a run, and its mirrors: wandb, trackio and TensorBoard."""
 
 import hashlib
 import json
@@ -9,8 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from lm.config.training_config import MAX_TAG, LogConfig
 from lm.config.tree import Config
@@ -106,11 +105,15 @@ class WandbMirror(RunMirror):
         _finish_wandb_run(self.run)
 
 
-class LightningMirror(Mirror):
-    """Logs with one of Lightning's loggers, to TensorBoard's event files or a CSV file."""
+class TensorBoardMirror(Mirror):
+    """Writes TensorBoard's event files to a folder of the run folder `run`."""
 
-    def __init__(self, logger: Any):
-        self.logger, self.name = logger, type(logger).__name__
+    name = "tensorboard"
+
+    def __init__(self, run: Path):
+        from lightning.pytorch.loggers import TensorBoardLogger
+
+        self.logger = TensorBoardLogger(run, self.name, "", max_queue=100)
 
     def log(self, metrics: dict[str, Plain]) -> None:
         numbers = {
@@ -122,15 +125,12 @@ class LightningMirror(Mirror):
         self.logger.finalize("success")
 
 
-def start_mirrors(
-    mode: str, config: Config, environment: dict[str, Plain], step: int, loggers: ModuleType
-) -> list[Mirror]:
+def start_mirrors(mode: str, config: Config, environment: dict[str, Plain], step: int) -> list[Mirror]:
     """Start the mirrors that `log.to` names, and return them; `mode`: wandb's mode, as `wandb_mode` returns it.
 
     Args:
         environment: the content of environment.json, whose `wandb_id` lets a resumed run continue its wandb run.
         step: the step from which the run continues.
-        loggers: Lightning's module `loggers`.
 
     Raises:
         ConfigError: a logger is not installed.
@@ -145,7 +145,7 @@ def start_mirrors(
                 run = _wandb_run(mode, config.log, environment["wandb_id"], config=facts, **arguments)
                 mirrors += [WandbMirror(run)] if run else []
             elif name == "tensorboard":
-                mirrors.append(LightningMirror(loggers.TensorBoardLogger(config.run_folder, name, "", max_queue=100)))
+                mirrors.append(TensorBoardMirror(config.run_folder))
             else:
                 import trackio
 
