@@ -112,6 +112,16 @@ def relogged(procedure: Procedure) -> None:
     path.write_text(path.read_text().replace("6.0", "7.0"))
 
 
+def without_log(procedure: Procedure) -> None:
+    (ours(procedure).config.run_folder / METRICS).unlink()
+
+
+def with_other_warmup(procedure: Procedure) -> None:
+    """A key changed in config.yaml that is no part of the plan."""
+    path = ours(procedure).config.run_folder / CONFIG
+    path.write_text(path.read_text().replace("warmup_steps: ", "warmup_steps: 1"))
+
+
 def diverged(procedure: Procedure) -> None:
     with (ours(procedure).config.run_folder / METRICS).open("a") as log:
         log.write(json.dumps({"step": 8, DIVERGED: "the loss is not finite"}) + "\n")
@@ -135,6 +145,8 @@ EDITS = {
     resealed_with_means: r"step-\d+\.json: val/loss is \d\.\d+, metrics\.jsonl says \d\.\d+: delete the file",
     unsealed: r"validation\.step-\d+\.json: holds no sha256 .*measure it again: lm eval ",
     relogged: r"metrics\.jsonl: was altered since checkpoints/step-\d+\.ckpt was saved; bring it back",
+    without_log: r"metrics\.jsonl: is gone since checkpoints/step-\d+\.ckpt was saved; bring it back",
+    with_other_warmup: r"config\.yaml: is not of the run of .*: optim\.warmup_steps = \d+: .*; bring back the one",
     diverged: r"metrics\.jsonl: says that the run diverged, but .*ckpt is there: bring it back",
     emptied: r"step-\d+\.ckpt: not a readable checkpoint: .*; bring the checkpoint back, or delete the run folder",
     exchanged: r"step-\d+\.ckpt: is of another run than ssmax-",

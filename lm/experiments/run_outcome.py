@@ -188,10 +188,16 @@ class Outcome:
         """
         files = [path for (_, step), path in evaluation_files(self.folder).items() if step == self.last_step]
         evaluations = {path: evaluation for path in files if (evaluation := load_evaluation(path))}
-        is_checked = not evaluations or not self.checkpoint.exists()
-        is_checked = is_checked or check_evaluations(self.folder, [*evaluations.values()], self.checkpoint, self.log)
+        is_checked = not evaluations or not self.checkpoint.exists() or self._check_digests(evaluations)
         self._check_logged(evaluations)
         return evaluations, is_checked
+
+    def _check_digests(self, evaluations: dict[Path, Evaluation]) -> bool:
+        """Check evaluations, log and configuration against the last checkpoint (`check_evaluations`). Unlike a report,
+        a verdict takes no run whose log is missing, as the log says whether the run diverged."""
+        file, log = self.folder / CONFIG, self.log._replace(content=self.log.content or b"")
+        config_text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
+        return check_evaluations(self.folder, [*evaluations.values()], self.checkpoint, log, config_text)
 
     def _check_logged(self, evaluations: dict[Path, Evaluation]) -> None:
         """Check that evaluations with the options of the run have the means that training has logged, up to the
@@ -252,7 +258,7 @@ class Outcome:
             if kind in kinds and step <= self.last_step
         ]
         evaluations = {path: evaluation for path in files if (evaluation := load_evaluation(path))}
-        check_evaluations(self.folder, [*evaluations.values()], self.checkpoint, self.log)
+        self._check_digests(evaluations)
         self._check_logged(evaluations)
         file = self.folder / ENVIRONMENT
         branch_tokens = ((read_json(file).get("branched_from") if file.is_file() else None) or {}).get("tokens", 0)

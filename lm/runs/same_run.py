@@ -161,7 +161,8 @@ def check_log(run: Path, content: bytes | None, metadata: dict[str, Plain], chec
             "bring it back, delete the run folder and train it again, or go on in a new run: "
             f"branch_from={checkpoint} name=..."
         )
-        raise RunError(f"{path}: was altered since checkpoints/{checkpoint.name} was saved; {advice}")
+        reason = f"{'was altered' if path.is_file() else 'is gone'} since checkpoints/{checkpoint.name} was saved"
+        raise RunError(f"{path}: {reason}; {advice}")
 
 
 def check_config(
