@@ -3,7 +3,7 @@
 import contextlib
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 import yaml
@@ -13,47 +13,10 @@ from lm.config.load import load_config, nest_keys, parse, read_overrides
 from lm.config.tree import Config, canonical
 from lm.errors import ConfigError
 from lm.removed_keys import REMOVED_KEYS, without_removed
-from lm.schema import Plain, fields, reference, to_plain
+from lm.schema import Plain, fields, flatten, reference, to_plain
 
 GENERATED = ("config.md", "normalizers.md")  # each lists all keys
 ROOTS = [spec.name for spec in fields(Config)]
-
-
-def rows(schema: type, path: str = "") -> dict[tuple[type, str], str]:
-    """The reference's row of each key, by the dataclass that has it; the first where blocks of several keys have it."""
-    found = {}
-    for spec in fields(schema):
-        key_path = f"{path}.{spec.name}".lstrip(".")
-        found[schema, spec.name] = key_path
-        for suffix, block in blocks(spec).items():
-            found = rows(block, key_path + suffix) | found
-    return found
-
-
-def blocks(spec) -> dict[str, type]:
-    """The dataclasses of a field's blocks, by what the reference adds to the field's path."""
-    if table := spec.metadata.get("table"):
-        return {f"[{name}]": block for name, block in table.items()}
-    block = spec.metadata.get("schema")
-    return {"[]" if spec.metadata.get("many") else "": block} if block else {}
-
-
-def set_keys(schema: type, plain: Plain, path: str = "") -> Iterator[tuple[str, type, str]]:
-    """Path, dataclass and name of each key that a block sets."""
-    for spec in fields(schema) if isinstance(plain, dict) else ():
-        if spec.name not in plain:
-            continue
-        value, key_path = plain[spec.name], f"{path}.{spec.name}".lstrip(".")
-        yield key_path, schema, spec.name
-        many, table = spec.metadata.get("many"), spec.metadata.get("table")
-        if isinstance(value, list) and table and "layers" in table:
-            value = {"name": "layers", "of": value}
-        items = value.values() if many is dict and isinstance(value, dict) else value if many is list else [value]
-        for item in items if isinstance(items, list) or many is dict else [items]:
-            for suffix, block in blocks(spec).items():
-                chosen = item.get("name", spec.metadata.get("default")) if isinstance(item, dict) else None
-                if not table or suffix == f"[{chosen}]":
-                    yield from set_keys(block, item, key_path + suffix)
 
 
 def mappings(plain: Plain) -> Iterator[Plain]:
@@ -97,15 +60,28 @@ def examples() -> Iterator[Plain]:
                 continue
 
 
+def row(path: str) -> str:
+    """The last two names of a path, without indices, choices and lists of normalizers: options of normalizers, tasks
+    and scalings are rows of one block alone, wherever they are set."""
+    names = (
+        re.sub(r"\[[^\]]*\]", "", path)
+        .replace("normalizer.of.", "normalizer.")
+        .replace("recall.tasks.", "task.")
+        .split(".")
+    )
+    return ".".join(names[-2:])
+
+
 def unset_keys() -> list[str]:
     """Rows of the reference that no example sets."""
-    known = {path for path, *_ in reference(Config)}
-    by_owner = rows(Config)
-    found = set()
-    for plain in examples():
-        for path, schema, name in set_keys(Config, plain):
-            found.add(path if path in known else by_owner.get((schema, name), path))
-    return sorted(known - found)
+    known = {row(path) for path, *_ in reference(Config)}
+    return sorted(known - {row(path) for plain in examples() for path in parents(flatten(plain))})
+
+
+def parents(paths: Iterable[str]) -> Iterator[str]:
+    """The paths, and those of the blocks that hold them."""
+    for path in paths:
+        yield from (path[: match.start()] for match in re.finditer(r"\.|$", path))
 
 
 def block_with(pattern: str, value: Plain) -> Plain:

@@ -4,7 +4,6 @@
 with every problem of single keys, else with every contradiction between keys.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -375,13 +374,12 @@ def read_overrides(overrides: list[str]) -> dict[str, Plain]:
     """
     blocks: list[dict[str, Plain]] = []
     for override in overrides:
-        path, sign, text = override.partition("=")
-        names = path.split(".")
-        if not sign or not all(names) or len(names) > MAX_DEPTH:
-            raise ConfigError(f"{abbreviated(override, 80)}: not an override; write key=value, e.g. optim.lr=3e-4")
+        (path, sign, text), shown = override.partition("="), abbreviated(override, 80)
+        if not sign or not all(path.split(".")) or path.count(".") >= MAX_DEPTH:
+            raise ConfigError(f"{shown}: not an override; write key=value, e.g. optim.lr=3e-4")
         # of other types, an empty value is null
         is_empty = not text and (spec := key_field(Config, path)) and spec.type is str
-        blocks.append({path: "" if is_empty else parse_override_value(text, abbreviated(override, 80))})
+        blocks.append({path: "" if is_empty else parse_override_value(text, shown)})
     return nest_keys(*blocks)
 
 
@@ -395,20 +393,18 @@ def nest_keys(*blocks: Mapping[str, Plain], path: str = "") -> dict[str, Plain]:
     """
     tree: dict[str, Plain] = {}
     for block in blocks:
-        keys = [
-            key
-            for name, value in block.items()
-            for key in (flatten({str(name): value}) if is_block(value) else [str(name)])
-        ]
-        if repeated := next((key for key, count in Counter(keys).items() if count > 1), ""):
-            raise ConfigError(f"{path}{repeated}: given twice in one block; drop one")
-    for key, value in (item for block in blocks for item in block.items()):
-        names = str(key).split(".")
-        if len(names) > MAX_DEPTH:
-            raise ConfigError(f"{abbreviated(str(key), 80)}: not a configuration key")
-        for name in reversed(names):
-            value = {name: value}
-        tree = merge(tree, value)
+        given: set[str] = set()
+        for key, value in block.items():
+            names = str(key).split(".")
+            if len(names) > MAX_DEPTH:
+                raise ConfigError(f"{abbreviated(str(key), 80)}: not a configuration key")
+            paths = {*flatten(value, str(key))} if is_block(value) else {str(key)}
+            if repeated := sorted(paths & given):
+                raise ConfigError(f"{path}{repeated[0]}: given twice in one block; drop one")
+            given |= paths
+            for name in reversed(names):
+                value = {name: value}
+            tree = merge(tree, value)
     return tree
 
 
@@ -418,17 +414,13 @@ def overrides_in(command: str, overrides: list[str]) -> dict[str, Plain]:
     Raises ConfigError: a key has no effect in the command, since the key belongs to the checkpoint or to training.
     """
     changes = resolve_interpolations(read_overrides(overrides))
-    parts = [override.partition("=") for override in overrides]
-    refused_keys = [
-        (path, value)
-        for path, _, value in parts
+    remedy = "free to change: " + ", ".join(keys_acting_in(command))
+    if problems := [
+        Problem(path, text, f"can't be changed in lm {command}", remedy)
+        for path, _, text in (override.partition("=") for override in overrides)
         if (key_effect := effect(Config, path)) and command not in key_effect.acts_in
-    ]
-    if refused_keys:
-        remedy = "free to change: " + ", ".join(keys_acting_in(command))
-        raise ConfigError(
-            [Problem(path, value, f"can't be changed in lm {command}", remedy) for path, value in refused_keys]
-        )
+    ]:
+        raise ConfigError(problems)
     return changes
 
 
@@ -446,19 +438,15 @@ def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -
     result = dict(base)
     for name, value in changes.items():
         path = f"{prefix}{name}"
-        old, alternative, spec = result.get(name), ALTERNATIVES.get(path), key_field(Config, path)
+        old, spec, alternative = result.get(name), key_field(Config, path), ALTERNATIVES.get(path)
         if alternative and value and alternative not in changes:
             result.pop(alternative, None)
         if value is None and is_block(old) and not (spec and "optional" in spec.metadata):
-            raise ConfigError(
-                Problem(path, None, "must be a block of keys", "leave it out, or give keys: " + ", ".join(old))
-            )
+            raise ConfigError(Problem(path, None, "must be a block of keys", "leave it out, or give keys"))
+        if isinstance(old, int | float) and isinstance(value, dict):
+            raise ConfigError(Problem(path, old, "must be a block of keys"))
         if isinstance(value, str) and is_block(old) and effect(Config, f"{path}.name"):
             value = {"name": value}
-        if isinstance(old, int | float) and isinstance(value, dict):
-            raise ConfigError(
-                Problem(path, old, "must be a block of keys", f"there is also {path}.{next(iter(value), '')}")
-            )
         if isinstance(old, str) and isinstance(value, dict):
             old = {"name": old}
         # short for the block `layers`
@@ -470,30 +458,26 @@ def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -
     return result
 
 
+_REFERENCE_HEAD = """# Configuration reference
+
+Generated by `lm config --reference`; a test keeps it true. `key[choice]` rows are the options of a block
+whose `name` is that choice. Every key can be set in a YAML file or as `key=value` on the command line;
+a list is given whole, e.g. `'phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]'`.
+
+What a key affects: `model`, the function that trained weights define; `training`, the weights that are learned; `seed`, the
+random numbers of training; `numerics`, results up to rounding; `execution`, where and how fast; `evaluation`, what is measured;
+`label`, how a run is named, stored and displayed. Runs that differ in model, training or numerics belong to different arms. A
+resumed run must have the same values of all keys that affect model, training or seed, except those marked *free* and those
+marked *ahead*, which may change for steps that are still to come. Those marked *branch* may differ in a run that branches from
+another one (`branch_from`).
+
+| key | type | default | affects | what it is |
+|---|---|---|---|---|"""  # noqa: E501
+
+
 def reference_markdown() -> str:
     """Return the text of docs/config.md, a table of all keys with type, default, effect and description."""
-    lines = [
-        "# Configuration reference",
-        "",
-        "Generated by `lm config --reference`; a test keeps it true. `key[choice]` rows are the options of a block",
-        "whose `name` is that choice. Every key can be set in a YAML file or as `key=value` on the command line;",
-        "a list is given whole, e.g. `'phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]'`.",
-        "",
-        "What a key affects: `model`, the function that trained weights define; `training`, the weights that are "
-        "learned; `seed`, the",
-        "random numbers of training; `numerics`, results up to rounding; `execution`, where and how fast; "
-        "`evaluation`, what is measured;",
-        "`label`, how a run is named, stored and displayed. Runs that differ in model, training or numerics belong to "
-        "different arms. A",
-        "resumed run must have the same values of all keys that affect model, training or seed, except those marked "
-        "*free* and those",
-        "marked *ahead*, which may change for steps that are still to come. Those marked *branch* may differ in a run "
-        "that branches from",
-        "another one (`branch_from`).",
-        "",
-        "| key | type | default | affects | what it is |",
-        "|---|---|---|---|---|",
-    ]
+    lines = [_REFERENCE_HEAD]
     for path, kind, default, text in reference(Config):
         key_effect = effect(Config, path)
         is_strict = key_effect.affects in ("model", "training", "seed")

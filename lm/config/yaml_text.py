@@ -80,11 +80,7 @@ def parse_yaml(text: str | bytes, source: str) -> Plain:
             f" (line {mark.line + 1})" if mark else ""
         )
         if "character that" in reason:  # libyaml doesn't name the character
-            line = re.split("\r\n|[\n\r\x85\u2028\u2029]", text)[mark.line]
-            has_tab = "\t" in line[: mark.column + 1]
-            reason += f": {abbreviated(as_written(line.strip()), 60)}" + (
-                "; indent with spaces, not with a tab" if has_tab else ""
-            )
+            reason += "; indent with spaces, quote a text that begins with a mark"
     except yaml.reader.ReaderError as error:
         reason = f"character {error.position} is no text: {error.reason}"
     # ValueError and LookupError: tags on unsuitable text, such as !!int x
@@ -97,13 +93,12 @@ def parse_override_value(text: str, source: str) -> Plain:
     """Parse an override's value as YAML in which # begins no comment. Raises ConfigError, naming `source`, if `text` is
     not valid YAML.
     """
-    # a letter of private use, in place of #
-    letter = next(letter for letter in map(chr, range(0xE000, 0xF900)) if letter not in text)
+    letter = "\ue000"  # of private use, in place of #
     try:
         plain = parse_yaml(text.replace("#", letter), source)
-        return map_values(plain, lambda value: value.replace(letter, "#") if isinstance(value, str) else value)
     except ConfigError as error:
         raise ConfigError(str(error).replace(letter, "#")) from None
+    return map_values(plain, lambda value: value.replace(letter, "#") if isinstance(value, str) else value)
 
 
 def dump_yaml(plain: Plain) -> str:
