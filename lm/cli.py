@@ -25,7 +25,7 @@ UsageError = typer.BadParameter.__bases__[0]
 HelpFormatter = typer.Context.formatter_class
 
 _GROUPS = {  # the functions of the commands under each heading of `lm --help`, in order
-    "Compare": (compare_commands.compare, compare_commands.judge, compare_commands.report),
+    "Compare": (compare_commands.compare, compare_commands.judge, compare_commands.noise, compare_commands.report),
     "Train": (
         train_commands.train,
         train_commands.prepare,

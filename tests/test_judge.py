@@ -260,7 +260,7 @@ def test_units_are_averaged_and_paired_over():
         (np.zeros((2, 3)), {}, "must be a CSV file or a pandas.DataFrame, not ndarray"),
         (RUNS, {"by": "seed"}, "runs can't be judged apart by seed"),
         (RUNS, {"by": ["arm"]}, "runs can't be judged apart by arm"),
-        (RUNS, {"metric": "loss"}, "has no column metric, of which loss could be chosen"),
+        (RUNS, {"metric": "loss"}, "has no column loss; there is arm, seed, value"),
         (
             RUNS.rename(columns={"arm": "Arm", "seed": " seed"}),
             {},
@@ -310,13 +310,6 @@ def test_one_seed_has_columns_for_the_ends_of_an_interval_too():
 def test_arms_may_have_the_names_of_missing_values(name, tmp_path):
     RUNS.assign(arm=RUNS["arm"].replace("b", name)).to_csv(tmp_path / "runs.csv", index=False)
     assert lm.judge(tmp_path / "runs.csv")["arm"].tolist() == ["a", name]
-
-
-@pytest.mark.parametrize(("mark", "word"), [(";", "semicolons"), ("\t", "tabs")])
-def test_a_table_with_other_separators_is_refused_with_their_name(mark, word, tmp_path):
-    RUNS.to_csv(tmp_path / "runs.csv", index=False, sep=mark)
-    with pytest.raises(RunError, match=f"columns are separated by {word}: write the file with commas"):
-        lm.judge(tmp_path / "runs.csv")
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,11 @@ Baseline = Annotated[
         "first]"
     ),
 ]
+Metric = Annotated[str, typer.Option(help="one of several in the column metric, or the column that has the values")]
+Where = Annotated[str, typer.Option(metavar="CONDITION", help="lines to take, e.g. \"x == 2048 and stage == 'final'\"")]
+ArmColumn = Annotated[str, typer.Option(metavar="COLUMN", help="the column of arms")]
+SeedColumn = Annotated[str, typer.Option(metavar="COLUMN", help="the column of seeds")]
+_EXIT_CODES = {"better": 0, "worse": 3, "difference below margin": 5, "no difference above margin": 5}
 
 
 def compare(
@@ -105,7 +110,9 @@ def compare(
 
 
 def judge(
-    table: Annotated[Path, typer.Argument(metavar="TABLE.csv", help="one value a line: columns arm, seed, value")],
+    table: Annotated[
+        Path, typer.Argument(metavar="TABLE", help="CSV or JSON lines, one value a line: columns arm, seed, value")
+    ],
     baseline: Annotated[
         str | None, typer.Option(help="the arm that the others are compared with [default: the first]")
     ] = None,
@@ -114,30 +121,72 @@ def judge(
         typer.Option(help="which direction is better [default: as the column better says, else lower]"),
     ] = None,
     matters: Annotated[float, typer.Option(help="smallest difference of interest, in the metric's unit")] = 0.01,
-    metric: Annotated[str, typer.Option(help="of several in the column metric")] = "",
-    where: Annotated[
-        str, typer.Option(metavar="CONDITION", help="lines to judge, e.g. \"x == 2048 and stage == 'final'\"")
-    ] = "",
+    metric: Metric = "",
+    where: Where = "",
+    arm: ArmColumn = "arm",
+    seed: SeedColumn = "seed",
+    target: Annotated[
+        float | None, typer.Option(help="compare each arm with this number, such as 3.28, in place of a baseline")
+    ] = None,
+    unpaired: Annotated[
+        bool,
+        typer.Option("--unpaired", help="runs of equal seeds are not paired (Welch) [default: if arms share none]"),
+    ] = False,
     by: Annotated[
         list[str] | None, typer.Option(metavar="COLUMN", help="judge its values apart, as one family [default: size]")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
+    exit_code: Annotated[
+        bool,
+        typer.Option(
+            "--exit-code",
+            help="exit with the verdict, which must be the only one: 0 better, 3 worse, 4 undecided or any other, 5 no "
+            "difference above what matters",
+        ),
+    ] = False,
 ) -> None:
     """Judge anybody's runs from a table.
 
-    The table has the columns arm, seed and value, and optionally rate, part, size, unit, metric and others
-    (docs/experiments.md).
+    The table has the columns arm, seed and value, or columns that options name, and optionally rate, part, size, unit,
+    metric and others (docs/experiments.md).
     """
     from lm.experiments.run_table import judge_table
     from lm.experiments.summary import print_verdicts
     from lm.files import json_bytes
 
-    judgement = judge_table(table, metric, better, matters, baseline, where, by or ())
-    primary, entries = judgement.primary, judgement.entries()
+    judgement = judge_table(table, metric, better, matters, baseline, where, by or (), arm, seed, target, unpaired)
+    primary, entries, verdicts = judgement.primary, judgement.entries(), [*judgement.verdicts.values()]
+    if exit_code and len(verdicts) > 1:
+        raise ConfigError(f"--exit-code takes one verdict, and there are {len(verdicts)}: choose one by --where")
     if as_json:
         print(json_bytes({"primary": vars(primary), "arms": entries}).decode(), end="")
-        return
-    print_verdicts(judgement, entries, f"{primary.metric} of {table}, {primary.better} is better")
+    else:
+        print_verdicts(judgement, entries, f"{primary.metric} of {table}, {primary.better} is better")
+    if exit_code:
+        raise typer.Exit(_EXIT_CODES.get(verdicts[0].kind, 4))
+
+
+def noise(
+    tables: Annotated[
+        list[Path], typer.Argument(metavar="RUN...|TABLE", help="run folders, or a table as of lm judge")
+    ],
+    difference: Annotated[
+        float | None, typer.Option(min=0, help="say how many seeds find this difference, in the metric's unit")
+    ] = None,
+    metric: Metric = "",
+    where: Where = "",
+    arm: ArmColumn = "arm",
+    seed: SeedColumn = "seed",
+) -> None:
+    """Say what seeds find, by the spread of runs.
+
+    Prints the spread of runs that differ in their seed alone, and of differences between arms paired by seed; and the
+    smallest difference that numbers of seeds find with probability 0.8.
+    """
+    from lm.experiments.noise import noise_sentences
+
+    for sentence in noise_sentences(tables, metric, where, arm, seed, difference):
+        print(sentence)
 
 
 def report(runs: RunFolders, out: ReportFolder = None, baseline: Baseline = None) -> None:

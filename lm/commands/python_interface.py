@@ -156,19 +156,27 @@ def judge(
     baseline: str | None = None,
     where: str = "",
     by: str | Sequence[str] = (),
+    arm: str = "arm",
+    seed: str = "seed",
+    target: float | None = None,
+    unpaired: bool = False,
 ) -> pd.DataFrame:
     """Judge anybody's runs, as `lm judge` does.
 
     Args:
-        table: a CSV file or a frame with one value in each row: columns arm, seed and value, and any others of
-            `lm.results`.
-        metric: the metric to judge, where the column `metric` has several.
+        table: a file (CSV, JSON lines) or a frame with one value in each row: columns arm, seed and value, and any
+            others of `lm.results`.
+        metric: the metric to judge, where the column `metric` has several; or the column that has the values.
         better: `lower` or `higher`; None: as the table's column `better` says, else `lower`.
         matters: smallest difference of interest, in the metric's unit.
         baseline: the arm that other arms are compared with; None: the first arm.
         where: a condition on columns, as in `pandas.DataFrame.query`.
         by: columns that split the runs into separately judged groups, which form one family of tests; by default
             `size`.
+        arm, seed: the names of the columns of arms and seeds. Without a column of seeds, each row of unpaired runs or
+            runs compared with `target` is a run.
+        target: a number that each arm is compared with, in place of a baseline.
+        unpaired: whether runs of equal seeds are compared as unpaired (Welch); they are where no two arms share a seed.
 
     Returns:
         A row for each arm and size, with the columns of `Compared.verdicts`; `size` holds the values of the columns
@@ -177,7 +185,7 @@ def judge(
     Raises LMError: an argument is wrong, or the table lacks a column, an arm, a seed or a number, or has a run twice.
     """
     columns = (by,) if isinstance(by, str) else by
-    judgement = judge_table(table, metric, better, matters, baseline, where, columns)
+    judgement = judge_table(table, metric, better, matters, baseline, where, columns, arm, seed, target, unpaired)
     return _verdict_frame(io.StringIO(csv_text(judgement.entries(), intervals=INTERVALS)))
 
 

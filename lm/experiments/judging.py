@@ -64,7 +64,16 @@ class Judgement:
     sources: Mapping[str, list[str]] = field(default_factory=dict)
     exploratory: Collection[SizeArm] = ()  # the sizes and arms whose verdicts are exploratory
     rate_heading: str = "rate"  # the heading of the column of rates
+    # Runs are paired by seed, unless arms have seeds of their own: `unpaired` to the baseline's, or compared with the
+    # number `target`, whose name stands in the place of the baseline's
+    unpaired: bool = False
+    target: float | None = None
     measured_on: str = ""  # what means are measured on, for the heading of their column
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether each run of an arm is compared with the baseline's run of the same seed."""
+        return not self.unpaired and self.target is None
 
     @property
     def size_arms(self) -> list[SizeArm]:
@@ -115,9 +124,9 @@ class Judgement:
 
     def _comparison(self, size: str, arm: str) -> Comparison:
         rates, primary = self.rates[size], self.primary
-        seed_count, baseline, counts_tokens = len(self.seeds), self.arms[0], primary.reach is not None
+        baseline, counts_tokens = self.arms[0], primary.reach is not None
         if rates is None or not {arm, baseline} <= rates.keys():
-            return Comparison((), is_tuned=rates is None, n_planned_seeds=seed_count)
+            return Comparison((), is_tuned=rates is None, n_planned_seeds=len(self.seeds))
         pair, (arm_runs, baseline_runs) = (rates[arm], rates[baseline]), self._runs_at_all_rates(size, arm)
         arm_rates = arm_runs.keys()
         decisive_runs = _decisive_runs(pair, arm_runs, baseline_runs)
@@ -130,31 +139,29 @@ class Judgement:
         else:
             arm_runs = _usable_runs(arm_runs, pair[0], counts_tokens)
             baseline_runs = _usable_runs(baseline_runs, pair[1], counts_tokens)
-        runs_by_seed = zip(*arm_runs.values(), *baseline_runs.values(), strict=True)
-        seeds = [seed for seed, runs in enumerate(runs_by_seed) if all(run.state == "finished" for run in runs)]
-        arm_runs, baseline_runs = (
-            {rate: [runs[seed] for seed in seeds] for rate, runs in runs_by_rate.items()}
-            for runs_by_rate in (arm_runs, baseline_runs)
-        )
+        planned_counts = [len(next(iter(runs.values()))) for runs in (arm_runs, baseline_runs)]
+        paired_runs = ((arm_runs,), (baseline_runs,)) if self.unpaired else ((arm_runs, baseline_runs),)
+        arm_runs, baseline_runs = chain.from_iterable(_finished_in_all(*group) for group in paired_runs)
         unreached_words, document_estimate = "", None
         # Without shared rates, all rates of the baseline count.
         shared_count = (
             None if arm in self.sources or diverged_runs else sum(rate in arm_rates for rate in baseline_runs) or None
         )
-        differences = _differences(
-            arm_runs, baseline_runs, lambda run: log_tokens(run.value) if counts_tokens else run.value
-        )
+        values = _values(arm_runs, baseline_runs, lambda run: log_tokens(run.value) if counts_tokens else run.value)
+        differences = _differences(values)
+        seed_count = differences.shape[-1]
+        unfinished_count = max(count - array.shape[1] for count, array in zip(planned_counts, values, strict=True))
         if counts_tokens:
             unreached_words = self._unreached_words(chain(*arm_runs.values(), *baseline_runs.values()))
-        elif seeds and (first_run := next(iter(arm_runs.values()))[0]).documents is not None:
-            unit_differences = _differences(arm_runs, baseline_runs, lambda run: run.values)
+        elif seed_count and not self.unpaired and (first_run := next(iter(arm_runs.values()))[0]).documents is not None:
+            unit_differences = _differences(_values(arm_runs, baseline_runs, lambda run: run.values))
             document_estimate = over_seeds_and_documents(unit_differences, first_run.weights, first_run.documents)
         return Comparison(
             differences, ([*arm_runs].index(pair[0]), [*baseline_runs].index(pair[1])), len(diverged_runs),
             shared_count, self.all_pairs,
-            higher_is_better=not counts_tokens and primary.better == "higher", n_planned_seeds=seed_count,
-            divergence=reason,
-            document_estimate=document_estimate, unreached_runs=unreached_words,
+            higher_is_better=not counts_tokens and primary.better == "higher", divergence=reason,
+            n_planned_seeds=seed_count + unfinished_count, document_estimate=document_estimate,
+            unpaired_values=values if self.unpaired else None, unreached_runs=unreached_words,
         )  # fmt: skip
 
     def _runs_at_all_rates(self, size: str, arm: str) -> tuple[RunsByRate, RunsByRate]:
@@ -164,7 +171,16 @@ class Judgement:
         returned. If it starts from random weights, the baseline's runs at rates that the arm has, too, come first.
         """
         baseline = self.arms[0]
-        sources, arm_runs, baseline_runs = self.sources.get(arm), self.runs[size, arm], self.runs[size, baseline]
+        arm_runs = self.runs[size, arm]
+        if self.target is not None:
+            runs = next(iter(arm_runs.values()))
+            return arm_runs, {
+                None: [
+                    replace(run, arm=baseline, state="finished", values=np.full_like(run.values, self.target))
+                    for run in runs
+                ]
+            }
+        sources, baseline_runs = self.sources.get(arm), self.runs[size, baseline]
         if sources is None:
             return arm_runs, {
                 rate: baseline_runs[rate] for rate in sorted(baseline_runs, key=lambda rate: rate not in arm_runs)
@@ -175,7 +191,7 @@ class Judgement:
     def _not_learned_words(self, size: str, arm: str) -> str:
         """Name the finished runs of an arm and the baseline that did not learn: their loss ends above the unigram
         cross-entropy. The words end a verdict's reason, and are empty without such runs."""
-        runs_by_seed = zip(*filter(None, (self.judged_runs(size, name) for name in (self.arms[0], arm))), strict=True)
+        runs_by_seed = zip(*filter(None, (self.judged_runs(size, name) for name in (self.arms[0], arm))), strict=False)
         notes = [run.note for runs in runs_by_seed for run in runs if run.state == "finished" and run.note]
         return f"; did not learn: {'; '.join(notes[:3])}{'; ...' if len(notes) > 3 else ''}" if notes else ""
 
@@ -201,19 +217,22 @@ class Judgement:
         """List an entry for each size and arm: rate, finished runs, means of the primary metric, verdict, difference
         and intervals.
 
-        Means are over the seeds of `common_seeds`. An arm with several rates also has a mean at each rate, over ended
-        runs, null if one diverged. A difference has an interval over seeds that holds together with all others, one
-        that holds by itself (`alone`), and one over seeds and documents. With `primary.reach`, means are geometric
-        means of tokens, null if a run had 0 or infinite tokens. `reached` counts the runs with finite tokens, and
-        factors replace differences.
+        A `target` has no entry. Means are over the seeds of `common_seeds`. An arm with several rates also has a mean
+        at each rate, over ended runs, null if one diverged. A difference has an interval over seeds that holds together
+        with all others, one that holds by itself (`alone`), and one over seeds and documents. With `primary.reach`,
+        means are geometric means of tokens, null if a run had 0 or infinite tokens. `reached` counts the runs with
+        finite tokens, and factors replace differences.
         """
-        return [self._entry(size, arm, self.common_seeds[size]) for size in self.rates for arm in self.arms]
+        arms = self.arms[self.target is not None :]
+        return [self._entry(size, arm, self.common_seeds[size]) for size in self.rates for arm in arms]
 
     @cached_property
     def common_seeds(self) -> dict[str, list[bool]]:
         """For each size and seed, whether the size's means include the seed; this takes a finished run of every arm
-        that has finished runs.
+        that has finished runs. If arms have seeds of their own, each mean is over an arm's own finished runs.
         """
+        if not self.is_paired:
+            return dict.fromkeys(self.rates, [True] * len(self.seeds))
         flags_by_size = {
             size: [[run.state == "finished" for run in self.judged_runs(size, arm)] for arm in self.arms]
             for size in self.rates
@@ -237,7 +256,7 @@ class Judgement:
         ]
         entry: dict[str, Plain] = {
             "size": size, "arm": arm, "rate": rate_cell((self.rates[size] or {}).get(arm)),
-            "runs": len(values), "of": len(self.seeds), "mean": _mean(common_values, counts_tokens),
+            "runs": len(values), "of": len(runs) or len(self.seeds), "mean": _mean(common_values, counts_tokens),
         }  # fmt: skip
         if len(runs_by_rate) > 1:
             entry["means_by_rate"] = {
@@ -327,18 +346,29 @@ def _usable_runs(runs: RunsByRate, judged_rate: Rate | None, counts_tokens: bool
     }
 
 
-def _differences(
+def _finished_in_all(*arms: RunsByRate) -> list[RunsByRate]:
+    """Return the runs of each arm at the places (seeds) where the runs of all these arms have finished at all rates."""
+    by_seed = zip(*chain.from_iterable(runs.values() for runs in arms), strict=True)
+    seeds = [seed for seed, runs in enumerate(by_seed) if all(run.state == "finished" for run in runs)]
+    return [{rate: [rate_runs[seed] for seed in seeds] for rate, rate_runs in runs.items()} for runs in arms]
+
+
+def _values(
     arm_runs: RunsByRate, baseline_runs: RunsByRate, value_of: Callable[[JudgedRun], float | np.ndarray]
-) -> np.ndarray:
-    """Values of the arm minus values of the baseline: (arm rates, baseline rates, seeds, ...), with the shape of
-    `value_of(run)` last.
-    """
-    arm_values, baseline_values = (
+) -> tuple[np.ndarray, np.ndarray]:
+    """Values of the arm and of the baseline: (rates, seeds, ...), with the shape of `value_of(run)` last."""
+    return tuple(
         np.array([[value_of(run) for run in runs] for runs in runs_by_rate.values()])
         for runs_by_rate in (arm_runs, baseline_runs)
     )
+
+
+def _differences(values: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """Values of the arm minus values of the baseline: (arm rates, baseline rates, seeds, ...), up to the last seed that
+    both have."""
+    (arm_values, baseline_values), count = values, min(array.shape[1] for array in values)
     with np.errstate(invalid="ignore"):
-        return arm_values[:, None] - baseline_values
+        return arm_values[:, None, :count] - baseline_values[:, :count]
 
 
 def _mean(values: list[float], geometric: bool) -> float | None:

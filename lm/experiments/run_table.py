@@ -1,11 +1,14 @@
 """The verdicts on tables of runs, which any program may have trained, and the checks of these tables."""
 
 import io
+import json
 import math
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Literal, get_args
 
 import numpy as np
@@ -30,7 +33,6 @@ from lm.statistics.tuning import (
 
 Direction = Literal["lower", "higher"]
 RUN_KEY = ["size", "arm", "rate", "seed"]
-_OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs"}
 _RUN_STATES = ("finished", "unfinished", DIVERGED)
 _MAX_VALUE = 1e30  # largest magnitude of a value: squares and products of such values are still finite
 _MIN_WEIGHT = 1e-30  # smallest weight above 0: quotients and products of such weights are still exact
@@ -46,6 +48,10 @@ def judge_table(
     baseline: str | None = None,
     condition: str = "",
     split_columns: Sequence[str] = (),
+    arm: str = "arm",
+    seed: str = "seed",
+    target: float | None = None,
+    unpaired: bool = False,
 ) -> Judgement:
     """Judge the arms of a table of runs. Arguments and errors are those of `lm.judge`, where `condition` is named
     `where` and `split_columns` is named `by`."""
@@ -53,16 +59,107 @@ def judge_table(
     primary = build(PrimaryMetric, {"metric": metric, "matters": matters}, "", problems)
     if better not in (None, *get_args(Direction)):
         problems.append(Problem("better", better, f"must be {' or '.join(get_args(Direction))}"))
+    if target is not None:
+        if not abs(target) <= _MAX_VALUE:
+            problems.append(Problem("target", target, "must be a finite number"))
+        if baseline is not None or unpaired:
+            problems.append(
+                Problem("target", target, "stands in place of a baseline", "leave baseline and unpaired out")
+            )
     if problems:
         raise ConfigError(problems)
     source = "the table" if isinstance(table, pd.DataFrame) else str(table)
-    table = table if isinstance(table, pd.DataFrame) else _read_csv(table)
+    table = table if isinstance(table, pd.DataFrame) else read_table(table)
+    is_paired = not unpaired and target is None
+    runs, primary = read_runs(table, source, primary, better, condition, split_columns, arm, seed, is_paired)
+    selecting_rows, reporting_rows = split_by_use(runs, source)
+    arms = [*dict.fromkeys(reporting_rows["arm"])]
+    # without them the family would be smaller
+    if missing_arms := [arm for arm in dict.fromkeys(runs["arm"]) if arm not in arms]:
+        reason = f"no line of {', '.join(missing_arms)} reports, only lines that choose rates"
+        raise RunError(f"{source}: {reason}; add its final runs, or leave it out by a condition")
+    if target is not None:
+        baseline, arms = f"target {target}", [f"target {target}", *arms]
+    if baseline is None and "experiment" in runs and runs["experiment"].notna().any():
+        raise RunError(
+            f"{source}: name the baseline: runs of an experiment are in the order of their folders; {', '.join(arms)}"
+        )
+    baseline = arms[0] if baseline is None else baseline
+    if baseline not in arms or len(arms) < 2:
+        reason = f"no arm {baseline}" if baseline not in arms else "a verdict takes two arms"
+        raise RunError(f"{source}: {reason}; there is {', '.join(arms)}")
+    if is_paired and reporting_rows.groupby(["size", "seed"])["arm"].nunique().max() == 1:  # no two arms share a seed
+        unpaired, is_paired = True, False
+    seeds = _sorted_seeds(reporting_rows["seed"])
+    runs_by_rate = _judged_runs(reporting_rows)
+    rows_by_arm, selecting_by_arm = (
+        table.groupby(["size", "arm"], sort=False).indices for table in (reporting_rows, selecting_rows)
+    )
+    no_rows, selecting_by_size = selecting_rows[:0], dict([*selecting_rows.groupby("size", sort=False)])
+    rates: dict[str, dict[str, Rate | None]] = {}
+    judged_runs: dict[SizeArm, RunsByRate] = {}
+    for size_name, size_rows in reporting_rows.groupby("size", sort=False):
+        _check_comparable(size_rows, selecting_by_size.get(size_name, no_rows), source)
+        rates[size_name] = {} if target is None else {baseline: None}
+        judged_runs |= {} if target is None else {(size_name, baseline): {None: []}}
+        for arm in arms if target is None else arms[1:]:
+            by_rate = runs_by_rate.get((size_name, arm), {})
+            source_and_arm = f"{source}: {', '.join(filter(None, (arm, size_name)))}"
+            if not by_rate:
+                raise RunError(f"{source_and_arm}: no line")
+            arm_seeds = seeds if is_paired else _sorted_seeds(chain.from_iterable(by_rate.values()))
+            for rate, by_seed in by_rate.items():
+                if missing_seeds := [str(seed) for seed in arm_seeds if seed not in by_seed]:
+                    at_rate = "" if rate is None else f" at {rate_text(rate)}"
+                    needed = "every arm needs the same seeds, or --unpaired" if is_paired else "each rate needs it"
+                    raise RunError(f"{source_and_arm}: no seed {', '.join(missing_seeds)}{at_rate}; {needed}")
+            rate_order = judged_rates = [*by_rate]
+            if (size_name, arm) in selecting_by_arm or len(rate_order) > 1:
+                rate_order, judged_rates = _ordered_and_judged_rates(
+                    reporting_rows.iloc[rows_by_arm[size_name, arm]],
+                    selecting_rows.iloc[selecting_by_arm.get((size_name, arm), [])],
+                    primary,
+                    f"{source}: {arm}",
+                )
+            if judged_rates:
+                rates[size_name][arm] = judged_rates[0]
+            judged_runs[size_name, arm] = {rate: [by_rate[rate][seed] for seed in arm_seeds] for rate in rate_order}
+    arms = baseline, *(arm for arm in arms if arm != baseline)
+    return Judgement(primary, arms, seeds, rates, judged_runs, unpaired=unpaired, target=target)
+
+
+def read_runs(
+    table: pd.DataFrame,
+    source: str,
+    primary: PrimaryMetric,
+    better: Direction | None,
+    condition: str,
+    split_columns: Sequence[str],
+    arm: str,
+    seed: str,
+    is_paired: bool,
+) -> tuple[pd.DataFrame, PrimaryMetric]:
+    """Return the checked rows of the runs of a table, with the columns that docs/experiments.md names, and the metric.
+
+    The metric is that of the rows, with its direction. Unless `is_paired`, all runs are of one arm without a column
+    `arm`, and each row is a run without a column `seed`. Other arguments and errors are those of `judge_table`.
+    """
     table = table.reset_index(drop=True)
     if key := next((name for name in split_columns if name in ("arm", "seed", "value")), ""):
         raise RunError(f"{source}: runs can't be judged apart by {key}")
-    rows = _rows_to_judge(table, source, primary.metric, condition, (*split_columns, "arm", "seed", "value"))
+    metric = primary.metric
+    value = metric if metric and (metric in table or "metric" not in table) else "value"
+    columns = {"arm": arm, "seed": seed, "value": value}
+    optional = () if is_paired else ("arm",) if {"unit", "sample"} & {*table} else ("arm", "seed")
+    columns = {name: column for name, column in columns.items() if column in table or column not in optional}
+    names = *split_columns, *columns.values()
+    rows = _rows_to_judge(table, source, "" if value == metric else metric, condition, names)
+    rows = rows.assign(**({"arm": "runs"} | {name: rows[column] for name, column in columns.items()}))
+    if "seed" not in columns:
+        keys = [name for name in (*split_columns, "size", "arm", "rate", "part", "stage") if name in rows]
+        rows["seed"] = rows.groupby([*dict.fromkeys(keys)], dropna=False).cumcount() + 1
     rows = rows.astype({name: object for name in rows.columns[rows.dtypes == "category"]})
-    metric = primary.metric or (str(rows["metric"].iloc[0]) if "metric" in rows else "value")
+    metric = metric or (str(rows["metric"].iloc[0]) if "metric" in rows else "value")
     primary = replace(primary, metric=metric, better=_direction(rows, better, source))
     split_columns = tuple(split_columns) or tuple(
         name for name in ("size",) if name in rows and rows[name].notna().any()
@@ -88,58 +185,19 @@ def judge_table(
         for arm, seed, state in zip(runs["arm"], runs["seed"], runs["state"], strict=True)
     ]
     _check_rows(runs, source, [name for name in table.columns if name not in (*RUN_KEY, "value", "weight")])
-    selecting_rows, reporting_rows = _split_by_use(runs, source)
-    arms = [*dict.fromkeys(reporting_rows["arm"])]
-    # without them the family would be smaller
-    if missing_arms := [arm for arm in dict.fromkeys(runs["arm"]) if arm not in arms]:
-        reason = f"no line of {', '.join(missing_arms)} reports, only lines that choose rates"
-        raise RunError(f"{source}: {reason}; add its final runs, or leave it out by a condition")
-    if baseline is None and "experiment" in rows and rows["experiment"].notna().any():
-        raise RunError(
-            f"{source}: name the baseline: runs of an experiment are in the order of their folders; {', '.join(arms)}"
-        )
-    baseline = arms[0] if baseline is None else baseline
-    if baseline not in arms or len(arms) < 2:
-        reason = f"no arm {baseline}" if baseline not in arms else "a verdict takes two arms"
-        raise RunError(f"{source}: {reason}; there is {', '.join(arms)}")
-    seeds = tuple(sorted(set(reporting_rows["seed"]), key=lambda seed: (isinstance(seed, str), seed)))
-    runs_by_rate = _judged_runs(reporting_rows)
-    rows_by_arm, selecting_by_arm = (
-        table.groupby(["size", "arm"], sort=False).indices for table in (reporting_rows, selecting_rows)
-    )
-    no_rows, selecting_by_size = selecting_rows[:0], dict([*selecting_rows.groupby("size", sort=False)])
-    rates: dict[str, dict[str, Rate | None]] = {}
-    judged_runs: dict[SizeArm, RunsByRate] = {}
-    for size_name, size_rows in reporting_rows.groupby("size", sort=False):
-        _check_comparable(size_rows, selecting_by_size.get(size_name, no_rows), source)
-        rates[size_name] = {}
-        for arm in arms:
-            by_rate = runs_by_rate.get((size_name, arm), {})
-            source_and_arm = f"{source}: {', '.join(filter(None, (arm, size_name)))}"
-            if not by_rate:
-                raise RunError(f"{source_and_arm}: no line")
-            for rate, by_seed in by_rate.items():
-                if missing_seeds := [str(seed) for seed in seeds if seed not in by_seed]:
-                    at_rate = "" if rate is None else f" at {rate_text(rate)}"
-                    raise RunError(
-                        f"{source_and_arm}: no seed {', '.join(missing_seeds)}{at_rate}; every arm needs the same seeds"
-                    )
-            rate_order = judged_rates = [*by_rate]
-            if (size_name, arm) in selecting_by_arm or len(rate_order) > 1:
-                rate_order, judged_rates = _ordered_and_judged_rates(
-                    reporting_rows.iloc[rows_by_arm[size_name, arm]],
-                    selecting_rows.iloc[selecting_by_arm.get((size_name, arm), [])],
-                    primary,
-                    f"{source}: {arm}",
-                )
-            if judged_rates:
-                rates[size_name][arm] = judged_rates[0]
-            judged_runs[size_name, arm] = {rate: [by_rate[rate][seed] for seed in seeds] for rate in rate_order}
-    arms = baseline, *(arm for arm in arms if arm != baseline)
-    return Judgement(primary, arms, seeds, rates, judged_runs)
+    return runs, primary
 
 
-def _read_csv(path: str | os.PathLike) -> pd.DataFrame:
+def _sorted_seeds(seeds: Iterable[Plain]) -> tuple[Plain, ...]:
+    return tuple(sorted(set(seeds), key=lambda seed: (isinstance(seed, str), seed)))
+
+
+def read_table(path: str | os.PathLike) -> pd.DataFrame:
+    """Read a table of runs: a CSV file, JSON lines, a list of numbers, or a JSON object with a list for each arm.
+
+    Fields of nested objects become columns such as `config.lr`. Raises RunError.
+    """
+    kind = "CSV"
     if not isinstance(path, str | os.PathLike):
         raise RunError(f"the table must be a CSV file or a pandas.DataFrame, not {type(path).__name__}")
     try:
@@ -147,21 +205,42 @@ def _read_csv(path: str | os.PathLike) -> pd.DataFrame:
             content = handles.handle.read(_MAX_TABLE_BYTES + 1)
         if len(content) > _MAX_TABLE_BYTES:
             raise RunError(f"{path}: has more than {_MAX_TABLE_BYTES:,} bytes of text; judge it in parts")
-        names = pd.read_csv(io.BytesIO(content), header=None, nrows=1, dtype=str).iloc[0]
+        if content.lstrip()[:1] in (b"[", b"{"):
+            kind = "JSON"
+            return _json_rows(content)
+        header = content.split(b"\n", 1)[0].decode(errors="replace")
+        read = partial(pd.read_csv, sep=next((mark for mark in "\t;" if mark in header and "," not in header), ","))
+        names = read(io.BytesIO(content), header=None, nrows=1, dtype=str).iloc[0]
+        if len(names) == 1 and pd.notna(pd.to_numeric(names, errors="coerce")[0]):  # numbers alone, without a header
+            return read(io.BytesIO(content), header=None, names=["value"])
         if names.duplicated().any():  # pandas renames the second one
             raise RunError(f"{path}: two columns are named {names[names.duplicated()].iloc[0]}; rename or drop one")
-        rows = pd.read_csv(io.BytesIO(content))
+        rows = read(io.BytesIO(content))
         if not isinstance(rows.index, pd.RangeIndex):  # pandas takes the first field for a name of the line
             raise RunError(
                 f"{path}: lines have more fields than the header: name each column, and end no line in a comma"
             )
         if "arm" in rows and rows["arm"].isna().any():  # an arm may be named None
-            rows["arm"] = pd.read_csv(io.BytesIO(content), usecols=["arm"], dtype=str, keep_default_na=False)["arm"]
+            rows["arm"] = read(io.BytesIO(content), usecols=["arm"], dtype=str, keep_default_na=False)["arm"]
         return rows
     except FileNotFoundError:
         raise RunError(f"{path}: no such file; a CSV table with columns arm, seed and value is needed") from None
-    except (OSError, ValueError, EOFError, zlib.error) as error:
-        raise RunError(f"{path}: no CSV table: {one_line(error)}") from None
+    except (OSError, ValueError, EOFError, RecursionError, zlib.error) as error:
+        raise RunError(f"{path}: no {kind} table: {one_line(error)}") from None
+
+
+def _json_rows(content: bytes) -> pd.DataFrame:
+    try:
+        data = json.loads(content)
+    except ValueError:
+        data = [json.loads(line) for line in content.splitlines() if line.strip()]
+    if isinstance(data, dict):
+        arms = [(arm, value) for arm, values in data.items() if isinstance(values, list) for value in values]
+        data = [{"arm": arm, "value": value} for arm, value in arms] or [data]
+    rows = [{"value": row} if isinstance(row, int | float) else row for row in data]
+    if not all(isinstance(row, dict) for row in rows):
+        raise ValueError("a line is neither an object nor a number")
+    return pd.json_normalize(rows).map(lambda cell: str(cell) if isinstance(cell, list) else cell)
 
 
 def _direction(rows: pd.DataFrame, better: Direction | None, source: str) -> Direction:
@@ -213,8 +292,8 @@ def _rows_to_judge(
             if str(column).strip().casefold() == name.casefold()
         ]
         remedy = f"; rename {', '.join(renames)}" if renames else ""
-        if len(table.columns) == 1 and (marks := [word for mark, word in _OTHER_SEPARATORS.items() if mark in columns]):
-            remedy = f"; columns are separated by {marks[0]}: write the file with commas"
+        if "seed" in missing_names and not renames:
+            remedy = "; name the column of seeds, or judge runs without seeds --unpaired"
         raise RunError(f"{source}: has no column {', '.join(missing_names)}; there is {columns}{remedy}")
     if not table.columns.is_unique:
         raise RunError(f"{source}: two columns are named {table.columns[table.columns.duplicated()][0]}")
@@ -232,8 +311,6 @@ def _rows_to_judge(
     if rows.empty:
         raise RunError(f"{source}: no line" + (f" with {condition}" if condition else ""))
     if "metric" not in rows:
-        if metric:
-            raise RunError(f"{source}: has no column metric, of which {metric} could be chosen; leave the metric out")
         return rows
     metrics = [str(name) for name in rows["metric"].dropna().unique()]
     if (metric and metric not in metrics) or (not metric and len(metrics) != 1):
@@ -312,7 +389,7 @@ def _finite_rate(cell: float | str) -> float | str:
         return math.nan
 
 
-def _split_by_use(runs: pd.DataFrame, source: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+def split_by_use(runs: pd.DataFrame, source: str) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Split the rows into rows that choose rates and rows that are judged. Rows with `selects` in column `part` choose
     rates; without such rows, rows with `tune` in column `stage` do. Raises RunError: a part is unknown, or no row is
     left to be judged.

@@ -4,6 +4,7 @@ by default.
 All intervals are in closed form, without resampling.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -198,6 +199,28 @@ def over_seeds(values: np.ndarray) -> Estimate:
     return _estimate(
         values.mean(-1), values.var(-1, ddof=1) / seeds, seeds - 1, np.abs(values).max(-1), f"{seeds} seeds"
     )
+
+
+def welch(values: np.ndarray, baseline_values: np.ndarray) -> Estimate:
+    """The estimate of differences between the means of unpaired runs, by Welch's t (1947).
+
+    Where each arm's values are equal, the exact permutation test decides, as the sign-flip test does of paired runs.
+
+    Args:
+        values: (rates, seeds) of an arm, with at least two seeds.
+        baseline_values: (rates, seeds) of the baseline, whose seeds are others, perhaps of another number.
+
+    Returns:
+        The estimate at each pair of rates, (the arm's rates, the baseline's rates).
+    """
+    arm, baseline = over_seeds(values)[:, None], over_seeds(baseline_values)
+    variances, counts = (arm.error**2, baseline.error**2), (values.shape[1], baseline_values.shape[1])
+    variance = variances[0] + variances[1]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        degrees = variance**2 / (variances[0] ** 2 / arm.degrees + variances[1] ** 2 / baseline.degrees)
+    degrees = np.where(variance == 0, math.log2(math.comb(sum(counts), counts[0])) - 1, degrees)
+    noise_source = f"{counts[0]} and {counts[1]} seeds, unpaired"
+    return Estimate(arm.mean - baseline.mean, np.sqrt(variance), degrees, noise_source)
 
 
 def trend(differences: np.ndarray, sizes: np.ndarray) -> Interval:

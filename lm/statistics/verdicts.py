@@ -10,9 +10,10 @@ from functools import cached_property
 from typing import Literal, TypeVar
 
 import numpy as np
+from scipy.optimize import brentq
 from scipy.special import chdtri, nctdtr, ndtri, stdtrit
 
-from lm.statistics.intervals import ALPHA, Estimate, Interval, over_seeds
+from lm.statistics.intervals import ALPHA, Estimate, Interval, over_seeds, welch
 
 POWER = 0.8  # probability with which a number of seeds must find a difference
 # fewest seeds of a verdict: a spread estimated from two seeds is off by a factor of up to 32 (95 %), from three by up
@@ -61,6 +62,9 @@ class Comparison:
     divergence: str = ""  # the runs that diverged, and how, in words
     # (the arm's rates, the baseline's rates), the estimates over seeds and documents, where there are enough of both
     document_estimate: Estimate | None = None
+    # values of the arm, (its rates, its seeds), and of the baseline, where their runs are not paired. The pairs in
+    # `rate_differences` are then arbitrary, and as many as the smaller number of seeds
+    unpaired_values: tuple[np.ndarray, np.ndarray] | None = None
     # the runs that have no value because they did not reach a level, in words; with such runs there is no verdict
     unreached_runs: str = ""
 
@@ -82,7 +86,7 @@ class Comparison:
     @cached_property
     def estimates(self) -> Estimate:
         """The mean differences over seeds and their errors, (the arm's rates, the baseline's rates)."""
-        return over_seeds(self.rate_difference_array)
+        return over_seeds(self.rate_difference_array) if self.unpaired_values is None else welch(*self.unpaired_values)
 
     def interval(self, family: int = 1) -> Interval:
         """The interval over seeds of the difference between arms at their best rates; `family` such intervals hold
@@ -160,9 +164,9 @@ class Verdict:
 
     @property
     def words(self) -> str:
-        """The `statement` with the number of seeds, preceded by `exploratory: ` if the verdict is exploratory."""
+        """The `statement` with the seeds that it rests on, after `exploratory: ` if the verdict is exploratory."""
         return f"{'exploratory: ' if self.exploratory else ''}{self.statement}" + (
-            f" ({self.seeds} seeds)" if self.seeds else ""
+            f" ({self.interval.noise_source})" if self.seeds else ""
         )
 
 
@@ -224,6 +228,7 @@ def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str,
     if not np.isfinite(comparison.rate_differences).all():
         reason = "a difference at another of the learning rates, all of which a verdict is on, is not finite"
         return untested_verdict("undecided", reason, "another learning rate has no finite difference")
+    is_paired = comparison.unpaired_values is None
     p, exact_p = min(1.0, family * p_difference(comparison)), p_exact(comparison)
 
     def verdict(kind: VerdictKind, reason: str, open_reason: str = "", is_beyond_margin: bool = False) -> Verdict:
@@ -238,7 +243,10 @@ def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str,
 
     is_within = -margin < interval.low and interval.high < margin
     is_tied = comparison.estimates.error[comparison.judged_pair] == 0
-    method = f" by the sign-flip test, as all {seeds} seeds differ by the same" if is_tied else ""
+    exact_test, tie = "sign-flip test", f"all {seeds} seeds differ by the same"
+    if not is_paired:
+        exact_test, tie = "permutation test", "each arm's seeds agree"
+    method = f" by the {exact_test}, as {tie}" if is_tied else "" if is_paired else " by Welch's t test"
     if interval.low > 0 or interval.high < 0:
         if is_within:
             return verdict(
@@ -255,7 +263,7 @@ def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str,
         return verdict("no difference above margin", f"the interval holds {null} and lies within {margin_text}{method}")
     if is_tied and not interval.bounded:
         remark = "" if interval.mean == 0 else f", which so few can't bring to {ALPHA:g}"
-        tie_reason = f"all {seeds} seeds differ by the same: p = {p:.2g} by the sign-flip test{remark}"
+        tie_reason = f"{tie}: p = {p:.2g} by the {exact_test}{remark}"
         return verdict("undecided", tie_reason, "all seeds agree, and are too few")
     rates = (
         ", over all rates that the arms were trained at," if comparison.rate_difference_array[..., 0].size > 1 else ""
@@ -269,7 +277,8 @@ def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str,
     addition = (
         f" ({min_seeds} to {max_seeds}, as the spread itself is known from few)" if min_seeds != max_seeds else ""
     )
-    estimate = f"to find one of {margin_text} 4 times in 5 takes {expected_seeds} seeds{addition}"
+    unit = "seeds" if is_paired else "seeds an arm"
+    estimate = f"to find one of {margin_text} 4 times in 5 takes {expected_seeds} {unit}{addition}"
     return verdict("undecided", f"{finding}; {estimate}", "the interval is too wide")
 
 
@@ -279,10 +288,16 @@ def _seed_numbers(comparison: Comparison, margin: float, family: int) -> tuple[i
     more seeds than are tried.
     """
     seeds, spread = len(comparison.differences), float(np.std(comparison.differences, ddof=1))
+    degrees, arms = seeds - 1, 1.0
+    if comparison.unpaired_values:
+        estimate = comparison.estimates[comparison.judged_pair]
+        mean_count = 2 / sum(1 / values.shape[1] for values in comparison.unpaired_values)  # harmonic
+        spread, degrees = math.sqrt(mean_count) * float(estimate.error), float(estimate.degrees)
+        arms = degrees / (mean_count - 1)
     shared_differences = comparison.rate_difference_array[:, : comparison.n_shared_rates]
     rates = 1 if comparison.all_pairs or comparison.unreached_runs else max(shared_differences.shape[:2])
-    factors = (math.sqrt((seeds - 1) / chdtri(seeds - 1, tail)) for tail in (0.025, 0.975))
-    return tuple(seeds_needed(spread * factor, margin, ALPHA / family / rates) for factor in (1.0, *factors))
+    factors = (math.sqrt(degrees / chdtri(degrees, tail)) for tail in (0.025, 0.975))
+    return tuple(seeds_needed(spread * factor, margin, ALPHA / family / rates, arms) for factor in (1.0, *factors))
 
 
 def combine_over_rates(values: np.ndarray, all_pairs: bool) -> float:
@@ -300,7 +315,7 @@ def combine_over_rates(values: np.ndarray, all_pairs: bool) -> float:
 
 
 def p_difference(comparison: Comparison) -> float:
-    """Two-sided p of the paired t test that the arms' mean difference at their best rates is 0; NaN where a difference
+    """Two-sided p of the t test that the arms' mean difference at their best rates is 0; NaN where a difference
     is not finite.
 
     It is at most 0.05 / family where `Comparison.interval(family)` leaves out 0. For equal differences the sign-flip
@@ -314,10 +329,10 @@ def p_exact(comparison: Comparison) -> float | None:
     """Two-sided p of the sign-flip test that the arms' mean difference at their best rates is 0 (Fisher 1935).
 
     It is exact where differences are symmetric about 0. None below `MIN_SIGN_FLIP_SEEDS` or above `MAX_SIGN_FLIP_SEEDS`
-    seeds.
+    seeds, and of unpaired runs.
     """
     values = comparison.rate_difference_array
-    if not MIN_SIGN_FLIP_SEEDS <= values.shape[-1] <= MAX_SIGN_FLIP_SEEDS:
+    if comparison.unpaired_values or not MIN_SIGN_FLIP_SEEDS <= values.shape[-1] <= MAX_SIGN_FLIP_SEEDS:
         return None
     return _two_sided_p(comparison, sign_flip(-values), sign_flip(values))
 
@@ -361,22 +376,33 @@ def sign_flip(values: np.ndarray) -> np.ndarray:
     return (len(second_sums) - np.searchsorted(second_sums, threshold - first_sums)).sum() / 2**seeds
 
 
-def power(seeds: int, spread: float, difference: float, alpha: float = ALPHA) -> float:
-    """The probability that a two-sided test at `alpha` finds a mean `difference`; `spread` is the standard deviation
-    over seeds.
+def power(seeds: int, spread: float, difference: float, alpha: float = ALPHA, arms: float = 1) -> float:
+    """The probability that a two-sided test at `alpha` finds a mean `difference`.
+
+    spread: the standard deviation over seeds of paired differences; of unpaired runs the root of both arms' variances.
+    arms: degrees of freedom a seed: 1 for pairs, 2 for unpaired runs of two arms that scatter alike.
     """
     if spread == 0:  # the sign-flip test decides
         return float(bool(difference) and 2.0 ** (1 - seeds) <= alpha)
-    critical_value, shift = stdtrit(seeds - 1, 1 - alpha / 2), abs(difference) / spread * math.sqrt(seeds)
+    degrees = arms * (seeds - 1)
+    critical_value, shift = stdtrit(degrees, 1 - alpha / 2), abs(difference) / spread * math.sqrt(seeds)
     # NaN stands for a probability that is too small to be represented.
-    lower_tail, upper_cdf = np.fmax(nctdtr(seeds - 1, shift, [-critical_value, critical_value]), 0)
+    lower_tail, upper_cdf = np.fmax(nctdtr(degrees, shift, [-critical_value, critical_value]), 0)
     return float(1 - upper_cdf + lower_tail)
 
 
-def seeds_needed(spread: float, difference: float, alpha: float = ALPHA) -> int | None:
-    """The fewest seeds, at least `MIN_SEEDS`, with which `power` reaches `POWER`; None: more than `MAX_SEEDS`."""
+def smallest_difference(seeds: int, spread: float, arms: float = 1) -> float:
+    """The difference that `seeds` seeds find with probability `POWER`; arguments are those of `power`."""
+    return spread * brentq(lambda difference: power(seeds, 1, difference, arms=arms) - POWER, 0, 1000)
+
+
+def seeds_needed(spread: float, difference: float, alpha: float = ALPHA, arms: float = 1) -> int | None:
+    """The fewest seeds, at least `MIN_SEEDS`, with which `power` reaches `POWER`; None: more than `MAX_SEEDS`.
+
+    Arguments are those of `power`; of unpaired runs, it is the number of seeds of each arm.
+    """
     # The square of `root` is the number of seeds of a test that knows the spread, and so needs fewer.
     root = (ndtri(1 - alpha / 2) + ndtri(POWER)) * spread / abs(difference)
     candidates = range(max(MIN_SEEDS, math.floor(min(root, MAX_SEEDS) ** 2)), MAX_SEEDS + 1)
-    index = bisect_left(candidates, True, key=lambda seeds: power(seeds, spread, difference, alpha) >= POWER)
+    index = bisect_left(candidates, True, key=lambda seeds: power(seeds, spread, difference, alpha, arms) >= POWER)
     return candidates[index] if index < len(candidates) else None
