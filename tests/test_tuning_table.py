@@ -10,6 +10,7 @@ from conftest import ROOT
 from fabricated import finish_all
 
 from lm.errors import ConfigError
+from lm.experiments.experiment import differing_keys
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_entries, tuning_means, tuning_table_rows
@@ -65,6 +66,15 @@ def test_a_table_chooses_the_rates_that_the_grid_chose(tmp_path, table, on_a_gri
     assert summary_entries(by_table) == summary_entries(on_a_grid)
     assert by_table.notes() == on_a_grid.notes()
     assert {line["seed"] for line in tuning_table_rows(on_a_grid)} == {101, 102}
+
+
+def test_a_table_of_an_older_version_may_have_former_defaults_of_removed_keys():
+    older = "optim.lr=0.01; optim.optimizer.name=muon; optim.optimizer.ns_steps=5; optim.optimizer.nesterov=True"
+    assert differing_keys(older, "optim.lr=0.01; optim.optimizer.name=muon") == []
+    assert differing_keys(older.replace("=5", "=6"), "optim.optimizer.name=muon") == [
+        "optim.lr",
+        "optim.optimizer.ns_steps",
+    ]
 
 
 def test_final_seeds_choose_no_rates(tmp_path, table):

@@ -20,6 +20,7 @@ from lm.errors import ConfigError, Problem
 from lm.experiments.run_outcome import SELECTION
 from lm.files import expand_home
 from lm.plugins import PLUGINS
+from lm.removed_keys import removed_key
 from lm.schema import Plain, build, flatten, is_block, key, to_plain
 from lm.statistics.tuning import MIN_TUNING_SEEDS, Rate, grid_rates, key_values
 
@@ -386,10 +387,22 @@ def _defaults() -> dict[str, Plain]:
 
 
 def differing_keys(description: str, other_description: str) -> list[str]:
-    """List the keys whose values differ between two configurations, each described in the form of `settings_words`."""
-    return sorted(
-        {setting.partition("=")[0] for setting in {*description.split("; ")} ^ {*other_description.split("; ")}}
+    """List the keys whose values differ between two configurations, each described in the form of `settings_words`.
+    Former defaults of removed keys, which tables of older versions hold, are no difference.
+    """
+    descriptions = [
+        dict(text.partition("=")[::2] for text in words.split("; ")) for words in (description, other_description)
+    ]
+
+    def is_former_default(settings: dict[str, str], path: str) -> bool:
+        block, _, name = path.rpartition(".")
+        removed = removed_key(block, settings.get(f"{block}.name", ""), name)
+        return removed is not None and settings[path] == str(removed[0])
+
+    first, second = (
+        {item for item in settings.items() if not is_former_default(settings, item[0])} for settings in descriptions
     )
+    return sorted({path for path, _ in first ^ second})
 
 
 def values_by_arm_and_rate(
