@@ -58,12 +58,12 @@ def abbreviated(text: str, limit: int = 300) -> str:
 
 
 def terminal_text(text: str) -> str:
-    """Return `text` with control characters, such as the escape character of a terminal, written as `\\x1b`. Tabs and
-    line ends stay."""
-    return _CONTROL_CHARACTERS.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+    """Return `text` with control characters, such as the escape character of a terminal, written as `\\x1b`, and those
+    that reverse or break a line as `\\u202e`. Tabs and line ends stay."""
+    return _CONTROL_CHARACTERS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
-_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 def as_written(value: object) -> str:

@@ -1,6 +1,7 @@
 """`lm judge` and `lm.judge`: verdicts on tables of anybody's runs."""
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -317,6 +318,9 @@ def test_arms_may_have_the_names_of_missing_values(name, tmp_path):
     [
         ("arm,seed,value,value\na,1,4,5\n", "two columns are named value; rename or drop one"),
         ("arm,seed,seed,value\na,1,1,5\n", "two columns are named seed"),
+        ("arm,seed,value, value\na,1,4,5\n", "two columns are named value"),
+        ("arm,seed,value,Value\na,1,4,5\n", "two columns are named Value"),
+        ("arm,seed,value,,\na,1,4,,\n", "two columns are named nothing; rename or drop one"),
         ("arm,seed,value\na,1,4,5\nb,1,4,5\n", "lines have more fields than the header"),
         ("arm,seed,value\na,1,4,\nb,1,4,\n", "lines have more fields than the header"),
         ("arm,seed,value\na,1,4,5,6\nb,1,4,5,6\n", "lines have more fields than the header"),
@@ -415,6 +419,7 @@ def test_the_interval_on_other_text_has_a_column_where_documents_add_to_it(sprea
     [
         ["judge", "TABLE"],
         ["judge", "TABLE", "--baseline", "x\x1b[31m"],
+        ["judge", "TABLE", "--baseline", "x\u202egnp\u2028"],
         ["train", "x\x1b[31m"],
         ["train", "softmax", "x\x1b[31m=1"],
         ["report", "x\x1b]0;title\x07"],
@@ -427,5 +432,5 @@ def test_no_control_character_of_a_name_reaches_the_terminal(tmp_path, words):
     RUNS.assign(arm=RUNS["arm"].replace("b", "b\x1b[2J")).to_csv(table, index=False)
     result = command(*[str(table) if word == "TABLE" else word for word in words])
     output = result.stdout + result.stderr
-    assert "\\x1b" in output or "\\x9b" in output
+    assert re.search(r"\\x1b|\\x9b|\\u202e", output)
     assert all(letter.isprintable() or letter == "\n" for letter in output)

@@ -210,11 +210,13 @@ def read_table(path: str | os.PathLike) -> pd.DataFrame:
             return _json_rows(content)
         header = content.split(b"\n", 1)[0].decode(errors="replace")
         read = partial(pd.read_csv, sep=next((mark for mark in "\t;" if mark in header and "," not in header), ","))
-        names = read(io.BytesIO(content), header=None, nrows=1, dtype=str).iloc[0]
+        names = read(io.BytesIO(content), header=None, nrows=1, dtype=str).iloc[0].fillna("")
         if len(names) == 1 and pd.notna(pd.to_numeric(names, errors="coerce")[0]):  # numbers alone, without a header
             return read(io.BytesIO(content), header=None, names=["value"])
-        if names.duplicated().any():  # pandas renames the second one
-            raise RunError(f"{path}: two columns are named {names[names.duplicated()].iloc[0]}; rename or drop one")
+        # pandas renames the second of two equal names, and takes ` value` for another name than `value`
+        if (is_repeated := names.str.strip().str.casefold().duplicated()).any():
+            name = names[is_repeated].iloc[0].strip() or "nothing"
+            raise RunError(f"{path}: two columns are named {name}; rename or drop one")
         rows = read(io.BytesIO(content))
         if not isinstance(rows.index, pd.RangeIndex):  # pandas takes the first field for a name of the line
             raise RunError(
