@@ -25,8 +25,7 @@ class ALiBi(Options):
     source = "Press et al. 2021, arXiv 2108.12409"
     known = (
         "trained at 4k, at 64k: loss flat (3.27), needles lost (.003): arXiv 2505.17083. The formula also where H is "
-        "no power of 2, for "
-        "which its authors' code interleaves two series"
+        "no power of 2, for which its authors' code interleaves two series"
     )
 
 

@@ -104,8 +104,7 @@ class SSMax(Options):
     source = "Nakanishi 2025, arXiv 2501.19399, Eq. 2"
     known = (
         "training loss 0.008 nats below softmax at 162 M (same paper); validation loss 3 % worse at 1.2 B and 6 points "
-        "downstream "
-        "(2605.20798, secondary)"
+        "downstream (2605.20798, secondary)"
     )
     fixed_by_training: ClassVar[Mapping[str, str]] = {
         "scale": "decides whether there is an s to learn",
@@ -119,8 +118,7 @@ class SSMax(Options):
     init: Literal["match", "unit"] | float = key(
         "match",
         "initial value of s; `match`: 1 / mean of ln n over the training length, which keeps the mean logit scale at "
-        "1, and in a swap "
-        "the closed form that follows the old normalizer (docs/swapping.md); `unit`: 1",
+        "1, and in a swap the closed form that follows the old normalizer (docs/swapping.md); `unit`: 1",
         ge=-LARGEST,
         le=LARGEST,
     )
@@ -200,8 +198,7 @@ class LogN(Options):
     source = "Su 2021, kexue.fm 8823"
     known = (
         "masked LM trained at 64, at 256: accuracy 34.0 % against softmax's 23.0 % (8823); causal with RoPE, at 8 "
-        "times the length: under "
-        "a point alone, 4 to 10 points once positions are handled (kexue.fm 9708, 9948)"
+        "times the length: under a point alone, 4 to 10 points once positions are handled (kexue.fm 9708, 9948)"
     )
     base: Literal["train"] | float = key(
         "train", "m, the length at which this is softmax; `train`: the training length", ge=2, le=LONGEST

@@ -361,8 +361,7 @@ class ModelConfig:
     differential: bool = key(
         False,
         "each head has two maps of weights, of the halves of its queries and keys: the first less a learned factor "
-        "times the second, "
-        "then RMSNorm (arXiv 2410.05258)",
+        "times the second, then RMSNorm (arXiv 2410.05258)",
         omit_default=True,
     )
     output_gate: Literal["head", "element"] | None = key(

@@ -132,8 +132,7 @@ class OptimConfig:
     z_loss: float | None = key(
         None,
         "coefficient of (log Z)^2, Z a token's sum of exponentials of logits, added to what is minimised, not to "
-        "train/loss; "
-        "1e-4 in arXiv 2204.02311; null: none",
+        "train/loss; 1e-4 in arXiv 2204.02311; null: none",
         omit_default=True,
         gt=0,
     )
@@ -285,9 +284,8 @@ class LogConfig:
     dynamics: list[Dynamics] = key(
         ["gradient_norm"],
         "logged by layer, beside the normalizers' parameters: `gradient_norm` before clipping; by layer and head "
-        "`logit_scale`, the factor "
-        "on q.k / sqrt(D), where the normalizer has one; `largest_score`, which takes a forward pass of two "
-        "sequences",
+        "`logit_scale`, the factor on q.k / sqrt(D), where the normalizer has one; `largest_score`, which takes a "
+        "forward pass of two sequences",
     )
     wandb: Literal["auto", "online", "offline", "disabled"] = key(
         "auto", "`auto`: online with credentials, else offline, or in an experiment disabled"

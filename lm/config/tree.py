@@ -52,8 +52,7 @@ class Config:
     branch_from: str = key(
         "",
         "start a new run at a step of another one, with its weights, optimizer state and place in the data, under "
-        "another length or "
-        "schedule: a checkpoint, or a run folder for its last; all other keys as they were",
+        "another length or schedule: a checkpoint, or a run folder for its last; all other keys as they were",
         omit_default=True,
     )
     train_only: Literal["normalizer"] | None = key(

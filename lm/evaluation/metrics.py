@@ -136,20 +136,19 @@ def _parameter_names(config: Config) -> Iterator[str]:
                 yield f"normalizer/{name}/{PER_HEAD if has_heads else 'layerL/rms'}"
 
 
+_HEAD = f"""# Metrics
+
+The names in metrics.jsonl, which tables, `primary.metric`, `lm judge --metric` and `lm.results` have, too. `lm metrics
+CONFIG` lists those that a configuration logs, with names in place of the words in capitals. A report's numbers are of
+the [documents that report](glossary.md) alone: their names end with `{REPORTING}`.
+
+| metric | unit | better | what it is | can decide |
+|---|---|---|---|---|"""
+
+
 def markdown() -> str:
     """The page docs/metrics.md: the table of all metrics."""
-    lines = [
-        "# Metrics",
-        "",
-        "The names in metrics.jsonl, which tables, `primary.metric`, `lm judge --metric` and `lm.results` have, too. "
-        "`lm metrics CONFIG` lists those that",
-        "a configuration logs, with names in place of the words in capitals. A report's numbers are of the "
-        "[documents that report](glossary.md) alone:",
-        f"their names end with `{REPORTING}`.",
-        "",
-        "| metric | unit | better | what it is | can decide |",
-        "|---|---|---|---|---|",
-    ]
+    lines = [_HEAD]
     for metric in METRICS.values():
         lines.append(
             f"| `{metric.name}` | {metric.unit} | {metric.better} | {metric.meaning} | {'yes' * metric.decides} |"

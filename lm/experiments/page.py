@@ -38,19 +38,16 @@ MAX_NAMES = 8  # largest number of runs that a sentence names
 FACTOR = Column("factor", kind="mean", decimals=2)
 BASIS_NOTE = (
     "All at the last step, on the held-out documents that report. A mean is over the seeds that all arms have "
-    "finished, a difference over "
-    "all that its two arms have finished. The interval on other text of the kind covers seeds and documents together. "
-    "It is never shorter "
-    "than the interval over seeds, and is left out where all are equal."
+    "finished, a difference over all that its two arms have finished. The interval on other text of the kind covers "
+    "seeds and documents together. It is never shorter than the interval over seeds, and is left out where all are "
+    "equal."
 )
 CROSSED_RATES_NOTE = (
     "Tuning seeds are few: where they chose different rates, an arm's final seeds are trained at its own rate and at "
-    "the baseline's, those "
-    "of the baseline at all. An arm is judged at the best of its rates, by the metric that tuning goes by. It is "
-    "better than the "
-    "baseline only if it is so against it at each of these rates, worse only if it is so at each of its own against "
-    "the baseline at one of "
-    "the same, and the intervals of the summary cover which of the rates is an arm's best."
+    "the baseline's, those of the baseline at all. An arm is judged at the best of its rates, by the metric that "
+    "tuning goes by. It is better than the baseline only if it is so against it at each of these rates, worse only if "
+    "it is so at each of its own against the baseline at one of the same, and the intervals of the summary cover which "
+    "of the rates is an arm's best."
 )
 
 

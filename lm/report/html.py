@@ -29,10 +29,8 @@ from lm.runs.record import RunRecord
 
 COST_NOTE = (
     "Means over runs. Training time is that of the steps, without evaluations. Speeds can be compared only on one "
-    "device and with as many "
-    "concurrent runs: how many of the runs on this page were under way at a time is known from their starts, what else "
-    "the machine did is "
-    "not. FLOPs are computed, not measured."
+    "device and with as many concurrent runs: how many of the runs on this page were under way at a time is known from "
+    "their starts, what else the machine did is not. FLOPs are computed, not measured."
 )
 PAGE, PICTURE = "report.html", "overview.png"
 BlockKind = Literal["note", "warning", "list", "table", "picture", "code", "details"]
