@@ -13,9 +13,9 @@ from trials import TWO_ARMS, written
 
 from lm.config.load import to_yaml
 from lm.errors import RunError
-from lm.experiments.experiment import Experiment, TuningRun
+from lm.experiments.experiment import TuningRun
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.experiment_folder import PLAN, departures, open_experiment, plan_of
+from lm.experiments.experiment_folder import PLAN, open_experiment, plan_of
 from lm.experiments.procedure import Procedure
 from lm.experiments.summary import summary_entries
 from lm.files import json_bytes, read_json, write_json
@@ -34,7 +34,7 @@ SETTLED = {"data_fingerprint": FINGERPRINT, "precision": 32, "compile": False, "
 def started(folder: Path, overrides: list[str], **changes: object) -> Procedure:
     """An experiment all of whose runs have ended, as its first start settled it."""
     procedure = Procedure(read_experiment(written(folder, **SEEDS | changes), overrides))
-    write_json(procedure.experiment.folder / RESOLVED_FILE, SETTLED | {PLAN: plan_of(procedure.experiment)})
+    write_json(procedure.experiment.folder / RESOLVED_FILE, SETTLED)
     procedure = open_experiment(procedure.experiment.file, overrides)
     write_json(procedure.experiment.folder / RESOLVED_FILE, SETTLED | {PLAN: plan_of(procedure.experiment)})
     finish_all(procedure, lambda run: 5 - 0.1 * (run.arm == "ssmax") + 1e-3 * run.seed * (run.arm == "ssmax"))
@@ -70,58 +70,51 @@ def test_as_it_was_planned_nothing_is_said(tmp_path, overrides):
 @pytest.mark.parametrize(
     ("changes", "arms", "words"),
     [
+        ({"primary": {"matters": 0.2}}, ["ssmax"], "primary.matters was 0.05, is 0.2"),
+        ({"primary": {"matters": 0.05, "reach": 4.95}}, ["ssmax"], "primary.reach was null, is 4.95"),
+        ({"seeds": [1, 2, 3, 7]}, ["ssmax"], "seeds was [1, 2, 3], is [1, 2, 3, 7]"),
+        ({"seeds": [1, 2]}, ["ssmax"], "seeds was [1, 2, 3], is [1, 2]"),
+        ({"arms": MORE}, ["log_n"], "log_n: added"),
+        ({"arms": dict(reversed(MORE.items()))}, ["ssmax", "softmax"], "baseline was 'softmax', is 'log_n'"),
         (
-            {"primary": {"matters": 0.2}},
-            ["ssmax"],
-            r"exploratory: primary\.matters was 0\.05 when it was settled \(.*Z\), it is 0\.2",
+            {"arms": dict(reversed(TWO_ARMS["arms"].items()))},
+            ["softmax"],
+            "baseline was 'softmax', is 'ssmax'",
         ),
-        (
-            {"primary": {"matters": 0.05, "reach": 4.95}},
-            ["ssmax"],
-            r"exploratory: primary\.reach was null .*, it is 4\.95",
-        ),
-        ({"arms": MORE}, ["log_n"], r"exploratory: arm log_n was added since the arms were settled"),
-        ({"arms": dict(reversed(MORE.items()))}, ["ssmax", "softmax"], r"exploratory: the baseline is another"),
-        ({"arms": dict(reversed(TWO_ARMS["arms"].items()))}, ["softmax"], r"exploratory: the baseline is another"),
-        (
-            {"base": {"base": TWO_ARMS["base"], "optim.lr": 0.0123}},
-            [],
-            r"exploratory: arm ssmax has another configuration",
-        ),
+        ({"base": {"base": TWO_ARMS["base"], "optim.lr": 0.0123}}, [], "optim.lr was 0.01, is 0.0123"),
+        ({"evaluate": {"eval.sequences": 4}}, ["ssmax"], "val/loss: sequences was"),
     ],
 )
 def test_what_was_changed_after_final_runs_were_measured_is_exploratory(tmp_path, overrides, changes, arms, words):
     started(tmp_path, overrides)
     procedure = open_experiment(written(tmp_path, **SEEDS | changes), overrides, anew=True)
     assert exploratory(procedure)[: len(arms)] == arms
-    assert any(re.search(words, note) for note in procedure.notes()), procedure.notes()
+    (line,) = [note for note in procedure.notes() if note.startswith("exploratory: changed since the plan: ")]
+    assert words in line
     if list(changes) == ["arms"] and arms == ["log_n"]:
-        assert not procedure.is_exploratory("", "ssmax")
+        assert ("", "ssmax") not in procedure.experiment.exploratory
 
 
-def test_what_the_primary_metric_is_measured_on_is_planned(tmp_path, overrides):
-    """What `evaluate` measures beside it may be added; no run has another configuration."""
+def test_what_is_measured_beside_the_primary_metric_may_change(tmp_path, overrides):
     primary = {"metric": "by_length/loss 32", "better": "lower", "matters": 0.05}
 
-    def asked(**options: object) -> Experiment:
-        evaluate = {"eval": {"by_length": options}}
-        return read_experiment(written(tmp_path, **SEEDS | {"primary": primary, "evaluate": evaluate}), overrides)
+    def asked(**options: object) -> Path:
+        return written(tmp_path, **SEEDS | {"primary": primary, "evaluate": {"eval": {"by_length": options}}})
 
-    started(tmp_path, overrides)  # so that final runs have been measured
-    resolved = {PLAN: plan_of(asked(lengths=[16, 32]))}
-    assert departures(asked(lengths=[8, 16, 32]), resolved) == ()
-    (departure,) = departures(asked(lengths=[16, 32], sequences=7), resolved)
-    assert departure.exploratory
-    assert departure.size_arm is None
-    words = r"what by_length/loss 32 is measured on: its sequences was .* when it was settled \(.*Z\), it is 7"
-    assert re.fullmatch(words, departure.words), departure.words
+    folder = started(tmp_path, overrides).experiment.folder  # so that final runs have been measured
+    plan = plan_of(read_experiment(asked(lengths=[16, 32]), overrides))
+    write_json(folder / RESOLVED_FILE, SETTLED | {PLAN: plan})
+    assert open_experiment(asked(lengths=[8, 16, 32]), overrides).experiment.plan_notes == ()
+    changed = open_experiment(asked(lengths=[16, 32], sequences=7), overrides).experiment
+    assert re.search(r"by_length/loss 32: sequences was .*, is 7", *changed.plan_notes)
+    assert changed.exploratory
 
 
 def test_an_arm_that_is_left_out_makes_all_exploratory(tmp_path, overrides):
     started(tmp_path, overrides, arms=MORE)
     procedure = open_experiment(written(tmp_path, **SEEDS), overrides)
     assert exploratory(procedure) == ["ssmax"]
-    assert any("arm log_n is left out" in note for note in procedure.notes())
+    assert procedure.notes() == ["exploratory: changed since the plan: log_n: left out"]
 
 
 def test_arms_that_start_from_a_changed_arm_are_exploratory(tmp_path, overrides):
@@ -131,20 +124,17 @@ def test_arms_that_start_from_a_changed_arm_are_exploratory(tmp_path, overrides)
         return TWO_ARMS["arms"] | {"late": late, "later": later}
 
     started(tmp_path, overrides, arms=arms(6))
-    procedure = open_experiment(written(tmp_path, **SEEDS | {"arms": arms(7)}), overrides)
-    assert [procedure.is_exploratory("", arm) for arm in ("ssmax", "late", "later")] == [False, True, True]
-    assert any(
-        "arm later starts from an arm that has another configuration since" in note for note in procedure.notes()
-    )
+    experiment = open_experiment(written(tmp_path, **SEEDS | {"arms": arms(7)}), overrides).experiment
+    assert experiment.exploratory == {("", "late"), ("", "later")}
+    assert experiment.plan_notes == ("exploratory: changed since the plan: late: trainer.max_steps was 6, is 7",)
 
 
-def test_other_rows_of_a_tuning_table_are_said(tmp_path, overrides):
+def test_a_tuning_table_is_planned_whatever_the_order_of_its_rows(tmp_path, overrides):
     experiment = started(tmp_path, overrides).experiment
     rows = [TuningRun("", "ssmax", "optim.lr", rate, 11, 5.0, None, "") for rate in (1e-3, 2e-3, 4e-3)]
-    first, second = (replace(experiment, table=tuple(table)) for table in (rows[:2], rows[1:]))
-    assert departures(replace(first, table=first.table[::-1]), {PLAN: plan_of(first)}) == ()
-    (departure,) = departures(second, {PLAN: plan_of(first)})
-    assert departure.words.startswith("tune.digest of table was ")
+    first, turned, other = (plan_of(replace(experiment, table=table)) for table in (rows[:2], rows[1::-1], rows[1:]))
+    assert first == turned
+    assert first != other
 
 
 def test_arms_that_have_seen_other_numbers_of_tokens_are_named(tmp_path, overrides):
@@ -169,7 +159,8 @@ def test_without_the_file_of_the_first_start_what_was_planned_is_not_known(tmp_p
     write_json(experiment.folder / RESOLVED_FILE, SETTLED)
     procedure = open_experiment(experiment.file, overrides)
     assert exploratory(procedure) == []
-    assert procedure.notes() == ["resolved.json is of an earlier version, which did not record primary metric and arms"]
+    note = "resolved.json is of an earlier version: what was changed since the plan is not known"
+    assert procedure.notes() == [note]
 
 
 def test_before_anything_is_measured_the_plan_may_change(arguments, tmp_path):
@@ -177,14 +168,14 @@ def test_before_anything_is_measured_the_plan_may_change(arguments, tmp_path):
 
     folder = start(written(tmp_path, tune=None), arguments[1:]).experiment.folder
     start(written(tmp_path, tune=None, primary={"matters": 0.2}), arguments[1:])
-    assert read_json(folder / RESOLVED_FILE)[PLAN]["primary"]["matters"] == 0.2
+    assert read_json(folder / RESOLVED_FILE)[PLAN]["shared"]["primary.matters"] == 0.2
 
 
 def test_a_margin_that_is_changed_in_the_recorded_plan_too_is_refused(arguments, tmp_path):
     from lm.experiments.experiment_folder import start
 
     file = start(written(tmp_path, tune=None), arguments[1:]).experiment.folder / RESOLVED_FILE
-    file.write_text(file.read_text().replace('"matters": 0.05', '"matters": 0.2'))
+    file.write_text(file.read_text().replace('matters": 0.05', 'matters": 0.2'))
     with pytest.raises(RunError, match=r"resolved\.json: was altered \(its sha256 differs\); bring it back"):
         open_experiment(written(tmp_path, tune=None, primary={"matters": 0.2}), arguments[1:])
 
@@ -194,7 +185,7 @@ def test_so_may_the_seeds(arguments, tmp_path):
 
     start(written(tmp_path, tune=None), arguments[1:])
     assert start(written(tmp_path, tune=None, seeds=[2, 3, 5, 4]), arguments[1:]).notes()[1:] == []
-    assert read_json(tmp_path / "runs" / "trial" / RESOLVED_FILE)["seeds"] == [2, 3, 5, 4]
+    assert read_json(tmp_path / "runs" / "trial" / RESOLVED_FILE)[PLAN]["shared"]["seeds"] == [2, 3, 4, 5]
 
 
 def edited(key: str, value: object) -> Callable[[Path], None]:

@@ -15,7 +15,6 @@ from fabricated import FINGERPRINT, evaluated, finish, finish_all, launching, lo
 from lm.config.load import to_yaml
 from lm.errors import RunError
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.experiment_folder import open_experiment
 from lm.experiments.page import CROSSED_RATES_NOTE, SizeResults, _caveats, crossed_table
 from lm.experiments.plan import plan_lines
 from lm.experiments.procedure import Procedure, Run
@@ -46,17 +45,6 @@ def loss(run: Run) -> float:
 
 def experiment(folder: Path, **changes: object) -> Procedure:
     return Procedure(read_experiment(*written(folder, **changes)))
-
-
-def test_seeds_that_were_added_after_the_first_start_make_it_exploratory(tmp_path):
-    path, overrides = written(tmp_path, seeds=[1, 2, 3, 7])
-    before = finish_all(Procedure(read_experiment(path, overrides)), loss)
-    resolved = {"data_fingerprint": FINGERPRINT, "precision": 32, "compile": False, "threads": 1}
-    write_json(before.experiment.folder / "resolved.json", resolved | {"seeds": [1, 2, 3]})
-    procedure = open_experiment(path, overrides)
-    assert summary_entries(procedure)[1]["verdict"] == "exploratory: better"
-    assert "exploratory: seeds 7 were added after the first start; p values are too small" in procedure.notes()
-    assert summary_entries(before)[1]["verdict"] == "better"
 
 
 def recall(value: float) -> Series:
@@ -147,20 +135,6 @@ def test_what_is_measured_is_said_with_the_length_where_it_is(tmp_path, metric, 
     for run in procedure.known_runs()[:finished]:
         finish(run, 5.0, recall(0.9))
     assert measured_words(procedure) == words
-
-
-def test_so_do_planned_seeds_that_are_left_out(tmp_path):
-    path, overrides = written(tmp_path, seeds=[1, 2, 3])
-    before = finish_all(Procedure(read_experiment(path, overrides)), loss)
-    resolved = {"data_fingerprint": FINGERPRINT, "precision": 32, "compile": False, "threads": 1}
-    write_json(before.experiment.folder / "resolved.json", resolved | {"seeds": [1, 2, 3, 4]})
-    procedure = open_experiment(path, overrides)
-    assert len(procedure.seed_departures) == 1
-    assert summary_entries(procedure)[1]["verdict"] == "exploratory: better"
-    assert (
-        "exploratory: seeds 4 were planned at the first start and are left out; p values are too small"
-        in procedure.notes()
-    )
 
 
 def test_means_are_over_the_seeds_that_all_arms_have_finished(tmp_path):

@@ -180,17 +180,6 @@ class TuningRun:
 
 
 @dataclass(frozen=True)
-class Departure:
-    """A difference between an experiment and its plan, as recorded in its folder before a run to be judged was
-    measured.
-    """
-
-    words: str  # the difference in words
-    exploratory: bool = True  # whether the difference makes verdicts exploratory; if not, it is only noted
-    size_arm: tuple[str, str] | None = None  # the size and arm whose verdict is concerned; None: all verdicts
-
-
-@dataclass(frozen=True)
 class Experiment:
     """An experiment as its file describes it; the first arm is the baseline."""
 
@@ -210,9 +199,11 @@ class Experiment:
     # configuration keys for the measurement of finished runs at their last step, in addition to the evaluations during
     # training
     evaluate: dict[str, Plain] = field(default_factory=dict)
-    planned_seeds: tuple[int, ...] | None = None  # the seeds at the first start; None: no first start is recorded
-    # differences from the plan that was recorded before any final run was measured
-    departures: tuple[Departure, ...] = ()
+    # as recorded in its folder (`lm.experiments.experiment_folder.plan_of`), with the overrides of that start
+    plan: dict[str, dict] | None = None
+    planned_overrides: list[str] | None = None
+    plan_notes: tuple[str, ...] = ()  # what was changed since the plan, after a final run was measured
+    exploratory: frozenset[tuple[str, str]] = frozenset()  # sizes and arms whose verdicts are exploratory for that
     # parsed configurations, by the values of all keys except `_UNCACHED_KEYS`
     _configs: dict[str, Config] = field(default_factory=dict, repr=False, compare=False)
 

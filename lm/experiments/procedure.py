@@ -15,7 +15,6 @@ from lm.config.tree import Config, ExperimentConfig
 from lm.errors import ConfigError, RunError
 from lm.experiments.experiment import (
     Arm,
-    Departure,
     Experiment,
     Swap,
     TuningRun,
@@ -304,7 +303,7 @@ class Procedure:
         return runs
 
     def notes(self) -> list[str]:
-        """Sentences on what limits the verdicts: departures from the plan, and arms whose tuning, rates, runs, tokens
+        """Sentences on what limits the verdicts: changes since the plan, and arms whose tuning, rates, runs, tokens
         or seeds differ.
         """
         experiment = self.experiment
@@ -326,11 +325,7 @@ class Procedure:
             ):
                 name = " ".join(filter(None, (size, arm.name)))
                 notes.append(f"{name}: rates were tuned for another configuration: {', '.join(keys)} differ")
-        notes += [f"exploratory: {departure.words}" for departure in self.seed_departures]
-        notes += [
-            f"exploratory: {departure.words}" if departure.exploratory else departure.words
-            for departure in experiment.departures
-        ]
+        notes += experiment.plan_notes
         notes += run_differences((run.arm, run.outcome) for run in self.known_runs())
         for size in experiment.sizes:
             choice, seeds, tokens = self.choice(size), {arm.name: [] for arm in experiment.arms}, {}
@@ -365,12 +360,6 @@ class Procedure:
                 )
         return notes
 
-    def is_exploratory(self, size: str, arm: str) -> bool:
-        departures = [
-            departure for departure in (*self.seed_departures, *self.experiment.departures) if departure.exploratory
-        ]
-        return any(departure.size_arm in (None, (size, arm)) for departure in departures)
-
     def sources(self, arm: Arm) -> list[str]:
         """The names of the arms that an arm starts from: its source, the source of its source, and so on."""
         return [arm.source, *self.sources(self._arms[arm.source])] if arm.source else []
@@ -400,7 +389,7 @@ class Procedure:
             },
             all_pairs=experiment.primary.quantity_name != experiment.choice_metric,
             sources={arm.name: self.sources(arm) for arm in experiment.arms if arm.source},
-            exploratory=[(size, arm.name) for size, arm in experiment.size_arms if self.is_exploratory(size, arm.name)],
+            exploratory=experiment.exploratory,
             rate_heading=experiment.tune.heading,
             measured_on=experiment.data_words(experiment.primary.quantity_name, "report"),
         )
@@ -498,21 +487,6 @@ class Procedure:
             )
             counts[arm.name] = len(self.experiment.seeds) * rate_count + tuning_rate_count * len(tune.seeds)
         return counts
-
-    @property
-    def seed_departures(self) -> list[Departure]:
-        """Departures for seeds of final runs that were added after the first start, and for planned seeds that the file
-        no longer has.
-        """
-        experiment, planned_seeds = self.experiment, self.experiment.planned_seeds or self.experiment.seeds
-        changes = {
-            "were added after the first start": [seed for seed in experiment.seeds if seed not in planned_seeds],
-            "were planned at the first start and are left out": [
-                seed for seed in planned_seeds if seed not in experiment.seeds
-            ],
-        }
-        seed_words = {change: ", ".join(map(str, seeds)) for change, seeds in changes.items() if seeds}
-        return [Departure(f"seeds {seeds} {change}; p values are too small") for change, seeds in seed_words.items()]
 
     def compared_value(self, outcome: Outcome, selection: bool = False) -> float:
         """The number by which a run is compared, on the documents for reports or, with `selection`, those by which
