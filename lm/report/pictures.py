@@ -165,6 +165,12 @@ class Picture:
         return any(isinstance(panel, Map) for panel in self.panels)
 
     @property
+    def crowd_note(self) -> str:
+        """A note on what crowded panels leave out (`Panel.is_crowded`); empty if no panel is crowded."""
+        is_crowded = any(isinstance(panel, Panel) and panel.is_crowded for panel in self.panels)
+        return " Of so many arms means alone are drawn; seeds and intervals are in the CSV." * is_crowded
+
+    @property
     def parts(self) -> "list[Picture | None]":
         """One picture for each panel (None for an empty place), for a page to arrange by its width; a picture with maps
         is not divided.
