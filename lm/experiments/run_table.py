@@ -205,7 +205,7 @@ def read_table(path: str | os.PathLike) -> pd.DataFrame:
             content = handles.handle.read(_MAX_TABLE_BYTES + 1)
         if len(content) > _MAX_TABLE_BYTES:
             raise RunError(f"{path}: has more than {_MAX_TABLE_BYTES:,} bytes of text; judge it in parts")
-        if content.lstrip()[:1] in (b"[", b"{"):
+        if content.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"[", b"{"):  # perhaps after a byte order mark
             kind = "JSON"
             return _json_rows(content)
         header = content.split(b"\n", 1)[0].decode(errors="replace")
@@ -237,8 +237,10 @@ def _json_rows(content: bytes) -> pd.DataFrame:
     except ValueError:
         data = [json.loads(line) for line in content.splitlines() if line.strip()]
     if isinstance(data, dict):
-        arms = [(arm, value) for arm, values in data.items() if isinstance(values, list) for value in values]
-        data = [{"arm": arm, "value": value} for arm, value in arms] or [data]
+        if all(isinstance(values, list) for values in data.values()):
+            data = [{"arm": arm, "value": value} for arm, values in data.items() for value in values]
+        else:
+            data = [data]
     rows = [{"value": row} if isinstance(row, int | float) else row for row in data]
     if not all(isinstance(row, dict) for row in rows):
         raise ValueError("a line is neither an object nor a number")
