@@ -25,7 +25,7 @@ from lm.report.tables import csv_text
 from lm.runs.evaluations import Axis, Sample, Series, evaluation_path, selection_mask, validation_series
 from lm.runs.folder import CONFIG, ENVIRONMENT
 from lm.statistics.intervals import over_seeds_and_documents
-from lm.statistics.verdicts import power
+from lm.statistics.verdicts import power, smallest_difference
 
 
 def written(folder: Path, **changes: object) -> tuple[Path, list[str]]:
@@ -401,7 +401,7 @@ def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(t
     assert (
         high
         == f"power: 3 seeds find a difference of 0.02 with probability {power(3, 0.005, 0.02):.2f}, by a spread of "
-        "0.005 (primary.spread)"
+        f"0.005 (primary.spread); with probability 0.8 they find {smallest_difference(3, 0.005):.2g}"
     )
     _, low = said(experiment(tmp_path, primary=primary | {"spread": 0.05}))
     assert low.startswith(

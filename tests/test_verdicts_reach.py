@@ -31,7 +31,7 @@ from lm.runs.evaluations import Sample, selection_mask, validation_series
 from lm.runs.folder import ENVIRONMENT
 from lm.statistics.intervals import over_seeds
 from lm.statistics.tokens import tokens_to_reach
-from lm.statistics.verdicts import Comparison, power, verdicts
+from lm.statistics.verdicts import Comparison, power, smallest_difference, verdicts
 
 LEVEL = 4.6
 STEPS = (1, 2, 4, 8)  # of the evaluations
@@ -237,9 +237,9 @@ def test_the_plan_counts_seeds_for_a_factor(tmp_path):
         line for line in lines if "seeds to find a factor of 1.1 in tokens to val/loss 4.6 with probability" in line
     )
     assert "if it is 0.0477, " in seeds, "half of ln 1.1"
-    assert f"power: 3 seeds find a factor of 1.1 with probability {power(3, 0.05, math.log(1.1)):.2f}, by" in " ".join(
-        lines
-    )
+    (line,) = (line for line in lines if line.startswith("power: "))
+    assert f"3 seeds find a factor of 1.1 with probability {power(3, 0.05, math.log(1.1)):.2f}, by" in line
+    assert line.endswith(f"they find a factor of {math.exp(smallest_difference(3, 0.05)):.3g}")
 
 
 def test_a_tuning_run_that_did_not_reach_the_value_did_not_diverge(tmp_path):

@@ -14,7 +14,17 @@ from lm.schema import Plain
 from lm.statistics.intervals import ALPHA, over_seeds, over_seeds_and_documents
 from lm.statistics.tokens import factor, log_tokens
 from lm.statistics.tuning import Rate, rate_cell, rate_text
-from lm.statistics.verdicts import MAX_SEEDS, MIN_SEEDS, POWER, Comparison, Verdict, power, seeds_needed, verdicts
+from lm.statistics.verdicts import (
+    MAX_SEEDS,
+    MIN_SEEDS,
+    POWER,
+    Comparison,
+    Verdict,
+    power,
+    seeds_needed,
+    smallest_difference,
+    verdicts,
+)
 
 # intervals in `Judgement.entries`; a CSV has columns for their ends even if all are empty
 INTERVALS = ("difference", "factor", "alone")
@@ -311,9 +321,11 @@ class Judgement:
         margin = math.log1p(primary.matters) if counts_tokens else primary.matters
         effect = f"a factor of {1 + primary.matters:g}" if counts_tokens else f"a difference of {primary.matters:g}"
         probability = power(seed_count, spread, margin, self.alpha)
+        smallest = smallest_difference(seed_count, spread, alpha=self.alpha)
+        smallest = f"a factor of {math.exp(smallest):.3g}" if counts_tokens else f"{smallest:.2g}"
         yield (
             f"power: {seed_count} seeds find {effect} with probability {probability:.2f}, by a spread of "
-            f"{spread:.2g} ({source})"
+            f"{spread:.2g} ({source}); with probability {POWER:g} they find {smallest}"
         )
         if probability < 0.5:
             needed_seeds = seeds_needed(spread, margin, self.alpha) or f"more than {MAX_SEEDS}"

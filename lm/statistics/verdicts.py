@@ -391,9 +391,9 @@ def power(seeds: int, spread: float, difference: float, alpha: float = ALPHA, ar
     return float(1 - upper_cdf + lower_tail)
 
 
-def smallest_difference(seeds: int, spread: float, arms: float = 1) -> float:
+def smallest_difference(seeds: int, spread: float, arms: float = 1, alpha: float = ALPHA) -> float:
     """The difference that `seeds` seeds find with probability `POWER`; arguments are those of `power`."""
-    return spread * brentq(lambda difference: power(seeds, 1, difference, arms=arms) - POWER, 0, 1000)
+    return spread * brentq(lambda difference: power(seeds, 1, difference, alpha, arms) - POWER, 0, 1000)
 
 
 def seeds_needed(spread: float, difference: float, alpha: float = ALPHA, arms: float = 1) -> int | None:
