@@ -252,7 +252,7 @@ def test_a_metric_that_is_not_measured_stops_the_experiment_with_its_first_run(t
     with pytest.raises(RunError, match=wrong):
         launching(Procedure(read_experiment(path, overrides)), lambda run: finish(run, 5.0) or 0).train_all()
     experiment, labels = read_experiment(written(tmp_path, tune=None, primary={"metric": "val/loss"}), overrides), []
-    # as of an evaluation from outside
+    # as of a downstream task
     procedure = Procedure(replace(experiment, primary=replace(experiment.primary, better="higher")))
     with pytest.raises(RunError, match=r"primary\.better = higher: of val/loss, lower is better"):
         launching(procedure, lambda run: labels.append(run.label) or finish(run, 5.0) or 0).train_all()

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT, lm
-from outside import forget, installed, outside_package
 from trials import written as experiment_file
 
 from lm.attention.catalogue import ENTRIES, implementation, options_class
@@ -35,11 +34,37 @@ NAMED = f"model.normalizer={{name: '{NAME}', power: 3.0}}"
 
 @pytest.fixture
 def powers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of the documentation's package `powers`."""
+    """The folder of the documentation's package `powers`, which has not been imported; an import of its module writes
+    the file `imported` in `tmp_path`.
+    """
     text = (ROOT / "docs" / "normalizers-own.md").read_text()
     code = re.search(r"```python\n(.*?)```", text, re.S).group(1)
-    with outside_package("powers", {"attention": code}, tmp_path, monkeypatch) as package:
-        yield package
+    package = tmp_path / "site" / "powers"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "attention.py").write_text(f"{code}\nopen({str(tmp_path / 'imported')!r}, 'a').close()\n")
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.setenv("PYTHONPATH", f"{package.parent}:{ROOT}")
+    forget("powers")
+    yield package
+    forget("powers")
+
+
+def installed(package: Path, entry_points: str) -> None:
+    """Make the package one that an installer has put there, as version 1.2 with these entry points."""
+    info = package.with_name(f"{package.name}-1.2.dist-info")
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package.name}\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text(entry_points)
+    (info / "top_level.txt").write_text(f"{package.name}\n")
+    PLUGINS._entry_points = None
+
+
+def forget(package: str) -> None:
+    """As in a process that has imported nothing from outside."""
+    vars(PLUGINS).update(vars(type(PLUGINS)()))
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        del sys.modules[name]
 
 
 def trained(arguments: list[str], *overrides: str) -> Path:

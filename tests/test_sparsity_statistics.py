@@ -20,9 +20,6 @@ from lm.model.decoder import Decoder, batch_layout
 
 VOCAB, LENGTH, LAYERS, HEADS, SIZE = 50, 96, 2, 2, 8
 QUERIES = list(range(40, LENGTH, 5))
-BY_KEY, BY_DISTANCE, BY_BOTH = (
-    f"variance explained by {label}" for label in ("key position", "distance", "both, last query")
-)
 
 
 def make_decoder(normalizer: Options, block: str = "attention", std: float = 0.3) -> Decoder:
