@@ -464,10 +464,8 @@ class TrainSequences:
             tokens, stream_answers = self.streams[stream_number].read(stream_slots[is_in_stream], length)
             sequences[is_in_stream] = tokens.reshape(-1, sequences_per_slot, length + 1)
             if stream_answers is not None:
-                answers[is_in_stream], is_text[is_in_stream] = (
-                    stream_answers.reshape(-1, sequences_per_slot, length),
-                    False,
-                )
+                answers[is_in_stream] = stream_answers.reshape(-1, sequences_per_slot, length)
+                is_text[is_in_stream] = False
         return sequences.reshape(-1, length + 1), answers.reshape(-1, length), is_text.ravel()
 
 
