@@ -368,6 +368,10 @@ LEAKS = {
         "a = (",
         "return divided((scores.relu() * layout.visible()), scores.relu().sum(-1, keepdim=True), None)\n        a = (",
     ),
+    "a shift by the largest score of all": (
+        "a = (",
+        "scores = scores + scores.amax((-1, -2), keepdim=True)\n        a = (",
+    ),
     "a mask of one token too many": ("layout.visible()", "layout.visible().roll(1, -1)"),
 }
 
