@@ -233,10 +233,10 @@ def old(folder: Path) -> None:
         (edited("precision", "bf16-mixed"), "runs differ in precision: 32 (softmax); bf16-mixed (ssmax)"),
         (
             from_others,
-            "runs started from different weights of runs/x: a1 (softmax); b2 (ssmax); they are not comparable",
+            "runs differ in weights of runs/x: a1 (softmax); b2 (ssmax)",
         ),
         (edited("compile", True), "runs differ in compile: False (softmax); True (ssmax)"),
-        (other_code, "runs were measured by different code of lm: "),
+        (other_code, "runs differ in measuring code of lm: "),
         (old, "3 runs' evaluations carry no digest (made by an earlier version)"),
     ],
 )

@@ -455,9 +455,7 @@ def test_an_experiment_swaps_from_and_to_a_plugin_and_knows_its_code(
         code = powers / "attention.py"
         code.write_text(code.read_text().replace("scores + self.b", "scores - self.b"))
     assert [outcome.state for _, outcome in outcomes] == ["finished"] * 8
-    (sentence,) = [
-        words for words in run_differences(outcomes) if words.startswith(f"runs started with different code of {NAME}")
-    ]
+    (sentence,) = [words for words in run_differences(outcomes) if words.startswith(f"runs differ in code of {NAME}")]
     assert sentence.count("source sha256") == 2
 
 

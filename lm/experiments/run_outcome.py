@@ -317,70 +317,45 @@ def _identity(plain: Plain) -> dict[str, Plain]:
 
 
 def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
-    """Sentences on how finished runs differ apart from their arms, such as in device or code, and on facts that the
-    runs do not record. `outcomes`: pairs of an arm's name and the outcome of one of its runs. Raises RunError: an
+    """Sentences on what differs between finished runs apart from their arms, such as device or code, and on facts that
+    the runs do not record. `outcomes`: pairs of an arm's name and the outcome of one of its runs. Raises RunError: an
     environment.json can't be read.
     """
+    facts: dict[str, list[tuple[str, Plain]]] = {}  # pairs of arm and value by what they say
     finished_runs = [(arm, run) for arm, run in outcomes if run.state == "finished"]
-    records = [
-        (arm, read_json(run.folder / ENVIRONMENT), run)
-        for arm, run in finished_runs
-        if (run.folder / ENVIRONMENT).is_file()
+    dirty_count = 0
+    for arm, run in finished_runs:
+        if (file := run.folder / ENVIRONMENT).is_file():
+            environment = read_json(file)
+            try:
+                values = {name: start_setting(environment, key) for name, key in _RUN_FACTS.items()}
+                versions = [name for name in environment.get("versions", {}) if ":" in name]
+                values |= {f"code of {name}": start_setting(environment, f"versions.{name}") for name in versions}
+                if "weights" in (origin := environment.get("started_from") or {}):
+                    values[f"weights of {origin['path']}"] = origin["weights"]
+                dirty_count += bool(values["git commit"]) and start_setting(environment, "git_dirty") is not False
+            except (ValueError, TypeError, AttributeError, KeyError) as error:
+                raise RunError(f"{file}: is damaged: {error}") from None
+            for name, value in values.items():
+                facts.setdefault(name, []).append((arm, value))
+        for evaluation in run.evaluations if run.has_digests else ():
+            for name, digest in evaluation.code.items():
+                facts.setdefault(f"measuring code of {name}", []).append((arm, digest))
+    sentences = [
+        f"runs differ in {name}: {words}" for name, values in facts.items() if (words := _describe_values(values))
     ]
-    sentences = []
-    try:
-        for name, key in _RUN_FACTS.items():
-            if words := _describe_values([(arm, start_setting(environment, key)) for arm, environment, _ in records]):
-                sentences.append(f"runs differ in {name}: {words}")
-        origins = [
-            (arm, environment["started_from"]) for arm, environment, _ in records if environment.get("started_from")
-        ]
-        for path in dict.fromkeys(origin["path"] for _, origin in origins):
-            weights = [
-                (arm, origin["weights"]) for arm, origin in origins if origin["path"] == path and "weights" in origin
-            ]
-            if words := _describe_values(weights):
-                sentences.append(f"runs started from different weights of {path}: {words}; they are not comparable")
-        dirty_flags = [
-            start_setting(environment, "git_dirty")
-            for _, environment, _ in records
-            if start_setting(environment, "git_commit")
-        ]
-        if dirty_count := sum(is_dirty is not False for is_dirty in dirty_flags):
-            subject = f"{dirty_count} of {len(finished_runs)} runs"
-            sentences.append(f"{subject} are of a git tree with uncommitted changes: their code is not known")
-        plugin_names = {
-            name for _, environment, _ in records for name in environment.get("versions", {}) if ":" in name
-        }
-        for name in sorted(plugin_names):
-            versions = [(arm, start_setting(environment, f"versions.{name}")) for arm, environment, _ in records]
-            if words := _describe_values(
-                [(arm, version) for arm, version in versions if version and version.startswith("source sha256")]
-            ):
-                sentences.append(
-                    f"runs started with different code of {name}: {words}; what it trained is no longer comparable"
-                )
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise RunError(f"{records[0][2].folder.parent}: an {ENVIRONMENT} is damaged: {error}") from None
+    if dirty_count:
+        subject = f"{dirty_count} of {len(finished_runs)} runs"
+        sentences.append(f"{subject} are of a git tree with uncommitted changes: their code is not known")
     if missing_digest_count := sum(not run.has_digests for _, run in finished_runs):
         sentences.append(f"{missing_digest_count} runs' evaluations carry no digest (made by an earlier version)")
-    code_digests = [
-        (arm, evaluation.code) for arm, run in finished_runs if run.has_digests for evaluation in run.evaluations
-    ]
-    changed_count = 0
-    names = dict.fromkeys(name for _, code in code_digests for name in code)
-    current_digests = {"lm": measuring_code(), **PLUGINS.code(names)}
-    for name in names:
-        digests = [(arm, code[name]) for arm, code in code_digests if name in code]
-        if words := _describe_values(digests):
-            sentences.append(
-                f"runs were measured by different code of {name}: {words}; lm eval RUN measures them again"
-            )
-        else:
-            changed_count += name in current_digests and any(digest != current_digests[name] for _, digest in digests)
-    return sentences + ["runs were measured by other code than today's; lm eval RUN measures them again"] * bool(
-        changed_count
-    )
+    prefix = "measuring code of "
+    measured = {name.removeprefix(prefix): values for name, values in facts.items() if name.startswith(prefix)}
+    codes = {name: {digest for _, digest in values} for name, values in measured.items()}
+    present = {"lm": measuring_code(), **PLUGINS.code(codes)}
+    if any(len(codes[name]) == 1 and codes[name] != {digest} for name, digest in present.items() if name in codes):
+        sentences.append("runs were measured by other code than today's; lm eval RUN measures them again")
+    return sentences
 
 
 def _describe_values(values: list[tuple[str, Plain]]) -> str:
