@@ -2,6 +2,7 @@
 configuration of each run.
 """
 
+import csv
 import hashlib
 import json
 import math
@@ -21,10 +22,12 @@ from lm.experiments.run_outcome import SELECTION
 from lm.files import expand_home
 from lm.plugins import PLUGINS
 from lm.removed_keys import removed_key
+from lm.runs.folder import DIVERGED
 from lm.schema import Plain, build, flatten, is_block, key, to_plain
-from lm.statistics.tuning import MIN_TUNING_SEEDS, Rate, grid_rates, key_values
+from lm.statistics.tuning import MIN_TUNING_SEEDS, Rate, grid_rates, key_values, rate_text, read_rate
 
 NOT_REACHED = "not reached"  # in place of the number of tokens of a run that never reached `primary.reach`
+_TABLE_REMEDY = "tuning.csv, which `lm compare` writes, has the form"
 SHARED_SETTINGS = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
 _UNCACHED_KEYS = ("name", "runs", "seed")  # keys on which no other key of a configuration depends
 
@@ -407,3 +410,83 @@ def values_by_arm_and_rate(
         if (value := value_of(run)) is not None:
             values.setdefault(run.arm, {}).setdefault(run.rate, []).append(value)
     return values
+
+
+# ---------------------------------------------------------------- tables of tuning runs
+
+
+def read_tuning_table(path: Path, metric: str) -> tuple[TuningRun, ...]:
+    """Read the tuning runs that a tuning table lists.
+
+    metric: the column of the primary metric. Without this column, `TuningRun.primary_value` is None in all runs.
+
+    Raises ConfigError: the file does not exist, or is no tuning table.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            columns = ("size", "arm", "key", "rate", "seed", SELECTION, "configuration")
+            if missing_columns := [name for name in columns if name not in (reader.fieldnames or ())]:
+                raise ConfigError(
+                    f"{path}: not a tuning table: it has no column {', '.join(missing_columns)}; {_TABLE_REMEDY}"
+                )
+            runs = []
+            for line in reader:
+                try:
+                    selection = _table_number(line[SELECTION]) if line[SELECTION] else None
+                    primary = _table_number(line[metric]) if metric in line and selection is not None else None
+                    rate, seed = read_rate(line["rate"]), int(line["seed"])
+                    values, keys = key_values(rate), line["key"].split(" / ")
+                    if not all(0 < value < math.inf for value in values) or len(values) != len(keys):
+                        raise ValueError
+                    configuration = line["configuration"] or ""
+                    runs.append(
+                        TuningRun(line["size"], line["arm"], line["key"], rate, seed, selection, primary, configuration)
+                    )
+                except (ValueError, TypeError, AttributeError):
+                    reason = f"needs a rate above 0, a seed, and a {SELECTION} that is a number or `{DIVERGED}`"
+                    raise ConfigError(f"{path}: line {reader.line_num} {reason}; {_TABLE_REMEDY}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror} (tune.table)") from None
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a tuning table: {error}; {_TABLE_REMEDY}") from None
+    if len({(run.size, run.arm, run.rate, run.seed) for run in runs}) < len(runs):
+        raise ConfigError(f"{path}: has a run twice: the same size, arm, rate and seed; {_TABLE_REMEDY}")
+    return tuple(runs)
+
+
+def _table_number(text: str) -> float:
+    value = math.inf if text in (DIVERGED, NOT_REACHED) else float(text)
+    if math.isnan(value):
+        raise ValueError
+    return value
+
+
+def check_table(experiment: Experiment) -> Iterator[Problem]:
+    """Check that a tuning table has ended runs of every tuned arm in every size, at several rates with several seeds.
+    At a rate, all arms must have the same seeds. None of the seeds may be in `experiment.seeds`, the seeds of the
+    runs that are judged.
+    """
+    table_file = experiment.tune.table
+    if shared_seeds := sorted({*experiment.seeds} & {run.seed for run in experiment.table}):
+        yield Problem("tune.table", shared_seeds, "are final seeds", "the runs that choose a rate must not judge it")
+    remedy, baseline = "make it again by `lm compare` with a grid: it writes tuning.csv", experiment.arms[0].name
+    seeds_by_rate: dict[tuple[str, str], dict[Rate, set[int]]] = {}  # seeds of each arm and size at each rate
+    for run in experiment.table:
+        seeds_by_rate.setdefault((run.size, run.arm), {}).setdefault(run.rate, set()).add(run.seed)
+    for size, arm in product(experiment.sizes if table_file else (), (arm for arm in experiment.arms if arm.is_tuned)):
+        arm_seeds, baseline_seeds = seeds_by_rate.get((size, arm.name), {}), seeds_by_rate.get((size, baseline), {})
+        name = " ".join(filter(None, (size, arm.name)))
+        arm_runs = [run for run in experiment.table if (run.size, run.arm) == (size, arm.name)]
+        if not arm_runs:
+            yield Problem("tune.table", table_file, f"has no {name}", remedy)
+        elif any(experiment.choice_value(run) is None for run in arm_runs):
+            yield Problem("tune.table", table_file, f"has runs of {name} that have not ended", remedy)
+        elif len(arm_seeds) < 2 or min(map(len, arm_seeds.values())) < MIN_TUNING_SEEDS:
+            reason = f"has fewer than 2 rates of {name}, or fewer than {MIN_TUNING_SEEDS} seeds at one"
+            yield Problem("tune.table", table_file, reason, remedy)
+        elif differing_rates := sorted(
+            rate for rate in arm_seeds.keys() & baseline_seeds.keys() if arm_seeds[rate] != baseline_seeds[rate]
+        ):
+            reason = f"has other seeds of {name} than of {baseline} at {', '.join(map(rate_text, differing_rates))}"
+            yield Problem("tune.table", table_file, reason, "give all arms the same seeds at a rate")

@@ -1,7 +1,5 @@
 """Read an experiment's file, and check its arms, the comparison of the arms, and its tuning table."""
 
-import csv
-import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -22,23 +20,21 @@ from lm.data.prepare import vocab_size_of
 from lm.errors import ConfigError, DataError, Problem, as_written
 from lm.evaluation.metrics import evaluation_names
 from lm.experiments.experiment import (
-    NOT_REACHED,
     Arm,
     Experiment,
     PrimaryMetric,
     Swap,
     Tune,
-    TuningRun,
+    check_table,
     config_hash,
     kind_of_metric,
+    read_tuning_table,
 )
-from lm.experiments.run_outcome import SELECTION
 from lm.model.spec import count_steps
 from lm.plugins import PLUGINS
 from lm.removed_keys import removed_key
-from lm.runs.folder import CONFIG, DIVERGED, RESOLVED_FILE, SWAPPED
+from lm.runs.folder import CONFIG, RESOLVED_FILE, SWAPPED
 from lm.schema import Plain, Unavailable, build, cross_key_problems, flatten, is_block, key, section, suggest, to_plain
-from lm.statistics.tuning import MIN_TUNING_SEEDS, Rate, key_values, rate_text, read_rate
 
 
 @dataclass
@@ -51,7 +47,6 @@ class _FileKeys:
 
 
 TOKENS_KEY = "trainer.tokens_per_parameter"
-_TABLE_REMEDY = "tuning.csv, which `lm compare` writes, has the form"
 _RESERVED_FILES = ("compare.lock", RESOLVED_FILE, "tuning.csv", "verdicts.csv", "verdicts.json")
 # reserved names, which no arm or size may have: a size's folder lies beside these files and folders
 RESERVED = {"arms": (".", ".."), "sizes": (".", "..", "logs", "report", SWAPPED, "workers", *_RESERVED_FILES)}
@@ -141,7 +136,11 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
         raise ConfigError(problems)
     base = merge(base, override_values)
     sizes, seeds = sizes or {"": {}}, tuple(settings.seeds)
-    table = read_table(file.parent / settings.tune.table, settings.primary.quantity_name) if settings.tune.table else ()
+    table = (
+        read_tuning_table(file.parent / settings.tune.table, settings.primary.quantity_name)
+        if settings.tune.table
+        else ()
+    )
     if wrong_keys := {run.key for run in table} - {settings.tune.heading}:
         reason = f"the table {settings.tune.table} is of {', '.join(sorted(wrong_keys))}"
         raise ConfigError([Problem("tune.key", settings.tune.heading, reason)])
@@ -297,53 +296,6 @@ def read_blocks(key: str, value: Plain, problems: list[Problem]) -> dict[str, di
     return blocks
 
 
-def read_table(path: Path, metric: str) -> tuple[TuningRun, ...]:
-    """Read the tuning runs that a tuning table lists.
-
-    metric: the column of the primary metric. Without this column, `TuningRun.primary_value` is None in all runs.
-
-    Raises ConfigError: the file does not exist, or is no tuning table.
-    """
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
-            columns = ("size", "arm", "key", "rate", "seed", SELECTION, "configuration")
-            if missing_columns := [name for name in columns if name not in (reader.fieldnames or ())]:
-                raise ConfigError(
-                    f"{path}: not a tuning table: it has no column {', '.join(missing_columns)}; {_TABLE_REMEDY}"
-                )
-            runs = []
-            for line in reader:
-                try:
-                    selection = _table_number(line[SELECTION]) if line[SELECTION] else None
-                    primary = _table_number(line[metric]) if metric in line and selection is not None else None
-                    rate, seed = read_rate(line["rate"]), int(line["seed"])
-                    values, keys = key_values(rate), line["key"].split(" / ")
-                    if not all(0 < value < math.inf for value in values) or len(values) != len(keys):
-                        raise ValueError
-                    configuration = line["configuration"] or ""
-                    runs.append(
-                        TuningRun(line["size"], line["arm"], line["key"], rate, seed, selection, primary, configuration)
-                    )
-                except (ValueError, TypeError, AttributeError):
-                    reason = f"needs a rate above 0, a seed, and a {SELECTION} that is a number or `{DIVERGED}`"
-                    raise ConfigError(f"{path}: line {reader.line_num} {reason}; {_TABLE_REMEDY}") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror} (tune.table)") from None
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not a tuning table: {error}; {_TABLE_REMEDY}") from None
-    if len({(run.size, run.arm, run.rate, run.seed) for run in runs}) < len(runs):
-        raise ConfigError(f"{path}: has a run twice: the same size, arm, rate and seed; {_TABLE_REMEDY}")
-    return tuple(runs)
-
-
-def _table_number(text: str) -> float:
-    value = math.inf if text in (DIVERGED, NOT_REACHED) else float(text)
-    if math.isnan(value):
-        raise ValueError
-    return value
-
-
 def _with_steps(experiment: Experiment) -> Experiment:
     """Set `trainer.max_steps` to the baseline's number of steps, in each size for which `trainer.tokens_per_parameter`
     is set. Returns the new experiment. Raises DataError: the size of the vocabulary is not known yet."""
@@ -402,7 +354,7 @@ def check_experiment(experiment: Experiment) -> None:
     """Check the configurations of all arms in all sizes, and the tuning table. Raises ConfigError, which lists all
     problems.
     """
-    problems = [*_check_table(experiment), *_check_evaluate(experiment)]
+    problems = [*check_table(experiment), *_check_evaluate(experiment)]
     size_arms_by_problem: dict[str, list[tuple[str, str]]] = {}
     configs: dict[tuple[str, str], Config] = {}
     for size, arm in experiment.size_arms:
@@ -645,33 +597,3 @@ def _check_evaluate(experiment: Experiment) -> Iterator[Problem]:
         overrides_in("eval", experiment.evaluate_overrides)
     except ConfigError as error:
         yield from (replace(problem, path=f"evaluate.{problem.path}") for problem in error.problems)
-
-
-def _check_table(experiment: Experiment) -> Iterator[Problem]:
-    """Check that a tuning table has ended runs of every tuned arm in every size, at several rates with several seeds.
-    At a rate, all arms must have the same seeds. None of the seeds may be in `experiment.seeds`, the seeds of the
-    runs that are judged.
-    """
-    table_file = experiment.tune.table
-    if shared_seeds := sorted({*experiment.seeds} & {run.seed for run in experiment.table}):
-        yield Problem("tune.table", shared_seeds, "are final seeds", "the runs that choose a rate must not judge it")
-    remedy, baseline = "make it again by `lm compare` with a grid: it writes tuning.csv", experiment.arms[0].name
-    seeds_by_rate: dict[tuple[str, str], dict[Rate, set[int]]] = {}  # seeds of each arm and size at each rate
-    for run in experiment.table:
-        seeds_by_rate.setdefault((run.size, run.arm), {}).setdefault(run.rate, set()).add(run.seed)
-    for size, arm in product(experiment.sizes if table_file else (), (arm for arm in experiment.arms if arm.is_tuned)):
-        arm_seeds, baseline_seeds = seeds_by_rate.get((size, arm.name), {}), seeds_by_rate.get((size, baseline), {})
-        name = " ".join(filter(None, (size, arm.name)))
-        arm_runs = [run for run in experiment.table if (run.size, run.arm) == (size, arm.name)]
-        if not arm_runs:
-            yield Problem("tune.table", table_file, f"has no {name}", remedy)
-        elif any(experiment.choice_value(run) is None for run in arm_runs):
-            yield Problem("tune.table", table_file, f"has runs of {name} that have not ended", remedy)
-        elif len(arm_seeds) < 2 or min(map(len, arm_seeds.values())) < MIN_TUNING_SEEDS:
-            reason = f"has fewer than 2 rates of {name}, or fewer than {MIN_TUNING_SEEDS} seeds at one"
-            yield Problem("tune.table", table_file, reason, remedy)
-        elif differing_rates := sorted(
-            rate for rate in arm_seeds.keys() & baseline_seeds.keys() if arm_seeds[rate] != baseline_seeds[rate]
-        ):
-            reason = f"has other seeds of {name} than of {baseline} at {', '.join(map(rate_text, differing_rates))}"
-            yield Problem("tune.table", table_file, reason, "give all arms the same seeds at a rate")
