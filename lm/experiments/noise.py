@@ -43,10 +43,8 @@ def noise_sentences(
         shared = size_runs.dropna(axis=1).to_numpy() if seed in table else np.empty((1, 0))
         if min(shared.shape) > 1:
             residuals = shared - shared.mean(1, keepdims=True) - shared.mean(0) + shared.mean()
-            squares, degrees = (
-                squares + 2 * (residuals**2).sum(),
-                degrees + (shared.shape[0] - 1) * (shared.shape[1] - 1),
-            )
+            squares = squares + 2 * (residuals**2).sum()
+            degrees = degrees + (shared.shape[0] - 1) * (shared.shape[1] - 1)
     paired = _spread(squares, degrees)
     yield f"differences paired by seed scatter by {paired[1]}" if paired else "no arms share two seeds to pair runs by"
     designs = {"paired by seed": (paired[0], 1)} if paired else {}  # spread and `arms` of `power`
