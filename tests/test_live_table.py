@@ -13,9 +13,9 @@ from conftest import ROOT
 from fabricated import finish
 from rich.console import Console
 
+from lm.experiments.compare import LiveTable, live_table
 from lm.experiments.engine import ExperimentTrainer, Failure
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.live_table import LiveTable, live_table
 from lm.experiments.procedure import Procedure
 from lm.experiments.slots import Slots
 from lm.runs.folder import last_logged

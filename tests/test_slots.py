@@ -21,9 +21,9 @@ from trials import written
 
 from lm.config.load import load_config
 from lm.errors import ConfigError, RunError
+from lm.experiments.compare import LiveTable
 from lm.experiments.engine import ExperimentTrainer
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.live_table import LiveTable
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Devices, Slots, gpu_words, slots_of
 from lm.model.device import count_gpus, visible_gpus
