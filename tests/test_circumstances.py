@@ -167,8 +167,12 @@ def test_before_anything_is_measured_the_plan_may_change(arguments, tmp_path):
     from lm.experiments.experiment_folder import start
 
     folder = start(written(tmp_path, tune=None), arguments[1:]).experiment.folder
-    start(written(tmp_path, tune=None, primary={"matters": 0.2}), arguments[1:])
-    assert read_json(folder / RESOLVED_FILE)[PLAN]["shared"]["primary.matters"] == 0.2
+    start(written(tmp_path, tune=None), [*arguments[1:], "log.progress=none"])
+    assert read_json(folder / RESOLVED_FILE)["overrides"] == arguments[1:], "the plan is the same"
+    changed = written(tmp_path, tune=None, primary={"matters": 0.2}, seeds=[2, 3, 5, 4])
+    assert start(changed, arguments[1:]).experiment.plan_notes == ()
+    plan = read_json(folder / RESOLVED_FILE)[PLAN]["shared"]
+    assert (plan["primary.matters"], plan["seeds"]) == (0.2, [2, 3, 4, 5])
 
 
 def test_a_margin_that_is_changed_in_the_recorded_plan_too_is_refused(arguments, tmp_path):
@@ -178,14 +182,6 @@ def test_a_margin_that_is_changed_in_the_recorded_plan_too_is_refused(arguments,
     file.write_text(file.read_text().replace('matters": 0.05', 'matters": 0.2'))
     with pytest.raises(RunError, match=r"resolved\.json: was altered \(its sha256 differs\); bring it back"):
         open_experiment(written(tmp_path, tune=None, primary={"matters": 0.2}), arguments[1:])
-
-
-def test_so_may_the_seeds(arguments, tmp_path):
-    from lm.experiments.experiment_folder import start
-
-    start(written(tmp_path, tune=None), arguments[1:])
-    assert start(written(tmp_path, tune=None, seeds=[2, 3, 5, 4]), arguments[1:]).notes()[1:] == []
-    assert read_json(tmp_path / "runs" / "trial" / RESOLVED_FILE)[PLAN]["shared"]["seeds"] == [2, 3, 4, 5]
 
 
 def edited(key: str, value: object) -> Callable[[Path], None]:

@@ -2,7 +2,6 @@
 with them.
 """
 
-import json
 import shlex
 import shutil
 from collections import Counter
@@ -22,7 +21,7 @@ from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import PLAN, open_experiment, plan_of
 from lm.experiments.plan import costs, plan_lines
 from lm.experiments.procedure import Procedure
-from lm.files import read_json, write_json
+from lm.files import write_json
 from lm.runs.folder import CONFIG, RESOLVED_FILE
 
 SHORT = ["trainer.max_steps=4", "optim.warmup_steps=1", "eval.every=2"]
@@ -79,19 +78,18 @@ def test_overrides_that_are_forgotten_are_said_with_the_command_that_has_them(
     assert lm("compare", str(path), *command(planning.stdout), "--report-only").returncode == 0
 
 
-def test_a_key_that_is_left_out_at_its_default_is_said_with_it(tmp_path, arguments, runs):
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.differential=true", r"model\.differential was false, is true"),  # no file holds it at its default
+        ("optim.lr=0.5", r"optim\.lr was 0\.01, is 0\.5"),
+    ],
+)
+def test_another_value_of_one_key_is_another_configuration(tmp_path, arguments, override, words):
     path, data = written(tmp_path, tune=None), arguments[1:]
     ended(path, data)
-    with pytest.raises(RunError, match=r": model\.differential was false, is true; the command") as error:
-        open_experiment(path, [*data, "model.differential=true"])
-    assert all(run.outcome.ended for run in open_experiment(path, command(str(error.value))).known_runs())
-
-
-def test_another_rate_is_another_configuration_where_none_is_tuned(tmp_path, arguments, runs):
-    path, data = written(tmp_path, tune=None), arguments[1:]
-    ended(path, data)
-    with pytest.raises(RunError, match=r"ended runs .*: optim\.lr was \S+, is 0\.5") as error:
-        open_experiment(path, [*data, "optim.lr=0.5"])
+    with pytest.raises(RunError, match=rf"ended runs here are of another configuration: {words}; the command") as error:
+        open_experiment(path, [*data, override])
     assert all(run.outcome.ended for run in open_experiment(path, command(str(error.value))).known_runs())
 
 
@@ -131,15 +129,6 @@ def test_runs_that_have_not_ended_stop_nothing(tmp_path, runs):
     for run in ended(path, ["data.source.paths=[.]", runs, *SHORT]).known_runs():
         shutil.rmtree(run.outcome.checkpoint.parent)
     open_experiment(path, ["data.source.paths=[.]", runs])
-
-
-def test_the_first_start_keeps_its_overrides(tmp_path, arguments):
-    from lm.experiments.experiment_folder import start
-
-    path = written(tmp_path, tune=None)
-    folder = start(path, arguments[1:]).experiment.folder
-    start(path, [*arguments[1:], "log.progress=none"])
-    assert read_json(folder / RESOLVED_FILE)["overrides"] == json.loads(json.dumps(arguments[1:]))
 
 
 @pytest.mark.parametrize("tune", [None, TUNED["tune"]], ids=["untuned", "tuned"])

@@ -1,5 +1,5 @@
-"""The settings that the first start of an experiment records in its folder for all runs, and later departures from the
-recorded plan.
+"""The settings that the first start of an experiment records in its folder for all runs, the plan among them, and what
+was changed since that plan.
 """
 
 from collections.abc import Sequence
