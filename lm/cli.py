@@ -164,27 +164,13 @@ def main() -> None:
 
 
 def _usage_message(error: UsageError) -> str:
-    """Return a one-line message on a wrong command line. For a key given as an option (`--key`), the message says
-    `key=value`.
-    """
-    command, name = (error.ctx.command_path, getattr(error, "option_name", "").lstrip("-")) if error.ctx else ("lm", "")
-    if name and any("=VALUE" in (parameter.metavar or "") for parameter in error.ctx.command.params):
-        from lm.config.tree import Config
-        from lm.schema import effect, reference
-
-        if effect(Config, name):
-            # --name=q or --name q
-            match = re.search(rf"(?<=\0--){re.escape(name)}[=\0]([^-\0][^\0]*)", "\0".join(sys.argv))
-            value = match[1] if match else "VALUE"
-            return f"no such option: --{name}; it is a key, written without dashes: {name}={value}"
-        if keys := [path for path, *_ in reference(Config) if path.endswith(f".{name}") and "[" not in path][:3]:
-            return (
-                f"no such option: --{name}; keys are written as key=value: "
-                f"{' or '.join(f'{path}=VALUE' for path in keys)}"
-            )
+    """Return a one-line message on a wrong command line, which says how keys are written where an option is unknown."""
     text = " ".join(error.format_message().replace("Value error, ", "").split()).rstrip(".")
     text = re.sub(r"\. Did (you mean .*\?)$", r" (did \1)", text)
-    return f"{text[:1].lower()}{text[1:]}; see {command} --help"
+    parameters = error.ctx.command.params if error.ctx and type(error).__name__ == "NoSuchOption" else ()
+    if any("=VALUE" in (parameter.metavar or "") for parameter in parameters):
+        text += "; keys are written as key=value, without dashes"
+    return f"{text[:1].lower()}{text[1:]}; see {error.ctx.command_path if error.ctx else 'lm'} --help"
 
 
 _MEMORY_REMEDIES = {  # by command: how to lower its use of memory

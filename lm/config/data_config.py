@@ -210,12 +210,7 @@ class Files:
         other_formats = (".json", ".jsonl", ".ndjson", ".parquet", ".gz", ".zst")
         for suffix in self.suffixes:
             if not re.fullmatch(r"\.[^./\s]+", suffix) or suffix.lower() in other_formats:
-                lacks_dot = suffix.isalnum() and f".{suffix.lower()}" not in other_formats
-                remedy = (
-                    f"write it as .{suffix}"
-                    if lacks_dot
-                    else "write it as .txt; .json (named, or .json.gz), .jsonl, .ndjson, .parquet are read anyway"
-                )
+                remedy = "write suffixes as .txt; .json, .jsonl, .ndjson and .parquet are read anyway"
                 yield Problem("suffixes", suffix, "is not a suffix of text files", remedy)
 
 

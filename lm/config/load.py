@@ -14,7 +14,7 @@ from lm.attention.options import Options
 from lm.config import presets
 from lm.config.eval_config import empty_sequence_problems
 from lm.config.training_config import WSDRate
-from lm.config.tree import Config, keys_acting_in
+from lm.config.tree import Config
 from lm.config.yaml_text import (
     MAX_BYTES,
     MAX_DEPTH,
@@ -414,9 +414,8 @@ def overrides_in(command: str, overrides: list[str]) -> dict[str, Plain]:
     Raises ConfigError: a key has no effect in the command, since the key belongs to the checkpoint or to training.
     """
     changes = resolve_interpolations(read_overrides(overrides))
-    remedy = "free to change: " + ", ".join(keys_acting_in(command))
     if problems := [
-        Problem(path, text, f"can't be changed in lm {command}", remedy)
+        Problem(path, text, f"can't be changed in lm {command}")
         for path, _, text in (override.partition("=") for override in overrides)
         if (key_effect := effect(Config, path)) and command not in key_effect.acts_in
     ]:

@@ -240,12 +240,11 @@ class AttentionBlock:
     def model_problems(self, model: "ModelConfig") -> Iterator[Problem]:
         """Yield the options of `model` that contradict this block, as problems with paths relative to `model`."""
         if model.head_size is None and model.n_embd % model.n_head:
-            unit = model.n_head * model.maps_per_head * (2 if model.position.rotates else 1)
-            remedy = f"e.g. model.n_embd={max(1, round(model.n_embd / unit)) * unit}, or set model.head_size"
-            yield Problem("n_embd", model.n_embd, f"is not a multiple of model.n_head = {model.n_head}", remedy)
+            reason = f"is not a multiple of model.n_head = {model.n_head}"
+            yield Problem("n_embd", model.n_embd, reason, "make it one, or set model.head_size")
         if model.n_head % model.kv_heads:
             reason = f"does not divide model.n_head = {model.n_head}"
-            yield Problem("n_kv_head", model.n_kv_head, reason, f"e.g. {math.gcd(model.n_head, model.n_kv_head)}")
+            yield Problem("n_kv_head", model.n_kv_head, reason)
         if (model.head_size or not model.n_embd % model.n_head) and model.value_dims % model.maps_per_head:
             name, value = self.key_dims_option(model)
             yield Problem(

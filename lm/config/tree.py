@@ -5,7 +5,7 @@
 
 import re
 from bisect import bisect_right
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -17,7 +17,7 @@ from lm.config.model_config import ModelConfig
 from lm.config.training_config import LogConfig, OptimConfig, Phase, TrainerConfig
 from lm.files import expand_home
 from lm.removed_keys import without_removed
-from lm.schema import Effect, Plain, block_of, build, effect, flatten, key, reference, section, sections, to_plain
+from lm.schema import Effect, Plain, build, effect, flatten, key, reference, section, sections, to_plain
 
 
 @dataclass
@@ -252,19 +252,6 @@ def distinguishes_arms(path: str) -> bool:
     """Whether the key at `path`, unless it is a seed, affects the weights that a run learns. Runs that differ in such a
     key belong to different arms."""
     return effect_of(path).affects in ("model", "training", "numerics")
-
-
-def keys_acting_in(command: str, schema: type = Config, path: str = "") -> list[str]:
-    """Paths of the keys of `schema` that have an effect in `command`; the path of a block stands for all keys of the
-    block. `path` is what the paths begin with, e.g. `eval.`."""
-    paths = []
-    for spec in fields(schema):
-        key_path = f"{path}{spec.name}"
-        if command in effect_of(key_path).acts_in:
-            paths.append(key_path)
-        elif block := block_of(spec):
-            paths += keys_acting_in(command, block, f"{key_path}.")
-    return paths
 
 
 @lru_cache(maxsize=1)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import yaml
 from omegaconf import OmegaConf
 from omegaconf._yaml import get_yaml_loader
-from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from lm.errors import ConfigError, abbreviated, as_written, one_line
 from lm.schema import Plain, map_values, single_values
@@ -72,21 +72,10 @@ def parse_yaml(text: str | bytes, source: str) -> Plain:
                     problem=f"is nested more than {MAX_DEPTH} deep", problem_mark=event.start_mark
                 )
         return yaml.load(text, Loader=_LOADER)
-    except UnicodeDecodeError as error:
-        reason = f"byte {error.start} is not UTF-8"
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        reason = " ".join(filter(None, (error.context, (error.problem or "").partition(". See ")[0]))) + (
-            f" (line {mark.line + 1})" if mark else ""
-        )
-        if "character that" in reason:  # libyaml doesn't name the character
-            reason += "; indent with spaces, quote a text that begins with a mark"
-    except yaml.reader.ReaderError as error:
-        reason = f"character {error.position} is no text: {error.reason}"
-    # ValueError and LookupError: tags on unsuitable text, such as !!int x
+    # ValueError and LookupError: bytes that are no UTF-8, tags on unsuitable text, such as !!int x
     except (yaml.YAMLError, ValueError, LookupError) as error:
-        reason = one_line(error)
-    raise ConfigError(f"{source}: not valid YAML: {reason}")
+        reason = one_line(error).replace('in "<unicode string>", ', "at ").partition(". See ")[0]
+        raise ConfigError(f"{source}: not valid YAML: {reason}") from None
 
 
 def parse_override_value(text: str, source: str) -> Plain:
@@ -158,19 +147,17 @@ def resolve_interpolations(plain: dict[str, Plain]) -> dict[str, Plain]:
         )
     try:
         result = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
-    except RecursionError:
-        raise ConfigError(f"{abbreviated(texts[0], 80)}: an interpolation refers to itself") from None
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, RecursionError, ValueError) as error:
         reason = (
             one_line(error)
             .partition(" full_key: ")[0]
             .rpartition(" raised while resolving interpolation: ")[2]
             .strip('"')
         )
-        remedy = "; ${...} sees given keys only" if isinstance(error, InterpolationKeyError) else ""
-        raise ConfigError(f"{error.full_key or texts[0]}: {reason}{remedy}") from None
-    except ValueError as error:
-        raise ConfigError(one_line(error)) from None
+        key = getattr(error, "full_key", None) or texts[0]
+        raise ConfigError(
+            f"{abbreviated(key, 80)}: {reason} (an interpolation ${{...}} sees given keys only)"
+        ) from None
     if sum(1 for _ in single_values(result)) > MAX_NODES:
         raise ConfigError(f"the configuration has more than {MAX_NODES:,} values once its interpolations are resolved")
     return result
