@@ -141,11 +141,8 @@ def test_arms_that_have_seen_other_numbers_of_tokens_are_named(tmp_path, overrid
     base = {"base": TWO_ARMS["base"], "optim.batch_tokens": 64}
     arms = TWO_ARMS["arms"] | {"longer": {"trainer.max_steps": 12}}
     (note,) = started(tmp_path, overrides, base=base, arms=arms).notes()
-    assert (
-        note
-        == "arms have seen different numbers of tokens, those of their sources included: softmax, ssmax: 512; longer: "
-        "768"
-    )
+    words = "512 (softmax, ssmax); 768 (longer)"
+    assert note == f"arms have seen different numbers of tokens, with those of their sources: {words}"
 
 
 def test_without_the_file_of_the_first_start_what_was_planned_is_not_known(tmp_path, overrides):

@@ -145,7 +145,7 @@ def test_means_are_over_the_seeds_that_all_arms_have_finished(tmp_path):
     soft, scalable = summary_entries(procedure)
     assert (soft["mean"], scalable["mean"]) == pytest.approx((5.5, 5.4))
     assert (soft["runs"], scalable["runs"]) == (3, 2)
-    expected = "arms have finished different seeds, means are over those in common: softmax: 1, 2, 3; ssmax: 1, 2"
+    expected = "arms have finished different seeds, means are over those in common: 1, 2, 3 (softmax); 1, 2 (ssmax)"
     assert expected in procedure.notes()
 
 

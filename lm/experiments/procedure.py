@@ -23,7 +23,7 @@ from lm.experiments.experiment import (
     settings_words,
 )
 from lm.experiments.judging import JudgedRun, Judgement, RunsByRate, SizeArm
-from lm.experiments.run_outcome import SELECTION, Outcome, run_differences
+from lm.experiments.run_outcome import SELECTION, Outcome, describe_values, run_differences
 from lm.plugins import package_of
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, SWAPPED, step_path
 from lm.schema import Plain, to_plain
@@ -328,7 +328,7 @@ class Procedure:
         notes += experiment.plan_notes
         notes += run_differences((run.arm, run.outcome) for run in self.known_runs())
         for size in experiment.sizes:
-            choice, seeds, tokens = self.choice(size), {arm.name: [] for arm in experiment.arms}, {}
+            choice = self.choice(size)
             for arm, arm_rates in choice.crossed.items():
                 name, rates = ", ".join(filter(None, (arm, size))), " and ".join(map(rate_text, sorted(arm_rates)))
                 verdict_words = f"; judged at {rate_text(choice.rates[arm])}" if choice.settled and choice.rates else ""
@@ -336,28 +336,17 @@ class Procedure:
                     f"{name}: final seeds are trained at {rates}, as tuning chose different rates for the "
                     f"arms{verdict_words}"
                 )
-            for run in self.final_runs(size):
-                if run.outcome.state == "finished":
-                    seeds[run.arm].append(str(run.seed))
-                    tokens.setdefault(run.outcome.total_tokens, {})[run.arm] = None
+            runs = [run for run in self.final_runs(size) if run.outcome.state == "finished"]
             prefix = f"{size}: " if size else ""
-            if len(tokens) > 1:
-                token_words = "; ".join(f"{', '.join(names)}: {count:,}" for count, names in sorted(tokens.items()))
+            if words := describe_values([(run.arm, f"{run.outcome.total_tokens:,}") for run in runs]):
                 notes.append(
-                    f"{prefix}arms have seen different numbers of tokens, those of their sources included: "
-                    f"{token_words}"
+                    f"{prefix}arms have seen different numbers of tokens, with those of their sources: {words}"
                 )
-            if len({*map(tuple, filter(None, seeds.values()))}) > 1:
-                by_seeds = {
-                    tuple(arm_seeds): [name for name in seeds if seeds[name] == arm_seeds]
-                    for arm_seeds in seeds.values()
-                }
-                seed_words = "; ".join(
-                    f"{', '.join(names)}: {', '.join(arm_seeds) or 'none'}" for arm_seeds, names in by_seeds.items()
-                )
-                notes.append(
-                    f"{prefix}arms have finished different seeds, means are over those in common: {seed_words}"
-                )
+            seeds = {
+                arm: ", ".join(str(run.seed) for run in runs if run.arm == arm) for arm in (run.arm for run in runs)
+            }
+            if words := describe_values([*seeds.items()]):
+                notes.append(f"{prefix}arms have finished different seeds, means are over those in common: {words}")
         return notes
 
     def sources(self, arm: Arm) -> list[str]:

@@ -342,7 +342,7 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
             for name, digest in evaluation.code.items():
                 facts.setdefault(f"measuring code of {name}", []).append((arm, digest))
     sentences = [
-        f"runs differ in {name}: {words}" for name, values in facts.items() if (words := _describe_values(values))
+        f"runs differ in {name}: {words}" for name, values in facts.items() if (words := describe_values(values))
     ]
     if dirty_count:
         subject = f"{dirty_count} of {len(finished_runs)} runs"
@@ -358,11 +358,11 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
     return sentences
 
 
-def _describe_values(values: list[tuple[str, Plain]]) -> str:
+def describe_values(values: list[tuple[str, Plain]]) -> str:
     """List differing values, each with the arms whose runs recorded it; empty if all are the same. `values`: pairs of
     arm and value.
     """
     arms: dict[str, dict[str, None]] = {}
     for arm, value in values:
         arms.setdefault("not recorded" if value is None else str(value), {})[arm] = None
-    return "; ".join(f"{value[:60]} ({', '.join(names)})" for value, names in arms.items()) if len(arms) > 1 else ""
+    return "; ".join(f"{value[:120]} ({', '.join(names)})" for value, names in arms.items()) if len(arms) > 1 else ""
