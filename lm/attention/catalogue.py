@@ -142,7 +142,7 @@ class Layers(Options):
 
     name = "layers"
     full_formula = "layers"
-    of: list[object] = variants(
+    of: list[Options] = variants(
         SINGLE,
         "the layers' normalizers, repeated from the first layer on, e.g. [window, window, {name: ssmax, bias: true}]",
     )
@@ -151,10 +151,8 @@ class Layers(Options):
         return [] if self.of else [Problem("of", [], "no normalizers given", "list one or more")]
 
     def layer_options(self) -> list[Options]:
-        """The options of each normalizer in the list `of`, without entries that the configuration's check reported as
-        invalid.
-        """
-        return [options for options in self.of if isinstance(options, Options)]
+        """The options of each normalizer in the list `of`."""
+        return self.of
 
     def with_changes(self, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> "Layers":
         return Layers([options.with_changes(changes, path, problems) for options in self.layer_options()])
