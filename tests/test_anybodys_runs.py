@@ -1,7 +1,9 @@
 """Verdicts on runs of other programs: designs (paired, unpaired, one arm against a number), layouts and noise."""
 
+import http.server
 import json
 import math
+import threading
 
 import numpy as np
 import pandas as pd
@@ -191,3 +193,61 @@ def test_noise_is_the_spread_of_single_runs_and_of_pairs(tmp_path):
     assert "no arms share two seeds to pair runs by" in command("noise", str(tmp_path / "one.json")).stdout
     (tmp_path / "one.json").write_text("[3.27]")
     assert "no arm has two finished runs" in command("noise", str(tmp_path / "one.json")).stderr
+
+
+class Wandb(http.server.BaseHTTPRequestHandler):
+    """Answers the queries of `wandb.Api().runs("me/project")` with pages of runs: two normalizers, three seeds."""
+
+    states = ["finished"] * 6
+
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        variables = request.get("variables") or {}
+        first = int(variables.get("cursor") or -1) + 1
+        runs = [
+            {
+                "id": f"id{k}", "name": f"run{k}", "displayName": f"run {k}", "state": state, "tags": [],
+                "user": {"name": "me", "username": "me"}, "systemMetrics": "{}", "readOnly": False,
+                "createdAt": "2026-01-01T00:00:00", "heartbeatAt": "2026-01-01T00:00:00", "historyLineCount": 1,
+                "config": json.dumps({"norm": {"value": "ab"[k % 2]}, "optim": {"value": {"seed": k // 2, "b": [1]}}}),
+                "summaryMetrics": json.dumps({"val/loss": 3 + (k % 2) / 10 + k * k / 1000, "_step": 9}),
+            }
+            for k, state in enumerate(self.states)
+        ]  # fmt: skip
+        page = {"endCursor": str(first + 3), "hasNextPage": first + 4 < len(runs)}
+        edges = [{"node": run, "cursor": str(k)} for k, run in enumerate(runs[first : first + 4], first)]
+        project = {"internalId": "1", "runCount": len(runs), "readOnly": False}
+        project |= {"runs": {"edges": edges, "pageInfo": page}}
+        viewer = {"id": "v", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}
+        is_known = variables.get("project") in (None, "project")
+        content = json.dumps({"data": {"viewer": viewer, "project": project if is_known else None}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        """Print nothing."""
+
+
+@pytest.fixture
+def wandb_environment():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Wandb) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        yield {"WANDB_BASE_URL": address, "WANDB_API_KEY": "0" * 40, "WANDB_ERROR_REPORTING": "false"}
+        server.shutdown()
+
+
+def test_the_runs_of_a_project_of_wandb_are_judged(wandb_environment, monkeypatch):
+    question = ["--arm", "config.norm", "--seed", "config.optim.seed", "--metric", "summary.val/loss"]
+    result = command("judge", "wandb:me/project", *question, "--exit-code", **wandb_environment)
+    assert "b: worse by more than 0.01 (3 seeds)" in result.stdout, result.stderr
+    assert result.returncode == 3
+    monkeypatch.setattr(Wandb, "states", ["finished"] * 5 + ["crashed"])
+    result = command("judge", "wandb:me/project", *question, "--exit-code", **wandb_environment)
+    assert ("2 of 3 seeds have ended" in result.stdout, result.returncode) == (True, 4)
+    result = command("judge", "wandb:me/other", *question, **wandb_environment)
+    assert result.stderr.splitlines()[-1].startswith("error: wandb:me/other: ")
+    assert (result.returncode, "Traceback" in result.stderr) == (1, False)

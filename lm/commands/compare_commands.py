@@ -111,7 +111,7 @@ def compare(
 
 def judge(
     table: Annotated[
-        Path, typer.Argument(metavar="TABLE", help="CSV or JSON lines, one value a line: columns arm, seed, value")
+        Path, typer.Argument(metavar="TABLE", help="CSV, JSON lines, or wandb:ENTITY/PROJECT: columns arm, seed, value")
     ],
     baseline: Annotated[
         str | None, typer.Option(help="the arm that the others are compared with [default: the first]")

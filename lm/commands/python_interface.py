@@ -164,8 +164,8 @@ def judge(
     """Judge anybody's runs, as `lm judge` does.
 
     Args:
-        table: a file (CSV, JSON lines) or a frame with one value in each row: columns arm, seed and value, and any
-            others of `lm.results`.
+        table: a file (CSV, JSON lines), `wandb:ENTITY/PROJECT`, or a frame with one value in each row: columns arm,
+            seed and value, and any others of `lm.results`.
         metric: the metric to judge, where the column `metric` has several; or the column that has the values.
         better: `lower` or `higher`; None: as the table's column `better` says, else `lower`.
         matters: smallest difference of interest, in the metric's unit.

@@ -193,13 +193,16 @@ def _sorted_seeds(seeds: Iterable[Plain]) -> tuple[Plain, ...]:
 
 
 def read_table(path: str | os.PathLike) -> pd.DataFrame:
-    """Read a table of runs: a CSV file, JSON lines, a list of numbers, or a JSON object with a list for each arm.
+    """Read a table of runs: a CSV file, JSON lines, a list of numbers, a JSON object with a list for each arm, or
+    `wandb:ENTITY/PROJECT`.
 
     Fields of nested objects become columns such as `config.lr`. Raises RunError.
     """
     kind = "CSV"
     if not isinstance(path, str | os.PathLike):
         raise RunError(f"the table must be a CSV file or a pandas.DataFrame, not {type(path).__name__}")
+    if str(path).startswith("wandb:"):
+        return _wandb_rows(str(path).removeprefix("wandb:"))
     try:
         with get_handle(path, "rb", is_text=False, compression="infer") as handles:  # pandas reads no more than this
             content = handles.handle.read(_MAX_TABLE_BYTES + 1)
@@ -226,9 +229,24 @@ def read_table(path: str | os.PathLike) -> pd.DataFrame:
             rows["arm"] = read(io.BytesIO(content), usecols=["arm"], dtype=str, keep_default_na=False)["arm"]
         return rows
     except FileNotFoundError:
-        raise RunError(f"{path}: no such file; a CSV table with columns arm, seed and value is needed") from None
+        raise RunError(f"{path}: no such file; a table with columns arm, seed and value is needed") from None
     except (OSError, ValueError, EOFError, RecursionError, zlib.error) as error:
         raise RunError(f"{path}: no {kind} table: {one_line(error)}") from None
+
+
+def _wandb_rows(project: str) -> pd.DataFrame:
+    """A row for each run of a project of W&B, with its configuration and summary in columns such as `config.lr`."""
+    try:
+        import wandb  # takes half a second to import
+
+        runs = wandb.Api().runs(project, lazy=False)
+        rows = [
+            {"run": run.name, "state": run.state, "config": run.config, "summary": dict(run.summary)} for run in runs
+        ]
+    except Exception as error:  # of wandb or its helper process: the project can't be read
+        raise RunError(f"wandb:{project}: {one_line(error)}") from None
+    table = _flat_rows(rows)
+    return table.assign(state=[state if state == "finished" else "unfinished" for state in table.get("state", ())])
 
 
 def _json_rows(content: bytes) -> pd.DataFrame:
@@ -244,6 +262,10 @@ def _json_rows(content: bytes) -> pd.DataFrame:
     rows = [{"value": row} if isinstance(row, int | float) else row for row in data]
     if not all(isinstance(row, dict) for row in rows):
         raise ValueError("a line is neither an object nor a number")
+    return _flat_rows(rows)
+
+
+def _flat_rows(rows: list[dict[str, Plain]]) -> pd.DataFrame:
     return pd.json_normalize(rows).map(lambda cell: str(cell) if isinstance(cell, list) else cell)
 
 
