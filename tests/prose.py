@@ -14,8 +14,17 @@ GENERATED = ("config.md", "metrics.md", "normalizers.md")  # made from the keys 
 PAGES = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in GENERATED]
 LONGEST = 30  # words of a sentence
 FENCED = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)  # one at the margin: its language, its text
 WRITTEN = re.compile(r"<!-- results: .*?<!-- end of ", re.DOTALL)
 LISTED = re.compile(r"\s*(?:[-*]|\d+\.) ")
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The fenced blocks of one language; of bash, indented blocks as well."""
+    fenced = [block for name, block in BLOCK.findall(text) if name == language]
+    if language == "bash":
+        fenced += re.findall(r"(?:^    \S.*\n(?:      .*\n)*)+", BLOCK.sub("", text), re.MULTILINE)
+    return fenced
 
 
 def words(text: str) -> int:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from conftest import ROOT, lm, thinned
 from folders import contents
-from test_tokenizer import write_tokenizer
+from texts import write_tokenizer
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from trials import written
 

@@ -35,34 +35,25 @@ FOLDERS = ("lm", "docs", "scripts", "tests", "configs")
 CONFIGURED = ("train", "prepare", "config", "eval", "swap")  # commands that take key=value
 KEYS = {re.sub(r"\[\w*\]", "", path) for path, *_ in reference(Config)}
 BLOCKS = {".".join(path.split(".")[:depth]) for path in KEYS for depth in range(1, path.count(".") + 2)}
-FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 documents = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 
 
-def blocks(text: str, language: str) -> list[str]:
-    """The fenced blocks of one language; of bash, indented blocks as well."""
-    fenced = [block for name, block in FENCED.findall(text) if name == language]
-    if language == "bash":
-        fenced += re.findall(r"(?:^    \S.*\n(?:      .*\n)*)+", FENCED.sub("", text), re.MULTILINE)
-    return fenced
-
-
 def inline(text: str) -> list[str]:
     """What stands in backticks within a line."""
-    return re.findall(r"`([^`\n]+)`", FENCED.sub("", text))
+    return re.findall(r"`([^`\n]+)`", prose.BLOCK.sub("", text))
 
 
 def headings(path: Path) -> set[str]:
     """The anchors of a document's headings."""
-    titles = re.findall(r"^#+ (.+)$", FENCED.sub("", path.read_text()), re.MULTILINE)
+    titles = re.findall(r"^#+ (.+)$", prose.BLOCK.sub("", path.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def missing_links(path: Path) -> list[str]:
     """Targets of links and images that are no file, or no heading of it."""
     wrong = []
-    for target in re.findall(r"\]\(([^)\s]+)\)", FENCED.sub("", path.read_text())):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose.BLOCK.sub("", path.read_text())):
         name, _, anchor = target.partition("#")
         file = path.parent / name if name else path
         if not target.startswith("https://") and (not file.exists() or (anchor and anchor not in headings(file))):
@@ -79,7 +70,7 @@ def missing_files(text: str) -> list[str]:
 def commands(text: str) -> list[list[str]]:
     """`lm` commands in blocks and in backticks, as words; loop variables have their first value."""
     lines = [line for code in inline(text) for line in [code] if not code.endswith("...")]
-    for block in blocks(text, "bash"):
+    for block in prose.blocks(text, "bash"):
         for name, value in re.findall(r"for (\w+) in (\S+)", block):
             block = block.replace(f"${name}", value)
         lines += block.replace("\\\n", " ").splitlines()
@@ -215,7 +206,7 @@ def test_keys_in_backticks_exist(path: Path):
 
 @documents
 def test_python_names_exist(path: Path):
-    assert [name for block in blocks(path.read_text(), "python") for name in missing_names(block)] == []
+    assert [name for block in prose.blocks(path.read_text(), "python") for name in missing_names(block)] == []
 
 
 @pytest.mark.parametrize(
@@ -272,7 +263,7 @@ def test_the_tour_runs_and_ends_in_the_verdict_of_the_committed_runs(
 @pytest.mark.slow
 def test_the_readme_s_example_runs(tmp_path: Path):
     """Word for word, but in a folder of its own: the experiment ends in a verdict over five seeds."""
-    (example,) = [block for block in blocks((ROOT / "README.md").read_text(), "bash") if "cat > " in block]
+    (example,) = [block for block in prose.blocks((ROOT / "README.md").read_text(), "bash") if "cat > " in block]
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     commands_path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": commands_path, "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled"}

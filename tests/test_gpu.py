@@ -4,11 +4,11 @@ import os
 
 import pytest
 import torch
+from folders import losses
 from interpreted import SIZES, dense, either_sum, every_function, results
 from interpreted import inputs as kernel_inputs
 from test_autocast import check_errors
 from test_normalizers import CASES, every_case
-from test_training import losses
 from torch import Tensor
 
 from lm.attention import catalogue

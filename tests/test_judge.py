@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from conftest import ROOT
 from conftest import lm as command
-from test_documents import blocks
+from prose import blocks
 
 import lm
 from lm.errors import ConfigError, RunError

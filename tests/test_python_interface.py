@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import CALLS, PROCESSES, ROOT, Inline
 from fabricated import launching
-from test_documents import blocks
+from prose import blocks
 from test_experiments import SHORT, here
 from trials import written
 from waiting import wait_until

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from texts import TEXTS, files_config, stored_texts, tokens_of, write_texts
+from texts import TEXTS, files_config, stored_texts, tokens_of, write_texts, write_tokenizer
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
 from lm.config.data_config import (
@@ -48,16 +48,6 @@ def test_a_vocabulary_beyond_the_text_is_an_error_that_names_what_fits(data: Dat
         prepare(dataclasses.replace(data, tokenizer=TrainedTokenizer(60000)))
     supported = int(str(error.value).split("only ")[1].split()[0])
     assert prepare(dataclasses.replace(data, tokenizer=TrainedTokenizer(supported))).vocab_size == supported
-
-
-def write_tokenizer(path: Path, end_of_text: str = "</s>", **changes) -> Path:
-    """A byte-level tokenizer.json whose end-of-text token is an ordinary added token in the middle of the ids."""
-    tokenizer = train_tokenizer(iter(TEXTS), TrainedTokenizer(290))
-    tokenizer.add_tokens([end_of_text, "Zwölf"])
-    tokenizer.enable_truncation(5)
-    tokenizer.enable_padding(length=50)
-    path.write_text(json.dumps({**json.loads(tokenizer.to_str()), **changes}))
-    return path
 
 
 def test_a_tokenizer_file_is_used_whatever_it_was_set_to(data: DataConfig, tmp_path: Path):

@@ -1,6 +1,7 @@
 """Small corpora and what the tests of data do with them."""
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from lm.data.sources import reader
 from lm.data.store import Split, Store
 from lm.data.text_files import OnError, Unreadable
 from lm.data.token_files import Vocabulary
-from lm.data.tokenizer import END_OF_TEXT
+from lm.data.tokenizer import END_OF_TEXT, train_tokenizer
 from lm.errors import DataError
 
 ODD = [
@@ -109,3 +110,13 @@ def start(script: str, source: Path | None, root: Path, **environment: str) -> s
     return subprocess.Popen(
         [sys.executable, "-c", header + script, str(source), str(root)], stdout=-1, stderr=-1, text=True, env=env
     )
+
+
+def write_tokenizer(path: Path, end_of_text: str = "</s>", **changes) -> Path:
+    """A byte-level tokenizer.json whose end-of-text token is an ordinary added token in the middle of the ids."""
+    tokenizer = train_tokenizer(iter(TEXTS), TrainedTokenizer(290))
+    tokenizer.add_tokens([end_of_text, "Zwölf"])
+    tokenizer.enable_truncation(5)
+    tokenizer.enable_padding(length=50)
+    path.write_text(json.dumps({**json.loads(tokenizer.to_str()), **changes}))
+    return path
