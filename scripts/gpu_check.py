@@ -105,7 +105,7 @@ def tests(out: Path) -> list[Line]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     file.unlink(missing_ok=True)
     result = subprocess.run(
-        [*command, "tests/test_gpu.py"], capture_output=True, text=True, check=False, env=environment
+        [*command, "tests/attention/test_gpu.py"], capture_output=True, text=True, check=False, env=environment
     )
     (out / "tests.txt").write_text(result.stdout + result.stderr)
     if not file.exists():

@@ -29,10 +29,11 @@ class MuonAndAdamW(torch.optim.Optimizer):
     """Optimizer that updates the group `matrices` with Muon and all other groups with `torch.optim.AdamW`.
 
     Projections that share a fused matrix, such as q, k and v, are updated separately. Each gets the update of
-    `torch.optim.Muon`, bit by bit on a CPU where products are in bf16 (tests/test_muon.py). Unlike torch's class, which
-    multiplies one matrix at a time, this class orthogonalises projections of one shape together, for speed. Batches of
-    them have about `BATCH_ELEMENTS` entries, or one larger matrix; a step needs 12 to 22 bytes for each entry of a
-    batch. The state of a matrix is one `momentum_buffer` of its shape, in fp32; other parameters have AdamW's state.
+    `torch.optim.Muon`, bit by bit on a CPU where products are in bf16 (tests/training/test_muon.py). Unlike torch's
+    class, which multiplies one matrix at a time, this class orthogonalises projections of one shape together, for
+    speed. Batches of them have about `BATCH_ELEMENTS` entries, or one larger matrix; a step needs 12 to 22 bytes for
+    each entry of a batch. The state of a matrix is one `momentum_buffer` of its shape, in fp32; other parameters
+    have AdamW's state.
 
     Args: as for every builder in `BUILDERS`; Muon's options include AdamW's.
     """

@@ -448,9 +448,11 @@ INTENDED_FAILURES = {  # of transformers' common tests
 @pytest.mark.slow
 def test_the_common_tests_of_transformers_pass(tmp_path: Path):
     if "LM_TRANSFORMERS" not in os.environ:
-        pytest.skip("LM_TRANSFORMERS names no folder with transformers' source (see tests/transformers_common.py)")
-    file, report = ROOT / "tests" / "transformers_common.py", tmp_path / "report.xml"
-    folders = os.pathsep.join([str(ROOT), str(file.parent)])
+        pytest.skip(
+            "LM_TRANSFORMERS names no folder with transformers' source (see tests/huggingface/transformers_common.py)"
+        )
+    file, report = ROOT / "tests" / "huggingface" / "transformers_common.py", tmp_path / "report.xml"
+    folders = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(file.parent)])
     command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "-p", "no:cacheprovider", f"--junitxml={report}"]
     result = subprocess.run([*command, str(file)], text=True, capture_output=True, check=False, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": folders})  # fmt: skip

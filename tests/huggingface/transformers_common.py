@@ -1,10 +1,10 @@
-"""transformers' common tests of models, for the classes that an export brings; tests/test_export_hf.py runs this file.
+"""transformers' common tests of models, for the classes that an export brings; test_export_hf.py runs this file.
 
 LM_TRANSFORMERS names a folder with transformers' source: a clone, or the unpacked source package, which holds
 tests/test_modeling_common.py, too. The package parameterized must be installed.
 
     pip download --no-deps --no-binary transformers transformers==5.23.0 && tar xzf transformers-5.23.0.tar.gz
-    LM_TRANSFORMERS=transformers-5.23.0 python -m pytest -m slow tests/test_export_hf.py -k common
+    LM_TRANSFORMERS=transformers-5.23.0 python -m pytest -m slow tests/huggingface/test_export_hf.py -k common
 """
 
 import os

@@ -2,7 +2,7 @@
 Pages are short.
 
 Configurations that a document shows are loaded. README's example is run by a slow test: python -m pytest
-tests/test_documents.py -m slow
+tests/project/test_documents.py -m slow
 """
 
 import ast
@@ -30,7 +30,7 @@ from lm.schema import reference
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 GENERATED = ("config.md", "metrics.md", "normalizers.md")  # made from the keys and options themselves
-EXECUTED = ("normalizers-own.md",)  # by tests/test_plugins.py, with the package that its commands name
+EXECUTED = ("normalizers-own.md",)  # by tests/attention/test_plugins.py, with the package that its commands name
 FOLDERS = ("lm", "docs", "scripts", "tests", "configs")
 CONFIGURED = ("train", "prepare", "config", "eval", "swap")  # commands that take key=value
 KEYS = {re.sub(r"\[\w*\]", "", path) for path, *_ in reference(Config)}
@@ -216,7 +216,7 @@ def test_configurations_can_be_loaded(path: Path, tmp_path: Path):
     text = path.read_text()
     folder = written_files(text, tmp_path)
     problems = {shlex.join(words): wrong_configuration(words, folder) for words in commands(text)}
-    for number, block in enumerate(blocks(text, "yaml")):
+    for number, block in enumerate(prose.blocks(text, "yaml")):
         if set(re.findall(r"^(\w+):", block, re.MULTILINE)) <= BLOCKS | {"base"}:
             (folder / f"{number}.yaml").write_text(block)
             base = [] if "base:" in block else [str(ROOT / "configs" / "softmax.yaml")]

@@ -1,6 +1,7 @@
 """Resuming is exact, bit for bit: the table of normalizers x scenarios, other splits, more steps, and going back.
 
-python -m pytest tests/test_resume.py tests/test_stops.py -m "slow or not slow" -k bitwise      prints the whole table
+python -m pytest tests/training/test_resume.py tests/training/test_stops.py -m "slow or not slow" -k bitwise
+prints the whole table
 """
 
 import json

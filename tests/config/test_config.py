@@ -22,7 +22,7 @@ from lm.model.decoder import Decoder
 from lm.model.swapped import for_inference
 from lm.schema import key_field, reference, to_plain
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 
 

@@ -3,7 +3,7 @@
 Checkpoints and exports carry digests: what is read of them is what was written, or refused. The other files of a run
 folder carry none: of them only the form of the outcome is checked.
 
-python -m pytest tests/test_fuzz_checkpoints.py -m "slow or not slow"       damages 300 files more
+python -m pytest tests/runs/test_fuzz_checkpoints.py -m "slow or not slow"       damages 300 files more
 """
 
 import copy

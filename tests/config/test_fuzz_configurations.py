@@ -2,8 +2,8 @@
 is wrong.
 
 Keys are drawn from the reference, with hostile values among others, and texts of valid ones are mutilated.
-The suite draws the same few each time; `python -m pytest tests/test_fuzz_configurations.py -m slow` draws 2,000 new
-ones.
+The suite draws the same few each time; `python -m pytest tests/config/test_fuzz_configurations.py -m slow` draws
+2,000 new ones.
 """
 
 import datetime

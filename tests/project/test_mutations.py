@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 BY_TESTS = yaml.safe_load((ROOT / "tests" / "mutations.yaml").read_text())
 MUTATIONS = {

@@ -23,7 +23,7 @@ from lm.data.tasks import Draw, Example, TaskError, Text, check_task, example
 from lm.errors import ConfigError, DataError, Problem
 from lm.schema import build, cross_key_problems
 
-TINY = str(Path(__file__).parent / "tiny.yaml")
+TINY = str(Path(__file__).parents[1] / "tiny.yaml")
 SYMBOLIC = [
     MQAR(),
     MQAR(varied=True),

@@ -17,7 +17,7 @@ from house_size import house_sizes
 
 from lm.runs.evaluations import MEASURING_PACKAGES as MEASURING
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # A room may import those before it: what a key is, the options of normalizers, the configuration, text, models, files
 # of runs ...
 ROOMS = (

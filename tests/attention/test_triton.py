@@ -24,7 +24,7 @@ def test_the_interpreted_kernel_agrees_with_the_definition():
         "-q",
         "-p",
         "no:cacheprovider",
-        str(Path(__file__).parent / "interpreted.py"),
+        str(Path(__file__).parents[1] / "interpreted.py"),
     ]
     result = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "TRITON_INTERPRET": "1"}

@@ -251,7 +251,7 @@ def test_kernels_of_trainers_get_scaled_queries(trainer: str, monkeypatch: pytes
 def test_three_lines_put_ssmax_into_a_model_of_transformers_and_a_plugin_into_axolotls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Their loss and gradients are compared with lm's in tests/test_inside_transformers.py."""
+    """Their loss and gradients are compared with lm's in tests/huggingface/test_inside_transformers.py."""
     save(tmp_path / "plain", "llama", {**LLAMA_SIZES, "attention_dropout": 0.0})
     model = executed("Models of transformers", FOLDER=tmp_path / "plain")["model"]
     stand_in(monkeypatch, "axolotl.integrations.base", BasePlugin=type("BasePlugin", (), {}))
