@@ -199,7 +199,8 @@ def suggest(word: str, names: typing.Iterable[str]) -> str:
     method `suggestions` of `names` gives further ones, such as those of installed plugins.
     """
     names = [*getattr(names, "suggestions", names.__iter__)()]
-    matches = difflib.get_close_matches(str(word), names, n=1)
+    matches = [name for name in names if name.startswith(f"{word} ")]  # of a metric at several lengths, say
+    matches = matches or difflib.get_close_matches(str(word), names, n=1)
     if matches:
         return f"did you mean '{matches[0]}'?"
     return "choose from: " + ", ".join(names)
@@ -236,10 +237,14 @@ def _key_advice(schema: type, name: str, table: Mapping[str, type]) -> str:
         return f"it is an option of {', '.join(owners)}, not of {schema.name}"
     if "." in name:
         return f"nest it: {name.replace('.', ': {')}: ...{'}' * name.count('.')}"
-    paths = [path for path, *_ in reference(schema) if path.endswith(f".{name}") and "[" not in path]
-    if 1 <= len(paths) <= 3:
+    names = [spec.name for spec in fields(schema)]
+    paths_by_name: dict[str, list[str]] = {}
+    for path in (path for path, *_ in reference(schema) if "." in path and "[" not in path):
+        paths_by_name.setdefault(path.rpartition(".")[2], []).append(path)
+    match = next(iter(difflib.get_close_matches(name, [*names, *paths_by_name], n=1)), "")
+    if match not in names and 1 <= len(paths := paths_by_name.get(match, ())) <= 3:
         return f"did you mean {' or '.join(paths)}?"
-    return suggest(name, [spec.name for spec in fields(schema)])
+    return suggest(name, names)
 
 
 def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: list[Problem]):

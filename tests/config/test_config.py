@@ -626,6 +626,7 @@ def test_a_text_with_much_space_is_not_cut_without_saying_so():
         ("max_steps=3", "did you mean trainer.max_steps?"),
         ("beta1=0.9", "choose from: name, runs"),
         ("n_head=3", "did you mean model.n_head?"),
+        ("seqlen=64", "did you mean data.seq_len?"),
         ("lengths=full", "did you mean data.lengths or eval.by_length.lengths?"),
     ],
 )

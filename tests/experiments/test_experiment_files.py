@@ -80,6 +80,10 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
             {"primary": {"metric": "val/los"}},
             "yaml: primary.metric = 'val/los': is not measured by sequence at the last step; did you mean 'val/loss'?",
         ),
+        (
+            {"base": str(ROOT / "tests" / "tiny.yaml"), "primary": {"metric": "long/loss"}},
+            "primary.metric = 'long/loss': is not measured .*; did you mean 'long/loss as trained'?",
+        ),
         ({"sizes": {"workers": {}}}, "sizes.workers = 'workers': must be a name"),
         (
             {"sizes": {"a": {"optim.schedule": "wsd"}, "b": {"optim": {"schedule": "wsd"}}}},
