@@ -268,10 +268,15 @@ def _compared_with_plan(experiment: Experiment, settings: dict[str, Plain] | Non
     if plan == present or not is_measured(experiment):
         return experiment
     every_arm = frozenset((size, arm.name) for size, arm in experiment.size_arms)
-    if settings is not None and PLAN not in settings:
-        note = f"{RESOLVED_FILE} is of an earlier version: what was changed since the plan is not known"
-        has_same_seeds = settings.get("seeds") in (None, list(experiment.seeds))
-        return replace(experiment, plan_notes=(note,), exploratory=frozenset() if has_same_seeds else every_arm)
+    if settings is not None and PLAN not in settings and settings.get("plan", {}) is not None:
+        # an earlier version kept seeds and the primary metric as they are, and hashes of the arms
+        recorded = {"seeds": sorted(settings.get("seeds", experiment.seeds))}
+        recorded |= {f"primary.{key}": value for key, value in settings.get("plan", {}).get("primary", {}).items()}
+        changes = _changes(recorded, {key: present["shared"].get(key, value) for key, value in recorded.items()})
+        notes = (f"{RESOLVED_FILE} is of an earlier version: whether arms were changed since the plan is not known",)
+        if changes:
+            notes += (f"exploratory: changed since the plan: {'; '.join(changes.values())}",)
+        return replace(experiment, plan_notes=notes, exploratory=every_arm if changes else frozenset())
     if plan is None:
         note = (
             f"exploratory: what was planned before the first run is not known: {RESOLVED_FILE} was not there when "
