@@ -198,6 +198,7 @@ def verdicts(comparisons: Mapping[Name, Comparison], matters: float, ratio: bool
 
 def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str, family: int) -> Verdict:
     seeds, is_finite = len(comparison.differences), np.isfinite(comparison.differences).all()
+    is_paired = comparison.unpaired_values is None
     has_interval = seeds > 1 and not comparison.unreached_runs
     interval = comparison.interval(family) if has_interval else None
     needed_seeds = _seed_numbers(comparison, margin, family) if seeds > 1 and is_finite else None
@@ -224,11 +225,11 @@ def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str,
         progress = f"{seeds} of {comparison.n_planned_seeds} seeds have ended"
         return untested_verdict("incomplete", progress, progress)
     if seeds < MIN_SEEDS:
-        return untested_verdict("incomplete", f"{seeds} seeds in common", f"a verdict takes {MIN_SEEDS} seeds")
+        reason = f"{seeds} seeds in common" if is_paired else f"an arm has {seeds} seeds"
+        return untested_verdict("incomplete", reason, f"a verdict takes {MIN_SEEDS} seeds")
     if not np.isfinite(comparison.rate_differences).all():
         reason = "a difference at another of the learning rates, all of which a verdict is on, is not finite"
         return untested_verdict("undecided", reason, "another learning rate has no finite difference")
-    is_paired = comparison.unpaired_values is None
     p, exact_p = min(1.0, family * p_difference(comparison)), p_exact(comparison)
 
     def verdict(kind: VerdictKind, reason: str, open_reason: str = "", is_beyond_margin: bool = False) -> Verdict:

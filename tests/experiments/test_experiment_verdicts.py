@@ -3,13 +3,14 @@ nothing.
 """
 
 import math
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
-from conftest import ROOT
+from conftest import ROOT, lm
 from fabricated import FINGERPRINT, evaluated, finish, finish_all, launching, logged
 
 from lm.config.load import to_yaml
@@ -513,3 +514,23 @@ def test_a_run_that_diverged_is_worse_by_infinity_where_more_is_better(tmp_path)
         finish(run, math.inf if is_lost else 5 + abs(run.rate - 2e-3), recall(0.75 if run.arm == "ssmax" else 0.5))
     differences = differences_by_rate(procedure, "", procedure.experiment.arms[1])
     assert differences == {1e-3: [0.25] * 2, 2e-3: [0.25] * 2, 4e-3: [-math.inf] * 2}
+
+
+def test_the_noise_of_an_experiments_final_runs_is_measured_in_its_folder(tmp_path):
+    grid, values = np.random.default_rng(0), {}
+    procedure = finish_all(
+        experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]}),
+        lambda run: values.setdefault(run.config.run_folder, float(grid.normal(3.0, 0.1))),
+    )
+    for run in procedure.known_runs():
+        (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
+        write_json(run.config.run_folder / ENVIRONMENT, {"starts": [{"step": 0}]})
+    said = lm("noise", str(procedure.experiment.folder), "--metric", "val/loss", "--where", "stage == 'final'")
+    assert said.returncode == 0, said.stderr
+    n_final = len([*procedure.final_runs("")])
+    assert f"{n_final} runs" in said.stdout.splitlines()[0]
+    by_arm = defaultdict(list)
+    for run in procedure.final_runs(""):
+        by_arm[run.arm, run.rate].append(values[run.config.run_folder])
+    spread = math.sqrt(np.mean([np.var(of_arm, ddof=1) for of_arm in by_arm.values()]))
+    assert f"single runs scatter by {spread:.3g} (" in said.stdout
