@@ -227,12 +227,14 @@ def build(schema: type, data: Plain, path: str, problems: list[Problem], table: 
             if value != removed[0]:
                 problems.append(Problem(key_path, value, "is no key of lm any more", removed[1]))
         elif not (name == "name" and hasattr(schema, "name")):
-            problems.append(Problem(key_path, value, "unknown key", _key_advice(schema, str(name), table or {})))
+            problems.append(Problem(key_path, value, "unknown key", _key_advice(schema, str(name), table or {}, path)))
     return schema(**{name: value for name, value in values.items() if value is not MISSING})
 
 
-def _key_advice(schema: type, name: str, table: Mapping[str, type]) -> str:
-    """Return advice on an unknown key, which other dataclasses of the `table` or blocks within `schema` may have."""
+def _key_advice(schema: type, name: str, table: Mapping[str, type], block_path: str) -> str:
+    """Return advice on an unknown key of the block at `block_path`. Other dataclasses of the `table` or blocks within
+    `schema` may have it.
+    """
     if owners := [variant_name for variant_name, options in table.items() if _field_named(options, name)]:
         return f"it is an option of {', '.join(owners)}, not of {schema.name}"
     if "." in name:
@@ -243,7 +245,7 @@ def _key_advice(schema: type, name: str, table: Mapping[str, type]) -> str:
         paths_by_name.setdefault(path.rpartition(".")[2], []).append(path)
     match = next(iter(difflib.get_close_matches(name, [*names, *paths_by_name], n=1)), "")
     if match not in names and 1 <= len(paths := paths_by_name.get(match, ())) <= 3:
-        return f"did you mean {' or '.join(paths)}?"
+        return f"did you mean {' or '.join(_join_path(block_path, path) for path in paths)}?"
     return suggest(name, names)
 
 
