@@ -26,7 +26,6 @@ from lm.config.yaml_text import (
 from lm.errors import ConfigError, Problem, abbreviated, as_written, one_line
 from lm.plugins import PLUGINS
 from lm.schema import (
-    NOT_GIVEN,
     Plain,
     build,
     build_named,
@@ -241,7 +240,7 @@ def load_config(arguments: list[str], merge_model_keys: MergeModelKeys | None = 
     init_from = changes.get("init_from", tree.get("init_from"))
     if isinstance(init_from, str) and "${" in init_from:
         init_from = resolve_interpolations(merge(tree, changes))["init_from"]
-    has_weights = merge_model_keys and init_from and isinstance(init_from, str) and init_from != NOT_GIVEN
+    has_weights = merge_model_keys and init_from and isinstance(init_from, str)
     tree = merge_model_keys(init_from, tree, changes) if has_weights else merge(tree, changes)
     if tree.get("name") in (None, ""):  # 0 and false stay, for `parse` to refuse them as names
         tree["name"] = Path(files[0]).stem if files else "run"
@@ -327,9 +326,10 @@ def read_yaml(
         raise ConfigError(f"{abbreviated(str(path))}: {getattr(error, 'strerror', None) or one_line(error)}") from None
     hint = "" if path.suffix in (".yaml", ".yml") else "; data.source names text and token ids (lm prepare --help)"
     try:
-        plain = parse_yaml(content, str(path)) or {}
+        plain = parse_yaml(content, str(path))
     except ConfigError as error:
         raise ConfigError(f"{error}{hint}") from None
+    plain = {} if plain is None else plain
     if isinstance(plain, dict) and "arms" in plain:
         if heirs:
             raise ConfigError(f"{path}: an experiment, not a configuration that {heirs[-1].name} can have as its base")

@@ -320,6 +320,7 @@ def test_the_order_of_overrides_of_one_block_does_not_matter():
     [
         (b"seed: 1\nseed: 2\n", "found duplicate key seed"),
         (b"- 1\n", "must hold keys and values, not [1]"),
+        (b"false\n", "must hold keys and values, not false"),
         (b"seed\n", "must hold keys and values, not 'seed'"),
         (b"name: caf\xe9\n", "decode byte 0xe9 in position 9"),
         (b"optim:\n\tlr: 1\n", "cannot start any token at line 2, column 1"),
