@@ -618,7 +618,10 @@ def test_a_normalizer_alone_is_not_trained_where_it_has_no_gradient():
         ("beta1=0.9", "choose from: name, runs"),
         ("n_head=3", "did you mean model.n_head?"),
         ("seqlen=64", "did you mean data.seq_len?"),
-        ("eval.length_facto=3", "did you mean eval.long_context.length_factor?"),
+        (
+            "eval.length_facto=3",
+            "did you mean eval.long_context.length_factor or eval.diagnostics.length_factor?",
+        ),
         ("lengths=full", "did you mean data.lengths or eval.by_length.lengths?"),
     ],
 )
