@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 
 import lm
@@ -66,7 +67,11 @@ def suggestion(path: Path) -> str:
     lists presets.
     """
     known_names = [name for name, _ in names()]
-    known_names += [*(name.rpartition("/")[2] for name in known_names), *map(str, path.parent.glob("*.yaml"))]
+    known_names += [name.rpartition("/")[2] for name in known_names]
+    # files of the folder are compared by their names alone, as all their paths are alike
+    files = {file.stem: str(file) for file in path.parent.glob("*.yaml")}
+    if matches := get_close_matches(path.stem, files, n=1):
+        return f"; did you mean '{files[matches[0]]}'?"
     text = suggest(str(path.with_suffix("")), known_names)
     return f"; {text if text.startswith('did you mean') else 'lm configs lists presets'}"
 
