@@ -11,7 +11,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -182,6 +182,31 @@ class Series:
     control: bool = False
     logged: tuple[str, ...] = ()  # name in the metrics log of each column, or of the mean over all bins; (): not logged
     shown: Shown | None = None  # how reports show the series; None: no report shows it
+
+    def __post_init__(self):
+        """Check that the fields are consistent; raises ValueError otherwise."""
+        n_columns = 1 if self.axis is None else len(self.axis.values) - self.axis.bins
+        edges = np.array(self.axis.values if self.axis else [0.0])
+        _require(n_columns > 0 and bool(np.all(np.diff(edges) > 0)), "the values of its axis must ascend")
+        _require(not self.bins or (edges[0] == 0 and not (edges % 1).any()), "bins must be whole numbers from 0")
+        _require_shape("means", self.means, (n_columns,))
+        for name, choices in (("interval", IntervalKind), ("better", Better)):
+            _require(getattr(self, name) in get_args(choices), f"{name} must be {' or '.join(get_args(choices))}")
+        n_sample_columns = sum(sample.values.shape[1] if sample.values.ndim == 2 else 0 for sample in self.samples)
+        _require(
+            not self.samples or n_sample_columns == n_columns,
+            f"its samples have {n_sample_columns} columns, not {n_columns}",
+        )
+        _require(not self.bins or len(self.samples) < 2, "bins have one sample")
+        _require(bool(self.samples) or self.interval == "none", "an interval needs samples")
+        for sample in self.samples:
+            for name in ("weights", "groups"):
+                _require_shape(f"samples.{name}", getattr(sample, name), sample.values.shape[:1])
+            _require(bool((sample.weights >= 0).all() and sample.weights.sum() > 0), "samples.weights must be positive")
+        if self.bins or self.curve is not None:
+            _require(self.bins and self.curve is not None, "a curve belongs to bins, and bins to a curve")
+            _require_shape("curve", self.curve, (int(edges[-1]),))
+        _require(len(self.logged) in (0, 1 if self.bins else n_columns), "needs one logged name a column")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -410,6 +435,10 @@ def typed_fields(schema: type, content: dict[str, Plain]) -> dict[str, Plain]:
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
+
+
+def _require_shape(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
+    _require(array.shape == shape, f"{name} has shape {array.shape}, not {shape}")
 
 
 def json_value(value: object) -> Plain:

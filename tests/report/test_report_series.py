@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from reported import build_run, compared, edit, write_evaluation, write_report
 
+from lm.errors import RunError
 from lm.report.comparison_pictures import overview
 from lm.report.comparison_tables import comparison_tables, run_facts
 from lm.runs.evaluations import Axis, Sample, Series, Shown
+from lm.runs.record import read_run
 
 
 def probe(rng: np.random.Generator, level: float) -> list[Series]:
@@ -94,6 +96,13 @@ def test_a_made_up_kind_has_panels_for_what_is_over_an_axis(folders):
     ]
     assert "Reach by depth. Bands: 95% intervals over sequences, 1 seed, each alone." in picture.caption
     assert "From position 16." in picture.caption
+
+
+def test_series_that_are_none_are_refused_in_one_line(folders):
+    path = next(folders[0].glob("evaluations/probe.*"))
+    path.write_text(path.read_text().replace('"higher"', '"more"'))
+    with pytest.raises(RunError, match=r"probe.step-000200.json: better must be lower or higher or none$"):
+        read_run(folders[0])
 
 
 def test_a_point_that_is_not_finite_is_said_and_has_no_interval(folders, tmp_path):

@@ -114,6 +114,12 @@ def test_an_evaluation_of_an_older_version_is_said_to_be_missing(pair, kind):
     assert "no data_fingerprint; if it was measured by an older version, measure it again with `lm eval`" in lacks[0]
 
 
+def test_numbers_of_the_wrong_shape_are_refused(pair):
+    edit(pair[0], "validation", lambda result: result["series"][0]["samples"][0].update(weights=[1] * 5))
+    with pytest.raises(RunError, match=r"validation.step-000200.json: samples.weights has shape \(5,\), not \(128,\)"):
+        read_run(pair[0])
+
+
 @pytest.mark.parametrize("kept", [(), ("validation",), ("long_context",)])
 def test_missing_evaluations_are_reported(tmp_path, kept):
     folders = [build_run(tmp_path, "soft", evaluations=kept), build_run(tmp_path, "scalable", "ssmax")]

@@ -53,6 +53,28 @@ def test_json_and_back_is_the_same(made: Callable[[], Series]):
         np.testing.assert_array_equal(before.values, after.values)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"means": np.zeros(3)}, r"means has shape \(3,\), not \(2,\)"),
+        ({"curve": np.zeros(3)}, r"curve has shape \(3,\), not \(16,\)"),
+        ({"curve": None}, "a curve belongs to bins"),
+        ({"samples": ()}, "an interval needs samples"),
+        ({"samples": by_length().samples[:1]}, "samples have 1 columns, not 2"),
+        ({"samples": (replace(by_position().samples[0], weights=np.ones(4)),)}, "samples.weights has shape"),
+        ({"samples": (replace(by_position().samples[0], weights=np.zeros(3)),)}, "samples.weights must be positive"),
+        ({"axis": Axis("position", "tokens", "", (0, 16, 4), bins=True)}, "must ascend"),
+        ({"axis": Axis("position", "tokens", "", (1, 4, 16), bins=True)}, "bins must be whole numbers from 0"),
+        ({"interval": "student"}, "interval must be none or documents or wilson"),
+        ({"better": "more"}, "better must be lower or higher"),
+        ({"logged": ("a", "b")}, "one logged name"),
+    ],
+)
+def test_parts_that_do_not_fit_together_are_refused(change: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        replace(by_position(), **change)
+
+
 def test_what_is_no_series_is_refused():
     content = scalar().plain()
     with pytest.raises(ValueError, match="a series has no colour"):
