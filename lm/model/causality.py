@@ -8,13 +8,14 @@ from lm.config.tree import Config
 from lm.errors import ConfigError, Problem
 from lm.model.decoder import Decoder
 
-LENGTH = 24  # tokens of the two sequences that are compared; they differ in the second half
+MAX_LENGTH = 512  # most tokens of the two sequences that are compared; they differ in the second half
 TOLERANCE = 1e-4  # of the change in the second half, whose logits must change
 
 
 def check_causality(config: Config) -> None:
-    """Check each normalizer from outside in one layer of the model: logits of two sequences that differ in their second
-    half must be equal in the first.
+    """Check each normalizer from outside in one layer of the model, at the training length up to `MAX_LENGTH`.
+
+    Logits of two sequences that differ in their second half must be equal in the first.
 
     Raises ConfigError that names the normalizer. Weights are random and large, so that no part of the layer is idle.
     """
@@ -24,7 +25,7 @@ def check_causality(config: Config) -> None:
         for options in phase.normalizer.layer_options()
         if ":" in options.name
     }
-    length = min(LENGTH, config.data.seq_len)
+    length = min(MAX_LENGTH, config.data.seq_len)
     half = length // 2
     tokens = (torch.arange(length) % 6).expand(2, -1).clone()
     tokens[1, half:] = 6 + torch.arange(length - half) % 2
