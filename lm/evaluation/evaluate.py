@@ -17,7 +17,7 @@ from lm.config.yaml_text import resolve_interpolations
 from lm.data.prepare import check_sequences, prepare, store_with_fingerprint
 from lm.data.store import Store
 from lm.errors import ConfigError, DataError, Problem, RunError
-from lm.evaluation.evaluation_kind import measurements
+from lm.evaluation.evaluation_kind import measurement_types, measurements
 from lm.machine import threads_per_process
 from lm.model.device import Device, resolve_device, resolve_precision
 from lm.progress import Progress
@@ -42,7 +42,8 @@ def evaluate_runs(
         suite: `quick`, `full` or a YAML file with the section `eval`; empty: `eval` as in the run's configuration.
         overrides: changes `key=value` of keys that `lm eval` reads, made after the suite's.
 
-    Raises LMError: not a run, no such checkpoint, other data than the model was trained on, no such suite.
+    Raises LMError: not a run, no such checkpoint, other data than the model was trained on, no such suite, a
+    missing package.
     """
     changes = overrides_in("eval", [*overrides])
     folders, files = split_configurations(folders)
@@ -69,6 +70,8 @@ def evaluate_runs(
     ]
     configs = [parse(merge(merge(to_plain(config), suite_changes(suite, config)), changes)) for config in base_configs]
     paths = [folder if folder in models else find_checkpoint(folder, checkpoint) for folder in folders]
+    for config in configs:
+        measurement_types(config)  # a missing package is reported before data are prepared
     results: list[EvaluationResult] = []
     for config, folder, path in zip(configs, folders, paths, strict=True):
         results += evaluate_model(config, models.pop(folder)) if folder in models else evaluate(config, folder, path)

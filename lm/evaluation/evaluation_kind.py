@@ -169,15 +169,24 @@ class Measurement(ABC):
             write_sealed(path, evaluation.plain())
 
 
-def measurements(config: Config, store: Store, kinds: Iterable[str] | None = None) -> list[Measurement]:
-    """The measurements that `config.eval` asks for, the validation first; with `kinds` only measurements of these
-    kinds.
+def measurement_types(config: Config, kinds: Iterable[str] | None = None) -> list[type[Measurement]]:
+    """Import the classes of the measurements that `config.eval` asks for, the validation first; `kinds` as in
+    `measurements`.
 
-    Raises LMError: the store does not hold the data that a measurement needs.
+    Raises RunError: a package that a measurement needs is not installed.
     """
     class_paths = [
         name.split(":")
         for kind, name in config.eval.measurement_classes(config.data).items()
         if kinds is None or kind in kinds
     ]
-    return [getattr(import_module(module), attribute)(config, store) for module, attribute in class_paths]
+    return [getattr(import_module(module), attribute) for module, attribute in class_paths]
+
+
+def measurements(config: Config, store: Store, kinds: Iterable[str] | None = None) -> list[Measurement]:
+    """The measurements that `config.eval` asks for, the validation first; with `kinds` only measurements of these
+    kinds.
+
+    Raises LMError: the store does not hold the data that a measurement needs, or a package is not installed.
+    """
+    return [measurement(config, store) for measurement in measurement_types(config, kinds)]

@@ -10,6 +10,7 @@ from lm.config.training_config import Group
 from lm.config.tree import Config, differences, effect_of
 from lm.data.tasks import symbol_tokenizer
 from lm.errors import ConfigError, Problem, as_written
+from lm.evaluation.evaluation_kind import measurement_types
 from lm.model.causality import check_causality
 from lm.model.decoder import Decoder, group_of
 from lm.model.device import resolve_device
@@ -33,7 +34,7 @@ def check_before_data(config: Config, checkpoint: Path | None) -> tuple[Config, 
     Raises:
         ConfigError: the device is missing, nothing is trained, the model is too large for the machine, or the
             configuration doesn't fit the checkpoint or the weights, or a normalizer from outside sees later tokens.
-        RunError: the checkpoint or the model can't be loaded.
+        RunError: the checkpoint or the model can't be loaded, or a package that an evaluation needs is missing.
     """
     accelerator, _ = resolve_device(config)
     if checkpoint:
@@ -59,6 +60,7 @@ def check_before_data(config: Config, checkpoint: Path | None) -> tuple[Config, 
     freeze(decoder, config.train_only)
     check_trainable(config, decoder)
     check_causality(config)
+    measurement_types(config)  # imports what the evaluations need
     _check_memory(config, decoder, accelerator)
     if checkpoint or not config.init_from:
         return config, None

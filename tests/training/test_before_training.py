@@ -1,10 +1,14 @@
 """What needs no data is checked before they are prepared, which can take long."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from lm.config.tree import Config
 from lm.errors import ConfigError, RunError
+from lm.evaluation.evaluate import evaluate_runs
 from lm.model.decoder import Decoder
 from lm.training.optimizers import implied_state
 from lm.training.train import train
@@ -36,7 +40,8 @@ def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare(*_, **__) -> None:
         raise AssertionError("data were prepared")
 
-    monkeypatch.setattr("lm.training.train.prepare", prepare)
+    for module in ("lm.training.train", "lm.evaluation.evaluate"):
+        monkeypatch.setattr(f"{module}.prepare", prepare)
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -49,6 +54,20 @@ def test_a_new_run_is_refused_before_its_data_are_prepared(tiny, no_data, what: 
         with pytest.raises(ConfigError, match=rf"^{message}[^\n]*$"):
             train(config)
         assert not config.run_folder.exists()
+
+
+def test_a_missing_package_of_an_evaluation_is_reported_before_data_are_prepared(
+    tiny, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+):
+    train(tiny(*SIZES, "name=trained", "eval.long_context.length_factor=0"))
+    request.getfixturevalue("no_data")
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "lm.evaluation.downstream", raising=False)
+    with pytest.raises(RunError, match=r"need lm-eval .* is not installed.; run: pip install"):
+        train(tiny(*SIZES, "name=run", "eval.tasks=[hellaswag]"))
+    assert not (tmp_path / "runs" / "run").exists()
+    with pytest.raises(RunError, match=r"need lm-eval .* is not installed.; run: pip install"):
+        evaluate_runs([tmp_path / "runs" / "trained"], overrides=["eval.tasks=[hellaswag]"])
 
 
 def test_the_memory_that_a_model_needs_is_that_of_its_optimizer(tiny, no_data, monkeypatch: pytest.MonkeyPatch):
