@@ -22,6 +22,8 @@ from typing import BinaryIO
 
 # environment variable that holds the id of the parent process, at whose end the child ends
 _PARENT_VARIABLE = "LM_PARENT"
+# environment variable with the numbers of signals that are blocked while a process starts
+_BLOCKED_VARIABLE = "LM_BLOCKED_SIGNALS"
 _PR_SET_PDEATHSIG = 1  # option of Linux's prctl that requests a signal at the end of the parent
 # signals that end a run after its step, with a checkpoint
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -114,6 +116,29 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(_M_MMAP_THRESHOLD, 2**25)  # the largest value that glibc takes: tensors up to 32 MiB
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+@contextmanager
+def stop_signals_blocked() -> Iterator[None]:
+    """A context that blocks `STOP_SIGNALS` in this thread.
+
+    A process started in it inherits the block, and a signal to it waits until it calls `unblock_stop_signals`.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    os.environ[_BLOCKED_VARIABLE] = " ".join(str(int(number)) for number in STOP_SIGNALS if number not in mask)
+    try:
+        yield
+    finally:
+        del os.environ[_BLOCKED_VARIABLE]
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def unblock_stop_signals() -> None:
+    """Take away the block that this process inherits if it was started in `stop_signals_blocked`. Signals that were
+    blocked before, as in a submitted job, stay so.
+    """
+    numbers = os.environ.pop(_BLOCKED_VARIABLE, "").split()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [int(number) for number in numbers])
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from lm.config.tree import Config
 from lm.data.store import Split, Store
 from lm.data.tasks import TaskError, Text, example, integer_hash
 from lm.errors import ConfigError, Problem, RunError
-from lm.machine import STOP_SIGNALS
+from lm.machine import stop_signals_blocked
 
 T = TypeVar("T")
 SLOTS_PER_BLOCK = 1024  # slots that `StratifiedSampler` assigns to streams in one draw
@@ -523,11 +523,10 @@ class TrainLoader(DataLoader[Batch]):
         checkpoint is saved. The next batch raises it, too.
         """
         others, handler = {*active_children()}, signal.getsignal(signal.SIGCHLD)
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            return super().__iter__()
+            with stop_signals_blocked():
+                return super().__iter__()
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             signal.signal(signal.SIGCHLD, handler)
             self.processes = frozenset({*active_children()} - others)
 

@@ -20,7 +20,7 @@ from lm.errors import one_line
 from lm.evaluation.evaluation_kind import Measurement
 from lm.evaluation.swap import SwapMeasurement, swap_lines
 from lm.files import write_text
-from lm.machine import STOP_SIGNALS
+from lm.machine import STOP_SIGNALS, unblock_stop_signals
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, peak_memory_bytes
 from lm.model.spec import flops_per_token
@@ -193,6 +193,7 @@ class StopOnSignal(StepCallback):
         ]
         self._terminals = [output for output in (1, 2) if os.isatty(output)]
         self._old_handlers = {number: signal.signal(number, self._record_signal) for number in numbers}
+        unblock_stop_signals()
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -15,7 +15,7 @@ from lm.errors import Diverged, RunError
 from lm.evaluation.evaluate import evaluate
 from lm.evaluation.evaluation_kind import Measurement, measurements
 from lm.files import UNFINISHED, write_json, write_text
-from lm.machine import keep_freed_memory, threads_per_process, without_garbage_collection
+from lm.machine import keep_freed_memory, stop_signals_blocked, threads_per_process, without_garbage_collection
 from lm.model.device import Machine, resolve_compile, resolve_device, resolve_precision
 from lm.model.spec import flops_per_token
 from lm.progress import StepProgress
@@ -260,7 +260,11 @@ def make_trainer(run: RunContext, module: TrainModule, stop: StopOnSignal) -> L.
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    # The two attributes set below are private. Lightning's handler of SIGTERM would end the run without a checkpoint,
+    # The three attributes set below are private. Processes that Lightning starts inherit that stop signals are blocked,
+    # until `StopOnSignal` handles them; else a signal to the group would kill them while they import.
+    if launcher := trainer.strategy.launcher:
+        launcher._call_children_scripts = stop_signals_blocked()(launcher._call_children_scripts)
+    # Lightning's handler of SIGTERM would end the run without a checkpoint,
     # and with status 0.
     trainer._signal_connector.register_signal_handlers = lambda: None
     # Lightning's count of optimizer steps, on which `max_steps` and `global_step` are based. Its other counters restart

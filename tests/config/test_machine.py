@@ -114,3 +114,19 @@ def test_the_collector_of_cycles_rests_during_imports_and_is_afterwards_as_befor
             raise ImportError
         assert not gc.isenabled(), "the inner one turns it on"
     assert gc.isenabled()
+
+
+INHERITED = """
+import signal, subprocess, sys
+from lm.machine import stop_signals_blocked
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+child = "import signal; from lm.machine import unblock_stop_signals; masks = [signal.pthread_sigmask(0, [])]; "
+child += "unblock_stop_signals(); masks.append(signal.pthread_sigmask(0, [])); print(*map(len, masks), *masks[1])"
+with stop_signals_blocked():
+    subprocess.run([sys.executable, "-c", child], check=True)
+"""
+
+
+def test_a_process_unblocks_the_signals_that_were_blocked_for_its_start_alone():
+    result = subprocess.run([sys.executable, "-c", INHERITED], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["5", "1", str(int(signal.SIGHUP))]

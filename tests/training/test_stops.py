@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,9 +85,7 @@ def test_a_signal_stops_all_processes_with_a_checkpoint(
     signal.signal(signal.SIGHUP, before)
     folder = tmp_path / "runs" / "stopped"
     wait_for_step(folder, 5, process)
-    rank_1 = [
-        child for child in children(process.pid) if b"LOCAL_RANK=1" in Path(f"/proc/{child}/environ").read_bytes()
-    ]
+    rank_1 = [child for child in children(process.pid) if b"LOCAL_RANK=1" in environment(child)]
     os.killpg(process.pid, number) if target == "group" else os.kill(
         rank_1[0] if target == "rank 1" else process.pid, number
     )
@@ -95,6 +94,19 @@ def test_a_signal_stops_all_processes_with_a_checkpoint(
     assert "Traceback" not in stderr
     step = load_checkpoint(folder / "checkpoints" / "last.ckpt")["lm"]["step"]
     assert curve(folder)[-1][0] == step > 5
+    assert not alive(process.pid)
+
+
+def test_a_signal_while_the_second_process_starts_ends_the_run_in_one_line(arguments: list[str], tmp_path: Path):
+    process = start(arguments, *LONG, "trainer.devices=2", "trainer.max_steps=100000", "name=stopped")
+    while not (started := [child for child in children(process.pid) if b"LOCAL_RANK=1" in environment(child)]):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, stderr = process.communicate(timeout=300)
+    assert (process.returncode, len(started)) == (143, 1), stderr
+    assert "Traceback" not in stderr
+    assert load_checkpoint(tmp_path / "runs" / "stopped" / "checkpoints" / "last.ckpt")["lm"]["step"] == 1
     assert not alive(process.pid)
 
 
@@ -126,6 +138,12 @@ def test_workers_end_soon_after_a_killed_parent(arguments: list[str], tmp_path: 
 
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def environment(pid: int) -> bytes:
+    with suppress(OSError):  # it has just ended
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    return b""
 
 
 @pytest.mark.parametrize("ignored", [False, True], ids=["heard", "started by nohup"])
