@@ -142,7 +142,7 @@ def check_evaluations(
             )
         is_checked &= step > saved_digests["step"] or bool(digests and evaluation.code)
     check_log(run, log.content, content["lm"], checkpoint)
-    if config_text and content["lm"]["config"]:
+    if config_text is not None and content["lm"]["config"]:
         check_text(run / CONFIG, config_text, content["lm"], checkpoint)
     return is_checked
 
@@ -182,13 +182,15 @@ def check_config(
 
 def check_text(file: Path, text: str, metadata: dict[str, Plain], checkpoint: Path) -> None:
     """Check that a run's config.yaml, given as `text`, agrees with that in its checkpoint (`check_config`); raises
-    RunError if not.
+    RunError if not, or if it is empty.
 
-    Nothing is checked if the checkpoint's configuration can't be read, because an older version wrote it, or because it
-    names code outside lm, which reports do not import.
+    Nothing else is checked if the checkpoint's configuration can't be read, because an older version wrote it, or
+    because it names code outside lm, which reports do not import.
     """
     if text == metadata["config"]:
         return
+    if not text.strip():
+        raise RunError(f"{file}: holds no configuration; bring it back")
     try:
         training_config = trained_config(metadata, checkpoint)
     except RunError:

@@ -116,10 +116,20 @@ def without_log(procedure: Procedure) -> None:
     (ours(procedure).config.run_folder / METRICS).unlink()
 
 
+def without_last_line(procedure: Procedure) -> None:
+    """A log that lost the validation of the last step."""
+    path = ours(procedure).config.run_folder / METRICS
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+
+
 def with_other_warmup(procedure: Procedure) -> None:
     """A key changed in config.yaml that is no part of the plan."""
     path = ours(procedure).config.run_folder / CONFIG
     path.write_text(path.read_text().replace("warmup_steps: ", "warmup_steps: 1"))
+
+
+def with_empty_config(procedure: Procedure) -> None:
+    (ours(procedure).config.run_folder / CONFIG).write_bytes(b"")
 
 
 def diverged(procedure: Procedure) -> None:
@@ -146,7 +156,9 @@ EDITS = {
     unsealed: r"validation\.step-\d+\.json: holds no sha256 .*measure it again: lm eval ",
     relogged: r"metrics\.jsonl: was altered since checkpoints/step-\d+\.ckpt was saved; bring it back",
     without_log: r"metrics\.jsonl: is gone since checkpoints/step-\d+\.ckpt was saved; bring it back",
+    without_last_line: r"metrics\.jsonl: was altered since checkpoints/step-\d+\.ckpt was saved; bring it back",
     with_other_warmup: r"config\.yaml: is not of the run of .*: optim\.warmup_steps = \d+: .*; bring back the one",
+    with_empty_config: r"config\.yaml: holds no configuration; bring it back",
     diverged: r"metrics\.jsonl: says that the run diverged, but .*ckpt is there: bring it back",
     emptied: r"step-\d+\.ckpt: not a readable checkpoint: .*; bring the checkpoint back, or delete the run folder",
     exchanged: r"step-\d+\.ckpt: is of another run than ssmax-",
