@@ -73,9 +73,10 @@ def judge_table(
     is_paired = not unpaired and target is None
     runs, primary = read_runs(table, source, primary, better, condition, split_columns, arm, seed, is_paired)
     selecting_rows, reporting_rows = split_by_use(runs, source)
-    arms = [*dict.fromkeys(reporting_rows["arm"])]
+    reported = dict.fromkeys(reporting_rows["arm"])
+    arms = [*reported]
     # without them the family would be smaller
-    if missing_arms := [arm for arm in dict.fromkeys(runs["arm"]) if arm not in arms]:
+    if missing_arms := [arm for arm in dict.fromkeys(runs["arm"]) if arm not in reported]:
         reason = f"no line of {', '.join(missing_arms)} reports, only lines that choose rates"
         raise RunError(f"{source}: {reason}; add its final runs, or leave it out by a condition")
     if target is not None:

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from scipy.stats import chi2, nct, permutation_test, t, ttest_1samp
 
 from lm.statistics.intervals import over_documents, over_seeds, over_seeds_and_documents
-from lm.statistics.verdicts import Comparison, p_difference, p_exact, power, seeds_needed, sign_flip, verdicts
+from lm.statistics.verdicts import (
+    Comparison,
+    p_difference,
+    p_exact,
+    power,
+    seeds_needed,
+    sign_flip,
+    smallest_difference,
+    verdicts,
+)
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from simulate_verdicts import World, false, many
@@ -339,6 +348,19 @@ def test_intervals_of_a_family_are_each_longer_so_that_all_hold_together():
         assert verdict.seeds_needed[0] == seeds_needed(0.03, MATTERS, 0.05 / family)
     at_two_rates = verdicts({"a": Comparison(np.array([[values], [values]]))}, MATTERS)["a"]
     assert at_two_rates.seeds_needed[0] == seeds_needed(0.03, MATTERS, 0.05 / 2) > seeds_needed(0.03, MATTERS)
+
+
+def test_many_arms_share_the_search_for_the_number_of_seeds(monkeypatch):
+    n_calls, rng = [0], np.random.default_rng(0)
+
+    def counted_power(*arguments: float) -> float:
+        n_calls[0] += 1
+        return power(*arguments)
+
+    monkeypatch.setattr("lm.statistics.verdicts.power", counted_power)
+    judged = verdicts({arm: Comparison(spread(0.0, rng.uniform(0.02, 0.03), 5)) for arm in range(1_000)}, MATTERS)
+    assert n_calls[0] < 12 * len(judged), "a search by itself takes 25 calls an arm"
+    assert smallest_difference(3, 1.0, alpha=0.05 / 1e6) > 1000
 
 
 def test_power_is_that_of_the_noncentral_t():
