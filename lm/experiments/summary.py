@@ -21,6 +21,8 @@ from lm.statistics.intervals import Interval, trend
 from lm.statistics.tokens import factor, log_tokens
 from lm.statistics.tuning import Rate, mean_loss, rate_cell, rate_text
 
+MAX_PRINTED = 500  # lines of a table that a terminal shows
+
 
 def summary_entries(procedure: Procedure, judgement: Judgement | None = None) -> list[dict[str, Plain]]:
     """The entries of `Judgement.entries`. To the entry of each arm but the baseline, its mean difference (with
@@ -123,8 +125,13 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
 
 def print_verdicts(judgement: Judgement, entries: list[dict[str, Plain]], title: str) -> None:
     """Print the entries of `summary_entries` as a table of numbers, and below the table each verdict with its
-    reason.
+    reason. Of more than MAX_PRINTED entries the first are printed.
     """
+    omission = (
+        f"printed: the first {MAX_PRINTED:,} of {len(entries):,} lines; lm judge --json and verdicts.json hold all"
+    )
+    notes = [omission] if len(entries) > MAX_PRINTED else []
+    entries = entries[:MAX_PRINTED]
     table = summary_table(judgement, entries)
     number_columns = tuple((column, cells) for column, cells in table.contents if column.kind != "words")
     print_tables(replace(table, title=title, contents=number_columns))
@@ -134,6 +141,7 @@ def print_verdicts(judgement: Judgement, entries: list[dict[str, Plain]], title:
             open_question = judgement.verdicts[entry["size"], entry["arm"]].open_reason
             reason = entry["reason"].removeprefix(open_question).lstrip(":; ")  # the verdict's words end with it
             print(": ".join(filter(None, (arm, entry["words"], reason))))
+    print(*notes, sep="\n", end="\n" * len(notes))
 
 
 def has_reached(tokens: float | None) -> bool:

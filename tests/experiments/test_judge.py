@@ -16,7 +16,7 @@ from prose import blocks
 import lm
 from lm.errors import ConfigError, RunError
 from lm.experiments.run_table import judge_table
-from lm.experiments.summary import summary_table
+from lm.experiments.summary import MAX_PRINTED, summary_table
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import recompute
@@ -105,6 +105,17 @@ def test_a_table_is_judged_as_an_experiment_is():
     with pytest.raises(RunError, match=r"^the table: better = lower: by the column better, higher is better; leave"):
         lm.judge(RUNS.assign(better="higher"), better="lower")
     assert lm.judge(RUNS, matters=0.2)["verdict"].tolist()[1:] == ["difference below margin"]
+
+
+def test_a_long_table_is_printed_up_to_a_limit_and_judged_whole(tmp_path):
+    rng, names, path = np.random.default_rng(0), [f"arm{index}" for index in range(MAX_PRINTED + 5)], tmp_path / "t.csv"
+    pd.DataFrame([{"arm": name, "seed": seed, "value": rng.normal()} for name in names for seed in range(3)]).to_csv(
+        path
+    )
+    lines = command("judge", str(path)).stdout.splitlines()
+    assert lines[-1] == "printed: the first 500 of 505 lines; lm judge --json and verdicts.json hold all"
+    assert sum(bool(re.match(r" ?arm\d+\b", line)) for line in lines) == 2 * MAX_PRINTED - 1
+    assert len(json.loads(command("judge", str(path), "--json").stdout)["arms"]) == len(names)
 
 
 def test_each_arm_may_have_a_rate_of_its_own_or_none():
