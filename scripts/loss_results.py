@@ -14,7 +14,7 @@ from pages import canvas, saved
 from lm.report.pictures import COLOURS
 from lm.statistics.intervals import over_seeds
 from lm.statistics.tokens import tokens_to_reach
-from lm.statistics.verdicts import Verdict, verdicts
+from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
 AGAIN = "the baseline again"  # the side of costs that shows their noise
 EXTENDED = ("as trained", "theta x 50")  # inference settings in which sequences beyond the training length are measured
@@ -48,6 +48,7 @@ class Losses(Results):
         ranked: whether lines stand in the order of their losses in the setting that rates were tuned on, in a picture,
             too.
         beside: columns of another experiment, by their headings: words for a line.
+        transfers: settings whose change from `tuned_on` is compared between pairs, as one family of its own.
     """
 
     pairs: tuple[tuple[str, str], ...]
@@ -64,6 +65,7 @@ class Losses(Results):
     accuracy: bool = False
     ranked: bool = False
     beside: Mapping[str, Callable[[str], str]] = field(default_factory=dict)
+    transfers: tuple[str, ...] = ()
 
     @property
     def place(self) -> str:
@@ -141,6 +143,7 @@ class Losses(Results):
             {f"{self.place} verdicts": self.verdict_table()} if self.deciding else {}
         )
         tables |= {f"{self.place} trends": self.trend_table()} if self.trends else {}
+        tables |= {f"{self.place} transfers": self.transfer_table()} if self.transfers else {}
         return tables | ({f"{self.place} tokens": self.token_table()} if self.counts_tokens else {})
 
     def table(self) -> str:
@@ -195,6 +198,24 @@ class Losses(Results):
             cells = [self.words(self.verdicts[line, baseline, column]) for column in self.deciding]
             lines.append([self.labels[line], self.labels[baseline], *cells])
         return markdown(lines)
+
+    def transfer_table(self) -> str:
+        """Changes of the loss from the setting that rates were tuned on, a line's minus its baseline's, in Markdown."""
+
+        def change(line: str, column: str) -> np.ndarray:
+            before, after = (self.by_rate(line, place) for place in (self.tuned_on, column))
+            return after[next(iter(after))] - before[next(iter(before))]
+
+        comparisons = {
+            (*pair, column): Comparison(change(pair[0], column) - change(pair[1], column))
+            for pair, column in product(self.pairs, self.transfers)
+        }
+        judged = verdicts(comparisons, self.matters)
+        rows = [
+            [self.labels[line], self.labels[baseline], *(self.words(judged[line, baseline, x]) for x in self.transfers)]
+            for line, baseline in self.pairs
+        ]
+        return markdown([["", "minus", *self.transfers], *rows])
 
     def trend_table(self) -> str:
         """The losses in the deciding settings by part of training, and their change (`committed_results.trend_table`),

@@ -193,6 +193,7 @@ SHOWN = (
         ("32", "64", "128", "512"),
         "256",
         0.01,
+        transfers=("32, not fine-tuned", "512, not fine-tuned", "32", "512"),
     ),
     Losses("when-to-swap-text", "when-to-swap.md", WHEN, against("ssmax", WHEN), AT_256 | AT_2048, trends=WHEN_TRENDS),
     Losses(
