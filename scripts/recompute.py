@@ -10,11 +10,13 @@ import argparse
 import re
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from committed_results import DESCRIBED, ROOT, markdown
 from loss_results import EXTENDED, Losses
 from needle_depths import NeedleDepths
+from overview import Overview
 from recall_results import Recall
 
 LABELS = {
@@ -142,6 +144,16 @@ RECALL_ALL = Recall(
     picture=True,
     ranked=True,
 )
+TEXT_ALL = Losses(
+    "text-all",
+    "text-normalizers.md",
+    EVERY_AT_256,
+    against("softmax", EVERY_AT_256),
+    AT_256 | AT_2048 | AT_THE_END,
+    matters=0.03,
+    ranked=True,
+    beside={"recall falls below 1/2 at": RECALL_ALL.half_length},
+)
 SHOWN = (
     *(
         Losses(
@@ -196,16 +208,8 @@ SHOWN = (
         transfers=("32, not fine-tuned", "512, not fine-tuned", "32", "512"),
     ),
     Losses("when-to-swap-text", "when-to-swap.md", WHEN, against("ssmax", WHEN), AT_256 | AT_2048, trends=WHEN_TRENDS),
-    Losses(
-        "text-all",
-        "text-normalizers.md",
-        EVERY_AT_256,
-        against("softmax", EVERY_AT_256),
-        AT_256 | AT_2048 | AT_THE_END,
-        matters=0.03,
-        ranked=True,
-        beside={"recall falls below 1/2 at": RECALL_ALL.half_length},
-    ),
+    TEXT_ALL,
+    Overview(replace(TEXT_ALL, deciding=tuple(AT_256)), TEXT_ALL, RECALL_ALL, EXTENDED[1], TEXT_ALL.page),
     Losses(
         "text-layers",
         "text-normalizers.md",

@@ -1,0 +1,148 @@
+"""All normalizers at a glance: four numbers for each arm, and tiers by what the seeds support."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from committed_results import markdown
+from loss_results import Losses
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+from pages import canvas, saved
+from recall_results import Recall
+
+from lm.report.pictures import COLOURS
+from lm.statistics.verdicts import Verdict
+
+TIERS = (
+    "better in a column or more, worse in none",
+    "better in one column, worse in another",
+    "neither shown to be better nor worse",
+    "worse in a column or more, better in none",
+)
+# fill of a cell by the kind of its verdict; equivalence is grey, an undecided cell is empty
+FILLS = {
+    "better": COLOURS[0],
+    "worse": COLOURS[1],
+    "no difference above margin": "0.8",
+    "difference below margin": "0.8",
+}
+
+
+@dataclass(frozen=True)
+class Overview:
+    """The table and the picture of all arms of an experiment on text, with recall of the same arms beside.
+
+    Attributes:
+        short: losses at the training length, judged as a family of its own.
+        long: losses beyond it.
+        recall: accuracies of the same arms.
+        column: the setting of `long` that is shown.
+        page: of docs/, that holds the table.
+    """
+
+    short: Losses
+    long: Losses
+    recall: Recall
+    column: str
+    page: str
+    place: str = "overview-arms"
+
+    @cached_property
+    def baseline(self) -> str:
+        """The arm that all others are compared with."""
+        return self.recall.baseline
+
+    @cached_property
+    def heads(self) -> list[str]:
+        """Headings of the four numbers, without their units."""
+        length = self.long.columns[self.column][-1]
+        return [
+            f"loss at {self.long.length:,} tokens",
+            f"loss at {length:,} tokens",
+            f"recall at {self.recall.deciding[0]:,}",
+            "step time",
+        ]
+
+    def verdicts(self, arm: str) -> list[Verdict]:
+        """The arm's verdicts: loss at the training length, loss beyond it, recall."""
+        rate, length = self.recall.rates(arm)[0], self.recall.deciding[0]
+        return [
+            self.short.verdicts[arm, self.baseline, self.short.deciding[0]],
+            self.long.verdicts[arm, self.baseline, self.column],
+            self.recall.verdicts[arm, rate, length],
+        ]
+
+    def cells(self, arm: str) -> list[str]:
+        """The four numbers of an arm."""
+        losses = [
+            next(iter(results.by_rate(arm, column).values())).mean()
+            for results, column in ((self.short, self.short.deciding[0]), (self.long, self.column))
+        ]
+        recall = self.recall.accuracies[arm, self.recall.rates(arm)[0], self.recall.deciding[0]].mean()
+        ratio = "1" if arm == self.baseline else next(iter(self.long.costs.values()))[arm].partition(" ")[0]
+        return [*(f"{loss:.3f}" for loss in losses), f"{100 * recall:.0f} %", f"x {ratio}"]
+
+    @cached_property
+    def tiers(self) -> Mapping[str, list[str]]:
+        """The arms of each tier, in the order of their loss beyond the training length."""
+        tiers: dict[str, list[str]] = {title: [] for title in TIERS}
+        for arm in self.long.lines:
+            if arm != self.baseline:
+                kinds = {verdict.kind for verdict in self.verdicts(arm)}
+                better, worse = "better" in kinds, "worse" in kinds
+                tiers[TIERS[(1 if worse else 0) if better else (3 if worse else 2)]].append(arm)
+        return tiers
+
+    def tables(self) -> dict[str, str]:
+        """The table of the page, in Markdown: a bold number is better or worse by its verdict."""
+        lines = [["", *self.heads, "tier"], [self.long.labels[self.baseline], *self.cells(self.baseline), "baseline"]]
+        for tier, arms in self.tiers.items():
+            for arm in arms:
+                words = [verdict.kind if verdict.kind in ("better", "worse") else "" for verdict in self.verdicts(arm)]
+                *judged, time = self.cells(arm)
+                judged = [f"{cell} *{word}*" if word else cell for cell, word in zip(judged, words, strict=True)]
+                lines.append([self.long.labels[arm], *judged, time, tier])
+        return {self.place: markdown(lines)}
+
+    def drawn(self) -> bytes:
+        """The picture: a row for each arm, by tiers; a filled number is better, worse or equal by its verdict."""
+        n_rows = 3 + len(self.long.lines) + 1.4 * sum(map(bool, self.tiers.values()))
+        with canvas(1, 1, (7.4, 0.215 * n_rows + 0.5)) as (figure, axes):
+            axes.set_xlim(-2.1, len(self.heads))
+            axes.set_ylim(n_rows, 0)
+            axes.axis("off")
+            for number, head in enumerate(self.heads):
+                axes.text(
+                    number + 0.5,
+                    0.9,
+                    head.replace(" at ", "\nat ").replace("step ", "step\n"),
+                    ha="center",
+                    va="center",
+                )
+            row = 2.2
+            row = self._row(axes, row, self.baseline, {})
+            for tier, arms in self.tiers.items():
+                if arms:
+                    axes.text(-2.1, row + 0.85, tier, va="center", color="0.35", style="normal")
+                    axes.axhline(row + 0.15, color="0.7", linewidth=0.6)
+                    row += 1.4
+                for arm in arms:
+                    row = self._row(axes, row, arm, dict(enumerate(self.verdicts(arm))))
+            entries = [
+                (FILLS["better"], "better than softmax"),
+                (FILLS["worse"], "worse"),
+                ("0.8", "no difference above the margin"),
+            ]
+            handles = [Rectangle((0, 0), 1, 1, color=colour, alpha=0.55, linewidth=0) for colour, _ in entries]
+            figure.legend(handles, [words for _, words in entries], loc="outside lower center", ncols=3, frameon=False)
+            return saved(figure)
+
+    def _row(self, axes: Axes, row: float, arm: str, verdicts: Mapping[int, Verdict]) -> float:
+        """Draw an arm's row, and return the next row's top."""
+        axes.text(-2.0, row + 0.5, self.long.labels[arm], va="center")
+        for number, cell in enumerate(self.cells(arm)):
+            if fill := FILLS.get(verdicts[number].kind) if number in verdicts else None:
+                axes.add_patch(Rectangle((number + 0.08, row + 0.06), 0.84, 0.88, color=fill, alpha=0.55, linewidth=0))
+            axes.text(number + 0.5, row + 0.5, cell, ha="center", va="center")
+        return row + 1
