@@ -28,11 +28,12 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from lm.attention.catalogue import SINGLE, make_normalizer
+from lm.attention.catalogue import make_normalizer
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec, Normalizer
 from lm.attention.options import Options
 from lm.attention.routes import AsModule
+from lm.config.normalizers import SINGLE
 from lm.errors import ConfigError, Problem
 from lm.plugins import PLUGINS
 from lm.schema import Plain, build_named

@@ -144,7 +144,7 @@ def _import_plugin(reference: str, options_of: OptionsOf) -> Plugin:
         raise Unavailable(f"can't be imported: {problem}", remedy) from None
     options = options_of(plugin_class)
     if unkeyed_names := [spec.name for spec in fields(options) if "help" not in spec.metadata]:
-        raise Unavailable(f"has an option that is not made by lm.schema.key: {unkeyed_names[0]}", f"see {PAGE}")
+        raise Unavailable(f"has an option not made by lm.attention.options.key: {unkeyed_names[0]}", f"see {PAGE}")
     named_options = type(
         options.__name__, (options,), {"name": reference, "__doc__": options.__doc__, "__module__": options.__module__}
     )

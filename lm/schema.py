@@ -19,6 +19,8 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, is_dataclass
 
+from lm.attention.options import key as key
+from lm.attention.options import yaml_scalar as yaml_scalar
 from lm.errors import ConfigError, Problem
 from lm.removed_keys import REMOVED_VALUES, removed_key
 
@@ -79,19 +81,6 @@ class DeclaredEffect(typing.TypedDict, total=False):
 def _field(default_factory: Callable, help: str, effect: DeclaredEffect | None, omit_default: bool = False, **content):
     metadata = {"help": help, "effect": effect, "omit_default": omit_default, **content}
     return field(default_factory=default_factory, metadata=metadata)
-
-
-def key(default, help: str, effect: DeclaredEffect | None = None, *, omit_default: bool = False, **limits: float):
-    """Make a dataclass field for a configuration key with a default, a one-line description, an effect and bounds (`gt
-    ge lt le`).
-
-    omit_default: `to_plain` leaves the key out while it has its default value. Use this for a new key in an existing
-    block: the hashes of existing runs' configurations and arms then stay the same.
-    """
-    if isinstance(default, list | dict):
-        return _field(lambda: default.copy(), help, effect, omit_default, limits=limits)
-    metadata = {"help": help, "effect": effect, "omit_default": omit_default, "limits": limits}
-    return field(default=default, metadata=metadata)
 
 
 def section(schema: type, help: str, effect: DeclaredEffect | None = None, *, by_user: bool = True):
@@ -496,13 +485,6 @@ def yaml_flow(value: Plain) -> str:
         text = ", ".join(f"{name}: {yaml_flow(item)}" for name, item in value.items())
         return value["name"] if list(value) == ["name"] else "{" + text + "}"
     return yaml_scalar(value)
-
-
-def yaml_scalar(value: Plain) -> str:
-    """Return a value that is neither list nor map as YAML text."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return '""' if value == "" else str(value)
 
 
 def _join_path(path: str, name: str) -> str:

@@ -30,11 +30,12 @@ from typing import get_args
 import numpy as np
 import torch
 
-from lm.attention import catalogue, cpu_kernel
+from lm.attention import cpu_kernel
 from lm.attention.catalogue import Softmax, SSMax, make_normalizer
 from lm.attention.elementwise_sums import SCORE_FUNCTIONS, elementwise_attention, tiles, why_tiles
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
+from lm.config import normalizers as kinds
 from lm.config.eval_config import DiagnosticsConfig, Statistics
 from lm.config.model_config import ModelConfig
 from lm.config.training_config import OPTIMIZERS, AdamW, OptimConfig
@@ -127,7 +128,7 @@ def made(
 def normalizer_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
     """Every registered normalizer, and softmax twice: the second shows the noise."""
     options = {"softmax": Softmax(), "softmax again": Softmax()}
-    options |= {name: option() for name, option in catalogue.SINGLE.items() if name != "softmax"}
+    options |= {name: option() for name, option in kinds.SINGLE.items() if name != "softmax"}
     options |= {"ssmax with bias": SSMax(bias=True)}
     return {name: made(arguments, sequences, normalizer=option) for name, option in options.items()}, "softmax"
 
@@ -200,7 +201,7 @@ def elementwise_alone(route: Callable[..., torch.Tensor], f: str, arguments: arg
 
 def kernel_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
     """Every entry's own route, and the dense definition of three; on CUDA also both routes of elementwise attention."""
-    sides = {name: attention(option(), arguments) for name, option in catalogue.SINGLE.items()}
+    sides = {name: attention(option(), arguments) for name, option in kinds.SINGLE.items()}
     if sequences.is_cuda:
         print(
             "elementwise attention:",
@@ -212,13 +213,13 @@ def kernel_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tupl
                 for route in (elementwise_attention, tiles)
             }
     return sides | {
-        f"{name}, dense": attention(catalogue.SINGLE[name](), arguments, dense=True) for name in DENSE
+        f"{name}, dense": attention(kinds.SINGLE[name](), arguments, dense=True) for name in DENSE
     }, "softmax"
 
 
 def print_memory(arguments: argparse.Namespace) -> None:
     """Peak resident memory that one forward and backward adds, each side in a fresh process."""
-    sides = [(name, False) for name in catalogue.SINGLE] + [(name, True) for name in DENSE]
+    sides = [(name, False) for name in kinds.SINGLE] + [(name, True) for name in DENSE]
     print(f"peak memory added by one forward and backward, {arguments.n_head} heads, {arguments.seq_len:,} tokens, MiB")
     for name, dense in sides:
         command = [sys.executable, __file__, "memory-of", name + (":dense" if dense else "")]
@@ -237,7 +238,7 @@ def print_memory(arguments: argparse.Namespace) -> None:
 def memory_of(arguments: argparse.Namespace) -> None:
     """In a process of its own: print the peak of resident memory over what was there before, MiB."""
     name, _, dense = arguments.path.partition(":")
-    step = attention(catalogue.SINGLE[name](), arguments, dense=bool(dense))
+    step = attention(kinds.SINGLE[name](), arguments, dense=bool(dense))
     before = peak_process_bytes()
     step()
     print(f"{(peak_process_bytes() - before) / 2**20:,.0f}")
@@ -275,9 +276,9 @@ def measure_long(arguments: argparse.Namespace) -> None:
     if arguments.fused:
         cpu_kernel.why_unusable = lambda v: "PyTorch's is measured"
     device = Device(torch.device(arguments.device), arguments.bf16)
-    decoder = Decoder(
-        shape(arguments, normalizer=catalogue.SINGLE[arguments.normalizer]()), arguments.vocab_size, 1024
-    ).to(device.device)
+    decoder = Decoder(shape(arguments, normalizer=kinds.SINGLE[arguments.normalizer]()), arguments.vocab_size, 1024).to(
+        device.device
+    )
     tokens = np.random.default_rng(0).integers(arguments.vocab_size, size=(1, arguments.seq_len + 1))
     held_out = HeldOut(tokens, np.ones(arguments.vocab_size, np.float32))
     on_gpu = device.device.type == "cuda"
@@ -327,7 +328,7 @@ def measure_diagnostics(arguments: argparse.Namespace) -> None:
     """
     device = Device(torch.device(arguments.device), bf16=False)
     config = DiagnosticsConfig(sequences=arguments.sequences, statistics=arguments.statistics)
-    options = shape(arguments, normalizer=catalogue.SINGLE[arguments.normalizer]())
+    options = shape(arguments, normalizer=kinds.SINGLE[arguments.normalizer]())
     models = [Decoder(options, arguments.vocab_size, 1024, seed).to(device.device) for seed in (0, 1)]
     tokens = np.random.default_rng(0).integers(arguments.vocab_size, size=(arguments.sequences, arguments.seq_len + 1))
     before = peak_process_bytes()
@@ -355,9 +356,7 @@ def main() -> None:
     parser.add_argument("--n-embd", type=int, default=384)
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--seq-len", type=int, help="default 256; kernels 2,048; diagnose 1,024; memory 16,384")
-    parser.add_argument(
-        "--normalizer", default="softmax", choices=list(catalogue.SINGLE), help="of `long` and `diagnose`"
-    )
+    parser.add_argument("--normalizer", default="softmax", choices=list(kinds.SINGLE), help="of `long` and `diagnose`")
     parser.add_argument("--fused", action="store_true", help="PyTorch's attention on a CPU, too, of `long`")
     parser.add_argument("--sequences", type=int, default=8, help="of `diagnose` 16 are usual")
     families = get_args(Statistics)

@@ -72,7 +72,7 @@ if side.get("nanogpt"):
     inputs, targets = given[:, :-1].contiguous(), given[:, 1:].contiguous()
     loss, optimizer = lambda: forward(inputs, targets)[1], torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 else:
-    from lm.attention import catalogue
+    from lm.config import normalizers as kinds
     from lm.config.model_config import Learned, ModelConfig
     from lm.config.training_config import OPTIMIZERS, OptimConfig
     from lm.data.batches import Batch
@@ -84,7 +84,7 @@ else:
         "modern": dict(mlp="relu2", qk_norm=True, out_init="zero", embedding_norm="rms", value_residual="first_layer",
         logit_softcap=15),
     }
-    normalizer = catalogue.SINGLE[side["normalizer"]]()
+    normalizer = kinds.SINGLE[side["normalizer"]]()
     config = ModelConfig(n_layer=layers, n_head=heads, n_embd=width, normalizer=normalizer, **recipes[side["recipe"]])
     model = Decoder(config, vocabulary, 256)
     optimizer = make_optimizer(model,

@@ -20,8 +20,8 @@ import typer
 import yaml
 from committed_results import ROOT
 
-from lm.attention import catalogue
 from lm.cli import app
+from lm.config import normalizers as kinds
 from lm.config.load import reference_markdown
 from lm.config.tree import Config
 from lm.evaluation import metrics
@@ -54,7 +54,7 @@ def texts() -> dict[Path, bytes]:
     made = {
         ROOT / "docs" / "config.md": reference_markdown(),
         ROOT / "docs" / "metrics.md": metrics.markdown(),
-        ROOT / "docs" / "normalizers.md": catalogue.markdown(),
+        ROOT / "docs" / "normalizers.md": kinds.markdown(),
         ROOT / "tests" / "inventory.yaml": yaml.safe_dump(inventory(), sort_keys=False, width=sys.maxsize),
     }
     return {path: text.encode() for path, text in made.items()}

@@ -26,12 +26,12 @@ from bench import attention as attention_step
 from bench import interleaved
 from torch.profiler import ProfilerActivity, profile
 
-from lm.attention import catalogue
 from lm.attention.catalogue import make_normalizer
 from lm.attention.elementwise_sums import why_tiles
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
 from lm.attention.query_scale import QueryScale
+from lm.config import normalizers as kinds
 from lm.config.load import load_config
 from lm.config.model_config import ModelConfig
 from lm.data.batches import Batch
@@ -136,7 +136,7 @@ def backends(out: Path) -> list[Line]:
     """
     lines = []
     heads, length = (12, 1024) if ON_GPU else (2, 64)
-    for name, option in catalogue.SINGLE.items():
+    for name, option in kinds.SINGLE.items():
         normalizer = make_normalizer(option(), LayerSpec(heads, 64, 64 * heads, length)).to(DEVICE)
         if not isinstance(normalizer, QueryScale) and name not in ("qassmax", "sink", "softmax1", "window"):
             continue
@@ -170,7 +170,7 @@ def kernels(out: Path) -> list[Line]:
     reason = why_tiles(DEVICE, torch.bfloat16, 64)
     lines = [("kernel of relu2, relu, sigmoid", reason or "Triton", "ok" if not reason or not ON_GPU else "failed")]
     times = interleaved(
-        {name: attention_step(option(), arguments) for name, option in catalogue.SINGLE.items()}, 5 if ON_GPU else 1
+        {name: attention_step(option(), arguments) for name, option in kinds.SINGLE.items()}, 5 if ON_GPU else 1
     )
     base = float(np.median(times["softmax"]))
     shape = f"1 x {arguments.n_head} heads x {arguments.seq_len:,} x 64"

@@ -19,7 +19,6 @@ from lm.attention.layout import AttentionLayout, by_documents
 from lm.attention.normalizer import LayerSpec, Normalizer, group_key_features
 from lm.attention.options import Options
 from lm.errors import one_line
-from lm.plugins import PLUGINS
 
 HEADS, SIZE, WIDTH, TRAIN_LENGTH = 4, 16, 12, 64
 # names of axes
@@ -527,30 +526,34 @@ CHECKS: tuple[Callable[[Options], None], ...] = (
 )  # fmt: skip
 
 
-def checked_promises(options: Options) -> Iterator[tuple[str, str]]:
+def checked_promises(
+    options: Options, failure: Callable[[BaseException], tuple[str, str]]
+) -> Iterator[tuple[str, str]]:
     """Yield (promise, problem) for each check. `problem` says what the check finds wrong with `options`, with a hint;
-    empty if nothing.
+    empty if nothing. `failure` is `lm.plugins.Plugins.failure`, which names the code that raised an error.
 
     If the first check ends in an error other than its own AssertionError, later checks are not run, as each would end
     in that error.
     """
     for check in CHECKS:
         promise, hint = (" ".join(part.split()) for part in f"{check.__doc__}\n\n".split("\n\n")[:2])
-        problem = _find_problem(check, options)
+        problem = _find_problem(check, options, failure)
         if check is CHECKS[0] and problem.startswith(ERROR_PREFIX):
             yield promise, problem
             return
         yield promise, problem and f"{problem}; hint: {hint}"
 
 
-def _find_problem(check: Callable[[Options], None], options: Options) -> str:
+def _find_problem(
+    check: Callable[[Options], None], options: Options, failure: Callable[[BaseException], tuple[str, str]]
+) -> str:
     """The problem, in words, that `check` finds with the normalizer of `options`; empty if the check passes."""
     try:
         check(options)
     except Exception as error:  # whatever code from outside raises
         if isinstance(error, AssertionError) and str(error):
             return one_line(error)
-        failure_location, _ = PLUGINS.failure(error)
+        failure_location, _ = failure(error)
         return f"{ERROR_PREFIX} {type(error).__name__}: {one_line(error)}" + (
             f"; {failure_location}" if failure_location else ""
         )

@@ -10,6 +10,7 @@ Shapes: B sequences, H heads, N = B x H, T queries, S keys, D head size, E width
 import ctypes
 import hashlib
 import math
+import os
 import subprocess
 import tempfile
 import warnings
@@ -21,9 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.errors import RunError
-from lm.files import write_together
-from lm.machine import compiled_code_folder, cpp_compiler, cpu_flags, usable_cores
+from lm.attention.compiler import compiled_code_folder, cpp_compiler, cpu_flags
 
 SOURCE = Path(__file__).with_name("causal_softmax.cpp")
 ROWS, WIDTH = 12, 32  # queries and keys of a tile
@@ -39,10 +38,12 @@ def why_unusable(v: Tensor) -> str:
         return "operands are traced, or have no numbers"
     if v.dtype != torch.bfloat16:
         return f"the kernel has no {v.dtype}"
+    if reason := _why_unusable():
+        return reason
     # OMP_PROC_BIND binds this thread to cores, and so all threads it starts
-    if usable_cores() < torch.get_num_threads():
+    if len(os.sched_getaffinity(0)) < torch.get_num_threads():
         return "this thread is bound to fewer cores than PyTorch has threads"
-    return _why_unusable()
+    return ""
 
 
 def causal_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -89,6 +90,8 @@ def _why_unusable() -> str:
         return "the CPU has no avx512_bf16"
     if "amx_bf16" in flags:
         return "the CPU has amx_bf16, which PyTorch's kernel uses"
+    if not SOURCE.is_file():
+        return f"{SOURCE.name} is not beside its module"
     if not cpp_compiler():
         return "no C++ compiler found"
     try:
@@ -128,12 +131,10 @@ def _library() -> ctypes.CDLL:
     if path and path.is_file():
         with suppress(OSError):  # a damaged file: it is compiled again
             return ctypes.CDLL(str(path))
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
         library = Path(temporary, "kernel.so")
         command += ["-o", str(library), str(SOURCE)]
         subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS)
         if path:
-            with suppress(RunError):
-                write_together({path: library.read_bytes()})
-                library = path
+            library = library.replace(path)
         return ctypes.CDLL(str(library))

@@ -12,8 +12,7 @@ from torch import Tensor
 from lm.attention import routes
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer, SoftmaxNormalizer, logits
-from lm.attention.options import LARGEST, LONGEST, Options
-from lm.schema import key
+from lm.attention.options import LARGEST, LONGEST, Options, key
 
 MAX_LOOP_WINDOW = 4  # keys of the largest window that a CPU computes faster in a loop over distances
 

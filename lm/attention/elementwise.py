@@ -12,9 +12,8 @@ from torch import Tensor
 from lm.attention import elementwise_sums
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import DividedNormalizer, logits
-from lm.attention.options import N_HELP, Options
+from lm.attention.options import N_HELP, Options, key
 from lm.errors import Problem
-from lm.schema import key
 
 
 class ElementwiseNormalizer(DividedNormalizer):

@@ -10,9 +10,8 @@ from torch import Tensor
 from lm.attention import routes
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import DividedNormalizer
-from lm.attention.options import Options
+from lm.attention.options import Options, key
 from lm.errors import Problem
-from lm.schema import key
 
 CHUNK = 128  # most tokens of a chunk: weights are computed within a chunk, a state stands for earlier tokens
 SEGMENT = 64 * CHUNK  # most tokens whose chunks are computed at once: many small products would leave a GPU idle

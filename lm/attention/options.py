@@ -2,11 +2,10 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
 from lm.errors import Problem
-from lm.schema import Plain, build, cross_key_problems, to_plain, yaml_scalar
 
 N_HELP = "row length n: `visible` keys, length of the `sample`, or `fixed:N`"
 INITIAL_VALUE_REASON = "is an initial value, which training has replaced"
@@ -15,9 +14,29 @@ LARGEST = 1e6  # bound of options that are factors or logits: products of them s
 _ROW_LENGTH_PATTERN = re.compile(r"visible|sample|fixed:([2-9]|[1-9][0-9]{1,8}|10{9})")
 
 
+def key(default, help: str, effect: Mapping[str, object] | None = None, *, omit_default: bool = False, **limits: float):
+    """Make a dataclass field for a configuration key with a default, a one-line description, an effect
+    (`lm.schema.DeclaredEffect`) and bounds (`gt ge lt le`).
+
+    omit_default: `lm.schema.to_plain` leaves the key out while it has its default value. Use this for a new key in an
+    existing block: the hashes of existing runs' configurations and arms then stay the same.
+    """
+    metadata = {"help": help, "effect": effect, "omit_default": omit_default, "limits": limits}
+    if isinstance(default, list | dict):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def yaml_scalar(value: object) -> str:
+    """Return a value that is neither list nor map as YAML text."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return '""' if value == "" else str(value)
+
+
 @dataclass
 class Options:
-    """Base of a normalizer's options. A subclass is a dataclass of keys (`lm.schema.key`)."""
+    """Base of a normalizer's options. A subclass is a dataclass of keys (`key`)."""
 
     name: ClassVar[str]  # the name in `model.normalizer`
     full_formula: ClassVar[str]  # formula of the weights, with all terms that options can add
@@ -58,7 +77,7 @@ class Options:
         ]
 
     @classmethod
-    def first_init(cls) -> Plain:
+    def first_init(cls) -> object:
         """The default of the option `init`, which sets the parameters' initial values; None if there is no such
         option.
         """
@@ -74,22 +93,7 @@ class Options:
         options = self.layer_options()
         return options[layer % len(options)]
 
-    def with_changes(self, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> "Options":
-        """Return these options, of a trained normalizer, updated from `changes`; keys that are none of its options are
-        ignored. Problems with the new values, at keys below `path`, are appended to `problems`."""
-        overrides = {
-            option: value for option, value in changes.items() if option in {spec.name for spec in fields(self)}
-        }
-        violations = [
-            Problem(f"{path}.{option}", overrides[option], reason)
-            for option, reason in self.fixed_by_training.items()
-            if option in overrides
-        ]
-        options = build(type(self), {**to_plain(self), **overrides}, path, violations)
-        problems += violations or cross_key_problems(options, path)
-        return options
-
-    def non_defaults(self, excluded: str = "") -> dict[str, Plain]:
+    def non_defaults(self, excluded: str = "") -> dict[str, object]:
         """Values, by name, of the options that differ from their defaults, without the option `excluded`."""
         values = {
             spec.name: getattr(self, spec.name) for spec in fields(self) if getattr(self, spec.name) != spec.default
@@ -100,17 +104,8 @@ class Options:
         """The name with the options that differ from their defaults: `ssmax (init=1.0)`."""
         return label_text(self.name, self.non_defaults())
 
-    def swap_arguments(self) -> str:
-        """The arguments of `lm swap --to` that set these options, except `init`. Example: `ssmax
-        model.normalizer.bias=true`.
-        """
-        overrides = self.non_defaults("init").items()
-        return " ".join(
-            [self.name, *(f"model.normalizer.{option}={yaml_scalar(value)}" for option, value in overrides)]
-        )
 
-
-def label_text(name: str, options: Mapping[str, Plain]) -> str:
+def label_text(name: str, options: Mapping[str, object]) -> str:
     """A normalizer's name with `options` in parentheses: `ssmax (init=1.0)`."""
     return (
         f"{name} ({', '.join(f'{option}={yaml_scalar(value)}' for option, value in options.items())})"

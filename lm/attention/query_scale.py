@@ -18,9 +18,8 @@ from torch.nn import Module
 from lm.attention import routes
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer, SoftmaxNormalizer, logits
-from lm.attention.options import INITIAL_VALUE_REASON, LARGEST, LONGEST, N_HELP, Options
+from lm.attention.options import INITIAL_VALUE_REASON, LARGEST, LONGEST, N_HELP, Options, key
 from lm.errors import Problem
-from lm.schema import key
 
 
 class FusedSoftmax(SoftmaxNormalizer):

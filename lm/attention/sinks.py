@@ -14,8 +14,7 @@ from torch import Tensor
 from lm.attention import routes
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import SoftmaxNormalizer
-from lm.attention.options import INITIAL_VALUE_REASON, LARGEST, Options
-from lm.schema import key
+from lm.attention.options import INITIAL_VALUE_REASON, LARGEST, Options, key
 
 
 @dataclass

@@ -11,8 +11,7 @@ from torch import Tensor
 from lm.attention import routes
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer, logits
-from lm.attention.options import N_HELP, Options
-from lm.schema import key
+from lm.attention.options import N_HELP, Options, key
 
 
 def subtract_largest_logit(z: Tensor, layout: AttentionLayout) -> Tensor:

@@ -9,9 +9,10 @@ import torch
 from packaging.requirements import Requirement
 
 import lm
+from lm.attention.compiler import cpp_compiler
 from lm.config.training_config import LogConfig
 from lm.errors import LMError
-from lm.machine import cpp_compiler, usable_cores
+from lm.machine import usable_cores
 from lm.model.device import native_bf16_hardware
 from lm.schema import Plain
 from lm.training.banner import git_state

@@ -119,7 +119,8 @@ def normalizers(
 
     The whole table is docs/normalizers.md.
     """
-    from lm.attention.catalogue import ENTRIES, description
+    from lm.attention.catalogue import ENTRIES
+    from lm.config.normalizers import description
     from lm.errors import ConfigError
     from lm.schema import suggest
 
@@ -146,8 +147,13 @@ def check_normalizer(
 
     normalizer = load_normalizer(name, options or [])
     from lm.attention.contract import checked_promises
+    from lm.plugins import PLUGINS
 
-    _print_promises((part.label(), *result) for part in normalizer.layer_options() for result in checked_promises(part))
+    _print_promises(
+        (part.label(), *result)
+        for part in normalizer.layer_options()
+        for result in checked_promises(part, PLUGINS.failure)
+    )
 
 
 def _print_promises(results: Iterable[tuple[str, str, str]]) -> None:

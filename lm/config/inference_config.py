@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lm.attention.options import Options
 from lm.config.model_config import Position, divide_low_frequencies
+from lm.config.normalizers import with_changes
 from lm.errors import Problem
 from lm.schema import key, variant, yaml_scalar
 
@@ -133,7 +134,7 @@ class InferenceSetting:
         """Return the normalizer options as changed by this setting, and problems of the changes. `path` is the path of
         the key `normalizer`."""
         problems: list[Problem] = []
-        normalizers = [options.with_changes(self.normalizer, path, problems) for options in trained_normalizers]
+        normalizers = [with_changes(options, self.normalizer, path, problems) for options in trained_normalizers]
         problems += [
             Problem(f"{path}.{name}", self.normalizer[name], "no normalizer of this model has this option", "drop it")
             for name in self.missing_options(trained_normalizers)

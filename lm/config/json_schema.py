@@ -7,7 +7,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, Field
 
-from lm.attention.catalogue import Catalogue, Layers
+from lm.config.normalizers import Catalogue, Layers
 from lm.config.tree import Config
 from lm.schema import BOUNDS, Plain, fields
 

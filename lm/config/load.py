@@ -9,10 +9,10 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from lm.attention.catalogue import OPTIONS, Layers
 from lm.attention.options import Options
 from lm.config import presets
 from lm.config.eval_config import empty_sequence_problems
+from lm.config.normalizers import OPTIONS, Layers
 from lm.config.training_config import WSDRate
 from lm.config.tree import Config
 from lm.config.yaml_text import (

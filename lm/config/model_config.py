@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from lm.attention.catalogue import OPTIONS
 from lm.attention.options import Options
+from lm.config.normalizers import OPTIONS
 from lm.errors import Problem
 from lm.schema import key, variant
 

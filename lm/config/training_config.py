@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from lm.attention.catalogue import OPTIONS
 from lm.attention.options import Options
+from lm.config.normalizers import OPTIONS
 from lm.errors import Problem
 from lm.schema import key, optional, section, variant
 

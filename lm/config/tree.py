@@ -10,10 +10,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-from lm.attention.catalogue import Layers
 from lm.config.data_config import DataConfig
 from lm.config.eval_config import EvalConfig
 from lm.config.model_config import ModelConfig
+from lm.config.normalizers import Layers
 from lm.config.training_config import LogConfig, OptimConfig, Phase, TrainerConfig
 from lm.files import expand_home
 from lm.removed_keys import without_removed

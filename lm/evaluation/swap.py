@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm.attention.catalogue import OPTIONS
 from lm.attention.layout import AttentionLayout
 from lm.config.data_config import FullLength
 from lm.config.eval_config import Timing, lengths_from_factors
 from lm.config.load import merge, overrides_in, parse, to_yaml
+from lm.config.normalizers import OPTIONS
 from lm.config.tree import Config
 from lm.config.yaml_text import override
 from lm.data.batches import long_starts, train_sequences

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
-from lm.attention.catalogue import OPTIONS, make_normalizer
+from lm.attention.catalogue import make_normalizer
 from lm.attention.normalizer import LayerSpec
 from lm.config import presets
 from lm.config.eval_config import Quantity, ValidationTiming, lengths_from_factors
 from lm.config.load import merge, merge_bases, nest_keys, overrides_in, read_overrides, refuse_unused_temperatures
+from lm.config.normalizers import OPTIONS
 from lm.config.task_config import task_names
 from lm.config.tree import Config, ExperimentConfig, differences, distinguishes_arms, effect_of
 from lm.config.yaml_text import MAX_BYTES, parse_yaml

@@ -11,9 +11,10 @@ from typing import ClassVar
 
 import torch
 
-from lm.attention.catalogue import Layers, Softmax, Window
+from lm.attention.catalogue import Softmax, Window
 from lm.attention.options import Options
 from lm.config.model_config import Learned, ModelConfig
+from lm.config.normalizers import Layers
 from lm.huggingface.fields import IRRELEVANT_FIELDS, REQUIRED_VALUES, Fields, read_rope, write_rope
 from lm.model.decoder import projections
 from lm.model.spec import ModelSpec

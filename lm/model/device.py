@@ -12,9 +12,10 @@ from itertools import takewhile
 import torch
 from torch import Tensor, nn
 
+from lm.attention.compiler import compiled_code_folder, cpp_compiler, cpu_flags
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem, RunError
-from lm.machine import compiled_code_folder, cpp_compiler, cpu_flags, peak_process_bytes
+from lm.machine import peak_process_bytes
 from lm.schema import Plain
 
 # FLOPs above which torch.compile saves more time than it takes (docs/speed.md). MIN_TOTAL_FLOPS_TO_COMPILE is for all

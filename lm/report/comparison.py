@@ -13,7 +13,7 @@ from typing import get_args
 
 import numpy as np
 
-from lm.attention import catalogue
+from lm.config import normalizers as kinds
 from lm.config.tree import distinguishes_arms
 from lm.errors import RunError
 from lm.report.tables import plain_text, printable
@@ -356,8 +356,8 @@ def arm_label(run: RunRecord) -> str:
     if run.config.get("init_from"):  # the weights that the run started from have replaced the initial values
         first_normalizer = {key: value for key, value in first_normalizer.items() if key != "init"}
     names = [
-        catalogue.label(first_normalizer),
-        *(f"{catalogue.label(normalizer)} at step {step}" for step, normalizer in later_phases),
+        kinds.label(first_normalizer),
+        *(f"{kinds.label(normalizer)} at step {step}" for step, normalizer in later_phases),
     ]
     if replaced_label := run.environment_entry("swap.normalizer"):
         swap_init = run.environment_entry("swap.init")

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from lm.attention import catalogue
+from lm.config import normalizers as kinds
 from lm.report.comparison import ArmRuns, RunComparison, Section, SeriesName, seeds_shown, shared_value
 from lm.report.tables import (
     Column,
@@ -406,7 +407,7 @@ def _normalizer_text(run: RunRecord) -> str:
     phases = []
     for step, options in run.phases:
         entry = catalogue.ENTRIES.get(options["name"])
-        normalizer = catalogue.options_from_plain(options)
+        normalizer = kinds.options_from_plain(options)
         n = str(options.get("n", ""))
         formula = (normalizer.formula() if normalizer else str(options["name"])) + (
             f" ({entry.source})" if entry else ""

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lm.attention.catalogue import ENTRIES, Layers
+from lm.attention.catalogue import ENTRIES
 from lm.config.load import merge, parse, read_yaml
+from lm.config.normalizers import Layers
 from lm.config.tree import Config, ExperimentConfig
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, RunError, as_written, one_line

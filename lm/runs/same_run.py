@@ -8,6 +8,7 @@ from typing import Literal
 
 from lm.config.eval_config import EvalConfig
 from lm.config.load import parse
+from lm.config.normalizers import swap_arguments
 from lm.config.tree import Config, differences, effect_of
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, Problem, RunError, as_written, one_line
@@ -241,7 +242,7 @@ def _plan_problems(config: Config, training_config: Config, phase: int, step: in
         ):
             reason = f"the checkpoint was trained with {trained_normalizer.label()}"
             remedy = (
-                f"lm swap {checkpoint} --to {normalizer.swap_arguments()} -o OUT, then init_from=OUT in a run of "
+                f"lm swap {checkpoint} --to {swap_arguments(normalizer)} -o OUT, then init_from=OUT in a run of "
                 "another name"
             )
             problems.append(Problem(f"{setting}.normalizer", normalizer.label(), reason, f"to change it now: {remedy}"))

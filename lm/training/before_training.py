@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from lm.attention.catalogue import make_normalizer
+from lm.config.normalizers import swap_arguments
 from lm.config.training_config import Group
 from lm.config.tree import Config, differences, effect_of
 from lm.data.tasks import symbol_tokenizer
@@ -137,7 +138,7 @@ def _normalizer_problems(config: Config, decoder: Decoder, source_model: LoadedM
             for layer_normalizer in (normalizer, source_normalizer)
         ]
         if options[0] != options[1]:
-            arguments = config.plan[0].normalizer.swap_arguments()
+            arguments = swap_arguments(config.plan[0].normalizer)
             remedy = (
                 f"convert it: lm swap {config.init_from} --to {arguments} -o OUT, then init_from=OUT; or keep "
                 f"{labels[1]}"

@@ -154,7 +154,8 @@ def test_each_broken_promise_fails_its_check(broken: type[Normalizer], monkeypat
 
     monkeypatch.setattr(contract, "make_normalizer", make)
     problems = {
-        check.__name__: problem for check, (_, problem) in zip(CHECKS, checked_promises(OfBroken()), strict=True)
+        check.__name__: problem
+        for check, (_, problem) in zip(CHECKS, checked_promises(OfBroken(), PLUGINS.failure), strict=True)
     }
     assert {name for name, problem in problems.items() if problem} >= BROKEN[broken], problems
     for name in BROKEN[broken]:  # a sentence that names what fails, where numbers are compared an entry, and what to do
@@ -184,7 +185,7 @@ def test_a_normalizer_that_can_not_be_used_is_said_so_once_without_a_hint(monkey
             return v, None
 
     monkeypatch.setattr(contract, "make_normalizer", Pair)
-    ((_, problem),) = checked_promises(OfBroken())
+    ((_, problem),) = checked_promises(OfBroken(), PLUGINS.failure)
     assert problem == "stopped by TypeError: `forward` gives tuple, not a tensor"
 
 
@@ -205,7 +206,7 @@ def test_a_wrong_shape_and_what_is_not_finite_are_named_before_what_follows(
 
     setattr(Changed, method, lambda *given: change(getattr(super(Changed, given[0]), method)(*given[1:])))
     monkeypatch.setattr(contract, "make_normalizer", Changed)
-    ((_, found),) = checked_promises(OfBroken())
+    ((_, found),) = checked_promises(OfBroken(), PLUGINS.failure)
     name = {"forward": "`forward`", "normalize": "`(forward|weights)`"}[method]
     assert re.search(f"stopped by ValueError: {name} {problem}", found), found
 

@@ -3,6 +3,7 @@ not work.
 """
 
 import math
+import os
 import subprocess
 import threading
 from pathlib import Path
@@ -13,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from lm import machine
-from lm.attention import cpu_kernel
+from lm.attention import compiler, cpu_kernel
 from lm.attention.cpu_kernel import ROWS, WIDTH, causal_softmax
 from lm.attention.layout import AttentionLayout
 from lm.attention.routes import SHORT_LENGTH, fused_softmax
@@ -26,7 +26,7 @@ SCRIPTS = {  # of compilers: one that refuses, and one whose library is a line o
     "library": 'while [ "$1" != -o ]; do shift; done; echo text > "$2"',
 }
 needs_kernel = pytest.mark.skipif(
-    "avx512_bf16" not in machine.cpu_flags() or not machine.cpp_compiler(), reason="no AVX-512 BF16 or compiler"
+    "avx512_bf16" not in compiler.cpu_flags() or not compiler.cpp_compiler(), reason="no AVX-512 BF16 or compiler"
 )
 
 
@@ -131,7 +131,7 @@ def test_the_fused_kernel_takes_what_it_can_not_compute(monkeypatch: pytest.Monk
     assert "float32" in cpu_kernel.why_unusable(V.float())
     with FakeTensorMode():
         assert "no numbers" in cpu_kernel.why_unusable(torch.empty(1, 1, 8, dtype=torch.bfloat16))
-    monkeypatch.setattr(cpu_kernel, "usable_cores", lambda: 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert "bound" in cpu_kernel.why_unusable(V)
 

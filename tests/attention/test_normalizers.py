@@ -18,6 +18,7 @@ from lm.attention.normalizer import LayerSpec
 from lm.attention.options import Options
 from lm.attention.routes import by_query_blocks
 from lm.attention.sparse import threshold
+from lm.config import normalizers as kinds
 from lm.config.load import load_normalizer
 from lm.errors import ConfigError
 from scripts.tensor_memory import TensorMemory
@@ -230,7 +231,7 @@ def test_matching_holds_for_every_row_length(policy: str):
 
 def at_the_bounds() -> Iterator[Options]:
     """Every option of every normalizer at its least and at its largest value, the others at their defaults."""
-    for options in catalogue.SINGLE.values():
+    for options in kinds.SINGLE.values():
         for spec in fields(options):
             limits = spec.metadata["limits"]
             bounds = ["fixed:2", "fixed:1000000000"] if spec.name == "n" else [limits.get("ge"), limits.get("le")]

@@ -14,9 +14,10 @@ import yaml
 from conftest import ROOT, lm
 from trials import written as experiment_file
 
-from lm.attention.catalogue import ENTRIES, implementation, options_class
+from lm.attention.catalogue import ENTRIES
 from lm.attention.contract import CHECKS
 from lm.config.load import load_config, parse
+from lm.config.normalizers import implementation, options_class
 from lm.errors import ConfigError, RunError
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import start
@@ -240,7 +241,7 @@ def test_installed_entry_points_are_read_once(arguments: list[str], monkeypatch:
 @pytest.mark.parametrize(
     ("written", "said"),
     [
-        ("full_formula = 'z'\n    p: float = 2.0", "not made by lm.schema.key: p"),
+        ("full_formula = 'z'\n    p: float = 2.0", "option not made by lm.attention.options.key: p"),
         ("p: float = key(2.0, 'p')", "no dataclass of options with a full_formula"),
     ],
 )

@@ -17,6 +17,7 @@ from wandb import Image
 from lm.attention import catalogue
 from lm.attention import catalogue as opt
 from lm.attention.options import Options
+from lm.config import normalizers as kinds
 from lm.config.eval_config import DiagnosticsConfig
 from lm.config.inference_config import InferenceSetting, ThetaFactor
 from lm.config.model_config import GAUBlock, ModelConfig
@@ -183,7 +184,7 @@ SLOW = [
     CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in CASES],
 )
 def test_streamed_statistics_equal_the_dense_definition(name: str, block: str, isolated: bool):
-    options = opt.Window(size=40) if name == "window" else catalogue.OPTIONS[name]()
+    options = opt.Window(size=40) if name == "window" else kinds.OPTIONS[name]()
     assert agrees_with_naive(make_decoder(options, block), batch(isolated)) > 100
 
 
@@ -459,7 +460,7 @@ def test_a_report_of_runs_with_diagnostics_shows_them(tmp_path: Path):
     for name in ("softmax", "relu2"):
         folders.append(build_run(tmp_path, name))
         curves = diagnostic_series(
-            make_decoder(catalogue.OPTIONS[name]()), held_out, config, Device(torch.device("cpu"), bf16=False), 1, ""
+            make_decoder(kinds.OPTIONS[name]()), held_out, config, Device(torch.device("cpu"), bf16=False), 1, ""
         )
         assert {curve.better for curve in curves} == {"none"}
         write_series(folders[-1], "diagnostics", curves)

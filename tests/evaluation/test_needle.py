@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import lm
 
-from lm.attention import catalogue
+from lm.config import normalizers as kinds
 from lm.config.eval_config import MAX_OVERRUN, FinetuneConfig, NeedleConfig
 from lm.config.inference_config import NTK, InferenceSetting
 from lm.config.model_config import Learned, ModelConfig
@@ -46,7 +46,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def made(store: Store, name: str = "softmax", **model: object) -> Decoder:
-    config = ModelConfig(n_layer=2, n_head=2, n_embd=32, normalizer=catalogue.OPTIONS[name](), init_std=0.3, **model)
+    config = ModelConfig(n_layer=2, n_head=2, n_embd=32, normalizer=kinds.OPTIONS[name](), init_std=0.3, **model)
     return Decoder(config, store.vocab_size, 64).double().eval()
 
 

@@ -18,6 +18,7 @@ from lm.attention.catalogue import make_normalizer
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
 from lm.cli import main
+from lm.config import normalizers as kinds
 from lm.data.batches import Batch
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
@@ -96,10 +97,10 @@ def test_score_factors_are_those_of_the_scores(tiny, options: object):
 
 
 def test_layers_with_other_scores_have_no_score_factors_and_the_others_are_still_compared(tiny):
-    old = decoder(tiny, opt.Layers([opt.Cosine(), opt.Window(4)]))
+    old = decoder(tiny, kinds.Layers([opt.Cosine(), opt.Window(4)]))
     assert score_factors(old, [16]).isnan().tolist() == [[[True, True], [False, False]]]
     lines, warning = swap_module._factor_lines(
-        old, with_normalizer(old, opt.Layers([opt.Cosine(), opt.SSMax(init=0.9)]))
+        old, with_normalizer(old, kinds.Layers([opt.Cosine(), opt.SSMax(init=0.9)]))
     )
     assert lines[-1] == "factor on the scores at n = 32, layers 1: 1 -> 3.12"
     assert "3.1 times the old one at n = 32" in warning
@@ -108,11 +109,11 @@ def test_layers_with_other_scores_have_no_score_factors_and_the_others_are_still
 
 def test_normalizers_are_matched_by_the_swap_that_their_options_name(tiny):
     normalizers = [opt.Window(2), opt.SSMax(bias=True, init=0.3, n="fixed:64"), opt.Softmax(), opt.Relu2(form="1/n^2")]
-    name, override = shlex.split(opt.Layers(normalizers).swap_arguments())
+    name, override = shlex.split(kinds.swap_arguments(kinds.Layers(normalizers)))
     expected = [*normalizers[:1], opt.SSMax(bias=True, n="fixed:64"), *normalizers[2:]]
     assert (name, tiny("model.n_layer=4", "model.normalizer.name=layers", override).model.normalizer) == (
         "layers",
-        opt.Layers(expected),
+        kinds.Layers(expected),
     )
 
 
@@ -130,11 +131,11 @@ def test_softmax_becomes_affine_ssmax_without_any_change(tiny):
 
 @pytest.mark.parametrize("start", catalogue.ENTRIES)
 def test_a_swap_keeps_every_weight_around_the_normalizer(tiny, start: str):
-    old = decoder(tiny, catalogue.OPTIONS[start]())
+    old = decoder(tiny, kinds.OPTIONS[start]())
     other_weights = {name: value for name, value in old.state_dict().items() if not is_normalizer_parameter(name)}
     for name in catalogue.ENTRIES:
-        new = with_normalizer(old, catalogue.OPTIONS[name]())
-        assert new.config.normalizer == catalogue.OPTIONS[name]()
+        new = with_normalizer(old, kinds.OPTIONS[name]())
+        assert new.config.normalizer == kinds.OPTIONS[name]()
         assert same(
             other_weights,
             {name: value for name, value in new.state_dict().items() if not is_normalizer_parameter(name)},

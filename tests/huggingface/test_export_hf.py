@@ -23,11 +23,11 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrai
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lm.attention import catalogue as opt
-from lm.attention.catalogue import Layers
 from lm.attention.layout import AttentionLayout
 from lm.config.data_config import TrainedTokenizer
 from lm.config.load import to_yaml
 from lm.config.model_config import GAUBlock, Learned, LinearScaling, ModelConfig, NoPosition, Rope
+from lm.config.normalizers import Layers
 from lm.data.batches import Batch
 from lm.data.tokenizer import train_tokenizer
 from lm.evaluation.generation import Sampling, generate

@@ -18,8 +18,8 @@ from test_export_hf import LISTED, PLAIN, gated, shape
 from transformers.models.auto import modeling_auto
 
 from lm.attention import catalogue as opt
-from lm.attention.catalogue import Layers
 from lm.config.model_config import Learned, ModelConfig
+from lm.config.normalizers import Layers
 from lm.huggingface.exporting import _lm_config
 from lm.huggingface.modeling_lm import LmConfig, LmForCausalLM, LmModel
 from lm.model.decoder import Decoder

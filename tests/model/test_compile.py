@@ -13,7 +13,7 @@ from folders import differences, kill_after
 from torch._dynamo.testing import CompileCounter
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from lm.attention import catalogue
+from lm.config import normalizers as kinds
 from lm.config.load import load_config
 from lm.data.batches import Batch
 from lm.errors import ConfigError
@@ -23,7 +23,7 @@ from lm.training.train import train
 
 NARROW = ["model.n_head=1", "model.n_embd=8"]
 MODELS = {
-    **{name: [f"model.normalizer={name}"] for name in catalogue.SINGLE},
+    **{name: [f"model.normalizer={name}"] for name in kinds.SINGLE},
     "gated attention unit": ["model.block=gau"],
     "differential": ["model.n_head=2", "model.n_embd=16", "model.differential=true", "model.output_gate=element"],
     "value residual": ["model.value_residual=first_layer"],

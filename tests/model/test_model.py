@@ -15,6 +15,7 @@ from conftest import thinned
 from lm.attention import catalogue
 from lm.attention import catalogue as opt
 from lm.attention.layout import AttentionLayout
+from lm.config import normalizers as kinds
 from lm.config.inference_config import InferenceSetting, Interpolation, ThetaFactor
 from lm.config.load import parse, to_yaml
 from lm.config.model_config import GAUBlock, Learned, ModelConfig, NoPosition, Rope
@@ -183,7 +184,7 @@ def settable(options: type) -> dict[str, object]:
 
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
 def test_options_that_training_has_not_fixed_change_no_parameter(name: str):
-    options, shapes = catalogue.OPTIONS[name], []
+    options, shapes = kinds.OPTIONS[name], []
     for changes in ({}, settable(options)):
         shapes.append(
             {
@@ -216,7 +217,7 @@ BLOCKS = {
 
 def make_decoder(name: str, block: str, options: Mapping[str, object] = {}, **changes: object) -> Decoder:
     config = ModelConfig(
-        n_layer=2, n_embd=32, normalizer=catalogue.OPTIONS[name](**options), **{**BLOCKS[block], **changes}
+        n_layer=2, n_embd=32, normalizer=kinds.OPTIONS[name](**options), **{**BLOCKS[block], **changes}
     )
     decoder = Decoder(config, 50, seq_len=16, seed=3).eval().double()
     with torch.no_grad():

@@ -22,15 +22,15 @@ ROOT = Path(__file__).resolve().parents[2]
 # of runs ...
 ROOMS = (
     "errors",
+    "attention",
     "machine",
     "removed_keys",
     "schema",
     "files",
     "progress",
     "plugins",
-    "attention",
-    "functional",
     "config",
+    "functional",
     "data",
     "model",
     "runs",
@@ -113,6 +113,17 @@ def test_rooms_import_the_ones_before_them_only():
         f"{name} imports {other}" for name in inner for other in graph()[name] if order[room(other)] > order[room(name)]
     ]
     assert not back
+
+
+def test_attention_imports_torch_and_itself():
+    outside = {
+        f"{name} imports {other}"
+        for name in MODULES
+        if room(name) == "attention"
+        for other in graph()[name]
+        if room(other) not in ("attention", "errors")
+    }
+    assert not outside
 
 
 def test_the_code_that_measures_is_in_the_rooms_whose_change_is_noticed():

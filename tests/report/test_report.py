@@ -6,7 +6,7 @@ import pytest
 import yaml
 from reported import build_run, compared, edit, first_sample, write_report
 
-from lm.attention.catalogue import label as normalizer_label
+from lm.config.normalizers import label as normalizer_label
 from lm.errors import RunError
 from lm.report.comparison import Difference, compare_runs
 from lm.report.comparison_tables import OWN_SEEDS_NOTE, comparison_notes, comparison_tables, run_facts

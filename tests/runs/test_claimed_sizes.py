@@ -9,7 +9,7 @@ import yaml
 from folders import rewritten
 
 import lm
-from lm.attention import catalogue
+from lm.config import normalizers as kinds
 from lm.config.data_config import DataConfig
 from lm.config.model_config import Learned, ModelConfig
 from lm.config.tree import Config
@@ -66,7 +66,7 @@ CLAIMS = {
 @pytest.mark.parametrize("claim", CLAIMS)
 def test_a_claimed_size_is_compared_before_anything_of_it_is_made(tmp_path: Path, claim: str):
     name, changes, words = CLAIMS[claim]
-    kind = {"position": Learned()} if name == "learned" else {"normalizer": catalogue.OPTIONS[name]()}
+    kind = {"position": Learned()} if name == "learned" else {"normalizer": kinds.OPTIONS[name]()}
     path = claimed(tmp_path, ModelConfig(**TINY, **kind), **changes)
     before, start = peak_process_bytes(), time.perf_counter()
     with pytest.raises(RunError, match=words):
