@@ -40,8 +40,9 @@ REMOVED_KEYS: dict[str, tuple[object, str]] = {
     ),
     "eval.others": ([], "measure it after training, on the model that lm.load gives"),
 }
-# {(name of a key, value): advice}
+# {(name of a key, value, or name of a block): advice}
 REMOVED_VALUES = {
+    ("lengths", "documents"): "give other lengths, with data.documents=isolate: no attention then crosses documents",
     **{
         ("package", name): "save its text, a file a document, and set data.source={name: files, paths: [FOLDER]}"
         for name in ("kjv", "moby", "shakespeare")

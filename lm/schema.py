@@ -14,6 +14,7 @@ import difflib
 import functools
 import math
 import operator
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -332,7 +333,13 @@ def _build_variant(table: Mapping[str, type], default: str | None, value: Plain,
     except Unavailable as error:
         return _refuse(problems, f"{path}.name", name, error.reason, error.remedy)
     except KeyError:
-        reason = ("must be given", _REPLACE) if name == NOT_GIVEN else ("unknown name", suggest(name, table))
+        key_name = re.sub(r"\[\d+\]$", "", path.rpartition(".")[2])
+        if name == NOT_GIVEN:
+            reason = ("must be given", _REPLACE)
+        elif advice := REMOVED_VALUES.get((key_name, str(name))):
+            reason = ("is no value of lm any more", advice)
+        else:
+            reason = ("unknown name", suggest(name, table))
         return _refuse(problems, f"{path}.name", name, *reason)
     return build(schema, value, path, problems, table)
 

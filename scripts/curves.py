@@ -51,7 +51,6 @@ CASES = {
     ],
     "isolated documents of several lengths": ["data.documents=isolate",
         "data.lengths={name: mixed, weights: {8: 0.5, 32: 0.5}}"],
-    "documents' lengths": ["data.lengths=documents"],
     "task": ["data.tasks=[{weight: 1, task: {name: mqar, keys: 16, values: 16, pairs: 4, queries: 4}}]", *SYMBOLS],
     "micro-batches, dropout, WSD": ["trainer.micro_batch=2", "model.dropout=0.1",
         "optim.schedule={name: wsd, decay_fraction: 0.5}"],

@@ -11,8 +11,6 @@ from lm.errors import Problem
 from lm.files import expand_home
 from lm.schema import key, sections, variant
 
-SHORTEST_PIECE = 16  # fewest tokens in a piece of `DocumentLengths`
-
 
 class SequenceLengths:
     """Base class of options that set one sequence length for each training step; every step has `optim.batch_tokens`
@@ -30,12 +28,11 @@ class SequenceLengths:
         """
         return {}
 
-    def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> Iterable[Problem]:
+    def conflicts(self, seq_len: int, max_steps: int) -> Iterable[Problem]:
         """Yield a problem for each contradiction between these options and other keys of the configuration.
 
         Args:
             seq_len, max_steps: `data.seq_len`, `trainer.max_steps`.
-            one_source: true if all training sequences are text of one source.
         """
         return ()
 
@@ -72,7 +69,7 @@ class FixedLength(SequenceLengths):
         if not self.length:
             yield Problem("length", None, "no length given", "give a divisor of data.seq_len")
 
-    def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> Iterator[Problem]:
+    def conflicts(self, seq_len: int, max_steps: int) -> Iterator[Problem]:
         return _divisor_problems([self.length] if self.length else [], "length", seq_len)
 
 
@@ -93,7 +90,7 @@ class MixedLengths(SequenceLengths):
         elif abs((total := sum(self.weights.values())) - 1) > 1e-6:
             yield Problem("weights", self.weights, f"sum to {total:g}, not to 1")
 
-    def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> Iterator[Problem]:
+    def conflicts(self, seq_len: int, max_steps: int) -> Iterator[Problem]:
         yield from _divisor_problems(self.weights, "weights", seq_len)
         if rare_lengths := [length for length, weight in self.weights.items() if weight * max_steps < 1 - 1e-6]:
             reason = f"gives sequences of {rare_lengths[0]} less than one step of trainer.max_steps = {max_steps}"
@@ -124,7 +121,7 @@ class Curriculum(SequenceLengths):
                 "starts", self.starts, "no length starts at 0.0", "give the first one, e.g. {0.0: 64, 0.5: 256}"
             )
 
-    def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> Iterator[Problem]:
+    def conflicts(self, seq_len: int, max_steps: int) -> Iterator[Problem]:
         if any(self.problems()):
             return
         yield from _divisor_problems(self.starts.values(), "starts", seq_len)
@@ -134,31 +131,7 @@ class Curriculum(SequenceLengths):
             yield Problem("data.lengths.starts", self.starts, reason, "move the starts apart, or train for more steps")
 
 
-@dataclass
-class DocumentLengths(SequenceLengths):
-    """Sequences that are pieces of single documents; the length of each piece is a power of two from 16 to
-    `data.seq_len`.
-
-    After Dataset Decomposition (arXiv 2405.13226). A document of D tokens is cut into D // `data.seq_len` pieces of
-    `data.seq_len` tokens. The remaining D % `data.seq_len` tokens are cut into pieces by binary digits: 100 = 64 + 32 +
-    4 gives pieces of 64 and 32 tokens. Up to 15 tokens fit in no piece; each epoch draws how many of them are skipped
-    at the document's start. Documents below 16 tokens are left out.
-    """
-
-    name: ClassVar[str] = "documents"
-
-    def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> Iterator[Problem]:
-        if not one_source:
-            reason = "reads the documents of one source as they come, without a mixture's weights and without tasks"
-            yield Problem("data.lengths", self.name, reason, "give other lengths")
-        if seq_len < SHORTEST_PIECE or seq_len & (seq_len - 1):
-            reason = f"needs a data.seq_len that is a power of two of {SHORTEST_PIECE} or more, not {seq_len}"
-            yield Problem("data.lengths", self.name, reason, "give other lengths")
-
-
-LENGTHS: dict[str, type[SequenceLengths]] = {
-    v.name: v for v in (FullLength, FixedLength, MixedLengths, Curriculum, DocumentLengths)
-}
+LENGTHS: dict[str, type[SequenceLengths]] = {v.name: v for v in (FullLength, FixedLength, MixedLengths, Curriculum)}
 
 
 # ---------------------------------------------------------------- sources and tokenizers
@@ -447,8 +420,7 @@ class DataConfig:
         LENGTHS,
         "full",
         "tokens in the sequences of a step: `full`, seq_len; `fixed`, one divisor of it; `mixed`, drawn for each step "
-        "by weight; "
-        "`curriculum`, one after the other; `documents`, pieces of single documents of 16, 32, ... seq_len tokens",
+        "by weight; `curriculum`, one after the other",
     )
     documents: Literal["pack", "isolate"] = key(
         "pack", "`isolate`: no attention across documents in a sequence, and n counts within each"

@@ -105,7 +105,7 @@ def check_steps(config: Config) -> Iterator[Problem]:
     phases = config.phases
     phase_ends = config.phase_ends
     profile = config.trainer.profile
-    yield from data.lengths.conflicts(data.seq_len, steps, one_source=len(data.sources) == 1 and not data.tasks)
+    yield from data.lengths.conflicts(data.seq_len, steps)
     if (
         isinstance(optim.schedule, WSDRate)
         and optim.warmup(steps) + round(optim.schedule.decay_fraction * steps) > steps

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lm.config.data_config import SHORTEST_PIECE, DataConfig
+from lm.config.data_config import DataConfig
 from lm.config.task_config import Task
 from lm.config.tree import Config
 from lm.data.store import Split, Store
@@ -116,9 +116,6 @@ class Lengths(ABC):
     """Gives the sequence length of each training step, in tokens; all sequences of a step have one length."""
 
     shortest: int  # the smallest length
-    left_out: float = 0.0  # fraction of the tokens that an epoch does not read
-    # `left_out` in words; empty if an epoch leaves out less than one sequence, as in all classes but `DocumentPieces`
-    note: str = ""
 
     @abstractmethod
     def __call__(self, step: int) -> int:
@@ -126,12 +123,8 @@ class Lengths(ABC):
 
     def fractions(self, steps: int) -> dict[int, float]:
         """Return {length: fraction of the tokens of the first `steps` steps that are in sequences of this length}."""
-        return _fractions(Counter(map(self, range(steps))))
-
-
-def _fractions(counts: Mapping[int, int]) -> dict[int, float]:
-    total = sum(counts.values())
-    return {length: count / total for length, count in sorted(counts.items()) if count}
+        counts = Counter(map(self, range(steps)))
+        return {length: count / steps for length, count in sorted(counts.items())}
 
 
 class StepwiseLengths(Lengths):
@@ -161,97 +154,6 @@ class DrawnLengths(Lengths):
     def __call__(self, step: int) -> int:
         block, step_in_block = divmod(step, SLOTS_PER_BLOCK)
         return self.lengths[self.sampler.block(block)[0, step_in_block]]
-
-
-class DocumentPieces(Lengths):
-    """Cuts each document into pieces of 16 to `longest` tokens, all powers of two (`DocumentLengths`); each piece is
-    one sequence.
-
-    Up to 15 tokens of a document fit in no piece: each epoch skips a random number of them at the document's beginning
-    and the others at its end. The target of the split's last token is the split's first token. A step has pieces of one
-    length; the order of steps is random. An epoch fills as many whole steps as it can with pieces of each length,
-    chosen at random, and leaves out the remaining pieces.
-
-    Args:
-        longest: tokens of the longest sequence, a power of two.
-        tokens_per_step: tokens of a step, a multiple of `longest`.
-
-    Raises ConfigError: no length has enough pieces to fill a step.
-    """
-
-    def __init__(self, split: Split, longest: int, tokens_per_step: int, seed_words: tuple[int, ...]):
-        self.split, self.longest, self.tokens_per_step, self.seed_words = split, longest, tokens_per_step, seed_words
-        self.shortest = SHORTEST_PIECE
-        offsets = np.asarray(split.offsets)
-        sizes = np.diff(offsets)
-        self.offsets, self.n_unused = offsets[:-1], sizes % SHORTEST_PIECE
-        # by length: index of each piece's document, and offset in it
-        self.pieces: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        starts = np.zeros_like(sizes)
-        length = longest
-        while length >= SHORTEST_PIECE:
-            counts = (sizes - starts) // length
-            document, piece = group_indices(counts)
-            self.pieces[length] = document, starts[document] + piece * length
-            starts += counts * length
-            length //= 2
-        self.steps = {
-            length: len(document) * length // tokens_per_step for length, (document, _) in self.pieces.items()
-        }
-        self.steps_per_epoch = sum(self.steps.values())
-        if not self.steps_per_epoch:
-            reason = f"pieces of no length fill a step of {tokens_per_step} tokens"
-            raise ConfigError([Problem("data.lengths", "documents", reason, "lower optim.batch_tokens, or add text")])
-        self.left_out = 1 - self.steps_per_epoch * tokens_per_step / int(sizes.sum())
-        never_read = int(sizes[sizes < SHORTEST_PIECE].sum()) / int(sizes.sum())
-        short_documents = f", {never_read:.1%} always: documents of fewer than {SHORTEST_PIECE}" if never_read else ""
-        self.note = f"{self.left_out:.1%} of the tokens are left out of each epoch{short_documents}"
-        self._epoch, self._epoch_starts = -1, []
-
-    def __call__(self, step: int) -> int:
-        return self.tokens_per_step // len(self.sequence_starts(step))
-
-    def fractions(self, steps: int) -> dict[int, float]:
-        """Return {length: fraction of an epoch's tokens}. `steps` is ignored: counting single steps would need draws of
-        many epochs.
-        """
-        return _fractions(self.steps)
-
-    def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
-        """Return sequences as `Stream.read` does. All `slots` must belong to one step, whose sequences have `length`
-        tokens.
-        """
-        slots_per_step = self.tokens_per_step // self.longest
-        starts = self.sequence_starts(int(slots[0]) // slots_per_step).reshape(slots_per_step, -1)[
-            slots % slots_per_step
-        ]
-        return self.split.circular_windows(starts.ravel(), length, 0, self.split.n_tokens), None
-
-    def sequence_starts(self, step: int) -> np.ndarray:
-        """Return where the sequences of step `step` begin, as token indices in the split: int64 (tokens_per_step /
-        length,).
-        """
-        epoch, epoch_step = divmod(step, self.steps_per_epoch)
-        if epoch != self._epoch:
-            self._epoch, self._epoch_starts = epoch, self._draw_epoch(epoch)
-        return self._epoch_starts[epoch_step]
-
-    def _draw_epoch(self, epoch: int) -> list[np.ndarray]:
-        """Return `sequence_starts` of each step of an epoch."""
-        random = np.random.PCG64(np.random.SeedSequence((*self.seed_words, epoch)))
-        n_skipped = (random.random_raw(len(self.offsets)) % (self.n_unused + 1).astype(np.uint64)).astype(np.int64)
-        step_starts = {}  # by length: the starts of its steps' sequences, step by step
-        for length, (document, offset) in self.pieces.items():
-            count = self.tokens_per_step // length
-            order = np.argsort(random.random_raw(len(document)), kind="stable")[: self.steps[length] * count]
-            step_starts[length] = iter(
-                (self.offsets[document] + n_skipped[document] + offset)[order].reshape(-1, count)
-            )
-        lengths = np.repeat(list(self.steps), list(self.steps.values()))
-        return [
-            next(step_starts[length])
-            for length in lengths[np.argsort(random.random_raw(len(lengths)), kind="stable")].tolist()
-        ]
 
 
 # ---------------------------------------------------------------- batches
@@ -395,8 +297,8 @@ class TrainSequences:
 
     Args:
         slots_per_step: slots of `seq_len` tokens in one optimizer step, over all processes.
-        data: the sources' weights, the tasks, and the lengths of sequences. Unless `data.lengths` is `documents`, a
-            step has the same text whatever its sequence length. No token is padding.
+        data: the sources' weights, the tasks, and the lengths of sequences. A step has the same text whatever its
+            sequence length. No token is padding.
         max_steps: number of steps of the run; a curriculum changes the sequence length at fractions of this number.
     """
 
@@ -405,16 +307,12 @@ class TrainSequences:
         self.seed_words = (int(store.fingerprint, 16), seed)
         if length_by_step := data.lengths.length_by_step(self.seq_len, max_steps):
             self.length: Lengths = StepwiseLengths(length_by_step)
-        elif data.lengths.weights:
-            self.length = DrawnLengths(data.lengths.weights, self.seed_words)
         else:
-            self.length = DocumentPieces(store.train, self.seq_len, self.seq_len * slots_per_step, self.seed_words)
+            self.length = DrawnLengths(data.lengths.weights, self.seed_words)
         weights, self.streams = self._streams(seed)
         self.sampler = StratifiedSampler(weights, self.seed_words) if len(self.streams) > 1 else None
 
     def _streams(self, seed: int) -> tuple[list[float], list[Stream]]:
-        if isinstance(self.length, DocumentPieces):  # these lengths read the text themselves
-            return [1.0], [self.length]
         tasks = [weighted.task for weighted in self.data.tasks]
         weights, streams, text_weight = [weighted.weight for weighted in self.data.tasks], [], self.data.text_weight
         text = Text(self.store) if any(task.vocab_size is None for task in tasks) else None
@@ -473,8 +371,7 @@ def train_sequences(store: Store, config: Config, slots_per_step: int | None = N
     """Return the training sequences of a configuration. `slots_per_step`: None stands for `optim.batch_tokens` /
     `data.seq_len`.
 
-    Raises ConfigError: with `data.lengths=documents`, the pieces of no length fill a step; or a task can't make its
-    sequences.
+    Raises ConfigError: a task can't make its sequences.
     """
     data = config.data
     slots_per_step = slots_per_step or config.optim.batch_tokens // data.seq_len

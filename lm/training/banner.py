@@ -82,7 +82,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         else "the device's peak is not known"
     )
     sequences, warmup = train_sequences(store, config), optim.warmup(config.trainer.max_steps)
-    epochs, lengths = _source_epochs(store, config, sequences), sequences.length.fractions(config.trainer.max_steps)
+    epochs, lengths = _source_epochs(store, config), sequences.length.fractions(config.trainer.max_steps)
     token_ratio = tokens / (parameters["total"] - parameters["normalizer"])  # as `trainer.tokens_per_parameter`
     has_few_tokens = token_ratio < MIN_TOKEN_RATIO and not (config.init_from or data.symbolic)
     notes = has_few_tokens * [FEW_TOKENS] + any(number > MAX_EPOCHS for _, number in epochs) * [MANY_EPOCHS]
@@ -113,9 +113,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         "data": f"{store.path}: {store.train.n_tokens:,} training tokens, {store.val.n_tokens:,} held out, "
         f"fingerprint {store.fingerprint[:16]}",
         "tasks": _tasks_text(config, sequences, lengths) if data.tasks else "",
-        "lengths": "; ".join(filter(None, (length_texts, sequences.length.note)))
-        if data.lengths.allows_shorter
-        else "",
+        "lengths": length_texts if data.lengths.allows_shorter else "",
         "documents": "isolated: attention and n restart at each" if data.documents == "isolate" else "",
         "tokens": f"{config.trainer.max_steps:,} steps x {optim.batch_tokens:,} = {tokens:,}, {token_ratio:.3g} a "
         "parameter"
@@ -180,12 +178,12 @@ def _groups_text(config: Config, decoder: Decoder) -> str:
     return "; ".join(texts)
 
 
-def _source_epochs(store: Store, config: Config, sequences: TrainSequences) -> list[tuple[str, float]]:
+def _source_epochs(store: Store, config: Config) -> list[tuple[str, float]]:
     """Pairs of a text source's label (empty for a single source) and the number of epochs that the run reads of it."""
     text_weight = config.data.text_weight
     if not text_weight:
         return []
-    tokens = config.trainer.max_steps * config.optim.batch_tokens * text_weight / (1 - sequences.length.left_out)
+    tokens = config.trainer.max_steps * config.optim.batch_tokens * text_weight
     source_pairs = list(zip(config.data.sources, store.train.sources, strict=True))
     return [
         (corpus.label if len(source_pairs) > 1 else "", tokens * source.weight / corpus.n_tokens)

@@ -15,7 +15,6 @@ from texts import tokens_of
 from lm.config.data_config import (
     Curriculum,
     DataConfig,
-    DocumentLengths,
     Files,
     FixedLength,
     MixedLengths,
@@ -26,7 +25,6 @@ from lm.config.tree import effect_of
 from lm.data.batches import (
     SLOTS_PER_BLOCK,
     Batch,
-    DocumentPieces,
     MicroBatches,
     StratifiedSampler,
     TextStream,
@@ -360,12 +358,13 @@ def test_a_fixed_length_cuts_all_slots(store):
             "must start at a fraction of the run of 0 or more and below 1",
         ),
         ("{name: curriculum, starts: {0.0: 16, 0.01: 32}}", "leaves a length no step of trainer.max_steps = 8"),
-        ("{name: documents, length: 4}", r"^data\.lengths\.length = 4: unknown key"),
+        ("{name: full, length: 4}", r"^data\.lengths\.length = 4: unknown key"),
         (
             "32",
             r"^data\.lengths = 32: must be a name or a block with a 'name'; choose from: full, fixed, mixed, "
-            r"curriculum, documents$",
+            r"curriculum$",
         ),
+        ("documents", r"^data\.lengths\.name = 'documents': is no value of lm any more; .* data.documents=isolate"),
         ("halves", r"^data\.lengths\.name = 'halves': unknown name; choose from: full"),
     ],
 )
@@ -373,74 +372,6 @@ def test_wrong_lengths_are_refused_in_one_line(lengths: str, problem: str):
     with pytest.raises(ConfigError, match=problem) as error:
         load_config([str(ROOT / "tests" / "tiny.yaml"), "data.source=package", f"data.lengths={lengths}"])
     assert "\n" not in str(error.value)
-
-
-def test_pieces_of_documents_need_documents_and_a_power_of_two():
-    tiny = [str(ROOT / "tests" / "tiny.yaml"), "data.source=package", "data.lengths=documents"]
-    with pytest.raises(ConfigError, match=r"needs a data\.seq_len that is a power of two of 16 or more, not 24"):
-        load_config([*tiny, "data.seq_len=24", "optim.batch_tokens=240"])
-    with pytest.raises(ConfigError, match="reads the documents of one source as they come"):
-        load_config([*tiny, "data.tasks=[{weight: 0.5, task: needle}]"])
-    with pytest.raises(
-        ConfigError, match=r"data\.lengths = 'documents': short sequences train the first learned positions only"
-    ):
-        load_config([*tiny, "model.position=learned", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]"])
-
-
-@given(sizes=st.lists(st.integers(1, 300), min_size=1, max_size=20), seed=st.integers(0, 9))
-@settings(max_examples=100, deadline=None)
-def test_pieces_of_documents_do_not_overlap_and_leave_out_what_they_say(sizes: list[int], seed: int):
-    split, longest, step_tokens = counted_split(sizes), 64, 64
-    try:
-        pieces = DocumentPieces(split, longest, step_tokens, (1, seed))
-    except ConfigError:
-        return
-    document_of = np.repeat(np.arange(len(sizes)), sizes)
-    for epoch in (0, 3):
-        tokens_read = []
-        for step in range(epoch * pieces.steps_per_epoch, (epoch + 1) * pieces.steps_per_epoch):
-            length, starts = pieces(step), pieces.sequence_starts(step)
-            assert length in (16, 32, 64)
-            assert len(starts) * length == step_tokens
-            sequences = split.circular_windows(starts, length, 0, split.n_tokens)
-            assert (document_of[sequences[:, 0]] == document_of[sequences[:, -2]]).all(), (
-                "a sequence lies within a document"
-            )
-            tokens_read.append(sequences[:, :-1].ravel())
-        tokens_read = np.concatenate(tokens_read)
-        assert len(np.unique(tokens_read)) == len(tokens_read)
-        assert 1 - len(tokens_read) / sum(sizes) == pytest.approx(pieces.left_out)
-        assert not any(sizes[document] < 16 for document in document_of[tokens_read]), "as the note says"
-    short_of_a_step = 3 * step_tokens
-    assert pieces.left_out * sum(sizes) < 16 * len(sizes) + short_of_a_step
-
-
-def test_ranks_and_micro_batches_divide_steps_of_document_pieces_too(store):
-    sequences = TrainSequences(store, DataConfig(seq_len=32, lengths=DocumentLengths()), 4, 1)
-    assert len({sequences.length(step) for step in range(30)}) > 1
-    for world, micro_batch in ((1, 2), (2, 1), (4, 1)):
-        parts = [MicroBatches(sequences, rank, world, micro_batch) for rank in range(world)]
-        for step in range(30):
-            batches = [part[step * part.accumulation + k] for part in parts for k in range(part.accumulation)]
-            assert np.array_equal(torch.cat([whole(batch) for batch in batches]), whole(sequences.batch(step)))
-
-
-@pytest.mark.parametrize("last", [16, 17, 40, 48])
-def test_pieces_of_documents_reach_every_token_of_long_documents(last: int):
-    sizes = [32, 21, 64, last]
-    pieces = DocumentPieces(counted_split(sizes), 16, 16, (1, 2))
-    starts = np.concatenate([pieces.sequence_starts(step) for step in range(200 * pieces.steps_per_epoch)])
-    batch = counted_split(sizes).circular_windows(starts, 16, 0, sum(sizes))
-    assert set(batch[:, 1:].ravel().tolist()) == set(range(sum(sizes)))
-
-
-def test_a_run_says_how_many_tokens_pieces_of_documents_leave_out():
-    pieces = DocumentPieces(counted_split([64, 15, 33, 8, 20, 40, 20]), 32, 32, (1, 2))
-    assert pieces.note == "20.0% of the tokens are left out of each epoch, 11.5% always: documents of fewer than 16"
-    assert (
-        DocumentPieces(counted_split([64, 32]), 32, 32, (1, 2)).note == "0.0% of the tokens are left out of each epoch"
-    )
-    assert TrainSequences(Counted(100), DataConfig(seq_len=32), 1, 1).length.note == ""
 
 
 # ---------------------------------------------------------------- documents and streams

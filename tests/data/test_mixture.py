@@ -330,21 +330,13 @@ def test_sequences_are_drawn_from_each_part_by_its_weight_whatever_their_sizes(t
         assert sequences.batch(3).tokens.shape == (16, 32)
 
 
-def test_a_run_reads_a_mixture_and_refuses_the_lengths_of_documents(tmp_path: Path):
+def test_a_run_reads_a_mixture(tmp_path: Path):
     data = mixture(tmp_path, {"letters": LETTERS, "texts": TEXTS})
     config = dataclasses.replace(
         load_config([str(ROOT / "tests" / "tiny.yaml"), "data.source=package"]),
         data=dataclasses.replace(data, seq_len=32),
     )
     assert train_sequences(prepare(data), config).batch(0).tokens.shape == (8, 32)
-    with pytest.raises(ConfigError, match="without a mixture's weights"):
-        load_config(
-            [
-                str(ROOT / "tests" / "tiny.yaml"),
-                "data.source={name: mixture, of: [{weight: 0.5}, {weight: 0.5}]}",
-                "data.lengths=documents",
-            ]
-        )
 
 
 def test_the_validation_of_a_mixture_tells_its_sources_apart(tmp_path: Path):

@@ -6,7 +6,6 @@ import subprocess
 
 import pytest
 
-from lm.data.batches import train_sequences
 from lm.data.prepare import prepare
 from lm.model.device import Machine, ResolvedSetting
 from lm.training.banner import banner, git_state
@@ -45,7 +44,6 @@ def test_what_a_run_is_comes_first_and_all_of_it_is_one_screen(printed):
     [
         ("{name: mixed, weights: {8: 0.5, 32: 0.5}}", "8 tokens 50.0%, 32 tokens 50.0%"),
         ("{name: curriculum, starts: {0.0: 16, 0.5: 32}}", "16 tokens 50.0%, 32 tokens 50.0%"),
-        ("documents", "% of the tokens are left out of each epoch"),
     ],
 )
 def test_the_fraction_of_tokens_in_sequences_of_each_length_is_named(printed, lengths: str, words: str):
@@ -91,13 +89,6 @@ def test_text_that_is_read_too_often_is_warned_of(printed):
             "tokens"
         ]
     )
-
-
-def test_epochs_count_the_tokens_that_an_epoch_reads(printed, tiny):
-    config = tiny("data.lengths=documents", "trainer.max_steps=3000", "eval.every=3000")
-    steps_per_epoch = train_sequences(prepare(config.data, progress=False), config).length.steps_per_epoch
-    epochs = printed("data.lengths=documents", "trainer.max_steps=3000", "eval.every=3000")["tokens"]
-    assert float(re.search(r"\(([\d.]+) epochs\)", epochs)[1]) == pytest.approx(3000 / steps_per_epoch, rel=1e-3)
 
 
 def test_what_is_minimised_and_bounded_is_said(printed):
