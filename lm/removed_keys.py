@@ -42,6 +42,10 @@ REMOVED_KEYS: dict[str, tuple[object, str]] = {
 }
 # {(name of a key, value, or name of a block): advice}
 REMOVED_VALUES = {
+    ("tokenizer", "gpt2"): "put vocab.json and merges.txt into a folder, and set data.tokenizer={name: pretrained, "
+    "model: FOLDER}",
+    ("tokenizer", "tiktoken"): "set data.tokenizer={name: pretrained, model: MODEL}, e.g. openai-community/gpt2 for "
+    "r50k_base, Xenova/gpt-4 for cl100k_base, Xenova/gpt-4o for o200k_base",
     ("lengths", "documents"): "give other lengths, with data.documents=isolate: no attention then crosses documents",
     **{
         ("package", name): "save its text, a file a document, and set data.source={name: files, paths: [FOLDER]}"

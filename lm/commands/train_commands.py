@@ -177,7 +177,7 @@ def prepare(arguments: Configuration) -> None:
     \b
       lm prepare softmax 'data.source={name: files, paths: [texts]}'
       lm prepare softmax 'data.source={name: tokens, format: nanogpt, paths: [train.bin]}' \\
-          'data.tokenizer={name: gpt2, vocab: vocab.json, merges: merges.txt}'
+          'data.tokenizer={name: pretrained, model: openai-community/gpt2}'
     """
     from lm.config.load import load_config
     from lm.runs.folder import with_shape_of

