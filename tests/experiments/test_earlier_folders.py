@@ -1,0 +1,50 @@
+"""A folder that an earlier version left: this version goes on with its runs, and finds its plan unchanged."""
+
+import json
+from pathlib import Path
+
+import yaml
+from fabricated import FINGERPRINT, finish_all
+from trials import TWO_ARMS
+
+from lm.config.load import to_yaml
+from lm.experiments.experiment_folder import open_experiment
+from lm.files import write_json
+from lm.runs.folder import CONFIG, RESOLVED_FILE
+
+# What version 0.11.0 recorded of `ARMS`, whose base is tests/tiny.yaml: the folders of its runs, and its plan.
+EARLIER = json.loads((Path(__file__).parent / "earlier_folder.json").read_text(encoding="utf-8"))
+ARMS = {
+    "softmax": {"model.normalizer": "softmax"},
+    "ssmax": {"model.normalizer": {"name": "ssmax", "bias": True}},
+    "more": {"from": "softmax", "trainer.max_steps": 12},
+    "swapped": {"from": "ssmax", "swap": {"to": "log_n"}, "model.normalizer.n": "fixed:64"},
+    "as-it-is": {"from": "softmax", "swap": {"to": "ssmax", "init": "unit"}, "train": False},
+    "cooled": {"from": "ssmax", "step": 8, "trainer.max_steps": 16},
+}
+
+
+def test_runs_of_an_earlier_version_are_gone_on_with_and_its_plan_is_unchanged(tmp_path):
+    path = tmp_path / "trial.yaml"
+    changes = {"arms": ARMS, "sizes": {"a": {}}, "tune": {"grid": [1e-2, 2e-2], "seeds": [101, 102]}}
+    path.write_text(yaml.safe_dump(TWO_ARMS | changes, sort_keys=False))
+    overrides = ["data.source.paths=[.]", f"runs={tmp_path / 'runs'}"]
+    settings = {
+        "data_fingerprint": FINGERPRINT,
+        "precision": 32,
+        "compile": False,
+        "threads": 1,
+        "overrides": overrides,
+    }
+    write_json(tmp_path / "runs" / "trial" / RESOLVED_FILE, settings | {"planned": EARLIER["plan"]})
+    procedure = open_experiment(path, overrides)
+    finish_all(
+        procedure,
+        lambda run: 5 + abs(run.rate - (2e-2 if run.arm in ("softmax", "more") else 1e-2)) + run.seed / 1e4,
+    )
+    runs = procedure.known_runs()
+    assert [f"{run.stage} {run.config.name}" for run in runs] == EARLIER["runs"]
+    for run in runs:
+        (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
+    experiment = open_experiment(path, overrides).experiment
+    assert (experiment.plan_notes, {*experiment.exploratory}) == ((), set())
