@@ -18,20 +18,17 @@ from rich.text import Text
 from lm.data.prepare import prepare
 from lm.errors import RunError
 from lm.experiments.engine import (
-    LOCK,
     Cluster,
     Engine,
     ExperimentTrainer,
     RunsFailed,
-    experiment_lock,
     failures,
     forget_failures,
-    holder_words,
     read_scheduler_options,
 )
 from lm.experiments.experiment import Experiment
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.experiment_folder import is_measured, open_experiment, other_runs_note, start
+from lm.experiments.experiment_folder import LOCK, experiment_lock, holder_words, is_measured, open_experiment, start
 from lm.experiments.judging import INTERVALS
 from lm.experiments.page import experiment_files
 from lm.experiments.plan import Times, costs, duration, plan_lines, run_times, total_seconds
@@ -203,8 +200,8 @@ def _print_plans(procedures: list[Procedure], options: TrainingOptions) -> list[
             )
         slot_words = f"{options.workers} at a time, each in a job" if options.engine else str(slots)
         print("\n".join(plan_lines(procedure, run_costs, words, slot_words)), flush=True)
-        if note := other_runs_note(procedure):
-            print(f"note: {note}", flush=True)
+        if procedure.other_runs:
+            print(f"note: {procedure.other_runs}", flush=True)
     return times_by_experiment
 
 
@@ -219,7 +216,7 @@ def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
         reason = (
             "none of the runs that the file now asks for has ended" if has_measured_runs else "no run has ended yet"
         )
-        remedy = other_runs_note(procedure) or "leave --report-only out to train"
+        remedy = procedure.other_runs or "leave --report-only out to train"
         if failed_runs := failures(procedure):
             reason = f"no run has a result; {len(failed_runs)} failed, the first with {failed_runs[0][1]}"
             remedy = "--retry tries again"

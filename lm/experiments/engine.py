@@ -5,7 +5,6 @@ One `lm compare` at a time works on an experiment. It starts the runs that can b
 records failures.
 """
 
-import os
 import signal
 import statistics
 import threading
@@ -13,13 +12,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lm.errors import ConfigError, RunError, one_line
+from lm.experiments.experiment_folder import host_name
 from lm.experiments.plan import duration, uninterrupted_seconds
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION, Outcome
@@ -35,8 +34,8 @@ from lm.experiments.slots import (
     log_path,
 )
 from lm.experiments.summary import value_text
-from lm.files import json_bytes, locked_folder, read_json, write_json, write_new
-from lm.machine import STOP_SIGNALS, process_start, this_machine
+from lm.files import read_json, write_json
+from lm.machine import STOP_SIGNALS, process_start
 from lm.report.tables import numeral
 from lm.runs.evaluations import NoDocuments, evaluation_files
 from lm.runs.folder import CHECKPOINTS, step_of, step_paths
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission
 
 Engine = Literal["slurm", "local"]
-LOCK = "compare.lock"  # file in the experiment's folder: names the machine and process that work on it
 # suffixes of files beside a run's log: why the run failed, and which job trains it
 FAILURE_SUFFIX, JOB_SUFFIX = "failed.json", "job.json"
 JOBS_FOLDER = "workers"  # folder in the experiment's folder: scripts and output of submitit's jobs
@@ -55,80 +53,6 @@ POLL_SECONDS = 1.0  # seconds between checks of a job
 RECORD_WAIT_SECONDS = 120.0  # seconds within which a job must see the record that names it
 # SIGKILL: out of memory?
 _CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-
-
-# ---------------------------------------------------------------- who works on an experiment
-
-
-@contextmanager
-def experiment_lock(experiment_folder: Path) -> Iterator[None]:
-    """Hold the lock of an experiment's folder during the body; the folder is created if it does not exist.
-
-    The operating system's lock of the folder ends with the process that holds it, but other machines may not see this
-    lock. The file LOCK names the process to all machines that see the folder. A LOCK file that a killed process of this
-    host has left behind is replaced.
-
-    Raises RunError: the folder can't be made, or another process works on the experiment, or may do so on another host.
-    The message names that process and a remedy.
-    """
-    path = experiment_folder / LOCK
-    try:
-        experiment_folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"{experiment_folder}: can't make the folder: {error.strerror}") from None
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(locked_folder(experiment_folder, ""))
-        except RunError:
-            raise RunError(f"{experiment_folder}: {holder_words(experiment_folder)}") from None
-        stack.callback(_remove_if_empty, experiment_folder)
-        holder = _lock_holder(path)
-        if holder.get("host") == _host() and process_start(int(holder["pid"])) != holder["born"]:
-            path.unlink()
-        record = {
-            "host": _host(),
-            "pid": os.getpid(),
-            "born": process_start(os.getpid()),
-            "since": time.strftime("%F %T"),
-        }
-        if not write_new(path, json_bytes(record)):
-            raise RunError(f"{experiment_folder}: {holder_words(experiment_folder)}")
-        stack.callback(path.unlink, missing_ok=True)
-        yield
-
-
-def holder_words(experiment_folder: Path) -> str:
-    """Describe the process that holds the lock of an experiment, and what the user can do."""
-    path = experiment_folder / LOCK
-    holder = _lock_holder(path)
-    words = (
-        f"process {holder['pid']} on {holder['host']} works on it since {holder['since']}"
-        if holder
-        else "another process works on it"
-    )
-    remedy = (
-        f"; once that process is surely gone, delete {path}" if path.exists() and holder.get("host") != _host() else ""
-    )
-    return f"{words}{remedy}; --report-only and --plan show how far it is"
-
-
-def _lock_holder(path: Path) -> dict[str, Plain]:
-    """Return what a LOCK file says: host, process ID, start time of the process, start of its work; {} if the file is
-    absent or damaged.
-    """
-    with suppress(RunError):
-        content = read_json(path)
-        return content if content.keys() == {"host", "pid", "born", "since"} else {}
-    return {}
-
-
-def _host() -> str:
-    return this_machine().split()[0]
-
-
-def _remove_if_empty(folder: Path) -> None:
-    with suppress(OSError):
-        folder.rmdir()
 
 
 # ---------------------------------------------------------------- runs that failed
@@ -309,7 +233,7 @@ class Cluster:
     @property
     def scheduler_name(self) -> str:
         """The name of the scheduler; `local` is followed by the name of this machine."""
-        return f"local on {_host()}" if self.engine == "local" else self.engine
+        return f"local on {host_name()}" if self.engine == "local" else self.engine
 
     def submit(self, function: Callable[[], object]) -> "Job":
         """Submit a job that calls `function`. Raises RunError: the scheduler refuses."""

@@ -2,12 +2,11 @@
 configuration of each run.
 """
 
-import csv
 import hashlib
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import product
@@ -17,17 +16,14 @@ from typing import Literal
 from lm.config.load import merge, nest_keys, parse
 from lm.config.tree import Config, effect_of
 from lm.config.yaml_text import override, resolve_interpolations
-from lm.errors import ConfigError, Problem
+from lm.errors import Problem
 from lm.experiments.run_outcome import SELECTION
+from lm.experiments.tuning_table import TuningRun, values_by_arm_and_rate
 from lm.files import expand_home
 from lm.plugins import PLUGINS
-from lm.removed_keys import removed_key
-from lm.runs.folder import DIVERGED
-from lm.schema import Plain, build, flatten, is_block, key, to_plain
-from lm.statistics.tuning import MIN_TUNING_SEEDS, Rate, grid_rates, key_values, rate_text, read_rate
+from lm.schema import Plain, flatten, is_block, key, to_plain
+from lm.statistics.tuning import MIN_TUNING_SEEDS, Rate, grid_rates, key_values
 
-NOT_REACHED = "not reached"  # in place of the number of tokens of a run that never reached `primary.reach`
-_TABLE_REMEDY = "tuning.csv, which `lm compare` writes, has the form"
 SHARED_SETTINGS = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
 _UNCACHED_KEYS = ("name", "runs", "seed")  # keys on which no other key of a configuration depends
 
@@ -112,30 +108,21 @@ class Tune:
         return " / ".join(self.keys)
 
     def problems(self) -> list[Problem]:
-        problems = []
+        problems, is_list = [], isinstance(self.key, list)
         if not self.keys or len(set(self.keys)) < len(self.keys):
             problems.append(Problem("key", self.key, "must be a key, or a list of different keys"))
-        if self.table is not None and not self.table.strip():
-            problems.append(Problem("table", self.table, "names no file", "name one as `tuning.csv`, or leave it out"))
-        has_several_keys = isinstance(self.key, list)
         if self.grid and (
-            any(isinstance(values, list) != has_several_keys for values in self.grid)
-            or len(self.axes) != len(self.keys)
+            len(self.axes) != len(self.keys) or any(isinstance(values, list) != is_list for values in self.grid)
         ):
-            reason = (
-                f"must be a list of values for each of {', '.join(self.keys)}"
-                if has_several_keys
-                else "must be a list of values"
-            )
-            remedy = "" if has_several_keys else "of several keys name them all: `key: [KEY, ...]`"
+            reason = "must be a list of values" + f" for each of {', '.join(self.keys)}" * is_list
+            remedy = "" if is_list else "of several keys name them all: `key: [KEY, ...]`"
             problems.append(Problem("grid", self.grid, reason, remedy))
         elif any(len(set(values)) < len(values) or len(values) < 2 for values in self.axes):
-            problems.append(
-                Problem("grid", self.grid, "must be at least 2 different values" + " of each key" * has_several_keys)
-            )
+            reason = f"must be at least 2 different values{' of each key' * is_list}"
+            problems.append(Problem("grid", self.grid, reason))
         if self.grid and len(set(self.seeds)) < MIN_TUNING_SEEDS:
             problems.append(Problem("seeds", self.seeds, f"tuning needs at least {MIN_TUNING_SEEDS} seeds"))
-        if self.grid and self.table:
+        if self.grid and self.table is not None:
             problems.append(Problem("table", self.table, "the rates would be chosen twice", "give a grid or a table"))
         return problems
 
@@ -165,24 +152,6 @@ class PrimaryMetric:
 
 
 @dataclass(frozen=True)
-class TuningRun:
-    size: str
-    arm: str
-    key: str  # the configuration keys that are tuned, as `Tune.heading` gives them
-    rate: Rate
-    seed: int
-    # values of SELECTION (val/loss) and of the compared quantity (`PrimaryMetric.quantity_name`), on the data that
-    # choose rates; infinite: the run diverged, or never reached `primary.reach`; None: not known
-    selection_value: float | None
-    primary_value: float | None
-    configuration: str  # the settings of the run, as `settings_words` gives them
-
-    @property
-    def diverged(self) -> bool:
-        return self.selection_value == math.inf
-
-
-@dataclass(frozen=True)
 class Experiment:
     """An experiment as its file describes it; the first arm is the baseline."""
 
@@ -202,9 +171,6 @@ class Experiment:
     # configuration keys for the measurement of finished runs at their last step, in addition to the evaluations during
     # training
     evaluate: dict[str, Plain] = field(default_factory=dict)
-    # as recorded in its folder (`lm.experiments.experiment_folder.plan_of`), with the overrides of that start
-    plan: dict[str, dict] | None = None
-    planned_overrides: list[str] | None = None
     plan_notes: tuple[str, ...] = ()  # what was changed since the plan, after a final run was measured
     exploratory: frozenset[tuple[str, str]] = frozenset()  # sizes and arms whose verdicts are exploratory for that
     # parsed configurations, by the values of all keys except `_UNCACHED_KEYS`
@@ -303,10 +269,6 @@ class Experiment:
         if cache_key not in self._configs:
             with PLUGINS.trusted():  # the user's file names the plugins
                 self._configs[cache_key] = parse(plain)
-        problems: list[Problem] = []
-        build(Config, own_keys, "", problems)
-        if problems:
-            raise ConfigError(problems)
         return replace(self._configs[cache_key], **own_keys)
 
     def measurement_config(self, config: Config) -> Config:
@@ -356,137 +318,6 @@ def deciding_keys(plain: dict[str, Plain]) -> dict[str, Plain]:
 @cache
 def omitted_keys() -> dict[str, Plain]:
     """The `deciding_keys` that `to_plain` omits while they have their default values, with these values."""
+    written_keys = flatten(to_plain(Config()))
     default_keys = deciding_keys(to_plain(Config(), whole=True))
-    return {path: value for path, value in default_keys.items() if path not in _defaults()}
-
-
-def settings_words(config: Config, tuned_keys: Iterable[str], source_name: str) -> str:
-    """Settings of model, data and training that are not at their defaults, as `KEY=VALUE; ...`, without seeds,
-    precision and tuned keys.
-
-    source_name: the arm whose weights the run starts from, named in place of their path; empty: random weights.
-    """
-    plain, skipped_keys = flatten(to_plain(config)), (*tuned_keys, "init_from", "branch_from")
-    changed_keys = [
-        path for path, value in plain.items() if value not in (None, _defaults().get(path)) and path not in skipped_keys
-    ]
-    settings = {path: plain[path] for path in changed_keys if effect_of(path).affects in ("model", "training")}
-    settings |= {"from": source_name} if source_name else {}
-    return "; ".join(f"{path}={value}" for path, value in sorted(settings.items()))
-
-
-@cache
-def _defaults() -> dict[str, Plain]:
-    return flatten(to_plain(Config()))
-
-
-def differing_keys(description: str, other_description: str) -> list[str]:
-    """List the keys whose values differ between two configurations, each described in the form of `settings_words`.
-    Former defaults of removed keys, which tables of older versions hold, are no difference.
-    """
-    descriptions = [
-        dict(text.partition("=")[::2] for text in words.split("; ")) for words in (description, other_description)
-    ]
-
-    def is_former_default(settings: dict[str, str], path: str) -> bool:
-        block, _, name = path.rpartition(".")
-        removed = removed_key(block, settings.get(f"{block}.name", ""), name)
-        return removed is not None and settings[path] == str(removed[0])
-
-    first, second = (
-        {item for item in settings.items() if not is_former_default(settings, item[0])} for settings in descriptions
-    )
-    return sorted({path for path, _ in first ^ second})
-
-
-def values_by_arm_and_rate(
-    runs: Iterable[TuningRun], size: str, value_of: Callable[[TuningRun], float | None]
-) -> dict[str, dict[Rate, list[float]]]:
-    """The values (`value_of`) of a size's tuning runs, without None, for each arm and rate as a list in ascending order
-    of seeds.
-    """
-    values: dict[str, dict[Rate, list[float]]] = {}
-    for run in sorted((run for run in runs if run.size == size), key=lambda run: (run.rate, run.seed)):
-        if (value := value_of(run)) is not None:
-            values.setdefault(run.arm, {}).setdefault(run.rate, []).append(value)
-    return values
-
-
-# ---------------------------------------------------------------- tables of tuning runs
-
-
-def read_tuning_table(path: Path, metric: str) -> tuple[TuningRun, ...]:
-    """Read the tuning runs that a tuning table lists.
-
-    metric: the column of the primary metric. Without this column, `TuningRun.primary_value` is None in all runs.
-
-    Raises ConfigError: the file does not exist, or is no tuning table.
-    """
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
-            columns = ("size", "arm", "key", "rate", "seed", SELECTION, "configuration")
-            if missing_columns := [name for name in columns if name not in (reader.fieldnames or ())]:
-                raise ConfigError(
-                    f"{path}: not a tuning table: it has no column {', '.join(missing_columns)}; {_TABLE_REMEDY}"
-                )
-            runs = []
-            for line in reader:
-                try:
-                    selection = _table_number(line[SELECTION]) if line[SELECTION] else None
-                    primary = _table_number(line[metric]) if metric in line and selection is not None else None
-                    rate, seed = read_rate(line["rate"]), int(line["seed"])
-                    values, keys = key_values(rate), line["key"].split(" / ")
-                    if not all(0 < value < math.inf for value in values) or len(values) != len(keys):
-                        raise ValueError
-                    configuration = line["configuration"] or ""
-                    runs.append(
-                        TuningRun(line["size"], line["arm"], line["key"], rate, seed, selection, primary, configuration)
-                    )
-                except (ValueError, TypeError, AttributeError):
-                    reason = f"needs a rate above 0, a seed, and a {SELECTION} that is a number or `{DIVERGED}`"
-                    raise ConfigError(f"{path}: line {reader.line_num} {reason}; {_TABLE_REMEDY}") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror} (tune.table)") from None
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not a tuning table: {error}; {_TABLE_REMEDY}") from None
-    if len({(run.size, run.arm, run.rate, run.seed) for run in runs}) < len(runs):
-        raise ConfigError(f"{path}: has a run twice: the same size, arm, rate and seed; {_TABLE_REMEDY}")
-    return tuple(runs)
-
-
-def _table_number(text: str) -> float:
-    value = math.inf if text in (DIVERGED, NOT_REACHED) else float(text)
-    if math.isnan(value):
-        raise ValueError
-    return value
-
-
-def check_table(experiment: Experiment) -> Iterator[Problem]:
-    """Check that a tuning table has ended runs of every tuned arm in every size, at several rates with several seeds.
-    At a rate, all arms must have the same seeds. None of the seeds may be in `experiment.seeds`, the seeds of the
-    runs that are judged.
-    """
-    table_file = experiment.tune.table
-    if shared_seeds := sorted({*experiment.seeds} & {run.seed for run in experiment.table}):
-        yield Problem("tune.table", shared_seeds, "are final seeds", "the runs that choose a rate must not judge it")
-    remedy, baseline = "make it again by `lm compare` with a grid: it writes tuning.csv", experiment.arms[0].name
-    seeds_by_rate: dict[tuple[str, str], dict[Rate, set[int]]] = {}  # seeds of each arm and size at each rate
-    for run in experiment.table:
-        seeds_by_rate.setdefault((run.size, run.arm), {}).setdefault(run.rate, set()).add(run.seed)
-    for size, arm in product(experiment.sizes if table_file else (), (arm for arm in experiment.arms if arm.is_tuned)):
-        arm_seeds, baseline_seeds = seeds_by_rate.get((size, arm.name), {}), seeds_by_rate.get((size, baseline), {})
-        name = " ".join(filter(None, (size, arm.name)))
-        arm_runs = [run for run in experiment.table if (run.size, run.arm) == (size, arm.name)]
-        if not arm_runs:
-            yield Problem("tune.table", table_file, f"has no {name}", remedy)
-        elif any(experiment.choice_value(run) is None for run in arm_runs):
-            yield Problem("tune.table", table_file, f"has runs of {name} that have not ended", remedy)
-        elif len(arm_seeds) < 2 or min(map(len, arm_seeds.values())) < MIN_TUNING_SEEDS:
-            reason = f"has fewer than 2 rates of {name}, or fewer than {MIN_TUNING_SEEDS} seeds at one"
-            yield Problem("tune.table", table_file, reason, remedy)
-        elif differing_rates := sorted(
-            rate for rate in arm_seeds.keys() & baseline_seeds.keys() if arm_seeds[rate] != baseline_seeds[rate]
-        ):
-            reason = f"has other seeds of {name} than of {baseline} at {', '.join(map(rate_text, differing_rates))}"
-            yield Problem("tune.table", table_file, reason, "give all arms the same seeds at a rate")
+    return {path: value for path, value in default_keys.items() if path not in written_keys}

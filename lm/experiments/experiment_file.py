@@ -1,41 +1,28 @@
-"""Read an experiment's file, and check its arms, the comparison of the arms, and its tuning table."""
+"""Read an experiment's file, and check it: its arms, what they are compared on, and its tuning table."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 
-import torch
-
-from lm.attention.catalogue import make_normalizer
-from lm.attention.normalizer import LayerSpec
 from lm.config import presets
-from lm.config.eval_config import Quantity, ValidationTiming, lengths_from_factors
+from lm.config.eval_config import ValidationTiming
 from lm.config.load import merge, merge_bases, nest_keys, overrides_in, read_overrides, refuse_unused_temperatures
 from lm.config.normalizers import OPTIONS
-from lm.config.task_config import task_names
 from lm.config.tree import Config, ExperimentConfig, differences, distinguishes_arms, effect_of
 from lm.config.yaml_text import MAX_BYTES, parse_yaml
 from lm.data.prepare import vocab_size_of
 from lm.errors import ConfigError, DataError, Problem, as_written
 from lm.evaluation.metrics import evaluation_names
-from lm.experiments.experiment import (
-    Arm,
-    Experiment,
-    PrimaryMetric,
-    Swap,
-    Tune,
-    check_table,
-    config_hash,
-    kind_of_metric,
-    read_tuning_table,
-)
+from lm.experiments.experiment import Arm, Experiment, PrimaryMetric, Swap, Tune, config_hash, kind_of_metric
+from lm.experiments.tuning_table import read_tuning_table
 from lm.model.spec import count_steps
 from lm.plugins import PLUGINS
 from lm.removed_keys import removed_key
 from lm.runs.folder import CONFIG, RESOLVED_FILE, SWAPPED
-from lm.schema import Plain, Unavailable, build, cross_key_problems, flatten, is_block, key, section, suggest, to_plain
+from lm.schema import Plain, build, cross_key_problems, flatten, is_block, key, optional, section, suggest, to_plain
+from lm.statistics.tuning import MIN_TUNING_SEEDS, Rate, rate_text
 
 
 @dataclass
@@ -46,13 +33,40 @@ class _FileKeys:
     tune: Tune = section(Tune, "the learning rate of each arm")
     primary: PrimaryMetric = section(PrimaryMetric, "what decides")
 
+    def problems(self) -> list[Problem]:
+        problems = []
+        if len(set(self.seeds)) < len(self.seeds) or not self.seeds:
+            problems.append(Problem("seeds", self.seeds, "must be different seeds, at least one"))
+        if self.tune.grid and (shared := sorted({*self.seeds} & {*self.tune.seeds})):
+            problems.append(Problem("tune.seeds", shared, "are also final seeds", _JUDGED))
+        for name in self.tune.keys:
+            if name in _EXPERIMENT_KEYS or not distinguishes_arms(name):
+                reason = "is set by the experiment" if name in _EXPERIMENT_KEYS else _UNTUNABLE
+                problems.append(Problem("tune.key", name, reason, "name a key of the optimizer, such as optim.lr"))
+        return problems
+
+
+@dataclass
+class _ArmKeys:
+    """The keys of an arm that are no configuration keys, except `from`."""
+
+    swap: Swap | None = optional(Swap, "the normalizer that is put into the weights")
+    train: bool = key(True, "whether the arm is trained")
+    step: int | None = key(None, "the step of the other arm from which it goes on", ge=1)
+
 
 TOKENS_KEY = "trainer.tokens_per_parameter"
-_RESERVED_FILES = ("compare.lock", RESOLVED_FILE, "tuning.csv", "verdicts.csv", "verdicts.json")
-# reserved names, which no arm or size may have: a size's folder lies beside these files and folders
-RESERVED = {"arms": (".", ".."), "sizes": (".", "..", "logs", "report", SWAPPED, "workers", *_RESERVED_FILES)}
-_CHARSET = "letters, digits, '-', '_' and '.'"
+_JUDGED = "the runs that choose a rate must not judge it"
+_UNTUNABLE = "is nothing that training depends on"
 _TOP_KEYS = ("base", "arms", "sizes", *(spec.name for spec in fields(_FileKeys)), "evaluate")
+# configuration keys that the experiment sets in each run
+_EXPERIMENT_KEYS = {
+    *("seed", "data.seed", "name", "runs", "resume", "init_from", "branch_from"),
+    *(f"experiment.{spec.name}" for spec in fields(ExperimentConfig)),
+}
+# names that no arm or size has; a size's folder lies beside files and folders of these names
+_FILES = ("compare.lock", RESOLVED_FILE, "tuning.csv", "verdicts.csv", "verdicts.json")
+_RESERVED = {"arms": (".", ".."), "sizes": (".", "..", "logs", "report", SWAPPED, "workers", *_FILES)}
 
 
 def read_experiment(file: Path, overrides: list[str]) -> Experiment:
@@ -74,226 +88,167 @@ def read_experiment(file: Path, overrides: list[str]) -> Experiment:
 
 def _experiment(file: Path, overrides: list[str]) -> Experiment:
     """Read the experiment that a file describes, without building the configurations of its arms."""
-    plain = _read_yaml(file)
-    problems: list[Problem] = []
-    arms = read_arms(plain.pop("arms", None), problems)
-    size_blocks = read_blocks("sizes", plain.pop("sizes", None) or {}, problems)
-    sizes = {name: nest_keys(changes, path=f"sizes.{name}.") for name, changes in size_blocks.items()}
-    base, evaluation_keys = plain.pop("base", None), plain.pop("evaluate", None) or {}
-    if base == []:
-        raise ConfigError([Problem("base", base, "names no file", "name one, or a list of files")])
+    plain, problems = _read_yaml(file), list[Problem]()
+    arm_blocks = _named_blocks("arms", plain.pop("arms", None), problems)
+    size_blocks = _named_blocks("sizes", plain.pop("sizes", None) or {}, problems)
+    base, evaluate = plain.pop("base", None), plain.pop("evaluate", None) or {}
     base = (
         merge_bases(nest_keys(base), file, "base.base") if isinstance(base, dict) else merge_bases({"base": base}, file)
     )
-    if not isinstance(evaluation_keys, dict):
-        problems.append(Problem("evaluate", evaluation_keys, "must be a block of configuration keys"))
-        evaluation_keys = {}
+    if not isinstance(evaluate, dict):
+        problems.append(Problem("evaluate", evaluate, "must be a block of configuration keys"))
+        evaluate = {}
     for name in sorted((name for name in plain.keys() - _TOP_KEYS if not removed_key("", "", name)), key=str):
         problems.append(Problem(str(name), plain.pop(name), "unknown key", suggest(str(name), _TOP_KEYS)))
     settings = build(_FileKeys, plain, "", problems)
     problems += cross_key_problems(settings)
-    if len(set(settings.seeds)) < len(settings.seeds) or not settings.seeds:
-        problems.append(Problem("seeds", settings.seeds, "must be different seeds, at least one"))
-    if settings.tune.grid and (shared_seeds := sorted({*settings.seeds} & {*settings.tune.seeds})):
-        problems.append(
-            Problem("tune.seeds", shared_seeds, "are also final seeds", "the runs that choose a rate must not judge it")
+    tune = settings.tune
+    set_keys = _EXPERIMENT_KEYS | {*(tune.keys if tune.grid or tune.table is not None else ())}
+
+    def own_changes(path: str, block: dict[str, Plain]) -> dict[str, Plain]:
+        """Nest a block's keys. A file that its `base` names may hold a key that the experiment sets; the block not."""
+        changes = nest_keys(block, path=f"{path}.")
+        values = flatten(changes)
+        problems.extend(
+            Problem(f"{path}.{name}", values[name], "is set by the experiment", "drop it")
+            for name in sorted(set_keys & {*values})
         )
-    fixed_keys = {"seed", "data.seed", "name", "runs", "resume", "init_from", "branch_from"}
-    fixed_keys |= {*(f"experiment.{spec.name}" for spec in fields(ExperimentConfig))}
-    for tuned_key in settings.tune.keys:
-        if tuned_key in fixed_keys or not distinguishes_arms(tuned_key):
-            reason = "is set by the experiment" if tuned_key in fixed_keys else "is nothing that training depends on"
-            problems.append(Problem("tune.key", tuned_key, reason, "name a key of the optimizer, such as optim.lr"))
-    fixed_keys |= {*settings.tune.keys} if settings.tune.grid or settings.tune.table else set()
-    blocks = {f"arms.{arm.name}": arm.changes for arm in arms} | {
-        f"sizes.{name}": changes for name, changes in sizes.items()
-    }
-    for prefix, changes in blocks.items():
-        for path in sorted(fixed_keys & set(flatten(changes))):
-            problems.append(Problem(f"{prefix}.{path}", flatten(changes)[path], "is set by the experiment", "drop it"))
-    # Only a block's own keys are checked above: files that its `base` names may hold a key that the experiment sets,
-    # such as optim.lr.
-    full_arms: dict[str, Arm] = {}
-    for arm in arms:
-        changes = merge_bases(arm.changes, file, f"arms.{arm.name}.base")
+        return changes
+
+    arms: dict[str, Arm] = {}
+    for name, block in arm_blocks.items():
+        arms[name] = arm = _arm(name, dict(block), arms, own_changes, problems)
+        changes = merge_bases(arm.changes, file, f"arms.{name}.base")
         # its changes are laid over its source's
-        if arm.source in full_arms and (arm.branch_step is not None or not arm.trained):
-            changes = merge(merge(full_arms[arm.source].changes, {} if arm.trained else {"phases": []}), changes)
+        if arm.source in arms and (arm.branch_step is not None or not arm.trained):
+            changes = merge(merge(arms[arm.source].changes, {} if arm.trained else {"phases": []}), changes)
         if (tokens := flatten(changes).get(TOKENS_KEY)) is not None:
             reason = "the arms of a size train equally long"
-            problems.append(Problem(f"arms.{arm.name}.{TOKENS_KEY}", tokens, reason, "give it in base or sizes"))
-        full_arms[arm.name] = replace(arm, changes=changes)
-    arms = tuple(full_arms.values())
-    sizes = {name: merge_bases(changes, file, f"sizes.{name}.base") for name, changes in sizes.items()}
+            problems.append(Problem(f"arms.{name}.{TOKENS_KEY}", tokens, reason, "give it in base or sizes"))
+        arms[name] = replace(arm, changes=changes)
+    if len(arms) < 2 and not problems:
+        problems.append(Problem("arms", [*arms], "needs a baseline and at least one other arm"))
+    sizes = {
+        name: merge_bases(own_changes(f"sizes.{name}", block), file, f"sizes.{name}.base")
+        for name, block in size_blocks.items()
+    }
     override_values = read_overrides(overrides)
-    reason = "is a key of the experiment; overrides change its base configuration"
-    problems += [
-        Problem(name, override_values[name], reason, f"change it in {file.name}")
-        for name in _TOP_KEYS
-        if name in override_values
-    ]
-    problems += _ineffective_overrides(file, settings, full_arms, sizes, override_values)
+    owners = {
+        "`seeds`": [{"seed"}],
+        "the experiment": [{"name", "experiment"}],
+        "`tune`": [set_keys - _EXPERIMENT_KEYS],
+        "all arms": [{*flatten(arm.changes)} for arm in arms.values()],
+        "all sizes": [{*flatten(changes)} for changes in sizes.values()],
+    }
+    problems += _ineffective_overrides(override_values, owners, f"change it in {file.name}")
     if problems:
         raise ConfigError(problems)
-    base = merge(base, override_values)
-    sizes, seeds = sizes or {"": {}}, tuple(settings.seeds)
-    table = (
-        read_tuning_table(file.parent / settings.tune.table, settings.primary.quantity_name)
-        if settings.tune.table
-        else ()
-    )
-    if wrong_keys := {run.key for run in table} - {settings.tune.heading}:
-        reason = f"the table {settings.tune.table} is of {', '.join(sorted(wrong_keys))}"
-        raise ConfigError([Problem("tune.key", settings.tune.heading, reason)])
+    table = ()
+    if tune.table is not None:
+        table = read_tuning_table(file.parent / tune.table, settings.primary.quantity_name)
+        if wrong_keys := {run.key for run in table} - {tune.heading}:
+            reason = f"the table {tune.table} is of {', '.join(sorted(wrong_keys))}"
+            raise ConfigError([Problem("tune.key", tune.heading, reason)])
     return Experiment(
-        file.stem, base, arms, sizes, seeds, settings.tune, settings.primary, file, tuple(overrides), table,
-        nest_keys(evaluation_keys),
+        file.stem, merge(base, override_values), tuple(arms.values()), sizes or {"": {}}, tuple(settings.seeds), tune,
+        settings.primary, file, tuple(overrides), table, nest_keys(evaluate),
     )  # fmt: skip
 
 
 def _ineffective_overrides(
-    file: Path,
-    settings: _FileKeys,
-    arms: dict[str, Arm],
-    sizes: dict[str, dict[str, Plain]],
-    override_values: dict[str, Plain],
+    override_values: dict[str, Plain], owners: dict[str, list[set[str]]], remedy: str
 ) -> Iterator[Problem]:
-    """Yield a problem for each override of a key that seeds, tuning, all arms or all sizes set, as their values win."""
-    tuned_keys = settings.tune.keys if settings.tune.grid or settings.tune.table else ()
-    groups = {
-        "`seeds`": [{"seed"}],
-        "the experiment": [{"name", "experiment"}],
-        "`tune`": [{*tuned_keys}],
-        "all arms": [{*flatten(arm.changes)} for arm in arms.values()],
-        "all sizes": [{*flatten(changes)} for changes in sizes.values()],
-    }
-    for path, value in flatten(override_values).items():
+    """Yield a problem for each override of a key of the experiment, or of a key that all blocks of an owner set, as
+    their values win.
+    """
+    for name in (name for name in _TOP_KEYS if name in override_values):
+        reason = "is a key of the experiment; overrides change its base configuration"
+        yield Problem(name, override_values.pop(name), reason, remedy)
+    for path, value in flatten(override_values).items() if override_values else ():
         parts = path.removesuffix(".name").split(".")
         names = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
         names |= {f"{name}.name" for name in names}
-        for owner, blocks in groups.items() if path not in _TOP_KEYS else ():
+        for owner, blocks in owners.items():
             if blocks and all(names & keys for keys in blocks):
-                yield Problem(path, value, f"is set by {owner}, so this has no effect", f"change it in {file.name}")
+                yield Problem(path, value, f"is set by {owner}, so this has no effect", remedy)
 
 
-def read_arms(arm_blocks: Plain, problems: list[Problem]) -> tuple[Arm, ...]:
-    arms: dict[str, Arm] = {}
-    for name, block in read_blocks("arms", arm_blocks, problems).items():
-        prefix, keys = f"arms.{name}", dict(block)
-        source = keys.pop("from", None)
-        swap_block = keys.pop("swap", None)
-        trained = keys.pop("train", True)
-        step = keys.pop("step", None)
-        source_name = None if source is None else str(source)
-        changes = nest_keys(keys, path=f"{prefix}.")
-        if source_name is not None and source_name not in arms:
-            remedy = (
-                suggest(source_name, arms)
-                if arms
-                else "the first arm is the baseline, which starts from random weights"
-            )
-            problems.append(Problem(f"{prefix}.from", source, "is no earlier arm", remedy))
-        if swap_block is not None and source_name is None:
-            problems.append(
-                Problem(f"{prefix}.swap", swap_block, "there are no weights to swap", "say of which arm: `from`")
-            )
-        if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 1):
-            problems.append(Problem(f"{prefix}.step", step, "must be a step of the arm it starts from, at least 1"))
-        elif step is not None and (source_name is None or swap_block is not None or trained is not True):
-            reason = "goes on with the optimizer state of another arm"
-            problems.append(
-                Problem(f"{prefix}.step", step, reason, "name the arm: `from`, and drop `swap` and `train`")
-            )
-        if not isinstance(trained, bool):
-            problems.append(Problem(f"{prefix}.train", trained, "must be true or false"))
-        elif not trained and swap_block is None:
-            problems.append(
-                Problem(f"{prefix}.train", trained, "would be the arm it starts from", "give a `swap`, or train it")
-            )
-        problem_count = len(problems)
-        if is_list := is_block(swap_block) and isinstance(swap_block.get("to"), list):
-            remedy = "several, one a layer, are swap: {to: layers} and model.normalizer: {of: [...]}"
-            problems.append(Problem(f"{prefix}.swap.to", swap_block["to"], "is one normalizer's name", remedy))
-        swap = None if swap_block is None or is_list else build(Swap, swap_block, f"{prefix}.swap", problems)
-        if swap and len(problems) == problem_count:
-            changes = _with_normalizer(changes, swap, prefix, problems)
-        if trained is False and source_name in arms:
-            arm_keys = flatten(nest_keys(keys)) if keys else {}
-            for path in (path for path in arm_keys if not path.startswith("model.normalizer")):
-                reason = "has no effect on an arm that is not trained"
-                problems.append(Problem(f"{prefix}.{path}", arm_keys[path], reason, "drop it, or train the arm"))
-        arms[name] = Arm(name, changes, source_name or "", swap, bool(trained), branch_step=step)
-    if len(arms) < 2 and not problems:
-        problems.append(Problem("arms", list(arms), "needs a baseline and at least one other arm"))
-    return tuple(arms.values())
-
-
-def _with_normalizer(changes: dict[str, Plain], swap: Swap, prefix: str, problems: list[Problem]) -> dict[str, Plain]:
-    """Return an arm's changes with the normalizer of `swap` added to them. Problems with this normalizer are added to
-    `problems`.
+def _arm(
+    name: str,
+    keys: dict[str, Plain],
+    earlier: dict[str, Arm],
+    own_changes: Callable[[str, dict[str, Plain]], dict[str, Plain]],
+    problems: list[Problem],
+) -> Arm:
+    """Read an arm's block, `keys`, whose configuration keys `own_changes` nests and checks; `earlier` are the arms
+    before it. Problems with it are added to `problems`.
     """
-    try:
-        with PLUGINS.trusted():
-            options = OPTIONS[swap.to]
-    except Unavailable as error:
-        problems.append(Problem(f"{prefix}.swap.to", swap.to, error.reason, error.remedy))
-        return changes
-    except KeyError:
-        problems.append(Problem(f"{prefix}.swap.to", swap.to, "unknown normalizer", suggest(swap.to, OPTIONS)))
-        return changes
-    normalizer = changes.get("model", {}).get("normalizer", {}) if is_block(changes.get("model", {})) else {}
-    if not is_block(normalizer) or normalizer.get("name", swap.to) != swap.to or "init" in normalizer:
-        reason = f"the weights are swapped to {swap.to}"
+    path, source = f"arms.{name}", keys.pop("from", None)
+    start = build(_ArmKeys, {key: keys.pop(key) for key in ("swap", "train", "step") if key in keys}, path, problems)
+    changes = own_changes(path, keys)
+    if source is not None and str(source) not in earlier:
+        remedy = "the first arm is the baseline, which starts from random weights"
+        remedy = suggest(str(source), earlier) if earlier else remedy
+        problems.append(Problem(f"{path}.from", source, "is no earlier arm", remedy))
+    if source is None and start.swap:
+        reason = "there are no weights to swap"
+        problems.append(Problem(f"{path}.swap", to_plain(start.swap), reason, "say of which arm: `from`"))
+    if start.step is not None and (source is None or start.swap or not start.train):
+        reason = "goes on with the optimizer state of another arm"
         problems.append(
-            Problem(
-                f"{prefix}.model.normalizer", normalizer, reason, "give its options by their keys, and init in `swap`"
-            )
+            Problem(f"{path}.step", start.step, reason, "name the arm: `from`, and drop `swap` and `train`")
         )
-    first_init = options.first_init()
-    if swap.init is not None and first_init is None:
-        problems.append(Problem(f"{prefix}.swap.init", swap.init, f"{swap.to} has no parameters to start", "drop it"))
-    elif swap.init not in (None, "fit"):
-        init_problems: list[Problem] = []
-        build(options, {"init": swap.init}, "", init_problems)
-        for problem in init_problems:
-            reason = f"must be fit, or {problem.reason.removeprefix('must be ')}"
-            problems.append(Problem(f"{prefix}.swap.init", swap.init, reason, problem.remedy))
-    init = {} if first_init is None else {"init": first_init if swap.init in (None, "fit") else swap.init}
-    return merge(changes, {"model": {"normalizer": {"name": swap.to, **init}}})
+    if not start.train and not start.swap:
+        reason = "would be the arm it starts from"
+        problems.append(Problem(f"{path}.train", False, reason, "give a `swap`, or train it"))
+    for key_path, value in flatten(changes).items() if changes and not start.train else ():
+        if not key_path.startswith("model.normalizer"):
+            reason = "has no effect on an arm that is not trained"
+            problems.append(Problem(f"{path}.{key_path}", value, reason, "drop it, or train the arm"))
+    if start.swap:
+        changes = _with_normalizer(changes, start.swap, path, problems)
+    return Arm(name, changes, "" if source is None else str(source), start.swap, start.train, start.step)
 
 
-def read_blocks(key: str, value: Plain, problems: list[Problem]) -> dict[str, dict[str, Plain]]:
-    """Return the configuration keys that each arm or size changes, by its name; an arm or size without changes (null)
-    has {}. `key`: the key in the file, `arms` or `sizes`. `value`: the content of this key. Problems with it are added
-    to `problems`.
+def _with_normalizer(changes: dict[str, Plain], swap: Swap, path: str, problems: list[Problem]) -> dict[str, Plain]:
+    """Return an arm's changes with the normalizer of `swap` added to them. An unknown normalizer or initial value is
+    refused where the configuration is parsed.
+    """
+    model = changes.get("model")
+    normalizer = model.get("normalizer", {}) if is_block(model) else {}
+    if not is_block(normalizer) or normalizer.get("name", swap.to) != swap.to or "init" in normalizer:
+        remedy = "give its options by their keys, and init in `swap`"
+        reason = f"the weights are swapped to {swap.to}"
+        problems.append(Problem(f"{path}.model.normalizer", normalizer, reason, remedy))
+    init = None
+    with suppress(KeyError), PLUGINS.trusted():
+        init = OPTIONS[swap.to].first_init()
+        if swap.init is not None and init is None:
+            reason = f"{swap.to} has no parameters to start"
+            problems.append(Problem(f"{path}.swap.init", swap.init, reason, "drop it"))
+    init = init if swap.init in (None, "fit") else swap.init
+    return merge(changes, {"model": {"normalizer": {"name": swap.to} | ({} if init is None else {"init": init})}})
+
+
+def _named_blocks(key: str, value: Plain, problems: list[Problem]) -> dict[str, dict[str, Plain]]:
+    """Return the keys of each arm or size by its name; an arm or size without keys (null) has {}.
+
+    key: the key in the file, `arms` or `sizes`, whose content is `value`. Problems with it are added to `problems`.
     """
     if not isinstance(value, dict):
         problems.append(Problem(key, value, "must be a map from names to what they change"))
         return {}
     blocks = {}
     for name, changes in value.items():
-        if isinstance(name, bool | None):
-            problems.append(
-                Problem(key, name, "is no text: YAML reads on, yes and null as values", "put the name in quotes")
-            )
-            continue
-        is_reserved = str(name) in RESERVED[key]
-        if (
-            is_reserved
-            or not all(letter.isalnum() or letter in "-_." for letter in str(name))
-            or not 0 < len(str(name)) <= 40
-        ):
-            problems.append(
-                Problem(
-                    f"{key}.{name}", name, f"must be a name of at most 40 {_CHARSET}, not {', '.join(RESERVED[key])}"
-                )
-            )
-        elif str(name) in blocks:
-            problems.append(Problem(f"{key}.{name}", name, "is there twice"))
-        elif isinstance(changes, dict | None):
-            blocks[str(name)] = dict(changes or {})
-        else:
+        text = "" if isinstance(name, bool | None) else str(name)  # YAML reads on, yes and null as values
+        if text in ("", *_RESERVED[key]) or len(text) > 40 or not all(char.isalnum() or char in "-_." for char in text):
+            remedy = "choose another, or put it in quotes"
+            reason = f"must be a name of at most 40 letters, digits, '-', '_' and '.', not {', '.join(_RESERVED[key])}"
+            problems.append(Problem(f"{key}.{name}", name, reason, remedy))
+        elif not isinstance(changes, dict | None):
             problems.append(Problem(f"{key}.{name}", changes, "must be a block of configuration keys"))
+        else:
+            blocks[text] = changes or {}
     return blocks
 
 
@@ -336,16 +291,12 @@ def _read_yaml(path: Path) -> dict[str, Plain]:
     return plain
 
 
+# ---------------------------------------------------------------- checks of the arms' configurations
+
+
 # Keys of `data` that decide what the token store holds.
-_STORE_KEYS = (
-    "source",
-    "tokenizer",
-    "val_fraction",
-    "deduplicate",
-    "min_document_bytes",
-    "max_document_bytes",
-    "on_error",
-)
+_STORE_KEYS = ("source", "tokenizer", "val_fraction", "deduplicate", "min_document_bytes", "max_document_bytes")
+_STORE_KEYS += ("on_error",)
 # Evaluation kinds whose lengths are multiples of the training length, so that arms of other training lengths get other
 # sequences.
 _LENGTH_KINDS = ("validation", "long_context", "texts")
@@ -355,29 +306,27 @@ def check_experiment(experiment: Experiment) -> None:
     """Check the configurations of all arms in all sizes, and the tuning table. Raises ConfigError, which lists all
     problems.
     """
-    problems = [*check_table(experiment), *_check_evaluate(experiment)]
+    problems: list[Problem | str] = [*_check_table(experiment)]
+    try:
+        overrides_in("eval", experiment.evaluate_overrides)
+    except ConfigError as error:
+        problems += [replace(problem, path=f"evaluate.{problem.path}") for problem in error.problems]
     size_arms_by_problem: dict[str, list[tuple[str, str]]] = {}
     configs: dict[tuple[str, str], Config] = {}
     for size, arm in experiment.size_arms:
         try:
-            config = experiment.example_config(size, arm)
-            configs[size, arm.name] = config
-            evaluated_config = experiment.measurement_config(config)
-            for checked_config in (config, evaluated_config):
+            config = configs[size, arm.name] = experiment.example_config(size, arm)
+            measured = experiment.measurement_config(config)
+            for checked_config in (config, measured):
                 refuse_unused_temperatures(checked_config)
-            if experiment.is_tuned:
-                _check_tuned_groups(experiment.tune, config)
             if not problems:
-                _check_metric(experiment, evaluated_config)
+                _check_metric(experiment, measured)
         except ConfigError as error:
             for problem in error.problems or [str(error)]:
                 size_arms_by_problem.setdefault(str(problem), []).append((size, arm.name))
     problems += [f"{_size_arm_words(experiment, size_arms)}{text}" for text, size_arms in size_arms_by_problem.items()]
-    for size in experiment.sizes:
-        problems += _check_arms(
-            experiment, [(arm, configs[size, arm.name]) for arm in experiment.arms if (size, arm.name) in configs]
-        )
-    problems += _check_sizes(experiment, configs)
+    for size in experiment.sizes if not problems else ():
+        problems += _check_arms(experiment, {arm.name: configs[size, arm.name] for arm in experiment.arms})
     if problems:
         raise ConfigError(list(dict.fromkeys(map(str, problems))))
 
@@ -385,57 +334,56 @@ def check_experiment(experiment: Experiment) -> None:
 def _size_arm_words(experiment: Experiment, size_arms: list[tuple[str, str]]) -> str:
     """Name the sizes and arms that an error is about, for the beginning of its message. Return an empty text if it is
     about all of them, but always name a single size that has a name."""
-    if len(size_arms) == len(experiment.sizes) * len(experiment.arms) and (
-        len(experiment.sizes) > 1 or "" in experiment.sizes
-    ):
+    n_arms = len(experiment.arms)
+    has_one_size = len(experiment.sizes) == 1 and "" not in experiment.sizes
+    if len(size_arms) == len(experiment.sizes) * n_arms and not has_one_size:
         return ""
     words = []
     for size in experiment.sizes:
-        arms = [arm for arm_size, arm in size_arms if arm_size == size]
-        size_words = f"size {size}" if size else ""
-        arm_words = [", ".join(filter(None, (f"arm {arm}", size_words))) for arm in arms]
-        words += [size_words] if len(arms) == len(experiment.arms) else arm_words
+        arms = [f"arm {arm}" for arm_size, arm in size_arms if arm_size == size]
+        size_words = [f"size {size}"] if size else []
+        words += size_words if len(arms) == n_arms else [", ".join([arm, *size_words]) for arm in arms]
     return "; ".join(words) + ": "
 
 
-def _check_sizes(experiment: Experiment, configs: dict[tuple[str, str], Config]) -> Iterator[Problem]:
-    size_by_hashes = {}
-    for size, changes in experiment.sizes.items() if len(experiment.sizes) > 1 else ():
-        hashes = tuple(config_hash(configs[size, arm.name]) for arm in experiment.arms if (size, arm.name) in configs)
-        if hashes in size_by_hashes and len(hashes) == len(experiment.arms):
-            yield Problem(f"sizes.{size}", changes, f"is the same as {size_by_hashes[hashes]}", "change it, or drop it")
-        size_by_hashes.setdefault(hashes, size)
-
-
-def _check_arms(experiment: Experiment, arms: list[tuple[Arm, Config]]) -> Iterator[Problem]:
-    """Check that the arms of a size differ, read the same data, are measured on the same sequences, and fit the arms
-    they start from.
+def _check_arms(experiment: Experiment, configs: dict[str, Config]) -> Iterator[Problem]:
+    """Check that the arms of a size, of these configurations, differ, read the same data, are measured on the same
+    sequences, and fit the arms they start from.
     """
-    name_by_identity, configs = {}, {}
-    for arm, config in arms:
-        baseline = arms[0][1]
+    metric, names = experiment.primary.metric, dict[str, str]()
+    baseline = configs[experiment.arms[0].name]
+    for arm in experiment.arms:
+        config, path = configs[arm.name], f"arms.{arm.name}"
         identity = f"{arm.source} {arm.branch_step} {arm.swap} {arm.trained} {config_hash(config)}"
-        if identity in name_by_identity:
-            yield Problem(
-                f"arms.{arm.name}", arm.changes, f"is the same as {name_by_identity[identity]}", "change it, or drop it"
+        if (name := names.setdefault(identity, arm.name)) != arm.name:
+            yield Problem(path, arm.changes, f"is the same as {name}", "change it, or drop it")
+        if arm.source:
+            check = _check_start if arm.branch_step is None else _check_branch
+            yield from check(arm, config, configs[arm.source])
+        data = [f"data.{key}" for key in _STORE_KEYS if getattr(baseline.data, key) != getattr(config.data, key)]
+        if data:
+            remedy = f"give all arms one value of {', '.join(data)}"
+            yield Problem(path, arm.changes, "reads other data than the baseline", remedy)
+        if not experiment.evaluate and (baseline.data.seq_len, baseline.eval) != (config.data.seq_len, config.eval):
+            remedy = "give all arms one data.seq_len and one eval block, or say in `evaluate` what they are compared on"
+            yield Problem(path, arm.changes, "is measured on other sequences than the baseline", remedy)
+        elif _measured(experiment, config) != _measured(experiment, baseline):
+            remedy = (
+                "name a metric that all arms measure alike, such as by_length/loss, or set its options in `evaluate`"
             )
-        name_by_identity[identity], configs[arm.name] = arm.name, config
-        if arm.branch_step is not None and arm.source in configs and config.trainer.max_steps:
-            yield from _check_branch(arm, config, configs[arm.source])
-        elif arm.source in configs:
-            yield from _check_start(arm, config, configs[arm.source])
-        other_keys = [
-            f"data.{name}" for name in _STORE_KEYS if getattr(baseline.data, name) != getattr(config.data, name)
-        ]
-        if other_keys:
-            reason, remedy = "reads other data than the baseline", f"give all arms one value of {', '.join(other_keys)}"
-            yield Problem(f"arms.{arm.name}", arm.changes, reason, remedy)
-        if (baseline.data.seq_len, baseline.eval) != (config.data.seq_len, config.eval):
-            yield from _check_compared(experiment, arm, baseline, config)
-        if _measured_tasks(experiment, config) != _measured_tasks(experiment, baseline):
-            reason = f"measures {experiment.primary.metric} on other tasks than the baseline"
-            remedy = "give all arms the same tasks, or name those of recall/... in `evaluate`: eval.recall.tasks"
-            yield Problem(f"arms.{arm.name}", arm.changes, reason, remedy)
+            yield Problem(path, arm.changes, f"measures {metric} on other sequences than the baseline", remedy)
+
+
+def _measured(experiment: Experiment, config: Config) -> tuple[Plain, ...]:
+    """What the primary metric of a run is measured on, as far as its configuration says."""
+    kind, options, data = (
+        kind_of_metric(experiment.primary.metric),
+        experiment.measurement_config(config).eval,
+        config.data,
+    )
+    tasks = {"recall": options.recall.asked_tasks(data), "validation": data.tasks}.get(kind, [])
+    length = data.seq_len if kind in _LENGTH_KINDS else None
+    return options.measured_options(kind), length, [to_plain(task) for task in tasks]
 
 
 def _check_branch(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
@@ -452,14 +400,12 @@ def _check_branch(arm: Arm, config: Config, source: Config) -> Iterator[Problem]
         reason = f"leaves no step after step {arm.branch_step} of {arm.source}"
         remedy = "raise it: it counts all steps from the first"
         yield Problem(f"arms.{arm.name}.trainer.max_steps", config.trainer.max_steps, reason, remedy)
-    for path, (branch_value, source_value) in differences(
-        to_plain(config, whole=True), to_plain(source, whole=True)
-    ).items():
+    changes = differences(to_plain(config, whole=True), to_plain(source, whole=True))
+    for path, (value, source_value) in changes.items():
         if effect_of(path).on_resume == "same":
             reason = f"is {as_written(source_value)} in {arm.source}, which it branches from"
-            yield Problem(
-                f"arms.{arm.name}.{path}", branch_value, reason, "drop it: length, rate and schedule alone may differ"
-            )
+            remedy = "drop it: length, rate and schedule alone may differ"
+            yield Problem(f"arms.{arm.name}.{path}", value, reason, remedy)
 
 
 def _check_start(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
@@ -470,63 +416,17 @@ def _check_start(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
         reason = f"has another normalizer than {arm.source}, whose weights it starts from"
         remedy = "swap it: `swap: {to: ...}`, or in during training: `phases`"
         yield Problem(f"arms.{arm.name}.from", arm.source, reason, remedy)
-    for path, (value, source_value) in differences(
-        *({"model": to_plain(side.model, whole=True)} for side in (config, source))
-    ).items():
-        if effect_of(path).affects == "model" and not path.startswith("model.normalizer"):
-            reason = f"is {as_written(source_value)} in {arm.source}, whose weights it starts from"
-            yield Problem(f"arms.{arm.name}.{path}", value, reason, "set it to that")
+    plains = ({"model": to_plain(side.model, whole=True)} for side in (config, source))
+    changes = {
+        path: values
+        for path, values in differences(*plains).items()
+        if effect_of(path).affects == "model" and not path.startswith("model.normalizer")
+    }
     if config.model.position.has_last_position and config.data.seq_len != source.data.seq_len:
-        reason = f"is {source.data.seq_len} in {arm.source}, whose learned positions it starts from"
-        yield Problem(f"arms.{arm.name}.data.seq_len", config.data.seq_len, reason, "set it to that")
-
-
-def _check_compared(experiment: Experiment, arm: Arm, baseline: Config, config: Config) -> Iterator[Problem]:
-    """Check that an arm is measured on the same sequences as the baseline, from which it differs in training length or
-    evaluations.
-    """
-    metric = experiment.primary.metric
-    if not experiment.evaluate:
-        reason = "is measured on other sequences than the baseline"
-        remedy = "give all arms one data.seq_len and one eval block, or say in `evaluate` what they are compared on"
-        yield Problem(f"arms.{arm.name}", arm.changes, reason, remedy)
-        return
-    kind = kind_of_metric(metric)
-    options = [
-        experiment.measurement_config(arm_config).eval.measured_options(kind) for arm_config in (baseline, config)
-    ]
-    if options[0] != options[1] or (kind in _LENGTH_KINDS and baseline.data.seq_len != config.data.seq_len):
-        reason = f"measures {metric} on other sequences than the baseline"
-        remedy = "name a metric that `evaluate` measures alike in all arms, such as by_length/loss"
-        yield Problem(f"arms.{arm.name}", arm.changes, reason, remedy)
-
-
-def _measured_tasks(experiment: Experiment, config: Config) -> list[Plain]:
-    """The recall tasks of the primary metric, or the training tasks if it is a validation loss on symbolic data; [] for
-    other metrics.
-    """
-    metric, data, recall = experiment.primary.metric, config.data, experiment.measurement_config(config).eval.recall
-    if kind_of_metric(metric) == "validation" and data.symbolic:
-        return [to_plain(weighted_task) for weighted_task in data.tasks]
-    tasks = [to_plain(task) for task in recall.asked_tasks(data)]
-    conditions = [*product(lengths_from_factors(recall.length_factors, data), recall.inference)]
-    named_tasks = zip(task_names(tasks), tasks, strict=True)
-    return [
-        task
-        for name, task in named_tasks
-        if metric in {recall.metric(name, length, setting.label) for length, setting in conditions}
-    ]
-
-
-def _check_tuned_groups(tune: Tune, config: Config) -> None:
-    """Check that normalizers have parameters if `optim.groups.normalizer.*` is tuned. Raises ConfigError."""
-    keys = [tuned_key for tuned_key in tune.keys if tuned_key.startswith("optim.groups.normalizer.")]
-    options = [layer for phase in config.plan for layer in phase.normalizer.layer_options()] if keys else []
-    with torch.device("meta"):
-        has_parameters = any([*make_normalizer(option, LayerSpec(1, 2, 2, 2)).parameters()] for option in options)
-    if keys and not has_parameters:
-        reason = f"{config.model.normalizer.label()} has no parameters"
-        raise ConfigError([Problem("tune.key", keys[0], reason, "tune it in a file of the arms that have some")])
+        changes["data.seq_len"] = config.data.seq_len, source.data.seq_len
+    for path, (value, source_value) in changes.items():
+        reason = f"is {as_written(source_value)} in {arm.source}, whose weights it starts from"
+        yield Problem(f"arms.{arm.name}.{path}", value, reason, "set it to that")
 
 
 def _check_metric(experiment: Experiment, config: Config) -> None:
@@ -534,67 +434,62 @@ def _check_metric(experiment: Experiment, config: Config) -> None:
     metric. With `primary.reach`, a level of the metric, it must be measured more than once, and all arms must be
     trained. Raises ConfigError.
     """
-    metric, kinds = experiment.primary.metric, config.eval.measurement_classes(config.data)
-    kind, steps = kind_of_metric(metric), config.trainer.max_steps
+    primary, kinds = experiment.primary, config.eval.measurement_classes(config.data)
+    metric, kind, steps = primary.metric, kind_of_metric(primary.metric), config.trainer.max_steps
     names = {name: evaluation_names(config, name) for name in kinds}
     if kind not in kinds or (names[kind] is not None and metric not in names[kind]):
-        known_names = [name for kind_names in names.values() for name in kind_names or ()]
-        remedy = suggest(metric, known_names)
+        remedy = suggest(metric, [name for kind_names in names.values() for name in kind_names or ()])
         if kind not in kinds and not remedy.startswith("did you mean"):
             remedy += "; or ask for the evaluation in the base's `eval` or in `evaluate`"
         raise ConfigError([Problem("primary.metric", metric, "is not measured by sequence at the last step", remedy)])
-    _check_primary(experiment.primary, config.eval.quantity(kind))
-    timing = ValidationTiming(every=config.validation_every) if kind == "validation" else config.eval.kinds.get(kind)
-    if (
-        experiment.primary.reach is not None
-        and timing
-        and sum(timing.is_due(step, steps) for step in range(1, steps + 1)) < 2
-    ):
-        key = "eval.every" if kind == "validation" else f"eval.{kind}.at"
-        reason, remedy = f"{metric} is measured once, at the last step", f"measure it on the way: {key}"
-        raise ConfigError([Problem("primary.reach", experiment.primary.reach, reason, remedy)])
-    if experiment.primary.reach is not None and (
-        untrained_arms := [arm.name for arm in experiment.arms if not arm.trained]
-    ):
-        reason = f"{untrained_arms[0]} is not trained"
-        raise ConfigError([Problem("primary.reach", experiment.primary.reach, reason, "drop the arm, or train it")])
-
-
-def _check_primary(primary: PrimaryMetric, quantity: Quantity | None) -> None:
-    """Check that `better` is lower for a loss, higher for an accuracy, and that no accuracy in `primary` exceeds 1.
-    Raises ConfigError.
-    """
-    problems, better = [], {"loss": "lower", "accuracy": "higher"}.get(quantity, primary.better)
+    problems, quantity = [], config.eval.quantity(kind)
+    better = {"loss": "lower", "accuracy": "higher"}.get(quantity, primary.better)
     if primary.better != better:
         problems.append(
-            Problem(
-                "primary.better",
-                primary.better,
-                f"of {primary.metric}, {better} is better",
-                f"write `better: {better}`",
-            )
+            Problem("primary.better", primary.better, f"of {metric}, {better} is better", f"write {better}")
         )
-    levels = {"matters": primary.matters} if primary.reach is None else {"reach": primary.reach}
-    for name, level in levels.items() if quantity == "accuracy" else ():
-        if level > 1:
-            problems.append(
-                Problem(
-                    f"primary.{name}", level, f"{primary.metric} lies between 0 and 1", "give a fraction, such as 0.25"
-                )
-            )
+    name, level = ("matters", primary.matters) if primary.reach is None else ("reach", primary.reach)
+    if quantity == "accuracy" and level > 1:
+        reason = f"{metric} lies between 0 and 1"
+        problems.append(Problem(f"primary.{name}", level, reason, "give a fraction, such as 0.25"))
+    timing = ValidationTiming(every=config.validation_every) if kind == "validation" else config.eval.kinds.get(kind)
+    untrained = [arm.name for arm in experiment.arms if not arm.trained]
+    if primary.reach is not None and untrained:
+        problems.append(Problem("primary.reach", primary.reach, f"{untrained[0]} is not trained", "drop or train it"))
+    elif primary.reach is not None and sum(timing.is_due(step, steps) for step in range(1, steps + 1)) < 2:
+        key = "eval.every" if kind == "validation" else f"eval.{kind}.at"
+        reason = f"{metric} is measured once, at the last step"
+        problems.append(Problem("primary.reach", primary.reach, reason, f"measure it on the way: {key}"))
     if problems:
         raise ConfigError(problems)
 
 
-def _check_evaluate(experiment: Experiment) -> Iterator[Problem]:
-    evaluation_keys = flatten(experiment.evaluate) if experiment.evaluate else {}
-    if other_paths := [path for path in evaluation_keys if not path.startswith("eval.")]:
-        for path in other_paths:
-            yield Problem(
-                f"evaluate.{path}", evaluation_keys[path], "is no key of an evaluation", "name keys of `eval`"
-            )
+def _check_table(experiment: Experiment) -> Iterator[Problem]:
+    """Check that a tuning table has ended runs of every tuned arm in every size, at several rates with several seeds.
+    At a rate, all arms must have the same seeds. None of the seeds may be in `experiment.seeds`, the seeds of the
+    runs that are judged.
+    """
+    file, baseline = experiment.tune.table, experiment.arms[0].name
+    if file is None:
         return
-    try:
-        overrides_in("eval", experiment.evaluate_overrides)
-    except ConfigError as error:
-        yield from (replace(problem, path=f"evaluate.{problem.path}") for problem in error.problems)
+    if shared_seeds := sorted({*experiment.seeds} & {run.seed for run in experiment.table}):
+        yield Problem("tune.table", shared_seeds, "are final seeds", _JUDGED)
+    seeds: dict[tuple[str, str], dict[Rate, list[int]]] = {}  # seeds of each arm and size at each rate
+    for run in experiment.table:
+        seeds.setdefault((run.size, run.arm), {}).setdefault(run.rate, []).append(run.seed)
+    for size, arm in product(experiment.sizes, (arm for arm in experiment.arms if arm.is_tuned)):
+        own, base = seeds.get((size, arm.name), {}), seeds.get((size, baseline), {})
+        runs, name = [run for run in experiment.table if (run.size, run.arm) == (size, arm.name)], arm.name
+        differing_rates = sorted(rate for rate in own.keys() & base.keys() if {*own[rate]} != {*base[rate]})
+        reason = ""
+        if any(experiment.choice_value(run) is None for run in runs):
+            reason = f"has runs of {name} that have not ended"
+        elif any(len(set(values)) < len(values) for values in own.values()):
+            reason = f"has a run of {name} twice: the same size, arm, rate and seed"
+        elif len(own) < 2 or min(map(len, own.values())) < MIN_TUNING_SEEDS:
+            reason = f"has fewer than 2 rates of {name}, or fewer than {MIN_TUNING_SEEDS} seeds at one"
+        elif differing_rates:
+            reason = f"has other seeds of {name} than of {baseline} at {', '.join(map(rate_text, differing_rates))}"
+        if reason:
+            remedy = "make it again by `lm compare` with a grid: it writes tuning.csv"
+            yield Problem("tune.table", file, f"{reason}{f' in {size}' if size else ''}", remedy)

@@ -1,42 +1,105 @@
-"""The settings that the first start of an experiment records in its folder for all runs, the plan among them, and what
-was changed since that plan.
+"""An experiment's folder: who works on it, the settings that its first start fixed for all runs, and what was changed
+since its plan.
 """
 
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from lm.config.load import merge
-from lm.config.tree import Config
 from lm.data.prepare import prepare, vocab_size_of
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError, as_written
-from lm.evaluation.held_out import ByLength, LongContext, Validation
-from lm.experiments.experiment import (
-    SHARED_SETTINGS,
-    Experiment,
-    deciding_keys,
-    kind_of_metric,
-    omitted_keys,
-)
+from lm.evaluation.held_out import Validation
+from lm.experiments.experiment import SHARED_SETTINGS, Experiment, deciding_keys, kind_of_metric, omitted_keys
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.plan import cost
 from lm.experiments.procedure import Procedure
-from lm.experiments.run_outcome import SELECTION
-from lm.files import json_bytes, plain_sha256, read_json, sealed, unsealed, write_new, write_sealed
-from lm.machine import threads_per_process
-from lm.model.device import ResolvedSetting, count_gpus, resolve_compile, resolve_precision
+from lm.files import json_bytes, locked_folder, plain_sha256, read_json, sealed, unsealed, write_new, write_sealed
+from lm.machine import process_start, this_machine, threads_per_process
+from lm.model.device import count_gpus, resolve_compile, resolve_precision
 from lm.plugins import PLUGINS, matches_version
 from lm.runs.evaluations import selection_mask
 from lm.runs.folder import CHECKPOINTS, CONFIG, EVALUATIONS, RESOLVED_FILE, step_path
 from lm.schema import Plain, to_plain
 
+LOCK = "compare.lock"  # file in the experiment's folder: names the machine and process that work on it
 # key of the plan in RESOLVED_FILE; the plan is null (unknown) if the file was written after final runs were measured
 PLAN = "planned"
 _CODE = "code"  # key in RESOLVED_FILE of the versions of the plugins (code from outside lm) that runs are trained with
 _OVERRIDES = "overrides"  # key in RESOLVED_FILE of the overrides that the first start was given
+_OTHER_NAME = "give the experiment's file another name, or set runs=..."
+
+
+# ---------------------------------------------------------------- who works on an experiment
+
+
+@contextmanager
+def experiment_lock(experiment_folder: Path) -> Iterator[None]:
+    """Hold the lock of an experiment's folder during the body; the folder is created if it does not exist.
+
+    The operating system's lock of the folder ends with the process that holds it, but other machines may not see this
+    lock. The file LOCK names the process to all machines that see the folder. A LOCK file that a killed process of this
+    host has left behind is replaced.
+
+    Raises RunError: the folder can't be made, or another process works on the experiment, or may do so on another host.
+    The message names that process and a remedy.
+    """
+    path = experiment_folder / LOCK
+    try:
+        experiment_folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"{experiment_folder}: can't make the folder: {error.strerror}") from None
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked_folder(experiment_folder, ""))
+        except RunError:
+            raise RunError(f"{experiment_folder}: {holder_words(experiment_folder)}") from None
+        stack.callback(_remove_if_empty, experiment_folder)
+        holder, pid = _lock_holder(path), os.getpid()
+        if holder.get("host") == host_name() and process_start(int(holder["pid"])) != holder["born"]:
+            path.unlink()
+        record = {"host": host_name(), "pid": pid, "born": process_start(pid), "since": time.strftime("%F %T")}
+        if not write_new(path, json_bytes(record)):
+            raise RunError(f"{experiment_folder}: {holder_words(experiment_folder)}")
+        stack.callback(path.unlink, missing_ok=True)
+        yield
+
+
+def holder_words(experiment_folder: Path) -> str:
+    """Describe the process that holds the lock of an experiment, and what the user can do."""
+    path = experiment_folder / LOCK
+    holder, words, remedy = _lock_holder(path), "another process works on it", ""
+    if holder:
+        words = f"process {holder['pid']} on {holder['host']} works on it since {holder['since']}"
+    if path.exists() and holder.get("host") != host_name():
+        remedy = f"; once that process is surely gone, delete {path}"
+    return f"{words}{remedy}; --report-only and --plan show how far it is"
+
+
+def _lock_holder(path: Path) -> dict[str, Plain]:
+    """Return what a LOCK file says: host, process ID, start time of the process, start of its work; {} if the file is
+    absent or damaged.
+    """
+    with suppress(RunError):
+        content = read_json(path)
+        return content if content.keys() == {"host", "pid", "born", "since"} else {}
+    return {}
+
+
+def host_name() -> str:
+    return this_machine().split()[0]
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
+
+
+# ---------------------------------------------------------------- opening and starting an experiment
 
 
 def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False) -> Procedure:
@@ -47,14 +110,14 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
 
     Args:
         jobs: the number of runs at a time, on which the number of threads depends.
-        anew: open the experiment even if its folder holds only ended runs of other configurations (`other_runs_note`).
+        anew: open the experiment even if its folder holds only ended runs of other configurations.
 
     Raises LMError: the file is wrong, the experiment's folder is a run folder, RESOLVED_FILE is damaged, or `anew` is
     needed.
     """
     experiment = read_experiment(path, overrides)
     if (experiment.folder / CONFIG).exists():
-        raise RunError(f"{experiment.folder}: a run folder; give the experiment's file another name, or set runs=...")
+        raise RunError(f"{experiment.folder}: a run folder; {_OTHER_NAME}")
     settings_file = experiment.folder / RESOLVED_FILE
     recorded = _read_settings(settings_file) if settings_file.exists() else None
     settings = _machine_settings(experiment, jobs) if recorded is None else recorded
@@ -63,9 +126,12 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
         name: settings[name] for name in SHARED_SETTINGS if trainer.get(name) in ("auto", None) and name in settings
     }
     experiment = replace(experiment, base=merge(experiment.base, {"trainer": open_settings}))
-    procedure = Procedure(_compared_with_plan(experiment, recorded))
-    if not anew and (note := other_runs_note(procedure)):
-        raise RunError(f"{experiment.folder}: {note}; to train what is asked for now, add --anew")
+    present, planned = plan_of(experiment), recorded or {}
+    procedure = Procedure(_compared_with_plan(experiment, planned.get(PLAN), present))
+    if planned.get(PLAN):
+        procedure.other_runs = _other_runs_words(procedure, planned[PLAN], present, planned.get(_OVERRIDES))
+    if procedure.other_runs and not anew:
+        raise RunError(f"{experiment.folder}: {procedure.other_runs}; to train what is asked for now, add --anew")
     return procedure
 
 
@@ -78,69 +144,43 @@ def start(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False) -
     """
     store = prepare(open_experiment(path, overrides, jobs, anew).experiment.first_config.data, progress=True)
     procedure = open_experiment(path, overrides, jobs, True)  # the vocabulary is known now
-    experiment = procedure.experiment
-    _check_held_out_parts(experiment, store)
-    trainer, settings_file = experiment.first_config.trainer, experiment.folder / RESOLVED_FILE
+    experiment, file = procedure.experiment, procedure.experiment.folder / RESOLVED_FILE
+    _check_held_out_text(experiment, store)
+    trainer, has_measured_runs = experiment.first_config.trainer, is_measured(experiment)
+    plugins = {name for run in procedure.known_runs() for name in run.config.plugin_names_by_key.values()}
+    plan, code = None if has_measured_runs else plan_of(experiment), PLUGINS.versions(plugins)
     settings = {"data_fingerprint": store.fingerprint} | {name: getattr(trainer, name) for name in SHARED_SETTINGS}
-    file_experiment = read_experiment(path, overrides)
-    if not settings_file.exists() and file_experiment.first_config.trainer.compile == "auto":
-        print(f"trainer.compile of all runs: {_compilation(file_experiment)}", flush=True)
-    has_measured_runs, plan = is_measured(experiment), plan_of(experiment)
-    code = PLUGINS.versions(
-        {name for run in procedure.known_runs() for name in run.config.plugin_names_by_key.values()}
-    )
-    plan_settings = {_OVERRIDES: list(overrides), PLAN: None if has_measured_runs else plan, _CODE: code}
+    plan_settings = {_OVERRIDES: list(overrides), PLAN: plan, _CODE: code}
     # the plan may change before a final run is measured
-    if not write_new(settings_file, json_bytes(sealed(settings | plan_settings))) and not has_measured_runs:
-        old_settings = _read_settings(settings_file)
+    if not write_new(file, json_bytes(sealed(settings | plan_settings))) and not has_measured_runs:
+        old_settings = _read_settings(file)
         if (old_settings.get(PLAN), old_settings.get(_CODE)) != (plan, code):
-            write_sealed(settings_file, old_settings | plan_settings)
-    settings, remedy = _read_settings(settings_file), "give the experiment's file another name, or set runs=..."
+            write_sealed(file, old_settings | plan_settings)
+    settings = _read_settings(file)
     if settings.get("data_fingerprint") != store.fingerprint:
-        raise RunError(f"{settings_file}: the text is not what the first runs were trained on; {remedy}")
+        raise RunError(f"{file}: the text is not what the first runs were trained on; {_OTHER_NAME}")
     for name, version in (settings.get(_CODE) or {}).items():
         if not matches_version(version, code.get(name, version)):
             change = f"{name} was {version} in the first runs, it is {code[name]} now"
-            raise RunError(f"{settings_file}: {change}; bring that code back, {remedy}")
+            raise RunError(f"{file}: {change}; bring that code back, {_OTHER_NAME}")
     return open_experiment(path, overrides, jobs, True)
 
 
-def _check_held_out_parts(experiment: Experiment, store: Store) -> None:
-    """Check that a held-out document is left to report the primary metric and, with tuning, another to choose rates.
+def _check_held_out_text(experiment: Experiment, store: Store) -> None:
+    """Check that a held-out document is left to report results on and, with tuning, another to choose rates on.
     Raises ConfigError.
     """
-    metric, tune = experiment.primary.metric, experiment.tune
-    uses = [("report", metric)]
-    if tune.grid:  # tables show both metrics of each tuning run
-        uses += [("choose learning rates", SELECTION), ("choose learning rates", metric)]
-    elif experiment.is_tuned:
-        uses += [("choose learning rates", SELECTION if tune.metric == SELECTION else metric)]
-    config = experiment.measurement_config(experiment.first_config)
-    documents = {used_metric: _document_labels(config, store, used_metric) for _, used_metric in uses}
-    for use, used_metric in uses:
-        labels = documents[used_metric]
-        if labels is not None and not (selection_mask(store.fingerprint, labels) == (use != "report")).any():
-            reason = f"none of the {len(set(labels.tolist()))} held-out documents of {used_metric} is left to {use} on"
+    config = experiment.first_config
+    if config.data.symbolic:
+        return
+    labels = Validation(config, store).held_out.document_labels
+    chosen = selection_mask(store.fingerprint, labels)
+    for use, mask in {"report": ~chosen, "choose learning rates": chosen | (not experiment.is_tuned)}.items():
+        if not mask.any():
+            reason = f"none of the {len(set(labels.tolist()))} held-out documents is left to {use} on"
             raise ConfigError(
                 [Problem("base.data.val_fraction", config.data.val_fraction, reason, "hold out more text")]
             )
-
-
-def _document_labels(config: Config, store: Store, metric: str) -> np.ndarray | None:
-    """The label of the document in which each held-out sequence of a metric begins, (sequences,); None without held-out
-    documents.
-    """
-    kind, label = kind_of_metric(metric), metric.partition(" ")[2]
-    if config.data.symbolic or kind not in ("validation", "long_context", "by_length"):
-        return None
-    if kind != "validation":
-        return (
-            LongContext(config, store).held_out if kind == "long_context" else ByLength(config, store).stretches
-        ).document_labels
-    validation = Validation(config, store)
-    source_labels = [source.label for source in store.val.sources]
-    mask = validation.held_out.sources == source_labels.index(label) if label else validation.trained_mask
-    return validation.held_out.document_labels[mask]
 
 
 def _read_settings(file: Path) -> dict[str, Plain]:
@@ -153,23 +193,20 @@ def _read_settings(file: Path) -> dict[str, Plain]:
 
 
 def _machine_settings(experiment: Experiment, jobs: int) -> dict[str, Plain]:
-    config = experiment.first_config
-    precision = resolve_precision(config, "gpu" if count_gpus(config) else "cpu", {})
-    processes = jobs * (1 if count_gpus(config) else config.trainer.devices)  # a run takes a slot for each of its GPUs
-    return {
-        "precision": 32 if precision.value == "32" else precision.value,
-        "compile": _compilation(experiment).value == "true",
-        "threads": config.trainer.threads or threads_per_process(processes),
-    }
-
-
-def _compilation(experiment: Experiment) -> ResolvedSetting:
-    """Decide whether runs are compiled, by the cost of a baseline run in the first size and the number of baseline
-    runs, which share compiled code."""
+    """Settle `SHARED_SETTINGS` for this machine. Whether runs are compiled depends on the cost of a baseline run in
+    the first size, and on the number of baseline runs, which share compiled code.
+    """
     config, tune = experiment.first_config, experiment.tune
+    accelerator = "gpu" if count_gpus(config) else "cpu"
+    precision = resolve_precision(config, accelerator, {}).value
     runs = len(experiment.seeds) + len(tune.rates) * len(tune.seeds)
     flops = cost(config, vocab_size_of(config.data) or 1).flops
-    return resolve_compile(config, flops, "gpu" if count_gpus(config) else "cpu", {}, runs)
+    processes = jobs * (1 if accelerator == "gpu" else config.trainer.devices)  # a run takes a slot for each GPU
+    return {
+        "precision": 32 if precision == "32" else precision,
+        "compile": resolve_compile(config, flops, accelerator, {}, runs).value == "true",
+        "threads": config.trainer.threads or threads_per_process(processes),
+    }
 
 
 # ---------------------------------------------------------------- the plan: the experiment before the first final run
@@ -221,83 +258,62 @@ def is_measured(experiment: Experiment) -> bool:
 
 
 def _changes(planned: dict[str, Plain], present: dict[str, Plain]) -> dict[str, str]:
-    """Name each key that differs, with both values."""
+    """Name each key that differs, with both values. A list of what the primary metric is measured on may grow: the
+    metric is the same if others are measured beside it.
+    """
+
+    def is_same(key: str) -> bool:
+        was, now = planned.get(key), present.get(key)
+        is_longer = ": " in key and isinstance(was, list) and isinstance(now, list) and all(item in now for item in was)
+        return was == now or is_longer
+
     return {
         key: f"{key} was {as_written(planned.get(key))}, is {as_written(present.get(key))}"
         for key in dict.fromkeys((*planned, *present))
-        if planned.get(key) != present.get(key)
+        if not is_same(key)
     }
 
 
-def _arm_changes(plan: dict[str, dict], present: dict[str, dict], ignored_keys: Sequence[str] = ()) -> dict[str, str]:
-    """The changes of the arms of both plans, as words by arm."""
-    arms = {
-        name: {
-            key: words
-            for key, words in _changes(omitted_keys() | plan["arms"][name], omitted_keys() | keys).items()
-            if key not in ignored_keys
-        }
-        for name, keys in present["arms"].items()
+def _arm_changes(plan: dict[str, dict], present: dict[str, dict], ignored_keys: tuple[str, ...] = ()) -> dict[str, str]:
+    """The changes of the arms that both plans have, as words by arm."""
+    both = {
+        name: (omitted_keys() | plan["arms"][name], omitted_keys() | present["arms"][name])
+        for name in present["arms"]
         if name in plan["arms"]
     }
-    return {name: ", ".join(words.values()) for name, words in arms.items() if words}
+    changes = {
+        name: [words for key, words in _changes(*keys).items() if key not in ignored_keys]
+        for name, keys in both.items()
+    }
+    return {name: ", ".join(words) for name, words in changes.items() if words}
 
 
 def _arm_words(changes: dict[str, str], arm_count: int) -> list[str]:
     """Join arms with the same changes; without names if these are all arms."""
-    names_by_words: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for name, words in changes.items():
-        names_by_words.setdefault(words, []).append(name)
-    return [
-        words if len(names) == arm_count > 1 else f"{', '.join(names)}: {words}"
-        for words, names in names_by_words.items()
-    ]
+        names.setdefault(words, []).append(name)
+    return [words if len(arms) == arm_count > 1 else f"{', '.join(arms)}: {words}" for words, arms in names.items()]
 
 
-def _compared_with_plan(experiment: Experiment, settings: dict[str, Plain] | None) -> Experiment:
-    """Return the experiment with its recorded plan (`settings`, the content of RESOLVED_FILE; None: no such file),
-    notes on what was changed since, and the arms whose verdicts are exploratory for that. There are no notes before
-    a final run was measured.
+def _compared_with_plan(experiment: Experiment, plan: dict[str, dict] | None, present: dict[str, dict]) -> Experiment:
+    """Return the experiment with notes on what was changed since its recorded plan (None: unknown), and the arms whose
+    verdicts are exploratory for that. There are no notes before a final run was measured.
 
     A change of an arm concerns its own verdict and those of arms that start from its weights. All other changes, and
     those of the baseline, concern all verdicts; changes of tuning are noted alone.
     """
-    plan = (settings or {}).get(PLAN)
-    experiment = replace(experiment, plan=plan, planned_overrides=(settings or {}).get(_OVERRIDES))
-    present = plan_of(experiment)
     if plan == present or not is_measured(experiment):
         return experiment
     every_arm = frozenset((size, arm.name) for size, arm in experiment.size_arms)
-    if settings is not None and PLAN not in settings and settings.get("plan", {}) is not None:
-        # an earlier version kept seeds and the primary metric as they are, and hashes of the arms
-        recorded = {"seeds": sorted(settings.get("seeds", experiment.seeds))}
-        recorded |= {f"primary.{key}": value for key, value in settings.get("plan", {}).get("primary", {}).items()}
-        changes = _changes(recorded, {key: present["shared"].get(key, value) for key, value in recorded.items()})
-        notes = (f"{RESOLVED_FILE} is of an earlier version: whether arms were changed since the plan is not known",)
-        if changes:
-            notes += (f"exploratory: changed since the plan: {'; '.join(changes.values())}",)
-        return replace(experiment, plan_notes=notes, exploratory=every_arm if changes else frozenset())
     if plan is None:
-        note = (
-            f"exploratory: what was planned before the first run is not known: {RESOLVED_FILE} was not there when "
-            "final runs were"
-        )
+        note = f"exploratory: what was planned before the first run is not known: {RESOLVED_FILE} does not say"
         return replace(experiment, plan_notes=(note,), exploratory=every_arm)
     shared = _changes(plan["shared"], present["shared"])
-    for key, value in plan["shared"].items():  # the primary metric stays as it was if others are measured beside it
-        values = present["shared"].get(key)
-        if (
-            ": " in key
-            and isinstance(value, list)
-            and isinstance(values, list)
-            and all(item in values for item in value)
-        ):
-            shared.pop(key, None)
     tuning = [words for key, words in shared.items() if key.startswith("tune.")]
     general = [words for key, words in shared.items() if not key.startswith("tune.")]
-    left_out = [name for name in plan["arms"] if name not in present["arms"]]
+    left_out = [f"{name}: left out" for name in plan["arms"] if name not in present["arms"]]
     arms = _arm_changes(plan, present) | {name: "added" for name in present["arms"] if name not in plan["arms"]}
-    words = general + _arm_words(arms, len(present["arms"])) + [f"{name}: left out" for name in left_out]
     sources = {arm.name: arm.source for arm in experiment.arms}
 
     def is_changed(size: str, arm: str) -> bool:
@@ -305,31 +321,27 @@ def _compared_with_plan(experiment: Experiment, settings: dict[str, Plain] | Non
 
     concerns_all = general or left_out or any(is_changed(size, experiment.arms[0].name) for size in experiment.sizes)
     exploratory = every_arm if concerns_all else frozenset(pair for pair in every_arm if is_changed(*pair))
+    words = [*general, *_arm_words(arms, len(present["arms"])), *left_out]
     lines = {"exploratory: changed since the plan": words, "changed since the plan": tuning}
     notes = tuple(f"{start}: {'; '.join(changes)}" for start, changes in lines.items() if changes)
     return replace(experiment, plan_notes=notes, exploratory=exploratory)
 
 
-def other_runs_note(procedure: Procedure) -> str:
+def _other_runs_words(
+    procedure: Procedure, plan: dict[str, dict], present: dict[str, dict], planned_overrides: list[str] | None
+) -> str:
     """Say that the experiment's folder has none of the runs that are asked for, but ended runs of another planned
     configuration, with the keys that differ and the command that goes on with those runs; empty otherwise.
     """
-    experiment, plan = procedure.experiment, procedure.experiment.plan
-    if not plan or any(run.config.run_folder.is_dir() for run in procedure.known_runs()):
-        return ""
-    changes = _arm_changes(plan, plan_of(experiment), experiment.tune.keys if experiment.is_tuned else ())
+    experiment, overrides = procedure.experiment, tuple(planned_overrides or ())
+    changes = _arm_changes(plan, present, experiment.tune.keys if experiment.is_tuned else ())
     has_ended_runs = any(
         step_path(folder / CHECKPOINTS, keys["trainer.max_steps"]).exists()
         for name, keys in plan["arms"].items()
         for folder in experiment.folder.glob(f"{name}-*")
     )
-    if not changes or not has_ended_runs:
+    if not changes or not has_ended_runs or any(run.config.run_folder.is_dir() for run in procedure.known_runs()):
         return ""
-    overrides = tuple(experiment.planned_overrides or ())
-    remedy = (
-        f"; the command that goes on with them: {replace(experiment, overrides=overrides).command}"
-        if overrides != experiment.overrides
-        else ""
-    )
+    remedy = f"; the command that goes on with them: {replace(experiment, overrides=overrides).command}"
     words = "; ".join(_arm_words(changes, len(plan["arms"])))
-    return f"ended runs here are of another configuration: {words}{remedy}"
+    return f"ended runs here are of another configuration: {words}{remedy * (overrides != experiment.overrides)}"

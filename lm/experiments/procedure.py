@@ -13,17 +13,10 @@ import numpy as np
 
 from lm.config.tree import Config, ExperimentConfig
 from lm.errors import ConfigError, RunError
-from lm.experiments.experiment import (
-    Arm,
-    Experiment,
-    Swap,
-    TuningRun,
-    config_hash,
-    differing_keys,
-    settings_words,
-)
+from lm.experiments.experiment import Arm, Experiment, Swap, config_hash
 from lm.experiments.judging import JudgedRun, Judgement, RunsByRate, SizeArm
 from lm.experiments.run_outcome import SELECTION, Outcome, describe_values, run_differences
+from lm.experiments.tuning_table import TuningRun, differing_keys, settings_words
 from lm.plugins import package_of
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, SWAPPED, step_path
 from lm.schema import Plain, to_plain
@@ -98,6 +91,7 @@ class Procedure:
 
     def __init__(self, experiment: Experiment):
         self.experiment = experiment
+        self.other_runs = ""  # ended runs of another configuration, if there are none of those that are asked for
         self._arms = {arm.name: arm for arm in experiment.arms}
         self._folder = experiment.folder
         self._ended_outcomes: dict[Path, Outcome] = {}

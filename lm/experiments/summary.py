@@ -9,10 +9,11 @@ from operator import attrgetter
 
 import numpy as np
 
-from lm.experiments.experiment import NOT_REACHED, Arm, PrimaryMetric, values_by_arm_and_rate
+from lm.experiments.experiment import Arm, PrimaryMetric
 from lm.experiments.judging import Judgement
 from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import SELECTION
+from lm.experiments.tuning_table import NOT_REACHED, values_by_arm_and_rate
 from lm.report.tables import Cell, Column, FilledColumn, Table, numeral, print_tables
 from lm.runs.evaluations import json_value, number
 from lm.runs.folder import DIVERGED, ENVIRONMENT

@@ -13,11 +13,11 @@ from trials import TWO_ARMS, written
 
 from lm.config.load import to_yaml
 from lm.errors import RunError
-from lm.experiments.experiment import TuningRun
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import PLAN, open_experiment, plan_of
 from lm.experiments.procedure import Procedure
 from lm.experiments.summary import summary_entries
+from lm.experiments.tuning_table import TuningRun
 from lm.files import json_bytes, read_json, write_json
 from lm.runs.evaluations import Evaluation, evaluation_files, evaluation_path, read_evaluation
 from lm.runs.folder import CONFIG, ENVIRONMENT, RESOLVED_FILE
@@ -153,24 +153,6 @@ def test_without_the_file_of_the_first_start_what_was_planned_is_not_known(tmp_p
         assert exploratory(procedure) == ["ssmax"]
         assert any("what was planned before the first run is not known" in note for note in procedure.notes())
         write_json(experiment.folder / RESOLVED_FILE, SETTLED | {PLAN: None})  # as a start after the loss leaves it
-
-
-@pytest.mark.parametrize(
-    ("plan", "words"),
-    [
-        ({}, None),
-        ({"plan": {"primary": {"matters": 0.05, "gone": 1}, "arms": {"": {"softmax": "0123"}}}}, None),
-        ({"plan": {"primary": {"matters": 0.1}}}, "primary.matters was 0.1, is 0.05"),
-        ({"seeds": [1, 2]}, "seeds was [1, 2], is [1, 2, 3]"),
-    ],
-)
-def test_of_a_plan_of_an_earlier_version_seeds_and_primary_metric_are_compared(tmp_path, overrides, plan, words):
-    experiment = started(tmp_path, overrides).experiment
-    write_json(experiment.folder / RESOLVED_FILE, SETTLED | plan)
-    procedure = open_experiment(experiment.file, overrides)
-    note = "resolved.json is of an earlier version: whether arms were changed since the plan is not known"
-    assert procedure.notes() == [note, *([f"exploratory: changed since the plan: {words}"] if words else [])]
-    assert exploratory(procedure) == (["ssmax"] if words else [])
 
 
 def test_before_anything_is_measured_the_plan_may_change(arguments, tmp_path):

@@ -166,14 +166,11 @@ def test_swapped_arms_start_from_the_weights_of_their_seed_and_rate(tmp_path):
     [
         (
             {"from": "softmax", "swap": {"to": "ssmx"}},
-            "arms.b.swap.to = 'ssmx': unknown normalizer; did you mean 'ssmax'",
+            "arm b: model.normalizer.name = 'ssmx': unknown name; did you mean 'ssmax'",
         ),
-        ({"from": "softmax", "swap": {"init": "match"}}, "arms.b.swap.to = '': unknown normalizer"),
+        ({"from": "softmax", "swap": {"init": "match"}}, "arm b: model.normalizer.name = '': unknown name"),
         ({"swap": {"to": "ssmax"}}, "arms.b.swap = .*: there are no weights to swap"),
-        (
-            {"from": "softmax", "swap": {"to": ["ssmax"]}},
-            "arms.b.swap.to = .*: is one normalizer's name; several, one a layer, are swap: ",
-        ),
+        ({"from": "softmax", "swap": {"to": ["ssmax"]}}, "arms.b.swap.to = .*: must be text"),
         ({"from": "softmax", "train": False}, "arms.b.train = false: would be the arm it starts from"),
         ({"from": "softmax", "swap": {"to": "ssmax"}, "train": "no"}, "arms.b.train = 'no': must be true or false"),
         (
@@ -188,7 +185,10 @@ def test_swapped_arms_start_from_the_weights_of_their_seed_and_rate(tmp_path):
             {"from": "softmax", "swap": {"to": "log_n", "init": "unit"}},
             "arms.b.swap.init = 'unit': log_n has no parameters to start",
         ),
-        ({"from": "softmax", "swap": {"to": "ssmax", "init": "best"}}, "arms.b.swap.init = 'best': must be"),
+        (
+            {"from": "softmax", "swap": {"to": "ssmax", "init": "best"}},
+            "arm b: model.normalizer.init = 'best': must be",
+        ),
     ],
 )
 def test_a_wrong_swap_is_refused_in_words(tmp_path, arm, message):
@@ -199,7 +199,7 @@ def test_a_wrong_swap_is_refused_in_words(tmp_path, arm, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"evaluate": {"optim.lr": 1}}, "evaluate.optim.lr = 1: is no key of an evaluation"),
+        ({"evaluate": {"optim.lr": 1}}, "evaluate.optim.lr = '1': can't be changed in lm eval"),
         ({"evaluate": {"eval.sequence": 1}}, "eval.sequence = 1: unknown key"),
         ({"evaluate": {"eval.by_length.lengths": [3, 32]}}, "eval.by_length.lengths = 3: does not divide"),
         ({"evaluate": [1]}, r"evaluate = \[1\]: must be a block"),

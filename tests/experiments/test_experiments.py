@@ -17,7 +17,6 @@ from trials import written
 from lm.config.load import load_config, to_yaml
 from lm.config.training_config import OPTIMIZERS, LogConfig
 from lm.config.tree import Config, ExperimentConfig
-from lm.data.prepare import prepare
 from lm.errors import ConfigError, Diverged, RunError
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.held_out import LongContext
@@ -26,7 +25,7 @@ from lm.experiments.compare import TrainingOptions, compare_experiments
 from lm.experiments.engine import RunsFailed, forget_failures
 from lm.experiments.experiment import config_hash
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.experiment_folder import _document_labels, open_experiment, start
+from lm.experiments.experiment_folder import open_experiment, start
 from lm.experiments.plan import costs, plan_lines
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION, Outcome
@@ -335,19 +334,9 @@ def test_held_out_documents_are_left_for_each_use(selecting: bool, changes: dict
     use = "report" if selecting else "choose learning rates"
     with pytest.raises(
         ConfigError,
-        match=rf"base.data.val_fraction = 0.2: none of the \d+ held-out documents of val/loss is left to {use} on",
+        match=rf"base.data.val_fraction = 0.2: none of the \d+ held-out documents is left to {use} on",
     ):
         start(written(tmp_path, **changes), overrides)
-
-
-@pytest.mark.parametrize(
-    ("metric", "count"),
-    [("val/loss", 3), ("long/loss as trained", 2), ("by_length/loss 32 as trained", 3), ("recall/passkey 32", None)],
-)
-def test_the_documents_that_count_are_those_that_a_metric_is_measured_on(metric: str, count: int | None, tiny):
-    config = tiny("eval.long_context.sequences=2", "eval.by_length.lengths=[32]")
-    documents = _document_labels(config, prepare(config.data), metric)
-    assert (None if documents is None else len(set(documents.tolist()))) == count
 
 
 def test_an_experiment_without_tuning_needs_no_text_to_choose_on(tmp_path, overrides, monkeypatch, capsys):

@@ -15,7 +15,6 @@ from test_experiment_page import rows, text_of
 
 import lm
 from lm.config.load import to_yaml
-from lm.errors import ConfigError
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import open_experiment, start
 from lm.experiments.plan import plan_lines
@@ -126,15 +125,6 @@ def test_a_changed_grid_is_said_beside_the_verdicts(tmp_path, arguments):
     grid = "[[0.01, 0.02, 0.04], [0.05, 0.1, 0.2, 0.4]], is [[0.01, 0.02, 0.04], [0.05, 0.1, 0.2]]"
     assert changed.plan_notes == (f"changed since the plan: tune.grid was {grid}",)
     assert not changed.exploratory
-
-
-def test_a_key_that_an_arm_has_no_parameters_for_is_not_tuned(tmp_path):
-    tune = TUNE | {"key": ["optim.lr", "optim.groups.normalizer.lr_factor"], "grid": [[1e-2, 2e-2], [1, 10]]}
-    message = r"arm softmax: tune.key = 'optim.groups.normalizer.lr_factor': softmax has no parameters; tune it in a"
-    with pytest.raises(ConfigError, match=message):
-        experiment(tmp_path, tune=tune)
-    arms = {"ssmax": {"model.normalizer": "ssmax"}, "unit": {"model.normalizer": {"name": "ssmax", "init": "unit"}}}
-    assert len(experiment(tmp_path, tune=tune, arms=arms).known_runs()) == 2 * 4 * 2
 
 
 @pytest.mark.slow

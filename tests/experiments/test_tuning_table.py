@@ -10,10 +10,10 @@ from conftest import ROOT
 from fabricated import finish_all
 
 from lm.errors import ConfigError
-from lm.experiments.experiment import differing_keys
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_entries, tuning_means, tuning_table_rows
+from lm.experiments.tuning_table import differing_keys
 from lm.report.tables import csv_text
 
 FILE = {
@@ -134,13 +134,13 @@ def test_a_run_that_diverged_is_in_the_table(tmp_path, table):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: text.replace("log_n,", "log,"), "tune.table = 'rates.csv': has no log_n"),
+        (lambda text: text.replace("log_n,", "log,"), "tune.table = 'rates.csv': has fewer than 2 rates of log_n"),
         (
             lambda text: text.replace("optim.lr", "optim.grad_clip"),
             "tune.key = 'optim.lr': the table rates.csv is of optim.grad_clip",
         ),
         (lambda text: text.replace(",102,", ",2,"), r"tune.table = \[2\]: are final seeds"),
-        (lambda text: text.replace(",102,", ",101,"), "rates.csv: has a run twice"),
+        (lambda text: text.replace(",102,", ",101,"), "tune.table = 'rates.csv': has a run of softmax twice"),
         (
             lambda text: "\n".join(line for line in text.splitlines() if ",102," not in line),
             "fewer than 2 seeds at one",
@@ -149,10 +149,13 @@ def test_a_run_that_diverged_is_in_the_table(tmp_path, table):
             lambda text: text.replace("ssmax,optim.lr,0.02,102,", "ssmax,optim.lr,0.02,103,"),
             "has other seeds of ssmax than of softmax at 0.02",
         ),
-        (lambda text: text.replace("arm,", "arms,"), "rates.csv: not a tuning table: it has no column arm"),
-        (lambda text: text.replace(",0.02,", ",-0.02,"), r"rates.csv: line \d+ needs a rate above 0"),
-        (lambda text: text.replace(",101,", ",101,four"), r"rates.csv: line \d+ needs a rate"),
-        (lambda text: "\x00" + text, "rates.csv: not a tuning table"),
+        (lambda text: text.replace("arm,", "arms,"), "rates.csv: line 2 is of no tuning table: it needs size, arm"),
+        (
+            lambda text: text.replace(",0.02,", ",-0.02,"),
+            r"line \d+ is of no tuning table: .* a rate above 0",
+        ),
+        (lambda text: text.replace(",101,", ",101,four"), r"rates.csv: line \d+ is of no tuning table"),
+        (lambda text: "\x00" + text, r"rates.csv: line \d is of no tuning table"),
     ],
 )
 def test_a_wrong_table_is_refused_in_words(tmp_path, table, change, message):

@@ -21,8 +21,8 @@ from waiting import wait_until
 
 from lm.errors import ConfigError, RunError
 from lm.experiments import engine, slots
-from lm.experiments.engine import LOCK, Cluster, Training, experiment_lock, read_scheduler_options
-from lm.experiments.experiment_folder import open_experiment, start
+from lm.experiments.engine import Cluster, Training, read_scheduler_options
+from lm.experiments.experiment_folder import LOCK, experiment_lock, open_experiment, start
 from lm.experiments.slots import log_path
 from lm.files import read_json, write_json
 from lm.machine import process_start
@@ -161,7 +161,7 @@ def test_what_fails_before_anything_is_trained_leaves_no_lock_and_no_folder(file
 HOLDER = """
 import sys, time
 from pathlib import Path
-from lm.experiments.engine import experiment_lock
+from lm.experiments.experiment_folder import experiment_lock
 with experiment_lock(Path(sys.argv[1])):
     print(flush=True)
     time.sleep(600)
