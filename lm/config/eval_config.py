@@ -10,12 +10,11 @@ from typing import ClassVar, Literal, get_args
 from lm.config.data_config import SOURCES, DataConfig, Source
 from lm.config.inference_config import InferenceSetting, ThetaFactor, check_inference
 from lm.config.model_config import ModelConfig
-from lm.config.task_config import TASKS, Task, task_names
+from lm.config.task_config import TASKS, Task
 from lm.errors import Problem
 from lm.schema import Plain, block_of, key, optional, section, sections, to_plain, variants
 
 Suite = Literal["quick", "full"]
-Quantity = Literal["loss", "accuracy"]
 SUITES: tuple[Suite, ...] = get_args(Suite)
 COMMANDS = ("train", "eval", "diagnose")  # commands that use the keys of `eval.diagnostics`
 AUTO_LENGTH_FACTOR = 8.0  # the longest sequences of `length_factor: auto`, in training lengths
@@ -61,7 +60,6 @@ class EvaluationConfig(Timing):
     # the key that is empty or 0 while the evaluation is off; "" if a class overrides `wanted`
     switch_key: ClassVar[str] = ""
     quick_suite: ClassVar[dict[str, int]] = {}  # the largest value of each key in the suite `quick`
-    quantity: ClassVar[Quantity | None] = None  # the quantity of `metrics`; None: unknown before the evaluation has run
 
     def wanted(self, data: DataConfig) -> bool:
         """Whether these options switch the evaluation on for a model trained on `data`."""
@@ -71,11 +69,6 @@ class EvaluationConfig(Timing):
         """Yield a problem, with a path relative to this block, for each contradiction between this block and other
         keys. This method is called only if the evaluation is on."""
         return ()
-
-    def metrics(self, data: DataConfig) -> list[str] | None:
-        """Names, in metrics.jsonl, of the metrics that are measured for each sequence or question; None if unknown
-        before the evaluation has run."""
-        return None
 
     def size_problems(
         self, path: str, longest_factor: float, sequences: int, data: DataConfig, model: ModelConfig, overrun: int = 0
@@ -131,7 +124,6 @@ def lengths_from_factors(factors: list[float], data: DataConfig) -> list[int]:
 class LongContextConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.held_out:LongContext"
     switch_key: ClassVar[str] = "length_factor"
-    quantity: ClassVar[Quantity] = "loss"
     quick_suite: ClassVar[dict[str, int]] = {"sequences": 4}
     length_factor: float | Literal["auto"] = key(
         8.0,
@@ -153,12 +145,6 @@ class LongContextConfig(EvaluationConfig):
     def longest_factor(self) -> float:
         """Length of the longest sequences that this evaluation may measure, in training lengths."""
         return AUTO_LENGTH_FACTOR if self.length_factor == "auto" else self.length_factor
-
-    def metric(self, setting: str) -> str:
-        return f"long/loss {setting}"
-
-    def metrics(self, data: DataConfig) -> list[str]:
-        return [self.metric(setting.label) for setting in self.inference]
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
         yield from check_inference(self.inference, model.position)
@@ -184,7 +170,6 @@ class LongContextConfig(EvaluationConfig):
 class ByLengthConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.held_out:ByLength"
     switch_key: ClassVar[str] = "lengths"
-    quantity: ClassVar[Quantity] = "loss"
     lengths: list[int] = key(
         [], "tokens in a sequence, each a divisor of the longest, e.g. [32, 64, 128]; []: off", ge=2
     )
@@ -203,12 +188,6 @@ class ByLengthConfig(EvaluationConfig):
             )
             yield Problem("lengths", non_divisors[0], reason, "give divisors of the longest")
 
-    def metric(self, length: int, setting: str) -> str:
-        return f"by_length/loss {length}" + (f" {setting}" if len(self.inference) > 1 else "")
-
-    def metrics(self, data: DataConfig) -> list[str]:
-        return [self.metric(length, setting.label) for setting in self.inference for length in sorted(self.lengths)]
-
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
         yield from check_inference(self.inference, model.position)
         if data.symbolic:
@@ -221,7 +200,6 @@ class ByLengthConfig(EvaluationConfig):
 class TextsConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.held_out:OtherTexts"
     switch_key: ClassVar[str] = "of"
-    quantity: ClassVar[Quantity] = "loss"
     quick_suite: ClassVar[dict[str, int]] = {"sequences": 32}
     of: dict[str, Source] = variants(
         SOURCES, "texts beside the held-out one, e.g. {code: {name: files, paths: [code]}}", many=dict
@@ -233,12 +211,6 @@ class TextsConfig(EvaluationConfig):
             if name == "name" or not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
                 yield Problem(f"of.{name}", name, "can't be the name of a text", "use letters, digits, - _ and .")
 
-    def metric(self, name: str, quantity: str = "loss") -> str:
-        return f"text/{name}/{quantity}"
-
-    def metrics(self, data: DataConfig) -> list[str]:
-        return [self.metric(name) for name in self.of]
-
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
         yield from self.size_problems("sequences", 1, self.sequences, data, model)
         if data.symbolic:
@@ -248,7 +220,6 @@ class TextsConfig(EvaluationConfig):
 @dataclass
 class RecallConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.answers:Recall"
-    quantity: ClassVar[Quantity] = "accuracy"
     quick_suite: ClassVar[dict[str, int]] = {"sequences": 16}
     tasks: list[Task] = variants(
         TASKS, "tasks to ask for, e.g. [passkey, {name: needle, needles: 3}]; empty: those of data.tasks"
@@ -266,19 +237,6 @@ class RecallConfig(EvaluationConfig):
 
     def asked_tasks(self, data: DataConfig) -> list[Task]:
         return self.tasks or [weighted.task for weighted in data.tasks]
-
-    def metric(self, task: str, length: int, setting: str) -> str:
-        return f"recall/{task} {length}" + (f" {setting}" if len(self.inference) > 1 else "")
-
-    def metrics(self, data: DataConfig) -> list[str]:
-        names = task_names([to_plain(task) for task in self.asked_tasks(data)])
-        lengths = lengths_from_factors(self.length_factors, data)
-        return [
-            self.metric(name, length, setting.label)
-            for setting in self.inference
-            for name in names
-            for length in lengths
-        ]
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
         yield from check_inference(self.inference, model.position)
@@ -310,7 +268,6 @@ class FinetuneConfig:
 class NeedleConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.answers:NeedleMeasurement"
     switch_key: ClassVar[str] = "length_factors"
-    quantity: ClassVar[Quantity] = "accuracy"
     quick_suite: ClassVar[dict[str, int]] = {"trials": 10}
     length_factors: list[float] = key(
         [], "context lengths, in training lengths, e.g. [1, 2, 4, 8, 16]; []: off", gt=0, le=MAX_FACTOR
@@ -340,18 +297,6 @@ class NeedleConfig(EvaluationConfig):
             yield Problem(
                 "heads_at", self.heads_at, "eval.needle.length_factors is []", "set eval.needle.length_factors"
             )
-
-    def metric(self, control: bool, length: int, setting: str) -> str:
-        return f"needle/{'control' if control else 'exact'} {length} {setting}"
-
-    def metrics(self, data: DataConfig) -> list[str]:
-        lengths, controls = lengths_from_factors(self.length_factors, data), (False, True) if self.depths else (True,)
-        return [
-            self.metric(control, length, setting.label)
-            for setting in self.inference
-            for control in controls
-            for length in lengths
-        ]
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
         yield from check_inference(self.inference, model.position)
@@ -485,12 +430,6 @@ class EvalConfig:
         """
         measurements = {kind: options.measurement for kind, options in self.kinds.items() if options.wanted(data)}
         return {"validation": "lm.evaluation.held_out:Validation"} | measurements
-
-    def quantity(self, kind: str) -> Quantity | None:
-        """The quantity that `kind` measures, `loss` or `accuracy`; None if it is unknown before the evaluation has
-        run.
-        """
-        return "loss" if kind == "validation" else self.kinds[kind].quantity
 
     def measured_options(self, kind: str) -> dict[str, Plain]:
         """The options that determine the numbers that `kind` measures, by key: null options and the keys of `Timing`

@@ -25,7 +25,7 @@ from lm.data.store import Store
 from lm.data.tasks import Draw, Example, NoRoom, Subset, TaskError, Text, check_task, example
 from lm.errors import ConfigError, Problem
 from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
-from lm.evaluation.held_out import EVAL_TOKENS, by_sequence, lengths_axis, tokens_sha256
+from lm.evaluation.held_out import EVAL_TOKENS, by_sequence, lengths_axis, setting_words, tokens_sha256
 from lm.model.attention_stream import attention_blocks
 from lm.model.blocks import DecodingCache
 from lm.model.cross_entropy import argmax_tokens, token_nll, training_loss
@@ -34,6 +34,7 @@ from lm.model.device import Device, all_reduce_sum, preserved_random_state
 from lm.model.swapped import applicable_settings, for_inference
 from lm.progress import Progress
 from lm.runs.evaluations import Axis, Sample, Series, Shown
+from lm.runs.metric import Metric
 from lm.schema import Plain, to_plain
 
 QUESTION_SEED = 0  # seed of the sequences with questions, the same for every model
@@ -221,20 +222,47 @@ class Recall(AnswerMeasurement):
     """
 
     kind = "recall"
+    logged = (
+        Metric("recall/{TASK} {LENGTH} {SETTING}", "fraction", "higher", "whole answers that are correct", "accuracy",
+            "questions"),
+    )  # fmt: skip
+
+    @classmethod
+    def metrics(cls, config: Config) -> list[Metric]:
+        return [
+            metric.named(TASK=task, LENGTH=length, SETTING=words)
+            for metric in cls.logged
+            for words in setting_words(cls.options_of(config).inference)
+            for task in cls.tasks_of(config)
+            for length in lengths_from_factors(cls.options_of(config).length_factors, config.data)
+        ]
+
+    @classmethod
+    def tasks_of(cls, config: Config) -> dict[str, Task]:
+        """The tasks that are asked for, by the names that tell them apart."""
+        tasks = cls.options_of(config).asked_tasks(config.data)
+        return dict(zip(task_names([to_plain(task) for task in tasks]), tasks, strict=True))
+
+    @classmethod
+    def sequences_of(cls, config: Config, metric: str) -> dict[str, Plain]:
+        tasks = {
+            name: to_plain(task) for name, task in cls.tasks_of(config).items() if metric.startswith(f"recall/{name} ")
+        }
+        return config.eval.measured_options(cls.kind) | {"tasks": tasks}
 
     def __init__(self, config: Config, store: Store):
         """Raises ConfigError: a task does not fit into one of the lengths, or the held-out text is too short for the
         task.
         """
         super().__init__(config, store)
-        self.tasks = self.eval_config.asked_tasks(config.data)
-        self.haystack = Text(store) if any(task.vocab_size is None for task in self.tasks) else None
-        for task, length in product(self.tasks, self.lengths):
+        self.tasks = self.tasks_of(config)
+        self.haystack = Text(store) if any(task.vocab_size is None for task in self.tasks.values()) else None
+        for task, length in product(self.tasks.values(), self.lengths):
             self.check_fits(task, length, "length_factors", self.eval_config.sequences)
 
     @property
     def options(self) -> dict[str, Plain]:
-        tasks: list[Plain] = [to_plain(task) for task in self.tasks]
+        tasks: list[Plain] = [to_plain(task) for task in self.tasks.values()]
         return self.with_settings(
             seed=QUESTION_SEED, tasks=tasks, lengths=self.lengths, sequences=self.eval_config.sequences
         )
@@ -244,9 +272,9 @@ class Recall(AnswerMeasurement):
         return len(self.tasks) * len(self.lengths) * self.eval_config.sequences * len(self.eval_config.inference)
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
-        named_tasks = list(zip(self.tasks, task_names([to_plain(task) for task in self.tasks]), strict=True))
         series: list[Series] = []
-        for setting, (task, name) in product(applicable_settings(decoder, self.eval_config.inference), named_tasks):
+        settings = applicable_settings(decoder, self.eval_config.inference)
+        for setting, (name, task) in product(settings, self.tasks.items()):
             series += self._task_series(for_inference(decoder, setting), task, name, setting.label, device, progress)
         return series
 
@@ -272,7 +300,9 @@ class Recall(AnswerMeasurement):
         whole, rolled_out, token, loss = zip(*map(length_samples, self.lengths), strict=True)
         task_options, chance = to_plain(task), task.chance
         fields = {"what": task_options.pop("name"), "options": task_options}
-        log_names = tuple(self.eval_config.metric(name, length, setting) for length in self.lengths)
+        words = setting * (len(self.eval_config.inference) > 1)
+        named = (self.logged[0].named(TASK=name, LENGTH=length, SETTING=words) for length in self.lengths)
+        log_names = tuple(metric.name for metric in named)
         series = [self.accuracy(whole, chance and chance.teacher_forced, setting, logged=log_names, **fields)]
         if any(sample.weights.max() > 1 for sample in whole):  # else a roll-out has the same accuracy
             series.append(self.accuracy(rolled_out, chance and chance.rollout, f"{setting}, {ROLL_OUT}", **fields))
@@ -457,6 +487,26 @@ class NeedleMeasurement(AnswerMeasurement):
     """
 
     kind = "needle"
+    logged = (
+        Metric("needle/exact {LENGTH} {SETTING}", "fraction", "higher", "needles whose number is written", "accuracy",
+            "questions"),
+        Metric("needle/control {LENGTH} {SETTING}", "fraction", "higher", "the same without the needle in the text",
+            "accuracy", "questions"),
+    )  # fmt: skip
+
+    @classmethod
+    def metrics(cls, config: Config) -> list[Metric]:
+        options = cls.options_of(config)
+        return [
+            metric.named(LENGTH=length, SETTING=setting.label)
+            for setting in options.inference
+            for metric in cls.logged[not options.depths :]
+            for length in lengths_from_factors(options.length_factors, config.data)
+        ]
+
+    @classmethod
+    def sequences_of(cls, config: Config, metric: str) -> dict[str, Plain]:
+        return config.eval.measured_options(cls.kind)
 
     def __init__(self, config: Config, store: Store):
         super().__init__(config, store)
@@ -564,7 +614,8 @@ class NeedleMeasurement(AnswerMeasurement):
                 self._pooled_sample(depth_scores)
                 for depth_scores in zip(*(scores[name] for name in names), strict=True)
             ]
-            log_names = tuple(self.eval_config.metric(control, length, label) for length in self.lengths)
+            named = (self.logged[control].named(LENGTH=length, SETTING=label) for length in self.lengths)
+            log_names = tuple(metric.name for metric in named)
             what, chance = "needle, control without it" if control else "needle", self._chance(self.tasks[names[0]])
             series.append(self.accuracy(pools, chance, control=control, what=what, logged=log_names, **common_fields))
         for name, task in self.tasks.items():

@@ -3,6 +3,7 @@ shuffled scores.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,7 @@ from lm.report.evaluation_tables import EvaluationResult
 from lm.runs.evaluations import Axis, Series, Shown
 from lm.runs.folder import CHECKPOINTS, CONFIG, DESCRIPTION, read_config, require_run
 from lm.runs.loading import LoadedModel, find_checkpoint, load
+from lm.runs.metric import Metric
 from lm.schema import Plain, to_plain
 
 KIND = "diagnostics"
@@ -148,6 +150,21 @@ class Diagnostics(Measurement):
     """
 
     kind = KIND
+    logged = (
+        Metric("diagnostics/{STATISTIC}", meaning="statistic of attention weights, mean over heads", units="documents"),
+    )
+
+    @classmethod
+    def metrics(cls, config: Config) -> list[Metric]:
+        found = families(cls.options_of(config))
+        return [
+            replace(metric.named(STATISTIC=entry.name), unit=entry.unit, quantity=entry.name, units=units)
+            for metric in cls.logged
+            for entries, units in (("query_statistics", "documents"), ("query_sums", ""))
+            for family in found
+            for entry in getattr(family, entries)
+            if entry.in_reports
+        ]
 
     def __init__(self, config: Config, store: Store | None, held_out: HeldOut | None = None):
         """Set the sequences to read: `held_out`, else `diagnostic_sequences` of the store."""

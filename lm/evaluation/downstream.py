@@ -5,6 +5,7 @@ exported model.
 import contextlib
 import difflib
 import hashlib
+import importlib
 import importlib.metadata
 import io
 import logging
@@ -12,6 +13,7 @@ import math
 import random
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -29,40 +31,40 @@ from lm.model.device import Device, all_reduce_sum, preserved_random_state
 from lm.model.spec import ModelSpec
 from lm.runs.evaluations import Sample, Series, Shown
 from lm.runs.loading import LoadedModel
+from lm.runs.metric import Metric
 from lm.schema import Plain
 
-try:
-    from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
-except ModuleNotFoundError as error:
-    raise RunError(
-        f"downstream tasks need lm-eval ({error.name} is not installed); run: pip install 'lm-eval[hf]>=0.4.13'"
-    ) from None
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
 
 BATCH_TOKENS = 2**14  # most tokens of a batch of sequences of the training length
 TASK_FILES = (".yaml", ".yml")
 
 
-class _Adapter(HFLM):
+@cache
+def _adapter_class() -> type["HFLM"]:
     """lm-eval's adapter, which also counts requests that lose tokens, and scores a whole text after one token that
     starts a document.
     """
+    from lm_eval.models.huggingface import HFLM  # takes seconds to import
 
-    n_cut = 0  # requests longer than `max_length`, whose first tokens are left out
+    class Adapter(HFLM):
+        n_cut = 0  # requests longer than `max_length`, whose first tokens are left out
 
-    def loglikelihood_rolling(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[float]:
-        self.add_bos_token = False  # lm-eval puts the token before the text by itself
-        try:
-            return super().loglikelihood_rolling(requests, disable_tqdm)
-        finally:
-            self.add_bos_token = None
+        def loglikelihood_rolling(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[float]:
+            self.add_bos_token = False  # lm-eval puts the token before the text by itself
+            try:
+                return super().loglikelihood_rolling(requests, disable_tqdm)
+            finally:
+                self.add_bos_token = None
 
-    def _loglikelihood_tokens(self, requests: list[tuple], **options: object) -> list[tuple[float, bool]]:
-        self.n_cut += sum(len(context) + len(target) > self.max_length + 1 for _, context, target in requests)
-        return super()._loglikelihood_tokens(requests, **options)
+        def _loglikelihood_tokens(self, requests: list[tuple], **options: object) -> list[tuple[float, bool]]:
+            self.n_cut += sum(len(context) + len(target) > self.max_length + 1 for _, context, target in requests)
+            return super()._loglikelihood_tokens(requests, **options)
+
+    return Adapter
 
 
 class DownstreamTasks(Measurement):
@@ -73,6 +75,16 @@ class DownstreamTasks(Measurement):
     """
 
     kind = "tasks"
+    logged = (Metric("tasks/{TASK}/{METRIC}", meaning="a metric of lm-eval, by its names", units="documents"),)
+
+    @classmethod
+    def require(cls) -> None:
+        try:
+            importlib.import_module("lm_eval")
+        except ModuleNotFoundError as error:
+            raise RunError(
+                f"downstream tasks need lm-eval ({error.name} is not installed); run: pip install 'lm-eval[hf]>=0.4.13'"
+            ) from None
 
     def __init__(self, config: Config, store: Store):
         super().__init__(config, store)
@@ -117,7 +129,7 @@ class DownstreamTasks(Measurement):
             model, tokenizer = transformers_model(self._loaded(decoder))
             seq_len, precision = self.config.data.seq_len, torch.bfloat16 if device.bf16 else None
             for name in self.names:
-                adapter = _Adapter(
+                adapter = _adapter_class()(
                     model, tokenizer=tokenizer, max_length=seq_len, mixed_precision_dtype=precision,
                     batch_size=max(1, BATCH_TOKENS // seq_len),
                 )  # fmt: skip
@@ -135,7 +147,7 @@ class DownstreamTasks(Measurement):
             (series,) = shared
         return series
 
-    def _series(self, task: str, results: dict[str, Plain], adapter: _Adapter) -> Iterator[Series]:
+    def _series(self, task: str, results: dict[str, Plain], adapter: "HFLM") -> Iterator[Series]:
         """Series of a task's metrics in lm-eval's results; reports also show how many requests were too long."""
         cut_note = f", {adapter.n_cut:,} requests lost tokens on the left" if adapter.n_cut else ""
         for key, mean in results["results"][task].items():
@@ -161,16 +173,18 @@ class DownstreamTasks(Measurement):
             )
             unit = "fraction" if by_document and values.min() >= 0 and values.max() <= 1 else ""
             fields = {"samples": (sample,), "interval": "documents"} if by_document else {}
-            log_names = (f"{self.kind}/{task}/{name}",)
+            log_names = (self.logged[0].named(TASK=task, METRIC=name).name,)
             yield self.series(name, unit, better, float(mean), what=task, logged=log_names, shown=display, **fields)
 
 
-def find_tasks(tasks: list[str]) -> tuple[list[str], TaskManager]:
+def find_tasks(tasks: list[str]) -> tuple[list[str], "TaskManager"]:
     """Return names of the tasks, groups and task files that match `tasks`, and lm-eval's task manager.
 
     Raises ConfigError: no such task or file. Reading lm-eval's 14,000 tasks takes a quarter of a minute; task files
     don't need them.
     """
+    from lm_eval.tasks import TaskManager
+
     manager = TaskManager(include_defaults=not all(task.endswith(TASK_FILES) for task in tasks))
     problems, names = [], []
     for task in tasks:
@@ -192,11 +206,13 @@ def find_tasks(tasks: list[str]) -> tuple[list[str], TaskManager]:
     return names, manager
 
 
-def _results(adapter: HFLM, name: str, manager: TaskManager, limit: int | None) -> dict[str, Plain] | None:
+def _results(adapter: "HFLM", name: str, manager: "TaskManager", limit: int | None) -> dict[str, Plain] | None:
     """Results of lm-eval for a task or group, with the results of each document; None on ranks but the first.
 
     Raises RunError: a task or its data is wrong; the message says how, in one line.
     """
+    from lm_eval import simple_evaluate
+
     try:
         return simple_evaluate(
             model=adapter, tasks=[name], task_manager=manager, limit=limit, log_samples=True,

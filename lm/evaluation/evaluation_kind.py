@@ -23,8 +23,9 @@ from lm.model.device import Device
 from lm.plugins import PLUGINS
 from lm.progress import Progress
 from lm.runs.checkpoints import weights_sha256
-from lm.runs.evaluations import Better, Evaluation, Series, evaluation_path, measuring_code
+from lm.runs.evaluations import Evaluation, Series, evaluation_path, measuring_code
 from lm.runs.folder import EVALUATIONS
+from lm.runs.metric import Better, Metric
 from lm.schema import Plain, to_plain
 
 Advance = Callable[[int], None]  # called with the units of work done since the last call
@@ -44,18 +45,36 @@ class Measurement(ABC):
     """
 
     kind: ClassVar[str]  # key of the evaluation's options in `eval`
+    logged: ClassVar[tuple[Metric, ...]] = ()  # what it logs, with words in braces in names for what differs
 
     def __init__(self, config: Config, store: Store | None):
         self.config, self.store = config, store
         # fingerprint of the data of its sequences; empty: no store
         self.fingerprint = store.fingerprint if store else ""
 
+    @classmethod  # noqa: B027 (most need none)
+    def require(cls) -> None:
+        """Raise RunError unless the packages that it needs are installed."""
+
+    @classmethod
+    def metrics(cls, config: Config) -> list[Metric]:
+        """The metrics that it logs for a run of `config`."""
+        return [*cls.logged]
+
+    @classmethod
+    def options_of(cls, config: Config) -> Timing:
+        """The evaluation's options in a configuration, including those that set when it runs during training."""
+        return config.eval.kinds[cls.kind]
+
+    @classmethod
+    def sequences_of(cls, config: Config, metric: str) -> dict[str, Plain]:
+        """What decides the sequences that a metric is measured on. Arms that differ in it can't be compared."""
+        return {"data.seq_len": config.data.seq_len, **config.eval.measured_options(cls.kind)}
+
     @property
     def eval_config(self) -> Timing:
-        """The evaluation's options in the configuration, under `eval`, including those that set when it runs during
-        training.
-        """
-        return self.config.eval.kinds[self.kind]
+        """The evaluation's options (`options_of`)."""
+        return self.options_of(self.config)
 
     @property
     def plain_eval_config(self) -> dict[str, Plain]:
@@ -180,7 +199,10 @@ def measurement_types(config: Config, kinds: Iterable[str] | None = None) -> lis
         for kind, name in config.eval.measurement_classes(config.data).items()
         if kinds is None or kind in kinds
     ]
-    return [getattr(import_module(module), attribute) for module, attribute in class_paths]
+    types = [getattr(import_module(module), attribute) for module, attribute in class_paths]
+    for measurement in types:
+        measurement.require()
+    return types
 
 
 def measurements(config: Config, store: Store, kinds: Iterable[str] | None = None) -> list[Measurement]:

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from lm.config.data_config import DataConfig, Source, TokenizerFile
 from lm.config.eval_config import ValidationTiming
+from lm.config.inference_config import InferenceSetting
 from lm.config.task_config import task_names
 from lm.config.tree import Config
 from lm.data.batches import Batch, long_starts, validation_starts
 from lm.data.prepare import prepare
+from lm.data.sources import labels as source_labels
 from lm.data.store import TOKENIZER, Store
 from lm.data.tasks import STORE_SEED, example
 from lm.errors import ConfigError, DataError, Problem
@@ -28,6 +30,7 @@ from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, eval_mode
 from lm.model.swapped import applicable_settings, for_inference
 from lm.runs.evaluations import (
+    BITS_PER_BYTE,
     LOSS,
     UNIGRAM,
     UNIGRAM_BOUND,
@@ -39,6 +42,7 @@ from lm.runs.evaluations import (
     selection_mask,
     validation_series,
 )
+from lm.runs.metric import Metric
 from lm.schema import Plain, to_plain
 
 NATS = "nats per token"
@@ -273,6 +277,11 @@ def by_position(held_out: HeldOut, values: np.ndarray, seq_len: int) -> dict[str
     return {"means": by_bucket.mean(0), "axis": axis, "samples": (held_out.sample(by_bucket),), "curve": curve}
 
 
+def setting_words(settings: Sequence[InferenceSetting]) -> list[str]:
+    """The label of each inference setting in names of metrics; an empty text if there is one setting."""
+    return [setting.label for setting in settings] if len(settings) > 1 else [""]
+
+
 def lengths_axis(lengths: Iterable[int]) -> Axis:
     return Axis("sequence length", "tokens", "in sequences of", tuple(lengths))
 
@@ -308,6 +317,13 @@ class Validation(Measurement):
     """
 
     kind = VALIDATION
+    logged = (
+        Metric(LOSS, NATS, "lower", "loss at the training length on all held-out text, or on tasks' answers", LOSS,
+            "documents"),
+        Metric(f"{LOSS} {{PART}}", NATS, "lower", "the same on one source of a mixture, or one task", LOSS,
+            "documents"),
+        Metric(BITS_PER_BYTE, "bits per byte", "lower", "the same in bits per byte of text", BITS_PER_BYTE),
+    )  # fmt: skip
 
     def __init__(self, config: Config, store: Store):
         super().__init__(config, store)
@@ -323,9 +339,22 @@ class Validation(Measurement):
         mask = ~np.isin(self.held_out.sources, untrained)
         return mask | (not mask.any())
 
-    @property
-    def eval_config(self) -> ValidationTiming:
-        return ValidationTiming(every=self.config.validation_every)
+    @classmethod
+    def options_of(cls, config: Config) -> ValidationTiming:
+        return ValidationTiming(every=config.validation_every)
+
+    @classmethod
+    def metrics(cls, config: Config) -> list[Metric]:
+        loss, part_loss, bits = cls.logged
+        tasks = [to_plain(weighted.task) for weighted in config.data.tasks]
+        names = task_names(tasks) if config.data.symbolic else source_labels(config.data)
+        parts = [part_loss.named(PART=name) for name in names if len(names) > 1]
+        return [loss, *parts, *([] if config.data.symbolic else [bits])]
+
+    @classmethod
+    def sequences_of(cls, config: Config, metric: str) -> dict[str, Plain]:
+        tasks: list[Plain] = [to_plain(task) for task in config.data.tasks] if config.data.symbolic else []
+        return super().sequences_of(config, metric) | {"data.tasks": tasks}
 
     @property
     def options(self) -> dict[str, Plain]:
@@ -360,7 +389,8 @@ class Validation(Measurement):
             selection = sequences.sources == number
             if selection.any():
                 loss, sample = sequences.means(nll, selection)
-                fields = {"samples": (sample,), "data_fingerprint": self.fingerprint, "logged": (f"val/loss {label}",)}
+                name = self.logged[1].named(PART=label).name
+                fields = {"samples": (sample,), "data_fingerprint": self.fingerprint, "logged": (name,)}
                 series.append(self.series(LOSS, NATS, "lower", loss, what=label, **fields))
         return series
 
@@ -369,6 +399,14 @@ class OtherTexts(Measurement):
     """Loss at the training length on each text of `eval.texts.of`, as `Validation` measures it on the held-out text."""
 
     kind = "texts"
+    logged = (
+        Metric("text/{NAME}/loss", NATS, "lower", "loss at the training length on another text", "loss", "documents"),
+        Metric("text/{NAME}/bits_per_byte", "bits per byte", "lower", "the same in bits per byte", "bits per byte"),
+    )
+
+    @classmethod
+    def metrics(cls, config: Config) -> list[Metric]:
+        return [metric.named(NAME=name) for metric in cls.logged for name in cls.options_of(config).of]
 
     def __init__(self, config: Config, store: Store):
         """Raises DataError: a text can't be read; ConfigError: a text is shorter than a sequence."""
@@ -423,11 +461,11 @@ class OtherTexts(Measurement):
                     "loss", NATS, "lower", float(nll.mean(dtype=np.float64)), what=name,
                     samples=(sequences.sample(sequence_means),),
                     data_fingerprint=fingerprint if splits else "", interval="documents", shown=display,
-                    logged=(self.eval_config.metric(name),),
+                    logged=(self.logged[0].named(NAME=name).name,),
                 ),
                 self.series(
                     "bits per byte", "", "lower", bits_per_byte(nll, sequences), what=name,
-                    logged=(self.eval_config.metric(name, "bits_per_byte"),), shown=display,
+                    logged=(self.logged[1].named(NAME=name).name,), shown=display,
                 ),
             ]  # fmt: skip
         return series
@@ -439,10 +477,15 @@ class LongContext(Measurement):
     """
 
     kind = "long_context"
+    logged = (
+        Metric("long/loss {SETTING}", NATS, "lower", "loss beyond the training length, mean over positions", "loss",
+            "documents"),
+    )  # fmt: skip
 
-    def __init__(self, config: Config, store: Store):
-        super().__init__(config, store)
-        self.held_out = long_sequences(store, config)
+    @classmethod
+    def metrics(cls, config: Config) -> list[Metric]:
+        settings = cls.options_of(config).inference
+        return [metric.named(SETTING=setting.label) for metric in cls.logged for setting in settings]
 
     @property
     def options(self) -> dict[str, Plain]:
@@ -462,7 +505,7 @@ class LongContext(Measurement):
                     "loss", NATS, "lower", **by_position(sequences, nll, self.config.data.seq_len),
                     setting=setting.label, shown=display,
                     data_fingerprint=self.fingerprint, interval="documents",
-                    logged=(self.eval_config.metric(setting.label),),
+                    logged=(self.logged[0].named(SETTING=setting.label).name,),
                 ),
                 self.series("bits per byte", "", "lower", bits_per_byte(nll, sequences), setting=setting.label),
             ]  # fmt: skip
@@ -476,23 +519,24 @@ class ByLength(Measurement):
     """
 
     kind = "by_length"
+    logged = (
+        Metric("by_length/loss {LENGTH} {SETTING}", NATS, "lower", "loss on the same text, cut into sequences", "loss",
+            "documents"),
+    )  # fmt: skip
 
-    def __init__(self, config: Config, store: Store):
-        """Raises ConfigError: the held-out text is shorter than the longest length."""
-        super().__init__(config, store)
-        self.lengths, self.longest = sorted(self.eval_config.lengths), max(self.eval_config.lengths)
-        self.starts = validation_starts(store.val, self.longest, self.eval_config.sequences)
-        if not len(self.starts):
-            reason = f"needs {self.longest + 1:,} held-out tokens, and there are {store.val.n_tokens:,}"
-            raise ConfigError(
-                [Problem("eval.by_length.lengths", self.longest, reason, "leave it out, or hold out more text")]
-            )
-        self.stretches = self._cut_stretches(self.longest)
+    @classmethod
+    def metrics(cls, config: Config) -> list[Metric]:
+        options = cls.options_of(config)
+        return [
+            metric.named(LENGTH=length, SETTING=words)
+            for metric in cls.logged
+            for words in setting_words(options.inference)
+            for length in sorted(options.lengths)
+        ]
 
-    def _cut_stretches(self, length: int) -> HeldOut:
-        """The sequences of `length` tokens into which the stretches of text are cut, stretch by stretch."""
-        starts = self.starts[:, None] + length * np.arange(self.longest // length)
-        return HeldOut.take(self.store, starts.ravel(), length, self.config.data.documents == "isolate")
+    @classmethod
+    def sequences_of(cls, config: Config, metric: str) -> dict[str, Plain]:
+        return config.eval.measured_options(cls.kind)
 
     @property
     def options(self) -> dict[str, Plain]:
@@ -514,7 +558,8 @@ class ByLength(Measurement):
             by_stretch = np.stack(
                 [nll.reshape(len(self.starts), -1).mean(1, dtype=np.float64) for nll in losses], axis=1
             )
-            log_names = tuple(self.eval_config.metric(length, setting.label) for length in self.lengths)
+            words = setting.label * (len(self.eval_config.inference) > 1)
+            log_names = tuple(self.logged[0].named(LENGTH=length, SETTING=words).name for length in self.lengths)
             loss_series = self.series(
                 "loss", NATS, "lower", by_stretch.mean(0), setting=setting.label, logged=log_names,
                 axis=lengths_axis(self.lengths),

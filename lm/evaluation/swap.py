@@ -93,8 +93,8 @@ class SwapMeasurement(Measurement):
         super().__init__(config, store)
         self.old_decoder, self.held_out = old, swap_sequences(store, config)
 
-    @property
-    def eval_config(self) -> Timing:
+    @classmethod
+    def options_of(cls, config: Config) -> Timing:
         return Timing()  # at every swap, not at times in training
 
     @property

@@ -21,20 +21,12 @@ from lm.experiments.run_outcome import SELECTION
 from lm.experiments.tuning_table import TuningRun, values_by_arm_and_rate
 from lm.files import expand_home
 from lm.plugins import PLUGINS
+from lm.runs.metric import Metric
 from lm.schema import Plain, flatten, is_block, key, to_plain
 from lm.statistics.tuning import MIN_TUNING_SEEDS, Rate, grid_rates, key_values
 
 SHARED_SETTINGS = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
 _UNCACHED_KEYS = ("name", "runs", "seed")  # keys on which no other key of a configuration depends
-
-# Evaluation kind by the prefix (before `/`) of a metric's name; any other prefix is the kind itself.
-EVAL_KINDS = {"val": "validation", "long": "long_context", "text": "texts"}
-
-
-def kind_of_metric(metric: str) -> str:
-    """Return the kind of evaluation that logs a metric of this name."""
-    prefix = metric.partition("/")[0]
-    return EVAL_KINDS.get(prefix, prefix)
 
 
 @dataclass(frozen=True)
@@ -192,16 +184,17 @@ class Experiment:
         return SELECTION if self.tune.metric == SELECTION else self.primary.quantity_name
 
     def data_words(self, quantity: str, part: Literal["selection", "report"]) -> str:
-        """Name the data that a quantity is measured on: `all questions` of a task if the quantity is the primary metric
-        and an accuracy, else the held-out text that chooses rates (`selection`) or reports results (`report`)."""
-        return "all questions" if quantity == self.primary.quantity_name and self._asks_questions else f"{part} text"
+        """Name the data that a quantity is measured on: `all questions` if it is the primary metric and one of
+        questions, else the held-out text that chooses rates (`selection`) or reports results (`report`)."""
+        is_primary = quantity == self.primary.quantity_name
+        return "all questions" if is_primary and self.metric.units == "questions" else f"{part} text"
 
     @cached_property
-    def _asks_questions(self) -> bool:
-        """Whether the primary metric is an accuracy: the fraction of questions that are answered correctly."""
-        return (
-            self.measurement_config(self.first_config).eval.quantity(kind_of_metric(self.primary.metric)) == "accuracy"
-        )
+    def metric(self) -> Metric:
+        """The primary metric as its measurement declares it."""
+        from lm.evaluation.metrics import measured  # imports all measurements, which tables of runs don't need
+
+        return measured(self.measurement_config(self.first_config), self.primary.metric)[1]
 
     def cost(self, value: float) -> float:
         """Convert a value of the metric by which rates are chosen into a cost to be minimized; infinite values stay

@@ -14,8 +14,8 @@ from lm.config.tree import Config, ExperimentConfig, differences, distinguishes_
 from lm.config.yaml_text import MAX_BYTES, parse_yaml
 from lm.data.prepare import vocab_size_of
 from lm.errors import ConfigError, DataError, Problem, as_written
-from lm.evaluation.metrics import evaluation_names
-from lm.experiments.experiment import Arm, Experiment, PrimaryMetric, Swap, Tune, config_hash, kind_of_metric
+from lm.evaluation.metrics import measured
+from lm.experiments.experiment import Arm, Experiment, PrimaryMetric, Swap, Tune, config_hash
 from lm.experiments.tuning_table import read_tuning_table
 from lm.model.spec import count_steps
 from lm.plugins import PLUGINS
@@ -297,9 +297,6 @@ def _read_yaml(path: Path) -> dict[str, Plain]:
 # Keys of `data` that decide what the token store holds.
 _STORE_KEYS = ("source", "tokenizer", "val_fraction", "deduplicate", "min_document_bytes", "max_document_bytes")
 _STORE_KEYS += ("on_error",)
-# Evaluation kinds whose lengths are multiples of the training length, so that arms of other training lengths get other
-# sequences.
-_LENGTH_KINDS = ("validation", "long_context", "texts")
 
 
 def check_experiment(experiment: Experiment) -> None:
@@ -374,16 +371,12 @@ def _check_arms(experiment: Experiment, configs: dict[str, Config]) -> Iterator[
             yield Problem(path, arm.changes, f"measures {metric} on other sequences than the baseline", remedy)
 
 
-def _measured(experiment: Experiment, config: Config) -> tuple[Plain, ...]:
+def _measured(experiment: Experiment, config: Config) -> dict[str, Plain]:
     """What the primary metric of a run is measured on, as far as its configuration says."""
-    kind, options, data = (
-        kind_of_metric(experiment.primary.metric),
-        experiment.measurement_config(config).eval,
-        config.data,
-    )
-    tasks = {"recall": options.recall.asked_tasks(data), "validation": data.tasks}.get(kind, [])
-    length = data.seq_len if kind in _LENGTH_KINDS else None
-    return options.measured_options(kind), length, [to_plain(task) for task in tasks]
+    metric, config = experiment.primary.metric, experiment.measurement_config(config)
+    with suppress(ConfigError):  # `_check_metric` says so
+        return measured(config, metric)[0].sequences_of(config, metric)
+    return {}
 
 
 def _check_branch(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
@@ -434,31 +427,22 @@ def _check_metric(experiment: Experiment, config: Config) -> None:
     metric. With `primary.reach`, a level of the metric, it must be measured more than once, and all arms must be
     trained. Raises ConfigError.
     """
-    primary, kinds = experiment.primary, config.eval.measurement_classes(config.data)
-    metric, kind, steps = primary.metric, kind_of_metric(primary.metric), config.trainer.max_steps
-    names = {name: evaluation_names(config, name) for name in kinds}
-    if kind not in kinds or (names[kind] is not None and metric not in names[kind]):
-        remedy = suggest(metric, [name for kind_names in names.values() for name in kind_names or ()])
-        if kind not in kinds and not remedy.startswith("did you mean"):
-            remedy += "; or ask for the evaluation in the base's `eval` or in `evaluate`"
-        raise ConfigError([Problem("primary.metric", metric, "is not measured by sequence at the last step", remedy)])
-    problems, quantity = [], config.eval.quantity(kind)
-    better = {"loss": "lower", "accuracy": "higher"}.get(quantity, primary.better)
-    if primary.better != better:
-        problems.append(
-            Problem("primary.better", primary.better, f"of {metric}, {better} is better", f"write {better}")
-        )
+    primary, steps, problems = experiment.primary, config.trainer.max_steps, []
+    measurement, metric = measured(config, primary.metric)
+    if metric.better not in (primary.better, "none"):
+        reason = f"of {metric.name}, {metric.better} is better"
+        problems.append(Problem("primary.better", primary.better, reason, f"write {metric.better}"))
     name, level = ("matters", primary.matters) if primary.reach is None else ("reach", primary.reach)
-    if quantity == "accuracy" and level > 1:
-        reason = f"{metric} lies between 0 and 1"
+    if metric.unit == "fraction" and level > 1:
+        reason = f"{metric.name} lies between 0 and 1"
         problems.append(Problem(f"primary.{name}", level, reason, "give a fraction, such as 0.25"))
-    timing = ValidationTiming(every=config.validation_every) if kind == "validation" else config.eval.kinds.get(kind)
+    timing = measurement.options_of(config)
     untrained = [arm.name for arm in experiment.arms if not arm.trained]
     if primary.reach is not None and untrained:
         problems.append(Problem("primary.reach", primary.reach, f"{untrained[0]} is not trained", "drop or train it"))
     elif primary.reach is not None and sum(timing.is_due(step, steps) for step in range(1, steps + 1)) < 2:
-        key = "eval.every" if kind == "validation" else f"eval.{kind}.at"
-        reason = f"{metric} is measured once, at the last step"
+        key = "eval.every" if isinstance(timing, ValidationTiming) else f"eval.{measurement.kind}.at"
+        reason = f"{metric.name} is measured once, at the last step"
         problems.append(Problem("primary.reach", primary.reach, reason, f"measure it on the way: {key}"))
     if problems:
         raise ConfigError(problems)

@@ -14,7 +14,8 @@ from lm.data.prepare import prepare, vocab_size_of
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError, as_written
 from lm.evaluation.held_out import Validation
-from lm.experiments.experiment import SHARED_SETTINGS, Experiment, deciding_keys, kind_of_metric, omitted_keys
+from lm.evaluation.metrics import measured
+from lm.experiments.experiment import SHARED_SETTINGS, Experiment, deciding_keys, omitted_keys
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.plan import cost
 from lm.experiments.procedure import Procedure
@@ -225,8 +226,8 @@ def plan_of(experiment: Experiment) -> dict[str, dict]:
     # only the plan's power depends on `spread`
     shared |= {f"primary.{key}": value for key, value in vars(primary).items() if key != "spread"}
     for size in experiment.sizes:
-        measurement = experiment.measurement_config(configs[_name(size, baseline)]).eval
-        options = measurement.measured_options(kind_of_metric(primary.metric))
+        measurement = experiment.measurement_config(configs[_name(size, baseline)])
+        options = measurement.eval.measured_options(measured(measurement, primary.metric)[0].kind)
         shared |= {_name(size, f"{primary.metric}: {key}"): value for key, value in options.items()}
     shared |= {f"tune.{key}": value for key, value in vars(experiment.tune).items()}
     if experiment.table:

@@ -21,11 +21,11 @@ from lm.config.task_config import task_names
 from lm.errors import RunError, one_line
 from lm.files import read_json, sources_sha256, unsealed
 from lm.runs.folder import CHECKPOINTS, EVALUATIONS, step_path
+from lm.runs.metric import Better
 from lm.schema import Plain, build
 
 # How the interval of a mean is made: Student's t over documents, Wilson's interval over sequences with questions.
 IntervalKind = Literal["none", "documents", "wilson"]
-Better = Literal["lower", "higher", "none"]  # which direction is better; none: the metric only describes
 Shape = Literal["number", "bins", "points"]
 
 

@@ -244,10 +244,8 @@ def evaluations(outcome: Outcome, kind: str) -> tuple[Series, ...]:
 
 
 def test_a_metric_that_is_not_measured_stops_the_experiment_with_its_first_run(tmp_path, overrides):
-    path = written(
-        tmp_path, tune=None, primary={"metric": "diagnostics/entropie"}, evaluate={"eval.diagnostics.sequences": 4}
-    )
-    wrong = r"primary\.metric diagnostics/entropie was not measured .*; correct the file, measured were: val/loss$"
+    path = written(tmp_path, tune=None, primary={"metric": "tasks/mine/acc"}, evaluate={"eval.tasks": ["mine"]})
+    wrong = r"primary\.metric tasks/mine/acc was not measured .*; correct the file, measured were: val/loss$"
     with pytest.raises(RunError, match=wrong):
         launching(Procedure(read_experiment(path, overrides)), lambda run: finish(run, 5.0) or 0).train_all()
     experiment, labels = read_experiment(written(tmp_path, tune=None, primary={"metric": "val/loss"}), overrides), []
