@@ -266,7 +266,7 @@ class FinetuneConfig:
 
 @dataclass
 class NeedleConfig(EvaluationConfig):
-    measurement: ClassVar[str] = "lm.evaluation.answers:NeedleMeasurement"
+    measurement: ClassVar[str] = "lm.evaluation.needle:NeedleMeasurement"
     switch_key: ClassVar[str] = "length_factors"
     quick_suite: ClassVar[dict[str, int]] = {"trials": 10}
     length_factors: list[float] = key(

@@ -8,11 +8,12 @@ import torch
 
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem
-from lm.evaluation.answers import NeedleMeasurement, Recall
+from lm.evaluation.answers import Recall
 from lm.evaluation.diagnostics import Diagnostics
 from lm.evaluation.downstream import DownstreamTasks
 from lm.evaluation.evaluation_kind import Measurement
 from lm.evaluation.held_out import NATS, ByLength, LongContext, OtherTexts, Validation
+from lm.evaluation.needle import NeedleMeasurement
 from lm.model.decoder import Decoder
 from lm.runs.evaluations import REPORTING
 from lm.runs.folder import PEAK_MEMORY

@@ -18,9 +18,9 @@ from lm.data.prepare import prepare
 from lm.data.store import Store
 from lm.data.tasks import Example, Text, example
 from lm.evaluation import answers
-from lm.evaluation.answers import FINETUNE_SEED, SCORED, NeedleMeasurement, finetuned_copy, head_scores, score, trials
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.generation import Sampling, generate
+from lm.evaluation.needle import FINETUNE_SEED, SCORED, NeedleMeasurement, finetuned_copy, head_scores, score, trials
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
 from lm.model.device import Device
