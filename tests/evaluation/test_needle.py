@@ -17,7 +17,7 @@ from lm.data.batches import IGNORED, Batch
 from lm.data.prepare import prepare
 from lm.data.store import Store
 from lm.data.tasks import Example, Text, example
-from lm.evaluation import answers
+from lm.evaluation import needle as needles
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.generation import Sampling, generate
 from lm.evaluation.needle import FINETUNE_SEED, SCORED, NeedleMeasurement, finetuned_copy, head_scores, score, trials
@@ -93,9 +93,9 @@ def test_digits_after_the_whole_number_do_not_make_it_wrong(store: Store, monkey
     }
     for output, exact in outputs.items():
         monkeypatch.setattr(
-            answers, "_greedy_tokens", lambda *_, output=output: torch.from_numpy(text.encode(output))[None]
+            needles, "_greedy_tokens", lambda *_, output=output: torch.from_numpy(text.encode(output))[None]
         )
-        assert score(decoder, [question], LENGTH, text)[0, answers.EXACT_COLUMN] == exact, output
+        assert score(decoder, [question], LENGTH, text)[0, needles.EXACT_COLUMN] == exact, output
 
 
 @torch.no_grad()
@@ -110,7 +110,7 @@ def test_an_answer_ends_at_the_end_of_text_token(store: Store, monkeypatch: pyte
         (1, 1): (whole, end),
     }.items():
         output = torch.from_numpy(np.concatenate(parts))[None]
-        monkeypatch.setattr(answers, "_greedy_tokens", lambda *_, output=output: output)
+        monkeypatch.setattr(needles, "_greedy_tokens", lambda *_, output=output: output)
         assert tuple(score(decoder, [question], LENGTH, text)[0, :2].tolist()) == scores
 
 
@@ -176,8 +176,8 @@ def test_learned_positions_reach_as_far_as_the_configuration_says(store: Store):
 
 
 def test_fine_tuning_teaches_a_copy_and_leaves_the_model(store: Store, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(answers, "FINETUNE_SEQUENCES", 2)
-    monkeypatch.setattr(answers, "FINETUNE_LR", 3e-3)
+    monkeypatch.setattr(needles, "FINETUNE_SEQUENCES", 2)
+    monkeypatch.setattr(needles, "FINETUNE_LR", 3e-3)
     decoder, text = made(store).float(), Text(store)
     before = copy.deepcopy(decoder.state_dict())
     config = NeedleConfig(finetune=FinetuneConfig(steps=12))
@@ -198,20 +198,20 @@ def test_fine_tuning_reads_training_sequences_whose_answers_alone_count_at_a_rat
     store: Store, monkeypatch
 ):
     read, counted, rates, text, task = [], [], [], Text(store), Needle(needles=2)
-    loss, step = answers.training_loss, torch.optim.AdamW.step
+    loss, step = needles.training_loss, torch.optim.AdamW.step
 
     def made_example(*arguments) -> Example:
         read.append(arguments[2:5])
         return example(*arguments)
 
-    monkeypatch.setattr(answers, "example", made_example)
+    monkeypatch.setattr(needles, "example", made_example)
     monkeypatch.setattr(
-        answers, "training_loss", lambda *given: counted.append(int((given[2] != IGNORED).sum())) or loss(*given)
+        needles, "training_loss", lambda *given: counted.append(int((given[2] != IGNORED).sum())) or loss(*given)
     )
     monkeypatch.setattr(
         torch.optim.AdamW, "step", lambda self, *given: rates.append(self.param_groups[0]["lr"]) or step(self, *given)
     )
-    monkeypatch.setattr(answers, "FINETUNE_SEQUENCES", 2)
+    monkeypatch.setattr(needles, "FINETUNE_SEQUENCES", 2)
     config = NeedleConfig(needles=2, finetune=FinetuneConfig(steps=6))
     finetuned_copy(made(store).float(), config, 300, text, CPU)
     assert read == [(index, 300, "train") for index in range(12)]
@@ -241,7 +241,7 @@ def test_cells_have_their_control_and_ranks_share_them(tiny, monkeypatch: pytest
             is_early = [float(0 < trial.spans[0, 1] < len(trial.prompt) // 2) for trial in questions]
             return torch.tensor(is_early)[:, None].repeat(1, len(SCORED))
 
-        patch.setattr(answers, "score", found)
+        patch.setattr(needles, "score", found)
         result = needle.measure(decoder, CPU, units.append)
     accuracies = [series.means.tolist() for series in result if series.metric == "accuracy"]
     assert accuracies == [[0.5, 0.5], [0, 0]], "the mean over depths"
