@@ -487,6 +487,10 @@ class LongContext(Measurement):
         settings = cls.options_of(config).inference
         return [metric.named(SETTING=setting.label) for metric in cls.logged for setting in settings]
 
+    def __init__(self, config: Config, store: Store):
+        super().__init__(config, store)
+        self.held_out = long_sequences(store, config)
+
     @property
     def options(self) -> dict[str, Plain]:
         return self.with_settings(length=self.held_out.length, sequences_sha256=self.held_out.sha256)
@@ -537,6 +541,23 @@ class ByLength(Measurement):
     @classmethod
     def sequences_of(cls, config: Config, metric: str) -> dict[str, Plain]:
         return config.eval.measured_options(cls.kind)
+
+    def __init__(self, config: Config, store: Store):
+        """Raises ConfigError: the held-out text is shorter than the longest length."""
+        super().__init__(config, store)
+        self.lengths, self.longest = sorted(self.eval_config.lengths), max(self.eval_config.lengths)
+        self.starts = validation_starts(store.val, self.longest, self.eval_config.sequences)
+        if not len(self.starts):
+            reason = f"needs {self.longest + 1:,} held-out tokens, and there are {store.val.n_tokens:,}"
+            raise ConfigError(
+                [Problem("eval.by_length.lengths", self.longest, reason, "leave it out, or hold out more text")]
+            )
+        self.stretches = self._cut_stretches(self.longest)
+
+    def _cut_stretches(self, length: int) -> HeldOut:
+        """The sequences of `length` tokens into which the stretches of text are cut, stretch by stretch."""
+        starts = self.starts[:, None] + length * np.arange(self.longest // length)
+        return HeldOut.take(self.store, starts.ravel(), length, self.config.data.documents == "isolate")
 
     @property
     def options(self) -> dict[str, Plain]:
