@@ -38,6 +38,10 @@ REMOVED_KEYS: dict[str, tuple[object, str]] = {
         },
         "its statistics have fixed options; lm.diagnostics.limits has functions of any vectors and number of keys",
     ),
+    "data.min_document_bytes": (1, "drop it, and leave short documents out of the files"),
+    "data.max_document_bytes": (None, "drop it, and leave long documents out of the files"),
+    "data.prepare_workers": (None, "drop it: a thread a core tokenises; taskset gives it fewer"),
+    "data.tokenizer[train].special_tokens": ([], "drop it, or name a tokenizer.json that has them"),
     "eval.others": ([], "measure it after training, on the model that lm.load gives"),
 }
 # {(name of a key, value, or name of a block): advice}
@@ -46,6 +50,7 @@ REMOVED_VALUES = {
     "model: FOLDER}",
     ("tokenizer", "tiktoken"): "set data.tokenizer={name: pretrained, model: MODEL}, e.g. openai-community/gpt2 for "
     "r50k_base, Xenova/gpt-4 for cl100k_base, Xenova/gpt-4o for o200k_base",
+    ("lengths", "fixed"): "set data.lengths={name: mixed, weights: {LENGTH: 1}}",
     ("lengths", "documents"): "give other lengths, with data.documents=isolate: no attention then crosses documents",
     **{
         ("package", name): "save its text, a file a document, and set data.source={name: files, paths: [FOLDER]}"

@@ -56,24 +56,6 @@ class FullLength(SequenceLengths):
 
 
 @dataclass
-class FixedLength(SequenceLengths):
-    """The sequence length `length` at every step."""
-
-    name: ClassVar[str] = "fixed"
-    length: int | None = key(None, "tokens in each sequence, a divisor of data.seq_len", ge=2)
-
-    def length_by_step(self, seq_len: int, max_steps: int) -> dict[int, int]:
-        return {0: self.length}
-
-    def problems(self) -> Iterator[Problem]:
-        if not self.length:
-            yield Problem("length", None, "no length given", "give a divisor of data.seq_len")
-
-    def conflicts(self, seq_len: int, max_steps: int) -> Iterator[Problem]:
-        return _divisor_problems([self.length] if self.length else [], "length", seq_len)
-
-
-@dataclass
 class MixedLengths(SequenceLengths):
     """A sequence length drawn at random for each step: a length with weight w is used in a fraction w of the steps, and
     of the tokens.
@@ -131,7 +113,7 @@ class Curriculum(SequenceLengths):
             yield Problem("data.lengths.starts", self.starts, reason, "move the starts apart, or train for more steps")
 
 
-LENGTHS: dict[str, type[SequenceLengths]] = {v.name: v for v in (FullLength, FixedLength, MixedLengths, Curriculum)}
+LENGTHS: dict[str, type[SequenceLengths]] = {v.name: v for v in (FullLength, MixedLengths, Curriculum)}
 
 
 # ---------------------------------------------------------------- sources and tokenizers
@@ -284,12 +266,10 @@ class Mixture:
 MAX_VOCAB = 2**24  # more than any tokenizer in use has; counts and tables of the vocabulary are held in memory
 END_OF_TEXT = "<|endoftext|>"  # the default end-of-text token, which starts every document
 
-# A letter or digit beside a punctuation mark, in ASCII: the trained tokenizer splits text there, so that no token holds
-# both (apostrophes are excluded: contractions such as don't).
-_WORD_BOUNDARY = re.compile(r"[0-9A-Za-z][!-&(-/:-@[-`{-~]|[!-&(-/:-@[-`{-~][0-9A-Za-z]")
-
 
 class TokenizerOptions:
+    """Base class of the options of tokenizers."""
+
     name: ClassVar[str]
     end_of_text: ClassVar[str] = END_OF_TEXT
     end_tokens: ClassVar[Sequence[str]] = ()
@@ -300,29 +280,7 @@ class TrainedTokenizer(TokenizerOptions):
     """A byte-level BPE trained on the training documents."""
 
     name: ClassVar[str] = "train"
-    vocab_size: int = key(
-        4096, "entries, the 256 bytes, <|endoftext|> and special_tokens included", ge=257, le=MAX_VOCAB
-    )
-    special_tokens: list[str] = key(
-        [], "further entries that text never becomes, for later use; their ids follow <|endoftext|>"
-    )
-
-    def problems(self) -> Iterator[Problem]:
-        tokens = self.special_tokens
-        if len({*tokens, "", END_OF_TEXT}) < len(tokens) + 2 or any(
-            re.search("[\ud800-\udfff]", token) for token in tokens
-        ):
-            yield Problem(
-                "special_tokens",
-                tokens,
-                f"must be different texts of valid Unicode, none of them empty or {END_OF_TEXT}",
-            )
-        elif words := [token for token in tokens if not _WORD_BOUNDARY.search(token)]:
-            reason = f"{words[0]!r} may be a word of the text, or within one, which would become this token"
-            yield Problem("special_tokens", tokens, reason, "put punctuation beside letters, e.g. <|def|>")
-        elif self.vocab_size < 257 + len(tokens):
-            reason = f"does not hold 256 bytes, {END_OF_TEXT} and {len(tokens)} special tokens"
-            yield Problem("vocab_size", self.vocab_size, reason, f"set it to {257 + len(tokens)} or more")
+    vocab_size: int = key(4096, "entries, the 256 bytes and <|endoftext|> included", ge=257, le=MAX_VOCAB)
 
 
 @dataclass
@@ -379,8 +337,8 @@ class DataConfig:
     lengths: SequenceLengths = variant(
         LENGTHS,
         "full",
-        "tokens in the sequences of a step: `full`, seq_len; `fixed`, one divisor of it; `mixed`, drawn for each step "
-        "by weight; `curriculum`, one after the other",
+        "tokens in the sequences of a step: `full`, seq_len; `mixed`, divisors of it drawn for each step by weight; "
+        "`curriculum`, one after the other",
     )
     documents: Literal["pack", "isolate"] = key(
         "pack", "`isolate`: no attention across documents in a sequence, and n counts within each"
@@ -394,10 +352,6 @@ class DataConfig:
         0.1, "fraction of each source's text held out, by whole documents, chosen by their hash", gt=0, lt=1
     )
     deduplicate: bool = key(True, "keep the first of documents that are the same to the byte, over all sources")
-    min_document_bytes: int = key(1, "leave out documents of fewer UTF-8 bytes; blank ones always are", ge=1)
-    max_document_bytes: int | None = key(
-        None, "leave out documents of more UTF-8 bytes, whole: none is ever cut; null: no limit", ge=1
-    )
     on_error: Literal["fail", "skip"] = key(
         "fail", "at a file, document or row that can't be read: stop and name it, or leave it out and list it"
     )
@@ -406,23 +360,11 @@ class DataConfig:
         "folder of the prepared token stores",
         {"affects": "execution", "acts_in": ("train", "eval", "swap", "diagnose")},
     )
-    prepare_workers: int | None = key(
-        None,
-        "threads that tokenise; the store is the same for any number; null: one a core",
-        {"affects": "execution"},
-        ge=1,
-        le=1024,
-    )
     workers: int = key(
         0, "processes that read batches; 0: the training process itself", {"affects": "execution"}, ge=0, le=1024
     )
 
     def problems(self) -> Iterator[Problem]:
-        upper_bound = self.max_document_bytes
-        if upper_bound is not None and upper_bound < self.min_document_bytes:
-            yield Problem(
-                "max_document_bytes", upper_bound, f"is less than data.min_document_bytes = {self.min_document_bytes}"
-            )
         if isinstance(self.tokenizer, TrainedTokenizer) and any(
             isinstance(weighted.source, Tokens) for weighted in self.sources
         ):

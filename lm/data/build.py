@@ -24,7 +24,7 @@ import numpy as np
 
 from lm.config.data_config import END_OF_TEXT, DataConfig, Files, Source, Tokens, TrainedTokenizer
 from lm.config.task_config import Task
-from lm.data.encoding import MIN_BYTES_PER_THREAD, Document, Tokenized, encode_all, split_long_words, split_text
+from lm.data.encoding import Document, Tokenized, encode_all, split_long_words, split_text
 from lm.data.sources import labels, reader, streamed_documents
 from lm.data.store import MANIFEST, SPLITS, TOKENIZER, SourceCounts, SplitWriter, finish_store, write_file
 from lm.data.tasks import STORE_SEED, SUBSETS, Subset, TaskError, check_task, example, symbol_tokenizer
@@ -33,7 +33,6 @@ from lm.data.token_files import Vocabulary
 from lm.data.tokenizer import load_tokenizer, origin, token_bytes, tokenizer_of, train_tokenizer, vocab_size
 from lm.errors import DataError
 from lm.files import json_bytes, replacing, sealed, sync_folder
-from lm.machine import usable_cores
 from lm.progress import Progress
 from lm.schema import Plain
 
@@ -92,7 +91,7 @@ class OmissionCounts:
 
     def __init__(self, on_error: str):
         self.fails = on_error == "fail"
-        self.by_reason = {"blank": 0, "short": 0, "long": 0}
+        self.blank = 0
         self.unreadable: dict[str, Plain] = {"count": 0, "bytes": 0, "first": []}
 
     def skip(self, error: Unreadable) -> None:
@@ -108,7 +107,7 @@ class OmissionCounts:
         """Return the counts above 0 as text in brackets; empty if all are 0. `copies`: number of documents left out as
         copies.
         """
-        counts = {**self.by_reason, "copies of others": copies, "unreadable": self.unreadable["count"]}
+        counts = {"blank": self.blank, "copies of others": copies, "unreadable": self.unreadable["count"]}
         listing = ", ".join(f"{count:,} {reason}" for reason, count in counts.items() if count)
         return f" ({listing})" if listing else ""
 
@@ -197,7 +196,7 @@ def _build_text_store(data: DataConfig, store: Path, progress: Progress) -> dict
         )
     return {
         "licence": "; ".join(dict.fromkeys(licences)),
-        "left_out": scan.omissions.by_reason | {"copies": int((scan.assignment == COPY).sum())},
+        "left_out": {"blank": scan.omissions.blank, "copies": int((scan.assignment == COPY).sum())},
         "unreadable": scan.omissions.unreadable,
         **({"ids": scan.id_statistics} if scan.id_statistics else {}),
         **({"tokenizer_origin": tokenizer_origin} if tokenizer_origin else {}),
@@ -216,13 +215,9 @@ def _write_parts(data: DataConfig, folder: Path, scan: Scan, tokenizer: "Tokeniz
     numbers = np.unique(part_of[is_stored]).tolist()
     paths = {number: folder / f"{PART_NAME}{number:05d}" for number in numbers}
     is_missing = is_stored & ~np.isin(part_of, [number for number, path in paths.items() if path.exists()])
-    is_text = ~np.array([isinstance(weighted.source, Tokens) for weighted in data.sources])[scan.source_indices]
-    workers = data.prepare_workers or max(
-        1, min(usable_cores(), int(n_bytes[is_missing & is_text].sum()) // MIN_BYTES_PER_THREAD)
-    )
     with progress.bytes("encode", int(n_bytes.sum()), int(n_bytes[~is_missing].sum())) as advance:
         documents = _scanned_documents(data, folder.parent, scan, is_missing) if is_missing.any() else iter(())
-        with closing(encode_all(documents, tokenizer, data.tokenizer.end_of_text, workers)) as tokenized:
+        with closing(encode_all(documents, tokenizer, data.tokenizer.end_of_text)) as tokenized:
             for number, group in groupby(tokenized, key=lambda item: part_of[item[0].index]):
                 _write_part(paths[number], group, data.on_error, advance)
     splits = np.unique(scan.assignment[is_stored])
@@ -453,8 +448,8 @@ def _readings(data: DataConfig, folder: Path) -> list[Reading]:
 def _accepted_documents(
     data: DataConfig, reading: Reading, omissions: OmissionCounts
 ) -> Iterator[tuple[str | np.ndarray, str, int, int]]:
-    """Yield (text or ids, location, 64-bit hash, number of UTF-8 bytes) of documents to keep; count blank, short and
-    long ones in `omissions`.
+    """Yield (text or ids, location, 64-bit hash, number of UTF-8 bytes) of documents to keep; count blank ones in
+    `omissions`.
     """
     vocabulary = reading.vocabulary
     # then ids are hashed as text, to find copies
@@ -469,11 +464,7 @@ def _accepted_documents(
         digest = int.from_bytes(blake2b(content, digest_size=8).digest(), "big")
         del content  # a long document is in memory once
         if not n_bytes or (not vocabulary and document.isspace()):
-            omissions.by_reason["blank"] += 1
-        elif n_bytes < data.min_document_bytes:
-            omissions.by_reason["short"] += 1
-        elif data.max_document_bytes is not None and n_bytes > data.max_document_bytes:
-            omissions.by_reason["long"] += 1
+            omissions.blank += 1
         else:
             yield document, location, digest, n_bytes
 

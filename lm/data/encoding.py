@@ -14,6 +14,7 @@ import numpy as np
 from lm.data.store import token_dtype
 from lm.data.text_files import Unreadable
 from lm.data.tokenizer import decode, encode, prefixes_space, special_token_mask, token_bytes, vocab_size, words
+from lm.machine import usable_cores
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 # memory
 BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 2048
 PIECE_CHARACTERS = 1 << 20  # characters of each piece into which a long document is cut to be encoded
-MIN_BYTES_PER_THREAD = 32 << 20  # least bytes of text for which another thread is worth its start
 # longest word, in characters, that a tokenizer is trained on: training time grows with the square of its length
 MAX_WORD_LENGTH = 1 << 12
 # environment variable that turns the `tokenizers` library's own threads off
@@ -148,11 +148,9 @@ def split_long_words(text: str) -> Iterator[str]:
     yield text[begin:]
 
 
-def encode_all(
-    documents: Iterator[Document], tokenizer: "Tokenizer", end_of_text: str, workers: int
-) -> Iterator[Tokenized]:
-    """Encode documents in batches with `workers` threads, parallel as `tokenizers` releases the GIL; yield documents,
-    or pieces of documents, in order.
+def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_text: str) -> Iterator[Tokenized]:
+    """Encode documents in batches with a thread a core, parallel as `tokenizers` releases the GIL; yield documents, or
+    pieces of documents, in order.
 
     Long documents are encoded in pieces if this leaves their tokens unchanged (`can_cut_between_words`): memory holds
     few pieces at a time.
@@ -164,6 +162,7 @@ def encode_all(
         for document in documents
     )
     queue: deque[Future[list[Tokenized]]] = deque()
+    workers = usable_cores()
     thread_pool, sets_variable = ThreadPoolExecutor(workers), workers > 1 and _PARALLELISM_VARIABLE not in os.environ
     if sets_variable:  # each thread encodes alone: the library's own threads would take all cores
         os.environ[_PARALLELISM_VARIABLE] = "false"

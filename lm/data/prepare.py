@@ -137,8 +137,6 @@ def summary(store: Store) -> str:
     omission_labels = {
         "blank": "empty ones skipped",
         "copies": "copies left out",
-        "short": "too short",
-        "long": "too long",
     }
     omission_counts = [
         f"{manifest['left_out'][name]:,} {text}"
@@ -209,7 +207,7 @@ def _store_identity(data: DataConfig) -> dict[str, Plain]:
         "tokenizer": tokenizer.tokenizer_identity(data.tokenizer),
         "val_fraction": data.val_fraction,
         "deduplicate": data.deduplicate,
-        "document_bytes": [data.min_document_bytes, data.max_document_bytes],
+        "document_bytes": [1, None],  # keys of earlier versions, whose stores are found
         "on_error": data.on_error,
     }
 

@@ -63,6 +63,8 @@ def tokenizer_identity(spec: TokenizerOptions) -> dict[str, Plain]:
         }
     # `end_tokens` end generation only
     options = {name: value for name, value in to_plain(spec).items() if name != "end_tokens"}
+    if isinstance(spec, TrainedTokenizer):
+        options["special_tokens"] = []  # a key of earlier versions, whose stores are found
     if isinstance(spec, TokenizerFile):
         options["path"] = hashlib.sha256(read_tokenizer_file(Path(spec.path), "data.tokenizer.path")).hexdigest()
     return options
@@ -82,8 +84,7 @@ def tokenizer_of(spec: TokenizerOptions) -> "Tokenizer":
 
 
 def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer":
-    """Train a byte-level BPE. Ids from 0 on: <|endoftext|>, `special_tokens`, all 256 bytes (so every text can be
-    encoded), then merges.
+    """Train a byte-level BPE. Ids from 0 on: <|endoftext|>, all 256 bytes (so every text can be encoded), then merges.
 
     The same texts give the same tokenizer, on any number of cores.
 
@@ -96,7 +97,7 @@ def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer"
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=spec.vocab_size,
-        special_tokens=[END_OF_TEXT, *spec.special_tokens],
+        special_tokens=[END_OF_TEXT],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

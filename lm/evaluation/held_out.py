@@ -427,7 +427,7 @@ class OtherTexts(Measurement):
         tokenizer = TokenizerFile(
             path=str(self.store.path / TOKENIZER), end_of_text=self.store.manifest["end_of_text"]["token"]
         )
-        data_options = {name: getattr(data, name) for name in ("on_error", "root", "prepare_workers")}
+        data_options = {name: getattr(data, name) for name in ("on_error", "root")}
         try:
             return prepare(
                 DataConfig(source=source, tokenizer=tokenizer, val_fraction=1.0, deduplicate=False, **data_options)

@@ -295,8 +295,7 @@ def _read_yaml(path: Path) -> dict[str, Plain]:
 
 
 # Keys of `data` that decide what the token store holds.
-_STORE_KEYS = ("source", "tokenizer", "val_fraction", "deduplicate", "min_document_bytes", "max_document_bytes")
-_STORE_KEYS += ("on_error",)
+_STORE_KEYS = ("source", "tokenizer", "val_fraction", "deduplicate", "on_error")
 
 
 def check_experiment(experiment: Experiment) -> None:

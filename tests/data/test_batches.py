@@ -16,7 +16,6 @@ from lm.config.data_config import (
     Curriculum,
     DataConfig,
     Files,
-    FixedLength,
     MixedLengths,
     TrainedTokenizer,
 )
@@ -322,20 +321,9 @@ def test_the_lengths_of_a_curriculum_begin_at_their_fraction_of_the_run(store):
     assert repeated.length.fractions(40) == {16: 0.5, 32: 0.5}
 
 
-def test_a_fixed_length_cuts_all_slots(store):
-    sequences = TrainSequences(store, DataConfig(seq_len=64, lengths=FixedLength(16)), 4, 1)
-    assert {whole(sequences.batch(step)).shape for step in range(20)} == {(16, 17)}
-
-
 @pytest.mark.parametrize(
     ("lengths", "problem"),
     [
-        ("{name: fixed}", r"^data\.lengths\.length = null: no length given; give a divisor of data\.seq_len$"),
-        (
-            "{name: fixed, length: 7}",
-            r"^data\.lengths\.length = 7: does not divide data\.seq_len = 32 into sequences of 2 tokens or more;",
-        ),
-        ("{name: fixed, length: 0}", r"^data\.lengths\.length = 0: must be >= 2$"),
         ("{name: mixed}", r"^data\.lengths\.weights = {}: no lengths given;"),
         ("{name: mixed, weights: {7: 1.0}}", r"^data\.lengths\.weights = 7: does not divide data\.seq_len = 32"),
         (
@@ -361,7 +349,7 @@ def test_a_fixed_length_cuts_all_slots(store):
         ("{name: full, length: 4}", r"^data\.lengths\.length = 4: unknown key"),
         (
             "32",
-            r"^data\.lengths = 32: must be a name or a block with a 'name'; choose from: full, fixed, mixed, "
+            r"^data\.lengths = 32: must be a name or a block with a 'name'; choose from: full, mixed, "
             r"curriculum$",
         ),
         ("documents", r"^data\.lengths\.name = 'documents': is no value of lm any more; .* data.documents=isolate"),

@@ -25,9 +25,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[DataConfig, Store]:
     folder, rng = tmp_path_factory.mktemp("fuzz"), random.Random(0)
     words = ["".join(rng.choices("abcdefgh", k=4)) for _ in range(60)]
     texts = [" ".join(rng.choices(words, k=40)) for _ in range(40)]
-    data = files_config(
-        write_texts(folder / "texts", texts), folder, tokenizer=TrainedTokenizer(270), prepare_workers=1
-    )
+    data = files_config(write_texts(folder / "texts", texts), folder, tokenizer=TrainedTokenizer(270))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lm.data.store.SHARD_TOKENS", 2000)
         return data, prepare(data)

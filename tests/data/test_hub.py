@@ -108,9 +108,7 @@ def test_a_pinned_commit_is_identified_without_a_network():
 
 def prepared(hub: Hub, tmp_path: Path, **changes) -> Store:
     return prepare(
-        dataclasses.replace(
-            DataConfig(hub, TrainedTokenizer(300), root=str(tmp_path / "stores"), prepare_workers=1), **changes
-        )
+        dataclasses.replace(DataConfig(hub, TrainedTokenizer(300), root=str(tmp_path / "stores")), **changes)
     )
 
 

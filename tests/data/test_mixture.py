@@ -203,17 +203,6 @@ def test_copies_are_left_out_and_counted(tmp_path: Path, capfd: pytest.CaptureFi
     assert with_copies.path != store.path
 
 
-def test_documents_outside_the_bounds_are_left_out_whole_and_counted(tmp_path: Path):
-    texts = ["é" * 10, "x" * 21, " \n", "", *(f"{n:02d}" + "y" * n for n in range(1, 19))]
-    data = files_config(write_texts(tmp_path / "texts", texts), tmp_path, tokenizer=TrainedTokenizer(258))
-    store = prepare(dataclasses.replace(data, min_document_bytes=5, max_document_bytes=20))
-    assert sorted(stored_texts(store)) == sorted(["é" * 10, *(f"{n:02d}" + "y" * n for n in range(3, 19))])
-    assert store.manifest["left_out"] == {"blank": 2, "short": 2, "long": 1, "copies": 0}
-    assert "(2 empty ones skipped, 2 too short, 1 too long)" in summary(store)
-    with pytest.raises(DataError, match=r"holds no documents \(2 blank, 20 short\)"):
-        prepare(dataclasses.replace(data, min_document_bytes=1000))
-
-
 # ---------------------------------------------------------------- what can't be read
 
 
@@ -302,7 +291,7 @@ def test_one_long_line_is_a_document_like_any_other(tmp_path: Path, megabytes: i
     with open(tmp_path / "texts" / "rows.jsonl", "w") as file:
         for row in (long, *LETTERS):
             file.write(json.dumps({"text": row}) + "\n")
-    store = prepare(files_config(tmp_path / "texts", tmp_path, prepare_workers=1))
+    store = prepare(files_config(tmp_path / "texts", tmp_path))
     split = store.train if store.train.longest > store.val.longest else store.val
     index = int(np.argmax(np.diff(split.offsets)))
     document = split.document(index)

@@ -298,7 +298,7 @@ def test_a_killed_prepare_goes_on_from_its_whole_parts_to_the_same_bytes(
         "lm.data.build._write_part = write_part\n"
     )
     root = tmp_path / "killed"
-    process = start(f"{SMALL}{after_three}data.prepare_workers = 2\nprepare(data)", large, root)
+    process = start(f"{SMALL}{after_three}lm.data.encoding.usable_cores = lambda: 2\nprepare(data)", large, root)
     assert process.stdout.readline() == "three\n", process.communicate()
     process.kill()
     process.communicate()
@@ -366,7 +366,10 @@ def test_the_rest_of_a_preparation_that_was_killed_after_its_store_appeared_is_d
 def test_the_store_is_the_same_for_any_number_of_threads(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.data.encoding.BATCH_BYTES", 50_000)
     data = DataConfig(Files([str(large)]), TrainedTokenizer(300))
-    stores = [prepare(dataclasses.replace(data, root=str(tmp_path / str(n)), prepare_workers=n)) for n in (1, 3)]
+    stores = []
+    for n in (1, 3):
+        monkeypatch.setattr("lm.data.encoding.usable_cores", lambda n=n: n)
+        stores.append(prepare(dataclasses.replace(data, root=str(tmp_path / str(n)))))
     assert contents(stores[0]) == contents(stores[1])
 
 
@@ -492,12 +495,13 @@ import lm.data.encoding
 from lm.config.data_config import TokenizerFile
 
 lm.data.encoding.BATCH_BYTES = lm.data.encoding.PIECE_CHARACTERS = 100_000  # little beside what would be kept
+lm.data.encoding.usable_cores = lambda: 1
 
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 
 def prepared(folder, tokenizer):
-    return prepare(DataConfig(Files([f"{sys.argv[1]}/{folder}"]), tokenizer, root=sys.argv[2], prepare_workers=1))
+    return prepare(DataConfig(Files([f"{sys.argv[1]}/{folder}"]), tokenizer, root=sys.argv[2]))
 
 first = prepared("small", TrainedTokenizer(500))
 before = peak()

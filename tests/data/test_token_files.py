@@ -168,19 +168,18 @@ def test_a_stream_without_borders_is_one_document(tmp_path: Path, tokenizer: Tok
     assert store.train.document(0)[1:].tolist() == [token for document in ids[:30] for token in document]
 
 
-def test_text_and_ids_mix(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]):
+def test_text_and_ids_mix(
+    tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]], monkeypatch: pytest.MonkeyPatch
+):
     folder = write_texts(tmp_path / "texts", [f"{text} again" for text in TEXTS])
     parts = [
         WeightedSource(0.5, Files([str(folder)])),
         WeightedSource(0.5, Tokens([str(jsonl(tmp_path, ids))], "column")),
     ]
     for workers in (1, 2):
+        monkeypatch.setattr("lm.data.encoding.usable_cores", lambda workers=workers: workers)
         root = str(tmp_path / f"stores{workers}")
-        store = prepare(
-            files_config(
-                folder, tmp_path, source=Mixture(parts), tokenizer=tokenizer, prepare_workers=workers, root=root
-            )
-        )
+        store = prepare(files_config(folder, tmp_path, source=Mixture(parts), tokenizer=tokenizer, root=root))
         assert store.manifest["token_bytes"] == "exact"
         assert sum(source.n_documents for source in store.train.sources + store.val.sources) == 2 * len(TEXTS)
     assert len({Store.open(path).fingerprint for path in tmp_path.glob("stores*/*") if path.is_dir()}) == 1
@@ -202,7 +201,7 @@ def test_a_text_and_its_ids_are_one_document(tmp_path: Path, tokenizer: Tokenize
 
 def test_blank_documents_and_copies_are_left_out(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]):
     store = prepare(config(tmp_path, tokenizer, "nanogpt", nanogpt(tmp_path, [*ids[:20], [], *ids])))
-    assert store.manifest["left_out"] == {"blank": 1, "short": 0, "long": 0, "copies": 20}
+    assert store.manifest["left_out"] == {"blank": 1, "copies": 20}
 
 
 def test_a_prepared_store_is_opened_again_and_another_file_makes_another(

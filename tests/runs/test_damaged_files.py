@@ -132,7 +132,6 @@ PANICS = {
     "eval": "eval {model} {configured}",
     "swap": "swap {model} {configured} --to log_n -o {out}",
     "prepare": "prepare {configured} {tokenizer}",
-    "prepare with workers": "prepare {configured} {tokenizer} data.prepare_workers=2",
     "train": "train {configured} {tokenizer} name=new",
     "init_from": "train {configured} {tokenizer} name=new init_from={model}",
 }

@@ -53,7 +53,7 @@ def test_the_fraction_of_tokens_in_sequences_of_each_length_is_named(printed, le
 def test_a_task_whose_training_sequences_must_repeat_is_named(printed):
     task = ["data.tasks=[{task: flip_flop}]", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]"]
     assert printed(*task)["tasks"] == "flip_flop 100%"
-    assert printed(*task, "data.lengths={name: fixed, length: 8}")["tasks"] == (
+    assert printed(*task, "data.lengths={name: mixed, weights: {8: 1}}")["tasks"] == (
         "flip_flop 100% (256 sequences of 8 tokens, of about 22 different ones)"
     )
 
@@ -143,7 +143,7 @@ def test_validation_on_next_to_nothing_is_warned_of(printed):
     ("lengths", "words"),
     [
         ("full", r"(\d+) sequences x (32) tokens"),
-        ("{name: fixed, length: 8}", r"(\d+) sequences x (8) tokens"),
+        ("{name: mixed, weights: {8: 1}}", r"(\d+) sequences x (8) tokens"),
         ("{name: mixed, weights: {8: 0.5, 32: 0.5}}", r"(\d+) sequences x (8) tokens or (\d+) sequences x (32) tokens"),
     ],
 )
