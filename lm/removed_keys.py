@@ -50,6 +50,11 @@ REMOVED_VALUES = {
     "model: FOLDER}",
     ("tokenizer", "tiktoken"): "set data.tokenizer={name: pretrained, model: MODEL}, e.g. openai-community/gpt2 for "
     "r50k_base, Xenova/gpt-4 for cl100k_base, Xenova/gpt-4o for o200k_base",
+    **{
+        (key, name): "write a Lightning callback that makes and asks it, and name it in trainer.callbacks"
+        for key in ("task", "tasks")
+        for name in ("induction", "flip_flop")
+    },
     ("lengths", "fixed"): "set data.lengths={name: mixed, weights: {LENGTH: 1}}",
     ("lengths", "documents"): "give other lengths, with data.documents=isolate: no attention then crosses documents",
     **{

@@ -167,34 +167,6 @@ class Copy(Task):
 
 
 @dataclass
-class Induction(Task):
-    """Induction heads (as in arXiv 2312.00752, sec. 4.1.2): a mark and a symbol among random symbols; at the end, mark
-    and symbol again.
-
-    Symbols: the random symbols, then the mark, which occurs twice in a sequence. The symbol after the mark, which is
-    the answer, is drawn like all others: it may occur elsewhere, so that frequencies do not reveal it.
-
-    Training and test share no sequence: the hash of a sequence decides to which it belongs.
-    """
-
-    name: ClassVar[str] = "induction"
-    symbols: int = key(16, "different symbols", ge=2, le=MAX_SYMBOLS)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.symbols + 1
-
-    @property
-    def chance(self) -> Chance | None:
-        return Chance(1 / self.symbols, 1 / self.symbols)
-
-    def entropy(self, length: int) -> float:
-        """Entropy of the random symbols and the position of the first mark."""
-        n_random = max(1, length - 2)
-        return n_random * log(self.symbols) + log(n_random)
-
-
-@dataclass
 class Maximum(Task):
     """Maximum retrieval (after arXiv 2410.01104): items among filler, then a mark, then the payload of the item of
     highest priority.
@@ -229,40 +201,6 @@ class Maximum(Task):
         limits = {"priorities": self.priorities, "payloads": self.payloads}
         yield from (
             Problem("items", self.items, f"is more than {name} = {n}") for name, n in limits.items() if n < self.items
-        )
-
-
-@dataclass
-class FlipFlop(Task):
-    """Flip-flop (arXiv 2306.00946): write, ignore and read instructions, each before a symbol; after a read, the last
-    written symbol.
-
-    Symbols: the written symbols, then write, ignore, read, then a start symbol that begins sequences of even `length`.
-    The first instruction is a write, the last a read. Ignored symbols are drawn from the written symbols: only the
-    order reveals the answer. Chance level differs between questions: about half of the reads repeat the answer of the
-    read before, with no write between them.
-
-    Training and test share no sequence: the hash of a sequence decides to which it belongs.
-    """
-
-    name: ClassVar[str] = "flip_flop"
-    symbols: int = key(2, "different symbols that are written", ge=2, le=MAX_SYMBOLS)
-    ignored: float = key(
-        0.8, "fraction of the instructions that are ignored; half of the others are writes, half reads", ge=0, lt=1
-    )
-
-    @property
-    def vocab_size(self) -> int:
-        return self.symbols + 4
-
-    def entropy(self, length: int) -> float:
-        """Entropy of instructions and symbols; the first and last instruction, and symbols after reads, are determined
-        and add nothing.
-        """
-        probability = (1 - self.ignored) / 2  # probability of a write, and of a read
-        instruction_entropy = -sum(p * log(p) for p in (probability, probability, self.ignored) if p)
-        return log(self.symbols) + max(0, (length + 1) // 2 - 2) * (
-            instruction_entropy + (1 - probability) * log(self.symbols)
         )
 
 
@@ -318,7 +256,7 @@ class Passkey(Task):
         return log(9 * 10**4)
 
 
-TASKS = {v.name: v for v in (MQAR, Copy, Induction, Maximum, FlipFlop, Needle, Passkey)}
+TASKS = {v.name: v for v in (MQAR, Copy, Maximum, Needle, Passkey)}
 
 
 def task_names(tasks: list[dict[str, Plain]]) -> list[str]:

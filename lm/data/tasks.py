@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 
 from lm.config.data_config import END_OF_TEXT
-from lm.config.task_config import MQAR, TEST_DIVISOR, Copy, FlipFlop, Induction, Maximum, Needle, Passkey, Task
+from lm.config.task_config import MQAR, TEST_DIVISOR, Copy, Maximum, Needle, Passkey, Task
 from lm.data.tokenizer import decode, encoding_of, prefixes_space, special_token_mask
 
 if TYPE_CHECKING:
@@ -251,18 +251,6 @@ def copy(task: Copy, draw: Draw, length: int, text: Text | None = None) -> Examp
     return Example(tokens, span(answer_start, task.span), span(start, task.span), span(start, task.span))
 
 
-def induction(task: Induction, draw: Draw, length: int, text: Text | None = None) -> Example:
-    require_room(length - 3, "two marks and two symbols", length)
-    start = draw.integer(length - 2)  # position of the first mark; the last two tokens are the question and its answer
-    for _ in draw.attempts():
-        tokens = draw.integers(task.symbols, length + 1)
-        tokens[start] = tokens[-2] = task.symbols
-        tokens[-1] = tokens[start + 1]
-        if draw.accepts(*tokens):
-            break
-    return Example(tokens, span(length), span(start + 1), span(start, 2))
-
-
 def maximum(task: Maximum, draw: Draw, length: int, text: Text | None = None) -> Example:
     require_room(length - 1 - 2 * task.items, f"{task.items} items, the mark and the answer", length)
     tokens = task.priorities + task.payloads + draw.integers(task.filler, length + 1)
@@ -275,29 +263,6 @@ def maximum(task: Maximum, draw: Draw, length: int, text: Text | None = None) ->
     best_item = int(priorities.argmax())
     tokens[-2], tokens[-1] = task.vocab_size - 1, tokens[starts[best_item] + 1]
     return Example(tokens, span(length), span(starts[best_item] + 1), span(starts[best_item], 2))
-
-
-def flip_flop(task: FlipFlop, draw: Draw, length: int, text: Text | None = None) -> Example:
-    n_instructions, start = divmod(length + 1, 2)
-    require_room(length - 3, "a write and a read", length)
-    write_id, ignore_id, read_id = task.symbols, task.symbols + 1, task.symbols + 2
-    threshold = round((1 - task.ignored) / 2 * 2**32)
-    for _ in draw.attempts():
-        random_numbers = draw.integers(2**32, n_instructions)
-        instructions = np.select(
-            [random_numbers < threshold, random_numbers < 2 * threshold], [write_id, read_id], ignore_id
-        )
-        instructions[0], instructions[-1] = write_id, read_id
-        # For each instruction, the index of the latest write up to it.
-        last_write = np.maximum.accumulate(np.where(instructions == write_id, np.arange(n_instructions), 0))
-        values = draw.integers(task.symbols, n_instructions)
-        symbols = np.where(instructions == read_id, values[last_write], values)
-        tokens = np.concatenate((np.full(start, task.symbols + 3), np.stack((instructions, symbols), 1).ravel()))
-        if draw.accepts(*tokens):
-            break
-    reads = np.flatnonzero(instructions == read_id)
-    writes = start + 2 * last_write[reads]
-    return Example(tokens, span(start + 2 * reads + 1), span(writes + 1), span(writes, 2))
 
 
 # ---------------------------------------------------------------- tasks in text
@@ -427,9 +392,7 @@ def haystack(
 GENERATORS: dict[type[Task], Callable[[Task, Draw, int, Text | None], Example]] = {
     MQAR: mqar,
     Copy: copy,
-    Induction: induction,
     Maximum: maximum,
-    FlipFlop: flip_flop,
     Needle: needle,
     Passkey: passkey,
 }

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from texts import occurrences
 
-from lm.config.task_config import MQAR, Copy, FlipFlop, Induction, Maximum
+from lm.config.task_config import MQAR, Copy, Maximum
 from lm.data.tasks import example
 
 INDICES, SUBSETS = st.integers(0, 2**32 - 1), st.sampled_from(["train", "test"])
@@ -113,15 +113,6 @@ def test_a_copied_string_stands_twice_and_no_symbol_of_it_elsewhere(index: int, 
     assert (rest < task.vocab_size - 1).all()
 
 
-@given(index=INDICES, subset=SUBSETS, length=st.integers(12, 120))
-@settings(max_examples=60, deadline=None)
-def test_induction_marks_its_answer_once_and_again_at_the_end(index: int, subset: str, length: int):
-    task = Induction()
-    tokens = example(task, 1, index, length, subset).tokens
-    assert np.flatnonzero(tokens == task.symbols)[1:].tolist() == [length - 1]
-    assert tokens[np.flatnonzero(tokens == task.symbols)[0] + 1] == tokens[-1]
-
-
 @given(index=INDICES, subset=SUBSETS, length=st.integers(17, 120))
 @settings(max_examples=60, deadline=None)
 def test_the_largest_is_what_is_asked_for(index: int, subset: str, length: int):
@@ -131,21 +122,3 @@ def test_the_largest_is_what_is_asked_for(index: int, subset: str, length: int):
     assert len(items) == len(set(tokens[items])) == task.items
     assert tokens[-1] == tokens[items[tokens[items].argmax()] + 1]
     assert (tokens == tokens[-1]).sum() == 2
-
-
-@given(
-    index=INDICES, subset=SUBSETS, length=st.integers(24, 120), symbols=st.integers(2, 5), ignored=st.floats(0, 0.95)
-)
-@settings(max_examples=60, deadline=None)
-def test_a_read_gives_what_was_written_last(index: int, subset: str, length: int, symbols: int, ignored: float):
-    task = FlipFlop(symbols=symbols, ignored=ignored)
-    sequence = example(task, 1, index, length, subset)
-    body = sequence.tokens[(length + 1) % 2 :]
-    bit, answers = None, []
-    for number, (verb, symbol) in enumerate(body.reshape(-1, 2)):
-        if verb == symbols:
-            bit = symbol
-        if verb == symbols + 2:
-            assert symbol == bit
-            answers.append((length + 1) % 2 + 2 * number + 1)
-    assert sequence.questions[:, 0].tolist() == answers

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from lm.config.data_config import DataConfig, Files, TrainedTokenizer
 from lm.config.load import load_config
-from lm.config.task_config import MQAR, TASKS, Copy, FlipFlop, Induction, Maximum, Needle, Passkey, Task
+from lm.config.task_config import MQAR, TASKS, Copy, Maximum, Needle, Passkey, Task
 from lm.data.prepare import prepare
 from lm.data.tasks import Draw, Example, TaskError, Text, check_task, example
 from lm.errors import ConfigError, DataError, Problem
@@ -30,10 +30,9 @@ SYMBOLIC = [
     MQAR(keys=8, values=8),
     MQAR(keys=16, values=16, joined=True),
     Copy(),
-    Induction(),
     Maximum(),
-    FlipFlop(),
 ]
+FEW = Copy(symbols=2, filler=1, span=4)  # with few different sequences
 TEXTUAL = [Needle(), Needle(needles=2, distractors=2), Needle(depth=0.5), Passkey(), Passkey(filler="corpus")]
 CONTROLS = [Needle(absent=True), Needle(needles=2, distractors=2, absent=True), Passkey(absent=True)]
 INDICES, SEEDS, SUBSETS = st.integers(0, 2**32 - 1), st.integers(0, 2**31 - 1), st.sampled_from(["train", "test"])
@@ -114,9 +113,7 @@ PINNED = {
     "mqar-keys=8-values=8": "ae7a7406f7b61258",
     "mqar-keys=16-values=16-joined=True": "6990adac98ade3fc",
     "copy": "01da7d28bf05964b",
-    "induction": "62225ae36d11251c",
     "max": "39f69f39d245b9a3",
-    "flip_flop": "b811554c88b0ed4e",
 }
 
 
@@ -143,7 +140,7 @@ def test_a_sequence_too_short_says_how_long_it_must_be(task: Task, text: Text):
 
 
 def test_the_least_length_named_is_the_least():
-    for task in (MQAR(), Copy(), Induction(), Maximum(), FlipFlop(16)):
+    for task in (MQAR(), Copy(), Maximum()):
         with pytest.raises(ValueError, match="at least") as error:
             example(task, 1, 0, 1)
         least = int(str(error.value).split(" tokens")[0].split()[-1])
@@ -155,8 +152,9 @@ def test_the_least_length_named_is_the_least():
 def test_sequences_too_few_to_keep_training_and_test_apart_are_an_error():
     by_subset = {}
     for subset in ("train", "test"):
-        with contextlib.suppress(ValueError):  # sequences of a write and a read: there are two
-            by_subset[subset] = {example(FlipFlop(), 1, index, 4, subset).tokens.tobytes() for index in range(20)}
+        with contextlib.suppress(ValueError):  # there are two lists of one item
+            task = Maximum(priorities=1, payloads=2, filler=1, items=1)
+            by_subset[subset] = {example(task, 1, index, 3, subset).tokens.tobytes() for index in range(20)}
     assert sum(map(len, by_subset.values())) == len(set().union(*by_subset.values())) == 2
     with pytest.raises(ValueError, match="too few different contents to have some for test sequences alone"):
         list(Draw(1, "test", 0).attempts())
@@ -165,11 +163,9 @@ def test_sequences_too_few_to_keep_training_and_test_apart_are_an_error():
 @pytest.mark.parametrize(
     ("task", "length"),
     [
-        pytest.param(FlipFlop(), 7, marks=pytest.mark.slow),
-        pytest.param(FlipFlop(symbols=3, ignored=0.2), 8, marks=pytest.mark.slow),
-        (FlipFlop(ignored=0.0), 9),
-        (Induction(symbols=2), 6),
-        (Copy(symbols=2, filler=1, span=4), 9),
+        (FEW, 9),
+        (FEW, 16),
+        (Maximum(priorities=8, payloads=16, filler=1, items=1), 3),
     ],
     ids=lambda value: label(value) if isinstance(value, Task) else str(value),
 )
@@ -182,10 +178,10 @@ def test_the_entropy_of_sequences_is_that_of_many_draws(task: Task, length: int)
 
 
 def test_test_sequences_that_can_not_all_differ_are_refused():
-    count = round(FlipFlop().n_distinct(16, "test"))
-    check_task(FlipFlop(), 1, 16, "test", count)
+    count = round(FEW.n_distinct(16, "test"))
+    check_task(FEW, 1, 16, "test", count)
     with pytest.raises(TaskError, match=f"5,000 test sequences can't all differ: there are about {count}"):
-        check_task(FlipFlop(), 1, 16, "test", 5000)
+        check_task(FEW, 1, 16, "test", 5000)
     symbols = [
         "data.seq_len=16",
         "optim.batch_tokens=256",
@@ -193,12 +189,13 @@ def test_test_sequences_that_can_not_all_differ_are_refused():
         "eval.swap_lengths=[1]",
         "data.source=package",
     ]
-    load_config([TINY, *symbols, "data.tasks=[{task: flip_flop}]", f"eval.sequences={count}"])
+    task = "data.tasks=[{task: {name: copy, symbols: 2, filler: 1, span: 4}}]"
+    load_config([TINY, *symbols, task, f"eval.sequences={count}"])
     with pytest.raises(
         ConfigError,
-        match=rf"^eval\.sequences = 5000: can't all differ: flip_flop has about {count} test sequences of 16",
+        match=rf"^eval\.sequences = 5000: can't all differ: copy has about {count} test sequences of 16",
     ):
-        load_config([TINY, *symbols, "data.tasks=[{task: flip_flop}]", "eval.sequences=5000"])
+        load_config([TINY, *symbols, task, "eval.sequences=5000"])
 
 
 @pytest.mark.parametrize(
@@ -264,11 +261,7 @@ def test_any_options_give_a_valid_sequence_or_an_error_of_one_line(
 
 
 def test_the_table_names_each_task():
-    assert (
-        [task.name for task in TASKS.values()]
-        == list(TASKS)
-        == ["mqar", "copy", "induction", "max", "flip_flop", "needle", "passkey"]
-    )
+    assert [task.name for task in TASKS.values()] == list(TASKS) == ["mqar", "copy", "max", "needle", "passkey"]
 
 
 # ---------------------------------------------------------------- random numbers

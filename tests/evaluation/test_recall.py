@@ -15,7 +15,7 @@ from folders import curve, same, series, weights
 
 from lm.config.load import load_config
 from lm.config.model_config import ModelConfig
-from lm.config.task_config import MQAR, TEST_DIVISOR, Copy, FlipFlop, Induction, Maximum, Needle, Passkey, Task
+from lm.config.task_config import MQAR, TEST_DIVISOR, Copy, Maximum, Needle, Passkey, Task
 from lm.data.batches import IGNORED, Batch, MicroBatches, train_sequences
 from lm.data.prepare import prepare
 from lm.data.tasks import Example, Text, example, integer_hash
@@ -86,7 +86,6 @@ def greedy(decoder: Decoder, tokens: np.ndarray, answers: np.ndarray) -> np.ndar
         (MQAR(keys=16, values=16), 50),
         (MQAR(joined=True, keys=8, values=9), 64),
         (Copy(symbols=4, span=6), 40),
-        (FlipFlop(), 61),
     ],
 )
 def test_a_roll_out_is_greedy_decoding(task: Task, length: int, normalizer: str, monkeypatch: pytest.MonkeyPatch):
@@ -165,8 +164,7 @@ def test_chance_is_what_picking_among_the_answers_shown_gives(task: Task):
 def test_chance_of_all_keys_asked_is_the_harmonic_number_over_k_and_none_where_it_is_not_one_number():
     assert MQAR().chance.teacher_forced == pytest.approx(sum(1 / k for k in range(1, 9)) / 8)
     assert MQAR().chance.rollout == 1 / 8
-    assert Induction(symbols=16).chance.teacher_forced == 1 / 16
-    for task in (MQAR(pairs=1, queries=1), Copy(), FlipFlop(), Needle(), Needle(distractors=3, absent=True), Passkey()):
+    for task in (MQAR(pairs=1, queries=1), Copy(), Needle(), Needle(distractors=3, absent=True), Passkey()):
         assert task.chance is None
 
 
@@ -439,7 +437,9 @@ def test_a_task_without_a_validation_row_is_refused(tiny):
 
 
 def test_validation_sequences_are_dealt_to_the_nearest_whole_number(tiny):
-    shares = "data.tasks=[{weight: 0.7, task: copy}, {weight: 0.2, task: max}, {weight: 0.1, task: induction}]"
+    shares = (
+        "data.tasks=[{weight: 0.7, task: copy}, {weight: 0.2, task: max}, {weight: 0.1, task: {name: copy, span: 4}}]"
+    )
     config = tiny(shares, SYMBOLS[1], "eval.sequences=10")
     assert np.bincount(validation_sequences(prepare(config.data), config).sources).tolist() == [7, 2, 1]
 

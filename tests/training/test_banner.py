@@ -50,11 +50,14 @@ def test_the_fraction_of_tokens_in_sequences_of_each_length_is_named(printed, le
     assert words in printed(f"data.lengths={lengths}")["lengths"]
 
 
+FEW = "data.tasks=[{task: {name: copy, symbols: 2, filler: 1, span: 4}}]"
+
+
 def test_a_task_whose_training_sequences_must_repeat_is_named(printed):
-    task = ["data.tasks=[{task: flip_flop}]", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]"]
-    assert printed(*task)["tasks"] == "flip_flop 100%"
+    task = [FEW, "eval.long_context.length_factor=0", "eval.swap_lengths=[1]"]
+    assert printed("data.tasks=[{task: copy}]", *task[1:])["tasks"] == "copy 100%"
     assert printed(*task, "data.lengths={name: mixed, weights: {8: 1}}")["tasks"] == (
-        "flip_flop 100% (256 sequences of 8 tokens, of about 22 different ones)"
+        "copy 100% (256 sequences of 8 tokens, of about 14 different ones)"
     )
 
 
@@ -75,7 +78,7 @@ def test_tokens_a_parameter_are_named_and_far_too_few_are_warned_of(printed):
     assert lines["note"].startswith("fewer than 5 tokens a parameter: ")
     assert "note" not in printed("trainer.max_steps=3000", "eval.every=3000")
     assert "note" not in printed(
-        "data.tasks=[{task: flip_flop}]", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]"
+        "data.tasks=[{task: copy}]", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]"
     )
 
 
@@ -85,7 +88,7 @@ def test_text_that_is_read_too_often_is_warned_of(printed):
     assert lines["note"].startswith("text is read more than 16 times: ")
     assert (
         "epochs"
-        not in printed("data.tasks=[{task: flip_flop}]", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]")[
+        not in printed("data.tasks=[{task: copy}]", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]")[
             "tokens"
         ]
     )
