@@ -74,21 +74,25 @@ def keep_freed_memory() -> None:
 
 @contextmanager
 def stop_signals_blocked() -> Iterator[None]:
-    """A context that blocks `STOP_SIGNALS` in this thread.
-
-    A process started in it inherits the block, and a signal to it waits until it calls `unblock_stop_signals`.
-    """
+    """A context that blocks `STOP_SIGNALS` in this thread, and in processes that are started in it."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    os.environ[_BLOCKED_VARIABLE] = " ".join(str(int(number)) for number in STOP_SIGNALS if number not in mask)
     try:
         yield
     finally:
-        del os.environ[_BLOCKED_VARIABLE]
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
+def block_stop_signals() -> None:
+    """Block `STOP_SIGNALS` in this thread until `unblock_stop_signals`.
+
+    A process started meanwhile inherits the block, and a signal to it waits until it calls `unblock_stop_signals`.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    os.environ[_BLOCKED_VARIABLE] = " ".join(str(int(number)) for number in STOP_SIGNALS if number not in mask)
+
+
 def unblock_stop_signals() -> None:
-    """Take away the block that this process inherits if it was started in `stop_signals_blocked`. Signals that were
+    """Take away the block of `block_stop_signals`, in this process or in the one that started it. Signals that were
     blocked before, as in a submitted job, stay so.
     """
     numbers = os.environ.pop(_BLOCKED_VARIABLE, "").split()

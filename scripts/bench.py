@@ -45,7 +45,7 @@ from lm.evaluation.held_out import HeldOut, nll_by_token
 from lm.machine import peak_process_bytes
 from lm.model.decoder import Decoder
 from lm.model.device import Device
-from lm.training.module import copied_to_host, gradient_norms, largest_scores, logit_scales
+from lm.training.dynamics import copied_to_host, gradient_norms, largest_scores, logit_scales
 from lm.training.optimizers import make_optimizer
 
 Step = Callable[[], None]

@@ -39,7 +39,7 @@ from lm.evaluation.held_out import HeldOut, nll_by_token
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.spec import flops_per_token
-from lm.training.callbacks import peak_flops
+from lm.training.flops import peak_flops
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

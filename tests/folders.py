@@ -14,7 +14,8 @@ import torch
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
 from lm.runs.evaluations import Evaluation, Series, evaluation_path
 from lm.runs.folder import step_of, step_paths
-from lm.training.module import TrainModule
+from lm.training.module import LanguageModel
+from lm.training.optimizers import saved_state
 
 EVERY_STEP = [
     "trainer.checkpoint_every=1",
@@ -139,7 +140,7 @@ def differences(a: Path, b: Path) -> list[str]:
     first, second = (load_checkpoint(folder / "checkpoints" / "last.ckpt") for folder in (a, b))
     if not same(first["state_dict"], second["state_dict"]):
         names.append("weights")
-    states = [checkpoint["optimizer"] for checkpoint in (first, second)]
+    states = [saved_state(checkpoint) for checkpoint in (first, second)]
     if states[0].keys() != states[1].keys() or not all(same(states[0][name], states[1][name]) for name in states[0]):
         names.append("optimizer state")
     facts = ("step", "phase", "best", "skipped", "skipped_in_a_row", "nll_since_line", "targets_since_line")
@@ -150,9 +151,9 @@ def differences(a: Path, b: Path) -> list[str]:
 
 def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], what: str) -> None:
     """Make the loss or the gradient of the given steps (1-based) NaN."""
-    training_step = TrainModule.training_step
+    training_step = LanguageModel.training_step
 
-    def poisoned(self: TrainModule, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+    def poisoned(self: LanguageModel, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss = training_step(self, batch, batch_idx)
         if self.global_step + 1 not in steps:
             return loss
@@ -161,7 +162,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], what: str) -> None:
             return loss
         return loss * float("nan")
 
-    monkeypatch.setattr(TrainModule, "training_step", poisoned)
+    monkeypatch.setattr(LanguageModel, "training_step", poisoned)
 
 
 def alive(group: int) -> bool:

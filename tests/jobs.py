@@ -4,7 +4,7 @@ import torch
 from processes import command
 
 from lm.config.load import load_config
-from lm.training.module import TrainModule
+from lm.training.module import LanguageModel
 from lm.training.train import train
 
 
@@ -16,13 +16,13 @@ def train_each(jobs: list[list[str]]) -> None:
 
 def train_poisoned(*arguments: str) -> None:
     """`lm train` where the loss of the third step is not finite, on rank 1 alone."""
-    step = TrainModule.training_step
+    step = LanguageModel.training_step
 
-    def training_step(self: TrainModule, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+    def training_step(self: LanguageModel, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss = step(self, batch, batch_idx)
         if self.global_rank == 1 and self.global_step == 2:
             self.sums = self.sums * torch.tensor([float("nan"), 1.0, 1.0])
         return loss
 
-    TrainModule.training_step = training_step
+    LanguageModel.training_step = training_step
     command("train", *arguments)

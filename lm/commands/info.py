@@ -16,7 +16,7 @@ from lm.machine import usable_cores
 from lm.model.device import native_bf16_hardware
 from lm.schema import Plain
 from lm.training.banner import git_state
-from lm.training.mirror import wandb_mode
+from lm.training.wandb_runs import wandb_mode
 
 DISTRIBUTION = "lm-normalizers"
 PACKAGES = (

@@ -50,7 +50,7 @@ from lm.report.tables import csv_text, numeral, print_tables, table_from_rows, t
 from lm.runs.folder import METRICS, RESOLVED_FILE, last_logged
 from lm.schema import Plain
 from lm.statistics.tuning import rate_text
-from lm.training.mirror import send_report
+from lm.training.wandb_runs import send_report
 
 VERDICTS, TUNING, REPORT = "verdicts", "tuning", "report"
 

@@ -102,7 +102,7 @@ def mismatch(expected: Mapping[str, object], saved: Mapping[str, object], unexpe
 
 
 # entries with tensors, and their names in messages
-TENSOR_ENTRIES = {"state_dict": "weights", "optimizer": "tensors of the optimizer"}
+TENSOR_ENTRIES = {"state_dict": "weights", "optimizer_states": "tensors of the optimizer"}
 
 
 def save_checkpoint(checkpoint: dict[str, object], path: Path) -> str:
@@ -210,8 +210,8 @@ def _storage_sizes(checkpoint: dict[str, object]) -> dict[str, int]:
 
 
 def _entry_digests(checkpoint: dict[str, object]) -> dict[str, str]:
-    """The sha256 of a checkpoint's weights (`state_dict`) and of the tensors of `optimizer`, by these names, where it
-    has these entries. Evaluations record the first as `weights_sha256`."""
+    """The sha256 of a checkpoint's weights (`state_dict`) and of the tensors of `optimizer_states`, by these names,
+    where it has these entries. Evaluations record the first as `weights_sha256`."""
     return {
         entry: weights_sha256(dict(_named_tensors(checkpoint[entry])))
         for entry in TENSOR_ENTRIES

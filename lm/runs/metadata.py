@@ -10,7 +10,7 @@ from pathlib import Path
 from lm.errors import RunError, one_line
 from lm.runs.folder import BEST, check_fields, step_paths
 
-CHECKPOINT_FORMAT = 4  # format of checkpoints; raised when older files can no longer be read
+CHECKPOINT_FORMAT = 5  # format of checkpoints; raised when older files can no longer be read
 # Metadata that every checkpoint has; a checkpoint that can be resumed has more (lm.training.starting).
 METADATA = {
     "step": int,

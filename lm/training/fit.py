@@ -15,7 +15,7 @@ from lm.errors import Diverged, RunError
 from lm.evaluation.evaluate import evaluate
 from lm.evaluation.evaluation_kind import Measurement, measurements
 from lm.files import UNFINISHED, write_json, write_text
-from lm.machine import keep_freed_memory, stop_signals_blocked, threads_per_process, without_garbage_collection
+from lm.machine import keep_freed_memory, threads_per_process, without_garbage_collection
 from lm.model.device import Machine, resolve_compile, resolve_device, resolve_precision
 from lm.model.spec import flops_per_token
 from lm.progress import StepProgress
@@ -45,27 +45,18 @@ from lm.runs.record import divergence
 from lm.runs.same_run import check_environment, check_log
 from lm.schema import Plain, to_plain
 from lm.training.banner import banner, environment
-from lm.training.callbacks import (
-    Checkpoints,
-    Clock,
-    Evaluate,
-    Metrics,
-    ProfileSteps,
-    StopOnSignal,
-    Validate,
-    peak_flops,
-)
+from lm.training.callbacks import Metrics, ProfileSteps, ProgressBar, StopOnSignal
+from lm.training.checkpointing import AtomicCheckpointIO, Checkpoints
+from lm.training.evaluation_callbacks import EVALUATION_CALLBACKS, SwapEffect, Validation
+from lm.training.flops import peak_flops
 from lm.training.launcher import Process
-from lm.training.mirror import MetricLog, Mirror, start_mirrors, wandb_mode
-from lm.training.module import L, RunContext, TrainModule
+from lm.training.lightning_import import L, SIGTERMException
+from lm.training.loggers import RunLogger, log, start_loggers
+from lm.training.module import LanguageModel
+from lm.training.run_context import RunContext
 from lm.training.starting import PhaseStart, branch, check_resume, start_from_checkpoint, start_new_run
-
-# Lightning's class that finds the other processes, by the launcher that started them; without it Lightning would guess.
-LAUNCHERS = {
-    "torchrun": L.fabric.plugins.environments.TorchElasticEnvironment,
-    "srun": L.fabric.plugins.environments.SLURMEnvironment,
-    "lightning": L.fabric.plugins.environments.LightningEnvironment,
-}
+from lm.training.step_data import StepData
+from lm.training.wandb_runs import wandb_mode
 
 
 def fit(config: Config, store: Store, checkpoint: Path | None, source: LoadedModel | None, process: Process) -> int:
@@ -124,23 +115,22 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: LoadedMod
     facts = {**environment(config, store, start, machine, old_facts), "started_from": old_facts.get("started_from")}
     facts |= {"branched_from": old_facts["branched_from"]} if "branched_from" in old_facts else {}
     facts[TOKENIZER_SHA256] = store.manifest["files"][TOKENIZER]["sha256"]
-    mirrors: list[Mirror] = []
+    loggers: list[RunLogger] = []
     if is_main:
         print(banner(config, store, start, machine), *filter(None, [process.note]), *notes, sep="\n", flush=True)
-        # wandb imports much as it starts; a mirror that can't start leaves the run as it was
+        # wandb imports much as it starts; a logger that can't start leaves the run as it was
         with without_garbage_collection():
-            mirrors = start_mirrors(mode, config, facts, start.step)
+            loggers = start_loggers(mode, config, facts, start.step)
         _write_run_files(config, store, start, checkpoint, facts)
-    log = MetricLog(config.run_folder / METRICS, mirrors, is_main)
     progress = StepProgress(config.log.progress if is_main else "none", config.trainer.max_steps)
     progress.start(start.step)
+    run = RunContext(config, store, all_measurements, machine, facts["wandb_id"], loggers, progress)
     try:
-        run = RunContext(config, store, all_measurements, machine, facts["wandb_id"], log, progress)
-        status = _train_phases(run, start)
+        status = _train_phases(run, start, checkpoint)
         # if a child fails, Lightning kills the first process, which may still write
         return 0 if process.is_child else status
     except Diverged as error:
-        log.write({"step": error.step, DIVERGED: str(error)})
+        run.log({"step": error.step, DIVERGED: str(error)})
         if process.is_child:  # the first process reports it
             return 0
         raise
@@ -152,7 +142,8 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: LoadedMod
         raise
     finally:
         progress.stop()
-        log.close()
+        for logger in loggers:
+            logger.close()
 
 
 def _write_run_files(
@@ -201,24 +192,26 @@ def truncate_after(run: Path, step: int) -> list[str]:
     return truncate_metrics(run / METRICS, step)
 
 
-def _train_phases(run: RunContext, start: PhaseStart) -> int:
+def _train_phases(run: RunContext, start: PhaseStart, checkpoint: Path | None) -> int:
     """Train the remaining phases, each from the checkpoint at the end of the preceding phase. Returns the process's
     exit status.
     """
     config, folder = run.config, run.config.run_folder
-    with StopOnSignal() as stop:
+    with run.stop:
         while True:
-            module = TrainModule(run, start, lambda: bool(stop.signal))
-            trainer = make_trainer(run, module, stop)
+            trainer, data = make_trainer(run, start), StepData(run)
+            run.stop.block()  # in the processes that Lightning starts now, too: a signal would end them as they import
             try:
-                trainer.fit(module)
+                trainer.fit(LanguageModel(run, start), data, ckpt_path=checkpoint)
+            except SIGTERMException:
+                pass  # `Checkpoints` has saved the step
             except (RuntimeError, OSError, EOFError):
-                if module.loader:
-                    module.loader.check_workers()
+                if data.loader:
+                    data.loader.check_workers()
                 raise
             finally:
-                if module.loader:
-                    module.loader.end_workers()
+                if data.loader:
+                    data.loader.end_workers()
             step = trainer.global_step
             if step >= config.trainer.max_steps:
                 how = _divergence(folder, step) if trainer.is_global_zero else ""
@@ -226,16 +219,15 @@ def _train_phases(run: RunContext, start: PhaseStart) -> int:
                 return 0
             if trainer.should_stop:  # the same on all ranks, as is the step
                 run.progress.say(f"stopped by a signal at step {step}; go on with: resume=auto")
-                return 128 + stop.signal
-            start = start_from_checkpoint(config, load_checkpoint(step_path(folder / CHECKPOINTS, step)))
+                return 128 + run.stop.signal
+            checkpoint = step_path(folder / CHECKPOINTS, step)
+            start = start_from_checkpoint(config, load_checkpoint(checkpoint))
 
 
-def make_trainer(run: RunContext, module: TrainModule, stop: StopOnSignal) -> L.Trainer:
-    """Lightning's Trainer for one phase. Only lm's callbacks save, log and show progress; they are called in the order
-    listed here.
-    """
-    config, start, clock = run.config, module.start, Clock()
-    trainer = L.Trainer(
+def make_trainer(run: RunContext, start: PhaseStart) -> L.Trainer:
+    """Lightning's Trainer for one phase. Its callbacks are called in the order listed here."""
+    config = run.config
+    return L.Trainer(
         accelerator=run.machine.accelerator,
         devices=config.trainer.devices,
         num_nodes=config.trainer.num_nodes,
@@ -243,34 +235,34 @@ def make_trainer(run: RunContext, module: TrainModule, stop: StopOnSignal) -> L.
         precision="bf16-mixed" if run.machine.bf16 else "32-true",
         max_steps=config.phase_ends[start.phase],
         max_epochs=-1,
-        accumulate_grad_batches=module.accumulation,
-        use_distributed_sampler=False,
-        plugins=[LAUNCHERS[run.machine.launcher]()],
+        accumulate_grad_batches=config.rank_sequences // config.micro_batch,
+        log_every_n_steps=config.log.every,  # of what callbacks from outside give to `self.log`
+        use_distributed_sampler=False,  # `StepData` gives each rank its own sequences
+        plugins=[launcher_plugin(run.machine.launcher), AtomicCheckpointIO(start.content)],
+        logger=run.loggers,
         callbacks=[
-            stop,
-            Metrics(run, clock),  # starts the clock, which the callbacks below pause
-            ProfileSteps(run, clock),
-            Validate(run, clock, run.measurements[:1]),  # before Checkpoints, which saves the best
-            Checkpoints(run, clock),
-            Evaluate(run, clock, run.measurements[1:]),  # last, as it takes long: a kill meanwhile loses no step
+            StopOnSignal(run),
+            Metrics(run),  # starts the clock, which the callbacks below pause
+            ProgressBar(run),
+            ProfileSteps(run),
+            Validation(run, run.measurements[0]),  # before Checkpoints, which saves the best
+            Checkpoints(run),
+            # last, as they take long: a kill meanwhile loses no step
+            *(EVALUATION_CALLBACKS[measurement.kind](run, measurement) for measurement in run.measurements[1:]),
+            SwapEffect(run),
         ],
         default_root_dir=config.run_folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_checkpointing=False,  # Lightning's ModelCheckpoint; `Checkpoints` takes its place
+        enable_model_summary=False,  # the banner says more
     )
-    # The three attributes set below are private. Processes that Lightning starts inherit that stop signals are blocked,
-    # until `StopOnSignal` handles them; else a signal to the group would kill them while they import.
-    if launcher := trainer.strategy.launcher:
-        launcher._call_children_scripts = stop_signals_blocked()(launcher._call_children_scripts)
-    # Lightning's handler of SIGTERM would end the run without a checkpoint,
-    # and with status 0.
-    trainer._signal_connector.register_signal_handlers = lambda: None
-    # Lightning's count of optimizer steps, on which `max_steps` and `global_step` are based. Its other counters restart
-    # with each phase.
-    trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = start.step
-    return trainer
+
+
+def launcher_plugin(launcher: str) -> L.fabric.plugins.ClusterEnvironment:
+    """Return Lightning's class that finds the other processes, by their launcher; without it Lightning would guess."""
+    environments = L.fabric.plugins.environments
+    if launcher == "srun":
+        return environments.SLURMEnvironment(auto_requeue=False)  # else Lightning would answer SIGUSR1
+    return environments.TorchElasticEnvironment() if launcher == "torchrun" else environments.LightningEnvironment()
 
 
 def _evaluate_missing(
@@ -298,11 +290,13 @@ def _evaluate_missing(
     logged_names = {name for line in lines for name in line}
     if unlogged_results := [result for result in results.values() if not logged_means(result).keys() <= logged_names]:
         truncate_metrics(folder / METRICS, step)  # a line that the kill cut short
-        log = MetricLog(folder / METRICS, start_mirrors(mode, config, old_facts, step), True)
+        loggers = start_loggers(mode, config, old_facts, step)
         for result in unlogged_results:
-            log.write({"step": step, "tokens": result.tokens_seen, **logged_means(result)})
-            log.send_evaluation(result, evaluation_path(folder, result.kind, step).with_suffix(".png"))
-        log.close()
+            log(loggers, {"step": step, "tokens": result.tokens_seen, **logged_means(result)})
+            for logger in loggers:
+                logger.log_evaluation(result, evaluation_path(folder, result.kind, step).with_suffix(".png"))
+        for logger in loggers:
+            logger.close()
     changed_kinds = [
         kind for kind, result in results.items() if result.asked not in ({}, config.eval.measured_options(kind))
     ]

@@ -1,214 +1,38 @@
-"""The LightningModule that computes loss and gradient of each optimizer step, and functions that compute metrics of its
-decoder.
-
-The functions give values of the normalizers' parameters, and the metrics that `log.dynamics` names. Metrics are named
-`METRIC/layerL/headH`, or `METRIC/layerL` if they have one value a layer; layers and heads count from 0. Values stay on
-the device until `copied_to_host` copies all of them to the host at once.
+"""The LightningModule that computes loss, gradient and update of each optimizer step, and the content of its
+checkpoints.
 """
 
 import math
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from types import ModuleType
+from dataclasses import asdict
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
+from torch import Tensor
 
-from lm.config.tree import Config
-from lm.data.batches import IGNORED, Batch, TrainLoader, train_loader, train_sequences
-from lm.data.store import Store
+from lm.data.batches import IGNORED, Batch, train_sequences
 from lm.errors import Diverged
-from lm.evaluation.evaluation_kind import Measurement
-from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
-from lm.model.device import Device, Machine, eval_mode, use_compile_cache
+from lm.model.device import use_compile_cache
 from lm.plugins import PLUGINS
-from lm.progress import StepProgress
-from lm.training.mirror import MetricLog
-from lm.training.optimizers import load_named_state, make_optimizer, set_learning_rates
+from lm.runs.folder import METRICS, log_seal
+from lm.runs.metadata import CHECKPOINT_FORMAT
+from lm.training.dynamics import copied_to_host, gradient_norms
+from lm.training.lightning_import import L
+from lm.training.optimizers import OPTIMIZER_STATES, make_optimizer, set_learning_rates, state_after_swap
+from lm.training.run_context import RunContext
 from lm.training.starting import PhaseStart, RunState
 
-
-@contextmanager
-def _without_torchmetrics() -> Iterator[None]:
-    """Put an empty stand-in in place of torchmetrics while Lightning is imported, as lm logs nothing through
-    torchmetrics.
-
-    torchmetrics imports scipy, matplotlib and transformers, and takes many times as long to import as Lightning. Code
-    that imports torchmetrics before or afterwards gets the package itself.
-    """
-    stand_in = ModuleType("torchmetrics")
-    stand_in.__version__ = "1.0.0"  # the newest version that Lightning tells from older ones
-    stand_in.Metric, stand_in.MetricCollection = type("Metric", (), {}), type("MetricCollection", (), {})
-    is_stand_in = sys.modules.setdefault("torchmetrics", stand_in) is stand_in
-    try:
-        yield
-    finally:
-        if is_stand_in:
-            del sys.modules["torchmetrics"]
+# Lightning's counters of optimizer steps in a checkpoint, by their keys
+STEP_COUNTS, LOGGED_STEPS = "epoch_loop.automatic_optimization.optim_progress", "epoch_loop.state_dict"
 
 
-with _without_torchmetrics():
-    import lightning as L
-
-NamedValues = tuple[list[str], Tensor]  # names of metrics, and their values (names,)
-
-
-def copied_to_host(metrics: Iterable[NamedValues]) -> dict[str, float]:
-    """All metrics as floats by name, copied from the device to the host in one transfer."""
-    metrics = list(metrics)
-    names = [name for group, _ in metrics for name in group]
-    return (
-        dict(zip(names, torch.cat([values.double() for _, values in metrics]).tolist(), strict=True)) if names else {}
-    )
-
-
-def normalizer_parameters(decoder: Decoder) -> Iterator[NamedValues]:
-    """Yield `normalizer/NAME/layerL/headH` for each normalizer's parameter with one value a head. For any other
-    parameter yield its root mean square, `normalizer/NAME/layerL/rms`. A parameter shared by layers is named after the
-    first of these layers.
-    """
-    logged_parameters: set[nn.Parameter] = set()
-    for layer, normalizer in enumerate(decoder.normalizers()):
-        for name, parameter in normalizer.named_parameters():
-            if parameter in logged_parameters:
-                continue
-            logged_parameters.add(parameter)
-            prefix, values = f"normalizer/{name}/layer{layer}", parameter.detach().float()
-            # a submodule's bias may have this shape by chance
-            if "." not in name and values.shape == (normalizer.layer.n_head,):
-                yield _head_metrics(prefix, values)
-            else:
-                yield [f"{prefix}/rms"], values.square().mean().sqrt().view(1)
-
-
-def logit_scales(decoder: Decoder) -> Iterator[NamedValues]:
-    """Yield c(n), the factor on q.k / sqrt(D) for a query that sees n keys in a sequence of the training length L; D is
-    the head size.
-
-    `logit_scale/nN/layerL/headH` is c(n) at n = 2, sqrt(L) and L. `logit_scale/slope/...` and
-    `logit_scale/intercept/...` are a and b of the least-squares fit a ln n + b over n = 2 ... L. n = 1 is left out: the
-    weight of a single key is 1 whatever its score. Normalizers whose scores are no multiple of q.k are left out, too
-    (`Normalizer.scale_by_position`).
-    """
-    for layer, normalizer in enumerate(decoder.normalizers()):
-        scale, length = normalizer.scale_by_position(), normalizer.layer.train_length
-        if scale is None:
-            continue
-        scale = scale.to(decoder.embedding.weight.device)  # a normalizer without parameters makes it on the CPU
-        for n in sorted({min(2, length), round(math.sqrt(length)), length}):
-            yield _head_metrics(f"logit_scale/n{n}/layer{layer}", scale[:, n - 1])
-        if length > 2:
-            log_n = torch.arange(2, length + 1, device=scale.device, dtype=torch.float64).log()
-            centred_log_n = log_n - log_n.mean()
-            mean = scale[:, 1:].mean(-1)
-            # exactly 0 for a constant scale
-            slope = (scale[:, 1:] - mean.unsqueeze(-1)) @ centred_log_n / centred_log_n.square().sum()
-            yield _head_metrics(f"logit_scale/slope/layer{layer}", slope)
-            yield _head_metrics(f"logit_scale/intercept/layer{layer}", mean - slope * log_n.mean())
-
-
-def largest_scores(decoder: Decoder, batch: Batch, device: Device) -> Iterator[NamedValues]:
-    """Yield `largest_score/layerL/headH`: the largest score (fp32, before normalization) of a query and a key that it
-    sees, in a batch.
-
-    Memory holds scores of some queries of one layer at a time (`lm.model.attention_stream`). Model and random state
-    stay as they are.
-    """
-    maxima: dict[int, Tensor] = {}
-    with eval_mode(decoder), device.autocast():
-        for block in attention_blocks(decoder, batch.to(device.device)):
-            # (H,)
-            values = block.scores.masked_fill(~block.normalizer.visible(block.layout), -math.inf).amax((0, 2, 3))
-            maxima[block.layer] = torch.maximum(maxima[block.layer], values) if block.layer in maxima else values
-    for layer, values in maxima.items():
-        yield _head_metrics(f"largest_score/layer{layer}", values)
-
-
-def gradient_norms(decoder: Decoder) -> Iterator[NamedValues]:
-    """Yield `train/grad_norm/layerL`: the norm of the gradients of layer L's parameters. Layers without gradients are
-    left out.
-    """
-    for layer, block in enumerate(decoder.blocks):
-        if grads := [parameter.grad for parameter in block.parameters() if parameter.grad is not None]:
-            yield [f"train/grad_norm/layer{layer}"], get_total_norm(grads).view(1)
-
-
-def _head_metrics(prefix: str, values: Tensor) -> NamedValues:
-    return [f"{prefix}/head{head}" for head in range(len(values))], values
-
-
-# ---------------------------------------------------------------- steps whose loss or gradient is not finite
-
-
-MAX_SKIPPED = 10  # consecutive steps that may be skipped before the run stops
-
-
-def skip_or_stop(decoder: Decoder, state: RunState, policy: str, step: int, reason: str) -> None:
-    """Skip the update of step `step` (1-based), whose loss or gradient is not finite, or stop the run. `policy`:
-    `optim.on_nonfinite`.
-
-    Raises Diverged: the policy is `stop`, or too many consecutive steps were skipped.
-    """
-    state.skipped += 1
-    state.skipped_in_a_row += 1
-    message = f"step {step}: {reason} ({_gradients_in_words(decoder)})"
-    if policy == "stop":
-        advice = (
-            "lower optim.lr or raise optim.warmup_steps, in a run of another name; or skip such steps: "
-            "optim.on_nonfinite=skip"
-        )
-        advice += "".join(f"; or its cause is code from outside: {check}" for check in PLUGINS.checks())
-        raise Diverged(f"{message}; checkpoints up to the last saved are intact: {advice}", step)
-    if state.skipped_in_a_row >= MAX_SKIPPED:
-        raise Diverged(f"{message}, the {state.skipped_in_a_row}th step in a row; the last checkpoint is intact", step)
-    for parameter in decoder.parameters():
-        parameter.grad = None  # the optimizer then leaves the parameter and its moments as they are
-
-
-def _gradients_in_words(decoder: Decoder) -> str:
-    """Text that names the first parameter whose gradient isn't finite, and the parameter with the largest finite
-    gradient norm.
-    """
-    norms = {name: float(p.grad.norm()) for name, p in decoder.named_parameters() if p.grad is not None}
-    bad_names = [name for name, norm in norms.items() if not math.isfinite(norm)]
-    finite_norms = {name: norm for name, norm in norms.items() if math.isfinite(norm)}
-    others = f" and {len(bad_names) - 1} of {len(norms) - 1} others"
-    bad_text = f"not finite in {bad_names[0]}{others}" if bad_names else "finite in each parameter"
-    largest_name = max(finite_norms, key=finite_norms.get, default="")
-    return bad_text + (
-        f", largest finite norm {finite_norms[largest_name]:.3g} in {largest_name}" if largest_name else ""
-    )
-
-
-# ---------------------------------------------------------------- the module
-
-
-@dataclass(frozen=True)
-class RunContext:
-    """Objects shared by all phases of a run; `measurements` are the evaluations to make, the validation first."""
-
-    config: Config
-    store: Store
-    measurements: list[Measurement]
-    machine: Machine
-    wandb_id: str
-    log: MetricLog
-    progress: StepProgress
-
-
-class TrainModule(L.LightningModule):
+class LanguageModel(L.LightningModule):
     """Trains a `Decoder` on a run's sequences of text and tasks, in one phase of the run.
 
     The loss of a step is the mean loss over all its targets, however the step is split into micro-batches and ranks.
     Data fingerprint, seed and step determine batches and dropout, so a checkpoint stores no position in the data and no
     random state.
 
-    start: the decoder, run state and optimizer state from which training continues.
-    stop_requested: whether this rank was asked to stop, for example by a signal.
+    start: the decoder and run state from which training continues.
     """
 
     # results of the step just made, the same on all ranks
@@ -217,13 +41,13 @@ class TrainModule(L.LightningModule):
     layer_grad_norms: dict[str, float]
     stop: bool  # whether a rank was asked to stop after the step
     sequence_length: int  # tokens in each sequence of the present step
-    loader: TrainLoader | None = None  # the loader of the phase; None before training has begun
+    logged: tuple[float, float] | tuple[()] = ()  # loss and tokens a second, if they were just logged
 
-    def __init__(self, run: RunContext, start: PhaseStart, stop_requested: Callable[[], bool]):
+    def __init__(self, run: RunContext, start: PhaseStart):
         super().__init__()
-        self.config, self.store, self.decoder, self.start = run.config, run.store, start.decoder, start
-        self.decoder.recomputes = run.config.trainer.activation_checkpointing
+        self.run, self.config, self.decoder, self.start = run, run.config, start.decoder, start
         config = run.config
+        self.decoder.recomputes = config.trainer.activation_checkpointing
         if run.machine.compiles:
             use_compile_cache()
             self.decoder.compile_blocks(
@@ -232,29 +56,18 @@ class TrainModule(L.LightningModule):
         self.accumulation = config.rank_sequences // config.micro_batch
         # loss, z-loss (nats) and targets of this rank's micro-batches so far; (3,) float64 on the device
         self.sums: Tensor | None = None
-        self.stop_requested, self.sequence_length = stop_requested, config.data.seq_len
+        self.sequence_length = config.data.seq_len
 
-    def train_dataloader(self) -> TrainLoader:
-        """The loader of this rank's micro-batches, from the step at which training starts or continues."""
-        config = self.config
-        self.loader = train_loader(
-            train_sequences(self.store, config),
-            rank=self.global_rank,
-            world=config.world_size,
-            micro_batch=config.micro_batch,
-            first_step=self.start.step,
-            max_steps=config.trainer.max_steps,
-            workers=config.data.workers,
-            pin_memory=self.device.type == "cuda",
-        )
-        return self.loader
+    def configure_callbacks(self) -> list[L.Callback]:
+        """Return no callbacks. Unblock stop signals, which this process blocked while Lightning started others: it is
+        the first hook after that, and the next step may wait long for the other processes.
+        """
+        self.run.stop.unblock()
+        return []
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The optimizer, with the optimizer state of `start`, which is then cleared to free memory."""
-        optimizer = make_optimizer(self.decoder, self.config.optim)
-        load_named_state(optimizer, self.start.optimizer_state)
-        self.start.optimizer_state = {}
-        return optimizer
+        """The optimizer; Lightning then loads its state from the checkpoint."""
+        return make_optimizer(self.decoder, self.config.optim)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Seed dropout by (seed, micro-batch, rank), so that a checkpoint needs no random state."""
@@ -324,7 +137,89 @@ class TrainModule(L.LightningModule):
         """Sums over all ranks, (4,) float64: loss, z-loss (nats), targets, number of ranks asked to stop. Resets this
         rank's sums.
         """
-        sums, self.sums = torch.cat((self.sums, self.sums.new_full((1,), float(self.stop_requested())))), None
+        sums, self.sums = torch.cat((self.sums, self.sums.new_full((1,), float(bool(self.run.stop.signal))))), None
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(sums)
         return sums
+
+    # ------------------------------------------------------------ checkpoints
+
+    def state_dict(self, *arguments: object, **options: object) -> dict[str, Tensor]:
+        """The decoder's weights, which a checkpoint holds by their names in the decoder."""
+        return self.decoder.state_dict(*arguments, **options)
+
+    def load_state_dict(self, weights: dict[str, Tensor], strict: bool = True, assign: bool = False) -> object:
+        """Load the decoder's weights."""
+        return self.decoder.load_state_dict(weights, strict, assign)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, object]) -> None:
+        """Add metadata to rebuild the model, to resume and to verify."""
+        # Lightning's counters of optimizer steps suffice: a resumed run may have other micro-batches and ranks.
+        step_counts = checkpoint["loops"]["fit_loop"][STEP_COUNTS]
+        counts = {STEP_COUNTS: step_counts, LOGGED_STEPS: {"_batches_that_stepped": self.global_step}}
+        checkpoint["loops"] = {"fit_loop": counts}
+        run, state = self.run, self.start.state
+        state.elapsed_s = run.clock.seconds()
+        checkpoint["lm"] = {
+            "format": CHECKPOINT_FORMAT,
+            "config": run.yaml,
+            "vocab_size": self.decoder.vocab_size,
+            "data_fingerprint": run.store.fingerprint,
+            "step": self.global_step,
+            "tokens": self.global_step * self.config.optim.batch_tokens,
+            "phase": self.start.phase,
+            "plugins": PLUGINS.versions(self.config.plugin_names_by_key.values()),
+            "wandb_id": run.wandb_id,
+            "log": log_seal(self.config.run_folder / METRICS),
+            **asdict(state),
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, object]) -> None:
+        """Where a phase begins, go on with the weights that a swap made, and without state of the old normalizers."""
+        if self.start.replaced_decoder:
+            checkpoint["state_dict"] = self.state_dict()
+            (optimizer,) = checkpoint[OPTIMIZER_STATES]
+            checkpoint[OPTIMIZER_STATES] = [{**optimizer, "state": state_after_swap(optimizer["state"])}]
+
+
+# ---------------------------------------------------------------- steps whose loss or gradient is not finite
+
+
+MAX_SKIPPED = 10  # consecutive steps that may be skipped before the run stops
+
+
+def skip_or_stop(decoder: Decoder, state: RunState, policy: str, step: int, reason: str) -> None:
+    """Skip the update of step `step` (1-based), whose loss or gradient is not finite, or stop the run. `policy`:
+    `optim.on_nonfinite`.
+
+    Raises Diverged: the policy is `stop`, or too many consecutive steps were skipped.
+    """
+    state.skipped += 1
+    state.skipped_in_a_row += 1
+    message = f"step {step}: {reason} ({_gradients_in_words(decoder)})"
+    if policy == "stop":
+        advice = (
+            "lower optim.lr or raise optim.warmup_steps, in a run of another name; or skip such steps: "
+            "optim.on_nonfinite=skip"
+        )
+        advice += "".join(f"; or its cause is code from outside: {check}" for check in PLUGINS.checks())
+        raise Diverged(f"{message}; checkpoints up to the last saved are intact: {advice}", step)
+    if state.skipped_in_a_row >= MAX_SKIPPED:
+        raise Diverged(f"{message}, the {state.skipped_in_a_row}th step in a row; the last checkpoint is intact", step)
+    for parameter in decoder.parameters():
+        parameter.grad = None  # the optimizer then leaves the parameter and its moments as they are
+
+
+def _gradients_in_words(decoder: Decoder) -> str:
+    """Text that names the first parameter whose gradient isn't finite, and the parameter with the largest finite
+    gradient norm.
+    """
+    norms = {name: float(p.grad.norm()) for name, p in decoder.named_parameters() if p.grad is not None}
+    bad_names = [name for name, norm in norms.items() if not math.isfinite(norm)]
+    finite_norms = {name: norm for name, norm in norms.items() if math.isfinite(norm)}
+    others = f" and {len(bad_names) - 1} of {len(norms) - 1} others"
+    bad_text = f"not finite in {bad_names[0]}{others}" if bad_names else "finite in each parameter"
+    largest_name = max(finite_norms, key=finite_norms.get, default="")
+    return bad_text + (
+        f", largest finite norm {finite_norms[largest_name]:.3g} in {largest_name}" if largest_name else ""
+    )

@@ -170,6 +170,7 @@ def make_optimizer(decoder: Decoder, optim: OptimConfig) -> torch.optim.Optimize
     optimizer = BUILDERS[options.name](options, parameter_groups(decoder, optim), decoder)
     for group in optimizer.param_groups:
         group.setdefault("lr", 0.0)
+    name_state(optimizer)
     return optimizer
 
 
@@ -196,18 +197,40 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, config: Config, phase: 
 # ---------------------------------------------------------------- state by parameter name
 
 
+# the entry of a checkpoint with the `state_dict` of each optimizer, of which a run has one
+OPTIMIZER_STATES = "optimizer_states"
+
+
+def name_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make `state_dict` and `load_state_dict` of an optimizer refer to parameters by name, not by number.
+
+    A parameter that a loaded state lacks starts without state, and options are those of the optimizer.
+    """
+    optimizer.register_state_dict_post_hook(lambda _, content: {**content, "state": named_state(optimizer)})
+    optimizer.register_load_state_dict_pre_hook(_numbered_state)
+
+
 def named_state(optimizer: torch.optim.Optimizer) -> OptimizerState:
+    """Return the state of each parameter by its name."""
     pairs = [
         pair for group in optimizer.param_groups for pair in zip(group["param_names"], group["params"], strict=True)
     ]
     return {name: dict(optimizer.state.get(parameter, {})) for name, parameter in pairs}
 
 
-def load_named_state(optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
-    """Copy `state` into a new optimizer; parameters that `state` lacks start without optimizer state."""
-    names = [name for group in optimizer.param_groups for name in group["param_names"]]
-    states = {index: copy.deepcopy(state[name]) for index, name in enumerate(names) if state.get(name)}
-    optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+def saved_state(checkpoint: dict[str, object]) -> OptimizerState | None:
+    """Return the optimizer's state by parameter name from a checkpoint; None if it has none."""
+    match checkpoint.get(OPTIMIZER_STATES):
+        case [{"state": dict() as state}]:
+            return state
+    return None
+
+
+def _numbered_state(optimizer: torch.optim.Optimizer, content: dict[str, object]) -> dict[str, object]:
+    """Return `content` with state by number, as torch loads it, copied: the loaded state may be mapped from a file."""
+    names, state = [name for group in optimizer.param_groups for name in group["param_names"]], content["state"]
+    numbered = {number: copy.deepcopy(state[name]) for number, name in enumerate(names) if state.get(name)}
+    return {"state": numbered, "param_groups": optimizer.state_dict()["param_groups"]}
 
 
 def state_after_swap(state: OptimizerState) -> OptimizerState:

@@ -23,7 +23,7 @@ from lm.runs.metadata import best_step
 from lm.runs.record import arm, seeds, tokens_before
 from lm.runs.same_run import check_environment, trained_config
 from lm.schema import Plain, to_plain
-from lm.training.optimizers import OptimizerState, freeze, optimizer_mismatch, state_after_swap
+from lm.training.optimizers import freeze, optimizer_mismatch, saved_state
 
 
 @dataclass(frozen=True)
@@ -102,16 +102,17 @@ class RunState:
 
 @dataclass
 class PhaseStart:
-    """The start of a phase, a part of a run with its own normalizers. `optimizer_state` and `replaced_decoder` are
-    cleared after use.
-    """
+    """The start of a phase, a part of a run with its own normalizers."""
 
     step: int  # optimizer steps done
     phase: int
-    decoder: Decoder  # on the CPU, with the weights to train from
+    # on the CPU, with the weights to train from; where training continues, Lightning loads them into it
+    decoder: Decoder
     state: RunState = field(default_factory=RunState)
-    optimizer_state: OptimizerState = field(default_factory=dict)  # the optimizer's state by parameter name
-    replaced_decoder: Decoder | None = None  # the decoder that a swap at this step replaced
+    content: dict[str, object] | None = None  # of the checkpoint from which training continues
+    replaced_decoder: Decoder | None = (
+        None  # the decoder that a swap at this step replaced, until its effect is measured
+    )
 
 
 # ---------------------------------------------------------------- a new run, from random weights or those of another
@@ -206,14 +207,13 @@ def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> Phas
     metadata = checkpoint["lm"]
     phase = config.phase_at(metadata["step"])
     decoder = Decoder(config.model_in(metadata["phase"]), metadata["vocab_size"], config.data.seq_len, seed=None)
-    decoder.load_state_dict(checkpoint["state_dict"])
     state = RunState.from_plain(metadata, config.run_folder / CHECKPOINTS)
     if SHA256 in checkpoint:  # a checkpoint's metadata can't hold its own digest
         state.note_weights(metadata["step"], checkpoint[SHA256]["state_dict"])
-    start = PhaseStart(metadata["step"], phase, decoder, state, checkpoint["optimizer"])
+    start = PhaseStart(metadata["step"], phase, decoder, state, checkpoint)
     if phase != metadata["phase"]:
+        decoder.load_state_dict(checkpoint["state_dict"])
         start.decoder, start.replaced_decoder = with_normalizer(decoder, config.model_in(phase).normalizer), decoder
-        start.optimizer_state = state_after_swap(start.optimizer_state)
     freeze(start.decoder, config.train_only)
     return start
 
@@ -259,7 +259,7 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
             configuration.
     """
     metadata = checkpoint["lm"]
-    if not isinstance(checkpoint.get("optimizer"), dict):
+    if (optimizer_state := saved_state(checkpoint)) is None:
         raise RunError(
             f"{path}: holds weights alone and can't be resumed; start a new run from them: "
             f"init_from={path.parent.parent} name=..."
@@ -281,7 +281,7 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
     check_finite(checkpoint["state_dict"], path)
     with torch.device("meta"):
         decoder = spec.decoder()
-    if reason := optimizer_mismatch(decoder, saved_config, checkpoint["optimizer"]):
+    if reason := optimizer_mismatch(decoder, saved_config, optimizer_state):
         raise RunError(f"{path}: the optimizer's state and configuration don't fit: {reason}")
     notes, step, is_own_checkpoint = [], metadata["step"], is_own(config.run_folder, path)
     if is_own_checkpoint:

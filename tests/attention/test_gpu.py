@@ -16,7 +16,7 @@ from lm.attention.contract import inputs, randomized
 from lm.attention.elementwise_sums import elementwise_attention, why_tiles
 from lm.attention.layout import AttentionLayout, by_documents
 from lm.model.cross_entropy import Head, training_loss
-from lm.training.module import L
+from lm.training.lightning_import import L
 from lm.training.train import train
 
 HAS_GPU = torch.cuda.is_available()

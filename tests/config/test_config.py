@@ -527,7 +527,7 @@ AFTER_TRAINING = {
         "[]",
     ),
     "leaves torchmetrics to others": (
-        "import torchmetrics; from lm.training.module import L;"
+        "import torchmetrics; from lm.training.lightning_import import L;"
         "print(torchmetrics.Metric.__module__, issubclass(torchmetrics.MeanMetric, torchmetrics.Metric), "
         "L.Trainer.__name__)",
         "torchmetrics.metric True Trainer",

@@ -118,12 +118,12 @@ def test_the_collector_of_cycles_rests_during_imports_and_is_afterwards_as_befor
 
 INHERITED = """
 import signal, subprocess, sys
-from lm.machine import stop_signals_blocked
+from lm.machine import block_stop_signals
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
 child = "import signal; from lm.machine import unblock_stop_signals; masks = [signal.pthread_sigmask(0, [])]; "
 child += "unblock_stop_signals(); masks.append(signal.pthread_sigmask(0, [])); print(*map(len, masks), *masks[1])"
-with stop_signals_blocked():
-    subprocess.run([sys.executable, "-c", child], check=True)
+block_stop_signals()
+subprocess.run([sys.executable, "-c", child], check=True)
 """
 
 

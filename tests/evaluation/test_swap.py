@@ -34,7 +34,7 @@ from lm.runs.checkpoints import load_checkpoint
 from lm.runs.loading import load
 from lm.runs.record import read_run
 from lm.statistics.intervals import Interval, interval_of
-from lm.training.optimizers import load_named_state, make_optimizer, named_state, state_after_swap
+from lm.training.optimizers import make_optimizer, named_state, saved_state, state_after_swap
 from lm.training.train import train
 
 HERE = Device(torch.device("cpu"), bf16=False)
@@ -162,7 +162,7 @@ def test_the_optimizer_keeps_what_it_knows_of_untouched_parameters(tiny):
     optimizer.step()
     state = named_state(optimizer)
     fresh = make_optimizer(new, tiny().optim)
-    load_named_state(fresh, state_after_swap(state))
+    fresh.load_state_dict({"state": state_after_swap(state)})
     before, after = (dict(model.named_parameters()) for model in (old, new))
     for name, parameter in after.items():
         if is_normalizer_parameter(name):
@@ -521,7 +521,7 @@ def test_a_phase_changes_the_normalizer_and_nothing_else(tiny):
     assert curve(swapped_run, "lr") == curve(plain, "lr")
     boundary = load_checkpoint(swapped_run / "checkpoints" / "step-000004.ckpt")
     assert (boundary["lm"]["phase"], len(weights(swapped_run, "step-000004.ckpt"))) == (0, len(weights(plain)))
-    state = load_checkpoint(swapped_run / "checkpoints" / "step-000005.ckpt")["optimizer"]
+    state = saved_state(load_checkpoint(swapped_run / "checkpoints" / "step-000005.ckpt"))
     steps = {int(moments["step"]) for moments in state.values()}
     assert steps == {1, 5}  # new parameters start afresh, the others go on
     means = {result.metric: result.means for result in series(swapped_run, "swap", 4)}

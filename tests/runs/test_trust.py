@@ -22,7 +22,8 @@ from lm.files import read_json, read_sealed, write_sealed
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import read_config
 from lm.runs.loading import export, save_model
-from lm.training.callbacks import Checkpoints
+from lm.training.checkpointing import Checkpoints
+from lm.training.optimizers import saved_state
 from lm.training.train import train
 
 SHORT = ["trainer.max_steps=4", "trainer.checkpoint_every=2", "eval.long_context.length_factor=0"]
@@ -90,7 +91,7 @@ def flip_member(path: Path, name: str) -> None:
 
 MEMBERS = {
     "data/0": "embedding.weight",
-    "data/16": r"optimizer\.blocks\.0\.attention\.qkv\.weight\.exp_avg",
+    "data/16": r"optimizer_states\.0\.state\.blocks\.0\.attention\.qkv\.weight\.exp_avg",
     "data.pkl": "data.pkl",
     "byteorder": "byteorder",
 }
@@ -207,7 +208,7 @@ def test_weights_are_tensors_with_names(run: Path, entry: dict[object, object]):
 
 def first(content: dict) -> dict[str, torch.Tensor]:
     """What the optimizer of a checkpoint keeps of the first attention."""
-    return content["optimizer"]["blocks.0.attention.qkv.weight"]
+    return saved_state(content)["blocks.0.attention.qkv.weight"]
 
 
 MISMATCHES = {
@@ -220,14 +221,23 @@ MISMATCHES = {
         lambda content: first(content).update(exp_avg=torch.zeros(()).expand(96, 32)),
         "exp_avg is not contiguous",
     ),
-    "no state": (lambda content: content["optimizer"].update({"norm.weight": 3}), r"norm\.weight has 3 in place of"),
+    "no state": (
+        lambda content: saved_state(content).update({"norm.weight": 3}),
+        r"norm\.weight has 3 in place of",
+    ),
     "moment": (lambda content: first(content).pop("exp_avg_sq"), "exp_avg_sq is missing"),
     "other moment": (
         lambda content: first(content).update(momentum=torch.zeros(96, 32)),
         "momentum is not part of its state",
     ),
-    "parameter": (lambda content: content["optimizer"].pop("norm.weight"), r"norm\.weight is missing"),
-    "other parameter": (lambda content: content["optimizer"].update({"norm.bias": {}}), r"norm\.bias is not trained"),
+    "parameter": (
+        lambda content: saved_state(content).pop("norm.weight"),
+        r"norm\.weight is missing",
+    ),
+    "other parameter": (
+        lambda content: saved_state(content).update({"norm.bias": {}}),
+        r"norm\.bias is not trained",
+    ),
 }
 
 

@@ -25,7 +25,8 @@ from lm.report.comparison_tables import cost_table
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.loading import export
 from lm.runs.record import read_run
-from lm.training.module import TrainModule
+from lm.training.module import LanguageModel
+from lm.training.optimizers import saved_state
 from lm.training.train import train
 
 LOGGED = ("train/loss", "train/grad_norm", "lr", "val/loss")
@@ -57,15 +58,15 @@ def test_a_branch_that_was_killed_before_its_first_checkpoint_goes_on(
     tiny, trunk: Path, monkeypatch: pytest.MonkeyPatch
 ):
     config = branched(tiny, trunk, 4, "trainer.checkpoint_every=4", "trainer.max_steps=12", "resume=auto")
-    training_step = TrainModule.training_step
+    training_step = LanguageModel.training_step
 
-    def killed(self: TrainModule, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+    def killed(self: LanguageModel, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if self.global_step == 6:
             raise ZeroDivisionError
         return training_step(self, batch, batch_idx)
 
     with monkeypatch.context() as patch:
-        patch.setattr(TrainModule, "training_step", killed)
+        patch.setattr(LanguageModel, "training_step", killed)
         with pytest.raises(ZeroDivisionError):
             train(config)
     assert metrics(config.run_folder)[-1]["step"] == 6
@@ -84,7 +85,7 @@ def test_a_branch_that_changes_nothing_is_the_uninterrupted_run_bit_for_bit(tiny
     assert after(config.run_folder, 0) == after(trunk, 3)
     assert same(weights(config.run_folder), weights(trunk))
     trunk_state, branch_state = (
-        load_checkpoint(folder / "checkpoints" / "last.ckpt")["optimizer"] for folder in (trunk, config.run_folder)
+        saved_state(load_checkpoint(folder / "checkpoints" / "last.ckpt")) for folder in (trunk, config.run_folder)
     )
     assert trunk_state.keys() == branch_state.keys()
     assert all(same(trunk_state[name], branch_state[name]) for name in trunk_state)

@@ -14,7 +14,7 @@ from lm.config.tree import Config
 from lm.data.batches import Batch
 from lm.model.decoder import Decoder
 from lm.model.spec import flops_per_token
-from lm.training.callbacks import mfu, peak_flops
+from lm.training.flops import mfu, peak_flops
 from lm.training.optimizers import freeze, make_optimizer
 from lm.training.train import train
 from scripts.tensor_memory import TensorMemory

@@ -17,7 +17,8 @@ from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import METRICS, read_metrics
-from lm.training.module import TrainModule, copied_to_host, largest_scores, logit_scales, normalizer_parameters
+from lm.training.dynamics import copied_to_host, largest_scores, logit_scales, normalizer_parameters
+from lm.training.module import LanguageModel
 from lm.training.train import train
 
 CPU = Device(torch.device("cpu"), bf16=False)
@@ -182,8 +183,8 @@ def test_the_logged_norms_are_of_the_whole_gradient_before_clipping(
         modules.append(self)
         begin(self, *arguments)
 
-    begin = TrainModule.on_train_batch_start
-    monkeypatch.setattr(TrainModule, "on_train_batch_start", started)
+    begin = LanguageModel.on_train_batch_start
+    monkeypatch.setattr(LanguageModel, "on_train_batch_start", started)
     monkeypatch.setattr("torch.nn.utils.clip_grads_with_norm_", clipped)
     config = tiny("name=norms", "optim.grad_clip=0.01", *SHORT, *options)
     assert train(config) == 0

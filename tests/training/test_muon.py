@@ -12,10 +12,10 @@ from lm.model.swapped import with_normalizer
 from lm.runs.checkpoints import load_checkpoint
 from lm.training.optimizers import (
     BATCH_ELEMENTS,
-    load_named_state,
     make_optimizer,
     named_state,
     orthogonal_approximation,
+    saved_state,
     state_after_swap,
 )
 from lm.training.train import train
@@ -167,7 +167,7 @@ def test_a_swap_keeps_the_momentum_of_matrices(tiny):
     optimizer.step()
     new = with_normalizer(decoder, tiny("model.normalizer=softmax").model.normalizer)
     after = make_optimizer(new, optim)
-    load_named_state(after, state_after_swap(named_state(optimizer)))
+    after.load_state_dict({"state": state_after_swap(named_state(optimizer))})
     state_after, state_before = named_state(after), named_state(optimizer)
     assert state_after.keys() == {name for name, _ in new.named_parameters()}
     for name, state in state_after.items():
@@ -206,7 +206,7 @@ def test_a_run_says_its_options_and_keeps_its_state_in_fp32(tiny, capsys: pytest
     out = capsys.readouterr().out
     assert "optimizer   muon, momentum = 0.9, lr 0.01, " in out, "options at their defaults are left out"
     assert "lr x 0.5, weight decay 0.1" in out
-    states = load_checkpoint(config.run_folder / "checkpoints" / "last.ckpt")["optimizer"]
+    states = saved_state(load_checkpoint(config.run_folder / "checkpoints" / "last.ckpt"))
     assert states["blocks.0.attention.qkv.weight"].keys() == {"momentum_buffer"}
     assert states["embedding.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}
     assert {value.dtype for state in states.values() for value in state.values()} == {torch.float32}

@@ -15,7 +15,7 @@ from lm.model.decoder import Decoder, projections
 from lm.runs.checkpoints import load_checkpoint
 from lm.schema import key
 from lm.training import optimizers
-from lm.training.optimizers import GROUPS, make_optimizer, parameter_groups, set_learning_rates
+from lm.training.optimizers import GROUPS, make_optimizer, parameter_groups, saved_state, set_learning_rates
 from lm.training.train import train
 
 
@@ -106,7 +106,7 @@ def test_an_optimizer_is_added_by_its_options_and_a_builder(tiny, monkeypatch: p
     parts = tiny("name=whole", *options).run_folder
     losses_before = curve(parts)
     assert losses_before[-1][1] < losses_before[0][1]
-    states = load_checkpoint(parts / "checkpoints" / "last.ckpt")["optimizer"]
+    states = saved_state(load_checkpoint(parts / "checkpoints" / "last.ckpt"))
     assert {name for state in states.values() for name in state} == {"momentum_buffer"}
     train(tiny("name=whole", *options, f"resume={parts}/checkpoints/step-000003.ckpt"))
     assert curve(parts) == losses_before

@@ -22,8 +22,11 @@ from processes import command, forked, start, within
 from lm.errors import RunError
 from lm.machine import STOP_SIGNALS
 from lm.runs.checkpoints import link_checkpoint, load_checkpoint
-from lm.training.callbacks import Checkpoints, Metrics, StopOnSignal
-from lm.training.module import TrainModule
+from lm.training.callbacks import Metrics
+from lm.training.checkpointing import Checkpoints
+from lm.training.module import LanguageModel
+from lm.training.run_context import StopRequest
+from lm.training.step_data import StepData
 from lm.training.train import train
 
 
@@ -44,15 +47,15 @@ def test_a_signal_leaves_a_checkpoint_from_which_the_run_ends_the_same(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """One run, stopped by each of the signals and resumed in turn."""
-    options, training_step = [*LONG, "trainer.max_steps=12"], TrainModule.training_step
+    options, training_step = [*LONG, "trainer.max_steps=12"], LanguageModel.training_step
     stops = {3: signal.SIGINT, 6: signal.SIGUSR2, 9: signal.SIGUSR1}
 
-    def signalled(self: TrainModule, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+    def signalled(self: LanguageModel, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if self.global_step in stops:
             os.kill(os.getpid(), stops.pop(self.global_step))
         return training_step(self, batch, batch_idx)
 
-    monkeypatch.setattr(TrainModule, "training_step", signalled)
+    monkeypatch.setattr(LanguageModel, "training_step", signalled)
     folder = tmp_path / "runs" / "stopped"
     for step, number in list(stops.items()):
         result = lm("train", *arguments, *options, "name=stopped", "resume=auto")
@@ -151,7 +154,7 @@ def environment(pid: int) -> bytes:
 def test_a_terminal_that_hangs_up_twice_asks_for_one_stop(ignored: bool):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
     try:
-        with StopOnSignal() as stop:
+        with StopRequest() as stop:
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGHUP)
             assert stop.signal == (0 if ignored else signal.SIGHUP)
@@ -161,7 +164,7 @@ def test_a_terminal_that_hangs_up_twice_asks_for_one_stop(ignored: bool):
 
 
 def test_another_signal_may_follow_from_the_first():
-    with StopOnSignal() as stop:
+    with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.signal
@@ -268,13 +271,13 @@ def test_a_signal_in_the_last_step_of_a_phase_is_heeded_in_the_next(tiny, monkey
 
 def test_a_signal_before_the_first_step_leaves_a_checkpoint(tiny, monkeypatch: pytest.MonkeyPatch):
     """Lightning, which sets the loop up, would answer it by an end with status 0."""
-    train_dataloader = TrainModule.train_dataloader
+    train_dataloader = StepData.train_dataloader
 
-    def signalled(self: TrainModule) -> object:
+    def signalled(self: StepData) -> object:
         os.kill(os.getpid(), signal.SIGTERM)
         return train_dataloader(self)
 
-    monkeypatch.setattr(TrainModule, "train_dataloader", signalled)
+    monkeypatch.setattr(StepData, "train_dataloader", signalled)
     assert train(tiny("name=early", "trainer.checkpoint_every=100")) == 143
     assert load_checkpoint(tiny("name=early").run_folder / "checkpoints" / "last.ckpt")["lm"]["step"] == 1
 
@@ -291,7 +294,7 @@ def test_a_kill_between_a_checkpoint_and_its_names_loses_no_step(
 
     config = tiny("name=killed", "eval.long_context.length_factor=0", "eval.every=8")
     with monkeypatch.context() as patched:
-        patched.setattr("lm.training.callbacks.link_checkpoint", killed)
+        patched.setattr("lm.training.checkpointing.link_checkpoint", killed)
         with pytest.raises(RunError, match="killed"):
             train(config)
     checkpoints = config.run_folder / "checkpoints"
@@ -309,20 +312,19 @@ SLOW_END = """
 import sys, time
 import torch
 from lm.cli import main
-from lm.training.mirror import MetricLog
-from lm.training.module import TrainModule
-close, training_step = MetricLog.close, TrainModule.training_step
+from lm.training.loggers import MetricsFile
+from lm.training.module import LanguageModel
+close, training_step = MetricsFile.close, LanguageModel.training_step
 
 def slow_close(self):
-    if self.is_main:
-        time.sleep(8)
+    time.sleep(8)
     close(self)
 
 def noted(self, batch, batch_idx):
     print(f"rank {self.global_rank}: {torch.get_num_threads()} threads", file=sys.stderr, flush=True)
     return training_step(self, batch, batch_idx)
 
-MetricLog.close, TrainModule.training_step = slow_close, noted
+MetricsFile.close, LanguageModel.training_step = slow_close, noted
 main()
 """
 

@@ -20,8 +20,8 @@ from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import command_line, step_paths
 from lm.training.callbacks import StopOnSignal
 from lm.training.fit import truncate_after
-from lm.training.mirror import MetricLog
-from lm.training.module import TrainModule
+from lm.training.loggers import MetricsFile
+from lm.training.module import LanguageModel
 from lm.training.train import train
 
 TASK = "data.tasks=[{weight: 1, task: {name: mqar, keys: 16, values: 16, pairs: 4, queries: 4, varied: true}}]"
@@ -115,7 +115,7 @@ def test_a_metrics_log_that_can_not_be_written_is_one_line(tmp_path: Path):
     with pytest.raises(
         RunError, match=r"metrics\.jsonl: can't log step 3: No space left on device; go on with resume=auto"
     ):
-        MetricLog(tmp_path / "metrics.jsonl", [], True).write({"step": 3, "train/loss": 1.0})
+        MetricsFile(tmp_path / "metrics.jsonl", 16).log_metrics({"train/loss": 1.0}, 3)
 
 
 def test_the_recorded_command_can_be_run_again(monkeypatch: pytest.MonkeyPatch):
@@ -140,7 +140,7 @@ def test_steps_micro_batches_ranks_and_seeds_have_each_their_own_dropout():
                 config=SimpleNamespace(seed=seed), global_step=step, accumulation=3, global_rank=rank
             )
             module.device = torch.device("cpu")
-            TrainModule.on_train_batch_start(module, None, 3 * step + micro_batch)
+            LanguageModel.on_train_batch_start(module, None, 3 * step + micro_batch)
             seeds.append(torch.initial_seed())
     assert len(set(seeds)) == len(cases)
     assert seeds[: len(cases)] == seeds[len(cases) :]
@@ -183,7 +183,7 @@ def test_a_step_waits_for_its_device_once(tiny, monkeypatch: pytest.MonkeyPatch,
 
     for name in ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__"):
         monkeypatch.setattr(torch.Tensor, name, counted(name))
-    start, end = TrainModule.on_train_batch_start, StopOnSignal.on_train_batch_end
+    start, end = LanguageModel.on_train_batch_start, StopOnSignal.on_train_batch_end
 
     def started(self, *arguments):
         calls.clear()
@@ -193,7 +193,7 @@ def test_a_step_waits_for_its_device_once(tiny, monkeypatch: pytest.MonkeyPatch,
         by_step.append((trainer.global_step, dict(calls)))
         end(self, trainer, module, *arguments)
 
-    monkeypatch.setattr(TrainModule, "on_train_batch_start", started)
+    monkeypatch.setattr(LanguageModel, "on_train_batch_start", started)
     monkeypatch.setattr(StopOnSignal, "on_train_batch_end", ended)
     train(tiny("name=waits", "eval.every=8", *options))
     assert [counts for _, counts in by_step if counts] == [{"tolist": 1}] * 8

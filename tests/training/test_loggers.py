@@ -22,8 +22,8 @@ from lm.config.tree import Config
 from lm.errors import ConfigError, RunError
 from lm.files import read_json
 from lm.runs.folder import ENVIRONMENT, METRICS, PEAK_MEMORY, read_metrics
-from lm.training.mirror import TensorBoardMirror, send_report, wandb_mode
 from lm.training.train import train
+from lm.training.wandb_runs import send_report, wandb_mode
 
 BLOCK, HEADER = 32768, 7  # bytes of a block of the file, and of a header in it: checksum, length, type
 
@@ -100,7 +100,7 @@ def test_an_empty_wandb_mode_is_none_and_an_unknown_one_is_refused(monkeypatch: 
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """A key of wandb, and no server; wandb is given up after a second."""
-    monkeypatch.setattr("lm.training.mirror.WANDB_SECONDS", 1.0)
+    monkeypatch.setattr("lm.training.wandb_runs.WANDB_SECONDS", 1.0)
     for name, value in {"WANDB_MODE": "", "WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}.items():
         monkeypatch.setenv(name, value)
 
@@ -123,7 +123,7 @@ def test_a_process_of_wandb_that_does_not_start_is_one_line(tiny, mode: str, mon
     """wandb waits for itself without a limit where its process can't be started."""
     end = threading.Event()
     monkeypatch.setattr(wandb, "setup", lambda settings: end.wait())
-    monkeypatch.setattr("lm.training.mirror.WANDB_SECONDS", 0.1)
+    monkeypatch.setattr("lm.training.wandb_runs.WANDB_SECONDS", 0.1)
     with pytest.raises(
         RunError, match=r"^wandb: its process has not started within 0\.1 s; to train without it: log\.wandb=disabled$"
     ):
@@ -173,21 +173,18 @@ def test_a_server_that_vanishes_while_training_ends_no_run_late(
     assert f"{message}{file.parent}\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("moment", ["log", "finish"])
+@pytest.mark.parametrize("moment", ["log_metrics", "finalize"])
 def test_a_log_that_fails_elsewhere_ends_no_run(
     tiny, moment: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     def fail(*_: object) -> None:
         raise ConnectionResetError("Connection lost")
 
-    monkeypatch.setattr(TensorBoardMirror, moment, fail)
+    monkeypatch.setattr("lightning.pytorch.loggers.TensorBoardLogger." + moment, fail)
     pytest.importorskip("tensorboard")
     config = tiny("name=failing", "log.to=[tensorboard]", "trainer.max_steps=4")
     assert train(config) == 0
-    note = (
-        "note: tensorboard failed and gets nothing more (Connection lost); "
-        f"{config.run_folder / 'metrics.jsonl'} has all numbers\n"
-    )
+    note = "note: tensorboard failed and gets nothing more (Connection lost); metrics.jsonl has all numbers\n"
     assert capsys.readouterr().out.count(note) == 1
     assert (config.run_folder / "checkpoints" / "step-000004.ckpt").exists()
 
@@ -198,7 +195,7 @@ def test_a_report_that_wandb_does_not_take_is_an_error_of_one_line(tmp_path: Pat
 
     page = tmp_path / "report.html"
     page.write_text("<html></html>")
-    monkeypatch.setattr("lm.training.mirror._wandb_run", lambda *_, **__: SimpleNamespace(log=fail))
+    monkeypatch.setattr("lm.training.wandb_runs.start_wandb_run", lambda *_, **__: SimpleNamespace(log=fail))
     with pytest.raises(RunError, match=rf"^wandb: the report was not sent: Connection lost; it is {page}$"):
         send_report(LogConfig(), "trial", tmp_path, [{"arm": "softmax", "size": ""}], page)
 

@@ -1,0 +1,182 @@
+"""Callbacks that evaluate the model in training, one for each kind of evaluation."""
+
+import math
+import time
+from typing import ClassVar
+
+from lm.errors import one_line
+from lm.evaluation.evaluation_kind import Measurement
+from lm.evaluation.swap import SwapMeasurement, swap_lines
+from lm.model.decoder import Decoder
+from lm.model.device import peak_memory_bytes
+from lm.report.evaluation_tables import logged_means
+from lm.runs.evaluations import Evaluation, evaluation_path, selection_loss
+from lm.runs.folder import METRICS, PEAK_MEMORY, read_metrics
+from lm.training.callbacks import StepCallback
+from lm.training.lightning_import import L
+from lm.training.module import LanguageModel
+from lm.training.run_context import RunContext
+from lm.training.starting import Best
+
+
+class EvaluationCallback(StepCallback):
+    """Makes one measurement when it is due, on all ranks, and writes its result to a file in evaluations/ and a line in
+    metrics.jsonl.
+
+    Pictures take as long to draw as a short run takes to start. They are therefore drawn only if a logger such as wandb
+    shows them, or at the last step of a run outside experiments. Training time excludes measurements and pictures. If a
+    measurement fails, the failure is logged, and training continues unless `eval.on_error` is stop.
+    """
+
+    kind: ClassVar[str]  # the key of the evaluation's options in `eval`
+
+    def __init__(self, run: RunContext, measurement: Measurement):
+        super().__init__(run)
+        self.measurement = measurement
+
+    def is_due(self, step: int) -> bool:
+        """Whether the measurement is made after `step`."""
+        return self.measurement.eval_config.is_due(step, self.config.trainer.max_steps)
+
+    def on_train_start(self, trainer: L.Trainer, module: LanguageModel) -> None:
+        """Make the measurement if it is missing at the step from which training continues."""
+        step, old_decoder, run_folder = trainer.global_step, module.start.replaced_decoder, self.config.run_folder
+        if not step or not self.is_due(step):
+            return
+        is_missing = trainer.is_global_zero and not evaluation_path(run_folder, self.kind, step).exists()
+        if is_missing and old_decoder:  # the cause of a failure may be mended, except before a swap
+            lines = [line for line in read_metrics(run_folder / METRICS).lines if line["step"] == step]
+            is_missing = not any(f"{self.kind}/failed" in line for line in lines)
+        if trainer.strategy.reduce_boolean_decision(is_missing, all=False):
+            self.measure(trainer, module, old_decoder or module.decoder)  # after a swap: the model of the phase before
+
+    def on_step(self, trainer: L.Trainer, module: LanguageModel, step: int) -> None:
+        """Make the measurement if it is due."""
+        if self.is_due(step):
+            self.measure(trainer, module, module.decoder)
+
+    def measure(self, trainer: L.Trainer, module: LanguageModel, decoder: Decoder) -> Evaluation | None:
+        """Measure `decoder` now, log the result and cache it for `lm eval`. Returns None if measuring failed. All ranks
+        must call it.
+        """
+        begin, step, run, measurement = time.perf_counter(), trainer.global_step, self.run, self.measurement
+        device = run.device(trainer, module)
+        tokens, result = step * self.config.optim.batch_tokens, None
+        try:
+            result = measurement.evaluate(decoder.to(device.device), device, step, tokens)
+            module.start.state.note_weights(step, result.weights_sha256)
+            if trainer.is_global_zero:
+                scores = logged_means(result)  # logged before its file is written: where a file is, nothing is missing
+                run.log({"step": step, "tokens": tokens, **scores, PEAK_MEMORY: peak_memory_bytes(device.device)})
+                draws_picture = any(logger.gets_pictures for logger in run.loggers) or (
+                    step == self.config.trainer.max_steps and not self.config.experiment.name
+                )
+                path = measurement.write(self.config.run_folder, result, draws_picture)
+                measurement.cache(self.config.run_folder, result, device)
+                for logger in run.loggers:
+                    logger.log_evaluation(result, path.with_suffix(".png"))
+                texts = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
+                run.progress.say(f"step {step}: " + (texts or measurement.kind))
+        except Exception as error:  # whatever it is: an evaluation must not end a run
+            if self.config.eval.on_error == "stop":
+                raise
+            reason = one_line(error)
+            run.log({"step": step, "tokens": tokens, f"{measurement.kind}/failed": reason})
+            run.progress.say(f"step {step}: {measurement.kind}: not {'kept' if result else 'measured'}: {reason}")
+        finally:
+            run.clock.exclude_since(begin)
+        return result  # the same on all ranks, also where the first one measured it and failed to write it
+
+
+class Validation(EvaluationCallback):
+    """Measures the loss at the training length, every `Config.validation_every` steps and at the end."""
+
+    kind = "validation"
+
+    def on_train_start(self, trainer: L.Trainer, module: LanguageModel) -> None:
+        """Do nothing: a checkpoint is saved after the validation of its step."""
+
+    def measure(self, trainer: L.Trainer, module: LanguageModel, decoder: Decoder) -> Evaluation | None:
+        """Measure and return the validation loss; record the step as the best if its `selection_loss` is the lowest so
+        far on its sequences."""
+        if result := super().measure(trainer, module, decoder):
+            state, (loss, sha256) = module.start.state, selection_loss(result.series[0])
+            # losses that can't be compared
+            has_no_comparable_best = not state.best or state.best.sequences_sha256 != sha256
+            if math.isfinite(loss) and (has_no_comparable_best or loss < state.best.loss):
+                state.best = Best(result.step, loss, sha256)
+                for logger in self.run.loggers:
+                    logger.summarize({"best/step": result.step, "best/selection_loss": loss})
+        return result
+
+
+class OtherTexts(EvaluationCallback):
+    """Measures the loss on other texts (`eval.texts`)."""
+
+    kind = "texts"
+
+
+class LossByLength(EvaluationCallback):
+    """Measures the loss of the same tokens in sequences of several lengths (`eval.by_length`)."""
+
+    kind = "by_length"
+
+
+class LongContextLoss(EvaluationCallback):
+    """Measures the loss by position in sequences beyond the training length (`eval.long_context`)."""
+
+    kind = "long_context"
+
+
+class Recall(EvaluationCallback):
+    """Measures the accuracy of answers in synthetic sequences, by their length (`eval.recall`)."""
+
+    kind = "recall"
+
+
+class NeedleRetrieval(EvaluationCallback):
+    """Measures the accuracy on needles in a haystack, by length and depth (`eval.needle`)."""
+
+    kind = "needle"
+
+
+class DownstreamTasks(EvaluationCallback):
+    """Measures tasks of lm-eval (`eval.tasks`)."""
+
+    kind = "tasks"
+
+
+class Diagnostics(EvaluationCallback):
+    """Measures the concentration of attention and other properties of it (`eval.diagnostics`)."""
+
+    kind = "diagnostics"
+
+
+EVALUATION_CALLBACKS: dict[str, type[EvaluationCallback]] = {
+    callback.kind: callback
+    for callback in (
+        Validation,
+        OtherTexts,
+        LossByLength,
+        LongContextLoss,
+        Recall,
+        NeedleRetrieval,
+        DownstreamTasks,
+        Diagnostics,
+    )
+}
+
+
+class SwapEffect(StepCallback):
+    """Measures the effect of a swap of the normalizers where a phase begins."""
+
+    def on_train_start(self, trainer: L.Trainer, module: LanguageModel) -> None:
+        """Compare the models before and after the swap, and free the one before."""
+        if old_decoder := module.start.replaced_decoder:
+            lines, warning = swap_lines(old_decoder, module.decoder, trainer.global_step)
+            for line in filter(None, [*lines, warning]):
+                self.run.progress.say(line)
+            if self.config.eval.swap_lengths:
+                measurement = SwapMeasurement(self.config, self.run.store, old_decoder)
+                EvaluationCallback(self.run, measurement).measure(trainer, module, module.decoder)
+            module.start.replaced_decoder = None

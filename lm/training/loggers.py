@@ -1,0 +1,235 @@
+"""The loggers of a run, which are Lightning's Loggers: metrics.jsonl, wandb, trackio and TensorBoard."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from lm.config.tree import Config
+from lm.errors import ConfigError, Problem, RunError, one_line
+from lm.runs.evaluations import Evaluation
+from lm.runs.folder import METRICS
+from lm.schema import Plain, to_plain
+from lm.training.lightning_import import L
+from lm.training.wandb_runs import experiment_labels, finish_wandb_run, project_of, start_wandb_run
+
+if TYPE_CHECKING:
+    import trackio
+    import wandb
+
+Logger, TensorBoardLogger, WandbLogger = (
+    getattr(L.pytorch.loggers, name) for name in ("Logger", "TensorBoardLogger", "WandbLogger")
+)
+rank_zero_only = L.pytorch.utilities.rank_zero_only
+
+# entries of environment.json for wandb
+WANDB_FACTS = ("data_fingerprint", "parameters", "flops_per_token", "tokens_total")
+
+
+def log(loggers: Iterable[Logger], line: dict[str, Plain]) -> None:
+    """Log metrics of a `step`, an entry of `line`, to all loggers."""
+    metrics = {name: value for name, value in line.items() if name != "step"}
+    for logger in loggers:
+        logger.log_metrics(metrics, int(line["step"]))
+
+
+class RunLogger(Logger):
+    """Base class of the loggers of a run; of several base classes it comes first.
+
+    Step N is the state after N optimizer steps. Lightning, which logs what a callback gives to `self.log`, counts the
+    steps before instead, and adds an epoch.
+    """
+
+    batch_tokens: int = 0  # tokens in a step
+    gets_pictures: ClassVar[bool] = False  # whether it gets the pictures of evaluations, which are then drawn
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Plain], step: int | None = None) -> None:
+        """Log metrics after `step` optimizer steps, or what Lightning logs."""
+        if "epoch" in metrics:
+            step = int(step or 0) + 1
+            numbers = {name: value for name, value in metrics.items() if name != "epoch"}
+            metrics = {"tokens": step * self.batch_tokens, **numbers}
+        self.write(metrics, step)
+
+    def write(self, metrics: Mapping[str, Plain], step: int) -> None:
+        """Log metrics after `step` optimizer steps."""
+
+    def log_evaluation(self, result: Evaluation, picture: Path) -> None:
+        """Log charts of an evaluation, and the file `picture` if it exists; most loggers show neither."""
+
+    def summarize(self, values: dict[str, Plain]) -> None:
+        """Log values that describe the whole run, such as its best step."""
+
+    def close(self) -> None:
+        """Send everything that is not sent yet, and end the log; Lightning calls `finalize` after each phase."""
+
+
+class MetricsFile(RunLogger):
+    """Appends metrics as JSON lines to a run's metrics.jsonl (`path`), the log that reports read."""
+
+    name, version, save_dir = "metrics.jsonl", "", None
+
+    def __init__(self, path: Path, batch_tokens: int):
+        super().__init__()
+        self.path, self.batch_tokens, self.save_dir = path, batch_tokens, str(path.parent)
+
+    def log_hyperparams(self, *arguments: object, **options: object) -> None:
+        """Do nothing: config.yaml has them."""
+
+    def write(self, metrics: Mapping[str, Plain], step: int) -> None:
+        """Append a line; numbers that are not finite become null. Raises RunError if writing fails."""
+        line = {"step": step} | {
+            name: value if not isinstance(value, float) or math.isfinite(value) else None
+            for name, value in metrics.items()
+        }
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise RunError(f"{self.path}: can't log step {step}: {error.strerror}; go on with resume=auto") from None
+
+
+class Mirror(RunLogger):
+    """Makes a Logger, the next base class, fit for runs: where it fails, it gets nothing more, and the run goes on."""
+
+    label: str  # the log's name for the user
+    failed = False
+
+    def attempt(self, function: Callable[..., None], *arguments: object) -> None:
+        """Call `function`, unless this log has failed before."""
+        if self.failed:
+            return
+        try:
+            function(*arguments)
+        except Exception as error:  # any error of a logger, such as for a killed process of wandb or a full disk
+            self.failed = True
+            reason = one_line(error, 120)
+            print(
+                f"note: {self.label} failed and gets nothing more ({reason}); metrics.jsonl has all numbers", flush=True
+            )
+
+    def write(self, metrics: Mapping[str, Plain], step: int) -> None:
+        """Log the numbers among metrics."""
+        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+        self.attempt(super(RunLogger, self).log_metrics, numbers, step)
+
+    def save(self) -> None:
+        self.attempt(super().save)
+
+    def finalize(self, status: str) -> None:
+        self.attempt(super().finalize, status)
+
+
+class TrackioRun(Mirror):
+    """Logs to a run of trackio, stored in the folder TRACKIO_DIR."""
+
+    name = label = "trackio"
+    version = ""
+
+    def __init__(self, run: "trackio.Run"):
+        super().__init__()
+        self.experiment = run
+
+    def log_hyperparams(self, *arguments: object, **options: object) -> None:
+        """Do nothing: the run was started with them."""
+
+    def write(self, metrics: Mapping[str, Plain], step: int) -> None:
+        self.attempt(lambda: self.experiment.log({**metrics}, step=step))
+
+    def close(self) -> None:
+        self.attempt(self.experiment.finish)
+
+
+class WandbRun(Mirror, WandbLogger):
+    """Logs to a wandb run, which draws each metric as a function of the number of tokens."""
+
+    label = "wandb"
+    gets_pictures = True
+
+    def __init__(self, run: "wandb.Run"):
+        super().__init__(experiment=run)
+        run.define_metric("tokens")
+        run.define_metric("*", step_metric="tokens")
+
+    def write(self, metrics: Mapping[str, Plain], step: int) -> None:
+        # `step` as wandb's own, which Lightning leaves out: a resumed run then logs no step twice
+        self.attempt(lambda: self.experiment.log({**metrics}, step=step))
+
+    def log_evaluation(self, result: Evaluation, picture: Path) -> None:
+        """Log an evaluation: its picture, and a chart of each series that has an axis and is shown in reports."""
+        self.attempt(self._log_charts, result, picture)
+
+    def _log_charts(self, result: Evaluation, picture: Path) -> None:
+        import wandb
+
+        charts: dict[str, object] = {}
+        for series in result.series:
+            if series.axis and series.shown:
+                axis, y = series.axis, series.metric
+                title = ", ".join(filter(None, (f"{y} by {axis.name}", series.what, series.setting)))
+                x_values, x = axis.values[1:] if axis.bins else axis.values, axis.unit or axis.name
+                table = wandb.Table(
+                    columns=[x, y], data=[list(point) for point in zip(x_values, series.means.tolist(), strict=True)]
+                )
+                charts[f"{result.kind}/{title}"] = wandb.plot.line(table, x, y, title=title)
+        if picture.is_file():
+            charts[result.kind] = wandb.Image(str(picture))
+        if charts:
+            self.experiment.log(charts, step=result.step)
+
+    def summarize(self, values: dict[str, Plain]) -> None:
+        self.attempt(lambda: self.experiment.summary.update(values))
+
+    def close(self) -> None:
+        self.attempt(finish_wandb_run, self.experiment)
+
+
+class TensorBoard(Mirror, TensorBoardLogger):
+    """Writes TensorBoard's event files to the folder `tensorboard` of a run folder."""
+
+    label = "tensorboard"
+
+    def __init__(self, run: Path):
+        super().__init__(run, self.label, "", max_queue=100)
+
+
+def start_loggers(mode: str, config: Config, environment: dict[str, Plain], step: int) -> list[RunLogger]:
+    """Start metrics.jsonl and the loggers that `log.to` names, and return them. The first process calls it.
+
+    Args:
+        mode: wandb's mode, as `wandb_mode` returns it.
+        environment: the content of environment.json, whose `wandb_id` lets a resumed run continue its wandb run.
+        step: the step from which the run continues.
+
+    Raises:
+        ConfigError: a logger is not installed.
+        RunError: wandb can't be started.
+    """
+    loggers: list[RunLogger] = [MetricsFile(config.run_folder / METRICS, config.optim.batch_tokens)]
+    for name in config.log.to:
+        try:
+            if name == "wandb":
+                facts = to_plain(config) | {fact: environment[fact] for fact in WANDB_FACTS}
+                arguments = {"name": config.name, "dir": str(config.run_folder), **experiment_labels(config)}
+                run = start_wandb_run(mode, config.log, environment["wandb_id"], config=facts, **arguments)
+                loggers += [WandbRun(run)] if run else []
+            elif name == "tensorboard":
+                loggers.append(TensorBoard(config.run_folder))
+            else:
+                import trackio
+
+                project = os.environ.get("TRACKIO_PROJECT") or project_of(config.log)
+                resume = "allow" if step else "never"
+                run = trackio.init(
+                    project=project, name=config.name, config=to_plain(config), resume=resume, embed=False
+                )
+                loggers.append(TrackioRun(run))
+        except ImportError as error:
+            remedy = "install it (the extra `log`), or leave it out"
+            raise ConfigError([Problem("log.to", name, f"is not installed ({one_line(error, 80)})", remedy)]) from None
+    for logger in loggers:
+        logger.batch_tokens = config.optim.batch_tokens
+    return loggers

@@ -1,0 +1,116 @@
+"""What the parts of a run share: configuration, data, machine, loggers, progress, clock and the request to stop."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import FrameType
+
+from lm.config.load import to_yaml
+from lm.config.tree import Config
+from lm.data.store import Store
+from lm.evaluation.evaluation_kind import Measurement
+from lm.machine import STOP_SIGNALS, block_stop_signals, unblock_stop_signals
+from lm.model.device import Device, Machine
+from lm.progress import StepProgress
+from lm.schema import Plain
+from lm.training.lightning_import import L
+from lm.training.loggers import log
+
+
+class Clock:
+    """Measures the seconds of training, without evaluations and checkpoints."""
+
+    def start(self, seconds: float) -> None:
+        self._begin = time.perf_counter() - seconds
+
+    def seconds(self) -> float:
+        """Seconds since `start`, pauses excluded."""
+        return time.perf_counter() - self._begin
+
+    def exclude_since(self, begin: float) -> None:
+        """Exclude the time since `begin`, a reading of `time.perf_counter`."""
+        self._begin += time.perf_counter() - begin
+
+
+class StopRequest:
+    """Records the first of `STOP_SIGNALS` that asks this process to end its run.
+
+    It is a context manager around all phases of a run. A repeated signal ends the process at once, except SIGHUP, which
+    a closed terminal sends more than once. A second signal of another number does not, as a parent that ends after the
+    first signal may send SIGTERM. A process that was started to ignore SIGHUP (nohup) ignores it.
+    """
+
+    def __init__(self) -> None:
+        self.signal = 0  # the number of the last signal; 0: none yet
+        self._old_handlers: dict[int, object] = {}
+        self._terminals: list[int] = []
+
+    def __enter__(self) -> "StopRequest":
+        numbers = [
+            number for number in STOP_SIGNALS if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)
+        ]
+        self._terminals = [output for output in (1, 2) if os.isatty(output)]
+        self._old_handlers = {number: signal.getsignal(number) for number in numbers}
+        self.listen()
+        self.unblock()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        self.unblock()
+
+    def listen(self) -> None:
+        """Handle the signals, also where another handler has taken the place of this one."""
+        for number in self._old_handlers:
+            signal.signal(number, self._after(number) if number == self.signal else self._record_signal)
+
+    def block(self) -> None:
+        """Let signals wait for `unblock`, also in processes that are started meanwhile."""
+        block_stop_signals()
+
+    def unblock(self) -> None:
+        unblock_stop_signals()
+
+    def _after(self, number: int) -> signal.Handlers:
+        """Return what handles a signal after the first one of its number."""
+        return signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL
+
+    def _record_signal(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        signal.signal(number, self._after(number))
+        if number == signal.SIGHUP:  # writing to a closed terminal would raise an error
+            null_device = os.open(os.devnull, os.O_WRONLY)
+            for output in self._terminals:
+                os.dup2(null_device, output)
+            os.close(null_device)
+
+
+@dataclass
+class RunContext:
+    """Objects shared by all phases of a run; `measurements` are the evaluations to make, the validation first."""
+
+    config: Config
+    store: Store
+    measurements: list[Measurement]
+    machine: Machine
+    wandb_id: str
+    loggers: list[L.pytorch.loggers.Logger]
+    progress: StepProgress
+    clock: Clock = field(default_factory=Clock)
+    stop: StopRequest = field(default_factory=StopRequest)
+
+    @cached_property
+    def yaml(self) -> str:
+        """The configuration as in config.yaml; made once, as it takes longer than saving a small model."""
+        return to_yaml(replace(self.config, resume=""))
+
+    def log(self, line: dict[str, Plain]) -> None:
+        """Log metrics of a `step` to all loggers."""
+        log(self.loggers, line)
+
+    def device(self, trainer: L.Trainer, module: L.LightningModule) -> Device:
+        """Return the device and rank to evaluate `module` on."""
+        return Device(module.device, self.machine.bf16, trainer.global_rank, trainer.world_size)

@@ -1,0 +1,199 @@
+"""Runs of wandb: whether, where and under which labels they are started, and an experiment's report as one of them."""
+
+import hashlib
+import netrc
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lm.config.training_config import MAX_TAG, LogConfig
+from lm.config.tree import Config
+from lm.errors import ConfigError, Problem, RunError, one_line
+from lm.schema import Plain
+from lm.statistics.tuning import rate_text
+
+if TYPE_CHECKING:
+    import wandb
+
+WANDB_MODES = ("online", "offline", "disabled")
+# longest wait for wandb's process, for its server before a run is logged offline, and for unsent data at the end
+WANDB_SECONDS = 60.0
+DISABLE_REMEDY = "to train without it: log.wandb=disabled"
+
+
+def wandb_mode(log: LogConfig, in_experiment: bool = False) -> str:
+    """The mode of wandb: online, offline or disabled; disabled if `log.to` lacks wandb.
+
+    `log.wandb: auto` means the mode in WANDB_MODE. If this is unset, it means online with credentials. Without them, it
+    means disabled for runs of an experiment, as an experiment has many runs and a report of its own, and offline for
+    other runs.
+
+    Raises ConfigError: wandb is not disabled, and WANDB_MODE, which wandb itself reads, too, is set to a word that is
+    no mode.
+    """
+    mode = os.environ.get("WANDB_MODE")  # empty, as some containers set it, is unset
+    if log.wandb == "disabled" or "wandb" not in log.to:
+        return "disabled"
+    if mode and mode not in WANDB_MODES:
+        raise ConfigError(
+            [
+                Problem(
+                    "WANDB_MODE", mode, f"must be {' or '.join(WANDB_MODES)}", "set it in the environment, or unset it"
+                )
+            ]
+        )
+    if log.wandb != "auto":
+        return log.wandb
+    return mode or (
+        "online" if os.environ.get("WANDB_API_KEY") or _netrc_has_key() else "disabled" if in_experiment else "offline"
+    )
+
+
+def _netrc_has_key() -> bool:
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0]
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def project_of(log: LogConfig) -> str:
+    """The wandb project: `log.project`, else WANDB_PROJECT, else `lm`."""
+    return log.project or os.environ.get("WANDB_PROJECT") or "lm"
+
+
+def start_wandb_run(
+    mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: str, **arguments: Plain
+) -> "wandb.Run | None":
+    """Start and return a wandb run in `mode` (`wandb_mode`), with the tags and notes of `log`; None if wandb is
+    disabled.
+
+    If `log.entity` is null, wandb takes the entity from WANDB_ENTITY. The user is never prompted. If mode online fails,
+    a note is printed, and the run is logged offline.
+
+    Raises RunError: the run can't be started offline either, or wandb's process doesn't start.
+    """
+    if mode == "disabled":
+        return None
+    if not os.environ.get("WANDB_MODE"):
+        os.environ.pop("WANDB_MODE", None)  # wandb refuses an empty one
+    import wandb
+
+    try:
+        time_limits = {"init_timeout": WANDB_SECONDS, "finish_timeout": WANDB_SECONDS, "finish_timeout_raises": True}
+        settings = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, **time_limits)
+        # without the settings it prints which credentials it found
+        if not _ends_in_time(partial(wandb.setup, settings)):
+            raise RunError(f"wandb: its process has not started within {WANDB_SECONDS:g} s; {DISABLE_REMEDY}")
+        return wandb.init(
+            project=project_of(log),
+            entity=log.entity,
+            tags=[*tags, *log.tags] or None,
+            id=run_id,
+            dir=dir,
+            mode=mode,
+            resume="allow",
+            allow_val_change=True,  # a resumed run may have other labels, or more steps
+            settings=settings,
+            **arguments,
+        )
+    except RunError:
+        raise
+    except Exception as error:  # wandb raises errors of its own for no network, a bad key, a time-out
+        reason = one_line(error, 120)
+        if mode != "online":
+            raise RunError(f"wandb: can't start {mode}: {reason}; {DISABLE_REMEDY}") from None
+        print(
+            f"wandb: online failed ({reason}); logging offline, to be sent later: wandb sync {dir}/wandb/offline-run-*",
+            flush=True,
+        )
+        _ends_in_time(wandb.teardown)  # or the online run that failed would keep the id
+        return start_wandb_run("offline", log, run_id, tags=tags, dir=dir, **arguments)
+
+
+def _ends_in_time(function: Callable[[], object]) -> bool:
+    """Call `function` in a thread, as it may wait forever for wandb's process; return whether it ended within
+    `WANDB_SECONDS`.
+
+    Raises any exception of `function`.
+    """
+    errors: list[Exception] = []
+
+    def call() -> None:
+        try:
+            function()
+        except Exception as error:
+            errors.append(error)
+
+    (thread := threading.Thread(target=call, daemon=True)).start()
+    thread.join(WANDB_SECONDS)
+    if errors:
+        raise errors[0]
+    return not thread.is_alive()
+
+
+def finish_wandb_run(run: "wandb.Run") -> None:
+    """End a wandb run. Data not sent within `WANDB_SECONDS` stay on disk, and a printed note says how to send them
+    later.
+    """
+    try:
+        run.finish()
+    except TimeoutError:
+        advice = f"all is kept, to be sent later: wandb sync {Path(run.dir).parent}"
+        print(f"wandb: the server has not taken everything within {WANDB_SECONDS:g} s; {advice}", flush=True)
+
+
+def send_report(log: LogConfig, name: str, folder: Path, verdicts: list[dict[str, Plain]], report: Path) -> None:
+    """Send an experiment's verdicts and report to wandb, unless wandb is disabled, as the run `NAME report` of the
+    experiment's group.
+
+    The run's id is a hash of the experiment's name and folder, so that a report sent again goes to the same run.
+    `verdicts`: the rows of verdicts.csv.
+
+    Raises:
+        ConfigError: an unknown WANDB_MODE.
+        RunError: wandb can't be started, or fails.
+    """
+    run_id = hashlib.sha256(f"{name} {folder.resolve()}".encode()).hexdigest()[:12]
+    mode = wandb_mode(log, in_experiment=True)
+    run = start_wandb_run(
+        mode, log, run_id, name=f"{name} report", dir=str(folder), group=name, job_type="report", tags=["report"]
+    )
+    if run is None:
+        return
+    import wandb
+
+    columns = list(dict.fromkeys(key for verdict in verdicts for key in verdict))
+    cells = [[None if (cell := verdict.get(key)) is None else str(cell) for key in columns] for verdict in verdicts]
+    verdict_rows = [verdict for verdict in verdicts if "verdict" in verdict]  # all but the baseline
+    summary = {
+        " ".join(filter(None, ("verdict", verdict["size"], verdict["arm"]))): verdict["words"]
+        for verdict in verdict_rows
+    }
+    try:
+        run.log({"report": wandb.Html(str(report), inject=False), "verdicts": wandb.Table(columns=columns, data=cells)})
+        run.summary.update(summary)
+        finish_wandb_run(run)
+    except Exception as error:  # any error of wandb, such as for a process of wandb that was killed
+        raise RunError(f"wandb: the report was not sent: {one_line(error, 120)}; it is {report}") from None
+
+
+def experiment_labels(config: Config) -> dict[str, str | list[str] | None]:
+    """The wandb group, job type and tags of a run of an experiment; None or empty for any other run."""
+    run = config.experiment
+    labels = {
+        "arm": run.arm,
+        "size": run.size,
+        "seed": config.seed,
+        "rate": None if run.rate is None else rate_text(run.rate),
+    }
+    return {
+        "group": "/".join(filter(None, (run.name, run.size))) or None,
+        "job_type": run.stage,
+        "tags": [f"{name} {value}"[:MAX_TAG] for name, value in labels.items() if value is not None]
+        if run.name
+        else [],
+    }
