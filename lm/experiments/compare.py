@@ -31,7 +31,7 @@ from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import LOCK, experiment_lock, holder_words, is_measured, open_experiment, start
 from lm.experiments.judging import INTERVALS
 from lm.experiments.page import experiment_files
-from lm.experiments.plan import Times, costs, duration, plan_lines, run_times, total_seconds
+from lm.experiments.plan import Costs, costs, duration, plan_lines, run_times, seconds_of, total_seconds
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION
 from lm.experiments.slots import Slots, commands, gpu_words, slots_of
@@ -121,16 +121,16 @@ def compare_experiments(
         procedures = [
             open_procedure(path, overrides, job_count, anew) for path, job_count in zip(files, job_counts, strict=True)
         ]
-        times = [{} for _ in files] if report_only else _print_plans(procedures, options)
+        run_costs = [{} for _ in files] if report_only else _print_plans(procedures, options)
         if plan_only:
             return
         failure_words, judged_procedures = [], []
-        for procedure, procedure_times in zip(procedures, times, strict=True):
+        for procedure, procedure_costs in zip(procedures, run_costs, strict=True):
             if is_working:
                 if options.retry:
                     forget_failures(procedure)
                 try:
-                    _train_runs(procedure, options, procedure_times)
+                    _train_runs(procedure, options, procedure_costs)
                 except RunsFailed as error:
                     failure_words.append(str(error))
                     if not any(run.outcome.ended for run in procedure.known_runs()):
@@ -161,11 +161,11 @@ def _start_in_job(path: Path, overrides: list[str], options: TrainingOptions) ->
         cluster.result(cluster.submit(partial(start, path, overrides, 1, options.anew)))
 
 
-def _train_runs(procedure: Procedure, options: TrainingOptions, times: Times) -> None:
+def _train_runs(procedure: Procedure, options: TrainingOptions, run_costs: Costs) -> None:
     """Train the runs of an experiment. Raises RunsFailed."""
     experiment = procedure.experiment
-    jobs = ExperimentTrainer(procedure, options.slots(experiment), options.cluster(experiment.folder))
-    with live_table(jobs, times):
+    jobs = ExperimentTrainer(procedure, options.slots(experiment), options.cluster(experiment.folder), run_costs)
+    with live_table(jobs):
         jobs.train_all()
 
 
@@ -186,23 +186,20 @@ def print_commands(files: list[Path], overrides: list[str], options: TrainingOpt
             print(" && ".join(shell_commands), flush=True)
 
 
-def _print_plans(procedures: list[Procedure], options: TrainingOptions) -> list[Times]:
-    times_by_experiment = []
+def _print_plans(procedures: list[Procedure], options: TrainingOptions) -> list[Costs]:
+    all_costs = []
     for procedure in procedures:
         run_costs, slots = costs(procedure), options.slots(procedure.experiment)
-        times, words = run_times(procedure, run_costs or {}), "known once the first run has ended"
-        times_by_experiment.append(times)
+        times, words = run_times(procedure.known_runs(), run_costs), "known once the first run has ended"
         if times:
-            seconds = total_seconds(procedure, times, slots)
-            words = (
-                f"about {duration(seconds)} for what is left, {len(slots.concurrent_devices())} at a time, by the runs "
-                "that have ended"
-            )
+            left = duration(total_seconds(procedure, times, slots))
+            words = f"about {left} for what is left, {slots.at_a_time} at a time, by the runs that have ended"
         slot_words = f"{options.workers} at a time, each in a job" if options.engine else str(slots)
         print("\n".join(plan_lines(procedure, run_costs, words, slot_words)), flush=True)
         if procedure.other_runs:
             print(f"note: {procedure.other_runs}", flush=True)
-    return times_by_experiment
+        all_costs.append(run_costs)
+    return all_costs
 
 
 def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
@@ -282,23 +279,16 @@ class LiveTable:
     """A text table of an experiment's known runs, or of groups of them, with state, step and validation loss.
 
     It reads the runs that `jobs` knows, and the last logged values of pending runs.
-
-    times: seconds that a run takes, by size and arm, as the plan estimates them; {}: unknown.
     """
 
-    def __init__(self, jobs: ExperimentTrainer, times: Times):
-        self.jobs, self.experiment, self.times = jobs, jobs.procedure.experiment, times
+    def __init__(self, jobs: ExperimentTrainer):
+        self.jobs, self.experiment = jobs, jobs.procedure.experiment
         self._logged: dict[Path, dict[str, Plain]] = {}  # the last value of each metric, by the folders of pending runs
 
     def run_lines(self) -> list[RunLine]:
-        devices_by_folder = {run.config.run_folder: devices for run, devices in list(self.jobs.pending.values())}
-        self._logged = {
-            folder: self._logged.get(folder, {}) | last_logged(folder / METRICS) for folder in devices_by_folder
-        }
-        return [
-            self._run_line(run, gpu_words(devices_by_folder.get(run.config.run_folder, ())))
-            for run in self.jobs.known_runs
-        ]
+        pending = {run.config.run_folder: gpu_words(devices) for run, devices in list(self.jobs.pending.values())}
+        self._logged = {folder: self._logged.get(folder, {}) | last_logged(folder / METRICS) for folder in pending}
+        return [self._run_line(run, pending.get(run.config.run_folder, "")) for run in self.jobs.known_runs]
 
     def _run_line(self, run: Run, devices: str) -> RunLine:
         folder, outcome = run.config.run_folder, run.outcome
@@ -309,9 +299,8 @@ class LiveTable:
             return RunLine(run, "failed", note=f"status {failure.status}")
         if (logged := self._logged.get(folder)) is not None:
             return RunLine(run, "running", logged.get("step", 0), logged.get(SELECTION), devices)
-        return RunLine(
-            run, note="for the run it starts from" if run.source and run.source.outcome.state != "finished" else ""
-        )
+        waits_for_source = run.source and run.source.outcome.state != "finished"
+        return RunLine(run, note="for the run it starts from" if waits_for_source else "")
 
     def render(self, height: int = 50) -> RenderableType:
         """Return the table, in at most about `height` lines."""
@@ -319,83 +308,70 @@ class LiveTable:
         if not lines:
             return Text("reading the run folders")
         max_rows = max(1, min(MAX_RUNS, height - 6))  # borders, heading and the progress line take 6 lines
-        for column_names in _LINE_COLUMNS:
+        for names in _LINE_COLUMNS:
             groups: dict[tuple, list[RunLine]] = {}
             for line in lines:
-                groups.setdefault(attrgetter(*column_names)(line.run), []).append(line)
+                groups.setdefault(attrgetter(*names)(line.run), []).append(line)
             if len(groups) <= max_rows:
                 break
-        table = table_from_rows("", [self._row(column_names, group) for group in groups.values()], _NUMBER_COLUMNS)
+        table = table_from_rows("", [self._row(names, group) for group in groups.values()], _NUMBER_COLUMNS)
         return Group(to_rich(table), Text(self._progress_words(lines)))
 
-    def _row(self, column_names: tuple[str, ...], group: list[RunLine]) -> dict[str, str | Text]:
-        """The table row of runs that agree in the columns `column_names`. An experiment without sizes or rates has no
-        columns for them.
+    def _row(self, names: tuple[str, ...], group: list[RunLine]) -> dict[str, str | Text]:
+        """The table row of runs that agree in the columns `names`. An experiment without sizes or rates has no columns
+        for them.
         """
-        first_line, is_single = group[0], "seed" in column_names
+        first, is_single, counts = group[0], "seed" in names, Counter(line.state for line in group)
         has_column = {"size": "" not in self.experiment.sizes, "rate": self.experiment.is_tuned}
-        values = {name: getattr(first_line.run, name) for name in column_names if has_column.get(name, True)}
-        row = {
-            name: "" if value is None else rate_text(value) if name == "rate" else str(value)
-            for name, value in values.items()
-        }
-        steps = [
-            f"{line.step} of {line.run.outcome.last_step}" for line in group if is_single or line.state == "running"
-        ]
+        values = {name: getattr(first.run, name) for name in names if has_column.get(name, True)}
+        row: dict[str, str | Text] = {name: str(value) for name, value in values.items()}
+        if "rate" in row:
+            row["rate"] = "" if first.run.rate is None else rate_text(first.run.rate)
+        shown = group if is_single else [line for line in group if line.state == "running"]
         losses = [line.loss for line in group if line.loss is not None and (is_single or line.state == "finished")]
-        if is_single:
-            state = Text(f"{first_line.state} {first_line.note}".strip(), _STATE_STYLES[first_line.state])
-        else:
-            row["runs"], counts = str(len(group)), Counter(line.state for line in group)
-            device_words = "".join(f" {line.note}" for line in group if line.state == "running" and line.note)
-            state = Text(
-                ", ".join(
-                    f"{counts[name]} {name}{device_words * (name == 'running')}"
-                    for name in _STATE_STYLES
-                    if counts[name]
-                )
-            )
+        state = Text(f"{first.state} {first.note}".strip(), _STATE_STYLES[first.state])
+        if not is_single:
+            devices = "".join(f" {line.note}" for line in shown if line.note)
+            words = [f"{counts[name]} {name}{devices * (name == 'running')}" for name in _STATE_STYLES if counts[name]]
+            row["runs"], state = str(len(group)), Text(", ".join(words))
         loss = {SELECTION if is_single else f"mean {SELECTION}": f"{statistics.fmean(losses):.4f}" if losses else ""}
-        return row | {"state": state, "step": "; ".join(steps)} | loss
+        return (
+            row
+            | {"state": state, "step": "; ".join(f"{line.step} of {line.run.outcome.last_step}" for line in shown)}
+            | loss
+        )
 
     def _progress_words(self, lines: list[RunLine]) -> str:
         """The line below the table: the progress of the experiment, and the remaining time."""
         experiment, counts = self.experiment, Counter(line.state for line in lines)
-        words = [
-            f"{experiment.name}: {sum(line.run.outcome.ended for line in lines)} of the {len(lines)} runs known so far "
-            "ended"
-        ]
+        ended = sum(line.run.outcome.ended for line in lines)
+        words = [f"{experiment.name}: {ended} of the {len(lines)} runs known so far ended"]
         words[0] += "".join(f", {counts[state]} {state}" for state in ("failed", "running") if counts[state])
         if experiment.tune.grid:
-            tuning_lines = [line for line in lines if line.run.stage == "tune"]
-            remaining_count = sum(not line.run.outcome.ended for line in tuning_lines)
-            rates = {
-                (line.run.size, line.run.rate) for line in tuning_lines if line.run.rate not in experiment.tune.rates
-            }
-            added_count = max(Counter(size for size, _ in rates).values(), default=0)
-            growth = f", whose grid has grown by {added_count}" if added_count else ""
-            words.append(f"tuning{growth}: {f'{remaining_count} runs left' if remaining_count else 'done'}")
-        if unfinished_lines := [line for line in lines if line.state in ("running", "waiting")]:
-            seconds, unknown = [self._seconds(line) for line in unfinished_lines], "how long it takes is not known yet"
-            words.append(
-                unknown if None in seconds else f"about {duration(sum(seconds) / self.jobs.slots.n_slots)} left"
+            tuning = [line.run for line in lines if line.run.stage == "tune"]
+            left = sum(not run.outcome.ended for run in tuning)
+            rates = {(run.size, run.rate) for run in tuning if run.rate not in experiment.tune.rates}
+            added = max(Counter(size for size, _ in rates).values(), default=0)
+            growth = f", whose grid has grown by {added}" if added else ""
+            words.append(f"tuning{growth}: {f'{left} runs left' if left else 'done'}")
+        unfinished = [line for line in lines if line.state in ("running", "waiting")]
+        if unfinished and self.jobs.times:
+            seconds = sum(
+                self._fraction_left(line) * seconds_of([line.run], self.jobs.times, self.jobs.slots)
+                for line in unfinished
             )
+            words.append(f"about {duration(seconds)} left")
+        elif unfinished:
+            words.append("how long it takes is not known yet")
         return "; ".join(words)
 
-    def _seconds(self, line: RunLine) -> float | None:
-        """The remaining seconds of a run, times the slots that it takes. The estimate is based on the mean of ended
-        runs of its size and arm, else on the plan; None if unknown."""
-        size_arm = line.run.size, line.run.arm
-        durations = self.jobs.seconds.get(size_arm)
-        expected_seconds = statistics.fmean(durations) if durations else self.times.get(size_arm)
+    def _fraction_left(self, line: RunLine) -> float:
         first_step = line.run.config.first_step or 0
-        steps = max(1, line.run.outcome.last_step - first_step)
-        remaining_fraction = 1 - max(0, line.step - first_step) / steps
-        return expected_seconds and expected_seconds * self.jobs.slots.slots_per_run(*size_arm) * remaining_fraction
+        return 1 - max(0, line.step - first_step) / max(1, line.run.outcome.last_step - first_step)
 
 
 @contextmanager
-def live_table(jobs: ExperimentTrainer, times: Times) -> Iterator[None]:
+def live_table(jobs: ExperimentTrainer) -> Iterator[None]:
     """Show the table on standard output during the body, if the output is a terminal and `log.progress` is auto or bar.
     Printed text goes above the table, which is removed at the end."""
     # while rich is live it replaces sys.stdout, which makes control characters visible, also those of rich
@@ -404,7 +380,7 @@ def live_table(jobs: ExperimentTrainer, times: Times) -> Iterator[None]:
     if not (sys.stdout.isatty() and console.is_interactive and progress in ("auto", "bar")):
         yield
         return
-    table = LiveTable(jobs, times)
+    table = LiveTable(jobs)
     live = Live(
         get_renderable=lambda: table.render(console.size.height),
         console=console,

@@ -6,21 +6,18 @@ records failures.
 """
 
 import signal
-import statistics
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lm.errors import ConfigError, RunError, one_line
 from lm.experiments.experiment_folder import host_name
-from lm.experiments.plan import duration, uninterrupted_seconds
-from lm.experiments.procedure import Procedure, Run
+from lm.experiments.plan import Costs, duration, run_times, seconds_of
+from lm.experiments.procedure import Procedure, Run, next_runs
 from lm.experiments.run_outcome import SELECTION, Outcome
 from lm.experiments.slots import (
     LOG_FOLDER,
@@ -88,29 +85,18 @@ def note_failure(experiment_folder: Path, run: Run, status: int, reason: str) ->
     run, else `reason`, else the last line of the run's log. Write the failure to a file for `read_failure`, unless a
     signal stopped the run without a crash.
     """
-    log = log_path(experiment_folder, run)
-    file = log_path(experiment_folder, run, FAILURE_SUFFIX)
-    folder = run.config.run_folder
+    log, folder = log_path(experiment_folder, run), run.config.run_folder
     step = max(map(step_of, step_paths(folder / CHECKPOINTS)), default=0)
-    progress = f"step {step}, {len(evaluation_files(folder))} evaluations"
-    output = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
-    reason = reason or next((line for line in reversed(output) if line.strip()), "no output")[:300]
+    saved = f"step {step}, {len(evaluation_files(folder))} evaluations"
     if status < 0:
-        reason = f"killed by {signal.Signals(-status).name}" + (
-            " (out of memory?)" if status == -signal.SIGKILL else ""
-        )
-    earlier_failure = _failure_in_file(file)
-    is_repeat = (
-        -status in _CRASH_SIGNALS
-        and earlier_failure is not None
-        and earlier_failure.crashed
-        and earlier_failure.saved == progress
-    )
-    failure = Failure(
-        status, f"{reason}, twice in a row at the same place" if is_repeat else reason, str(log), progress, is_repeat
-    )
+        reason = f"killed by {signal.Signals(-status).name}" + " (out of memory?)" * (status == -signal.SIGKILL)
+    output = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() and not reason else []
+    reason = reason or next((line for line in reversed(output) if line.strip()), "no output")[:300]
+    failure, earlier = Failure(status, reason, str(log), saved), _last_failure(experiment_folder, run)
+    if failure.crashed and earlier and earlier.crashed and earlier.saved == saved:
+        failure = replace(failure, reason=f"{reason}, twice in a row at the same place", again=True)
     if failure.crashed or not failure.interrupted:
-        write_json(file, vars(failure) | {"at": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+        write_json(log_path(experiment_folder, run, FAILURE_SUFFIX), vars(failure))
     return failure
 
 
@@ -118,29 +104,26 @@ def read_failure(experiment_folder: Path, run: Run) -> Failure | None:
     """Return the failure of a run; None if the run has not failed, or was interrupted. Raises RunError: the failure
     file is damaged.
     """
-    failure = _failure_in_file(log_path(experiment_folder, run, FAILURE_SUFFIX))
+    failure = _last_failure(experiment_folder, run)
     return None if failure is None or failure.interrupted else failure
+
+
+def _last_failure(experiment_folder: Path, run: Run) -> Failure | None:
+    path = log_path(experiment_folder, run, FAILURE_SUFFIX)
+    content = read_json(path) if path.exists() else {}
+    return Failure(*(content[spec.name] for spec in fields(Failure))) if content else None
 
 
 def failures(procedure: Procedure) -> list[tuple[Run, Failure]]:
     """The runs of an experiment that have failed, each with its failure."""
-    folder = procedure.experiment.folder
-    return [
-        (run, failure)
-        for run in procedure.known_runs()
-        if not run.outcome.ended and (failure := read_failure(folder, run))
-    ]
+    pairs = ((run, read_failure(procedure.experiment.folder, run)) for run in procedure.known_runs())
+    return [(run, failure) for run, failure in pairs if failure and not run.outcome.ended]
 
 
-def _failure_in_file(path: Path) -> Failure | None:
-    if not path.exists():
-        return None
-    content = read_json(path)
-    try:
-        progress, is_repeat = str(content.get("saved", "")), bool(content.get("again"))
-        return Failure(int(content["status"]), str(content["reason"]), str(content["log"]), progress, is_repeat)
-    except (KeyError, TypeError, ValueError):
-        raise RunError(f"{path}: does not say why the run failed; delete it, and the run is tried again") from None
+def forget_failures(procedure: Procedure) -> None:
+    """Let the runs that failed be tried again."""
+    for run in procedure.known_runs():
+        log_path(procedure.experiment.folder, run, FAILURE_SUFFIX).unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------- jobs of a scheduler
@@ -311,10 +294,7 @@ def _job_record(experiment_folder: Path, run: Run) -> dict[str, Plain]:
     """Read the file that names the job that trains a run: its scheduler (key `engine`), its ID, and (`born`) the start
     time of a local job. {} without such a file. Raises RunError: the file is damaged."""
     path = log_path(experiment_folder, run, JOB_SUFFIX)
-    record = read_json(path) if path.exists() else {}
-    if record and not record.keys() >= {"engine", "id", "born"}:
-        raise RunError(f"{path}: does not say which job trains the run; delete it once that job is gone")
-    return record
+    return read_json(path) if path.exists() else {}
 
 
 # ---------------------------------------------------------------- the runs of an experiment
@@ -324,31 +304,30 @@ class RunsFailed(RunError):
     """Some runs of an experiment failed; all others that could be started were trained."""
 
 
-def forget_failures(procedure: Procedure) -> None:
-    for run in procedure.known_runs():
-        log_path(procedure.experiment.folder, run, FAILURE_SUFFIX).unlink(missing_ok=True)
-
-
 class ExperimentTrainer:
     """Trains the runs that an experiment needs, until all have ended or no other run can be started.
 
     Args:
         cluster: trains the runs in a scheduler's jobs; None: processes of this machine train them.
+        run_costs: the resources of each run, by which the time that is left is estimated; {}: unknown.
 
     Attributes:
         known_runs: the runs that the experiment needs, as known when the run folders were last read.
         pending: for each run that is being trained, the future of its training, mapped to the run and its GPUs.
         failed: the failures of runs, by run folder.
-        seconds: the seconds that each ended run would have taken without interruption, in lists by size and arm.
+        times: the seconds that a run of each size and arm takes, by the runs that have finished.
     """
 
-    def __init__(self, procedure: Procedure, slots: Slots, cluster: Cluster | None = None):
+    def __init__(
+        self, procedure: Procedure, slots: Slots, cluster: Cluster | None = None, run_costs: Costs | None = None
+    ):
         self.procedure, self.slots, self.folder = procedure, slots, procedure.experiment.folder
         self.cluster, self.trainer = cluster, cluster or Children(self.folder)
         self.known_runs: list[Run] = []
         self.pending: dict[Future, tuple[Run, Devices]] = {}
         self.failed: dict[Path, Failure] = {}
-        self.seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
+        self.run_costs = run_costs or {}
+        self.times = run_times(procedure.known_runs() if run_costs else [], self.run_costs)
 
     def train_all(self) -> None:
         """Train runs until all have ended or no other run can be started.
@@ -380,23 +359,21 @@ class ExperimentTrainer:
                 self.stop()
                 words = f"{'jobs that go on' if self.cluster else 'runs that saved and ended'}: {running_count}"
                 words = words if running_count else "no run was under way"
-                raise Stopped(
-                    f"stopped by {signal.Signals(number).name}: {words}; the same command goes on", number
-                ) from None
+                name = signal.Signals(number).name
+                raise Stopped(f"stopped by {name}: {words}; the same command goes on", number) from None
             except BaseException:
                 self.stop()
                 raise
         if self.failed:
-            failure_words = "; ".join(f"{folder.name}: {failure}" for folder, failure in self.failed.items())
-            interruptions = {failure.interrupted for failure in self.failed.values()}
-            words = "the same command goes on with them" if False not in interruptions else "--retry tries them again"
-            words = (
-                "--retry tries all of them again, without it the killed ones go on" if len(interruptions) > 1 else words
-            )
-            raise RunsFailed(
-                f"{len(self.failed)} runs failed ({failure_words}); {words}; their output is in "
-                f"{self.folder / LOG_FOLDER}"
-            )
+            words = "; ".join(f"{folder.name}: {failure}" for folder, failure in self.failed.items())
+            remedies = {
+                (True,): "the same command goes on with them",
+                (False,): "--retry tries them again",
+                (False, True): "--retry tries all of them again, without it the killed ones go on",
+            }
+            remedy = remedies[tuple(sorted({failure.interrupted for failure in self.failed.values()}))]
+            logs = self.folder / LOG_FOLDER
+            raise RunsFailed(f"{len(self.failed)} runs failed ({words}); {remedy}; their output is in {logs}")
 
     def free_runs(self) -> list[Run]:
         """List the runs that can start now and that no process of this machine trains. Raises RunError: a job trains
@@ -414,23 +391,16 @@ class ExperimentTrainer:
             if record and run.outcome.ended:
                 path.unlink(missing_ok=True)
             elif record and record["engine"] != (self.cluster and self.cluster.scheduler_name):
-                remedy = (
-                    f"add --submit {str(record['engine']).split()[0]} to wait for it, or delete this file once "
-                    "the job is gone"
-                )
-                raise RunError(f"{path}: job {record['id']} of {record['engine']} trains this run; {remedy}")
+                engine = str(record["engine"])
+                remedy = f"add --submit {engine.split()[0]} to wait for it, or delete this file once the job is gone"
+                raise RunError(f"{path}: job {record['id']} of {engine} trains this run; {remedy}")
 
     def _startable_runs(self, running_folders: set[Path]) -> Iterator[Run]:
-        """Yield the runs that can start. They have not ended or failed, train in none of `running_folders`, and wait
-        for no source run.
-        """
+        """Yield the next runs that have not failed. None of them, nor its source, trains in `running_folders`."""
         self.known_runs = self.procedure.known_runs()
-        for run in self.known_runs:
+        for run in next_runs(self.known_runs):
             folder, source = run.config.run_folder, run.source
-            waits_for_source = source and (
-                source.outcome.state != "finished" or source.config.run_folder in running_folders
-            )
-            if run.outcome.ended or folder in running_folders | self.failed.keys() or waits_for_source:
+            if {folder, source and source.config.run_folder} & (running_folders | self.failed.keys()):
                 continue
             if failure := read_failure(self.folder, run):
                 self.failed[folder] = failure
@@ -439,58 +409,53 @@ class ExperimentTrainer:
 
     def _report_end(self, run: Run, devices: Devices, status: int, seconds: float) -> None:
         outcome, folder = replace(run.outcome), run.config.run_folder  # the copy reads the files again
-        if outcome.ended:
-            log_path(self.folder, run, FAILURE_SUFFIX).unlink(missing_ok=True)
-            self.procedure.check_direction(outcome)
-            self.seconds[run.size, run.arm] += filter(None, [uninterrupted_seconds(run, seconds)])
-            diverged = outcome.state == "diverged"
-            words = f"diverged ({outcome.divergence})" if diverged else self._result_words(run, outcome)
-            words += f", did not learn: {outcome.not_learned_text}" if outcome.not_learned_text and not diverged else ""
-            runs = self.procedure.known_runs()
-            slot_counts = [
-                self.slots.slots_per_run(known_run.size, known_run.arm)
-                for known_run in runs
-                if not known_run.outcome.ended
-            ]
-            durations = [*chain(*self.seconds.values())]
-            rest_words = f"{len(slot_counts)} of the {len(runs)} runs known so far are left"
-            rest_words += (
-                f", about {duration(statistics.fmean(durations) * sum(slot_counts) / self.slots.n_slots)}"
-                if durations
-                else ""
-            )
-            device_words = f" on {gpu_words(devices)}" if devices else ""
-            print(f"{run.stage}: {run.label}: {words}, {seconds:.0f} s{device_words}; {rest_words}", flush=True)
+        if not outcome.ended:
+            reason = "" if status else self._missing_words(run, outcome)
+            failure = self.failed[folder] = note_failure(self.folder, run, status, reason)
+            print(f"{run.stage}: {run.label}: failed with {failure} ({failure.log})", flush=True)
             return
-        reason = ""
-        if not status:  # trained and measured, without a result
-            metric, names = self.procedure.experiment.primary.metric, outcome.unit_metrics
-            reasons = [f"{kind}: {reason}" for kind, reason in outcome.failed_evaluations.items()]
-            unmeasured = f"primary.metric {metric} was not measured by sequence at the last step"
-            if metric not in names and not reasons:
-                is_mean_alone = any(metric in line for line in outcome.log.lines)
-                remedy = "it is a mean alone: give its Series `samples`" if is_mean_alone else "correct the file"
-                raise RunError(f"{folder}: {unmeasured}; {remedy}, measured were: {', '.join(names)}")
-            reason = f"{unmeasured} ({'; '.join(reasons)}); lm eval {folder} measures it, without a limit of time"
-            reason = (
-                "an evaluation or checkpoint of its last step is missing after training" if metric in names else reason
-            )
-        failure = self.failed[folder] = note_failure(self.folder, run, status, reason)
-        print(f"{run.stage}: {run.label}: failed with {failure} ({failure.log})", flush=True)
+        log_path(self.folder, run, FAILURE_SUFFIX).unlink(missing_ok=True)
+        self.procedure.check_direction(outcome)
+        self.known_runs = self.procedure.known_runs()
+        self.times = run_times(self.known_runs, self.run_costs)
+        words = self._result_words(run, outcome)
+        if outcome.state == "diverged":
+            words = f"diverged ({outcome.divergence})"
+        elif outcome.not_learned_text:
+            words += f", did not learn: {outcome.not_learned_text}"
+        left = [run for run in self.known_runs if not run.outcome.ended]
+        rest_words = f"{len(left)} of the {len(self.known_runs)} runs known so far are left"
+        if self.times and left:
+            rest_words += f", about {duration(seconds_of(left, self.times, self.slots))}"
+        device_words = f" on {gpu_words(devices)}" if devices else ""
+        print(f"{run.stage}: {run.label}: {words}, {seconds:.0f} s{device_words}; {rest_words}", flush=True)
+
+    def _missing_words(self, run: Run, outcome: Outcome) -> str:
+        """Say which measurement of a trained run is missing. Raises RunError: no run measures the primary metric."""
+        metric, names, folder = self.procedure.experiment.primary.metric, outcome.unit_metrics, run.config.run_folder
+        if metric in names:
+            return "an evaluation or checkpoint of its last step is missing after training"
+        reasons = [f"{kind}: {reason}" for kind, reason in outcome.failed_evaluations.items()]
+        unmeasured = f"primary.metric {metric} was not measured by sequence at the last step"
+        if not reasons:
+            is_mean_alone = any(metric in line for line in outcome.log.lines)
+            remedy = "it is a mean alone: give its Series `samples`" if is_mean_alone else "correct the file"
+            raise RunError(f"{folder}: {unmeasured}; {remedy}, measured were: {', '.join(names)}")
+        return f"{unmeasured} ({'; '.join(reasons)}); lm eval {folder} measures it, without a limit of time"
 
     def _result_words(self, run: Run, outcome: Outcome) -> str:
         """Describe a tuning run by the metric that chooses rates, a final run by the number by which runs are compared.
         Both are measured on the held-out documents by which rates are chosen; for an accuracy, on all questions. Return
         `finished` if no such document is left."""
         experiment = self.procedure.experiment
-        quantity_name = experiment.primary.quantity_name
+        name = experiment.primary.quantity_name
         try:
-            if (experiment.choice_metric if run.stage == "tune" else quantity_name) == SELECTION:
+            if (experiment.choice_metric if run.stage == "tune" else name) == SELECTION:
                 return f"selection loss {numeral(outcome.mean(SELECTION, True))}"
             value = value_text(experiment.primary, self.procedure.compared_value(outcome, True))
         except NoDocuments:  # a line on progress must not end the experiment
             return "finished"
-        return f"{quantity_name} ({experiment.data_words(quantity_name, 'selection')}) {value}"
+        return f"{name} ({experiment.data_words(name, 'selection')}) {value}"
 
     def stop(self) -> None:
         """Let the pending runs save a checkpoint, and wait for their end; a second interrupt kills them. Jobs of a

@@ -438,7 +438,9 @@ def _check_metric(experiment: Experiment, config: Config) -> None:
     timing = measurement.options_of(config)
     untrained = [arm.name for arm in experiment.arms if not arm.trained]
     if primary.reach is not None and untrained:
-        problems.append(Problem("primary.reach", primary.reach, f"{untrained[0]} is not trained", "drop or train it"))
+        problems.append(
+            Problem("primary.reach", primary.reach, f"{untrained[0]} is not trained", "drop the arm, or train it")
+        )
     elif primary.reach is not None and sum(timing.is_due(step, steps) for step in range(1, steps + 1)) < 2:
         key = "eval.every" if isinstance(timing, ValidationTiming) else f"eval.{measurement.kind}.at"
         reason = f"{metric.name} is measured once, at the last step"

@@ -3,7 +3,8 @@ finished runs.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, product
@@ -87,10 +88,14 @@ class Choice:
 
 
 class Procedure:
-    """An experiment opened by `lm.experiments.experiment_folder.open_experiment`, and the runs that it needs."""
+    """The runs that an experiment needs, a function of the experiment and of the outcomes of its runs.
 
-    def __init__(self, experiment: Experiment):
-        self.experiment = experiment
+    read: returns the outcome of a run as it is now; the default reads run folders. Nothing else is read. Outcomes of
+        runs that have ended are kept.
+    """
+
+    def __init__(self, experiment: Experiment, read: Callable[..., Outcome] = Outcome):
+        self.experiment, self._read = experiment, read
         self.other_runs = ""  # ended runs of another configuration, if there are none of those that are asked for
         self._arms = {arm.name: arm for arm in experiment.arms}
         self._folder = experiment.folder
@@ -103,19 +108,19 @@ class Procedure:
         source = self.run(size, self._arms[arm.source], stage, rates[arm.source], seed, rates) if arm.source else None
         config = self.config(size, arm, stage, rate, seed, source and source.config)
         outcome = self._ended_outcomes.get(config.run_folder)
-        if outcome is None:
-            last_step = config.trainer.max_steps if arm.trained else source.outcome.last_step
-            kinds = {kind: options for kind, options in config.eval.kinds.items() if options.wanted(config.data)}
-            due_kinds = tuple(
-                kind for kind, options in kinds.items() if not arm.trained or options.is_due(last_step, last_step)
-            )
-            required_options = self._required_options.get((size, arm.name), {})
-            metric = self.experiment.primary.metric
-            outcome = Outcome(config.run_folder, last_step, metric, due_kinds, required_options, config)
-            if outcome.ended:  # its folder is not read again
-                self._ended_outcomes[config.run_folder] = outcome
         if source and source.outcome.state == "diverged":  # the run has no weights to start from
             outcome = source.outcome
+        elif outcome is None:
+            last_step = config.trainer.max_steps if arm.trained else source.outcome.last_step
+            scheduled = tuple(
+                kind
+                for kind, options in config.eval.kinds.items()
+                if options.wanted(config.data) and (not arm.trained or options.is_due(last_step, last_step))
+            )
+            required, metric = self._required_options.get((size, arm.name), {}), self.experiment.primary.metric
+            outcome = self._read(config.run_folder, last_step, metric, scheduled, required, config)
+            if outcome.ended:  # its folder is not read again
+                self._ended_outcomes[config.run_folder] = outcome
         overrides = tuple(self.experiment.evaluate_overrides)
         return Run(size, arm.name, stage, rate, seed, config, outcome, source, arm.swap, arm.trained, overrides)
 
@@ -144,12 +149,11 @@ class Procedure:
             config = self.experiment.config(size, arm, seed, rate, changes)
             # In the hash, starting weights count by their path below the default folder of runs: an experiment may be
             # moved.
-            paths = {
-                name: path for name in ("init_from", "branch_from") if source_folder and (path := getattr(config, name))
-            }
             default_folder = Path(Config().runs, self.experiment.name)
             default_paths = {
-                name: str(default_folder / Path(path).relative_to(self._folder)) for name, path in paths.items()
+                name: str(default_folder / Path(path).relative_to(self._folder))
+                for name in ("init_from", "branch_from")
+                if source_folder and (path := getattr(config, name))
             }
             digest = config_hash(replace(config, **default_paths))
             experiment_keys = ExperimentConfig(self.experiment.name, arm.name, size or None, stage, rate_cell(rate))
@@ -173,17 +177,12 @@ class Procedure:
         """The options with which evaluations must be made, by size and arm, then by kind; {} if evaluations during
         training are enough.
         """
-        size_arms = self.experiment.size_arms if self.experiment.evaluate else ()
-        configs = {
-            (size, arm.name): self.experiment.measurement_config(self.experiment.example_config(size, arm))
-            for size, arm in size_arms
-        }
-        return {
-            size_arm: {
-                kind: config.eval.measured_options(kind) for kind in config.eval.measurement_classes(config.data)
-            }
-            for size_arm, config in configs.items()
-        }
+        required, experiment = {}, self.experiment
+        for size, arm in experiment.size_arms if experiment.evaluate else ():
+            config = experiment.measurement_config(experiment.example_config(size, arm))
+            kinds = config.eval.measurement_classes(config.data)
+            required[size, arm.name] = {kind: config.eval.measured_options(kind) for kind in kinds}
+        return required
 
     def choice(self, size: str) -> Choice:
         """Return the tuning runs of a size and the rates of its arms, as far as they are known; settled rates are
@@ -270,75 +269,60 @@ class Procedure:
         return rates
 
     def _is_possible_rate(self, size: str, arms: list[Arm], rate: Rate) -> bool:
-        try:
+        with suppress(ConfigError):
             for arm in arms:
                 self.experiment.config(size, arm, self.experiment.seeds[0], rate, {"name": "any"})
-        except ConfigError:
-            return False
-        return True
+            return True
+        return False
 
     def tuning_runs(self, size: str) -> list[TuningRun]:
         """List the tuning runs of a size; with a tuning table, the runs that the table lists."""
-        experiment = self.experiment
-        names = [arm.name for arm in experiment.arms]
+        experiment, runs = self.experiment, []
         if experiment.table:
+            names = [arm.name for arm in experiment.arms]
             table_runs = (run for run in experiment.table if run.size == size and run.arm in names)
             return sorted(table_runs, key=lambda run: names.index(run.arm))
-        source_arms, tune, runs = {arm.name: arm.source for arm in experiment.arms if arm.is_tuned}, experiment.tune, []
-        for arm, runs_by_rate in (
-            (arm, runs_by_rate) for arm, runs_by_rate in self.choice(size).runs.items() if arm in source_arms
-        ):
-            for grid_rate, run in ((rate, run) for rate in sorted(runs_by_rate) for run in runs_by_rate[rate]):
-                has_ended = run.outcome.ended
-                selection = run.outcome.mean(SELECTION, selection=True) if has_ended else None
-                primary = self.compared_value(run.outcome, selection=True) if has_ended else None
-                settings = settings_words(run.config, tune.keys, source_arms[arm])
-                runs.append(TuningRun(size, arm, tune.heading, grid_rate, run.seed, selection, primary, settings))
+        for name, by_rate in self.choice(size).runs.items():
+            arm, keys = self._arms[name], experiment.tune
+            for run in (run for rate in sorted(by_rate) for run in by_rate[rate] if arm.is_tuned):
+                selection = primary = None
+                if run.outcome.ended:
+                    selection = run.outcome.mean(SELECTION, selection=True)
+                    primary = self.compared_value(run.outcome, selection=True)
+                words = settings_words(run.config, keys.keys, arm.source)
+                runs.append(TuningRun(size, name, keys.heading, run.rate, run.seed, selection, primary, words))
         return runs
 
     def notes(self) -> list[str]:
         """Sentences on what limits the verdicts: changes since the plan, and arms whose tuning, rates, runs, tokens
         or seeds differ.
         """
-        experiment = self.experiment
-        notes: list[str] = []
-        for size, arm in product(
-            experiment.sizes if experiment.table else (), (arm for arm in experiment.arms if arm.is_tuned)
-        ):
+        experiment, notes = self.experiment, list[str]()
+        for size, arm in experiment.size_arms if experiment.table else ():
+            if not arm.is_tuned:
+                continue
             config = experiment.example_config(size, arm)
-            arm_configuration = settings_words(config, experiment.tune.keys, arm.source)
-            table_configurations = {
-                run.configuration for run in experiment.table if (run.size, run.arm) == (size, arm.name)
-            }
-            if keys := sorted(
-                {
-                    key
-                    for configuration in table_configurations
-                    for key in differing_keys(arm_configuration, configuration)
-                }
-            ):
+            words = settings_words(config, experiment.tune.keys, arm.source)
+            tuned = {run.configuration for run in experiment.table if (run.size, run.arm) == (size, arm.name)}
+            if keys := sorted({key for other_words in tuned for key in differing_keys(words, other_words)}):
                 name = " ".join(filter(None, (size, arm.name)))
                 notes.append(f"{name}: rates were tuned for another configuration: {', '.join(keys)} differ")
         notes += experiment.plan_notes
         notes += run_differences((run.arm, run.outcome) for run in self.known_runs())
         for size in experiment.sizes:
-            choice = self.choice(size)
+            choice, prefix = self.choice(size), f"{size}: " if size else ""
             for arm, arm_rates in choice.crossed.items():
                 name, rates = ", ".join(filter(None, (arm, size))), " and ".join(map(rate_text, sorted(arm_rates)))
-                verdict_words = f"; judged at {rate_text(choice.rates[arm])}" if choice.settled and choice.rates else ""
-                notes.append(
-                    f"{name}: final seeds are trained at {rates}, as tuning chose different rates for the "
-                    f"arms{verdict_words}"
-                )
+                judged = f"; judged at {rate_text(choice.rates[arm])}" if choice.settled and choice.rates else ""
+                reason = "as tuning chose different rates for the arms"
+                notes.append(f"{name}: final seeds are trained at {rates}, {reason}{judged}")
             runs = [run for run in self.final_runs(size) if run.outcome.state == "finished"]
-            prefix = f"{size}: " if size else ""
             if words := describe_values([(run.arm, f"{run.outcome.total_tokens:,}") for run in runs]):
-                notes.append(
-                    f"{prefix}arms have seen different numbers of tokens, with those of their sources: {words}"
-                )
-            seeds = {
-                arm: ", ".join(str(run.seed) for run in runs if run.arm == arm) for arm in (run.arm for run in runs)
-            }
+                words = f"with those of their sources: {words}"
+                notes.append(f"{prefix}arms have seen different numbers of tokens, {words}")
+            seeds: dict[str, str] = {}
+            for run in runs:
+                seeds[run.arm] = ", ".join(filter(None, (seeds.get(run.arm), str(run.seed))))
             if words := describe_values([*seeds.items()]):
                 notes.append(f"{prefix}arms have finished different seeds, means are over those in common: {words}")
         return notes
@@ -452,23 +436,18 @@ class Procedure:
     def n_runs(self, size: str) -> dict[str, int]:
         """Count the runs of each arm in a size, by the grid and rates known so far. Before tuning has ended, two final
         rates are assumed for arms that may get several."""
-        choice, tune, counts = self.choice(size), self.experiment.tune, {}
-        crossed_names = (
-            {arm.name for arm in self.experiment.arms if arm.trained and not arm.source} if tune.grid else set()
-        )
-        untuned_arms = self._untuned_sources(arm for arm in self.experiment.arms if arm.is_tuned) if tune.grid else []
-        for arm in self.experiment.arms:
-            is_known = choice.rates is not None
-            tuning_rates = {*(() if is_known else tune.rates), *choice.runs.get(arm.name, ())}
-            tuning_rate_count = len(tuning_rates) if arm.is_tuned else int(arm in untuned_arms)
-            rate_count = len({*choice.rates_of_final_runs.get(arm.name, ())}) or (
-                0
-                if is_known and arm.name not in choice.rates
-                else 2
-                if len(crossed_names) > 1 and arm.name in crossed_names
-                else 1
-            )
-            counts[arm.name] = len(self.experiment.seeds) * rate_count + tuning_rate_count * len(tune.seeds)
+        experiment, choice, tune, counts = self.experiment, self.choice(size), self.experiment.tune, {}
+        crossed = [arm for arm in experiment.arms if tune.grid and arm.trained and not arm.source]
+        untuned = self._untuned_sources(arm for arm in experiment.arms if arm.is_tuned) if tune.grid else []
+        for arm in experiment.arms:
+            planned_rates = tune.rates if choice.rates is None else ()
+            n_tuning = len({*planned_rates, *choice.runs.get(arm.name, ())}) if arm.is_tuned else int(arm in untuned)
+            n_rates = len(choice.rates_of_final_runs.get(arm.name, ()))
+            if not n_rates and choice.rates is None:
+                n_rates = 2 if len(crossed) > 1 and arm in crossed else 1
+            elif not n_rates:
+                n_rates = int(arm.name in choice.rates)
+            counts[arm.name] = len(experiment.seeds) * n_rates + n_tuning * len(tune.seeds)
         return counts
 
     def compared_value(self, outcome: Outcome, selection: bool = False) -> float:
@@ -508,6 +487,11 @@ class Procedure:
                 f"primary.better = {primary.better}: of {primary.metric}, {series.better} is better; correct the "
                 "experiment"
             )
+
+
+def next_runs(runs: Iterable[Run]) -> list[Run]:
+    """Those of the known runs that can be started: they have not ended, and the runs they start from have finished."""
+    return [run for run in runs if not run.outcome.ended and (not run.source or run.source.outcome.state == "finished")]
 
 
 def check_comparable(runs: list[Run], metric: str) -> None:

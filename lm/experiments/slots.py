@@ -61,22 +61,14 @@ class Slots:
         )
         return tuple(free_gpus[:gpu_count]) if len(free_gpus) >= gpu_count else None
 
-    def concurrent_devices(self) -> list[Devices]:
-        """The GPUs of each run that can train at the same time, if every run needs as many GPUs as the run with the
-        most.
-        """
-        size_arm = max(self.gpus_per_run, key=self.gpus_per_run.__getitem__, default=("", ""))
-        run_devices = list[Devices]()
-        while (devices := self.devices(*size_arm, run_devices)) is not None:
-            run_devices.append(devices)
-        return run_devices
+    @property
+    def at_a_time(self) -> int:
+        """The number of runs that can train at the same time, if every run needs as many slots as the widest."""
+        return self.n_slots // max((1, *self.gpus_per_run.values()))
 
     def __str__(self) -> str:
-        gpu_placement = f"on {gpu_words(self.gpus[: self.n_slots])}, {self.slots_per_gpu} on each (--jobs-per-gpu)"
-        return (
-            f"{len(self.concurrent_devices())} at a time "
-            f"{gpu_placement if any(self.gpus_per_run.values()) else 'on the CPU'}"
-        )
+        gpus = f"on {gpu_words(self.gpus[: self.n_slots])}, {self.slots_per_gpu} on each (--jobs-per-gpu)"
+        return f"{self.at_a_time} at a time {gpus if any(self.gpus_per_run.values()) else 'on the CPU'}"
 
 
 def gpu_words(devices: Devices) -> str:
@@ -122,30 +114,25 @@ def commands(run: Run, experiment_folder: Path) -> list[list[str]]:
     """
     if run.outcome.ended:
         return []
-    config, folder = run.config, run.config.run_folder
+    config, folder, outcome = run.config, run.config.run_folder, run.outcome
     arguments, plugins = [], [f"--allow-plugin={package}" for package in sorted(run.packages)]
     swapped_folder = Path(config.init_from) if run.trained else folder
     if run.swap and not (swapped_folder / CONFIG).exists():
-        # in place of `init` in the normalizer's options
-        options = [] if run.swap.init is None else [f"--init={run.swap.init}"]
-        normalizer = {
-            name: value for name, value in to_plain(config.model.normalizer).items() if name not in ("name", "init")
+        options = {f"model.normalizer.{name}": value for name, value in to_plain(config.model.normalizer).items()}
+        # `init` is an option of the command; without the labels lm.results has the source's arm
+        options |= {
+            f"experiment.{name}": value for name, value in to_plain(config.experiment).items() if value is not None
         }
-        options += [override(f"model.normalizer.{name}", value) for name, value in normalizer.items()]
-        run_labels = {name: value for name, value in to_plain(config.experiment).items() if value is not None}
-        # else lm.results has the source's arm
-        options += [override(f"experiment.{name}", value) for name, value in run_labels.items()]
+        overrides = [
+            override(path, value)
+            for path, value in options.items()
+            if path not in ("model.normalizer.name", "model.normalizer.init")
+        ]
+        init = [] if run.swap.init is None else [f"--init={run.swap.init}"]
+        source = str(run.source.config.run_folder)
         arguments.append(
-            [
-                "swap",
-                str(run.source.config.run_folder),
-                f"--to={run.swap.to}",
-                f"--out={swapped_folder}",
-                *options,
-                *plugins,
-            ]
+            ["swap", source, f"--to={run.swap.to}", f"--out={swapped_folder}", *init, *overrides, *plugins]
         )
-    outcome = run.outcome
     if run.trained and (not outcome.is_trained or not outcome.is_complete or outcome.is_measured):
         # `lm train` makes the evaluations that a kill left out, too
         file = log_path(experiment_folder, run, "yaml")

@@ -49,13 +49,13 @@ def took(procedure: Procedure, seconds: float, begin: float, step: int = 0) -> N
 
 def test_time_is_that_of_the_runs_that_have_ended(tmp_path):
     procedure = experiment(tmp_path, sizes={"small": {}, "large": {"trainer.max_steps": 16}})
-    assert not run_times(procedure, costs(procedure)), "not known before the first run has ended"
+    assert not run_times(procedure.known_runs(), costs(procedure)), "not known before the first run has ended"
     for run in procedure.known_runs():
         if run.size == "small" and run.arm == "softmax":
             finish(run, 5.0)
     procedure = Procedure(procedure.experiment)
     took(procedure, 60, 1e9)
-    times = run_times(procedure, costs(procedure))
+    times = run_times(procedure.known_runs(), costs(procedure))
     assert times["small", "softmax"] == pytest.approx(60)
     assert times["small", "ssmax"] == pytest.approx(60, rel=0.01), "by FLOPs"
     assert times["large", "softmax"] == pytest.approx(120, rel=0.01)
@@ -64,7 +64,7 @@ def test_time_is_that_of_the_runs_that_have_ended(tmp_path):
     )
     for step in (2, 7, 8):
         took(procedure, 60 - 5 * step, 1e9, step)
-        seconds_of_run = run_times(procedure, costs(procedure))["small", "softmax"]
+        seconds_of_run = run_times(procedure.known_runs(), costs(procedure))["small", "softmax"]
         assert seconds_of_run == pytest.approx(60), (
             f"20 s of start and evaluations, and 5 s a step, {step} of eight of which were made before"
         )

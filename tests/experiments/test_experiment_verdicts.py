@@ -391,7 +391,7 @@ def test_while_runs_at_the_others_rate_are_missing_nothing_is_claimed(tmp_path):
 def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(tmp_path):
     def said(procedure: Procedure) -> list[str]:
         return [
-            line for line in plan_lines(procedure, None, "unknown") if line.lower().startswith(("power", "low power"))
+            line for line in plan_lines(procedure, {}, "unknown") if line.lower().startswith(("power", "low power"))
         ]
 
     primary = {"metric": "val/loss", "matters": 0.02}
@@ -409,7 +409,7 @@ def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(t
         "LOW POWER: the experiment will more likely than not leave such a difference undecided; probability 0.8 takes "
         "52 seeds"
     )
-    of_two = [*plan_lines(experiment(tmp_path, primary=primary | {"spread": 0.05}, seeds=[1, 2]), None, "unknown")]
+    of_two = [*plan_lines(experiment(tmp_path, primary=primary | {"spread": 0.05}, seeds=[1, 2]), {}, "unknown")]
     assert "NO VERDICT: there are 2 seeds, and a verdict takes 3: add seeds" in of_two
     noise = {("softmax", seed): 0.0 for seed in (1, 2, 3)} | {
         ("ssmax", 1): 0.05,
@@ -463,7 +463,7 @@ def test_there_is_a_page_and_a_plan_at_each_step_where_arms_start_from_others_th
             else []
         )
         plans.append((choice.rates is None, [*map(str, seeds)], _caveats(procedure, [results])[0].partition("; ")[2]))
-        assert list(plan_lines(procedure, None, "unknown"))
+        assert list(plan_lines(procedure, {}, "unknown"))
         for run in unfinished:
             finish(run, misled(run))
     assert plans == [

@@ -76,7 +76,8 @@ def test_every_run_has_a_line_with_its_state_and_the_time_that_is_left_stands_be
     jobs.known_runs = jobs.procedure.known_runs()
     jobs.pending = {Future(): (second, ()), Future(): (third, ())}
     jobs.failed[fourth.config.run_folder] = Failure(3, "out of memory", "log")
-    table = LiveTable(jobs, {("", "softmax"): 60.0, ("", "ssmax"): 80.0})
+    jobs.times = {("", "softmax"): 60.0, ("", "ssmax"): 80.0}
+    table = LiveTable(jobs)
     text(table)
     logged(second.config.run_folder, {"step": 2, "val/loss": 5.5, "tokens": 0}, {"step": 4, "tokens": 0})
     heading, *lines, footer = text(table)
@@ -95,12 +96,11 @@ def test_every_run_has_a_line_with_its_state_and_the_time_that_is_left_stands_be
     assert footer == f"trial: 1 of the 8 runs known so far ended, 1 failed, 2 running; tuning: 7 runs left; {estimate}"
 
 
-def test_times_of_runs_that_ended_here_come_before_the_plan_s(work):
+def test_the_time_is_known_once_a_run_has_ended(work):
     jobs = work(tune=None, seeds=[1])
-    table = LiveTable(jobs, {})
+    table = LiveTable(jobs)
     assert text(table)[-1] == "trial: 0 of the 2 runs known so far ended; how long it takes is not known yet"
-    jobs.seconds["", "softmax"].append(90.0)
-    jobs.seconds["", "ssmax"].append(300.0)
+    jobs.times = {("", "softmax"): 90.0, ("", "ssmax"): 300.0}
     assert text(table)[-1] == "trial: 0 of the 2 runs known so far ended; about 3 min left"
 
 
@@ -110,8 +110,8 @@ def test_of_a_branch_only_its_own_steps_count(work):
     finish(jobs.known_runs[0], 5.0)
     jobs.known_runs = jobs.procedure.known_runs()
     jobs.pending = {Future(): (jobs.known_runs[1], ())}
-    jobs.seconds["", "on"].append(600.0)
-    table = LiveTable(jobs, {})
+    jobs.times = {("", "softmax"): 900.0, ("", "on"): 600.0}
+    table = LiveTable(jobs)
     assert "about 5 min left" in text(table)[-1]
     logged(jobs.known_runs[1].config.run_folder, {"step": 7, "tokens": 0})
     assert "about 2 min left" in text(table)[-1], "half of 600 s, two at a time"
@@ -124,7 +124,7 @@ def test_many_runs_are_shown_in_groups_that_fit(work):
     jobs.known_runs = jobs.procedure.known_runs()
     jobs.pending = {Future(): (jobs.known_runs[3], ())}
     logged(jobs.known_runs[3].config.run_folder, {"step": 4, "tokens": 0})
-    table = LiveTable(jobs, {})
+    table = LiveTable(jobs)
     heading, *lines, footer = text(table, height=14)
     assert heading == "size  arm  rate  stage  runs  state  step  mean val/loss"
     assert lines[:3] == [
@@ -142,10 +142,10 @@ def test_many_runs_are_shown_in_groups_that_fit(work):
 
 def test_arms_that_start_from_others_wait_for_them(work):
     jobs = work(arms={"softmax": {}, "more": {"from": "softmax"}}, seeds=[1], tune=None)
-    assert [line.note for line in LiveTable(jobs, {}).run_lines()] == ["", "for the run it starts from"]
+    assert [line.note for line in LiveTable(jobs).run_lines()] == ["", "for the run it starts from"]
     finish(jobs.known_runs[0], 5.0)
     jobs.known_runs = jobs.procedure.known_runs()
-    assert [(line.state, line.note) for line in LiveTable(jobs, {}).run_lines()] == [("finished", ""), ("waiting", "")]
+    assert [(line.state, line.note) for line in LiveTable(jobs).run_lines()] == [("finished", ""), ("waiting", "")]
 
 
 def test_a_grid_that_has_grown_is_said(work):
@@ -153,7 +153,7 @@ def test_a_grid_that_has_grown_is_said(work):
     for run in jobs.known_runs:
         finish(run, 5.0 + run.rate)
     jobs.known_runs = jobs.procedure.known_runs()
-    assert "tuning, whose grid has grown by 1: 4 runs left" in text(LiveTable(jobs, {}))[-1]
+    assert "tuning, whose grid has grown by 1: 4 runs left" in text(LiveTable(jobs))[-1]
 
 
 def test_the_end_of_a_log_is_read_while_it_grows_and_when_it_is_cut(tmp_path):
@@ -176,7 +176,7 @@ def test_a_loss_stays_in_the_table_when_the_end_of_the_log_has_none_any_more(wor
     jobs = work(tune=None)
     run = jobs.known_runs[0]
     jobs.pending = {0: (run, ())}
-    table = LiveTable(jobs, {})
+    table = LiveTable(jobs)
     logged(run.config.run_folder, {"step": 1, "val/loss": 6.0})
     assert (table.run_lines()[0].step, table.run_lines()[0].loss) == (1, 6.0)
     logged(
@@ -205,7 +205,7 @@ def test_the_table_is_for_terminals_and_leaves_them_as_they_were(work, monkeypat
     monkeypatch.setenv("TERM", "xterm")
 
     def interrupted() -> None:
-        with live_table(jobs, {}):
+        with live_table(jobs):
             print("a run has ended", flush=True)
             raise KeyboardInterrupt
 

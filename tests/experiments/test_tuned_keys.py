@@ -84,7 +84,7 @@ def test_each_arm_is_judged_at_its_best_pair(on_a_grid):
 
 
 def test_the_plan_counts_the_runs_of_all_pairs(tmp_path):
-    lines = "\n".join(plan_lines(experiment(tmp_path), None, "unknown"))
+    lines = "\n".join(plan_lines(experiment(tmp_path), {}, "unknown"))
     values = "0.05, 0.1, 0.2, 0.4 (12 together)"
     assert (
         f"tuning optim.lr over 0.01, 0.02, 0.04 and {DECAY} over {values} with seeds 101, 102; final seeds 1, 2, 3"

@@ -232,7 +232,7 @@ def test_what_can_t_be_reached_is_refused(tmp_path, changes, message):
 
 
 def test_the_plan_counts_seeds_for_a_factor(tmp_path):
-    lines = [*plan_lines(experiment(tmp_path, primary={"reach": LEVEL, "matters": 0.1, "spread": 0.05}), None, "")]
+    lines = [*plan_lines(experiment(tmp_path, primary={"reach": LEVEL, "matters": 0.1, "spread": 0.05}), {}, "")]
     (seeds,) = (
         line for line in lines if "seeds to find a factor of 1.1 in tokens to val/loss 4.6 with probability" in line
     )
