@@ -17,6 +17,29 @@ from lm.attention.options import LARGEST, LONGEST, Options, key
 MAX_LOOP_WINDOW = 4  # keys of the largest window that a CPU computes faster in a loop over distances
 
 
+class KeyBias(SoftmaxNormalizer):
+    """Base of softmax of logits plus a bias c_i - c_j of query i and key j.
+
+    c_i is the same in the whole row and cancels, so the fused kernel computes the softmax of z - c_j: -c_j is one more
+    dimension of the key, which the query multiplies by 1.
+    """
+
+    kernel = "fused softmax"
+
+    def key_bias(self, k: Tensor, layout: AttentionLayout) -> Tensor:
+        """-c of each key of k (B, H, S, D + F), up to a constant per document: fp32, broadcastable to (B, H, S)."""
+        raise NotImplementedError
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        if v.dtype == torch.float16:  # which can't hold the bias of far keys
+            return super().forward(q, k, v, layout)
+        bias = self.key_bias(k, layout)
+        return routes.fused_softmax(q, k[..., : self.layer.head_size], v, layout, key_bias=bias)
+
+    def kernel_description(self, device: str = "cpu") -> str:
+        return f"{routes.softmax_route(device, self.layer.train_length)}, the bias as one more dimension of keys"
+
+
 @dataclass
 class ALiBi(Options):
     name = "alibi"
@@ -28,7 +51,7 @@ class ALiBi(Options):
     )
 
 
-class ALiBiNormalizer(SoftmaxNormalizer):
+class ALiBiNormalizer(KeyBias):
     """Softmax of z - 2^(-8 h / H) t for logits z of keys t tokens back, in heads h = 1 ... H. Use it with
     `model.position: none`.
     """
@@ -36,12 +59,15 @@ class ALiBiNormalizer(SoftmaxNormalizer):
     schema = ALiBi
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        penalty = self.log_decay(layout.distance()).view(-1, 1, 1) * layout.distance()
-        return logits(q, k) + penalty.to(q.dtype)
+        return logits(q, k) + self.log_decay(q).view(-1, 1, 1) * layout.distance().to(q.dtype)
+
+    def key_bias(self, k: Tensor, layout: AttentionLayout) -> Tensor:
+        positions = layout.key_positions.to(torch.promote_types(k.dtype, torch.float32)).unsqueeze(-2)
+        return -self.log_decay(positions).unsqueeze(-1) * positions
 
     def log_decay(self, reference: Tensor) -> Tensor:
-        heads = torch.arange(1, self.layer.n_head + 1, device=reference.device)
-        return -(2.0 ** (-8 * heads / self.layer.n_head)).to(reference.dtype)
+        heads = torch.arange(1, self.layer.n_head + 1, device=reference.device, dtype=reference.dtype)
+        return -(2.0 ** (-8 * heads / self.layer.n_head))
 
 
 @dataclass
@@ -168,7 +194,7 @@ class Forget(Options):
     known = "good extrapolation, needles near-perfect within the training length (abstract)"
 
 
-class ForgetNormalizer(SoftmaxNormalizer):
+class ForgetNormalizer(KeyBias):
     """Softmax of logits z plus sums, in fp32, of ln sigmoid(w.x + b) over the tokens after the key up to the query; x
     is the layer's input. w starts at 0, b at 5 (our choice), so that a weight at first falls by 0.7 % with each token
     back.
@@ -185,16 +211,15 @@ class ForgetNormalizer(SoftmaxNormalizer):
             gate = F.linear(x.to(self.w.dtype), self.w, self.b)
         return F.logsigmoid(gate).transpose(1, 2).unsqueeze(-1)
 
+    def key_bias(self, k: Tensor, layout: AttentionLayout) -> Tensor:
+        # across documents: only differences within a document are used
+        return -k[..., -1].to(torch.promote_types(k.dtype, torch.float32)).cumsum(-1)
+
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        visible = layout.visible()
-        k, log_f = k[..., :-1], k[..., -1]
-        running_sum = log_f.cumsum(-1)  # (B, H, S), across documents: only differences within a document are used
-        mask = visible.expand(*q.shape[:2], *visible.shape[-2:])
-        first_key = mask.int().argmax(-1)  # (B, H, T), the first key of the query's document
-        log_f_sum = (mask.to(log_f.dtype) @ log_f.unsqueeze(-1)).squeeze(-1) + (running_sum - log_f).gather(
-            -1, first_key
-        )
-        return logits(q, k) + log_f_sum.unsqueeze(-1) - running_sum.unsqueeze(-2)
+        bias, visible = self.key_bias(k, layout), layout.visible()
+        own_key = k.size(2) - 1 - visible.flip(-1).int().argmax(-1)  # (T,) or (B, 1, T), the last key that is seen
+        own_bias = bias.gather(-1, own_key.expand(*q.shape[:3]))
+        return logits(q, k[..., :-1]) + bias.unsqueeze(-2) - own_bias.unsqueeze(-1)
 
 
 @dataclass

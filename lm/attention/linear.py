@@ -13,8 +13,8 @@ from lm.attention.normalizer import DividedNormalizer
 from lm.attention.options import Options, key
 from lm.errors import Problem
 
-CHUNK = 128  # most tokens of a chunk: weights are computed within a chunk, a state stands for earlier tokens
-SEGMENT = 64 * CHUNK  # most tokens whose chunks are computed at once: many small products would leave a GPU idle
+CHUNK = 64  # most tokens of a chunk: weights are computed within a chunk, a state stands for earlier tokens
+SEGMENT = 128 * CHUNK  # most tokens whose chunks are computed at once: many small products would leave a GPU idle
 
 
 @dataclass
@@ -59,7 +59,7 @@ class LinearNormalizer(DividedNormalizer):
         """The features phi(q / D^(1/4)) and phi(k / D^(1/4)), of the shapes of `q` and `k`."""
         maps = {
             "identity": lambda x: x,
-            "elu": lambda x: F.elu(x) + 1,
+            "elu": lambda x: F.elu(x).add_(1),
             "relu": lambda x: x.relu(),
             "exp": lambda x: x.clamp(max=20.0).exp(),
         }
@@ -124,30 +124,28 @@ class LinearNormalizer(DividedNormalizer):
         if n_padding:
             q, k, v = (F.pad(x, (0, 0, n_padding, 0)) for x in (q, k, v))
         q, k, v = (x.unflatten(2, (-1, size)) for x in (q, k, v))  # (B, H, N, C, D or E)
-        scores = q @ k.transpose(-2, -1)
+        log_g = self.log_decay(q)
+        scores = (q @ k.transpose(-2, -1)).mul_(_powers(log_g, size).unsqueeze(1))
         if self.options.decay:
-            log_g = self.log_decay(q).view(-1, 1, 1)  # (H, 1, 1)
             index = torch.arange(size, device=q.device, dtype=q.dtype)
-            scores *= (log_g * (index.unsqueeze(1) - index).clamp(min=0)).exp().tril().unsqueeze(1)
-            # (H, 1, C, 1)
-            start_decay, end_decay = ((log_g * x.unsqueeze(1)).exp().unsqueeze(1) for x in (index + 1, index.flip(0)))
-            sums = (k * end_decay).transpose(-2, -1) @ v
-            chunk_decay = (size * log_g).exp()
-            states = [state * (-n_padding * log_g).exp()]
-            for chunk_sum in sums.unbind(2):  # (B, H, D, E), which the chunk adds to the state
-                states.append(states[-1] * chunk_decay + chunk_sum)
-            start_states, state = torch.stack(states[:-1], 2), states[-1]
-            q = q * start_decay
-        else:
-            scores = scores.tril_()
-            states = torch.cat((state.unsqueeze(2), k.transpose(-2, -1) @ v), 2).cumsum(2)
-            # a view would keep the states of all chunks in memory
-            start_states, state = (states[:, :, :-1], states[:, :, -1].clone())
-        output = scores @ v + q @ start_states
-        return output.flatten(2, 3)[:, :, n_padding:], state
+            q_decay, k_decay = ((log_g.view(-1, 1, 1, 1) * x.unsqueeze(1)).exp() for x in (index + 1, index.flip(0)))
+            q, k = q * q_decay, k * k_decay
+            state = state * (-n_padding * log_g).exp().view(-1, 1, 1)
+        sums = torch.cat((state.unsqueeze(2), k.transpose(-2, -1) @ v), 2)  # (B, H, N + 1, D, E)
+        # the state before each chunk and after the last: sums of all that precedes, as one product
+        states = (_powers(size * log_g, n_chunks + 1) @ sums.flatten(3)).unflatten(3, sums.shape[3:])
+        output = scores @ v + q @ states[:, :, :-1]
+        # a view would keep the states of all chunks in memory
+        return output.flatten(2, 3)[:, :, n_padding:], states[:, :, -1].clone()
 
     def kernel_description(self, device: str = "cpu") -> str:
         return (
             f"chunks of {CHUNK} tokens with a running state: the weights are products of features, so a sequence "
             "costs O(T)"
         )
+
+
+def _powers(log_g: Tensor, size: int) -> Tensor:
+    """Lower triangular matrices of g^(i - j), (H, size, size), for the g of each head."""
+    index = torch.arange(size, device=log_g.device, dtype=log_g.dtype)
+    return (log_g.view(-1, 1, 1) * (index.unsqueeze(1) - index).clamp(min=0)).exp().tril()

@@ -73,16 +73,17 @@ SHORT_BLOCK_WEIGHTS = 2**20  # most weights computed together, which limits how 
 
 
 def fused_softmax(
-    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float | None = None, mask: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, mask: Tensor | None = None, key_bias: Tensor | None = None
 ) -> Tensor:
-    """Return softmax(scale q.k) v, (B, H, T, E) in the dtype of `v`, by the fastest route. `scale` is 1 / sqrt(D)
-    unless given.
+    """Return softmax(q.k / sqrt(D) + key_bias) v, (B, H, T, E) in the dtype of `v`, by the fastest route.
 
     The fused kernel needs values as wide as keys, so wider values are cut into pieces, each with a copy of q and k as
-    one more head. `mask` replaces the mask of `layout`.
+    one more head. `mask` replaces the mask of `layout`. key_bias: a logit of each key, broadcastable to (B, H, S).
     """
+    scale = 1 / math.sqrt(q.size(-1))
+    if key_bias is not None:
+        q, k = append_bias(q.to(v.dtype), k.to(v.dtype), key_bias / scale)
     size, width = q.size(-1), v.size(-1)
-    scale = scale or 1 / math.sqrt(size)
     if (layout.causal or layout.tail) and mask is None and v.device.type == "cpu":
         if k.size(2) <= SHORT_LENGTH:
             return short_attention(q, k, v, scale)
@@ -99,6 +100,49 @@ def fused_softmax(
         q.to(v.dtype), k.to(v.dtype), v, attn_mask=mask, is_causal=causal, scale=scale
     )
     return output if width == size else output.unflatten(1, (-1, n_pieces)).transpose(2, 3).flatten(-2)[..., :width]
+
+
+def append_bias(q: Tensor, k: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Append eight dimensions to q and k, or up to seven more, so that each product q.k grows by the `bias` of the key.
+
+    q (B, H, T, D) are the last T of the S tokens of k (B, H, S, D); bias: fp32, broadcastable to (B, H, S). In rows of
+    softmax a constant cancels, so the bias is counted from the middle query on, which keeps its rounding small. In bf16
+    it is the sum of three numbers, each the rounded rest. The head size becomes a multiple of 8, as kernels want.
+
+    Gradients of q and k are rounded. If the bias is a sum over tokens, as in forgetting attention, its gradients are
+    summed over all tokens, and the rounding with them. So gradients flow through differences of value 0: from a key to
+    the last key of its block, from there over all blocks in between, then back to the query's own key.
+    """
+    n_keys, dtype, one = k.size(2), k.dtype, torch.ones_like
+    first, n_parts = n_keys - q.size(2), 1 if k.dtype.itemsize >= 4 else 3
+    rest = (bias - bias[..., (first + n_keys) // 2, None].detach()).expand(*k.shape[:3])
+    query_parts, key_parts, gradient = [], [], 0.0
+    if rest.requires_grad:
+        n_blocks = 1 if n_parts == 1 else 5
+        ends = torch.arange(1, n_blocks + 1, device=k.device) * n_keys // n_blocks - 1  # the last key of each block
+        block = torch.searchsorted(ends, torch.arange(n_keys, device=k.device))
+        gradient = _zeros(rest - rest[..., ends[block]])
+        query_parts.append(-gradient[..., first:])
+        key_parts.append(one(rest))
+        for number, step in enumerate(_zeros(rest[..., ends[:-1]] - rest[..., ends[1:]]).unbind(-1)):
+            query_parts.append((block[first:] > number) * one(query_parts[0]))
+            key_parts.append((block <= number) * step.unsqueeze(-1))
+        rest = rest.detach()
+    for _ in range(n_parts):
+        part = rest.to(dtype).to(rest.dtype)
+        query_parts.append(one(rest)[..., first:])
+        key_parts.append(part + gradient)
+        rest, gradient = rest - part, 0.0
+    padding = 0, -(q.size(3) + len(key_parts)) % (2 if k.device.type == "cpu" else 8)
+    query_features, key_features = (
+        F.pad(torch.stack(parts, -1).to(dtype), padding) for parts in (query_parts, key_parts)
+    )
+    return torch.cat((q, query_features), -1), torch.cat((k, key_features), -1)
+
+
+def _zeros(x: Tensor) -> Tensor:
+    """Zeros through which the gradient of x flows."""
+    return x - x.detach()
 
 
 def softmax_route(device: str, length: int) -> str:

@@ -48,19 +48,11 @@ class Softmax1Normalizer(SoftmaxNormalizer):
         return torch.cat((b, z), -1).softmax(-1)[..., 1:]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        size = q.size(-1)
-        # Eight more dimensions (the kernel's granularity), of which two carry b: 1 and 1 in queries, b sqrt(D) rounded
-        # and the rounding error in the sink's key.
-        ones = F.pad(q.new_ones(*q.shape[:-1], 2), (0, 6))
-        b = self.sink(q) * math.sqrt(size)
-        rounding = b - b.detach().to(v.dtype)
-        logit_parts = torch.stack((b - rounding.detach(), rounding.detach()), -1).to(k)
-        sink = F.pad(logit_parts.view(1, -1, 1, 2), (size, 6)).expand(k.size(0), -1, -1, -1)
-        q, k = torch.cat((q, ones), -1), torch.cat((sink, F.pad(k, (0, 8))), 2)
-        v = F.pad(v, (0, 0, 1, 0))
+        bias = F.pad(self.sink(q).view(1, -1, 1).expand(1, -1, 1), (0, k.size(2)))  # (1, H, 1 + S)
+        k, v = F.pad(k, (0, 0, 1, 0)), F.pad(v, (0, 0, 1, 0))
         if layout.causal:  # one more query in front keeps the causal mask square
-            return routes.fused_softmax(F.pad(q, (0, 0, 1, 0)), k, v, layout, 1 / math.sqrt(size))[:, :, 1:]
-        return routes.fused_softmax(q, k, v, layout, 1 / math.sqrt(size), F.pad(layout.visible(), (1, 0), value=True))
+            return routes.fused_softmax(F.pad(q, (0, 0, 1, 0)), k, v, layout, key_bias=bias)[:, :, 1:]
+        return routes.fused_softmax(q, k, v, layout, F.pad(layout.visible(), (1, 0), value=True), bias)
 
     def kernel_description(self, device: str = "cpu") -> str:
         return (

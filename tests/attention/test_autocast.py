@@ -9,9 +9,11 @@ from torch import Tensor
 
 from lm.attention import catalogue as opt
 from lm.attention.catalogue import make_normalizer
+from lm.attention.contract import inputs, randomized
 from lm.attention.elementwise_sums import tiles
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
+from lm.attention.routes import by_query_blocks
 from lm.config.model_config import ModelConfig, NoPosition, Rope
 from lm.model.blocks import Attention, ForwardContext, HeadNorm
 from lm.model.rope import rope_rotation
@@ -65,6 +67,8 @@ def results(
             if parameter.dim() == 2:
                 parameter.zero_()  # what is drawn by the decoder
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    if exact:  # by the definition
+        attention.normalizer.forward = partial(by_query_blocks, attention.normalizer)
     dtype = torch.float64 if exact else torch.float32
     attention.to(device, dtype)
     q, k, v, grad = (torch.randn(1, HEADS, length, size, generator=generator).bfloat16().to(device) for _ in range(4))
@@ -131,6 +135,41 @@ PAIRED = ((64, 48, True), (640, 64, True))  # also beyond the 512 tokens of the 
 def test_errors_under_autocast_are_at_most_twice_softmaxs(name: str, length: int, size: int, rope: bool):
     """Whether 1 / sqrt(D) is a power of two, so that a scaled q is not rounded, or isn't."""
     check_errors(name, length, rope, size=size)
+
+
+@pytest.mark.parametrize(
+    ("length", "size"),
+    [
+        (length, size) if length == 640 and size < 64 else slow(length, size)
+        for length in (640, 2048, 8192)
+        for size in (16, 48, 64)
+    ],
+)
+@pytest.mark.parametrize("name", ["alibi", "forget", "sink", "linear"])
+def test_errors_do_not_grow_with_the_bias_of_far_keys(name: str, length: int, size: int):
+    check_errors(name, length, rope=False, size=size)
+
+
+@pytest.mark.parametrize("options", [opt.ALiBi(), opt.Forget()], ids=lambda options: options.name)
+def test_the_bias_of_keys_is_exact_in_every_layout(options: object):
+    """One sequence, packed documents with and without a mask, and decoding, in bf16, against the definition."""
+    (q, k, v), normalizer = inputs(700, batch=1, normalizer=randomized(options)), randomized(options, torch.float32)
+    steps, state, decoded = ((0, 600), (600, 601), (601, 700)), None, []
+    low_q, low_k, low_v = q.float(), k.float(), v.bfloat16()
+    for a, b in steps:
+        new = slice(a, b)
+        output, state = normalizer.decode(
+            *(x[:, :, new] for x in (low_q, low_k, low_v)), AttentionLayout.continuing(a, b - a, 700), state
+        )
+        decoded.append(output)
+    documents, whole = AttentionLayout.from_document_lengths([90, 600, 10]), AttentionLayout.full(700)
+    for layout, output in (
+        (whole, torch.cat(decoded, 2)),
+        (whole, normalizer(low_q, low_k, low_v, whole)),
+        (documents, normalizer(low_q, low_k, low_v, documents)),
+        (documents, normalizer.attend(low_q, low_k, low_v, documents)),
+    ):
+        assert relative(output, randomized(options).weights(q, k, layout) @ v) < 4e-3
 
 
 @pytest.mark.parametrize("name", CASES)
