@@ -24,11 +24,11 @@ forkserver.set_forkserver_preload(
 
 
 def start(arguments: list[str], *options: str) -> subprocess.Popen:
-    """`lm train` as a user starts it, in a process and a session of its own."""
+    """`lm train` as a user starts it, in a process and a session of its own; SIGABRT makes it say where it stands."""
     command = [sys.executable, "-m", "lm", "train", *arguments, *options]
-    return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **pipes)
 
 
 def forked(output: Path, function: Callable[..., object], *arguments: object) -> multiprocessing.Process:

@@ -37,7 +37,9 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
             return
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.05)
-    raise AssertionError("the run makes no steps")
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGABRT)  # where each thread of each process stands
+    raise AssertionError(f"the run makes no steps: {process.communicate(timeout=60)[1]}")
 
 
 LONG = ["trainer.checkpoint_every=100000", "eval.every=100000", "eval.long_context.length_factor=0"]
