@@ -42,6 +42,19 @@ REMOVED_KEYS: dict[str, tuple[object, str]] = {
     "data.max_document_bytes": (None, "drop it, and leave long documents out of the files"),
     "data.prepare_workers": (None, "drop it: a thread a core tokenises; taskset gives it fewer"),
     "data.tokenizer[train].special_tokens": ([], "drop it, or name a tokenizer.json that has them"),
+    "model.position.scaling[llama3].slow": (1.0, "drop it: Llama 3's 1 is the only one"),
+    "model.position.scaling[llama3].fast": (4.0, "drop it: Llama 3's 4 is the only one"),
+    "model.position.scaling[yarn].slow": (1.0, "drop it: YaRN's 1 is the only one"),
+    "model.position.scaling[yarn].fast": (32.0, "drop it: YaRN's 32 is the only one"),
+    **{
+        f"{block}[passkey].{name}": (default, f"drop it, or set it of the task needle{where}")
+        for block in ("data.tasks[].task", "eval.recall.tasks[]")
+        for name, default, where in (
+            ("filler", "grass", ", which lies in the corpus"),
+            ("depth", None, ""),
+            ("absent", False, ""),
+        )
+    },
     "eval.others": ([], "measure it after training, on the model that lm.load gives"),
 }
 # {(name of a key, value, or name of a block): advice}

@@ -48,18 +48,14 @@ class Llama3Scaling(TrainedScaling):
 
     name: ClassVar[str] = "llama3"
     factor: float = key(8.0, "divides low frequencies", gt=0, le=1e6)
-    slow: float = key(
-        1.0, "pairs with at most so many periods in the original context are divided by factor", gt=0, le=1e9
-    )
-    fast: float = key(4.0, "pairs with at least so many periods stay as they are", gt=0, le=1e9)
+    # pairs with at most `slow` periods in the original context are divided by factor, with at least `fast` unchanged
+    slow: ClassVar[float] = 1.0
+    fast: ClassVar[float] = 4.0
     original: int = key(8192, "context length before the frequencies were rescaled, tokens", ge=1, le=10**9)
 
     def rescaled_frequencies(self, frequencies: Tensor, theta: float, head_size: int) -> Tensor:
         periods = self.original * frequencies / (2 * math.pi)
         return divide_low_frequencies(frequencies, periods, self.slow, self.fast, self.factor)
-
-    def problems(self) -> Iterator[Problem]:
-        return period_limit_problems(self.slow, self.fast)
 
 
 @dataclass(frozen=True)
@@ -67,14 +63,14 @@ class YarnScaling(Llama3Scaling):
     """YaRN, arXiv 2309.00071, as in its authors' code: low frequencies divided by `factor`, high ones unchanged, with a
     transition.
 
-    Keys and their checks are those of Llama 3's scaling, frequencies are not. Source: `YaRNScaledRotaryEmbedding` of
+    Keys are those of Llama 3's scaling, frequencies are not. Source: `YaRNScaledRotaryEmbedding` of
     github.com/jquesnelle/yarn, whose transition is linear in a pair's index. In the paper it is linear in the number of
     periods, as in the inference setting `yarn`.
     """
 
     name: ClassVar[str] = "yarn"
     factor: float = key(4.0, "divides low frequencies", gt=0, le=1e6)
-    fast: float = key(32.0, "pairs with at least so many periods stay as they are", gt=0, le=1e9)
+    fast: ClassVar[float] = 32.0
     attention_factor: float | None = key(None, "multiplies cos and sin; null: 0.1 ln(factor) + 1", gt=0, le=1e6)
     whole_pairs: bool = key(True, "the first and the last pair of the transition are rounded outwards")
 
@@ -107,14 +103,6 @@ def divide_low_frequencies(frequencies: Tensor, periods: Tensor, slow: float, fa
     """
     kept_fraction = ((periods - slow) / (fast - slow)).clamp(0, 1)
     return frequencies * (kept_fraction + (1 - kept_fraction) / factor)
-
-
-def period_limit_problems(slow: float, fast: float) -> Iterator[Problem]:
-    """Yield a problem if `fast` is not above `slow`, the numbers of periods between which a scaling's transition
-    lies.
-    """
-    if fast <= slow:
-        yield Problem("fast", fast, f"is not above slow = {slow:g}")
 
 
 TRAINED_SCALINGS = {v.name: v for v in (TrainedScaling, LinearScaling, Llama3Scaling, YarnScaling)}

@@ -235,21 +235,15 @@ class Needle(Task):
 
 @dataclass
 class Passkey(Task):
-    """Pass key retrieval (arXiv 2305.16300): "The pass key is KEY. Remember it. KEY is the pass key." in filler, then a
-    question for KEY.
+    """Pass key retrieval (arXiv 2305.16300): "The pass key is KEY. Remember it. KEY is the pass key." at a random place
+    of "The grass is green. ...", over and over, then a question for KEY.
 
     KEY has five digits, and occurs twice in its sentence and once in the answer, as the same tokens, and nowhere else.
 
-    Training and test share no key: its hash decides to which of them it belongs. Test sequences take filler from
-    held-out documents of the corpus, training sequences from the others.
+    Training and test share no key: its hash decides to which of them it belongs.
     """
 
     name: ClassVar[str] = "passkey"
-    filler: Literal["grass", "corpus"] = key(
-        "grass", 'around the key: "The grass is green. …" over and over, or the corpus'
-    )
-    depth: float | None = key(None, "fraction of the filler before the key; null: random", ge=0, le=1)
-    absent: bool = key(False, "leave the key out: the control, which nothing but chance can answer")
 
     def entropy(self, length: int) -> float:
         """Entropy of the key alone; its position and the filler are not counted."""

@@ -320,21 +320,16 @@ def passkey(task: Passkey, draw: Draw, length: int, text: Text | None = None) ->
     grass_tokens = text.encode(GRASS_FILLER)
 
     def filler(draw: Draw, count: int) -> np.ndarray:
-        return np.resize(grass_tokens, count) if task.filler == "grass" else text.filler(draw, count)
+        return np.resize(grass_tokens, count)
 
     def build(numbers: list[np.ndarray]) -> Example:
         (number,) = numbers
         sentence = np.concatenate((phrases[0], number, phrases[1], number, phrases[2]))
-        sentences = [] if task.absent else [sentence]
-        sequence, answers, starts = haystack(draw, length, sentences, [(question, number)], task.depth, filler)
-        evidence, needles = (
-            (span(0, 0),) * 2
-            if task.absent
-            else (span(starts + len(phrases[0]), len(number)), span(starts, len(sentence)))
-        )
-        return Example(sequence, answers, evidence, needles)
+        sequence, answers, starts = haystack(draw, length, [sentence], [(question, number)], None, filler)
+        evidence = span(starts + len(phrases[0]), len(number))
+        return Example(sequence, answers, evidence, span(starts, len(sentence)))
 
-    return without_leaks(draw, text, 5, [1 if task.absent else 3], build)
+    return without_leaks(draw, text, 5, [3], build)
 
 
 def without_leaks(

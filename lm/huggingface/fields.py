@@ -234,7 +234,7 @@ ROPE_TYPES: dict[str, tuple[type[TrainedScaling], dict[str, str]]] = {
         },
     ),
 }
-ROPE_DEFAULTS: dict[str, Plain] = {"beta_slow": 1.0, "beta_fast": 32.0, "attention_factor": None, "truncate": True}
+ROPE_DEFAULTS: dict[str, Plain] = {"attention_factor": None, "truncate": True}
 
 
 def read_rope(config: Fields, positions: int) -> Rope:
@@ -266,9 +266,15 @@ def read_rope(config: Fields, positions: int) -> Rope:
     if kind == YarnScaling.name:
         defaults["factor"] = positions / block.size(ORIGINAL_LENGTH, positions)
         block.take("finetuned", bool, False)  # true if the weights were trained further with this scaling
-    options = {
-        option: block.take(field, types[option], defaults.get(field, MISSING)) for field, option in option_names.items()
-    }
+    options = {}
+    for field, option in option_names.items():
+        if option in types:
+            options[option] = block.take(field, types[option], defaults.get(field, MISSING))
+        else:
+            constant = getattr(schema, option)
+            block.require_value(
+                field, (constant,), f"only {constant:g} is read, as the models released with {kind} have"
+            )
     if kind == YarnScaling.name:
         scales = [block.take(name, float, 0.0) for name in ("mscale", "mscale_all_dim")]
         if options["attention_factor"] is None and all(scales):  # one alone is not read by transformers either

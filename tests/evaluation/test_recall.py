@@ -289,7 +289,7 @@ def test_the_result_is_plain_has_rows_and_scores_and_is_the_same_each_time(tiny)
 
 
 def test_needles_are_asked_of_a_model_of_text(tiny, tmp_path: Path):
-    tasks = "eval.recall={tasks: [needle, {name: passkey, depth: 0.5}], length_factors: [1, 3], sequences: 2}"
+    tasks = "eval.recall={tasks: [needle, passkey], length_factors: [1, 3], sequences: 2}"
     assert (
         train(tiny("name=a", "data.seq_len=128", "optim.batch_tokens=1024", tasks, "eval.long_context.length_factor=0"))
         == 0

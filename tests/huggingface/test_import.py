@@ -52,10 +52,10 @@ YARN = {
     "rope_theta": 3e4,
     "factor": 3.0,
     "original_max_position_embeddings": 200,
-    "beta_fast": 20.0,
-    "beta_slow": 2.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
 }
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e4, "factor": 4.0, "low_freq_factor": 1.5, "high_freq_factor": 5.0}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1}
 MODELS: dict[str, tuple[type[PreTrainedModel], type[PreTrainedConfig], dict]] = {
     "gpt2": (GPT2LMHeadModel, GPT2Config, {

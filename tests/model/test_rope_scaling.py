@@ -42,11 +42,10 @@ from lm.training.train import train
 
 SCALINGS = [
     LinearScaling(factor=3.0),
-    Llama3Scaling(factor=6.0, slow=1.5, fast=5.0, original=200),
+    Llama3Scaling(factor=6.0, original=200),
     YarnScaling(factor=4.0, original=300),
-    YarnScaling(factor=5.0, slow=2.0, fast=20.0, original=300, attention_factor=1.3, whole_pairs=False),
+    YarnScaling(factor=5.0, original=300, attention_factor=1.3, whole_pairs=False),
     YarnScaling(factor=0.5, original=300),
-    YarnScaling(factor=4.0, fast=1.01, original=300),
 ]
 
 
@@ -97,10 +96,7 @@ def test_an_inference_setting_rescales_the_model_as_it_was_trained(scaling: Trai
     torch.testing.assert_close(actual.float(), expected, rtol=2e-6, atol=0)
 
 
-def test_the_bounds_of_the_transition_must_be_in_order(tiny):
-    with pytest.raises(ConfigError, match=r"model\.position\.scaling\.fast = 1\.0: is not above slow = 1"):
-        tiny("model.position.scaling={name: llama3, fast: 1.0}")
-    assert tiny("model.position.scaling=yarn").model.position.label == "rope theta 10000, yarn"
+def test_yarn_amplifies_by_its_factor_unless_told_otherwise():
     assert math.isclose(YarnScaling().amplitude, 0.1 * math.log(4) + 1)
 
 

@@ -62,7 +62,7 @@ def test_a_task_whose_training_sequences_must_repeat_is_named(printed):
 
 
 def test_the_fraction_of_targets_that_are_answers_is_named_beside_text(printed):
-    tasks = printed("data.tasks=[{weight: 0.5, task: {name: passkey, filler: corpus}}]", "data.seq_len=128")["tasks"]
+    tasks = printed("data.tasks=[{weight: 0.5, task: passkey}]", "data.seq_len=128")["tasks"]
     assert re.fullmatch(r"passkey 50%, answers are about [34]% of the targets", tasks)
 
 
