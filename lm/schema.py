@@ -452,13 +452,14 @@ def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
 
 @functools.cache
 def reference(schema: type, path: str = "") -> tuple[tuple[str, str, str, str], ...]:
-    """Return rows (key path, type, default, description) of the keys of `schema`, in order; each dataclass of a table
-    is described once.
+    """Return rows (key path, type, default, description) of the keys of `schema`, in order; each dataclass is described
+    once.
     """
-    return tuple(_rows(schema, path, set()))
+    return tuple(_rows(schema, path, {}))
 
 
-def _rows(schema: type, path: str, described_options: set[type]) -> Iterator[tuple[str, str, str, str]]:
+def _rows(schema: type, path: str, described: dict[type, str]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the rows of `reference`. `described`: the path at which each dataclass was described."""
     for spec in fields(schema):
         if not spec.metadata.get("by_user", True):
             continue
@@ -476,12 +477,14 @@ def _rows(schema: type, path: str, described_options: set[type]) -> Iterator[tup
         else:
             limits = _limits_text(spec.metadata["limits"])
             kind, default = type_name(spec.type) + (f", {limits}" if limits else ""), yaml_scalar(_default_of(spec))
+        if block in described:
+            kind = f"{kind or 'a block'}, as {described[block]}"
         if kind:
             yield key_path, kind, default, spec.metadata["help"]
         for suffix, option in blocks.items():
-            if block or option not in described_options:
-                described_options.add(option)
-                yield from _rows(option, key_path + suffix, described_options)
+            if option not in described:
+                described[option] = key_path
+                yield from _rows(option, key_path + suffix, described)
 
 
 def yaml_flow(value: Plain) -> str:
