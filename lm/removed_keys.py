@@ -4,6 +4,7 @@ A block that gives such a key its former default, as the configurations of older
 """
 
 import re
+from collections.abc import Iterator
 
 # {path of a key, as in docs/config.md; `*` for any part: (former default, advice)}
 REMOVED_KEYS: dict[str, tuple[object, str]] = {
@@ -95,6 +96,37 @@ def removed_key(block_path: str, variant: str, name: str) -> tuple[object, str] 
     variant_path = f"{path.rpartition('.')[0]}[{variant}].{name}"
     matches = (key for key, pattern in _PATTERNS.items() if pattern.fullmatch(path) or pattern.fullmatch(variant_path))
     return REMOVED_KEYS.get(next(matches, ""))
+
+
+# Keys with a default that had left before 0.11.0. The names of runs have a hash of all keys of that version.
+_BEFORE_HASHES = (
+    "more_seeds",
+    "log.score_sequences",
+    "eval.needle.finetune.batch_sequences",
+    "eval.needle.finetune.lr",
+)
+_BEFORE_HASHES += ("eval.diagnostics.top_k", "eval.diagnostics.nearest", "eval.diagnostics.limits", "eval.others")
+_BEFORE_HASHES += tuple(f"optim.optimizer[muon].{name}" for name in ("nesterov", "ns_steps", "adjust_lr"))
+# {path of a block, with its name if only blocks of this name had the key: {name of a key: default in 0.11.0}}
+_HASHED: dict[str, dict[str, object]] = {}
+for _path in (path for path in REMOVED_KEYS if "*" not in path and path not in _BEFORE_HASHES):
+    if (default := REMOVED_KEYS[_path][0]) is not None:
+        _HASHED.setdefault(_path.rpartition(".")[0], {})[_path.rpartition(".")[2]] = default
+
+
+def hashed_defaults(plain: object, path: str = "") -> Iterator[tuple[str, object]]:
+    """Yield path and default of each key that blocks of a configuration (plain data) had in 0.11.0, and have no more.
+    The hash of a configuration counts them, so that runs keep their names.
+    """
+    if isinstance(plain, dict):
+        pattern = re.sub(r"\[\d+\]", "[]", path)
+        for block in (pattern, f"{pattern}[{plain.get('name')}]"):
+            yield from ((f"{path}.{name}", value) for name, value in _HASHED.get(block, {}).items())
+        for name, value in plain.items():
+            yield from hashed_defaults(value, f"{path}.{name}" if path else str(name))
+    elif isinstance(plain, list):
+        for index, item in enumerate(plain):
+            yield from hashed_defaults(item, f"{path}[{index}]")
 
 
 def without_removed(plain: object, path: str = "") -> object:

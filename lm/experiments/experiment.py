@@ -21,6 +21,7 @@ from lm.experiments.run_outcome import SELECTION
 from lm.experiments.tuning_table import TuningRun, values_by_arm_and_rate
 from lm.files import expand_home
 from lm.plugins import PLUGINS
+from lm.removed_keys import hashed_defaults
 from lm.runs.metric import Metric
 from lm.schema import Plain, flatten, is_block, key, to_plain
 from lm.statistics.tuning import MIN_TUNING_SEEDS, Rate, grid_rates, key_values
@@ -248,15 +249,22 @@ class Experiment:
         first seed, at the learning rate `any_rate`. Raises ConfigError: the configuration is wrong."""
         return self.config(size, arm, self.seeds[0], self.any_rate, {"name": "any"})
 
-    def config(self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]) -> Config:
-        """Build the configuration of one run; `rate` holds the values of the tuned keys, and `changes` override all
-        other settings. Runs that differ only in `_UNCACHED_KEYS` share a parsed configuration, also across copies of
-        the experiment. Raises ConfigError.
+    def plain(
+        self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]
+    ) -> dict[str, Plain]:
+        """The plain configuration of one run; `rate` holds the values of the tuned keys, and `changes` override all
+        other settings.
         """
         plain = self.base
         for block in (self.sizes[size], arm.changes, nest_keys(self.tuned_keys(rate)), {"seed": seed}, changes):
             plain = merge(plain, block)
-        plain = resolve_interpolations(plain)
+        return plain
+
+    def config(self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]) -> Config:
+        """Build the configuration of one run from `plain`. Runs that differ only in `_UNCACHED_KEYS` share a parsed
+        configuration, also across copies of the experiment. Raises ConfigError.
+        """
+        plain = resolve_interpolations(self.plain(size, arm, seed, rate, changes))
         own_keys = {name: plain[name] for name in _UNCACHED_KEYS if name in plain}
         cache_key = repr({name: value for name, value in plain.items() if name not in own_keys})
         if cache_key not in self._configs:
@@ -300,12 +308,12 @@ def config_hash(config: Config) -> str:
 
 def deciding_keys(plain: dict[str, Plain]) -> dict[str, Plain]:
     """The dotted keys, with their values, that decide what a run learns and how it is measured; null values are left
-    out.
+    out. Keys that left since 0.11.0 have their defaults.
     """
     areas = ("model", "training", "seed", "numerics", "evaluation")
-    return {
-        path: value for path, value in flatten(plain).items() if value is not None and effect_of(path).affects in areas
-    }
+    keys = flatten(plain).items()
+    present = {path: value for path, value in keys if value is not None and effect_of(path).affects in areas}
+    return present | dict(hashed_defaults(plain))
 
 
 @cache

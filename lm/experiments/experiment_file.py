@@ -1,6 +1,6 @@
 """Read an experiment's file, and check it: its arms, what they are compared on, and its tuning table."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import product
@@ -19,19 +19,31 @@ from lm.experiments.experiment import Arm, Experiment, PrimaryMetric, Swap, Tune
 from lm.experiments.tuning_table import read_tuning_table
 from lm.model.spec import count_steps
 from lm.plugins import PLUGINS
-from lm.removed_keys import removed_key
 from lm.runs.folder import CONFIG, RESOLVED_FILE, SWAPPED
-from lm.schema import Plain, build, cross_key_problems, flatten, is_block, key, optional, section, suggest, to_plain
+from lm.schema import Plain, build, cross_key_problems, flatten, key, optional, section, suggest, to_plain
 from lm.statistics.tuning import MIN_TUNING_SEEDS, Rate, rate_text
+
+_JUDGED = "the runs that choose a rate must not judge it"
+TOKENS_KEY = "trainer.tokens_per_parameter"
+# configuration keys that the experiment sets in each run
+_EXPERIMENT_KEYS = ("seed", "data.seed", "name", "resume", "init_from", "branch_from")
+_EXPERIMENT_KEYS += tuple(f"experiment.{spec.name}" for spec in fields(ExperimentConfig))
+# names that no arm or size has; a size's folder lies beside files and folders of these names
+_FILES = ("compare.lock", RESOLVED_FILE, "tuning.csv", "verdicts.csv", "verdicts.json")
+_RESERVED = {"arms": (".", ".."), "sizes": (".", "..", "logs", "report", SWAPPED, "workers", *_FILES)}
 
 
 @dataclass
 class _FileKeys:
-    """The keys of an experiment file except `base`, `arms`, `sizes` and `evaluate`, which hold configuration keys."""
+    """The keys of an experiment's file."""
 
+    base: str | list[str] | dict = key({}, "a configuration file, a list of files, or a block of keys")
+    arms: dict = key({}, "by name, what each arm changes")
+    sizes: dict | None = key(None, "by name, what each size changes")
     seeds: list[int] = key([1, 2, 3], "seeds of the final runs", ge=0, lt=2**31)
     tune: Tune = section(Tune, "the learning rate of each arm")
     primary: PrimaryMetric = section(PrimaryMetric, "what decides")
+    evaluate: dict | None = key(None, "keys of `eval` with which runs are measured after training")
 
     def problems(self) -> list[Problem]:
         problems = []
@@ -41,8 +53,8 @@ class _FileKeys:
             problems.append(Problem("tune.seeds", shared, "are also final seeds", _JUDGED))
         for name in self.tune.keys:
             if name in _EXPERIMENT_KEYS or not distinguishes_arms(name):
-                reason = "is set by the experiment" if name in _EXPERIMENT_KEYS else _UNTUNABLE
-                problems.append(Problem("tune.key", name, reason, "name a key of the optimizer, such as optim.lr"))
+                remedy = "name a key of the optimizer, such as optim.lr"
+                problems.append(Problem("tune.key", name, "is nothing that training depends on", remedy))
         return problems
 
 
@@ -53,20 +65,6 @@ class _ArmKeys:
     swap: Swap | None = optional(Swap, "the normalizer that is put into the weights")
     train: bool = key(True, "whether the arm is trained")
     step: int | None = key(None, "the step of the other arm from which it goes on", ge=1)
-
-
-TOKENS_KEY = "trainer.tokens_per_parameter"
-_JUDGED = "the runs that choose a rate must not judge it"
-_UNTUNABLE = "is nothing that training depends on"
-_TOP_KEYS = ("base", "arms", "sizes", *(spec.name for spec in fields(_FileKeys)), "evaluate")
-# configuration keys that the experiment sets in each run
-_EXPERIMENT_KEYS = {
-    *("seed", "data.seed", "name", "runs", "resume", "init_from", "branch_from"),
-    *(f"experiment.{spec.name}" for spec in fields(ExperimentConfig)),
-}
-# names that no arm or size has; a size's folder lies beside files and folders of these names
-_FILES = ("compare.lock", RESOLVED_FILE, "tuning.csv", "verdicts.csv", "verdicts.json")
-_RESERVED = {"arms": (".", ".."), "sizes": (".", "..", "logs", "report", SWAPPED, "workers", *_FILES)}
 
 
 def read_experiment(file: Path, overrides: list[str]) -> Experiment:
@@ -88,156 +86,98 @@ def read_experiment(file: Path, overrides: list[str]) -> Experiment:
 
 def _experiment(file: Path, overrides: list[str]) -> Experiment:
     """Read the experiment that a file describes, without building the configurations of its arms."""
-    plain, problems = _read_yaml(file), list[Problem]()
-    arm_blocks = _named_blocks("arms", plain.pop("arms", None), problems)
-    size_blocks = _named_blocks("sizes", plain.pop("sizes", None) or {}, problems)
-    base, evaluate = plain.pop("base", None), plain.pop("evaluate", None) or {}
-    base = (
-        merge_bases(nest_keys(base), file, "base.base") if isinstance(base, dict) else merge_bases({"base": base}, file)
-    )
-    if not isinstance(evaluate, dict):
-        problems.append(Problem("evaluate", evaluate, "must be a block of configuration keys"))
-        evaluate = {}
-    for name in sorted((name for name in plain.keys() - _TOP_KEYS if not removed_key("", "", name)), key=str):
-        problems.append(Problem(str(name), plain.pop(name), "unknown key", suggest(str(name), _TOP_KEYS)))
-    settings = build(_FileKeys, plain, "", problems)
-    problems += cross_key_problems(settings)
-    tune = settings.tune
-    set_keys = _EXPERIMENT_KEYS | {*(tune.keys if tune.grid or tune.table is not None else ())}
-
-    def own_changes(path: str, block: dict[str, Plain]) -> dict[str, Plain]:
-        """Nest a block's keys. A file that its `base` names may hold a key that the experiment sets; the block not."""
-        changes = nest_keys(block, path=f"{path}.")
-        values = flatten(changes)
-        problems.extend(
-            Problem(f"{path}.{name}", values[name], "is set by the experiment", "drop it")
-            for name in sorted(set_keys & {*values})
-        )
-        return changes
-
+    problems: list[Problem] = []
+    keys = build(_FileKeys, _read_yaml(file), "", problems)
+    problems += cross_key_problems(keys)
+    base = nest_keys(keys.base) if isinstance(keys.base, dict) else {"base": keys.base}
+    arm_blocks, size_blocks = (_named_blocks(name, getattr(keys, name) or {}, problems) for name in ("arms", "sizes"))
     arms: dict[str, Arm] = {}
     for name, block in arm_blocks.items():
-        arms[name] = arm = _arm(name, dict(block), arms, own_changes, problems)
-        changes = merge_bases(arm.changes, file, f"arms.{name}.base")
-        # its changes are laid over its source's
-        if arm.source in arms and (arm.branch_step is not None or not arm.trained):
-            changes = merge(merge(arms[arm.source].changes, {} if arm.trained else {"phases": []}), changes)
-        if (tokens := flatten(changes).get(TOKENS_KEY)) is not None:
-            reason = "the arms of a size train equally long"
-            problems.append(Problem(f"arms.{name}.{TOKENS_KEY}", tokens, reason, "give it in base or sizes"))
-        arms[name] = replace(arm, changes=changes)
+        arms[name] = _arm(name, block, arms, file, problems)
+    sizes = {name: merge_bases(block, file, f"sizes.{name}.base") for name, block in size_blocks.items()}
     if len(arms) < 2 and not problems:
         problems.append(Problem("arms", [*arms], "needs a baseline and at least one other arm"))
-    sizes = {
-        name: merge_bases(own_changes(f"sizes.{name}", block), file, f"sizes.{name}.base")
-        for name, block in size_blocks.items()
-    }
-    override_values = read_overrides(overrides)
-    owners = {
-        "`seeds`": [{"seed"}],
-        "the experiment": [{"name", "experiment"}],
-        "`tune`": [set_keys - _EXPERIMENT_KEYS],
-        "all arms": [{*flatten(arm.changes)} for arm in arms.values()],
-        "all sizes": [{*flatten(changes)} for changes in sizes.values()],
-    }
-    problems += _ineffective_overrides(override_values, owners, f"change it in {file.name}")
     if problems:
         raise ConfigError(problems)
-    table = ()
+    base, changes, table, tune = merge_bases(base, file, "base"), read_overrides(overrides), (), keys.tune
     if tune.table is not None:
-        table = read_tuning_table(file.parent / tune.table, settings.primary.quantity_name)
+        table = read_tuning_table(file.parent / tune.table, keys.primary.quantity_name)
         if wrong_keys := {run.key for run in table} - {tune.heading}:
             reason = f"the table {tune.table} is of {', '.join(sorted(wrong_keys))}"
             raise ConfigError([Problem("tune.key", tune.heading, reason)])
-    return Experiment(
-        file.stem, merge(base, override_values), tuple(arms.values()), sizes or {"": {}}, tuple(settings.seeds), tune,
-        settings.primary, file, tuple(overrides), table, nest_keys(evaluate),
+    experiment = Experiment(
+        file.stem, merge(base, changes), tuple(arms.values()), sizes or {"": {}}, tuple(keys.seeds), tune,
+        keys.primary, file, tuple(overrides), table, nest_keys(keys.evaluate or {}),
     )  # fmt: skip
+    blocks = {f"arms.{name}.": block for name, block in arm_blocks.items()}
+    blocks |= {f"sizes.{name}.": block for name, block in size_blocks.items()} | {"": changes}
+    if problems := [*_ineffective_keys(experiment, blocks)]:
+        raise ConfigError(problems)
+    return experiment
 
 
-def _ineffective_overrides(
-    override_values: dict[str, Plain], owners: dict[str, list[set[str]]], remedy: str
-) -> Iterator[Problem]:
-    """Yield a problem for each override of a key of the experiment, or of a key that all blocks of an owner set, as
-    their values win.
+def _ineffective_keys(experiment: Experiment, blocks: dict[str, dict[str, Plain]]) -> Iterator[Problem]:
+    """Yield a problem for each key of an arm, a size or the command line that no run has, as another value wins.
+
+    blocks: the keys of each, by the beginning of their path: `arms.NAME.`, `sizes.NAME.`, or empty for overrides.
     """
-    for name in (name for name in _TOP_KEYS if name in override_values):
-        reason = "is a key of the experiment; overrides change its base configuration"
-        yield Problem(name, override_values.pop(name), reason, remedy)
-    for path, value in flatten(override_values).items() if override_values else ():
-        parts = path.removesuffix(".name").split(".")
-        names = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
-        names |= {f"{name}.name" for name in names}
-        for owner, blocks in owners.items():
-            if blocks and all(names & keys for keys in blocks):
-                yield Problem(path, value, f"is set by {owner}, so this has no effect", remedy)
+    set_by_experiment = nest_keys(dict.fromkeys(_EXPERIMENT_KEYS, "as the experiment sets it"))
+    plains = {
+        (size, arm.name): flatten(experiment.plain(size, arm, 0, experiment.any_rate, set_by_experiment))
+        for size, arm in experiment.size_arms
+    }
+    for start, block in blocks.items():
+        own = [plain for (size, arm), plain in plains.items() if start in ("", f"arms.{arm}.", f"sizes.{size}.")]
+        for path, value in flatten({name: value for name, value in block.items() if name != "base"}).items():
+            if value != {} and all(value != plain.get(path, plain.get(f"{path}.name")) for plain in own):
+                remedy = "drop it" if start else f"change it in {experiment.file.name}"
+                yield Problem(f"{start}{path}", value, "is set by the experiment, so this has no effect", remedy)
 
 
-def _arm(
-    name: str,
-    keys: dict[str, Plain],
-    earlier: dict[str, Arm],
-    own_changes: Callable[[str, dict[str, Plain]], dict[str, Plain]],
-    problems: list[Problem],
-) -> Arm:
-    """Read an arm's block, `keys`, whose configuration keys `own_changes` nests and checks; `earlier` are the arms
-    before it. Problems with it are added to `problems`.
+def _arm(name: str, block: dict[str, Plain], earlier: dict[str, Arm], file: Path, problems: list[Problem]) -> Arm:
+    """Read an arm's block, and take the keys out of it that are no configuration keys; `earlier` are the arms before
+    it. Problems with it are added to `problems`. An unknown normalizer or initial value of `swap` is refused where the
+    configuration is parsed.
     """
-    path, source = f"arms.{name}", keys.pop("from", None)
-    start = build(_ArmKeys, {key: keys.pop(key) for key in ("swap", "train", "step") if key in keys}, path, problems)
-    changes = own_changes(path, keys)
-    if source is not None and str(source) not in earlier:
-        remedy = "the first arm is the baseline, which starts from random weights"
-        remedy = suggest(str(source), earlier) if earlier else remedy
-        problems.append(Problem(f"{path}.from", source, "is no earlier arm", remedy))
-    if source is None and start.swap:
-        reason = "there are no weights to swap"
-        problems.append(Problem(f"{path}.swap", to_plain(start.swap), reason, "say of which arm: `from`"))
-    if start.step is not None and (source is None or start.swap or not start.train):
-        reason = "goes on with the optimizer state of another arm"
-        problems.append(
-            Problem(f"{path}.step", start.step, reason, "name the arm: `from`, and drop `swap` and `train`")
-        )
-    if not start.train and not start.swap:
-        reason = "would be the arm it starts from"
-        problems.append(Problem(f"{path}.train", False, reason, "give a `swap`, or train it"))
-    for key_path, value in flatten(changes).items() if changes and not start.train else ():
+    path, source = f"arms.{name}", block.pop("from", None)
+    start = build(_ArmKeys, {key: block.pop(key) for key in ("swap", "train", "step") if key in block}, path, problems)
+    changes, swap, source_name = merge_bases(block, file, f"{path}.base"), start.swap, str(source)
+
+    def refuse(key: str, value: Plain, reason: str, remedy: str) -> None:
+        problems.append(Problem(f"{path}.{key}", value, reason, remedy))
+
+    if source is not None and source_name not in earlier:
+        baseline_words = "the first arm is the baseline, which starts from random weights"
+        refuse("from", source, "is no earlier arm", suggest(source_name, earlier) if earlier else baseline_words)
+    if source is None and swap:
+        refuse("swap", to_plain(swap), "there are no weights to swap", "say of which arm: `from`")
+    if start.step is not None and (source is None or swap or not start.train):
+        remedy = "name the arm: `from`, and drop `swap` and `train`"
+        refuse("step", start.step, "goes on with the optimizer state of another arm", remedy)
+    if not start.train and not swap:
+        refuse("train", False, "would be the arm it starts from", "give a `swap`, or train it")
+    for key_path, value in flatten(block).items() if block and not start.train else ():
         if not key_path.startswith("model.normalizer"):
-            reason = "has no effect on an arm that is not trained"
-            problems.append(Problem(f"{path}.{key_path}", value, reason, "drop it, or train the arm"))
-    if start.swap:
-        changes = _with_normalizer(changes, start.swap, path, problems)
-    return Arm(name, changes, "" if source is None else str(source), start.swap, start.train, start.step)
+            refuse(key_path, value, "has no effect on an arm that is not trained", "drop it, or train the arm")
+    if (tokens := flatten(changes).get(TOKENS_KEY)) is not None:
+        refuse(TOKENS_KEY, tokens, "the arms of a size train equally long", "give it in base or sizes")
+    if swap:
+        normalizer = {"name": swap.to} | ({} if swap.init is None else {"init": swap.init})
+        with suppress(KeyError), PLUGINS.trusted():
+            init = OPTIONS[swap.to].first_init()
+            normalizer |= {"init": init} if init is not None and swap.init in (None, "fit") else {}
+        changes = merge(changes, {"model": {"normalizer": normalizer}})
+    # its changes are laid over its source's
+    if source_name in earlier and (start.step is not None or not start.train):
+        changes = merge(merge(earlier[source_name].changes, {} if start.train else {"phases": []}), changes)
+    return Arm(name, changes, "" if source is None else source_name, swap, start.train, start.step)
 
 
-def _with_normalizer(changes: dict[str, Plain], swap: Swap, path: str, problems: list[Problem]) -> dict[str, Plain]:
-    """Return an arm's changes with the normalizer of `swap` added to them. An unknown normalizer or initial value is
-    refused where the configuration is parsed.
-    """
-    model = changes.get("model")
-    normalizer = model.get("normalizer", {}) if is_block(model) else {}
-    if not is_block(normalizer) or normalizer.get("name", swap.to) != swap.to or "init" in normalizer:
-        remedy = "give its options by their keys, and init in `swap`"
-        reason = f"the weights are swapped to {swap.to}"
-        problems.append(Problem(f"{path}.model.normalizer", normalizer, reason, remedy))
-    init = None
-    with suppress(KeyError), PLUGINS.trusted():
-        init = OPTIONS[swap.to].first_init()
-        if swap.init is not None and init is None:
-            reason = f"{swap.to} has no parameters to start"
-            problems.append(Problem(f"{path}.swap.init", swap.init, reason, "drop it"))
-    init = init if swap.init in (None, "fit") else swap.init
-    return merge(changes, {"model": {"normalizer": {"name": swap.to} | ({} if init is None else {"init": init})}})
-
-
-def _named_blocks(key: str, value: Plain, problems: list[Problem]) -> dict[str, dict[str, Plain]]:
-    """Return the keys of each arm or size by its name; an arm or size without keys (null) has {}.
+def _named_blocks(key: str, value: dict, problems: list[Problem]) -> dict[str, dict[str, Plain]]:
+    """Return the nested keys of each arm or size by its name; an arm or size without keys (null) has {}.
 
     key: the key in the file, `arms` or `sizes`, whose content is `value`. Problems with it are added to `problems`.
     """
-    if not isinstance(value, dict):
-        problems.append(Problem(key, value, "must be a map from names to what they change"))
-        return {}
     blocks = {}
     for name, changes in value.items():
         text = "" if isinstance(name, bool | None) else str(name)  # YAML reads on, yes and null as values
@@ -248,7 +188,7 @@ def _named_blocks(key: str, value: Plain, problems: list[Problem]) -> dict[str, 
         elif not isinstance(changes, dict | None):
             problems.append(Problem(f"{key}.{name}", changes, "must be a block of configuration keys"))
         else:
-            blocks[text] = changes or {}
+            blocks[text] = nest_keys(changes or {}, path=f"{key}.{name}.")
     return blocks
 
 

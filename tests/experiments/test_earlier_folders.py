@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 
+import pytest
 import yaml
 from fabricated import FINGERPRINT, finish_all
 from trials import TWO_ARMS
 
-from lm.config.load import to_yaml
+from lm.config.load import load_config, to_yaml
+from lm.experiments.experiment import config_hash
 from lm.experiments.experiment_folder import open_experiment
 from lm.files import write_json
 from lm.runs.folder import CONFIG, RESOLVED_FILE
@@ -48,3 +50,22 @@ def test_runs_of_an_earlier_version_are_gone_on_with_and_its_plan_is_unchanged(t
         (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
     experiment = open_experiment(path, overrides).experiment
     assert (experiment.plan_notes, {*experiment.exploratory}) == ((), set())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "digest"),
+    [
+        (
+            [
+                "recall",
+                "data.tasks=[{task: passkey}]",
+                "eval.recall.tasks=[passkey, {name: needle, needles: 2}]",
+            ],
+            "56de8479",
+        ),
+        (["sotu", "recipes/modern"], "c4a4fc18"),
+        (["sotu", "model.position={name: rope, scaling: {name: yarn, factor: 4, original: 64}}"], "40d72aae"),
+    ],
+)
+def test_keys_that_leave_change_no_hash(arguments: list[str], digest: str):
+    assert config_hash(load_config([*arguments, "name=x"])) == digest, "as 0.11.0 gave it"

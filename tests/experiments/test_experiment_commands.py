@@ -179,11 +179,11 @@ def test_swapped_arms_start_from_the_weights_of_their_seed_and_rate(tmp_path):
         ),
         (
             {"from": "softmax", "swap": {"to": "ssmax"}, "model.normalizer": "log_n"},
-            "arms.b.model.normalizer = .*swapped to ssmax",
+            "arms.b.model.normalizer = 'log_n': is set by the experiment",
         ),
         (
             {"from": "softmax", "swap": {"to": "log_n", "init": "unit"}},
-            "arms.b.swap.init = 'unit': log_n has no parameters to start",
+            "model.normalizer.init = 'unit': unknown key",
         ),
         (
             {"from": "softmax", "swap": {"to": "ssmax", "init": "best"}},
@@ -202,7 +202,7 @@ def test_a_wrong_swap_is_refused_in_words(tmp_path, arm, message):
         ({"evaluate": {"optim.lr": 1}}, "evaluate.optim.lr = '1': can't be changed in lm eval"),
         ({"evaluate": {"eval.sequence": 1}}, "eval.sequence = 1: unknown key"),
         ({"evaluate": {"eval.by_length.lengths": [3, 32]}}, "eval.by_length.lengths = 3: does not divide"),
-        ({"evaluate": [1]}, r"evaluate = \[1\]: must be a block"),
+        ({"evaluate": [1]}, r"evaluate = \[1\]: must be a map"),
         ({"evaluate": {}}, "arms.b = .*: is measured on other sequences than the baseline"),
         (
             {"evaluate": {"eval.by_length.lengths": [16, 32]}},
