@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,12 +21,10 @@ from typing import TYPE_CHECKING
 
 from lm.config.data_config import DataConfig, Files, Hub, Package, Source, Tokens
 from lm.data import text_files, token_files
-from lm.data.store import manifests
 from lm.data.text_files import ROWS, Documents, OnError, Unreadable, check_column, column_texts, files_in
 from lm.data.token_files import Vocabulary
 from lm.errors import DataError, with_cause
 from lm.files import FileHashes, plain_sha256, replacing
-from lm.progress import Progress
 from lm.schema import Plain
 
 if TYPE_CHECKING:
@@ -65,8 +63,8 @@ def source_identity(source: Source, root: Path) -> dict[str, Plain]:
     """Return plain data that changes exactly when a source's documents may change: versions, settings and sha256 of the
     content.
 
-    Hashes of files are cached (`FileHashes`). A dataset of the hub is identified by its pinned commit, else by the hash
-    that the `datasets` library computes with the hub's help.
+    Hashes of files are cached (`FileHashes`). A dataset of the hub is identified by its pinned commit, or else by a
+    hash, which takes the hub.
 
     Raises DataError: the source is missing or unreadable.
     """
@@ -157,10 +155,6 @@ def _package_identity(source: Package, root: Path, hashes: FileHashes) -> dict[s
 # `datasets`
 
 
-class Unreachable(DataError):
-    """Raised if the Hugging Face hub can't be reached."""
-
-
 def _hub_documents(source: Hub, on_error: OnError, vocabulary: None) -> Documents:
     location = f"data.source.dataset: '{source.dataset}' ({source.split})"
     with _library_errors(source):
@@ -205,11 +199,8 @@ def _hub_held_out(source: Hub) -> Hub | None:
 
 
 def _hub_identity(source: Hub, root: Path, hashes: FileHashes) -> dict[str, Plain]:
-    """Return the source's options, with the sha256 of each file of a local folder, or with a hub dataset's hash if no
-    commit is pinned.
-
-    `datasets` computes the hash. If the hub can't be reached, the hash comes from the manifest of the latest store with
-    these options.
+    """Return the source's options, with the sha256 of each file of a local folder, or with a hub dataset's hash, which
+    `datasets` computes, if no commit is pinned.
     """
     option_names = ("dataset", "config", "split", "validation_split", "column", "revision", "max_documents")
     options = {name: getattr(source, name) for name in option_names}
@@ -221,51 +212,24 @@ def _hub_identity(source: Hub, root: Path, hashes: FileHashes) -> dict[str, Plai
         }
     if re.fullmatch("[0-9a-f]{40}", source.revision or ""):
         return options  # a commit identifies the content, so that a prepared store opens without a network
-    try:
-        with _library_errors(source):
-            return options | {"fingerprint": _builder(source).hash}
-    except Unreachable as error:
-        entries: dict[float, dict[str, Plain]] = {}  # by the time at which the manifest was written
-        for path, manifest in manifests(root):
-            for entry in manifest["source"] if isinstance(manifest.get("source"), list) else []:
-                if (
-                    isinstance(entry, dict)
-                    and "fingerprint" in entry
-                    and options | {"fingerprint": entry["fingerprint"]} == entry
-                ):
-                    entries[path.stat().st_mtime] = entry
-        if not entries:
-            raise
-        Progress().say(
-            f"note: {error}; it is taken to be what it was when the latest store of it was prepared (pin "
-            "data.source.revision)"
-        )
-        return entries[max(entries)]
+    with _library_errors(source):
+        return options | {"fingerprint": _builder(source).hash}
 
 
 def _hub_licence(source: Hub) -> str:
+    """Return the licence that the dataset's card states."""
+    from huggingface_hub import DatasetCard
+
+    folder = Path(_location(source))
+    card = folder / "README.md" if folder.is_dir() else source.dataset
+    if folder.is_dir() and not card.is_file():
+        return "not stated by the dataset"
     try:
-        with _library_errors(source):
-            licence = (
-                _card_licence(source) or (_dataset(source) if _is_saved(source) else _builder(source)).info.license
-            )
-        return licence or "not stated by the dataset"
-    except DataError:
+        licences = DatasetCard.load(card, ignore_metadata_errors=True).data.to_dict().get("license")
+    except Exception:  # many kinds: no network, no card, no valid YAML
         return "not known (the dataset card can't be read)"
-
-
-def _card_licence(source: Hub) -> str:
-    from huggingface_hub import DatasetCard, hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
-
-    path = Path(_location(source), "README.md")
-    if not path.parent.is_dir():
-        with suppress(EntryNotFoundError):
-            path = Path(hf_hub_download(source.dataset, "README.md", repo_type="dataset", revision=source.revision))
-    if not path.is_file():
-        return ""
-    licences = DatasetCard.load(path, ignore_metadata_errors=True).data.to_dict().get("license") or []
-    return ", ".join(map(str, licences)) if isinstance(licences, list) else str(licences)
+    listing = licences if isinstance(licences, list) else [licences or "not stated by the dataset"]
+    return ", ".join(map(str, listing))
 
 
 def _dataset(source: Hub) -> "Dataset | IterableDataset":
@@ -302,9 +266,7 @@ def _builder(source: Hub) -> "DatasetBuilder":
 
 @contextmanager
 def _library_errors(source: Hub) -> Iterator[None]:
-    """Turn errors of the `datasets` library or the network into a one-line DataError, or `Unreachable` if there is no
-    connection.
-    """
+    """Turn errors of the `datasets` library or the network into a one-line DataError."""
     if source.dataset.startswith((".", "/", "~")) and not Path(_location(source)).is_dir():
         raise DataError(f"data.source.dataset: '{source.dataset}': no such folder")
     try:
@@ -313,10 +275,9 @@ def _library_errors(source: Hub) -> Iterator[None]:
         raise
     except Exception as error:  # the library has no common base class
         text = f"config {source.config}, split {source.split}, revision {source.revision}"
-        text = f"data.source.dataset: '{source.dataset}' ({text}): {with_cause(error)}"
-        if isinstance(error, ConnectionError):
-            raise Unreachable(f"{text}; prepare it once where there is a network") from None
-        raise DataError(text) from None
+        remedy = "; pin data.source.revision to a commit, and prepare it once where there is a network"
+        remedy = remedy if isinstance(error, ConnectionError) else ""
+        raise DataError(f"data.source.dataset: '{source.dataset}' ({text}): {with_cause(error)}{remedy}") from None
 
 
 SOURCE_READERS: dict[type, SourceReader] = {

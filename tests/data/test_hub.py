@@ -230,30 +230,13 @@ def test_the_licence_is_that_of_the_dataset_card(hub: Hub, tmp_path: Path, state
     assert prepared(hub, tmp_path).train.sources[0].licence == expected
 
 
-def test_an_unpinned_dataset_opens_without_a_network_by_its_recorded_identity(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-):
-    source = Hub(dataset="someone/something", split="train")
-    dataset, online = module._dataset, [True]
+def test_an_unpinned_dataset_takes_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def unreachable(source: Hub) -> None:
+        raise ConnectionError("Couldn't reach the hub")
 
-    class Builder:
-        hash = "1234"
-
-    def call(config):
-        if not online[0]:
-            raise ConnectionError("Couldn't reach the hub")
-        return Builder()
-
-    monkeypatch.setattr(module, "_builder", call)
-    monkeypatch.setattr(module, "_dataset", lambda config: dataset(hub))
-    monkeypatch.setattr(module, "_card_licence", lambda config: "mit")
-    store = prepared(source, tmp_path)
-    online[0] = False
-    capfd.readouterr()
-    assert prepared(source, tmp_path).path == store.path
-    assert "note: data.source.dataset: 'someone/something'" in capfd.readouterr().err
-    with pytest.raises(DataError, match="prepare it once where there is a network"):
-        prepared(dataclasses.replace(source, split="test"), tmp_path)
+    monkeypatch.setattr(module, "_builder", unreachable)
+    with pytest.raises(DataError, match=r"Couldn't reach the hub; pin data\.source\.revision to a commit, and prepare"):
+        prepared(Hub(dataset="someone/something", split="train"), tmp_path)
 
 
 @pytest.mark.parametrize("place", ["dataset", "tokenizer", "upload"])
