@@ -15,7 +15,6 @@ from lm.data.tokenizer import decode
 N_GRAM = 13  # tokens, as in GPT-3's study of contamination (arXiv 2005.14165, appendix C)
 MAX_SAMPLED_N_GRAMS = 2**17  # most held-out n-grams that are looked up for a source
 _BLOCK_TOKENS = 2**22  # training tokens hashed at a time
-_FILTER_BITS = 24  # bits of a hash that index a table of 16 MB, which rules out most training n-grams
 _HASH_BASE = 0x9E3779B97F4A7C15  # odd base of the polynomial hashes, modulo 2^64
 
 
@@ -27,19 +26,19 @@ def overlap(store: Store) -> list[tuple[str, int, float]]:
     spaced n-grams, are looked up by 64-bit hash. Sources without held-out n-grams are left out. The training tokens are
     read once, in blocks.
     """
-    hashes_by_source, first_token = [], 0
+    hashes_by_source, first_token = {}, 0
     for source in store.val.sources:
         hashes = _held_out_hashes(store.val, store.end_of_text, first_token, source.n_tokens)
         first_token += source.n_tokens
         if len(hashes):
-            hashes_by_source.append((source.label, hashes))
-    held_out_hashes = (
-        np.unique(np.concatenate([hashes for _, hashes in hashes_by_source]))
-        if hashes_by_source
-        else np.empty(0, np.uint64)
-    )
-    shared_hashes = _occurring_hashes(store.train, held_out_hashes)
-    return [(label, len(hashes), float(np.isin(hashes, shared_hashes).mean())) for label, hashes in hashes_by_source]
+            hashes_by_source[source.label] = hashes
+    occurs = {label: np.zeros(len(hashes), bool) for label, hashes in hashes_by_source.items()}
+    for begin in range(0, store.train.n_tokens - N_GRAM + 1, _BLOCK_TOKENS):
+        end = min(store.train.n_tokens, begin + _BLOCK_TOKENS + N_GRAM - 1)
+        training_hashes = n_gram_hashes(store.train.tokens_at(np.arange(begin, end)))
+        for label, hashes in hashes_by_source.items():
+            occurs[label] |= np.isin(hashes, training_hashes)
+    return [(label, len(mask), float(mask.mean())) for label, mask in occurs.items()]
 
 
 def n_gram_hashes(tokens: np.ndarray) -> np.ndarray:
@@ -64,27 +63,11 @@ def _held_out_hashes(split: Split, end_of_text: int, first: int, n_tokens: int) 
     return n_gram_hashes(windows.ravel())[::N_GRAM]
 
 
-def _occurring_hashes(split: Split, held_out_hashes: np.ndarray) -> np.ndarray:
-    """Return the hashes of the sorted `held_out_hashes` that are also hashes of n-grams in the split."""
-    if not len(held_out_hashes):
-        return held_out_hashes
-    is_candidate = np.zeros(2**_FILTER_BITS, bool)
-    is_candidate[held_out_hashes >> np.uint64(64 - _FILTER_BITS)] = True
-    occurs = np.zeros(len(held_out_hashes), bool)
-    for begin in range(0, split.n_tokens - N_GRAM + 1, _BLOCK_TOKENS):
-        hashes = n_gram_hashes(
-            split.tokens_at(np.arange(begin, min(split.n_tokens, begin + _BLOCK_TOKENS + N_GRAM - 1)))
-        )
-        hashes = hashes[is_candidate[hashes >> np.uint64(64 - _FILTER_BITS)]]
-        nearest_index = np.minimum(np.searchsorted(held_out_hashes, hashes), len(held_out_hashes) - 1)
-        occurs[nearest_index[held_out_hashes[nearest_index] == hashes]] = True
-    return held_out_hashes[occurs]
-
-
 # ---------------------------------------------------------------- printing
 
 
-BAR_WIDTH, SAMPLE_CHARACTERS = 50, 200  # characters of a histogram's longest bar, and of a printed sample of text
+QUANTILES = 10, 50, 90, 100  # percentages of a split's documents, by length
+SAMPLE_CHARACTERS = 200  # characters of a printed sample of text
 
 
 def inspect(arguments: list[str], samples: int) -> Store:
@@ -107,7 +90,7 @@ def inspect(arguments: list[str], samples: int) -> Store:
 
 
 def store_description(store: Store, samples: int) -> Iterator[str]:
-    """Yield lines that report files, counts by split and source, overlap, histograms of lengths, `samples` documents of
+    """Yield lines that report files, counts by split and source, overlap, quantiles of lengths, `samples` documents of
     each source.
     """
     manifest = store.manifest
@@ -153,9 +136,11 @@ def store_description(store: Store, samples: int) -> Iterator[str]:
         "nothing about new text"
     )
     yield f"  {interpretation}" if fractions else f"  none: no held-out document has {N_GRAM} tokens"
+    yield ""
     for name in SPLITS:
-        yield ""
-        yield from histogram(name, getattr(store, name))
+        if len(lengths := getattr(store, name).lengths):
+            quantiles = [f"{int(np.percentile(lengths, percent)):,} ({percent} %)" for percent in QUANTILES]
+            yield f"{name}: documents have at most so many tokens: {', '.join(quantiles)}"
     tokenizer = store.tokenizer()
     for label, index in sample_documents(store.train, samples):
         text = decode(tokenizer, store.train.document(index)[1 : SAMPLE_CHARACTERS + 1].tolist(), special=True)[
@@ -164,26 +149,6 @@ def store_description(store: Store, samples: int) -> Iterator[str]:
         yield ""
         yield f"{label}, training document {index:,} of {store.train.lengths[index] - 1:,} tokens:"
         yield f"  {text!r}"
-
-
-def histogram(name: str, split: Split) -> Iterator[str]:
-    """Yield lines of a histogram of document lengths, binned by powers of two: number of documents and fraction of all
-    tokens.
-    """
-    if not split.n_documents:
-        yield f"{name}: no documents"
-        return
-    powers = np.floor(np.log2([split.lengths.min(), split.longest])).astype(int)
-    edges = 2 ** np.arange(powers[0], powers[1] + 2)
-    documents, tokens = (np.histogram(split.lengths, edges, weights=weights)[0] for weights in (None, split.lengths))
-    median = int(np.median(split.lengths))
-    yield (
-        f"{name}: tokens in a document (median {median:,}, longest {split.longest:,}), documents, fraction of all "
-        "tokens"
-    )
-    for low, high, count, n_tokens in zip(edges[:-1], edges[1:], documents, tokens, strict=True):
-        bar = "█" * round(BAR_WIDTH * n_tokens / tokens.max())
-        yield f"  {low:>11,} to {high - 1:>11,} {count:>12,} {n_tokens / split.n_tokens:>7.1%} {bar}".rstrip()
 
 
 def sample_documents(split: Split, samples: int) -> Iterator[tuple[str, int]]:

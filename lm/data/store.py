@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 STORE_FORMAT = 5
 MANIFEST, TOKENIZER, TOKEN_BYTES = "manifest.json", "tokenizer.json", "token_bytes.npy"
 SPLITS = ("train", "val")
-MAX_FULL_CHECK_BYTES = 2**28  # files of a store up to this size are always hashed: a slow core takes less than a second
+LONG_CHECK_BYTES = 2**30  # files whose hashes take seconds, which is said
 
 
 @dataclass(frozen=True)
@@ -151,26 +151,30 @@ class Store:
     def open(cls, path: Path) -> "Store":
         """Open the store in the folder `path` and check its format, and the size and sha256 of every file.
 
-        Hashes of the files of a store of more than 256 MiB are cached in the parent folder (`FileHashes`), and computed
-        again if a file's size, times or inode change. `verify` always reads the files.
+        Hashes are cached in the parent folder (`FileHashes`), and computed again if a file's size, times or inode
+        change. `verify` always reads the files.
 
         Raises DataError: a file is missing, truncated or altered, or the manifest does not describe it.
         """
-        manifest = _read_manifest(path)
+        manifest, hashes = _read_manifest(path), FileHashes(path.parent)
         try:
             files = manifest["files"]
-            is_large = sum(file["bytes"] for file in files.values()) > MAX_FULL_CHECK_BYTES
-            (_check_large_store if is_large else _check_files)(path, files)
+            unchecked = [name for name in files if hashes.cached(path / name) != files[name]["sha256"]]
+            if (n_bytes := sum(files[name]["bytes"] for name in unchecked)) > LONG_CHECK_BYTES:
+                Progress().say(f"{path}: checking the sha256 of {n_bytes / 1e9:,.1f} GB, once")
+            _check_files(path, files, hashes.sha256)
             token_bytes = np.load(path / TOKEN_BYTES)
             splits = [_open_split(path, name, manifest) for name in SPLITS]
             end_of_text = manifest["end_of_text"]["id"]
             return cls(path, fingerprint(files), manifest["vocab_size"], end_of_text, token_bytes, manifest, *splits)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise _damaged_error(path, f"{path / MANIFEST}: does not describe the store ({one_line(error)})") from None
+        finally:
+            hashes.save()
 
     def verify(self) -> None:
         """Read every file and check its sha256. Raises DataError if a file was altered."""
-        _check_files(self.path, self.manifest["files"])
+        _check_files(self.path, self.manifest["files"], file_sha256)
 
     def tokenizer(self) -> "Tokenizer":
         return load_tokenizer(self.path / TOKENIZER, self.manifest["end_of_text"]["token"])
@@ -228,46 +232,28 @@ def _open_split(path: Path, name: str, manifest: Mapping[str, Plain]) -> Split:
     return Split(path.absolute() / name, manifest["dtype"], **options)
 
 
-def _check_files(
-    folder: Path, files: Mapping[str, Mapping[str, Plain]], sha256: Callable[[Path], str] = file_sha256
-) -> None:
-    """Check the sizes and sha256 of files, in several threads. Raises DataError if a file was altered or can't be
-    read.
+def _check_files(folder: Path, files: Mapping[str, Mapping[str, Plain]], sha256: Callable[[Path], str]) -> None:
+    """Check the sizes and, by `sha256`, the hashes of files, in several threads. Raises DataError if a file was altered
+    or can't be read.
     """
 
     def check(name: str) -> None:
         path, entry = folder / name, files[name]
         try:
-            if (size := path.stat().st_size) != entry["bytes"]:
-                raise _damaged_error(folder, f"{path}: has {size:,} bytes, not {entry['bytes']:,}")
-            if sha256(path) != entry["sha256"]:
-                raise _damaged_error(folder, f"{path}: was altered (its sha256 differs)")
+            size = path.stat().st_size
+            # a damaged cache of hashes condemns no store
+            is_equal = size == entry["bytes"] and (
+                sha256(path) == entry["sha256"] or file_sha256(path) == entry["sha256"]
+            )
         except OSError as error:
             raise _damaged_error(folder, f"{path}: can't be read: {error.strerror}") from None
+        if not is_equal:
+            change = f"has {size:,} bytes, not {entry['bytes']:,}"
+            change = "was altered (its sha256 differs)" if size == entry["bytes"] else change
+            raise _damaged_error(folder, f"{path}: {change}")
 
     with ThreadPoolExecutor() as threads:
         list(threads.map(check, files))
-
-
-def _check_large_store(folder: Path, files: Mapping[str, Mapping[str, Plain]]) -> None:
-    """Check files by hashes cached in the parent folder."""
-    hashes = FileHashes(folder.parent)
-    bytes_to_hash = sum(
-        entry["bytes"] for name, entry in files.items() if hashes.cached(folder / name) != entry["sha256"]
-    )
-    if bytes_to_hash:
-        size = f"{bytes_to_hash / 1e9:,.1f} GB"
-        Progress().say(f"{folder}: checking the sha256 of {size}, once; the result is kept in {hashes.path}")
-
-    def sha256(path: Path) -> str:
-        """Return the cached hash; if it differs from the manifest's, the hash of the file's present content."""
-        cached_hash = hashes.sha256(path)
-        return cached_hash if cached_hash == files[path.name]["sha256"] else file_sha256(path)
-
-    try:
-        _check_files(folder, files, sha256)
-    finally:
-        hashes.save()
 
 
 def _damaged_error(folder: Path, problem: object) -> DataError:

@@ -73,14 +73,14 @@ def test_a_store_is_found_by_its_fingerprint_among_those_of_other_formats(data: 
 
 @pytest.fixture
 def unchecked(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """A store that is large in that its hashes are cached, and whose hashes are not cached yet."""
+    """A store whose hashes are not cached yet, and are soon; it is large in that its check is said."""
     store = prepare(data)
-    monkeypatch.setattr("lm.data.store.MAX_FULL_CHECK_BYTES", 0)
+    monkeypatch.setattr("lm.data.store.LONG_CHECK_BYTES", 0)
     monkeypatch.setattr("lm.files._SETTLED_NS", -1)
     return store
 
 
-def test_a_large_store_is_read_once_until_a_file_changes(
+def test_a_store_is_read_once_until_a_file_changes(
     unchecked: Store, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ):
     import lm.files as module
@@ -100,7 +100,7 @@ def test_a_large_store_is_read_once_until_a_file_changes(
 
 
 @pytest.mark.parametrize("name", ["train-00000.bin", "val.offsets.npy", "tokenizer.json"])
-def test_an_altered_file_of_a_large_store_is_found(unchecked: Store, name: str):
+def test_an_altered_file_of_a_store_is_found(unchecked: Store, name: str):
     Store.open(unchecked.path)
     path = unchecked.path / name
     content = bytearray(path.read_bytes())
@@ -151,8 +151,7 @@ def test_a_large_store_opens_in_little_memory(data: DataConfig):
     assert int(result.stdout) < 64 * 2**20
 
 
-def test_verify_reads_everything_whatever_the_size(data: DataConfig, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.data.store.MAX_FULL_CHECK_BYTES", 0)
+def test_verify_reads_everything(data: DataConfig):
     store = prepare(data)
     path = store.path
     store.verify()

@@ -190,7 +190,6 @@ def without_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 def test_without_locks_training_goes_on_and_says_so_and_preparing_is_refused(
     tiny, tmp_path: Path, without_locks: str, monkeypatch
 ):
-    monkeypatch.setattr("lm.data.store.MAX_FULL_CHECK_BYTES", 0)
     config, fresh = tiny("name=a", "trainer.max_steps=2", "eval.long_context.length_factor=0"), tmp_path / "fresh"
     if not list(Path(config.data.root).glob("*/manifest.json")):
         with pytest.MonkeyPatch.context() as patched:
