@@ -290,18 +290,6 @@ def unsealed(content: dict[str, Plain], path: Path) -> dict[str, Plain]:
     return body
 
 
-def write_sealed(path: Path, content: dict[str, Plain]) -> Path:
-    """Write `content` and its sha256 (`sealed`) to `path` as JSON, completely or not at all; return `path`."""
-    return write_json(path, sealed(content))
-
-
-def read_sealed(path: Path) -> dict[str, Plain]:
-    """Return the content that `write_sealed` wrote to `path`. Raises RunError if the file is missing, damaged or
-    altered.
-    """
-    return unsealed(read_json(path), path)
-
-
 # ---------------------------------------------------------------- sha256 of plain data and of files
 
 

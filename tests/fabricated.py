@@ -1,8 +1,6 @@
 """Run folders of experiments as if they had been trained: in an instant, with the losses that a test asks for."""
 
 import json
-import pickle
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,12 +10,12 @@ from lm.experiments.engine import ExperimentTrainer
 from lm.experiments.page import experiment_files
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Slots
-from lm.files import write_sealed, write_together
+from lm.files import json_bytes, write_together
 from lm.report.html import PAGE
-from lm.runs.checkpoints import link_checkpoint
+from lm.runs.checkpoints import CHECKPOINT_FORMAT, link_checkpoint, save_checkpoint
 from lm.runs.evaluations import Evaluation, Sample, Series, evaluation_path, measuring_code, validation_series
-from lm.runs.folder import CHECKPOINTS, LAST, METRICS, log_seal, step_path
-from lm.runs.metadata import CHECKPOINT_FORMAT
+from lm.runs.folder import CHECKPOINTS, LAST, METRICS, step_path
+from lm.runs.manifest import write_files
 from lm.schema import Plain
 
 DOCUMENTS = 24
@@ -53,15 +51,14 @@ def evaluated(run: Run, kind: str, step: int, series: list[Series], asked: dict[
 
 
 def keep(folder: Path, evaluation: Evaluation) -> Path:
-    """An evaluation in a run folder, sealed as `lm.evaluation.evaluation_kind` does."""
-    return write_sealed(evaluation_path(folder, evaluation.kind, evaluation.step), evaluation.plain())
+    """An evaluation in a run folder, written as `lm.evaluation.evaluation_kind` does."""
+    path = evaluation_path(folder, evaluation.kind, evaluation.step)
+    write_files(folder, {str(path.relative_to(folder)): json_bytes(evaluation.plain())}, evaluation.step)
+    return path
 
 
 def save(folder: Path, step: int, config: str = "") -> None:
-    """A checkpoint without tensors: its metadata say that up to it the weights' digest was the folder's name, and seal
-    the log.
-    """
-    weights = {str(before): [folder.name] for before in range(step + 1)}
+    """A checkpoint without tensors, with its lines in the manifest."""
     facts = {
         "format": CHECKPOINT_FORMAT,
         "step": step,
@@ -71,11 +68,8 @@ def save(folder: Path, step: int, config: str = "") -> None:
         "data_fingerprint": FINGERPRINT,
         "config": config,
     }
-    facts |= {"plugins": {}, "weights_sha256": weights, "log": log_seal(folder / METRICS)}
     path = step_path(folder / CHECKPOINTS, step)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("archive/data.pkl", pickle.dumps({"lm": facts, "state_dict": {}}, protocol=2))
+    save_checkpoint({"lm": {**facts, "plugins": {}}, "state_dict": {}}, path)
     link_checkpoint(LAST, path)
 
 

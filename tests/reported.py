@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 from fabricated import save
+from manifests import record
 
 from lm.config import load as configuration
-from lm.files import sealed
 from lm.report.comparison import Difference, RunComparison, SeriesName, compare_runs
 from lm.report.html import PICTURE, write_comparison
 from lm.runs.evaluations import (
@@ -20,9 +20,9 @@ from lm.runs.evaluations import (
     Series,
     Shown,
     measuring_code,
-    read_evaluation,
     validation_series,
 )
+from lm.runs.manifest import write_files
 from lm.runs.record import read_run
 from lm.statistics.intervals import Interval
 
@@ -158,6 +158,7 @@ def build_run(
     if asked:
         write_answers(folder, asked, seq_len)
     save(folder, steps)
+    record(folder)
     return folder
 
 
@@ -236,10 +237,8 @@ def write_series(folder: Path, kind: str, series: list[Series], step: int = 200,
 
 
 def write_evaluation(folder: Path, kind: str, step: int, content: dict) -> None:
-    """A file of evaluations, sealed if it is none of an older version."""
-    path = folder / "evaluations" / f"{kind}.step-{step:06d}.json"
-    bare = plain({name: value for name, value in content.items() if name != "sha256"})
-    path.write_text(json.dumps(sealed(bare) if "code" in bare else bare))
+    """A file of evaluations."""
+    write_files(folder, {f"evaluations/{kind}.step-{step:06d}.json": json.dumps(plain(content)).encode()}, step)
 
 
 class ReportFiles(NamedTuple):
@@ -270,7 +269,7 @@ def compared(*folders: Path) -> tuple[RunComparison, dict[tuple[str, ...], Diffe
 
 def edit(folder: Path, kind: str, change: Callable[[dict], None]) -> None:
     path = next(folder.glob(f"evaluations/{kind}.*"))
-    content = read_evaluation(path)
+    content = json.loads(path.read_text())
     change(content)
     path.unlink()
     write_evaluation(folder, kind, content["step"], content)

@@ -23,9 +23,8 @@ from lm.model.device import Device, resolve_device, resolve_precision
 from lm.progress import Progress
 from lm.report.evaluation_tables import EvaluationResult
 from lm.runs.checkpoints import weights_sha256
-from lm.runs.folder import CONFIG, DESCRIPTION, ENVIRONMENT, TOKENIZER, read_config, require_run
+from lm.runs.folder import CONFIG, DESCRIPTION, TOKENIZER, read_config, read_environment, require_run
 from lm.runs.loading import LoadedModel, find_checkpoint, load
-from lm.runs.same_run import check_config, check_environment
 from lm.schema import Plain, effect, to_plain
 
 
@@ -101,10 +100,8 @@ def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None =
     evaluations, if not all.
     """
     model = load(path)
-    metadata = model.metadata
-    environment = check_environment(folder / ENVIRONMENT, metadata, path)
-    check_config(folder / CONFIG, config, model.config, metadata, path)
-    return _measure(config, folder, model, open_store(config, model), open_device(config, environment), kinds)
+    device = open_device(config, read_environment(folder))
+    return _measure(config, folder, model, open_store(config, model), device, kinds)
 
 
 def evaluate_model(config: Config, model: LoadedModel, kinds: list[str] | None = None) -> list[EvaluationResult]:

@@ -4,6 +4,7 @@ a run folder.
 `lm.config.eval_config` names the class that measures each kind.
 """
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from lm.config.eval_config import TIMING_KEYS, Timing
 from lm.config.tree import Config, function_options
 from lm.data.store import Store
 from lm.errors import RunError
-from lm.files import json_bytes, plain_sha256, read_sealed, sealed, write_sealed, write_together
+from lm.files import json_bytes, plain_sha256
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.plugins import PLUGINS
@@ -25,6 +26,7 @@ from lm.progress import Progress
 from lm.runs.checkpoints import weights_sha256
 from lm.runs.evaluations import Evaluation, Series, evaluation_path, measuring_code
 from lm.runs.folder import EVALUATIONS
+from lm.runs.manifest import read_file, write_files
 from lm.runs.metric import Better, Metric
 from lm.schema import Plain, to_plain
 
@@ -154,7 +156,9 @@ class Measurement(ABC):
         path = evaluation_path(run, evaluation.kind, evaluation.step)
         picture = self.picture(evaluation.series) if with_picture else None
         pictures = {} if picture is None else {path.with_suffix(".png"): picture}
-        write_together({path: json_bytes(sealed(evaluation.plain())), **pictures}, "the evaluation")
+        files = {path: json_bytes(evaluation.plain()), **pictures}
+        names = {str(file.relative_to(run)): content for file, content in files.items()}
+        write_files(run, names, evaluation.step, evaluation.weights_sha256, "the evaluation")
         return path
 
     def cache_path(self, run: Path, weights: str, device: Device) -> Path:
@@ -174,7 +178,8 @@ class Measurement(ABC):
             return None
         try:
             options = self.config.eval.measured_options(self.kind)
-            return replace(Evaluation.from_plain(read_sealed(path)), step=step, tokens_seen=tokens_seen, asked=options)
+            plain = json.loads(read_file(run, str(path.relative_to(run))))
+            return replace(Evaluation.from_plain(plain), step=step, tokens_seen=tokens_seen, asked=options)
         except (RunError, KeyError, ValueError) as error:
             reason = error if isinstance(error, RunError) else f"{path}: is damaged, or of another version"
             Progress().say(f"note: {reason}: measured again")
@@ -184,8 +189,8 @@ class Measurement(ABC):
         """Keep a result in a run folder, if it is cacheable."""
         if self.cacheable(evaluation.series):
             path = self.cache_path(run, evaluation.weights_sha256, device)
-            path.parent.mkdir(exist_ok=True, parents=True)
-            write_sealed(path, evaluation.plain())
+            name, weights = str(path.relative_to(run)), evaluation.weights_sha256
+            write_files(run, {name: json_bytes(evaluation.plain())}, weights=weights)  # whenever the weights are those
 
 
 def measurement_types(config: Config, kinds: Iterable[str] | None = None) -> list[type[Measurement]]:

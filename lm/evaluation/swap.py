@@ -3,7 +3,6 @@ attention.
 """
 
 import shlex
-import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ from lm.evaluation.held_out import (
     task_sequences,
     validation_sequences,
 )
-from lm.files import file_sha256, new_folder, write_json, write_text
+from lm.files import json_bytes, new_folder
 from lm.model.attention_stream import paired_attention_blocks
 from lm.model.causality import check_causality
 from lm.model.cross_entropy import token_kl, token_nll
@@ -44,11 +43,11 @@ from lm.model.device import Device
 from lm.model.spec import count_parameters
 from lm.model.swapped import fit_normalizers, score_factors, with_normalizer
 from lm.plugins import PLUGINS
-from lm.runs.checkpoints import link_checkpoint, save_checkpoint, weights_sha256
+from lm.runs.checkpoints import CHECKPOINT_FORMAT, link_checkpoint, save_checkpoint, weights_sha256
 from lm.runs.evaluations import Axis, Evaluation, Series, Shown
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, TOKENIZER, command_line, step_path
-from lm.runs.loading import TOKENIZER_SHA256, LoadedModel, load
-from lm.runs.metadata import CHECKPOINT_FORMAT
+from lm.runs.loading import LoadedModel, load
+from lm.runs.manifest import write_files
 from lm.runs.record import arm
 from lm.schema import Plain, Unavailable, suggest, to_plain
 
@@ -454,9 +453,6 @@ def _write_run(
     path = step_path(folder / CHECKPOINTS, model.metadata["step"])
     save_checkpoint({"state_dict": decoder.state_dict(), "lm": metadata}, path)
     link_checkpoint(LAST, path)
-    write_text(folder / CONFIG, to_yaml(config))
-    if model.tokenizer:
-        shutil.copyfile(model.folder / TOKENIZER, folder / TOKENIZER)
-        # the environment of an export is empty
-        environment = {**environment, TOKENIZER_SHA256: file_sha256(folder / TOKENIZER)}
-    write_json(folder / ENVIRONMENT, {**environment, "parameters": count_parameters(decoder)})
+    environment = {**environment, "symbolic": config.data.symbolic, "parameters": count_parameters(decoder)}
+    files = {CONFIG: to_yaml(config).encode(), ENVIRONMENT: json_bytes(environment)}
+    write_files(folder, files | ({TOKENIZER: (model.folder / TOKENIZER).read_bytes()} if model.tokenizer else {}))

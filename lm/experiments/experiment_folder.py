@@ -2,6 +2,8 @@
 since its plan.
 """
 
+import hashlib
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -19,12 +21,13 @@ from lm.experiments.experiment import SHARED_SETTINGS, Experiment, deciding_keys
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.plan import cost
 from lm.experiments.procedure import Procedure
-from lm.files import json_bytes, locked_folder, plain_sha256, read_json, sealed, unsealed, write_new, write_sealed
+from lm.files import json_bytes, locked_folder, plain_sha256, read_json, write_new
 from lm.machine import process_start, this_machine, threads_per_process
 from lm.model.device import count_gpus, resolve_compile, resolve_precision
 from lm.plugins import PLUGINS, matches_version
 from lm.runs.evaluations import selection_mask
 from lm.runs.folder import CHECKPOINTS, CONFIG, EVALUATIONS, RESOLVED_FILE, step_path
+from lm.runs.manifest import add_entries, entry, read_file, write_files
 from lm.schema import Plain, to_plain
 
 LOCK = "compare.lock"  # file in the experiment's folder: names the machine and process that work on it
@@ -153,10 +156,10 @@ def start(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False) -
     settings = {"data_fingerprint": store.fingerprint} | {name: getattr(trainer, name) for name in SHARED_SETTINGS}
     plan_settings = {_OVERRIDES: list(overrides), PLAN: plan, _CODE: code}
     # the plan may change before a final run is measured
-    if not write_new(file, json_bytes(sealed(settings | plan_settings))) and not has_measured_runs:
+    if not _write_settings(file, settings | plan_settings) and not has_measured_runs:
         old_settings = _read_settings(file)
         if (old_settings.get(PLAN), old_settings.get(_CODE)) != (plan, code):
-            write_sealed(file, old_settings | plan_settings)
+            write_files(experiment.folder, {RESOLVED_FILE: json_bytes(old_settings | plan_settings)})
     settings = _read_settings(file)
     if settings.get("data_fingerprint") != store.fingerprint:
         raise RunError(f"{file}: the text is not what the first runs were trained on; {_OTHER_NAME}")
@@ -184,13 +187,20 @@ def _check_held_out_text(experiment: Experiment, store: Store) -> None:
             )
 
 
+def _write_settings(file: Path, settings: dict[str, Plain]) -> bool:
+    """Write RESOLVED_FILE and its line in the experiment's manifest, unless the file exists; return whether it did."""
+    if file.exists():
+        return False
+    content = json_bytes(settings)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    add_entries(file.parent, entry(file.name, hashlib.sha256(content).hexdigest(), 0))
+    return write_new(file, content)
+
+
 def _read_settings(file: Path) -> dict[str, Plain]:
-    """Read RESOLVED_FILE; a file of an older version has no digest of itself. Raises RunError: it was altered."""
-    content = read_json(file)
-    try:
-        return unsealed(content, file) if "sha256" in content else content
-    except RunError as error:
-        raise RunError(f"{error}; bring it back: it holds what was planned before the first run") from None
+    """Read RESOLVED_FILE. Raises RunError: it was altered."""
+    advice = "bring it back: it holds what was planned before the first run"
+    return json.loads(read_file(file.parent, file.name, advice))
 
 
 def _machine_settings(experiment: Experiment, jobs: int) -> dict[str, Plain]:

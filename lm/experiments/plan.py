@@ -16,10 +16,9 @@ from lm.errors import RunError
 from lm.experiments.experiment import SHARED_SETTINGS, Experiment, PrimaryMetric
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Slots
-from lm.files import read_json
 from lm.model.decoder import Decoder
 from lm.model.spec import count_parameters, flops_per_token
-from lm.runs.folder import ENVIRONMENT, METRICS, read_metrics, training_seconds
+from lm.runs.folder import METRICS, read_environment, read_metrics, training_seconds
 from lm.runs.record import starts
 from lm.statistics.verdicts import POWER, seeds_needed
 
@@ -160,9 +159,10 @@ def _seconds(run: Run) -> float:
     """The seconds that a run took: from its last start to the last line of its log, which is of its last evaluation in
     training, and its training before that start. 0 if its folder does not say, or it is not trained.
     """
-    log, environment = run.config.run_folder / METRICS, run.config.run_folder / ENVIRONMENT
+    log = run.config.run_folder / METRICS
     with suppress(RunError, KeyError, IndexError, ValueError, OSError):
-        start, lines = starts(read_json(environment))[-1] if run.trained else {}, read_metrics(log).lines
+        start = starts(read_environment(run.config.run_folder))[-1] if run.trained else {}
+        lines = read_metrics(log).lines
         seconds = log.stat().st_mtime - datetime.fromisoformat(start["time"]).timestamp()
         before = (training_seconds(lines) or 0.0) - (training_seconds(lines, start["step"]) or 0.0)
         return max(0.0, seconds) + (before if start["step"] else 0.0)

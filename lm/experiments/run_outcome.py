@@ -4,7 +4,6 @@ their arms.
 
 import math
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,14 +11,24 @@ from typing import Literal
 
 from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
-from lm.errors import ConfigError, RunError, one_line
-from lm.files import read_json
+from lm.errors import RunError
 from lm.plugins import PLUGINS
+from lm.runs.checkpoints import load_metadata
 from lm.runs.evaluations import Evaluation, Series, Units, evaluation_files, load_evaluation, measuring_code
-from lm.runs.folder import CHECKPOINTS, CONFIG, DIVERGED, ENVIRONMENT, METRICS, Log, read_metrics, step_path
-from lm.runs.metadata import read_without_tensors
+from lm.runs.folder import (
+    CHECKPOINTS,
+    CONFIG,
+    DIVERGED,
+    ENVIRONMENT,
+    METRICS,
+    Log,
+    check_log,
+    read_environment,
+    read_metrics,
+    step_path,
+)
+from lm.runs.manifest import read_file
 from lm.runs.record import RunRecord, RunStatus, divergence, loss_above_unigram, read_run, start_setting, tokens_before
-from lm.runs.same_run import check_evaluations
 from lm.schema import Plain, to_plain
 from lm.statistics.tokens import tokens_to_reach
 
@@ -60,16 +69,16 @@ class Outcome:
         """The record of the run folder, without reading its evaluations again. Raises RunError: a file can't be
         read.
         """
-        return read_run(self.folder, self.log, self._last_evaluations[0])
+        return read_run(self.folder, self.log, self._last_evaluations)
 
     @property
     def total_tokens(self) -> int:
         """Tokens that the run saw up to its last step (0 without evaluations), plus training tokens of the weights that
         it started from.
         """
-        path = self.folder / ENVIRONMENT
         tokens = self.evaluations[0].tokens_seen if self.evaluations else 0
-        return tokens + (tokens_before(read_json(path)) if path.is_file() else 0)
+        has_environment = (self.folder / ENVIRONMENT).is_file()
+        return tokens + (tokens_before(read_environment(self.folder)) if has_environment else 0)
 
     @cached_property
     def state(self) -> RunStatus:
@@ -170,34 +179,24 @@ class Outcome:
         )
 
     @property
-    def has_digests(self) -> bool:
-        """Whether digests, which older versions did not write, tie the last step's evaluations to its weights. True
-        without evaluations or checkpoint."""
-        return self._last_evaluations[1]
-
-    @property
     def evaluations(self) -> list[Evaluation]:
         """The evaluations of the last step."""
-        return [*self._last_evaluations[0].values()]
+        return [*self._last_evaluations.values()]
 
     @cached_property
-    def _last_evaluations(self) -> tuple[dict[Path, Evaluation], bool]:
-        """The evaluations of the last step by file, and whether digests show that they measured this run's weights
-        (`has_digests`). Raises RunError: an evaluation measured other weights than the checkpoint's, or a file was
-        altered.
-        """
+    def _last_evaluations(self) -> dict[Path, Evaluation]:
+        """The evaluations of the last step by file. Raises RunError: a file was altered."""
         files = [path for (_, step), path in evaluation_files(self.folder).items() if step == self.last_step]
-        evaluations = {path: evaluation for path in files if (evaluation := load_evaluation(path))}
-        is_checked = not evaluations or not self.checkpoint.exists() or self._check_digests(evaluations)
-        self._check_logged(evaluations)
-        return evaluations, is_checked
+        return self._read(files)
 
-    def _check_digests(self, evaluations: dict[Path, Evaluation]) -> bool:
-        """Check evaluations, log and configuration against the last checkpoint (`check_evaluations`). Unlike a report,
-        a verdict takes no run whose log is missing, as the log says whether the run diverged."""
-        file, log = self.folder / CONFIG, self.log._replace(content=self.log.content or b"")
-        config_text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
-        return check_evaluations(self.folder, [*evaluations.values()], self.checkpoint, log, config_text)
+    def _read(self, files: list[Path]) -> dict[Path, Evaluation]:
+        """Read evaluations, and check that they agree with the log. Unlike a report, a verdict takes no run whose log
+        is missing, as the log says whether the run diverged."""
+        evaluations = {path: load_evaluation(path) for path in files}
+        if evaluations:
+            check_log(self.folder, self.log.content or b"")
+        self._check_logged(evaluations)
+        return evaluations
 
     def _check_logged(self, evaluations: dict[Path, Evaluation]) -> None:
         """Check that evaluations with the options of the run have the means that training has logged, up to the
@@ -257,11 +256,9 @@ class Outcome:
             for (kind, step), path in sorted(evaluation_files(self.folder).items())
             if kind in kinds and step <= self.last_step
         ]
-        evaluations = {path: evaluation for path in files if (evaluation := load_evaluation(path))}
-        self._check_digests(evaluations)
-        self._check_logged(evaluations)
-        file = self.folder / ENVIRONMENT
-        branch_tokens = ((read_json(file).get("branched_from") if file.is_file() else None) or {}).get("tokens", 0)
+        evaluations, has_environment = self._read(files), (self.folder / ENVIRONMENT).is_file()
+        branch = read_environment(self.folder).get("branched_from") if has_environment else None
+        branch_tokens = (branch or {}).get("tokens", 0)
         points = [
             (
                 evaluation.tokens_seen - branch_tokens,
@@ -287,16 +284,12 @@ class Outcome:
 def check_planned(planned: Config, checkpoint: Path) -> None:
     """Check that a folder holds the run that is planned for it: by config.yaml and by the last checkpoint, it has the
     same name, seed, arm, size, stage and rate. Raises RunError: the folder was copied, renamed or linked."""
-    config_file = planned.run_folder / CONFIG
-    texts = {config_file: config_file.read_text(encoding="utf-8", errors="replace") if config_file.is_file() else ""}
-    with suppress(RunError):  # a damaged checkpoint is refused where its evaluations are checked
-        texts[checkpoint] = read_without_tensors(checkpoint)["lm"]["config"] if checkpoint.exists() else ""
+    folder = planned.run_folder
+    texts = {folder / CONFIG: read_file(folder, CONFIG) if (folder / CONFIG).is_file() else ""}
+    texts[checkpoint] = load_metadata(checkpoint)["config"] if checkpoint.exists() else ""
     expected = _identity(to_plain(planned))
     for path, text in texts.items():
-        try:
-            found = _identity(parse_yaml(text, str(path))) if text else {}
-        except ConfigError as error:
-            raise RunError(f"{path}: not readable: {one_line(error)}; bring it back") from None
+        found = _identity(parse_yaml(text, str(path))) if text else {}
         if differing := {name: value for name, value in found.items() if value not in (None, expected[name])}:
             words = ", ".join(f"{name} {value} (planned: {expected[name]})" for name, value in differing.items())
             raise RunError(
@@ -325,20 +318,17 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
     finished_runs = [(arm, run) for arm, run in outcomes if run.state == "finished"]
     dirty_count = 0
     for arm, run in finished_runs:
-        if (file := run.folder / ENVIRONMENT).is_file():
-            environment = read_json(file)
-            try:
-                values = {name: start_setting(environment, key) for name, key in _RUN_FACTS.items()}
-                versions = [name for name in environment.get("versions", {}) if ":" in name]
-                values |= {f"code of {name}": start_setting(environment, f"versions.{name}") for name in versions}
-                if "weights" in (origin := environment.get("started_from") or {}):
-                    values[f"weights of {origin['path']}"] = origin["weights"]
-                dirty_count += bool(values["git commit"]) and start_setting(environment, "git_dirty") is not False
-            except (ValueError, TypeError, AttributeError, KeyError) as error:
-                raise RunError(f"{file}: is damaged: {error}") from None
+        if (run.folder / ENVIRONMENT).is_file():
+            environment = read_environment(run.folder)
+            values = {name: start_setting(environment, key) for name, key in _RUN_FACTS.items()}
+            versions = [name for name in environment.get("versions", {}) if ":" in name]
+            values |= {f"code of {name}": start_setting(environment, f"versions.{name}") for name in versions}
+            if "weights" in (origin := environment.get("started_from") or {}):
+                values[f"weights of {origin['path']}"] = origin["weights"]
+            dirty_count += bool(values["git commit"]) and start_setting(environment, "git_dirty") is not False
             for name, value in values.items():
                 facts.setdefault(name, []).append((arm, value))
-        for evaluation in run.evaluations if run.has_digests else ():
+        for evaluation in run.evaluations:
             for name, digest in evaluation.code.items():
                 facts.setdefault(f"measuring code of {name}", []).append((arm, digest))
     sentences = [
@@ -347,8 +337,6 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
     if dirty_count:
         subject = f"{dirty_count} of {len(finished_runs)} runs"
         sentences.append(f"{subject} are of a git tree with uncommitted changes: their code is not known")
-    if missing_digest_count := sum(not run.has_digests for _, run in finished_runs):
-        sentences.append(f"{missing_digest_count} runs' evaluations carry no digest (made by an earlier version)")
     prefix = "measuring code of "
     measured = {name.removeprefix(prefix): values for name, values in facts.items() if name.startswith(prefix)}
     codes = {name: {digest for _, digest in values} for name, values in measured.items()}

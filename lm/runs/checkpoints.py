@@ -1,4 +1,4 @@
-"""Checkpoint and weights files, which are written atomically, verified byte by byte before use, and read without
+"""Checkpoint and weights files, which are written atomically, checked by the manifest before use, and read without
 executing anything.
 """
 
@@ -7,17 +7,19 @@ import json
 import math
 import os
 import shutil
-import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
-from lm.errors import RunError
-from lm.files import new_temporary_path, replacing, sync_folder
-from lm.runs.metadata import SHA256, checked_content, fallback_hint, unreadable_checkpoint
+from lm.errors import RunError, one_line
+from lm.files import file_sha256, new_temporary_path, replacing, sync_folder
+from lm.runs.folder import BEST, CHECKPOINTS, log_entry, step_paths
+from lm.runs.manifest import add_entries, check_file, entries_of, entry
+from lm.schema import Plain
 
 _DTYPE_NAMES = {
     torch.float32: "F32",
@@ -34,8 +36,8 @@ TensorSignature = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape of a te
 
 def write_weights(
     file: BinaryIO, signatures: Mapping[str, TensorSignature], tensors: Iterable[tuple[str, Tensor]]
-) -> dict[str, str]:
-    """Write tensors to a safetensors file; returns the `tensor_sha256` of each tensor by name.
+) -> None:
+    """Write tensors to a safetensors file.
 
     `signatures` has the dtype and shape of each tensor by name; `tensors` must be in the same order. The file format is
     described in https://huggingface.co/docs/safetensors.
@@ -47,20 +49,9 @@ def write_weights(
     header_bytes = json.dumps(header, separators=(",", ":")).encode()
     header_bytes += b" " * (-len(header_bytes) % 8)
     file.write(len(header_bytes).to_bytes(8, "little") + header_bytes)
-    digests = {}
     for (name, tensor), (expected_name, signature) in zip(tensors, signatures.items(), strict=True):
         assert (name, tensor.dtype, tuple(tensor.shape)) == (expected_name, *signature), f"{name} is not as described"
-        tensor = tensor.contiguous()
         file.write(_tensor_bytes(tensor))
-        digests[name] = tensor_sha256(tensor)
-    return digests
-
-
-def tensor_sha256(tensor: Tensor) -> str:
-    """The sha256 of a tensor's dtype, shape and values."""
-    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
-    digest.update(_tensor_bytes(tensor.contiguous()))
-    return digest.hexdigest()
 
 
 def weights_sha256(weights: Mapping[str, Tensor]) -> str:
@@ -70,12 +61,12 @@ def weights_sha256(weights: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, value in sorted(weights.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(_tensor_bytes(value.cpu().contiguous()))
+        digest.update(_tensor_bytes(value.cpu()))
     return digest.hexdigest()
 
 
 def _tensor_bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+    return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def mismatch(expected: Mapping[str, object], saved: Mapping[str, object], unexpected_phrase: str) -> str:
@@ -101,27 +92,30 @@ def mismatch(expected: Mapping[str, object], saved: Mapping[str, object], unexpe
 # ---------------------------------------------------------------- checkpoints
 
 
-# entries with tensors, and their names in messages
-TENSOR_ENTRIES = {"state_dict": "weights", "optimizer_states": "tensors of the optimizer"}
+CHECKPOINT_FORMAT = 5  # format of checkpoints; raised when older files can no longer be read
 
 
-def save_checkpoint(checkpoint: dict[str, object], path: Path) -> str:
-    """Write `checkpoint` atomically to `path`, with a sha256 of each entry that holds tensors; returns the sha256 of
-    the weights.
+def save_checkpoint(checkpoint: dict[str, object], path: Path) -> None:
+    """Write `checkpoint` atomically to `path`, checkpoints/NAME of a run folder, with its line in the manifest and that
+    of metrics.jsonl so far.
 
     Raises RunError: the file can't be written, for example because the disk is full.
     """
-    digests = _entry_digests(checkpoint)
+    weights, step, run = weights_sha256(checkpoint["state_dict"]), checkpoint["lm"]["step"], path.parent.parent
     with replacing(path, "the checkpoint") as file:
-        torch.save({**checkpoint, SHA256: digests}, file)
-    return digests["state_dict"]
+        torch.save(checkpoint, file)
+        file.flush()
+        sha256 = file_sha256(Path(file.name))
+        add_entries(run, log_entry(run, step), entry(f"{CHECKPOINTS}/{path.name}", sha256, step, weights))
 
 
 def link_checkpoint(name: str, path: Path) -> None:
     """Give the checkpoint at `path` a second file name in its folder, such as `last.ckpt`, by a hard link, or a copy
     where links fail.
     """
-    link_path = path.parent / name
+    link_path, run = path.parent / name, path.parent.parent
+    lines = [line for line in entries_of(run) if line["file"] == f"{CHECKPOINTS}/{path.name}"]
+    add_entries(run, *(line | {"file": f"{CHECKPOINTS}/{name}"} for line in lines[-1:]))
     temporary_path = new_temporary_path(link_path)
     try:
         try:
@@ -138,95 +132,51 @@ def link_checkpoint(name: str, path: Path) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, object]:
-    """The verified content of a checkpoint, plain data and tensors on the CPU. Nothing in the file is executed.
+    """The content of a checkpoint, plain data and tensors on the CPU. Nothing in the file is executed, and a file in a
+    run folder is checked by its manifest; a gigabyte takes one or two seconds.
 
-    Every byte is checked against the CRCs in the file, which torch doesn't check; a gigabyte takes half a second.
-    Weights and optimizer tensors are also checked by sha256, which checkpoints of lm 0.9 and earlier lack. CRCs alone
-    don't reveal a file that was rewritten with other tensors.
-
-    Raises RunError: the file is missing, damaged, or no checkpoint of lm. The message names the altered tensor, and the
-    newest other checkpoint in the folder.
+    Raises RunError: the file is missing, damaged, or no checkpoint of lm. The message names the newest other checkpoint
+    in the folder.
     """
+    folder = path.resolve().parent
+    if folder.name == CHECKPOINTS and path.is_file():
+        check_file(folder.parent, f"{CHECKPOINTS}/{path.resolve().name}", advice=f"bring it back{_fallback_hint(path)}")
+    return _read(path)
+
+
+def load_metadata(path: Path) -> dict[str, Plain]:
+    """The checkpoint's metadata: step, phase, configuration ... The file is not checked by the manifest, and its
+    tensors are not read. Raises RunError as `load_checkpoint` does.
+    """
+    return _read(path)["lm"]
+
+
+def best_step(folder: Path) -> int | None:
+    """The step of `best.ckpt` in a folder of checkpoints; None if there is none, or it is damaged."""
+    with suppress(RunError):
+        return load_metadata(folder / BEST)["step"]
+    return None
+
+
+def _read(path: Path) -> dict[str, object]:
     try:
-        with zipfile.ZipFile(path) as archive:
-            altered_name = archive.testzip()
-            sizes = {
-                member.filename.rpartition("/data/")[2]: {member.file_size, member.compress_size}
-                for member in archive.infolist()
-            }
-    # RuntimeError: encrypted, or an unknown compression
-    except (OSError, EOFError, zipfile.BadZipFile, RuntimeError, ValueError) as error:
-        raise unreadable_checkpoint(path, error) from None
-    if altered_name:
-        raise RunError(
-            f"{path}: {_member_label(path, altered_name)} was altered (its CRC differs){fallback_hint(path)}"
-        )
-    checkpoint = _load_unverified(path)
-    for number, (name, size) in enumerate(_storage_sizes(checkpoint).items()):
-        if sizes.get(str(number)) != {size}:  # torch would read past a member that is too short
-            raise RunError(
-                f"{path}: {name.removeprefix('state_dict.')} was altered (it has not its {size:,} "
-                f"bytes){fallback_hint(path)}"
-            )
-    if SHA256 in checkpoint:
-        expected_digests = checkpoint[SHA256]
-        for entry, digest in _entry_digests(checkpoint).items():
-            if not isinstance(expected_digests, dict) or expected_digests.get(entry) != digest:
-                raise RunError(
-                    f"{path}: its {TENSOR_ENTRIES[entry]} were altered (their sha256 differs){fallback_hint(path)}"
-                )
-    return checkpoint
-
-
-def _member_label(path: Path, member: str) -> str:
-    """The name that messages give to a member of a checkpoint's zip archive. Member `data/N` has its tensor's name, any
-    other member its file name. N counts the tensors that torch saved, from 0; tied tensors count once."""
-    number = member.rpartition("/data/")[2]
-    if not number.isdigit():
-        return member.rpartition("/")[2]
-    tensor_names = list(_storage_sizes(_load_unverified(path)))
-    return tensor_names[int(number)].removeprefix("state_dict.") if int(number) < len(tensor_names) else member
-
-
-def _named_tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for each tensor in nested maps and lists, in torch's order of saving. Names are the keys on
-    the way, dotted.
-    """
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, dict | list | tuple):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _named_tensors(item, f"{name}.{key}" if name else str(key))
-
-
-def _storage_sizes(checkpoint: dict[str, object]) -> dict[str, int]:
-    """The number of bytes of each storage, by the name of its first tensor, in torch's order of saving; tied tensors
-    share a storage.
-    """
-    sizes_by_storage: dict[int, tuple[str, int]] = {}
-    for name, tensor in _named_tensors(checkpoint):
-        sizes_by_storage.setdefault(tensor.untyped_storage()._cdata, (name, tensor.untyped_storage().nbytes()))
-    return dict(sizes_by_storage.values())
-
-
-def _entry_digests(checkpoint: dict[str, object]) -> dict[str, str]:
-    """The sha256 of a checkpoint's weights (`state_dict`) and of the tensors of `optimizer_states`, by these names,
-    where it has these entries. Evaluations record the first as `weights_sha256`."""
-    return {
-        entry: weights_sha256(dict(_named_tensors(checkpoint[entry])))
-        for entry in TENSOR_ENTRIES
-        if entry in checkpoint
-    }
-
-
-def _load_unverified(path: Path) -> dict[str, object]:
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError:
+        raise RunError(f"{path}: no such checkpoint or run folder; lm train makes run folders, runs/NAME") from None
     except Exception as error:  # a file of another kind fails in many ways inside torch
-        raise unreadable_checkpoint(path, error) from None
-    checkpoint = checked_content(checkpoint, path)
-    if not all(
-        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in checkpoint["state_dict"].items()
-    ):
-        raise RunError(f"{path}: its `state_dict` must hold tensors by their names")
-    return checkpoint
+        reason = f"not a readable checkpoint: {one_line(error, 160)}"
+        raise RunError(f"{path}: {reason}; bring it back{_fallback_hint(path)}") from None
+    if not isinstance(content, dict) or not isinstance(content.get("lm"), dict):
+        raise RunError(f"{path}: not a checkpoint of lm")
+    if (version := content["lm"].get("format")) != CHECKPOINT_FORMAT:
+        remedy = "; lm 0.11 reads it" if version == 4 else ""
+        raise RunError(f"{path}: checkpoint format {version}, this version of lm reads {CHECKPOINT_FORMAT}{remedy}")
+    return content
+
+
+def _fallback_hint(damaged_path: Path) -> str:
+    """The end of an error message on a damaged checkpoint, which names the newest other one in its folder; empty if
+    there is none.
+    """
+    others = [checkpoint for checkpoint in step_paths(damaged_path.parent) if not checkpoint.samefile(damaged_path)]
+    return f"; the newest beside it is {others[-1]}" if others else ""

@@ -3,6 +3,7 @@ differences are made.
 """
 
 import hashlib
+import json
 import re
 import typing
 from collections.abc import Iterable, Mapping
@@ -19,8 +20,9 @@ from lm.config.data_config import DataConfig
 from lm.config.eval_config import EvalConfig
 from lm.config.task_config import task_names
 from lm.errors import RunError, one_line
-from lm.files import read_json, sources_sha256, unsealed
+from lm.files import sources_sha256
 from lm.runs.folder import CHECKPOINTS, EVALUATIONS, step_path
+from lm.runs.manifest import read_file
 from lm.runs.metric import Better
 from lm.schema import Plain, build
 
@@ -553,8 +555,7 @@ class Evaluation:
     series: tuple[Series, ...]
     # the keys of `eval` that asked for it; {}: an older version measured it
     asked: dict[str, Plain] = field(default_factory=dict)
-    # digests of the code that measured it (`Measurement.code`); {} if an older version did, whose files hold no sha256
-    # of themselves
+    # digests of the code that measured it (`Measurement.code`)
     code: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -606,31 +607,13 @@ def evaluation_files(run: Path) -> dict[tuple[str, int], Path]:
     return {(match[1], int(match[2])): path for path, match in matches.items() if match}
 
 
-def read_evaluation(path: Path) -> dict[str, Plain]:
-    """The content of an evaluation's file, verified by its sha256; files of older versions have neither sha256 nor
-    `code`.
-
-    Raises RunError: the file is missing, damaged or altered, or its kind or step differs from the file name.
+def load_evaluation(path: Path) -> Evaluation:
+    """Read the evaluation in a file of evaluations/. Raises RunError if the file was altered or this version can't read
+    it.
     """
+    content = read_file(path.parent.parent, f"{EVALUATIONS}/{path.name}", restore_advice(path))
     try:
-        content = read_json(path)
-        if "sha256" in content or "code" in content:
-            content = unsealed(content, path)
-    except RunError as error:
-        raise RunError(f"{error}; {restore_advice(path)}") from None
-    kind, _, step = path.stem.rpartition(".step-")
-    if (content.get("kind", kind), content.get("step", int(step))) != (kind, int(step)):
-        raise RunError(f"{path}: holds the {content['kind']} of step {content['step']}; {restore_advice(path)}")
-    return content
-
-
-def load_evaluation(path: Path) -> Evaluation | None:
-    """Read the evaluation in a file; None if it holds no series. Raises RunError if the file is damaged or this version
-    can't read it.
-    """
-    content = read_evaluation(path)
-    try:
-        return Evaluation.from_plain(content) if "series" in content else None
+        return Evaluation.from_plain(json.loads(content))
     except (KeyError, ValueError) as error:
         raise RunError(
             f"{path}: not an evaluation of this version: {one_line(error)}; {restore_advice(path)}"
@@ -654,7 +637,7 @@ def last_evaluations(
 
     known_evaluations: evaluations that have been read already, by file path.
 
-    Raises RunError: a file is damaged. A file of an older version that lacks fields counts as missing.
+    Raises RunError: a file was altered.
     """
     last_paths = {kind: path for (kind, _), path in sorted(evaluation_files(run).items())}
     wanted_kinds = _wanted_kinds(config)
@@ -667,16 +650,7 @@ def last_evaluations(
         if path in known_evaluations:
             evaluations.append(known_evaluations[path])
             continue
-        content = read_evaluation(path)
-        try:
-            # a file without series is a gap only if its kind is asked for
-            if "series" in content or kind in wanted_kinds:
-                evaluations.append(Evaluation.from_plain(content))
-        except KeyError as error:
-            advice = "if it was measured by an older version, measure it again with `lm eval`"
-            gaps.append(f"no {name} that can be read ({path}: no {error.args[0]}; {advice})")
-        except ValueError as error:
-            raise RunError(f"{path}: {one_line(error, None)}") from None
+        evaluations.append(load_evaluation(path))
     return evaluations, gaps
 
 

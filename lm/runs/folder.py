@@ -4,25 +4,25 @@ metrics.jsonl.
 
 import hashlib
 import json
+import math
 import os
 import shlex
 import sys
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from lm.attention.catalogue import ENTRIES
-from lm.config.load import merge, parse, read_yaml
+from lm.config.load import merge, parse
 from lm.config.normalizers import Layers
-from lm.config.tree import Config, ExperimentConfig
+from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
-from lm.errors import ConfigError, RunError, as_written, one_line
-from lm.files import expand_home, read_json, read_sealed, write_text
-from lm.removed_keys import without_removed
-from lm.schema import Plain, convert, suggest, type_name
+from lm.errors import ConfigError, RunError, one_line
+from lm.files import expand_home, read_json, write_text
+from lm.runs.manifest import Entry, check_file, entries_of, entry, parse_line, read_file
+from lm.schema import Plain, suggest
 
 CONFIG, ENVIRONMENT, METRICS, TOKENIZER = "config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json"
 CHECKPOINTS, EVALUATIONS, PROFILE = "checkpoints", "evaluations", "profile"
@@ -32,21 +32,8 @@ RESOLVED_FILE = "resolved.json"
 # the reason why a locked folder is refused
 ALREADY_TRAINING = "another process is training in this run folder; wait for it or stop it"
 DESCRIPTION = "lm.json"  # file in a model folder, which describes the model
+FORMAT_WITHOUT_MANIFEST = 5  # `format` in the lm.json of lm 0.11, which wrote model folders without a manifest
 LAST, BEST = "last.ckpt", "best.ckpt"  # names in CHECKPOINTS, beside step-N.ckpt
-
-
-def check_fields(content: dict[str, Plain], fields: Mapping[str, object], path: Path, prefix: str = "") -> None:
-    """Check that `content`, read from the file `path`, has each entry in `fields` (type by name).
-
-    prefix: text before the entry's name in error messages, such as `training.` for entries of `training`.
-
-    Raises RunError: an entry is missing, of another type, or a negative number.
-    """
-    for name, field_type in fields.items():
-        value = convert(field_type, content.get(name, MISSING))
-        if value is MISSING or (isinstance(value, int | float) and value < 0):
-            text = str(content[name])[:40] if name in content else "missing"
-            raise RunError(f"{path}: its `{prefix}{name}` must be {type_name(field_type)}, not {as_written(text)}")
 
 
 def command_line() -> str:
@@ -83,28 +70,31 @@ def require_run(folder: Path, *files: str) -> None:
 
 
 def read_config(folder: Path) -> Config:
-    """The configuration in a run's config.yaml. Raises RunError if `folder` is no run folder, or the file is not
-    readable or cut short.
+    """The configuration in a run's config.yaml. Raises RunError if `folder` is no run folder, or the file was
+    altered.
     """
     require_run(folder, CONFIG)
-    path = folder / CONFIG
+    expression = f"lm.config.load.to_yaml(lm.load({str(folder)!r}).config)"
+    content = read_file(folder, CONFIG, f"bring it back, or write what the checkpoint holds: {expression}")
     try:
-        content = parse_yaml(path.read_bytes(), path.name)
-        specs = (
-            spec
-            for spec in fields(Config)
-            if spec.type is not ExperimentConfig and not spec.metadata.get("omit_default")
-        )
-        missing_names = [spec.name for spec in specs if spec.name not in (content or {})]
-        if missing_names:  # a run writes all of these keys, `log` last; older runs wrote no experiment
-            expression = f"lm.config.load.to_yaml(lm.load({str(folder)!r}).config)"
-            raise RunError(
-                f"{path}: cut short: it has no {', '.join(missing_names)}; bring it back, or write what the checkpoint "
-                f"holds: {expression}"
-            )
-        return parse(without_removed(content))
-    except (OSError, ConfigError, TypeError) as error:
-        raise RunError(f"{path}: not readable: {one_line(error)}") from None
+        return parse(parse_yaml(content, CONFIG))
+    except ConfigError as error:  # such as code of a normalizer that is not installed
+        raise RunError(f"{folder / CONFIG}: not readable: {one_line(error)}") from None
+
+
+def read_environment(folder: Path) -> dict[str, Plain]:
+    """The content of a run's environment.json. Raises RunError: it is missing, or was altered."""
+    return json.loads(read_file(folder, ENVIRONMENT))
+
+
+def read_description(folder: Path) -> dict[str, Plain]:
+    """The content of a model folder's lm.json. Raises RunError: it is missing, or was altered; exports of lm 0.11 have
+    no manifest by which that could be seen.
+    """
+    content = read_json(folder / DESCRIPTION)
+    if content.get("format") != FORMAT_WITHOUT_MANIFEST:
+        check_file(folder, DESCRIPTION, advice="export it again")
+    return content
 
 
 def step_path(folder: Path, step: int) -> Path:
@@ -164,7 +154,7 @@ def read_metrics(path: Path) -> Log:
     """Read a metrics.jsonl. An incomplete last line, which a killed run may leave, is ignored."""
     content = path.read_bytes() if path.is_file() else None
     *texts, last_text = (content or b"").split(b"\n")
-    lines = [*map(_parse_line, texts), *filter(None, [_parse_line(last_text)])]
+    lines = [*map(parse_line, texts), *filter(None, [parse_line(last_text)])]
     return Log([line for line in lines if line], [number for number, line in enumerate(lines, 1) if not line], content)
 
 
@@ -183,25 +173,37 @@ def truncate_metrics(path: Path, step: int) -> list[str]:
     )
 
 
-def log_seal(path: Path) -> dict[str, Plain]:
-    """Size (`bytes`) and `sha256` of the log so far, which a checkpoint records to detect later changes
-    (`lm.runs.same_run.check_log`).
+def log_entry(run: Path, step: int) -> Entry:
+    """The manifest's line of a run's log so far, of which `bytes` is the size; later lines follow (`check_log`).
 
-    The log is first synced to disk, so that a power cut can't lose lines that the checkpoint counts.
+    The log is first synced to disk, so that a power cut can't lose lines that a checkpoint counts.
     """
-    if not path.is_file():
-        return EMPTY_LOG
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        return seal(file.read())
+    content = b""
+    if (path := run / METRICS).is_file():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            content = file.read()
+    return entry(METRICS, hashlib.sha256(content).hexdigest(), step) | {"bytes": len(content)}
 
 
-def seal(content: bytes) -> dict[str, Plain]:
-    """Size (`bytes`) and `sha256` of a log's content."""
-    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-
-
-EMPTY_LOG = seal(b"")
+def check_log(run: Path, content: bytes, step: float = math.inf) -> None:
+    """Check that a log, `content`, begins as it was when the last checkpoint up to `step` was saved; raises RunError if
+    not.
+    """
+    path, lines = run / METRICS, [line for line in entries_of(run) if line["file"] == METRICS and line["step"] <= step]
+    if not lines:
+        return
+    saved, n_bytes = lines[-1], lines[-1].get("bytes", 0)
+    # perhaps read before a run under way saved the checkpoint
+    if len(content) < n_bytes and path.is_file():
+        content = path.read_bytes()
+    if hashlib.sha256(content[:n_bytes]).hexdigest() != saved["sha256"]:
+        checkpoint = step_path(run / CHECKPOINTS, saved["step"])
+        reason = f"{'was altered' if path.is_file() else 'is gone'} since {checkpoint.name} was saved"
+        raise RunError(
+            f"{path}: {reason}; bring it back, delete the run folder and train it again, or go on in a new run: "
+            f"branch_from={checkpoint} name=..."
+        )
 
 
 def training_seconds(lines: list[dict[str, Plain]], after_step: int = 0) -> float | None:
@@ -233,7 +235,7 @@ def last_logged(path: Path) -> dict[str, Plain]:
             lines = file.read().split(b"\n")  # the first and the last may be cut, and are then no JSON
     except OSError:
         return {}
-    return {name: value for line in filter(None, map(_parse_line, lines)) for name, value in line.items()}
+    return {name: value for line in filter(None, map(parse_line, lines)) for name, value in line.items()}
 
 
 def curve(lines: list[dict[str, Plain]], name: str) -> Curve:
@@ -241,15 +243,6 @@ def curve(lines: list[dict[str, Plain]], name: str) -> Curve:
     line_by_step = {line["step"]: line for line in lines if name in line}
     points = [line_by_step[step] for step in sorted(line_by_step)]
     return Curve(*(np.array([line.get(key) for line in points], dtype=float) for key in ("tokens", name)))
-
-
-def _parse_line(text: bytes) -> dict[str, Plain] | None:
-    """Parse one log line; None if `text` is no JSON object with an integer `step`."""
-    try:
-        line = json.loads(text)
-        return line if isinstance(line["step"], int) else None
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 # ---------------------------------------------------------------- the shape of weights that a run starts from
@@ -279,7 +272,7 @@ def _untrained_model_keys(folder: Path) -> tuple[ConfigKeys, ConfigKeys]:
     """The normalizer's keys, and the keys of shape and tokenizer (`_inherited_keys`), if `folder` holds a model without
     a training run or a swap of such a model; else two empty dicts."""
     if (folder / DESCRIPTION).is_file():
-        description = read_sealed(folder / DESCRIPTION)
+        description = read_description(folder)
         spec = description["spec"]
         return (
             ({}, {})
@@ -288,16 +281,11 @@ def _untrained_model_keys(folder: Path) -> tuple[ConfigKeys, ConfigKeys]:
         )
     if not (folder / ENVIRONMENT).is_file() or not (folder / CONFIG).is_file():
         return {}, {}
-    environment = read_json(folder / ENVIRONMENT)
+    environment = read_environment(folder)
     if "swap" not in environment or "starts" in environment:
         return {}, {}
-    config = read_yaml(folder / CONFIG)
-    try:
-        return _inherited_keys(folder, config["model"], config["data"]["seq_len"], config["data"]["tokenizer"])
-    except (KeyError, TypeError):
-        raise RunError(
-            f"{folder / CONFIG}: cut short: it does not say what the model is; swap the model again"
-        ) from None
+    config = parse_yaml(read_file(folder, CONFIG), CONFIG)
+    return _inherited_keys(folder, config["model"], config["data"]["seq_len"], config["data"]["tokenizer"])
 
 
 def _inherited_keys(

@@ -4,7 +4,8 @@ model folders.
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,35 +17,35 @@ from torch import Tensor
 
 from lm.config.data_config import END_OF_TEXT
 from lm.config.load import to_yaml
-from lm.config.tree import Config, function_options
+from lm.config.tree import Config
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError, RunError, one_line, out_of_memory, terminal_text
-from lm.files import expand_home, file_sha256, new_folder, read_sealed, replacing, write_sealed, write_together
+from lm.files import expand_home, file_sha256, json_bytes, new_folder, replacing
 from lm.model.decoder import Decoder
 from lm.model.rope import AS_TRAINED
 from lm.model.spec import ModelSpec
-from lm.runs.checkpoints import TensorSignature, load_checkpoint, mismatch, tensor_sha256, write_weights
+from lm.runs.checkpoints import TensorSignature, load_checkpoint, mismatch, write_weights
 from lm.runs.folder import (
     CHECKPOINTS,
     CONFIG,
     DESCRIPTION,
     ENVIRONMENT,
+    FORMAT_WITHOUT_MANIFEST,
     TOKENIZER,
-    check_fields,
     is_own,
+    read_description,
+    read_environment,
     require_run,
     step_of,
     step_path,
     step_paths,
-)  # fmt: skip
-from lm.runs.metadata import DIGEST_FIELDS, METADATA, load_metadata
-from lm.runs.same_run import check_environment, trained_config
+)
+from lm.runs.manifest import MANIFEST, add_entries, check_file, entries_of, entry, write_files
+from lm.runs.same_run import trained_config
 from lm.schema import Plain, to_plain
 
 WEIGHTS = "model.safetensors"  # file in a model folder, beside DESCRIPTION
-MODEL_FORMAT = 5  # version of lm.json; raised when older files can no longer be read
-# keys of lm.json; the second also of environment.json
-TENSOR_SHA256, TOKENIZER_SHA256 = ("tensor_sha256", "tokenizer_sha256")
+MODEL_FORMAT = 6  # version of lm.json; FORMAT_WITHOUT_MANIFEST is read, too
 
 
 def write_model(
@@ -68,28 +69,15 @@ def write_model(
     """
     with new_folder(out) as folder:
         with replacing(folder / WEIGHTS, "the weights") as file:
-            digests = write_weights(file, signatures, tensors)
-        description = {"format": MODEL_FORMAT, "spec": to_plain(spec), "training": training, TOKENIZER_SHA256: None}
-        if origin:
-            description["origin"] = origin
-        if tokenizer is not None:
-            write_together({folder / TOKENIZER: tokenizer})
-            description[TOKENIZER_SHA256] = file_sha256(folder / TOKENIZER)
-        write_sealed(folder / DESCRIPTION, {**description, TENSOR_SHA256: digests})
+            write_weights(file, signatures, tensors)
+        add_entries(folder, entry(WEIGHTS, file_sha256(folder / WEIGHTS), (training or {}).get("step", 0)))
+        description = {"format": MODEL_FORMAT, "spec": to_plain(spec), "training": training, "origin": origin or {}}
+        files = {DESCRIPTION: json_bytes(description)} | ({} if tokenizer is None else {TOKENIZER: tokenizer})
+        write_files(folder, files)
     return out
 
 
 # ---------------------------------------------------------------- models read back
-
-
-# The fields of lm.json, with their types.
-DESCRIPTION_FIELDS = {
-    "spec": dict,
-    "training": dict | None,
-    TENSOR_SHA256: dict[str, str],
-    TOKENIZER_SHA256: str | None,
-    "origin": dict,
-}
 
 
 @dataclass(frozen=True)
@@ -165,56 +153,55 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> LoadedModel
         if not (path / CHECKPOINTS).is_dir() and not (path / CONFIG).is_file():
             raise RunError(f"{path}: neither a run folder (it has no {CONFIG}) nor a model folder (no {DESCRIPTION})")
         path = find_checkpoint(path, checkpoint)
-    content = load_checkpoint(path)
-    environment_file = _folder_of_files(path) / ENVIRONMENT
-    environment = check_environment(environment_file, content["lm"], path) if environment_file.is_file() else {}
-    config, metadata = _split_config(content["lm"], path)
-    spec = ModelSpec.from_training(config, metadata)
-    decoder, tokenizer = _build_decoder(spec, content["state_dict"], path, environment.get(TOKENIZER_SHA256))
-    return LoadedModel(decoder, spec, tokenizer, path, config, metadata, environment)
+    content, folder = load_checkpoint(path), _folder_of_files(path)
+    environment = read_environment(folder) if (folder / ENVIRONMENT).is_file() else {}
+    with _misfits_refused(path):
+        config, metadata = _split_config(content["lm"], path)
+        spec = ModelSpec.from_training(config, metadata)
+        decoder = _build_decoder(spec, content["state_dict"], path)
+    return LoadedModel(decoder, spec, _read_tokenizer(folder, spec), path, config, metadata, environment)
 
 
 def _load_model(path: Path) -> LoadedModel:
-    description = {"origin": {}, **read_sealed(path / DESCRIPTION)}
-    if (version := description.get("format")) != MODEL_FORMAT:
+    description = {"origin": {}, **read_description(path)}
+    version = description.get("format")
+    if version == FORMAT_WITHOUT_MANIFEST:
+        text = f"note: {path}: exported by lm 0.11, without a {MANIFEST}: its files are not checked; export it again"
+        print(terminal_text(text), file=sys.stderr)
+    elif version != MODEL_FORMAT:
         raise RunError(
             f"{path / DESCRIPTION}: format {version}, this version of lm reads {MODEL_FORMAT}: export the model again"
         )
-    check_fields(description, DESCRIPTION_FIELDS, path / DESCRIPTION)
-    expected_digests, training, origin = description[TENSOR_SHA256], description["training"], description["origin"]
-    try:
-        spec = ModelSpec.read(description["spec"])
-    except ConfigError as error:
-        raise RunError(f"{path / DESCRIPTION}: not the description of a model: {one_line(error)}") from None
+    else:
+        check_file(path, WEIGHTS, advice="export it again")
     try:
         weights = safetensors.torch.load_file(path / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{path / WEIGHTS}: not readable: {one_line(error, 160)}") from None
-    for name in {**expected_digests, **weights}:
-        if name not in weights or expected_digests.get(name) != tensor_sha256(weights[name]):
-            raise RunError(
-                f"{path / WEIGHTS}: {name} was altered (its sha256 differs from that in {DESCRIPTION}); export it again"
-            )
-    decoder, tokenizer = _build_decoder(spec, weights, path, description[TOKENIZER_SHA256])
-    if training is None:
-        return LoadedModel(decoder, spec, tokenizer, path, origin=origin)
-    check_fields(training, METADATA, path / DESCRIPTION, "training.")
-    config, metadata = _split_config(training, path)
-    if function_options(config.model_in(metadata["phase"])) != function_options(spec.model):
-        raise RunError(f"{path / DESCRIPTION}: its `training` is of another model than its `spec`")
-    return LoadedModel(decoder, spec, tokenizer, path, config, metadata, origin=origin)
+    with _misfits_refused(path):
+        spec, training = ModelSpec.read(description["spec"]), description["training"]
+        config, metadata = _split_config(training, path) if training else (None, {})
+        decoder = _build_decoder(spec, weights, path)
+    tokenizer = _read_tokenizer(path, spec)
+    return LoadedModel(decoder, spec, tokenizer, path, config, metadata, origin=description["origin"])
 
 
 def _split_config(metadata: dict[str, Plain], path: Path) -> tuple[Config, dict[str, Plain]]:
-    config = trained_config(metadata, path)
-    if metadata["phase"] >= len(config.plan):
-        raise RunError(f"{path}: its `phase` is {metadata['phase']}, its training has {len(config.plan)}")
-    return config, {name: value for name, value in metadata.items() if name != "config" and name not in DIGEST_FIELDS}
+    return trained_config(metadata, path), {name: value for name, value in metadata.items() if name != "config"}
 
 
-def _build_decoder(
-    spec: ModelSpec, weights: dict[str, Tensor], path: Path, tokenizer_sha256: str | None
-) -> tuple[Decoder, Tokenizer | None]:
+@contextmanager
+def _misfits_refused(path: Path) -> Iterator[None]:
+    """A context whose errors on the content of `path`, which a stranger may have written, become RunError."""
+    try:
+        yield
+    except (LookupError, RuntimeError, TypeError, AttributeError, ValueError, OverflowError, ConfigError) as error:
+        if out_of_memory(error):
+            raise
+        raise RunError(f"{path}: weights and configuration don't fit: {one_line(error)}") from None
+
+
+def _build_decoder(spec: ModelSpec, weights: dict[str, Tensor], path: Path) -> Decoder:
     for name, saved_version, present_version in spec.changed_plugins():
         print(
             terminal_text(
@@ -223,38 +210,26 @@ def _build_decoder(
             ),
             file=sys.stderr,
         )
-    try:
-        if spec.model.tied:
-            weights.setdefault("head.weight", weights["embedding.weight"])
-        if reason := weights_mismatch(spec, weights):
-            raise ValueError(reason)
-        check_finite(weights, path)
-        decoder = spec.decoder()
-        decoder.load_state_dict(weights)
-    except (LookupError, RuntimeError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        if out_of_memory(error):
-            raise
-        raise RunError(f"{path}: weights and configuration don't fit: {one_line(error)}") from None
-    return decoder.eval(), _read_tokenizer(_folder_of_files(path) / TOKENIZER, spec.end_of_text, tokenizer_sha256)
+    if spec.model.tied:
+        weights.setdefault("head.weight", weights["embedding.weight"])
+    if reason := weights_mismatch(spec, weights):
+        raise ValueError(reason)
+    check_finite(weights, path)
+    decoder = spec.decoder()
+    decoder.load_state_dict(weights)
+    return decoder.eval()
 
 
-def _read_tokenizer(file: Path, end_of_text: str, sha256: str | None) -> Tokenizer | None:
-    """Read the tokenizer in `file`; None if `file` is missing and `sha256`, the hash of the file used in training, is
-    not known (None).
+def _read_tokenizer(folder: Path, spec: ModelSpec) -> Tokenizer | None:
+    """Read the tokenizer in `folder`; None if there is none, and the manifest knows of none.
 
     Raises:
-        RunError: `sha256` is given, and `file` is missing or has another hash.
+        RunError: it is missing, or not the tokenizer that the model was trained with.
         DataError: the tokenizer can't be used.
     """
-    if not file.is_file():
-        if sha256:
-            raise RunError(f"{file}: missing, and the model was trained with it; bring it back")
-        return None
-    if sha256 and file_sha256(file) != sha256:
-        raise RunError(
-            f"{file}: not the tokenizer that the model was trained with (its sha256 differs); bring that one back"
-        )
-    return load_tokenizer(file, end_of_text)
+    if (folder / MANIFEST).is_file() and any(line["file"] == TOKENIZER for line in entries_of(folder)):
+        check_file(folder, TOKENIZER, advice="bring back the one that the model was trained with")
+    return load_tokenizer(folder / TOKENIZER, spec.end_of_text) if (folder / TOKENIZER).is_file() else None
 
 
 def weights_mismatch(spec: ModelSpec, weights: dict[str, Tensor]) -> str:
@@ -303,8 +278,8 @@ def find_checkpoint(folder: Path, checkpoint: str) -> Path:
     if not path.is_file():
         steps = ", ".join(str(step_of(path)) for path in step_paths(checkpoints)) or "none"
         raise RunError(f"{path}: no such checkpoint; steps saved in {folder}: {steps}")
-    if not is_own(folder, path) and (folder / ENVIRONMENT).is_file():
-        check_environment(folder / ENVIRONMENT, load_metadata(path), path)
+    if not is_own(folder, path) and file_sha256(path) not in {line["sha256"] for line in entries_of(folder)}:
+        raise RunError(f"{path}: not a checkpoint of {folder}: its sha256 is not in {MANIFEST} there")
     return path
 
 

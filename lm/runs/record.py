@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
@@ -17,21 +17,11 @@ from typing import Literal
 import numpy as np
 
 from lm.config.eval_config import EvalConfig
-from lm.config.task_config import TASKS
 from lm.config.tree import canonical, distinguishes_arms, recorded_per_start
 from lm.config.yaml_text import parse_yaml
-from lm.errors import ConfigError, RunError, one_line
-from lm.files import read_json
-from lm.runs.evaluations import (
-    LOSS,
-    UNIGRAM,
-    UNIGRAM_BOUND,
-    VALIDATION,
-    Evaluation,
-    Series,
-    last_evaluations,
-    validation_series,
-)
+from lm.errors import RunError
+from lm.runs.checkpoints import load_metadata
+from lm.runs.evaluations import LOSS, UNIGRAM, UNIGRAM_BOUND, Evaluation, Series, last_evaluations
 from lm.runs.folder import (
     CHECKPOINTS,
     CONFIG,
@@ -41,12 +31,14 @@ from lm.runs.folder import (
     METRICS,
     Curve,
     Log,
+    check_log,
     curve,
+    read_environment,
     read_metrics,
     require_run,
 )
-from lm.runs.same_run import check_evaluations
-from lm.schema import Plain, convert, flatten, yaml_scalar
+from lm.runs.manifest import read_file
+from lm.schema import Plain, flatten, yaml_scalar
 
 
 def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
@@ -56,15 +48,9 @@ def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
     A start is the first launch of a run, or a resumption. A start at step s replaces the starts before it whose step is
     s or more.
 
-    Raises ValueError: the entry `starts` is no list of objects with a step.
     """
-    if "starts" not in environment:
-        return []
-    entries = convert(list[dict], environment["starts"])
-    if entries is MISSING or not entries or not all(isinstance(entry.get("step"), int) for entry in entries):
-        raise ValueError("starts is no list of objects with a step")
     history: list[dict[str, Plain]] = []
-    for start in entries:
+    for start in environment.get("starts", []):
         history = [entry for entry in history if entry["step"] < start["step"]] + [flatten(start)]
     return history
 
@@ -189,9 +175,6 @@ def loss_above_unigram(final_series: Series | None) -> str:
 # ---------------------------------------------------------------- the record of a run folder
 
 
-_REQUIRED_KEYS = ("model.normalizer.name", "data.seq_len", "seed")
-
-
 @dataclass(frozen=True, eq=False)
 class RunRecord:
     """The content of a run folder; `missing` has a message for each file or fact that the folder lacks."""
@@ -227,9 +210,7 @@ class RunRecord:
     @property
     def symbolic(self) -> bool:
         """Whether the run was trained on tasks over symbols, not on text."""
-        # None: a task of another version
-        tasks = [TASKS.get(entry["task"]["name"]) for entry in self.config["data"].get("tasks") or []]
-        return self.environment.get("symbolic", any(task and task().vocab_size for task in tasks))
+        return self.environment.get("symbolic", False)
 
     @property
     def phases(self) -> list[tuple[int, dict[str, Plain]]]:
@@ -313,39 +294,25 @@ def read_run(
     """
     folder = Path(folder)
     require_run(folder, CONFIG, ENVIRONMENT)
-    config, config_text = _read_config(folder / CONFIG)
-    environment = read_json(folder / ENVIRONMENT)
-    gaps = _environment_gaps(config, environment, folder / ENVIRONMENT)
-    log = log or read_metrics(folder / METRICS)
-    lines, unreadable_numbers = log.lines, log.unreadable
-    if unreadable_numbers and not lines:
-        raise RunError(f"{folder / METRICS}: no line is a JSON object with a step")
-    if unreadable_numbers:
-        line_numbers_text = (
-            f"{', '.join(map(str, unreadable_numbers[:5]))}{', ...' if len(unreadable_numbers) > 5 else ''}"
-        )
-        gaps.append(f"{METRICS}: unreadable lines were skipped ({line_numbers_text})")
-    if not lines and (folder / METRICS).is_file():
-        gaps.append(f"{METRICS} is empty: no training curve")
-    elif not lines and not environment.get("swap"):  # swapped weights have no training curve
-        gaps.append(f"no {METRICS}: no training curve")
+    config, environment = parse_yaml(read_file(folder, CONFIG), CONFIG), read_environment(folder)
+    log, checkpoint = log or read_metrics(folder / METRICS), folder / CHECKPOINTS / LAST
+    # the manifest would say so, too, but its sha256 of a large file takes seconds
+    run_id = load_metadata(checkpoint).get("wandb_id") if checkpoint.is_file() else None
+    if run_id and environment.get("wandb_id") not in (None, run_id):
+        raise RunError(f"{checkpoint}: is a checkpoint of another run than {folder / ENVIRONMENT}; bring it back")
+    if log.content is not None:
+        check_log(folder, log.content)
+    differences = differing_settings(environment)
+    gaps = [f"its starts differ: {'; '.join(differences)}"] if differences else []
+    if "starts" not in environment:
+        gaps.append("environment.json (of a model without its training run) does not say what each start used")
+    if log.unreadable:
+        numbers = ", ".join(map(str, log.unreadable[:5])) + ", ..." * (len(log.unreadable) > 5)
+        gaps.append(f"{METRICS}: unreadable lines were skipped ({numbers})")
+    if not log.lines and not environment.get("swap"):  # swapped weights have no training curve
+        gaps.append(f"no {METRICS}, or an empty one: no training curve")
     evaluations, evaluation_gaps = last_evaluations(folder, config, known_evaluations)
     gaps += evaluation_gaps
-    checkpoint = folder / CHECKPOINTS / LAST
-    if evaluations and not checkpoint.is_file():
-        gaps.append(f"no {CHECKPOINTS}/{LAST}, by which its evaluations could be checked")
-    elif evaluations and not check_evaluations(folder, evaluations, checkpoint, log, config_text):
-        gaps.append("its evaluations carry no digest (made by an earlier version)")
-    validation_lines = [line for line in lines if "val/loss" in line]
-    if validation_lines and not any(evaluation.kind == VALIDATION for evaluation in evaluations):
-        last_line, unigram = validation_lines[-1], flatten(environment).get("unigram_cross_entropy.val")
-        series = validation_series(
-            last_line["val/loss"], last_line.get("val/bits_per_byte"), unigram, config["data"]["seq_len"]
-        )
-        empty_fields = {"data_fingerprint": "", "options": {}, "precision": "", "weights_sha256": ""}
-        step, tokens = last_line["step"], last_line["tokens"]
-        evaluations.insert(0, Evaluation(VALIDATION, step, tokens, **empty_fields, series=tuple(series)))
-        gaps.append("its validation loss is the last one logged while training, without an interval")
     for evaluation in evaluations[1:]:
         first_result = evaluations[0]
         # Other kinds, such as a swap, have steps of their own.
@@ -357,41 +324,6 @@ def read_run(
     last_step = max((evaluation.step for evaluation in evaluations), default=-1)
     last_series = (series for evaluation in evaluations if evaluation.step == last_step for series in evaluation.series)
     final_loss = next((series for series in last_series if LOSS in series.logged), None)
-    how = divergence(lines, final_loss if has_ended(config, evaluations) else None)
-    return RunRecord(folder, folder.resolve().name, config, environment, lines, tuple(evaluations), tuple(gaps), how)
-
-
-def _read_config(path: Path) -> tuple[dict[str, Plain], str]:
-    """Parsed content and text of a run's config.yaml. Raises RunError: the file can't be read, or lacks a required
-    key.
-    """
-    try:
-        content = path.read_bytes()
-        config = parse_yaml(content, path.name)
-    except (ConfigError, OSError) as error:
-        raise RunError(f"{path}: not readable: {one_line(error, None)}") from None
-    if not isinstance(config, dict):
-        raise RunError(f"{path}: holds no configuration")
-    if isinstance(config.get("model"), dict) and isinstance(config["model"].get("normalizer"), str):
-        config["model"]["normalizer"] = {"name": config["model"]["normalizer"]}
-    absent_keys = [key for key in _REQUIRED_KEYS if key not in flatten(config)]
-    if absent_keys:
-        raise RunError(f"{path}: no {', '.join(absent_keys)}")
-    return config, content.decode(errors="replace")
-
-
-def _environment_gaps(config: dict[str, Plain], environment: dict[str, Plain], path: Path) -> list[str]:
-    """Messages on facts that environment.json lacks, and on settings that differ between the run's launch and its
-    resumptions. Raises RunError for a malformed file."""
-    try:
-        entries, differences = starts(environment), differing_settings(environment)
-        arm_definition(config, environment), seeds(config, environment)
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
-        raise RunError(f"{path}: {one_line(error, None)}") from None
-    gaps = [f"its starts differ: {'; '.join(differences)}"] if differences else []
-    preface = "environment.json (of a model without its training run) does not say"
-    if not entries or any("precision" not in start for start in entries):
-        gaps.append(f"{preface} what each start used: they may differ")
-    if config.get("init_from") and "arm" not in (environment.get("started_from") or {}):
-        gaps.append(f"{preface} of which arm its starting weights are: told from others by their path")
-    return gaps
+    how = divergence(log.lines, final_loss if has_ended(config, evaluations) else None)
+    name, results, missing = folder.resolve().name, tuple(evaluations), tuple(gaps)
+    return RunRecord(folder, name, config, environment, log.lines, results, missing, how)

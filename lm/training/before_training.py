@@ -16,9 +16,9 @@ from lm.model.causality import check_causality
 from lm.model.decoder import Decoder, group_of
 from lm.model.device import resolve_device
 from lm.model.spec import with_steps
+from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import is_own
 from lm.runs.loading import LoadedModel, load
-from lm.runs.metadata import load_metadata
 from lm.runs.same_run import config_problems, trained_config
 from lm.schema import to_plain
 from lm.training.optimizers import GROUPS, freeze, implied_state
@@ -39,7 +39,7 @@ def check_before_data(config: Config, checkpoint: Path | None) -> tuple[Config, 
     """
     accelerator, _ = resolve_device(config)
     if checkpoint:
-        metadata = load_metadata(checkpoint)
+        metadata = load_checkpoint(checkpoint)["lm"]
         config = with_steps(config, metadata["vocab_size"])
         branches = not is_own(config.run_folder, checkpoint)
         if problems := config_problems(config, trained_config(metadata, checkpoint), metadata, checkpoint, branches):

@@ -24,7 +24,7 @@ class AtomicCheckpointIO(L.fabric.plugins.CheckpointIO):
     """
 
     def __init__(self, content: dict[str, object] | None = None):
-        self.content, self.weights_sha256 = content, ""
+        self.content = content
 
     def save_checkpoint(self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None) -> None:
         """Write a checkpoint. Raises RunError: a callback's state can't be read back, or writing fails."""
@@ -32,7 +32,7 @@ class AtomicCheckpointIO(L.fabric.plugins.CheckpointIO):
             if not _is_plain(state):
                 reason = "keeps a state of other values than numbers, texts, tensors, and lists and maps of them"
                 raise RunError(f"{name} (trainer.callbacks): {reason}, which no checkpoint may hold")
-        self.weights_sha256 = save_checkpoint(checkpoint, Path(path))
+        save_checkpoint(checkpoint, Path(path))
 
     def load_checkpoint(
         self, path: str | Path, map_location: object = None, weights_only: bool | None = None
@@ -92,12 +92,11 @@ class Checkpoints(StepCallback):
     def save(self, trainer: L.Trainer, module: LanguageModel) -> None:
         """Save a checkpoint of the present step, and delete old checkpoints (`prune`). All ranks must call it."""
         begin, self.saved_step = time.perf_counter(), trainer.global_step
-        path, state = step_path(self.folder, self.saved_step), module.start.state
+        path = step_path(self.folder, self.saved_step)
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
-            state.note_weights(self.saved_step, trainer.strategy.checkpoint_io.weights_sha256)
             link_checkpoint(LAST, path)
-            if state.is_best(self.saved_step):
+            if module.start.state.is_best(self.saved_step):
                 link_checkpoint(BEST, path)
             self.prune()
         self.run.clock.exclude_since(begin)

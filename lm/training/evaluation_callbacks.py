@@ -64,7 +64,6 @@ class EvaluationCallback(StepCallback):
         tokens, result = step * self.config.optim.batch_tokens, None
         try:
             result = measurement.evaluate(decoder.to(device.device), device, step, tokens)
-            module.start.state.note_weights(step, result.weights_sha256)
             if trainer.is_global_zero:
                 scores = logged_means(result)  # logged before its file is written: where a file is, nothing is missing
                 run.log({"step": step, "tokens": tokens, **scores, PEAK_MEMORY: peak_memory_bytes(device.device)})

@@ -14,13 +14,13 @@ from lm.data.store import Store
 from lm.errors import Diverged, RunError
 from lm.evaluation.evaluate import evaluate
 from lm.evaluation.evaluation_kind import Measurement, measurements
-from lm.files import UNFINISHED, write_json, write_text
+from lm.files import UNFINISHED, json_bytes
 from lm.machine import keep_freed_memory, threads_per_process, without_garbage_collection
 from lm.model.device import Machine, resolve_compile, resolve_device, resolve_precision
 from lm.model.spec import flops_per_token
 from lm.progress import StepProgress
 from lm.report.evaluation_tables import logged_means, print_results
-from lm.runs.checkpoints import link_checkpoint, load_checkpoint
+from lm.runs.checkpoints import best_step, link_checkpoint, load_checkpoint
 from lm.runs.evaluations import VALIDATION, evaluation_files, evaluation_path, last_evaluations, load_evaluation
 from lm.runs.folder import (
     BEST,
@@ -32,17 +32,18 @@ from lm.runs.folder import (
     LAST,
     METRICS,
     TOKENIZER,
+    check_log,
     is_own,
+    read_environment,
     read_metrics,
     step_of,
     step_path,
     step_paths,
     truncate_metrics,
 )
-from lm.runs.loading import TOKENIZER_SHA256, LoadedModel
-from lm.runs.metadata import best_step
+from lm.runs.loading import LoadedModel
+from lm.runs.manifest import truncate_manifest, write_files
 from lm.runs.record import divergence
-from lm.runs.same_run import check_environment, check_log
 from lm.schema import Plain, to_plain
 from lm.training.banner import banner, environment
 from lm.training.callbacks import Metrics, ProfileSteps, ProgressBar, StopOnSignal
@@ -86,9 +87,9 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: LoadedMod
     elif checkpoint:
         content = load_checkpoint(checkpoint)
         notes = check_resume(config, store, content, checkpoint)
-        old_facts = check_environment(config.run_folder / ENVIRONMENT, content["lm"], checkpoint)
+        old_facts = read_environment(config.run_folder)
         old_log = read_metrics(config.run_folder / METRICS).content or b""  # a missing log counts as an empty one
-        check_log(config.run_folder, old_log, content["lm"], checkpoint)
+        check_log(config.run_folder, old_log, content["lm"]["step"])
         if (step := content["lm"]["step"]) >= config.trainer.max_steps:
             if later_paths := [path for path in step_paths(config.run_folder / CHECKPOINTS) if step_of(path) > step]:
                 reason = (
@@ -114,7 +115,6 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: LoadedMod
     machine = Machine(accelerator, device, precision, compiled, process.launcher, device_flops)
     facts = {**environment(config, store, start, machine, old_facts), "started_from": old_facts.get("started_from")}
     facts |= {"branched_from": old_facts["branched_from"]} if "branched_from" in old_facts else {}
-    facts[TOKENIZER_SHA256] = store.manifest["files"][TOKENIZER]["sha256"]
     loggers: list[RunLogger] = []
     if is_main:
         print(banner(config, store, start, machine), *filter(None, [process.note]), *notes, sep="\n", flush=True)
@@ -153,9 +153,6 @@ def _write_run_files(
     after `start.step`.
     """
     folder = config.run_folder
-    write_text(folder / CONFIG, to_yaml(replace(config, resume="")))  # `resume` is not part of the run
-    write_json(folder / ENVIRONMENT, facts)
-    write_text(folder / TOKENIZER, (store.path / TOKENIZER).read_text(encoding="utf-8"))
     for path in reversed(step_paths(folder / CHECKPOINTS)):
         if step_of(path) > start.step:
             path.unlink()  # before the names are linked, as `resume=auto` takes a checkpoint that is newer than LAST
@@ -163,6 +160,9 @@ def _write_run_files(
         link_names(checkpoint, start.state.best and start.state.best.step)
     for note in truncate_after(folder, start.step):
         print(note, flush=True)
+    files = {CONFIG: to_yaml(replace(config, resume="")).encode()}  # `resume` is not part of the run
+    files |= {ENVIRONMENT: json_bytes(facts), TOKENIZER: (store.path / TOKENIZER).read_bytes()}
+    write_files(folder, files, start.step)
 
 
 def link_names(checkpoint: Path, best_step: int | None) -> None:
@@ -189,6 +189,7 @@ def truncate_after(run: Path, step: int) -> list[str]:
         if evaluated_step > step or (kind, evaluated_step) == ("swap", step):
             path.unlink()
             path.with_suffix(".png").unlink(missing_ok=True)
+    truncate_manifest(run, step)  # a kill before it leaves lines without files, one after it a log that is too long
     return truncate_metrics(run / METRICS, step)
 
 

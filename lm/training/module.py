@@ -13,8 +13,7 @@ from lm.errors import Diverged
 from lm.model.decoder import Decoder
 from lm.model.device import use_compile_cache
 from lm.plugins import PLUGINS
-from lm.runs.folder import METRICS, log_seal
-from lm.runs.metadata import CHECKPOINT_FORMAT
+from lm.runs.checkpoints import CHECKPOINT_FORMAT
 from lm.training.dynamics import copied_to_host, gradient_norms
 from lm.training.lightning_import import L
 from lm.training.optimizers import OPTIMIZER_STATES, make_optimizer, set_learning_rates, state_after_swap
@@ -170,7 +169,6 @@ class LanguageModel(L.LightningModule):
             "phase": self.start.phase,
             "plugins": PLUGINS.versions(self.config.plugin_names_by_key.values()),
             "wandb_id": run.wandb_id,
-            "log": log_seal(self.config.run_folder / METRICS),
             **asdict(state),
         }
 

@@ -16,12 +16,11 @@ from lm.errors import ConfigError, Problem, RunError
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
 from lm.model.swapped import with_normalizer
-from lm.runs.checkpoints import SHA256, load_checkpoint, weights_sha256
-from lm.runs.folder import CHECKPOINTS, ENVIRONMENT, TOKENIZER, check_fields, is_own, step_of, step_path, step_paths
+from lm.runs.checkpoints import best_step, load_checkpoint, weights_sha256
+from lm.runs.folder import CHECKPOINTS, TOKENIZER, is_own, read_environment, step_of, step_path, step_paths
 from lm.runs.loading import LoadedModel, check_finite, weights_mismatch
-from lm.runs.metadata import best_step
 from lm.runs.record import arm, seeds, tokens_before
-from lm.runs.same_run import check_environment, trained_config
+from lm.runs.same_run import trained_config
 from lm.schema import Plain, to_plain
 from lm.training.optimizers import freeze, optimizer_mismatch, saved_state
 
@@ -39,7 +38,7 @@ class Best:
 @dataclass
 class RunState:
     """The state of a run besides weights and optimizer, kept as metadata of checkpoints; equal on all ranks, except
-    time and digests.
+    time.
     """
 
     best: Best | None = None  # the lowest validation so far
@@ -51,35 +50,20 @@ class RunState:
     z_loss_since_line: float = 0.0
     targets_since_line: int = 0
     elapsed_s: float = 0.0  # seconds of training
-    # digests of the weights that were measured or saved, by step; a swap's step has the digests before and after it
-    weights_sha256: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
     def from_plain(cls, metadata: dict[str, Plain], folder: Path) -> "RunState":
         """The run state in a checkpoint's `metadata`; without `best` if `folder` no longer has the checkpoint of the
         best step.
-
-        Raises RunError: an entry is missing, or of another type.
         """
-        metadata = {"weights_sha256": {}, "z_loss_since_line": 0.0, **metadata}  # older versions wrote neither
-        path, types = step_path(folder, metadata["step"]), {spec.name: spec.type for spec in fields(cls)}
-        check_fields(metadata, types | {"best": dict | None}, path)
-        if best := metadata["best"]:
-            types_of_best = {spec.name: spec.type for spec in fields(Best)}
-            check_fields(best, types_of_best, path, "best.")
-            best = Best(**{name: best[name] for name in types_of_best})
-            # deleted as a run went back
-            if not step_path(folder, best.step).exists() and best_step(folder) != best.step:
-                best = None
-        return cls(**{name: metadata[name] for name in types} | {"best": best or None})
+        best = metadata["best"] and Best(**metadata["best"])
+        # deleted as a run went back
+        if best and not step_path(folder, best.step).exists() and best_step(folder) != best.step:
+            best = None
+        return cls(**{spec.name: metadata[spec.name] for spec in fields(cls)} | {"best": best})
 
     def is_best(self, step: int) -> bool:
         return self.best is not None and self.best.step == step
-
-    def note_weights(self, step: int, sha256: str) -> None:
-        """Record the digest of weights that were measured or saved at `step`."""
-        digests = self.weights_sha256.setdefault(str(step), [])
-        digests += [] if sha256 in digests else [sha256]
 
     def count_step(self, nll: float, z_loss: float, targets: int) -> None:
         """Add a step that was not skipped to the sums since the last logged line; `nll`, `z_loss`: sums over its
@@ -208,8 +192,6 @@ def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> Phas
     phase = config.phase_at(metadata["step"])
     decoder = Decoder(config.model_in(metadata["phase"]), metadata["vocab_size"], config.data.seq_len, seed=None)
     state = RunState.from_plain(metadata, config.run_folder / CHECKPOINTS)
-    if SHA256 in checkpoint:  # a checkpoint's metadata can't hold its own digest
-        state.note_weights(metadata["step"], checkpoint[SHA256]["state_dict"])
     start = PhaseStart(metadata["step"], phase, decoder, state, checkpoint)
     if phase != metadata["phase"]:
         decoder.load_state_dict(checkpoint["state_dict"])
@@ -230,7 +212,7 @@ def branch(config: Config, store: Store, path: Path) -> tuple[PhaseStart, dict[s
     """
     checkpoint, run = load_checkpoint(path), path.resolve().parent.parent
     notes, metadata = check_resume(config, store, checkpoint, path), checkpoint["lm"]
-    run_facts = check_environment(run / ENVIRONMENT, metadata, path)
+    run_facts = read_environment(run)
     old_facts = {
         **run_facts,
         "starts": [entry for entry in run_facts.get("starts", []) if entry["step"] < metadata["step"]],

@@ -8,24 +8,21 @@ from pathlib import Path
 from lm.config.tree import Config
 from lm.data.prepare import check_sequences, prepare
 from lm.errors import RunError
-from lm.files import expand_home, locked_folder, read_json
+from lm.files import expand_home, locked_folder
 from lm.machine import without_garbage_collection
 from lm.model.spec import with_steps
-from lm.runs.evaluations import evaluation_files
+from lm.runs.checkpoints import load_metadata
 from lm.runs.folder import (
     ALREADY_TRAINING,
     CHECKPOINTS,
     CONFIG,
-    ENVIRONMENT,
     LAST,
     METRICS,
     is_own,
-    read_config,
-    read_metrics,
     step_of,
     step_paths,
 )
-from lm.runs.metadata import load_metadata
+from lm.runs.manifest import entries_of
 from lm.training.before_training import check_before_data
 from lm.training.launcher import end_with_parent, this_process
 
@@ -144,22 +141,9 @@ def refuse_moved_run(config: Config, files: list[str]) -> None:
 
 
 def had_checkpoint(folder: Path) -> bool:
-    """Whether results in a run folder prove that its run saved a checkpoint; without such a proof, the run may start
-    again.
-    """
-    if not (folder / CONFIG).is_file():
-        return False
-    config, lines = read_config(folder), read_metrics(folder / METRICS).lines
-    environment = read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).is_file() else {}
-    first_step = (environment.get("branched_from") or {}).get("step", 0)
-    first_saved_step = min(
-        (first_step // config.checkpoint_every + 1) * config.checkpoint_every, config.trainer.max_steps
-    )
-    # validation comes before a checkpoint
-    evaluated_steps = [step for kind, step in evaluation_files(folder) if kind != "validation"]
-    return any(step >= first_saved_step for step in evaluated_steps) or any(
-        line.get("step", 0) > first_saved_step for line in lines
-    )
+    """Whether the run in a folder saved a checkpoint, by its manifest; if it did not, the run may start again."""
+    name = f"{CHECKPOINTS}/{LAST}"  # its line is written once the checkpoint is there
+    return (folder / CONFIG).is_file() and any(line["file"] == name for line in entries_of(folder))
 
 
 def create_run_folder(folder: Path, resume: bool) -> bool:

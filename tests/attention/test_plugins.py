@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT, lm
+from manifests import edited
 from trials import written as experiment_file
 
 from lm.attention.catalogue import ENTRIES
@@ -24,7 +25,6 @@ from lm.experiments.experiment_folder import start
 from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import run_differences
 from lm.experiments.slots import commands
-from lm.files import read_sealed, write_sealed
 from lm.plugins import PLUGINS, matches_version
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
 from lm.runs.folder import CONFIG, DESCRIPTION, ENVIRONMENT, read_config
@@ -188,11 +188,13 @@ def test_nothing_is_imported_because_a_file_names_it(powers: Path, arguments: li
     checkpoint = load_checkpoint(folder / "checkpoints" / "last.ckpt")
     checkpoint["lm"]["config"] = text
     save_checkpoint(checkpoint, folder / "checkpoints" / "last.ckpt")
-    description = read_sealed(export / DESCRIPTION)
-    description["training"]["config"] = text
-    if where != "phases":
-        description["spec"]["model"]["normalizer"] = plain["model"]["normalizer"]
-    write_sealed(export / DESCRIPTION, description)
+
+    def change(description: dict) -> None:
+        description["training"]["config"] = text
+        if where != "phases":
+            description["spec"]["model"]["normalizer"] = plain["model"]["normalizer"]
+
+    edited(export / DESCRIPTION, change)
 
     with pytest.raises(ConfigError, match="--allow-plugin powers"):
         parse(plain)

@@ -18,7 +18,7 @@ from lm.config.data_config import DataConfig
 from lm.data.prepare import prepare, store_with_fingerprint
 from lm.data.store import MANIFEST, Store, fingerprint, npy, write_file
 from lm.errors import DataError
-from lm.files import file_sha256, write_sealed
+from lm.files import file_sha256, sealed, write_json
 
 
 @pytest.mark.parametrize("size", ["flipped", "truncated", "missing"])
@@ -67,7 +67,7 @@ def test_a_store_of_another_format_does_not_open(data: DataConfig):
 def test_a_store_is_found_by_its_fingerprint_among_those_of_other_formats(data: DataConfig):
     store = prepare(data)
     old = shutil.copytree(store.path, store.path.with_name("a-store-of-before"))
-    write_sealed(old / MANIFEST, {**store.manifest, "format": 4})
+    write_json(old / MANIFEST, sealed({**store.manifest, "format": 4}))
     assert store_with_fingerprint(data, store.fingerprint).path == store.path
 
 
@@ -136,10 +136,8 @@ def test_a_large_store_opens_in_little_memory(data: DataConfig):
         "sources": [{**facts["sources"][0], "n_tokens": n_tokens}],
     }
     files = {**store.manifest["files"], path.name: {"bytes": n_bytes, "sha256": file_sha256(path)}, **offsets_entry}
-    write_sealed(
-        store.path / MANIFEST,
-        {**store.manifest, "files": files, "splits": {**store.manifest["splits"], "train": facts}},
-    )
+    splits = {**store.manifest["splits"], "train": facts}
+    write_json(store.path / MANIFEST, sealed({**store.manifest, "files": files, "splits": splits}))
     script = (
         "import sys\nfrom pathlib import Path\nimport numpy as np\nfrom lm.data.store import Store\n"
         "import lm.progress\nfrom lm.machine import peak_process_bytes\nbefore = peak_process_bytes()\n"

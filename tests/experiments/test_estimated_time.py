@@ -9,12 +9,12 @@ import pytest
 import yaml
 from conftest import ROOT
 from fabricated import finish, finish_all
+from manifests import put
 
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.plan import costs, plan_lines, run_times, total_seconds
 from lm.experiments.procedure import Procedure
 from lm.experiments.slots import Slots
-from lm.files import write_json
 
 FILE = {
     "base": str(ROOT / "tests" / "tiny.yaml"),
@@ -38,7 +38,7 @@ def took(procedure: Procedure, seconds: float, begin: float, step: int = 0) -> N
                 {"step": step_of_start, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(moment))}
                 for step_of_start, moment in begun
             ]
-            write_json(run.config.run_folder / "environment.json", {"starts": starts})
+            put(run.config.run_folder / "environment.json", {"starts": starts})
             logged = [
                 json.dumps({"step": step_of_line, "elapsed_s": 5.0 * step_of_line})
                 for step_of_line in range(1, run.outcome.last_step + 1)

@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 from conftest import lm
 from fabricated import finish_all
+from manifests import put
 from trials import TUNED, written
 
 import lm.experiments.experiment as experiment_module
@@ -21,7 +22,6 @@ from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import PLAN, open_experiment, plan_of
 from lm.experiments.plan import costs, plan_lines
 from lm.experiments.procedure import Procedure
-from lm.files import write_json
 from lm.runs.folder import CONFIG, RESOLVED_FILE
 
 SHORT = ["trainer.max_steps=4", "optim.warmup_steps=1", "eval.every=2"]
@@ -37,11 +37,9 @@ def ended(path: Path, overrides: list[str]) -> Procedure:
     """An experiment all of whose runs have ended, and its plan."""
     procedure = finish_all(Procedure(read_experiment(path, overrides)), lambda run: 5 + abs((run.rate or 0) - 2e-2))
     for run in procedure.known_runs():
-        (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
+        put(run.config.run_folder / CONFIG, to_yaml(run.config))
     settings = {PLAN: plan_of(procedure.experiment), "overrides": overrides}
-    write_json(
-        procedure.experiment.folder / RESOLVED_FILE, {"precision": 32, "compile": False, "threads": 1} | settings
-    )
+    put(procedure.experiment.folder / RESOLVED_FILE, {"precision": 32, "compile": False, "threads": 1} | settings)
     return procedure
 
 

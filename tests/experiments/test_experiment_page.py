@@ -15,6 +15,7 @@ import pytest
 import yaml
 from conftest import ROOT
 from fabricated import write_page
+from manifests import put
 from markupsafe import escape
 from reported import build_run, write_report
 from scipy.stats import ttest_1samp
@@ -24,8 +25,9 @@ from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_entries, trends
 from lm.report.comparison_pictures import paired_difference_traces
-from lm.runs.evaluations import REPORTING, Axis, Sample, Series, Shown, read_evaluation
+from lm.runs.evaluations import REPORTING, Axis, Sample, Series, Shown
 from lm.runs.folder import CONFIG, DIVERGED, METRICS
+from lm.runs.manifest import read_file
 
 STEPS = 200
 FILE = {
@@ -68,7 +70,7 @@ def finish(run: Run, loss: float, **options: object) -> Path:
     """A run folder as if the run had been trained to about this loss."""
     folder = run.config.run_folder
     build_run(folder.parent, folder.name, seed=run.seed, better=3.8 - loss, steps=STEPS, **options)
-    (folder / CONFIG).write_text(to_yaml(run.config))
+    put(folder / CONFIG, to_yaml(run.config))
     return folder
 
 
@@ -210,7 +212,7 @@ def sized(tmp_path: Path) -> Procedure:
         path = run.config.run_folder / "environment.json"
         environment = json.loads(path.read_text())
         environment["parameters"]["non_embedding"] = {"a": 10**6, "b": 4 * 10**6, "c": 8 * 10**6}[run.size]
-        path.write_text(json.dumps(environment))
+        put(path, environment)
     return Procedure(procedure.experiment)
 
 
@@ -280,9 +282,9 @@ def test_by_position_arms_of_other_training_lengths_are_paired_where_they_were_m
 def test_a_report_of_the_same_runs_agrees_to_the_last_digit(tmp_path, undrawn):
     arms = {name: FILE["arms"][name] for name in ("softmax", "ssmax")}
     procedure = finish_all(made(tmp_path, tune=None, arms=arms))
-    with mock.patch("lm.runs.evaluations.read_evaluation", wraps=read_evaluation) as first:
+    with mock.patch("lm.runs.evaluations.read_file", wraps=read_file) as first:
         page = write_page([Procedure(procedure.experiment)], tmp_path / "out")
-    paths = [path for (path,), _ in first.call_args_list]
+    paths = [folder / name for (folder, name, _), _ in first.call_args_list]
     assert sorted(paths) == sorted(tmp_path.glob("runs/**/evaluations/*.json")), "each file once"
     write_report([run.config.run_folder for run in procedure.final_runs("")], tmp_path / "report")
 

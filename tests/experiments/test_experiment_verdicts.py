@@ -12,6 +12,7 @@ import pytest
 import yaml
 from conftest import ROOT, lm
 from fabricated import FINGERPRINT, evaluated, finish, finish_all, launching, logged
+from manifests import put
 
 from lm.config.load import to_yaml
 from lm.errors import RunError
@@ -20,7 +21,6 @@ from lm.experiments.page import CROSSED_RATES_NOTE, SizeResults, _caveats, cross
 from lm.experiments.plan import plan_lines
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import differences_by_rate, measured_words, summary_entries, tuning_means, tuning_table_rows
-from lm.files import write_json
 from lm.report.frame import results
 from lm.report.tables import csv_text
 from lm.runs.evaluations import Axis, Sample, Series, evaluation_path, selection_mask, validation_series
@@ -252,8 +252,8 @@ def test_runs_whose_loss_rose_or_is_not_finite_have_diverged(tmp_path, training_
     assert line["reason"].startswith(f"3 final runs diverged: ssmax seed 1: {how}"), line["reason"]
     assert "did not learn" not in line["reason"]
     for run in procedure.known_runs():
-        (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
-        write_json(run.config.run_folder / ENVIRONMENT, {"starts": [{"step": 0}]})
+        put(run.config.run_folder / CONFIG, to_yaml(run.config))
+        put(run.config.run_folder / ENVIRONMENT, {"starts": [{"step": 0}]})
     states = results(procedure.experiment.folder).groupby("arm")["state"].unique().map(list).to_dict()
     assert states == {"softmax": ["finished"], "ssmax": ["diverged"]}, "in the long table, which lm judge takes, too"
 
@@ -286,7 +286,8 @@ def test_an_evaluation_that_is_damaged_says_what_to_do(tmp_path):
     path = evaluation_path(run.config.run_folder, "validation", run.outcome.last_step)
     path.write_text('{"series": [')
     with pytest.raises(
-        RunError, match=r"not readable as JSON: .*; bring it back, or measure it again: lm eval .* --checkpoint \d+$"
+        RunError,
+        match=r"was altered, .*; bring it back, or measure it again: lm eval .* --checkpoint \d+$",
     ):
         replace(run.outcome).state  # noqa: B018
 
@@ -523,8 +524,8 @@ def test_the_noise_of_an_experiments_final_runs_is_measured_in_its_folder(tmp_pa
         lambda run: values.setdefault(run.config.run_folder, float(grid.normal(3.0, 0.1))),
     )
     for run in procedure.known_runs():
-        (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
-        write_json(run.config.run_folder / ENVIRONMENT, {"starts": [{"step": 0}]})
+        put(run.config.run_folder / CONFIG, to_yaml(run.config))
+        put(run.config.run_folder / ENVIRONMENT, {"starts": [{"step": 0}]})
     said = lm("noise", str(procedure.experiment.folder), "--metric", "val/loss", "--where", "stage == 'final'")
     assert said.returncode == 0, said.stderr
     n_final = len([*procedure.final_runs("")])

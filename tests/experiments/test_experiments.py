@@ -11,6 +11,7 @@ import pytest
 import yaml
 from conftest import lm
 from fabricated import finish, finish_all, launching
+from manifests import put
 from trials import written
 
 from lm.config.load import load_config, to_yaml
@@ -30,9 +31,8 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION, Outcome
 from lm.experiments.slots import Stopped
 from lm.experiments.summary import summary_entries
-from lm.files import write_json
 from lm.machine import threads_per_process
-from lm.runs.evaluations import Evaluation, Series, evaluation_path, read_evaluation
+from lm.runs.evaluations import Series, evaluation_path, load_evaluation
 from lm.schema import to_plain
 from lm.training.train import train
 
@@ -237,7 +237,7 @@ def test_a_run_has_ended_only_with_its_last_checkpoint_and_the_primary_metric(tm
 
 def evaluations(outcome: Outcome, kind: str) -> tuple[Series, ...]:
     """The series of one kind of evaluation at the last step."""
-    return Evaluation.from_plain(read_evaluation(evaluation_path(outcome.folder, kind, outcome.last_step))).series
+    return load_evaluation(evaluation_path(outcome.folder, kind, outcome.last_step)).series
 
 
 def test_a_metric_that_is_not_measured_stops_the_experiment_with_its_first_run(tmp_path, overrides):
@@ -312,9 +312,7 @@ def test_runs_on_other_text_are_not_mixed_in(tmp_path, overrides):
     shutil.copytree(next(override for override in overrides if "paths" in override).partition("[")[2][:-1], text)
     own_overrides = [*overrides, f"data.source.paths=[{text}]", f"data.root={tmp_path / 'stores'}"]
     folder = open_experiment(path, own_overrides).experiment.folder
-    write_json(
-        folder / "resolved.json", {"data_fingerprint": "0" * 16, "precision": 32, "compile": False, "threads": 1}
-    )
+    put(folder / "resolved.json", {"data_fingerprint": "0" * 16, "precision": 32, "compile": False, "threads": 1})
     with pytest.raises(RunError, match="the text is not what the first runs were trained on"):
         start(path, own_overrides)
 
@@ -480,7 +478,7 @@ def test_a_run_without_its_place_in_the_experiment_stays_usable_and_keeps_its_na
     assert train(load_config([str(dumped(tmp_path, before))])) == 0
     config = before.run_folder / "config.yaml"
     content = {key: value for key, value in yaml.safe_load(config.read_text()).items() if key != "experiment"}
-    config.write_text(yaml.safe_dump(content))
+    put(config, yaml.safe_dump(content))
     assert [run.outcome.state for run in procedure.known_runs()] == ["finished", "unfinished"]
     result = lm("eval", str(before.run_folder), "eval.sequences=32")
     assert result.returncode == 0, result.stderr

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from conftest import ROOT
 from fabricated import finish_all, write_page
+from manifests import put
 from test_experiment_page import FILE as PAGE_FILE
 from test_experiment_page import finish_all as build_all
 from test_experiment_page import rows, text_of
@@ -64,7 +65,7 @@ def on_a_grid(tmp_path_factory) -> Procedure:
     """An experiment that was tuned on a grid of 3 rates and 4 weight decays."""
     procedure = finish_all(experiment(tmp_path_factory.mktemp("grid")), loss)
     for run in procedure.known_runs():
-        (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
+        put(run.config.run_folder / CONFIG, to_yaml(run.config))
     return procedure
 
 
@@ -119,7 +120,7 @@ def test_a_changed_grid_is_said_beside_the_verdicts(tmp_path, arguments):
     procedure = start(written(tmp_path), arguments[1:])
     finish_all(procedure, loss)
     for run in procedure.known_runs():
-        (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
+        put(run.config.run_folder / CONFIG, to_yaml(run.config))
     other_tune = TUNE | {"grid": [[1e-2, 2e-2, 4e-2], [0.05, 0.1, 0.2]]}
     changed = open_experiment(written(tmp_path, tune=other_tune), arguments[1:]).experiment
     grid = "[[0.01, 0.02, 0.04], [0.05, 0.1, 0.2, 0.4]], is [[0.01, 0.02, 0.04], [0.05, 0.1, 0.2]]"

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from conftest import ROOT
 from fabricated import FINGERPRINT, evaluated, finish, validate
+from manifests import put
 
 from lm.errors import ConfigError
 from lm.experiments.experiment_file import read_experiment
@@ -25,7 +26,6 @@ from lm.experiments.page import (
 from lm.experiments.plan import plan_lines
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_entries, summary_table, tuning_table_rows
-from lm.files import write_json
 from lm.report.tables import csv_text
 from lm.runs.evaluations import Sample, selection_mask, validation_series
 from lm.runs.folder import ENVIRONMENT
@@ -163,7 +163,7 @@ def test_tokens_are_counted_on_the_documents_that_report_or_select_and_since_the
         return [outcome.tokens_to_reach(LEVEL, "lower", selection) for selection in (False, True)]
 
     assert tokens() == pytest.approx([1000, 500], rel=1e-3)
-    write_json(run.config.run_folder / ENVIRONMENT, {"branched_from": {"tokens": TOKENS}})
+    put(run.config.run_folder / ENVIRONMENT, {"branched_from": {"tokens": TOKENS}})
     part = math.log2(1000 / 512)  # between 512 - 256 and 1,024 - 256 tokens
     assert tokens()[0] == pytest.approx(256 * 3**part, rel=1e-3)
 

@@ -17,6 +17,7 @@ import torch
 import yaml
 from conftest import ROOT, lm, thinned
 from huggingface_hub import HfApi
+from manifests import edited
 from test_import import CASES, T, V, imported, save
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -31,7 +32,6 @@ from lm.config.normalizers import Layers
 from lm.data.batches import Batch
 from lm.data.tokenizer import train_tokenizer
 from lm.evaluation.generation import Sampling, generate
-from lm.files import read_sealed, write_sealed
 from lm.huggingface.exporting import COMPUTED_NORMALIZERS, QWEN2_WORDS, add_start_token
 from lm.huggingface.modeling_lm import ELEMENTWISE, QUERY_FACTORS, eager_attention
 from lm.model.decoder import Decoder
@@ -173,8 +173,7 @@ def test_transformers_stops_at_the_tokens_that_end_documents(normalizer: str, en
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     shape = replace(SHAPES["gpt2"], normalizer={"softmax": opt.Softmax, "ssmax": opt.SSMax}[normalizer]())
     ours = save_model(Decoder(shape, V, 64, seed=3), tmp_path / "ours", tmp_path / "tokenizer.json")
-    description = read_sealed(ours / "lm.json")
-    write_sealed(ours / "lm.json", {**description, "spec": {**description["spec"], "end_tokens": end_tokens}})
+    edited(ours / "lm.json", lambda description: description["spec"].update(end_tokens=end_tokens))
     out = exported(ours, tmp_path / "hf")
     tokenizer_read = AutoTokenizer.from_pretrained(out)
     ids = [tokenizer.token_to_id(token) for token in end_tokens or ["<|endoftext|>"]]

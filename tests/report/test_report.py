@@ -4,6 +4,7 @@ import re
 
 import pytest
 import yaml
+from manifests import put
 from reported import build_run, compared, edit, first_sample, write_report
 
 from lm.config.normalizers import label as normalizer_label
@@ -71,7 +72,7 @@ def test_a_key_that_is_off_is_as_one_that_an_older_run_lacks(pair):
     path = pair[1] / "config.yaml"
     config = yaml.safe_load(path.read_text())
     assert config["eval"].pop("diagnostics") is None
-    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    put(path, yaml.safe_dump(config, sort_keys=False))
     diff = dict(compare_runs([read_run(folder) for folder in pair]).config_diff)
     assert "eval.diagnostics" not in diff
     assert diff["model.normalizer.scale"] == ("-", "learned")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from manifests import record
 from reported import build_run, compared, edit, write_evaluation, write_report
 
 from lm.errors import RunError
@@ -101,7 +102,8 @@ def test_a_made_up_kind_has_panels_for_what_is_over_an_axis(folders):
 def test_series_that_are_none_are_refused_in_one_line(folders):
     path = next(folders[0].glob("evaluations/probe.*"))
     path.write_text(path.read_text().replace('"higher"', '"more"'))
-    with pytest.raises(RunError, match=r"probe.step-000200.json: better must be lower or higher or none$"):
+    record(folders[0])
+    with pytest.raises(RunError, match=r"probe.step-000200.json: .*: better must be lower or higher or none; bring"):
         read_run(folders[0])
 
 

@@ -1,10 +1,10 @@
 """What runs used and where their weights come from: recorded at every start; reports pool and pair runs by it."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
+from manifests import edited
 from reported import build_run, compared
 
 from lm.config.tree import ExperimentConfig
@@ -23,8 +23,7 @@ from lm.training.train import train
 
 def rewrite(folder: Path, **changes: object) -> Path:
     """A run folder whose environment.json says something else."""
-    path = folder / "environment.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    edited(folder / "environment.json", lambda content: content.update(changes))
     return folder
 
 
@@ -220,30 +219,9 @@ def test_seeds_are_those_of_the_weights_and_of_what_followed(tmp_path):
 
 
 def test_what_the_starts_do_not_record_is_missing(tmp_path):
-    folder = build_run(tmp_path, "partly", init_from="runs/somewhere")
-    rewrite(
-        folder,
-        starts=[{"step": 0, "time": "t"}, {"step": 50, "time": "t"}],
-        started_from={"path": "p", "step": 1, "tokens": 2},
-    )
-    run = read_run(folder)
-    assert sum("does not say" in lack for lack in run.missing) == 2
-    assert (run.setting("precision"), run.arm_definition["init_from"]) == (None, "runs/somewhere")
-    run_folder = build_run(tmp_path, "once")
-    environment = json.loads((run_folder / "environment.json").read_text())
-    del environment["starts"]
-    (run_folder / "environment.json").write_text(json.dumps(environment))
-    assert any("does not say what each start used" in problem for problem in read_run(run_folder).missing)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"starts": "x"}, {"starts": []}, {"starts": [1]}, {"started_from": "x"}, {"started_from": {"arm": "a"}}]
-)
-def test_an_environment_that_can_not_be_read_is_an_error_of_one_line(tmp_path, wrong):
-    folder = rewrite(build_run(tmp_path, "a", init_from="runs/b"), **wrong)
-    with pytest.raises(RunError, match=r"environment.json: ") as error:
-        read_run(folder)
-    assert "\n" not in str(error.value)
+    folder = build_run(tmp_path, "once")
+    edited(folder / "environment.json", lambda content: content.pop("starts"))
+    assert any("does not say what each start used" in problem for problem in read_run(folder).missing)
 
 
 def test_a_checkpoint_of_a_run_is_of_that_run(tiny, tmp_path):
@@ -252,7 +230,7 @@ def test_a_checkpoint_of_a_run_is_of_that_run(tiny, tmp_path):
     run, other = tmp_path / "runs" / "a", tmp_path / "runs" / "b" / "checkpoints" / "last.ckpt"
     kept = Path(shutil.copy(run / "checkpoints" / "last.ckpt", tmp_path / "kept.ckpt"))
     assert load(run, kept).metadata["wandb_id"] == load(run).metadata["wandb_id"]
-    with pytest.raises(RunError, match=r"last\.ckpt: is a checkpoint of the run .*: they are of different runs"):
+    with pytest.raises(RunError, match=r"b/checkpoints/last\.ckpt: not a checkpoint of .*/a: its sha256 is not in"):
         load(run, other)
     for number in ("²", "9"):
         with pytest.raises(RunError, match="no such checkpoint; steps saved"):

@@ -4,6 +4,7 @@ tokenizer.
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 import yaml
 from conftest import ROOT, lm
 from folders import kill_after
+from manifests import edited
 from texts import write_texts
 
 from lm.config.data_config import TrainedTokenizer
@@ -19,7 +21,7 @@ from lm.config.load import load_config
 from lm.config.model_config import Learned, ModelConfig
 from lm.data.prepare import prepare
 from lm.data.tokenizer import train_tokenizer
-from lm.files import read_json, read_sealed, write_sealed
+from lm.files import read_json
 from lm.model.decoder import Decoder
 from lm.runs.folder import with_shape_of
 from lm.runs.loading import export, load, save_model
@@ -37,8 +39,7 @@ def saved(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = save_model(
         Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32), 300, 48), folder / "model", folder / "tokenizer.json"
     )
-    description = read_sealed(model / "lm.json")
-    write_sealed(model / "lm.json", {**description, "spec": {**description["spec"], "end_tokens": ["e"]}})
+    edited(model / "lm.json", lambda description: description["spec"].update(end_tokens=["e"]))
     return model
 
 
@@ -115,15 +116,11 @@ def test_a_model_is_swapped_on_the_text_of_a_configuration_and_trained_from(save
     changed_names = {name for name, value in run.decoder.state_dict().items() if not torch.equal(value, before[name])}
     assert changed_names == {"blocks.0.attention.normalizer.s", "blocks.1.attention.normalizer.s"}
     assert lm("train", *words, "trainer.max_steps=3", "resume=auto").returncode == 0
-    data = "data: {seq_len: 32, tokenizer: {end_of_text: x}}\n"
-    for content in (
-        "model: {n_layer: 2}\n",
-        data + "model: {n_layer: 2}\n",
-        data + "model: {normalizer: {name: softmax}}\n",
-    ):
+    for content in ("model: {n_layer: 2}\n", ""):
         (out / "config.yaml").write_text(content)
         refusal = lm("train", *options, "name=other")
-        expected = f"error: {out}/config.yaml: cut short: it does not say what the model is; swap the model again\n"
+        reason = "was altered, or is of another folder (its sha256 is not in manifest.jsonl)"
+        expected = f"error: {out}/config.yaml: {reason}; bring it back\n"
         assert (refusal.returncode, refusal.stderr) == (1, expected), content
 
 
@@ -275,11 +272,10 @@ def test_a_run_holds_the_weights_that_it_starts_from_once(saved: Path, base: Pat
     "normalizer", [{"name": "somewhere:Code"}, {"name": "layers", "of": [{"name": "softmax"}, {"name": "x.y:Z"}]}]
 )
 def test_no_normalizer_from_outside_is_taken_from_a_model_folder(saved: Path, normalizer: dict, tmp_path: Path):
-    description = read_sealed(saved / "lm.json")
     assert with_shape_of(str(saved), {}, {})["model"]["normalizer"]["name"] == "softmax"
-    description["spec"]["model"]["normalizer"] = normalizer
-    write_sealed(tmp_path / "lm.json", description)
-    assert "normalizer" not in with_shape_of(str(tmp_path), {}, {})["model"]
+    copy = shutil.copytree(saved, tmp_path / "copy")
+    edited(copy / "lm.json", lambda description: description["spec"]["model"].update(normalizer=normalizer))
+    assert "normalizer" not in with_shape_of(str(copy), {}, {})["model"]
 
 
 @pytest.mark.parametrize(("command", "options"), [("eval", []), ("diagnose", []), ("swap", ["--to", "ssmax", "-o"])])

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from fabricated import save
+from manifests import edited
 from reported import SEQ_LEN, build_run, edit, write_evaluation, write_report
 
 import lm
@@ -86,37 +87,37 @@ def test_not_a_run_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
+    ("name", "words"),
     [
-        ("environment.json", '{"git', "JSON"),
-        ("environment.json", "[]", "no JSON object"),
-        ("config.yaml", "a: [", "YAML"),
-        ("config.yaml", "a: " + "[" * 100, "nested more than 50 deep"),
-        ("config.yaml", "seed: 1", "no model.normalizer.name, data.seq_len"),
-        ("evaluations/validation.step-000200.json", '{"loss": 1', "JSON"),
-        ("evaluations/long_context.step-000200.json", "[]", "no JSON object"),
-        ("metrics.jsonl", "nonsense\nmore\n", "no line"),
+        ("environment.json", "was altered, or is of another folder"),
+        ("config.yaml", "was altered, or is of another folder"),
+        ("evaluations/validation.step-000200.json", "was altered, or is of another folder"),
+        ("evaluations/long_context.step-000200.json", "was altered, or is of another folder"),
+        ("metrics.jsonl", "was altered since step-000200.ckpt was saved"),
+        ("manifest.jsonl", "was altered, or is of another folder"),
     ],
 )
-def test_corrupt_files_are_named(pair, name, content, words):
-    (pair[0] / name).write_text(content)
+@pytest.mark.parametrize("damage", ["half", "empty", "edited", "another's"])
+def test_corrupt_files_are_named(pair, name, words, damage):
+    path = pair[0] / name
+    content = path.read_bytes()
+    path.write_bytes(
+        {
+            "half": content[: len(content) // 2],
+            "empty": b"",
+            "edited": re.sub(rb"[a-z]", b"z", content),
+            "another's": (pair[1] / name).read_bytes(),
+        }[damage]
+    )
     with pytest.raises(RunError, match=words) as error:
         read_run(pair[0])
     assert name in str(error.value)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("kind", ["validation", "long_context"])
-def test_an_evaluation_of_an_older_version_is_said_to_be_missing(pair, kind):
-    edit(pair[0], kind, lambda result: result.pop("data_fingerprint"))
-    lacks = read_run(pair[0]).missing
-    assert f"no {kind.replace('_', '-')} evaluation that can be read" in lacks[0]
-    assert "no data_fingerprint; if it was measured by an older version, measure it again with `lm eval`" in lacks[0]
-
-
 def test_numbers_of_the_wrong_shape_are_refused(pair):
     edit(pair[0], "validation", lambda result: result["series"][0]["samples"][0].update(weights=[1] * 5))
-    with pytest.raises(RunError, match=r"validation.step-000200.json: samples.weights has shape \(5,\), not \(128,\)"):
+    with pytest.raises(RunError, match=r"validation.step-000200.json: .*samples.weights has shape \(5,\), not "):
         read_run(pair[0])
 
 
@@ -127,7 +128,7 @@ def test_missing_evaluations_are_reported(tmp_path, kept):
     html = files.html.read_text()
     for kind in ("validation", "long_context"):
         assert (f"soft: no {kind.replace('_', '-')} evaluation" in html) == (kind not in kept)
-    assert "soft" in files.csv.read_text()
+    assert ("soft" in files.csv.read_text()) == bool(kept)
     assert ("not evaluated" in html) == (len(kept) < 2)
 
 
@@ -141,8 +142,7 @@ def test_a_run_that_has_only_started(tmp_path):
 def test_a_swapped_model_lacks_no_training_curve(tmp_path):
     folder = build_run(tmp_path, "swapped")
     (folder / "metrics.jsonl").unlink()
-    environment = json.loads((folder / "environment.json").read_text())
-    (folder / "environment.json").write_text(json.dumps(environment | {"swap": {"normalizer": "softmax"}}))
+    edited(folder / "environment.json", lambda environment: environment.update(swap={"normalizer": "softmax"}))
     assert read_run(folder).missing == ()
 
 

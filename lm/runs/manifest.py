@@ -1,0 +1,118 @@
+"""The manifest of a run folder or model folder: the sha256 of each file that lm has written there. What is believed is
+checked by it.
+
+Each line of manifest.jsonl is {"file", "sha256", "step", "weights"}. A line is added before its file gets its name, so
+that a reader never meets a file without its line; a kill between the two leaves a line without a file, which does no
+harm. All lines of a file count, so that a kill while a file is replaced leaves the old one intact. Lines are added in
+one write, by several processes at a time, such as training and `lm eval`.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from lm.errors import RunError
+from lm.files import file_sha256, replacing, write_text
+from lm.schema import Plain
+
+MANIFEST = "manifest.jsonl"
+
+Entry = dict[str, Plain]  # a line of the manifest
+
+
+def entry(name: str, sha256: str, step: int, weights: str | None = None) -> Entry:
+    """Return the line of the file `name`, a path within the folder.
+
+    step: training steps up to which the file holds results. weights: sha256 of the weights that the file holds, or that
+    it is a measurement of.
+    """
+    return {"file": name, "sha256": sha256, "step": step, "weights": weights}
+
+
+def add_entries(folder: Path, *entries: Entry) -> None:
+    """Add lines to the manifest of `folder`, synced to disk. Raises RunError: the manifest can't be written."""
+    text = "".join("\n" + json.dumps(line) for line in entries)  # a line that a power cut leaves unfinished stays alone
+    try:
+        with (folder / MANIFEST).open("ab", buffering=0) as file:
+            file.write(text.encode())
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise RunError(f"{folder / MANIFEST}: can't be written: {error.strerror}") from None
+
+
+def write_files(
+    folder: Path, contents: Mapping[str, bytes], step: int = 0, weights: str | None = None, noun: str = "the file"
+) -> None:
+    """Write files {name: content} of `folder` and their manifest lines; no file is replaced before all are written.
+    Raises RunError as `replacing` does.
+    """
+    with ExitStack() as stack:
+        for name, content in contents.items():
+            file = stack.enter_context(replacing(folder / name, noun))
+            file.write(content)
+            file.flush()  # a full disk shows here, while every file is still as it was
+        hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+        add_entries(folder, *(entry(name, sha256, step, weights) for name, sha256 in hashes.items()))
+
+
+def check_file(folder: Path, name: str, sha256: str | None = None, advice: str = "bring it back") -> None:
+    """Check that lm wrote the file `name` of `folder` as it is now: the manifest has its sha256.
+
+    sha256: that of its content, if it has been read. Raises RunError, which ends in `advice`: the file is missing, was
+    altered, or is of another folder.
+    """
+    try:
+        sha256 = sha256 or file_sha256(folder / name)
+    except OSError as error:
+        raise RunError(f"{folder / name}: can't be read: {error.strerror}; {advice}") from None
+    # whole entries are compared as text, as `add_entries` wrote them: folders may have thousands
+    if json.dumps({"file": name, "sha256": sha256})[:-1] + "," not in _text(folder):
+        reason = f"was altered, or is of another folder (its sha256 is not in {MANIFEST})"
+        raise RunError(f"{folder / name}: {reason}; {advice}")
+
+
+def read_file(folder: Path, name: str, advice: str = "bring it back") -> bytes:
+    """Return the content of the file `name` of `folder`, checked by the manifest (`check_file`)."""
+    try:
+        content = (folder / name).read_bytes()
+    except OSError as error:
+        raise RunError(f"{folder / name}: can't be read: {error.strerror}; {advice}") from None
+    check_file(folder, name, hashlib.sha256(content).hexdigest(), advice)
+    return content
+
+
+def entries_of(folder: Path) -> list[Entry]:
+    """Return all readable lines of the manifest of `folder`. Raises RunError: there is no manifest."""
+    lines = map(parse_line, _text(folder).splitlines())
+    return [line for line in lines if line and {"file", "sha256", "weights"} <= line.keys()]
+
+
+def truncate_manifest(folder: Path, step: int) -> None:
+    """Delete the lines of files with results of steps after `step`, which a resumed run writes anew; at step 0 all
+    lines.
+    """
+    if (folder / MANIFEST).is_file():
+        kept_lines = [line for line in entries_of(folder) if step and line["step"] <= step]
+        write_text(folder / MANIFEST, "".join("\n" + json.dumps(line) for line in kept_lines))
+
+
+def parse_line(text: str | bytes) -> dict[str, Plain] | None:
+    """Parse a line of a manifest or log; None if `text` is no JSON object with an integer `step`."""
+    try:
+        line = json.loads(text)
+        return line if isinstance(line["step"], int) else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _text(folder: Path) -> str:
+    try:
+        return (folder / MANIFEST).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        raise RunError(
+            f"{folder}: has no {MANIFEST}: it is of lm 0.11 or earlier, and lm 0.11 reads it, or the file was lost: "
+            "bring it back"
+        ) from None
