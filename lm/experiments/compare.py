@@ -1,14 +1,12 @@
 """`lm compare`: plan experiments, train their runs under a live table, judge them, and write the results."""
 
 import shlex
-import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -253,121 +251,52 @@ def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
 
 
 REFRESH_SECONDS = 1.0
-MAX_RUNS = 20  # largest number of rows; more runs are shown in groups
-_NUMBER_COLUMNS = dict.fromkeys(("rate", "seed", "runs", SELECTION), "number")  # columns that hold numbers
-# groups count in this order
-_STATE_STYLES = {"finished": "green", "diverged": "red", "failed": "red", "running": "bold", "waiting": "dim"}
-# columns that tell single runs apart, then columns that tell groups of runs apart, the finest groups first
-_LINE_COLUMNS = (
-    ("size", "arm", "rate", "seed", "stage"),
-    ("size", "arm", "rate", "stage"),
-    ("size", "arm", "stage"),
-    ("size", "stage"),
-)
-
-
-@dataclass
-class RunLine:  # what the table shows of one run
-    run: Run
-    state: str = "waiting"  # one of `_STATE_STYLES`
-    step: int = 0  # the last logged step
-    loss: float | None = None  # the latest validation loss
-    note: str = ""  # what a waiting run waits for, the devices of a running run, or why a run failed
 
 
 class LiveTable:
-    """A text table of an experiment's known runs, or of groups of them, with state, step and validation loss.
-
-    It reads the runs that `jobs` knows, and the last logged values of pending runs.
+    """A text table of the runs that train now, with step, validation loss and devices, and a line on the progress of
+    the experiment. Runs that have ended stand above it, as `ExperimentTrainer` prints them.
     """
 
     def __init__(self, jobs: ExperimentTrainer):
         self.jobs, self.experiment = jobs, jobs.procedure.experiment
         self._logged: dict[Path, dict[str, Plain]] = {}  # the last value of each metric, by the folders of pending runs
 
-    def run_lines(self) -> list[RunLine]:
-        pending = {run.config.run_folder: gpu_words(devices) for run, devices in list(self.jobs.pending.values())}
-        self._logged = {folder: self._logged.get(folder, {}) | last_logged(folder / METRICS) for folder in pending}
-        return [self._run_line(run, pending.get(run.config.run_folder, "")) for run in self.jobs.known_runs]
+    def render(self) -> RenderableType:
+        """Return the table."""
+        pending = [*self.jobs.pending.values()]
+        folders = [run.config.run_folder for run, _ in pending]
+        self._logged = {folder: self._logged.get(folder, {}) | last_logged(folder / METRICS) for folder in folders}
+        rows = []
+        for (run, devices), folder in zip(pending, folders, strict=True):
+            loss, step = self._logged[folder].get(SELECTION), self._logged[folder].get("step", 0)
+            steps = f"{step} of {run.outcome.last_step}"
+            row = {
+                "stage": run.stage,
+                "run": run.label,
+                "step": steps,
+                SELECTION: "" if loss is None else f"{loss:.4f}",
+            }
+            rows.append(row | ({"on": gpu_words(devices)} if devices else {}))
+        return Group(to_rich(table_from_rows("", rows, {SELECTION: "number"})), Text(self._progress_words()))
 
-    def _run_line(self, run: Run, devices: str) -> RunLine:
-        folder, outcome = run.config.run_folder, run.outcome
-        if outcome.ended:
-            loss = float(outcome.series(SELECTION).means[0]) if outcome.state == "finished" else None
-            return RunLine(run, outcome.state, outcome.last_step, loss)
-        if failure := self.jobs.failed.get(folder):
-            return RunLine(run, "failed", note=f"status {failure.status}")
-        if (logged := self._logged.get(folder)) is not None:
-            return RunLine(run, "running", logged.get("step", 0), logged.get(SELECTION), devices)
-        waits_for_source = run.source and run.source.outcome.state != "finished"
-        return RunLine(run, note="for the run it starts from" if waits_for_source else "")
+    def _progress_words(self) -> str:
+        experiment, jobs, runs = self.experiment, self.jobs, self.jobs.known_runs
+        left = [run for run in runs if not run.outcome.ended and run.config.run_folder not in jobs.failed]
+        ended = len(runs) - len(left) - len(jobs.failed)
+        words = f"{experiment.name}: {ended} of the {len(runs)} runs known so far ended"
+        words += f", {len(jobs.failed)} failed" * bool(jobs.failed)
+        rates = {(run.size, run.rate) for run in runs if run.stage == "tune" and run.rate not in experiment.tune.rates}
+        if experiment.tune.grid and rates:
+            words += f"; the grid has grown by {max(Counter(size for size, _ in rates).values())}"
+        if left and jobs.times:
+            done = sum(self._fraction_done(run) * seconds_of([run], jobs.times, jobs.slots) for run in left)
+            words += f"; about {duration(seconds_of(left, jobs.times, jobs.slots) - done)} left"
+        return words
 
-    def render(self, height: int = 50) -> RenderableType:
-        """Return the table, in at most about `height` lines."""
-        lines = self.run_lines()
-        if not lines:
-            return Text("reading the run folders")
-        max_rows = max(1, min(MAX_RUNS, height - 6))  # borders, heading and the progress line take 6 lines
-        for names in _LINE_COLUMNS:
-            groups: dict[tuple, list[RunLine]] = {}
-            for line in lines:
-                groups.setdefault(attrgetter(*names)(line.run), []).append(line)
-            if len(groups) <= max_rows:
-                break
-        table = table_from_rows("", [self._row(names, group) for group in groups.values()], _NUMBER_COLUMNS)
-        return Group(to_rich(table), Text(self._progress_words(lines)))
-
-    def _row(self, names: tuple[str, ...], group: list[RunLine]) -> dict[str, str | Text]:
-        """The table row of runs that agree in the columns `names`. An experiment without sizes or rates has no columns
-        for them.
-        """
-        first, is_single, counts = group[0], "seed" in names, Counter(line.state for line in group)
-        has_column = {"size": "" not in self.experiment.sizes, "rate": self.experiment.is_tuned}
-        values = {name: getattr(first.run, name) for name in names if has_column.get(name, True)}
-        row: dict[str, str | Text] = {name: str(value) for name, value in values.items()}
-        if "rate" in row:
-            row["rate"] = "" if first.run.rate is None else rate_text(first.run.rate)
-        shown = group if is_single else [line for line in group if line.state == "running"]
-        losses = [line.loss for line in group if line.loss is not None and (is_single or line.state == "finished")]
-        state = Text(f"{first.state} {first.note}".strip(), _STATE_STYLES[first.state])
-        if not is_single:
-            devices = "".join(f" {line.note}" for line in shown if line.note)
-            words = [f"{counts[name]} {name}{devices * (name == 'running')}" for name in _STATE_STYLES if counts[name]]
-            row["runs"], state = str(len(group)), Text(", ".join(words))
-        loss = {SELECTION if is_single else f"mean {SELECTION}": f"{statistics.fmean(losses):.4f}" if losses else ""}
-        return (
-            row
-            | {"state": state, "step": "; ".join(f"{line.step} of {line.run.outcome.last_step}" for line in shown)}
-            | loss
-        )
-
-    def _progress_words(self, lines: list[RunLine]) -> str:
-        """The line below the table: the progress of the experiment, and the remaining time."""
-        experiment, counts = self.experiment, Counter(line.state for line in lines)
-        ended = sum(line.run.outcome.ended for line in lines)
-        words = [f"{experiment.name}: {ended} of the {len(lines)} runs known so far ended"]
-        words[0] += "".join(f", {counts[state]} {state}" for state in ("failed", "running") if counts[state])
-        if experiment.tune.grid:
-            tuning = [line.run for line in lines if line.run.stage == "tune"]
-            left = sum(not run.outcome.ended for run in tuning)
-            rates = {(run.size, run.rate) for run in tuning if run.rate not in experiment.tune.rates}
-            added = max(Counter(size for size, _ in rates).values(), default=0)
-            growth = f", whose grid has grown by {added}" if added else ""
-            words.append(f"tuning{growth}: {f'{left} runs left' if left else 'done'}")
-        unfinished = [line for line in lines if line.state in ("running", "waiting")]
-        if unfinished and self.jobs.times:
-            seconds = sum(
-                self._fraction_left(line) * seconds_of([line.run], self.jobs.times, self.jobs.slots)
-                for line in unfinished
-            )
-            words.append(f"about {duration(seconds)} left")
-        elif unfinished:
-            words.append("how long it takes is not known yet")
-        return "; ".join(words)
-
-    def _fraction_left(self, line: RunLine) -> float:
-        first_step = line.run.config.first_step or 0
-        return 1 - max(0, line.step - first_step) / max(1, line.run.outcome.last_step - first_step)
+    def _fraction_done(self, run: Run) -> float:
+        step, first_step = self._logged.get(run.config.run_folder, {}).get("step", 0), run.config.first_step or 0
+        return max(0, step - first_step) / max(1, run.outcome.last_step - first_step)
 
 
 @contextmanager
@@ -376,17 +305,12 @@ def live_table(jobs: ExperimentTrainer) -> Iterator[None]:
     Printed text goes above the table, which is removed at the end."""
     # while rich is live it replaces sys.stdout, which makes control characters visible, also those of rich
     console = Console(file=getattr(sys.stdout, "rich_proxied_file", sys.stdout))
-    progress = jobs.procedure.experiment.first_config.log.progress
+    progress, table = jobs.procedure.experiment.first_config.log.progress, LiveTable(jobs)
     if not (sys.stdout.isatty() and console.is_interactive and progress in ("auto", "bar")):
         yield
         return
-    table = LiveTable(jobs)
-    live = Live(
-        get_renderable=lambda: table.render(console.size.height),
-        console=console,
-        refresh_per_second=1 / REFRESH_SECONDS,
-        transient=True,
-    )
+    rate = 1 / REFRESH_SECONDS
+    live = Live(get_renderable=table.render, console=console, refresh_per_second=rate, transient=True)
     with suppress(OSError):  # the terminal was closed
         live.start()
     try:

