@@ -92,3 +92,8 @@ ENTRIES: dict[str, type[Options]] = {options.name: options for options in NORMAL
 def make_normalizer(options: Options, layer: LayerSpec) -> Normalizer:
     """The normalizer that `options` describe, for a layer."""
     return NORMALIZERS[type(options)](options, layer)
+
+
+def implementation(name: str) -> type[Normalizer]:
+    """The class of the normalizer whose options have the name `name`, from lm or from an imported plugin."""
+    return next(normalizer for options, normalizer in NORMALIZERS.items() if options.name == name)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -178,6 +179,8 @@ def _why_unusable(device: torch.device) -> str:
     """The reason why the Triton kernel can't run on this machine or on `device`; empty if it can."""
     if not find_spec("triton"):
         return "triton is not installed"
+    if not Path(__file__).with_name("triton_kernels.py").is_file():
+        return "the Triton kernel is not beside this module"
     import triton
 
     # triton 3.2 aborts when it compiles for wide values

@@ -77,6 +77,44 @@ class AttentionLayout:
         keys = torch.arange(start + count, device=device)
         return cls(keys[start:], keys, torch.full((count,), length, device=device), causal=start == 0)
 
+    @classmethod
+    def from_mask(
+        cls, mask: Tensor | None, start: int, count: int, device: torch.device | str = "cpu"
+    ) -> "AttentionLayout":
+        """The layout of `count` queries behind `start` cached keys, as a mask for softmax kernels shows it.
+
+        mask: (B, 1, T, S), bool or additive, in which padding and other documents are hidden; None: one document.
+        Raises ValueError: the mask is not causal over whole documents.
+        """
+        if mask is None:
+            return cls.continuing(start, count, start + count, device)
+        visible = (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)[:, 0]  # (B, T, S)
+        positions = visible.sum(-1) - 1
+        if count == visible.size(2):  # padding, which does not see itself, gets position 0
+            is_token = visible.diagonal(dim1=1, dim2=2)
+            positions = positions * is_token
+            layout = cls.from_positions(positions)
+            is_next = positions == torch.nn.functional.pad(positions[:, :-1] + 1, (1, 0))
+            is_causal = ((positions == 0) | is_next).all()
+        else:
+            is_token, positions = positions >= 0, positions.clamp(min=0)
+            is_key = visible[:, -1]  # of the document that goes on
+            documents = torch.ones_like(positions), is_key.long()
+            layout = cls(positions, is_key.cumsum(-1) - 1, positions[:, -1:] + 1, False, *documents)
+            is_causal = True
+        if not bool(is_causal & (layout.visible()[:, 0] == visible)[is_token].all()):
+            raise ValueError(
+                "lm's normalizers compute causal masks of whole documents alone: this mask has a window, a prefix or "
+                "gaps"
+            )
+        return layout
+
+    def to(self, device: torch.device | str) -> "AttentionLayout":
+        """The layout on a device."""
+        return replace(
+            self, **{name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        )
+
     def select(self, queries: slice | Tensor, keys: int) -> "AttentionLayout":
         """The layout of the queries with indices `queries` in the sequence, and of the first `keys` keys."""
         documents = None if self.documents is None else self.documents[..., queries]

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
 
-from lm.attention.catalogue import ENTRIES, NORMALIZERS
+from lm.attention.catalogue import ENTRIES, NORMALIZERS, implementation
 from lm.attention.normalizer import Normalizer
 from lm.attention.options import Options, label_text, yaml_scalar
 from lm.errors import Problem
@@ -109,11 +109,6 @@ _CODE_ATTRIBUTES = (
     "forward",
     "decode",
 )
-
-
-def implementation(name: str) -> type[Normalizer]:
-    """The class of the normalizer whose options have the name `name`, from lm or from an imported plugin."""
-    return NORMALIZERS[SINGLE[name]]
 
 
 def with_changes(options: Options, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> Options:

@@ -196,10 +196,15 @@ def _attend(
     factor = 1.0 if scaling is None else scaling * math.sqrt(query.size(-1))
     if not math.isclose(factor, 1.0):
         query = query.to(torch.promote_types(query.dtype, torch.float32)) * factor
+    n_queries, n_keys = query.size(2), key.size(2)
     # a new cache of fixed size, whose later keys are empty
-    if attention_mask is None and 1 < query.size(2) < key.size(2):
-        key, value = key[:, :, : query.size(2)], value[:, :, : query.size(2)]
-    layout = _layout(query, key, attention_mask, position_ids)
+    if attention_mask is None and 1 < n_queries < n_keys:
+        key, value, n_keys = key[:, :, :n_queries], value[:, :, :n_queries], n_queries
+    is_whole = attention_mask is None and position_ids is not None and n_queries == n_keys
+    if is_whole and bool((position_ids[:, 1:] == 0).any()):  # packed documents
+        layout = functional.make_layout(query, key, position_ids)
+    else:
+        layout = AttentionLayout.from_mask(attention_mask, n_keys - n_queries, n_queries, query.device)
     depends_on_position = options["name"] in POSITION_DEPENDENT_NORMALIZERS and options.get("features") != "identity"
     if (
         depends_on_position
@@ -215,35 +220,3 @@ def _attend(
         options, query, key, value, parameters, positions=layout, train_length=_train_length(config)
     )
     return output.transpose(1, 2).contiguous(), None
-
-
-def _layout(query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> AttentionLayout:
-    """Return the layout of queries and keys from the mask, which shows padding and packing, or from `position_ids` if
-    there is no mask. Raises ValueError: the mask is not causal over whole documents."""
-    n_queries, n_keys = query.size(2), key.size(2)
-    if mask is None:
-        is_packed = position_ids is not None and n_queries == n_keys and bool((position_ids[:, 1:] == 0).any())
-        return functional.make_layout(query, key, position_ids if is_packed else None)
-    visible = (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)[:, 0]  # (B, T, S)
-    positions = visible.sum(-1) - 1
-    if n_queries == n_keys:  # padding, which does not see itself, gets position 0
-        is_token = visible.diagonal(dim1=1, dim2=2)
-        positions = positions * is_token
-        layout = AttentionLayout.from_positions(positions)
-        is_next = positions == torch.nn.functional.pad(positions[:, :-1] + 1, (1, 0))
-        is_causal = ((positions == 0) | is_next).all() & (layout.visible().view(-1, n_queries, n_keys) == visible)[
-            is_token
-        ].all()
-        if not bool(is_causal):
-            raise ValueError(
-                "lm's normalizers compute causal masks of whole documents alone: this mask has a window, a prefix or "
-                "gaps"
-            )
-        return layout
-    positions = positions.clamp(min=0)
-    first_key = visible[:, -1].int().argmax(-1, keepdim=True)  # (B, 1), first key of the document that goes on
-    key_positions = torch.arange(n_keys, device=key.device) - first_key
-    key_documents = (key_positions >= 0).long()
-    return AttentionLayout(
-        positions, key_positions, positions[:, -1:] + 1, False, torch.ones_like(positions), key_documents
-    )

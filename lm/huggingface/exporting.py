@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lm.attention.catalogue import Window
-from lm.attention.normalizer import Normalizer
 from lm.config.load import to_yaml
 from lm.config.model_config import AttentionBlock
 from lm.config.tree import function_options
@@ -19,6 +18,7 @@ from lm.data.tokenizer import TOKENIZER_CONFIG, parse_tokenizer
 from lm.errors import DataError, RunError, with_cause
 from lm.files import new_folder, replacing, write_together
 from lm.huggingface.architectures import ARCHITECTURES, FULL_ATTENTION, HEAD, SLIDING_ATTENTION, Architecture
+from lm.huggingface.exported_code import code_files
 from lm.huggingface.fields import Fields
 from lm.huggingface.importing import CONFIG, LM_MODEL_TYPE, WEIGHTS_FILE
 from lm.model.rope import AS_TRAINED, frequencies
@@ -58,7 +58,8 @@ def model_card(loaded_model: LoadedModel, kind: str) -> str:
         rows["documents start with"] = f"`{spec.end_of_text}`, which the tokenizer puts before a text, as in training"
     if kind == LM_MODEL_TYPE:
         rows["code"] = (
-            f"`{MODELLING_FILE}` in this folder: `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`"
+            "`modeling_lm.py` and lm's attention modules in this folder: "
+            "`AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`"
         )
     parts = [
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---",
@@ -142,7 +143,7 @@ def export_for_transformers(source: Path, checkpoint: str, target: Path) -> Path
     """Write the model at `source` to the folder `target` in the format of transformers, in fp32. Returns `target`.
 
     The folder gets weights, config.json, tokenizer, model card (README.md) and, where transformers lacks the
-    architecture, modeling_lm.py.
+    architecture, modeling_lm.py with copies of lm's attention modules.
 
     Raises RunError: `source` holds no model, neither an architecture of transformers nor modeling_lm.py computes the
     model (the error says why), an evaluation can't be read, or `target` can't be written.
@@ -160,7 +161,8 @@ def export_for_transformers(source: Path, checkpoint: str, target: Path) -> Path
             write_weights(file, descriptions, ((name, value.float()) for name, value in tensors.items()))
         files = {CONFIG: _json(config), "README.md": model_card(loaded_model, config["model_type"])}
         if architecture is None:
-            files[MODELLING_FILE] = Path(__file__).with_name(MODELLING_FILE).read_text(encoding="utf-8")
+            normalizers = loaded_model.decoder.normalizers()
+            files |= code_files({normalizer.options.name: type(normalizer) for normalizer in normalizers})
         if loaded_model.tokenizer is not None:
             tokenizer_text = (loaded_model.folder / TOKENIZER).read_text(encoding="utf-8")
             files[TOKENIZER] = add_start_token(tokenizer_text, loaded_model.spec.end_of_text)
@@ -304,18 +306,12 @@ def _tokenizer_config(spec: ModelSpec) -> dict[str, Plain]:
 # ---------------------------------------------------------------- with code of its own
 
 
-MODELLING_FILE = "modeling_lm.py"  # beside this module; copied into the folder
 AUTO_MAP = {
     "AutoConfig": "modeling_lm.LmConfig",
     "AutoModel": "modeling_lm.LmModel",
     "AutoModelForCausalLM": "modeling_lm.LmForCausalLM",
 }
 LM_CONFIG_FIELDS = {"model_type": LM_MODEL_TYPE, "architectures": ["LmForCausalLM"], "auto_map": AUTO_MAP}
-COMPUTED_NORMALIZERS = (  # normalizers that the modelling file computes
-    "softmax", "ssmax", "log_n", "sqrt_log_n", "llama4", "yarn", "infoscale", "cosine", "p_n", "qassmax", "softmax1",
-    "sink", "window",
-    "relu2", "relu", "sigmoid",
-)  # fmt: skip
 
 
 def _reason_not_computed(loaded_model: LoadedModel) -> str:
@@ -325,11 +321,6 @@ def _reason_not_computed(loaded_model: LoadedModel) -> str:
         return (
             "code for transformers is written for one map of weights a head: model.differential = true is not "
             "computed there"
-        )
-    if uncomputed_names := [options.name for options in layer_options if options.name not in COMPUTED_NORMALIZERS]:
-        return (
-            f"code for transformers is written for the normalizers {', '.join(COMPUTED_NORMALIZERS)}, not "
-            f"{uncomputed_names[0]}"
         )
     if names := [options.name for options in layer_options if getattr(options, "n", "") == "sample"]:
         return (
@@ -371,16 +362,9 @@ def _lm_config(loaded_model: LoadedModel) -> dict[str, Plain]:
         "tie_word_embeddings": model.tied,
         "layer_types": [SLIDING_ATTENTION if size else FULL_ATTENTION for size in window_sizes],
         "sliding_window": next(filter(None, window_sizes), None),
-        "initializer_range": model.init_std, "dtype": "float32",
-        "normalizers": [_lm_normalizer(normalizer) for normalizer in normalizers],
+        "initializer_range": model.init_std, "dtype": "float32", "train_length": spec.seq_len,
+        "normalizers": [{**to_plain(normalizer.options), **normalizer.constants()} for normalizer in normalizers],
     }  # fmt: skip
-
-
-def _lm_normalizer(normalizer: Normalizer) -> dict[str, Plain]:
-    """Return {name: value} of a normalizer's options and of constants of its formula, such as the training length, with
-    {parameter's name: its shape} as `parameters`."""
-    shapes = {name: list(parameter.shape) for name, parameter in normalizer.named_parameters()}
-    return {**to_plain(normalizer.options), **normalizer.constants(), "parameters": shapes}
 
 
 def _lm_tensors(loaded_model: LoadedModel) -> dict[str, Tensor]:

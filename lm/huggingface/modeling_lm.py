@@ -1,26 +1,29 @@
 """The decoder of lm, a framework that compares attention normalizers, for transformers: load it with
 `trust_remote_code=True`.
 
-`lm export --format hf` copies this file beside the weights. It needs torch and transformers alone; tensors have lm's
-names. n, the number of keys that a query counts, is fixed or comes from `position_ids`, which are 0 at each document's
-start. So padding and packing don't change n.
+`lm export --format hf` copies this file and lm's attention modules beside the weights. They need torch and transformers
+alone; tensors have lm's names. n, the number of keys that a query counts, is fixed or comes from `position_ids`, which
+are 0 at each document's start. So padding and packing don't change n.
 
 Shapes: B sequences, T query positions, S key positions, H query heads, K key-value heads, D head size, E width of a
 head's values, C width of the model, V size of the vocabulary.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig
+from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils import can_return_tuple
+
+from lm.attention.catalogue import implementation
+from lm.attention.layout import AttentionLayout
+from lm.attention.normalizer import LayerSpec, Normalizer
 
 SLIDING = "sliding_attention"
 
@@ -31,8 +34,8 @@ class LmConfig(PreTrainedConfig):
     Args:
         block: `attention` (attention, then an MLP) or `gau` (gated attention unit, whose gate and values are
             `intermediate_size` wide).
-        normalizers: for each layer a dict of its normalizer's `name` and options, and {parameter's name: its shape} as
-            `parameters`.
+        normalizers: for each layer a dict of its normalizer's `name` and options.
+        train_length: tokens in a training sequence, which initial values and some formulas depend on.
         rope_frequencies: radians per token of each rotated pair; None: no rotary positions.
         rope_amplitude: factor on cos and sin.
         rope_layers: whether each layer rotates queries and keys; None: all do.
@@ -52,6 +55,7 @@ class LmConfig(PreTrainedConfig):
     num_key_value_heads: int = 4
     head_dim: int = 16
     max_position_embeddings: int = 1024
+    train_length: int = 1024
     block: str = "attention"
     hidden_act: str = "relu2"
     norm: str = "rms"
@@ -83,198 +87,27 @@ class LmConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
 
-# ---------------------------------------------------------------- normalizers
-
-
-def _affine(normalizer: "Normalizer", growth: Tensor) -> Tensor:
-    """Return s * growth + b for a function `growth` of n; s and b are the normalizer's parameters, 1 and 0 if it lacks
-    them.
-    """
-    factor = normalizer.head("s") * growth if hasattr(normalizer, "s") else growth
-    return factor + normalizer.head("b") if hasattr(normalizer, "b") else factor
-
-
-def _mlp(mlp: nn.Module, x: Tensor) -> Tensor:
-    hidden = F.gelu(F.linear(x.to(mlp.hidden.weight.dtype), mlp.hidden.weight, mlp.hidden.bias))
-    return F.linear(hidden, mlp.out.weight, mlp.out.bias)
-
-
-def _qassmax(normalizer: "Normalizer", n: Tensor, q: Tensor) -> Tensor:
-    base = _mlp(normalizer.base, n.log()).unflatten(-1, (q.size(1), -1))[:, 0].transpose(1, 2)  # (B, H, T, D)
-    return base * (1 + _mlp(normalizer.gate, q).tanh())
-
-
-def _infoscale(normalizer: "Normalizer", n: Tensor, q: Tensor) -> Tensor:
-    power = -2 / q.size(-1)
-    return ((1 - n.double() ** power).sqrt() / math.sqrt(1 - normalizer.options["base"] ** power)).float()
-
-
-def _cosine(normalizer: "Normalizer", n: Tensor, q: Tensor) -> Tensor:
-    return (
-        normalizer.head("g") * (n.log() if normalizer.options["log_n"] else torch.ones_like(n)) * math.sqrt(q.size(-1))
-    )
-
-
-def _log_n(normalizer: "Normalizer", n: Tensor, q: Tensor) -> Tensor:
-    growth = n.log() / math.log(normalizer.options["base"])
-    return growth.clamp(min=1.0) if normalizer.options["clip"] else growth
-
-
-def _llama4(normalizer: "Normalizer", n: Tensor, q: Tensor) -> Tensor:
-    return 1 + normalizer.options["attn_scale"] * torch.log1p(torch.floor(n / normalizer.options["floor_scale"]))
-
-
-# By normalizer: the factor on queries q (B, H, T, D) with which plain softmax gives its weights; n: (B, 1, T, 1) fp32.
-QUERY_FACTORS = {
-    "softmax": lambda normalizer, n, q: torch.full_like(n, 1 / normalizer.options.get("temperature", 1.0)),
-    "ssmax": lambda normalizer, n, q: _affine(normalizer, n.log()),
-    "log_n": _log_n,
-    "sqrt_log_n": lambda normalizer, n, q: normalizer.head("c") * (2 * n.log()).sqrt(),
-    "llama4": _llama4,
-    "yarn": lambda normalizer, n, q: (0.1 * (n / normalizer.options["base"]).clamp(min=1.0).log() + 1).square(),
-    "infoscale": _infoscale,
-    "cosine": _cosine,
-    "p_n": lambda normalizer, n, q: _affine(normalizer, normalizer.p[(n.long() - 1).clamp(max=len(normalizer.p) - 1)]),
-    "qassmax": _qassmax,
-    **dict.fromkeys(("window", "sink", "softmax1"), lambda normalizer, n, q: torch.ones_like(n)),
-}
-
-
-def _relu(normalizer: "Normalizer", scores: Tensor, n: Tensor, visible: Tensor) -> Tensor:
-    weights = F.relu(scores).masked_fill(~visible, 0.0)
-    weights = weights.square() if normalizer.options["name"] == "relu2" else weights
-    if normalizer.options["n"] == "sum":
-        total = weights.sum(-1, keepdim=True)
-        return weights / total.masked_fill(total < 1e-24, math.inf)
-    return (
-        weights * normalizer.options["head_dim"] / n.square()
-        if normalizer.options.get("form") == "1/n^2"
-        else weights / n
-    )
-
-
-def _sigmoid(normalizer: "Normalizer", scores: Tensor, n: Tensor, visible: Tensor) -> Tensor:
-    shift = normalizer.head("b") - n.log() if hasattr(normalizer, "b") else -n.log()
-    return (scores + shift).sigmoid().masked_fill(~visible, 0.0)
-
-
-# By normalizer: its weights (B, H, T, S), in fp32, from scores of this shape, without softmax; n as above, visible (B
-# or 1, 1, T, S) bool.
-ELEMENTWISE = {"relu": _relu, "relu2": _relu, "sigmoid": _sigmoid}
-
-
-class Normalizer(nn.Module):
-    """A layer's normalizer. It changes queries and keys such that plain softmax gives its weights, or computes them
-    without softmax.
-    """
-
-    def __init__(self, options: dict):
-        super().__init__()
-        self.options, self.factor, self.elementwise = (
-            options,
-            QUERY_FACTORS.get(options["name"]),
-            ELEMENTWISE.get(options["name"]),
-        )
-        for name, shape in options.get("parameters", {}).items():
-            *path, leaf = name.split(".")
-            owner = self
-            for part in path:
-                if part not in dict(owner.named_children()):
-                    owner.add_module(part, nn.Module())
-                owner = owner.get_submodule(part)
-            owner.register_parameter(leaf, nn.Parameter(torch.zeros(shape)))
-
-    def head(self, name: str) -> Tensor:
-        """The parameter `name`, which has one number for each head, as (H, 1, 1)."""
-        return getattr(self, name).view(-1, 1, 1)
-
-    def sink(self, q: Tensor) -> Tensor | None:
-        """The logit of each head's attention sink, (H,); None: the normalizer has no sink."""
-        return {"sink": lambda: self.b, "softmax1": lambda: q.new_zeros(q.size(1))}.get(
-            self.options["name"], lambda: None
-        )()
-
-    def n(self, positions: Tensor) -> Tensor:
-        """The number n of keys that queries at `positions` (B, T) count, (B, 1, T, 1) fp32. Positions are 0-based in
-        each document.
-        """
-        kind, _, number = self.options.get("n", "visible").partition(":")
-        return (torch.full_like(positions, int(number)) if kind == "fixed" else positions + 1).float()[:, None, :, None]
-
-    def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return q (B, H, T, D), k (B, K, T, D) such that softmax of q.k / sqrt(D) gives the weights; unchanged if
-        softmax is not used.
-        """
-        if self.options["name"] == "cosine":
-            q, k = F.normalize(q.float(), dim=-1), F.normalize(k.float(), dim=-1)
-        if self.factor is None:
-            return q, k
-        q = q.float()
-        with torch.autocast(q.device.type, enabled=False):
-            return q * self.factor(self, self.n(positions), q), k
-
-
-# ---------------------------------------------------------------- kernels
+# ---------------------------------------------------------------- layers
 
 
 def eager_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float,
-    position_ids: Tensor,
-    sink: Tensor | None = None, **kwargs: object,
+    **kwargs: object,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the attention's outputs (B, T, H, E) and all of its weights (B, H, T, S) in fp32.
+    """Return softmax attention's outputs (B, T, H, E) and all of its weights (B, H, T, S) in fp32.
 
     attention_mask: additive, as for transformers' eager attention, or bool, as for SDPA; None: the causal triangle.
     """
-    key, value = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (key, value))
+    key, value = (x.repeat_interleave(query.size(1) // key.size(1), 1) for x in (key, value))
     if attention_mask is None:
-        visible = query.new_ones(1, 1, query.size(2), key.size(2), dtype=torch.bool)
+        visible = query.new_ones(query.size(2), key.size(2), dtype=torch.bool)
         visible = visible.tril() if query.size(2) > 1 else visible
     else:
         visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
     with torch.autocast(query.device.type, enabled=False):
         scores = query.float() @ key.float().transpose(2, 3) * scaling
-        if module.normalizer.elementwise is not None:
-            weights = module.normalizer.elementwise(
-                module.normalizer, scores, module.normalizer.n(position_ids), visible
-            )
-        else:
-            scores = scores.masked_fill(~visible, torch.finfo(torch.float32).min)
-            if sink is not None:
-                scores = torch.cat((sink.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1), scores), -1)
-            weights = scores.softmax(-1)[..., scores.size(-1) - key.size(2) :]
+        weights = scores.masked_fill(~visible, torch.finfo(torch.float32).min).softmax(-1)
         return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous(), weights
-
-
-def sdpa_with_sink(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float,
-    sink: Tensor,
-    **kwargs: object,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """Return fused attention's outputs (B, T, H, E), and None. An added key that all queries see has the score `sink`
-    and the value 0.
-    """
-    size, width, length = query.size(-1), value.size(-1), query.size(2)
-    logit = sink.float() / scaling
-    # with its rounding error in two of 8 more dimensions, a multiple the kernel needs
-    high_part = logit.to(query.dtype)
-    pair = (
-        torch.stack((high_part, (logit - high_part.float()).to(query.dtype)), -1)
-        .view(1, -1, 1, 2)
-        .expand(query.size(0), -1, length, -1)
-    )
-    query = torch.cat((query, F.pad(pair, (0, 6))), -1)
-    sink_key = F.pad(key.new_ones(*key.shape[:2], 1, 2), (size, 6))
-    key, value = torch.cat((sink_key, F.pad(key, (0, 8))), 2), F.pad(value, (0, 8, 1, 0))
-    if attention_mask is None and length > 1:
-        query = F.pad(query, (0, 0, 1, 0))  # one more query in front keeps the triangle square
-    elif attention_mask is not None:
-        attention_mask = F.pad(attention_mask, (1, 0), value=attention_mask.dtype == torch.bool)
-    output, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    return output[:, -length:, :, :width], None
-
-
-# ---------------------------------------------------------------- layers
 
 
 def make_norm(config: LmConfig, kind: str | None = None) -> nn.Module:
@@ -310,38 +143,46 @@ class AttentionBase(nn.Module):
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == SLIDING else None
         self.q_norm = HeadNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = HeadNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.normalizer = Normalizer({**config.normalizers[layer_idx], "head_dim": config.head_dim})
+        options = dict(config.normalizers[layer_idx])
+        normalizer_class = implementation(options.pop("name"))
+        layer = LayerSpec(config.num_attention_heads, config.head_dim, config.hidden_size, config.train_length)
+        self.normalizer = normalizer_class(normalizer_class.schema(**options), layer)
+        # whether any kernel for softmax computes the weights, perhaps of changed queries and keys
+        changes_inputs = normalizer_class.fused_inputs is not Normalizer.fused_inputs
+        self.is_softmax = changes_inputs or self.sliding_window is not None
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, rotation: tuple[Tensor, Tensor] | None, attention_mask: Tensor | None,
-        position_ids: Tensor,
-        past_key_values: Cache | None, **kwargs: object,
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, rotation: tuple[Tensor, Tensor] | None,
+        attention_mask: Tensor | None, layout: AttentionLayout, past_key_values: Cache | None, **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Return heads' outputs (B, T, H E) for q (B, H, T, D), k (B, K, T, D), v (B, K, T, E), and weights if the
-        kernel gives them.
+        kernel gives them. x: the layer's input (B, T, C).
         """
+        normalizer, backend = self.normalizer, self.config._attn_implementation
         q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
-        q, k = (part.to(v.dtype) for part in self.normalizer(q, k, position_ids))
+        if self.is_softmax:
+            q, k = (part.to(v.dtype) for part in normalizer.fused_inputs(q, k, layout) or (q, k))
+        else:
+            q, k = normalizer.append_features(x, q, k)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
-        sink = self.normalizer.sink(q)
-        backend = self.config._attn_implementation
-        elementwise = self.normalizer.elementwise is not None
-        if backend not in ("eager", "sdpa") and (elementwise or sink is not None):
-            raise ValueError(
-                f"attn_implementation {backend} does not compute {self.normalizer.options['name']}; set it to eager or "
-                "sdpa"
-            )
-        kernel = eager_attention if elementwise or backend == "eager" else ALL_ATTENTION_FUNCTIONS[backend]
-        if sink is not None:
-            kernel, kwargs = sdpa_with_sink if backend == "sdpa" else kernel, {**kwargs, "sink": sink}
-        output, weights = kernel(
-            self, q, k, v, attention_mask, scaling=self.scaling, dropout=0.0, position_ids=position_ids,
-            sliding_window=self.sliding_window, **kwargs,
-        )  # fmt: skip
-        return output.reshape(q.size(0), q.size(2), -1), weights
+        if self.is_softmax:
+            kernel = eager_attention if backend == "eager" else ALL_ATTENTION_FUNCTIONS[backend]
+            output, weights = kernel(
+                self, q, k, v, attention_mask, scaling=self.scaling, dropout=0.0, sliding_window=self.sliding_window,
+                **kwargs,
+            )  # fmt: skip
+            return output.reshape(q.size(0), q.size(2), -1), weights
+        if backend not in ("eager", "sdpa"):
+            name = self.config.normalizers[self.layer_idx]["name"]
+            raise ValueError(f"attn_implementation {backend} does not compute {name}; set it to eager or sdpa")
+        n_keys = layout.key_positions.size(-1)  # a new cache of fixed size has empty keys behind them
+        k, v = normalizer.expand_kv_heads(k[:, :, :n_keys], v[:, :, :n_keys])
+        weights = normalizer.weights(q, k, layout) if backend == "eager" else None
+        output = normalizer.attend(q, k, v, layout) if weights is None else weights.to(v.dtype) @ v
+        return output.transpose(1, 2).flatten(2), weights
 
 
 class Attention(AttentionBase):
@@ -368,7 +209,7 @@ class Attention(AttentionBase):
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(self.heads, 1)
         if self.value_mix is not None:
             v = v + self.value_mix.to(v.dtype) * (values_to_mix.to(v.dtype) - v)
-        output, weights = self.attend(q, k, v, **kwargs)
+        output, weights = self.attend(x, q, k, v, **kwargs)
         if self.gate is not None:
             head_shape = (self.heads[0], -1)
             output = (output.unflatten(-1, head_shape) * self.gate(x).sigmoid().unflatten(-1, head_shape)).flatten(2)
@@ -392,7 +233,7 @@ class GAU(AttentionBase):
         """The output (B, T, C), and the weights if the kernel gives them."""
         gate, v, z = F.silu(self.uvz(x)).split(self.sizes, -1)
         q, k = z * self.q_gain + self.q_offset, z * self.k_gain + self.k_offset
-        output, weights = self.attend(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), **kwargs)
+        output, weights = self.attend(x, q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), **kwargs)
         return self.out(gate * output), weights
 
 
@@ -484,6 +325,15 @@ class LmPreTrainedModel(PreTrainedModel):
     _keep_in_fp32_modules_strict = ("normalizer",)
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
 
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialise a module as transformers does, a normalizer as lm does."""
+        super()._init_weights(module)
+        if isinstance(module, Normalizer):
+            for parameter, value in zip(
+                module.parameters(), type(module)(module.options, module.layer).parameters(), strict=True
+            ):
+                init.copy_(parameter, value)
+
     def resize_token_embeddings(self, *arguments: object, **options: object) -> nn.Embedding:
         """Resize the embedding, the head and each layer's value embedding; returns the embedding."""
         embedding = super().resize_token_embeddings(*arguments, **options)
@@ -507,6 +357,7 @@ class LmModel(LmPreTrainedModel):
         self.value_embedding = nn.ModuleList(value_embeddings) if config.value_residual == "embedding" else None
         self.norm = make_norm(config)
         self.gradient_checkpointing = False
+        self.is_softmax = all(module.is_softmax for module in self.modules() if isinstance(module, AttentionBase))
         self.post_init()
 
     @can_return_tuple
@@ -559,6 +410,9 @@ class LmModel(LmPreTrainedModel):
                 masks[SLIDING] = create_sliding_window_causal_mask(self.config, x, **mask_arguments)
         if use_cache if use_cache is not None else getattr(self.config, "use_cache", True) and not self.training:
             past_key_values = DynamicCache(config=self.config) if past_key_values is None else past_key_values
+        layout = AttentionLayout(position_ids, position_ids, position_ids[:, -1:] + 1, causal=False)
+        if not self.is_softmax:  # other normalizers take the mask from the layout
+            layout = AttentionLayout.from_mask(masks["full_attention"], int(cached_length), x.size(1), x.device)
         x = self.embedding_norm(x)
         if self.position is not None:
             x = x + self.position(position_ids)
@@ -575,6 +429,7 @@ class LmModel(LmPreTrainedModel):
                 values_to_mix,
                 rotation=rotation if self.config.rope_layers[layer] else None,
                 attention_mask=masks[self.config.layer_types[layer]],
+                layout=layout,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
                 **kwargs,

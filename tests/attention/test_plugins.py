@@ -15,10 +15,10 @@ from conftest import ROOT, lm
 from manifests import edited
 from trials import written as experiment_file
 
-from lm.attention.catalogue import ENTRIES
+from lm.attention.catalogue import ENTRIES, implementation
 from lm.attention.contract import CHECKS
 from lm.config.load import load_config, parse
-from lm.config.normalizers import implementation, options_class
+from lm.config.normalizers import options_class
 from lm.errors import ConfigError, RunError
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import start

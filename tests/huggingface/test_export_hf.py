@@ -24,17 +24,20 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrai
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lm.attention import catalogue as opt
+from lm.attention.catalogue import ENTRIES
 from lm.attention.layout import AttentionLayout
 from lm.config.data_config import TrainedTokenizer
 from lm.config.load import to_yaml
 from lm.config.model_config import GAUBlock, Learned, LinearScaling, ModelConfig, NoPosition, Rope
-from lm.config.normalizers import Layers
+from lm.config.normalizers import SINGLE, Layers
 from lm.data.batches import Batch
 from lm.data.tokenizer import train_tokenizer
+from lm.errors import RunError
 from lm.evaluation.generation import Sampling, generate
-from lm.huggingface.exporting import COMPUTED_NORMALIZERS, QWEN2_WORDS, add_start_token
-from lm.huggingface.modeling_lm import ELEMENTWISE, QUERY_FACTORS, eager_attention
+from lm.huggingface.exporting import QWEN2_WORDS, add_start_token, export_for_transformers
+from lm.huggingface.modeling_lm import eager_attention
 from lm.model.decoder import Decoder
+from lm.plugins import PLUGINS
 from lm.runs.evaluations import evaluation_path
 from lm.runs.loading import load, save_model
 from lm.training.train import train
@@ -295,6 +298,16 @@ OWN_CODE = {
     "relu2 of q.k / n": shape(opt.Relu2(form="1/n^2", n="fixed:40")),
     "relu2 over its sum": shape(opt.Relu2(n="sum")),
     "sigmoid": shape(Layers([opt.Sigmoid(), opt.Sigmoid(bias=True)])),
+    "alibi": shape(opt.ALiBi(), position=NoPosition()),
+    "scale_invariant": shape(opt.ScaleInvariant()),
+    "forget": shape(opt.Forget()),
+    "softcap": shape(opt.SoftCap(cap=2.0)),
+    "stick_breaking": shape(opt.StickBreaking(), position=NoPosition()),
+    "sparsemax": shape(opt.Sparsemax()),
+    "entmax15": shape(opt.Entmax15()),
+    "asentmax": shape(opt.ASEntmax()),
+    "softpick": shape(opt.Softpick()),
+    "linear": shape(Layers([opt.Linear(), opt.Linear(features="exp", decay=True)])),
     "gau": gated(Layers([opt.Relu2(), opt.SSMax(), opt.Sink()])),
     "gau with window": gated(
         Layers([opt.Window(size=20), opt.QASSMax()]), qk_norm=True, bias=True, embedding_norm="layer", tied=True
@@ -408,33 +421,106 @@ def test_a_vocabulary_grows_with_its_tables_of_values(tied: bool, tmp_path: Path
     torch.testing.assert_close(of_transformers(tmp_path / "larger")(sample).logits, model(sample).logits)
 
 
-def test_each_normalizer_that_the_code_computes_is_tested_and_each_other_one_refused():
-    assert (
-        set(COMPUTED_NORMALIZERS)
-        == {*QUERY_FACTORS, *ELEMENTWISE}
-        == {options.name for model in OWN_CODE.values() for options in model.normalizer.layer_options()}
-    )
+def test_each_normalizer_is_exported():
+    assert set(ENTRIES) == {options.name for model in OWN_CODE.values() for options in model.normalizer.layer_options()}
+
+
+PLUGIN = """
+from dataclasses import dataclass
+import torch
+from lm.attention import layout as layouts
+from lm.attention.normalizer import SoftmaxNormalizer, logits
+from lm.attention.options import Options
+from lm.schema import key
+
+@dataclass
+class PowerOptions(Options):
+    full_formula = "softmax(s z n^p)"
+    p: float = key(0.1, "power of n")
+
+class Power(SoftmaxNormalizer):
+    schema = PowerOptions
+    def initialise(self) -> None:
+        self.s = self.parameter(1.0)
+    def define_scores(self, q, k, layout: layouts.AttentionLayout):
+        n = layout.n("visible").unsqueeze(-2).unsqueeze(-1).to(q.dtype)
+        return logits(q, k) * self.s.view(-1, 1, 1) * n**self.options.p
+"""
+WITHOUT_LM_2048 = """
+import sys
+sys.modules["lm"] = None  # any import of it raises
+import torch
+from transformers import AutoModelForCausalLM
+folder, file = sys.argv[1:]
+case = torch.load(file)
+sample, padding, positions = case["sample"], case["padding"], case["positions"]
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+with torch.no_grad():
+    cached = model(sample[:, :2000], use_cache=True)
+    last = model(sample[:, 2000:], past_key_values=cached.past_key_values).logits
+    results = {
+        "whole": model(sample).logits, "packed": model(sample, position_ids=positions).logits,
+        "padded": model(sample, attention_mask=padding).logits[0, 600:], "cached": torch.cat((cached.logits, last), 1),
+    }
+for name, result in results.items():
+    torch.testing.assert_close(result, case[name], rtol=0, atol=1e-4, msg=lambda text: f"{name}: {text}")
+prompt, options = {"input_ids": sample[:, 400:640], "attention_mask": padding[:, 400:640]}, {"do_sample": False}
+out = model.generate(**prompt, **options, max_new_tokens=8, eos_token_id=None)
+static = {"cache_implementation": "static", "disable_compile": True}
+assert out.equal(model.generate(**prompt, **options, **static, max_new_tokens=8, eos_token_id=None))
+assert out[0, -8:].tolist() == case["continuation"]
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("normalizer", [opt.SSMax(bias=True), LISTED], ids=["ssmax", "layers"])
 @torch.no_grad()
-def test_logits_of_2048_tokens_are_ours(normalizer: opt.Options, tmp_path: Path):
-    decoder, folder = moved(shape(normalizer), 2048, tmp_path)
+def test_each_normalizer_computes_2048_tokens_where_lm_can_not_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A model with a layer for each normalizer of lm, and one for a plugin of one file."""
+    (tmp_path / "powers.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(tmp_path)
+    with PLUGINS.trusted():
+        plugin = SINGLE["powers:Power"](p=0.2)
+    PLUGINS.allow(["powers"])
+    recipe = MODERN | {"position": Rope()}
+    own = [opt.YaRN(n="visible") if options is opt.YaRN else options() for options in ENTRIES.values()]
+    layers = Layers([*own, plugin])
+    model = ModelConfig(len(layers.of), n_head=2, n_kv_head=1, n_embd=16, normalizer=layers, **recipe)
+    decoder = Decoder(model, V, 2048, seed=3).eval()
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in decoder.named_parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=generator) * (0.1 if ".normalizer." in name else 0.02))
+    save_model(decoder, tmp_path / "ours")
+    folder = export_for_transformers(tmp_path / "ours", "last", tmp_path / "hf")
     sample = torch.randint(V, (2, 2048), generator=torch.Generator().manual_seed(1))
-    model, expected = of_transformers(folder), decoder.logits(sample)
     padding, positions = torch.ones_like(sample), torch.cat((torch.arange(700), torch.arange(1348))).expand(2, -1)
     padding[0, :600] = 0
-    packed = decoder.head(decoder(sample, AttentionLayout.from_positions(positions)))
-    cached = model(sample[:, :2000], use_cache=True)
-    last = model(sample[:, 2000:], past_key_values=cached.past_key_values).logits
-    for logits, reference in (
-        (model(sample).logits, expected),
-        (model(sample, position_ids=positions).logits, packed),
-        (model(sample, attention_mask=padding).logits[0, 600:], decoder.logits(sample[:1, 600:])[0]),
-        (torch.cat((cached.logits, last), 1), expected),
-    ):
-        torch.testing.assert_close(logits, reference, rtol=0, atol=1e-4)
+    logits = decoder.logits(sample)
+    torch.save({
+        "sample": sample, "padding": padding, "positions": positions, "whole": logits, "cached": logits,
+        "packed": decoder.head(decoder(sample, AttentionLayout.from_positions(positions))),
+        "padded": decoder.logits(sample[:1, 600:])[0],
+        "continuation": list(generate(decoder, sample[0, 600:640].tolist(), 8, Sampling(temperature=0))),
+    }, tmp_path / "case.pt")  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": "", "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    command = [sys.executable, "-P", "-c", WITHOUT_LM_2048, str(folder), str(tmp_path / "case.pt")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_plugin_of_several_files_is_refused_by_its_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "strong").mkdir()
+    (tmp_path / "strong" / "size.py").write_text("P = 0.1\n")
+    (tmp_path / "strong" / "power.py").write_text("from strong.size import P\n" + PLUGIN)
+    monkeypatch.syspath_prepend(tmp_path)
+    with PLUGINS.trusted():
+        options = SINGLE["strong.power:Power"]()
+    PLUGINS.allow(["strong"])
+    save_model(Decoder(shape(options), 20, 16), tmp_path / "ours")
+    with pytest.raises(RunError, match=r"power.py:1: an export holds one file of a normalizer .* not strong.size"):
+        export_for_transformers(tmp_path / "ours", "last", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
 
 
 INTENDED_FAILURES = {  # of transformers' common tests
@@ -525,9 +611,9 @@ def test_eager_scores_are_in_fp32_under_autocast():
     q, k, v = (
         torch.randn(1, 2, 30, 16, generator=torch.Generator().manual_seed(n)).mul(4).bfloat16() for n in range(3)
     )
-    module = SimpleNamespace(num_key_value_groups=1, normalizer=SimpleNamespace(elementwise=None))
+    module = SimpleNamespace()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        _, weights = eager_attention(module, q, k, v, None, 1.0, None)
+        _, weights = eager_attention(module, q, k, v, None, 1.0)
     expected = (q.float() @ k.float().mT).masked_fill(torch.ones(30, 30).triu(1).bool(), -torch.inf).softmax(-1)
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
 
@@ -626,11 +712,6 @@ def test_code_of_its_own_computes_in_float64(case: str, tmp_path: Path):
 
 REFUSED = {
     "two maps": (ModelConfig(2, differential=True), "one map of weights a head"),
-    "threshold": (
-        ModelConfig(2, normalizer=opt.Entmax15()),
-        f"for the normalizers {', '.join(COMPUTED_NORMALIZERS)}, not entmax15",
-    ),
-    "one in a list": (ModelConfig(2, normalizer=Layers([opt.Softmax(), opt.Forget()])), "not forget"),
     "n of the sample": (ModelConfig(2, normalizer=opt.SSMax(n="sample")), "normalizer.n = sample of ssmax is a length"),
     "two windows": (
         ModelConfig(2, normalizer=Layers([opt.Window(size=4), opt.Window(size=5)])),

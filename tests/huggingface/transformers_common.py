@@ -32,6 +32,7 @@ MODELS = {
     "Layers": shape(LISTED, output_gate="element"),
     "ValueEmbeddings": shape(opt.QASSMax(), value_residual="embedding", norm="layer", bias=True, tied=True),
     "Elementwise": shape(Layers([opt.Relu2(), opt.Sigmoid(bias=True)]), **PLAIN | {"position": Learned()}),
+    "Definitions": shape(Layers([opt.Forget(), opt.ASEntmax()])),
     "Gated": gated(Layers([opt.Relu2(), opt.SSMax(), opt.Sink()])),
 }
 

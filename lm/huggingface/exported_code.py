@@ -1,0 +1,89 @@
+"""The Python files of an export with code of its own: the modelling file, and copies of lm's attention modules.
+
+transformers copies the modelling file of a model's folder, and the files that lines `from .NAME import ...` name, but
+no folders. So all modules stand in one folder, and import each other by such lines.
+"""
+
+import ast
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+
+from lm.attention.normalizer import Normalizer
+from lm.errors import RunError
+
+LM = Path(__file__).parents[1]
+MODELLING_MODULE = "modeling_lm"  # beside this module
+CATALOGUE = "lm_catalogue"  # written for each export, with the model's normalizers alone
+LEFT_OUT = ("lm_triton_kernels",)  # needs a package that transformers would demand on every machine
+
+
+def code_files(normalizers: Mapping[str, type[Normalizer]]) -> dict[str, str]:
+    """Return {file name: text} of the code that computes a model with these normalizers, {name: class}.
+
+    Raises RunError: the module of a normalizer from outside imports other modules of its package, or lm beyond
+    `lm.attention`.
+    """
+    sources, texts = {MODELLING_MODULE: Path(__file__).with_name(f"{MODELLING_MODULE}.py")}, {}
+    lines = []
+    for name, normalizer in normalizers.items():
+        module = normalizer.__module__
+        exported_name = _exported_name(module) if module.startswith("lm.") else module.replace(".", "_")
+        sources[exported_name] = Path(inspect.getsourcefile(normalizer))
+        lines.append(f"from .{exported_name} import {normalizer.__qualname__}  # {name}")
+    while names := sources.keys() - texts.keys():
+        for name in names:
+            texts[name], imported_modules = _with_relative_imports(sources[name])
+            sources |= {
+                _exported_name(module): LM / f"{module.removeprefix('lm.').replace('.', '/')}.py"
+                for module in imported_modules
+            }
+    entries = ", ".join(f'"{name}": {normalizer.__qualname__}' for name, normalizer in normalizers.items())
+    texts[CATALOGUE] = "\n".join([
+        '"""The normalizers of this model, by their names in config.json."""', "",
+        "# transformers copies a module because a line like these names it",
+        *(f"from .{name} import __name__ as _" for name in sorted(sources.keys() - {MODELLING_MODULE})),
+        *lines, "", f"NORMALIZERS = {{{entries}}}", "implementation = NORMALIZERS.__getitem__", "",
+    ])  # fmt: skip
+    return {f"{name}.py": text for name, text in texts.items()}
+
+
+def _exported_name(module: str) -> str:
+    return f"lm_{module.rpartition('.')[2]}"
+
+
+def _with_relative_imports(path: Path) -> tuple[str, set[str]]:
+    """Return the text of a module, with relative imports in place of those of lm, and the modules of lm that must stand
+    beside it. Raises RunError if it imports what an export can't hold."""
+    text = path.read_text(encoding="utf-8")
+    lines, imported_modules = text.splitlines(), set()
+    for node in sorted(ast.walk(ast.parse(text)), key=lambda node: getattr(node, "lineno", 0), reverse=True):
+        if not isinstance(node, ast.ImportFrom | ast.Import):
+            continue
+        module = getattr(node, "module", None) or ""
+        names = [alias.name for alias in node.names]
+        own_package = next((part for part in path.parts[-2:-1] if part == module.partition(".")[0]), None)
+        if isinstance(node, ast.Import) and not any(name.partition(".")[0] == "lm" for name in names):
+            continue
+        if module.partition(".")[0] != "lm" and isinstance(node, ast.ImportFrom) and not (node.level or own_package):
+            continue
+        if module == "lm.schema" and names == ["key"]:
+            module = "lm.attention.options"
+        if module == "lm.attention":
+            modules = [f"lm.attention.{name}" for name in names]
+            statements = [
+                f"from . import {_exported_name(alias.name)} as {alias.asname or alias.name}" for alias in node.names
+            ]
+        elif module.startswith("lm.attention.") or module == "lm.errors":
+            modules = [module]
+            imported_names = ", ".join(f"{alias.name} as {alias.asname or alias.name}" for alias in node.names)
+            statements = [f"from .{_exported_name(module)} import {imported_names}"]
+        else:
+            raise RunError(
+                f"{path}:{node.lineno}: an export holds one file of a normalizer from outside, which may import "
+                f"lm.attention and installed packages, not {module or names[0]}"
+            )
+        indent = " " * node.col_offset
+        lines[node.lineno - 1 : node.end_lineno] = [indent + statement for statement in statements]
+        imported_modules |= {name for name in modules if _exported_name(name) not in (CATALOGUE, *LEFT_OUT)}
+    return "\n".join(lines) + "\n", imported_modules
