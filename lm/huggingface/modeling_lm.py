@@ -180,6 +180,7 @@ class AttentionBase(nn.Module):
             raise ValueError(f"attn_implementation {backend} does not compute {name}; set it to eager or sdpa")
         n_keys = layout.key_positions.size(-1)  # a new cache of fixed size has empty keys behind them
         k, v = normalizer.expand_kv_heads(k[:, :, :n_keys], v[:, :, :n_keys])
+        v = v.to(x.dtype)  # a cache has one dtype, and keys may be wider
         weights = normalizer.weights(q, k, layout) if backend == "eager" else None
         output = normalizer.attend(q, k, v, layout) if weights is None else weights.to(v.dtype) @ v
         return output.transpose(1, 2).flatten(2), weights
