@@ -3,6 +3,7 @@ of capped scores.
 """
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -155,6 +156,35 @@ class WindowNormalizer(SoftmaxNormalizer):
         return f"SDPA on blocks of {self.options.size} queries and the keys of two blocks: a window of that many keys"
 
 
+class MappedSoftmax(SoftmaxNormalizer):
+    """Base of softmax of scores s(z, t), each a function of its logit z and of the distance t to the key."""
+
+    kernel = "blocks of 64 queries, backward by hand"
+
+    def coefficients(self, distance: Tensor) -> Tensor:
+        """What s needs to know of distances t, fp32 or wider, at least 0; by default nothing."""
+        return distance
+
+    @abstractmethod
+    def map_scores(self, z: Tensor, coefficients: Tensor) -> Tensor:
+        """Return s(z, t) for logits z and the coefficients at t."""
+
+    @abstractmethod
+    def slopes(self, scores: Tensor, coefficients: Tensor) -> Tensor:
+        """Return ds / dz where s is `scores`."""
+
+    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
+        return self.map_scores(logits(q, k), self.coefficients(layout.distance().clamp(min=0).to(q.dtype)))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        if layout.causal or layout.tail:
+            return routes.block_attention(q, k, v, 1 / math.sqrt(q.size(-1)), self)
+        return super().forward(q, k, v, layout)
+
+    def kernel_description(self, device: str = "cpu") -> str:
+        return "blocks of queries, backward by hand: no fused kernel computes this function"
+
+
 @dataclass
 class ScaleInvariant(Options):
     name = "scale_invariant"
@@ -167,7 +197,7 @@ class ScaleInvariant(Options):
     tau: float = key(10.0, "distance, in tokens, from which on the scale grows", ge=1e-3, le=LONGEST)
 
 
-class ScaleInvariantNormalizer(SoftmaxNormalizer):
+class ScaleInvariantNormalizer(MappedSoftmax):
     """Softmax of a_t z + m_t for logits z of keys t tokens back (arXiv 2505.17083).
 
     It is meant to give the keys of each octave of t, from t to 2 t, the same total weight.
@@ -179,10 +209,15 @@ class ScaleInvariantNormalizer(SoftmaxNormalizer):
 
     schema = ScaleInvariant
 
-    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        distance = layout.distance().clamp(min=0.0)
-        square = 2 * ((distance / self.options.tau).log1p() - 0.5 + 1.0)  # ln alpha = 1/2, beta / alpha = 1
-        return logits(q, k) * square.sqrt().to(q.dtype) + (1.0 - square).to(q.dtype)
+    def coefficients(self, distance: Tensor) -> Tensor:
+        """a_t at the distances t."""
+        return (2 * ((distance / self.options.tau).log1p() - 0.5 + 1.0)).sqrt()  # ln alpha = 1/2, beta / alpha = 1
+
+    def map_scores(self, z: Tensor, coefficients: Tensor) -> Tensor:
+        return torch.addcmul(1 - coefficients.square(), z, coefficients)
+
+    def slopes(self, scores: Tensor, coefficients: Tensor) -> Tensor:
+        return coefficients
 
 
 @dataclass
@@ -231,11 +266,14 @@ class SoftCap(Options):
     cap: float = key(50.0, "c, which no score exceeds", ge=1e-3, le=LARGEST)
 
 
-class SoftCapNormalizer(SoftmaxNormalizer):
+class SoftCapNormalizer(MappedSoftmax):
     schema = SoftCap
 
-    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        return self.options.cap * (logits(q, k) / self.options.cap).tanh()
+    def map_scores(self, z: Tensor, coefficients: Tensor) -> Tensor:
+        return self.options.cap * (z / self.options.cap).tanh()
+
+    def slopes(self, scores: Tensor, coefficients: Tensor) -> Tensor:
+        return torch.addcmul(scores.new_ones(()), scores, scores, value=-1 / self.options.cap**2)
 
 
 @dataclass

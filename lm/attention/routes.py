@@ -9,9 +9,10 @@ Shapes: B sequences, H heads, T queries, S keys, D head size, E width of the val
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -86,7 +87,7 @@ def fused_softmax(
     size, width = q.size(-1), v.size(-1)
     if (layout.causal or layout.tail) and mask is None and v.device.type == "cpu":
         if k.size(2) <= SHORT_LENGTH:
-            return short_attention(q, k, v, scale)
+            return block_attention(q, k, v, scale)
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))) and not cpu_kernel.why_unusable(v):
             return cpu_kernel.causal_softmax(*(x.flatten(0, 1) for x in (q, k, v)), scale).unflatten(0, q.shape[:2])
     n_pieces = -(-width // size)
@@ -153,12 +154,25 @@ def softmax_route(device: str, length: int) -> str:
     return f"blocks of queries (faster than SDPA on a CPU, up to {SHORT_LENGTH} tokens)" if is_short else "SDPA"
 
 
-class _ShortAttention(torch.autograd.Function):
-    """Causal softmax(scale q.k) v by blocks of queries, for q (N, T, D) of the last T of S tokens, k (N, S, D) and v
-    (N, S, E).
+class ScoreMap(Protocol):
+    """A function s of each logit z and of the distance t to the key, whose softmax `mapped_softmax` computes."""
 
-    The backward pass reuses the weights. PyTorch's kernel recomputes them, and takes twice the time on a CPU, up to
-    some hundred tokens.
+    def coefficients(self, distance: Tensor) -> Tensor:
+        """What s needs to know of distances, fp32 or wider, at least 0, of any shape."""
+
+    def map_scores(self, z: Tensor, coefficients: Tensor) -> Tensor:
+        """Return s(z, t) for logits z and the coefficients at t."""
+
+    def slopes(self, scores: Tensor, coefficients: Tensor) -> Tensor:
+        """Return ds / dz where s is `scores`."""
+
+
+class _BlockAttention(torch.autograd.Function):
+    """Causal softmax(scale q.k) v by blocks of queries, for q (N, T, D) of the last T of S tokens, k (N, S, D) and v
+    (N, S, E); with a score map, softmax of its scores.
+
+    Without a map the backward pass reuses the weights. PyTorch's kernel recomputes them, and takes twice the time on a
+    CPU, up to some hundred tokens.
 
     In the forward pass q, k and the scores' softmax are in fp32 or wider, then weights and their products with v in v's
     dtype. In the backward pass gradients of weights are in fp32 or wider, then q, k and gradients of scores in v's
@@ -166,64 +180,98 @@ class _ShortAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, scale: float, score_map: ScoreMap | None) -> Tensor:
         output, saved_weights, needs_grad = v.new_empty(*q.shape[:2], v.size(2)), [], any(ctx.needs_input_grad)
-        mask = q.new_full((SHORT_BLOCK, SHORT_BLOCK), -math.inf).triu_(1)
         with without_autocast(v.device):
-            for heads, a, b, keys in _short_blocks(q, k):
-                scores = torch.baddbmm(q.new_zeros(1, 1, 1), q[heads, a:b], k[heads, :keys].mT, beta=0, alpha=scale)
-                scores[:, :, keys - (b - a) :] += mask[: b - a, : b - a]
-                weights = scores.softmax(-1).to(v.dtype)
+            for heads, a, b, keys, coefficients in _blocks_of_scores(q, k, score_map):
+                scores = _scores(q[heads, a:b], k[heads, :keys], scale, score_map, coefficients)
+                weights = _hide_later_keys(scores).softmax(-1).to(v.dtype)
                 output[heads, a:b] = weights @ v[heads, :keys]
-                if needs_grad:
+                if needs_grad and not score_map:
                     saved_weights.append(weights)
         if needs_grad:
-            ctx.save_for_backward(q.to(v.dtype), k.to(v.dtype), v, *saved_weights)
-            ctx.scale = scale
+            dtype = q.dtype if score_map else v.dtype
+            ctx.save_for_backward(q.to(dtype), k.to(dtype), v, *saved_weights)
+            ctx.scale, ctx.score_map = scale, score_map
         return output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *saved_weights = ctx.saved_tensors
         wide_dtype = torch.promote_types(v.dtype, torch.float32)
         dq, dk, dv = (torch.zeros_like(x, dtype=wide_dtype) for x in (q, k, v))
         grad = grad.contiguous()
-        scaled_grad, v_wide = grad.to(wide_dtype) * ctx.scale, v.to(wide_dtype)
+        scaled_grad, v_wide, low_q, low_k = (
+            grad.to(wide_dtype) * ctx.scale,
+            v.to(wide_dtype),
+            q.to(v.dtype),
+            k.to(v.dtype),
+        )
         with without_autocast(v.device):
-            for (heads, a, b, keys), weights in zip(_short_blocks(q, k), saved_weights, strict=True):
+            for number, (heads, a, b, keys, coefficients) in enumerate(_blocks_of_scores(q, k, ctx.score_map)):
+                if ctx.score_map:
+                    scores = _scores(q[heads, a:b], k[heads, :keys], ctx.scale, ctx.score_map, coefficients)
+                    slopes = ctx.score_map.slopes(scores, coefficients)
+                    wide_weights = _hide_later_keys(scores).softmax(-1)
+                    weights = wide_weights.to(v.dtype)
+                else:
+                    weights = saved_weights[number]
+                    wide_weights = weights.to(wide_dtype)
                 dv[heads, :keys] += weights.mT @ grad[heads, a:b]
                 dweights = scaled_grad[heads, a:b] @ v_wide[heads, :keys].mT
-                dscores = torch._softmax_backward_data(dweights, weights.to(wide_dtype), -1, wide_dtype).to(v.dtype)
-                dq[heads, a:b] = dscores @ k[heads, :keys]
-                dk[heads, :keys] += dscores.mT @ q[heads, a:b]
-        return dq, dk, dv.to(v.dtype), None
+                dscores = torch._softmax_backward_data(dweights, wide_weights, -1, wide_dtype)
+                if ctx.score_map:
+                    dscores *= slopes
+                dscores = dscores.to(v.dtype)
+                dq[heads, a:b] = dscores @ low_k[heads, :keys]
+                dk[heads, :keys] += dscores.mT @ low_q[heads, a:b]
+        return dq, dk, dv.to(v.dtype), None, None
 
 
-def _short_blocks(q: Tensor, k: Tensor) -> list[tuple[slice, int, int, int]]:
-    """(heads, first query, last query + 1, number of keys) of each block; q (N, T, D) are the last T of the S tokens of
-    k (N, S, D).
+def _scores(q: Tensor, k: Tensor, scale: float, score_map: ScoreMap | None, coefficients: Tensor | None) -> Tensor:
+    """Scores (N, T, S) of the queries q (N, T, D) and the keys k (N, S, D)."""
+    logits = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.mT, beta=0, alpha=scale)
+    return score_map.map_scores(logits, coefficients) if score_map else logits
+
+
+def _hide_later_keys(scores: Tensor) -> Tensor:
+    """Set the scores (N, T, S) of keys after the query to -inf, in place; the queries are the last T of S tokens."""
+    n_queries, n_keys = scores.shape[1:]
+    scores[:, :, n_keys - n_queries :] += scores.new_full((n_queries, n_queries), -math.inf).triu_(1)
+    return scores
+
+
+def _blocks_of_scores(
+    q: Tensor, k: Tensor, score_map: ScoreMap | None
+) -> Iterator[tuple[slice, int, int, int, Tensor | None]]:
+    """Yield heads, first query, last query + 1, number of keys and the map's coefficients of each block. q (N, T, D) is
+    for the last T of the S tokens of k (N, S, D).
     """
     (n, queries), keys = q.shape[:2], k.size(1)
-    n_heads = max(1, SHORT_BLOCK_WEIGHTS // (SHORT_BLOCK * keys))
-    return [
-        (slice(h, h + n_heads), a, b, keys - queries + b)
-        for h in range(0, n, n_heads)
-        for a, b in spans(queries, SHORT_BLOCK)
-    ]
+    first = keys - queries
+    max_weights = SHORT_BLOCK_WEIGHTS if q.device.type == "cpu" else block_weights(q.device)
+    n_heads = max(1, max_weights // (SHORT_BLOCK * keys))
+    n_queries = max(SHORT_BLOCK, max_weights // (n * keys)) if q.device.type != "cpu" else SHORT_BLOCK
+    index = torch.arange(keys, device=q.device)
+    by_distance = score_map and score_map.coefficients(index.to(q.dtype))
+    for a, b in spans(queries, n_queries):
+        distance = (index[first + a : first + b, None] - index[: first + b]).clamp(min=0)
+        coefficients = None if by_distance is None else by_distance[distance]
+        for h in range(0, n, n_heads):
+            yield slice(h, h + n_heads), a, b, first + b, coefficients
 
 
 @uncompiled  # a compiled graph would unroll its blocks: slower to compile, and to run
-def short_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Return softmax(scale q.k) v with a causal mask, (B, H, T, E) in the dtype of `v`, for k (B, H, S, D), v (B, H, S,
-    E).
+def block_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, score_map: ScoreMap | None = None) -> Tensor:
+    """Return softmax(scale q.k) v, or of the scores by `score_map`, with a causal mask, (B, H, T, E) in the dtype of
+    `v`, for k (B, H, S, D), v (B, H, S, E).
 
     The queries q (B, H, T, D) are the last T of the S tokens.
     """
     wide_dtype = torch.promote_types(v.dtype, torch.float32)
-    return _ShortAttention.apply(*(x.flatten(0, 1) for x in (q.to(wide_dtype), k.to(wide_dtype), v)), scale).unflatten(
-        0, q.shape[:2]
-    )
+    flat_tensors = (x.flatten(0, 1) for x in (q.to(wide_dtype), k.to(wide_dtype), v))
+    return _BlockAttention.apply(*flat_tensors, scale, score_map).unflatten(0, q.shape[:2])
 
 
 # ---------------------------------------------------------------- some queries at a time, from the definition

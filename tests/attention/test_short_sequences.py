@@ -15,8 +15,8 @@ from lm.attention.routes import (
     SHORT_BLOCK,
     SHORT_BLOCK_WEIGHTS,
     SHORT_LENGTH,
+    block_attention,
     fused_softmax,
-    short_attention,
     softmax_route,
 )
 
@@ -45,7 +45,7 @@ def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return short_attention(q, k, v, 0.3)
+    return block_attention(q, k, v, 0.3)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -68,7 +68,7 @@ def test_queries_may_be_the_last_of_the_keys_alone(queries: int, dtype: torch.dt
         return F.pad(fused_softmax(q[:, :, first:], k, v, layout.from_query(first)), (0, 0, first, 0))
 
     def unasked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return short_attention(q, k, v, 24**-0.5) * (grad != 0)
+        return block_attention(q, k, v, 24**-0.5) * (grad != 0)
 
     exact, low = results(unasked, q, k, v, grad), [x.float() for x in (q, k)] + [x.to(dtype) for x in (v, grad)]
     if dtype == torch.float64:
