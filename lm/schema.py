@@ -452,8 +452,8 @@ def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
 
 @functools.cache
 def reference(schema: type, path: str = "") -> tuple[tuple[str, str, str, str], ...]:
-    """Return rows (key path, type, default, description) of the keys of `schema`, in order; each dataclass is described
-    once.
+    """Return rows (key path, type, default, description) of the keys of `schema`, in order. Each dataclass is described
+    once, and a key that several choices share has one row, e.g. `optimizer[adamw, muon].eps`.
     """
     return tuple(_rows(schema, path, {}))
 
@@ -481,10 +481,16 @@ def _rows(schema: type, path: str, described: dict[type, str]) -> Iterator[tuple
             kind = f"{kind or 'a block'}, as {described[block]}"
         if kind:
             yield key_path, kind, default, spec.metadata["help"]
-        for suffix, option in blocks.items():
+        choices_by_row: dict[tuple[str, ...], list[str]] = {}
+        for choice, option in blocks.items():
             if option not in described:
                 described[option] = key_path
-                yield from _rows(option, key_path + suffix, described)
+                for inner_path, *texts in _rows(option, key_path + choice, described):
+                    row = inner_path.removeprefix(key_path + choice), *texts
+                    choices_by_row.setdefault(row, []).append(choice.strip("[]"))
+        for (inner_path, *texts), choices in choices_by_row.items():
+            suffix = f"[{', '.join(choices)}]" if table or container else ""
+            yield key_path + suffix + inner_path, *texts
 
 
 def yaml_flow(value: Plain) -> str:

@@ -72,8 +72,8 @@ def nested(path: str, value: Plain) -> Plain:
     """A configuration in which the key of a row of the reference has a value."""
     for part in reversed(path.split(".")):
         name, *suffixes = re.findall(r"[^\[\]]+|\[\]", part)
-        for suffix in reversed(suffixes):
-            value = [value] if suffix == "[]" else {"name": suffix} | value
+        for suffix in reversed(suffixes):  # a key of several choices: of the first
+            value = [value] if suffix == "[]" else {"name": suffix.partition(",")[0]} | value
         value = {name: value}
     return value
 
