@@ -33,7 +33,7 @@ GENERATED = ("config.md", "metrics.md", "normalizers.md")  # made from the keys 
 EXECUTED = ("normalizers-own.md",)  # by tests/attention/test_plugins.py, with the package that its commands name
 FOLDERS = ("lm", "docs", "scripts", "tests", "configs")
 CONFIGURED = ("train", "prepare", "config", "eval", "swap")  # commands that take key=value
-KEYS = {re.sub(r"\[\w*\]", "", path) for path, *_ in reference(Config)}
+KEYS = {re.sub(r"\[[^\]]*\]", "", path) for path, *_ in reference(Config)}
 BLOCKS = {".".join(path.split(".")[:depth]) for path in KEYS for depth in range(1, path.count(".") + 2)}
 
 documents = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
