@@ -7,7 +7,8 @@ attention.
     lm.huggingface.add_normalizer_parameters(model)  # for normalizers with learned parameters
 
 The same code reads the parameters back from a folder that `save_pretrained` wrote. Without `attn_implementation`
-transformers computes softmax, at most with a warning of unexpected tensors.
+transformers computes softmax, at most with a warning of unexpected tensors. Layers with a sliding window stay as they
+are.
 
 Shapes: B sequences, T queries, S keys, H query heads, K key-value heads, D head size.
 """
@@ -29,6 +30,7 @@ from lm.attention.layout import AttentionLayout
 from lm.data.tokenizer import downloaded
 from lm.errors import ConfigError, Problem
 from lm.functional import Named
+from lm.huggingface.architectures import SLIDING_ATTENTION
 from lm.huggingface.importing import INDEX, Shards
 from lm.schema import Plain
 
@@ -38,7 +40,7 @@ NORMALIZER_ATTRIBUTE = "lm_normalizer"
 # the first two read the layer's input, the last has a table for all layers
 UNREGISTERED_NORMALIZERS = ("forget", "asentmax", "p_n")
 # arguments of attention functions that change what is computed
-REFUSED_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
+REFUSED_ARGUMENTS = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
 # with RoPE, on absolute positions; not so for linear with `features: identity`
 POSITION_DEPENDENT_NORMALIZERS = ("qassmax", "linear")
 # Fields of a configuration, or its `rope_parameters`, with which a model multiplies queries by a function of position.
@@ -78,7 +80,7 @@ def _correct_attn_implementation(
     model: PreTrainedModel, requested_attention: str | None, *arguments: object, **options: object
 ) -> str:
     """Return the name of the attention function that a model gets, as transformers does. Raises ValueError if it is one
-    of lm's, and the model's code does not call it or scales queries by position itself.
+    of lm's, and the model's code does not call it or scales queries by position itself, or all layers have windows.
     """
     if _normalizer_of(requested_attention) is not None:
         if not model.is_backend_compatible():
@@ -88,6 +90,10 @@ def _correct_attn_implementation(
             if rope_fields.get(field) or getattr(model.config, field, None):
                 reason = f"multiplies queries by a function of position, and {requested_attention} would act on top"
                 raise ValueError(f"{type(model).__name__} {reason}; set {field} to 0 in its configuration")
+        layer_types = getattr(model.config, "layer_types", None) or [SLIDING_ATTENTION]
+        if getattr(model.config, "sliding_window", None) and {*layer_types} == {SLIDING_ATTENTION}:
+            reason = f"has a sliding window in each layer, and {requested_attention} acts on layers without one"
+            raise ValueError(f"{type(model).__name__} {reason}; set sliding_window to null in its configuration")
     return _correct_of_transformers(model, requested_attention, *arguments, **options)
 
 
@@ -98,7 +104,7 @@ def _normalizer_of(attn_implementation: str | None) -> dict[str, Plain] | None:
 
 
 def add_normalizer_parameters(model: PreTrainedModel, train_length: int | None = None) -> None:
-    """Give each attention of a model the parameters of the normalizer that `attn_implementation` names, in fp32.
+    """Give each attention without a window the parameters of the normalizer that `attn_implementation` names, in fp32.
 
     An attention module holds them as `lm_normalizer`, so that optimizers see them and `save_pretrained` saves them. If
     the folder or hub model that `model` was read from has such parameters, their values are read from there; else they
@@ -122,7 +128,9 @@ def add_normalizer_parameters(model: PreTrainedModel, train_length: int | None =
             f"{options}"
         )
     attention_modules = [
-        module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")
+        module
+        for module in model.modules()
+        if hasattr(module, "layer_idx") and hasattr(module, "is_causal") and not getattr(module, "sliding_window", None)
     ]
     if not attention_modules:
         raise ValueError(OWN_ATTENTION_MESSAGE.format(type(model).__name__))
@@ -177,6 +185,9 @@ def _attend(
         raise ValueError(
             f"lm's normalizers do not compute {refused_arguments[0]} of {type(module).__name__}; use a model without it"
         )
+    if kwargs.get("sliding_window") is not None:
+        arguments = {"scaling": scaling, "dropout": dropout, "position_ids": position_ids, **kwargs}
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **arguments)
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise ValueError(f"lm's normalizers are causal, {type(module).__name__} is not")

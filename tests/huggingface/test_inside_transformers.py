@@ -250,17 +250,38 @@ def test_parameters_fit_the_heads_of_latent_attention(kind: str):
         model(tokens())
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "gemma3_text"])
+@torch.no_grad()
+def test_layers_with_windows_stay_as_they_are(kind: str):
+    """A normalizer that computes softmax changes nothing; another one changes full layers alone."""
+    lm.huggingface.register({"lm_unit": {"name": "llama4", "attn_scale": 0.0}, "lm_ssmax": "ssmax"})
+    types = ["full_attention", "sliding_attention", "sliding_attention"]
+    sizes = {**SMALL, "head_dim": 8, "layer_types": types, "sliding_window": 10, "use_sliding_window": True}
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    padding = torch.ones_like(tokens())
+    padding[0, :20] = 0
+    expected = [model(tokens(), attention_mask=mask).logits for mask in (None, padding)]
+    model.set_attn_implementation("lm_unit")
+    cached = model(tokens()[:, :40], use_cache=True)
+    last = model(tokens()[:, 40:], past_key_values=cached.past_key_values).logits
+    results = [torch.cat((cached.logits, last), 1), model(tokens(), attention_mask=padding).logits]
+    torch.testing.assert_close(results[0], expected[0], rtol=0, atol=1e-4)
+    torch.testing.assert_close(results[1][:, 20:], expected[1][:, 20:], rtol=0, atol=1e-4)
+    model.set_attn_implementation("lm_ssmax")
+    lm.huggingface.add_normalizer_parameters(model)
+    assert {name.split(".")[2] for name, _ in model.named_parameters() if NORMALIZER_ATTRIBUTE in name} == {"0"}
+    assert (model(tokens()).logits - expected[0]).abs().max() > 1e-4
+
+
 def test_what_can_not_be_computed_is_refused(tmp_path: Path):
     lm.huggingface.register()
-    sliding = Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=10, max_window_layers=1)
+    sliding = Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=10, max_window_layers=0)
     dropped = LlamaConfig(**SMALL | {"attention_dropout": 0.1})
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": V}
     encoder = transformers.BertConfig(**sizes, intermediate_size=64, attention_probs_dropout_prob=0.0)
     for model, message in (
-        (
-            Qwen2ForCausalLM._from_config(sliding, attn_implementation="lm_log_n"),
-            "do not compute sliding_window of Qwen2Attention",
-        ),
         (LlamaForCausalLM._from_config(dropped, attn_implementation="lm_log_n"), "set attention_dropout"),
         (
             transformers.BertModel._from_config(encoder, attn_implementation="lm_log_n"),
@@ -269,6 +290,8 @@ def test_what_can_not_be_computed_is_refused(tmp_path: Path):
     ):
         with pytest.raises(ValueError, match=message):
             model.train()(tokens())
+    with pytest.raises(ValueError, match="Qwen2ForCausalLM has a sliding window in each layer, and lm_log_n acts on"):
+        Qwen2ForCausalLM._from_config(sliding, attn_implementation="lm_log_n")
     model = LlamaForCausalLM._from_config(LlamaConfig(**SMALL), attn_implementation="lm_log_n")
     causal = torch.ones(1, 1, *[tokens().size(1)] * 2, dtype=torch.bool).tril()
     model(tokens()[:1], attention_mask=causal)
