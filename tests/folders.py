@@ -45,7 +45,7 @@ class Sent:
         self.starts.append(arguments)
         return self
 
-    def define_metric(self, name: str, step_metric: str = "") -> None:
+    def define_metric(self, name: str, step_metric: str = "", summary: str = "") -> None:
         self.axes.append(f"{name} {step_metric}".strip())
 
     def log(self, values: dict[str, object], step: int) -> None:

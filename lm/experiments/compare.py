@@ -28,7 +28,7 @@ from lm.experiments.experiment import Experiment
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import LOCK, experiment_lock, holder_words, is_measured, open_experiment, start
 from lm.experiments.judging import INTERVALS
-from lm.experiments.page import experiment_files
+from lm.experiments.page import experiment_files, question
 from lm.experiments.plan import Costs, costs, duration, plan_lines, run_times, seconds_of, total_seconds
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION
@@ -42,10 +42,10 @@ from lm.experiments.summary import (
     tuning_means,
     tuning_table_rows,
 )
-from lm.files import json_bytes, write_together
+from lm.files import json_bytes, read_json, write_together
 from lm.report.html import PAGE
 from lm.report.tables import csv_text, numeral, print_tables, table_from_rows, to_rich
-from lm.runs.folder import METRICS, RESOLVED_FILE, last_logged
+from lm.runs.folder import ENVIRONMENT, METRICS, RESOLVED_FILE, last_logged
 from lm.schema import Plain
 from lm.statistics.tuning import rate_text
 from lm.training.wandb_runs import send_report
@@ -136,9 +136,8 @@ def compare_experiments(
             judged_procedures.append(procedure)
             entries = _write_verdicts(judged_procedures[-1])
             if is_working:
-                experiment, page = procedure.experiment, procedure.experiment.folder / REPORT / PAGE
                 try:
-                    send_report(experiment.first_config.log, experiment.name, experiment.folder, entries, page)
+                    _send_report(procedure, entries)
                 except RunError as error:  # later experiments are trained all the same
                     failure_words.append(str(error))
         if report_folder and judged_procedures:
@@ -146,6 +145,23 @@ def compare_experiments(
             print(f"report of all experiments: {report_folder / PAGE}")
         if failure_words:
             raise RunsFailed("; ".join(failure_words))
+
+
+def _send_report(procedure: Procedure, entries: list[dict[str, Plain]]) -> None:
+    """Send the report of an experiment to wandb. Raises RunError as `send_report` does."""
+    experiment, runs = procedure.experiment, []
+    facts = {
+        "question": question(experiment),
+        "margin": experiment.primary.matters,
+        "primary": vars(experiment.primary),
+    }
+    facts |= {"arms": [arm.name for arm in experiment.arms], "seeds": [*experiment.seeds]}
+    for run in procedure.known_runs():
+        names = {"stage": run.stage, "run": run.label, "state": run.outcome.state}
+        if run.has_begun:
+            runs.append(names | {"wandb_id": read_json(run.config.run_folder / ENVIRONMENT).get("wandb_id")})
+    log, page = experiment.first_config.log, experiment.folder / REPORT / PAGE
+    send_report(log, experiment.name, experiment.folder, facts, entries, runs, page)
 
 
 def _start_in_job(path: Path, overrides: list[str], options: TrainingOptions) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem, RunError, one_line
-from lm.runs.evaluations import Evaluation
+from lm.runs.evaluations import LOSS, Evaluation
 from lm.runs.folder import METRICS
 from lm.schema import Plain, to_plain
 from lm.training.lightning_import import L
@@ -25,7 +25,8 @@ Logger, TensorBoardLogger, WandbLogger = (
 rank_zero_only = L.pytorch.utilities.rank_zero_only
 
 # entries of environment.json for wandb
-WANDB_FACTS = ("data_fingerprint", "parameters", "flops_per_token", "tokens_total")
+WANDB_FACTS = ("data_fingerprint", "parameters", "flops_per_token", "tokens_total", "lm", "git_commit", "git_dirty")
+WANDB_FACTS += ("versions", "device", "precision", "compile")
 
 
 def log(loggers: Iterable[Logger], line: dict[str, Plain]) -> None:
@@ -153,6 +154,7 @@ class WandbRun(Mirror, WandbLogger):
         super().__init__(experiment=run)
         run.define_metric("tokens")
         run.define_metric("*", step_metric="tokens")
+        run.define_metric(LOSS, step_metric="tokens", summary="min,last")
 
     def write(self, metrics: Mapping[str, Plain], step: int) -> None:
         # `step` as wandb's own, which Lightning leaves out: a resumed run then logs no step twice
@@ -213,6 +215,8 @@ def start_loggers(mode: str, config: Config, environment: dict[str, Plain], step
         try:
             if name == "wandb":
                 facts = to_plain(config) | {fact: environment[fact] for fact in WANDB_FACTS}
+                # one text to group runs by, also of a list of normalizers and of phases
+                facts["normalizer"] = ", then ".join(phase.normalizer.label() for phase in config.plan)
                 arguments = {"name": config.name, "dir": str(config.run_folder), **experiment_labels(config)}
                 run = start_wandb_run(mode, config.log, environment["wandb_id"], config=facts, **arguments)
                 loggers += [WandbRun(run)] if run else []

@@ -3,6 +3,7 @@
 import hashlib
 import netrc
 import os
+import re
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -146,35 +147,56 @@ def finish_wandb_run(run: "wandb.Run") -> None:
         print(f"wandb: the server has not taken everything within {WANDB_SECONDS:g} s; {advice}", flush=True)
 
 
-def send_report(log: LogConfig, name: str, folder: Path, verdicts: list[dict[str, Plain]], report: Path) -> None:
+def send_report(
+    log: LogConfig,
+    name: str,
+    folder: Path,
+    facts: dict[str, Plain],
+    verdicts: list[dict[str, Plain]],
+    runs: list[dict[str, Plain]],
+    report: Path,
+) -> None:
     """Send an experiment's verdicts and report to wandb, unless wandb is disabled, as the run `NAME report` of the
     experiment's group.
 
     The run's id is a hash of the experiment's name and folder, so that a report sent again goes to the same run.
-    `verdicts`: the rows of verdicts.csv.
+
+    Args:
+        facts: the configuration of the run `NAME report`, such as question and margin.
+        verdicts: the rows of verdicts.csv; differences and the ends of their intervals are numbers in the summary.
+        runs: a row for each run of the experiment, whose `wandb_id` becomes a link where wandb is online.
 
     Raises:
         ConfigError: an unknown WANDB_MODE.
         RunError: wandb can't be started, or fails.
     """
     run_id = hashlib.sha256(f"{name} {folder.resolve()}".encode()).hexdigest()[:12]
-    mode = wandb_mode(log, in_experiment=True)
-    run = start_wandb_run(
-        mode, log, run_id, name=f"{name} report", dir=str(folder), group=name, job_type="report", tags=["report"]
-    )
+    mode, labels = wandb_mode(log, in_experiment=True), {"group": name, "job_type": "report", "tags": ["report"]}
+    run = start_wandb_run(mode, log, run_id, name=f"{name} report", dir=str(folder), config=facts, **labels)
     if run is None:
         return
     import wandb
 
-    columns = list(dict.fromkeys(key for verdict in verdicts for key in verdict))
-    cells = [[None if (cell := verdict.get(key)) is None else str(cell) for key in columns] for verdict in verdicts]
-    verdict_rows = [verdict for verdict in verdicts if "verdict" in verdict]  # all but the baseline
-    summary = {
-        " ".join(filter(None, ("verdict", verdict["size"], verdict["arm"]))): verdict["words"]
-        for verdict in verdict_rows
-    }
+    def table(rows: list[dict[str, Plain]]) -> wandb.Table:
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        cells = [[None if (cell := row.get(key)) is None else str(cell) for key in columns] for row in rows]
+        return wandb.Table(columns=columns, data=cells)
+
+    summary: dict[str, Plain] = {}
+    for verdict in (verdict for verdict in verdicts if "verdict" in verdict):  # all but the baseline
+        arm = " ".join(filter(None, (verdict["size"], verdict["arm"])))
+        summary[f"verdict {arm}"] = verdict["words"]
+        effect = "factor" if "factor" in verdict else "difference"
+        names = (f"{effect} {arm}{end}" for end in ("", " low", " high"))
+        summary |= {
+            key: value for key, value in zip(names, verdict.get(effect) or (), strict=False) if value is not None
+        }
     try:
-        run.log({"report": wandb.Html(str(report), inject=False), "verdicts": wandb.Table(columns=columns, data=cells)})
+        base_url = (run.url or "").rpartition("/")[0]
+        linked = [row | {"wandb": f"{base_url}/{row['wandb_id']}"} if base_url else row for row in runs]
+        # files beside the page are not sent
+        page = re.sub(r'<a href="(?!#|https?:)[^"]*"[^>]*>.*?</a>', "", report.read_text(encoding="utf-8"))
+        run.log({"report": wandb.Html(page, inject=False), "verdicts": table(verdicts), "runs": table(linked)})
         run.summary.update(summary)
         finish_wandb_run(run)
     except Exception as error:  # any error of wandb, such as for a process of wandb that was killed

@@ -3,6 +3,7 @@ network.
 """
 
 import json
+import re
 import struct
 import sys
 import threading
@@ -195,9 +196,9 @@ def test_a_report_that_wandb_does_not_take_is_an_error_of_one_line(tmp_path: Pat
 
     page = tmp_path / "report.html"
     page.write_text("<html></html>")
-    monkeypatch.setattr("lm.training.wandb_runs.start_wandb_run", lambda *_, **__: SimpleNamespace(log=fail))
+    monkeypatch.setattr("lm.training.wandb_runs.start_wandb_run", lambda *_, **__: SimpleNamespace(log=fail, url=None))
     with pytest.raises(RunError, match=rf"^wandb: the report was not sent: Connection lost; it is {page}$"):
-        send_report(LogConfig(), "trial", tmp_path, [{"arm": "softmax", "size": ""}], page)
+        send_report(LogConfig(), "trial", tmp_path, {}, [{"arm": "softmax", "size": ""}], [], page)
 
 
 @pytest.fixture
@@ -233,15 +234,18 @@ def test_a_run_says_where_it_belongs_and_sends_what_is_logged_over_tokens(placed
         "rate": 0.002,
     }
     assert config["seed"] == 3
-    for name in ("data_fingerprint", "parameters"):
+    for name in ("data_fingerprint", "parameters", "git_commit", "versions", "device", "precision", "compile"):
         assert config[name] == environment[name]
+    assert config["normalizer"] == "ssmax"
 
     axes = {
         entry.metric.name or entry.metric.glob_name: entry.metric.step_metric
         for entry in entries
         if entry.HasField("metric")
     }
-    assert axes["*"] == "tokens"
+    assert axes["*"] == axes["val/loss"] == "tokens"
+    loss = next(entry.metric for entry in entries if entry.metric.name == "val/loss")
+    assert (loss.summary.min, loss.summary.last) == (True, True)
     lines = read_metrics(placed.run_folder / METRICS).lines
     logged = {(line["_step"], name): value for line in history(entries) for name, value in line.items()}
     assert all("tokens" in line for line in history(entries))
@@ -277,7 +281,7 @@ def test_project_and_entity_are_those_of_the_environment_unless_the_configuratio
 def test_an_experiment_that_ends_sends_its_verdicts_and_its_report(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    file = written(tmp_path, tune=None, seeds=[1])
+    file = written(tmp_path, tune=None, seeds=[1, 2])
     overrides = ["trainer.max_steps=2", "optim.warmup_steps=1", "eval.long_context.length_factor=0", "log.tags=[mine]"]
     result = lm("compare", str(file), *arguments[1:], *overrides)  # wandb is off
     assert result.returncode == 0, result.stderr
@@ -297,7 +301,10 @@ def test_an_experiment_that_ends_sends_its_verdicts_and_its_report(
         ["mine", "report"],
     )
     names = {name.partition(".")[0] for line in history(entries) for name in line}
-    assert {"report", "verdicts"} <= names
+    assert {"report", "verdicts", "runs"} <= names
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert config["question"].startswith("Does ssmax change val/loss by more than 0.05")
+    assert (config["margin"], config["seeds"]) == (0.05, [1, 2])
     summary = {
         item.key or ".".join(item.nested_key): item.value_json
         for entry in entries
@@ -307,11 +314,24 @@ def test_an_experiment_that_ends_sends_its_verdicts_and_its_report(
     baseline, line = json.loads((folder / "verdicts.json").read_text())["arms"]
     assert (baseline["arm"], json.loads(summary["verdict ssmax"])) == ("softmax", line["words"])
     assert "verdict softmax" not in summary  # it is what the others are compared with
-    assert [
-        path
-        for path in folder.rglob("*.html")
-        if "wandb" in path.parts and path.read_bytes() == (folder / "report" / "report.html").read_bytes()
-    ]
+    ends = [json.loads(summary[f"difference ssmax{end}"]) for end in ("", " low", " high")]
+    assert ends == pytest.approx(line["difference"])
+    (page,) = (path for path in folder.rglob("*.html") if "wandb" in path.parts)
+    links = re.compile('href="([^#"]+)')
+    assert links.findall((folder / "report" / "report.html").read_text()), "files beside the page"
+    assert not links.findall(page.read_text())
+    (table,) = folder.glob("wandb/offline-run-*/files/media/table/runs_*.table.json")
+    runs = json.loads(table.read_text())
+    assert (runs["columns"], len(runs["data"])) == (["stage", "run", "state", "wandb_id"], 4)
+
+
+def test_the_runs_of_an_experiment_are_links_where_wandb_is_online(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sent: dict[str, object] = {}
+    run = SimpleNamespace(url="https://wandb.ai/me/lm/runs/abc", log=sent.update, summary={}, finish=lambda: None)
+    monkeypatch.setattr("lm.training.wandb_runs.start_wandb_run", lambda *_, **__: run)
+    (page := tmp_path / "report.html").write_text("<p>report</p>")
+    send_report(LogConfig(), "trial", tmp_path, {}, [], [{"run": "softmax seed 1", "wandb_id": "0a1b"}], page)
+    assert sent["runs"].data == [["softmax seed 1", "0a1b", "https://wandb.ai/me/lm/runs/0a1b"]]
 
 
 def test_tensorboard_has_what_metrics_jsonl_has(tiny):
