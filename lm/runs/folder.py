@@ -139,38 +139,24 @@ class Curve:
 
 
 class Log(NamedTuple):
-    """A metrics.jsonl as read. `lines` are its JSON objects with a step, and `unreadable` the numbers, from 1, of all
-    other complete lines.
-
-    `content` holds all bytes of the file; it is None if there is no such file.
-    """
+    """A metrics.jsonl as read: its JSON objects with a step, and all its bytes; None if there is no such file."""
 
     lines: list[dict[str, Plain]]
-    unreadable: list[int]
     content: bytes | None
 
 
 def read_metrics(path: Path) -> Log:
-    """Read a metrics.jsonl. An incomplete last line, which a killed run may leave, is ignored."""
+    """Read a metrics.jsonl. Text that is no JSON object, such as a last line that a kill cut short, is ignored."""
     content = path.read_bytes() if path.is_file() else None
-    *texts, last_text = (content or b"").split(b"\n")
-    lines = [*map(parse_line, texts), *filter(None, [parse_line(last_text)])]
-    return Log([line for line in lines if line], [number for number, line in enumerate(lines, 1) if not line], content)
+    return Log([*filter(None, map(parse_line, (content or b"").split(b"\n")))], content)
 
 
-def truncate_metrics(path: Path, step: int) -> list[str]:
-    """Delete log lines that a resumed run writes anew: lines of steps after `step`, and of a swap at `step`. Unreadable
-    lines are deleted, too; returns a note on them if there are any."""
-    if not path.exists():
-        return []
-    lines, unreadable_numbers, _ = read_metrics(path)
-    earlier_lines = [line for line in lines if line["step"] < step or (line["step"] == step and "swap/kl" not in line)]
-    write_text(path, "".join(json.dumps(line) + "\n" for line in earlier_lines))
-    return (
-        [f"note: {path}: left out what is not readable: line {', '.join(map(str, unreadable_numbers))}"]
-        if unreadable_numbers
-        else []
-    )
+def truncate_metrics(path: Path, step: int) -> None:
+    """Delete log lines that a resumed run writes anew: lines of steps after `step`, and of a swap at `step`."""
+    if path.exists():
+        lines = [line for line in read_metrics(path).lines if line["step"] <= step]
+        kept_lines = [line for line in lines if line["step"] < step or "swap/kl" not in line]
+        write_text(path, "".join(json.dumps(line) + "\n" for line in kept_lines))
 
 
 def log_entry(run: Path, step: int) -> Entry:

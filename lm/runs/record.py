@@ -2,7 +2,6 @@
 arms apart.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -20,6 +19,7 @@ from lm.config.eval_config import EvalConfig
 from lm.config.tree import canonical, distinguishes_arms, recorded_per_start
 from lm.config.yaml_text import parse_yaml
 from lm.errors import RunError
+from lm.files import plain_sha256
 from lm.runs.checkpoints import load_metadata
 from lm.runs.evaluations import LOSS, UNIGRAM, UNIGRAM_BOUND, Evaluation, Series, last_evaluations
 from lm.runs.folder import (
@@ -100,9 +100,7 @@ def arm_definition(config: dict[str, Plain], environment: dict[str, Plain]) -> d
 
 def arm(config: dict[str, Plain], environment: dict[str, Plain]) -> str:
     """The identifier of a run's arm: a hash of `arm_definition`."""
-    return hashlib.sha256(
-        json.dumps(arm_definition(config, environment), sort_keys=True, default=str).encode()
-    ).hexdigest()[:12]
+    return plain_sha256(arm_definition(config, environment))[:12]
 
 
 def seeds(config: dict[str, Plain], environment: dict[str, Plain]) -> tuple[int, ...]:
@@ -306,9 +304,6 @@ def read_run(
     gaps = [f"its starts differ: {'; '.join(differences)}"] if differences else []
     if "starts" not in environment:
         gaps.append("environment.json (of a model without its training run) does not say what each start used")
-    if log.unreadable:
-        numbers = ", ".join(map(str, log.unreadable[:5])) + ", ..." * (len(log.unreadable) > 5)
-        gaps.append(f"{METRICS}: unreadable lines were skipped ({numbers})")
     if not log.lines and not environment.get("swap"):  # swapped weights have no training curve
         gaps.append(f"no {METRICS}, or an empty one: no training curve")
     evaluations, evaluation_gaps = last_evaluations(folder, config, known_evaluations)

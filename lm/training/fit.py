@@ -158,8 +158,7 @@ def _write_run_files(
             path.unlink()  # before the names are linked, as `resume=auto` takes a checkpoint that is newer than LAST
     if checkpoint and is_own(folder, checkpoint):
         link_names(checkpoint, start.state.best and start.state.best.step)
-    for note in truncate_after(folder, start.step):
-        print(note, flush=True)
+    truncate_after(folder, start.step)
     files = {CONFIG: to_yaml(replace(config, resume="")).encode()}  # `resume` is not part of the run
     files |= {ENVIRONMENT: json_bytes(facts), TOKENIZER: (store.path / TOKENIZER).read_bytes()}
     write_files(folder, files, start.step)
@@ -175,10 +174,9 @@ def link_names(checkpoint: Path, best_step: int | None) -> None:
         link_checkpoint(BEST, best)
 
 
-def truncate_after(run: Path, step: int) -> list[str]:
+def truncate_after(run: Path, step: int) -> None:
     """Delete from a run folder the results of steps after `step`, which a resumed run makes anew: log lines,
-    evaluations, BEST. Also delete the evaluation of a swap at `step`, and temporary files of a killed process. Returns
-    notes on unreadable log lines.
+    evaluations, BEST. Also delete the evaluation of a swap at `step`, and temporary files of a killed process.
     """
     pattern = f".*-{UNFINISHED}-*"
     for leftover in [*run.glob(pattern), *(run / CHECKPOINTS).glob(pattern), *(run / EVALUATIONS).rglob(pattern)]:
@@ -190,7 +188,7 @@ def truncate_after(run: Path, step: int) -> list[str]:
             path.unlink()
             path.with_suffix(".png").unlink(missing_ok=True)
     truncate_manifest(run, step)  # a kill before it leaves lines without files, one after it a log that is too long
-    return truncate_metrics(run / METRICS, step)
+    truncate_metrics(run / METRICS, step)
 
 
 def _train_phases(run: RunContext, start: PhaseStart, checkpoint: Path | None) -> int:

@@ -316,8 +316,8 @@ def test_a_resumed_run_knows_the_weights_of_all_its_evaluations_and_keeps_no_pic
     checkpoints = config.run_folder / "checkpoints"
     picture = config.run_folder / "evaluations" / "diagnostics.step-000008.png"
     assert picture.exists()
-    notes = truncate_after(config.run_folder, 4)
-    assert (notes, picture.exists()) == ([], False)
+    truncate_after(config.run_folder, 4)
+    assert not picture.exists()
     train(replace(config, resume=str(checkpoints / "step-000004.ckpt")))
     weights = [
         [
