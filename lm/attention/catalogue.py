@@ -20,7 +20,18 @@ from lm.attention.distance import (
     Window,
     WindowNormalizer,
 )
-from lm.attention.elementwise import Relu, Relu2, Relu2Normalizer, ReluNormalizer, Sigmoid, SigmoidNormalizer
+from lm.attention.elementwise import (
+    Relu,
+    Relu2,
+    Relu2Normalizer,
+    ReluNormalizer,
+    Sigmoid,
+    SigmoidNormalizer,
+    SoftplusAttention,
+    SoftplusNormalizer,
+    Threshold,
+    ThresholdNormalizer,
+)
 from lm.attention.linear import Linear, LinearNormalizer
 from lm.attention.normalizer import LayerSpec, Normalizer
 from lm.attention.options import Options
@@ -45,6 +56,12 @@ from lm.attention.query_scale import (
     SSMaxNormalizer,
     YaRN,
     YaRNNormalizer,
+)
+from lm.attention.reweighted import (
+    Elastic,
+    ElasticNormalizer,
+    EntropyTemperature,
+    EntropyTemperatureNormalizer,
 )
 from lm.attention.sinks import Sink, SinkNormalizer, Softmax1, Softmax1Normalizer
 from lm.attention.sparse import (
@@ -74,6 +91,10 @@ NORMALIZERS: dict[type[Options], type[Normalizer]] = {
     Relu2: Relu2Normalizer,
     Relu: ReluNormalizer,
     Sigmoid: SigmoidNormalizer,
+    Threshold: ThresholdNormalizer,
+    SoftplusAttention: SoftplusNormalizer,
+    Elastic: ElasticNormalizer,
+    EntropyTemperature: EntropyTemperatureNormalizer,
     Sparsemax: SparsemaxNormalizer,
     Entmax15: Entmax15Normalizer,
     ASEntmax: ASEntmaxNormalizer,

@@ -2,17 +2,19 @@
 query's keys.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lm.attention import elementwise_sums
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import DividedNormalizer, logits
-from lm.attention.options import N_HELP, Options, key
+from lm.attention.options import INITIAL_VALUE_REASON, LARGEST, LONGEST, N_HELP, Options, key
 from lm.errors import Problem
 
 
@@ -141,3 +143,73 @@ class SigmoidNormalizer(ElementwiseNormalizer):
 
     def factor(self, layout: AttentionLayout) -> Tensor:
         return layout.n("fixed:1").unsqueeze(-2)
+
+
+@dataclass
+class Threshold(Options):
+    name = "threshold"
+    full_formula = "relu(z - beta sqrt(2 ln n))^p / sum"
+    learned_parameters = "beta per layer and head"
+    source = "one view of arXiv 2601.12145, whose code we have not seen"
+    known = "over 99 % exact zeros, no sinks (abstract, with a second view subtracted)"
+    fixed_by_training: ClassVar[Mapping[str, str]] = {"init": INITIAL_VALUE_REASON}
+    power: Literal[1, 2] = key(2, "p")
+    init: float = key(0.5, "initial value of beta (our choice); 1: where the largest of n Gaussian logits lies",
+                      ge=-LARGEST, le=LARGEST)  # fmt: skip
+    n: str = key("visible", N_HELP)
+
+
+class ThresholdNormalizer(ElementwiseNormalizer):
+    """Weights relu(z - beta sqrt(2 ln n))^p over their sum: of n Gaussian logits about the same number exceed the
+    threshold at every n. A query without such a key has weights 0.
+    """
+
+    schema = Threshold
+
+    @property
+    def score_map(self) -> str:
+        return "relu2" if self.options.power == 2 else "relu"
+
+    def initialise(self) -> None:
+        self.beta = self.parameter(self.options.init)
+
+    def shift(self, layout: AttentionLayout) -> Tensor:
+        return -self.beta.unsqueeze(-1) * (2 * self.row_length(layout).log()).sqrt()
+
+    def factor(self, layout: AttentionLayout) -> None:
+        return None
+
+
+@dataclass
+class SoftplusAttention(Options):
+    name = "lssa"
+    full_formula = "softplus(z ln n / ln m)^p / sum"
+    source = "the first stage of arXiv 2501.13428, of which we know the abstract; m and p are our choice"
+    known = "with a second stage that sharpens weights, loss nearly constant to 16 times the length (abstract)"
+    base: Literal["train"] | float = key(
+        "train", "m, the length at which logits are unscaled; `train`: the training length", ge=2, le=LONGEST
+    )
+    power: float = key(1.0, "p", gt=0, le=16)
+    n: str = key("visible", N_HELP)
+
+
+class SoftplusNormalizer(DividedNormalizer):
+    """Weights softplus(z ln n / ln m)^p over their sum (length-scaled softplus attention, LSSA)."""
+
+    schema = SoftplusAttention
+
+    def initialise(self) -> None:
+        self.base = float(self.layer.train_length if self.options.base == "train" else self.options.base)
+
+    def constants(self) -> dict[str, float]:
+        return {"base": self.base}
+
+    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
+        scale = self.row_length(layout).log() / math.log(self.base)
+        return logits(q, k) * scale.unsqueeze(-1).to(q.dtype)
+
+    def f(self, scores: Tensor) -> Tensor:
+        return F.softplus(scores) ** self.options.power
+
+    def factor(self, layout: AttentionLayout) -> None:
+        return None

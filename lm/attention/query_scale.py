@@ -193,8 +193,8 @@ class ScaleFromBase(QueryScale):
 @dataclass
 class LogN(Options):
     name = "log_n"
-    full_formula = "softmax(z ln n / ln m)"
-    source = "Su 2021, kexue.fm 8823"
+    full_formula = "softmax(z (ln n / ln m)^p)"
+    source = "Su 2021, kexue.fm 8823; other powers p: arXiv 2605.12697 compares such laws"
     known = (
         "masked LM trained at 64, at 256: accuracy 34.0 % against softmax's 23.0 % (8823); causal with RoPE, at 8 "
         "times the length: under a point alone, 4 to 10 points once positions are handled (kexue.fm 9708, 9948)"
@@ -203,19 +203,24 @@ class LogN(Options):
         "train", "m, the length at which this is softmax; `train`: the training length", ge=2, le=LONGEST
     )
     clip: bool = key(False, "never scale below 1, for models trained without it (`max(1, ln n / ln m)`)")
+    power: float = key(1.0, "p: how fast the factor grows with ln n", omit_default=True, gt=0, le=8)
     n: str = key("visible", N_HELP)
+
+    def formula(self) -> str:
+        return self.full_formula if self.power != 1 else "softmax(z ln n / ln m)"
 
 
 class LogNNormalizer(ScaleFromBase):
-    """Softmax with the factor ln n / ln m, which keeps the entropy of weights nearly constant in n. With `clip` this is
-    Qwen's `logn`.
+    """Softmax with the factor ln n / ln m, which keeps the entropy of weights nearly constant in n, or with a power of
+    it. With `clip` this is Qwen's `logn`.
     """
 
     schema = LogN
 
     def scale(self, layout: AttentionLayout) -> Tensor:
         scale = self.row_length(layout).log() / math.log(self.base)  # (1, T) or (B, 1, T)
-        return scale.clamp(min=1.0) if self.options.clip else scale
+        scale = scale.clamp(min=1.0) if self.options.clip else scale
+        return scale if self.options.power == 1 else scale**self.options.power
 
 
 @dataclass
@@ -248,18 +253,19 @@ class SqrtLogNNormalizer(QueryScale):
 @dataclass
 class Llama4(Options):
     name = "llama4"
-    full_formula = "softmax(z (1 + a ln(1 + floor((p + 1) / f))))"
-    source = "Llama 4's code"
-    known = "used there in layers without positions"
+    full_formula = "softmax(z (1 + a ln(1 + floor((p + o) / f))))"
+    source = "Llama 4's code; with o = 0 Ministral 3's, in transformers"
+    known = "used in Llama 4 in layers without positions"
     floor_scale: float = key(8192.0, "f, tokens after which the temperature first changes", ge=1, le=LONGEST)
     attn_scale: float = key(0.1, "a", ge=0, le=LARGEST)
+    offset: Literal[0, 1] = key(1, "o, added to the position: Llama 4 counts from 1", omit_default=True)
 
 
 class Llama4Normalizer(QueryScale):
     schema = Llama4
 
     def scale(self, layout: AttentionLayout) -> Tensor:
-        steps = ((layout.positions + 1).float() / self.options.floor_scale).floor()
+        steps = ((layout.positions + self.options.offset).float() / self.options.floor_scale).floor()
         return (1 + self.options.attn_scale * steps.log1p()).unsqueeze(-2)
 
 

@@ -75,7 +75,7 @@ def ssmax(query: Query) -> float:
 
 def log_n(query: Query) -> float:
     c = math.log(query.n) / math.log(query.base)
-    return max(1.0, c) if query.options.clip else c
+    return (max(1.0, c) if query.options.clip else c) ** query.options.power
 
 
 def yarn(query: Query) -> float:
@@ -83,7 +83,9 @@ def yarn(query: Query) -> float:
 
 
 def llama4(query: Query) -> float:
-    return 1 + query.options.attn_scale * math.log(1 + math.floor((query.position + 1) / query.options.floor_scale))
+    return 1 + query.options.attn_scale * math.log(
+        1 + math.floor((query.position + query.options.offset) / query.options.floor_scale)
+    )
 
 
 def infoscale(query: Query) -> float:
@@ -125,6 +127,30 @@ def relu2(query: Query) -> Vector:
 def sigmoid(query: Query) -> Vector:
     b = query.p["b"][query.h] if query.options.bias else 0.0
     return [1 / (1 + math.exp(-(z - math.log(query.n) + b))) for z in query.z]
+
+
+def over_sum(values: Vector) -> Vector:
+    return [value / sum(values) if any(values) else 0.0 for value in values]
+
+
+def threshold(query: Query) -> Vector:
+    bar = query.p["beta"][query.h] * math.sqrt(2 * math.log(query.n))
+    return over_sum([max(z - bar, 0.0) ** query.options.power for z in query.z])
+
+
+def lssa(query: Query) -> Vector:
+    c = math.log(query.n) / math.log(query.base)
+    return over_sum([math.log(1 + math.exp(c * z)) ** query.options.power for z in query.z])
+
+
+def elastic(query: Query) -> Vector:
+    return [max(weight + query.p["tau"][query.h] / query.n, 0.0) for weight in softmax(query.z)]
+
+
+def entropy_temperature(query: Query) -> Vector:
+    h = -sum(weight * math.log(weight) for weight in softmax(query.z))
+    b = -0.037 * h**4 + 0.481 * h**3 - 2.3 * h**2 + 4.917 * h - 1.791
+    return softmax([max(b, 1.0) * z if h > 0.5 else z for z in query.z])
 
 
 def bisected(z: Vector, alpha: float) -> Vector:
@@ -211,6 +237,10 @@ DEFINITIONS: dict[str, Callable[[Query], Vector]] = {
     "relu2": relu2,
     "relu": lambda query: [max(z, 0.0) / query.n for z in query.z],
     "sigmoid": sigmoid,
+    "threshold": threshold,
+    "lssa": lssa,
+    "elastic": elastic,
+    "entropy_temperature": entropy_temperature,
     "sparsemax": lambda query: bisected(query.z, 2.0),
     "entmax15": lambda query: bisected(query.z, 1.5),
     "asentmax": asentmax,
@@ -232,8 +262,10 @@ CASES = [
     *(opt.SSMax(bias=True, init=init) for init in ("match", "unit", 0.43)),
     *(opt.LogN(n=n) for n in LENGTHS),
     *(opt.LogN(base=5.0, clip=clip) for clip in (False, True)),
+    *(opt.LogN(power=power) for power in (0.5, 2.0)),
     *(opt.SqrtLogN(n=n) for n in LENGTHS),
     *(opt.Llama4(floor_scale=f, attn_scale=a) for f, a in ((4.0, 0.1), (4.0, 0.3), (7.0, 0.3))),
+    opt.Llama4(floor_scale=4.0, attn_scale=0.3, offset=0),
     *(opt.YaRN(n=n) for n in LENGTHS),
     opt.YaRN(base=5.0, n="visible"),
     *(opt.InfoScale(n=n) for n in LENGTHS),
@@ -248,6 +280,13 @@ CASES = [
     *(opt.Relu(n=n) for n in LENGTHS),
     *(opt.Sigmoid(n=n) for n in LENGTHS),
     opt.Sigmoid(bias=True),
+    *(opt.Threshold(n=n) for n in LENGTHS),
+    *(opt.Threshold(power=p, init=init) for p, init in ((1, 0.5), (2, 0.1))),
+    *(opt.SoftplusAttention(n=n) for n in LENGTHS),
+    opt.SoftplusAttention(base=5.0, power=3.0),
+    *(opt.Elastic(n=n) for n in LENGTHS),
+    opt.Elastic(init=0.5),
+    opt.EntropyTemperature(),
     opt.Sparsemax(),
     opt.Entmax15(),
     *(opt.ASEntmax(n=n) for n in LENGTHS),
@@ -271,6 +310,8 @@ FIRST = {
     "p_n": lambda o: {"p": 1.0, "s": 1.0},
     "sink": lambda o: {"b": o.init},
     "forget": lambda o: {"b": 5.0},
+    "threshold": lambda o: {"beta": o.init},
+    "elastic": lambda o: {"tau": o.init},
     "qassmax": lambda o: {"base.out.bias": 1.0},
 }
 

@@ -35,6 +35,8 @@ CASES = {name: entry() for name, entry in catalogue.ENTRIES.items()} | {
     "ssmax, n = sample": opt.SSMax(n="sample"),
     "ssmax, n = 100": opt.SSMax(n="fixed:100"),
     "log_n, base 512, clip": opt.LogN(base=512.0, clip=True),
+    "log_n, squared": opt.LogN(power=2.0),
+    "threshold, p = 1": opt.Threshold(power=1),
     "cosine, log n": opt.Cosine(log_n=True),
     "relu2, n = sample": opt.Relu2(n="sample"),
     "relu2, n = 64": opt.Relu2(n="fixed:64"),
