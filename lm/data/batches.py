@@ -8,10 +8,9 @@ or several shorter ones.
 """
 
 import signal
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from multiprocessing import active_children
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lm.config.data_config import DataConfig
+from lm.config.data_config import DataConfig, SequenceLengths
 from lm.config.task_config import Task
 from lm.config.tree import Config
 from lm.data.store import Split, Store
@@ -60,7 +59,7 @@ class StratifiedSampler:
 
     A stream with a fraction w of all weights draws one due time in each interval of 1 / w slots. Slots go to streams in
     the order of due times. The stream gets t w of the first t slots, with an error of at most 1 + w times the number of
-    streams. As due times are random, no stream always fills the same slots of a step. `DrawnLengths` uses this class to
+    streams. As due times are random, no stream always fills the same slots of a step. `Lengths` uses this class to
     assign steps to lengths instead.
 
     Args:
@@ -112,48 +111,30 @@ class StratifiedSampler:
 _LENGTH_SEED = 2**63  # seed word that separates the draws of lengths from the draws of sequences
 
 
-class Lengths(ABC):
-    """Gives the sequence length of each training step, in tokens; all sequences of a step have one length."""
+class Lengths:
+    """Gives the sequence length of each training step, in tokens, by `data.lengths`: by a schedule of steps, or at
+    random in proportion to weights. All sequences of a step have one length.
+    """
 
-    shortest: int  # the smallest length
+    def __init__(self, options: SequenceLengths, seq_len: int, max_steps: int, seed_words: tuple[int, ...]):
+        length_by_step, self.sampler = options.length_by_step(seq_len, max_steps), None
+        self.steps, self.lengths = [*length_by_step], [*length_by_step.values()]
+        if not length_by_step:
+            self.lengths = sorted(options.weights)
+            weights = [options.weights[length] for length in self.lengths]
+            self.sampler = StratifiedSampler(weights, (*seed_words, _LENGTH_SEED))
+        self.shortest = min(self.lengths)
 
-    @abstractmethod
     def __call__(self, step: int) -> int:
         """Return the length, in tokens, of the sequences of `step` (0-based)."""
+        if self.sampler is None:
+            return self.lengths[bisect_right(self.steps, step) - 1]
+        block, step_in_block = divmod(step, SLOTS_PER_BLOCK)
+        return self.lengths[self.sampler.block(block)[0, step_in_block]]
 
     def fractions(self, steps: int) -> dict[int, float]:
         """Return {length: fraction of the tokens of the first `steps` steps that are in sequences of this length}."""
-        counts = Counter(map(self, range(steps)))
-        return {length: count / steps for length, count in sorted(counts.items())}
-
-
-class StepwiseLengths(Lengths):
-    """Gives lengths by the schedule `length_by_step`, {first step at which a length is used: this length}, whose steps
-    ascend from 0.
-    """
-
-    def __init__(self, length_by_step: Mapping[int, int]):
-        self.steps = list(length_by_step)
-        self.lengths = list(length_by_step.values())
-        self.shortest = min(length_by_step.values())
-
-    def __call__(self, step: int) -> int:
-        return self.lengths[bisect_right(self.steps, step) - 1]
-
-
-class DrawnLengths(Lengths):
-    """Draws a length at random for each step, in proportion to `weights` {length: weight}; all steps have the same
-    number of tokens.
-    """
-
-    def __init__(self, weights: Mapping[int, float], seed_words: tuple[int, ...]):
-        self.lengths = sorted(weights)
-        self.shortest = self.lengths[0]
-        self.sampler = StratifiedSampler([weights[length] for length in self.lengths], (*seed_words, _LENGTH_SEED))
-
-    def __call__(self, step: int) -> int:
-        block, step_in_block = divmod(step, SLOTS_PER_BLOCK)
-        return self.lengths[self.sampler.block(block)[0, step_in_block]]
+        return {length: count / steps for length, count in sorted(Counter(map(self, range(steps))).items())}
 
 
 # ---------------------------------------------------------------- batches
@@ -305,10 +286,7 @@ class TrainSequences:
     def __init__(self, store: Store, data: DataConfig, slots_per_step: int, seed: int, max_steps: int = 1):
         self.store, self.data, self.seq_len, self.slots_per_step = store, data, data.seq_len, slots_per_step
         self.seed_words = (int(store.fingerprint, 16), seed)
-        if length_by_step := data.lengths.length_by_step(self.seq_len, max_steps):
-            self.length: Lengths = StepwiseLengths(length_by_step)
-        else:
-            self.length = DrawnLengths(data.lengths.weights, self.seed_words)
+        self.length = Lengths(data.lengths, self.seq_len, max_steps, self.seed_words)
         weights, self.streams = self._streams(seed)
         self.sampler = StratifiedSampler(weights, self.seed_words) if len(self.streams) > 1 else None
 

@@ -94,11 +94,11 @@ def test_sotu_comes_back_whole(tmp_path: Path):
 
 def test_a_second_prepare_changes_nothing_and_is_quick(data: DataConfig):
     first = prepare(data)
-    before = state(Path(data.root))
+    before = state(first.path)
     begin = time.perf_counter()
     second = prepare(data)
     assert time.perf_counter() - begin < 1
-    assert state(Path(data.root)) == before
+    assert state(first.path) == before
     assert (second.path, second.fingerprint) == (first.path, first.fingerprint)
 
 
