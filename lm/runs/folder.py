@@ -236,72 +236,52 @@ def curve(lines: list[dict[str, Plain]], name: str) -> Curve:
 
 NON_SHAPE_KEYS = ("normalizer", "dropout", "init_std")  # keys of `model` that are no part of its shape
 
-ConfigKeys = dict[str, Plain]  # keys of a configuration
-
 
 def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[str, Plain]) -> dict[str, Plain]:
     """Merge `file_keys`, shape and tokenizer of the model at `init_from`, and `overrides`, in rising priority, into a
     run's configuration.
 
     Shape and tokenizer are taken only from a model folder that records no training run, such as an imported model, or a
-    swap of it. The model's normalizer is the default if neither `file_keys` nor `overrides` name a normalizer or phases
-    of training.
+    swap of it. The model's normalizer, if lm defines it, is the default if neither `file_keys` nor `overrides` name a
+    normalizer or phases of training. If the model has tokens that end a document (`end_tokens`), its start token is
+    added to them, as it ends the document before.
 
     Raises RunError: the folder's description is damaged, or its path names a user who does not exist (`~name`).
     """
-    normalizer_keys, shape_keys = _untrained_model_keys(expand_home(init_from))
-    default_keys = {} if file_keys.get("phases") or overrides.get("phases") else normalizer_keys
-    return merge(merge(merge(default_keys, file_keys), shape_keys), overrides)
-
-
-def _untrained_model_keys(folder: Path) -> tuple[ConfigKeys, ConfigKeys]:
-    """The normalizer's keys, and the keys of shape and tokenizer (`_inherited_keys`), if `folder` holds a model without
-    a training run or a swap of such a model; else two empty dicts."""
-    if (folder / DESCRIPTION).is_file():
-        description = read_description(folder)
-        spec = description["spec"]
-        return (
-            ({}, {})
-            if description.get("training") is not None
-            else _inherited_keys(folder, spec["model"], spec["seq_len"], spec)
-        )
-    if not (folder / ENVIRONMENT).is_file() or not (folder / CONFIG).is_file():
-        return {}, {}
-    environment = read_environment(folder)
-    if "swap" not in environment or "starts" in environment:
-        return {}, {}
-    config = parse_yaml(read_file(folder, CONFIG), CONFIG)
-    return _inherited_keys(folder, config["model"], config["data"]["seq_len"], config["data"]["tokenizer"])
-
-
-def _inherited_keys(
-    folder: Path, model: ConfigKeys, seq_len: int, tokenizer_keys: ConfigKeys
-) -> tuple[ConfigKeys, ConfigKeys]:
-    """Two dicts of keys that a run takes from a model. One has its normalizer, if lm defines it. The other has its
-    shape, its tokenizer, and its length if positions are learned.
-
-    If the model has tokens that end a document (`end_tokens`), its start token is added to them, as it ends the
-    document before.
-    """
+    folder = expand_home(init_from)
+    spec = _untrained_spec(folder)
+    if not spec:
+        return merge(file_keys, overrides)
+    model, start, end_tokens = spec["model"], spec["end_of_text"], spec.get("end_tokens", [])
     normalizer = model["normalizer"]
     # A configuration may import the normalizers that it names. A model folder may not: a normalizer outside lm is not
     # taken from it.
-    is_builtin = all(
-        entry["name"] in ENTRIES for entry in (normalizer["of"] if normalizer["name"] == Layers.name else [normalizer])
-    )
-    shape_keys: ConfigKeys = {
-        "model": {name: value for name, value in model.items() if name not in NON_SHAPE_KEYS},
-        "data": {},
-    }
+    entries = normalizer["of"] if normalizer["name"] == Layers.name else [normalizer]
+    is_builtin = all(entry["name"] in ENTRIES for entry in entries)
+    has_phases = file_keys.get("phases") or overrides.get("phases")
+    default_keys = {"model": {"normalizer": normalizer}} if is_builtin and not has_phases else {}
+    data_keys: dict[str, Plain] = {"seq_len": spec["seq_len"]} if model["position"]["name"] == "learned" else {}
     if (folder / TOKENIZER).is_file():
-        start, end_tokens = tokenizer_keys["end_of_text"], tokenizer_keys.get("end_tokens", [])
-        end_tokens = [*dict.fromkeys([*end_tokens, start])] if end_tokens else []
-        shape_keys["data"]["tokenizer"] = {
-            "name": "file",
-            "path": str(folder / TOKENIZER),
-            "end_of_text": start,
-            "end_tokens": end_tokens,
+        tokenizer = {"name": "file", "path": str(folder / TOKENIZER), "end_of_text": start}
+        data_keys["tokenizer"] = tokenizer | {
+            "end_tokens": [*dict.fromkeys([*end_tokens, start])] if end_tokens else []
         }
-    if model["position"]["name"] == "learned":
-        shape_keys["data"]["seq_len"] = seq_len
-    return {"model": {"normalizer": normalizer}} if is_builtin else {}, shape_keys
+    shape_keys = {
+        "model": {name: value for name, value in model.items() if name not in NON_SHAPE_KEYS},
+        "data": data_keys,
+    }
+    return merge(merge(merge(default_keys, file_keys), shape_keys), overrides)
+
+
+def _untrained_spec(folder: Path) -> dict[str, Plain]:
+    """Plain keys of `lm.model.spec.ModelSpec`, if `folder` holds a model without a training run or a swap of such a
+    model; else {}.
+    """
+    if (folder / DESCRIPTION).is_file():
+        description = read_description(folder)
+        return description["spec"] if description["training"] is None else {}
+    environment = read_environment(folder) if (folder / ENVIRONMENT).is_file() else {}
+    if "swap" not in environment or "starts" in environment:
+        return {}
+    config = parse_yaml(read_file(folder, CONFIG), CONFIG)
+    return {"model": config["model"], "seq_len": config["data"]["seq_len"], **config["data"]["tokenizer"]}

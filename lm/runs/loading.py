@@ -16,7 +16,6 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from lm.config.data_config import END_OF_TEXT
-from lm.config.load import to_yaml
 from lm.config.tree import Config
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError, RunError, one_line, out_of_memory, terminal_text
@@ -89,7 +88,7 @@ class LoadedModel:
     tokenizer: Tokenizer | None  # its tokenizer; None if no tokenizer.json lies beside the weights
     path: Path  # the checkpoint or model folder it was read from
     config: Config | None = None  # the configuration it was trained with; None if the model has no training run
-    # plain data about its training: `step`, `tokens`, `data_fingerprint`, `phase`; {} without a training run
+    # plain data about its training: `step`, `tokens`, `data_fingerprint`, `phase`, `config` as YAML; {} without one
     metadata: dict[str, Plain] = field(default_factory=dict)
     # the run's environment.json; {} if there is no such file
     environment: dict[str, Plain] = field(default_factory=dict)
@@ -156,10 +155,10 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> LoadedModel
     content, folder = load_checkpoint(path), _folder_of_files(path)
     environment = read_environment(folder) if (folder / ENVIRONMENT).is_file() else {}
     with _misfits_refused(path):
-        config, metadata = _split_config(content["lm"], path)
-        spec = ModelSpec.from_training(config, metadata)
+        config = trained_config(content["lm"], path)
+        spec = ModelSpec.from_training(config, content["lm"])
         decoder = _build_decoder(spec, content["state_dict"], path)
-    return LoadedModel(decoder, spec, _read_tokenizer(folder, spec), path, config, metadata, environment)
+    return LoadedModel(decoder, spec, _read_tokenizer(folder, spec), path, config, content["lm"], environment)
 
 
 def _load_model(path: Path) -> LoadedModel:
@@ -174,20 +173,18 @@ def _load_model(path: Path) -> LoadedModel:
         )
     else:
         check_file(path, WEIGHTS, advice="export it again")
-    try:
-        weights = safetensors.torch.load_file(path / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise RunError(f"{path / WEIGHTS}: not readable: {one_line(error, 160)}") from None
     with _misfits_refused(path):
-        spec, training = ModelSpec.read(description["spec"]), description["training"]
-        config, metadata = _split_config(training, path) if training else (None, {})
-        decoder = _build_decoder(spec, weights, path)
+        spec, metadata = ModelSpec.read(description["spec"]), description["training"] or {}
+        config = trained_config(metadata, path) if metadata else None
+        decoder = _build_decoder(spec, safetensors.torch.load_file(path / WEIGHTS), path)
     tokenizer = _read_tokenizer(path, spec)
     return LoadedModel(decoder, spec, tokenizer, path, config, metadata, origin=description["origin"])
 
 
-def _split_config(metadata: dict[str, Plain], path: Path) -> tuple[Config, dict[str, Plain]]:
-    return trained_config(metadata, path), {name: value for name, value in metadata.items() if name != "config"}
+_MISFITS = (
+    *(LookupError, RuntimeError, TypeError, AttributeError, ValueError, OverflowError),
+    *(OSError, SafetensorError, ConfigError),
+)
 
 
 @contextmanager
@@ -195,7 +192,7 @@ def _misfits_refused(path: Path) -> Iterator[None]:
     """A context whose errors on the content of `path`, which a stranger may have written, become RunError."""
     try:
         yield
-    except (LookupError, RuntimeError, TypeError, AttributeError, ValueError, OverflowError, ConfigError) as error:
+    except _MISFITS as error:
         if out_of_memory(error):
             raise
         raise RunError(f"{path}: weights and configuration don't fit: {one_line(error)}") from None
@@ -291,7 +288,7 @@ def export(source: Path, checkpoint: str, out: Path) -> Path:
     left.
     """
     model = load(source, checkpoint)
-    training = {**model.metadata, "config": to_yaml(model.config)} if model.config else None
+    training = model.metadata if model.config else None
     return _write_decoder(
         model.decoder, model.spec, out, model.folder / TOKENIZER if model.tokenizer else None, training, model.origin
     )

@@ -47,7 +47,6 @@ def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
 
     A start is the first launch of a run, or a resumption. A start at step s replaces the starts before it whose step is
     s or more.
-
     """
     history: list[dict[str, Plain]] = []
     for start in environment.get("starts", []):
