@@ -30,6 +30,7 @@ from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import read_config
 from lm.runs.loading import export
 from lm.runs.record import read_run
+from lm.training.optimizers import saved_state
 from lm.training.starting import check_resume, start_from_checkpoint
 from lm.training.train import train
 
@@ -69,10 +70,9 @@ class Finished:
         checkpoint = load_checkpoint(self.checkpoint)
         check_resume(self.config, self.store, checkpoint, self.checkpoint)
         start = start_from_checkpoint(self.config, checkpoint)
-        moments = {
-            f"{name}.{key}": value for name, state in start.optimizer_state.items() for key, value in state.items()
-        }
-        return start.decoder.state_dict() | moments, [start.step, start.phase, start.state]
+        states = saved_state(start.content).items()
+        moments = {f"{name}.{key}": value for name, state in states for key, value in state.items()}
+        return start.content["state_dict"] | moments, [start.step, start.phase, start.state]
 
     def reported(self) -> None:
         """What a report reads."""
