@@ -1,13 +1,14 @@
 """The keys of `optim`, `phases`, `trainer` and `log`: the options of training."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from lm.attention.options import Options
 from lm.config.normalizers import OPTIONS
 from lm.errors import Problem
+from lm.removed_keys import REMOVED_VALUES
 from lm.schema import key, optional, section, variant
 
 
@@ -217,6 +218,15 @@ class Profile:
 COMMANDS = ("train", "eval", "swap", "diagnose")  # the commands that run a model
 
 
+def outside_problems(key: str, entries: list[str | dict], names: Sequence[str] = ()) -> Iterator[Problem]:
+    """Yield a problem for each of `entries` that is neither one of `names` nor names a class outside lm."""
+    for entry in entries:
+        name = entry.get("name") if isinstance(entry, dict) else entry
+        if name not in names and not (isinstance(name, str) and all(name.partition(":"))):
+            remedy = REMOVED_VALUES.get((key, str(name)), "write package.module:Class, or {name: package.module:Class}")
+            yield Problem(key, entry, f"names no class{''.join(f', nor {known}' for known in names)}", remedy)
+
+
 @dataclass
 class TrainerConfig:
     max_steps: int | None = key(
@@ -269,11 +279,22 @@ class TrainerConfig:
         ge=1,
         le=10**6,
     )
+    callbacks: list[str | dict] = key(
+        [],
+        "Lightning's Callbacks of your own, each package.module:Class or {name: package.module:Class, OPTION: VALUE}; "
+        "what they give to self.log is in metrics.jsonl and can decide an experiment",
+        {"affects": "training", "on_resume": "free"},
+        omit_default=True,
+    )
     profile: Profile | None = optional(
         Profile, "record steps with torch's profiler, in the run's folder profile/; null: none"
     )
 
+    def problems(self) -> Iterator[Problem]:
+        yield from outside_problems("callbacks", self.callbacks)
 
+
+LOGGERS = ("wandb", "tensorboard", "trackio")
 MAX_TAG = 64  # most characters of a wandb tag
 Dynamics = Literal["logit_scale", "largest_score", "gradient_norm"]
 
@@ -290,19 +311,26 @@ class LogConfig:
     wandb: Literal["auto", "online", "offline", "disabled"] = key(
         "auto", "`auto`: online with credentials, else offline, or in an experiment disabled"
     )
-    to: list[Literal["wandb", "tensorboard", "trackio"]] = key(
+    to: list[str | dict] = key(
         ["wandb"],
-        "where metrics go beside metrics.jsonl; tensorboard is a folder of the run's (all but wandb: the extra `log`)",
+        "where metrics go beside metrics.jsonl: wandb | tensorboard | trackio (the extra `log` has the last two), or "
+        "Lightning's Loggers of your own, as in trainer.callbacks",
     )
     project: str | None = key(None, "wandb project; null: WANDB_PROJECT, else lm")
     entity: str | None = key(None, "wandb entity; null: WANDB_ENTITY, else your default one")
     tags: list[str] = key([], "wandb tags, beside those of an experiment's runs")
     progress: Literal["auto", "bar", "lines", "none"] = key("auto", "`auto`: a bar on a terminal, else lines")
 
+    @property
+    def outside(self) -> list[str | dict]:
+        """The loggers from outside among `to`."""
+        return [entry for entry in self.to if entry not in LOGGERS]
+
     def problems(self) -> Iterator[Problem]:
         for name, names in {"dynamics": self.dynamics, "to": self.to}.items():
-            if len({*names}) < len(names):
+            if any(entry in names[:index] for index, entry in enumerate(names)):
                 yield Problem(name, names, "names something twice", "name it once")
+        yield from outside_problems("to", self.to, LOGGERS)
         for tag in self.tags:
             if not 1 <= len(tag) <= MAX_TAG:
                 yield Problem("tags", tag, f"has {len(tag)} characters; wandb takes 1 to {MAX_TAG}", "shorten it")

@@ -13,6 +13,7 @@ from lm.evaluation.diagnostics import Diagnostics
 from lm.evaluation.downstream import DownstreamTasks
 from lm.evaluation.evaluation_kind import Measurement
 from lm.evaluation.held_out import NATS, ByLength, LongContext, OtherTexts, Validation
+from lm.evaluation.logged_metrics import LoggedMetrics
 from lm.evaluation.needle import NeedleMeasurement
 from lm.model.decoder import Decoder
 from lm.runs.evaluations import REPORTING
@@ -58,7 +59,8 @@ def metrics_of(config: Config) -> list[Metric]:
 
 def _measurements(config: Config) -> list[type[Measurement]]:
     asked = config.eval.measurement_classes(config.data)
-    return [measurement for measurement in MEASUREMENTS if measurement.kind in asked]
+    outside = [LoggedMetrics] * bool(config.trainer.callbacks)  # last: it has metrics of any name
+    return [*(measurement for measurement in MEASUREMENTS if measurement.kind in asked), *outside]
 
 
 def measured(config: Config, name: str) -> tuple[type[Measurement], Metric]:
@@ -119,7 +121,7 @@ the [documents that report](glossary.md) alone: their names end with `{REPORTING
 def markdown() -> str:
     """The page docs/metrics.md: the table of all metrics."""
     lines = [_HEAD]
-    for metric in (*TRAINING, *chain(*(kind.logged for kind in MEASUREMENTS))):
+    for metric in (*TRAINING, *chain(*(kind.logged for kind in (*MEASUREMENTS, LoggedMetrics)))):
         lines.append(
             f"| `{metric.title}` | {metric.unit} | {metric.better} | {metric.meaning} | {'yes' * metric.decides} |"
         )

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from lm.errors import one_line
 from lm.evaluation.evaluation_kind import Measurement
+from lm.evaluation.logged_metrics import LoggedMetrics
 from lm.evaluation.swap import SwapMeasurement, swap_lines
 from lm.model.decoder import Decoder
 from lm.model.device import peak_memory_bytes
@@ -107,6 +108,24 @@ class Validation(EvaluationCallback):
                 for logger in self.run.loggers:
                     logger.summarize({"best/step": result.step, "best/selection_loss": loss})
         return result
+
+
+class CallbackMetrics(EvaluationCallback):
+    """Records what callbacks from outside gave to `self.log`, at the last step, so that it can decide an experiment."""
+
+    kind = "callbacks"
+
+    def __init__(self, run: RunContext):
+        super().__init__(run, LoggedMetrics(run.config, run.store))
+
+    def on_train_start(self, trainer: L.Trainer, module: LanguageModel) -> None:
+        """Do nothing: a checkpoint is saved after the record of its step."""
+
+    def measure(self, trainer: L.Trainer, module: LanguageModel, decoder: Decoder) -> Evaluation | None:
+        """Record the values that were logged last, if there are any."""
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self.measurement.values = values
+        return super().measure(trainer, module, decoder) if values else None
 
 
 class OtherTexts(EvaluationCallback):

@@ -48,12 +48,13 @@ from lm.schema import Plain, to_plain
 from lm.training.banner import banner, environment
 from lm.training.callbacks import Metrics, ProfileSteps, ProgressBar, StopOnSignal
 from lm.training.checkpointing import AtomicCheckpointIO, Checkpoints
-from lm.training.evaluation_callbacks import EVALUATION_CALLBACKS, SwapEffect, Validation
+from lm.training.evaluation_callbacks import EVALUATION_CALLBACKS, CallbackMetrics, SwapEffect, Validation
 from lm.training.flops import peak_flops
 from lm.training.launcher import Process
 from lm.training.lightning_import import L, SIGTERMException
-from lm.training.loggers import RunLogger, log, start_loggers
+from lm.training.loggers import RunLogger, log, outside_loggers, start_loggers
 from lm.training.module import LanguageModel
+from lm.training.outside import outside_objects
 from lm.training.run_context import RunContext
 from lm.training.starting import PhaseStart, branch, check_resume, start_from_checkpoint, start_new_run
 from lm.training.step_data import StepData
@@ -115,16 +116,17 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: LoadedMod
     machine = Machine(accelerator, device, precision, compiled, process.launcher, device_flops)
     facts = {**environment(config, store, start, machine, old_facts), "started_from": old_facts.get("started_from")}
     facts |= {"branched_from": old_facts["branched_from"]} if "branched_from" in old_facts else {}
-    loggers: list[RunLogger] = []
+    callbacks = outside_objects("trainer.callbacks", config.trainer.callbacks, L.Callback)
+    loggers: list[RunLogger] = outside_loggers(config)
     if is_main:
         print(banner(config, store, start, machine), *filter(None, [process.note]), *notes, sep="\n", flush=True)
         # wandb imports much as it starts; a logger that can't start leaves the run as it was
         with without_garbage_collection():
-            loggers = start_loggers(mode, config, facts, start.step)
+            loggers = start_loggers(mode, config, facts, start.step) + loggers
         _write_run_files(config, store, start, checkpoint, facts)
     progress = StepProgress(config.log.progress if is_main else "none", config.trainer.max_steps)
     progress.start(start.step)
-    run = RunContext(config, store, all_measurements, machine, facts["wandb_id"], loggers, progress)
+    run = RunContext(config, store, all_measurements, machine, facts["wandb_id"], loggers, progress, callbacks)
     try:
         status = _train_phases(run, start, checkpoint)
         # if a child fails, Lightning kills the first process, which may still write
@@ -244,6 +246,9 @@ def make_trainer(run: RunContext, start: PhaseStart) -> L.Trainer:
             Metrics(run),  # starts the clock, which the callbacks below pause
             ProgressBar(run),
             ProfileSteps(run),
+            # before Checkpoints, which saves their state of the step
+            *run.callbacks,
+            *[CallbackMetrics(run)] * bool(run.callbacks),
             Validation(run, run.measurements[0]),  # before Checkpoints, which saves the best
             Checkpoints(run),
             # last, as they take long: a kill meanwhile loses no step

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from lm.config.training_config import LOGGERS
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem, RunError, one_line
 from lm.runs.evaluations import LOSS, Evaluation
 from lm.runs.folder import METRICS
 from lm.schema import Plain, to_plain
 from lm.training.lightning_import import L
+from lm.training.outside import outside_objects
 from lm.training.wandb_runs import experiment_labels, finish_wandb_run, project_of, start_wandb_run
 
 if TYPE_CHECKING:
@@ -73,9 +75,9 @@ class MetricsFile(RunLogger):
 
     name, version, save_dir = "metrics.jsonl", "", None
 
-    def __init__(self, path: Path, batch_tokens: int):
+    def __init__(self, path: Path):
         super().__init__()
-        self.path, self.batch_tokens, self.save_dir = path, batch_tokens, str(path.parent)
+        self.path, self.save_dir = path, str(path.parent)
 
     def log_hyperparams(self, *arguments: object, **options: object) -> None:
         """Do nothing: config.yaml has them."""
@@ -199,7 +201,7 @@ class TensorBoard(Mirror, TensorBoardLogger):
 
 
 def start_loggers(mode: str, config: Config, environment: dict[str, Plain], step: int) -> list[RunLogger]:
-    """Start metrics.jsonl and the loggers that `log.to` names, and return them. The first process calls it.
+    """Start metrics.jsonl and lm's loggers that `log.to` names, and return them. The first process calls it.
 
     Args:
         mode: wandb's mode, as `wandb_mode` returns it.
@@ -210,8 +212,8 @@ def start_loggers(mode: str, config: Config, environment: dict[str, Plain], step
         ConfigError: a logger is not installed.
         RunError: wandb can't be started.
     """
-    loggers: list[RunLogger] = [MetricsFile(config.run_folder / METRICS, config.optim.batch_tokens)]
-    for name in config.log.to:
+    loggers: list[RunLogger] = [MetricsFile(config.run_folder / METRICS)]
+    for name in (entry for entry in config.log.to if entry in LOGGERS):
         try:
             if name == "wandb":
                 facts = to_plain(config) | {fact: environment[fact] for fact in WANDB_FACTS}
@@ -236,4 +238,13 @@ def start_loggers(mode: str, config: Config, environment: dict[str, Plain], step
             raise ConfigError([Problem("log.to", name, f"is not installed ({one_line(error, 80)})", remedy)]) from None
     for logger in loggers:
         logger.batch_tokens = config.optim.batch_tokens
+    return loggers
+
+
+def outside_loggers(config: Config) -> list[RunLogger]:
+    """The loggers from outside that `log.to` names, which get the configuration. All processes call it."""
+    loggers = outside_objects("log.to", config.log.outside, Logger, Mirror)
+    for logger in loggers:
+        logger.batch_tokens = config.optim.batch_tokens
+        logger.attempt(logger.log_hyperparams, to_plain(config))
     return loggers

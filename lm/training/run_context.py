@@ -99,6 +99,7 @@ class RunContext:
     wandb_id: str
     loggers: list[L.pytorch.loggers.Logger]
     progress: StepProgress
+    callbacks: list[L.Callback] = field(default_factory=list)  # from outside
     clock: Clock = field(default_factory=Clock)
     stop: StopRequest = field(default_factory=StopRequest)
 

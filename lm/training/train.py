@@ -56,6 +56,8 @@ def train(config: Config) -> int:
             check_sequences(store, config)
             config = with_steps(config, store.vocab_size)
             with without_garbage_collection():
+                if config.trainer.callbacks or config.log.outside:
+                    import torchmetrics  # noqa: F401 (`self.log` needs it)
                 from lm.training.fit import fit  # Lightning takes seconds; errors above don't need it
 
             return fit(config, store, checkpoint, source, process)

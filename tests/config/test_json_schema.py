@@ -52,7 +52,7 @@ WRONG = [
     {"model": {"normalizer": []}},
     {"trainer": {"precision": 16}},
     {"trainer": {"max_steps": 2.5}},
-    {"log": {"to": ["paper"]}},
+    {"log": {"to": [1]}},
     {"phases": [{"untl": 1}]},
     {"eval": {"texts": {"of": {"a": {"name": "nothing"}}}}},
 ]

@@ -110,7 +110,7 @@ def test_a_removed_key_is_read_at_its_default_and_else_refused_with_advice(patte
 
 
 def test_a_removed_value_is_left_out_of_older_runs_and_else_refused_with_advice():
-    with pytest.raises(ConfigError, match=r"is no value of lm any more; metrics.jsonl has all of it: pandas.read_json"):
+    with pytest.raises(ConfigError, match=r"names no class, .*; metrics.jsonl has all of it: pandas.read_json"):
         load_config(["name=x", "log.to=[wandb, csv]"])
     older = merged(to_plain(load_config(["name=x"])), {"log": {"to": ["wandb", "csv"]}})
     assert parse(without_removed(older)).log.to == ["wandb"]

@@ -115,7 +115,7 @@ def test_a_metrics_log_that_can_not_be_written_is_one_line(tmp_path: Path):
     with pytest.raises(
         RunError, match=r"metrics\.jsonl: can't log step 3: No space left on device; go on with resume=auto"
     ):
-        MetricsFile(tmp_path / "metrics.jsonl", 16).log_metrics({"train/loss": 1.0}, 3)
+        MetricsFile(tmp_path / "metrics.jsonl").log_metrics({"train/loss": 1.0}, 3)
 
 
 def test_the_recorded_command_can_be_run_again(monkeypatch: pytest.MonkeyPatch):
