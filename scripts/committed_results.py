@@ -80,14 +80,18 @@ def at_best(
     Arms that share no rate, as their rates were not crossed, are compared at the rates that they have.
 
     Args:
-        higher: whether an arm is the better the higher its values are.
+        higher: whether values are accuracies, of which higher ones are better.
         every: whether rates were chosen by other values, so that a verdict must hold at every pair of rates.
     """
     rates = sorted(baseline_values, key=lambda rate: rate not in arm_values)
     by_rates = np.stack([*arm_values.values()])[:, None] - np.stack([baseline_values[rate] for rate in rates])
     place = (0, rates.index(next(iter(baseline_values))))
     shared = sum(rate in arm_values for rate in baseline_values) or None
-    return Comparison(by_rates, place, n_shared_rates=shared, all_pairs=every, higher_is_better=higher)
+    bounds = ACCURACY if higher else None
+    return Comparison(by_rates, place, n_shared_rates=shared, all_pairs=every, higher_is_better=higher, bounds=bounds)
+
+
+ACCURACY = (-1.0, 1.0)  # the bounds of a difference between accuracies
 
 
 def rate_text(rate: float) -> str:
@@ -109,16 +113,17 @@ def trend_table(
     Args:
         by_part: the values (seeds,) by part of training, by the name of the trend.
         matters: smallest change of interest.
-        higher: whether a value is the better the higher it is.
+        higher: whether values are accuracies, of which higher ones are better.
         cell: words for the values of the runs of a part.
         scale: factor and digits of `verdict_words`.
     """
     parts = sorted({part for values in by_part.values() for part in values})
     lines = [["", *(f"{100 * part:g} %" for part in parts), "change from 0 to 100 %"]]
-    changes = {
-        name: Comparison(np.polyfit([*values], [*values.values()], 1)[0], higher_is_better=higher)
-        for name, values in by_part.items()
-    }
+    changes = {}
+    for name, values in by_part.items():
+        slopes = np.polyfit([*values], np.eye(len(values)), 1)[0]  # a change is this sum of a seed's values
+        bounds = (-abs(slopes).sum() / 2, abs(slopes).sum() / 2) if higher else None
+        changes[name] = Comparison(slopes @ [*values.values()], higher_is_better=higher, bounds=bounds)
     for name, verdict in verdicts(changes, matters).items():
         cells = [cell(by_part[name][part]) if part in by_part[name] else "" for part in parts]
         lines.append([name, *cells, verdict_words(verdict, *scale)])

@@ -9,7 +9,7 @@ from itertools import product
 
 import numpy as np
 import pandas as pd
-from committed_results import Results, markdown, runs_of
+from committed_results import ACCURACY, Results, markdown, runs_of
 from pages import canvas, percentage_cells, saved
 
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
@@ -53,7 +53,8 @@ class NeedleDepths(Results):
         values = {arm: self.accuracies[(arm, *place)] for arm in self.labels}
         differences = {arm: values[arm] - values[self.baseline] for arm in self.labels if arm != self.baseline}
         return verdicts(
-            {arm: Comparison(values, higher_is_better=True) for arm, values in differences.items()}, self.matters
+            {arm: Comparison(values, higher_is_better=True, bounds=ACCURACY) for arm, values in differences.items()},
+            self.matters,
         )
 
     def attention(self, arm: str, layer: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 import pandas as pd
-from committed_results import HUES, Results, at_best, markdown, rate_text, runs_of, trend_table
+from committed_results import ACCURACY, HUES, Results, at_best, markdown, rate_text, runs_of, trend_table
 from pages import canvas, percentage_cells, saved
 
 from lm.report.pictures import COLOURS
@@ -96,7 +96,7 @@ class Recall(Results):
                     continue
                 for rate in arm_rates:
                     differences = self.accuracies[arm, rate, length] - self.accuracies[self.baseline, rate, length]
-                    comparisons[arm, rate, length] = Comparison(differences, higher_is_better=True)
+                    comparisons[arm, rate, length] = Comparison(differences, higher_is_better=True, bounds=ACCURACY)
         return verdicts(comparisons, self.matters)
 
     def compared(self, key: tuple[str, float, int]) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 are false.
 
 python scripts/simulate_verdicts.py [--trials 4000] [--jobs 2]
+python scripts/simulate_verdicts.py --seeds       runs that fail, skewed noise and ties, under today's and former rules
 python scripts/simulate_verdicts.py --intervals   intervals over documents, beside those of the percentile bootstrap
 
 Each trial is an experiment as `lm.statistics` judges it: every arm tuned on a grid of four learning rates with two
@@ -11,22 +12,25 @@ seeds share the order of data), of arm x rate x seed, of the document, of arm x 
 What is drawn can have heavy tails (Student t with 4 degrees of freedom) and differ in variance between arms; from 4e-3
 on runs can be unlucky, each with a chance of its own: an exponential amount is added to their loss. Other experiments
 are not tuned, take their rates from a table, have several sizes, judge another metric than the one that chooses rates,
-or an accuracy in steps of 1/128 with a ceiling, or lose runs.
+or an accuracy in steps of 1/128 with a ceiling, or lose runs. `--seeds` simulates experiments without tuning whose
+values have awkward distributions, paired and unpaired, beside the rules of version 0.12.
 """
 
 import argparse
 import math
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
 
-from lm.statistics.intervals import Interval, effective_trials, over_documents, over_seeds_and_documents, wilson
+from lm.statistics.intervals import ALPHA, Interval, effective_trials, over_documents, over_seeds_and_documents, wilson
 from lm.statistics.tuning import TuningOutcome, best_rate, crossed_rates, rate_choice, tuning_outcome
 from lm.statistics.verdicts import Comparison, Verdict, VerdictKind, seeds_needed, verdicts
 
+Draw = Callable[..., np.ndarray]  # values of a random generator and a shape
 GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 MATTERS = 0.02  # nats per token
 UNLUCKY_FROM = 4e-3
@@ -211,8 +215,9 @@ class _Size:
             by_rates, documents = differences @ self.weights, np.arange(self.world.documents)
             over_both = None if self.world.ceiling else over_seeds_and_documents(differences, self.weights, documents)
             comparisons[arm] = Comparison(
-                by_rates, place, n_lost, shared, self.world.other_metric, document_estimate=over_both
-            )
+                by_rates, place, n_lost, shared, self.world.other_metric, document_estimate=over_both,
+                bounds=(-1.0, 1.0) if self.world.ceiling else None,
+            )  # fmt: skip
         return comparisons
 
     def _best(self, arm: str, seeds: int) -> int:
@@ -366,6 +371,143 @@ def all_worlds() -> list[World]:
     ]
 
 
+def _failing(chance: float) -> Draw:
+    """Accuracies near 1 in steps of 1/128, or 0 with a chance."""
+
+    def draw(random: np.random.Generator, *shape: int) -> np.ndarray:
+        accuracies = 1 - np.round(np.abs(random.normal(0, 0.01, shape)) * QUESTIONS) / QUESTIONS
+        return np.where(random.random(shape) < chance, 0.0, accuracies)
+
+    return draw
+
+
+def _coarse(random: np.random.Generator, *shape: int) -> np.ndarray:
+    """Accuracies of 8 questions, of which most are right, so that seeds often agree."""
+    return random.binomial(8, 0.97, shape) / 8
+
+
+def _lognormal(sigma: float) -> Draw:
+    """Losses of one-sided noise, whose standard deviation is 0.01."""
+
+    def draw(random: np.random.Generator, *shape: int) -> np.ndarray:
+        deviation = math.sqrt(math.expm1(sigma**2)) * math.exp(sigma**2 / 2)
+        return 0.01 / deviation * (random.lognormal(0, sigma, shape) - math.exp(sigma**2 / 2))
+
+    return draw
+
+
+def _normal(random: np.random.Generator, *shape: int) -> np.ndarray:
+    return random.normal(0, 0.01, shape)
+
+
+@dataclass(frozen=True)
+class Awkward:
+    """Arms without tuning, whose runs have values of one distribution, and the baseline's of another."""
+
+    name: str
+    baseline: Draw
+    arm: Draw
+    mean_difference: float  # arm minus baseline, in expectation
+    margin: float
+    is_accuracy: bool = False
+    effect: float = 0.0  # added to the arm's values
+
+
+def awkward_worlds() -> list[Awkward]:
+    """Runs that fail altogether, one-sided noise, ties; and plain noise, for the power."""
+    stable = 0.01 * math.sqrt(2 / math.pi)  # the mean distance from 1 of an accuracy that does not fail, about
+    loses = {chance: -chance * (1 - stable) for chance in (0.25, 0.29)}
+    return [
+        Awkward("equal accuracies, all arms fail in 29 % of seeds", _failing(0.29), _failing(0.29), 0, 0.25, True),
+        Awkward("arms fail in 29 % of seeds, the baseline never", _failing(0), _failing(0.29), loses[0.29], 0.25, True),
+        Awkward("arms fail in 25.2 % of seeds, the baseline never", _failing(0), _failing(0.252), -0.25, 0.25, True),
+        Awkward("equal accuracies near 1", _failing(0), _failing(0), 0, 0.25, True),
+        Awkward("equal accuracies of 8 questions, ties", _coarse, _coarse, 0, 0.25, True),
+        Awkward("equal losses, one-sided noise (lognormal, sigma 1)", _lognormal(1), _lognormal(1), 0, MATTERS),
+        Awkward("equal losses, the arms' noise one-sided (sigma 1)", _normal, _lognormal(1), 0, MATTERS),
+        Awkward("equal losses, the arms' noise one-sided (sigma 2)", _normal, _lognormal(2), 0, MATTERS),
+        Awkward("equal losses", _normal, _normal, 0, MATTERS),
+        Awkward(f"arms better by {MATTERS:g}", _normal, _normal, -MATTERS, MATTERS, effect=-MATTERS),
+    ]
+
+
+def awkward_experiments(world: Awkward, arms: int, seeds: int, unpaired: bool, trials: range) -> np.ndarray:
+    """Of many experiments, (trials, 8): whether a word is false; whether all intervals together hold the truth; the
+    part of intervals that hold it alone; whether some arm is called better, or not different above the margin; the
+    same two and false words by Student's t at 0.05 / arms, as in version 0.12; and the mean ratio of the intervals'
+    lengths to those.
+    """
+    rows = []
+    for trial in trials:
+        random = np.random.default_rng((*world.name.encode(), arms, seeds, unpaired, trial))
+        values, baseline = world.arm(random, arms, seeds) + world.effect, world.baseline(random, 1, seeds)
+        new, old = {}, {}
+        bounds = (0.0, 1.0) if unpaired else (-1.0, 1.0)
+        for arm, row in enumerate(values):
+            pair = (row[None], baseline) if unpaired else None
+            old[arm] = Comparison(row - baseline[0], higher_is_better=world.is_accuracy, unpaired_values=pair)
+            new[arm] = replace(old[arm], bounds=bounds if world.is_accuracy else None)
+        found_verdicts = [*verdicts(new, world.margin).values()]
+        intervals = [comparison.interval(ALPHA / arms) for comparison in old.values()]
+        old_words = [_word(interval, world) for interval in intervals]
+        ratios = [
+            (verdict.interval.high - verdict.interval.low) / (interval.high - interval.low)
+            for verdict, interval in zip(found_verdicts, intervals, strict=True)
+            if interval.bounded
+        ]
+        words = [verdict.kind for verdict in found_verdicts]
+        rows.append(
+            [
+                any(_is_false(word, world) for word in words),
+                all(_holds(verdict.interval, world.mean_difference) for verdict in found_verdicts),
+                np.mean([_holds(verdict.single_interval, world.mean_difference) for verdict in found_verdicts]),
+                "better" in words,
+                "no difference above margin" in words,
+                any(_is_false(word, world) for word in old_words),
+                "better" in old_words,
+                "no difference above margin" in old_words,
+                np.mean(ratios) if ratios else np.nan,
+            ]
+        )
+    return np.array(rows, dtype=float)
+
+
+def _word(interval: Interval, world: Awkward) -> str:
+    """The word that follows from an interval."""
+    is_within = -world.margin < interval.low and interval.high < world.margin
+    if interval.low > 0 or interval.high < 0:
+        return "difference below margin" if is_within else ("worse", "better")[(interval.low > 0) == world.is_accuracy]
+    return "no difference above margin" if is_within else "undecided"
+
+
+def _is_false(word: str, world: Awkward) -> bool:
+    truth = -world.mean_difference if world.is_accuracy else world.mean_difference
+    is_large = abs(truth) >= world.margin - 1e-12
+    wrong = {"better": truth >= 0, "worse": truth <= 0, "no difference above margin": is_large}
+    return (wrong | {"difference below margin": is_large or truth == 0}).get(word, False)
+
+
+def report_awkward(trials: int, jobs: int) -> None:
+    """Print a table of `awkward_worlds`, a line for each design, number of arms and number of seeds, as CSV."""
+    columns = "false words,all hold together,hold alone,better,no difference above margin"
+    columns += ",former false words,former better,former no difference above margin,length to former"
+    print(f"simulated experiments,design,arms,seeds,{columns}")
+    with ProcessPoolExecutor(jobs) as pool:
+        designs = [*product((1, 4), (5, 11, 20), (False, True))]
+        for name, (arms, seeds, unpaired) in product(range(len(awkward_worlds())), designs):
+            pieces = [range(start, min(start + 250, trials)) for start in range(0, trials, 250)]
+            results = [pool.submit(_awkward_piece, name, arms, seeds, unpaired, piece) for piece in pieces]
+            with np.errstate(invalid="ignore"):
+                means = 100 * np.nanmean(np.concatenate([result.result() for result in results]), axis=0)
+            cells = ",".join("" if math.isnan(mean) else f"{mean:.1f}" for mean in means)
+            world = awkward_worlds()[name]
+            print(f'"{world.name}",{"unpaired" if unpaired else "paired"},{arms},{seeds},{cells}', flush=True)
+
+
+def _awkward_piece(number: int, *arguments: object) -> np.ndarray:
+    return awkward_experiments(awkward_worlds()[number], *arguments)
+
+
 def report_intervals(trials: int) -> None:
     """Print how often intervals hold the truth. Over documents: `over_documents`, and the percentile bootstrap with
     1,000 resamples. Of fractions over sequences that ask several questions: Wilson's of `effective_trials`, and of all
@@ -418,8 +560,11 @@ if __name__ == "__main__":
     parser.add_argument("--trials", type=int, default=4000)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--intervals", action="store_true")
+    parser.add_argument("--seeds", action="store_true")
     arguments = parser.parse_args()
     if arguments.intervals:
         report_intervals(arguments.trials)
+    elif arguments.seeds:
+        report_awkward(arguments.trials, arguments.jobs)
     else:
         report(all_worlds(), arguments.trials, arguments.jobs)

@@ -11,7 +11,8 @@ import numpy as np
 from lm.experiments.experiment import PrimaryMetric
 from lm.runs.evaluations import json_value
 from lm.schema import Plain
-from lm.statistics.intervals import ALPHA, over_seeds, over_seeds_and_documents
+from lm.statistics.intervals import over_seeds, over_seeds_and_documents
+from lm.statistics.joint import Family
 from lm.statistics.tokens import factor, log_tokens
 from lm.statistics.tuning import Rate, rate_cell, rate_text
 from lm.statistics.verdicts import (
@@ -42,6 +43,8 @@ class JudgedRun:
     values: np.ndarray
     weights: np.ndarray
     documents: np.ndarray | None  # (units,) the document of each unit; None: the units are not parts of documents
+    # the level that the run is not better than, such as chance, in words; empty: it has learned, or there is no level
+    unlearned_level: str = ""
 
     @property
     def ended(self) -> bool:
@@ -79,6 +82,7 @@ class Judgement:
     unpaired: bool = False
     target: float | None = None
     measured_on: str = ""  # what means are measured on, for the heading of their column
+    bounds: tuple[float, float] | None = None  # the least and the greatest value that the metric can have
 
     @property
     def is_paired(self) -> bool:
@@ -92,8 +96,8 @@ class Judgement:
 
     @property
     def alpha(self) -> float:
-        """The error rate of one comparison: ALPHA, divided by the number of comparisons."""
-        return ALPHA / max(1, len(self.size_arms))
+        """The error rate of one comparison, such that all hold together; independence is the least favourable case."""
+        return Family(len(self.size_arms)).alpha
 
     @cached_property
     def verdicts(self) -> dict[SizeArm, Verdict]:
@@ -172,7 +176,29 @@ class Judgement:
             higher_is_better=not counts_tokens and primary.better == "higher", divergence=reason,
             n_planned_seeds=seed_count + unfinished_count, document_estimate=document_estimate,
             unpaired_values=values if self.unpaired else None, unreached_runs=unreached_words,
+            bounds=self._compared_bounds, not_learned=self._not_learned(pair, arm_runs, baseline_runs),
         )  # fmt: skip
+
+    def _not_learned(self, pair: RatePair, arm_runs: RunsByRate, baseline_runs: RunsByRate) -> str:
+        """Say that no run of either arm is better than a level; empty if a run at the judged rates is."""
+        runs = arm_runs[pair[0]] + ([] if self.target is not None else baseline_runs[pair[1]])
+        levels = dict.fromkeys(run.unlearned_level for run in runs)
+        return f"no run of either arm is better than {', '.join(levels)}" if levels and "" not in levels else ""
+
+    @cached_property
+    def _compared_bounds(self) -> tuple[float, float] | None:
+        """The bounds of differences, or of an arm's values where runs are unpaired. Without `bounds`, a metric of which
+        more is better and whose values all lie within 0 and 1 is an accuracy.
+        """
+        primary, bounds = self.primary, self.bounds
+        if bounds is None and primary.better == "higher" and primary.reach is None:
+            values = [run.value for runs in self.runs.values() for run in chain(*runs.values())]
+            if all(0 <= value <= 1 for value in values if math.isfinite(value)):
+                bounds = 0.0, 1.0
+        if bounds is None or self.unpaired:
+            return bounds
+        low, high = bounds
+        return (low - high, high - low) if self.target is None else (low - self.target, high - self.target)
 
     def _runs_at_all_rates(self, size: str, arm: str) -> tuple[RunsByRate, RunsByRate]:
         """Return the runs of an arm, and the runs of the baseline, each by learning rate.

@@ -226,7 +226,7 @@ def answers(sizes: list[SizeResults]) -> list[Answer]:
                 positions,
                 mark_labels,
             )
-        tone = {"better": "good", "worse": "bad", "unstable": "bad"}.get(verdict.kind, "")
+        tone = {"better": "good", "worse": "bad", "unstable": "bad", "not learned": "bad"}.get(verdict.kind, "")
         reason = "" if verdict.reason == verdict.open_reason else f"{verdict.reason[:1].upper()}{verdict.reason[1:]}."
         cards.append(Answer(name, verdict.words, reason, tone, *effect))
     return cards
@@ -246,13 +246,15 @@ def _family_words(experiment: Experiment) -> str:
     differences = "differences" if primary.reach is None else "differences of log tokens"
     test = f"Student t intervals of paired {differences} over seeds"
     coverage = ": all intervals hold together with 95%, and each word follows from its interval"
+    caveat = "They assume that seeds scatter alike to both sides: one-sided noise of one arm is not covered"
+    caveat += ", but where no difference was found." if primary.better == "higher" else "."
     if arms * sizes == 1:
-        return f"There is one comparison, by {test}. Nothing is adjusted."
+        return f"There is one comparison, by {test}. Nothing is adjusted. {caveat}"
     comparisons = (
         f"{arms * sizes} comparisons with {experiment.arms[0].name} ({arms} arms{f', {sizes} sizes' * (sizes > 1)})"
     )
-    adjustment = f"p values and intervals are adjusted for their number{coverage}."
-    return f"Family: {comparisons} on {primary.quantity_name}, by {test}. {adjustment}"
+    adjustment = f"p values and intervals are adjusted by their joint distribution{coverage}."
+    return f"Family: {comparisons} on {primary.quantity_name}, by {test}. {adjustment} {caveat}"
 
 
 def _caveats(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:

@@ -402,15 +402,16 @@ class Procedure:
             else ""
         )
         run_fields = run.arm, outcome.state, note and f"{run.label}: {note}"
+        level = outcome.unlearned_level if outcome.state == "finished" else ""
         units = (
             outcome.values(self.experiment.primary.metric)
             if outcome.state == "finished" and not as_single_value
             else None
         )
         if not units or not units.fingerprint:
-            return JudgedRun(*run_fields, np.array([self.compared_value(outcome)]), np.ones(1), None)
+            return JudgedRun(*run_fields, np.array([self.compared_value(outcome)]), np.ones(1), None, level)
         units = units.part(selection=False)
-        return JudgedRun(*run_fields, units.values.astype(float), units.weights.astype(float), units.groups)
+        return JudgedRun(*run_fields, units.values.astype(float), units.weights.astype(float), units.groups, level)
 
     def crossed_runs(self, size: str) -> list[Run]:
         """The final runs of arms whose seeds are trained at several rates, in the order of seeds, then arms, then

@@ -9,12 +9,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
 from lm.errors import RunError
 from lm.plugins import PLUGINS
 from lm.runs.checkpoints import load_metadata
-from lm.runs.evaluations import Evaluation, Series, Units, evaluation_files, load_evaluation, measuring_code
+from lm.runs.evaluations import UNIGRAM, Evaluation, Series, Units, evaluation_files, load_evaluation, measuring_code
 from lm.runs.folder import (
     CHECKPOINTS,
     CONFIG,
@@ -30,6 +32,7 @@ from lm.runs.folder import (
 from lm.runs.manifest import read_file
 from lm.runs.record import RunRecord, RunStatus, divergence, loss_above_unigram, read_run, start_setting, tokens_before
 from lm.schema import Plain, to_plain
+from lm.statistics.intervals import effective_trials, wilson
 from lm.statistics.tokens import tokens_to_reach
 
 SELECTION = "val/loss"  # validation loss: chooses learning rates, unless `tune.metric` is primary
@@ -109,6 +112,22 @@ class Outcome:
         unknown.
         """
         return loss_above_unigram(self._final_loss)
+
+    @property
+    def unlearned_level(self) -> str:
+        """The level that the metric at the last step is not better than, in words: chance, within an interval over
+        sequences, or the unigram cross-entropy. Empty if it is better, or if no level is known.
+        """
+        series, units = self.series(self.metric), self.values(self.metric)
+        name, level = next(iter(series.references.items()), ("", math.nan)) if series else ("", math.nan)
+        if not units or not name.startswith(("chance", UNIGRAM)):
+            return self.not_learned_text and "the unigram cross-entropy"
+        if series.better == "lower":
+            return f"the {name} ({level:.3g})" * (units.mean >= level)
+        labels = np.unique(units.groups, return_inverse=True)[1]
+        right_answers, questions = np.bincount(labels, units.values * units.weights), np.bincount(labels, units.weights)
+        trials = effective_trials(right_answers, questions)
+        return f"{name} ({level:.3g})" * (wilson(units.mean * trials, trials).low <= level)
 
     @property
     def _final_loss(self) -> Series | None:

@@ -69,24 +69,22 @@ class Estimate:
         floors = tuple(floor[index] for floor in self.floors)
         return Estimate(self.mean[index], self.error[index], self.degrees[index], self.noise_source, floors)
 
-    def half_width(self, family: int = 1) -> np.ndarray:
-        """Half the length of the interval of each mean, (...,); `family` such intervals hold together with 95 %
-        (Bonferroni).
+    def half_width(self, alpha: float = ALPHA) -> np.ndarray:
+        """Half the length of the interval of each mean, (...,), which misses the true mean with probability `alpha`.
 
         For a sample of equal values it is 0. It is infinite if the values are too few for the sign-flip test to reach a
-        two-sided p of 0.05 divided by `family`.
+        two-sided p of `alpha`.
         """
         from scipy.special import stdtrit  # takes a quarter of a second to import, which most runs need not
 
-        tail = ALPHA / 2 / family
-        exact_half = np.where(0.5 ** (self.degrees + 1) <= tail, 0.0, np.inf)
-        half = np.where(self.error == 0, exact_half, stdtrit(self.degrees, 1 - tail) * self.error)
-        return np.maximum.reduce([half, *(floor.half_width(family) for floor in self.floors)])
+        exact_half = np.where(0.5 ** (self.degrees + 1) <= alpha / 2, 0.0, np.inf)
+        half = np.where(self.error == 0, exact_half, stdtrit(self.degrees, 1 - alpha / 2) * self.error)
+        return np.maximum.reduce([half, *(floor.half_width(alpha) for floor in self.floors)])
 
     def p(self, sign: int) -> np.ndarray:
         """One-sided p, (...,), of the hypothesis that the mean is at least 0 (`sign` 1), or at most 0 (`sign` -1).
 
-        p is at most 0.025 / family where the interval by `half_width(family)` lies below 0 (`sign` 1) or above 0
+        p is at most alpha / 2 where the interval by `half_width(alpha)` lies below 0 (`sign` 1) or above 0
         (`sign` -1).
         """
         from scipy.special import stdtr
@@ -96,9 +94,9 @@ class Estimate:
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(self.error == 0, exact_p, stdtr(self.degrees, distance / self.error))
 
-    def interval(self, family: int = 1) -> Interval:
-        """The interval of the mean of a single sample; `family` such intervals hold together with 95 %."""
-        mean, half = float(self.mean), float(self.half_width(family))
+    def interval(self, alpha: float = ALPHA) -> Interval:
+        """The interval of the mean of a single sample."""
+        mean, half = float(self.mean), float(self.half_width(alpha))
         return Interval(mean, mean - half, mean + half, self.noise_source)
 
 
@@ -221,6 +219,73 @@ def welch(values: np.ndarray, baseline_values: np.ndarray) -> Estimate:
     degrees = np.where(variance == 0, math.log2(math.comb(sum(counts), counts[0])) - 1, degrees)
     noise_source = f"{counts[0]} and {counts[1]} seeds, unpaired"
     return Estimate(arm.mean - baseline.mean, np.sqrt(variance), degrees, noise_source)
+
+
+def bounded_ends(values: np.ndarray, low: float, high: float, tail: float) -> tuple[np.ndarray, np.ndarray]:
+    """Ends, (...,), of intervals of means of independent values between `low` and `high`; `values` is (..., n). Either
+    end misses the true mean with probability `tail`.
+
+    Nothing is assumed of the distribution: a value may be far from all seen ones with a small probability. The upper
+    end is a quantile of the mean of the values and `high` under random weights, uniform over all weights of sum 1
+    (Learned-Miller and Thomas 2019, arXiv 1905.06208). Of values of 0 and 1 it is Clopper and Pearson's. n values of 0
+    between -1 and 1 have the ends plus and minus 1 - tail^(1/n).
+    """
+    values = np.asarray(values, dtype=float)
+    return -_upper_end(-values, -low, tail), _upper_end(values, high, tail)
+
+
+def _upper_end(values: np.ndarray, high: float, tail: float) -> np.ndarray:
+    """The upper ends of `bounded_ends`, by false position (Illinois)."""
+    below, above = values.mean(-1), np.full(values.shape[:-1], float(high))
+    values, power = np.sort(np.concatenate([values, above[..., None]], axis=-1)), 1 / values.shape[-1]
+
+    def excess(end: np.ndarray) -> np.ndarray:
+        """The n-th root of an end's tail, which is linear in the end where values agree, above that of `tail`."""
+        residuals = values - end[..., None]
+        positive, negative = np.maximum(residuals, 0), np.maximum(-residuals, 0)
+        first = positive[..., positive.shape[-1] - (positive > 0).sum(-1).max() :]
+        return _probability_of_more(first, negative[..., : (negative > 0).sum(-1).max()]) ** power - tail**power
+
+    excess_below, excess_above = excess(below), np.full(above.shape, -(tail**power))
+    was_below = None
+    for _ in range(12):
+        slope = excess_below - excess_above
+        middle = np.divide(above * excess_below - below * excess_above, slope, out=np.array(below), where=slope > 0)
+        found = excess(middle)
+        is_below = found > 0
+        stays = (
+            1.0 if was_below is None else np.where(is_below == was_below, 0.5, 1.0)
+        )  # that neither end stays for ever
+        excess_above, excess_below = (
+            np.where(is_below, stays * excess_above, found),
+            np.where(is_below, found, stays * excess_below),
+        )
+        below, above, was_below = np.where(is_below, middle, below), np.where(is_below, above, middle), is_below
+    return middle
+
+
+def _probability_of_more(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """The probability, (...,), that exponential times of means `first`, (..., k), have a larger sum than those of means
+    `second`, (..., l).
+
+    Let the times of each side run one after another. As exponential times have no memory, the running time of `second`
+    ends before that of `first` with probability first / (first + second). `first` has the larger sum if all times of
+    `second` end before its own.
+    """
+    count, others = first.shape[-1], second.shape[-1]
+    if not others:
+        return np.full(first.shape[:-1], float(count > 0))
+    total = first[..., :, None] + second[..., None, :]
+    first_ends = np.divide(second[..., None, :], total, out=np.ones(total.shape), where=total > 0)
+    # by the number of times of `first` that have ended, on a diagonal: so many of both sides together have ended
+    more = np.zeros((*first.shape[:-1], count + 1))
+    for ended in reversed(range(count + others - 1)):
+        if ended + 1 >= others:
+            more[..., ended + 1 - others] = 1.0
+        places = np.arange(max(0, ended + 1 - others), min(count, ended + 1))
+        chance = first_ends[..., places, ended - places]
+        more[..., places] = chance * more[..., places + 1] + (1 - chance) * more[..., places]
+    return more[..., 0]
 
 
 def trend(differences: np.ndarray, sizes: np.ndarray) -> Interval:

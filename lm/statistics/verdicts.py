@@ -4,7 +4,8 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Hashable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal, TypeVar
@@ -13,7 +14,8 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import chdtri, nctdtr, ndtri, stdtrit
 
-from lm.statistics.intervals import ALPHA, Estimate, Interval, over_seeds, welch
+from lm.statistics.intervals import ALPHA, Estimate, Interval, bounded_ends, over_seeds, welch
+from lm.statistics.joint import MAX_CORRELATION, Family, mean_correlation
 
 POWER = 0.8  # probability with which a number of seeds must find a difference
 # fewest seeds of a verdict: a spread estimated from two seeds is off by a factor of up to 32 (95 %), from three by up
@@ -22,11 +24,11 @@ MIN_SEEDS = 3
 MIN_SIGN_FLIP_SEEDS = 6  # seeds from which the sign-flip test can reach 0.05
 MAX_SIGN_FLIP_SEEDS = 30  # seeds up to which p of the sign-flip test is computed
 MAX_SEEDS = 1000  # number of seeds that `seeds_needed` counts to
+_NOT_0 = 1e-9  # end of an interval that leaves out 0 and says no more
 
 VerdictKind = Literal[
     "better", "worse", "difference below margin", "no difference above margin", "undecided", "incomplete",
-    "not reached", "unstable",
-    "not tuned",
+    "not reached", "unstable", "not tuned", "not learned",
 ]  # fmt: skip
 # the reason, and the reason in a few words
 UNTUNED = (
@@ -67,11 +69,36 @@ class Comparison:
     unpaired_values: tuple[np.ndarray, np.ndarray] | None = None
     # the runs that have no value because they did not reach a level, in words; with such runs there is no verdict
     unreached_runs: str = ""
+    # the least and the greatest possible value: of a difference, or of an arm's runs where they are not paired. None:
+    # values have no such bounds
+    bounds: tuple[float, float] | None = None
+    not_learned: str = ""  # the level that no run of either arm is better than, in words; empty if a run is
 
     @cached_property
     def rate_difference_array(self) -> np.ndarray:
         """The differences as an array, (the arm's rates, the baseline's rates, seeds)."""
         return np.array(self.rate_differences, dtype=float, ndmin=3)
+
+    @property
+    def has_single_rates(self) -> bool:
+        """Whether both arms have one learning rate each."""
+        return self.rate_difference_array[..., 0].size == 1
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all differences at the judged rates are finite."""
+        return bool(np.isfinite(self.differences).all())
+
+    @property
+    def is_testable(self) -> bool:
+        """Whether the verdict follows from the interval: runs have ended, learned, and are finite at every rate."""
+        blocks = self.n_diverged_runs or self.unreached_runs or self.not_learned or not self.is_tuned
+        seeds = len(self.differences)
+        return (
+            not blocks
+            and seeds >= max(MIN_SEEDS, self.n_planned_seeds)
+            and bool(np.isfinite(self.rate_difference_array).all())
+        )
 
     @cached_property
     def differences(self) -> np.ndarray:
@@ -88,34 +115,87 @@ class Comparison:
         """The mean differences over seeds and their errors, (the arm's rates, the baseline's rates)."""
         return over_seeds(self.rate_difference_array) if self.unpaired_values is None else welch(*self.unpaired_values)
 
-    def interval(self, family: int = 1) -> Interval:
-        """The interval over seeds of the difference between arms at their best rates; `family` such intervals hold
-        together with 95 %.
+    def interval(self, alpha: float = ALPHA) -> Interval:
+        """The interval over seeds of the difference between arms at their best rates; it misses the true difference
+        with probability `alpha`.
         """
-        return self.enclosing(self.estimates, family)
+        return self.enclosing(self.estimates, alpha)
 
-    def enclosing(self, estimates: Estimate, family: int = 1) -> Interval:
+    def enclosing(self, estimates: Estimate, alpha: float = ALPHA) -> Interval:
         """The same interval as `interval`, but from any estimates, such as estimates over seeds and documents. It
         contains the interval at `judged_pair`. Ends of the interval that depend on a NaN are NaN.
 
         estimates: the estimate at each pair of rates, (the arm's rates, the baseline's rates).
         """
-        if self.higher_is_better:
-            mirror = replace(self, higher_is_better=False).enclosing(replace(estimates, mean=-estimates.mean), family)
-            # no -0.0
-            return replace(
-                mirror, mean=float(estimates.mean[self.judged_pair]), low=0.0 - mirror.high, high=0.0 - mirror.low
-            )
-        interval = estimates[self.judged_pair].interval(family)
-        if estimates.mean.size == 1:  # one rate of each arm: the ends below are the same
-            return interval
-        shared_estimate = estimates[:, : self.n_shared_rates]
-        arm_rates, base_rates = (1, 1) if self.all_pairs else shared_estimate.mean.shape
-        high = combine_over_rates(estimates.mean + estimates.half_width(arm_rates * family), self.all_pairs)
-        low = -combine_over_rates(
-            (shared_estimate.half_width(base_rates * family) - shared_estimate.mean).T, self.all_pairs
+        low, high = self._over_rates(lambda alpha: self.t_ends(estimates, alpha), alpha)
+        if self.bounds:
+            low, high = self.guarded_ends(low, high, *self._over_rates(self.bounded_ends, alpha))
+        return Interval(float(estimates.mean[self.judged_pair]), float(low), float(high), estimates.noise_source)
+
+    def _over_rates(self, ends: Callable[[float], tuple[np.ndarray, np.ndarray]], alpha: float) -> tuple[float, float]:
+        """The ends of the interval at the arms' best rates. `ends` gives those at each pair of rates, for an alpha."""
+        if self.higher_is_better and self.rate_difference_array[..., 0].size > 1:
+            mirror = replace(self, higher_is_better=False)
+            low, high = mirror._over_rates(lambda alpha: tuple(-end for end in reversed(ends(alpha))), alpha)
+            return 0.0 - high, 0.0 - low  # no -0.0
+        low, high = (end[self.judged_pair] for end in ends(alpha))
+        if self.rate_difference_array[..., 0].size == 1:
+            return low, high
+        shared = slice(self.n_shared_rates)
+        arm_rates, base_rates = (1, 1) if self.all_pairs else self.rate_difference_array[:, shared, 0].shape
+        highest = combine_over_rates(ends(alpha / arm_rates)[1], self.all_pairs)
+        lowest = -combine_over_rates(-ends(alpha / base_rates)[0][:, shared].T, self.all_pairs)
+        return np.minimum(low, lowest), np.maximum(high, highest)
+
+    def t_ends(self, estimates: Estimate, alpha: float) -> tuple[np.ndarray, np.ndarray]:
+        """Ends of the interval of each mean by Student's t.
+
+        Where all seeds agree in a bounded metric, the exact test says whether 0 is left out, and no more: the end that
+        is next to 0 is then `bounded_ends`.
+        """
+        half = estimates.half_width(alpha)
+        low, high = estimates.mean - half, estimates.mean + half
+        if self.bounds and (is_tied := estimates.error == 0).any():
+            # half as large a tail as that of an end on the far side of 0
+            (bounded_low, bounded_high), without_0 = self.bounded_ends(alpha / 2), half == 0
+            near_low, near_high = np.maximum(bounded_low, _NOT_0), np.minimum(bounded_high, -_NOT_0)
+            tied_low = np.where(without_0 & (estimates.mean > 0), near_low, np.minimum(estimates.mean, 0))
+            tied_high = np.where(without_0 & (estimates.mean < 0), near_high, np.maximum(estimates.mean, 0))
+            low, high = np.where(is_tied, tied_low, low), np.where(is_tied, tied_high, high)
+        return low, high
+
+    def bounded_ends(self, alpha: float) -> tuple[np.ndarray, np.ndarray]:
+        """Ends of the interval of each mean of a bounded metric, at each pair of rates, whatever the distribution;
+        either misses the true mean with probability `alpha`.
+        """
+        if self.unpaired_values is None:
+            return bounded_ends(self.rate_difference_array, *self.bounds, alpha)
+        (low, high), (base_low, base_high) = (
+            bounded_ends(values, *self.bounds, alpha / 2) for values in self.unpaired_values
         )
-        return replace(interval, low=float(np.minimum(interval.low, low)), high=float(np.maximum(interval.high, high)))
+        return low[:, None] - base_high, high[:, None] - base_low
+
+    def fewest_agreeing_seeds(self, margin: float, alpha: float) -> int:
+        """The fewest seeds whose `bounded_ends` can lie within `margin`: all agree, and (1 - margin)^seeds is at most
+        `alpha` for an accuracy (half of it where runs are unpaired). 0 without bounds.
+        """
+        if self.bounds is None:
+            return 0
+        reach, tail = (max(map(abs, self.bounds)), alpha) if self.unpaired_values is None else (1.0, alpha / 2)
+        return 0 if margin >= reach else math.floor(math.log(tail) / math.log1p(-margin / reach)) + 1
+
+    def guarded_ends(
+        self, low: np.ndarray, high: np.ndarray, bounded_low: np.ndarray, bounded_high: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Ends by Student's t, reaching as far as `bounded_ends` where they don't leave out 0, within the bounds.
+
+        That there is a difference rests on Student's t. That there is none above a margin takes enough seeds to see
+        an arm that fails in some of them. An end on the far side of 0 may miss with the whole `alpha`, as the truth is
+        on one side.
+        """
+        least, greatest = self.bounds if self.unpaired_values is None else (-np.ptp(self.bounds), np.ptp(self.bounds))
+        low = np.where(low > 0, low, np.maximum(np.minimum(low, bounded_low), least))
+        return low, np.where(high < 0, high, np.minimum(np.maximum(high, bounded_high), greatest))
 
 
 @dataclass(frozen=True)
@@ -176,9 +256,10 @@ def verdicts(comparisons: Mapping[Name, Comparison], matters: float, ratio: bool
     """The verdict on each arm (or pair of an arm and one of the experiment's `sizes`), all comparisons taken as one
     family.
 
-    Each comparison has one interval by Student's t over seeds, at a level of 0.05 divided by the number of comparisons
-    (Bonferroni). Its verdict follows from this interval alone. With a probability of 95 % all intervals contain the
-    true differences, and then no verdict of any kind is false. A comparison that can't be tested counts in the family.
+    Each comparison has one interval over seeds, by Student's t, at the level at which all intervals hold together with
+    95 % (`family_of`). Its verdict follows from this interval alone. With a probability of 95 % all intervals contain
+    the true differences, and then no verdict of any kind is false. A comparison that can't be tested counts in the
+    family.
 
     Args:
         comparisons: the comparison of each arm with the baseline, by name.
@@ -192,24 +273,108 @@ def verdicts(comparisons: Mapping[Name, Comparison], matters: float, ratio: bool
     margin, margin_text, null = (
         (math.log1p(matters), f"a factor of {1 + matters:g}", "1") if ratio else (matters, f"{matters:g}", "0")
     )
+    family = family_of([*comparisons.values()])
+    measurements = _measurements([*comparisons.values()], family)
     return {
-        name: _verdict(comparison, margin, margin_text, null, len(comparisons))
-        for name, comparison in comparisons.items()
+        name: _verdict(comparison, measured, margin, margin_text, null, family)
+        for (name, comparison), measured in zip(comparisons.items(), measurements, strict=True)
     }
 
 
-def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str, family: int) -> Verdict:
-    seeds, is_finite = len(comparison.differences), np.isfinite(comparison.differences).all()
-    is_paired = comparison.unpaired_values is None
-    has_interval = seeds > 1 and not comparison.unreached_runs
-    interval = comparison.interval(family) if has_interval else None
-    needed_seeds = _seed_numbers(comparison, margin, family) if seeds > 1 and is_finite else None
-    single_interval = comparison.interval() if has_interval else None
-    document_interval = comparison.document_estimate and comparison.enclosing(comparison.document_estimate, family)
+def family_of(comparisons: Sequence[Comparison]) -> Family:
+    """The joint distribution of comparisons, by which their intervals hold together.
+
+    Comparisons of paired runs with equally many seeds are one group, as the baseline's noise is in all of them; their
+    correlation is estimated cautiously (`mean_correlation`). Of unpaired runs, those that share a baseline are a group;
+    its correlation follows from the variances (Dunnett 1955). Other comparisons count as independent: arms of several
+    learning rates, and what can't be tested.
+    """
+    by_seeds, by_baseline = defaultdict[int, list[np.ndarray]](list), defaultdict[bytes, list[Comparison]](list)
+    for comparison in comparisons:
+        if comparison.is_testable and comparison.has_single_rates:
+            if comparison.unpaired_values is None:
+                by_seeds[len(comparison.differences)].append(comparison.differences)
+            else:
+                by_baseline[comparison.unpaired_values[1].tobytes()].append(comparison)
+    groups = [
+        (len(rows), seeds - 1, mean_correlation(np.array(rows))) for seeds, rows in by_seeds.items() if len(rows) > 1
+    ]
+    for group in by_baseline.values():
+        variances = [[values.var(ddof=1) / values.size for values in item.unpaired_values] for item in group]
+        arm, baseline = np.mean(variances, axis=0)
+        correlation = min(baseline / (arm + baseline), MAX_CORRELATION) if baseline else 0.0
+        degrees = min(float(item.estimates.degrees[0, 0]) for item in group)
+        groups.append((len(group), degrees, correlation))
+    return Family.of_groups(len(comparisons), groups)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What is measured of a comparison; None and NaN where it can't be."""
+
+    interval: Interval | None = None  # it holds together with those of the family
+    single_interval: Interval | None = None
+    p: float = math.nan  # two-sided, of this comparison alone
+    joint_p: float = 1.0
+    exact_p: float | None = None  # as `p_exact`
+    is_tied: bool = False  # whether all seeds agree
+
+
+def _measurements(comparisons: list[Comparison], family: Family) -> list[_Measured]:
+    """What is measured of each comparison. A table may have thousands: those of one shape are computed together."""
+    results, stacks = [_Measured()] * len(comparisons), defaultdict[tuple, list[int]](list)
+    for place, comparison in enumerate(comparisons):
+        if len(comparison.differences) < 2 or comparison.unreached_runs:
+            continue
+        if comparison.has_single_rates:
+            arm_values, base_values = comparison.unpaired_values or (np.empty(0), np.empty(0))
+            shape = comparison.rate_difference_array.shape, arm_values.shape, base_values.tobytes()
+            stacks[*shape, comparison.bounds].append(place)
+            continue
+        estimate = comparison.estimates[comparison.judged_pair]
+        intervals, p = (comparison.interval(family.alpha), comparison.interval()), p_difference(comparison)
+        is_tied = bool(estimate.error == 0)
+        results[place] = _Measured(*intervals, p, float(family.joint_p(p)), p_exact(comparison), is_tied)
+    for places in stacks.values():
+        for place, measured in zip(places, _stack_measurements([comparisons[n] for n in places], family), strict=True):
+            results[place] = measured
+    return results
+
+
+def _stack_measurements(comparisons: list[Comparison], family: Family) -> Iterator[_Measured]:
+    """What is measured of comparisons of one rate each, with equally many seeds and, if unpaired, one baseline."""
+    differences = np.concatenate([comparison.rate_difference_array for comparison in comparisons])
+    stack = replace(comparisons[0], rate_differences=differences)  # as if each comparison were another rate of one arm
+    if stack.unpaired_values:
+        arm_values = np.concatenate([comparison.unpaired_values[0] for comparison in comparisons])
+        stack = replace(stack, unpaired_values=(arm_values, stack.unpaired_values[1]))
+    estimates = stack.estimates
+    ends = []
+    for alpha in (family.alpha, ALPHA):
+        low, high = stack.t_ends(estimates, alpha)
+        if stack.bounds:
+            low, high = stack.guarded_ends(low, high, *stack.bounded_ends(alpha))
+        ends += [low, high]
+    p = np.minimum(1.0, 2 * np.minimum(estimates.p(1), estimates.p(-1)))
+    columns = (estimates.mean, *ends, p, family.joint_p(p), estimates.error == 0)
+    rows = zip(*(column[:, 0].tolist() for column in columns), strict=True)
+    for comparison, row in zip(comparisons, rows, strict=True):
+        mean, low, high, low_alone, high_alone, single_p, joint_p, is_tied = row
+        intervals = (Interval(mean, *pair, estimates.noise_source) for pair in ((low, high), (low_alone, high_alone)))
+        yield _Measured(*intervals, single_p, joint_p, p_exact(comparison), is_tied)
+
+
+def _verdict(
+    comparison: Comparison, measured: _Measured, margin: float, margin_text: str, null: str, family: Family
+) -> Verdict:
+    seeds, is_paired, interval = len(comparison.differences), comparison.unpaired_values is None, measured.interval
+    needed_seeds = _seed_numbers(comparison, margin, family.alpha) if seeds > 1 and comparison.is_finite else None
+    documents = comparison.document_estimate
+    document_interval = documents and comparison.enclosing(documents, family.alpha)
 
     def untested_verdict(kind: VerdictKind, reason: str, open_reason: str) -> Verdict:
         return Verdict(
-            kind, reason, interval, 1.0, needed_seeds, single_interval=single_interval,
+            kind, reason, interval, 1.0, needed_seeds, single_interval=measured.single_interval,
             document_interval=document_interval,
             margin_text=margin_text, open_reason=open_reason,
         )  # fmt: skip
@@ -217,7 +382,7 @@ def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str,
     if comparison.n_diverged_runs:
         runs = f"{comparison.n_diverged_runs} final run{'s' * (comparison.n_diverged_runs > 1)} diverged"
         return untested_verdict("unstable", f"{runs}{comparison.divergence and ': '}{comparison.divergence}", runs)
-    if not is_finite:
+    if not comparison.is_finite:
         return untested_verdict("unstable", "a difference is not finite", "a difference is not finite")
     if not comparison.is_tuned:
         return untested_verdict("not tuned", *UNTUNED)
@@ -229,13 +394,15 @@ def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str,
     if seeds < MIN_SEEDS:
         reason = f"{seeds} seeds in common" if is_paired else f"an arm has {seeds} seeds"
         return untested_verdict("incomplete", reason, f"a verdict takes {MIN_SEEDS} seeds")
-    if not np.isfinite(comparison.rate_differences).all():
+    if comparison.not_learned:
+        return untested_verdict("not learned", comparison.not_learned, comparison.not_learned)
+    if not comparison.is_testable:
         reason = "a difference at another of the learning rates, all of which a verdict is on, is not finite"
         return untested_verdict("undecided", reason, "another learning rate has no finite difference")
-    p, exact_p = min(1.0, family * p_difference(comparison)), p_exact(comparison)
+    p, exact_p = measured.joint_p, measured.exact_p
 
     def verdict(kind: VerdictKind, reason: str, open_reason: str = "", is_beyond_margin: bool = False) -> Verdict:
-        adjusted_p = None if exact_p is None else min(1.0, family * exact_p)
+        adjusted_p = None if exact_p is None else min(1.0, family.size * exact_p)
         return replace(
             untested_verdict(kind, reason, open_reason),
             p=p,
@@ -245,25 +412,29 @@ def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str,
         )
 
     is_within = -margin < interval.low and interval.high < margin
-    is_tied = comparison.estimates.error[comparison.judged_pair] == 0
+    is_tied = measured.is_tied
     exact_test, tie = "sign-flip test", f"all {seeds} seeds differ by the same"
     if not is_paired:
         exact_test, tie = "permutation test", "each arm's seeds agree"
     method = f" by the {exact_test}, as {tie}" if is_tied else "" if is_paired else " by Welch's t test"
+    assumption = "" if is_tied else ", if seeds scatter alike to both sides"
     if interval.low > 0 or interval.high < 0:
         if is_within:
             return verdict(
                 "difference below margin",
-                f"the interval leaves out {null} and lies within {margin_text} (p = {p:.2g}{method})",
+                f"the interval leaves out {null} and lies within {margin_text} (p = {p:.2g}{method}{assumption})",
             )
         is_beyond_margin = min(abs(interval.low), abs(interval.high)) >= margin
         addition = f" and every difference below {margin_text}" if is_beyond_margin else ""
         kind = "better" if (interval.mean > 0) == comparison.higher_is_better else "worse"
         return verdict(
-            kind, f"the interval leaves out {null}{addition} (p = {p:.2g}{method})", is_beyond_margin=is_beyond_margin
+            kind,
+            f"the interval leaves out {null}{addition} (p = {p:.2g}{method}{assumption})",
+            is_beyond_margin=is_beyond_margin,
         )
     if is_within:
-        return verdict("no difference above margin", f"the interval holds {null} and lies within {margin_text}{method}")
+        reason = f"the interval holds {null} and lies within {margin_text}{method}"
+        return verdict("no difference above margin", f"{reason}{'' if comparison.bounds else assumption}")
     if is_tied and not interval.bounded:
         remark = "" if interval.mean == 0 else f", which so few can't bring to {ALPHA:g}"
         tie_reason = f"{tie}: p = {p:.2g} by the {exact_test}{remark}"
@@ -272,6 +443,10 @@ def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str,
         ", over all rates that the arms were trained at," if comparison.rate_difference_array[..., 0].size > 1 else ""
     )
     finding = f"the interval{rates} holds {null}, and differences of more than {margin_text}"
+    fewest = comparison.fewest_agreeing_seeds(margin, family.alpha)
+    if seeds < fewest:
+        blindness = f"an arm may fail in some seeds and in none of {seeds}: to leave this out takes at least {fewest}"
+        return verdict("undecided", f"{finding}; {blindness}", "too few seeds to see one fail")
     if is_tied:  # at the rates that are judged, where no spread says how many seeds it takes
         return verdict("undecided", finding, "the interval is too wide")
     expected_seeds, min_seeds, max_seeds = (
@@ -285,10 +460,10 @@ def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str,
     return verdict("undecided", f"{finding}; {estimate}", "the interval is too wide")
 
 
-def _seed_numbers(comparison: Comparison, margin: float, family: int) -> tuple[int | None, ...]:
+def _seed_numbers(comparison: Comparison, margin: float, alpha: float) -> tuple[int | None, ...]:
     """The numbers of seeds needed to detect a difference of `margin` (`Verdict.seeds_needed`), by the measured spread
-    and by the ends of its 95 % interval. `family`: the number of comparisons that are judged together. None stands for
-    more seeds than are tried.
+    and by the ends of its 95 % interval. `alpha`: the error rate of this comparison. None stands for more seeds than
+    are tried.
     """
     seeds, spread = len(comparison.differences), float(np.std(comparison.differences, ddof=1))
     degrees, arms = seeds - 1, 1.0
@@ -300,7 +475,7 @@ def _seed_numbers(comparison: Comparison, margin: float, family: int) -> tuple[i
     shared_differences = comparison.rate_difference_array[:, : comparison.n_shared_rates]
     rates = 1 if comparison.all_pairs or comparison.unreached_runs else max(shared_differences.shape[:2])
     factors = 1.0, *_spread_factors(degrees)
-    return tuple(seeds_needed(spread * factor, margin, ALPHA / family / rates, arms) for factor in factors)
+    return tuple(seeds_needed(spread * factor, margin, alpha / rates, arms) for factor in factors)
 
 
 @lru_cache  # the arms of a table have equally many seeds
@@ -327,7 +502,7 @@ def p_difference(comparison: Comparison) -> float:
     """Two-sided p of the t test that the arms' mean difference at their best rates is 0; NaN where a difference
     is not finite.
 
-    It is at most 0.05 / family where `Comparison.interval(family)` leaves out 0. For equal differences the sign-flip
+    It is at most `alpha` where `Comparison.interval(alpha)` leaves out 0. For equal differences the sign-flip
     test gives p.
     """
     estimates = comparison.estimates

@@ -72,7 +72,7 @@ LAYOUTS = {  # file, text, options, verdict, words, exit status
         json.dumps({"old": [3.27 + k / 1000 for k in range(10)], "new": [3.28 + k / 1000 for k in range(10)]}),
         ["--unpaired", "--matters", "0.001"],
         "new: worse by more than 0.001 (10 and 10 seeds, unpaired): the interval leaves out 0 and every difference "
-        "below 0.001 (p = 7.5e-07 by Welch's t test)", 3,
+        "below 0.001 (p = 7.5e-07 by Welch's t test, if seeds scatter alike to both sides)", 3,
     ),
     "seeds in a wide table": (
         "seeds.csv",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 from conftest import ROOT, lm
-from fabricated import FINGERPRINT, evaluated, finish, finish_all, launching, logged
+from fabricated import FINGERPRINT, evaluated, finish, finish_all, launching, logged, write_page
 from manifests import put
 
 from lm.config.load import to_yaml
@@ -262,6 +262,46 @@ def test_a_loss_that_rose_and_stayed_below_the_unigram_cross_entropy_is_a_loss(t
     _, line = unlike(tmp_path, 9.0, 3.0, 5.5, final=5.5)
     assert line["verdict"] == "worse"
     assert "did not learn" not in line["reason"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "verdict"),
+    [((6.25, 6.5), "not learned"), ((6.0, 6.0), "not learned"), ((5.9, 6.5), "worse"), ((6.5, 5.9), "better")],
+)
+def test_without_a_run_below_the_unigram_cross_entropy_nothing_is_compared(tmp_path, losses, verdict):
+    procedure = experiment(tmp_path)
+    for run in procedure.known_runs():
+        finish(run, losses[run.arm == "ssmax"] + 1e-3 * run.seed * (run.arm == "ssmax"), unigram=6.0)
+    line = summary_entries(procedure)[1]
+    assert line["verdict"] == verdict
+    if verdict == "not learned":
+        reason = "no run of either arm is better than the unigram cross-entropy (6)"
+        assert line["words"] == f"not learned: {reason}"
+        assert line["p"] is None
+        page = write_page([procedure], tmp_path / "page").read_text()
+        assert f"not learned: {reason}" in page
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "verdict"),
+    [
+        ((0.003, 0.003), "not learned"),
+        ((0.25, 0.28), "not learned"),
+        ((0.25, 1.0), "undecided"),
+        ((1.0, 1.0), "undecided"),
+    ],
+)
+def test_accuracies_at_chance_are_not_compared(tmp_path, accuracies, verdict):
+    """By the chance that the evaluation declares, and Wilson's interval of as many trials as questions are worth."""
+    recalled = {"tasks": ["passkey"], "length_factors": [0.5, 2], "sequences": 4}
+    base = {"base": str(ROOT / "tests" / "tiny.yaml"), "eval.recall": recalled}
+    procedure = experiment(tmp_path, base=base, primary=OF_RECALL)
+    for run in procedure.known_runs():
+        curve = replace(recall(accuracies[run.arm == "ssmax"]), references={"chance": 0.25})
+        finish(run, 5.0, curve)
+    line = summary_entries(procedure)[1]
+    assert line["verdict"] == verdict
+    assert (verdict == "not learned") == ("is better than chance (0.25)" in line["words"])
 
 
 def test_an_arm_that_is_measured_as_it_is_can_be_worse_than_single_tokens(tmp_path):

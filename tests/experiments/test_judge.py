@@ -34,7 +34,7 @@ QUESTIONS = {
 
 @pytest.mark.parametrize(
     "shown",
-    [committed for committed in recompute.SHOWN if committed.name in QUESTIONS],
+    [committed for committed in recompute.SHOWN if committed.place in QUESTIONS],
     ids=lambda committed: committed.name,
 )
 def test_committed_results_give_their_committed_verdicts(shown):

@@ -1,12 +1,14 @@
 """Verdicts: textbook values, which verdict follows from what, and how often they are false."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 from conftest import ROOT
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2, nct, permutation_test, t, ttest_1samp
 
@@ -315,12 +317,23 @@ def families() -> st.SearchStrategy[list[list[float]]]:
     )
 
 
-@given(families())
-def test_no_word_contradicts_the_interval_beside_it(family: list[list[float]]):
-    found_verdicts = verdicts({number: Comparison(values) for number, values in enumerate(family)}, MATTERS)
+def unpaired(values: list[float]) -> Comparison:
+    """The comparison of a half of the values with the other half, brought into 0 and 1."""
+    arm, baseline = (np.array([values[part]]) + 0.5 for part in (slice(0, None, 2), slice(1, None, 2)))
+    count = min(arm.shape[1], baseline.shape[1])
+    return Comparison(arm[:, :count] - baseline[:, :count], unpaired_values=(arm, baseline), bounds=(0.0, 1.0))
+
+
+@settings(deadline=None)  # quadratures
+@given(families(), st.sampled_from([Comparison, partial(Comparison, bounds=(-1.0, 1.0)), unpaired]))
+def test_no_word_contradicts_the_interval_beside_it(family: list[list[float]], compare: Callable):
+    comparisons = {number: compare(values * 2) for number, values in enumerate(family)}
+    found_verdicts = verdicts(comparisons, MATTERS)
     for verdict in found_verdicts.values():
         low, high = verdict.interval.low, verdict.interval.high
         without_0, is_within = low > 0 or high < 0, low > -MATTERS and high < MATTERS
+        assert low < high or comparisons[0].bounds is None, "an interval of an accuracy has a length"
+        assert comparisons[0].bounds is None or -1 <= low <= high <= 1
         expected = {
             (True, True): ("difference below margin",), (True, False): ("better", "worse"),
             (False, True): ("no difference above margin",), (False, False): ("undecided",),
@@ -337,15 +350,17 @@ def test_intervals_of_a_family_are_each_longer_so_that_all_hold_together():
     units = np.array(values)[:, None] + np.random.default_rng(0).normal(0, 0.02, (7, 9))
     on_other_text = over_seeds_and_documents(units[None, None], np.ones(9), np.arange(9))
     comparison = Comparison(values, document_estimate=on_other_text)
-    for family in (1, 4, 6):
-        verdict = verdicts(dict.fromkeys(range(family), comparison), MATTERS)[0]
-        half, half_alone = (t.ppf(1 - 0.025 / number, 6) * 0.03 / np.sqrt(7) for number in (family, 1))
+    nothing = Comparison((), is_tuned=False)
+    for count in (1, 4, 6):
+        verdict = verdicts(dict(enumerate([comparison] + [nothing] * (count - 1))), MATTERS)[0]
+        alpha = 1 - 0.95 ** (1 / count)
+        half, half_alone = (t.ppf(1 - tail / 2, 6) * 0.03 / np.sqrt(7) for tail in (alpha, 0.05))
         assert verdict.interval.as_list() == pytest.approx([0.03, 0.03 - half, 0.03 + half])
         assert verdict.single_interval.as_list() == pytest.approx([0.03, 0.03 - half_alone, 0.03 + half_alone])
-        assert verdict.document_interval.as_list() == pytest.approx(on_other_text[0, 0].interval(family).as_list())
-        assert verdict.p == pytest.approx(min(1, family * ttest_1samp(values, 0).pvalue))
-        assert verdict.p_exact == pytest.approx(min(1, family * p_exact(comparison)))
-        assert verdict.seeds_needed[0] == seeds_needed(0.03, MATTERS, 0.05 / family)
+        assert verdict.document_interval.as_list() == pytest.approx(on_other_text[0, 0].interval(alpha).as_list())
+        assert verdict.p == pytest.approx(1 - (1 - ttest_1samp(values, 0).pvalue) ** count)
+        assert verdict.p_exact == pytest.approx(min(1, count * p_exact(comparison)))
+        assert verdict.seeds_needed[0] == seeds_needed(0.03, MATTERS, alpha)
     at_two_rates = verdicts({"a": Comparison(np.array([[values], [values]]))}, MATTERS)["a"]
     assert at_two_rates.seeds_needed[0] == seeds_needed(0.03, MATTERS, 0.05 / 2) > seeds_needed(0.03, MATTERS)
 
