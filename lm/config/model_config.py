@@ -197,7 +197,7 @@ class AttentionBlock:
         """Dimensions of each head's queries and keys; with `differential`, the dimensions in each of a head's two
         attention maps.
         """
-        return self.value_dims(model) // model.maps_per_head
+        return self.value_dims(model) // (2 if model.differential is True else 1)
 
     def key_dims_option(self, model: "ModelConfig") -> tuple[str, int]:
         """Return the name and value of the option of `model` that determines `key_dims`, for errors."""
@@ -233,7 +233,7 @@ class AttentionBlock:
         if model.n_head % model.kv_heads:
             reason = f"does not divide model.n_head = {model.n_head}"
             yield Problem("n_kv_head", model.n_kv_head, reason)
-        if (model.head_size or not model.n_embd % model.n_head) and model.value_dims % model.maps_per_head:
+        if (model.head_size or not model.n_embd % model.n_head) and model.differential is True and model.value_dims % 2:
             name, value = self.key_dims_option(model)
             yield Problem(
                 name, value, f"gives heads of odd size {model.value_dims}, which two maps can't share", "make it even"
@@ -281,6 +281,8 @@ class GAUBlock:
             "head_size": "its own model.block.key_size",
             "value_residual": "no values but its own",
             "output_gate": "a gate of its own",
+            "gate_inputs": "a gate of its own",
+            "exclusive": "a gate that sees the token's own value",
             "differential": "one map",
             "qkv_bias": "one matrix for queries, keys, values and gate",
             "mlp_bias": "no MLP",
@@ -345,16 +347,30 @@ class ModelConfig:
         "or with a further embedding of the tokens for each layer (modded-nanogpt's value embeddings); null: not",
         omit_default=True,
     )
-    differential: bool = key(
+    differential: bool | Literal["v2"] = key(
         False,
         "each head has two maps of weights, of the halves of its queries and keys: the first less a learned factor "
-        "times the second, then RMSNorm (arXiv 2410.05258)",
+        "times the second, then RMSNorm (arXiv 2410.05258); v2: of two whole queries and one key, less sigmoid(x W) "
+        "times the second, x the layer's input, without a norm (Microsoft's note of January 2026)",
         omit_default=True,
     )
     output_gate: Literal["head", "element"] | None = key(
         None,
         "attention's outputs times sigmoid(x W), x the layer's input: one factor a head, or one an element (arXiv "
         "2505.06708); null: not",
+        omit_default=True,
+    )
+    gate_inputs: int | None = key(
+        None,
+        "dimensions of x, the first ones, that the output gate sees; it is then 2 sigmoid(x W), W from 0 "
+        "(modded-nanogpt); null: all, and sigmoid(x W)",
+        omit_default=True,
+        ge=1,
+    )
+    exclusive: bool = key(
+        False,
+        "attention's outputs lose their part along the token's own value vector (exclusive self-attention, arXiv "
+        "2603.09078)",
         omit_default=True,
     )
     logit_softcap: float | None = key(
@@ -420,6 +436,11 @@ class ModelConfig:
                 yield Problem("position.fraction", self.position.fraction, reason, "set model.position=none")
             if len(self.position.layers) > self.n_layer:
                 yield Problem("position.layers", self.position.layers, length_reason, remedy)
+        if self.gate_inputs and not (self.output_gate and self.gate_inputs <= self.n_embd):
+            reason = f"exceeds model.n_embd = {self.n_embd}" if self.output_gate else "has no gate to act in"
+            yield Problem(
+                "gate_inputs", self.gate_inputs, reason, "lower it" if self.output_gate else "set output_gate"
+            )
         if self.value_residual == "first_layer" and self.n_layer == 1:
             yield Problem(
                 "value_residual", self.value_residual, "has no other layer to act in: model.n_layer = 1", "drop it"

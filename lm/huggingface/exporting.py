@@ -27,7 +27,7 @@ from lm.runs.checkpoints import TensorSignature, write_weights
 from lm.runs.evaluations import evaluation_files, load_evaluation
 from lm.runs.folder import TOKENIZER
 from lm.runs.loading import LoadedModel, load
-from lm.schema import Plain, to_plain
+from lm.schema import Plain, to_plain, yaml_scalar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -317,11 +317,9 @@ LM_CONFIG_FIELDS = {"model_type": LM_MODEL_TYPE, "architectures": ["LmForCausalL
 def _reason_not_computed(loaded_model: LoadedModel) -> str:
     """The reason why modeling_lm.py does not compute the model, in words; empty if it does."""
     layer_options = [normalizer.options for normalizer in loaded_model.decoder.normalizers()]
-    if loaded_model.spec.model.differential:
-        return (
-            "code for transformers is written for one map of weights a head: model.differential = true is not "
-            "computed there"
-        )
+    for name in ("differential", "exclusive", "gate_inputs"):
+        if value := getattr(loaded_model.spec.model, name):
+            return f"code for transformers does not compute model.{name} = {yaml_scalar(value)}"
     if names := [options.name for options in layer_options if getattr(options, "n", "") == "sample"]:
         return (
             f"normalizer.n = sample of {names[0]} is a length that generation in transformers does not know; "

@@ -206,22 +206,31 @@ class Attention(AttentionBase):
 
     H / K query heads share each key-value head (grouped queries, arXiv 2305.13245). With `differential`, the normalizer
     has two heads for each head of the model: one gets the first halves of queries and keys, one gets the second halves,
-    and each gets whole values.
+    and each gets whole values. With `differential: v2` two neighbouring query heads are one head of the model.
     """
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__(config, seq_len, layer)
-        self.head_counts = (config.n_head, config.kv_heads, config.kv_heads)
+        n_queries = config.n_head * (2 if config.differential == "v2" else 1)
+        self.n_head, self.head_counts = config.n_head, (n_queries, config.kv_heads, config.kv_heads)
         q_width, k_width, v_width = (n * config.value_dims for n in self.head_counts)
         self.fused_rows = {"qkv": {"q": q_width, "k": k_width, "v": v_width}}
         self.qkv = UninitialisedLinear(config.n_embd, q_width + k_width + v_width, bias=config.has_qkv_bias)
-        self.out = UninitialisedLinear(q_width, config.n_embd, bias=config.bias)
-        self.layer = layer
+        width = config.n_head * config.value_dims
+        self.out = UninitialisedLinear(width, config.n_embd, bias=config.bias)
+        self.layer, self.exclusive = layer, config.exclusive
         mixes_values = config.value_residual == "embedding" or (config.value_residual == "first_layer" and layer > 0)
         self.value_mix = nn.Parameter(torch.full((1,), 0.5)) if mixes_values else None
-        gate_width = {None: 0, "head": config.n_head, "element": q_width}[config.output_gate]
-        self.gate = UninitialisedLinear(config.n_embd, gate_width, bias=False) if gate_width else None
-        self.difference = MapDifference(config.value_dims, config.norm_eps, layer) if config.differential else None
+        gate_width = {None: 0, "head": config.n_head, "element": width}[config.output_gate]
+        n_inputs, self.gate_factor = (config.gate_inputs, 2) if config.gate_inputs else (config.n_embd, 1)
+        self.gate = UninitialisedLinear(n_inputs, gate_width, bias=False) if gate_width else None
+        self.difference = None
+        if config.differential:
+            self.difference = (
+                MapDifference(config.value_dims, config.norm_eps, layer)
+                if config.differential is True
+                else QueryDifference(config.n_embd, config.n_head)
+            )
 
     def values(self, x: Tensor) -> Tensor:
         """The values (B, K, T, E) that this layer projects from its input x (B, T, C)."""
@@ -233,10 +242,13 @@ class Attention(AttentionBase):
         q, k, v = self.qkv(x).unflatten(-1, (sum(self.head_counts), -1)).transpose(1, 2).split(self.head_counts, 1)
         if self.value_mix is not None:
             v = v + self.value_mix.to(v.dtype) * (context.values_to_mix(self.layer).to(v.dtype) - v)
-        if self.difference is None:
+        heads, kv_heads, _ = self.head_counts
+        if not isinstance(self.difference, MapDifference):
             output = self.attend(x, q, k, v, context)
+            if self.difference is not None:
+                outputs = output.unflatten(-1, (self.n_head, 2, -1))
+                output = self.difference(outputs, context.output_part(x)).flatten(2)
         else:
-            heads, kv_heads, _ = self.head_counts
             # (B, K, H / K or 1, T, 2, D / 2)
             q, k = (x.unflatten(1, (kv_heads, -1)).unflatten(-1, (2, -1)) for x in (q, k))
             # (B, 2 H or 2 K, T, D / 2), by key-value head, half, query head
@@ -245,11 +257,41 @@ class Attention(AttentionBase):
                 -1, (kv_heads, 2, heads // kv_heads, -1)
             )
             output = self.difference(output.transpose(3, 4).flatten(2, 3)).flatten(2)
+        if self.exclusive:
+            own_values = context.output_part(v.transpose(1, 2)).unsqueeze(-2)  # (B, T, K, 1, E)
+            output = without_own_value(
+                output.unflatten(-1, (kv_heads, self.n_head // kv_heads, -1)), own_values
+            ).flatten(2)
         if self.gate is not None:
+            inputs = context.output_part(x)[..., : self.gate.in_features]
             # (B, T, H, 1) or (B, T, H, D)
-            gates = self.gate(context.output_part(x)).sigmoid().unflatten(-1, (self.head_counts[0], -1))
-            output = (output.unflatten(-1, (self.head_counts[0], -1)) * gates).flatten(2)
+            gates = self.gate_factor * self.gate(inputs).sigmoid().unflatten(-1, (self.n_head, -1))
+            output = (output.unflatten(-1, (self.n_head, -1)) * gates).flatten(2)
         return self.out(output)
+
+
+def without_own_value(outputs: Tensor, own_values: Tensor) -> Tensor:
+    """Return y - (y.u) u, in the dtype of `outputs`, for outputs y (B, T, K, H / K, E) and the unit vectors u of the
+    token's own values (B, T, K, 1, E).
+    """
+    y, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (outputs, own_values))
+    u = F.normalize(v, dim=-1)
+    return (y - (y * u).sum(-1, keepdim=True) * u).to(outputs.dtype)
+
+
+class QueryDifference(nn.Module):
+    """Differential attention's second version: o1 - sigmoid(x W) o2 for the outputs o1, o2 of two queries of a head,
+    with the layer's input x.
+    """
+
+    def __init__(self, width: int, n_head: int):
+        super().__init__()
+        self.factor = UninitialisedLinear(width, n_head, bias=False)
+
+    def forward(self, outputs: Tensor, x: Tensor) -> Tensor:
+        """Return the differences (B, T, H, E) of the outputs (B, T, H, 2, E), for x (B, T, C)."""
+        first_output, second_output = outputs.unbind(-2)
+        return first_output - self.factor(x).sigmoid().unsqueeze(-1) * second_output
 
 
 class MapDifference(nn.Module):

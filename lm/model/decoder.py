@@ -78,8 +78,8 @@ class Decoder(nn.Module):
         `hidden.weight`, from N(0, 1 / inputs).
 
         Projections into the residual stream have standard deviation init_std / sqrt(2 n_layer) or 0 (`out_init`), value
-        embeddings init_std sqrt(n_embd), vectors `MapDifference.lambdas` 0.1. normalizers_only: draw only the
-        normalizers' `hidden.weight`.
+        embeddings init_std sqrt(n_embd), vectors `MapDifference.lambdas` 0.1. Gates of few inputs start at 0.
+        normalizers_only: draw only the normalizers' `hidden.weight`.
         """
         for name, parameter in self.named_parameters():
             if name.endswith(".bias") and not (normalizers_only or is_normalizer_parameter(name)):
@@ -97,6 +97,8 @@ class Decoder(nn.Module):
                 std = self.config.init_std
                 if name.startswith("value_embedding."):
                     std *= math.sqrt(self.config.n_embd)  # the spread of the values that they are mixed with
+                if name.endswith(".gate.weight") and self.config.gate_inputs:
+                    std = 0.0
                 if name.endswith(".out.weight"):
                     std = 0.0 if self.config.out_init == "zero" else std / math.sqrt(2 * self.config.n_layer)
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()

@@ -711,7 +711,8 @@ def test_code_of_its_own_computes_in_float64(case: str, tmp_path: Path):
 
 
 REFUSED = {
-    "two maps": (ModelConfig(2, differential=True), "one map of weights a head"),
+    "two maps": (ModelConfig(2, differential=True), "does not compute model.differential = true"),
+    "outputs without the own value": (ModelConfig(2, exclusive=True), "does not compute model.exclusive = true"),
     "n of the sample": (ModelConfig(2, normalizer=opt.SSMax(n="sample")), "normalizer.n = sample of ssmax is a length"),
     "two windows": (
         ModelConfig(2, normalizer=Layers([opt.Window(size=4), opt.Window(size=5)])),
