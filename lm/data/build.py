@@ -64,8 +64,6 @@ class Scan:
     ends: np.ndarray  # (readings,) int64: number of documents up to the end of each `Reading`
     sources: np.ndarray  # (readings,) int64: index of each reading's source
     omissions: "OmissionCounts"  # the documents that were left out, and what could not be read
-    # facts on documents of token ids (`Vocabulary.seen`); empty if all documents are texts
-    id_statistics: dict[str, int]
 
     @property
     def source_indices(self) -> np.ndarray:
@@ -198,7 +196,6 @@ def _build_text_store(data: DataConfig, store: Path, progress: Progress) -> dict
         "licence": "; ".join(dict.fromkeys(licences)),
         "left_out": {"blank": scan.omissions.blank, "copies": int((scan.assignment == COPY).sum())},
         "unreadable": scan.omissions.unreadable,
-        **({"ids": scan.id_statistics} if scan.id_statistics else {}),
         **({"tokenizer_origin": tokenizer_origin} if tokenizer_origin else {}),
         **facts,
     }
@@ -397,8 +394,7 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
             f"data.source: {source_names}: {len(hashes)} document(s), none of which can be held out{omission_text}; "
             f"two different ones of a source are needed: add text{remedy}"
         )
-    ids = next((reading.vocabulary.seen for reading in readings if reading.vocabulary), {})
-    return Scan(hash_array, size_array, assignment, end_array, source_array, omissions, ids)
+    return Scan(hash_array, size_array, assignment, end_array, source_array, omissions)
 
 
 def _hashes_to_hold_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: float) -> np.ndarray:

@@ -111,12 +111,6 @@ def store_description(store: Store, samples: int) -> Iterator[str]:
     yield from (f"             {line}" for line in manifest["unreadable"]["first"])
     if origin := manifest.get("tokenizer_origin"):
         yield f"tokenizer    {origin['model']} at {origin['commit']}"
-    if ids := manifest.get("ids"):
-        n_first, n_last, max_id = ids["end_of_text_first"], ids["end_of_text_last"], ids["largest_id"]
-        yield (
-            f"ids          {ids['documents']:,} documents, largest id {max_id:,}; end of text first in {n_first:,}, "
-            f"last in {n_last:,}"
-        )
     yield ""
     yield f"{'':<6} {'source':<24} {'documents':>12} {'tokens':>16} {'bytes':>18} {'bytes/token':>12}  licence"
     for name in SPLITS:

@@ -134,15 +134,9 @@ def summary(store: Store) -> str:
         tasks = ", ".join(source.label for source in train.sources)
         return f"{store.path}: sequences made up for {tasks}, over {store.vocab_size - 1:,} symbols"
     n_bytes, n_tokens = train.n_bytes + val.n_bytes, train.n_tokens + val.n_tokens
-    omission_labels = {
-        "blank": "empty ones skipped",
-        "copies": "copies left out",
-    }
-    omission_counts = [
-        f"{manifest['left_out'][name]:,} {text}"
-        for name, text in omission_labels.items()
-        if manifest["left_out"].get(name)
-    ]
+    labels_of_counts = {"blank": "empty ones skipped", "copies": "copies left out"}
+    counts = [(manifest["left_out"].get(name), text) for name, text in labels_of_counts.items()]
+    omission_counts = [f"{count:,} {text}" for count, text in counts if count]
     if (unreadable := manifest["unreadable"])["count"]:
         unreadable_text = f"{unreadable['count']:,} files, documents or rows ({unreadable['bytes']:,} bytes)"
         omission_counts.append(f"{unreadable_text} unreadable, the first: {unreadable['first'][0]}")

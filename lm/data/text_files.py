@@ -12,7 +12,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -157,27 +157,25 @@ def unreadable_error(location: str, error: Exception, n_bytes: int | None = None
 # ---------------------------------------------------------------- local files
 
 
+_LATER_DOCUMENT = ": document from byte "  # in the location of a document after a separator
 PARQUET_BATCH_BYTES = 4 << 20  # text of a parquet file in memory at a time, unless one row has more
 
 
 def file_documents(source: Files, on_error: OnError, vocabulary: object = None) -> Documents:
+    """Yield the documents of files. Raises DataError at their end if the separator occurs in none of the text files."""
     paths = expand(source)
-    _check_separator([path for path in paths if _reader_of(path, source) is _read_txt], source.separator)
-    return read_files(paths, source, on_error)
-
-
-def _check_separator(paths: list[Path], separator: str) -> None:
-    """Raise DataError if `separator` occurs in none of the text files `paths`. Each is read up to its first match."""
-    if not separator or not paths:
+    text_paths = [path for path in paths if _reader_of(path, source) is _read_txt]
+    is_split = not source.separator or not text_paths
+    for document, location in read_files(paths, source, on_error):
+        is_split = is_split or _LATER_DOCUMENT in location
+        yield document, location
+    if is_split:
         return
-    for path in paths:
-        with suppress(OSError, Unreadable), io.BufferedReader(_FileStream(path), READ_BYTES) as file:
-            if any(begin for begin, _ in _split_at_separator(file, separator.encode())):
-                return
     remedy = "set data.source.separator to a text that stands between documents, or drop it"
-    if "\\" in separator:
+    if "\\" in source.separator:
         remedy += '; in YAML \\n is a line end in double quotes alone: "\\n"'
-    raise DataError(f"data.source.separator: {separator!r} occurs in none of the {len(paths):,} text files; {remedy}")
+    text = f"{source.separator!r} occurs in none of the {len(text_paths):,} text files"
+    raise DataError(f"data.source.separator: {text}; {remedy}")
 
 
 def files_identity(source: Files, root: Path, hashes: FileHashes) -> dict[str, Plain]:
@@ -387,7 +385,7 @@ def _read_txt(path: Path, source: Files, on_error: OnError, parse: Parse) -> Doc
             with report_unreadable(on_error, len(content)):
                 text = _decode(content, begin, str(path))
                 content.clear()  # a long document is in memory once
-                yield text, f"{path}: document from byte {begin:,} on" if begin else str(path)
+                yield text, f"{path}{_LATER_DOCUMENT}{begin:,} on" if begin else str(path)
 
 
 def _split_at_separator(file: io.BufferedReader, separator: bytes) -> Iterator[tuple[int, bytearray]]:

@@ -47,12 +47,7 @@ OTHER_FORMATS = {
 
 
 class Vocabulary:
-    """Checks documents of token ids against a tokenizer's vocabulary, and counts the bytes of their text.
-
-    Attributes:
-        seen: statistics of the checked documents: their number, the largest id, how many began or ended with the
-            end-of-text token.
-    """
+    """Checks documents of token ids against a tokenizer's vocabulary, and counts the bytes of their text."""
 
     def __init__(self, spec: TokenizerOptions):
         self.tokenizer, self.end_of_text_token = tokenizer_of(spec), spec.end_of_text
@@ -61,7 +56,6 @@ class Vocabulary:
         self.n_unchecked = 64 if self.bytes is None else 0  # documents whose decoded text is still to be checked
         self.known = np.zeros(vocab_size(self.tokenizer), bool)  # (V,), true for ids that the tokenizer has
         self.known[list(self.tokenizer.get_vocab().values())] = True
-        self.seen = {"documents": 0, "largest_id": 0, "end_of_text_first": 0, "end_of_text_last": 0}
 
     def document(self, ids: Plain | np.ndarray, location: str) -> np.ndarray:
         """Check a document's ids and return them without a leading or trailing end-of-text token: uint32 (tokens,);
@@ -99,10 +93,6 @@ class Vocabulary:
         if self.n_unchecked and len(document) > 1:  # a single token shows nothing of what is put between tokens
             self.n_unchecked -= 1
             self._check_decoder(document[:_CHECKED_IDS], location)
-        self.seen["documents"] += 1
-        self.seen["largest_id"] = max(self.seen["largest_id"], int(ids.max(initial=0)))
-        self.seen["end_of_text_first"] += n_leading
-        self.seen["end_of_text_last"] += n_trailing
         return document
 
     def _check_decoder(self, ids: np.ndarray, location: str) -> None:
