@@ -114,8 +114,8 @@ def link_checkpoint(name: str, path: Path) -> None:
     where links fail.
     """
     link_path, run = path.parent / name, path.parent.parent
-    lines = [line for line in entries_of(run) if line["file"] == f"{CHECKPOINTS}/{path.name}"]
-    add_entries(run, *(line | {"file": f"{CHECKPOINTS}/{name}"} for line in lines[-1:]))
+    lines = entries_of(run, f"{CHECKPOINTS}/{path.name}")[-1:]
+    add_entries(run, *(line | {"file": f"{CHECKPOINTS}/{name}"} for line in lines))
     temporary_path = new_temporary_path(link_path)
     try:
         try:

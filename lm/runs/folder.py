@@ -176,7 +176,7 @@ def check_log(run: Path, content: bytes, step: float = math.inf) -> None:
     """Check that a log, `content`, begins as it was when the last checkpoint up to `step` was saved; raises RunError if
     not.
     """
-    path, lines = run / METRICS, [line for line in entries_of(run) if line["file"] == METRICS and line["step"] <= step]
+    path, lines = run / METRICS, [line for line in entries_of(run, METRICS) if line["step"] <= step]
     if not lines:
         return
     saved, n_bytes = lines[-1], lines[-1].get("bytes", 0)

@@ -224,7 +224,7 @@ def _read_tokenizer(folder: Path, spec: ModelSpec) -> Tokenizer | None:
         RunError: it is missing, or not the tokenizer that the model was trained with.
         DataError: the tokenizer can't be used.
     """
-    if (folder / MANIFEST).is_file() and any(line["file"] == TOKENIZER for line in entries_of(folder)):
+    if (folder / MANIFEST).is_file() and entries_of(folder, TOKENIZER):
         check_file(folder, TOKENIZER, advice="bring back the one that the model was trained with")
     return load_tokenizer(folder / TOKENIZER, spec.end_of_text) if (folder / TOKENIZER).is_file() else None
 

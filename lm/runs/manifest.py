@@ -36,8 +36,9 @@ def add_entries(folder: Path, *entries: Entry) -> None:
     """Add lines to the manifest of `folder`, synced to disk. Raises RunError: the manifest can't be written."""
     text = "".join("\n" + json.dumps(line) for line in entries)  # a line that a power cut leaves unfinished stays alone
     try:
-        with (folder / MANIFEST).open("ab", buffering=0) as file:
+        with (folder / MANIFEST).open("ab") as file:
             file.write(text.encode())
+            file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         raise RunError(f"{folder / MANIFEST}: can't be written: {error.strerror}") from None
@@ -84,9 +85,12 @@ def read_file(folder: Path, name: str, advice: str = "bring it back") -> bytes:
     return content
 
 
-def entries_of(folder: Path) -> list[Entry]:
-    """Return all readable lines of the manifest of `folder`. Raises RunError: there is no manifest."""
-    lines = map(parse_line, _text(folder).splitlines())
+def entries_of(folder: Path, name: str = "") -> list[Entry]:
+    """Return the readable lines of the manifest of `folder`, of the file `name` or all. Raises RunError: there is no
+    manifest.
+    """
+    start = json.dumps({"file": name})[:-1] if name else ""
+    lines = map(parse_line, (line for line in _text(folder).splitlines() if line.startswith(start)))
     return [line for line in lines if line and {"file", "sha256", "weights"} <= line.keys()]
 
 

@@ -144,8 +144,8 @@ def refuse_moved_run(config: Config, files: list[str]) -> None:
 
 def had_checkpoint(folder: Path) -> bool:
     """Whether the run in a folder saved a checkpoint, by its manifest; if it did not, the run may start again."""
-    name = f"{CHECKPOINTS}/{LAST}"  # its line is written once the checkpoint is there
-    return (folder / CONFIG).is_file() and any(line["file"] == name for line in entries_of(folder))
+    # the line of LAST is written once the checkpoint is there
+    return (folder / CONFIG).is_file() and bool(entries_of(folder, f"{CHECKPOINTS}/{LAST}"))
 
 
 def create_run_folder(folder: Path, resume: bool) -> bool:
