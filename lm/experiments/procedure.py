@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -228,25 +228,28 @@ class Procedure:
         if experiment.table:
             costs = experiment.costs_of(experiment.table, size)
             return rate_choice({arm.name: costs[arm.name] for arm in arms})
-        outcome, seeds = TuningOutcome({}, tuple(experiment.tune.rates) if arms else ()), experiment.tune.seeds
+        outcome = TuningOutcome({}, tuple(experiment.tune.rates) if arms else ())
         for source in self._untuned_sources(arms):
-            rate = rates[source.name]
-            runs.setdefault(source.name, {})[rate] = [
-                self.run(size, source, "tune", rate, seed, rates) for seed in seeds
-            ]
+            runs.setdefault(source.name, {}).update(self._runs_at(size, source, "tune", (rates[source.name],), rates))
+        metric = experiment.primary.metric if experiment.tune.metric == "primary" else SELECTION
         while outcome.missing:
-            for arm, rate in product(arms, outcome.missing):
-                runs.setdefault(arm.name, {})[rate] = [self.run(size, arm, "tune", rate, seed, rates) for seed in seeds]
-            runs_by_arm = [[*chain(*runs[arm.name].values())] for arm in arms]
-            if not all(run.outcome.ended for run in chain(*runs_by_arm)):
+            for arm in arms:
+                runs.setdefault(arm.name, {}).update(self._runs_at(size, arm, "tune", outcome.missing, rates))
+            runs_by_arm = {arm.name: [*chain(*runs[arm.name].values())] for arm in arms}
+            if not all(run.outcome.ended for run in chain(*runs_by_arm.values())):
                 return outcome
-            for arm_runs in runs_by_arm:
-                check_comparable(
-                    arm_runs, experiment.primary.metric if experiment.tune.metric == "primary" else SELECTION
-                )
-            costs = {arm.name: self._costs(runs[arm.name]) for arm in arms}
+            for arm_runs in runs_by_arm.values():
+                check_comparable(arm_runs, metric)
+            costs = {name: self._costs(runs[name]) for name in runs_by_arm}
             outcome = tuning_outcome(experiment.tune.axes, costs, partial(self._is_possible_rate, size, arms))
         return outcome
+
+    def _runs_at(
+        self, size: str, arm: Arm, stage: str, arm_rates: Iterable[Rate | None], rates: dict[str, Rate | None]
+    ) -> dict[Rate | None, list[Run]]:
+        """The runs of an arm at several rates, by rate as a list over the seeds of the stage."""
+        seeds = self.experiment.tune.seeds if stage == "tune" else self.experiment.seeds
+        return {rate: [self.run(size, arm, stage, rate, seed, rates) for seed in seeds] for rate in arm_rates}
 
     def _untuned_sources(self, arms: Iterable[Arm]) -> list[Arm]:
         """List the untuned arms that `arms` start from, sources first; these untuned arms are trained with the tuning
@@ -261,8 +264,7 @@ class Procedure:
         seeds. None while runs of arms with several candidates have not ended."""
         rates = {name: arm_rates[0] for name, arm_rates in candidates.items()}
         for name, arm_rates in ((name, arm_rates) for name, arm_rates in candidates.items() if len(arm_rates) > 1):
-            arm, seeds = self._arms[name], self.experiment.seeds
-            runs = {rate: [self.run(size, arm, "final", rate, seed, {}) for seed in seeds] for rate in arm_rates}
+            runs = self._runs_at(size, self._arms[name], "final", arm_rates, {})
             if not all(run.outcome.ended for run in chain(*runs.values())):
                 return None
             rates[name] = best_rate(self._costs(runs), arm_rates)
@@ -331,14 +333,38 @@ class Procedure:
         """The names of the arms that an arm starts from: its source, the source of its source, and so on."""
         return [arm.source, *self.sources(self._arms[arm.source])] if arm.source else []
 
+    def runs_by_rate(self, size: str) -> dict[str, dict[Rate | None, list[Run]]]:
+        """The final runs of each arm by rate, as a list over seeds; the rate that tuning chose comes first. Arms whose
+        rates are not known have none.
+        """
+        choice, runs = self.choice(size), {}
+        rates = choice.rates or {}
+        for arm in self.experiment.arms:
+            own_rates = (rates[arm.name],) if arm.source and arm.name in rates else ()
+            arm_rates = own_rates if arm.source else choice.rates_of_final_runs.get(arm.name, ())
+            runs[arm.name] = self._runs_at(size, arm, "final", arm_rates, rates)
+        return runs
+
     def final_runs(self, size: str) -> list[Run]:
         """The runs that are judged, in the order of seeds, then arms; none before rates are known."""
         rates = self.choice(size).rates or {}
-        arms = [arm for arm in self.experiment.arms if arm.name in rates]
-        return [
-            self.run(size, arm, "final", rates[arm.name], seed, rates)
-            for seed, arm in product(self.experiment.seeds, arms)
-        ]
+        return _by_seed(runs[rates[arm]] for arm, runs in self.runs_by_rate(size).items() if arm in rates)
+
+    def crossed_runs(self, size: str) -> list[Run]:
+        """The final runs of arms whose seeds are trained at several rates, in the order of seeds, then arms, then
+        rates.
+        """
+        return _by_seed(chain(*(runs.values() for runs in self.runs_by_rate(size).values() if len(runs) > 1)))
+
+    def known_runs(self) -> list[Run]:
+        """All runs that the experiment needs, as far as they are known: tuning runs first, each run after its
+        source.
+        """
+        runs: list[Run] = []
+        for size in self.experiment.sizes:
+            runs += chain(*(chain(*by_rate.values()) for by_rate in self.choice(size).runs.values()))
+            runs += _by_seed(chain(*(by_rate.values() for by_rate in self.runs_by_rate(size).values())))
+        return list({run.config.run_folder: run for run in runs}.values())
 
     def judgement(self) -> Judgement:
         """Judge the runs by their folders as they are now. Raises RunError: finished runs were not measured on the same
@@ -363,23 +389,10 @@ class Procedure:
 
     def _judged_runs(self, size: str) -> dict[SizeArm, RunsByRate]:
         """The final runs of a size by arm and rate; the rate that tuning chose comes first."""
-        experiment, choice = self.experiment, self.choice(size)
-        rates = choice.rates or {}
-        runs: dict[SizeArm, dict[Rate | None, list[Run]]] = {}
-        for arm in experiment.arms:
-            arm_rates = (
-                choice.rates_of_final_runs.get(arm.name, ())
-                if not arm.source
-                else (rates[arm.name],)
-                if arm.name in rates
-                else ()
-            )
-            runs[size, arm.name] = {
-                rate: [self.run(size, arm, "final", rate, seed, rates) for seed in experiment.seeds]
-                for rate in arm_rates
-            }
+        experiment = self.experiment
+        runs = {(size, arm): by_rate for arm, by_rate in self.runs_by_rate(size).items()}
         check_comparable(
-            [run for runs_by_rate in runs.values() for run in chain(*runs_by_rate.values())], experiment.primary.metric
+            [run for by_rate in runs.values() for run in chain(*by_rate.values())], experiment.primary.metric
         )
         judge = partial(self._judged_run, experiment.primary.reach is not None or experiment.first_config.data.symbolic)
         return {
@@ -412,27 +425,6 @@ class Procedure:
             return JudgedRun(*run_fields, np.array([self.compared_value(outcome)]), np.ones(1), None, level)
         units = units.part(selection=False)
         return JudgedRun(*run_fields, units.values.astype(float), units.weights.astype(float), units.groups, level)
-
-    def crossed_runs(self, size: str) -> list[Run]:
-        """The final runs of arms whose seeds are trained at several rates, in the order of seeds, then arms, then
-        rates.
-        """
-        rates = self.choice(size).crossed
-        arm_rates = [(arm, rate) for arm in self.experiment.arms for rate in rates.get(arm.name, ())]
-        return [
-            self.run(size, arm, "final", rate, seed, {})
-            for seed, (arm, rate) in product(self.experiment.seeds, arm_rates)
-        ]
-
-    def known_runs(self) -> list[Run]:
-        """All runs that the experiment needs, as far as they are known: tuning runs first, each run after its
-        source.
-        """
-        runs: list[Run] = []
-        for size in self.experiment.sizes:
-            tuning_runs = chain(*(chain(*runs_by_rate.values()) for runs_by_rate in self.choice(size).runs.values()))
-            runs += [*tuning_runs, *self.crossed_runs(size), *self.final_runs(size)]
-        return list({run.config.run_folder: run for run in runs}.values())
 
     def n_runs(self, size: str) -> dict[str, int]:
         """Count the runs of each arm in a size, by the grid and rates known so far. Before tuning has ended, two final
@@ -493,6 +485,11 @@ class Procedure:
 def next_runs(runs: Iterable[Run]) -> list[Run]:
     """Those of the known runs that can be started: they have not ended, and the runs they start from have finished."""
     return [run for run in runs if not run.outcome.ended and (not run.source or run.source.outcome.state == "finished")]
+
+
+def _by_seed(runs: Iterable[list[Run]]) -> list[Run]:
+    """The runs in lists over seeds, in the order of seeds."""
+    return [*chain(*zip(*runs, strict=True))]
 
 
 def check_comparable(runs: list[Run], metric: str) -> None:
