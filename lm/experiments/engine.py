@@ -415,7 +415,6 @@ class ExperimentTrainer:
             print(f"{run.stage}: {run.label}: failed with {failure} ({failure.log})", flush=True)
             return
         log_path(self.folder, run, FAILURE_SUFFIX).unlink(missing_ok=True)
-        self.procedure.check_direction(outcome)
         self.known_runs = self.procedure.known_runs()
         self.times = run_times(self.known_runs, self.run_costs)
         words = self._result_words(run, outcome)

@@ -8,10 +8,17 @@ from pathlib import Path
 
 from lm.config import presets
 from lm.config.eval_config import ValidationTiming
-from lm.config.load import merge, merge_bases, nest_keys, overrides_in, read_overrides, refuse_unused_temperatures
+from lm.config.load import (
+    merge,
+    merge_bases,
+    nest_keys,
+    overrides_in,
+    read_overrides,
+    read_yaml,
+    refuse_unused_temperatures,
+)
 from lm.config.normalizers import OPTIONS
 from lm.config.tree import Config, ExperimentConfig, differences, distinguishes_arms, effect_of
-from lm.config.yaml_text import MAX_BYTES, parse_yaml
 from lm.data.prepare import vocab_size_of
 from lm.errors import ConfigError, DataError, Problem, as_written
 from lm.evaluation.metrics import measured
@@ -19,7 +26,8 @@ from lm.experiments.experiment import Arm, Experiment, PrimaryMetric, Swap, Tune
 from lm.experiments.tuning_table import read_tuning_table
 from lm.model.spec import count_steps
 from lm.plugins import PLUGINS
-from lm.runs.folder import CONFIG, RESOLVED_FILE, SWAPPED
+from lm.runs.folder import RESOLVED_FILE, SWAPPED
+from lm.runs.same_run import config_problems
 from lm.schema import Plain, build, cross_key_problems, flatten, key, optional, section, suggest, to_plain
 from lm.statistics.tuning import MIN_TUNING_SEEDS, Rate, rate_text
 
@@ -87,7 +95,7 @@ def read_experiment(file: Path, overrides: list[str]) -> Experiment:
 def _experiment(file: Path, overrides: list[str]) -> Experiment:
     """Read the experiment that a file describes, without building the configurations of its arms."""
     problems: list[Problem] = []
-    keys = build(_FileKeys, _read_yaml(file), "", problems)
+    keys = build(_FileKeys, _read(file), "", problems)
     problems += cross_key_problems(keys)
     base = nest_keys(keys.base) if isinstance(keys.base, dict) else {"base": keys.base}
     arm_blocks, size_blocks = (_named_blocks(name, getattr(keys, name) or {}, problems) for name in ("arms", "sizes"))
@@ -212,22 +220,11 @@ def _with_steps(experiment: Experiment) -> Experiment:
     return replace(experiment, sizes=sizes)
 
 
-def _read_yaml(path: Path) -> dict[str, Plain]:
-    try:
-        with path.open("rb") as file:
-            plain = parse_yaml(file.read(MAX_BYTES + 1), str(path))
-    except IsADirectoryError:
-        description = "a run folder, whose report lm report writes" if (path / CONFIG).is_file() else "a folder"
-        raise ConfigError(f"{path}: {description}; name an experiment's YAML file") from None
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such experiment file{presets.suggestion(path)}") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    if not isinstance(plain, dict):
-        raise ConfigError(f"{path}: must hold the keys base, arms, seeds, tune, primary")
-    if "arms" not in plain and (keys := sorted(plain.keys() & {spec.name for spec in fields(Config)})):
-        reason = f"the configuration of one run (it has {', '.join(keys)} and no arms), not an experiment"
-        raise ConfigError(f"{path}: {reason}; train it with lm train {path}, or name it as an experiment's base")
+def _read(path: Path) -> dict[str, Plain]:
+    plain = read_yaml(path)
+    if "arms" not in plain:
+        remedy = f"train it with lm train {path}, or name it as an experiment's base"
+        raise ConfigError(f"{path}: no experiment: it has no `arms`; {remedy}")
     return plain
 
 
@@ -321,23 +318,20 @@ def _measured(experiment: Experiment, config: Config) -> dict[str, Plain]:
 def _check_branch(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
     """Check an arm that continues another arm's run (`source`) from a step. The source must keep a checkpoint of this
     step, and steps must remain after it. The two may differ only in settings that may change during a run."""
-    interval, steps = source.checkpoint_every, source.trainer.max_steps
+    interval, steps, step = source.checkpoint_every, source.trainer.max_steps, arm.branch_step
     regular_steps = [step for step in range(1, steps + 1) if step % interval == 0 or step == steps]
     kept_steps = {*regular_steps[-source.trainer.keep_checkpoints :], *source.phase_ends[:-1]}
-    if arm.branch_step not in kept_steps:
+    if step not in kept_steps:
         reason = f"is no step that {arm.source} keeps a checkpoint of ({', '.join(map(str, sorted(kept_steps)))})"
         remedy = "set trainer.checkpoint_every to a divisor of it, and raise trainer.keep_checkpoints"
-        yield Problem(f"arms.{arm.name}.step", arm.branch_step, reason, remedy)
-    if config.trainer.max_steps <= arm.branch_step:
-        reason = f"leaves no step after step {arm.branch_step} of {arm.source}"
+        yield Problem(f"arms.{arm.name}.step", step, reason, remedy)
+    if config.trainer.max_steps <= step:
+        reason = f"leaves no step after step {step} of {arm.source}"
         remedy = "raise it: it counts all steps from the first"
         yield Problem(f"arms.{arm.name}.trainer.max_steps", config.trainer.max_steps, reason, remedy)
-    changes = differences(to_plain(config, whole=True), to_plain(source, whole=True))
-    for path, (value, source_value) in changes.items():
-        if effect_of(path).on_resume == "same":
-            reason = f"is {as_written(source_value)} in {arm.source}, which it branches from"
-            remedy = "drop it: length, rate and schedule alone may differ"
-            yield Problem(f"arms.{arm.name}.{path}", value, reason, remedy)
+    metadata = {"step": step, "phase": source.phase_at(step - 1)}
+    for problem in config_problems(config, source, metadata, Path(arm.source), branches=True):
+        yield replace(problem, path=f"arms.{arm.name}.{problem.path}")
 
 
 def _check_start(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
@@ -401,17 +395,13 @@ def _check_table(experiment: Experiment) -> Iterator[Problem]:
         yield Problem("tune.table", shared_seeds, "are final seeds", _JUDGED)
     seeds: dict[tuple[str, str], dict[Rate, list[int]]] = {}  # seeds of each arm and size at each rate
     for run in experiment.table:
-        seeds.setdefault((run.size, run.arm), {}).setdefault(run.rate, []).append(run.seed)
-    for size, arm in product(experiment.sizes, (arm for arm in experiment.arms if arm.is_tuned)):
-        own, base = seeds.get((size, arm.name), {}), seeds.get((size, baseline), {})
-        runs, name = [run for run in experiment.table if (run.size, run.arm) == (size, arm.name)], arm.name
-        differing_rates = sorted(rate for rate in own.keys() & base.keys() if {*own[rate]} != {*base[rate]})
+        if experiment.choice_value(run) is not None:  # it has ended
+            seeds.setdefault((run.size, run.arm), {}).setdefault(run.rate, []).append(run.seed)
+    for size, name in product(experiment.sizes, (arm.name for arm in experiment.arms if arm.is_tuned)):
+        own, base = seeds.get((size, name), {}), seeds.get((size, baseline), {})
+        differing_rates = sorted(rate for rate in own.keys() & base.keys() if sorted(own[rate]) != sorted(base[rate]))
         reason = ""
-        if any(experiment.choice_value(run) is None for run in runs):
-            reason = f"has runs of {name} that have not ended"
-        elif any(len(set(values)) < len(values) for values in own.values()):
-            reason = f"has a run of {name} twice: the same size, arm, rate and seed"
-        elif len(own) < 2 or min(map(len, own.values())) < MIN_TUNING_SEEDS:
+        if len(own) < 2 or min(len({*values}) for values in own.values()) < MIN_TUNING_SEEDS:
             reason = f"has fewer than 2 rates of {name}, or fewer than {MIN_TUNING_SEEDS} seeds at one"
         elif differing_rates:
             reason = f"has other seeds of {name} than of {baseline} at {', '.join(map(rate_text, differing_rates))}"

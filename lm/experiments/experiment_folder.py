@@ -268,42 +268,38 @@ def is_measured(experiment: Experiment) -> bool:
     )
 
 
-def _changes(planned: dict[str, Plain], present: dict[str, Plain]) -> dict[str, str]:
-    """Name each key that differs, with both values. A list of what the primary metric is measured on may grow: the
-    metric is the same if others are measured beside it.
+def _changes(plan: dict[str, dict], present: dict[str, dict]) -> dict[str, list[str]]:
+    """What differs between two plans, in words, by SIZE/ARM; changes of what all verdicts depend on have the name "".
+    A list of what the primary metric is measured on may grow: others are measured beside it.
     """
+    sides = [
+        {"": side["shared"]} | {name: omitted_keys() | keys for name, keys in side["arms"].items()}
+        for side in (plan, present)
+    ]
 
-    def is_same(key: str) -> bool:
-        was, now = planned.get(key), present.get(key)
+    def is_same(key: str, was: Plain, now: Plain) -> bool:
         is_longer = ": " in key and isinstance(was, list) and isinstance(now, list) and all(item in now for item in was)
         return was == now or is_longer
 
-    return {
-        key: f"{key} was {as_written(planned.get(key))}, is {as_written(present.get(key))}"
-        for key in dict.fromkeys((*planned, *present))
-        if not is_same(key)
-    }
+    changes = {}
+    for name in dict.fromkeys((*sides[0], *sides[1])):
+        was, now = (side.get(name) for side in sides)
+        changes[name] = ["added" if was is None else "left out"]
+        if was and now:
+            pairs = {key: (was.get(key), now.get(key)) for key in (was | now)}
+            changes[name] = [
+                f"{key} was {as_written(old)}, is {as_written(new)}"
+                for key, (old, new) in pairs.items()
+                if not is_same(key, old, new)
+            ]
+    return {name: words for name, words in changes.items() if words}
 
 
-def _arm_changes(plan: dict[str, dict], present: dict[str, dict], ignored_keys: tuple[str, ...] = ()) -> dict[str, str]:
-    """The changes of the arms that both plans have, as words by arm."""
-    both = {
-        name: (omitted_keys() | plan["arms"][name], omitted_keys() | present["arms"][name])
-        for name in present["arms"]
-        if name in plan["arms"]
-    }
-    changes = {
-        name: [words for key, words in _changes(*keys).items() if key not in ignored_keys]
-        for name, keys in both.items()
-    }
-    return {name: ", ".join(words) for name, words in changes.items() if words}
-
-
-def _arm_words(changes: dict[str, str], arm_count: int) -> list[str]:
+def _arm_words(changes: dict[str, list[str]], arm_count: int) -> list[str]:
     """Join arms with the same changes; without names if these are all arms."""
     names: dict[str, list[str]] = {}
     for name, words in changes.items():
-        names.setdefault(words, []).append(name)
+        names.setdefault(", ".join(words), []).append(name)
     return [words if len(arms) == arm_count > 1 else f"{', '.join(arms)}: {words}" for words, arms in names.items()]
 
 
@@ -320,21 +316,21 @@ def _compared_with_plan(experiment: Experiment, plan: dict[str, dict] | None, pr
     if plan is None:
         note = f"exploratory: what was planned before the first run is not known: {RESOLVED_FILE} does not say"
         return replace(experiment, plan_notes=(note,), exploratory=every_arm)
-    shared = _changes(plan["shared"], present["shared"])
-    tuning = [words for key, words in shared.items() if key.startswith("tune.")]
-    general = [words for key, words in shared.items() if not key.startswith("tune.")]
-    left_out = [f"{name}: left out" for name in plan["arms"] if name not in present["arms"]]
-    arms = _arm_changes(plan, present) | {name: "added" for name in present["arms"] if name not in plan["arms"]}
-    sources = {arm.name: arm.source for arm in experiment.arms}
+    changes, sources = _changes(plan, present), {arm.name: arm.source for arm in experiment.arms}
+    shared = changes.pop("", [])
+    tuning = [words for words in shared if words.startswith("tune.")]
+    general = [words for words in shared if words not in tuning]
 
     def is_changed(size: str, arm: str) -> bool:
-        return bool(arm) and (_name(size, arm) in arms or is_changed(size, sources[arm]))
+        return bool(arm) and (_name(size, arm) in changes or is_changed(size, sources[arm]))
 
-    concerns_all = general or left_out or any(is_changed(size, experiment.arms[0].name) for size in experiment.sizes)
+    has_left_out = any(name not in present["arms"] for name in changes)
+    baseline_changed = any(is_changed(size, experiment.arms[0].name) for size in experiment.sizes)
+    concerns_all = general or has_left_out or baseline_changed
     exploratory = every_arm if concerns_all else frozenset(pair for pair in every_arm if is_changed(*pair))
-    words = [*general, *_arm_words(arms, len(present["arms"])), *left_out]
+    words = general + _arm_words(changes, len(present["arms"]))
     lines = {"exploratory: changed since the plan": words, "changed since the plan": tuning}
-    notes = tuple(f"{start}: {'; '.join(changes)}" for start, changes in lines.items() if changes)
+    notes = tuple(f"{start}: {'; '.join(entries)}" for start, entries in lines.items() if entries)
     return replace(experiment, plan_notes=notes, exploratory=exploratory)
 
 
@@ -345,7 +341,13 @@ def _other_runs_words(
     configuration, with the keys that differ and the command that goes on with those runs; empty otherwise.
     """
     experiment, overrides = procedure.experiment, tuple(planned_overrides or ())
-    changes = _arm_changes(plan, present, experiment.tune.keys if experiment.is_tuned else ())
+    tuned = tuple(f"{key} was " for key in experiment.tune.keys if experiment.is_tuned)
+    changes = {
+        name: kept
+        for name, words in _changes(plan, present).items()
+        if name in plan["arms"] and name in present["arms"]
+        if (kept := [entry for entry in words if not entry.startswith(tuned)])
+    }
     has_ended_runs = any(
         step_path(folder / CHECKPOINTS, keys["trainer.max_steps"]).exists()
         for name, keys in plan["arms"].items()

@@ -368,18 +368,21 @@ class Procedure:
 
     def judgement(self) -> Judgement:
         """Judge the runs by their folders as they are now. Raises RunError: finished runs were not measured on the same
-        sequences, or disagree with the experiment on which direction of the primary metric is better."""
-        experiment = self.experiment
+        sequences.
+        """
+        experiment, runs = self.experiment, dict[SizeArm, RunsByRate]()
+        for size in experiment.sizes:
+            by_arm = self.runs_by_rate(size)
+            all_runs = [run for by_rate in by_arm.values() for run in chain(*by_rate.values())]
+            check_comparable(all_runs, experiment.primary.metric)
+            for arm, by_rate in by_arm.items():
+                runs[size, arm] = {rate: [*map(self._judged_run, rate_runs)] for rate, rate_runs in by_rate.items()}
         return Judgement(
             experiment.primary,
             tuple(arm.name for arm in experiment.arms),
             experiment.seeds,
             {size: self.choice(size).rates for size in experiment.sizes},
-            {
-                size_arm: runs_by_rate
-                for size in experiment.sizes
-                for size_arm, runs_by_rate in self._judged_runs(size).items()
-            },
+            runs,
             all_pairs=experiment.primary.quantity_name != experiment.choice_metric,
             sources={arm.name: self.sources(arm) for arm in experiment.arms if arm.source},
             exploratory=experiment.exploratory,
@@ -387,40 +390,17 @@ class Procedure:
             measured_on=experiment.data_words(experiment.primary.quantity_name, "report"),
         )
 
-    def _judged_runs(self, size: str) -> dict[SizeArm, RunsByRate]:
-        """The final runs of a size by arm and rate; the rate that tuning chose comes first."""
-        experiment = self.experiment
-        runs = {(size, arm): by_rate for arm, by_rate in self.runs_by_rate(size).items()}
-        check_comparable(
-            [run for by_rate in runs.values() for run in chain(*by_rate.values())], experiment.primary.metric
-        )
-        judge = partial(self._judged_run, experiment.primary.reach is not None or experiment.first_config.data.symbolic)
-        return {
-            key: {rate: [*map(judge, rate_runs)] for rate, rate_runs in runs_by_rate.items()}
-            for key, runs_by_rate in runs.items()
-        }
-
-    def _judged_run(self, as_single_value: bool, run: Run) -> JudgedRun:
+    def _judged_run(self, run: Run) -> JudgedRun:
         """Return a run with its values of the primary metric by sequence, on the held-out documents for reports. The
-        run has a single value if `as_single_value`, if it has not finished, or if its sequences are not from
-        documents.
+        run has a single value if it has not finished, if its sequences are not from documents, or if `primary.reach` is
+        compared.
         """
-        outcome = run.outcome
-        self.check_direction(outcome)
-        note = (
-            outcome.divergence
-            if outcome.state == "diverged"
-            else outcome.not_learned_text
-            if outcome.state == "finished"
-            else ""
-        )
+        outcome, units, has_finished = run.outcome, None, run.outcome.state == "finished"
+        note = outcome.divergence if outcome.state == "diverged" else outcome.not_learned_text if has_finished else ""
         run_fields = run.arm, outcome.state, note and f"{run.label}: {note}"
-        level = outcome.unlearned_level if outcome.state == "finished" else ""
-        units = (
-            outcome.values(self.experiment.primary.metric)
-            if outcome.state == "finished" and not as_single_value
-            else None
-        )
+        level = outcome.unlearned_level if has_finished else ""
+        if has_finished and self.experiment.primary.reach is None and not run.config.data.symbolic:
+            units = outcome.values(self.experiment.primary.metric)
         if not units or not units.fingerprint:
             return JudgedRun(*run_fields, np.array([self.compared_value(outcome)]), np.ones(1), None, level)
         units = units.part(selection=False)
@@ -468,18 +448,6 @@ class Procedure:
             rate: [self.experiment.cost(self.choice_value(run.outcome)) for run in runs]
             for rate, runs in runs_by_rate.items()
         }
-
-    def check_direction(self, outcome: Outcome) -> None:
-        """Check that a finished run and the experiment agree on the better direction of the primary metric. Raises
-        RunError.
-        """
-        primary = self.experiment.primary
-        series = outcome.series(primary.metric) if outcome.state == "finished" else None
-        if series and series.better not in (primary.better, "none"):
-            raise RunError(
-                f"primary.better = {primary.better}: of {primary.metric}, {series.better} is better; correct the "
-                "experiment"
-            )
 
 
 def next_runs(runs: Iterable[Run]) -> list[Run]:

@@ -56,7 +56,7 @@ def test_a_file_that_is_there_comes_first_and_what_is_nowhere_is_said_as_before(
     with pytest.raises(ConfigError, match=r"^quickstart-recall: an experiment, .* lm compare quickstart-recall"):
         load_config(["quickstart-recall"])
     with pytest.raises(
-        ConfigError, match=r"^quickstart-recal: no such experiment file; did you mean 'quickstart-recall'\?"
+        ConfigError, match=r"^quickstart-recal: no such configuration file.*; did you mean 'quickstart-recall'\?"
     ):
         read_experiment(presets.find("quickstart-recal", "experiments"), [])
     with pytest.raises(ConfigError, match="nowhere/softmax"):

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import yaml
 from fabricated import FINGERPRINT, finish_all
+from manifests import put
 from trials import TWO_ARMS
 
 from lm.config.load import load_config, to_yaml
 from lm.experiments.experiment import config_hash
 from lm.experiments.experiment_folder import open_experiment
-from lm.files import write_json
 from lm.runs.folder import CONFIG, RESOLVED_FILE
 
 # What version 0.11.0 recorded of `ARMS`, whose base is tests/tiny.yaml: the folders of its runs, and its plan.
@@ -38,7 +38,7 @@ def test_runs_of_an_earlier_version_are_gone_on_with_and_its_plan_is_unchanged(t
         "threads": 1,
         "overrides": overrides,
     }
-    write_json(tmp_path / "runs" / "trial" / RESOLVED_FILE, settings | {"planned": EARLIER["plan"]})
+    put(tmp_path / "runs" / "trial" / RESOLVED_FILE, settings | {"planned": EARLIER["plan"]})
     procedure = open_experiment(path, overrides)
     finish_all(
         procedure,

@@ -140,7 +140,7 @@ def test_a_run_that_diverged_is_in_the_table(tmp_path, table):
             "tune.key = 'optim.lr': the table rates.csv is of optim.grad_clip",
         ),
         (lambda text: text.replace(",102,", ",2,"), r"tune.table = \[2\]: are final seeds"),
-        (lambda text: text.replace(",102,", ",101,"), "tune.table = 'rates.csv': has a run of softmax twice"),
+        (lambda text: text.replace(",102,", ",101,"), "fewer than 2 rates of softmax, or fewer than 2 seeds"),
         (
             lambda text: "\n".join(line for line in text.splitlines() if ",102," not in line),
             "fewer than 2 seeds at one",

@@ -292,7 +292,7 @@ def test_a_branch_has_its_source_s_keys_then_those_of_its_base_then_its_own(argu
         ),
         (
             {"from": "long", "step": 6, "model.n_embd": 64},
-            r"arms\.cool\.model\.n_embd = 64: is 32 in long, which it branches from",
+            r"arms\.cool\.model\.n_embd = 64: the checkpoint was trained with 32",
         ),
         (
             {"from": "long", "step": 6, "trainer.max_steps": 6},
