@@ -256,7 +256,7 @@ def check_finite(weights: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _folder_of_files(path: Path) -> Path:
-    return path if path.is_dir() else path.resolve().parent.parent
+    return path if path.is_dir() else Path(os.path.realpath(path)).parent.parent  # raises nothing for a loop of links
 
 
 def find_checkpoint(folder: Path, checkpoint: str) -> Path:

@@ -99,7 +99,8 @@ def test_output_to_a_full_disk_is_an_error_of_one_line():
 
 def test_in_a_locale_of_ascii_output_is_escaped_and_names_of_files_are_refused(tmp_path: Path):
     (tmp_path / "accent.yaml").write_text("{name: x, base: é.yaml}", encoding="utf-8")
-    result = lm("config", "--reference", LC_ALL="C", PYTHONUTF8="0")
+    (tmp_path / "dots.yaml").write_text("{name: a…b}", encoding="utf-8")
+    result = lm("config", str(tmp_path / "dots.yaml"), LC_ALL="C", PYTHONUTF8="0")
     assert (result.returncode, result.stderr) == (0, "")
     assert r"\u2026" in result.stdout
     result = lm("config", str(tmp_path / "accent.yaml"), LC_ALL="C", PYTHONUTF8="0")
