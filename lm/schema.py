@@ -103,7 +103,7 @@ def sections(schema: type, help: str, default: tuple = (), effect: DeclaredEffec
 
 def variant(
     table: Mapping[str, type],
-    default: str,
+    default: str | None,
     help: str,
     effect: DeclaredEffect | None = None,
     *,
@@ -111,8 +111,10 @@ def variant(
 ):
     """Make a field for a block whose `name` selects a dataclass in `table`; a name alone means all defaults.
 
-    `effect` and `omit_default` mean what they mean in `key`.
+    With `default` None the field may be null. `effect` and `omit_default` mean what they mean in `key`.
     """
+    if default is None:
+        return _field(lambda: None, help, effect, omit_default, table=table, default=None, optional=True)
     return _field(lambda: table[default](), help, effect, omit_default, table=table, default=default)
 
 
@@ -472,7 +474,8 @@ def _rows(schema: type, path: str, described: dict[type, str]) -> Iterator[tuple
         elif block:
             kind, blocks = "a block or null" if "optional" in spec.metadata else "", {"": block}
         elif table:
-            kind, default = " | ".join(table), spec.metadata["default"]
+            kind, default = " | ".join(table), spec.metadata["default"] or "null"
+            kind += " or null" * ("optional" in spec.metadata)
             blocks = {f"[{name}]": option for name, option in table.items()}
         else:
             limits = _limits_text(spec.metadata["limits"])

@@ -75,9 +75,9 @@ def _value(spec: Field, definitions: dict[str, Schema]) -> Schema:
     if container is list:
         items = {"type": "array", "items": value}
         return items if block else {"anyOf": [items, value]}
-    if block is None:
-        return value
-    return {"anyOf": [value, {"type": "null"}]} if "optional" in spec.metadata else {"allOf": [value]}
+    if "optional" in spec.metadata:
+        return {"anyOf": [value, {"type": "null"}]}
+    return value if block is None else {"allOf": [value]}
 
 
 def _interpolable(value: Schema) -> Schema:

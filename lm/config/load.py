@@ -43,7 +43,7 @@ def check(config: Config) -> Iterator[Problem]:
     """Yield a problem for each missing value of a configuration and for each contradiction between keys that are valid
     by themselves.
     """
-    data, model, optim, trainer = config.data, config.model, config.optim, config.trainer
+    data, model, trainer = config.data, config.model, config.trainer
     block_problems = cross_key_problems(config)
     yield from block_problems
     if (
@@ -61,19 +61,7 @@ def check(config: Config) -> Iterator[Problem]:
         reason = "short sequences train the first learned positions only"
         yield Problem("data.lengths", data.lengths.name, reason, "set model.position=rope")
     yield from check_tasks(config)
-    min_batch, sequences = data.seq_len * config.world_size, optim.batch_tokens // data.seq_len
-    batch_floor = optim.batch_tokens // min_batch * min_batch
-    batch_sizes = " or ".join(str(size) for size in (batch_floor, batch_floor + min_batch) if size)
-    if optim.batch_tokens % data.seq_len:
-        reason = f"is not a multiple of data.seq_len x devices x num_nodes = {min_batch}"
-        yield Problem("optim.batch_tokens", optim.batch_tokens, reason, f"set it to {batch_sizes}")
-    elif sequences % config.world_size:
-        reason = f"{config.world_size} processes can't share the {sequences} sequences of a step (optim.batch_tokens)"
-        remedy = f"set it to a divisor of {sequences}, or optim.batch_tokens to {batch_sizes}"
-        yield Problem("trainer.devices", trainer.devices, reason, remedy)
-    elif trainer.micro_batch and config.rank_sequences % trainer.micro_batch:
-        reason = f"does not divide the {config.rank_sequences} sequences of a process in a step"
-        yield Problem("trainer.micro_batch", trainer.micro_batch, reason, "give a divisor")
+    yield from _batch_problems(config)
     if trainer.max_steps is None and trainer.tokens_per_parameter is None:
         yield Problem("trainer.max_steps", None, "is not given", "set it, or trainer.tokens_per_parameter")
     if trainer.max_steps and trainer.tokens_per_parameter:
@@ -93,6 +81,26 @@ def check(config: Config) -> Iterator[Problem]:
             conflicts += setting.normalizers(normalizers, f"inference[{index}].normalizer")[1]
         conflicts += options.conflicts(data, model) if options.wanted(data) else ()
         yield from (replace(conflict, path=f"eval.{kind}.{conflict.path}".rstrip(".")) for conflict in conflicts)
+
+
+def _batch_problems(config: Config) -> Iterator[Problem]:
+    """Yield a problem if the tokens of a step don't make whole sequences, or processes and micro-batches can't share
+    them.
+    """
+    data, optim, trainer = config.data, config.optim, config.trainer
+    min_batch, sequences = data.seq_len * config.world_size, optim.batch_tokens // data.seq_len
+    batch_floor = optim.batch_tokens // min_batch * min_batch
+    batch_sizes = " or ".join(str(size) for size in (batch_floor, batch_floor + min_batch) if size)
+    if optim.batch_tokens % data.seq_len:
+        reason = f"is not a multiple of data.seq_len x devices x num_nodes = {min_batch}"
+        yield Problem("optim.batch_tokens", optim.batch_tokens, reason, f"set it to {batch_sizes}")
+    elif sequences % config.world_size:
+        reason = f"{config.world_size} processes can't share the {sequences} sequences of a step (optim.batch_tokens)"
+        remedy = f"set it to a divisor of {sequences}, or optim.batch_tokens to {batch_sizes}"
+        yield Problem("trainer.devices", trainer.devices, reason, remedy)
+    elif trainer.micro_batch and config.rank_sequences % trainer.micro_batch:
+        reason = f"does not divide the {config.rank_sequences} sequences of a process in a step"
+        yield Problem("trainer.micro_batch", trainer.micro_batch, reason, "give a divisor")
 
 
 def check_steps(config: Config) -> Iterator[Problem]:
@@ -144,6 +152,30 @@ def check_phases(config: Config) -> Iterator[Problem]:
         yield Problem(
             f"phases[{len(phases) - 1}].until", phases[-1].until, "the last phase must end at 1", "set it to 1"
         )
+    if phases[0].seq_len:
+        yield Problem("phases[0].seq_len", phases[0].seq_len, "is data.seq_len in the first phase", "set data.seq_len")
+    if any(phase.seq_len for phase in phases):
+        if config.data.lengths.allows_shorter:
+            reason = "draws the length of each step, and phases change it, too"
+            yield Problem("data.lengths", config.data.lengths.name, reason, "drop it, or phases[].seq_len")
+        for index in range(1, len(phases)):
+            for problem in _batch_problems(config.in_phase(index)):
+                yield replace(problem, reason=f"{problem.reason}, in phases[{index}]")
+    first = config.model_in(0)
+    for index, phase in enumerate(phases):
+        model = config.model_in(index)
+        if phase.position and (model.position.has_last_position or config.model.position.has_last_position):
+            reason = "learned positions are weights, which phases can't change"
+            yield Problem(f"phases[{index}].position", phase.position.name, reason, "set it to rope or none")
+        elif model.position.has_last_position and config.in_phase(index).data.seq_len > config.data.seq_len:
+            reason = f"learned positions end at data.seq_len = {config.data.seq_len}"
+            yield Problem(f"phases[{index}].seq_len", phase.seq_len, reason, "set model.position=rope")
+        elif phase.position and model != first:
+            yield from (
+                replace(problem, path=problem.path.replace("position", f"phases[{index}].position", 1))
+                for problem in model.problems()
+                if problem.path.startswith("position")
+            )
     if phases[0].warmup_steps:
         reason = "follows no swap, so there is nothing to warm up"
         yield Problem("phases[0].warmup_steps", phases[0].warmup_steps, reason, "set optim.warmup_steps")
@@ -279,7 +311,7 @@ def parse(plain: dict[str, Plain]) -> Config:
     A key that is refused has its default in `config`, of which contradictions would say what nobody set.
     """
     problems: list[Problem] = []
-    config = build(Config, plain, "", problems)
+    config = build(Config, _with_phases_normalizers(plain), "", problems)
     if config.trainer.tokens_per_parameter and "max_steps" not in plain["trainer"]:
         config.trainer.max_steps = None  # not the default, beside tokens_per_parameter
     if config.phases and (not isinstance(plain.get("model"), dict) or "normalizer" not in plain["model"]):
@@ -287,6 +319,18 @@ def parse(plain: dict[str, Plain]) -> Config:
     if problems := problems or [*check(config)]:
         raise ConfigError(problems)
     return config
+
+
+def _with_phases_normalizers(plain: dict[str, Plain]) -> dict[str, Plain]:
+    """Give each phase that names no normalizer that of the phase before, the first the model's if it is given."""
+    phases, model = plain.get("phases"), plain.get("model")
+    if not isinstance(phases, list) or not all(isinstance(phase, dict) for phase in phases):
+        return plain
+    before, result = model.get("normalizer") if isinstance(model, dict) else None, []
+    for phase in phases:
+        before = phase.get("normalizer", before)
+        result.append(phase if before is None else {**phase, "normalizer": before})
+    return {**plain, "phases": result}
 
 
 def to_yaml(config: Config) -> str:

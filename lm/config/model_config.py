@@ -187,6 +187,9 @@ class NoPosition(Position):
     name: ClassVar[str] = "none"
 
 
+POSITIONS = {v.name: v for v in (Rope, Learned, NoPosition)}
+
+
 @dataclass
 class AttentionBlock:
     """Multi-head attention, then an MLP."""
@@ -316,7 +319,7 @@ class ModelConfig:
     )
     norm: Literal["rms", "layer"] = key("rms", "RMSNorm or LayerNorm, before attention, MLP and head")
     norm_eps: float = key(1e-5, "added to the mean square, or the variance, in every norm", gt=0)
-    position: Position = variant({v.name: v for v in (Rope, Learned, NoPosition)}, "rope", "position information")
+    position: Position = variant(POSITIONS, "rope", "position information")
     normalizer: Options = variant(
         OPTIONS, "softmax", "how attention scores become weights", {"on_resume": "ahead", "acts_in": ("train", "swap")}
     )

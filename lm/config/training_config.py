@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from lm.attention.options import Options
+from lm.config.data_config import MAX_SEQ_LEN
+from lm.config.model_config import POSITIONS, Position
 from lm.config.normalizers import OPTIONS
 from lm.errors import Problem
 from lm.removed_keys import REMOVED_VALUES
@@ -192,12 +194,37 @@ class OptimConfig:
 
 @dataclass
 class Phase:
-    """A phase of training with its own normalizer: when a later phase starts, the normalizers are swapped and all other
-    state is kept.
+    """A phase of training. When a later phase starts, what has no weights may change and normalizers are swapped; all
+    other state is kept.
     """
 
     until: float = key(1.0, "where the phase ends, as a fraction of trainer.max_steps; 1 for the last", gt=0, le=1)
-    normalizer: Options = variant(OPTIONS, "softmax", "how attention scores become weights, in this phase")
+    normalizer: Options = variant(
+        OPTIONS, "softmax", "how attention scores become weights, in this phase; not given: as in the phase before"
+    )
+    position: Position | None = variant(
+        POSITIONS, None, "position information in this phase; null: as in the phase before", omit_default=True
+    )
+    seq_len: int | None = key(
+        None,
+        "tokens in a training sequence in this phase; null: as in the phase before, in the first data.seq_len. The "
+        "training length, which n, m and evaluations go by, stays data.seq_len",
+        ge=2,
+        le=MAX_SEQ_LEN,
+        omit_default=True,
+    )
+    lr_factor: float = key(1.0, "factor on all learning rates in this phase", gt=0, le=1e6, omit_default=True)
+
+    @property
+    def label(self) -> str:
+        """The normalizer, and what else the phase changes, in words."""
+        changes = [
+            self.position.label if self.position else "",
+            f"sequences of {self.seq_len:,} tokens" if self.seq_len else "",
+            f"rates x {self.lr_factor:g}" if self.lr_factor != 1 else "",
+        ]
+        return ", ".join(filter(None, [self.normalizer.label(), *changes]))
+
     warmup_steps: int = key(
         0, "steps of linear warm-up, from the phase's start, for the new normalizer's parameters only", ge=0, le=10**9
     )

@@ -159,7 +159,19 @@ class Config:
         return min(bisect_right(self.phase_ends, step), len(self.plan) - 1)
 
     def model_in(self, phase: int) -> ModelConfig:
-        return replace(self.model, normalizer=self.plan[phase].normalizer)
+        """The decoder in a phase. Its training length is `data.seq_len` in all of them."""
+        positions = [entry.position for entry in self.plan[: phase + 1] if entry.position]
+        position = positions[-1] if positions else self.model.position
+        return replace(self.model, normalizer=self.plan[phase].normalizer, position=position)
+
+    def in_phase(self, phase: int) -> "Config":
+        """The configuration with a phase's sequence length in `data.seq_len`, for what is read in training."""
+        lengths = [entry.seq_len for entry in self.plan[: phase + 1] if entry.seq_len]
+        return replace(self, data=replace(self.data, seq_len=lengths[-1])) if lengths else self
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of optimizer step `step` (0-based), with the factor of its phase."""
+        return self.optim.lr_at(step, self.trainer.max_steps) * self.plan[self.phase_at(step)].lr_factor
 
 
 # ---------------------------------------------------------------- one form for equal configurations

@@ -157,13 +157,14 @@ def summary(store: Store) -> str:
     )
 
 
-def check_sequences(store: Store, config: "Config", fixing_model: str = "") -> None:
+def check_sequences(store: Store, config: "Config", fixing_model: str = "", key: str = "data.seq_len") -> None:
     """Raise ConfigError if training text, held-out text or a mixture's source is too short for a sequence of
     `config.data.seq_len` tokens.
 
-    fixing_model: path of the trained model whose training length fixes `data.seq_len`. The error names the model and
-    asks for more text.
-        If `fixing_model` is empty, the error suggests a lower `data.seq_len`, too.
+    Args:
+        fixing_model: path of the trained model whose training length fixes `data.seq_len`. The error names the model
+            and asks for more text. If it is empty, the error suggests a lower length, too.
+        key: the key that gives the length.
     """
     seq_len, prefix = config.data.seq_len, f"too little text for {fixing_model}: " * bool(fixing_model)
     name, n_tokens = min(
@@ -173,7 +174,7 @@ def check_sequences(store: Store, config: "Config", fixing_model: str = "") -> N
         reason = f"a sequence needs {seq_len + 1:,} tokens, the {name} text has {n_tokens:,}"
         if fixing_model:
             raise ConfigError([Problem("data.source", store.path.name, f"{prefix}{reason}", "name more text")])
-        raise ConfigError([Problem("data.seq_len", seq_len, reason, f"set it to {n_tokens - 1} or less, or add text")])
+        raise ConfigError([Problem(key, seq_len, reason, f"set it to {n_tokens - 1} or less, or add text")])
     is_mixed = len(config.data.sources) > 1 and config.data.text_weight  # otherwise sources' weights draw no sequence
     for index, (weighted, source) in enumerate(zip(config.data.sources, store.train.sources, strict=False)):
         if is_mixed and weighted.weight and source.n_tokens <= seq_len:
@@ -181,7 +182,7 @@ def check_sequences(store: Store, config: "Config", fixing_model: str = "") -> N
             reason = (
                 f"{prefix}its weight is {weighted.weight:g}, but {size_clause}, and a sequence needs {seq_len + 1:,}"
             )
-            remedy = "add text or leave it out" if fixing_model else "add text, leave it out, or lower data.seq_len"
+            remedy = "add text or leave it out" if fixing_model else "add text, leave it out, or lower " + key
             raise ConfigError([Problem(f"data.source.of[{index}]", source.label, reason, remedy)])
 
 

@@ -13,6 +13,7 @@ from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer
 from lm.attention.options import Options
 from lm.config.inference_config import InferenceSetting
+from lm.config.model_config import ModelConfig
 from lm.data.batches import IGNORED, Batch
 from lm.errors import ConfigError, RunError
 from lm.model.blocks import AttentionBase
@@ -21,6 +22,21 @@ from lm.model.decoder import Decoder, is_normalizer_parameter
 from lm.model.device import preserved_random_state
 
 FIT_EPOCHS, FIT_LR = 8, 0.02
+
+
+@torch.no_grad()
+def with_model(old: Decoder, model: ModelConfig) -> Decoder:
+    """A decoder with the weights of `old`, and the normalizers and positions of `model`, which are swapped in on the
+    CPU.
+
+    Raises RunError: as `with_normalizer`.
+    """
+    new = old if model.normalizer == old.config.normalizer else with_normalizer(old, model.normalizer)
+    if model.position != new.config.position:
+        moved = Decoder(replace(new.config, position=model.position), new.vocab_size, new.seq_len, seed=None)
+        moved.load_state_dict(new.state_dict())
+        new = moved.train(new.training)
+    return new
 
 
 @torch.no_grad()

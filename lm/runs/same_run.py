@@ -110,6 +110,18 @@ def _plan_problems(config: Config, training_config: Config, phase: int, step: in
                 "another name"
             )
             problems.append(Problem(f"{setting}.normalizer", normalizer.label(), reason, f"to change it now: {remedy}"))
+        entries = [
+            (
+                run_config.model_in(index).position,
+                run_config.in_phase(index).data.seq_len,
+                run_config.plan[index].lr_factor,
+            )
+            for run_config in (config, training_config)
+        ]
+        for name, new, trained in zip(("position", "seq_len", "lr_factor"), *entries, strict=True):
+            if new != trained and index:  # those of the first phase are compared as keys of model and data
+                value, trained = (getattr(entry, "label", entry) for entry in (new, trained))
+                problems.append(Problem(f"{setting}.{name}", value, f"the checkpoint was trained with {trained}"))
         if warmup_steps != trained_warmup_steps:
             problems.append(
                 Problem(

@@ -70,7 +70,8 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     flops = flops_per_token(decoder)
     device = "cuda" if machine.accelerator == "gpu" else "cpu"
     kernels = dict.fromkeys(normalizer.kernel_description(device) for normalizer in decoder.normalizers())
-    accumulation = config.rank_sequences // config.micro_batch
+    reading = config.in_phase(start.phase)  # with the sequence length of the phase
+    accumulation = reading.rank_sequences // reading.micro_batch
     heads_text = f"{model.n_head} heads" + (
         f" ({model.kv_heads} of keys and values)" if model.kv_heads != model.n_head else ""
     )
@@ -81,7 +82,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         if machine.peak_flops
         else "the device's peak is not known"
     )
-    sequences, warmup = train_sequences(store, config), optim.warmup(config.trainer.max_steps)
+    sequences, warmup = train_sequences(store, reading), optim.warmup(config.trainer.max_steps)
     epochs, lengths = _source_epochs(store, config), sequences.length.fractions(config.trainer.max_steps)
     token_ratio = tokens / (parameters["total"] - parameters["normalizer"])  # as `trainer.tokens_per_parameter`
     has_few_tokens = token_ratio < MIN_TOKEN_RATIO and not (config.init_from or data.symbolic)
@@ -98,7 +99,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
             f"held-out text of {len(documents)} validation sequences, eval.sequences asks for "
             f"{config.eval.sequences:,}: {remedy}"
         )
-    micro_batch_tokens = config.micro_batch * data.seq_len
+    micro_batch_tokens = reading.micro_batch * reading.data.seq_len
     micro_batches = " or ".join(f"{micro_batch_tokens // length} sequences x {length} tokens" for length in lengths)
     length_texts = ", ".join(f"{length} tokens {fraction:.1%}" for length, fraction in lengths.items())
     lines = {
@@ -219,9 +220,9 @@ def _tasks_text(config: Config, sequences: TrainSequences, fractions: dict[int, 
 
 
 def _phases_text(config: Config, phase: int) -> str:
-    """Text with each phase's normalizer and last step; the phase with index `phase` is in brackets."""
+    """Text with what each phase has, and its last step; the phase with index `phase` is in brackets."""
     ends = zip(config.phases, config.phase_ends, strict=True)
-    names = [f"{planned_phase.normalizer.label()} to step {end:,}" for planned_phase, end in ends]
+    names = [f"{planned_phase.label} to step {end:,}" for planned_phase, end in ends]
     return ", then ".join(f"[{name}]" if index == phase else name for index, name in enumerate(names))
 
 

@@ -104,8 +104,13 @@ def _source_problems(config: Config, decoder: Decoder, source_model: LoadedModel
     problems = [
         Problem(key, value, f"{source_model.path} has {as_written(source_value)}", "set it to that")
         for key, (value, source_value) in differences(*models).items()
-        if effect_of(key).affects == "model" and not key.startswith("model.normalizer")  # compared below
+        # normalizers are compared below; positions without weights may change
+        if effect_of(key).affects == "model" and not key.startswith(("model.normalizer", "model.position"))
     ]
+    positions = config.model_in(0).position, source_model.decoder.config.position
+    if positions[0] != positions[1] and any(position.has_last_position for position in positions):
+        reason = f"{source_model.path} has {positions[1].label}; learned positions are weights"
+        problems.append(Problem("model.position", positions[0].name, reason, "set it to that"))
     problems += _normalizer_problems(config, decoder, source_model)
     if config.data.symbolic and source_model.tokenizer is not None:
         tasks = [weighted.task for weighted in config.data.tasks]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch.profiler import ProfilerActivity, profile
 
-from lm.data.batches import Batch, train_sequences
+from lm.data.batches import Batch, TrainSequences, train_sequences
 from lm.files import write_text
 from lm.model.device import Device, peak_memory_bytes
 from lm.runs.folder import PEAK_MEMORY, PROFILE
@@ -58,7 +58,8 @@ class Metrics(StepCallback):
     def __init__(self, run: RunContext):
         super().__init__(run)
         self.peak_flops = run.machine.peak_flops and run.machine.peak_flops * run.config.world_size
-        self.sequences = train_sequences(run.store, run.config) if "largest_score" in run.config.log.dynamics else None
+        self.has_lengths = run.config.data.lengths.allows_shorter or any(phase.seq_len for phase in run.config.phases)
+        self.sequences: TrainSequences | None = None  # of the phase, if its largest scores are logged
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Start the clock at the seconds of training so far, which the checkpoint holds, and measure speed from this
@@ -66,6 +67,8 @@ class Metrics(StepCallback):
         """
         self.run.clock.start(module.start.state.elapsed_s)
         self.last_step, self.last_time = trainer.global_step, self.run.clock.seconds()
+        if "largest_score" in self.config.log.dynamics:
+            self.sequences = train_sequences(self.run.store, module.config)
 
     def on_step(self, trainer: L.Trainer, module: LanguageModel, step: int) -> None:
         max_steps = self.config.trainer.max_steps
@@ -83,12 +86,12 @@ class Metrics(StepCallback):
                 "train/loss": loss,
                 **({"train/z_loss": z_loss} if self.config.optim.z_loss else {}),
                 "train/grad_norm": module.grad_norm,
-                "lr": self.config.optim.lr_at(step - 1, max_steps),
+                "lr": self.config.lr_at(step - 1),
                 "tokens_per_s": round(speed, 1),
-                **mfu(module.decoder, speed, self.peak_flops),
+                **mfu(module.decoder, module.config.data.seq_len, speed, self.peak_flops),
                 "elapsed_s": round(elapsed_s, 3),
                 PEAK_MEMORY: peak_memory_bytes(module.device),
-                **({"sequence_length": module.sequence_length} if self.config.data.lengths.allows_shorter else {}),
+                **({"sequence_length": module.sequence_length} if self.has_lengths else {}),
                 **({"train/skipped": state.skipped} if self.config.optim.on_nonfinite == "skip" else {}),
                 **module.layer_grad_norms,
                 **(copied_to_host(self._weight_metrics(module, step)) if trainer.is_global_zero else {}),

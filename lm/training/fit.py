@@ -200,7 +200,7 @@ def _train_phases(run: RunContext, start: PhaseStart, checkpoint: Path | None) -
     config, folder = run.config, run.config.run_folder
     with run.stop:
         while True:
-            trainer, data = make_trainer(run, start), StepData(run)
+            trainer, data = make_trainer(run, start), StepData(run, start.phase)
             run.stop.block()  # in the processes that Lightning starts now, too: a signal would end them as they import
             try:
                 trainer.fit(LanguageModel(run, start), data, ckpt_path=checkpoint)
@@ -223,11 +223,12 @@ def _train_phases(run: RunContext, start: PhaseStart, checkpoint: Path | None) -
                 return 128 + run.stop.signal
             checkpoint = step_path(folder / CHECKPOINTS, step)
             start = start_from_checkpoint(config, load_checkpoint(checkpoint))
+            run.progress.say(f"phase {start.phase + 1} from step {step:,}: {config.plan[start.phase].label}")
 
 
 def make_trainer(run: RunContext, start: PhaseStart) -> L.Trainer:
     """Lightning's Trainer for one phase. Its callbacks are called in the order listed here."""
-    config = run.config
+    config = run.config.in_phase(start.phase)
     return L.Trainer(
         accelerator=run.machine.accelerator,
         devices=config.trainer.devices,

@@ -65,14 +65,14 @@ def _matmul_flops(dtype: torch.dtype, threads: int) -> float:
     return best_flops_per_s
 
 
-def mfu(decoder: Decoder, tokens_per_s: float, peak: float | None) -> dict[str, float]:
-    """Model FLOPs utilization (MFU) by metric name; {} if `peak`, the peak FLOPs a second of all devices together, is
-    not known.
+def mfu(decoder: Decoder, length: int, tokens_per_s: float, peak: float | None) -> dict[str, float]:
+    """Model FLOPs utilization (MFU) on sequences of `length` tokens, by metric name.
 
+    The result is {} if `peak`, the peak FLOPs a second of all devices together, is not known.
     `mfu/causal` counts the scores that causal attention needs; `mfu/palm` counts scores of all pairs of tokens, as PaLM
     and nanoGPT do.
     """
     if not peak:
         return {}
-    counts = {"mfu/causal": flops_per_token(decoder), "mfu/palm": flops_per_token(decoder, count_masked=True)}
+    counts = {"mfu/causal": flops_per_token(decoder, length), "mfu/palm": flops_per_token(decoder, length, True)}
     return {name: round(flops * tokens_per_s / peak, 4) for name, flops in counts.items()}

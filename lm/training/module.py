@@ -44,8 +44,8 @@ class LanguageModel(L.LightningModule):
 
     def __init__(self, run: RunContext, start: PhaseStart):
         super().__init__()
-        self.run, self.config, self.decoder, self.start = run, run.config, start.decoder, start
-        config = run.config
+        self.run, self.decoder, self.start = run, start.decoder, start
+        self.config = config = run.config.in_phase(start.phase)
         self.decoder.recomputes = config.trainer.activation_checkpointing
         if run.machine.compiles:
             use_compile_cache()
@@ -173,8 +173,9 @@ class LanguageModel(L.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, object]) -> None:
-        """Where a phase begins, go on with the weights that a swap made, and without state of the old normalizers."""
-        if self.start.replaced_decoder:
+        """Where a swap begins a phase, go on with its weights, and without state of the old normalizers."""
+        old = self.start.replaced_decoder
+        if old and old.config.normalizer != self.decoder.config.normalizer:
             checkpoint["state_dict"] = self.state_dict()
             (optimizer,) = checkpoint[OPTIMIZER_STATES]
             checkpoint[OPTIMIZER_STATES] = [{**optimizer, "state": state_after_swap(optimizer["state"])}]

@@ -186,7 +186,7 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, config: Config, phase: 
 
     The rates depend on the step alone, so that a schedule has no state to restore.
     """
-    learning_rate = config.optim.lr_at(step, config.trainer.max_steps)
+    learning_rate = config.lr_at(step)
     phase_start = config.phase_ends[phase - 1] if phase else 0
     # warm-up of a new normalizer
     warmup_factor = min(1.0, (step - phase_start + 1) / max(1, config.plan[phase].warmup_steps))

@@ -15,7 +15,7 @@ from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
-from lm.model.swapped import with_normalizer
+from lm.model.swapped import with_model
 from lm.runs.checkpoints import best_step, load_checkpoint, weights_sha256
 from lm.runs.folder import CHECKPOINTS, TOKENIZER, is_own, read_environment, step_of, step_path, step_paths
 from lm.runs.loading import LoadedModel, check_finite, weights_mismatch
@@ -86,7 +86,7 @@ class RunState:
 
 @dataclass
 class PhaseStart:
-    """The start of a phase, a part of a run with its own normalizers."""
+    """The start of a phase, a part of a run with its own normalizers, positions and sequence length."""
 
     step: int  # optimizer steps done
     phase: int
@@ -143,6 +143,11 @@ def start_new_run(
         return start, {"started_from": origin}, [f"weights from {source.path}", unknown_note]
     source_run = to_plain(source.config), source.environment
     notes = [f"weights from {source.path} (step {origin['step']:,}, {origin['tokens']:,} tokens)"]
+    old, new = source.decoder, decoder
+    if old.config.position != new.config.position:
+        notes.append(f"note: positions change: {old.config.position.label} -> {new.config.position.label}")
+    if old.seq_len != new.seq_len:
+        notes.append(f"note: the training length changes: {old.seq_len:,} -> {new.seq_len:,} tokens; n and m go by it")
     if origin["tokens"] == 0:  # a swap of a model without a training run
         notes.append(unknown_note)
     elif store.fingerprint != source.stamp["data_fingerprint"]:
@@ -185,17 +190,17 @@ def _tokenizer_problems(config: Config, store: Store, loaded_model: LoadedModel)
 
 
 def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> PhaseStart:
-    """The start of training from a checkpoint; if it was saved at the end of a phase, the next phase's normalizers are
-    swapped in.
+    """The start of training from a checkpoint; if it was saved at the end of a phase, with the next phase's normalizers
+    and positions.
     """
     metadata = checkpoint["lm"]
     phase = config.phase_at(metadata["step"])
     decoder = Decoder(config.model_in(metadata["phase"]), metadata["vocab_size"], config.data.seq_len, seed=None)
     state = RunState.from_plain(metadata, config.run_folder / CHECKPOINTS)
     start = PhaseStart(metadata["step"], phase, decoder, state, checkpoint)
-    if phase != metadata["phase"]:
+    if (model := config.model_in(phase)) != decoder.config:
         decoder.load_state_dict(checkpoint["state_dict"])
-        start.decoder, start.replaced_decoder = with_normalizer(decoder, config.model_in(phase).normalizer), decoder
+        start.decoder, start.replaced_decoder = with_model(decoder, model), decoder
     freeze(start.decoder, config.train_only)
     return start
 
@@ -272,8 +277,8 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
             notes.append(f"note: back to step {step}; checkpoints, metrics and evaluations of later steps are deleted")
     max_steps = saved_config.trainer.max_steps, config.trainer.max_steps
     rates = (  # a run at its end planned no rate for a further step
-        saved_config.optim.lr_at(min(step, max_steps[0] - 1), max_steps[0]),
-        config.optim.lr_at(step, max_steps[1]),
+        saved_config.lr_at(min(step, max_steps[0] - 1)),
+        config.lr_at(step),
     )
     jump_text = ""
     if not math.isclose(*rates, rel_tol=0.01):

@@ -8,16 +8,16 @@ from lm.training.run_context import RunContext
 class StepData(L.LightningDataModule):
     """Gives this rank's micro-batches of each step, a function of data fingerprint, seed and step."""
 
-    def __init__(self, run: RunContext):
+    def __init__(self, run: RunContext, phase: int):
         super().__init__()
-        self.run = run
+        self.run, self.config = run, run.config.in_phase(phase)
         self.loader: TrainLoader | None = None  # None before training has begun
 
     def train_dataloader(self) -> TrainLoader:
         """The loader from the step on at which training starts or continues, which Lightning has restored."""
         # Lightning has just set a handler of SIGTERM, by which a run ends without a checkpoint and with status 0.
         self.run.stop.listen()
-        config = self.run.config
+        config = self.config
         self.loader = train_loader(
             train_sequences(self.run.store, config),
             rank=self.trainer.global_rank,

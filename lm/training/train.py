@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from lm.config.tree import Config
+from lm.data.batches import train_sequences
 from lm.data.prepare import check_sequences, prepare
 from lm.errors import RunError
 from lm.files import expand_home, locked_folder
@@ -53,8 +54,11 @@ def train(config: Config) -> int:
             config, source = check_before_data(config, checkpoint)
             data_fingerprint = load_metadata(checkpoint)["data_fingerprint"] if checkpoint else ""
             store = prepare(config.data, progress=is_main, store_fingerprint=data_fingerprint)
-            check_sequences(store, config)
             config = with_steps(config, store.vocab_size)
+            for index, phase in enumerate(config.plan):
+                key = f"phases[{index}].seq_len" if phase.seq_len else "data.seq_len"
+                check_sequences(store, config.in_phase(index), key=key)
+                train_sequences(store, config.in_phase(index))  # its tasks have room
             with without_garbage_collection():
                 if config.trainer.callbacks or config.log.outside:
                     import torchmetrics  # noqa: F401 (`self.log` needs it)
