@@ -333,7 +333,7 @@ class DataConfig:
     tasks: list[WeightedTask] = sections(
         WeightedTask, "synthetic tasks that make some or all of the training sequences (lm/data/tasks.py)"
     )
-    seq_len: int = key(256, "tokens in a training sequence", ge=2, le=MAX_SEQ_LEN)
+    seq_len: int = key(256, "tokens in a training sequence", {"on_resume": "branch"}, ge=2, le=MAX_SEQ_LEN)
     lengths: SequenceLengths = variant(
         LENGTHS,
         "full",

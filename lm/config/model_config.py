@@ -319,7 +319,7 @@ class ModelConfig:
     )
     norm: Literal["rms", "layer"] = key("rms", "RMSNorm or LayerNorm, before attention, MLP and head")
     norm_eps: float = key(1e-5, "added to the mean square, or the variance, in every norm", gt=0)
-    position: Position = variant(POSITIONS, "rope", "position information")
+    position: Position = variant(POSITIONS, "rope", "position information", {"on_resume": "branch"})
     normalizer: Options = variant(
         OPTIONS, "softmax", "how attention scores become weights", {"on_resume": "ahead", "acts_in": ("train", "swap")}
     )

@@ -346,8 +346,11 @@ def _check_start(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
     changes = {
         path: values
         for path, values in differences(*plains).items()
-        if effect_of(path).affects == "model" and not path.startswith("model.normalizer")
+        if effect_of(path).affects == "model" and not path.startswith(("model.normalizer", "model.position"))
     }
+    positions = [side.position for side in (config.model_in(0), source.model_in(len(source.plan) - 1))]
+    if positions[0] != positions[1] and any(position.has_last_position for position in positions):
+        changes["model.position"] = positions[0].name, positions[1].name
     if config.model.position.has_last_position and config.data.seq_len != source.data.seq_len:
         changes["data.seq_len"] = config.data.seq_len, source.data.seq_len
     for path, (value, source_value) in changes.items():

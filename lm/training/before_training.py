@@ -44,6 +44,8 @@ def check_before_data(config: Config, checkpoint: Path | None) -> tuple[Config, 
         branches = not is_own(config.run_folder, checkpoint)
         if problems := config_problems(config, trained_config(metadata, checkpoint), metadata, checkpoint, branches):
             raise ConfigError(problems)
+        if branches:
+            _check_branch(config, trained_config(metadata, checkpoint), metadata["phase"], checkpoint)
         if branches and metadata["step"] >= config.trainer.max_steps:
             reason = f"leaves no step after step {metadata['step']} of {checkpoint} (branch_from)"
             raise ConfigError(
@@ -107,11 +109,8 @@ def _source_problems(config: Config, decoder: Decoder, source_model: LoadedModel
         # normalizers are compared below; positions without weights may change
         if effect_of(key).affects == "model" and not key.startswith(("model.normalizer", "model.position"))
     ]
-    positions = config.model_in(0).position, source_model.decoder.config.position
-    if positions[0] != positions[1] and any(position.has_last_position for position in positions):
-        reason = f"{source_model.path} has {positions[1].label}; learned positions are weights"
-        problems.append(Problem("model.position", positions[0].name, reason, "set it to that"))
-    problems += _normalizer_problems(config, decoder, source_model)
+    problems += _position_problems(decoder, source_model.decoder, source_model.path)
+    problems += _normalizer_problems(config, decoder, source_model.decoder, config.init_from)
     if config.data.symbolic and source_model.tokenizer is not None:
         tasks = [weighted.task for weighted in config.data.tasks]
         if source_model.tokenizer.get_vocab() != symbol_tokenizer(tasks).get_vocab():
@@ -122,17 +121,39 @@ def _source_problems(config: Config, decoder: Decoder, source_model: LoadedModel
             problems.append(
                 Problem("data.tasks", tasks[0].name, reason, "name what it was trained on, or drop init_from")
             )
-    if config.model.position.has_last_position and source_model.decoder.seq_len != decoder.seq_len:
-        reason = f"{source_model.path} has learned positions for {source_model.decoder.seq_len}"
-        problems.append(Problem("data.seq_len", decoder.seq_len, reason, "set it to that"))
     return problems
 
 
-def _normalizer_problems(config: Config, decoder: Decoder, source_model: LoadedModel) -> list[Problem]:
-    """Problems if a normalizer's options (except initial values), or its constants (`Normalizer.constants`), differ in
-    `source_model`.
+def _check_branch(config: Config, trained: Config, phase: int, checkpoint: Path) -> None:
+    """Check that positions and training length of a branch fit the weights of `checkpoint`, trained by `trained`.
+
+    Raises ConfigError otherwise.
     """
-    models = decoder, source_model.decoder
+    with torch.device("meta"):
+        decoders = [Decoder(side.model_in(phase), 1, side.data.seq_len, seed=None) for side in (config, trained)]
+    if problems := _position_problems(*decoders, checkpoint) + _normalizer_problems(config, *decoders, checkpoint):
+        raise ConfigError(problems)
+
+
+def _position_problems(decoder: Decoder, source: Decoder, path: Path) -> list[Problem]:
+    """A problem if learned positions, which are weights, differ in the decoder at `path`."""
+    positions = decoder.config.position, source.config.position
+    if not any(position.has_last_position for position in positions):
+        return []
+    if positions[0] != positions[1]:
+        reason = f"{path} has {positions[1].label}, and learned positions are weights"
+        return [Problem("model.position", positions[0].name, reason, "set it to that")]
+    if decoder.seq_len != source.seq_len:
+        reason = f"{path} has learned positions for {source.seq_len}"
+        return [Problem("data.seq_len", decoder.seq_len, reason, "set it to that")]
+    return []
+
+
+def _normalizer_problems(config: Config, decoder: Decoder, source: Decoder, path: Path | str) -> list[Problem]:
+    """Problems if a normalizer's options (except initial values), or its constants (`Normalizer.constants`), differ in
+    the decoder `source` at `path`.
+    """
+    models = decoder, source
     labels = [model.config.normalizer.label() for model in models]
     setting = "phases[0].normalizer" if config.phases else "model.normalizer"
     for normalizer, source_normalizer in zip(*(model.normalizers() for model in models), strict=False):
@@ -144,17 +165,14 @@ def _normalizer_problems(config: Config, decoder: Decoder, source_model: LoadedM
         ]
         if options[0] != options[1]:
             arguments = swap_arguments(config.plan[0].normalizer)
-            remedy = (
-                f"convert it: lm swap {config.init_from} --to {arguments} -o OUT, then init_from=OUT; or keep "
-                f"{labels[1]}"
-            )
-            return [Problem(setting, labels[0], f"{source_model.path} has {labels[1]}", remedy)]
+            remedy = f"convert it: lm swap {path} --to {arguments} -o OUT, then init_from=OUT; or keep {labels[1]}"
+            return [Problem(setting, labels[0], f"{path} has {labels[1]}", remedy)]
         constants = source_normalizer.constants()
         if problems := [
             Problem(
                 f"{setting}.{key}",
                 value,
-                f"is {constants[key]:g} in {source_model.path}",
+                f"is {constants[key]:g} in {path}",
                 f"set it to {constants[key]:g}",
             )
             for key, value in normalizer.constants().items()

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from lm.config.model_config import Position
 from lm.config.tree import Config
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
@@ -143,11 +144,9 @@ def start_new_run(
         return start, {"started_from": origin}, [f"weights from {source.path}", unknown_note]
     source_run = to_plain(source.config), source.environment
     notes = [f"weights from {source.path} (step {origin['step']:,}, {origin['tokens']:,} tokens)"]
-    old, new = source.decoder, decoder
-    if old.config.position != new.config.position:
-        notes.append(f"note: positions change: {old.config.position.label} -> {new.config.position.label}")
-    if old.seq_len != new.seq_len:
-        notes.append(f"note: the training length changes: {old.seq_len:,} -> {new.seq_len:,} tokens; n and m go by it")
+    notes += _change_notes(
+        (source.decoder.config.position, decoder.config.position), (source.decoder.seq_len, decoder.seq_len)
+    )
     if origin["tokens"] == 0:  # a swap of a model without a training run
         notes.append(unknown_note)
     elif store.fingerprint != source.stamp["data_fingerprint"]:
@@ -155,6 +154,16 @@ def start_new_run(
             "note: those weights were trained on other data or another split: what is held out here they may have seen"
         )
     return start, {"started_from": {**origin, "arm": arm(*source_run), "seeds": list(seeds(*source_run))}}, notes
+
+
+def _change_notes(positions: tuple[Position, Position], lengths: tuple[int, int]) -> list[str]:
+    """Notes on what trained weights are given anew: positions and training length, each before and after."""
+    notes = []
+    if positions[0] != positions[1]:
+        notes.append(f"note: positions change: {positions[0].label} -> {positions[1].label}")
+    if lengths[0] != lengths[1]:
+        notes.append(f"note: the training length, which n and m go by, changes from {lengths[0]:,} to {lengths[1]:,}")
+    return notes
 
 
 def _encoding_rules(tokenizer: Tokenizer) -> dict[str, Plain]:
@@ -223,13 +232,17 @@ def branch(config: Config, store: Store, path: Path) -> tuple[PhaseStart, dict[s
         "starts": [entry for entry in run_facts.get("starts", []) if entry["step"] < metadata["step"]],
     }
     new_facts = {name: run_facts[name] for name in ("precision", "compile") if name in run_facts}
-    arm_id = arm(to_plain(trained_config(metadata, path)), old_facts)
+    trained, phase = trained_config(metadata, path), metadata["phase"]
+    arm_id = arm(to_plain(trained), old_facts)
     new_facts["branched_from"] = {
         "path": str(path),
         "step": metadata["step"],
         "tokens": metadata["tokens"],
         "arm": arm_id,
     }
+    notes += _change_notes(
+        (trained.model_in(phase).position, config.model_in(phase).position), (trained.data.seq_len, config.data.seq_len)
+    )
     branch_note = f"branches from {path} at step {metadata['step']:,}, with its optimizer state"
     start = start_from_checkpoint(config, checkpoint)
     start.state.elapsed_s = 0.0  # the new run counts its own steps alone

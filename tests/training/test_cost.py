@@ -140,8 +140,8 @@ def test_mfu_counts_what_the_mask_hides_in_one_of_two_conventions():
     causal, palm = flops_per_token(decoder), flops_per_token(decoder, count_masked=True)
     assert palm - causal == attention / 2
     assert palm == pytest.approx(6 * 124.3e6 + attention, rel=0.01)  # nanoGPT's 6 N + 12 L H Q T
-    assert mfu(decoder, 1000.0, 4000.0 * palm) == {"mfu/causal": round(causal / palm / 4, 4), "mfu/palm": 0.25}
-    assert mfu(decoder, 1000.0, None) == {}
+    assert mfu(decoder, 1024, 1000.0, 4000.0 * palm) == {"mfu/causal": round(causal / palm / 4, 4), "mfu/palm": 0.25}
+    assert mfu(decoder, 1024, 1000.0, None) == {}
 
 
 @pytest.mark.parametrize(
