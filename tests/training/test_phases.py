@@ -1,4 +1,4 @@
-"""A phase changes what has no weights: positions, sequence length, learning rate. So may a run that starts from weights."""
+"""A phase, and a run that starts from weights, may change what has no weights: positions, lengths, learning rate."""
 
 from pathlib import Path
 
