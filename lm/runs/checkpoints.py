@@ -69,26 +69,6 @@ def _tensor_bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
 
 
-def mismatch(expected: Mapping[str, object], saved: Mapping[str, object], unexpected_phrase: str) -> str:
-    """Compare tensors by name. Returns a message on the first tensor that is missing in `saved` or `expected`,
-    misshapen or not contiguous.
-
-    Returns an empty text if all tensors fit. unexpected_phrase: what the message says of a name that is not in
-    `expected`.
-    """
-    for name in {**expected, **saved}:
-        if name not in expected or name not in saved:
-            return f"{name} is {'missing' if name in expected else unexpected_phrase}"
-        shape, expected_shape = (
-            tuple(value.shape) if isinstance(value, Tensor) else None for value in (saved[name], expected[name])
-        )
-        if shape != expected_shape:
-            return f"{name} has shape {shape}, the configuration implies {expected_shape}"
-        if shape is not None and not saved[name].is_contiguous():  # a single expanded value can claim any shape
-            return f"{name} is not contiguous"
-    return ""
-
-
 # ---------------------------------------------------------------- checkpoints
 
 

@@ -23,7 +23,7 @@ from lm.files import expand_home, file_sha256, json_bytes, new_folder, replacing
 from lm.model.decoder import Decoder
 from lm.model.rope import AS_TRAINED
 from lm.model.spec import ModelSpec
-from lm.runs.checkpoints import TensorSignature, load_checkpoint, mismatch, write_weights
+from lm.runs.checkpoints import TensorSignature, load_checkpoint, write_weights
 from lm.runs.folder import (
     CHECKPOINTS,
     CONFIG,
@@ -243,7 +243,15 @@ def weights_mismatch(spec: ModelSpec, weights: dict[str, Tensor]) -> str:
     if len(layer_indices) != model.n_layer:
         return f"there are weights of {len(layer_indices)} layers, model.n_layer is {model.n_layer}"
     with torch.device("meta"):
-        return mismatch(spec.decoder().state_dict(), weights, "not a tensor of the model")
+        expected = spec.decoder().state_dict()
+    for name in {**expected, **weights}:
+        if name not in expected or name not in weights:
+            return f"{name} is {'missing' if name in expected else 'not a tensor of the model'}"
+        if (shape := tuple(weights[name].shape)) != (expected_shape := tuple(expected[name].shape)):
+            return f"{name} has shape {shape}, the configuration implies {expected_shape}"
+        if not weights[name].is_contiguous():  # a single expanded value can claim any shape
+            return f"{name} is not contiguous"
+    return ""
 
 
 def check_finite(weights: Mapping[str, Tensor], path: Path) -> None:

@@ -15,7 +15,6 @@ from lm.config.training_config import AdamW, Groups, Muon, OptimConfig
 from lm.config.tree import Config
 from lm.model.decoder import Decoder, group_of, is_normalizer_parameter, projections
 from lm.model.device import native_bf16_hardware
-from lm.runs.checkpoints import mismatch
 
 MATRICES = "matrices"  # the group of parameters that Muon updates
 NEWTON_SCHULZ_COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Keller Jordan's coefficients of the Newton-Schulz iteration
@@ -253,18 +252,3 @@ def implied_state(decoder: Decoder, config: Config) -> OptimizerState:
     optimizer.step(lambda: None)
     decoder.zero_grad()
     return named_state(optimizer)
-
-
-def optimizer_mismatch(decoder: Decoder, config: Config, state: OptimizerState) -> str:
-    """A message on the first entry of `state` that the configured optimizer of `decoder`, on the meta device, can't
-    take; empty if none.
-    """
-    expected_state = implied_state(decoder, config)
-    for name in {**expected_state, **state}:
-        if name not in expected_state or name not in state:
-            return f"{name} is {'missing' if name in expected_state else 'not trained'}"
-        if not isinstance(state[name], dict):
-            return f"{name} has {state[name]!r:.40} in place of optimizer state"
-        if state[name] and (reason := mismatch(expected_state[name], state[name], "not part of its state")):
-            return f"{name}: {reason}"
-    return ""

@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer
 
 from lm.config.model_config import Position
@@ -19,11 +18,11 @@ from lm.model.spec import ModelSpec
 from lm.model.swapped import with_model
 from lm.runs.checkpoints import best_step, load_checkpoint, weights_sha256
 from lm.runs.folder import CHECKPOINTS, TOKENIZER, is_own, read_environment, step_of, step_path, step_paths
-from lm.runs.loading import LoadedModel, check_finite, weights_mismatch
+from lm.runs.loading import LoadedModel, check_finite
 from lm.runs.record import arm, seeds, tokens_before
 from lm.runs.same_run import trained_config
 from lm.schema import Plain, to_plain
-from lm.training.optimizers import freeze, optimizer_mismatch, saved_state
+from lm.training.optimizers import freeze, saved_state
 
 
 @dataclass(frozen=True)
@@ -255,11 +254,10 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
 
     Raises:
         ConfigError: the data or a plugin's code differ from those of the checkpoint.
-        RunError: the checkpoint holds weights alone, weights that aren't finite, or tensors that don't fit its
-            configuration.
+        RunError: the checkpoint holds weights alone, or weights that aren't finite.
     """
     metadata = checkpoint["lm"]
-    if (optimizer_state := saved_state(checkpoint)) is None:
+    if saved_state(checkpoint) is None:
         raise RunError(
             f"{path}: holds weights alone and can't be resumed; start a new run from them: "
             f"init_from={path.parent.parent} name=..."
@@ -276,13 +274,7 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
             remedy = "bring that code back, or start a new run from its weights: init_from=... name=..."
             reason = f"its code is {new_code}, {path} was trained with {old_code}"
             raise ConfigError([Problem(keys_by_name[name].removesuffix(".name"), name, reason, remedy)])
-    if reason := weights_mismatch(spec, checkpoint["state_dict"]):
-        raise RunError(f"{path}: weights and configuration don't fit: {reason}")
     check_finite(checkpoint["state_dict"], path)
-    with torch.device("meta"):
-        decoder = spec.decoder()
-    if reason := optimizer_mismatch(decoder, saved_config, optimizer_state):
-        raise RunError(f"{path}: the optimizer's state and configuration don't fit: {reason}")
     notes, step, is_own_checkpoint = [], metadata["step"], is_own(config.run_folder, path)
     if is_own_checkpoint:
         notes.append(f"goes on from step {step:,} of {config.trainer.max_steps:,}: {path}")

@@ -25,7 +25,6 @@ from lm.runs.folder import read_config
 from lm.runs.loading import export, save_model
 from lm.runs.manifest import MANIFEST, entries_of
 from lm.training.checkpointing import Checkpoints
-from lm.training.optimizers import saved_state
 from lm.training.train import train
 
 SHORT = ["trainer.max_steps=4", "trainer.checkpoint_every=2", "eval.long_context.length_factor=0"]
@@ -212,48 +211,6 @@ def test_weights_are_tensors_with_names(run: Path, entry: dict[object, object]):
         lm.load(run)
 
 
-def first(content: dict) -> dict[str, torch.Tensor]:
-    """What the optimizer of a checkpoint keeps of the first attention."""
-    return saved_state(content)["blocks.0.attention.qkv.weight"]
-
-
-MISMATCHES = {
-    "shape": (
-        lambda content: first(content).update(exp_avg=torch.zeros(3)),
-        r"exp_avg has shape \(3,\), .* implies \(96, 32\)",
-    ),
-    "number": (lambda content: first(content).update(exp_avg=0.0), r"exp_avg has shape None"),
-    "pose": (
-        lambda content: first(content).update(exp_avg=torch.zeros(()).expand(96, 32)),
-        "exp_avg is not contiguous",
-    ),
-    "no state": (
-        lambda content: saved_state(content).update({"norm.weight": 3}),
-        r"norm\.weight has 3 in place of",
-    ),
-    "moment": (lambda content: first(content).pop("exp_avg_sq"), "exp_avg_sq is missing"),
-    "other moment": (
-        lambda content: first(content).update(momentum=torch.zeros(96, 32)),
-        "momentum is not part of its state",
-    ),
-    "parameter": (
-        lambda content: saved_state(content).pop("norm.weight"),
-        r"norm\.weight is missing",
-    ),
-    "other parameter": (
-        lambda content: saved_state(content).update({"norm.bias": {}}),
-        r"norm\.bias is not trained",
-    ),
-}
-
-
-@pytest.mark.parametrize("mismatch", MISMATCHES)
-def test_an_optimizers_state_that_does_not_fit_is_refused(run: Path, use, mismatch: str):
-    change, words = MISMATCHES[mismatch]
-    rewritten(run / "checkpoints" / "last.ckpt", change)
-    refuses(use, "resume", run, rf"last\.ckpt: the optimizer's state and configuration don't fit: .*{words}")
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("user", USERS)
 def test_weights_that_are_not_finite_are_refused(run: Path, use, user: str, value: float, tmp_path: Path):
@@ -329,11 +286,6 @@ DOUBLED = "a0: &a0 [1, 1]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}]\n" f
 def test_a_checkpoints_configuration_that_is_none_is_one_line(run: Path, use, user: str, config: str):
     rewritten(run / "checkpoints" / "last.ckpt", lambda content: content["lm"].update(config=config))
     refuses(use, user, run, r"last\.ckpt: its configuration is not readable")
-
-
-def test_a_run_whose_checkpoint_holds_another_model_is_not_resumed(run: Path, use):
-    rewritten(run / "checkpoints" / "last.ckpt", lambda content: content["state_dict"].pop("norm.weight"))
-    refuses(use, "resume", run, r"last\.ckpt: weights and configuration don't fit: norm\.weight is missing")
 
 
 # ---------------------------------------------------------------- files that belong together
