@@ -118,7 +118,7 @@ def load_checkpoint(path: Path) -> dict[str, object]:
     Raises RunError: the file is missing, damaged, or no checkpoint of lm. The message names the newest other checkpoint
     in the folder.
     """
-    folder = path.resolve().parent
+    folder = Path(os.path.realpath(path)).parent  # raises nothing for a loop of links
     if folder.name == CHECKPOINTS and path.is_file():
         check_file(folder.parent, f"{CHECKPOINTS}/{path.resolve().name}", advice=f"bring it back{_fallback_hint(path)}")
     return _read(path)
