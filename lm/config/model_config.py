@@ -137,6 +137,11 @@ class Rope(Position):
     fraction: float = key(
         1.0, "fraction of each head's dimensions that rotate, highest frequencies first (p-RoPE below 1)", gt=0, le=1
     )
+    partial: bool = key(
+        False,
+        "the dimensions that rotate have frequencies from highest to lowest, as in GPT-NeoX, not the head's highest",
+        omit_default=True,
+    )
     scaling: TrainedScaling = variant(
         TRAINED_SCALINGS, "none", "how the frequencies of theta were rescaled before or in training", omit_default=True
     )
@@ -289,6 +294,8 @@ class GAUBlock:
             "differential": "one map",
             "qkv_bias": "one matrix for queries, keys, values and gate",
             "mlp_bias": "no MLP",
+            "parallel": "no MLP",
+            "post_norm": "a norm of its input",
         }
         defaults = {spec.name: spec.default for spec in fields(model)}
         for name, feature in feature_by_option.items():
@@ -320,10 +327,20 @@ class ModelConfig:
     norm: Literal["rms", "layer"] = key("rms", "RMSNorm or LayerNorm, before attention, MLP and head")
     norm_eps: float = key(1e-5, "added to the mean square, or the variance, in every norm", gt=0)
     position: Position = variant(POSITIONS, "rope", "position information", {"on_resume": "branch"})
+    post_norm: bool = key(
+        False,
+        "the norms of a layer are on the outputs of attention and MLP, not the inputs (OLMo 2)",
+        omit_default=True,
+    )
+    parallel: bool = key(
+        False, "attention and MLP have the same input, and both are added to it (GPT-NeoX)", omit_default=True
+    )
     normalizer: Options = variant(
         OPTIONS, "softmax", "how attention scores become weights", {"on_resume": "ahead", "acts_in": ("train", "swap")}
     )
-    qk_norm: bool = key(False, "RMSNorm with gain on each head's queries and keys")
+    qk_norm: bool | Literal["width"] = key(
+        False, "RMSNorm with gain on each head's queries and keys; width: on those of all heads together (OLMo 2)"
+    )
     bias: bool = key(False, "biases in linear layers and LayerNorm")
     qkv_bias: bool | None = key(None, "biases of queries, keys and values; null: as `bias`")
     mlp_bias: bool | None = key(None, "biases of the MLP; null: as `bias`", omit_default=True)
@@ -443,6 +460,10 @@ class ModelConfig:
             reason = f"exceeds model.n_embd = {self.n_embd}" if self.output_gate else "has no gate to act in"
             yield Problem(
                 "gate_inputs", self.gate_inputs, reason, "lower it" if self.output_gate else "set output_gate"
+            )
+        if self.post_norm and self.value_residual == "first_layer":
+            yield Problem(
+                "post_norm", True, "the values of value_residual come from a normed input", "drop one of both"
             )
         if self.value_residual == "first_layer" and self.n_layer == 1:
             yield Problem(

@@ -6,16 +6,24 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
-from lm.attention.catalogue import Softmax, Window
+from lm.attention.catalogue import Llama4, Softmax, Window
 from lm.attention.options import Options
-from lm.config.model_config import Learned, ModelConfig
+from lm.config.model_config import Learned, ModelConfig, Rope
 from lm.config.normalizers import Layers
-from lm.huggingface.fields import IRRELEVANT_FIELDS, REQUIRED_VALUES, Fields, read_rope, write_rope
+from lm.huggingface.fields import (
+    IRRELEVANT_FIELDS,
+    ORIGINAL_LENGTH,
+    REQUIRED_VALUES,
+    Fields,
+    read_partial_rope,
+    read_rope,
+    write_rope,
+)
 from lm.model.decoder import projections
 from lm.model.spec import ModelSpec
 from lm.schema import Plain
@@ -36,6 +44,7 @@ class MappedParameter:
     tensors: tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes of the tensors
     transposed: bool  # each tensor is stored as (inputs, outputs)
     scaled: tuple[int, float] | None  # (number of first rows that a factor multiplies, the factor); None: no rows
+    by_heads: int = 0  # heads by which queries, keys and values are interleaved in one tensor; 0: they are not
 
 
 class Architecture(ABC):
@@ -53,6 +62,7 @@ class Architecture(ABC):
     modules: ClassVar[dict[str, str]]
     stores_inputs_first = False  # matrices of layers are stored as (inputs, outputs)
     buffers: ClassVar[tuple[str, ...]] = ()  # ends of the names of tensors that are no parameters
+    interleaves_heads = False  # one tensor has a head's queries, keys and values after another's
     divides_width = False  # transformers needs a width that is a multiple of the number of heads
 
     def read(self, fields: Fields) -> ModelSpec:
@@ -103,8 +113,11 @@ class Architecture(ABC):
             transposed = self.stores_inputs_first and bool(layer) and len(shape) == 2
             shapes = [(size, *shape[1:])[:: -1 if transposed else 1] for size in rows]
             factor = self.query_scale(spec, fields, int(layer)) if module == "attention.qkv" else 1.0
+            by_heads = spec.model.n_head if self.interleaves_heads and module == "attention.qkv" else 0
             scaled_rows = (spec.model.n_embd, factor) if factor != 1 else None
-            yield MappedParameter(full_name, shape, tuple(zip(names, shapes, strict=True)), transposed, scaled_rows)
+            yield MappedParameter(
+                full_name, shape, tuple(zip(names, shapes, strict=True)), transposed, scaled_rows, by_heads
+            )
 
 
 class GPT2(Architecture):
@@ -178,6 +191,8 @@ class Llama(Architecture):
     kv_heads: ClassVar[int | None] = None  # default of num_key_value_heads; None: the number of query heads
     head_dim: ClassVar[int | None] = None  # default of head_dim; None: hidden_size / num_attention_heads
     vocab_size: ClassVar[int] = 32000
+    # defaults of num_hidden_layers, num_attention_heads, rms_norm_eps and tie_word_embeddings
+    n_layers, n_heads, eps, tied = 32, 32, 1e-6, False
     # hidden_size, intermediate_size, max_position_embeddings
     default_sizes: ClassVar[tuple[int, int, int]] = (4096, 11008, 2048)
 
@@ -185,7 +200,7 @@ class Llama(Architecture):
         width, mlp_width, n_positions = self.default_sizes
         width, n_positions = fields.size("hidden_size", width), fields.size("max_position_embeddings", n_positions)
         fields.require_value("hidden_act", ("silu", "swish"), "only silu is read, which makes the MLP SwiGLU")
-        n_heads = fields.size("num_attention_heads", 32)
+        n_heads = fields.size("num_attention_heads", self.n_heads)
         head_size = fields.size("head_dim", self.head_dim)
         if head_size is None and width % n_heads:
             raise fields.refusal(
@@ -193,14 +208,18 @@ class Llama(Architecture):
             )
         kv_heads = fields.size("num_key_value_heads", None if fields.is_null("num_key_value_heads") else self.kv_heads)
         model = ModelConfig(
-            n_layer=fields.size("num_hidden_layers", 32, MAX_LAYERS), n_head=n_heads,
+            n_layer=fields.size("num_hidden_layers", self.n_layers, MAX_LAYERS), n_head=n_heads,
             n_kv_head=None if kv_heads == n_heads else kv_heads,
             head_size=None if head_size and head_size * n_heads == width else head_size, n_embd=width,
             n_mlp=fields.size("intermediate_size", mlp_width), mlp="swiglu", norm="rms",
-            norm_eps=fields.number("rms_norm_eps", 1e-6), position=read_rope(fields, n_positions),
-            tied=fields.take("tie_word_embeddings", bool, False), **self.variant_options(fields),
+            norm_eps=fields.number("rms_norm_eps", self.eps), position=self.position(fields, n_positions),
+            tied=fields.take("tie_word_embeddings", bool, self.tied), **self.variant_options(fields),
         )  # fmt: skip
         return ModelSpec(model, fields.size("vocab_size", self.vocab_size), n_positions)
+
+    def position(self, fields: Fields, n_positions: int) -> Rope:
+        """Return RoPE's options for a context of `n_positions` tokens."""
+        return read_rope(fields, n_positions)
 
     def variant_options(self, fields: Fields) -> dict[str, bool | Options]:
         """Return {name: value} of lm's model options in which Llama, Qwen 2 and Qwen 3 differ: biases, query and key
@@ -236,7 +255,7 @@ class Qwen2(Llama):
     divides_width, kv_heads, vocab_size, default_sizes = False, 32, 151936, (4096, 22016, 32768)
 
     def variant_options(self, fields: Fields) -> dict[str, bool | Options]:
-        return {"bias": False, "qkv_bias": True, "normalizer": _read_windows(fields)}
+        return {"bias": False, "qkv_bias": True, "normalizer": _qwen_windows(fields)}
 
     def write_variant_options(self, model: ModelConfig) -> dict[str, Plain]:
         return _write_windows(model)
@@ -251,21 +270,155 @@ class Qwen3(Qwen2):
 
     def variant_options(self, fields: Fields) -> dict[str, bool | Options]:
         bias = fields.take("attention_bias", bool, False)
-        return {"bias": bias, "mlp_bias": False if bias else None, "qk_norm": True, "normalizer": _read_windows(fields)}
+        return {"bias": bias, "mlp_bias": False if bias else None, "qk_norm": True, "normalizer": _qwen_windows(fields)}
 
     def write_variant_options(self, model: ModelConfig) -> dict[str, Plain]:
         return {"attention_bias": model.bias, **_write_windows(model)}
 
 
-def _read_windows(fields: Fields) -> Options:
-    """Return options of lm's normalizer: softmax, over a sliding window in the layers for which config.json has one.
-    Raises RunError for a bad field."""
-    has_windows = fields.take("use_sliding_window", bool, False)
-    n_layers = fields.size("num_hidden_layers", 32, MAX_LAYERS)
-    size = fields.size("sliding_window", None if fields.is_null("sliding_window") else 4096)
-    first_layer = fields.take("max_window_layers", int, 28)  # the first layer with a window
+class SmolLM3(Llama):
+    """SmolLM3: every fourth layer, or those that `no_rope_layers` says, has no positions."""
+
+    model_type = "smollm3"
+    classes = ("SmolLM3ForCausalLM", "SmolLM3Model")
+    kv_heads, vocab_size, default_sizes, tied = 4, 128256, (2048, 11008, 32768), True
+    n_layers, n_heads = 36, 16
+
+    def position(self, fields: Fields, n_positions: int) -> Rope:
+        layers = self.rotating_layers(fields)
+        rope = read_rope(fields, n_positions, 2e6)
+        if not any(layers):
+            raise fields.refusal("no_rope_layers", "no layer has positions")
+        return replace(rope, layers=[] if all(layers) else layers)
+
+    def rotating_layers(self, fields: Fields) -> list[bool]:
+        """Return whether each layer has positions."""
+        n_layers = fields.size("num_hidden_layers", self.n_layers, MAX_LAYERS)
+        interval = fields.size("no_rope_layer_interval", 4)
+        default = [int((layer + 1) % interval != 0) for layer in range(n_layers)]
+        return [bool(rotates) for rotates in fields.take("no_rope_layers", list[int], default)[:n_layers]]
+
+    def variant_options(self, fields: Fields) -> dict[str, bool | Options]:
+        layers = [not rotates for rotates in self.rotating_layers(fields)]
+        return {**super().variant_options(fields), "normalizer": _read_windows(fields, None, layers)}
+
+    def write_variant_options(self, model: ModelConfig) -> dict[str, Plain]:
+        layers = [int(model.position.rotates_in(layer)) for layer in range(model.n_layer)]
+        return {**super().write_variant_options(model), **_write_windows(model), "no_rope_layers": layers}
+
+
+class Ministral3(Llama):
+    """Ministral 3: the factor on queries grows with the position."""
+
+    model_type = "ministral3"
+    classes = ("Ministral3ForCausalLM", "Ministral3Model")
+    kv_heads, head_dim, vocab_size, default_sizes, eps = 8, 128, 131072, (4096, 14336, 262144), 1e-5
+    n_layers = 34
+    GROWTH: ClassVar[str] = "llama_4_scaling_beta"
+    DEFAULT_ROPE: ClassVar[dict[str, Plain]] = {
+        "type": "yarn", "rope_theta": 1e6, "factor": 16.0, ORIGINAL_LENGTH: 16384, "mscale": 1.0,
+        "mscale_all_dim": 1.0, GROWTH: 0.1,
+    }  # fmt: skip
+
+    def position(self, fields: Fields, n_positions: int) -> Rope:
+        return read_rope(self.with_rope(fields), n_positions, others=(self.GROWTH, "max_position_embeddings"))
+
+    def with_rope(self, fields: Fields) -> Fields:
+        """Return the fields, or where they don't say what RoPE is, transformers' default of this field."""
+        default = Fields({"rope_parameters": self.DEFAULT_ROPE}, fields.path)
+        return fields if fields.block("rope_parameters") else default
+
+    def variant_options(self, fields: Fields) -> dict[str, bool | Options]:
+        fields.require_value("sliding_window", (), "layers with windows are not read here")
+        block = self.with_rope(fields).block("rope_parameters")
+        growth, length = block.take(self.GROWTH, float), block.size(ORIGINAL_LENGTH)
+        return {"bias": False, "normalizer": Llama4(floor_scale=float(length), attn_scale=growth, offset=0)}
+
+    def write_variant_options(self, model: ModelConfig) -> dict[str, Plain]:
+        return {}
+
+    def write(self, spec: ModelSpec) -> dict[str, Plain]:
+        config, options = super().write(spec), spec.model.normalizer.layer_option(0)
+        growth = {self.GROWTH: getattr(options, "attn_scale", 0.0)}
+        length = {ORIGINAL_LENGTH: int(getattr(options, "floor_scale", 1))}
+        return {**config, "rope_parameters": {**length, **config["rope_parameters"], **growth}}
+
+
+class OLMo2(Llama):
+    """OLMo 2: norms on the outputs of attention and MLP, and on the queries and keys of all heads together."""
+
+    model_type = "olmo2"
+    classes = ("Olmo2ForCausalLM", "Olmo2Model")
+    modules: ClassVar[dict[str, str]] = Llama.modules | {
+        "attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm",
+    }  # fmt: skip
+    vocab_size, default_sizes, eps = 50304, (4096, 11008, 2048), 1e-5
+
+    def variant_options(self, fields: Fields) -> dict[str, bool | Options]:
+        bias = fields.take("attention_bias", bool, False)
+        extra = {"qk_norm": "width", "post_norm": True}
+        return {"bias": bias, "mlp_bias": False if bias else None, "normalizer": Softmax(), **extra}
+
+    def write_variant_options(self, model: ModelConfig) -> dict[str, Plain]:
+        return {"attention_bias": model.bias}
+
+
+class GPTNeoX(Architecture):
+    """GPT-NeoX and Pythia: parallel attention and MLP, LayerNorm, biases, RoPE on a part of each head."""
+
+    model_type = "gpt_neox"
+    classes = ("GPTNeoXForCausalLM", "GPTNeoXModel")
+    base, blocks, interleaves_heads, divides_width = "gpt_neox.", "layers", True, True
+    modules: ClassVar[dict[str, str]] = {
+        "embedding": "embed_in", "norm": "final_layer_norm", "attention_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm", "attention.qkv": "attention.query_key_value",
+        "attention.out": "attention.dense", "mlp.up": "mlp.dense_h_to_4h", "mlp.out": "mlp.dense_4h_to_h",
+    }  # fmt: skip
+    buffers = (".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
+
+    def spec(self, fields: Fields) -> ModelSpec:
+        n_positions, activation = fields.size("max_position_embeddings", 2048), fields.take("hidden_act", str, "gelu")
+        if activation not in GPT2.activations:
+            raise fields.refusal("hidden_act", f"only {', '.join(GPT2.activations)} are read")
+        fields.require_value("attention_bias", (True,), "only layers with biases are read")
+        model = ModelConfig(
+            n_layer=fields.size("num_hidden_layers", 44, MAX_LAYERS), n_head=fields.size("num_attention_heads", 64),
+            n_embd=fields.size("hidden_size", 6144), n_mlp=fields.size("intermediate_size", 24576),
+            mlp=GPT2.activations[activation], norm="layer", norm_eps=fields.number("layer_norm_eps", 1e-5),
+            position=read_partial_rope(fields), normalizer=Softmax(), bias=True,
+            parallel=fields.take("use_parallel_residual", bool, True),
+            tied=fields.take("tie_word_embeddings", bool, False),
+        )  # fmt: skip
+        return ModelSpec(model, fields.size("vocab_size", 50432), n_positions)
+
+    def write(self, spec: ModelSpec) -> dict[str, Plain]:
+        model, rope = spec.model, spec.model.position
+        activation = next((name for name, mlp in GPT2.activations.items() if mlp == model.mlp), "gelu")
+        return {
+            "architectures": [self.classes[0]], "model_type": self.model_type, "vocab_size": spec.vocab_size,
+            "max_position_embeddings": spec.seq_len, "hidden_size": model.n_embd, "num_hidden_layers": model.n_layer,
+            "num_attention_heads": model.n_head, "intermediate_size": model.mlp_width,
+            "hidden_act": {"gelu_tanh": "gelu_new"}.get(model.mlp, activation),
+            "layer_norm_eps": model.norm_eps, "use_parallel_residual": model.parallel,
+            "tie_word_embeddings": model.tied, "initializer_range": model.init_std, "dtype": "float32",
+            "hidden_dropout": model.dropout, "attention_dropout": 0.0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": getattr(rope, "theta", 1e4),
+                "partial_rotary_factor": getattr(rope, "fraction", 1.0)},
+        }  # fmt: skip
+
+
+def _qwen_windows(fields: Fields) -> Options:
+    first_layer, n_layers = fields.take("max_window_layers", int, 28), fields.size("num_hidden_layers", 32, MAX_LAYERS)
+    return _read_windows(fields, 4096, [layer >= first_layer for layer in range(n_layers)])
+
+
+def _read_windows(fields: Fields, default_size: int | None, layers: list[bool]) -> Options:
+    """Return options of lm's normalizer: softmax, over a sliding window in the layers for which config.json has one,
+    by default those of `layers`. Raises RunError for a bad field."""
+    has_windows, n_layers = fields.take("use_sliding_window", bool, False), len(layers)
+    size = fields.size("sliding_window", None if fields.is_null("sliding_window") else default_size)
     default_layer_types = [
-        SLIDING_ATTENTION if has_windows and size and n >= first_layer else FULL_ATTENTION for n in range(n_layers)
+        SLIDING_ATTENTION if has_windows and size and has_window else FULL_ATTENTION for has_window in layers
     ]
     layer_types = fields.take("layer_types", list[str], default_layer_types)
     if len(layer_types) != n_layers or not {*layer_types} <= {FULL_ATTENTION, SLIDING_ATTENTION}:
@@ -293,5 +446,6 @@ def _write_windows(model: ModelConfig) -> dict[str, Plain]:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    architecture.model_type: architecture() for architecture in (GPT2, Llama, Qwen2, Qwen3)
+    architecture.model_type: architecture()
+    for architecture in (GPT2, Llama, Qwen2, Qwen3, SmolLM3, Ministral3, OLMo2, GPTNeoX)
 }

@@ -221,7 +221,10 @@ def _matching_architecture(loaded_model: LoadedModel) -> tuple[Architecture, dic
     spec = loaded_model.spec
     for architecture in ARCHITECTURES.values():
         config = architecture.write(spec)
-        written_model = architecture.read(Fields(config, loaded_model.path)).model
+        try:
+            written_model = architecture.read(Fields(config, loaded_model.path)).model
+        except RunError:  # it has no field for a part of the model
+            continue
         matches_model = function_options(written_model) == function_options(spec.model)
         matches_model &= not (architecture.divides_width and spec.model.n_embd % spec.model.n_head)
         if matches_model and (config["model_type"] != "qwen2" or _splits_text_as_qwen2(loaded_model)):
@@ -257,20 +260,22 @@ def _transformers_tensors(
     state, tensors = loaded_model.decoder.state_dict(), {}
     for part in architecture.mapped_parameters(loaded_model.spec, Fields(config, loaded_model.path), architecture.base):
         pieces = state[part.name].split([size[-1] if part.transposed else size[0] for _, size in part.tensors])
-        tensors |= {
-            name: piece.t() if part.transposed else piece for (name, _), piece in zip(part.tensors, pieces, strict=True)
-        }
+        pieces = [piece.t() if part.transposed else piece for piece in pieces]
+        if part.by_heads:
+            pieces = [piece.unflatten(0, (3, part.by_heads, -1)).transpose(0, 1).flatten(0, 2) for piece in pieces]
+        tensors |= {name: piece for (name, _), piece in zip(part.tensors, pieces, strict=True)}
     return tensors
 
 
 def _token_id_fields(loaded_model: LoadedModel) -> dict[str, Plain]:
     """The config.json fields `bos_token_id`, the id of the token that starts a document, and `eos_token_id`, the id, or
-    a list of ids, of the tokens that end it. Both are None without a tokenizer."""
+    a list of ids, of the tokens that end it. Both are None without a tokenizer. There is no padding token, of which
+    transformers' defaults may be beyond the vocabulary."""
     if loaded_model.tokenizer is None:
-        return {"bos_token_id": None, "eos_token_id": None}
+        return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     _, start_id = loaded_model.tokenizer_and_start()
     end_ids = loaded_model.end_ids
-    return {"bos_token_id": start_id, "eos_token_id": end_ids if len(end_ids) > 1 else end_ids[0]}
+    return {"bos_token_id": start_id, "eos_token_id": end_ids if len(end_ids) > 1 else end_ids[0], "pad_token_id": None}
 
 
 def add_start_token(content: str, end_of_text: str) -> str:
@@ -354,7 +359,8 @@ def _lm_config(loaded_model: LoadedModel) -> dict[str, Plain]:
         "head_dim": model.key_dims, "max_position_embeddings": spec.seq_len, "hidden_act": model.mlp,
         "norm": model.norm,
         "norm_eps": model.norm_eps, "bias": model.bias, "qkv_bias": model.has_qkv_bias, "mlp_bias": model.has_mlp_bias,
-        "qk_norm": model.qk_norm, **rope_fields, "learned_positions": rope.has_last_position,
+        "qk_norm": model.qk_norm, "post_norm": model.post_norm, "parallel": model.parallel, **rope_fields,
+        "learned_positions": rope.has_last_position,
         "embedding_norm": model.embedding_norm,
         "value_residual": model.value_residual, "output_gate": model.output_gate, "logit_softcap": model.logit_softcap,
         "tie_word_embeddings": model.tied,

@@ -63,6 +63,8 @@ IRRELEVANT_FIELDS = frozenset(
             "attn_pdrop",
             "resid_pdrop",
             "embd_pdrop",
+            "hidden_dropout",
+            "classifier_dropout",
             "num_labels",
             "id2label",
             "label2id",
@@ -237,9 +239,11 @@ ROPE_TYPES: dict[str, tuple[type[TrainedScaling], dict[str, str]]] = {
 ROPE_DEFAULTS: dict[str, Plain] = {"attention_factor": None, "truncate": True}
 
 
-def read_rope(config: Fields, positions: int) -> Rope:
+def read_rope(
+    config: Fields, positions: int, default_theta: float = DEFAULT_THETA, others: tuple[str, ...] = ()
+) -> Rope:
     """Return RoPE's options for a context of `positions` tokens. Raises RunError, which names the type or field that
-    can't be used.
+    can't be used. `others` are fields of its block that the caller reads.
     """
     block, older_block = config.block("rope_parameters"), config.block("rope_scaling")
     if block and older_block:
@@ -248,8 +252,8 @@ def read_rope(config: Fields, positions: int) -> Rope:
     config.require_value("partial_rotary_factor", (1,), "all dimensions of a head rotate in this architecture")
     name = "rope_parameters" if block else "rope_scaling"
     if (block := block or older_block) is None:
-        return Rope(theta=outer_theta or DEFAULT_THETA)
-    theta = block.number("rope_theta", outer_theta or DEFAULT_THETA)
+        return Rope(theta=outer_theta or default_theta)
+    theta = block.number("rope_theta", outer_theta or default_theta)
     if outer_theta not in (None, theta):
         raise config.refusal("rope_theta", f"{name} has rope_theta = {theta:g}: one of them says what RoPE is")
     block.require_value("partial_rotary_factor", (1,), "all dimensions of a head rotate in this architecture")
@@ -280,8 +284,20 @@ def read_rope(config: Fields, positions: int) -> Rope:
         if options["attention_factor"] is None and all(scales):  # one alone is not read by transformers either
             growth = 0.1 * math.log(max(options["factor"], 1.0))
             options["attention_factor"] = (growth * scales[0] + 1) / (growth * scales[1] + 1)
-    block.check_all_used(())
+    block.check_all_used(others)
     return Rope(theta=theta, scaling=schema(**options))
+
+
+def read_partial_rope(config: Fields) -> Rope:
+    """Return RoPE's options of GPT-NeoX, which rotates a fraction of each head. Raises RunError as `read_rope`."""
+    block = config.block("rope_parameters")
+    theta, fraction = config.number("rotary_emb_base", DEFAULT_THETA), config.number("rotary_pct", 0.25)
+    config.require_value("rope_scaling", (), "RoPE that was rescaled is not read here")
+    if block is not None:
+        theta, fraction = block.number("rope_theta", theta), block.number("partial_rotary_factor", fraction)
+        block.require_value("rope_type", ("default",), "RoPE that was rescaled is not read here")
+        block.check_all_used(())
+    return Rope(theta=theta, fraction=fraction, partial=fraction < 1)
 
 
 def write_rope(rope: Rope) -> dict[str, Plain]:

@@ -35,6 +35,7 @@ from lm.schema import Plain, to_plain
 WEIGHTS_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 READ_TYPES = ("F32", "F16", "BF16")
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+OLDER_NAMES = {"embed_out.weight": HEAD}  # of GPT-NeoX
 LM_MODEL_TYPE = "lm_decoder"  # model_type of an export that is computed by lm's code, modeling_lm.py
 
 
@@ -51,8 +52,8 @@ class Shards:
 
     def __init__(self, folder: Path):
         self.path, self.shapes = folder, dict[str, tuple[int, ...]]()
-        # the file of each tensor, and the type that it has there
-        self._files_and_types: dict[str, tuple[Path, str]] = {}
+        # the file of each tensor, and the type and the name that it has there
+        self._places: dict[str, tuple[Path, str, str]] = {}
         for file, names in _weight_files(folder).items():
             self._read_header(file, names)
 
@@ -65,8 +66,9 @@ class Shards:
         try:
             with safe_open(file, "pt") as reader:
                 slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118
-                types = {name: tensor.get_dtype() for name, tensor in slices.items()}
-                self.shapes |= {name: tuple(tensor.get_shape()) for name, tensor in slices.items()}
+                for name, tensor in slices.items():
+                    self.shapes[OLDER_NAMES.get(name, name)] = tuple(tensor.get_shape())
+                    self._places[OLDER_NAMES.get(name, name)] = (file, tensor.get_dtype(), name)
         except (OSError, SafetensorError) as error:
             raise RunError(f"{file}: not a readable safetensors file: {one_line(error, 160)}; fetch it again") from None
         if names is not None and names != slices.keys():
@@ -75,7 +77,6 @@ class Shards:
                 f"{file}: {name} is {'missing, ' if name in names else 'not '}listed for it in {INDEX}; fetch the "
                 "model again"
             )
-        self._files_and_types |= {name: (file, kind) for name, kind in types.items()}
 
     def read(self, name: str) -> Tensor:
         """Return a tensor in fp32. The file is opened for this tensor alone, so that no other tensor stays in mapped
@@ -83,12 +84,12 @@ class Shards:
 
         Raises RunError: the tensor can't be read, or its type is not one of `READ_TYPES`.
         """
-        file, kind = self._files_and_types[name]
+        file, kind, stored_name = self._places[name]
         if kind not in READ_TYPES:
             raise RunError(f"{file}: {name} has type {kind}; only {', '.join(READ_TYPES)} are read")
         try:
             with safe_open(file, "pt") as reader:
-                return reader.get_tensor(name).to(torch.float32)
+                return reader.get_tensor(stored_name).to(torch.float32)
         except (OSError, SafetensorError) as error:
             raise RunError(f"{file}: {name} is not readable: {one_line(error, 160)}") from None
 
@@ -372,6 +373,8 @@ def _parameter_values(parameters: list[MappedParameter], tensors: Shards) -> Ite
             if not pieces[-1].isfinite().all():
                 raise RunError(f"{tensors.path}: {name} holds numbers that are not finite")
         pieces = [piece.t() for piece in pieces] if parameter.transposed else pieces
+        if parameter.by_heads:
+            pieces = [piece.unflatten(0, (parameter.by_heads, 3, -1)).transpose(0, 1).flatten(0, 2) for piece in pieces]
         value = torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous()
         del pieces
         if parameter.scaled:

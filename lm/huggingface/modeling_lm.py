@@ -63,7 +63,9 @@ class LmConfig(PreTrainedConfig):
     bias: bool = False
     qkv_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool | str = False
+    post_norm: bool = False
+    parallel: bool = False
     rope_frequencies: list[float] | None = None
     rope_amplitude: float = 1.0
     rope_layers: list[bool] | None = None
@@ -131,6 +133,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, x[..., 2 * n_pairs :]), -1)
 
 
+class WidthNorm(HeadNorm):
+    """RMSNorm of the queries or keys of all heads together, (B, H, T, D), in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.shape[1]
+        return super().forward(x.transpose(1, 2).flatten(2)).unflatten(2, (heads, -1)).transpose(1, 2)
+
+
 class AttentionBase(nn.Module):
     """Base class of `Attention` and `GAU`, with norms and rotation of queries and keys, the cache, the normalizer, and
     the kernel that `attn_implementation` names."""
@@ -141,8 +151,13 @@ class AttentionBase(nn.Module):
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling, self.is_causal = config.head_dim**-0.5, True
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == SLIDING else None
-        self.q_norm = HeadNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = HeadNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        heads = config.num_attention_heads, config.num_key_value_heads
+        if config.qk_norm == "width":
+            self.q_norm, self.k_norm = (WidthNorm(n * config.head_dim, config.norm_eps) for n in heads)
+        elif config.qk_norm:
+            self.q_norm, self.k_norm = (HeadNorm(config.head_dim, config.norm_eps) for _ in heads)
+        else:
+            self.q_norm = self.k_norm = nn.Identity()
         options = dict(config.normalizers[layer_idx])
         normalizer_class = implementation(options.pop("name"))
         layer = LayerSpec(config.num_attention_heads, config.head_dim, config.hidden_size, config.train_length)
@@ -270,19 +285,24 @@ class MLP(nn.Module):
 
 
 class Block(GradientCheckpointingLayer):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)). With `post_norm` norms are on the outputs; with `parallel` the MLP
+    has the attention's input.
+    """
 
     def __init__(self, config: LmConfig, layer_idx: int):
         super().__init__()
         self.attention_norm, self.attention = make_norm(config), Attention(config, layer_idx)
         self.mlp_norm, self.mlp = make_norm(config), MLP(config)
+        self.post_norm, self.parallel = config.post_norm, config.parallel
 
     def forward(
         self, x: Tensor, values_to_mix: Tensor | None, **kwargs: object
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        output, weights, values = self.attention(self.attention_norm(x), values_to_mix, **kwargs)
-        x = x + output
-        return x + self.mlp(self.mlp_norm(x)), weights, values
+        attention_input = x if self.post_norm else self.attention_norm(x)
+        output, weights, values = self.attention(attention_input, values_to_mix, **kwargs)
+        output = x + (self.attention_norm(output) if self.post_norm else output)
+        x = x if self.parallel else output
+        return output + (self.mlp_norm(self.mlp(x)) if self.post_norm else self.mlp(self.mlp_norm(x))), weights, values
 
 
 class GatedBlock(GradientCheckpointingLayer):

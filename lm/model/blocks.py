@@ -111,6 +111,14 @@ class HeadNorm(RMSNorm):
         return super().forward(x.to(self.weight.dtype))
 
 
+class WidthNorm(HeadNorm):
+    """RMSNorm of the queries or keys of all heads together, (B, H, T, D), in the gain's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.shape[1]
+        return super().forward(x.transpose(1, 2).flatten(2)).unflatten(2, (heads, -1)).transpose(1, 2)
+
+
 @dataclass
 class DecodingCache:
     """State of each layer after the tokens seen so far, for decoding: keys and values, or what the layer's normalizer
@@ -171,8 +179,13 @@ class AttentionBase(nn.Module):
         super().__init__()
         size = config.key_dims
         self.rotates = config.position.rotates_in(layer)
-        self.q_norm = HeadNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = HeadNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
+        if config.qk_norm == "width":
+            maps = config.maps_per_head
+            self.q_norm = WidthNorm(config.n_head * maps * size, config.norm_eps)
+            self.k_norm = WidthNorm(config.kv_heads * maps * size, config.norm_eps)
+        else:
+            self.q_norm = HeadNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
+            self.k_norm = HeadNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
         spec = LayerSpec(config.n_head * config.maps_per_head, size, config.n_embd, seq_len)
         self.normalizer: Normalizer = make_normalizer(config.normalizer.layer_option(layer), spec)
 
@@ -381,7 +394,7 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """A layer, x + attention(norm(x)), then x + mlp(norm(x)), from x (B, T, C) to (B, T - first, C), the tokens from
-    `context.first` on.
+    `context.first` on. With `post_norm` norms are on the outputs; with `parallel` the MLP has the attention's input.
     """
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
@@ -391,12 +404,22 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(config)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
+        self.post_norm, self.parallel = config.post_norm, config.parallel
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        x = context.output_part(x) + self.dropout(self.attention(self.attention_norm(x), context))
+        attended = self.attention(x if self.post_norm else self.attention_norm(x), context)
+        attended = self.dropout(self.attention_norm(attended) if self.post_norm else attended)
+        x = context.output_part(x)
+        if self.parallel:
+            return x + attended + self.feed_forward(x)
+        x = x + attended
         if torch.is_grad_enabled() or x.size(1) <= MLP_TOKENS:
-            return x + self.dropout(self.mlp(self.mlp_norm(x)))
-        return torch.cat([part + self.dropout(self.mlp(self.mlp_norm(part))) for part in x.split(MLP_TOKENS, 1)], 1)
+            return x + self.feed_forward(x)
+        return torch.cat([part + self.feed_forward(part) for part in x.split(MLP_TOKENS, 1)], 1)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """Return what the MLP adds to the residual stream x (B, T, C)."""
+        return self.dropout(self.mlp_norm(self.mlp(x)) if self.post_norm else self.mlp(self.mlp_norm(x)))
 
 
 class GatedBlock(nn.Module):

@@ -21,8 +21,9 @@ def rope_rotation(
     `rope.scaling.amplitude`.
 
     Pair i rotates by position * theta^(-2i/D), D = head_size. `rope.fraction` below 1 leaves the low-frequency pairs
-    unrotated (p-RoPE), and `rope.scaling` is the model's own rescaling of the frequencies. Angles are formed in
-    float64, as at position 131,072 fp32 would be off by 0.004 radians.
+    unrotated (p-RoPE); with `rope.partial` D is the number of rotated dimensions. `rope.scaling` is the model's own
+    rescaling of the frequencies. Angles are formed in float64, as at position 131,072 fp32 would be off by 0.004
+    radians.
 
     Args:
         scaling: a further rescaling of the frequencies in inference, for sequences beyond the training length.
@@ -40,6 +41,8 @@ def frequencies(
     float64.
     """
     pairs = torch.arange(rope.rotated(head_size) // 2, dtype=torch.float64, device=device)
+    if rope.partial:  # the rotated dimensions are as a head of their own
+        head_size = rope.rotated(head_size)
     s = scaling.s(train_length, length)
     theta = scaling.theta(rope.theta, head_size, s)
     radians = rope.scaling.rescaled_frequencies(theta ** (-2 * pairs / head_size), theta, head_size)

@@ -19,16 +19,24 @@ from tokenizers import Tokenizer
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
+    GPTNeoXConfig,
     LlamaConfig,
+    Ministral3Config,
+    Olmo2Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 from transformers.models.gpt2 import GPT2LMHeadModel
+from transformers.models.gpt_neox import GPTNeoXForCausalLM
 from transformers.models.llama import LlamaForCausalLM
+from transformers.models.ministral3 import Ministral3ForCausalLM
+from transformers.models.olmo2 import Olmo2ForCausalLM
 from transformers.models.qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3 import Qwen3ForCausalLM
+from transformers.models.smollm3 import SmolLM3ForCausalLM
 
 from lm.config.data_config import TrainedTokenizer
 from lm.config.tree import function_options
@@ -78,6 +86,24 @@ MODELS: dict[str, tuple[type[PreTrainedModel], type[PreTrainedConfig], dict]] = 
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "rope_parameters": {"rope_type": "linear", "rope_theta": 2e4, "factor": 3.0},
     }),
+    "smollm3": (SmolLM3ForCausalLM, SmolLM3Config, LLAMA_SIZES | {
+        "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False, "no_rope_layers": [1, 0, 1],
+        "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 100,
+        "rope_parameters": LLAMA3 | {"original_max_position_embeddings": 200},
+    }),
+    "ministral3": (Ministral3ForCausalLM, Ministral3Config, LLAMA_SIZES | {
+        "head_dim": 20, "tie_word_embeddings": True, "rope_parameters": YARN | {
+            "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0, "max_position_embeddings": 700},
+    }),
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config, LLAMA_SIZES | {
+        "attention_bias": True, "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default",
+            "rope_theta": 2e4}}),
+    "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig, {
+        "vocab_size": V, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "max_position_embeddings": 700, "layer_norm_eps": 1e-3, "hidden_act": "gelu_new", "tie_word_embeddings": True,
+        "use_parallel_residual": False, "attention_dropout": 0.3, "hidden_dropout": 0.3, "classifier_dropout": 0.3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 2e4, "partial_rotary_factor": 0.5},
+    }),
 }  # fmt: skip
 # Further shapes: fields at their defaults, and other ways to write them.
 OTHERS: dict[str, tuple[str, dict]] = {
@@ -95,6 +121,10 @@ OTHERS: dict[str, tuple[str, dict]] = {
     "qwen2.5": ("qwen2", LLAMA_SIZES),
     "qwen2.5, heads of its own": ("qwen2", LLAMA_SIZES | {"num_key_value_heads": None}),
     "qwen3": ("qwen3", LLAMA_SIZES | {"head_dim": 16}),
+    "smollm3 as released": ("smollm3", LLAMA_SIZES | {"num_hidden_layers": 4}),
+    "olmo2 as released": ("olmo2", LLAMA_SIZES | {"num_key_value_heads": None}),
+    "pythia": ("gpt_neox", {"vocab_size": V, "hidden_size": 96, "intermediate_size": 80, "num_hidden_layers": 2,
+        "num_attention_heads": 4}),
 }  # fmt: skip
 CASES = {name: (name, fields) for name, (_, _, fields) in MODELS.items()} | OTHERS
 
@@ -157,6 +187,7 @@ def test_every_field_is_read_fixed_or_known_to_be_irrelevant(kind: str, tmp_path
     assert default.keys() - names == set()
     names_read = fields._used - REQUIRED_VALUES.keys() - {"architectures", "head_dim"}
     fixed = {"hidden_act", "rope_theta", "rope_scaling", "partial_rotary_factor", "n_ctx", "add_cross_attention"}
+    fixed |= {"ministral3": {"sliding_window"}, "gpt_neox": {"attention_bias"}}.get(kind, set())
     at_default = {
         name for name in names_read & default.keys() - fixed if name not in values or values[name] == default[name]
     }
@@ -480,7 +511,7 @@ MALFORMED = {
         r"quantization_config = .*: quantised weights are not read"),
     "another head": (_config(architectures=["LlamaForSequenceClassification"]),
         "architectures = .*: only LlamaForCausalLM"),
-    "unknown model": (_config(model_type="mamba"), r"model_type = 'mamba': only gpt2, llama, qwen2, qwen3 are read"),
+    "unknown model": (_config(model_type="mamba"), r"model_type = 'mamba': only gpt2, llama, qwen2, .*gpt_neox are read"),
     "our code": (_config(model_type="lm_decoder"), r"code of its own: export the run without --format hf; only gpt2"),
     "unknown field": (_config(logit_scale=2.0), r"logit_scale = 2\.0: a field that is not known here: the model may"),
     "activation": (_config(hidden_act="gelu"), r"hidden_act = 'gelu': only silu is read"),
