@@ -195,8 +195,8 @@ def import_(
 ) -> None:
     """Import a pretrained model.
 
-    GPT-2, Llama (SmolLM2, TinyLlama), Qwen 2 or Qwen 3 become a model folder that other commands accept
-    (docs/pretrained.md). No code of the model is executed.
+    GPT-2, Llama, Qwen 2 and 3, SmolLM3, Ministral 3, OLMo 2 and GPT-NeoX become a model folder that other commands
+    accept (docs/pretrained.md). No code of the model is executed.
     """
     from lm.huggingface.importing import import_model
 

@@ -511,7 +511,7 @@ MALFORMED = {
         r"quantization_config = .*: quantised weights are not read"),
     "another head": (_config(architectures=["LlamaForSequenceClassification"]),
         "architectures = .*: only LlamaForCausalLM"),
-    "unknown model": (_config(model_type="mamba"), r"model_type = 'mamba': only gpt2, llama, qwen2, .*gpt_neox are read"),
+    "unknown model": (_config(model_type="mamba"), r"model_type = 'mamba': only gpt2, llama, .*gpt_neox are read"),
     "our code": (_config(model_type="lm_decoder"), r"code of its own: export the run without --format hf; only gpt2"),
     "unknown field": (_config(logit_scale=2.0), r"logit_scale = 2\.0: a field that is not known here: the model may"),
     "activation": (_config(hidden_act="gelu"), r"hidden_act = 'gelu': only silu is read"),
