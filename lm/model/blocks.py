@@ -180,9 +180,9 @@ class AttentionBase(nn.Module):
         size = config.key_dims
         self.rotates = config.position.rotates_in(layer)
         if config.qk_norm == "width":
-            maps = config.maps_per_head
-            self.q_norm = WidthNorm(config.n_head * maps * size, config.norm_eps)
-            self.k_norm = WidthNorm(config.kv_heads * maps * size, config.norm_eps)
+            n_keys = config.kv_heads * (2 if config.differential is True else 1)
+            self.q_norm = WidthNorm(config.n_head * config.maps_per_head * size, config.norm_eps)
+            self.k_norm = WidthNorm(n_keys * size, config.norm_eps)
         else:
             self.q_norm = HeadNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
             self.k_norm = HeadNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
