@@ -28,6 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lm.attention.catalogue import make_normalizer
 from lm.attention.elementwise_sums import why_tiles
+from lm.attention.gpu_kernels import why_unusable
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
 from lm.attention.query_scale import QueryScale
@@ -169,6 +170,18 @@ def kernels(out: Path) -> list[Line]:
     )
     reason = why_tiles(DEVICE, torch.bfloat16, 64)
     lines = [("kernel of relu2, relu, sigmoid", reason or "Triton", "ok" if not reason or not ON_GPU else "failed")]
+    for name, option in kinds.SINGLE.items():
+        normalizer = make_normalizer(option(), LayerSpec(2, 64, 128, 256)).to(DEVICE)
+        if package := normalizer.gpu_package:
+            layer_input = torch.randn(1, 256, 128, device=DEVICE)
+            q, k, v = torch.randn(3, 1, 2, 256, 64, device=DEVICE, dtype=torch.bfloat16)
+            q, k = normalizer.append_features(layer_input, q, k)
+            sizes = 2, q.size(-1), k.size(-1), 64
+            reason = why_unusable(name, package, normalizer, sizes, v.dtype, DEVICE)
+            is_wrong = ON_GPU and reason and "not installed" not in reason
+            lines.append(
+                (f"kernel of {package} for {name}", reason or "passes its check", "failed" if is_wrong else "ok")
+            )
     times = interleaved(
         {name: attention_step(option(), arguments) for name, option in kinds.SINGLE.items()}, 5 if ON_GPU else 1
     )

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.attention import routes
+from lm.attention import gpu_kernels, routes
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer, SoftmaxNormalizer, logits
 from lm.attention.options import LARGEST, LONGEST, Options, key
@@ -26,6 +26,7 @@ class KeyBias(SoftmaxNormalizer):
     """
 
     kernel = "fused softmax"
+    gpu_package = gpu_kernels.FLEX  # for packed documents
 
     def key_bias(self, k: Tensor, layout: AttentionLayout) -> Tensor:
         """-c of each key of k (B, H, S, D + F), up to a constant per document: fp32, broadcastable to (B, H, S)."""
@@ -36,6 +37,11 @@ class KeyBias(SoftmaxNormalizer):
             return super().forward(q, k, v, layout)
         bias = self.key_bias(k, layout)
         return routes.fused_softmax(q, k[..., : self.layer.head_size], v, layout, key_bias=bias)
+
+    def by_gpu_kernel(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        scale, keys = 1 / math.sqrt(q.size(-1)), k[..., : self.layer.head_size].to(v.dtype)
+        q, k = routes.append_bias(q.to(v.dtype), keys, self.key_bias(k, layout) / scale)
+        return gpu_kernels.flex_softmax(q, k, v, layout, scale)
 
     def kernel_description(self, device: str = "cpu") -> str:
         return f"{routes.softmax_route(device, self.layer.train_length)}, the bias as one more dimension of keys"
@@ -88,7 +94,8 @@ class WindowNormalizer(SoftmaxNormalizer):
     """
 
     schema = Window
-    kernel = "fused softmax"
+    kernel = "fused softmax; on CUDA FlexAttention"
+    gpu_package = gpu_kernels.FLEX
 
     def visible(self, layout: AttentionLayout) -> Tensor:
         return layout.visible() & (layout.distance() < self.options.size)
@@ -97,6 +104,8 @@ class WindowNormalizer(SoftmaxNormalizer):
         if not layout.causal:
             return super().forward(q, k, v, layout)
         (b, _, t, _), w = q.shape, self.options.size
+        if t > w and gpu_kernels.serves(self, q, k, v, layout):
+            return self.by_gpu_kernel(q, k, v, layout)
         if t <= w:
             return routes.fused_softmax(q, k, v, layout)
         if self._has_few_keys(q.device.type):
@@ -121,6 +130,9 @@ class WindowNormalizer(SoftmaxNormalizer):
             blocks(q, 0), blocks(k, 1), blocks(v, 1), layout, mask=mask.unsqueeze(1).repeat(b, 1, 1, 1)
         )
         return output.unflatten(0, (b, -1)).transpose(1, 2).flatten(2, 3)[:, :, :t]
+
+    def by_gpu_kernel(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        return gpu_kernels.flex_softmax(q, k, v, layout, 1 / math.sqrt(q.size(-1)), window=self.options.size)
 
     def _sum_over_distances(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute `forward`, (B, H, T, E), in a loop over the distances from query to key, with scores and sums in fp32
@@ -153,13 +165,16 @@ class WindowNormalizer(SoftmaxNormalizer):
             )
         if self._has_few_keys(device):
             return f"a sum over a window of {self.options.size} keys"
+        if device == "cuda":
+            return super().kernel_description(device)
         return f"SDPA on blocks of {self.options.size} queries and the keys of two blocks: a window of that many keys"
 
 
 class MappedSoftmax(SoftmaxNormalizer):
     """Base of softmax of scores s(z, t), each a function of its logit z and of the distance t to the key."""
 
-    kernel = "blocks of 64 queries, backward by hand"
+    kernel = "blocks of 64 queries, backward by hand; on CUDA FlexAttention"
+    gpu_package = gpu_kernels.FLEX
 
     def coefficients(self, distance: Tensor) -> Tensor:
         """What s needs to know of distances t, fp32 or wider, at least 0; by default nothing."""
@@ -177,12 +192,16 @@ class MappedSoftmax(SoftmaxNormalizer):
         return self.map_scores(logits(q, k), self.coefficients(layout.distance().clamp(min=0).to(q.dtype)))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        if layout.causal or layout.tail:
+        if (layout.causal or layout.tail) and not gpu_kernels.serves(self, q, k, v, layout):
             return routes.block_attention(q, k, v, 1 / math.sqrt(q.size(-1)), self)
         return super().forward(q, k, v, layout)
 
+    def by_gpu_kernel(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        return gpu_kernels.flex_softmax(q, k, v, layout, 1 / math.sqrt(q.size(-1)), self)
+
     def kernel_description(self, device: str = "cpu") -> str:
-        return "blocks of queries, backward by hand: no fused kernel computes this function"
+        blocks = "blocks of queries, backward by hand: no fused kernel computes this function"
+        return blocks if device == "cpu" else super().kernel_description(device)
 
 
 @dataclass
@@ -294,6 +313,11 @@ class StickBreakingNormalizer(Normalizer):
     """
 
     schema = StickBreaking
+    kernel = "query blocks; on CUDA fla-core's"
+    gpu_package = gpu_kernels.FLA
+
+    def by_gpu_kernel(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        return gpu_kernels.stick_breaking(q, k, v)
 
     def visible(self, layout: AttentionLayout) -> Tensor:
         return layout.visible() & (layout.distance() > 0)

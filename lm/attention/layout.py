@@ -47,6 +47,11 @@ class AttentionLayout:
         """The cache of `by_documents`: results of `_document_groups`, by the number of sequences in the batch."""
         return {}
 
+    @cached_property
+    def block_masks(self) -> dict[int | None, object]:
+        """FlexAttention's masks of packed documents (`lm.attention.gpu_kernels`), by window."""
+        return {}
+
     @classmethod
     def full(cls, length: int, device: torch.device | str = "cpu") -> "AttentionLayout":
         """The layout of one document of `length` tokens, each both a query and a key."""

@@ -16,8 +16,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lm.attention import gpu_kernels, routes
 from lm.attention import layout as layouts
-from lm.attention import routes
 from lm.attention.layout import AttentionLayout
 from lm.attention.options import Options
 
@@ -43,6 +43,8 @@ class Normalizer(torch.nn.Module, ABC):
 
     schema: ClassVar[type[Options]]
     kernel: ClassVar[str] = "query blocks"  # how training computes weights x values, for docs/normalizers.md
+    # the package whose kernel computes `by_gpu_kernel` on CUDA GPUs (`lm.attention.gpu_kernels`); empty: none does
+    gpu_package: ClassVar[str] = ""
     # name in `SCORE_MAPS` of the function that maps scores to weights, up to a factor per query; empty if none does
     score_map: str = ""
 
@@ -190,20 +192,27 @@ class Normalizer(torch.nn.Module, ABC):
         """Weights x values, (B, H, T, E) in the dtype of `v`, computed without holding T x S weights of long sequences.
 
         q: (B, H, T, D), k: (B, H, S, D), at least as precise as v: (B, H, S, E). The default computes the
-        definition for some queries at a time, and again in the backward pass.
+        definition for some queries at a time, and again in the backward pass; on a CUDA GPU it takes `by_gpu_kernel`
+        if that works.
         """
+        if gpu_kernels.serves(self, q, k, v, layout):
+            return self.by_gpu_kernel(q, k, v, layout)
         return routes.by_query_blocks(self, q, k, v, layout)
+
+    def by_gpu_kernel(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        """Compute `forward` by a kernel of `gpu_package`, for whole sequences or, by FlexAttention, packed
+        documents."""
+        raise NotImplementedError
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         """Weights x values, like `forward`, but document by document for whole sequences that hold several
         documents.
         """
-        is_whole = q.size(2) == k.size(2)
-        return (
-            layouts.by_documents(self, q, k, v, layout)
-            if is_whole and layout.documents is not None
-            else self(q, k, v, layout)
-        )
+        if layout.documents is None or q.size(2) != k.size(2):
+            return self(q, k, v, layout)
+        if gpu_kernels.serves(self, q, k, v, layout):
+            return self.by_gpu_kernel(q, k, v, layout)
+        return layouts.by_documents(self, q, k, v, layout)
 
     def fused_inputs(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor] | None:
         """Queries and keys for which softmax(q.k / sqrt(D)) gives the weights, in the dtypes of q and k or wider; None
@@ -240,10 +249,10 @@ class Normalizer(torch.nn.Module, ABC):
 
     def kernel_description(self, device: str = "cpu") -> str:
         """The kernel that `forward` takes for whole sequences on a `device` (`cpu`, `cuda`), and why, in words."""
-        return (
-            "blocks of queries from the definition, recomputed in the backward pass: no fused kernel computes this "
-            "function"
-        )
+        blocks = "blocks of queries from the definition, recomputed in the backward pass: no fused kernel computes this"
+        if device == "cuda" and self.gpu_package:
+            return f"the kernel of {self.gpu_package}, if it passes a check at its first call, else {blocks} otherwise"
+        return f"{blocks} function"
 
 
 class SoftmaxNormalizer(Normalizer):

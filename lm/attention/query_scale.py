@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lm.attention import routes
+from lm.attention import gpu_kernels, routes
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer, SoftmaxNormalizer, logits
 from lm.attention.options import INITIAL_VALUE_REASON, LARGEST, LONGEST, N_HELP, Options, key
@@ -28,6 +28,7 @@ class FusedSoftmax(SoftmaxNormalizer):
     """
 
     kernel = "fused softmax"
+    gpu_package = gpu_kernels.FLEX  # for packed documents
     change: ClassVar[str]  # how queries are changed, in words for `kernel_description`
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
@@ -35,6 +36,9 @@ class FusedSoftmax(SoftmaxNormalizer):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         return routes.fused_softmax(*self.fused_inputs(q, k, layout), v, layout)
+
+    def by_gpu_kernel(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        return gpu_kernels.flex_softmax(*self.fused_inputs(q, k, layout), v, layout, 1 / math.sqrt(q.size(-1)))
 
     def kernel_description(self, device: str = "cpu") -> str:
         return f"{routes.softmax_route(device, self.layer.train_length)}, {self.change}"

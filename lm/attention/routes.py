@@ -155,7 +155,9 @@ def softmax_route(device: str, length: int) -> str:
 
 
 class ScoreMap(Protocol):
-    """A function s of each logit z and of the distance t to the key, whose softmax `mapped_softmax` computes."""
+    """A function s of each logit z and of the distance t to the key, whose softmax `block_attention` computes."""
+
+    options: object  # what tells one map from another
 
     def coefficients(self, distance: Tensor) -> Tensor:
         """What s needs to know of distances, fp32 or wider, at least 0, of any shape."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.attention import routes
+from lm.attention import gpu_kernels, routes
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer, logits
 from lm.attention.options import N_HELP, Options, key
@@ -34,6 +34,11 @@ class SparsemaxNormalizer(Normalizer):
     """relu(z - tau), the projection of logits z onto the simplex: tau is such that a query's weights sum to one."""
 
     schema = Sparsemax
+    kernel = "query blocks; on CUDA adasplash's"
+    gpu_package = gpu_kernels.ADASPLASH
+
+    def by_gpu_kernel(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        return gpu_kernels.entmax(q, k, v, alpha=2.0)
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         z = subtract_largest_logit(scores, layout)
@@ -58,6 +63,11 @@ class Entmax15Normalizer(Normalizer):
     """1.5-entmax, relu(z / 2 - tau)^2, between softmax and sparsemax: tau is such that a query's weights sum to one."""
 
     schema = Entmax15
+    kernel = "query blocks; on CUDA adasplash's"
+    gpu_package = gpu_kernels.ADASPLASH
+
+    def by_gpu_kernel(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        return gpu_kernels.entmax(q, k, v, alpha=1.5)
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         z = subtract_largest_logit(scores, layout) / 2
@@ -99,7 +109,10 @@ class ASEntmax(Options):
     full_formula = "1.5-entmax((1 + b (ln n)^g) z), b = softplus(w_b.x), g = 2 tanh(w_g.x), x the layer's input"
     learned_parameters = "w_b, w_g (width C) per layer and head"
     source = "arXiv 2506.16640"
-    known = "multi-query recall to 65k from training at 64; loss better at 8 times the length (abstract)"
+    known = (
+        "multi-query recall to 65k from training at 64; loss better at 8 times the length (abstract). ln n is the "
+        "paper's, its authors' code has ln(n + 1)"
+    )
     n: str = key("visible", N_HELP)
 
 
@@ -120,10 +133,16 @@ class ASEntmaxNormalizer(Entmax15Normalizer):
         return torch.stack((b, g), -1).transpose(1, 2)
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        q, b, g = q[..., :-2], q[..., -2:-1], q[..., -1:]
+        return logits(q[..., :-2], k) * self.scale(q, layout)
+
+    def scale(self, q: Tensor, layout: AttentionLayout) -> Tensor:
+        """The factor 1 + b (ln n)^g of each query's logits, (B, H, T, 1), for q with its features b and g."""
         log_n = self.row_length(layout).log().unsqueeze(-1).to(q.dtype)  # (1, T, 1) or (B, 1, T, 1)
-        growth = log_n.clamp(min=math.log(2)) ** g  # n = 1 as n = 2: a single key has weight 1 with any factor
-        return logits(q, k) * (1 + b * growth)
+        growth = log_n.clamp(min=math.log(2)) ** q[..., -1:]  # n = 1 as n = 2: a single key has weight 1 anyway
+        return 1 + q[..., -2:-1] * growth
+
+    def by_gpu_kernel(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        return super().by_gpu_kernel(q[..., :-2] * self.scale(q, layout), k, v, layout)
 
 
 @dataclass

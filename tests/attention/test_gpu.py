@@ -11,7 +11,7 @@ from test_autocast import check_errors
 from test_normalizers import CASES, every_case
 from torch import Tensor
 
-from lm.attention import catalogue
+from lm.attention import catalogue, gpu_kernels
 from lm.attention.contract import inputs, randomized
 from lm.attention.elementwise_sums import elementwise_attention, why_tiles
 from lm.attention.layout import AttentionLayout, by_documents
@@ -89,6 +89,18 @@ def test_the_gpu_gives_the_definition_forward_backward_packed_and_decoding(optio
 @pytest.mark.parametrize("name", CASES)
 def test_errors_under_autocast_are_at_most_twice_softmaxs(name: str, rope: bool):
     check_errors(name, 1024, rope, "cuda")
+
+
+@pytest.mark.parametrize("name", [name for name in ENTRIES if catalogue.implementation(name).gpu_package])
+def test_the_kernels_of_others_pass_their_check_and_give_packed_documents(name: str):
+    normalizer = randomized(catalogue.ENTRIES[name](), torch.float32).cuda()
+    pytest.importorskip(normalizer.gpu_package)
+    q, k, v = (x.cuda() for x in inputs(300, torch.bfloat16, normalizer=normalizer.cpu()))
+    normalizer.cuda()
+    assert gpu_kernels.serves(normalizer, q, k, v, AttentionLayout.full(300, "cuda"))
+    documents = AttentionLayout.from_document_lengths([40, 1, 242, 17], "cuda")
+    expected = by_documents(normalizer, q, k, v, documents)
+    assert (normalizer.attend(q, k, v, documents) - expected).abs().max() <= expected.abs().max() / 32
 
 
 @pytest.mark.skipif(not HAS_GPU or torch.cuda.get_device_capability() < (8, 0), reason="needs compute capability 8.0")

@@ -1,0 +1,197 @@
+"""Fused kernels on CUDA GPUs that others maintain: PyTorch's FlexAttention, adasplash (entmax), fla-core
+(stick-breaking).
+
+The first call for a normalizer's options and sizes on a device compares output and gradients with query blocks, on
+small sequences. Where the package is missing, an error arises or results differ, other routes take its place.
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lm.attention import routes
+from lm.attention.layout import AttentionLayout, uncompiled
+
+if TYPE_CHECKING:
+    from lm.attention.normalizer import Normalizer
+
+FLEX, ADASPLASH, FLA = "torch", "adasplash", "fla"  # the packages that hold the kernels
+CHECKED_LENGTH = 256  # tokens of the sequences that the check computes
+TOLERANCE = 1 / 32  # of the largest entry: results of bf16 operands
+MAX_FLEX_LENGTH = 2**15  # most tokens of a sequence: the mask by blocks of longer ones takes too much memory to make
+
+
+def serves(normalizer: "Normalizer", q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> bool:
+    """Whether the kernel of the package `normalizer.gpu_package` works on this device, and computes this call."""
+    package = normalizer.gpu_package
+    if not package or v.device.type != "cuda":
+        return False
+    if v.dtype != torch.bfloat16 and not (package == FLEX and v.dtype == torch.float32):
+        return False
+    is_packed = package == FLEX and layout.documents is not None and q.size(2) == k.size(2)
+    if not (layout.causal or is_packed) or (package == FLEX and k.size(2) > MAX_FLEX_LENGTH):
+        return False
+    sizes = q.size(1), q.size(-1), k.size(-1), v.size(-1)
+    return not why_unusable(
+        f"{type(normalizer).__name__} {normalizer.options}", package, normalizer, sizes, v.dtype, v.device
+    )
+
+
+_REASONS: dict[tuple[object, ...], str] = {}
+
+
+@uncompiled
+def why_unusable(
+    name: str, package: str, normalizer: "Normalizer", sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> str:
+    """The reason why the package's kernel does not compute the normalizer `name` here; empty if it does.
+
+    sizes: number of heads, then widths of q, k and v.
+    """
+    call = name, sizes, dtype, device
+    if call not in _REASONS:
+        _REASONS[call] = f"{package} is not installed"
+        if find_spec(package):
+            _REASONS[call] = _compare_with_query_blocks(normalizer, sizes, dtype, device)
+            if _REASONS[call]:
+                message = (
+                    f"the kernel of {package} does not compute {name} on {device}, query blocks do: {_REASONS[call]}"
+                )
+                warnings.warn(message, stacklevel=2)
+    return _REASONS[call]
+
+
+def _compare_with_query_blocks(
+    normalizer: "Normalizer", sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> str:
+    """How results of the kernel and of query blocks differ, in words; empty if they agree."""
+    length, (heads, *widths) = CHECKED_LENGTH, sizes
+    layouts = [AttentionLayout.full(length, device)]
+    if normalizer.gpu_package == FLEX:
+        layouts.append(AttentionLayout.from_document_lengths([100, length - 100], device))
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), routes.without_autocast(device):
+            leaves = [
+                torch.arange(heads * length * width, device=device)
+                .mul(1 + i)
+                .sin()
+                .view(1, heads, length, width)
+                .to(dtype)
+                for i, width in enumerate(widths)
+            ]
+            for layout in layouts:
+                results = []
+                for route in (normalizer.by_gpu_kernel, lambda *call: routes.by_query_blocks(normalizer, *call)):
+                    tensors = [x.detach().requires_grad_() for x in leaves]
+                    output = route(*tensors, layout)
+                    results.append((output, *torch.autograd.grad(output, tensors, leaves[2].cos())))
+                for part, a, b in zip(("output", "dq", "dk", "dv"), *results, strict=True):
+                    if not bool((a - b).abs().max() <= TOLERANCE * b.abs().max()):
+                        return f"its {part} is another"
+        return ""
+    except Exception as error:  # whatever the package, the compilers that it calls or the driver may raise
+        return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+# ---------------------------------------------------------------- FlexAttention
+
+
+@uncompiled
+def flex_softmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: AttentionLayout,
+    scale: float,
+    score_map: routes.ScoreMap | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Return softmax(s) v, (B, H, T, E) in the dtype of `v`, where s is scale q.k or what `score_map` makes of it; with
+    `window`, over the latest keys alone.
+    """
+    attend, _ = _flex()
+    score_mod = _score_mod(type(score_map), repr(score_map.options), score_map) if score_map else None
+    with routes.without_autocast(v.device):
+        mask = _block_mask(layout, q.size(2), window)
+        return attend(q.to(v.dtype), k.to(v.dtype), v, score_mod=score_mod, block_mask=mask, scale=scale)
+
+
+@cache
+def _flex() -> tuple[Callable, Callable]:
+    """FlexAttention, compiled, and the function that makes its masks."""
+    flex = import_module("torch.nn.attention.flex_attention")
+    return torch.compile(flex.flex_attention), flex.create_block_mask
+
+
+_SCORE_MODS: dict[tuple[type, str], Callable] = {}
+
+
+def _score_mod(kind: type, options: str, score_map: routes.ScoreMap) -> Callable:
+    """The map as FlexAttention wants it; one function for all layers, as each function is compiled."""
+
+    def map_score(z: Tensor, sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score_map.map_scores(z, score_map.coefficients((query - key).clamp(min=0).float()))
+
+    return _SCORE_MODS.setdefault((kind, options), map_score)
+
+
+def _block_mask(layout: AttentionLayout, length: int, window: int | None) -> object:
+    """The mask of a layout by blocks, made once for all layers and, of whole documents, for all steps."""
+    documents = layout.documents
+    if documents is None:
+        return _causal_mask(length, window, layout.positions.device)
+    if window not in layout.block_masks:
+
+        def sees(sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            is_same = documents[sequence, query] == documents[sequence, key]
+            return is_same & (key <= query) & (query - key < (window or length))
+
+        documents = documents if documents.dim() == 2 else documents.unsqueeze(0)
+        count = len(documents) if len(documents) > 1 else None
+        layout.block_masks[window] = _flex()[1](sees, count, None, length, length, documents.device, _compile=True)
+    return layout.block_masks[window]
+
+
+@cache
+def _causal_mask(length: int, window: int | None, device: torch.device) -> object:
+    def sees(sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query - key < (window or length))
+
+    return _flex()[1](sees, None, None, length, length, device, _compile=True)
+
+
+# ---------------------------------------------------------------- kernels of packages
+
+
+@uncompiled
+def entmax(q: Tensor, k: Tensor, v: Tensor, alpha: float) -> Tensor:
+    """Return alpha-entmax(q.k / sqrt(D)) v with a causal mask, (B, H, T, E), by adasplash, which takes powers of 2 as
+    sizes: tokens are appended that no query sees, and dimensions of zeros.
+    """
+    size, width, length = q.size(-1), v.size(-1), q.size(2)
+    padded_size = max(16, 1 << (max(size, width) - 1).bit_length())
+    padded_length = max(64, 1 << (length - 1).bit_length())
+    q = q * math.sqrt(padded_size / size)  # the kernel divides by the root of the padded size
+    q, k, v = (
+        F.pad(x.to(v.dtype), (0, padded_size - x.size(-1), 0, padded_length - length)).contiguous() for x in (q, k, v)
+    )
+    with routes.without_autocast(v.device):
+        output = import_module(ADASPLASH).adasplash(q, k, v, alpha=alpha, is_causal=True)
+    return output[:, :, :length, :width].to(v.dtype)
+
+
+@uncompiled
+def stick_breaking(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return stick-breaking attention's output, (B, H, T, E) in the dtype of `v`, by fla-core."""
+    kernel = import_module("fla.ops.stickbreaking_attn").parallel_stickbreaking_attn
+    with routes.without_autocast(v.device):
+        output, _ = kernel(*(x.to(v.dtype).transpose(1, 2).contiguous() for x in (q, k, v)))
+    return output.transpose(1, 2)
