@@ -76,8 +76,7 @@ def score(decoder: Decoder, questions: list[Trial], length: int, text: Text) -> 
 
     Each prompt is the beginning of a sequence of `length` tokens.
     """
-    device = decoder.head.weight.device
-    prompts = torch.from_numpy(np.stack([trial.prompt for trial in questions])).to(device)
+    prompts = torch.from_numpy(np.stack([trial.prompt for trial in questions])).to(next(decoder.parameters()).device)
     cache = DecodingCache(length)
     first_logits = decoder.head(decoder(prompts, cache=cache, first=prompts.size(1) - 1)).float()  # (B, 1, V)
     outputs = _greedy_tokens(decoder, first_logits, cache.fork(1), max(len(trial.answer) for trial in questions) + 2)

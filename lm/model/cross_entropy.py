@@ -38,6 +38,11 @@ class Head(UninitialisedLinear):
         logits = super().forward(hidden)
         return logits if self.softcap is None else soft_capped(logits.float(), self.softcap)
 
+    def in_fp32(self) -> Callable[[Tensor], Tensor]:
+        """Return the function that maps hidden states to logits with the weights in fp32."""
+        matrix = self.weight.float().t()
+        return lambda hidden: soft_capped(hidden.float() @ matrix, self.softcap)
+
 
 def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
     """Return softcap * tanh(logits / softcap), or the logits unchanged if `softcap` is None."""
@@ -219,9 +224,9 @@ def _map_logits(f: Callable[..., Tensor], dtype: torch.dtype, hidden: Tensor, he
     the logits' memory.
     """
     results = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
-    chunk_size = chunk_tokens(head.weight.size(0), hidden.device.type)
+    chunk_size = chunk_tokens(head.out_features, hidden.device.type)
     with torch.autocast(hidden.device.type, enabled=False):
-        matrix = head.weight.float().t()
+        logits = head.in_fp32()
         for result, h, *part in zip(*(x.split(chunk_size) for x in (results, hidden, *tensors)), strict=True):
-            result.copy_(f(soft_capped(h.float() @ matrix, head.softcap), *part))
+            result.copy_(f(logits(h), *part))
     return results

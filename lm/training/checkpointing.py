@@ -8,10 +8,10 @@ import torch
 from lm.errors import RunError
 from lm.runs.checkpoints import link_checkpoint, load_checkpoint, save_checkpoint
 from lm.runs.folder import BEST, CHECKPOINTS, LAST, step_of, step_path, step_paths
-from lm.training.callbacks import StepCallback
 from lm.training.lightning_import import L, SIGTERMException
 from lm.training.module import LanguageModel
 from lm.training.run_context import RunContext
+from lm.training.step_callbacks import StepCallback
 
 
 class AtomicCheckpointIO(L.fabric.plugins.CheckpointIO):

@@ -46,7 +46,6 @@ from lm.runs.manifest import truncate_manifest, write_files
 from lm.runs.record import divergence
 from lm.schema import Plain, to_plain
 from lm.training.banner import banner, environment
-from lm.training.callbacks import Metrics, ProfileSteps, ProgressBar, StopOnSignal
 from lm.training.checkpointing import AtomicCheckpointIO, Checkpoints
 from lm.training.evaluation_callbacks import EVALUATION_CALLBACKS, CallbackMetrics, SwapEffect, Validation
 from lm.training.flops import peak_flops
@@ -57,6 +56,7 @@ from lm.training.module import LanguageModel
 from lm.training.outside import outside_objects
 from lm.training.run_context import RunContext
 from lm.training.starting import PhaseStart, branch, check_resume, start_from_checkpoint, start_new_run
+from lm.training.step_callbacks import Metrics, ProfileSteps, ProgressBar, StopOnSignal
 from lm.training.step_data import StepData
 from lm.training.wandb_runs import wandb_mode
 

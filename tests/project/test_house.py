@@ -40,6 +40,7 @@ ROOMS = (
     "diagnostics",
     "evaluation",
     "training",
+    "callbacks",
     "experiments",
     "commands",
     "cli",

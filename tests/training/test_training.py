@@ -18,10 +18,10 @@ from lm.errors import RunError
 from lm.files import new_temporary_path
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import command_line, step_paths
-from lm.training.callbacks import StopOnSignal
 from lm.training.fit import truncate_after
 from lm.training.loggers import MetricsFile
 from lm.training.module import LanguageModel
+from lm.training.step_callbacks import StopOnSignal
 from lm.training.train import train
 
 TASK = "data.tasks=[{weight: 1, task: {name: mqar, keys: 16, values: 16, pairs: 4, queries: 4, varied: true}}]"
