@@ -102,18 +102,10 @@ def plan_lines(procedure: Procedure, run_costs: Costs, time_words: str, slot_wor
 
 
 def _settings_words(experiment: Experiment) -> str:
-    """Describe precision, compilation and threads of the runs; a setting that differs is listed with the sizes and arms
-    of each value.
-    """
-    words = []
-    for name in SHARED_SETTINGS:
-        arms: dict[object, list[str]] = {}
-        for size, arm in experiment.size_arms:
-            value = getattr(experiment.example_config(size, arm).trainer, name)
-            arms.setdefault(value, []).append(" ".join(filter(None, (size, arm.name))))
-        values = [f"{value} ({', '.join(names)})" if len(arms) > 1 else str(value) for value, names in arms.items()]
-        words.append(f"{name} {', '.join(values)}")
-    return "; ".join(words)
+    """Name precision, compilation and threads of the runs."""
+    trainers = [experiment.example_config(size, arm).trainer for size, arm in experiment.size_arms]
+    values = {name: dict.fromkeys(str(getattr(trainer, name)) for trainer in trainers) for name in SHARED_SETTINGS}
+    return "; ".join(f"{name} {' or '.join(words)}" for name, words in values.items())
 
 
 def _seed_count_words(primary: PrimaryMetric, alpha: float) -> str:

@@ -3,6 +3,7 @@ finished runs.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -409,18 +410,17 @@ class Procedure:
     def n_runs(self, size: str) -> dict[str, int]:
         """Count the runs of each arm in a size, by the grid and rates known so far. Before tuning has ended, two final
         rates are assumed for arms that may get several."""
-        experiment, choice, tune, counts = self.experiment, self.choice(size), self.experiment.tune, {}
-        crossed = [arm for arm in experiment.arms if tune.grid and arm.trained and not arm.source]
-        untuned = self._untuned_sources(arm for arm in experiment.arms if arm.is_tuned) if tune.grid else []
-        for arm in experiment.arms:
-            planned_rates = tune.rates if choice.rates is None else ()
-            n_tuning = len({*planned_rates, *choice.runs.get(arm.name, ())}) if arm.is_tuned else int(arm in untuned)
-            n_rates = len(choice.rates_of_final_runs.get(arm.name, ()))
-            if not n_rates and choice.rates is None:
-                n_rates = 2 if len(crossed) > 1 and arm in crossed else 1
-            elif not n_rates:
-                n_rates = int(arm.name in choice.rates)
-            counts[arm.name] = len(experiment.seeds) * n_rates + n_tuning * len(tune.seeds)
+        arms, choice, tune = self.experiment.arms, self.choice(size), self.experiment.tune
+        if choice.rates is not None:
+            known = Counter(run.arm for run in self.known_runs() if run.size == size)
+            return {arm.name: known[arm.name] for arm in arms}
+        crossed, counts = [arm for arm in arms if tune.grid and arm.trained and not arm.source], {}
+        untuned = self._untuned_sources(arm for arm in arms if arm.is_tuned and tune.grid)
+        for arm in arms:
+            n_tuning = len({*tune.rates, *choice.runs.get(arm.name, ())}) if arm.is_tuned else int(arm in untuned)
+            assumed_rates = 2 if len(crossed) > 1 and arm in crossed else 1
+            n_rates = len(choice.rates_of_final_runs.get(arm.name, ())) or assumed_rates
+            counts[arm.name] = len(self.experiment.seeds) * n_rates + n_tuning * len(tune.seeds)
         return counts
 
     def compared_value(self, outcome: Outcome, selection: bool = False) -> float:
