@@ -65,8 +65,11 @@ REMOVED_VALUES = {
     ("tokenizer", "tiktoken"): "set data.tokenizer={name: pretrained, model: MODEL}, e.g. openai-community/gpt2 for "
     "r50k_base, Xenova/gpt-4 for cl100k_base, Xenova/gpt-4o for o200k_base",
     **{
-        (key, name): "write a Lightning callback that makes and asks it, and name it in trainer.callbacks"
-        for key in ("task", "tasks")
+        (key, name): advice
+        for key, advice in {
+            "task": "write its sequences to Parquet, a list of ids a row: data.source={name: tokens, format: column}",
+            "tasks": "ask it of the model that lm.load gives",
+        }.items()
         for name in ("induction", "flip_flop")
     },
     ("lengths", "fixed"): "set data.lengths={name: mixed, weights: {LENGTH: 1}}",
