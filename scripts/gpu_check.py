@@ -3,11 +3,12 @@ failed.
 
 bash scripts/gpu_check.sh [--out runs/gpu_check] [--only tests kernels ...]
 
-Four minutes on an H200 with 16 cores. Without a GPU every part runs at a tiny size on the CPU, to check the script
-itself.
+NANOGPT=path/to/nanoGPT/model.py times nanoGPT's own model beside lm's. At most nine minutes on an H200 with 16 cores.
+Without a GPU every part runs at a tiny size on the CPU, to check the script itself.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
+import types
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Callable
@@ -46,6 +48,18 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # by a part of a kernel's name
 FUSED = {"flash": "flash", "cudnn": "cudnn", "fmha": "memory-efficient", "cutlass": "memory-efficient"}
+
+# parts of the names of kernels, by kind; the first kind that fits counts
+KINDS = {
+    "attention": ("flash", "fmha", "attention"),
+    "matrix products": ("gemm", "cutlass", "nvjet", "xmma", "::mm", "addmm", "bmm", "linear"),
+    "optimizer": ("adam", "multi_tensor", "foreach"),
+    "loss": ("log_softmax", "nll", "logsumexp", "cross_entropy"),
+    "copies and fills": ("memcpy", "memset", "copy", "fill"),
+    "compiled code": ("triton",),
+    "element by element": ("elementwise", "reduce", "vectorized"),
+}
+STEP_TOKENS, VOCAB = (65536, 50304) if ON_GPU else (64, 100)
 
 Line = tuple[str, str, str]  # what, the figure, ok | failed | a note
 
@@ -223,32 +237,94 @@ def train_steps(normalizer: str, length: int, compiled: bool) -> tuple[int, int,
     """Tokens of a step, FLOPs of a token, median seconds of a step (forward, backward, AdamW, bf16), peak memory in
     bytes.
     """
-    step_tokens, vocab, rounds = (65536, 50304, 10) if ON_GPU else (64, 100, 1)
-    decoder = Decoder(model(normalizer), vocab, length).to(DEVICE)
-    optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-4, fused=True)
+    decoder = Decoder(model(normalizer), VOCAB, length).to(DEVICE)
     if compiled:
         decoder.compile_blocks(lengths=1)
-    sequences = torch.randint(vocab, (step_tokens // length, length + 1), device=DEVICE)
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
+    step = training_step(decoder, lambda sequences: decoder.loss(Batch.of(sequences)), length)
+    times = interleaved({"step": step}, 10 if ON_GPU else 1)["step"]
+    peak_bytes = torch.cuda.max_memory_allocated() if ON_GPU else 0
+    return STEP_TOKENS, flops_per_token(decoder), float(np.median(times)), peak_bytes
+
+
+def training_step(
+    module: torch.nn.Module, loss: Callable[[torch.Tensor], torch.Tensor], length: int
+) -> Callable[[], None]:
+    """A step of `STEP_TOKENS` random tokens in micro-batches of up to 16,384; `loss` sums over the tokens of
+    sequences.
+    """
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+    sequences = torch.randint(VOCAB, (STEP_TOKENS // length, length + 1), device=DEVICE)
 
     def step() -> None:
         for part in sequences.split(max(1, 16384 // length)):
             with torch.autocast(DEVICE.type, torch.bfloat16):
-                value = decoder.loss(Batch.of(part))
-            (value / step_tokens).backward()
+                value = loss(part)
+            (value / STEP_TOKENS).backward()
         optimizer.step()
         optimizer.zero_grad()
         if ON_GPU:
             torch.cuda.synchronize()
 
-    times = interleaved({"step": step}, rounds)["step"]
-    return (
-        step_tokens,
-        flops_per_token(decoder),
-        float(np.median(times)),
-        torch.cuda.max_memory_allocated() if ON_GPU else 0,
-    )
+    return step
+
+
+def where(out: Path) -> list[Line]:
+    """Where a compiled step of GPT-2's shape at 1,024 tokens spends its time, by kind of kernel; beside it nanoGPT's
+    own model, if NANOGPT names its model.py.
+    """
+    length = 1024 if ON_GPU else 32
+    decoder = Decoder(model("softmax"), VOCAB, length).to(DEVICE)
+    if ON_GPU:
+        decoder.compile_blocks(lengths=1)
+    step = training_step(decoder, lambda sequences: decoder.loss(Batch.of(sequences)), length)
+    lines, sides = [], {"lm": step}
+    if path := os.environ.get("NANOGPT"):
+        sides["nanoGPT"] = nanogpt_step(path, length)
+    for name, seconds in interleaved(sides, 10 if ON_GPU else 1).items():
+        lines.append((f"{name}, {length:,} tokens", f"{STEP_TOKENS / np.median(seconds):,.0f} tokens/s", "ok"))
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]
+    for name, side in sides.items():
+        with profile(activities=activities) as profiled:
+            start = time.perf_counter()
+            side()
+            wall_ms = 1e3 * (time.perf_counter() - start)
+        milliseconds: Counter[str] = Counter()
+        for event in profiled.key_averages():
+            spent = event.self_device_time_total if ON_GPU else event.self_cpu_time_total
+            kind = next((kind for kind, words in KINDS.items() if any(w in event.key.lower() for w in words)), "other")
+            milliseconds[kind] += spent / 1e3
+        lines += [
+            (f"{name}: {kind}", f"{spent:.1f} ms, {spent / wall_ms:.0%} of {wall_ms:.0f} ms", "ok")
+            for kind, spent in milliseconds.most_common()
+        ]
+        lines.append((f"{name}: no kernel runs", f"{wall_ms - milliseconds.total():.1f} ms", "ok"))
+        profiled.export_chrome_trace(str(out / f"{name}.json"))
+    return lines
+
+
+def nanogpt_step(path: str, length: int) -> Callable[[], None]:
+    """A step of nanoGPT's model of the same shape, compiled whole as its train.py does, from its file model.py."""
+    module = import_from_path(path)
+    config = model("softmax")
+    sizes = {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd}
+    gpt = module.GPT(module.GPTConfig(block_size=length, vocab_size=VOCAB, dropout=0.0, bias=False, **sizes)).to(DEVICE)
+    compiled = torch.compile(gpt) if ON_GPU else gpt
+
+    def loss(sequences: torch.Tensor) -> torch.Tensor:
+        tokens, targets = sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
+        return compiled(tokens, targets)[1] * targets.numel()
+
+    return training_step(gpt, loss, length)
+
+
+def import_from_path(path: str) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location("nanogpt_model", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclass looks its module up
+    spec.loader.exec_module(module)
+    return module
 
 
 def long(out: Path) -> list[Line]:
@@ -276,7 +352,7 @@ def long(out: Path) -> list[Line]:
 
 
 PARTS: dict[str, Callable[[Path], list[Line]]] = {
-    part.__name__: part for part in (tests, backends, kernels, speed, long)
+    part.__name__: part for part in (tests, backends, kernels, speed, where, long)
 }
 
 if __name__ == "__main__":
