@@ -160,6 +160,7 @@ class SoftpickNormalizer(Normalizer):
     """
 
     schema = Softpick
+    kernel = "query blocks; no package on the index has a kernel"
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         signed_weights, _ = self._unnormalized_weights(scores, layout)
