@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT, lm
-from manifests import edited
+from manifests import edited, put
 from trials import written as experiment_file
 
 from lm.attention.catalogue import ENTRIES, implementation
@@ -184,7 +184,7 @@ def test_nothing_is_imported_because_a_file_names_it(powers: Path, arguments: li
         plain["phases"] = [{"until": 1.0, "normalizer": options}]
     text = yaml.safe_dump(plain)
 
-    (folder / CONFIG).write_text(text)
+    put(folder / CONFIG, text)
     checkpoint = load_checkpoint(folder / "checkpoints" / "last.ckpt")
     checkpoint["lm"]["config"] = text
     save_checkpoint(checkpoint, folder / "checkpoints" / "last.ckpt")
