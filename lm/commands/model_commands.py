@@ -64,6 +64,12 @@ def eval_(
     suite: Suite = "",
     needle: NeedleOption = False,
     tasks: TasksOption = "",
+    normalizer: Annotated[
+        str, typer.Option(help="normalizer of models hf:FOLDER, which run in transformers, e.g. ssmax")
+    ] = "softmax",
+    length: Annotated[
+        int | None, typer.Option(min=2, help="training length of models hf:FOLDER [default: max_position_embeddings]")
+    ] = None,
     out: OutFile = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="print all numbers as JSON, one object each, and nothing else")
@@ -83,7 +89,7 @@ def eval_(
     options += [override("eval.tasks", tasks.split(","))] if tasks else []
     try:
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            results = evaluate_runs(folders, checkpoint, suite, options + overrides)
+            results = evaluate_runs(folders, checkpoint, suite, options + overrides, normalizer, length)
     except KeyboardInterrupt:
         print("stopped; what was measured is kept, and the same command goes on from there", file=sys.stderr)
         raise

@@ -27,9 +27,16 @@ from lm.runs.folder import CONFIG, DESCRIPTION, TOKENIZER, read_config, read_env
 from lm.runs.loading import LoadedModel, find_checkpoint, load
 from lm.schema import Plain, effect, to_plain
 
+FOREIGN = "hf:"  # before the folder of a model that runs in transformers
+
 
 def evaluate_runs(
-    folders: list[Path], checkpoint: str = "last", suite: str = "", overrides: Sequence[str] = ()
+    folders: list[Path],
+    checkpoint: str = "last",
+    suite: str = "",
+    overrides: Sequence[str] = (),
+    normalizer: str = "softmax",
+    length: int | None = None,
 ) -> list[EvaluationResult]:
     """Evaluate one checkpoint of each run, keep the results in its evaluations/, and return them.
 
@@ -40,6 +47,7 @@ def evaluate_runs(
         checkpoint: `last`, `best` or a step; for a single run also a path.
         suite: `quick`, `full` or a YAML file with the section `eval`; empty: `eval` as in the run's configuration.
         overrides: changes `key=value` of keys that `lm eval` reads, made after the suite's.
+        normalizer: the normalizer of models `hf:FOLDER`, which run in transformers; length: their training length.
 
     Raises LMError: not a run, no such checkpoint, other data than the model was trained on, no such suite, a
     missing package.
@@ -51,6 +59,10 @@ def evaluate_runs(
             f"{files[0]}: a configuration, not a model: name the run folders or model folders to measure, too"
         )
     models = {folder: load(folder, checkpoint) for folder in folders if (folder / DESCRIPTION).is_file()}
+    if foreign := [folder for folder in folders if str(folder).startswith(FOREIGN)]:
+        from lm.huggingface.measured_model import load_measured  # imports transformers
+
+        models |= {path: load_measured(Path(str(path).removeprefix(FOREIGN)), normalizer, length) for path in foreign}
     if files and (runs := [folder for folder in folders if folder not in models]):
         require_run(runs[0], CONFIG)
         raise RunError(

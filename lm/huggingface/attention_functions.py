@@ -37,6 +37,8 @@ from lm.schema import Plain
 LENGTH_FIELD = "lm_train_length"  # field of the configuration with the training length
 # in each attention, the module with the parameters; in the configuration, their normalizer
 NORMALIZER_ATTRIBUTE = "lm_normalizer"
+# attribute of an attention module: a list to which each call adds queries, keys and values of all heads
+RECORD = "lm_record"
 # the first two read the layer's input, the last has a table for all layers
 UNREGISTERED_NORMALIZERS = ("forget", "asentmax", "p_n")
 # arguments of attention functions that change what is computed
@@ -127,18 +129,14 @@ def add_normalizer_parameters(model: PreTrainedModel, train_length: int | None =
             f"{config._name_or_path} was saved with {entry}, attn_implementation {config._attn_implementation} is "
             f"{options}"
         )
-    attention_modules = [
-        module
-        for module in model.modules()
-        if hasattr(module, "layer_idx") and hasattr(module, "is_causal") and not getattr(module, "sliding_window", None)
-    ]
-    if not attention_modules:
+    layers = [layer for layer in attention_modules(model) if not getattr(layer, "sliding_window", None)]
+    if not layers:
         raise ValueError(OWN_ATTENTION_MESSAGE.format(type(model).__name__))
-    if any(hasattr(module, NORMALIZER_ATTRIBUTE) for module in attention_modules):
+    if any(hasattr(module, NORMALIZER_ATTRIBUTE) for module in layers):
         raise ValueError("the model has these parameters already: call lm.huggingface.add_normalizer_parameters once")
     setattr(config, NORMALIZER_ATTRIBUTE, dict(options))
     setattr(config, LENGTH_FIELD, train_length or _train_length(config))
-    for module in attention_modules:
+    for module in layers:
         # In latent attention (MLA) `head_dim` is the part of a head that rotates.
         head_size = getattr(module, "qk_head_dim", None) or getattr(config, "head_dim", None)
         head_size = head_size or config.hidden_size // config.num_attention_heads
@@ -149,6 +147,11 @@ def add_normalizer_parameters(model: PreTrainedModel, train_length: int | None =
         module.add_module(NORMALIZER_ATTRIBUTE, parameter_dict.to(next(module.parameters()).device))
     if entry:
         _read_saved_parameters(model)
+
+
+def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the attention of each layer, also of those with a window."""
+    return [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")]
 
 
 def _train_length(config: PreTrainedConfig) -> int:
@@ -185,6 +188,9 @@ def _attend(
         raise ValueError(
             f"lm's normalizers do not compute {refused_arguments[0]} of {type(module).__name__}; use a model without it"
         )
+    factor = 1.0 if scaling is None else scaling * math.sqrt(query.size(-1))
+    if (record := getattr(module, RECORD, None)) is not None:
+        record.append((query * factor, *(x.repeat_interleave(query.size(1) // key.size(1), 1) for x in (key, value))))
     if kwargs.get("sliding_window") is not None:
         arguments = {"scaling": scaling, "dropout": dropout, "position_ids": position_ids, **kwargs}
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **arguments)
@@ -204,7 +210,6 @@ def _attend(
             f"heads of {type(module).__name__} have {query.size(-1)} dimensions, {config._attn_implementation} was set "
             f"up for {parameter_dict.head_size}; use a model whose configuration says so in head_dim"
         )
-    factor = 1.0 if scaling is None else scaling * math.sqrt(query.size(-1))
     if not math.isclose(factor, 1.0):
         query = query.to(torch.promote_types(query.dtype, torch.float32)) * factor
     n_queries, n_keys = query.size(2), key.size(2)

@@ -204,13 +204,9 @@ def import_model(
         )
     token_count, tokenizer_text = 0, None
     if model.tokenizer is not None:
-        start_token = end_of_text or _start_token(model)
-        tokenizer, tokenizer_text = _checked_tokenizer(model, start_token, spec.vocab_size)
-        added_tokens = {index: token.content for index, token in tokenizer.get_added_tokens_decoder().items()}
-        end_tokens = _configured_tokens(
-            "eos", added_tokens, model.tokenizer_config, model.config, model.generation_config
+        tokenizer, tokenizer_text, spec.end_of_text, spec.end_tokens = read_tokenizer(
+            model, end_of_text, spec.vocab_size
         )
-        spec.end_of_text, spec.end_tokens = start_token, [] if end_tokens == [start_token] else end_tokens
         token_count = vocab_size(tokenizer)
     spec.seq_len = length or positions
     try:
@@ -260,6 +256,18 @@ def open_pretrained(source: str, revision: str | None, tokenizer: Path | None) -
     return PretrainedModel(
         path / CONFIG, config, Shards(path), tokenizer_text, tokenizer_path, tokenizer_config, generation_config, origin
     )
+
+
+def read_tokenizer(
+    model: PretrainedModel, end_of_text: str | None, vocabulary: int
+) -> tuple[Tokenizer, str, str, list[str]]:
+    """Return the tokenizer of a model that has one, its tokenizer.json, the token that starts a document, `end_of_text`
+    if that is given, and those that end it ([]: the same). Raises RunError as `import_model`."""
+    start_token = end_of_text or _start_token(model)
+    tokenizer, text = _checked_tokenizer(model, start_token, vocabulary)
+    added_tokens = {index: token.content for index, token in tokenizer.get_added_tokens_decoder().items()}
+    end_tokens = _configured_tokens("eos", added_tokens, model.tokenizer_config, model.config, model.generation_config)
+    return tokenizer, text, start_token, [] if end_tokens == [start_token] else end_tokens
 
 
 def _start_token(model: PretrainedModel) -> str:

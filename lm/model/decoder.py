@@ -44,6 +44,8 @@ class Decoder(nn.Module):
             None: leave the weights unset, for weights that are loaded.
     """
 
+    takes_settings = True  # whether inference settings can change it
+
     def __init__(self, config: ModelConfig, vocab_size: int, seq_len: int, seed: int | None = 0):
         super().__init__()
         self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len

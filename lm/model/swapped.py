@@ -132,9 +132,10 @@ def fit_normalizers(old: Decoder, new: Decoder, batches: list[Batch]) -> tuple[f
 
 def applicable_settings(decoder: Decoder, settings: Iterable[InferenceSetting]) -> list[InferenceSetting]:
     """Return those of `settings` whose normalizer options this decoder's normalizer has; the rest may be for another
-    training phase.
+    training phase. A decoder that takes no settings is measured as trained alone.
     """
-    return [setting for setting in settings if not setting.missing_options([decoder.config.normalizer])]
+    settings = [setting for setting in settings if not setting.missing_options([decoder.config.normalizer])]
+    return [setting for setting in settings if decoder.takes_settings or setting == InferenceSetting()]
 
 
 def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:

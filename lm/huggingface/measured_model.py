@@ -1,0 +1,174 @@
+"""Models that run in transformers with one of lm's normalizers, as measurements see lm's decoder (`lm eval
+hf:FOLDER`).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.utils import logging
+
+from lm.attention.catalogue import Window, make_normalizer
+from lm.attention.layout import AttentionLayout
+from lm.attention.normalizer import LayerSpec, Normalizer
+from lm.attention.options import Options
+from lm.config.model_config import Learned, ModelConfig, Rope
+from lm.config.normalizers import SINGLE, Layers
+from lm.config.yaml_text import parse_yaml
+from lm.data.batches import Batch
+from lm.errors import ConfigError, Problem, RunError, one_line
+from lm.huggingface.attention_functions import (
+    NORMALIZER_ATTRIBUTE,
+    RECORD,
+    add_normalizer_parameters,
+    attention_modules,
+    register,
+)
+from lm.huggingface.importing import open_pretrained, read_tokenizer
+from lm.model.blocks import AttentionInputs, DecodingCache, ForwardContext
+from lm.model.cross_entropy import Head
+from lm.model.decoder import batch_layout
+from lm.model.rope import AS_TRAINED
+from lm.model.spec import ModelSpec
+from lm.plugins import PLUGINS
+from lm.runs.loading import LoadedModel
+from lm.schema import build_named, to_plain
+
+ATTENTION = "lm_measured"  # name of the attention function
+TOLERANCE = 1e-3  # largest difference of logits that rounding may make
+
+
+class MeasuredModel(nn.Module):
+    """A model of transformers, with the parts of `lm.model.decoder.Decoder` that measurements use.
+
+    Args:
+        model: a language model whose attention is lm's (`register`, `add_normalizer_parameters`).
+        options: its normalizer.
+        seq_len: the training length.
+
+    Raises RunError: its logits are not a matrix times the hidden states, perhaps capped.
+    """
+
+    takes_settings = False
+
+    def __init__(self, model: PreTrainedModel, options: Options, seq_len: int):
+        super().__init__()
+        text, self.model, self.seq_len = model.config.get_text_config(), model, seq_len
+        self.embedding, self.vocab_size = model.get_input_embeddings(), text.vocab_size
+        self.head = Head(text.hidden_size, self.vocab_size, getattr(text, "final_logit_softcapping", None))
+        self.head.weight = model.get_output_embeddings().weight
+        layers, n_head = attention_modules(model), text.num_attention_heads
+        parameters = [getattr(layer, NORMALIZER_ATTRIBUTE, None) for layer in layers]
+        head_size = next(values.head_size for values in parameters if values is not None)
+        windows = [getattr(layer, "sliding_window", None) for layer in layers]
+        layer_options = [Window(size=window) if window else options for window in windows]
+        spec = LayerSpec(n_head, head_size, text.hidden_size, seq_len)
+        self._normalizers = nn.ModuleList(make_normalizer(layer, spec) for layer in layer_options)
+        for values, normalizer in zip(parameters, self._normalizers, strict=True):
+            for name, value in zip(getattr(values, "names", ()), values.parameters() if values else (), strict=True):
+                owner, _, leaf = name.rpartition(".")
+                setattr(normalizer.get_submodule(owner), leaf, value)
+        kv_heads = getattr(text, "num_key_value_heads", None) or n_head
+        self.config = ModelConfig(
+            n_layer=len(layers), n_head=n_head, n_kv_head=None if kv_heads == n_head else kv_heads,
+            head_size=head_size, n_embd=text.hidden_size,
+            position=Rope() if hasattr(text, "rope_parameters") else Learned(),
+            normalizer=Layers(of=layer_options) if any(windows) else options,
+        )  # fmt: skip
+        self._layers, self.rope_scaling = layers, AS_TRAINED
+        self.eval()
+        tokens = torch.arange(16).unsqueeze(0) % self.vocab_size
+        with torch.no_grad():
+            difference = (self.head(self(tokens)) - model(tokens).logits).abs().max()
+        if not difference <= TOLERANCE:
+            raise RunError(f"{type(model).__name__} computes logits by more than a matrix, which is not measured here")
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "MeasuredModel":
+        """Return the model itself, for `lm.model.swapped.for_inference`, whose copies share parameters."""
+        if id(self.head.weight) not in memo:
+            reason = f"{type(self.model).__name__} runs in transformers, and is not trained here"
+            raise ConfigError([Problem("eval.needle", "fine-tuning", reason, "import the model with lm import")])
+        return self
+
+    def forward(
+        self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None, first: int = 0
+    ) -> Tensor:
+        """Hidden states (B, T - first, C) of tokens (B, T), as `Decoder.forward`."""
+        arguments = {"input_ids": tokens, "use_cache": cache is not None}
+        if layout is not None and layout.documents is not None:
+            arguments["position_ids"] = layout.positions.expand_as(tokens)
+        if cache:
+            arguments["past_key_values"] = past = DynamicCache()
+            for layer, state in enumerate(cache.states.get(self, ())):
+                past.update(*state, layer)
+        hidden = self.model.base_model(**arguments).last_hidden_state
+        if cache:
+            cache.states[self] = [(layer.keys, layer.values) for layer in past.layers]
+            cache.seen += tokens.size(1)
+        return hidden[:, first:]
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Next-token logits (B, T, V) of tokens (B, T)."""
+        return self.head(self(tokens))
+
+    def hidden(self, batch: Batch, first: int = 0) -> Tensor:
+        """Hidden states (B, T - first, C) of a batch's tokens from index `first` on."""
+        return self(batch.tokens, batch_layout(batch), first=first)
+
+    def normalizers(self) -> list[Normalizer]:
+        """The layers' normalizers; a layer with a window has lm's `window`."""
+        return [*self._normalizers]
+
+    def embed(
+        self, tokens: Tensor, layout: AttentionLayout | None = None, cache: None = None, length: int | None = None
+    ) -> tuple[Tensor, ForwardContext]:
+        """Return vectors of the tokens and the context of `blocks`, for `lm.model.attention_stream`. All layers are
+        computed at once, and their queries, keys and values recorded."""
+        layout = layout or AttentionLayout.continuing(0, tokens.size(1), length or tokens.size(1), tokens.device)
+        for layer in self._layers:
+            setattr(layer, RECORD, [])
+        try:
+            self(tokens, layout)
+            self._records = [getattr(layer, RECORD).pop() for layer in self._layers]
+        finally:
+            for layer in self._layers:
+                delattr(layer, RECORD)
+        return self.embedding(tokens), ForwardContext(layout, None, 1.0, None)
+
+    @property
+    def blocks(self) -> list[Callable[[Tensor, ForwardContext], Tensor]]:
+        """A function for each layer, which gives the layer's recorded inputs to the context."""
+
+        def block(layer: int, x: Tensor, context: ForwardContext) -> Tensor:
+            context.layer_inputs.append(AttentionInputs(x, *self._records[layer]))
+            return x
+
+        return [partial(block, layer) for layer in range(len(self._layers))]
+
+
+def load_measured(folder: Path, normalizer: str, length: int | None) -> LoadedModel:
+    """Load a model of transformers from a folder, in fp32, with lm's attention in the layers without a window.
+
+    normalizer: a name, or a block in YAML, `{name: ssmax, bias: true}`; its parameters are those saved in the folder,
+    or have initial values. length: the training length; None: `max_position_embeddings`.
+
+    Raises RunError, DataError or ConfigError: no such model, normalizer or tokenizer, or attention that is not lm's.
+    """
+    source = open_pretrained(str(folder), None, None)
+    with PLUGINS.trusted():
+        options = build_named(SINGLE, parse_yaml(normalizer, "--normalizer"), "--normalizer")
+    register({ATTENTION: to_plain(options)})
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=ATTENTION, dtype=torch.float32)
+        add_normalizer_parameters(model, length)
+        text = model.config.get_text_config()
+        decoder = MeasuredModel(model, options, length or text.max_position_embeddings)
+    except (ValueError, OSError, AttributeError) as error:
+        raise RunError(f"{folder}: can't be measured in transformers: {one_line(error)}") from None
+    tokenizer, _, start, ends = read_tokenizer(source, None, text.vocab_size)
+    spec = ModelSpec(decoder.config, text.vocab_size, decoder.seq_len, start, ends)
+    return LoadedModel(decoder, spec, tokenizer, folder, origin={"source": str(folder)})
