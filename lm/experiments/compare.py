@@ -223,14 +223,12 @@ def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
     """
     experiment = procedure.experiment
     if not any(run.outcome.ended for run in procedure.known_runs()):
-        has_measured_runs = is_measured(experiment)
-        reason = (
-            "none of the runs that the file now asks for has ended" if has_measured_runs else "no run has ended yet"
-        )
-        remedy = procedure.other_runs or "leave --report-only out to train"
+        reason, remedy = "no run has ended yet", procedure.other_runs or "leave --report-only out to train"
         if failed_runs := failures(procedure):
             reason = f"no run has a result; {len(failed_runs)} failed, the first with {failed_runs[0][1]}"
             remedy = "--retry tries again"
+        elif is_measured(experiment):
+            reason = "none of the runs that the file now asks for has ended"
         raise RunError(f"{experiment.folder}: {reason}; {remedy}")
     judgement = procedure.judgement()
     entries, notes = summary_entries(procedure, judgement), procedure.notes()

@@ -154,10 +154,11 @@ def _seconds(run: Run) -> float:
     log = run.config.run_folder / METRICS
     with suppress(RunError, KeyError, IndexError, ValueError, OSError):
         start = starts(read_environment(run.config.run_folder))[-1] if run.trained else {}
-        lines = read_metrics(log).lines
-        seconds = log.stat().st_mtime - datetime.fromisoformat(start["time"]).timestamp()
-        before = (training_seconds(lines) or 0.0) - (training_seconds(lines, start["step"]) or 0.0)
-        return max(0.0, seconds) + (before if start["step"] else 0.0)
+        seconds = max(0.0, log.stat().st_mtime - datetime.fromisoformat(start["time"]).timestamp())
+        if start["step"]:
+            lines = read_metrics(log).lines
+            seconds += (training_seconds(lines) or 0.0) - (training_seconds(lines, start["step"]) or 0.0)
+        return seconds
     return 0.0
 
 
