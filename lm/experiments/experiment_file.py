@@ -34,7 +34,7 @@ from lm.statistics.tuning import MIN_TUNING_SEEDS, Rate, rate_text
 _JUDGED = "the runs that choose a rate must not judge it"
 TOKENS_KEY = "trainer.tokens_per_parameter"
 # configuration keys that the experiment sets in each run
-_EXPERIMENT_KEYS = ("seed", "data.seed", "name", "resume", "init_from", "branch_from")
+_EXPERIMENT_KEYS = ("seed", "data.seed", "name")
 _EXPERIMENT_KEYS += tuple(f"experiment.{spec.name}" for spec in fields(ExperimentConfig))
 # names that no arm or size has; a size's folder lies beside files and folders of these names
 _FILES = ("compare.lock", RESOLVED_FILE, "tuning.csv", "verdicts.csv", "verdicts.json")
@@ -129,11 +129,11 @@ def _ineffective_keys(experiment: Experiment, blocks: dict[str, dict[str, Plain]
 
     blocks: the keys of each, by the beginning of their path: `arms.NAME.`, `sizes.NAME.`, or empty for overrides.
     """
-    set_by_experiment = nest_keys(dict.fromkeys(_EXPERIMENT_KEYS, "as the experiment sets it"))
-    plains = {
-        (size, arm.name): flatten(experiment.plain(size, arm, 0, experiment.any_rate, set_by_experiment))
-        for size, arm in experiment.size_arms
-    }
+    plains = {}
+    for size, arm in experiment.size_arms:
+        names = (*_EXPERIMENT_KEYS, *(("init_from", "branch_from") if arm.source else ()))
+        changes = nest_keys(dict.fromkeys(names, "as the experiment sets it"))
+        plains[size, arm.name] = flatten(experiment.plain(size, arm, 0, experiment.any_rate, changes))
     for start, block in blocks.items():
         own = [plain for (size, arm), plain in plains.items() if start in ("", f"arms.{arm}.", f"sizes.{size}.")]
         for path, value in flatten({name: value for name, value in block.items() if name != "base"}).items():

@@ -53,6 +53,7 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
             "arms.b.data.seq_len = 16: is 32 in a, whose weights it starts from; set it to that",
         ),
         ({"arms": {"a": {}, "b": {"seed": 3}}}, "arms.b.seed = 3: is set by the experiment"),
+        ({"arms": {"a": {}, "b": {"from": "a", "init_from": "x"}}}, "arms.b.init_from = 'x': is set by the experiment"),
         ({"arms": {"a": {}, "b": {"model.normaliser": "ssmax"}}}, "arm b: model.normaliser = .*unknown key"),
         ({"arms": {"a": {}, "b": {"data.val_fraction": 0.3}}}, "arms.b = .*reads other data than the baseline"),
         ({"arms": {"a": {}, "b/c": {}}}, "arms.b/c = 'b/c': must be a name of at most 40 letters"),
@@ -210,7 +211,7 @@ def test_an_override_without_effect_is_refused(tmp_path: Path, arguments: list[s
     file = written(tmp_path, sizes={"small": {"model.n_layer": 2}, "large": {"model": {"n_layer": 3, "n_mlp": 64}}})
     with pytest.raises(ConfigError, match=r"is set by the experiment, so this has no effect; change it in trial.yaml"):
         read_experiment(file, [override])
-    kept = [*arguments[1:], "model.n_mlp=32", "optim.grad_clip=2"]
+    kept = [*arguments[1:], "model.n_mlp=32", "optim.grad_clip=2", "init_from=runs/other"]
     assert read_experiment(file, kept).overrides == tuple(kept)
 
 
