@@ -21,7 +21,7 @@ from lm.model.spec import flops_per_token
 from lm.progress import StepProgress
 from lm.report.evaluation_tables import logged_means, print_results
 from lm.runs.checkpoints import best_step, link_checkpoint, load_checkpoint
-from lm.runs.evaluations import VALIDATION, evaluation_files, evaluation_path, last_evaluations, load_evaluation
+from lm.runs.evaluations import evaluation_files, evaluation_path, last_evaluations
 from lm.runs.folder import (
     BEST,
     CHECKPOINTS,
@@ -43,21 +43,16 @@ from lm.runs.folder import (
 )
 from lm.runs.loading import LoadedModel
 from lm.runs.manifest import truncate_manifest, write_files
-from lm.runs.record import divergence
 from lm.schema import Plain, to_plain
 from lm.training.banner import banner, environment
-from lm.training.checkpointing import AtomicCheckpointIO, Checkpoints
-from lm.training.evaluation_callbacks import EVALUATION_CALLBACKS, CallbackMetrics, SwapEffect, Validation
 from lm.training.flops import peak_flops
 from lm.training.launcher import Process
-from lm.training.lightning_import import L, SIGTERMException
+from lm.training.lightning_import import L
 from lm.training.loggers import RunLogger, log, outside_loggers, start_loggers
-from lm.training.module import LanguageModel
 from lm.training.outside import outside_objects
 from lm.training.run_context import RunContext
 from lm.training.starting import PhaseStart, branch, check_resume, start_from_checkpoint, start_new_run
-from lm.training.step_callbacks import Metrics, ProfileSteps, ProgressBar, StopOnSignal
-from lm.training.step_data import StepData
+from lm.training.trainer import final_divergence, train_phases
 from lm.training.wandb_runs import wandb_mode
 
 
@@ -128,7 +123,7 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: LoadedMod
     progress.start(start.step)
     run = RunContext(config, store, all_measurements, machine, facts["wandb_id"], loggers, progress, callbacks)
     try:
-        status = _train_phases(run, start, checkpoint)
+        status = train_phases(run, start, checkpoint)
         # if a child fails, Lightning kills the first process, which may still write
         return 0 if process.is_child else status
     except Diverged as error:
@@ -193,83 +188,6 @@ def truncate_after(run: Path, step: int) -> None:
     truncate_metrics(run / METRICS, step)
 
 
-def _train_phases(run: RunContext, start: PhaseStart, checkpoint: Path | None) -> int:
-    """Train the remaining phases, each from the checkpoint at the end of the preceding phase. Returns the process's
-    exit status.
-    """
-    config, folder = run.config, run.config.run_folder
-    with run.stop:
-        while True:
-            trainer, data = make_trainer(run, start), StepData(run, start.phase)
-            run.stop.block()  # in the processes that Lightning starts now, too: a signal would end them as they import
-            try:
-                trainer.fit(LanguageModel(run, start), data, ckpt_path=checkpoint)
-            except SIGTERMException:
-                pass  # `Checkpoints` has saved the step
-            except (RuntimeError, OSError, EOFError):
-                if data.loader:
-                    data.loader.check_workers()
-                raise
-            finally:
-                if data.loader:
-                    data.loader.end_workers()
-            step = trainer.global_step
-            if step >= config.trainer.max_steps:
-                how = _divergence(folder, step) if trainer.is_global_zero else ""
-                run.progress.say(f"done: {folder}" + (f", diverged: {how}" if how else ""))
-                return 0
-            if trainer.should_stop:  # the same on all ranks, as is the step
-                run.progress.say(f"stopped by a signal at step {step}; go on with: resume=auto")
-                return 128 + run.stop.signal
-            checkpoint = step_path(folder / CHECKPOINTS, step)
-            start = start_from_checkpoint(config, load_checkpoint(checkpoint))
-            run.progress.say(f"phase {start.phase + 1} from step {step:,}: {config.plan[start.phase].label}")
-
-
-def make_trainer(run: RunContext, start: PhaseStart) -> L.Trainer:
-    """Lightning's Trainer for one phase. Its callbacks are called in the order listed here."""
-    config = run.config.in_phase(start.phase)
-    return L.Trainer(
-        accelerator=run.machine.accelerator,
-        devices=config.trainer.devices,
-        num_nodes=config.trainer.num_nodes,
-        strategy="ddp" if config.world_size > 1 else "auto",
-        precision="bf16-mixed" if run.machine.bf16 else "32-true",
-        max_steps=config.phase_ends[start.phase],
-        max_epochs=-1,
-        accumulate_grad_batches=config.rank_sequences // config.micro_batch,
-        log_every_n_steps=config.log.every,  # of what callbacks from outside give to `self.log`
-        use_distributed_sampler=False,  # `StepData` gives each rank its own sequences
-        plugins=[launcher_plugin(run.machine.launcher), AtomicCheckpointIO(start.content)],
-        logger=run.loggers,
-        callbacks=[
-            StopOnSignal(run),
-            Metrics(run),  # starts the clock, which the callbacks below pause
-            ProgressBar(run),
-            ProfileSteps(run),
-            # before Checkpoints, which saves their state of the step
-            *run.callbacks,
-            *[CallbackMetrics(run)] * bool(run.callbacks),
-            Validation(run, run.measurements[0]),  # before Checkpoints, which saves the best
-            Checkpoints(run),
-            # last, as they take long: a kill meanwhile loses no step
-            *(EVALUATION_CALLBACKS[measurement.kind](run, measurement) for measurement in run.measurements[1:]),
-            SwapEffect(run),
-        ],
-        default_root_dir=config.run_folder,
-        enable_checkpointing=False,  # Lightning's ModelCheckpoint; `Checkpoints` takes its place
-        enable_model_summary=False,  # the banner says more
-    )
-
-
-def launcher_plugin(launcher: str) -> L.fabric.plugins.ClusterEnvironment:
-    """Return Lightning's class that finds the other processes, by their launcher; without it Lightning would guess."""
-    environments = L.fabric.plugins.environments
-    if launcher == "srun":
-        return environments.SLURMEnvironment(auto_requeue=False)  # else Lightning would answer SIGUSR1
-    return environments.TorchElasticEnvironment() if launcher == "torchrun" else environments.LightningEnvironment()
-
-
 def _evaluate_missing(
     config: Config,
     all_measurements: list[Measurement],
@@ -312,15 +230,8 @@ def _evaluate_missing(
         print(
             f"note: {paths}: a complete run keeps what it has measured; with other options: lm eval {folder} KEY=VALUE"
         )
-    how = _divergence(folder, step)
+    how = final_divergence(folder, step)
     print(f"{folder}: complete at step {step}{how and f', diverged: {how}'}; raise trainer.max_steps to go on")
-
-
-def _divergence(folder: Path, step: int) -> str:
-    """How a run that has ended at `step` diverged (`lm.runs.record.divergence`); empty if it didn't."""
-    path = evaluation_path(folder, VALIDATION, step)
-    validation = load_evaluation(path) if path.exists() else None
-    return divergence(read_metrics(folder / METRICS).lines, validation and validation.series[0])
 
 
 def quiet_lightning() -> None:

@@ -1,5 +1,7 @@
 """Lightning's callbacks and loggers from outside, which `trainer.callbacks` and `log.to` name."""
 
+import traceback
+from collections.abc import Iterable
 from importlib import import_module
 
 from lm.errors import ConfigError, Problem, one_line
@@ -36,3 +38,13 @@ def outside_objects(key: str, entries: list[str | dict], base: type, mixin: type
         except Exception as error:  # any error that its constructor raises
             raise problem(f"can't be made: {type(error).__name__}: {one_line(error)}", "mend its options") from None
     return instances
+
+
+def failure_of(callbacks: Iterable[object], error: BaseException) -> str:
+    """Return a line that says in which callback, function and line `error` arose; empty if its code raised none."""
+    classes = {type(callback).__module__: type(callback).__name__ for callback in callbacks}
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if name := classes.get(module := frame.f_globals.get("__name__", "")):
+            place = f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{line})"
+            return f"trainer.callbacks: {module}:{name} failed in {place}: {type(error).__name__}: {one_line(error)}"
+    return ""
