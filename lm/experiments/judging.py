@@ -53,7 +53,11 @@ class JudgedRun:
     @cached_property
     def value(self) -> float:
         """The weighted mean of `values`, e.g. of the losses of sequences; infinite if the run has not finished."""
-        return float((self.values * self.weights).sum() / self.weights.sum()) if self.state == "finished" else math.inf
+        if self.state != "finished":
+            return math.inf
+        if len(self.values) == 1:
+            return float(self.values[0])
+        return float((self.values * self.weights).sum() / self.weights.sum())
 
 
 # runs of an arm by seed, at each rate; the rate that tuning chose comes first
@@ -115,14 +119,12 @@ class Judgement:
                 )
                 for size_arm, verdict in results.items()
             }
-        return {
-            size_arm: replace(
-                verdict,
-                exploratory=size_arm in self.exploratory,
-                reason=verdict.reason + self._not_learned_words(*size_arm),
-            )
-            for size_arm, verdict in results.items()
-        }
+        for size_arm in filter(results.__contains__, self.exploratory):
+            results[size_arm] = replace(results[size_arm], exploratory=True)
+        for size_arm, verdict in results.items():
+            if words := self._not_learned_words(*size_arm):
+                results[size_arm] = replace(verdict, reason=verdict.reason + words)
+        return results
 
     @cached_property
     def comparisons(self) -> dict[SizeArm, Comparison]:

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 import numpy as np
 import pandas as pd
+from pandas.api.extensions import ExtensionDtype
 from pandas.io.common import get_handle
 
 from lm.errors import ConfigError, Problem, RunError, one_line
@@ -159,7 +160,8 @@ def read_runs(
     if "seed" not in columns:
         keys = [name for name in (*split_columns, "size", "arm", "rate", "part", "stage") if name in rows]
         rows["seed"] = rows.groupby([*dict.fromkeys(keys)], dropna=False).cumcount() + 1
-    rows = rows.astype({name: object for name in rows.columns[rows.dtypes == "category"]})
+    # columns of categories can't take other values, and texts in Arrow's memory are slow to read one by one
+    rows = rows.astype({name: object for name in rows.columns if isinstance(rows[name].dtype, ExtensionDtype)})
     metric = metric or (str(rows["metric"].iloc[0]) if "metric" in rows else "value")
     primary = replace(primary, metric=metric, better=_direction(rows, better, source))
     split_columns = tuple(split_columns) or tuple(
@@ -181,10 +183,11 @@ def read_runs(
         weight=weight,
         sample=units.map(str), group=group,
     )  # fmt: skip
-    runs["note"] = [
-        f"{arm} seed {seed}: {DIVERGED}" if state == DIVERGED else ""
-        for arm, seed, state in zip(runs["arm"], runs["seed"], runs["state"], strict=True)
+    diverged_runs = runs[runs["state"] == DIVERGED]
+    notes = [
+        f"{arm} seed {seed}: {DIVERGED}" for arm, seed in zip(diverged_runs["arm"], diverged_runs["seed"], strict=True)
     ]
+    runs["note"] = pd.Series(notes, diverged_runs.index, dtype=object).reindex(runs.index, fill_value="")
     _check_rows(runs, source, [name for name in table.columns if name not in (*RUN_KEY, "value", "weight")])
     return runs, primary
 
@@ -363,7 +366,7 @@ def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
     for name in ("value", "weight"):
         runs[name] = pd.to_numeric(runs[name], errors="coerce").astype(float)
     runs.loc[is_unweighted, "weight"] = 1.0
-    runs["rate"] = runs["rate"].map(_finite_rate)
+    runs["rate"] = runs["rate"].map(_finite_rate, na_action="ignore")
     magnitude, total_weight = runs["value"].abs(), runs.groupby(RUN_KEY, dropna=False)["weight"].transform("sum")
     for name, is_wrong in (
         ("arm", runs["arm"].isna() | (runs["arm"] == "")),
@@ -446,6 +449,8 @@ def _check_comparable(reporting_rows: pd.DataFrame, selecting_rows: pd.DataFrame
         rows = rows[rows["state"] == "finished"]
         run_columns = [rows[name] for name in ("arm", "rate", "seed")]
         by_run = rows["weight"].groupby(run_columns, dropna=False)
+        if by_run.ngroups == len(rows) and rows["group"].isna().all():
+            continue  # each run has one value, of no unit
         weight_fraction = (rows["weight"] / by_run.transform("sum")).round(12)
         units = pd.MultiIndex.from_arrays([rows["sample"], rows["group"].map(str), weight_fraction])
         if not _same_in_all(units, by_run.ngroup()):

@@ -4,6 +4,7 @@ differences are made.
 
 import hashlib
 import json
+import math
 import re
 import typing
 from collections.abc import Iterable, Mapping
@@ -449,7 +450,7 @@ def json_value(value: object) -> Plain:
         return {name: json_value(item) for name, item in value.items()}
     if isinstance(value, np.ndarray | list | tuple):
         return [json_value(item) for item in (value.tolist() if isinstance(value, np.ndarray) else value)]
-    return None if isinstance(value, float) and not np.isfinite(value) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # ---------------------------------------------------------------- the validation loss

@@ -79,17 +79,17 @@ class Comparison:
         """The differences as an array, (the arm's rates, the baseline's rates, seeds)."""
         return np.array(self.rate_differences, dtype=float, ndmin=3)
 
-    @property
+    @cached_property
     def has_single_rates(self) -> bool:
         """Whether both arms have one learning rate each."""
         return self.rate_difference_array[..., 0].size == 1
 
-    @property
+    @cached_property
     def is_finite(self) -> bool:
         """Whether all differences at the judged rates are finite."""
         return bool(np.isfinite(self.differences).all())
 
-    @property
+    @cached_property
     def is_testable(self) -> bool:
         """Whether the verdict follows from the interval: runs have ended, learned, and are finite at every rate."""
         blocks = self.n_diverged_runs or self.unreached_runs or self.not_learned or not self.is_tuned
@@ -318,6 +318,7 @@ class _Measured:
     joint_p: float = 1.0
     exact_p: float | None = None  # as `p_exact`
     is_tied: bool = False  # whether all seeds agree
+    spread: float | None = None  # standard deviation over seeds
 
 
 def _measurements(comparisons: list[Comparison], family: Family) -> list[_Measured]:
@@ -350,33 +351,38 @@ def _stack_measurements(comparisons: list[Comparison], family: Family) -> Iterat
         stack = replace(stack, unpaired_values=(arm_values, stack.unpaired_values[1]))
     estimates = stack.estimates
     ends = []
-    for alpha in (family.alpha, ALPHA):
+    for alpha in dict.fromkeys((family.alpha, ALPHA)):
         low, high = stack.t_ends(estimates, alpha)
         if stack.bounds:
             low, high = stack.guarded_ends(low, high, *stack.bounded_ends(alpha))
         ends += [low, high]
+    ends = (ends * 2)[:4]
     p = np.minimum(1.0, 2 * np.minimum(estimates.p(1), estimates.p(-1)))
-    columns = (estimates.mean, *ends, p, family.joint_p(p), estimates.error == 0)
+    spread = estimates.error * math.sqrt(differences.shape[-1])
+    columns = (estimates.mean, *ends, p, family.joint_p(p), estimates.error == 0, spread)
     rows = zip(*(column[:, 0].tolist() for column in columns), strict=True)
     for comparison, row in zip(comparisons, rows, strict=True):
-        mean, low, high, low_alone, high_alone, single_p, joint_p, is_tied = row
+        mean, low, high, low_alone, high_alone, single_p, joint_p, is_tied, deviation = row
         intervals = (Interval(mean, *pair, estimates.noise_source) for pair in ((low, high), (low_alone, high_alone)))
-        yield _Measured(*intervals, single_p, joint_p, p_exact(comparison), is_tied)
+        yield _Measured(*intervals, single_p, joint_p, p_exact(comparison), is_tied, deviation)
 
 
 def _verdict(
     comparison: Comparison, measured: _Measured, margin: float, margin_text: str, null: str, family: Family
 ) -> Verdict:
     seeds, is_paired, interval = len(comparison.differences), comparison.unpaired_values is None, measured.interval
-    needed_seeds = _seed_numbers(comparison, margin, family.alpha) if seeds > 1 and comparison.is_finite else None
+    needed_seeds = (
+        _seed_numbers(comparison, measured.spread, margin, family.alpha) if seeds > 1 and comparison.is_finite else None
+    )
     documents = comparison.document_estimate
     document_interval = documents and comparison.enclosing(documents, family.alpha)
 
-    def untested_verdict(kind: VerdictKind, reason: str, open_reason: str) -> Verdict:
+    def untested_verdict(
+        kind: VerdictKind, reason: str, open_reason: str, p: float = 1.0, **tested: float | None
+    ) -> Verdict:
         return Verdict(
-            kind, reason, interval, 1.0, needed_seeds, single_interval=measured.single_interval,
-            document_interval=document_interval,
-            margin_text=margin_text, open_reason=open_reason,
+            kind, reason, interval, p, needed_seeds, measured.single_interval, document_interval=document_interval,
+            margin_text=margin_text, open_reason=open_reason, **tested,
         )  # fmt: skip
 
     if comparison.n_diverged_runs:
@@ -403,13 +409,8 @@ def _verdict(
 
     def verdict(kind: VerdictKind, reason: str, open_reason: str = "", is_beyond_margin: bool = False) -> Verdict:
         adjusted_p = None if exact_p is None else min(1.0, family.size * exact_p)
-        return replace(
-            untested_verdict(kind, reason, open_reason),
-            p=p,
-            p_exact=adjusted_p,
-            exceeds_margin=is_beyond_margin,
-            seeds=seeds,
-        )
+        tested = {"p_exact": adjusted_p, "exceeds_margin": is_beyond_margin, "seeds": seeds}
+        return untested_verdict(kind, reason, open_reason, p, **tested)
 
     is_within = -margin < interval.low and interval.high < margin
     is_tied = measured.is_tied
@@ -460,20 +461,24 @@ def _verdict(
     return verdict("undecided", f"{finding}; {estimate}", "the interval is too wide")
 
 
-def _seed_numbers(comparison: Comparison, margin: float, alpha: float) -> tuple[int | None, ...]:
+def _seed_numbers(comparison: Comparison, spread: float | None, margin: float, alpha: float) -> tuple[int | None, ...]:
     """The numbers of seeds needed to detect a difference of `margin` (`Verdict.seeds_needed`), by the measured spread
-    and by the ends of its 95 % interval. `alpha`: the error rate of this comparison. None stands for more seeds than
-    are tried.
+    and by the ends of its 95 % interval. None stands for more seeds than are tried.
+
+    spread: the standard deviation of the differences of paired runs; None: it is not known yet.
+    alpha: the error rate of this comparison.
     """
-    seeds, spread = len(comparison.differences), float(np.std(comparison.differences, ddof=1))
+    seeds = len(comparison.differences)
     degrees, arms = seeds - 1, 1.0
+    spread = float(np.std(comparison.differences, ddof=1)) if spread is None else spread
     if comparison.unpaired_values:
         estimate = comparison.estimates[comparison.judged_pair]
         mean_count = 2 / sum(1 / values.shape[1] for values in comparison.unpaired_values)  # harmonic
         spread, degrees = math.sqrt(mean_count) * float(estimate.error), float(estimate.degrees)
         arms = degrees / (mean_count - 1)
-    shared_differences = comparison.rate_difference_array[:, : comparison.n_shared_rates]
-    rates = 1 if comparison.all_pairs or comparison.unreached_runs else max(shared_differences.shape[:2])
+    rates = 1
+    if not (comparison.has_single_rates or comparison.all_pairs or comparison.unreached_runs):
+        rates = max(comparison.rate_difference_array[:, : comparison.n_shared_rates].shape[:2])
     factors = 1.0, *_spread_factors(degrees)
     return tuple(seeds_needed(spread * factor, margin, alpha / rates, arms) for factor in factors)
 
@@ -596,11 +601,17 @@ def seeds_needed(spread: float, difference: float, alpha: float = ALPHA, arms: f
     # The square of `root` is the number of seeds of a test that knows the spread, and so needs fewer.
     root = (ndtri(1 - alpha / 2) + ndtri(POWER)) * spread / abs(difference)
     candidates = range(max(MIN_SEEDS, math.floor(min(root, MAX_SEEDS) ** 2)), MAX_SEEDS + 1)
+    smallest = abs(difference) / spread if spread and arms == 1 else 0.0
 
     def suffices(seeds: int) -> bool:
-        if spread and arms == 1:
-            return smallest_difference(seeds, spread, arms, alpha) <= abs(difference)
+        if smallest:
+            return _smallest_effect(seeds, alpha, arms) <= smallest
         return power(seeds, spread, difference, alpha, arms) >= POWER
 
-    index = bisect_left(candidates, True, key=suffices)
+    width = 4  # few numbers are tried, as the first candidate is near
+    while width < len(candidates) and not suffices(candidates[width - 1]):
+        width *= 2
+    index = bisect_left(
+        candidates, True, lo=width // 2 if width > 4 else 0, hi=min(width, len(candidates)), key=suffices
+    )
     return candidates[index] if index < len(candidates) else None
