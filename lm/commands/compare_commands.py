@@ -30,6 +30,7 @@ Metric = Annotated[str, typer.Option(help="one of several in the column metric, 
 Where = Annotated[str, typer.Option(metavar="CONDITION", help="lines to take, e.g. \"x == 2048 and stage == 'final'\"")]
 ArmColumn = Annotated[str, typer.Option(metavar="COLUMN", help="the column of arms")]
 SeedColumn = Annotated[str, typer.Option(metavar="COLUMN", help="the column of seeds")]
+AsJson = Annotated[bool, typer.Option("--json", help="as JSON")]
 _EXIT_CODES = {"better": 0, "worse": 3, "difference below margin": 5, "no difference above margin": 5}
 
 
@@ -135,7 +136,7 @@ def judge(
     by: Annotated[
         list[str] | None, typer.Option(metavar="COLUMN", help="judge its values apart, as one family [default: size]")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
+    as_json: AsJson = False,
     exit_code: Annotated[
         bool,
         typer.Option(
@@ -177,16 +178,22 @@ def noise(
     where: Where = "",
     arm: ArmColumn = "arm",
     seed: SeedColumn = "seed",
+    by: Annotated[list[str] | None, typer.Option(metavar="COLUMN", help="measure each of its values apart")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Say what seeds find, by the spread of runs.
 
     Prints the spread of runs that differ in their seed alone, and of differences between arms paired by seed; and the
     smallest difference that numbers of seeds find with probability 0.8.
     """
-    from lm.experiments.noise import noise_sentences
+    from lm.experiments.noise import noise_entries, noise_sentences
+    from lm.files import json_bytes
 
-    for sentence in noise_sentences(tables, metric, where, arm, seed, difference):
-        print(sentence)
+    entries = noise_entries(tables, metric, where, by or (), arm, seed, difference)
+    if as_json:
+        print(json_bytes({"noise": entries}).decode(), end="")
+    for entry in () if as_json else entries:
+        print(*noise_sentences(entry), sep="\n")
 
 
 def report(runs: RunFolders, out: ReportFolder = None, baseline: Baseline = None) -> None:

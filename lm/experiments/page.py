@@ -15,6 +15,7 @@ from lm.config.tree import effect_of
 from lm.experiments.engine import failures
 from lm.experiments.experiment import Experiment
 from lm.experiments.judging import Judgement
+from lm.experiments.noise import experiment_noise
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION
 from lm.experiments.summary import (
@@ -120,6 +121,7 @@ def _page_part(procedure: Procedure, prefix: str, judgement: Judgement | None) -
     summary = PageSection("Summary")
     summary.add("note", f"Decides: {measured_words(procedure)}.")
     summary.add("note", _family_words(experiment))
+    summary.add("note", (noise := experiment_noise(judgement)) and f"{noise[:1].upper()}{noise[1:]}.")
     summary.add("warning", _caveats(procedure, sizes))
     summary.add("table", summary_table(judgement, entries), f"{prefix}summary")
     summary.add("note", BASIS_NOTE if any(entry["runs"] for entry in entries) else None)

@@ -14,6 +14,7 @@ from lm.config.tree import Config
 from lm.data.prepare import vocab_size_of
 from lm.errors import RunError
 from lm.experiments.experiment import SHARED_SETTINGS, Experiment, PrimaryMetric
+from lm.experiments.noise import experiment_noise
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Slots
 from lm.model.decoder import Decoder
@@ -97,6 +98,7 @@ def plan_lines(procedure: Procedure, run_costs: Costs, time_words: str, slot_wor
     yield f"done: {sum(run.outcome.ended for run in known_runs)} of the {len(known_runs)} runs known so far"
     yield f"primary metric {primary.metric}, {primary.better} is better; {_seed_count_words(primary, judgement.alpha)}"
     yield from judgement.power_sentences(len(experiment.seeds))
+    yield from filter(None, [experiment_noise(judgement)])
     yield from procedure.notes()
     yield f"runs compute with {_settings_words(experiment)}" + (f"; {slot_words}" if slot_words else "")
 

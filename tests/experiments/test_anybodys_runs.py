@@ -189,6 +189,14 @@ def test_noise_is_the_spread_of_single_runs_and_of_pairs(tmp_path):
         f"{smallest_difference(5, math.sqrt(2) * single, 2):.3g} unpaired" in out
     )
     assert "a difference of 0.3 takes these seeds of each arm: " in out
+    pd.concat([table_of(values).assign(task=task) for task in "xy"]).to_csv(tmp_path / "tasks.csv", index=False)
+    entries = json.loads(command("noise", str(tmp_path / "tasks.csv"), "--by", "task", "--json").stdout)["noise"]
+    assert [entry["by"] for entry in entries] == ["task x", "task y"]
+    for entry in entries:
+        assert (entry["runs"], entry["single_runs"][0]) == (16, pytest.approx(single))
+        low, high = np.sqrt(7 / stats.chi2.ppf([0.975, 0.025], 7))
+        assert entry["paired_differences"] == pytest.approx([paired, paired * low, paired * high])
+        assert entry["smallest_difference"]["5"]["paired by seed"] == pytest.approx(smallest_difference(5, paired))
     (tmp_path / "one.json").write_text("[3.27, 3.28, 3.26]")
     assert "no arms share two seeds to pair runs by" in command("noise", str(tmp_path / "one.json")).stdout
     (tmp_path / "one.json").write_text("[3.27]")

@@ -575,3 +575,10 @@ def test_the_noise_of_an_experiments_final_runs_is_measured_in_its_folder(tmp_pa
         by_arm[run.arm, run.rate].append(values[run.config.run_folder])
     spread = math.sqrt(np.mean([np.var(of_arm, ddof=1) for of_arm in by_arm.values()]))
     assert f"single runs scatter by {spread:.3g} (" in said.stdout
+    judged = [[run.value for run in procedure.judgement().judged_runs("", arm)] for arm in ("softmax", "ssmax")]
+    noise = f"oise: single runs scatter by {math.sqrt(np.var(judged, axis=1, ddof=1).mean()):.3g} ("
+    paired = f", differences paired by seed by {np.std(np.subtract(*judged), ddof=1):.3g} ("
+    planned = next(line for line in plan_lines(procedure, {}, "?") if "scatter" in line)
+    for sentence in (planned, write_page([procedure], tmp_path / "page").read_text()):
+        assert noise in sentence
+        assert paired in sentence
