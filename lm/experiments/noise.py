@@ -131,4 +131,4 @@ def _spread(squares: float, degrees: int) -> list[float] | None:
 
 def _spread_words(spread: list[float]) -> str:
     value, low, high = spread
-    return f"{value:.3g} (standard deviation; 95% interval {low:.3g} to {high:.3g})"
+    return f"{value:.3g} (standard deviation; 95% interval {low:.3g} to {high:.3g}, alone)"

@@ -239,7 +239,8 @@ def _margin_words(experiment: Experiment) -> str:
     margin, is_factor = experiment.primary.matters, experiment.primary.reach is not None
     area = f"factors of less than {1 + margin:g}" if is_factor else f"differences below {margin:g}"
     scale = ", on a logarithmic scale" if is_factor else ""
-    return f"Dots and bars: effects with their intervals{scale}. Shaded: {area}, which do not matter."
+    intervals = f"Dots and bars: effects with their intervals, which hold together{scale}."
+    return f"{intervals} Shaded: {area}, which do not matter."
 
 
 def _family_words(experiment: Experiment) -> str:

@@ -208,7 +208,7 @@ def _interval_cells(indexed_rows: list[tuple[int, Row]]) -> CellTexts:
     """Texts of means with intervals: rows by evaluation, setting and place, columns by metric. `indexed_rows`:
     (evaluation index, row).
     """
-    units = {row.metric: f"95% over {row.over}" for _, row in reversed(indexed_rows) if row.low is not None}
+    units = {row.metric: f"95% over {row.over}, alone" for _, row in reversed(indexed_rows) if row.low is not None}
     cells = {}
     for index, row in indexed_rows:
         bounds = f" ({row.over})" * bool(row.over) if row.low is None else f" [{numeral(row.low)}, {numeral(row.high)}]"
