@@ -400,6 +400,15 @@ def _normal(random: np.random.Generator, *shape: int) -> np.ndarray:
     return random.normal(0, 0.01, shape)
 
 
+def _rare(sigma: float) -> Draw:
+    """Losses that most seeds have near 0, and a few far above, so that the mean is `MATTERS`."""
+    return lambda random, *shape: MATTERS * random.lognormal(-(sigma**2) / 2, sigma, shape)
+
+
+def _quiet(random: np.random.Generator, *shape: int) -> np.ndarray:
+    return random.normal(0, 0.001, shape)
+
+
 @dataclass(frozen=True)
 class Awkward:
     """Arms without tuning, whose runs have values of one distribution, and the baseline's of another."""
@@ -425,7 +434,7 @@ def awkward_worlds() -> list[Awkward]:
         Awkward("equal accuracies of 8 questions, ties", _coarse, _coarse, 0, 0.25, True),
         Awkward("equal losses, one-sided noise (lognormal, sigma 1)", _lognormal(1), _lognormal(1), 0, MATTERS),
         Awkward("equal losses, the arms' noise one-sided (sigma 1)", _normal, _lognormal(1), 0, MATTERS),
-        Awkward("equal losses, the arms' noise one-sided (sigma 2)", _normal, _lognormal(2), 0, MATTERS),
+        Awkward("arms worse by 0.02 through rare high losses (sigma 2)", _quiet, _rare(2), MATTERS, MATTERS),
         Awkward("equal losses", _normal, _normal, 0, MATTERS),
         Awkward(f"arms better by {MATTERS:g}", _normal, _normal, -MATTERS, MATTERS, effect=-MATTERS),
     ]
