@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -181,8 +182,7 @@ def _why_unusable(device: torch.device) -> str:
         return "triton is not installed"
     if not Path(__file__).with_name("triton_kernels.py").is_file():
         return "the Triton kernel is not beside this module"
-    import triton
-
+    triton = import_module("triton")  # an import statement would make transformers demand it of every export
     # triton 3.2 aborts when it compiles for wide values
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST_TRITON:
         return f"the Triton kernel needs triton {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]}, this is {triton.__version__}"

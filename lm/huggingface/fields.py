@@ -12,104 +12,27 @@ from lm.errors import RunError, abbreviated, as_written
 from lm.schema import Plain, convert, type_name
 
 # Fields that change nothing about the logits of text in evaluation mode, of every architecture here.
-IRRELEVANT_FIELDS = frozenset(
-    {
-        # written by transformers about the file
-        *(
-            "model_type",
-            "transformers_version",
-            "_name_or_path",
-            "_model_name_or_path",
-            "_commit_hash",
-            "name_or_path",
-            "unsloth_fixed",
-            "unsloth_version",
-            "torch_dtype",
-            "dtype",
-        ),
-        *("is_llama_config", "transformers.js_config", "_attn_implementation", "_attn_implementation_autoset"),
-        *(
-            "_attn_implementation_internal",
-            "_flash_attn_2_enabled",
-            "use_flash_attn",
-            "_experts_implementation",
-            "_experts_implementation_internal",
-            "attn_implementation",
-        ),
-        *("tokenizer_class", "prefix", "task_specific_params"),
-        # what a forward pass returns or keeps, and how it is computed
-        *(
-            "output_attentions",
-            "output_hidden_states",
-            "_output_attentions",
-            "return_dict",
-            "use_return_dict",
-            "use_cache",
-            "torchscript",
-        ),
-        *(
-            "use_bfloat16",
-            "tf_legacy_loss",
-            "gradient_checkpointing",
-            "chunk_size_feed_forward",
-            "pretraining_tp",
-            "is_decoder",
-        ),
-        "reorder_and_upcast_attn",
-        # training and other heads
-        *(
-            "initializer_range",
-            "attention_dropout",
-            "attn_pdrop",
-            "resid_pdrop",
-            "embd_pdrop",
-            "hidden_dropout",
-            "classifier_dropout",
-            "num_labels",
-            "id2label",
-            "label2id",
-        ),
-        *(
-            "problem_type",
-            "finetuning_task",
-            "summary_type",
-            "summary_use_proj",
-            "summary_activation",
-            "summary_first_dropout",
-        ),
-        "summary_proj_to_labels",
-        # tokens: the tokenizer knows them; the token that starts a document is chosen when the tokenizer is read
-        *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id"),
-        # defaults of generation, which older files keep here
-        *(
-            "max_length",
-            "min_length",
-            "do_sample",
-            "early_stopping",
-            "num_beams",
-            "num_beam_groups",
-            "diversity_penalty",
-            "temperature",
-        ),
-        *(
-            "top_k",
-            "top_p",
-            "typical_p",
-            "repetition_penalty",
-            "length_penalty",
-            "no_repeat_ngram_size",
-            "encoder_no_repeat_ngram_size",
-        ),
-        *("bad_words_ids", "num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id"),
-        *(
-            "forced_eos_token_id",
-            "remove_invalid_values",
-            "exponential_decay_length_penalty",
-            "suppress_tokens",
-            "begin_suppress_tokens",
-        ),
-    }
-)
+# About the file; what a forward pass returns or keeps; training and other heads; tokens, which the tokenizer knows (the
+# one that starts a document is chosen when it is read); defaults of generation, which older files keep here.
+_IRRELEVANT = """
+model_type transformers_version _name_or_path _model_name_or_path _commit_hash name_or_path unsloth_fixed
+unsloth_version torch_dtype dtype is_llama_config transformers.js_config _attn_implementation
+_attn_implementation_autoset _attn_implementation_internal _flash_attn_2_enabled use_flash_attn
+_experts_implementation _experts_implementation_internal attn_implementation tokenizer_class prefix
+task_specific_params
+output_attentions output_hidden_states _output_attentions return_dict use_return_dict use_cache torchscript
+use_bfloat16 tf_legacy_loss gradient_checkpointing chunk_size_feed_forward pretraining_tp is_decoder
+reorder_and_upcast_attn
+initializer_range attention_dropout attn_pdrop resid_pdrop embd_pdrop hidden_dropout classifier_dropout
+num_labels id2label label2id problem_type finetuning_task summary_type summary_use_proj summary_activation
+summary_first_dropout summary_proj_to_labels
+bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
+max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k
+top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
+bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
+remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+"""
+IRRELEVANT_FIELDS = frozenset(_IRRELEVANT.split())
 # Fields of every architecture that may only have this value, and why.
 REQUIRED_VALUES: dict[str, tuple[Plain, str]] = {
     "auto_map": (None, "names code in the folder, which is never executed"),

@@ -522,13 +522,14 @@ def selection_loss(series: Series) -> tuple[float, str]:
 # ---------------------------------------------------------------- evaluations and their files
 
 
-# packages that measure
+# packages and modules that measure
 MEASURING_PACKAGES = (
     "attention",
     "config",
     "data",
     "diagnostics",
     "evaluation",
+    "functional.py",
     "huggingface",
     "model",
     "runs",

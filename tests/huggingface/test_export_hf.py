@@ -21,6 +21,7 @@ from manifests import edited
 from test_import import CASES, T, V, imported, save
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.dynamic_module_utils import get_imports
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lm.attention import catalogue as opt
@@ -513,6 +514,13 @@ def test_each_normalizer_computes_2048_tokens_where_lm_can_not_be_imported(
     command = [sys.executable, "-P", "-c", WITHOUT_LM_2048, str(folder), str(tmp_path / "case.pt")]
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
     assert result.returncode == 0, result.stderr
+
+
+def test_exported_modules_import_torch_and_transformers_alone(tmp_path: Path):
+    """transformers looks for the packages of every import statement before it loads a model from the hub."""
+    _, folder = moved(shape(Layers([opt.Relu2(), opt.StickBreaking(), opt.Entmax15()])), 16, tmp_path)
+    packages = {name for file in folder.glob("*.py") for name in get_imports(file)}
+    assert packages - sys.stdlib_module_names == {"torch", "transformers"}
 
 
 def test_a_plugin_of_several_files_is_refused_by_its_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
