@@ -199,6 +199,20 @@ def test_a_step_waits_for_its_device_once(tiny, monkeypatch: pytest.MonkeyPatch,
     assert [counts for _, counts in by_step if counts] == [{"tolist": 1}] * 8
 
 
+def test_a_checkpoint_is_lightning_s_read_by_torch_alone_and_has_the_optimizer_s_state_by_name(tiny):
+    config = tiny("name=plain", "trainer.max_steps=4", "eval.long_context.length_factor=0")
+    train(config)
+    content = torch.load(config.run_folder / "checkpoints" / "last.ckpt", weights_only=True)
+    assert content["global_step"] == content["lm"]["step"] == 4
+    (counts,) = (value for name, value in content["loops"]["fit_loop"].items() if name.endswith("optim_progress"))
+    assert counts["optimizer"]["step"]["total"]["completed"] == 4
+    (optimizer,) = content["optimizer_states"]
+    assert optimizer["state"].keys() == content["state_dict"].keys()
+    for name, state in optimizer["state"].items():
+        assert state["exp_avg"].shape == content["state_dict"][name].shape
+        assert state["step"] == 4
+
+
 # ---------------------------------------------------------------- refusals
 
 
