@@ -104,11 +104,12 @@ def fused_softmax(
 
 
 def append_bias(q: Tensor, k: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Append eight dimensions to q and k, or up to seven more, so that each product q.k grows by the `bias` of the key.
+    """Append a few dimensions to q and k, so that each product q.k grows by the `bias` of the key.
 
     q (B, H, T, D) are the last T of the S tokens of k (B, H, S, D); bias: fp32, broadcastable to (B, H, S). In rows of
     softmax a constant cancels, so the bias is counted from the middle query on, which keeps its rounding small. In bf16
-    it is the sum of three numbers, each the rounded rest. The head size becomes a multiple of 8, as kernels want.
+    it is the sum of three numbers, each the first bits of the rest. On a GPU the head size becomes a multiple of 8, as
+    kernels want.
 
     Gradients of q and k are rounded. If the bias is a sum over tokens, as in forgetting attention, its gradients are
     summed over all tokens, and the rounding with them. So gradients flow through differences of value 0: from a key to
@@ -129,8 +130,9 @@ def append_bias(q: Tensor, k: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
             query_parts.append((block[first:] > number) * one(query_parts[0]))
             key_parts.append((block <= number) * step.unsqueeze(-1))
         rest = rest.detach()
+    rest = rest if n_parts == 1 else rest.float()
     for _ in range(n_parts):
-        part = rest.to(dtype).to(rest.dtype)
+        part = rest if n_parts == 1 else _first_bits(rest)
         query_parts.append(one(rest)[..., first:])
         key_parts.append(part + gradient)
         rest, gradient = rest - part, 0.0
@@ -139,6 +141,11 @@ def append_bias(q: Tensor, k: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         F.pad(torch.stack(parts, -1).to(dtype), padding) for parts in (query_parts, key_parts)
     )
     return torch.cat((q, query_features), -1), torch.cat((k, key_features), -1)
+
+
+def _first_bits(x: Tensor) -> Tensor:
+    """The first 8 significant bits of x, fp32: a bf16 number. Compiled code would leave out a cast to bf16 and back."""
+    return (x.view(torch.int32) & -(2**16)).view(torch.float32)
 
 
 def _zeros(x: Tensor) -> Tensor:

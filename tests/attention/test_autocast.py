@@ -13,7 +13,7 @@ from lm.attention.contract import inputs, randomized
 from lm.attention.elementwise_sums import tiles
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
-from lm.attention.routes import by_query_blocks
+from lm.attention.routes import append_bias, by_query_blocks
 from lm.config.model_config import ModelConfig, NoPosition, Rope
 from lm.model.blocks import Attention, ForwardContext, HeadNorm
 from lm.model.rope import rope_rotation
@@ -148,6 +148,20 @@ def test_errors_under_autocast_are_at_most_twice_softmaxs(name: str, length: int
 @pytest.mark.parametrize("name", ["alibi", "forget", "sink", "linear"])
 def test_errors_do_not_grow_with_the_bias_of_far_keys(name: str, length: int, size: int):
     check_errors(name, length, rope=False, size=size)
+
+
+@pytest.mark.parametrize("compiles", [False, slow(True)])
+def test_bf16_keys_hold_every_bit_of_their_bias(compiles: bool):
+    """Compiled code computes in fp32 what eager code rounds to bf16 between two operations."""
+    q, k, _ = (x.bfloat16() for x in inputs(100))
+    bias = 4096 * torch.randn(2, q.size(1), 100, generator=torch.Generator().manual_seed(0))
+    for requires_grad in (False, True):
+        append = torch.compile(append_bias) if compiles else append_bias
+        long_q, long_k = append(q, k, bias.requires_grad_(requires_grad))
+        products, old_products = (a.double() @ b.double().mT for a, b in ((long_q, long_k), (q, k)))
+        actual = (products - old_products).detach()
+        expected = (bias - bias[..., 50, None]).detach().double().unsqueeze(-2).expand_as(actual)
+        torch.testing.assert_close(actual, expected, rtol=2e-7, atol=2e-3)
 
 
 @pytest.mark.parametrize("options", [opt.ALiBi(), opt.Forget()], ids=lambda options: options.name)
