@@ -5,55 +5,85 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from lm.experiments.engine import ExperimentTrainer
 from lm.experiments.page import experiment_files
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Slots
-from lm.files import json_bytes, write_together
+from lm.files import write_together
 from lm.report.html import PAGE
 from lm.runs.checkpoints import CHECKPOINT_FORMAT, link_checkpoint, save_checkpoint
-from lm.runs.evaluations import Evaluation, Sample, Series, evaluation_path, measuring_code, validation_series
+from lm.runs.evaluations import Evaluation, evaluation_path, joined, measuring_code, units_frame, validation_rows
 from lm.runs.folder import CHECKPOINTS, LAST, METRICS, step_path
 from lm.runs.manifest import write_files
 from lm.schema import Plain
 
 DOCUMENTS = 24
 FINGERPRINT = "fingerprint"
+EMPTY = joined([])
 
 
-def finish(run: Run, loss: float, *curves: Series, unigram: float = 9.0, asked: dict[str, Plain] | None = None) -> None:
+def finish(
+    run: Run,
+    loss: float,
+    more: dict[str, pd.DataFrame] | None = None,
+    unigram: float = 9.0,
+    asked: dict[str, Plain] | None = None,
+) -> None:
     """Leave of a run what training leaves: a checkpoint and the evaluations of its last step, of which the validation
-    was `asked` for with these keys of `eval`; others have the series that are in `more`."""
-    step = run.outcome.last_step
+    was `asked` for with these keys of `eval`; others, by kind, have the rows in `more`."""
+    step, more = run.outcome.last_step, more or {}
     save(run.config.run_folder, step)
     validate(run, step, loss, unigram, asked)
-    for kind in {*run.outcome.scheduled_evaluations, *(curve.kind for curve in curves)}:
-        evaluated(run, kind, step, [curve for curve in curves if curve.kind == kind])
+    for kind in {*run.outcome.scheduled_evaluations, *more}:
+        evaluated(run, kind, step, more.get(kind, EMPTY))
 
 
 def validate(run: Run, step: int, loss: float, unigram: float = 9.0, asked: dict[str, Plain] | None = None) -> None:
     """A validation at a step: all documents have the same loss."""
-    sample = Sample("held-out", np.full((DOCUMENTS, 1), loss), np.ones(DOCUMENTS), np.arange(DOCUMENTS))
-    series = validation_series(loss, None, unigram, run.config.data.seq_len, sample, FINGERPRINT)
-    evaluated(run, "validation", step, series, asked)
+    evaluated(run, "validation", step, validation(np.full(DOCUMENTS, loss), run.config.data.seq_len, unigram), asked)
 
 
-def evaluated(run: Run, kind: str, step: int, series: list[Series], asked: dict[str, Plain] | None = None) -> None:
+def validation(
+    losses: np.ndarray,
+    seq_len: int,
+    unigram: float | None = 9.0,
+    fingerprint: str | None = None,
+    sha256: str = "held-out",
+) -> pd.DataFrame:
+    """The rows of a validation with these losses of documents of one sequence each."""
+    units = units_frame(sha256, np.arange(len(losses)), None, FINGERPRINT if fingerprint is None else fingerprint)
+    return validation_rows(losses, None, unigram, seq_len, units)
+
+
+def evaluated(run: Run, kind: str, step: int, frame: pd.DataFrame, asked: dict[str, Plain] | None = None) -> None:
     """An evaluation's file."""
     folder, tokens = run.config.run_folder, step * run.config.optim.batch_tokens
     keep(
-        folder,
-        Evaluation(
-            kind, step, tokens, FINGERPRINT, {}, "32", folder.name, tuple(series), asked or {}, {"lm": measuring_code()}
-        ),
+        folder, evaluation_of(frame, kind, step, tokens, run.config.data.seq_len, folder.name, FINGERPRINT, asked or {})
     )
+
+
+def evaluation_of(
+    frame: pd.DataFrame,
+    kind: str = "probe",
+    step: int = 8,
+    tokens: int = 256,
+    seq_len: int = 64,
+    weights: str = "weights",
+    fingerprint: str = FINGERPRINT,
+    asked: dict[str, Plain] | None = None,
+) -> Evaluation:
+    """An evaluation with these rows."""
+    code = {"lm": measuring_code()}
+    return Evaluation(kind, step, tokens, seq_len, fingerprint, {}, "32", weights, frame, asked or {}, code)
 
 
 def keep(folder: Path, evaluation: Evaluation) -> Path:
     """An evaluation in a run folder, written as `lm.evaluation.evaluation_kind` does."""
     path = evaluation_path(folder, evaluation.kind, evaluation.step)
-    write_files(folder, {str(path.relative_to(folder)): json_bytes(evaluation.plain())}, evaluation.step)
+    write_files(folder, {str(path.relative_to(folder)): evaluation.content()}, evaluation.step)
     return path
 
 

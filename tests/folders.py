@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
+from lm.model.decoder import Decoder
+from lm.model.device import Device
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
-from lm.runs.evaluations import Evaluation, Series, evaluation_path
+from lm.runs.evaluations import Series, evaluation_path, load_evaluation
 from lm.runs.folder import step_of, step_paths
 from lm.training.module import LanguageModel
 from lm.training.optimizers import saved_state
@@ -62,7 +65,14 @@ def swap_to(name: str) -> str:
 
 def series(folder: Path, kind: str, step: int) -> tuple[Series, ...]:
     """What a run folder keeps of an evaluation."""
-    return Evaluation.from_plain(json.loads(evaluation_path(folder, kind, step).read_text())).series
+    return load_evaluation(evaluation_path(folder, kind, step)).series
+
+
+def series_measured(
+    measurement: Measurement, decoder: Decoder, device: Device, progress: Advance = ignore
+) -> tuple[Series, ...]:
+    """What a measurement of a decoder gives."""
+    return measurement.evaluate(decoder, device, 0, 0, progress).series
 
 
 def contents(folder: Path) -> dict[Path, bytes]:

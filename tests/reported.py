@@ -2,27 +2,22 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from fabricated import save
+import pandas as pd
+from fabricated import evaluation_of, keep, save
 from manifests import record
 
 from lm.config import load as configuration
+from lm.evaluation.answers import ACCURACY, by_length
+from lm.evaluation.held_out import LongContext
 from lm.report.comparison import Difference, RunComparison, SeriesName, compare_runs
 from lm.report.html import PICTURE, write_comparison
-from lm.runs.evaluations import (
-    Axis,
-    Evaluation,
-    Sample,
-    Series,
-    Shown,
-    measuring_code,
-    validation_series,
-)
-from lm.runs.manifest import write_files
+from lm.runs.evaluations import load_evaluation, rows, units_frame, validation_rows
 from lm.runs.record import read_run
 from lm.statistics.intervals import Interval
 
@@ -82,7 +77,7 @@ def build_run(
         "data_fingerprint": fingerprint,
         "parameters": {"total": 10_823_424 + n_normalizer, "non_embedding": 8_000_000, "normalizer": n_normalizer},
         "tokens_total": steps * 8192, "unigram_cross_entropy": {"train": 6.3, "val": 6.31},
-        "data": {"train_tokens": 1_900_000, "documents": 200},
+        "data": {"train_tokens": 1_900_000, "documents": 200}, "symbolic": tree.data.symbolic,
         "starts": [
             {"step": 0, "time": "2026-01-01T00:00:00Z", "precision": "32", "compile": False, "device": "cpu",
              "git_commit": "0123456789abcdef", "git_dirty": False, "versions": {"torch": "2.13.0", "lm": "0.1.0"}},
@@ -111,13 +106,9 @@ def build_run(
         if "val/loss" in lines[-1]:
             lines[-1] |= {"val/loss": nll.mean(), "val/bits_per_byte": nll.mean() / 2.9}
         documents = np.arange(128) // 8
-        sample = Sample(tokens, nll[:, None], np.full(128, 256), documents)
-        write_series(
-            folder,
-            "validation",
-            validation_series(nll.mean(), nll.mean() / 2.9, 6.31, seq_len, sample, fingerprint),
-            steps,
-        )
+        units = units_frame(tokens, documents, np.full(128, 256), fingerprint)
+        frame = validation_rows(nll, nll.mean() / 2.9, 6.31, seq_len, units)
+        write_rows(folder, "validation", frame, seq_len, steps, fingerprint)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(plain(line)) + "\n" for line in lines))
     if "long_context" in evaluations:
         length, count = 8 * seq_len, 24
@@ -126,13 +117,8 @@ def build_run(
         edges = edges[edges <= length]
         position = np.arange(length)
         hard = sequence_rng.normal(0, 0.3, (count, 1))
-        labels = Shown(
-            "Long sequences, by position",
-            "long-context sequences",
-            f"{count} of {length:,} tokens",
-            "loss by position, mean over sequences",
-        )
-        series = []
+        about = replace(LongContext.logged[0], name="", amount=f"{count} of {length:,} tokens")
+        units, blocks = units_frame(tokens, np.arange(count) // 2, None, fingerprint), []
         for factor in (1.0, 50.0):
             growth = rise * np.maximum(0, np.log2((position + 1) / seq_len)) / (1 if factor == 1 else 3)
             by_sequence = (
@@ -144,17 +130,9 @@ def build_run(
                 + rng.normal(0, noise * 8, (count, length))
             )
             buckets = np.stack([by_sequence[:, a:b].mean(axis=1) for a, b in pairwise(edges)], axis=1)
-            axis = Axis("position in the sequence", "tokens", "at positions", tuple(edges.tolist()), bins=True)
-            series.append(
-                Series(
-                    "long_context", "loss", "nats per token", "lower", seq_len, buckets.mean(0), axis=axis,
-                    interval="documents",
-                    samples=(Sample(tokens, buckets, np.ones(count), np.arange(count) // 2),),
-                    curve=by_sequence.mean(0), shown=labels,
-                    setting="as trained" if factor == 1 else "theta x 50", data_fingerprint=fingerprint,
-                )
-            )  # fmt: skip
-        write_series(folder, "long_context", series, steps, fingerprint=fingerprint)
+            setting = "as trained" if factor == 1 else "theta x 50"
+            blocks.append(rows(about, buckets, units, edges[:-1].tolist(), edges[1:].tolist(), setting=setting))
+        write_rows(folder, "long_context", pd.concat(blocks), seq_len, steps, fingerprint)
     if asked:
         write_answers(folder, asked, seq_len)
     save(folder, steps)
@@ -171,30 +149,18 @@ def write_answers(folder: Path, asked: dict[int, float], seq_len: int = SEQ_LEN,
     """Recall of `asked`, the accuracy by length, and needles, of which a tenth fewer are found."""
     by_sequence = {length: np.clip(fraction + np.linspace(-0.1, 0.1, 16), 0, 1) for length, fraction in asked.items()}
     right = {length: np.arange(10.0) < round(9 * fraction) for length, fraction in asked.items()}
-    mqar = {"kind": "recall", "what": "mqar", "options": {"pairs": 8} | task, "seq_len": seq_len, "weight": 8}
-    needle = {"kind": "needle", "seq_len": seq_len, "weight": 1}
+    options, right_half = json.dumps({"pairs": 8} | task), {length: row / 2 for length, row in by_sequence.items()}
     recall = [
-        answers(by_sequence, "m", chance={"chance": 0.3397}, **mqar),
-        answers(
-            {length: row / 2 for length, row in by_sequence.items()},
-            "m",
-            chance={"chance, roll-out": 0.125},
-            rolled=True,
-            **mqar,
-        ),
+        answers(by_sequence, "m", 8, chance={"chance": 0.3397}, options=options, task="mqar"),
+        answers(right_half, "m", 8, chance={"chance, roll-out": 0.125}, rolled=True, options=options, task="mqar"),
     ]
+    wrong = {length: 0 * row for length, row in right.items()}
     needles = [
-        answers(right, "n", what="needle", **needle),
-        answers(
-            {length: 0 * row for length, row in right.items()},
-            "c",
-            what="needle, control without it",
-            control=True,
-            **needle,
-        ),
+        answers(right, "n", 1, task="needle"),
+        answers(wrong, "c", 1, control=True, task="needle, control without it"),
     ]
-    write_series(folder, "recall", recall)
-    write_series(folder, "needle", needles)
+    write_rows(folder, "recall", pd.concat(recall), seq_len)
+    write_rows(folder, "needle", pd.concat(needles), seq_len)
 
 
 def answers(
@@ -203,42 +169,29 @@ def answers(
     weight: int,
     chance: dict | None = None,
     rolled: bool = False,
-    **fields: object,
-) -> Series:
+    control: bool = False,
+    options: str = "",
+    task: str = "",
+) -> pd.DataFrame:
     """Fractions right by length, each of so many questions; `sha256`: the beginning of those of the sequences."""
-    values = {length: np.asarray(row, float) for length, row in sorted(right.items())}
+    levels = tuple((chance or {}).items())
+    about = replace(ACCURACY, amount="some", references=levels, control=control, options=options)
     samples = [
-        Sample(f"{sha256}{length}", row[:, None], np.full(len(row), weight), np.arange(len(row)))
-        for length, row in values.items()
+        (
+            np.asarray(row, float)[:, None],
+            units_frame(f"{sha256}{length}", np.arange(len(row)), np.full(len(row), weight)),
+        )
+        for length, row in sorted(right.items())
     ]
-    levels = "chance, picking among the answers shown and not yet given"
-    return Series(
-        metric=ANSWERS, unit="fraction", better="higher", means=np.array([row.mean() for row in values.values()]),
-        samples=tuple(samples),
-        axis=Axis("sequence length", "tokens", "in sequences of", tuple(values)), references=chance or {},
-        interval="wilson",
-        setting="as trained, roll-out" if rolled else "as trained",
-        shown=Shown("Accuracy by sequence length", "sequences with questions", "some", "answers by length",
-            levels=levels), **fields,
-    )  # fmt: skip
+    setting = "as trained, roll-out" if rolled else "as trained"
+    return by_length(about, sorted(right), samples, setting=setting, task=task)
 
 
-def write_series(folder: Path, kind: str, series: list[Series], step: int = 200, fingerprint: str = "data-a") -> None:
+def write_rows(
+    folder: Path, kind: str, frame: pd.DataFrame, seq_len: int = SEQ_LEN, step: int = 200, fingerprint: str = "data-a"
+) -> None:
     """An evaluation as the trainer writes it."""
-    facts = {
-        "tokens_seen": step * 8192,
-        "data_fingerprint": fingerprint,
-        "options": {},
-        "precision": "32",
-        "weights_sha256": folder.name,
-    }
-    facts["code"] = {"lm": measuring_code()}
-    write_evaluation(folder, kind, step, Evaluation(kind=kind, step=step, series=tuple(series), **facts).plain())
-
-
-def write_evaluation(folder: Path, kind: str, step: int, content: dict) -> None:
-    """A file of evaluations."""
-    write_files(folder, {f"evaluations/{kind}.step-{step:06d}.json": json.dumps(plain(content)).encode()}, step)
+    keep(folder, evaluation_of(frame, kind, step, step * 8192, seq_len, folder.name, fingerprint))
 
 
 class ReportFiles(NamedTuple):
@@ -267,17 +220,12 @@ def compared(*folders: Path) -> tuple[RunComparison, dict[tuple[str, ...], Diffe
     return comparison, {difference.name.labels: difference for difference in comparison.differences}
 
 
-def edit(folder: Path, kind: str, change: Callable[[dict], None]) -> None:
-    path = next(folder.glob(f"evaluations/{kind}.*"))
-    content = json.loads(path.read_text())
-    change(content)
-    path.unlink()
-    write_evaluation(folder, kind, content["step"], content)
-
-
-def first_sample(content: dict, number: int = 0) -> dict:
-    """Of an evaluation's first series: the first sample, or another."""
-    return content["series"][0]["samples"][number]
+def edit(folder: Path, kind: str, change: Callable[[pd.DataFrame], pd.DataFrame | None], **facts: object) -> None:
+    """Change the rows of an evaluation in place, or replace them by those that `change` returns, and facts."""
+    evaluation = load_evaluation(next(folder.glob(f"evaluations/{kind}.*.csv")))
+    frame = evaluation.frame.astype({"sequences": object, "part": object, "metric": object, "setting": object})
+    changed = change(frame)
+    keep(folder, replace(evaluation, frame=frame if changed is None else changed, **facts))
 
 
 def asked(comparison: RunComparison) -> list[tuple[str, ...]]:

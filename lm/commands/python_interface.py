@@ -28,7 +28,7 @@ from lm.experiments.experiment_folder import open_experiment
 from lm.experiments.judging import INTERVALS
 from lm.experiments.run_table import Direction, judge_table
 from lm.machine import start_child
-from lm.report.frame import evaluation_blocks, frame, results, run_columns
+from lm.report.frame import evaluation_block, frame, results, run_columns
 from lm.report.html import PAGE
 from lm.report.tables import csv_text
 from lm.runs.folder import CONFIG, with_shape_of
@@ -115,9 +115,7 @@ def evaluate(*arguments: Given, checkpoint: str | int = "last", suite: str = "",
     folders, overrides = paths_and_overrides(_arguments(arguments), "no run folder given, e.g. runs/softmax")
     with _silence_unless(verbose):
         records = evaluate_runs(folders, str(checkpoint), suite, overrides)
-    return frame(
-        block for record in records for block in evaluation_blocks(record.evaluation, _folder_columns(record.folder))
-    )
+    return frame(evaluation_block(record.evaluation, _folder_columns(record.folder)) for record in records)
 
 
 def compare(*arguments: Given, jobs: int | None = None, train: bool = True, verbose: bool = False) -> Compared:

@@ -21,7 +21,7 @@ from lm.data.batches import Batch
 from lm.model.attention_stream import QueryBlock, attention_blocks
 from lm.model.blocks import AttentionInputs
 from lm.model.decoder import Decoder
-from lm.runs.evaluations import Axis
+from lm.runs.metric import Axis
 
 NO_FIRST = ", no first"  # ending of names of statistics without the first token (`Statistic.without_first`)
 # queries that see fewer keys are left out: their statistics depend more on the number of keys than on the model
@@ -290,6 +290,8 @@ class StatisticFamily:
 
 
 KEYS, HEAD = "visible keys", "head"  # names of axes
+VISIBLE_KEYS = Axis(KEYS, "tokens", "where queries see about")
+HEADS = Axis(HEAD, "", "of head", log=False)
 # names of two fractions of rows, beside the statistics
 NOT_FINITE, NO_WEIGHT = "rows that are not finite", "rows without weight"
 
@@ -393,12 +395,9 @@ def mean(values: np.ndarray, axes: tuple[int, ...] | int | None = None) -> np.nd
         return np.nanmean(values, axis=axes, dtype="f8")
 
 
-def visible_keys_axis(ranges: Sequence[tuple[int, int]]) -> Axis:
-    """The x axis of series with a value for each range (first, last) of the number of visible keys; x is the geometric
-    mean of its ends.
-    """
-    middles = tuple(float(round(math.sqrt(first * last))) for first, last in ranges)
-    return Axis(KEYS, "tokens", "where queries see about", middles)
+def bin_middles(ranges: Sequence[tuple[int, int]]) -> list[float]:
+    """The geometric mean of the ends of each range (first, last) of the number of visible keys, rounded."""
+    return [float(round(math.sqrt(first * last))) for first, last in ranges]
 
 
 def half_octaves(n: np.ndarray, train_length: int) -> list[tuple[int, int]]:

@@ -1,11 +1,13 @@
 """Answers to questions, in fp32, and accuracy of recall by sequence length."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from operator import attrgetter
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -17,16 +19,17 @@ from lm.data.store import Store
 from lm.data.tasks import Example, Subset, TaskError, Text, check_task, example
 from lm.errors import ConfigError, Problem
 from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
-from lm.evaluation.held_out import by_sequence, lengths_axis, setting_words, tokens_sha256
+from lm.evaluation.held_out import LENGTHS, by_sequence, setting_words, tokens_sha256
 from lm.model.blocks import DecodingCache
 from lm.model.cross_entropy import argmax_tokens, token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.swapped import applicable_settings, for_inference
-from lm.runs.evaluations import Sample, Series, Shown
+from lm.runs.evaluations import NATS, rows, units_frame
 from lm.runs.metric import Metric
 from lm.schema import Plain, to_plain
 
+Sample = tuple[np.ndarray, pd.DataFrame]  # (units, 1) values of sequences, and the sequences as `units_frame`
 QUESTION_SEED = 0  # seed of the sequences with questions, the same for every model
 ROLL_OUT = "roll-out"  # name of a setting in which sequences hold the model's own answers in place of the correct ones
 # remedy for a length in the configuration into which a task does not fit
@@ -167,41 +170,42 @@ class AnswerMeasurement(Measurement):
         """The sequence lengths that are measured, in predicted tokens, ascending."""
         return lengths_from_factors(self.eval_config.length_factors, self.config.data)
 
-    def length_series(self, metric: str, unit: str, samples: list[Sample], **fields: object) -> Series:
-        """A series over `lengths` with the weighted mean of each of `samples`, one per length. Higher is better for
-        fractions, lower for other units. `fields`: other fields of `Series`."""
-        means = np.array([np.average(sample.values[:, 0], weights=sample.weights) for sample in samples])
-        better = "higher" if unit == "fraction" else "lower"
-        return self.series(
-            metric, unit, better, means, axis=lengths_axis(self.lengths), samples=tuple(samples), **fields
-        )
 
-    def accuracy(self, samples: list[Sample], chance: float | None, setting: str, **fields: object) -> Series:
-        """A series, for reports, of the fraction of correct whole answers. `chance` is the mean accuracy of guessing,
-        None if unknown.
-        """
-        amount = f"{int(samples[0].weights.sum()):,} different ones a length"
-        levels = "chance, picking among the answers shown and not yet given"
-        caption = (
-            f"accuracy by sequence length, given the correct answers to earlier questions, or in a {ROLL_OUT} "
-            "after the model's own"
-        )
-        display = Shown("Accuracy by sequence length", "sequences with questions", amount, caption, levels)
-        name = f"chance, {ROLL_OUT}" if setting.endswith(ROLL_OUT) else "chance"
-        fields |= {
-            "setting": setting,
-            "references": {} if chance is None else {name: chance},
-            "interval": "wilson",
-            "shown": display,
-        }
-        return self.length_series("accuracy", "fraction", samples, **fields)
+ACCURACY = Metric(
+    unit="fraction", better="higher", quantity="accuracy", units="questions", interval=True, axis=LENGTHS,
+    title="Accuracy by sequence length", measured_on="sequences with questions",
+    caption=f"accuracy by sequence length, given the correct answers to earlier questions, or in a {ROLL_OUT} "
+    "after the model's own",
+    levels="chance, picking among the answers shown and not yet given",
+)  # fmt: skip
+
+
+def accuracy(metric: Metric, questions: int, chance: float | None, options: str, guess: str = "chance") -> Metric:
+    """The metric, an accuracy, for a number of questions a length. `chance` is the mean accuracy of guessing, None if
+    unknown; `options`: of the task; `guess`: the name of `chance`.
+    """
+    references = () if chance is None else ((guess, chance),)
+    return replace(metric, amount=f"{questions:,} different ones a length", references=references, options=options)
+
+
+def by_length(metric: Metric, lengths: list[int], samples: list[Sample], **fields: object) -> pd.DataFrame:
+    """Rows of a metric with a sample at each length. `fields`: `task`, `setting` and `names` of `rows`."""
+    names = fields.pop("names", None) or [""] * len(lengths)
+    points = zip(lengths, samples, names, strict=True)
+    return pd.concat(
+        [
+            rows(metric, values, units, [length], names=[name] * bool(name), **fields)
+            for length, (values, units), name in points
+        ]
+    )
 
 
 def sequence_sample(sha256: str, sequence_index: np.ndarray, values: np.ndarray) -> Sample:
-    """A sample of each sequence's mean of its `values`, (N,), weighted by the number of these. `sequence_index`, (N,),
-    is the sequence of each value, from 0."""
+    """Each sequence's mean of its `values`, (N,), and the sequences, weighted by the number of these. `sequence_index`,
+    (N,), is the sequence of each value, from 0."""
     counts = np.bincount(sequence_index)
-    return Sample(sha256, (np.bincount(sequence_index, values) / counts)[:, None], counts, np.arange(len(counts)))
+    means = (np.bincount(sequence_index, values) / counts)[:, None]
+    return means, units_frame(sha256, np.arange(len(counts)), counts)
 
 
 class Recall(AnswerMeasurement):
@@ -212,10 +216,7 @@ class Recall(AnswerMeasurement):
     """
 
     kind = "recall"
-    logged = (
-        Metric("recall/{TASK} {LENGTH} {SETTING}", "fraction", "higher", "whole answers that are correct", "accuracy",
-            "questions"),
-    )  # fmt: skip
+    logged = (replace(ACCURACY, name="recall/{TASK} {LENGTH} {SETTING}", meaning="whole answers that are correct"),)
 
     @classmethod
     def metrics(cls, config: Config) -> list[Metric]:
@@ -261,16 +262,16 @@ class Recall(AnswerMeasurement):
     def work_units(self) -> int:
         return len(self.tasks) * len(self.lengths) * self.eval_config.sequences * len(self.eval_config.inference)
 
-    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
-        series: list[Series] = []
+    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
+        blocks: list[pd.DataFrame] = []
         settings = applicable_settings(decoder, self.eval_config.inference)
         for setting, (name, task) in product(settings, self.tasks.items()):
-            series += self._task_series(for_inference(decoder, setting), task, name, setting.label, device, progress)
-        return series
+            blocks += self._task_blocks(for_inference(decoder, setting), task, name, setting.label, device, progress)
+        return blocks
 
-    def _task_series(
+    def _task_blocks(
         self, decoder: Decoder, task: Task, name: str, setting: str, device: Device, progress: Advance
-    ) -> list[Series]:
+    ) -> list[pd.DataFrame]:
         def length_samples(length: int) -> list[Sample]:
             examples = [
                 example(task, QUESTION_SEED, index, length, "test", self.haystack)
@@ -289,12 +290,20 @@ class Recall(AnswerMeasurement):
         # each has one sample a length
         whole, rolled_out, token, loss = zip(*map(length_samples, self.lengths), strict=True)
         task_options, chance = to_plain(task), task.chance
-        fields = {"what": task_options.pop("name"), "options": task_options}
-        words = setting * (len(self.eval_config.inference) > 1)
-        named = (self.logged[0].named(TASK=name, LENGTH=length, SETTING=words) for length in self.lengths)
-        log_names = tuple(metric.name for metric in named)
-        series = [self.accuracy(whole, chance and chance.teacher_forced, setting, logged=log_names, **fields)]
-        if any(sample.weights.max() > 1 for sample in whole):  # else a roll-out has the same accuracy
-            series.append(self.accuracy(rolled_out, chance and chance.rollout, f"{setting}, {ROLL_OUT}", **fields))
-        series.append(self.length_series("token accuracy", "fraction", token, setting=setting, **fields))
-        return [*series, self.length_series("loss of answers", "nats per token", loss, setting=setting, **fields)]
+        fields, options = {"task": task_options.pop("name"), "setting": setting}, json.dumps(task_options)
+        words, (metric,) = setting * (len(self.eval_config.inference) > 1), self.logged
+        names = [metric.named(TASK=name, LENGTH=length, SETTING=words).name for length in self.lengths]
+        questions = int(whole[0][1]["weight"].sum())
+        about = accuracy(metric, questions, chance and chance.teacher_forced, options)
+        blocks = [by_length(about, self.lengths, whole, names=names, **fields)]
+        if any(units["weight"].max() > 1 for _, units in whole):  # else a roll-out has the same accuracy
+            about = accuracy(metric, questions, chance and chance.rollout, options, f"chance, {ROLL_OUT}")
+            rolled_out_fields = fields | {"setting": f"{setting}, {ROLL_OUT}"}
+            blocks.append(by_length(about, self.lengths, rolled_out, **rolled_out_fields))
+        for quantity, unit, better, samples in (
+            ("token accuracy", "fraction", "higher", token),
+            ("loss of answers", NATS, "lower", loss),
+        ):
+            about = Metric("", unit, better, "", quantity, "questions", axis=LENGTHS, options=options)
+            blocks.append(by_length(about, self.lengths, samples, **fields))
+        return blocks

@@ -37,7 +37,7 @@ def diagnostics_picture(series: Sequence[Series]) -> Picture | None:
 
     The panels of `sparsity_panels` come last.
     """
-    curves = [entry for entry in series if entry.axis and entry.axis.name == KEYS and entry.shown]
+    curves = [entry for entry in series if entry.axis and entry.axis.name == KEYS and entry.about.title]
     settings = [*dict.fromkeys(entry.setting for entry in curves)]
     if not settings:
         return None
@@ -61,12 +61,12 @@ def diagnostics_picture(series: Sequence[Series]) -> Picture | None:
 
 def _curve_panel(curves: list[Series], settings: list[str]) -> Panel:
     traces = [
-        Trace(settings.index(curve.setting), curve.setting, np.array(curve.axis.values), curve.means, "mean",
-            dashes=curve.control,
-              hollow=curve.control) for curve in curves
+        Trace(settings.index(curve.setting), curve.setting, curve.x, curve.means, "mean",
+            dashes=curve.about.control,
+              hollow=curve.about.control) for curve in curves
     ]  # fmt: skip
     example = curves[0]
-    base, ticks = logarithmic_ticks(example.axis.values)
+    base, ticks = logarithmic_ticks(example.x.tolist())
     return Panel(
         example.metric, "visible keys n", example.unit, traces, ticks, base, marks={example.seq_len: "training length"}
     )
@@ -79,7 +79,7 @@ def _maps(metric: str, series: Sequence[Series], curve_settings: list[str], sett
     layers = [
         layer
         for layer in series
-        if layer.axis and layer.axis.name == HEAD and layer.metric == metric and "," not in layer.what
+        if layer.axis and layer.axis.name == HEAD and layer.metric == metric and "," not in layer.task
     ]
     heads = {
         setting: np.array([layer.means for layer in layers if layer.setting == setting]) for setting in curve_settings
@@ -108,7 +108,7 @@ def sparsity_panels(series: Sequence[Series], settings: list[str]) -> list[list[
     """
     if not any(entry.metric == CLOSED_FORM for entry in series):
         return []
-    keys = MIN_KEYS, next(entry.axis.values[-1] for entry in series if entry.axis and entry.axis.name == KEYS)
+    keys = MIN_KEYS, next(entry.x[-1] for entry in series if entry.axis and entry.axis.name == KEYS)
     rows = {ending: _head_metrics(series, ending) for ending in ("", NO_FIRST)}
     columns = [
         (x, frame)
@@ -149,7 +149,7 @@ def _head_metrics(series: Sequence[Series], ending: str) -> dict[str, Heads]:
         BEYOND_CONDENSATION: BEYOND_CONDENSATION
     }
     for entry in series:
-        if entry.axis and entry.axis.name == HEAD and "," not in entry.what and entry.metric in metric_names:
+        if entry.axis and entry.axis.name == HEAD and "," not in entry.task and entry.metric in metric_names:
             parts.setdefault(entry.setting, {}).setdefault(metric_names[entry.metric], []).append(entry.means)
     heads = {
         setting: {name: np.concatenate(arrays) for name, arrays in metrics.items()}

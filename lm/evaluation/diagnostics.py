@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -20,21 +21,22 @@ from lm.data.store import Store
 from lm.data.tokenizer import encoding_of
 from lm.diagnostics import concentration, limits, sparsity
 from lm.diagnostics.attention_rows import (
-    HEAD,
+    HEADS,
     MIN_KEYS,
     NO_WEIGHT,
     NOT_FINITE,
+    VISIBLE_KEYS,
     MeasuredValues,
     Measures,
     QuerySums,
     Statistic,
     StatisticFamily,
+    bin_middles,
     exponent,
     half_octaves,
     mean,
     query_indices,
     shuffling_numbers,
-    visible_keys_axis,
 )
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.evaluate import evaluate, evaluate_model, open_device, open_store, split_configurations, text_config
@@ -46,10 +48,10 @@ from lm.model.device import Device
 from lm.model.swapped import applicable_settings, for_inference
 from lm.progress import Progress
 from lm.report.evaluation_tables import EvaluationResult
-from lm.runs.evaluations import Axis, Series, Shown
+from lm.runs.evaluations import Evaluation, rows, units_frame
 from lm.runs.folder import CHECKPOINTS, CONFIG, DESCRIPTION, read_config, require_run
 from lm.runs.loading import LoadedModel, find_checkpoint, load
-from lm.runs.metric import Metric
+from lm.runs.metric import Axis, Metric
 from lm.schema import Plain, to_plain
 
 KIND = "diagnostics"
@@ -192,23 +194,23 @@ class Diagnostics(Measurement):
     def precision(self, device: Device) -> str:
         return "32"
 
-    def cacheable(self, series: Sequence[Series]) -> bool:
+    def cacheable(self, frame: pd.DataFrame) -> bool:
         return True  # a number that is not finite is undefined, not an error
 
-    def picture(self, series: Sequence[Series]) -> bytes | None:
+    def picture(self, evaluation: Evaluation) -> bytes | None:
         from lm.evaluation.diagnostic_pictures import diagnostics_picture  # imports matplotlib
 
-        return (picture := diagnostics_picture(series)) and picture.png
+        return (picture := diagnostics_picture(evaluation.series)) and picture.png
 
-    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
+    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
         # no window of a text is held back to select runs
         fingerprint = "" if self.eval_config.text else self.fingerprint
-        return diagnostic_series(
+        return diagnostic_blocks(
             decoder, self.held_out, self.eval_config, device, self.config.seed, fingerprint, progress
         )
 
 
-def diagnostic_series(
+def diagnostic_blocks(
     decoder: Decoder,
     held_out: HeldOut,
     options: DiagnosticsConfig,
@@ -216,8 +218,8 @@ def diagnostic_series(
     seed: int,
     fingerprint: str,
     progress: Advance = ignore,
-) -> list[Series]:
-    """Measure diagnostics of a decoder on `device`, and return series of means: overall, by visible keys, or by head.
+) -> list[pd.DataFrame]:
+    """Measure diagnostics of a decoder on `device`, and return blocks of rows: overall, by visible keys, or by head.
     All ranks call it.
 
     seed: seed of the untrained model to compare with; fingerprint: fingerprint of the data that the sequences come
@@ -234,9 +236,9 @@ def diagnostic_series(
         values_by_setting |= dict(zip((setting.label, UNTRAINED + suffix, SHUFFLED + suffix), values, strict=True))
     if not settings:
         return []
-    groups = _ModelSeries(values_by_setting, measures, held_out, fingerprint)
-    series = [*groups.overall_means(), *groups.curves(), *groups.head_means()]
-    return series + (list(groups.head_means_by_keys()) if options.by_position else [])
+    groups = _ModelRows(values_by_setting, measures, held_out, fingerprint)
+    blocks = [*groups.overall_means(), *groups.curves(), *groups.head_means()]
+    return blocks + (list(groups.head_means_by_keys()) if options.by_position else [])
 
 
 def statistics_of(
@@ -272,11 +274,11 @@ def statistics_of(
     )
 
 
-# ---------------------------------------------------------------- series
+# ---------------------------------------------------------------- rows
 
 
-class _ModelSeries:
-    """The series of the statistics of several models on the same sequences; the trained model comes first."""
+class _ModelRows:
+    """The rows of the statistics of several models on the same sequences; the trained model comes first."""
 
     def __init__(
         self, values_by_setting: dict[str, MeasuredValues], measures: Measures, held_out: HeldOut, fingerprint: str
@@ -303,52 +305,63 @@ class _ModelSeries:
             if any(array is not None and np.isfinite(array).any() for array in arrays):
                 yield from ((statistic, setting, values) for setting, values in self.values_by_setting.items())
 
-    def overall_means(self) -> Iterator[Series]:
-        """Series of each statistic's mean over queries, heads and layers, with intervals over documents if it has a
-        value for each query. Further series give the mean over heads and layers of b in fits statistic ~ n^b, where n
+    def overall_means(self) -> Iterator[pd.DataFrame]:
+        """Each statistic's mean over queries, heads and layers, with intervals over documents if it has a
+        value for each query. Further rows give the mean over heads and layers of b in fits statistic ~ n^b, where n
         is the number of visible keys.
         """
         statistics = [*self.measures.query_statistics, *UNDEFINED_FRACTIONS, *self.measures.query_sums]
         for statistic, setting, values in self._model_values(statistics):
-            logged = (f"{KIND}/{statistic.name}",) if statistic.in_reports and setting == self.first_setting else ()
-            samples, statistic_values = (), values.by_head.get(statistic.name)
+            is_logged = statistic.in_reports and setting == self.first_setting
+            names = [f"{KIND}/{statistic.name}"] if is_logged else []
+            units, statistic_values = None, values.by_head.get(statistic.name)
             if statistic_values is None:
-                statistic_values = values.by_query[statistic.name]
-                count = np.isfinite(statistic_values).sum((1, 2, 3))
-                sample = self.held_out.sample(np.where(count, mean(statistic_values, (1, 2, 3)), 0.0)[:, None], count)
-                samples = (sample,) if count.any() else ()
-            yield self._series(statistic, setting, mean(statistic_values), samples=samples, logged=logged)
+                by_query = values.by_query[statistic.name]
+                count = np.isfinite(by_query).sum((1, 2, 3))
+                statistic_values = mean(by_query)
+                if count.any():
+                    units = units_frame(self.held_out.sha256, self.held_out.document_labels, count, self.fingerprint)
+                    statistic_values = np.where(count, mean(by_query, (1, 2, 3)), 0.0)[:, None]
+            else:
+                statistic_values = mean(statistic_values)
+            name = "diagnostics/{STATISTIC}" * is_logged
+            yield self._rows(statistic, setting, statistic_values, units=units, names=names, name=name)
         for statistic, setting, exponents, _ in self._fits():
-            yield self._series(statistic, setting, mean(exponents), _exponent_of(statistic))
+            yield self._rows(statistic, setting, mean(exponents), _exponent_of(statistic))
 
-    def curves(self) -> Iterator[Series]:
-        """Series of each statistic's means over heads and layers by the number of visible keys, with intervals over
-        documents.
-        """
+    def curves(self) -> Iterator[pd.DataFrame]:
+        """Each statistic's means over heads and layers by the number of visible keys, with intervals over documents."""
         for statistic, setting, values in self._model_values(self.measures.query_statistics if self.bins else []):
             # (N, bins)
             by_bin = np.stack([self._mean_within(statistic, values, bounds, (1, 2, 3)) for bounds in self.bins], 1)
-            fields = {"axis": visible_keys_axis(self.bins), "samples": (self.held_out.sample(by_bin),)}
-            yield self._series(statistic, setting, mean(by_bin, 0), shown=self._display(statistic), **fields)
+            has_value = np.isfinite(by_bin)
+            blocks = (
+                self._rows(
+                    statistic, setting, np.where(has_value[:, [index]], by_bin[:, [index]], 0.0), x=[x], is_curve=True,
+                    units=self.held_out.units(self.fingerprint).assign(weight=has_value[:, index].astype(float)),
+                )
+                for index, x in enumerate(bin_middles(self.bins))
+            )  # fmt: skip
+            yield pd.concat(blocks)
 
-    def head_means(self) -> Iterator[Series]:
-        """Series by layer and head of each statistic's mean over sequences and queries, and of b and R^2 of the fit
+    def head_means(self) -> Iterator[pd.DataFrame]:
+        """By layer and head, each statistic's mean over sequences and queries, and of b and R^2 of the fit
         statistic ~ n^b. Here n is the number of visible keys."""
         statistics = [*self.measures.query_statistics, *self.measures.query_sums, *UNDEFINED_FRACTIONS]
         for statistic, setting, values in self._model_values(statistics):
             by_head = values.by_head.get(statistic.name)
             by_head = mean(values.by_query[statistic.name], (0, 3)) if by_head is None else by_head
-            yield from self._head_series(statistic, setting, by_head)
+            yield from self._head_rows(statistic, setting, by_head)
         for statistic, setting, exponents, r_squared in self._fits():
-            yield from self._head_series(statistic, setting, exponents, _exponent_of(statistic))
-            yield from self._head_series(statistic, setting, r_squared, f"R^2 of the {_exponent_of(statistic)}")
+            yield from self._head_rows(statistic, setting, exponents, _exponent_of(statistic))
+            yield from self._head_rows(statistic, setting, r_squared, f"R^2 of the {_exponent_of(statistic)}")
 
-    def head_means_by_keys(self) -> Iterator[Series]:
-        """Series of each statistic's means over sequences and queries, by layer, head and number of visible keys."""
+    def head_means_by_keys(self) -> Iterator[pd.DataFrame]:
+        """Each statistic's means over sequences and queries, by layer, head and number of visible keys."""
         for statistic, setting, values in self._model_values(self.measures.query_statistics):
             for low, high in self.bins:
                 by_head = self._mean_within(statistic, values, (low, high), (0, 3))
-                yield from self._head_series(statistic, setting, by_head, suffix=f", {low:,} to {high:,} keys")
+                yield from self._head_rows(statistic, setting, by_head, suffix=f", {low:,} to {high:,} keys")
 
     def _fits(self) -> Iterator[tuple[Statistic, str, np.ndarray, np.ndarray]]:
         """Tuples (statistic, setting, b, R^2) for each statistic and model, from fits statistic ~ n^b to queries that
@@ -369,38 +382,42 @@ class _ModelSeries:
         n = values.n[:, :, None]
         return mean(np.where((n >= bounds[0]) & (n <= bounds[1]), values.by_query[statistic.name], np.nan), axes)
 
-    def _head_series(
-        self, statistic: Statistic, setting: str, by_head: np.ndarray, metric: str = "", suffix: str = ""
-    ) -> Iterator[Series]:
-        axis = Axis(HEAD, "", "of head", tuple(range(by_head.shape[1])), log=False)
+    def _head_rows(
+        self, statistic: Statistic, setting: str, by_head: np.ndarray, quantity: str = "", suffix: str = ""
+    ) -> Iterator[pd.DataFrame]:
         for layer, means in enumerate(by_head):
-            yield self._series(statistic, setting, means, metric, what=f"layer {layer}{suffix}", axis=axis)
+            heads, task = [*range(by_head.shape[1])], f"layer {layer}{suffix}"
+            yield self._rows(statistic, setting, means, quantity, axis=HEADS, x=heads, task=task)
 
-    def _series(
+    def _rows(
         self,
         statistic: Statistic | QuerySums,
         setting: str,
-        means: np.ndarray,
-        metric: str = "",
+        values: np.ndarray,
+        quantity: str = "",
+        name: str = "",
+        axis: Axis | None = None,
+        is_curve: bool = False,
         **fields: object,
-    ) -> Series:
-        """A series with the values `means` of a statistic, or of `metric`, a number without a unit that is computed
-        from the statistic.
+    ) -> pd.DataFrame:
+        """Rows of a statistic, or of `quantity`, a number without a unit that is computed from the statistic. `name`,
+        `axis`: of the metric; `is_curve`: whether it is one by visible keys. `fields`: arguments of `rows`.
         """
-        return Series(
-            KIND, metric or statistic.name, "" if metric else statistic.unit, "none",
-            self.values_by_setting[setting].train_length,
-            np.atleast_1d(np.asarray(means, "f8")), setting=setting, control=setting != self.first_setting,
-            interval="documents" if fields.get("samples") else "none", data_fingerprint=self.fingerprint, **fields,
+        control, has_units = setting != self.first_setting, fields.get("units") is not None
+        display = {}
+        if is_curve and statistic.in_reports:
+            display = {
+                "title": f"Attention: {statistic.name}",
+                "measured_on": "held-out sequences of diagnostics",
+                "amount": f"{self.held_out.amount}, {len(self.measures.queries)} queries each",
+                "caption": f"{statistic.name} of attention weights, mean over heads",
+            }
+        about = Metric(
+            name, "" if quantity else statistic.unit, quantity=quantity or statistic.name, control=control,
+            units="documents" * has_units, interval=has_units, axis=VISIBLE_KEYS if is_curve else axis, **display,
         )  # fmt: skip
-
-    def _display(self, statistic: Statistic) -> Shown | None:
-        """Title and caption with which reports show a statistic; None if reports leave it out."""
-        if not statistic.in_reports:
-            return None
-        sequences_text = f"{self.held_out.amount}, {len(self.measures.queries)} queries each"
-        caption = f"{statistic.name} of attention weights, mean over heads"
-        return Shown(f"Attention: {statistic.name}", "held-out sequences of diagnostics", sequences_text, caption)
+        values = np.asarray(values, "f8")
+        return rows(about, values, setting=setting, **fields)
 
 
 def _exponent_of(statistic: Statistic) -> str:

@@ -12,12 +12,13 @@ import logging
 import math
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 import torch
 
 from lm.config.tree import Config
@@ -29,7 +30,7 @@ from lm.huggingface.exporting import exported_form, transformers_model
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, preserved_random_state
 from lm.model.spec import ModelSpec
-from lm.runs.evaluations import Sample, Series, Shown
+from lm.runs.evaluations import rows, units_frame
 from lm.runs.loading import LoadedModel
 from lm.runs.metric import Metric
 from lm.schema import Plain
@@ -68,7 +69,7 @@ def _adapter_class() -> type["HFLM"]:
 
 
 class DownstreamTasks(Measurement):
-    """Tasks of lm-eval as an evaluation: a series for each metric of a task, with values by document if the metric is
+    """Tasks of lm-eval as an evaluation: each metric of a task, with values by document if the metric is
     their mean.
 
     Raises ConfigError when constructed: no such task, or the model can't be exported for transformers.
@@ -118,12 +119,12 @@ class DownstreamTasks(Measurement):
     def work_units(self) -> int:
         return len(self.names)
 
-    def cacheable(self, series: Sequence[Series]) -> bool:
+    def cacheable(self, frame: pd.DataFrame) -> bool:
         # a task file of the user may read files that are not known here
-        return not any(name.endswith(TASK_FILES) for name in self.names) and super().cacheable(series)
+        return not any(name.endswith(TASK_FILES) for name in self.names) and super().cacheable(frame)
 
-    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
-        series: list[Series] = []
+    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
+        blocks: list[pd.DataFrame] = []
 
         def measure_tasks() -> torch.Tensor:
             model, tokenizer = transformers_model(self._loaded(decoder))
@@ -134,21 +135,21 @@ class DownstreamTasks(Measurement):
                     batch_size=max(1, BATCH_TOKENS // seq_len),
                 )  # fmt: skip
                 if results := _results(adapter, name, self.manager, self.eval_config.limit):
-                    found = (self._series(task, results, adapter) for task in results["samples"])
-                    series.extend(chain.from_iterable(found))
+                    found = (self._blocks(task, results, adapter) for task in results["samples"])
+                    blocks.extend(chain.from_iterable(found))
                 progress(1)
             return torch.zeros(1)
 
         with _quiet(), _restored_random_state():
             all_reduce_sum(device, measure_tasks)  # all ranks fail together
         if device.world > 1:
-            shared = [series]
+            shared = [blocks]
             torch.distributed.broadcast_object_list(shared, device=device.device)
-            (series,) = shared
-        return series
+            (blocks,) = shared
+        return blocks
 
-    def _series(self, task: str, results: dict[str, Plain], adapter: "HFLM") -> Iterator[Series]:
-        """Series of a task's metrics in lm-eval's results; reports also show how many requests were too long."""
+    def _blocks(self, task: str, results: dict[str, Plain], adapter: "HFLM") -> Iterator[pd.DataFrame]:
+        """Rows of a task's metrics in lm-eval's results; reports also show how many requests were too long."""
         cut_note = f", {adapter.n_cut:,} requests lost tokens on the left" if adapter.n_cut else ""
         for key, mean in results["results"][task].items():
             metric, has_filter, filter_name = key.partition(",")
@@ -161,20 +162,16 @@ class DownstreamTasks(Measurement):
             values = np.array([number for number in numbers if not isinstance(number, list | tuple)], float)
             by_document = len(values) == len(answers) > 0 and math.isclose(values.mean(), mean, abs_tol=1e-6)
             hashes = "\n".join(str(answer.get("doc_hash")) for answer in answers)
-            sample = Sample(
-                hashlib.sha256(hashes.encode()).hexdigest(),
-                values[:, None],
-                np.ones(len(values)),
-                np.arange(len(values)),
-            )
-            better = {True: "higher", False: "lower"}.get(results["higher_is_better"].get(task, {}).get(metric), "none")
-            display = Shown(
-                "Downstream tasks", "documents of downstream tasks", f"{len(answers):,} of {task}{cut_note}"
-            )
-            unit = "fraction" if by_document and values.min() >= 0 and values.max() <= 1 else ""
-            fields = {"samples": (sample,), "interval": "documents"} if by_document else {}
-            log_names = (self.logged[0].named(TASK=task, METRIC=name).name,)
-            yield self.series(name, unit, better, float(mean), what=task, logged=log_names, shown=display, **fields)
+            units = units_frame(hashlib.sha256(hashes.encode()).hexdigest(), np.arange(len(values)))
+            about = Metric(
+                self.logged[0].name, "fraction" if by_document and values.min() >= 0 and values.max() <= 1 else "",
+                {True: "higher", False: "lower"}.get(results["higher_is_better"].get(task, {}).get(metric), "none"),
+                quantity=name, units="documents" * by_document, interval=by_document, title="Downstream tasks",
+                measured_on="documents of downstream tasks", amount=f"{len(answers):,} of {task}{cut_note}",
+            )  # fmt: skip
+            names = [about.named(TASK=task, METRIC=name).name]
+            measured = (values[:, None], units) if by_document else (float(mean),)
+            yield rows(about, *measured, task=task, names=names)
 
 
 def find_tasks(tasks: list[str]) -> tuple[list[str], "TaskManager"]:

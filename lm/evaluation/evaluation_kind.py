@@ -1,33 +1,33 @@
-"""A kind of evaluation: the options that decide its results, the series that it measures, and the file of its result in
+"""A kind of evaluation: the options that decide its results, the frame that it measures, and the file of its result in
 a run folder.
 
 `lm.config.eval_config` names the class that measures each kind.
 """
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+import pandas as pd
 
 from lm.config.eval_config import TIMING_KEYS, Timing
 from lm.config.tree import Config, function_options
 from lm.data.store import Store
 from lm.errors import RunError
-from lm.files import json_bytes, plain_sha256
+from lm.files import plain_sha256
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.plugins import PLUGINS
 from lm.progress import Progress
 from lm.runs.checkpoints import weights_sha256
-from lm.runs.evaluations import Evaluation, Series, evaluation_path, measuring_code
+from lm.runs.evaluations import Evaluation, evaluation_path, joined, measuring_code
 from lm.runs.folder import EVALUATIONS
 from lm.runs.manifest import read_file, write_files
-from lm.runs.metric import Better, Metric
+from lm.runs.metric import Metric
 from lm.schema import Plain, to_plain
 
 Advance = Callable[[int], None]  # called with the units of work done since the last call
@@ -103,32 +103,24 @@ class Measurement(ABC):
         """The sum of all counts with which `measure` calls `progress`, such as the number of sequences."""
 
     @abstractmethod
-    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
-        """Measure a decoder and return its series. All ranks call it; the decoder and the random state are not
-        changed.
+    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
+        """Measure a decoder and return blocks of rows (`lm.runs.evaluations.rows`). All ranks call it; the decoder is
+        not changed, nor the random state.
         """
 
-    def picture(self, series: Sequence[Series]) -> bytes | None:
-        """A PNG file that shows the series. None: the evaluation has no picture of its own, and reports draw its series
-        themselves.
-        """
+    def picture(self, evaluation: Evaluation) -> bytes | None:
+        """A PNG file that shows a result. None: the evaluation has no picture of its own, and reports draw it."""
         return None
 
-    def cacheable(self, series: Sequence[Series]) -> bool:
+    def cacheable(self, frame: pd.DataFrame) -> bool:
         """Whether a run folder keeps a result to use again. Results that are not finite are not kept, as a repetition
         may be finite.
         """
-        return all(entry.is_finite for entry in series)
+        return bool(np.isfinite(frame["value"][frame["weight"] > 0]).all())
 
     def precision(self, device: Device) -> str:
         """Name of the precision that the evaluation computes in, as results record it."""
         return device.precision
-
-    def series(self, metric: str, unit: str, better: Better, means: np.ndarray | float, **fields: object) -> Series:
-        """A series with this evaluation's kind and the run's training length filled in; `fields`: other fields of
-        `Series`.
-        """
-        return Series(self.kind, metric, unit, better, self.config.data.seq_len, np.atleast_1d(means), **fields)
 
     @property
     def code(self) -> dict[str, str]:
@@ -142,11 +134,10 @@ class Measurement(ABC):
         it.
         """
         weights = weights_sha256(decoder.state_dict())
-        series = self.measure(decoder, device, progress)
+        frame = joined(self.measure(decoder, device, progress))
         return Evaluation(
-            self.kind, step, tokens_seen, self.fingerprint, self.options, self.precision(device), weights,
-            tuple(series),
-            self.config.eval.measured_options(self.kind), self.code,
+            self.kind, step, tokens_seen, self.config.data.seq_len, self.fingerprint, self.options,
+            self.precision(device), weights, frame, self.config.eval.measured_options(self.kind), self.code,
         )  # fmt: skip
 
     def write(self, run: Path, evaluation: Evaluation, with_picture: bool = True) -> Path:
@@ -154,10 +145,11 @@ class Measurement(ABC):
         the file's path.
         """
         path = evaluation_path(run, evaluation.kind, evaluation.step)
-        picture = self.picture(evaluation.series) if with_picture else None
+        picture = self.picture(evaluation) if with_picture else None
         pictures = {} if picture is None else {path.with_suffix(".png"): picture}
-        files = {path: json_bytes(evaluation.plain()), **pictures}
-        names = {str(file.relative_to(run)): content for file, content in files.items()}
+        names = {
+            str(file.relative_to(run)): content for file, content in {path: evaluation.content(), **pictures}.items()
+        }
         write_files(run, names, evaluation.step, evaluation.weights_sha256, "the evaluation")
         return path
 
@@ -167,7 +159,7 @@ class Measurement(ABC):
         """
         model = function_options(self.config.model)
         key_parts = [self.kind, self.code, self.options, model, self.fingerprint, self.precision(device), weights]
-        return run / EVALUATIONS / "cache" / f"{self.kind}-{plain_sha256(key_parts)[:16]}.json"
+        return run / EVALUATIONS / "cache" / f"{self.kind}-{plain_sha256(key_parts)[:16]}.csv"
 
     def cached(self, run: Path, weights: str, device: Device, step: int, tokens_seen: int) -> Evaluation | None:
         """The result of `weights` that a run folder keeps; None if no file holds it, or if the file is damaged, which a
@@ -178,19 +170,19 @@ class Measurement(ABC):
             return None
         try:
             options = self.config.eval.measured_options(self.kind)
-            plain = json.loads(read_file(run, str(path.relative_to(run))))
-            return replace(Evaluation.from_plain(plain), step=step, tokens_seen=tokens_seen, asked=options)
-        except (RunError, KeyError, ValueError) as error:
+            evaluation = Evaluation.parse(read_file(run, str(path.relative_to(run))))
+            return replace(evaluation, step=step, tokens_seen=tokens_seen, asked=options)
+        except (RunError, ValueError) as error:
             reason = error if isinstance(error, RunError) else f"{path}: is damaged, or of another version"
             Progress().say(f"note: {reason}: measured again")
         return None
 
     def cache(self, run: Path, evaluation: Evaluation, device: Device) -> None:
         """Keep a result in a run folder, if it is cacheable."""
-        if self.cacheable(evaluation.series):
+        if self.cacheable(evaluation.frame):
             path = self.cache_path(run, evaluation.weights_sha256, device)
             name, weights = str(path.relative_to(run)), evaluation.weights_sha256
-            write_files(run, {name: json_bytes(evaluation.plain())}, weights=weights)  # whenever the weights are those
+            write_files(run, {name: evaluation.content()}, weights=weights)  # whenever the weights are those
 
 
 def measurement_types(config: Config, kinds: Iterable[str] | None = None) -> list[type[Measurement]]:

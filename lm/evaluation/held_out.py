@@ -5,11 +5,12 @@ by length.
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -30,22 +31,20 @@ from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, eval_mode
 from lm.model.swapped import applicable_settings, for_inference
 from lm.runs.evaluations import (
-    BITS_PER_BYTE,
     LOSS,
+    NATS,
     UNIGRAM,
     UNIGRAM_BOUND,
     VALIDATION,
-    Axis,
-    Sample,
-    Series,
-    Shown,
+    VALIDATION_METRICS,
+    rows,
     selection_mask,
-    validation_series,
+    units_frame,
+    validation_rows,
 )
-from lm.runs.metric import Metric
+from lm.runs.metric import Axis, Metric
 from lm.schema import Plain, to_plain
 
-NATS = "nats per token"
 EVAL_TOKENS = 16384  # the most tokens in one forward pass, if a sequence has no more
 T = TypeVar("T")
 
@@ -101,19 +100,20 @@ class HeldOut:
             self.sequences[indices], None if self.answers is None else self.answers[indices], self.end_of_text
         )
 
-    def sample(self, values: np.ndarray, weights: np.ndarray | None = None) -> Sample:
-        """A sample with the row of `values`, (N, columns), of each sequence; rows of one document are a group.
-        `weights` of sequences: (N,), or None if all are equal."""
-        return Sample(self.sha256, values, np.ones(len(values)) if weights is None else weights, self.document_labels)
+    def units(self, fingerprint: str, mask: np.ndarray | None = None, counts: bool = False) -> pd.DataFrame:
+        """The sequences as units of a frame (`units_frame`), all or those where `mask` is true.
 
-    def means(self, values: np.ndarray, selection: slice | np.ndarray = slice(None)) -> tuple[float, Sample]:
-        """The mean of `values`, (N, length), over `target_mask` of the sequences `selection`, and a sample of
-        sequences' means.
+        With `counts`, their weights are the numbers of predictions that count, else all are equal.
         """
-        values, target_mask = values[selection], self.target_mask[selection]
-        sequence_means = values.mean(1, dtype=np.float64, where=target_mask)[:, None]
-        sample = Sample(self.sha256, sequence_means, target_mask.sum(1), self.document_labels[selection])
-        return float(values.mean(dtype=np.float64, where=target_mask)), sample
+        weights, labels, sha256 = self.target_mask.sum(1) if counts else None, self.document_labels, self.sha256
+        if mask is None or mask.all():
+            return units_frame(sha256, labels, weights, fingerprint)
+        sha256 = hashlib.sha256(f"{sha256} {np.flatnonzero(mask).tolist()}".encode()).hexdigest()
+        return units_frame(sha256, labels[mask], None if weights is None else weights[mask], fingerprint)
+
+    def sequence_means(self, values: np.ndarray) -> np.ndarray:
+        """The mean of each sequence, (N, 1), of `values`, (N, length), over `target_mask`."""
+        return values.mean(1, dtype=np.float64, where=self.target_mask)[:, None]
 
     @classmethod
     def take(cls, store: Store, starts: np.ndarray, length: int, isolate: bool = False) -> "HeldOut":
@@ -267,14 +267,10 @@ def bucket_edges(seq_len: int, length: int) -> np.ndarray:
 
 
 def by_position(held_out: HeldOut, values: np.ndarray, seq_len: int) -> dict[str, object]:
-    """Fields of a `Series` of `values`, (N, length): means by bucket of positions, a sample of sequences' means, and
-    means by position.
-    """
+    """Arguments of `rows` for `values`, (N, length): sequences' means by bucket of positions, and the buckets."""
     edges = bucket_edges(seq_len, held_out.length)
     by_bucket = np.add.reduceat(values.astype(np.float64), edges[:-1], axis=1) / np.diff(edges)
-    axis = Axis("position in the sequence", "tokens", "at positions", tuple(edges.tolist()), bins=True)
-    curve = values.mean(0, dtype=np.float64)
-    return {"means": by_bucket.mean(0), "axis": axis, "samples": (held_out.sample(by_bucket),), "curve": curve}
+    return {"values": by_bucket, "x": edges[:-1].tolist(), "until": edges[1:].tolist()}
 
 
 def setting_words(settings: Sequence[InferenceSetting]) -> list[str]:
@@ -282,8 +278,8 @@ def setting_words(settings: Sequence[InferenceSetting]) -> list[str]:
     return [setting.label for setting in settings] if len(settings) > 1 else [""]
 
 
-def lengths_axis(lengths: Iterable[int]) -> Axis:
-    return Axis("sequence length", "tokens", "in sequences of", tuple(lengths))
+POSITIONS = Axis("position in the sequence", "tokens", "at positions")
+LENGTHS = Axis("sequence length", "tokens", "in sequences of")
 
 
 # ---------------------------------------------------------------- loss
@@ -317,13 +313,7 @@ class Validation(Measurement):
     """
 
     kind = VALIDATION
-    logged = (
-        Metric(LOSS, NATS, "lower", "loss at the training length on all held-out text, or on tasks' answers", LOSS,
-            "documents"),
-        Metric(f"{LOSS} {{PART}}", NATS, "lower", "the same on one source of a mixture, or one task", LOSS,
-            "documents"),
-        Metric(BITS_PER_BYTE, "bits per byte", "lower", "the same in bits per byte of text", BITS_PER_BYTE),
-    )  # fmt: skip
+    logged = VALIDATION_METRICS
 
     def __init__(self, config: Config, store: Store):
         super().__init__(config, store)
@@ -372,37 +362,39 @@ class Validation(Measurement):
     def work_units(self) -> int:
         return len(self.held_out.sequences)
 
-    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
-        sequences, data = self.held_out, self.config.data
+    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
+        sequences, data, mask = self.held_out, self.config.data, self.trained_mask
         nll = nll_by_token(decoder, sequences, device, progress=progress)
-        trained_mask = self.trained_mask
-        bits = None if data.symbolic else bits_per_byte(nll, sequences, trained_mask)
-        (loss, _), (_, sample) = sequences.means(nll, trained_mask), sequences.means(nll)
-        unigram_level, level_name = unigram_loss(self.store, data)
-        series = validation_series(
-            loss, bits, unigram_level, sequences.length, sample.part(trained_mask), self.fingerprint, level_name
-        )
+        means = sequences.sequence_means(nll)
+        bits = None if data.symbolic else bits_per_byte(nll, sequences, mask)
+        unigram, level = unigram_loss(self.store, data)
+        units = sequences.units(self.fingerprint, mask, counts=True)
+        blocks = [validation_rows(means[mask], bits, unigram, sequences.length, units, level)]
         tasks = [to_plain(weighted.task) for weighted in data.tasks]
         labels = task_names(tasks) if data.symbolic else [source.label for source in self.store.val.sources]
         # the sources of a mixture, or the tasks over symbols
         for number, label in enumerate(labels if len(labels) > 1 else []):
             selection = sequences.sources == number
             if selection.any():
-                loss, sample = sequences.means(nll, selection)
-                name = self.logged[1].named(PART=label).name
-                fields = {"samples": (sample,), "data_fingerprint": self.fingerprint, "logged": (name,)}
-                series.append(self.series(LOSS, NATS, "lower", loss, what=label, **fields))
-        return series
+                units, name = sequences.units(self.fingerprint, selection, counts=True), f"{LOSS} {label}"
+                blocks.append(rows(self.logged[1], means[selection], units, task=label, names=[name]))
+        return blocks
 
 
 class OtherTexts(Measurement):
     """Loss at the training length on each text of `eval.texts.of`, as `Validation` measures it on the held-out text."""
 
     kind = "texts"
+    _titles: ClassVar = {
+        "title": "Other texts, at the training length",
+        "measured_on": "sequences of other texts",
+    }
     logged = (
-        Metric("text/{NAME}/loss", NATS, "lower", "loss at the training length on another text", "loss", "documents"),
-        Metric("text/{NAME}/bits_per_byte", "bits per byte", "lower", "the same in bits per byte", "bits per byte"),
-    )
+        Metric("text/{NAME}/loss", NATS, "lower", "loss at the training length on another text", "loss", "documents",
+            True, **_titles),
+        Metric("text/{NAME}/bits_per_byte", "bits per byte", "lower", "the same in bits per byte", "bits per byte",
+            **_titles),
+    )  # fmt: skip
 
     @classmethod
     def metrics(cls, config: Config) -> list[Metric]:
@@ -448,27 +440,19 @@ class OtherTexts(Measurement):
     def work_units(self) -> int:
         return sum(len(windows.sequences) for windows in self.held_out.values())
 
-    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
-        series = []
+    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
+        blocks = []
         for name, sequences in self.held_out.items():
             nll, fingerprint = nll_by_token(decoder, sequences, device, progress), self.stores[name].fingerprint
             selection = selection_mask(fingerprint, sequences.document_labels)
-            display = Shown("Other texts, at the training length", "sequences of other texts", sequences.amount)
             splits = selection.any() and not selection.all()  # else too few documents to divide: all report
-            sequence_means = nll.mean(1, dtype=np.float64)[:, None]
-            series += [
-                self.series(
-                    "loss", NATS, "lower", float(nll.mean(dtype=np.float64)), what=name,
-                    samples=(sequences.sample(sequence_means),),
-                    data_fingerprint=fingerprint if splits else "", interval="documents", shown=display,
-                    logged=(self.logged[0].named(NAME=name).name,),
-                ),
-                self.series(
-                    "bits per byte", "", "lower", bits_per_byte(nll, sequences), what=name,
-                    logged=(self.logged[1].named(NAME=name).name,), shown=display,
-                ),
-            ]  # fmt: skip
-        return series
+            units = sequences.units(fingerprint if splits else "")
+            measured = (sequences.sequence_means(nll), units), (bits_per_byte(nll, sequences), None)
+            for metric, (values, values_units) in zip(self.logged, measured, strict=True):
+                names = [metric.named(NAME=name).name]
+                about = replace(metric, amount=sequences.amount)
+                blocks.append(rows(about, values, values_units, task=name, names=names))
+        return blocks
 
 
 class LongContext(Measurement):
@@ -479,7 +463,8 @@ class LongContext(Measurement):
     kind = "long_context"
     logged = (
         Metric("long/loss {SETTING}", NATS, "lower", "loss beyond the training length, mean over positions", "loss",
-            "documents"),
+            "documents", True, POSITIONS, "Long sequences, by position", "long-context sequences",
+            caption="loss by position, mean over sequences"),
     )  # fmt: skip
 
     @classmethod
@@ -499,21 +484,17 @@ class LongContext(Measurement):
     def work_units(self) -> int:
         return len(self.held_out.sequences) * len(self.eval_config.inference)
 
-    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
-        sequences, series, caption = self.held_out, [], "loss by position, mean over sequences"
-        display = Shown("Long sequences, by position", "long-context sequences", sequences.amount, caption)
+    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
+        sequences, blocks = self.held_out, []
+        (metric,), bits = self.logged, Metric(better="lower", quantity="bits per byte")
+        about, units = replace(metric, amount=sequences.amount), sequences.units(self.fingerprint)
         for setting in applicable_settings(decoder, self.eval_config.inference):
-            nll = nll_by_token(for_inference(decoder, setting), sequences, device, progress)
-            series += [
-                self.series(
-                    "loss", NATS, "lower", **by_position(sequences, nll, self.config.data.seq_len),
-                    setting=setting.label, shown=display,
-                    data_fingerprint=self.fingerprint, interval="documents",
-                    logged=(self.logged[0].named(SETTING=setting.label).name,),
-                ),
-                self.series("bits per byte", "", "lower", bits_per_byte(nll, sequences), setting=setting.label),
-            ]  # fmt: skip
-        return series
+            nll, label = nll_by_token(for_inference(decoder, setting), sequences, device, progress), setting.label
+            columns = by_position(sequences, nll, self.config.data.seq_len)
+            names = [metric.named(SETTING=label).name] * len(columns["x"])
+            blocks.append(rows(about, units=units, setting=label, names=names, **columns))
+            blocks.append(rows(bits, bits_per_byte(nll, sequences), setting=label))
+        return blocks
 
 
 class ByLength(Measurement):
@@ -525,7 +506,8 @@ class ByLength(Measurement):
     kind = "by_length"
     logged = (
         Metric("by_length/loss {LENGTH} {SETTING}", NATS, "lower", "loss on the same text, cut into sequences", "loss",
-            "documents"),
+            "documents", True, LENGTHS, "Loss by sequence length", "stretches of held-out text",
+            caption="loss by sequence length, mean over the same tokens"),
     )  # fmt: skip
 
     @classmethod
@@ -570,22 +552,15 @@ class ByLength(Measurement):
             len(self.starts) * sum(self.longest // length for length in self.lengths) * len(self.eval_config.inference)
         )
 
-    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
-        series, caption = [], "loss by sequence length, mean over the same tokens"
-        display = Shown("Loss by sequence length", "stretches of held-out text", self.stretches.amount, caption)
+    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
+        blocks, about = [], replace(self.logged[0], amount=self.stretches.amount)
         for setting in applicable_settings(decoder, self.eval_config.inference):
-            model = for_inference(decoder, setting)
+            model, words = for_inference(decoder, setting), setting.label * (len(self.eval_config.inference) > 1)
             losses = [nll_by_token(model, self._cut_stretches(length), device, progress) for length in self.lengths]
             by_stretch = np.stack(
                 [nll.reshape(len(self.starts), -1).mean(1, dtype=np.float64) for nll in losses], axis=1
             )
-            words = setting.label * (len(self.eval_config.inference) > 1)
-            log_names = tuple(self.logged[0].named(LENGTH=length, SETTING=words).name for length in self.lengths)
-            loss_series = self.series(
-                "loss", NATS, "lower", by_stretch.mean(0), setting=setting.label, logged=log_names,
-                axis=lengths_axis(self.lengths),
-                samples=(self.stretches.sample(by_stretch),), shown=display, data_fingerprint=self.fingerprint,
-                interval="documents",
-            )  # fmt: skip
-            series.append(loss_series)
-        return series
+            names = [about.named(LENGTH=length, SETTING=words).name for length in self.lengths]
+            units = self.stretches.units(self.fingerprint)
+            blocks.append(rows(about, by_stretch, units, self.lengths, setting=setting.label, names=names))
+        return blocks

@@ -1,15 +1,17 @@
 """Metrics that Lightning's callbacks from outside log, as an evaluation of the last step, so that they can decide."""
 
 import hashlib
+from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 
 from lm.config.eval_config import Timing
 from lm.config.tree import Config
 from lm.evaluation.evaluation_kind import Advance, Measurement
 from lm.model.decoder import Decoder
 from lm.model.device import Device
-from lm.runs.evaluations import Sample, Series, Shown
+from lm.runs.evaluations import rows, units_frame
 from lm.runs.metric import Metric
 from lm.schema import Plain
 
@@ -18,7 +20,10 @@ class LoggedMetrics(Measurement):
     """The values that callbacks of `trainer.callbacks` gave to `self.log` last: one number a run for each metric."""
 
     kind = "callbacks"
-    logged = (Metric("{NAME}", meaning="what a callback of `trainer.callbacks` gives to self.log", units="questions"),)
+    logged = (
+        Metric("{NAME}", meaning="what a callback of `trainer.callbacks` gives to self.log", units="questions",
+            title="Metrics of callbacks", measured_on="runs", amount="one value a run"),
+    )  # fmt: skip
     values: dict[str, float]  # by name; set before each measurement
 
     @classmethod
@@ -33,17 +38,14 @@ class LoggedMetrics(Measurement):
     def work_units(self) -> int:
         return 0
 
-    def cacheable(self, series: object) -> bool:
+    def cacheable(self, frame: pd.DataFrame) -> bool:
         return False  # `lm eval` can't measure them
 
-    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
-        display = Shown("Metrics of callbacks", "runs", "one value a run")
-        return [
-            self.series(name, "", "none", value, logged=(name,), samples=(_sample(name, value),), shown=display)
-            for name, value in self.values.items()
-        ]
-
-
-def _sample(name: str, value: float) -> Sample:
-    """A sample of one value, which pairs with that of another run."""
-    return Sample(hashlib.sha256(name.encode()).hexdigest(), np.array([[value]]), np.ones(1), np.zeros(1, int))
+    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
+        (metric,) = self.logged
+        blocks = []
+        for name, value in self.values.items():
+            # one value, which pairs with that of another run
+            units = units_frame(hashlib.sha256(name.encode()).hexdigest(), np.zeros(1, int))
+            blocks.append(rows(replace(metric, quantity=name), np.array([[value]]), units, names=[name]))
+        return blocks

@@ -12,11 +12,11 @@ from lm.evaluation.answers import Recall
 from lm.evaluation.diagnostics import Diagnostics
 from lm.evaluation.downstream import DownstreamTasks
 from lm.evaluation.evaluation_kind import Measurement
-from lm.evaluation.held_out import NATS, ByLength, LongContext, OtherTexts, Validation
+from lm.evaluation.held_out import ByLength, LongContext, OtherTexts, Validation
 from lm.evaluation.logged_metrics import LoggedMetrics
 from lm.evaluation.needle import NeedleMeasurement
 from lm.model.decoder import Decoder
-from lm.runs.evaluations import REPORTING
+from lm.runs.evaluations import NATS, REPORTING
 from lm.runs.folder import PEAK_MEMORY
 from lm.runs.metric import Metric
 from lm.schema import suggest
@@ -123,6 +123,6 @@ def markdown() -> str:
     lines = [_HEAD]
     for metric in (*TRAINING, *chain(*(kind.logged for kind in (*MEASUREMENTS, LoggedMetrics)))):
         lines.append(
-            f"| `{metric.title}` | {metric.unit} | {metric.better} | {metric.meaning} | {'yes' * metric.decides} |"
+            f"| `{metric.pattern}` | {metric.unit} | {metric.better} | {metric.meaning} | {'yes' * metric.decides} |"
         )
     return "\n".join(lines) + "\n"

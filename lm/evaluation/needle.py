@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import islice, product
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -20,9 +21,10 @@ from lm.config.tree import Config
 from lm.data.batches import Batch
 from lm.data.store import Store
 from lm.data.tasks import Draw, Example, NoRoom, TaskError, Text, example
-from lm.evaluation.answers import QUESTION_SEED, AnswerMeasurement
+from lm.diagnostics.attention_rows import HEADS
+from lm.evaluation.answers import ACCURACY, QUESTION_SEED, AnswerMeasurement, Sample, accuracy, by_length
 from lm.evaluation.evaluation_kind import Advance, ignore
-from lm.evaluation.held_out import EVAL_TOKENS, by_sequence, tokens_sha256
+from lm.evaluation.held_out import EVAL_TOKENS, LENGTHS, by_sequence, tokens_sha256
 from lm.model.attention_stream import attention_blocks
 from lm.model.blocks import DecodingCache
 from lm.model.cross_entropy import training_loss
@@ -30,7 +32,7 @@ from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, preserved_random_state
 from lm.model.swapped import applicable_settings, for_inference
 from lm.progress import Progress
-from lm.runs.evaluations import Axis, Sample, Series
+from lm.runs.evaluations import rows, units_frame
 from lm.runs.metric import Metric
 from lm.schema import Plain, to_plain
 
@@ -208,11 +210,14 @@ class NeedleMeasurement(AnswerMeasurement):
 
     kind = "needle"
     logged = (
-        Metric("needle/exact {LENGTH} {SETTING}", "fraction", "higher", "needles whose number is written", "accuracy",
-            "questions"),
-        Metric("needle/control {LENGTH} {SETTING}", "fraction", "higher", "the same without the needle in the text",
-            "accuracy", "questions"),
-    )  # fmt: skip
+        replace(ACCURACY, name="needle/exact {LENGTH} {SETTING}", meaning="needles whose number is written"),
+        replace(
+            ACCURACY,
+            name="needle/control {LENGTH} {SETTING}",
+            meaning="the same without the needle in the text",
+            control=True,
+        ),
+    )
 
     @classmethod
     def metrics(cls, config: Config) -> list[Metric]:
@@ -272,16 +277,16 @@ class NeedleMeasurement(AnswerMeasurement):
     def work_units(self) -> int:
         return len(self.tasks) * len(self.lengths) * self.eval_config.trials * len(self.eval_config.inference)
 
-    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
+    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
         steps = self.eval_config.finetune.steps
         base = self._finetuned_decoder(decoder, device) if steps else decoder
-        series, heads_series = [], []
+        blocks, heads_blocks = [], []
         for inference in applicable_settings(decoder, self.eval_config.inference):
             model = for_inference(base, inference)
             setting_label = inference.label + (f", fine-tuned {steps} steps" if steps else "")
-            series += self._answer_series(model, inference.label, setting_label, device, progress)
-            heads_series += self._head_series(model, setting_label, device) if self.eval_config.heads_at else []
-        return series + heads_series
+            blocks += self._answer_blocks(model, inference.label, setting_label, device, progress)
+            heads_blocks += self._head_blocks(model, setting_label, device) if self.eval_config.heads_at else []
+        return blocks + heads_blocks
 
     def _finetuned_decoder(self, decoder: Decoder, device: Device) -> Decoder:
         """Fine-tune a copy on every rank, and return the copy of rank 0 on all ranks, as the copies of the ranks might
@@ -315,45 +320,47 @@ class NeedleMeasurement(AnswerMeasurement):
             np.mean([1 / (candidates - index % task.needles) for index in range(self.eval_config.trials)])
         )
 
-    def _answer_series(
-        self, decoder: Decoder, label: str, setting_label: str, device: Device, progress: Advance
-    ) -> list[Series]:
-        """Accuracy series for reports, over all depths and for the control without needle; then a series for each
-        metric that `SCORED` lists, at each depth and for the control."""
+    def _answer_blocks(
+        self, decoder: Decoder, label: str, setting: str, device: Device, progress: Advance
+    ) -> list[pd.DataFrame]:
+        """Accuracy for reports, over all depths and for the control without needle; then each metric that `SCORED`
+        lists, at each depth and for the control."""
         scores = {
             name: [self._scores(decoder, task, length, device, progress) for length in self.lengths]
             for name, task in self.tasks.items()
         }
-        options = {"needles": self.eval_config.needles, "distractors": self.eval_config.distractors}
-        common_fields = {"options": options, "setting": setting_label}
-        series: list[Series] = []
-        for control, names in ((False, list(self.tasks)[:-1]), (True, ["no needle"])):
+        options = json.dumps({"needles": self.eval_config.needles, "distractors": self.eval_config.distractors})
+        blocks: list[pd.DataFrame] = []
+        tasks = [*self.tasks][:-1], ["no needle"]
+        for metric, names in zip(self.logged, tasks, strict=True):
             if not names:
                 continue
             pools = [
                 self._pooled_sample(depth_scores)
                 for depth_scores in zip(*(scores[name] for name in names), strict=True)
             ]
-            named = (self.logged[control].named(LENGTH=length, SETTING=label) for length in self.lengths)
-            log_names = tuple(metric.name for metric in named)
-            what, chance = "needle, control without it" if control else "needle", self._chance(self.tasks[names[0]])
-            series.append(self.accuracy(pools, chance, control=control, what=what, logged=log_names, **common_fields))
+            log_names = [metric.named(LENGTH=length, SETTING=label).name for length in self.lengths]
+            what, chance = (
+                "needle, control without it" if metric.control else "needle",
+                self._chance(self.tasks[names[0]]),
+            )
+            about = accuracy(metric, len(pools[0][0]), chance, options)
+            blocks.append(by_length(about, self.lengths, pools, task=what, setting=setting, names=log_names))
         for name, task in self.tasks.items():
             guess_accuracies = [
                 np.mean([1 / (1 + len(trial.others)) for trial in length_scores.trials])
                 for length_scores in scores[name]
             ]
             chance_levels = {"exact": self._chance(task), "first of candidates": float(np.mean(guess_accuracies))}
-            for column, (metric, unit) in enumerate(SCORED):
-                samples = [length_scores.sample(length_scores.values[:, [column]]) for length_scores in scores[name]]
-                chances = {} if chance_levels.get(metric) is None else {"chance": chance_levels[metric]}
-                interval = "wilson" if unit == "fraction" else "none"
-                series.append(
-                    self.length_series(
-                        metric, unit, samples, what=name, references=chances, interval=interval, **common_fields
-                    )
-                )
-        return series
+            for column, (quantity, unit) in enumerate(SCORED):
+                samples = [(length_scores.values[:, [column]], length_scores.units) for length_scores in scores[name]]
+                chance, is_fraction = chance_levels.get(quantity), unit == "fraction"
+                about = Metric(
+                    "", unit, "higher" if is_fraction else "lower", "", quantity, "questions", is_fraction, LENGTHS,
+                    references=() if chance is None else (("chance", chance),), options=options,
+                )  # fmt: skip
+                blocks.append(by_length(about, self.lengths, samples, task=name, setting=setting))
+        return blocks
 
     def _scores(
         self, decoder: Decoder, task: Needle, length: int, device: Device, progress: Advance = ignore
@@ -367,16 +374,17 @@ class NeedleMeasurement(AnswerMeasurement):
         return _Scores(questions, by_sequence([decoder], lengths, (len(SCORED),), device, measure, progress))
 
     def _pooled_sample(self, depths: Sequence["_Scores"]) -> Sample:
-        """A sample of each trial's fraction of exact answers over `depths`; a trial counts once, as all depths ask the
-        same question.
+        """Each trial's fraction of exact answers over `depths`; a trial counts once, as all depths ask the same
+        question.
         """
         identity = json.dumps([to_plain(self.eval_config.finetune), *(scores.sha256 for scores in depths)])
         fractions = np.mean([scores.values[:, EXACT_COLUMN] for scores in depths], axis=0)
-        return replace(depths[0].sample(fractions[:, None]), sha256=hashlib.sha256(identity.encode()).hexdigest())
+        sha256 = hashlib.sha256(identity.encode()).hexdigest()
+        return fractions[:, None], units_frame(sha256, depths[0].sequences)
 
-    def _head_series(self, decoder: Decoder, setting_label: str, device: Device) -> list[Series]:
-        """Series, by trial, of every head's attention to needles at depth `HEADS_DEPTH`, and of exact answers and
-        correct first digits.
+    def _head_blocks(self, decoder: Decoder, setting: str, device: Device) -> list[pd.DataFrame]:
+        """Every head's attention to needles at depth `HEADS_DEPTH`, by trial, and exact answers and correct first
+        digits.
         """
         length, shape = self.heads_length, (2, len(decoder.normalizers()), decoder.normalizers()[0].layer.n_head)
         scores = self._scores(
@@ -386,27 +394,22 @@ class NeedleMeasurement(AnswerMeasurement):
         def measure(indices: list[int]) -> Tensor:
             return torch.stack([head_scores(decoder, scores.trials[index], length) for index in indices])
 
-        def series(metric: str, values: np.ndarray, **fields: object) -> Series:
-            options, sample = {"length": length, "depth": HEADS_DEPTH}, (scores.sample(values),)
-            means = values.mean(0, dtype=np.float64)
-            return self.series(
-                metric, "fraction", "higher", means, setting=setting_label, options=options, samples=sample, **fields
-            )
-
         weights = by_sequence([decoder], [len(trial.prompt) for trial in scores.trials], shape, device, measure)
         uniform_attention = np.mean(
             [np.diff(trial.spans).ravel() / len(trial.prompt) for trial in scores.trials], axis=0
         )
-        heads = Axis("head", "", "of head", tuple(range(shape[2])), log=False)
-        attention_series = []
+        options = json.dumps({"length": length, "depth": HEADS_DEPTH})
+        about = Metric("", "fraction", "higher", units="questions", options=options)
+        blocks = []
         for (number, span), layer in product(enumerate(("number", "sentence")), range(shape[1])):
-            name, levels = f"attention to the {span}", {"uniform attention": float(uniform_attention[number])}
-            attention_series.append(
-                series(name, weights[:, number, layer], what=f"layer {layer}", axis=heads, references=levels)
-            )
-        return attention_series + [
-            series(f"{SCORED[column][0]}, heads' trials", scores.values[:, [column]]) for column in (0, 1)
-        ]
+            levels = (("uniform attention", float(uniform_attention[number])),)
+            attention = replace(about, quantity=f"attention to the {span}", axis=HEADS, references=levels)
+            values = weights[:, number, layer].astype(float), scores.units, [*range(shape[2])]
+            blocks.append(rows(attention, *values, task=f"layer {layer}", setting=setting))
+        for column in (0, 1):
+            exact = replace(about, quantity=f"{SCORED[column][0]}, heads' trials")
+            blocks.append(rows(exact, scores.values[:, [column]], scores.units, setting=setting))
+        return blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -420,8 +423,11 @@ class _Scores:
     def sha256(self) -> str:
         return tokens_sha256(part for trial in self.trials for part in (trial.prompt, trial.answer))
 
-    def sample(self, values: np.ndarray) -> Sample:
-        """A sample of `values`, (trials, columns), by trial; trials of one sequence form a group, as they depend on
-        each other.
-        """
-        return Sample(self.sha256, values, np.ones(len(values)), np.array([trial.sequence for trial in self.trials]))
+    @property
+    def sequences(self) -> np.ndarray:
+        """The sequence of each trial, (trials,); trials of one sequence depend on each other."""
+        return np.array([trial.sequence for trial in self.trials])
+
+    @cached_property
+    def units(self) -> pd.DataFrame:
+        return units_frame(self.sha256, self.sequences)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -26,11 +27,11 @@ from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.evaluate import model_on_text, open_device, open_store, text_config
 from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
 from lm.evaluation.held_out import (
-    NATS,
+    LENGTHS,
+    POSITIONS,
     HeldOut,
     by_position,
     by_sequence,
-    lengths_axis,
     task_sequences,
     validation_sequences,
 )
@@ -44,10 +45,11 @@ from lm.model.spec import count_parameters
 from lm.model.swapped import fit_normalizers, score_factors, with_normalizer
 from lm.plugins import PLUGINS
 from lm.runs.checkpoints import CHECKPOINT_FORMAT, link_checkpoint, save_checkpoint, weights_sha256
-from lm.runs.evaluations import Axis, Evaluation, Series, Shown
+from lm.runs.evaluations import NATS, Evaluation, rows
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, TOKENIZER, command_line, step_path
 from lm.runs.loading import LoadedModel, load
 from lm.runs.manifest import write_files
+from lm.runs.metric import Axis, Metric
 from lm.runs.record import arm
 from lm.schema import Plain, Unavailable, suggest, to_plain
 
@@ -106,46 +108,47 @@ class SwapMeasurement(Measurement):
     def work_units(self) -> int:
         return sum(len(held_out.sequences) for held_out in self.held_out)
 
-    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
+    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
         models = [self.old_decoder.to(device.device), decoder]
         comparisons = [token_losses_and_kl(*models, sequences, device, progress) for sequences in self.held_out]
-        series, fingerprint = [], {"data_fingerprint": self.fingerprint}
-        lengths = [sequences.length for sequences in self.held_out]
+        blocks, lengths = [], [sequences.length for sequences in self.held_out]
         logged_index = lengths.index(self.config.data.seq_len) if self.config.data.seq_len in lengths else 0
         for index, (sequences, values) in enumerate(zip(self.held_out, comparisons, strict=True)):
             label = f"sequences of {sequences.length:,}"
-            for (metric, name), numbers in zip(_LOG_NAMES.items(), values, strict=True):
-                by_place = {"means": numbers.mean(where=sequences.target_mask)}
+            for (quantity, name), numbers in zip(_LOG_NAMES.items(), values, strict=True):
+                about = Metric(f"swap/{name}" * (index == logged_index), NATS, "lower", quantity=quantity)
+                columns: dict[str, object] = {"values": numbers.mean(where=sequences.target_mask)}
                 if sequences.answers is None:
-                    by_place = by_position(sequences, numbers, self.config.data.seq_len)
-                log_names = (f"swap/{name}",) if index == logged_index else ()
-                series.append(
-                    self.series(metric, NATS, "lower", **by_place, what=label, logged=log_names, **fingerprint)
-                )
+                    columns = by_position(sequences, numbers, self.config.data.seq_len)
+                    about, columns["values"] = replace(about, axis=POSITIONS), columns["values"].mean(0)
+                names = [about.name] * np.size(columns["values"]) if about.name else []
+                blocks.append(rows(about, task=label, names=names, **columns))
             drift = attention_drift(*models, sequences, device)
-            layers = Axis("layer", "", "of layer", tuple(range(len(drift))), log=False)
-            series.append(self.series("attention drift", "", "lower", drift, what=label, axis=layers, **fingerprint))
-        if self.held_out:
-            series.append(self._length_series("change of loss", [after - before for before, after, _ in comparisons]))
-            series.append(self._length_series("KL divergence", [kl for _, _, kl in comparisons]))
-        return series
+            blocks.append(rows(ATTENTION_DRIFT, drift, x=[*range(len(drift))], task=label))
+        changes = {"change of loss": [after - before for before, after, _ in comparisons]}
+        changes["KL divergence"] = [kl for _, _, kl in comparisons]
+        return blocks + [self._by_length(*change) for change in changes.items() if self.held_out]
 
-    def _length_series(self, metric: str, values: list[np.ndarray]) -> Series:
-        """A series of means by length, for reports, with intervals over documents. `values`: (sequences, length) for
-        each length.
-        """
-        means, samples = zip(
-            *(sequences.means(numbers) for sequences, numbers in zip(self.held_out, values, strict=True)), strict=True
-        )
-        sequences_text = "; ".join(sequences.amount for sequences in self.held_out)
-        title = f"{metric[0].upper()}{metric[1:]} at the swap of the normalizer"
-        display = Shown(title, "sequences around the swap", sequences_text, f"{metric} at the swap, by sequence length")
-        return self.series(
-            metric, NATS, "lower", np.array(means), axis=lengths_axis(sequences.length for sequences in self.held_out),
-            samples=samples, interval="documents", data_fingerprint=self.fingerprint, shown=display,
+    def _by_length(self, quantity: str, values: list[np.ndarray]) -> pd.DataFrame:
+        """Rows by length, for reports, with intervals over documents. `values`: (sequences, length) for each length."""
+        about = Metric(
+            "", NATS, "lower", "", quantity, "documents", True, LENGTHS,
+            f"{quantity[0].upper()}{quantity[1:]} at the swap of the normalizer", "sequences around the swap",
+            "; ".join(sequences.amount for sequences in self.held_out), f"{quantity} at the swap, by sequence length",
         )  # fmt: skip
+        blocks = (
+            rows(
+                about,
+                sequences.sequence_means(numbers),
+                sequences.units(self.fingerprint, None, True),
+                [sequences.length],
+            )
+            for sequences, numbers in zip(self.held_out, values, strict=True)
+        )
+        return pd.concat(blocks)
 
 
+ATTENTION_DRIFT = Metric("", "", "lower", quantity="attention drift", axis=Axis("layer", "", "of layer", log=False))
 # by metric, its name in the metrics log
 _LOG_NAMES = {"loss before": "loss_before", "loss after": "loss_after", "KL divergence": "kl"}
 
@@ -286,7 +289,7 @@ def swap_run(
         text_reason = "which no held-out document has, or no position of the model"
         reason = "into which the task does not fit" if config.data.symbolic else text_reason
         model_lines.append(f"not measured: {missing_text} tokens (eval.swap_lengths), {reason}")
-    if not evaluation.series:
+    if not len(evaluation.frame):
         model_lines.append("nothing measured")
     if changed_layers := _layers_with_changed_keys(old, new):
         phrase = (

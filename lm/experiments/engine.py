@@ -438,7 +438,7 @@ class ExperimentTrainer:
         unmeasured = f"primary.metric {metric} was not measured by sequence at the last step"
         if not reasons:
             is_mean_alone = any(metric in line for line in outcome.log.lines)
-            remedy = "it is a mean alone: give its Series `samples`" if is_mean_alone else "correct the file"
+            remedy = "it is a mean alone: give its rows units" if is_mean_alone else "correct the file"
             raise RunError(f"{folder}: {unmeasured}; {remedy}, measured were: {', '.join(names)}")
         return f"{unmeasured} ({'; '.join(reasons)}); lm eval {folder} measures it, without a limit of time"
 

@@ -264,7 +264,7 @@ def is_measured(experiment: Experiment) -> bool:
     """
     paths = (path for pattern in (f"*/{CONFIG}", f"*/*/{CONFIG}") for path in experiment.folder.glob(pattern))
     return any(
-        any((path.parent / EVALUATIONS).glob("*.json")) and b"stage: final" in path.read_bytes() for path in paths
+        any((path.parent / EVALUATIONS).glob("*.csv")) and b"stage: final" in path.read_bytes() for path in paths
     )
 
 

@@ -402,7 +402,7 @@ class Procedure:
         level = outcome.unlearned_level if has_finished else ""
         if has_finished and self.experiment.primary.reach is None and not run.config.data.symbolic:
             units = outcome.values(self.experiment.primary.metric)
-        if not units or not units.fingerprint:
+        if not units or units.selects is None:
             return JudgedRun(*run_fields, np.array([self.compared_value(outcome)]), np.ones(1), None, level)
         units = units.part(selection=False)
         return JudgedRun(*run_fields, units.values.astype(float), units.weights.astype(float), units.groups, level)
@@ -469,7 +469,7 @@ def check_comparable(runs: list[Run], metric: str) -> None:
         folder, problem = run.config.run_folder, ""
         # with `evaluate`, `Outcome.is_measured` checks
         for evaluation in run.outcome.evaluations if not run.evaluate else ():
-            is_asked = any(metric in series.logged for series in evaluation.series)
+            is_asked = any(metric in series.names for series in evaluation.series)
             if is_asked and evaluation.asked not in ({}, run.config.eval.measured_options(evaluation.kind)):
                 problem = "with other options than the run is configured with"
         if run.outcome.values(metric).identity != finished_runs[0].outcome.values(metric).identity:

@@ -9,8 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
 from lm.errors import RunError
@@ -32,7 +30,7 @@ from lm.runs.folder import (
 from lm.runs.manifest import read_file
 from lm.runs.record import RunRecord, RunStatus, divergence, loss_above_unigram, read_run, start_setting, tokens_before
 from lm.schema import Plain, to_plain
-from lm.statistics.intervals import effective_trials, wilson
+from lm.statistics.intervals import over_questions
 from lm.statistics.tokens import tokens_to_reach
 
 SELECTION = "val/loss"  # validation loss: chooses learning rates, unless `tune.metric` is primary
@@ -122,12 +120,10 @@ class Outcome:
         name, level = next(iter(series.references.items()), ("", math.nan)) if series else ("", math.nan)
         if not units or not name.startswith(("chance", UNIGRAM)):
             return self.not_learned_text and "the unigram cross-entropy"
-        if series.better == "lower":
+        if series.about.better == "lower":
             return f"the {name} ({level:.3g})" * (units.mean >= level)
-        labels = np.unique(units.groups, return_inverse=True)[1]
-        right_answers, questions = np.bincount(labels, units.values * units.weights), np.bincount(labels, units.weights)
-        trials = effective_trials(right_answers, questions)
-        return f"{name} ({level:.3g})" * (wilson(units.mean * trials, trials).low <= level)
+        interval = over_questions(units.values, units.weights, units.groups, units.mean)
+        return f"{name} ({level:.3g})" * (interval.low <= level)
 
     @property
     def _final_loss(self) -> Series | None:
@@ -181,20 +177,15 @@ class Outcome:
         """Names of the metrics that were measured by unit (such as a sequence) at the last step, not as a mean
         alone.
         """
-        return [
-            name
-            for evaluation in self.evaluations
-            for series in evaluation.series
-            if series.samples
-            for name in series.logged
-        ]
+        measured = [series for evaluation in self.evaluations for series in evaluation.series if series.points]
+        return [name for series in measured for name in series.logged_means]
 
     def series(self, metric: str) -> Series | None:
         """The series that logs a metric at the last step; None if the metric was not measured. Raises RunError: a file
         is damaged.
         """
         return next(
-            (series for evaluation in self.evaluations for series in evaluation.series if metric in series.logged), None
+            (series for evaluation in self.evaluations for series in evaluation.series if metric in series.names), None
         )
 
     @property
@@ -227,16 +218,13 @@ class Outcome:
                 self.planned.eval.measured_options(evaluation.kind),
             )
             for series in evaluation.series if is_of_run else ():
-                means_by_name = {name: [mean] for name, mean in series.logged_means.items()}
-                for name, mean in zip(series.logged, series.sample_means, strict=False):
-                    means_by_name[name].append(mean)
-                for name, means in means_by_name.items():
+                for name, mean in series.logged_means.items():
                     value = logged.get((evaluation.step, name))
                     tolerance = 0.02 if series.unit == "fraction" else 1e-3 * max(1.0, abs(value or 0.0))
-                    if isinstance(value, int | float) and any(abs(mean - value) > tolerance for mean in means):
+                    if isinstance(value, int | float) and abs(mean - value) > tolerance:
                         raise RunError(
-                            f"{path}: {name} is {max(means, key=lambda mean: abs(mean - value)):.4f}, {METRICS} says "
-                            f"{value:.4f}: delete the file, and lm eval {self.folder} measures again"
+                            f"{path}: {name} is {mean:.4f}, {METRICS} says {value:.4f}: delete the file, and lm eval "
+                            f"{self.folder} measures again"
                         )
 
     def values(self, metric: str) -> Units | None:
@@ -268,7 +256,7 @@ class Outcome:
             evaluation.kind
             for evaluation in self.evaluations
             for series in evaluation.series
-            if self.metric in series.logged
+            if self.metric in series.names
         }
         files = [
             path
@@ -281,7 +269,7 @@ class Outcome:
         points = [
             (
                 evaluation.tokens_seen - branch_tokens,
-                next((series for series in evaluation.series if self.metric in series.logged), None),
+                next((series for series in evaluation.series if self.metric in series.names), None),
             )
             for evaluation in evaluations.values()
         ]

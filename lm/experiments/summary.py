@@ -173,12 +173,11 @@ def measured_words(procedure: Procedure) -> str:
     unit = "" if first_series.unit in ("", "fraction") else f", in {first_series.unit}"
     if axis is None:
         return f"{metric}{unit}"
-    if axis.bins:
-        axis_point = f"of all positions of {number(axis.values[-1])} {axis.unit}"
-        x = axis.values[-1]
-        setting = first_series.setting
+    if first_series.bins:
+        x, setting = first_series.until[-1], first_series.setting
+        axis_point = f"of all positions of {number(x)} {axis.unit}"
     else:
-        name, (x, _) = [*first_series.places.items()][first_series.logged.index(metric)]
+        name, (x, _) = [*first_series.places.items()][first_series.names.index(metric)]
         axis_point, setting = f"{axis.before} {name} {axis.unit}".rstrip(), ""
     same_length = axis.unit == "tokens" and len({run_series.seq_len for run_series in series}) == 1
     length = (
@@ -186,7 +185,11 @@ def measured_words(procedure: Procedure) -> str:
         * same_length
     )
     return (
-        ", ".join(filter(None, (f"{metric}: {'mean ' * axis.bins}{first_series.metric} {axis_point}", length, setting)))
+        ", ".join(
+            filter(
+                None, (f"{metric}: {'mean ' * first_series.bins}{first_series.metric} {axis_point}", length, setting)
+            )
+        )
         + unit
     )
 

@@ -111,12 +111,12 @@ def _evaluation_table(loaded_model: LoadedModel) -> str:
     """
     files, table_rows = sorted(evaluation_files(loaded_model.folder).items()), []
     evaluations = [load_evaluation(path) for (_, step), path in files if step == loaded_model.stamp["step"]]
-    for series in chain.from_iterable(evaluation.series for evaluation in evaluations if evaluation):
-        if series.shown is None or len(series.places) > MAX_SERIES_VALUES:
+    for series in chain.from_iterable(evaluation.series for evaluation in evaluations):
+        if not series.about.title or len(series.places) > MAX_SERIES_VALUES:
             continue
         for axis_value in series.places:
-            n_units = len(series.column(series.column_at(axis_value))[0].values) if series.samples else ""
-            name = " ".join(filter(None, (series.metric, series.what, f"({series.unit})" if series.unit else "")))
+            n_units = len(series.points[series.point_at(axis_value)].values) if series.points else ""
+            name = " ".join(filter(None, (series.metric, series.task, f"({series.unit})" if series.unit else "")))
             axis_label = f"{series.axis.label} {axis_value}" if series.axis else ""
             table_rows.append(
                 _table_row(name, series.setting, axis_label, f"{series.mean_at(axis_value):.4f}", n_units)

@@ -20,7 +20,7 @@ from lm.report.tables import plain_text, printable
 from lm.runs.evaluations import Series, Shape, Units, number, series_names
 from lm.runs.record import RunRecord
 from lm.schema import yaml_scalar
-from lm.statistics.intervals import MIN_DOCUMENTS, Interval, interval_of, over_documents, over_seeds
+from lm.statistics.intervals import MIN_DOCUMENTS, Interval, over_documents, over_questions, over_seeds
 
 _MISSING_VALUE = "-"  # stands for the value of a key that a run does not have
 # prefixes of the keys in which a comparison of normalizers may differ
@@ -84,7 +84,7 @@ class Section:
         """A series of the metric, with samples if any series of the metric has samples."""
         return max(
             (series for series in self.series.values() if series.metric == metric),
-            key=lambda series: len(series.samples),
+            key=lambda series: len(series.points),
         )
 
     @cached_property
@@ -163,13 +163,13 @@ class Section:
         has no interval.
         """
         run_series, mean = self.comparable_series(arm, name, place), self.mean(arm, name, place)
-        if mean is None or not np.isfinite(mean) or run_series[0].interval == "none":
+        if mean is None or not np.isfinite(mean) or not run_series[0].about.interval:
             return None
-        run_intervals = [interval_of(series, series.column_at(place), mean) for series in run_series]
+        run_intervals = [interval_of(series, series.point_at(place), mean) for series in run_series]
         if len(run_series) == 1:
             return run_intervals[0]
         seed_interval = over_seeds(np.array([series.mean_at(place) for series in run_series])).interval()
-        if run_series[0].interval != "wilson":
+        if run_series[0].about.units != "questions":
             return seed_interval
         intervals = [*run_intervals, *[seed_interval] * seed_interval.bounded]
         low, high = min(interval.low for interval in intervals), max(interval.high for interval in intervals)
@@ -200,12 +200,7 @@ class RunComparison:
         """
         unit_series = [series for section in self.sections for series in section.series.values() if series.unit == unit]
         return next(
-            (
-                (name, level)
-                for series in unit_series
-                for name, level in series.references.items()
-                if np.isfinite(level)
-            ),
+            ((name, level) for series in unit_series for name, level in series.about.references if np.isfinite(level)),
             None,
         )
 
@@ -268,7 +263,7 @@ def comparison_of(arms: tuple[ArmRuns, ...], names: tuple[str, ...]) -> RunCompa
             for name in section.names
             for place in section.places
         )
-        note = f"{arm.label}: the {section.example_series.shown.measured_on} of its runs differ: no mean over them"
+        note = f"{arm.label}: the {section.example_series.about.measured_on} of its runs differ: no mean over them"
         missing_notes += [note] if mixed and note not in missing_notes else []
     diff = _config_diff(arms)
     differences = [
@@ -277,7 +272,7 @@ def comparison_of(arms: tuple[ArmRuns, ...], names: tuple[str, ...]) -> RunCompa
         for section in sections
         for name in section.names
         if any(
-            series.samples and not series.control
+            series.points and not series.about.control
             for runs in (arm, arms[0])
             for series in section.by_seed(runs, name).values()
         )
@@ -302,7 +297,7 @@ def _warnings(
     for section in sections:
         agreement, tokens = shared_value(arms, section.tokens_seen)
         if agreement is False and tokens != tokens_seen:
-            measured_on = section.example_series.shown.measured_on
+            measured_on = section.example_series.about.measured_on
             warnings.append(f"They were measured on {measured_on} after different numbers of tokens: {tokens}.")
     return list(dict.fromkeys(warnings))  # several sections may give the same warning
 
@@ -396,7 +391,7 @@ def _make_sections(arms: tuple[ArmRuns, ...]) -> tuple[Section, ...]:
     subjects = series_names(series for _, series in run_series)
     titles: dict[tuple[str, Shape], dict[tuple[RunRecord, SeriesName], Series]] = {}
     for run, series in run_series:
-        titles.setdefault((series.shown.title, series.shape), {})[
+        titles.setdefault((series.about.title, series.shape), {})[
             run, SeriesName(series.metric, subjects[series], series.setting)
         ] = series
     sections = [Section(title, series) for (title, _), series in titles.items()]
@@ -406,12 +401,23 @@ def _make_sections(arms: tuple[ArmRuns, ...]) -> tuple[Section, ...]:
 def identities(series_list: Iterable[Series], place: str | None = None) -> set[tuple[str, str]]:
     """Pairs (data fingerprint, sha256 of the sequences) of all series with samples; with a `place`, a label of
     `Series.places`, only of sequences measured there."""
-    sampled_series = [series for series in series_list if series.samples and (place is None or place in series.places)]
-    samples = [
-        (series, series.samples if place is None else [series.column(series.column_at(place))[0]])
-        for series in sampled_series
-    ]
-    return {(series.data_fingerprint, sample.sha256) for series, series_samples in samples for sample in series_samples}
+    measured = [series for series in series_list if series.points and (place is None or place in series.places)]
+    points = (series.points if place is None else [series.points[series.point_at(place)]] for series in measured)
+    return {units.identity for series_points in points for units in series_points}
+
+
+def interval_of(series: Series, index: int, mean: float | None = None) -> Interval | None:
+    """The 95 % interval of the mean at a point; None if the metric has no intervals, or too few documents. `mean`
+    replaces that mean.
+    """
+    mean = float(series.means[index]) if mean is None else mean
+    if not series.about.interval or not series.points:
+        return None
+    units = series.points[index]
+    if series.about.units == "questions":
+        return over_questions(units.values, units.weights, units.groups, mean)
+    interval = over_documents(units.values, units.weights, units.groups)
+    return interval and replace(interval, mean=mean)
 
 
 # ---------------------------------------------------------------- differences
@@ -465,7 +471,7 @@ def _compare_arms(arm: ArmRuns, base: ArmRuns, section: Section, name: SeriesNam
     either arm.
     """
     series_by_seeds = [
-        {seeds: series for seeds, series in section.by_seed(runs, name).items() if series.samples}
+        {seeds: series for seeds, series in section.by_seed(runs, name).items() if series.points}
         for runs in (arm, base)
     ]
     arm_places, base_places = (
@@ -483,8 +489,8 @@ def _compare_arms(arm: ArmRuns, base: ArmRuns, section: Section, name: SeriesNam
             f" {example_series.axis.before} {f'{number(start)}-{number(stop)}' if example_series.bins else place}"
         )
     subject = ", ".join(filter(None, (name.metric, name.subject))) + place_text + (name.setting and f", {name.setting}")
-    if example_series.logged and not example_series.bins:
-        subject = example_series.names[example_series.column_at(place)]
+    if example_series.is_logged and not example_series.bins:
+        subject = example_series.names[example_series.point_at(place)]
     units = [
         {seeds: series.units(*series.places[place]) for seeds, series in by_seed.items()} for by_seed in series_by_seeds
     ]

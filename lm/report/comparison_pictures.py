@@ -12,7 +12,15 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from lm.report.comparison import ArmRuns, RunComparison, Section, SeriesName, mean_interval, shown_interval
+from lm.report.comparison import (
+    ArmRuns,
+    RunComparison,
+    Section,
+    SeriesName,
+    interval_of,
+    mean_interval,
+    shown_interval,
+)
 from lm.report.pictures import Map, Panel, Picture, Trace, plain_ticks, token_unit
 from lm.report.tables import printable, with_unit
 from lm.runs.evaluations import Series, number
@@ -20,7 +28,7 @@ from lm.runs.folder import DIVERGED, Curve
 from lm.runs.folder import curve as logged_curve
 from lm.runs.record import RunRecord
 from lm.schema import Plain
-from lm.statistics.intervals import Interval, interval_of
+from lm.statistics.intervals import Interval
 
 PARAM_PREFIX = "normalizer/"  # prefix of the logged names of normalizers' parameters
 GRAD_NORM = "train/grad_norm"
@@ -194,11 +202,11 @@ def axis_picture(comparison: RunComparison, section: Section) -> Picture | None:
     It is None if the series have a single point or range and no reference level, so that the section's table shows as
     much.
     """
-    if len(section.places) < 2 and not any(series.references for series in section.series.values()):
+    if len(section.places) < 2 and not any(series.about.references for series in section.series.values()):
         return None
     first_series, panels, sentences, names = section.example_series, [], [], comparison.arm_names
     base, *other_arms = comparison.arms
-    caption = f"{first_series.shown.caption[:1].upper()}{first_series.shown.caption[1:]}."
+    caption = f"{first_series.about.caption[:1].upper()}{first_series.about.caption[1:]}."
     caption += " Thin: single seeds; thick: their mean." if max(len(arm.runs) for arm in comparison.arms) > 1 else ""
     for name in section.names:
         series_by_arm = {arm.label: section.by_seed(arm, name) for arm in comparison.arms}
@@ -209,7 +217,7 @@ def axis_picture(comparison: RunComparison, section: Section) -> Picture | None:
             for trace in _arm_traces(_value_traces(section, arm, name), arm.label, names)
         ]
         paired_traces = []
-        for arm in other_arms if base.label == names[0] and not line_series[0].control else ():
+        for arm in other_arms if base.label == names[0] and not line_series[0].about.control else ():
             paired_traces += _arm_traces(
                 paired_difference_traces(series_by_arm[arm.label], series_by_arm[base.label]), arm.label, names
             )
@@ -226,7 +234,7 @@ def axis_picture(comparison: RunComparison, section: Section) -> Picture | None:
             (paired_traces, DIFFERENCE_BANDS),
         ):
             sentences += [template.format(trace.noise_source) for trace in traces if trace.noise_source]
-        levels = {level: f"{name} {level:.3g}" for series in line_series for name, level in series.references.items()}
+        levels = {level: f"{name} {level:.3g}" for series in line_series for name, level in series.about.references}
         panels.append(replace(_axis_panel(section, title, name.metric, value_traces), y_range=y_range, levels=levels))
         difference_panel = _axis_panel(
             section, f"{title}: paired difference to {base.label}", "difference", paired_traces
@@ -234,10 +242,10 @@ def axis_picture(comparison: RunComparison, section: Section) -> Picture | None:
         panels.append(replace(difference_panel, zero_line=True) if paired_traces else None)
     sentences += (
         [f"Intervals are {WILSON_NOTE}."]
-        if any(series.interval == "wilson" for series in section.series.values())
+        if any(series.about.interval and series.about.units == "questions" for series in section.series.values())
         else []
     )
-    sentences += [f"Dotted, if any: {first_series.shown.levels}."] if first_series.shown.levels else []
+    sentences += [f"Dotted, if any: {first_series.about.levels}."] if first_series.about.levels else []
     sentences += [f"From position {FIRST_DRAWN_POSITION}."] if first_series.bins else []
     return Picture(panels, names, " ".join([caption, *dict.fromkeys(filter(None, sentences))]))
 
@@ -258,11 +266,11 @@ def _value_traces(section: Section, arm: ArmRuns, name: SeriesName) -> list[Trac
     by_seed, intervals = section.by_seed(arm, name), []
     run_series = [*by_seed.values()]
     places = _shared_places(run_series)
-    if section.shape == "points" and run_series and not run_series[0].control:
+    if section.shape == "points" and run_series and not run_series[0].about.control:
         intervals = [section.interval(arm, name, number(x)) for x in places]
-    elif len(run_series) == 1 and not run_series[0].control:
-        edges = [*run_series[0].axis.values]
-        intervals = [interval_of(run_series[0], edges.index(start)) for start, _ in places.values()]
+    elif len(run_series) == 1 and not run_series[0].about.control:
+        starts = run_series[0].x.tolist()
+        intervals = [interval_of(run_series[0], starts.index(start)) for start, _ in places.values()]
     return _seed_traces(
         by_seed, {x: [series.mean_within(*place) for series in run_series] for x, place in places.items()}, intervals
     )
@@ -277,7 +285,7 @@ def paired_difference_traces(arm_series: SeriesBySeeds, base_series: SeriesBySee
     """
     shared_seeds = [seeds for seeds in arm_series if seeds in base_series]
     paired_series = [by_seed[seeds] for seeds in shared_seeds for by_seed in (arm_series, base_series)]
-    places = _shared_places(paired_series) if all(series.samples for series in paired_series) else {}
+    places = _shared_places(paired_series) if all(series.points for series in paired_series) else {}
     units_by_x = {x: [series.units(*place) for series in paired_series] for x, place in places.items()}
     units_by_x = {x: units for x, units in units_by_x.items() if len({units.identity for units in units}) == 1}
     differences_by_x = {
@@ -320,12 +328,11 @@ def _seed_traces(
 def _shared_places(series_list: Sequence[Series]) -> dict[float, tuple[float, float]]:
     """Points or bins that all series share: (start, stop) by the x coordinate at which the value is drawn, for bins
     sqrt(start * stop). Bins that begin before `FIRST_DRAWN_POSITION` are left out, except the last."""
-    shared_x = (
-        reduce(np.intersect1d, [np.array(series.axis.values, dtype=float) for series in series_list])
-        if series_list
-        else np.empty(0)
-    )
-    if not series_list or not series_list[0].bins:
+    if not series_list:
+        return {}
+    edges = [np.append(series.x, series.until[-1:]) if series.bins else series.x for series in series_list]
+    shared_x = reduce(np.intersect1d, edges)
+    if not series_list[0].bins:
         return {x: (x, x) for x in shared_x.tolist()}
     shared_x = shared_x[shared_x >= min(FIRST_DRAWN_POSITION, shared_x[-2:].min())]
     return {float(np.sqrt(start * stop)): (start, stop) for start, stop in pairwise(shared_x.tolist())}
@@ -359,7 +366,7 @@ def _y_range(
         if array is not None
     ]
     values = np.concatenate([np.empty(0), *(array for _, array in arrays)])
-    if not len(values) or level is None or section.example_series.better == "higher":
+    if not len(values) or level is None or section.example_series.about.better == "higher":
         return None, ""
     training_values = np.concatenate([trace.y[trace.x <= training_length] for trace in traces])
     low = values.min()
@@ -392,14 +399,14 @@ def heat_maps(comparison: RunComparison) -> list[Picture]:
         for series in evaluation.series
     )
     for arm, series in pairs:
-        if series.shape == "points" and series.unit == "fraction" and not series.shown and not series.control:
-            series_groups[series.kind, series.metric, series.setting][arm.label][series.what].append(series)
+        if series.shape == "points" and series.unit == "fraction" and not (series.about.title or series.about.control):
+            series_groups[series.kind, series.metric, series.setting][arm.label][series.task].append(series)
     pictures = []
     for (kind, metric, setting), by_arm in series_groups.items():
         aligned_arms = {
             arm: rows
             for arm, rows in by_arm.items()
-            if len({series.axis.values for series in chain(*rows.values())}) == 1
+            if len({series.x.tobytes() for series in chain(*rows.values())}) == 1
         }
         if aligned_arms and max(map(len, by_arm.values())) > MAX_TASKS_WITHOUT_MAP:
             caption = f"{kind}: {', '.join(filter(None, (metric, setting)))}. Mean over the seeds of an arm."
@@ -417,9 +424,9 @@ def _fraction_map(arm: str, series_by_task: Mapping[str, Sequence[Series]]) -> M
         [np.mean([series.means for series in series_list], axis=0) for series_list in series_by_task.values()],
         dtype=float,
     )
-    top = 1.0 if example.interval == "wilson" else float(np.nanmax(values))
+    top = 1.0 if example.about.interval else float(np.nanmax(values))
     return Map(
-        arm, example.axis.label, list(plain_ticks(example.axis.values).values()), list(series_by_task), values, top
+        arm, example.axis.label, list(plain_ticks(example.x.tolist()).values()), list(series_by_task), values, top
     )
 
 

@@ -75,9 +75,9 @@ def _section_table(comparison: RunComparison, section: Section) -> Table:
     for rows in rows_by_metric if section.shape == "number" else ():
         example = section.example(rows[0][1].metric)
         series_by_row = [section.comparable_series(*row, "") for row in rows]
-        for name in example.references:
+        for name, _ in example.about.references:
             levels = [
-                [series.references[name] for series in row_series if name in series.references]
+                [level for series in row_series for other, level in series.about.references if other == name]
                 for row_series in series_by_row
             ]
             columns.append(
@@ -125,7 +125,7 @@ def _mean_columns(
         interval_unit = f"{unit}, 95% interval over {' or over '.join(noise_sources)}, alone"
         fields = {"unit": interval_unit, "kind": "mean", "decimals": 3 if example.unit == "fraction" else 4}
     mean_columns = [(Column(name, **fields), cells) for name, cells in cells_by_name.items()]
-    if section.shape == "number" and example.samples and any(len(arm.runs) > 1 for arm in comparison.arms):
+    if section.shape == "number" and example.points and any(len(arm.runs) > 1 for arm in comparison.arms):
         means_by_row = [[series.mean_at("") for series in section.comparable_series(*row, "")] for row in rows]
         spreads = [
             numeral(float(np.std(run_means, ddof=1))) if len(run_means) > 1 else None for run_means in means_by_row
@@ -149,7 +149,7 @@ def _difference_table(comparison: RunComparison) -> Table:
         (Column("arm", kind="label"), [difference.arm for difference in differences]),
         (Column("metric", kind="label"), [difference.subject for difference in differences]),
         (Column("measured in", kind="label"), [_unit(series.unit) for series in examples]),
-        (Column("better", kind="label"), [BETTER_SIDE[series.better] for series in examples]),
+        (Column("better", kind="label"), [BETTER_SIDE[series.about.better] for series in examples]),
     ]
     for noise_source in dict.fromkeys(interval.noise_source for interval in intervals):
         cells = [interval if interval.noise_source == noise_source else None for interval in intervals]
@@ -162,11 +162,7 @@ def comparison_notes(comparison: RunComparison) -> list[str]:
     what runs lack.
     """
     lines = [comparison.warning] if comparison.warning else []
-    has_text = any(
-        series.samples and series.data_fingerprint
-        for section in comparison.sections
-        for series in section.series.values()
-    )
+    has_text = any(series.is_of_text for section in comparison.sections for series in section.series.values())
     lines += [REPORTING_NOTE] if has_text else []
     names = ((section, name) for section in comparison.sections for name in section.names)
     differ_in_seeds = any(
@@ -285,7 +281,7 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
     comparison.
     """
     arms = comparison.arms
-    sections = {section.example_series.shown.measured_on: section for section in comparison.sections}
+    sections = {section.example_series.about.measured_on: section for section in comparison.sections}
 
     def fact(name: str, value: Callable[[RunRecord], object]) -> Fact:
         return Fact(name, *shared_value(arms, value))
@@ -383,7 +379,7 @@ def _sequences_text(section: Section, run: RunRecord) -> str | None:
     no series says it.
     """
     amounts = dict.fromkeys(
-        (name.subject, series.shown.amount) for (owner, name), series in section.series.items() if owner is run
+        (name.subject, series.about.amount) for (owner, name), series in section.series.items() if owner is run
     )
     return "; ".join(": ".join(filter(None, (subject, amount))) for subject, amount in amounts if amount) or None
 

@@ -10,9 +10,10 @@ from functools import cached_property
 from pathlib import Path
 
 from lm.errors import abbreviated
+from lm.report.comparison import interval_of
 from lm.report.tables import Column, FilledColumn, Table, numeral, print_tables, table_bytes
 from lm.runs.evaluations import Evaluation, Series, number, series_names
-from lm.statistics.intervals import MIN_DOCUMENTS, interval_of
+from lm.statistics.intervals import MIN_DOCUMENTS
 
 TOO_FEW_DOCUMENTS = f"no interval: fewer than {MIN_DOCUMENTS} documents"
 NO_SPREAD = "no interval: all agree"
@@ -61,32 +62,33 @@ def rows_of(all_series: Iterable[Series]) -> list[Row]:
 
 
 def _rows(series: Series, name: str) -> Iterator[Row]:
+    is_logged = series.is_logged
     for place, (start, stop) in series.places.items():
         place_text = ", ".join(filter(None, (name, _place_text(series, start, stop))))
-        interval = interval_of(series, series.column_at(place)) if _has_intervals(series) else None
+        interval = interval_of(series, series.point_at(place)) if _has_intervals(series) else None
         bounds = None, None, TOO_FEW_DOCUMENTS * _has_intervals(series)
         if interval:
             has_no_spread = math.isfinite(interval.mean) and not interval.bounded
             bounds = (None, None, NO_SPREAD) if has_no_spread else (interval.low, interval.high, interval.noise_source)
-        log_name = series.names[series.column_at(place)] if series.logged and not series.bins else ""
+        log_name = series.names[series.point_at(place)] if is_logged and not series.bins else ""
         yield Row(series.setting, place_text, series.metric, series.mean_at(place), *bounds, log_name)
         yield from (
             Row(series.setting, place_text, f"{series.metric}: {level}", value)
-            for level, value in series.references.items()
+            for level, value in series.about.references
         )
     if series.bins:
-        yield Row(series.setting, name, series.metric, series.overall_mean, name="".join(series.logged))
+        yield Row(series.setting, name, series.metric, series.overall_mean, name=series.names[0] * is_logged)
 
 
 def _has_intervals(series: Series) -> bool:
     """Whether the means of a series are printed with intervals, provided that there are enough documents; means over
     bins are not.
     """
-    return series.interval != "none" and not series.bins
+    return series.about.interval and not series.bins
 
 
 def _place_text(series: Series, start: float, stop: float) -> str:
-    if series.axis is None:
+    if series.shape == "number":
         return ""
     value_text = f"{number(start)}-{number(stop)}" if series.bins else number(start)
     return f"{value_text} {series.axis.unit}" if series.axis.unit else f"{series.axis.name} {value_text}"
@@ -175,7 +177,7 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
         if omitted_count:
             destination = output or "in a table with -o table.csv"
             print(f"{omitted_count:,} more numbers, by layer, position or the like, and all intervals: {destination}")
-    if any(series.samples and series.data_fingerprint for result in results for series in result.evaluation.series):
+    if any(series.is_of_text for result in results for series in result.evaluation.series):
         print(
             "Numbers are of all held-out text; lm report and lm compare leave out the third that selects rates and "
             "checkpoints."

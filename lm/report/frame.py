@@ -1,6 +1,5 @@
 """The long table of every number that runs have measured: a pandas data frame with one row per number."""
 
-import math
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ import pandas as pd
 from lm.errors import RunError
 from lm.files import expand_home
 from lm.report.comparison import arm_label
-from lm.runs.evaluations import Evaluation, Series, evaluation_files, load_evaluation, selection_mask, series_names
+from lm.runs.evaluations import Evaluation, evaluation_files, load_evaluation, series_names
 from lm.runs.folder import CONFIG, ENVIRONMENT, SWAPPED
 from lm.runs.record import RunRecord, read_run
 
@@ -33,9 +32,6 @@ MEASURED_COLUMNS = (
     "group",
 )
 COLUMNS = (*RUN_COLUMNS, *MEASURED_COLUMNS, "part", "weight", "value")
-
-# a block of rows of the frame, by column: an array, or the one value that all its rows have
-RowBlock = dict[str, object]
 
 
 def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
@@ -77,75 +73,39 @@ def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
     if not folders:
         raise RunError("no run folder given, e.g. runs/softmax")
     runs = [run for folder in folders for run in _run_folders(expand_home(folder))]
-    return frame(block for run in dict.fromkeys(runs) for block in _run_blocks(read_run(run), history))
+    return frame([block for run in dict.fromkeys(runs) for block in _run_blocks(read_run(run), history)])
 
 
-def frame(blocks: Iterable[RowBlock]) -> pd.DataFrame:
+def frame(blocks: Iterable[pd.DataFrame]) -> pd.DataFrame:
     """Join blocks of rows into a data frame with `COLUMNS`; NaN where a block lacks a column."""
-    columns: dict[str, list[np.ndarray]] = {name: [np.array([], object)] for name in COLUMNS}
-    for block in blocks:
-        for name, arrays in columns.items():
-            value = math.nan if block.get(name) is None else block[name]
-            arrays.append(
-                value if isinstance(value, np.ndarray) else np.full(len(np.asarray(block["value"])), value, object)
-            )
-    return pd.DataFrame(
-        {name: np.concatenate(arrays[1:] or arrays) for name, arrays in columns.items()}
-    ).infer_objects()
-
-
-def evaluation_blocks(evaluation: Evaluation, run_values: RowBlock) -> Iterator[RowBlock]:
-    """Yield the rows of an evaluation: blocks for each of its series. `run_values`: the run's columns, which all of
-    these rows share.
-    """
-    shared_columns = run_values | {"step": evaluation.step, "tokens": evaluation.tokens_seen, "kind": evaluation.kind}
-    for series, task in series_names(evaluation.series).items():
-        yield from (shared_columns | {"task": task} | block for block in _series_blocks(series))
-
-
-def _series_blocks(series: Series) -> Iterator[RowBlock]:
-    """Yield blocks of rows with a series' values: for each sample a block, with a row for each of its units at each
-    axis value or bin.
-
-    A unit is a sequence, document or trial. A series without samples gives one block, which holds its means.
-    """
-    series_values = {name: getattr(series, name) for name in ("setting", "unit", "better")}
-    series_values["quantity"], names = series.metric, np.array(series.names, object)
-    axis_values = np.array(series.axis.values, float) if series.axis else np.array([math.nan])
-    starts, ends = (
-        (axis_values[:-1], axis_values[1:]) if series.bins else (axis_values, np.full(len(axis_values), math.nan))
+    blocks = [block for block in blocks if len(block)]
+    texts = {name: object for name in COLUMNS if name not in ("x", "until", "sample", "group", "weight", "value")}
+    joined = (
+        pd.concat(
+            [
+                block.astype({name: object for name in texts.keys() & block.columns.intersection([*texts])})
+                for block in blocks
+            ],
+            ignore_index=True,
+        )
+        if blocks
+        else pd.DataFrame()
     )
-    if not series.samples:
-        yield series_values | {
-            "x": starts,
-            "until": ends,
-            "metric": names,
-            "part": "",
-            "value": series.means.astype(float),
-        }
-    first_column = 0
-    for sample in series.samples:
-        unit_count, column_count = sample.values.shape
-        is_selecting = (
-            selection_mask(series.data_fingerprint, sample.groups)
-            if series.data_fingerprint
-            else np.zeros(unit_count, bool)
-        )
-        unit_columns = {"sample": np.arange(unit_count), "group": sample.groups, "weight": sample.weights.astype(float)}
-        unit_columns["part"] = np.where(is_selecting, "selects", "reports").astype(object)
-        axis_columns = {
-            "x": starts[first_column : first_column + column_count],
-            "until": ends[first_column : first_column + column_count],
-            "metric": names[first_column : first_column + column_count],
-        }
-        row_columns = {name: np.tile(values, column_count) for name, values in unit_columns.items()}
-        row_columns |= {name: np.repeat(values, unit_count) for name, values in axis_columns.items()}
-        yield (
-            series_values
-            | row_columns
-            | {"sequences": sample.sha256, "value": sample.values.T.reshape(-1).astype(float)}
-        )
-        first_column += column_count
+    return joined.reindex(columns=COLUMNS).infer_objects()
+
+
+def evaluation_block(evaluation: Evaluation, run_values: dict[str, object]) -> pd.DataFrame:
+    """The rows of an evaluation. `run_values`: the run's columns, which all of these rows share."""
+    rows, names = evaluation.frame, series_names(evaluation.series)
+    about, tasks = rows["about"], {(series.about, series.task): name for series, name in names.items()}
+    measured = {name: [getattr(metric, name) for metric in about] for name in ("quantity", "unit", "better")}
+    measured["task"] = [tasks[key] for key in zip(about, rows["task"], strict=True)]
+    facts = {"step": evaluation.step, "tokens": evaluation.tokens_seen, "kind": evaluation.kind}
+    part = np.where((rows["part"] == "") & rows["sample"].notna(), "reports", rows["part"])
+    # a number of which only the mean is stored has neither sequences nor a weight
+    sequences, weight = (rows[name].where(rows["sample"].notna()) for name in ("sequences", "weight"))
+    columns = measured | facts | run_values | {"part": part, "sequences": sequences, "weight": weight}
+    return rows.drop(columns="about").assign(**columns)
 
 
 def _run_folders(folder: Path) -> list[Path]:
@@ -160,7 +120,7 @@ def _run_folders(folder: Path) -> list[Path]:
     return run_folders
 
 
-def run_columns(record: RunRecord) -> RowBlock:
+def run_columns(record: RunRecord) -> dict[str, object]:
     experiment = record.config.get("experiment")
     experiment = experiment if isinstance(experiment, dict) else {}
     return {
@@ -177,14 +137,14 @@ def run_columns(record: RunRecord) -> RowBlock:
     }
 
 
-def _run_blocks(record: RunRecord, history: bool) -> Iterator[RowBlock]:
+def _run_blocks(record: RunRecord, history: bool) -> Iterator[pd.DataFrame]:
     run_values = run_columns(record)
     evaluations = list(record.evaluations)
     if history:
         files = sorted(evaluation_files(record.folder).items(), key=lambda item: item[0][1])
-        evaluations = [evaluation for _, path in files if (evaluation := load_evaluation(path))]
+        evaluations = [load_evaluation(path) for _, path in files]
     for evaluation in evaluations:
-        yield from evaluation_blocks(evaluation, run_values)
+        yield evaluation_block(evaluation, run_values)
     for log_line in record.log_lines if history else ():
         numbers = {
             name: value
@@ -192,6 +152,5 @@ def _run_blocks(record: RunRecord, history: bool) -> Iterator[RowBlock]:
             if isinstance(value, int | float) and name not in ("step", "tokens")
         }
         if numbers and "tokens" in log_line:
-            metric_names = np.array([*numbers], dtype=object)
-            shared_columns = {"step": log_line["step"], "tokens": log_line["tokens"], "kind": "log", "part": ""}
-            yield run_values | shared_columns | {"metric": metric_names, "value": np.array([*numbers.values()], float)}
+            logged = pd.DataFrame({"metric": [*numbers], "value": np.array([*numbers.values()], float)})
+            yield logged.assign(**run_values, step=log_line["step"], tokens=log_line["tokens"], kind="log", part="")

@@ -1,4 +1,4 @@
-"""What is measured: metrics, with their names, units and directions."""
+"""What is measured: metrics, with their names, units and directions, and the axes along which they are measured."""
 
 import re
 from dataclasses import dataclass, replace
@@ -8,10 +8,24 @@ Better = Literal["lower", "higher", "none"]  # which direction is better; none: 
 
 
 @dataclass(frozen=True)
+class Axis:
+    """An axis along which a metric is measured, such as positions or sequence lengths."""
+
+    name: str  # such as `position in the sequence`
+    unit: str  # unit of its values; pictures mark the training length on axes of `tokens`
+    before: str  # words before a value in a sentence, such as `at positions`
+    log: bool = True  # drawn on a logarithmic scale
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} ({self.unit})" if self.unit else self.name
+
+
+@dataclass(frozen=True)
 class Metric:
     """A metric. Words in braces in its name stand for what differs, such as {LENGTH}, until `named` puts it there."""
 
-    name: str  # in metrics.jsonl
+    name: str = ""  # in metrics.jsonl; empty: training does not log it
     unit: str = ""  # such as `nats per token`; a `fraction` lies within 0 and 1
     better: Better = "none"
     meaning: str = ""  # in words, for the list of all metrics
@@ -19,9 +33,21 @@ class Metric:
     # what it is measured on: documents, of which a third choose learning rates, or questions, which all choose rates
     # and all report; empty: only its mean is known
     units: Literal["", "documents", "questions"] = ""
+    # whether a mean has an interval: Student's t over documents, Wilson's interval over sequences with questions
+    interval: bool = False
+    axis: Axis | None = None  # None: a single number
+    title: str = ""  # of its table and picture in reports, which other metrics may share; empty: no report shows it
+    measured_on: str = ""  # a plural noun for the sequences of the measurement, such as `validation sequences`
+    amount: str = ""  # number and length of these sequences, such as `256 of 512 tokens`
+    caption: str = ""  # what the picture shows, in words
+    levels: str = ""  # its reference levels, in words
+    references: tuple[tuple[str, float], ...] = ()  # name and value of levels to compare it with, such as chance
+    options: str = ""  # options of its task, as JSON, which tell equal names of tasks apart
+    # whether it shows that the measurement works, not what the model can do; drawn without interval
+    control: bool = False
 
     @property
-    def title(self) -> str:
+    def pattern(self) -> str:
         """Its name, with words in capitals for what differs."""
         return re.sub("[{}]", "", self.name)
 

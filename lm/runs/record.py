@@ -225,8 +225,8 @@ class RunRecord:
 
     @property
     def series(self) -> list[Series]:
-        """All series of the evaluations whose `Series.shown` is set; reports show only these series."""
-        return [series for evaluation in self.evaluations for series in evaluation.series if series.shown]
+        """All series of the evaluations whose metric has a title; reports show only these series."""
+        return [series for evaluation in self.evaluations for series in evaluation.series if series.about.title]
 
     @property
     def reporting(self) -> "RunRecord":
@@ -317,7 +317,7 @@ def read_run(
             )
     last_step = max((evaluation.step for evaluation in evaluations), default=-1)
     last_series = (series for evaluation in evaluations if evaluation.step == last_step for series in evaluation.series)
-    final_loss = next((series for series in last_series if LOSS in series.logged), None)
+    final_loss = next((series for series in last_series if series.names == (LOSS,)), None)
     how = divergence(log.lines, final_loss if has_ended(config, evaluations) else None)
     name, results, missing = folder.resolve().name, tuple(evaluations), tuple(gaps)
     return RunRecord(folder, name, config, environment, log.lines, results, missing, how)

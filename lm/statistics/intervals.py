@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lm.runs.evaluations import Series
-
 ALPHA = 0.05  # probability that an interval, or any interval of a family, misses the true value
 MIN_DOCUMENTS = 3  # an interval over fewer documents says nothing
 MIN_CROSSED_DOCUMENTS = 8  # fewest documents of an interval over seeds and documents at once
@@ -115,21 +113,16 @@ def _estimate(
     )
 
 
-def interval_of(series: Series, column: int, mean: float | None = None) -> Interval | None:
-    """The 95 % interval of one column's mean; None if `series` has no intervals, or too few documents. `mean` replaces
-    that mean.
+def over_questions(values: np.ndarray, weights: np.ndarray, groups: np.ndarray, mean: float) -> Interval:
+    """Wilson's 95 % interval of `mean`, the fraction of right answers over sequences that ask questions.
+
+    Args:
+        values, weights, groups: (units,), each unit's fraction of right answers, number of questions, and sequence.
     """
-    mean = float(series.means[column]) if mean is None else mean
-    if series.interval == "none":
-        return None
-    sample, values = series.column(column)
-    if series.interval == "wilson":
-        labels = np.unique(sample.groups, return_inverse=True)[1]
-        right_answers, questions = np.bincount(labels, values * sample.weights), np.bincount(labels, sample.weights)
-        trials, unit = effective_trials(right_answers, questions), "sequences" if questions.max() > 1 else "questions"
-        return replace(wilson(mean * trials, trials), noise_source=f"{unit}, 1 seed")
-    interval = over_documents(values, sample.weights, sample.groups)
-    return interval and replace(interval, mean=mean)
+    labels = np.unique(groups, return_inverse=True)[1]
+    right_answers, questions = np.bincount(labels, values * weights), np.bincount(labels, weights)
+    trials, unit = effective_trials(right_answers, questions), "sequences" if questions.max() > 1 else "questions"
+    return replace(wilson(mean * trials, trials), noise_source=f"{unit}, 1 seed")
 
 
 def over_documents(

@@ -129,7 +129,7 @@ class Validation(EvaluationCallback):
         """Measure and return the validation loss; record the step as the best if its `selection_loss` is the lowest so
         far on its sequences."""
         if result := super().measure(trainer, module, decoder):
-            state, (loss, sha256) = module.start.state, selection_loss(result.series[0])
+            state, (loss, sha256) = module.start.state, selection_loss(result)
             # losses that can't be compared
             has_no_comparable_best = not state.best or state.best.sequences_sha256 != sha256
             if math.isfinite(loss) and (has_no_comparable_best or loss < state.best.loss):

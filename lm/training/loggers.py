@@ -171,10 +171,10 @@ class WandbRun(Mirror, WandbLogger):
 
         charts: dict[str, object] = {}
         for series in result.series:
-            if series.axis and series.shown:
+            if series.axis and series.about.title:
                 axis, y = series.axis, series.metric
-                title = ", ".join(filter(None, (f"{y} by {axis.name}", series.what, series.setting)))
-                x_values, x = axis.values[1:] if axis.bins else axis.values, axis.unit or axis.name
+                title = ", ".join(filter(None, (f"{y} by {axis.name}", series.task, series.setting)))
+                x_values, x = (series.until if series.bins else series.x).tolist(), axis.unit or axis.name
                 table = wandb.Table(
                     columns=[x, y], data=[list(point) for point in zip(x_values, series.means.tolist(), strict=True)]
                 )

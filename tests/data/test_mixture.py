@@ -11,6 +11,7 @@ import pyarrow
 import pytest
 import torch
 from conftest import ROOT
+from folders import series_measured
 from texts import TEXTS, files_config, stored_texts, tokens_of, write_parquet, write_texts
 
 from lm.config.data_config import DataConfig, Files, Mixture, TrainedTokenizer, WeightedSource, WeightedTask
@@ -336,12 +337,12 @@ def test_the_validation_of_a_mixture_tells_its_sources_apart(tmp_path: Path):
     )
     store = prepare(data)
     decoder = Decoder(config.model, store.vocab_size, 32)
-    loss, _, *sources = Validation(config, store).measure(
-        decoder, Device(torch.device("cpu"), bf16=False), lambda sequences: None
+    loss, _, *sources = series_measured(
+        Validation(config, store), decoder, Device(torch.device("cpu"), bf16=False), lambda sequences: None
     )
-    losses_by_source = {curve.what: (len(curve.samples[0].values), curve.overall_mean) for curve in sources}
+    losses_by_source = {curve.task: (len(curve.points[0].values), curve.overall_mean) for curve in sources}
     assert set(losses_by_source) == {"letters", "texts"}
-    losses = loss.samples[0].values[:, 0]
+    losses = loss.points[0].values
     first = losses_by_source["letters"][0]
     assert losses_by_source["letters"][1] == pytest.approx(np.mean(losses[:first]), abs=1e-5)
     assert losses_by_source["texts"] == (len(losses) - first, pytest.approx(np.mean(losses[first:]), abs=1e-5))
@@ -357,9 +358,9 @@ def test_a_source_of_weight_0_has_a_loss_of_its_own_alone(tmp_path: Path):
     )
     store = prepare(data)
     decoder, device = Decoder(config.model, store.vocab_size, 32), Device(torch.device("cpu"), bf16=False)
-    loss, bits, letters, texts = Validation(config, store).measure(decoder, device, lambda sequences: None)
+    loss, bits, letters, texts = series_measured(Validation(config, store), decoder, device, lambda sequences: None)
     assert loss.overall_mean == texts.overall_mean != letters.overall_mean
-    assert (loss.samples[0].values == texts.samples[0].values).all()
+    assert (loss.points[0].values == texts.points[0].values).all()
     assert not loss.references, "the level is that of all text"
     bytes_per_token = loss.overall_mean / bits.overall_mean / math.log(2)
     assert 1 <= bytes_per_token < 6
@@ -377,8 +378,11 @@ def test_the_loss_has_a_level_to_be_below_where_text_is_trained_on_as_the_store_
         base, data=dataclasses.replace(base.data, source=sources.source, tokenizer=sources.tokenizer, root=sources.root)
     )
     store = prepare(config.data)
-    validated = Validation(config, store).measure(
-        Decoder(config.model, store.vocab_size, 32), Device(torch.device("cpu"), bf16=False), print
+    validated = series_measured(
+        Validation(config, store),
+        Decoder(config.model, store.vocab_size, 32),
+        Device(torch.device("cpu"), bf16=False),
+        print,
     )
     names = ["unigram cross-entropy" + ", at most" * (letters == 0.5)] * (weight < 1)
     assert [*validated[0].references] == names

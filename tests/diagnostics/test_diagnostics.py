@@ -6,11 +6,13 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from conftest import lm
-from folders import Sent, metrics, series
-from reported import build_run, write_report, write_series
+from fabricated import evaluation_of
+from folders import Sent, metrics, series, series_measured
+from reported import build_run, write_report, write_rows
 from torch import Tensor
 from wandb import Image
 
@@ -27,6 +29,7 @@ from lm.diagnostics.attention_rows import (
     MIN_KEYS,
     NO_WEIGHT,
     NOT_FINITE,
+    VISIBLE_KEYS,
     MeasuredValues,
     Measures,
     exponent,
@@ -34,8 +37,8 @@ from lm.diagnostics.attention_rows import (
     query_indices,
     shuffling_numbers,
 )
-from lm.evaluation.diagnostics import Diagnostics, diagnostic_sequences, diagnostic_series, families, sequences_of_text
-from lm.evaluation.held_out import HeldOut
+from lm.evaluation.diagnostics import Diagnostics, diagnostic_blocks, diagnostic_sequences, families, sequences_of_text
+from lm.evaluation.held_out import LENGTHS, HeldOut
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder, batch_layout
 from lm.model.device import Device
@@ -43,9 +46,11 @@ from lm.model.swapped import for_inference
 from lm.report.comparison import compare_runs
 from lm.report.comparison_pictures import overview
 from lm.report.evaluation_tables import EvaluationResult, print_results
-from lm.runs.evaluations import Axis, Evaluation, Sample, Series
+from lm.runs.evaluations import joined, load_evaluation, units_frame
+from lm.runs.evaluations import rows as evaluation_rows
 from lm.runs.loading import load as load_model
 from lm.runs.loading import save_model
+from lm.runs.metric import Metric
 from lm.runs.record import read_run
 from lm.training.train import train
 
@@ -256,7 +261,8 @@ def test_a_description_is_of_the_model_the_untrained_one_and_shuffled_scores_und
     held_out = HeldOut(tokens, np.ones(VOCAB, np.float32), np.array([0, 0, 1]), end_of_text=0)
     settings = [InferenceSetting(), InferenceSetting(ThetaFactor(factor=1e4), normalizer={"n": "fixed:2"})]
     config = DiagnosticsConfig(sequences=3, queries=16, statistics=["concentration"], inference=settings)
-    curves = diagnostic_series(decoder, held_out, config, Device(torch.device("cpu"), bf16=False), 7, "")
+    blocks = diagnostic_blocks(decoder, held_out, config, Device(torch.device("cpu"), bf16=False), 7, "")
+    curves = evaluation_of(joined(blocks), seq_len=train_length).series
     measures = Measures(families(config), 2, 3, query_indices(length, 16), length)
     untrained = Decoder(decoder.config, VOCAB, train_length, seed=7)
     name, order = "effective keys", [shuffling_numbers(index, 16, length) for index in range(3)]
@@ -279,9 +285,9 @@ def test_a_description_is_of_the_model_the_untrained_one_and_shuffled_scores_und
             assert distance.means[0] == pytest.approx(np.nanmean(values.by_query["mean distance"]), rel=1e-5), (
                 "it tells orders apart"
             )
-            (sample,) = number.samples
+            (sample,) = number.points
             assert len(set(sample.weights)) == 2
-            assert np.average(sample.values[:, 0], weights=sample.weights) == pytest.approx(number.means[0], rel=1e-5)
+            assert np.average(sample.values, weights=sample.weights) == pytest.approx(number.means[0], rel=1e-5)
             n = np.broadcast_to(values.n[:, :, None], by_query.shape)
             for column, (low, high) in enumerate(half_octaves(values.n, train_length)):
                 means = [by_query[index][(n[index] >= low) & (n[index] <= high)] for index in range(3)]
@@ -328,7 +334,7 @@ def test_training_draws_at_its_last_step_and_where_wandb_is_sent_the_picture(
     config = tiny("name=drawn", f"experiment.name={experiment}", f"log.wandb={wandb}", *options)
     assert train(config) == 0
     folder = config.run_folder / "evaluations"
-    assert [path.stem for path in sorted(folder.glob("diagnostics.*.json"))] == [
+    assert [path.stem for path in sorted(folder.glob("diagnostics.*.csv"))] == [
         "diagnostics.step-000004",
         "diagnostics.step-000008",
     ]
@@ -350,10 +356,13 @@ def test_no_sequence_of_a_task_is_read_twice_and_no_window_of_a_text_is_held_bac
     (text := tmp_path / "text.txt").write_text("A text of few words. " * 400)
     config = tiny(f"eval.diagnostics={{text: {text}, sequences: 4, queries: 4}}")
     measurement = Diagnostics(config, store := prepare(config.data))
-    measured = measurement.measure(
-        Decoder(config.model, store.vocab_size, config.data.seq_len), Device(torch.device("cpu"), False), int
+    measured = series_measured(
+        measurement,
+        Decoder(config.model, store.vocab_size, config.data.seq_len),
+        Device(torch.device("cpu"), False),
+        int,
     )
-    assert {entry.data_fingerprint for entry in measured} == {""}
+    assert not any(entry.is_of_text for entry in measured)
 
 
 def test_windows_of_a_text_are_spread_over_it(tiny, tmp_path: Path):
@@ -373,7 +382,7 @@ def test_runs_checkpoints_exports_and_models_without_training_are_described(argu
     options = ["name=relu", "model.normalizer=relu", "data.seq_len=64", "eval.long_context.length_factor=0", ASKED]
     assert lm("train", *arguments, *options).returncode == 0
     assert [path.name for path in sorted((run / "evaluations").glob("diagnostics.*"))] == [
-        f"diagnostics.step-000008.{suffix}" for suffix in ("json", "png")
+        f"diagnostics.step-000008.{suffix}" for suffix in ("csv", "png")
     ]
     (logged,) = [line for line in metrics(run) if "diagnostics/effective keys" in line]
     assert logged["step"] == 8
@@ -387,8 +396,8 @@ def test_runs_checkpoints_exports_and_models_without_training_are_described(argu
     assert {row["setting"] for row in rows} == {"as trained", "untrained weights", "shuffled scores"}
     assert {"exact zeros, no first", "sum of weights", "ln Z"} <= value.keys()
     assert "entropy" not in value, "the weights do not sum to one"
-    content = strict(run / "evaluations" / "diagnostics.step-000008.json")
-    assert (content["options"]["sequences"], content["options"]["query_indices"][:1]) == (3, [31])
+    options = load_evaluation(run / "evaluations" / "diagnostics.step-000008.csv").options
+    assert (options["sequences"], options["query_indices"][:1]) == (3, [31])
 
     exported = tmp_path / "exported"
     assert lm("export", str(run), "-o", str(exported)).returncode == 0
@@ -459,11 +468,12 @@ def test_a_report_of_runs_with_diagnostics_shows_them(tmp_path: Path):
     config, folders = DiagnosticsConfig(sequences=3, queries=6, statistics=["sparsity"]), []
     for name in ("softmax", "relu2"):
         folders.append(build_run(tmp_path, name))
-        curves = diagnostic_series(
+        blocks = diagnostic_blocks(
             make_decoder(kinds.OPTIONS[name]()), held_out, config, Device(torch.device("cpu"), bf16=False), 1, ""
         )
-        assert {curve.better for curve in curves} == {"none"}
-        write_series(folders[-1], "diagnostics", curves)
+        frame = pd.concat(blocks)
+        assert {metric.better for metric in frame["about"]} == {"none"}
+        write_rows(folders[-1], "diagnostics", frame)
     report = write_report(folders, tmp_path / "report")
     page, table = report.html.read_text(), report.markdown.read_text()
     for text in (page, table):
@@ -488,22 +498,22 @@ def test_two_ranks_measure_what_one_does(arguments: list[str], tmp_path: Path):
         path.unlink()
     assert lm("diagnose", str(run)).returncode == 0
     for curve, one_rank_curve in zip(by_two, series(run, "diagnostics", 8), strict=True):
-        assert (curve.metric, curve.setting, curve.what) == (
+        assert (curve.metric, curve.setting, curve.task) == (
             one_rank_curve.metric,
             one_rank_curve.setting,
-            one_rank_curve.what,
+            one_rank_curve.task,
         )
         np.testing.assert_allclose(curve.means, one_rank_curve.means, rtol=1e-5, atol=1e-6)
 
 
 def test_of_curves_with_many_numbers_the_ends_that_are_defined_are_printed(capsys: pytest.CaptureFixture):
-    keys, values = Axis("visible keys", "tokens", "", tuple(range(1, 31))), np.arange(30.0)
+    about, values = Metric(unit="nats", quantity="entropy", axis=VISIBLE_KEYS), np.arange(30.0)
     values[0] = math.nan
-    curves = tuple(
-        Series("diagnostics", "entropy", "nats", "none", 64, means, what=label, setting="as trained", axis=keys)
+    blocks = [
+        evaluation_rows(about, means, x=range(1, 31), task=label, setting="as trained")
         for label, means in (("layer 1", values), ("layer 2", np.full(30, math.nan)))
-    )
-    evaluation = Evaluation("diagnostics", 8, 256, "", {}, "32", "weights", curves)
+    ]
+    evaluation = evaluation_of(pd.concat(blocks), "diagnostics")
     print_results([EvaluationResult(Path("runs/one"), evaluation, cached=False)])
     output = capsys.readouterr().out
     assert re.search(r"as trained +entropy, layer 1 +1\.0000 \(2 tokens\) +29\.0000 \(30 tokens\)", output)
@@ -519,10 +529,8 @@ def test_of_curves_with_many_numbers_the_ends_that_are_defined_are_printed(capsy
 def test_models_of_one_folder_name_have_a_column_each(capsys: pytest.CaptureFixture):
     results = []
     for name, value in (("small", 1.0), ("large", 2.0)):
-        curves = tuple(
-            Series("diagnostics", f"metric {number}", "", "none", 64, np.array([value])) for number in range(13)
-        )
-        evaluation = Evaluation("diagnostics", 8, 256, "", {}, "32", "weights", curves)
+        blocks = [evaluation_rows(Metric(quantity=f"metric {number}"), value) for number in range(13)]
+        evaluation = evaluation_of(pd.concat(blocks), "diagnostics")
         results.append(EvaluationResult(Path(name, "softmax"), evaluation, cached=False))
     print_results(results)
     output = capsys.readouterr().out
@@ -532,21 +540,13 @@ def test_models_of_one_folder_name_have_a_column_each(capsys: pytest.CaptureFixt
 
 def test_a_mean_of_too_few_documents_says_why_it_has_no_interval(capsys: pytest.CaptureFixture[str]):
     documents, values = ([0, 1, 2], [0, 1, 1], [0, 1, 2]), ([0.5, 1.0, 1.5], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0])
-    samples = tuple(
-        Sample("", np.array([values_of_length]).T, np.ones(3), np.array(groups))
-        for values_of_length, groups in zip(values, documents, strict=True)
-    )
-    axis = Axis("sequence length", "tokens", "in sequences of", (64, 128, 256))
-    change = Series(
-        "swap", "change of loss", "nats", "lower", 64, np.ones(3), axis=axis, samples=samples, interval="documents"
-    )
-    print_results(
-        [
-            EvaluationResult(
-                Path("runs/one"), Evaluation("swap", 8, 256, "", {}, "32", "weights", (change,)), cached=False
-            )
-        ]
-    )
+    about = Metric("", "nats", "lower", "", "change of loss", "documents", True, LENGTHS)
+    points = zip((64, 128, 256), values, documents, strict=True)
+    blocks = [
+        evaluation_rows(about, np.array([row]).T, units_frame("", np.array(groups)), [length])
+        for length, row, groups in points
+    ]
+    print_results([EvaluationResult(Path("runs/one"), evaluation_of(pd.concat(blocks), "swap"), cached=False)])
     output = capsys.readouterr().out
     assert "64 tokens " in output
     assert re.search(r"64 tokens +1\.0000 \[-0\.2421, 2\.2421\]", output)

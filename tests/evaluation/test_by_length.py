@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import lm
-from folders import series
+from folders import series, series_measured
 
 from lm.attention.layout import AttentionLayout
 from lm.data.prepare import prepare
@@ -34,7 +34,7 @@ def test_each_length_is_the_mean_loss_of_the_same_tokens_after_a_context_cut_the
     store = prepare(config.data)
     decoder = Decoder(config.model, store.vocab_size, config.data.seq_len, seed=1).eval()
     measurement, units = ByLength(config, store), []
-    (curve,) = measurement.measure(decoder, CPU, units.append)
+    (curve,) = series_measured(measurement, decoder, CPU, units.append)
     assert sum(units) == measurement.work_units == 5 * (1 + 4 + 2)
     tokens = store.val.take(measurement.starts, 65).astype(np.int64)  # (stretches, 65)
     assert (tokens[:, 1:-1] == store.end_of_text).any()
@@ -56,9 +56,9 @@ def test_each_length_is_the_mean_loss_of_the_same_tokens_after_a_context_cut_the
                     ]
                 losses.append(F.cross_entropy(torch.cat(logits), sequence[1:], reduction="none"))
         expected = torch.stack(losses).view(64 // length, 5, length).transpose(0, 1).reshape(5, -1).mean(1)
-        assert curve.samples[0].values[:, column] == pytest.approx(expected.numpy(), abs=1e-5)
-    assert curve.means == pytest.approx(curve.samples[0].values.mean(0))
-    assert curve.axis.values == (16, 32, 64)
+        assert curve.points[column].values == pytest.approx(expected.numpy(), abs=1e-5)
+    assert curve.means == pytest.approx([units.values.mean() for units in curve.points])
+    assert curve.x.tolist() == [16, 32, 64]
 
 
 def test_it_is_off_by_default_and_then_leaves_no_trace_in_the_hash_of_a_configuration(tiny):
@@ -78,7 +78,7 @@ def test_training_and_lm_eval_measure_it_under_each_inference_setting_and_a_repo
         train(config)
     folders = [config.run_folder for config in configs]
     as_trained, interpolated = series(folders[0], "by_length", 8)
-    assert as_trained.logged == tuple(f"by_length/loss {length} as trained" for length in (16, 32, 64))
+    assert as_trained.names == tuple(f"by_length/loss {length} as trained" for length in (16, 32, 64))
     assert as_trained.means[:2] == pytest.approx(interpolated.means[:2], abs=1e-6), (
         "within the training length of 32 nothing is interpolated"
     )

@@ -86,21 +86,21 @@ def test_tasks_are_an_evaluation_of_the_exported_model_with_a_value_for_each_doc
     train(plain)
     assert losses(config.run_folder) == losses(plain.run_folder)  # the random state of training stays as it is
     logged = next(line for line in reversed(metrics(config.run_folder)) if "tasks/our_choice/acc" in line)
-    curves = {curve.what: curve for curve in series(config.run_folder, "tasks", 8)}
-    (sample,) = curves["our_choice"].samples
-    assert (curves["our_choice"].unit, curves["our_choice"].better) == ("fraction", "higher")
-    assert not curves["our_rolling"].samples  # no mean over documents
-    assert curves["our_choice"].shown.amount == "3 of our_choice, 2 requests lost tokens on the left"
+    curves = {curve.task: curve for curve in series(config.run_folder, "tasks", 8)}
+    (sample,) = curves["our_choice"].points
+    assert (curves["our_choice"].unit, curves["our_choice"].about.better) == ("fraction", "higher")
+    assert not curves["our_rolling"].points  # no mean over documents
+    assert curves["our_choice"].about.amount == "3 of our_choice, 2 requests lost tokens on the left"
 
     model = lm.load(config.run_folder)
     scores = [[log_p(model, text, choice) for choice in choices] for text, choices in CHOICES]
-    assert sample.values[:, 0].tolist() == [float(second > first) for first, second in scores]
+    assert sample.values.tolist() == [float(second > first) for first, second in scores]
     outcome = Outcome(config.run_folder, 8, "tasks/our_choice/acc")
     assert outcome.values("tasks/our_choice/acc").mean == pytest.approx(logged["tasks/our_choice/acc"])
     result = command("eval", str(plain.run_folder), "--tasks", ",".join(tasks.values()), "--json")
     assert result.returncode == 0, result.stderr
     values = {line["where"]: line["value"] for line in json.loads(result.stdout) if line["kind"] == "tasks"}
-    assert values == pytest.approx({task: logged[curve.logged[0]] for task, curve in curves.items()})
+    assert values == pytest.approx({task: logged[curve.names[0]] for task, curve in curves.items()})
 
 
 def test_two_processes_measure_as_one(tiny, tasks, arguments: list[str]):
@@ -110,7 +110,7 @@ def test_two_processes_measure_as_one(tiny, tasks, arguments: list[str]):
     (result,) = evaluate_runs([config.run_folder], overrides=["eval.sequences=1", "eval.long_context.length_factor=0"])[
         1:
     ]
-    assert two.samples[0].values.tolist() == result.evaluation.series[0].samples[0].values.tolist()
+    assert two.points[0].values.tolist() == result.evaluation.series[0].points[0].values.tolist()
 
 
 def test_what_cannot_be_measured_is_told_in_one_line_before_training_or_without_a_result(tiny, tasks):
@@ -128,4 +128,4 @@ def test_what_cannot_be_measured_is_told_in_one_line_before_training_or_without_
     with pytest.raises(RunError, match=r"choice\.yaml: lm-eval failed: FileNotFoundError") as error:
         evaluate_runs([config.run_folder], overrides=[f"eval.tasks=[{tasks['choice']}]"])
     assert "\n" not in str(error.value)
-    assert not (config.run_folder / "evaluations" / "tasks.step-000004.json").exists()
+    assert not (config.run_folder / "evaluations" / "tasks.step-000004.csv").exists()

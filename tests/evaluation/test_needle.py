@@ -1,12 +1,12 @@
 """Needles in a haystack: what is scored, the control, the heads, and fine-tuning of a copy."""
 
 import copy
-import json
 
 import numpy as np
 import pytest
 import torch
 from conftest import lm
+from folders import series_measured
 
 from lm.config import normalizers as kinds
 from lm.config.eval_config import MAX_OVERRUN, FinetuneConfig, NeedleConfig
@@ -25,8 +25,8 @@ from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.swapped import for_inference
+from lm.report.comparison import interval_of
 from lm.report.evaluation_tables import rows_of
-from lm.statistics.intervals import interval_of
 from lm.training.train import train
 
 CPU = Device(torch.device("cpu"), bf16=False)
@@ -242,33 +242,33 @@ def test_cells_have_their_control_and_ranks_share_them(tiny, monkeypatch: pytest
             return torch.tensor(is_early)[:, None].repeat(1, len(SCORED))
 
         patch.setattr(needles, "score", found)
-        result = needle.measure(decoder, CPU, units.append)
+        result = series_measured(needle, decoder, CPU, units.append)
     accuracies = [series.means.tolist() for series in result if series.metric == "accuracy"]
     assert accuracies == [[0.5, 0.5], [0, 0]], "the mean over depths"
-    result = needle.measure(decoder, CPU, units.append)
+    result = series_measured(needle, decoder, CPU, units.append)
     assert decoder.training
     assert sum(units) == 2 * needle.work_units == 36
     exact = [series for series in result if series.metric == "exact"]
-    assert [(series.what, series.axis.values) for series in exact] == [
-        (name, (192, 256)) for name in ("depth 0%", "depth 100%", "no needle")
+    assert [(series.task, series.x.tolist()) for series in exact] == [
+        (name, [192, 256]) for name in ("depth 0%", "depth 100%", "no needle")
     ]
     assert all(series.references == {} for series in exact), "one needle is no choice"
     right = [series for series in result if series.metric == "accuracy"]
-    assert [(series.what, series.control) for series in right] == [
+    assert [(series.task, series.about.control) for series in right] == [
         ("needle", False),
         ("needle, control without it", True),
     ]
-    by_depth = np.stack([series.samples[0].values[:, 0] for series in exact[:2]])
-    assert right[0].samples[0].values[:, 0] == pytest.approx(by_depth.mean(0)), (
+    by_depth = np.stack([series.points[0].values for series in exact[:2]])
+    assert right[0].points[0].values == pytest.approx(by_depth.mean(0)), (
         "a trial asks the same at each depth: it counts once"
     )
-    assert [name for series in result for name in series.logged] == [
+    assert [name for series in result for name in series.logged_means] == [
         f"needle/{kind} {n} as trained" for kind in ("exact", "control") for n in (192, 256)
     ]
     heads = [series for series in result if series.metric == "attention to the number"]
-    assert [(series.what, series.samples[0].values.shape) for series in heads] == [
-        ("layer 0", (3, 2)),
-        ("layer 1", (3, 2)),
+    assert [(series.task, [len(units.values) for units in series.points]) for series in heads] == [
+        ("layer 0", [3, 3]),
+        ("layer 1", [3, 3]),
     ]
     asked = trials(Needle(depth=0.5), 256, 3, Text(store))
     # of the keys that the last token sees
@@ -282,7 +282,6 @@ def test_cells_have_their_control_and_ranks_share_them(tiny, monkeypatch: pytest
         "attention to the number": pytest.approx(parts[0]),
         "attention to the sentence": pytest.approx(parts[1]),
     }
-    assert json.loads(json.dumps([series.plain() for series in result])) == [series.plain() for series in result]
 
 
 def test_questions_of_one_sequence_are_one_group(tiny):
@@ -294,10 +293,12 @@ def test_questions_of_one_sequence_are_one_group(tiny):
         "eval.needle.heads_at=null",
     )
     needle = NeedleMeasurement(config, store := prepare(config.data))
-    result = needle.measure(Decoder(config.model, store.vocab_size, config.data.seq_len), CPU, lambda trials: None)
+    result = series_measured(
+        needle, Decoder(config.model, store.vocab_size, config.data.seq_len), CPU, lambda trials: None
+    )
     by_length = [series for series in result if series.axis and series.axis.name == "sequence length"]
     assert {series.metric for series in by_length} == {"accuracy", *(name for name, _ in SCORED)}
-    assert {tuple(sample.groups) for series in by_length for sample in series.samples} == {(0, 0, 0, 1, 1, 1, 2)}
+    assert {tuple(units.groups) for series in by_length for units in series.points} == {(0, 0, 0, 1, 1, 1, 2)}
     accuracy = next(series for series in by_length if series.metric == "accuracy")
     assert accuracy.references == {"chance": pytest.approx((3 / 3 + 2 / 2 + 2) / 7)}, (
         "the third sequence is asked one question of three"
@@ -308,7 +309,9 @@ def test_questions_of_one_sequence_are_one_group(tiny):
 def test_numbers_beside_the_needle_make_a_chance(tiny):
     config = tiny(*NEEDLES, "eval.needle.distractors=3", "eval.needle.length_factors=[8]", "eval.needle.heads_at=null")
     needle = NeedleMeasurement(config, store := prepare(config.data))
-    result = needle.measure(Decoder(config.model, store.vocab_size, config.data.seq_len), CPU, lambda trials: None)
+    result = series_measured(
+        needle, Decoder(config.model, store.vocab_size, config.data.seq_len), CPU, lambda trials: None
+    )
     exact = [series.references for series in result if series.metric in ("accuracy", "exact")]
     assert exact == [{"chance": 1 / 4}, {}, {"chance": 1 / 4}, {"chance": 1 / 4}, {}], (
         "the control shows none that is right"
@@ -320,8 +323,12 @@ def test_needles_are_asked_for_under_each_setting(tiny):
     settings = "eval.needle.inference=[{}, {rope: ntk}]"
     config = tiny(*NEEDLES, "eval.needle.length_factors=[8]", "eval.needle.depths=[0]", settings)
     needle = NeedleMeasurement(config, store := prepare(config.data))
-    result = needle.measure(Decoder(config.model, store.vocab_size, config.data.seq_len), CPU, lambda trials: None)
-    assert [name for series in result for name in series.logged] == [metric.name for metric in needle.metrics(config)]
+    result = series_measured(
+        needle, Decoder(config.model, store.vocab_size, config.data.seq_len), CPU, lambda trials: None
+    )
+    assert [name for series in result for name in series.logged_means] == [
+        metric.name for metric in needle.metrics(config)
+    ]
     assert len({series.setting for series in result}) == 2
 
 
@@ -330,7 +337,7 @@ def test_lm_eval_asks_for_needles(tiny):
     config = tiny("name=hay", *options, "eval.needle.heads_at=2")
     assert train(config) == 0
     folder = config.run_folder / "evaluations"
-    assert (folder / "needle.step-000004.json").exists()
+    assert (folder / "needle.step-000004.csv").exists()
     results = evaluate_runs([config.run_folder], overrides=["eval.needle.finetune.steps=2"])
     (needle,) = [result.evaluation for result in results if result.evaluation.kind == "needle"]
     assert needle.options["finetune"]["steps"] == 2

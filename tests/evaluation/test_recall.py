@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from conftest import ROOT, lm
-from folders import curve, same, series, weights
+from folders import curve, same, series, series_measured, weights
 
 from lm.config.load import load_config
 from lm.config.model_config import ModelConfig
@@ -27,9 +27,9 @@ from lm.model.blocks import DecodingCache
 from lm.model.cross_entropy import Head
 from lm.model.decoder import Decoder
 from lm.model.device import Device
+from lm.report.comparison import interval_of
 from lm.report.evaluation_tables import rows_of
 from lm.schema import build
-from lm.statistics.intervals import interval_of
 from lm.training.train import train
 
 CPU = Device(torch.device("cpu"), bf16=False)
@@ -232,23 +232,23 @@ def test_a_whole_answer_needs_each_of_its_tokens(tiny):
     config = tiny("data.tasks=[{task: {name: copy, symbols: 8, filler: 8, span: 4}}]", SYMBOLS[1], options)
     decoder = Knowing(task.vocab_size, {(0, end - 1), (3, end - 4), (3, end - 2)})
     recall = Recall(config, prepare(config.data))
-    whole, tokens, _ = recall.measure(decoder, CPU, lambda units: None)
+    whole, tokens, _ = series_measured(recall, decoder, CPU, lambda units: None)
     assert (whole.metric, whole.means.tolist(), tokens.means.tolist()) == ("accuracy", [0.8], [37 / 40])
-    (sample,) = whole.samples
-    assert sample.values[:, 0].tolist() == [0, 1, 1, 0, 1, 1, 1, 1, 1, 1]
+    (sample,) = whole.points
+    assert sample.values.tolist() == [0, 1, 1, 0, 1, 1, 1, 1, 1, 1]
     assert sample.weights.tolist() == [1] * 10
     assert interval_of(whole, 0).as_list() == pytest.approx([0.8, 0.490162, 0.943318], abs=1e-5)
-    assert (whole.axis.values, whole.what) == ((32,), "copy")
+    assert (whole.x.tolist(), whole.task) == ([32], "copy")
 
 
 def test_a_roll_out_stands_beside_where_a_sequence_asks_several_questions(tiny):
     recall = Recall(config := tiny(*SYMBOLS, "eval.recall={length_factors: [1], sequences: 4}"), prepare(config.data))
-    curves = recall.measure(Decoder(config.model, recall.store.vocab_size, 32), CPU, lambda units: None)
+    curves = series_measured(recall, Decoder(config.model, recall.store.vocab_size, 32), CPU, lambda units: None)
     assert [(result.metric, result.setting) for result in curves[:2]] == [
         ("accuracy", "as trained"),
         ("accuracy", "as trained, roll-out"),
     ]
-    assert curves[0].samples[0].weights.tolist() == [4] * 4
+    assert curves[0].points[0].weights.tolist() == [4] * 4
 
 
 def test_answers_given_the_correct_ones_and_after_ones_own_stand_under_their_names(tiny, monkeypatch):
@@ -259,7 +259,7 @@ def test_answers_given_the_correct_ones_and_after_ones_own_stand_under_their_nam
 
     monkeypatch.setattr(answers, "read_answers", right_given_the_correct_ones)
     recall = Recall(config := tiny(*SYMBOLS, "eval.recall={length_factors: [1], sequences: 4}"), prepare(config.data))
-    curves = recall.measure(Decoder(config.model, recall.store.vocab_size, 32), CPU, lambda units: None)
+    curves = series_measured(recall, Decoder(config.model, recall.store.vocab_size, 32), CPU, lambda units: None)
     assert {curve.setting: curve.means.tolist() for curve in curves if curve.metric == "accuracy"} == {
         "as trained": [1.0],
         "as trained, roll-out": [0.25],
@@ -273,9 +273,11 @@ def test_the_result_is_plain_has_rows_and_scores_and_is_the_same_each_time(tiny)
     store = prepare(config.data)
     recall = Recall(config, store)
     decoder = Decoder(config.model, store.vocab_size, 32)
-    curves, second_curves = (recall.measure(decoder, CPU, lambda units: None) for _ in range(2))
-    assert json.loads(json.dumps([result.plain() for result in curves])) == [result.plain() for result in second_curves]
-    assert [result.axis.values for result in curves] == 8 * [(32, 80)]
+    curves, second_curves = (series_measured(recall, decoder, CPU, lambda units: None) for _ in range(2))
+    for result, second in zip(curves, second_curves, strict=True):
+        assert result.about == second.about
+        assert [units.values.tolist() for units in result.points] == [units.values.tolist() for units in second.points]
+    assert [result.x.tolist() for result in curves] == 8 * [[32, 80]]
     settings = ("keys 8, filler 8, pairs 4", "keys 4, filler 1, pairs 2")
     logged = [name for result in curves for name in result.logged_means]
     assert logged == [f"recall/mqar ({options}) {length}" for options in settings for length in (32, 80)]
@@ -296,7 +298,7 @@ def test_needles_are_asked_of_a_model_of_text(tiny, tmp_path: Path):
     )
     curves = [result for result in series(tmp_path / "runs" / "a", "recall", 8) if result.metric == "accuracy"]
     cells = [("needle", 128), ("needle", 384), ("passkey", 128), ("passkey", 384)]
-    assert [(result.what, length) for result in curves for length in result.axis.values] == cells
+    assert [(result.task, length) for result in curves for length in result.x] == cells
     last = json.loads((tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()[-1])
     assert [name for name in last if "recall" in name] == [f"recall/{name} {length}" for name, length in cells]
 
@@ -425,7 +427,7 @@ def test_validation_is_the_loss_of_the_answers_to_test_sequences(tiny, tmp_path:
     loss = series(tmp_path / "runs" / "a", "recall", 8)[-1]
     assert loss.metric == "loss of answers"
     assert curve(tmp_path / "runs" / "a", "val/loss")[-1][1] == pytest.approx(loss.means[0], abs=1e-5)
-    assert validation_sequences(prepare(config.data), config).sha256 == loss.samples[0].sha256
+    assert validation_sequences(prepare(config.data), config).sha256[:16] == loss.points[0].sha256
 
 
 def test_a_task_without_a_validation_row_is_refused(tiny):
@@ -452,8 +454,8 @@ def test_validation_sequences_follow_the_weights_of_tasks_over_symbols(tiny):
     config = tiny(shares, SYMBOLS[1], "eval.sequences=40")
     validation = Validation(config, store := prepare(config.data))
     decoder = Decoder(config.model, store.vocab_size, 32)
-    whole, *sources = validation.measure(decoder, CPU, lambda count: None)
-    units = [(result.what, len(result.samples[0].values)) for result in sources]
+    whole, *sources = series_measured(validation, decoder, CPU, lambda count: None)
+    units = [(result.task, len(result.points[0].values)) for result in sources]
     assert units == [("copy (span 4)", 30), ("copy (span 5)", 8), ("max", 2)], "and no bits per byte"
     assert [*whole.references] == ["unigram cross-entropy, at most"], "the store counts tasks alike"
     sequence = example(Copy(span=5), 0, 7, 32, "test")
@@ -461,7 +463,7 @@ def test_validation_sequences_follow_the_weights_of_tasks_over_symbols(tiny):
     assert (held_out.sequences[37] == sequence.tokens).all()
     assert (held_out.target_mask[37] == sequence.answers).all()
     counts = held_out.target_mask.sum(1)
-    assert (whole.samples[0].weights == counts).all()
+    assert (whole.points[0].weights == counts).all()
     assert whole.units(0, 0).mean == pytest.approx(whole.overall_mean, abs=1e-5)
     weights = [counts[:30].sum(), counts[30:38].sum(), counts[38:].sum()]
     assert np.average([result.overall_mean for result in sources], weights=weights) == pytest.approx(
@@ -539,9 +541,9 @@ def test_a_swap_is_measured_on_the_answers(tiny, tmp_path: Path):
     curves = {
         result.metric: result
         for result in series(tmp_path / "runs" / "a", "swap", 4)
-        if result.what in ("", "sequences of 32")
+        if result.task in ("", "sequences of 32")
     }
-    assert curves["change of loss"].axis.values == (32, 64, 128)
+    assert curves["change of loss"].x.tolist() == [32, 64, 128]
     before = [loss for step, loss in curve(tmp_path / "runs" / "a", "val/loss") if step == 4]
     assert curves["loss before"].overall_mean == pytest.approx(before[0], abs=1e-5)
     assert curves["loss before"].axis is None, "a mean over answers, not over positions"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import lm as command
-from folders import curve, same, series, weights
+from folders import curve, same, series, series_measured, weights
 
 import lm.evaluation.swap as swap_module
 from lm.attention import catalogue
@@ -28,12 +28,12 @@ from lm.model.cross_entropy import Head, token_kl
 from lm.model.decoder import Decoder, is_normalizer_parameter
 from lm.model.device import Device
 from lm.model.swapped import fit_normalizers, score_factors, with_normalizer
-from lm.report.comparison import compare_runs
+from lm.report.comparison import compare_runs, interval_of
 from lm.report.comparison_tables import run_facts
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.loading import load
 from lm.runs.record import read_run
-from lm.statistics.intervals import Interval, interval_of
+from lm.statistics.intervals import Interval
 from lm.training.optimizers import make_optimizer, named_state, saved_state, state_after_swap
 from lm.training.train import train
 
@@ -233,8 +233,10 @@ def test_a_swap_is_logged_at_the_training_length(tiny):
     config = tiny("eval.swap_lengths=[0.5, 1, 2]")
     store = prepare(config.data)
     old, new = (Decoder(config.model, store.vocab_size, 32, seed) for seed in (1, 2))
-    measured = SwapMeasurement(config, store, old).measure(new, Device(torch.device("cpu"), bf16=False), lambda n: None)
-    assert [(series.what, *series.logged) for series in measured if series.logged] == [
+    measured = series_measured(
+        SwapMeasurement(config, store, old), new, Device(torch.device("cpu"), bf16=False), lambda n: None
+    )
+    assert [(series.task, *series.logged_means) for series in measured if series.is_logged] == [
         ("sequences of 32", f"swap/{name}") for name in ("loss_before", "loss_after", "kl")
     ]
 
@@ -327,8 +329,8 @@ def test_lm_swap_makes_a_run_folder_of_its_own_and_leaves_the_source_alone(train
     assert "softmax -> ssmax, step 40" in result.stdout
     assert before == {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
     curves = series(out, "swap", 40)
-    means = {(result.metric, result.what): result.overall_mean for result in curves}
-    assert {result.what for result in curves if result.metric == "loss before"} == {
+    means = {(result.metric, result.task): result.overall_mean for result in curves}
+    assert {result.task for result in curves if result.metric == "loss before"} == {
         f"sequences of {length}" for length in (32, 64, 128)
     }
     model = load(out)
@@ -336,7 +338,7 @@ def test_lm_swap_makes_a_run_folder_of_its_own_and_leaves_the_source_alone(train
     validation = series(trained, "validation", 40)[0].overall_mean
     assert means["loss before", "sequences of 32"] == pytest.approx(validation, abs=1e-5)
     (change,) = (result for result in curves if result.metric == "change of loss")
-    assert change.axis.values == (32, 64, 128)
+    assert change.x.tolist() == [32, 64, 128]
     for length, mean in zip((32, 64, 128), change.means, strict=True):
         label = f"sequences of {length}"
         assert mean == pytest.approx(means["loss after", label] - means["loss before", label], abs=1e-5)

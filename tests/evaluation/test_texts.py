@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import lm
-from folders import metrics
+from folders import metrics, series_measured
 from trials import written
 
 from lm.config.eval_config import EvalConfig
@@ -21,7 +21,7 @@ from lm.evaluation import held_out
 from lm.evaluation.held_out import HeldOut, OtherTexts, long_sequences
 from lm.experiments.experiment_file import read_experiment
 from lm.model.decoder import Decoder
-from lm.runs.evaluations import evaluation_files
+from lm.runs.evaluations import evaluation_files, selection_mask
 from lm.runs.loading import load
 from lm.training.train import train
 
@@ -101,12 +101,14 @@ def test_documents_are_divided_into_those_that_select_and_report_where_there_are
     from lm.model.device import Device
 
     by_name = {
-        curve.what: curve
-        for curve in texts.measure(decoder, Device(torch.device("cpu"), False), lambda n: None)
-        if curve.samples
+        curve.task: curve
+        for curve in series_measured(texts, decoder, Device(torch.device("cpu"), False), lambda n: None)
+        if curve.points
     }
-    assert by_name["code"].data_fingerprint == texts.stores["code"].fingerprint
-    assert by_name["verse"].data_fingerprint == ""  # all of one document reports
+    (code_units,), (verse_units,) = by_name["code"].points, by_name["verse"].points
+    fingerprint = texts.stores["code"].fingerprint
+    assert code_units.selects.tolist() == selection_mask(fingerprint, code_units.groups.astype(int)).tolist()
+    assert verse_units.selects is None  # all of one document reports
 
 
 def test_documents_of_a_text_are_isolated_where_those_of_training_are(tiny, verse: Path, code: Path):
@@ -117,10 +119,10 @@ def test_documents_of_a_text_are_isolated_where_those_of_training_are(tiny, vers
         config = tiny(OFF, asked(verse, code).replace("16", "100"), f"data.documents={documents}")
         texts = OtherTexts(config, store := prepare(config.data))
         decoder = Decoder(config.model, store.vocab_size, config.data.seq_len, seed=1)
-        measured = texts.measure(decoder, Device(torch.device("cpu"), False), lambda n: None)
-        losses.append({curve.what: curve.samples[0].values for curve in measured if curve.samples})
+        measured = series_measured(texts, decoder, Device(torch.device("cpu"), False), lambda n: None)
+        losses.append({curve.task: curve.points[0].values for curve in measured if curve.points})
     has_boundary = (texts.held_out["code"].sequences[:, 1:-1] == store.end_of_text).any(1)
-    assert ((losses[0]["code"] != losses[1]["code"])[:, 0] == has_boundary).all()
+    assert ((losses[0]["code"] != losses[1]["code"]) == has_boundary).all()
     assert has_boundary.any()
     assert (losses[0]["verse"] == losses[1]["verse"]).all()
 

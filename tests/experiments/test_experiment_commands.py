@@ -17,7 +17,7 @@ from lm.experiments.slots import commands
 from lm.experiments.summary import summary_entries
 from lm.files import read_json
 from lm.report.frame import results as lm_results
-from lm.runs.evaluations import Evaluation, evaluation_path
+from lm.runs.evaluations import evaluation_path, load_evaluation
 from lm.runs.folder import read_config
 from lm.runs.same_run import config_problems
 
@@ -111,7 +111,7 @@ def test_what_was_measured_otherwise_is_measured_again(tmp_path):
     assert named(procedure.known_runs()[0]) == ["eval"]
     assert commands(procedure.known_runs()[0], procedure.experiment.folder)[0][2:] == ["eval.sequences=4"]
     path = evaluation_path(softmax.config.run_folder, "validation", softmax.outcome.last_step)
-    assert Evaluation.from_plain(read_json(path)).asked == {}, "as older versions wrote it"
+    assert load_evaluation(path).asked == {}
     finish(softmax, 5.0, asked={"sequences": 4})
     assert procedure.known_runs()[0].outcome.state == "unfinished", "long_context was not asked for as it is now"
 

@@ -8,14 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import yaml
 from conftest import ROOT, lm
-from fabricated import FINGERPRINT, evaluated, finish, finish_all, launching, logged, write_page
+from fabricated import FINGERPRINT, evaluated, finish, finish_all, launching, logged, validation, write_page
 from manifests import put
 
 from lm.config.load import to_yaml
 from lm.errors import RunError
+from lm.evaluation.answers import Recall, by_length
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.page import CROSSED_RATES_NOTE, SizeResults, _caveats, crossed_table
 from lm.experiments.plan import plan_lines
@@ -23,7 +25,7 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import differences_by_rate, measured_words, summary_entries, tuning_means, tuning_table_rows
 from lm.report.frame import results
 from lm.report.tables import csv_text
-from lm.runs.evaluations import Axis, Sample, Series, evaluation_path, selection_mask, validation_series
+from lm.runs.evaluations import evaluation_path, selection_mask, units_frame
 from lm.runs.folder import CONFIG, ENVIRONMENT
 from lm.statistics.intervals import over_seeds_and_documents
 from lm.statistics.verdicts import power, smallest_difference
@@ -48,23 +50,14 @@ def experiment(folder: Path, **changes: object) -> Procedure:
     return Procedure(read_experiment(*written(folder, **changes)))
 
 
-def recall(value: float) -> Series:
+def recall(value: float, *levels: tuple[str, float]) -> dict[str, pd.DataFrame]:
     """Accuracy in sequences of 16 and of 64 tokens, half of and twice the training length."""
-    samples = tuple(Sample(f"of {length}", np.full((4, 1), value), np.full(4, 8), np.arange(4)) for length in (16, 64))
-    axis = Axis("sequence length", "tokens", "in sequences of", (16, 64))
-    logged = ("recall/passkey 16", "recall/passkey 64")
-    return Series(
-        "recall",
-        "accuracy",
-        "fraction",
-        "higher",
-        32,
-        np.full(2, value),
-        "passkey",
-        axis=axis,
-        samples=samples,
-        logged=logged,
-    )
+    names = [f"recall/passkey {length}" for length in (16, 64)]
+    samples = [
+        (np.full((4, 1), value), units_frame(f"of {length}", np.arange(4), np.full(4, 8))) for length in (16, 64)
+    ]
+    about = replace(Recall.logged[0], title="", references=levels)
+    return {"recall": by_length(about, [16, 64], samples, task="passkey", names=names)}
 
 
 OF_RECALL = {"metric": "recall/passkey 64", "better": "higher", "matters": 0.1}
@@ -155,12 +148,10 @@ def test_the_second_interval_is_over_the_documents_that_report(tmp_path):
     by_run = {}
     for run in procedure.known_runs():
         finish(run, 5.0)
-        values = by_run[run.arm, run.seed] = 5 + random.normal(0, 0.1, (40, 1))
-        sample = Sample("held-out", values, np.ones(40), np.arange(40))
-        series = validation_series(float(values.mean()), None, 9.0, 32, sample, FINGERPRINT)
-        evaluated(run, "validation", run.outcome.last_step, series)
+        values = by_run[run.arm, run.seed] = 5 + random.normal(0, 0.1, 40)
+        evaluated(run, "validation", run.outcome.last_step, validation(values, 32))
     report = np.flatnonzero(~selection_mask(FINGERPRINT, np.arange(40))).tolist()
-    differences = np.stack([(by_run["ssmax", seed] - by_run["softmax", seed])[report, 0] for seed in (1, 2, 3)])
+    differences = np.stack([(by_run["ssmax", seed] - by_run["softmax", seed])[report] for seed in (1, 2, 3)])
     expected = over_seeds_and_documents(differences, np.ones(len(report)), np.array(report)).interval()
     assert summary_entries(procedure)[1]["over_seeds_and_documents"] == pytest.approx(expected.as_list(), abs=1e-5)
     assert expected.noise_source == f"3 seeds and {len(report)} documents"
@@ -178,10 +169,8 @@ def test_rates_are_chosen_on_the_documents_that_select_and_judged_on_those_that_
                 part: 5 + abs(math.log2(run.rate / best)) - (run.arm == "ssmax") * (0.1 + part)
                 for part, best in optima.items()
             }
-            values = np.array([by_part[bool(part)] for part in selects_document])[:, None]
-            sample = Sample("held-out", values, np.ones(40), np.arange(40))
-            series = validation_series(float(values.mean()), None, 9.0, 32, sample, FINGERPRINT)
-            evaluated(run, "validation", run.outcome.last_step, series)
+            values = np.array([by_part[bool(part)] for part in selects_document])
+            evaluated(run, "validation", run.outcome.last_step, validation(values, 32))
     assert procedure.choice("").rates == {"softmax": 2e-3, "ssmax": 2e-3}
     tuning = {
         run.rate: (run.selection_value, run.primary_value) for run in procedure.tuning_runs("") if run.arm == "softmax"
@@ -297,8 +286,7 @@ def test_accuracies_at_chance_are_not_compared(tmp_path, accuracies, verdict):
     base = {"base": str(ROOT / "tests" / "tiny.yaml"), "eval.recall": recalled}
     procedure = experiment(tmp_path, base=base, primary=OF_RECALL)
     for run in procedure.known_runs():
-        curve = replace(recall(accuracies[run.arm == "ssmax"]), references={"chance": 0.25})
-        finish(run, 5.0, curve)
+        finish(run, 5.0, recall(accuracies[run.arm == "ssmax"], ("chance", 0.25)))
     line = summary_entries(procedure)[1]
     assert line["verdict"] == verdict
     assert (verdict == "not learned") == ("is better than chance (0.25)" in line["words"])
@@ -324,7 +312,7 @@ def test_an_evaluation_that_is_damaged_says_what_to_do(tmp_path):
     run = procedure.known_runs()[0]
     finish(run, 5.0)
     path = evaluation_path(run.config.run_folder, "validation", run.outcome.last_step)
-    path.write_text('{"series": [')
+    path.write_text('# {"kind": [')
     with pytest.raises(
         RunError,
         match=r"was altered, .*; bring it back, or measure it again: lm eval .* --checkpoint \d+$",

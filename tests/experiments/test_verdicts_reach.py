@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 from conftest import ROOT
-from fabricated import FINGERPRINT, evaluated, finish, validate
+from fabricated import FINGERPRINT, evaluated, finish, validate, validation
 from manifests import put
 
 from lm.errors import ConfigError
@@ -27,7 +27,7 @@ from lm.experiments.plan import plan_lines
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_entries, summary_table, tuning_table_rows
 from lm.report.tables import csv_text
-from lm.runs.evaluations import Sample, selection_mask, validation_series
+from lm.runs.evaluations import VALIDATION_METRICS, selection_mask
 from lm.runs.folder import ENVIRONMENT
 from lm.statistics.intervals import over_seeds
 from lm.statistics.tokens import tokens_to_reach
@@ -154,9 +154,8 @@ def test_tokens_are_counted_on_the_documents_that_report_or_select_and_since_the
     trained(run, 1000.0)
     crossings = np.where(selection_mask(FINGERPRINT, np.arange(40)), 500.0, 1000.0)  # tokens by document
     for step in STEPS:
-        values = LEVEL - 0.2 * np.log(step * TOKENS / crossings)[:, None]
-        sample = Sample("held-out", values, np.ones(40), np.arange(40))
-        evaluated(run, "validation", step, validation_series(float(values.mean()), None, 9.0, 32, sample, FINGERPRINT))
+        values = LEVEL - 0.2 * np.log(step * TOKENS / crossings)
+        evaluated(run, "validation", step, validation(values, 32))
 
     def tokens() -> list[float]:
         outcome = replace(run.outcome)
@@ -171,8 +170,7 @@ def test_tokens_are_counted_on_the_documents_that_report_or_select_and_since_the
 def test_a_metric_of_no_better_direction_reaches_a_value_in_that_of_the_experiment(tmp_path, monkeypatch):
     procedure = experiment(tmp_path)
     monkeypatch.setattr(
-        "fabricated.validation_series",
-        lambda *arguments: [replace(curve, better="none") for curve in validation_series(*arguments)],
+        "lm.runs.evaluations.VALIDATION_METRICS", tuple(replace(metric, better="none") for metric in VALIDATION_METRICS)
     )
     for run in procedure.known_runs():
         trained(run, reached(run))

@@ -39,7 +39,7 @@ from lm.huggingface.exporting import QWEN2_WORDS, add_start_token, export_for_tr
 from lm.huggingface.modeling_lm import eager_attention
 from lm.model.decoder import Decoder
 from lm.plugins import PLUGINS
-from lm.runs.evaluations import evaluation_path
+from lm.runs.evaluations import evaluation_path, load_evaluation
 from lm.runs.loading import load, save_model
 from lm.training.train import train
 
@@ -109,10 +109,7 @@ def test_a_run_is_exported_with_its_tokenizer_and_a_card(tiny, tmp_path: Path):
     )
     assert list(generate(source.decoder, prompt, 8, Sampling(temperature=0))) == continuation[0, len(prompt) :].tolist()
     card = (out / "README.md").read_text()
-    evaluation = json.loads(
-        (config.run_folder / "evaluations" / f"validation.step-{source.stamp['step']:06d}.json").read_text()
-    )
-    loss = next(curve for curve in evaluation["series"] if curve["metric"] == "val/loss")["means"][0]
+    loss = load_evaluation(evaluation_path(config.run_folder, "validation", source.stamp["step"])).series[0].means[0]
     for phrase in (
         "library_name: transformers",
         f"val/loss (nats per token) |  |  | {loss:.4f} | 4 |",
@@ -156,16 +153,16 @@ def test_the_card_of_weights_without_a_training_run_says_where_they_come_from(ti
     )
 
 
-def test_an_evaluation_of_an_older_version_is_refused_by_name_and_one_of_another_step_is_not_read(tiny, tmp_path: Path):
+def test_an_evaluation_that_is_none_is_refused_by_name_and_one_of_another_step_is_not_read(tiny, tmp_path: Path):
     config = tiny("name=run", "eval.long_context.length_factor=0")
     train(config)
     old = evaluation_path(config.run_folder, "validation", 4)
-    old.write_text(json.dumps({"kind": "validation", "step": 4, "series": [{}]}))
+    old.write_text("nothing")
     exported(config.run_folder, tmp_path / "hf")
-    evaluation_path(config.run_folder, "other", 8).write_text(json.dumps({"kind": "other", "step": 8, "series": [{}]}))
+    evaluation_path(config.run_folder, "other", 8).write_text("nothing")
     result = lm("export", str(config.run_folder), "--format", "hf", "-o", str(tmp_path / "none"))
     assert (result.returncode, result.stderr.count("\n")) == (1, 1), result.stderr
-    assert "other.step-000008.json" in result.stderr
+    assert "other.step-000008.csv" in result.stderr
     assert not (tmp_path / "none").exists()
 
 

@@ -28,7 +28,7 @@ def wrong_hints(text: str) -> list[str]:
     words = [word.strip("'") for hint in re.findall(r"pip install ([^`\"\n;)]*)", text) for word in hint.split()]
     names = [word for word in words if not word.startswith(("-", "$", "{", "."))]
     return [word for word in names if word not in OPTIONAL] + re.findall(
-        r"(?<![\w.-])lm(?:-normalizers)?\[[a-z,]+\]", text
+        r"(?<![\w.-])lm(?:-normalizers)?\[[a-z]+\]", text
     )
 
 

@@ -123,7 +123,7 @@ def test_the_documented_commands_work_without_the_clone(away: tuple[Path, Path])
     assert "6 layers" not in outputs["train"]
     assert "4 steps" in outputs["train"]
     assert re.search(r"other +loss", outputs["eval"]) or "other" in outputs["eval"]
-    (result,) = (folder / "runs").glob("*/evaluations/texts.step-*.json")
+    (result,) = (folder / "runs").glob("*/evaluations/texts.step-*.csv")
     assert "text/other/loss" in result.read_text()
     facts = json.loads(run([str(program), "info", "--json"], folder))
     assert facts["lm"]["version"] == lm.__version__

@@ -5,7 +5,7 @@ import re
 import pytest
 import yaml
 from manifests import put
-from reported import build_run, compared, edit, first_sample, write_report
+from reported import build_run, compared, edit, write_report
 
 from lm.config.normalizers import label as normalizer_label
 from lm.errors import RunError
@@ -80,7 +80,7 @@ def test_a_key_that_is_off_is_as_one_that_an_older_run_lacks(pair):
 
 def test_an_unfinished_run_is_shouted(pair):
     for kind in ("validation", "long_context"):
-        edit(pair[1], kind, lambda content: content.update(tokens_seen=8192))
+        edit(pair[1], kind, lambda rows: None, tokens_seen=8192)
     comparison = compare_runs([read_run(folder) for folder in pair])
     assert comparison.warning == "The runs have not seen the same number of tokens: softmax: 1,638,400; ssmax: 8,192."
 
@@ -215,7 +215,7 @@ def test_too_few_documents_give_no_interval_and_are_said(tmp_path):
     ]
     assert "paired by sequence, Student t over 16 documents (128 sequences)" in compared(*folders)[1][()].note
     for folder in folders:
-        edit(folder, "validation", lambda result: first_sample(result).update(groups=[row // 64 for row in range(128)]))
+        edit(folder, "validation", lambda rows: rows.assign(group=rows["sample"] // 64))
     difference = compared(*folders)[1][()]
     assert (difference.interval, difference.note) == (None, "sequences of 2 documents: an interval takes at least 3")
 

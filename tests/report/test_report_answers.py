@@ -5,23 +5,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
+from fabricated import validation
 from reported import (
     answers,
     asked,
     build_run,
     compared,
     edit,
-    first_sample,
     fraction_right,
     write_answers,
-    write_evaluation,
     write_report,
-    write_series,
+    write_rows,
 )
 
 from lm.report.comparison_pictures import heat_maps, overview
-from lm.runs.evaluations import Sample, validation_series
 from lm.runs.record import read_run
 from lm.statistics.intervals import Interval, effective_trials, wilson
 
@@ -51,7 +50,7 @@ def test_answers_have_intervals_and_paired_differences_at_the_longest_sequences(
         "a control says nothing about an arm"
     )
     assert differences[RECALL].interval is None, "all sequences differ by the same"
-    edit(folders[1], "recall", lambda result: first_sample(result, 1)["values"].reverse())
+    edit(folders[1], "recall", lambda rows: reverse(rows, 512))
     differences = compared(*folders)[1]
     assert differences[RECALL].interval.mean == pytest.approx(0.5)
     assert differences[RECALL].interval.low < 0.49
@@ -76,24 +75,41 @@ def test_needles_by_depth_and_length_are_a_map_for_each_arm(tmp_path):
     ]
     for folder, exact in zip(folders, (0.2, 0.4, 0.8), strict=True):
         rows = [
-            answers({64: [1, 1], 512: [exact - loss] * 2}, depth, 1, what=depth, kind="needle", seq_len=64)
+            untitled(answers({64: [1, 1], 512: [exact - loss] * 2}, depth, 1, task=depth))
             for depth, loss in losses.items()
         ]
-        rows = [replace(series, shown=None) for series in rows]
-        write_series(folder, "needle", rows)
+        write_rows(folder, "needle", pd.concat(rows))
     (picture,) = heat_maps(compared(*folders)[0])
     assert [panel.title for panel in picture.panels] == ["softmax", "ssmax"]
     for panel, exact in zip(picture.panels, (0.3, 0.8), strict=True):  # the mean over two seeds, and one
         assert (panel.rows, list(panel.columns), panel.top) == ([*losses], ["64", "512"], 1)
         assert panel.values == pytest.approx(np.array([[1, exact - loss] for loss in losses.values()]))
-    write_series(folders[2], "needle", rows[:3])
+    write_rows(folders[2], "needle", pd.concat(rows[:3]))
     assert heat_maps(compared(folders[2])[0]) == [], "lines show as few"
 
 
-def weighed(result: dict, values: list[float], weights: list[int]) -> None:
-    """Give the first sample other values and weights, and its series their mean."""
-    first_sample(result).update(values=[[value] for value in values], weights=weights)
-    result["series"][0]["means"] = [float(np.average(values, weights=weights))]
+def untitled(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows that no report shows in a table."""
+    return rows.assign(about=[replace(metric, title="") for metric in rows["about"]])
+
+
+def reverse(rows: pd.DataFrame, length: int) -> None:
+    """Reverse the values of the first task and setting in sequences of a length."""
+    mask = (rows["x"] == length) & (rows["setting"] == "as trained")
+    rows.loc[mask, "value"] = rows.loc[mask, "value"].to_numpy()[::-1]
+
+
+def weighed(rows: pd.DataFrame, values: list[float], weights: list[int]) -> None:
+    """Give the first units other values and weights."""
+    rows.loc[range(len(values)), ["value", "weight"]] = np.array([values, weights], float).T
+
+
+def with_levels(rows: pd.DataFrame, *levels: tuple[str, float], first: bool = False) -> pd.DataFrame:
+    """Rows with other reference levels, all or those of the first metric."""
+    metric = rows["about"].iloc[0]
+    return rows.assign(
+        about=[replace(about, references=levels) if about == metric or not first else about for about in rows["about"]]
+    )
 
 
 def levels(folder: Path) -> list[dict[str, float]]:
@@ -104,10 +120,10 @@ def test_chance_is_read_with_the_answers_and_drawn(tmp_path):
     folder = build_run(tmp_path, "soft", asked={64: 0.9})
     assert levels(folder) == [{"chance": 0.3397}, {"chance, roll-out": 0.125}, {}, {}], "one needle is no choice"
     assert "chance, picking among the answers shown and not yet given" in overview(compared(folder)[0]).caption
-    edit(folder, "needle", lambda result: result["series"][0].update(references={"chance": 0.25}))
+    edit(folder, "needle", lambda rows: with_levels(rows, ("chance", 0.25), first=True))
     assert levels(folder)[2:] == [{"chance": 0.25}, {}]
     for kind in ("recall", "needle"):
-        edit(folder, kind, lambda result: [series.update(references={}) for series in result["series"]])
+        edit(folder, kind, with_levels)
     titles = [panel.title for panel in overview(compared(folder)[0]).panels]
     assert not any(title.startswith("Accuracy") for title in titles), "one length without a level is no picture"
 
@@ -155,7 +171,7 @@ def test_differences_are_at_the_longest_sequences_that_both_were_asked_in(tmp_pa
         build_run(tmp_path, "soft", asked={64: 0.9}),
         build_run(tmp_path, "scalable", "ssmax", asked={64: 0.5, 512: 0.5}),
     ]
-    edit(folders[1], "recall", lambda result: first_sample(result)["values"].reverse())
+    edit(folders[1], "recall", lambda rows: reverse(rows, 64))
     difference = compared(*folders)[1][RECALL]
     assert difference.interval.mean == pytest.approx(-0.4)
     assert "in sequences of 64" in difference.subject
@@ -178,11 +194,7 @@ def test_runs_on_symbols_lack_nothing_without_long_sequences_and_bytes(tmp_path)
         "data": {"seq_len": 64, "tasks": [{"weight": 1.0, "task": {"name": "mqar"}}]},
     }
     folder = build_run(tmp_path, "soft", asked={64: 0.9}, evaluations=("validation",), **symbols)
-    write_series(
-        folder,
-        "validation",
-        validation_series(3.0, None, 6.31, 64, Sample("a", np.full((9, 1), 3.0), np.ones(9), np.arange(9))),
-    )
+    write_rows(folder, "validation", validation(np.full(9, 3.0), 64, 6.31, ""))
     assert read_run(folder).missing == ()
     files = write_report([folder], tmp_path / "out")
     assert "bits_per_byte" not in files.markdown.read_text()
@@ -194,6 +206,3 @@ def test_runs_on_symbols_lack_nothing_without_long_sequences_and_bytes(tmp_path)
 def test_an_evaluation_of_answers_that_is_asked_for_is_missed(tmp_path):
     folder = build_run(tmp_path, "soft", data={"seq_len": 64, "tasks": [{"weight": 0.5, "task": {"name": "needle"}}]})
     assert read_run(folder).missing == ("no recall evaluation",)
-    write_evaluation(folder, "recall", 200, {"kind": "recall", "step": 200, "cells": [{"task": {"name": "needle"}}]})
-    (lack,) = read_run(folder).missing
-    assert "no recall evaluation that can be read" in lack

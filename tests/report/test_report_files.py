@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from conftest import thinned
 from fabricated import save
-from reported import build_run, first_sample, plain, write_evaluation, write_report
+from reported import build_run, edit, plain, write_report
 from rich.console import Console
 
 from lm import files as lm_files
@@ -137,19 +137,7 @@ def exploding(root: Path, value: float) -> list[list[Path]]:
     """A run whose losses become `value`, beside another one and alone."""
     folder = build_run(root, "exploding", "ssmax")
     for kind in ("validation", "long_context"):
-        path = folder / f"evaluations/{kind}.step-000200.json"
-        content = json.loads(path.read_text())
-        loss = content["series"][0]
-        if kind == "validation":
-            for curve in content["series"]:
-                curve["means"] = [value]
-            first_sample(content)["values"] = [[value]] * 128
-        else:
-            half = len(loss["means"]) // 2
-            for row in (loss["means"], *first_sample(content)["values"]):
-                row[half:] = [value] * (len(row) - half)
-            loss["curve"][100:] = [value] * (len(loss["curve"]) - 100)
-        write_evaluation(folder, kind, 200, content)
+        edit(folder, kind, lambda rows: rows.assign(value=rows["value"].where(rows["x"] < 100, value)))
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     metrics = [line | {key: value for key in line if key.endswith("loss") and line["step"] > 100} for line in metrics]
     (folder / "metrics.jsonl").write_text("\n".join(json.dumps(plain(line)) for line in metrics))

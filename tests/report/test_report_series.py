@@ -1,52 +1,50 @@
 """Reports know no kind of evaluation by name: a made-up one is in every table, picture, difference and check."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
-from manifests import record
-from reported import build_run, compared, edit, write_evaluation, write_report
+from reported import build_run, compared, edit, write_report, write_rows
 
-from lm.errors import RunError
 from lm.report.comparison_pictures import overview
 from lm.report.comparison_tables import comparison_tables, run_facts
-from lm.runs.evaluations import Axis, Sample, Series, Shown
-from lm.runs.record import read_run
+from lm.runs.evaluations import rows, units_frame
+from lm.runs.metric import Axis, Metric
 
 
-def probe(rng: np.random.Generator, level: float) -> list[Series]:
+def probe(rng: np.random.Generator, level: float) -> pd.DataFrame:
     """A number, a curve by position, and points at depths with units of their own."""
-    common = {"kind": "probe", "seq_len": 64, "better": "higher", "setting": "as trained", "interval": "documents"}
 
-    def sample(name: str, columns: int, units: int = 40) -> Sample:
-        return Sample(name, level + rng.normal(0, 0.1, (units, columns)), np.ones(units), np.arange(units))
+    def measured(name: str, columns: int, units: int = 40) -> dict[str, object]:
+        values = level + rng.normal(0, 0.1, (units, columns))
+        return {"values": values, "units": units_frame(name, np.arange(units)), "setting": "as trained"}
 
-    number, bins, points = sample("n", 1), sample("b", 3), [sample(f"p{depth}", 1, 10 + depth) for depth in (0, 1)]
-    mean = number.values.mean(0)
-    return [
-        Series(metric="sparsity", unit="bits", means=mean, samples=(number,), references={"uniform": 9.0},
-            logged=("probe/sparsity",),
-               shown=Shown("Sparsity of attention", "probe sequences", "40 of 64 tokens"), **common),
-        Series(metric="sparsity", unit="bits", means=bins.values.mean(0), samples=(bins,), curve=np.full(256, level),
-               axis=Axis("position", "tokens", "at positions", (0, 64, 128, 256), bins=True),
-               shown=Shown("Sparsity of attention", "long probe sequences", "40 of 256 tokens", "sparsity by position"),
-               **common),
-        Series(metric="reach", unit="tokens", means=np.array([part.values.mean() for part in points]),
-            samples=tuple(points), what="books",
-               axis=Axis("depth", "", "at depth", (0.0, 0.5), log=False),
-               shown=Shown("Reach by depth", "deep probe sequences", "10 of 64 tokens", "reach by depth"), **common),
-    ]  # fmt: skip
+    sparsity = Metric("probe/sparsity", "bits", "higher", quantity="sparsity", units="documents", interval=True)
+    words = {"title": "Sparsity of attention", "measured_on": "probe sequences", "amount": "40 of 64 tokens"}
+    number = replace(sparsity, references=(("uniform", 9.0),), **words)
+    words |= {"measured_on": "long probe sequences", "amount": "40 of 256 tokens", "caption": "sparsity by position"}
+    bins = replace(sparsity, name="", axis=Axis("position", "tokens", "at positions"), **words)
+    words = {"title": "Reach by depth", "measured_on": "deep probe sequences", "amount": "10 of 64 tokens"}
+    depth = Axis("depth", "", "at depth", log=False)
+    points = replace(sparsity, name="", unit="tokens", quantity="reach", axis=depth, caption="reach by depth", **words)
+    return pd.concat(
+        [
+            rows(number, **measured("n", 1), names=["probe/sparsity"]),
+            rows(bins, **measured("b", 3), x=[0, 64, 128], until=[64, 128, 256]),
+            *(rows(points, **measured(f"p{x}", 1, 10 + int(2 * x)), x=[x], task="books") for x in (0.0, 0.5)),
+        ],
+        ignore_index=True,
+    )
 
 
 @pytest.fixture
 def folders(tmp_path: Path) -> list[Path]:
     run_folders = [build_run(tmp_path, "soft"), build_run(tmp_path, "scalable", "ssmax")]
     for folder, level in zip(run_folders, (2.0, 3.0), strict=True):
-        series = [curve.plain() for curve in probe(np.random.default_rng(len(folder.name)), level)]
-        stamp = {"kind": "probe", "step": 200, "tokens_seen": 200 * 8192, "data_fingerprint": "d"}
-        made_with = {"options": {}, "precision": "32", "weights_sha256": "w"}
-        write_evaluation(folder, "probe", 200, stamp | made_with | {"series": series})
+        write_rows(folder, "probe", probe(np.random.default_rng(len(folder.name)), level))
     return run_folders
 
 
@@ -66,10 +64,12 @@ def test_a_made_up_kind_of_evaluation_is_reported(folders, tmp_path):
     for measured_on in ("probe sequences", "long probe sequences", "deep probe sequences"):
         assert checks[f"{measured_on} (sha256)"] is checks[f"tokens seen, {measured_on}"] is True
     files = write_report(folders, tmp_path / "out")
-    rows = {(row["table"], row["arm"], row["quantity"]): row for row in csv.DictReader(files.csv.open())}
-    assert float(rows["Sparsity of attention in training lengths", "ssmax", "sparsity 2x-4x"]["value"]) == 3
-    assert rows["Sparsity of attention", "ssmax", "uniform"]["value"] == "9.0000"
-    deep = rows["Reach by depth", "softmax", "0.5"]
+    cells = {(row["table"], row["arm"], row["quantity"]): row for row in csv.DictReader(files.csv.open())}
+    assert float(
+        cells["Sparsity of attention in training lengths", "ssmax", "sparsity 2x-4x"]["value"]
+    ) == pytest.approx(3, abs=0.1)
+    assert cells["Sparsity of attention", "ssmax", "uniform"]["value"] == "9.0000"
+    deep = cells["Reach by depth", "softmax", "0.5"]
     assert (deep["task"], deep["unit"], deep["interval over"]) == (
         "books",
         "tokens, 95% interval over sequences, 1 seed, alone",
@@ -99,18 +99,12 @@ def test_a_made_up_kind_has_panels_for_what_is_over_an_axis(folders):
     assert "From position 16." in picture.caption
 
 
-def test_series_that_are_none_are_refused_in_one_line(folders):
-    path = next(folders[0].glob("evaluations/probe.*"))
-    path.write_text(path.read_text().replace('"higher"', '"more"'))
-    record(folders[0])
-    with pytest.raises(RunError, match=r"probe.step-000200.json: .*: better must be lower or higher or none; bring"):
-        read_run(folders[0])
-
-
 def test_a_point_that_is_not_finite_is_said_and_has_no_interval(folders, tmp_path):
-    edit(folders[1], "probe", lambda result: result["series"][2]["means"].__setitem__(0, None))
-    edit(folders[1], "probe", lambda result: result["series"][2]["samples"][0]["values"][0].__setitem__(0, None))
+    def spoil(rows: pd.DataFrame) -> None:
+        rows.loc[rows.index[(rows["task"] == "books") & (rows["x"] == 0)][0], "value"] = np.nan
+
+    edit(folders[1], "probe", spoil)
     files = write_report(folders, tmp_path / "out")
-    rows = {(row["table"], row["arm"], row["quantity"]): row for row in csv.DictReader(files.csv.open())}
-    assert rows["Reach by depth", "ssmax", "0"]["value"] == "not finite"
+    cells = {(row["table"], row["arm"], row["quantity"]): row for row in csv.DictReader(files.csv.open())}
+    assert cells["Reach by depth", "ssmax", "0"]["value"] == "not finite"
     assert b"nan" not in files.csv.read_bytes()

@@ -21,8 +21,8 @@ from lm.config.load import load_config
 from lm.config.model_config import Learned, ModelConfig
 from lm.data.prepare import prepare
 from lm.data.tokenizer import train_tokenizer
-from lm.files import read_json
 from lm.model.decoder import Decoder
+from lm.runs.evaluations import load_evaluation
 from lm.runs.folder import with_shape_of
 from lm.runs.loading import export, load, save_model
 from lm.training.starting import start_new_run
@@ -47,11 +47,9 @@ def test_a_model_is_evaluated_on_the_text_of_a_configuration(saved: Path, base: 
     out = tmp_path / "numbers.csv"
     result = lm("eval", str(saved), str(base), "eval.sequences=4", "-o", str(out))
     assert result.returncode == 0, result.stderr
-    evaluation = read_json(saved / "evaluations" / "validation.step-000000.json")
-    loss = next(curve for curve in evaluation["series"] if curve["metric"] == "val/loss")
-    assert np.log(290) - 1 < loss["means"][0] < np.log(300) + 1  # untrained
-    assert loss["seq_len"] == 48
-    assert len(loss["samples"][0]["values"]) == 4
+    loss = load_evaluation(saved / "evaluations" / "validation.step-000000.csv").series[0]
+    assert np.log(290) - 1 < loss.means[0] < np.log(300) + 1  # untrained
+    assert (loss.metric, loss.seq_len, len(loss.points[0].values)) == ("val/loss", 48, 4)
     assert "290" in result.stdout  # the vocabulary of the store: the model's tokenizer, not the configuration's
     assert load_config([str(base)]).data.tokenizer.name == "train"
     second_result = lm("eval", str(saved), str(saved), str(base), "eval.sequences=4")  # named twice, measured once
@@ -87,19 +85,18 @@ def test_a_loss_of_other_weights_of_a_mixture_is_measured_again(saved: Path, cor
 def test_a_model_is_diagnosed_on_the_text_of_a_configuration(saved: Path, base: Path):
     result = lm("diagnose", str(saved), str(base), "eval.diagnostics.sequences=2", "eval.diagnostics.length_factor=1")
     assert result.returncode == 0, result.stderr
-    assert (saved / "evaluations" / "diagnostics.step-000000.json").is_file()
+    assert (saved / "evaluations" / "diagnostics.step-000000.csv").is_file()
 
 
 def test_a_model_is_swapped_on_the_text_of_a_configuration_and_trained_from(saved: Path, base: Path, tmp_path: Path):
     out = tmp_path / "swapped"
     result = lm("swap", str(saved), str(base), "--to", "ssmax", "--init", "match", "-o", str(out), "eval.sequences=4")
     assert result.returncode == 0, result.stderr
-    assert f"and all intervals: {out}/evaluations/swap.step-000000.json\n" in result.stdout
+    assert f"and all intervals: {out}/evaluations/swap.step-000000.csv\n" in result.stdout
     swapped = load(out)
     assert (swapped.spec.model.normalizer.name, swapped.spec.vocab_size, swapped.spec.seq_len) == ("ssmax", 300, 48)
     assert (swapped.spec.end_tokens, load(export(out, "last", tmp_path / "exported")).spec.end_tokens) == (["e"], ["e"])
-    evaluation = read_json(out / "evaluations" / "swap.step-000000.json")
-    assert evaluation["options"]["before"] == "softmax"
+    assert load_evaluation(out / "evaluations" / "swap.step-000000.csv").options["before"] == "softmax"
     assert lm("eval", str(out), "eval.sequences=4").returncode == 0
     options = [str(base), f"init_from={out}", f"runs={tmp_path}", "name=run", "data.seq_len=32", "eval.sequences=4"]
     words = [*options, "train_only=normalizer", "trainer.activation_checkpointing=true", "trainer.max_steps=2"]

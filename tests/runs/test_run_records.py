@@ -1,14 +1,13 @@
 """Run folders as reports read them: whole, unfinished, of older versions, corrupt."""
 
-import json
 import re
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from fabricated import save
+from fabricated import keep, save
 from manifests import edited
-from reported import SEQ_LEN, build_run, edit, write_evaluation, write_report
+from reported import SEQ_LEN, build_run, edit, write_report
 
 import lm
 from lm.errors import RunError
@@ -17,6 +16,7 @@ from lm.report.comparison import arm_label, compare_runs
 from lm.report.comparison_pictures import overview
 from lm.report.comparison_tables import run_facts
 from lm.report.html import write_comparison
+from lm.runs.evaluations import load_evaluation
 from lm.runs.folder import PEAK_MEMORY, peak_memory, training_seconds
 from lm.runs.record import read_run
 from lm.training.train import train
@@ -26,9 +26,9 @@ def test_a_run_is_read_whole(pair):
     run = read_run(pair[1])
     assert (run.name, run.seeds, run.flat["data.seq_len"], run.missing) == ("scalable", (1,), SEQ_LEN, ())
     validation, bits, *long = run.series
-    assert validation.samples[0].values.shape == (128, 1)
-    assert bits.samples == ()
-    assert [(curve.setting, curve.samples[0].values.shape[0]) for curve in long] == [
+    assert [len(units.values) for units in validation.points] == [128]
+    assert bits.points == ()
+    assert [(curve.setting, len(curve.points[0].values)) for curve in long] == [
         ("as trained", 24),
         ("theta x 50", 24),
     ]
@@ -44,14 +44,13 @@ def test_the_label_of_a_swapped_run_names_the_init_of_new_parameters_where_there
 
 
 def test_the_last_evaluation_counts(pair):
-    old = json.loads((pair[0] / "evaluations/validation.step-000200.json").read_text())
-    write_evaluation(pair[0], "validation", 90, old | {"step": 90})
+    keep(pair[0], replace(load_evaluation(pair[0] / "evaluations/validation.step-000200.csv"), step=90))
     assert read_run(pair[0]).evaluations[0].step == 200
 
 
 def test_evaluations_of_different_steps_are_said(pair):
-    path = pair[0] / "evaluations/long_context.step-000200.json"
-    write_evaluation(pair[0], "long_context", 90, json.loads(path.read_text()) | {"step": 90, "tokens_seen": 90 * 8192})
+    path = pair[0] / "evaluations/long_context.step-000200.csv"
+    keep(pair[0], replace(load_evaluation(path), step=90, tokens_seen=90 * 8192))
     path.unlink()
     run = read_run(pair[0])
     assert run.missing == ("the validation evaluation is of step 200, the long-context evaluation of step 90",)
@@ -89,8 +88,8 @@ def test_not_a_run_folder(tmp_path):
     [
         ("environment.json", "was altered, or is of another folder"),
         ("config.yaml", "was altered, or is of another folder"),
-        ("evaluations/validation.step-000200.json", "was altered, or is of another folder"),
-        ("evaluations/long_context.step-000200.json", "was altered, or is of another folder"),
+        ("evaluations/validation.step-000200.csv", "was altered, or is of another folder"),
+        ("evaluations/long_context.step-000200.csv", "was altered, or is of another folder"),
         ("metrics.jsonl", "was altered since step-000200.ckpt was saved"),
         ("manifest.jsonl", "was altered, or is of another folder"),
     ],
@@ -113,9 +112,20 @@ def test_corrupt_files_are_named(pair, name, words, damage):
     assert "\n" not in str(error.value)
 
 
-def test_numbers_of_the_wrong_shape_are_refused(pair):
-    edit(pair[0], "validation", lambda result: result["series"][0]["samples"][0].update(weights=[1] * 5))
-    with pytest.raises(RunError, match=r"validation.step-000200.json: .*samples.weights has shape \(5,\), not "):
+def test_evaluations_of_an_older_version_are_refused(pair):
+    for path in pair[0].glob("evaluations/*.csv"):
+        path.rename(path.with_suffix(".json"))
+    with pytest.raises(
+        RunError, match=rf"\.json: an earlier version wrote it, .*; lm eval {pair[0]} makes them again$"
+    ):
+        read_run(pair[0])
+
+
+def test_a_table_of_other_columns_is_refused(pair):
+    edit(pair[0], "validation", lambda rows: rows.rename(columns={"value": "loss"}).assign(value=rows["value"]))
+    with pytest.raises(
+        RunError, match=r"validation.step-000200.csv: not an evaluation of this version: its columns are"
+    ):
         read_run(pair[0])
 
 
@@ -151,14 +161,6 @@ def test_training_time_is_over_all_starts_or_after_a_step():
     assert [training_seconds(lines, step) for step in (0, 4, 6)] == [9.0, 3.0, 0.0]
     assert training_seconds([]) is peak_memory([]) is None
     assert peak_memory(lines) == 8
-
-
-def test_an_evaluation_of_an_older_version_among_all_steps_is_an_error_of_one_line(pair):
-    edit(pair[0], "validation", lambda content: content["series"][0].pop("references"))
-    with pytest.raises(
-        RunError, match=r"validation.step-000200.json: not an evaluation of this version: 'references'; bring it back"
-    ):
-        lm.results(pair[0], history=True)
 
 
 def test_a_diverged_run_is_called_so_everywhere(tiny, tmp_path, capsys):

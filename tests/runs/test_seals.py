@@ -3,14 +3,17 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 import torch
 import yaml
 from conftest import ROOT
-from fabricated import finish_all, keep, save, validate
+from fabricated import EMPTY, evaluation_of, finish_all, save, validate
 from manifests import put, record
 from reported import two_runs
 
@@ -20,9 +23,8 @@ from lm.evaluation.evaluation_kind import Measurement
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_entries, tuning_table_rows
-from lm.files import json_bytes
 from lm.model.device import Device
-from lm.runs.evaluations import MEASURING_PACKAGES, Evaluation, evaluation_path, load_evaluation, measuring_code
+from lm.runs.evaluations import MEASURING_PACKAGES, evaluation_path, measuring_code
 from lm.runs.folder import CONFIG, DIVERGED, METRICS, check_log
 from lm.runs.manifest import MANIFEST
 from lm.runs.record import read_run
@@ -71,28 +73,17 @@ def moved(procedure: Procedure) -> None:
 
 
 def lowered(procedure: Procedure, step: int | None = None) -> None:
-    """Every sample lower by 1."""
+    """Every value lower by 1."""
     path = file_of(ours(procedure), step)
-    content = json.loads(path.read_text())
-    content["series"][0]["samples"][0]["values"] = [
-        [value - 1] for (value,) in content["series"][0]["samples"][0]["values"]
-    ]
-    path.write_bytes(json_bytes(content))
+    head, _, table = path.read_text().partition("\n")
+    before = pd.read_csv(StringIO(table))
+    path.write_text(f"{head}\n{before.assign(value=before['value'] - 1).to_csv(index=False)}")
 
 
 def resealed(procedure: Procedure, step: int | None = None) -> None:
-    """Every sample lower by 1, with a line in the manifest."""
+    """Every value lower by 1, with a line in the manifest."""
     lowered(procedure, step)
     record(ours(procedure).config.run_folder)
-
-
-def resealed_with_means(procedure: Procedure) -> None:
-    """Every sample and the mean lower by 1, with a line in the manifest."""
-    path = file_of(ours(procedure))
-    content = json.loads(path.read_text())
-    content["series"][0]["means"][0] -= 1
-    path.write_bytes(json_bytes(content))
-    resealed(procedure)
 
 
 def unsealed(procedure: Procedure) -> None:
@@ -157,12 +148,11 @@ def exchanged(procedure: Procedure) -> None:
 
 ALTERED = r"was altered, or is of another folder \(its sha256 is not in manifest\.jsonl\); bring it back"
 EDITS = {
-    copied: rf"validation\.step-\d+\.json: {ALTERED}, or measure it again: lm eval .* --checkpoint \d+$",
-    moved: rf"validation\.step-\d+\.json: {ALTERED}, or measure it again: lm eval ",
-    lowered: rf"validation\.step-\d+\.json: {ALTERED}, or measure it again: lm eval ",
-    resealed: r"step-\d+\.json: val/loss is \d\.\d+, metrics\.jsonl says \d\.\d+: delete the file, and lm eval",
-    resealed_with_means: r"step-\d+\.json: val/loss is \d\.\d+, metrics\.jsonl says \d\.\d+: delete the file",
-    unsealed: rf"validation\.step-\d+\.json: {ALTERED}, or measure it again: lm eval ",
+    copied: rf"validation\.step-\d+\.csv: {ALTERED}, or measure it again: lm eval .* --checkpoint \d+$",
+    moved: rf"validation\.step-\d+\.csv: {ALTERED}, or measure it again: lm eval ",
+    lowered: rf"validation\.step-\d+\.csv: {ALTERED}, or measure it again: lm eval ",
+    resealed: r"step-\d+\.csv: val/loss is \d\.\d+, metrics\.jsonl says \d\.\d+: delete the file, and lm eval",
+    unsealed: rf"validation\.step-\d+\.csv: {ALTERED}, or measure it again: lm eval ",
     without_manifest: r"ssmax-[^/]*: has no manifest\.jsonl: it is of lm 0\.11 or earlier, and lm 0\.11 reads it, or",
     with_others_manifest: rf"config\.yaml: {ALTERED}",
     with_manifest_cut: ALTERED,
@@ -207,7 +197,7 @@ def test_so_are_the_evaluations_on_the_way_to_a_value(tmp_path, edit: Callable[[
     edit(procedure, 4)
     with pytest.raises(
         RunError,
-        match=r"validation\.step-000004\.json: .*; bring it back: the checkpoint of its step is no longer there",
+        match=r"validation\.step-000004\.csv: .*; bring it back: the checkpoint of its step is no longer there",
     ):
         summary_entries(Procedure(procedure.experiment))
 
@@ -215,7 +205,7 @@ def test_so_are_the_evaluations_on_the_way_to_a_value(tmp_path, edit: Callable[[
 def test_a_resealed_evaluation_on_the_way_is_compared_with_the_log(tmp_path):
     procedure = finished(tmp_path, primary={"reach": 5.5})
     resealed(procedure, 4)
-    with pytest.raises(RunError, match=r"step-000004\.json: val/loss is 5\.0000, metrics\.jsonl says 6\.0000: delete"):
+    with pytest.raises(RunError, match=r"step-000004\.csv: val/loss is 5\.0000, metrics\.jsonl says 6\.0000: delete"):
         summary_entries(Procedure(procedure.experiment))
 
 
@@ -252,7 +242,7 @@ def test_a_folder_holds_the_run_that_its_name_says(tmp_path, places: tuple, way:
 @pytest.mark.parametrize("what", ["evaluation", "log", "checkpoint", "configuration"])
 def test_a_report_reads_nothing_that_was_changed_either(tmp_path, what: str):
     soft, scalable = two_runs(tmp_path)
-    name = "evaluations/validation.step-000200.json"
+    name = "evaluations/validation.step-000200.csv"
     if what == "evaluation":
         shutil.copy(soft / name, scalable / name)
     elif what == "log":
@@ -263,7 +253,7 @@ def test_a_report_reads_nothing_that_was_changed_either(tmp_path, what: str):
     else:
         (scalable / "checkpoints" / "last.ckpt").write_bytes(b"")
     words = {
-        "evaluation": rf"validation\.step-000200\.json: {ALTERED}",
+        "evaluation": rf"validation\.step-000200\.csv: {ALTERED}",
         "log": "was altered since",
         "checkpoint": "not a readable",
         "configuration": rf"config\.yaml: {ALTERED}",
@@ -277,11 +267,6 @@ def test_a_run_is_reported_without_its_checkpoints(tmp_path):
     folder = two_runs(tmp_path)[0]
     shutil.rmtree(folder / "checkpoints")
     assert read_run(folder).missing == ()
-
-
-def test_an_evaluation_comes_back_as_it_was_kept(tmp_path):
-    evaluation = Evaluation("validation", 3, 30, "data", {"a": 1}, "32", "w", (), {}, {"lm": "c"})
-    assert load_evaluation(keep(tmp_path, evaluation)).plain() == evaluation.plain() | {"series": []}
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +297,7 @@ def test_what_was_measured_by_other_code_is_measured_again(tmp_path, monkeypatch
         load_config([str(ROOT / "tests" / "tiny.yaml"), "data.source.paths=[.]"]), SimpleNamespace(fingerprint="data")
     )
     device = Device(torch.device("cpu"), False)
-    evaluation = Evaluation("long_context", 8, 80, "data", {}, "32", "w", (), {}, probe.code)
+    evaluation = replace(evaluation_of(EMPTY, "long_context", weights="w"), code=probe.code)
     probe.cache(tmp_path, evaluation, device)
     assert probe.cached(tmp_path, "w", device, 8, 80).code == {"lm": measuring_code()}
     monkeypatch.setattr("lm.evaluation.evaluation_kind.measuring_code", lambda: "other")

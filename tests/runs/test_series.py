@@ -1,89 +1,70 @@
-"""Series: what every evaluation gives, as JSON and back, and checked."""
+"""Evaluations: frames, their files and back, and their series."""
 
-import json
 from collections.abc import Callable
-from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
+from fabricated import EMPTY, evaluation_of, keep
 
-from lm.report.frame import evaluation_blocks, frame
-from lm.runs.evaluations import Axis, Evaluation, Sample, Series, Shown, checkpoint_selection_mask, selection_mask
+from lm.report.frame import evaluation_block, frame
+from lm.runs.evaluations import checkpoint_selection_mask, load_evaluation, rows, selection_mask, units_frame
+from lm.runs.metric import Axis, Metric
 
 
-def by_position() -> Series:
-    sample = Sample("abc", np.array([[1.0, 2.0], [3.0, np.nan], [5.0, 6.0]]), np.ones(3), np.array([0, 0, 1]))
-    axis = Axis("position", "tokens", "at positions", (0, 4, 16), bins=True)
-    labels = Shown("Loss by position", "long sequences", "3 of 16 tokens")
-    return Series(
-        "probe", "loss", "nats per token", "lower", 4, np.array([3.0, np.nan]), "books", {"size": 3}, "as trained",
-        axis, (sample,),
-        np.arange(16.0), "data", {"chance": 0.5}, "documents", logged=("probe/loss",), shown=labels,
+def by_position() -> pd.DataFrame:
+    about = Metric(
+        "probe/loss", "nats per token", "lower", "", "loss", "documents", True, Axis("position", "tokens", "at"),
+        "Loss by position", "long sequences", "3 of 16 tokens", references=(("chance", 0.5), ("unknown", np.nan)),
+        options='{"size": 3}',
+    )  # fmt: skip
+    values = np.array([[1.0, 2.0], [3.0, np.nan], [5.0, 6.0]])
+    units = units_frame("abc", np.array([0, 0, 1]), fingerprint="data")
+    return rows(about, values, units, [0, 4], [4, 16], "books", "as trained", ["probe/loss"] * 2)
+
+
+def scalar() -> pd.DataFrame:
+    return rows(Metric("", "nats per token", "lower", quantity="loss"), 3.0)
+
+
+def by_length(options: str = "", setting: str = "") -> pd.DataFrame:
+    lengths = Axis("length", "tokens", "in sequences of")
+    about = Metric("", "fraction", "higher", "", "accuracy", "questions", True, lengths, options=options)
+    return pd.concat(
+        [
+            rows(about, np.full((count, 1), 0.5), units, [length], task="needle", setting=setting)
+            for length, count in ((64, 2), (128, 5))
+            for units in [units_frame(f"{length}", np.arange(count), np.full(count, 8))]
+        ]
     )  # fmt: skip
 
 
-def scalar() -> Series:
-    return Series("probe", "loss", "nats per token", "lower", 4, np.array([3.0]))
+@pytest.mark.parametrize("made", [by_position, scalar, by_length, lambda: EMPTY])
+def test_a_file_and_back_is_the_same(made: Callable[[], pd.DataFrame], tmp_path: Path):
+    path = keep(tmp_path, evaluation_of(made()))
+    again = load_evaluation(path)
+    assert again.content() == path.read_bytes()
+    numbers = ["x", "until", "sample", "group", "weight", "value"]
+    np.testing.assert_array_equal(again.frame[numbers].astype(float), made()[numbers].astype(float))
+    assert pd.read_csv(path, skiprows=1)["value"].tolist() == pytest.approx(made()["value"].tolist(), nan_ok=True)
 
 
-def by_length() -> Series:
-    samples = tuple(
-        Sample(f"{length}", np.full((units, 1), 0.5), np.full(units, 8.0), np.arange(units))
-        for length, units in ((64, 2), (128, 5))
-    )
-    axis = Axis("length", "tokens", "in sequences of", (64, 128))
-    return Series(
-        "probe",
-        "accuracy",
-        "fraction",
-        "higher",
-        64,
-        np.array([0.5, 0.5]),
-        axis=axis,
-        samples=samples,
-        interval="wilson",
-    )
+def test_series_are_the_rows_of_a_metric_point_by_point():
+    loss, accuracy = evaluation_of(pd.concat([by_position(), by_length()], ignore_index=True)).series
+    assert (loss.shape, loss.x.tolist(), loss.until.tolist(), loss.is_logged) == ("bins", [0, 4], [4, 16], True)
+    assert loss.means == pytest.approx([3, np.nan], nan_ok=True)
+    assert loss.units(0, 16).values == pytest.approx([1.75, np.nan, 5.75], nan_ok=True)
+    assert (accuracy.shape, [len(units.values) for units in accuracy.points]) == ("points", [2, 5])
+    assert accuracy.places == {"64": (64, 64), "128": (128, 128)}
+    assert not accuracy.is_logged
 
 
-@pytest.mark.parametrize("made", [by_position, scalar, by_length])
-def test_json_and_back_is_the_same(made: Callable[[], Series]):
-    text = json.dumps(made().plain(), allow_nan=False)
-    assert json.dumps(Series.from_plain(json.loads(text)).plain()) == text
-    for before, after in zip(made().samples, Series.from_plain(json.loads(text)).samples, strict=True):
-        np.testing.assert_array_equal(before.values, after.values)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"means": np.zeros(3)}, r"means has shape \(3,\), not \(2,\)"),
-        ({"curve": np.zeros(3)}, r"curve has shape \(3,\), not \(16,\)"),
-        ({"curve": None}, "a curve belongs to bins"),
-        ({"samples": ()}, "an interval needs samples"),
-        ({"samples": by_length().samples[:1]}, "samples have 1 columns, not 2"),
-        ({"samples": (replace(by_position().samples[0], weights=np.ones(4)),)}, "samples.weights has shape"),
-        ({"samples": (replace(by_position().samples[0], weights=np.zeros(3)),)}, "samples.weights must be positive"),
-        ({"axis": Axis("position", "tokens", "", (0, 16, 4), bins=True)}, "must ascend"),
-        ({"axis": Axis("position", "tokens", "", (1, 4, 16), bins=True)}, "bins must be whole numbers from 0"),
-        ({"interval": "student"}, "interval must be none or documents or wilson"),
-        ({"better": "more"}, "better must be lower or higher"),
-        ({"logged": ("a", "b")}, "one logged name"),
-    ],
-)
-def test_parts_that_do_not_fit_together_are_refused(change: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        replace(by_position(), **change)
-
-
-def test_what_is_no_series_is_refused():
-    content = scalar().plain()
-    with pytest.raises(ValueError, match="a series has no colour"):
-        Series.from_plain(content | {"colour": "red"})
-    with pytest.raises(ValueError, match="metric must be a text"):
-        Series.from_plain(content | {"metric": 3})
-    del content["means"]
-    with pytest.raises(KeyError, match="means"):
-        Series.from_plain(content)
+@pytest.mark.parametrize(("weights", "mean"), [([1, 0, 3], 4), ([0, 0, 0], np.nan)])
+def test_a_unit_of_weight_0_has_no_value(weights: list[int], mean: float):
+    units = units_frame("abc", np.arange(3), np.array(weights))
+    (series,) = evaluation_of(rows(Metric(quantity="loss", units="documents"), np.array([[1], [7], [5]]), units)).series
+    assert series.means == pytest.approx([mean], nan_ok=True)
 
 
 def test_about_a_third_of_the_documents_select_and_always_the_same():
@@ -104,8 +85,7 @@ def test_where_a_part_would_be_empty_all_sequences_choose_the_best_checkpoint(se
 
 
 def test_the_long_table_has_the_document_of_each_unit_at_each_place():
-    evaluation = Evaluation("probe", 8, 256, "", {}, "32", "weights", (by_position(),))
-    table = frame(evaluation_blocks(evaluation, {}))
+    table = frame([evaluation_block(evaluation_of(by_position()), {})])
     assert table[["x", "sample", "group"]].to_numpy().tolist() == [
         [0, 0, 0],
         [0, 1, 0],
@@ -114,12 +94,12 @@ def test_the_long_table_has_the_document_of_each_unit_at_each_place():
         [4, 1, 0],
         [4, 2, 1],
     ]
+    assert {"quantity": "loss", "unit": "nats per token", "better": "lower"}.items() <= table.iloc[0].to_dict().items()
 
 
 def test_the_long_table_tells_tasks_of_one_name_apart_by_their_options():
-    needles = tuple(replace(by_length(), what="needle", options={"needles": 1, "depth": depth}) for depth in (0.0, 1.0))
-    roll_out = replace(needles[1], setting="roll-out")  # which only one of the two tasks has
-    table = frame(
-        evaluation_blocks(Evaluation("probe", 8, 256, "", {}, "32", "weights", (*needles, roll_out, by_position())), {})
-    )
+    needles = [by_length(f'{{"needles": 1, "depth": {depth}}}', f"at {depth}") for depth in (0.0, 1.0)]
+    evaluation = evaluation_of(pd.concat([*needles, by_position()], ignore_index=True))
+    table = frame([evaluation_block(evaluation, {})])
     assert table.task.unique().tolist() == ["needle (depth 0.0)", "needle (depth 1.0)", "books"]
+    assert table.part.unique().tolist() == ["reports"]

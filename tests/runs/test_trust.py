@@ -267,7 +267,7 @@ def test_what_a_user_writes_is_interpolated(run: Path, tmp_path: Path, monkeypat
     config = load_config([str(tmp_path / "own.yaml"), "name=${oc.env:LM_TEST_ROWS}", "runs=${name}"])
     assert (config.eval.sequences, config.eval.needle.trials, config.name, config.runs) == (3, 3, "3", "3")
     (result,) = evaluate_runs([run], suite=str(tmp_path / "own.yaml"))
-    assert len(result.evaluation.series[0].samples[0].values) == 3
+    assert len(result.evaluation.series[0].points[0].values) == 3
     (result,) = evaluate_runs([run], overrides=["eval.sequences=${oc.decode:${oc.env:LM_TEST_ROWS}}"])
     assert result.cached
     with pytest.raises(ConfigError, match="nowhere"):
@@ -386,7 +386,7 @@ def test_what_a_resume_or_an_evaluation_may_change_may_differ(run: Path, tiny):
     train(tiny("name=plan", phases.replace("ssmax", "log_n"), *SHORT, *changes))
     for checkpoint in ("2", "4"):
         (result,) = evaluate_runs([tiny("name=plan").run_folder], checkpoint)
-        assert len(result.evaluation.series[0].samples[0].values) == 6
+        assert len(result.evaluation.series[0].points[0].values) == 6
 
 
 def test_an_edited_result_is_measured_again(run: Path, capsys: pytest.CaptureFixture):
@@ -405,5 +405,5 @@ def test_an_edited_result_is_measured_again(run: Path, capsys: pytest.CaptureFix
             file.write_text(damage(file.read_text()))
         (result,) = evaluate_runs([run], overrides=["eval.sequences=5"])
         assert not result.cached
-        assert result.evaluation.plain() == first.evaluation.plain()
+        assert result.evaluation.content() == first.evaluation.content()
         assert re.search(r"note: .*cache/validation-\w+\.json: .*: measured again", capsys.readouterr().err)

@@ -7,12 +7,11 @@ from hypothesis import strategies as st
 from scipy.stats import t as student
 from scipy.stats import ttest_1samp
 
-from lm.runs.evaluations import Sample, Series
 from lm.statistics.intervals import (
     Interval,
     effective_trials,
-    interval_of,
     over_documents,
+    over_questions,
     over_seeds,
     over_seeds_and_documents,
     wilson,
@@ -148,19 +147,8 @@ def test_intervals_of_fractions_are_those_of_statsmodels():
 
 
 def fraction_interval(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> Interval:
-    """The interval of a series of a fraction."""
-    sample, mean = Sample("questions", values[:, None], weights, groups), np.average(values, weights=weights)
-    return interval_of(
-        Series("probe", "accuracy", "fraction", "higher", 64, np.array([mean]), samples=(sample,), interval="wilson"), 0
-    )
-
-
-def test_the_interval_of_a_series_is_over_the_documents_and_weights_of_its_sample():
-    rng, groups = np.random.default_rng(0), np.repeat(np.arange(12), 5)
-    values, weights = rng.normal(size=12)[groups] + 0.1 * rng.normal(size=60), rng.integers(1, 9, 60).astype(float)
-    sample, mean = Sample("text", values[:, None], weights, groups), np.average(values, weights=weights)
-    series = Series("probe", "loss", "nats", "lower", 64, np.array([mean]), samples=(sample,), interval="documents")
-    assert interval_of(series, 0) == over_documents(values, weights, groups)
+    """The interval of a fraction."""
+    return over_questions(values, weights, groups, np.average(values, weights=weights))
 
 
 @pytest.mark.parametrize("right", range(12))

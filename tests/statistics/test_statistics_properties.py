@@ -62,7 +62,7 @@ def test_the_interval_is_never_shorter_than_over_seeds_or_over_documents(
 
 def test_a_paired_difference_is_the_first_minus_the_second():
     first, second = (
-        Units(np.array(values), np.ones(3), np.arange(3), "", "", (0, 1))
+        Units(np.array(values), np.ones(3), np.arange(3), None, "", "", (0, 1))
         for values in ([3.0, 4.0, 5.5], [1.0, 1.0, 1.5])
     )
     interval = mean_interval([first.minus(second)])

@@ -104,7 +104,7 @@ def test_a_stranger_s_callback_logs_and_keeps_its_state_and_a_logger_that_fails_
     checkpoint = load_checkpoint(folder / "checkpoints" / "last.ckpt")
     spread = 2 * float(checkpoint["state_dict"]["embedding.weight"].std())
     assert spreads[4, 1024] == pytest.approx(spread, rel=1e-6)
-    assert (folder / "evaluations" / "callbacks.step-000004.json").exists()
+    assert (folder / "evaluations" / "callbacks.step-000004.csv").exists()
     notes = [json.loads(line) for line in (tmp_path / "notes").read_text().splitlines()]
     assert notes[0] == ["configuration", 1]
     noted = {step: metrics for step, metrics in notes[1:] if step != "configuration" and "stranger/spread" in metrics}

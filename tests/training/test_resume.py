@@ -11,7 +11,6 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-import numpy as np
 import pytest
 from conftest import lm, thinned
 from folders import EVERY_STEP, curve, differences, kill_after, losses, metrics, poison, rewritten, series, swap_to
@@ -25,10 +24,15 @@ from lm.data.batches import TrainSequences
 from lm.data.prepare import prepare
 from lm.errors import RunError
 from lm.evaluation.evaluation_kind import Measurement
-from lm.files import read_json
 from lm.report.evaluation_tables import logged_means
 from lm.runs.checkpoints import load_checkpoint
-from lm.runs.evaluations import Evaluation, Series, checkpoint_selection_mask, evaluation_files, selection_loss
+from lm.runs.evaluations import (
+    Evaluation,
+    checkpoint_selection_mask,
+    evaluation_files,
+    load_evaluation,
+    selection_loss,
+)
 from lm.runs.folder import step_paths
 from lm.runs.loading import load
 from lm.runs.manifest import entries_of
@@ -220,7 +224,7 @@ def test_a_complete_run_resumed_does_nothing_but_missing_evaluations(tiny):
     config = tiny("name=done")
     train(config)
     before = (config.run_folder / "metrics.jsonl").read_bytes()
-    evaluation = config.run_folder / "evaluations" / "validation.step-000008.json"
+    evaluation = config.run_folder / "evaluations" / "validation.step-000008.csv"
     loss = series(config.run_folder, "validation", 8)[0].overall_mean
     evaluation.unlink()
     assert train(tiny("name=done", "resume=auto")) == 0
@@ -234,7 +238,7 @@ def test_what_a_kill_after_the_last_step_kept_out_of_the_log_is_logged(tiny, cut
     config = tiny("name=last")
     train(config)
     log = config.run_folder / "metrics.jsonl"
-    evaluation = config.run_folder / "evaluations" / "long_context.step-000008.json"
+    evaluation = config.run_folder / "evaluations" / "long_context.step-000008.csv"
     lines, content = metrics(config.run_folder), evaluation.read_text()
     *log_lines, last = log.read_text().splitlines(keepends=True)
     assert "long/loss as trained" in last
@@ -263,7 +267,7 @@ def test_an_evaluation_is_logged_before_its_file_says_that_it_is_there(tiny, mon
 
     monkeypatch.setattr(Measurement, "write", write)
     train(config)
-    assert (config.run_folder / "evaluations" / "long_context.step-000008.json").exists()
+    assert (config.run_folder / "evaluations" / "long_context.step-000008.csv").exists()
     assert not missing_names
 
 
@@ -276,7 +280,7 @@ def test_an_evaluation_lost_to_a_kill_is_made_up_for(tiny):
         name = f"name=lost{len(phases)}"
         config = tiny(name, *options, *phases)
         train(config)
-        path = config.run_folder / "evaluations" / "long_context.step-000004.json"
+        path = config.run_folder / "evaluations" / "long_context.step-000004.csv"
         before = path.read_text()
         kill_after(config.run_folder, 4)
         path.unlink()
@@ -353,10 +357,10 @@ def test_more_steps_may_be_asked_for_when_resuming(tiny, capsys: pytest.CaptureF
     assert "note: wsd now ends at step 16, it was headed for 8\n" in capsys.readouterr().out
 
 
-def validations(folder: Path) -> dict[int, Series]:
+def validations(folder: Path) -> dict[int, Evaluation]:
     """The validation of each step."""
     files = {step: path for (kind, step), path in evaluation_files(folder).items() if kind == "validation"}
-    return {step: Evaluation.from_plain(read_json(path)).series[0] for step, path in files.items()}
+    return {step: load_evaluation(path) for step, path in files.items()}
 
 
 def selection_losses(folder: Path) -> dict[int, float]:
@@ -376,15 +380,17 @@ def test_the_best_checkpoint_is_chosen_on_the_documents_that_select(tiny, capsys
     best = load_checkpoint(config.run_folder / "checkpoints" / "best.ckpt")["lm"]["best"]
     assert best["step"] == min(chosen_by, key=chosen_by.get)
     assert best["loss"] == pytest.approx(chosen_by[best["step"]], abs=1e-6)
-    (sample,) = by_step[best["step"]].samples
-    selects = checkpoint_selection_mask(by_step[best["step"]].data_fingerprint, sample.groups)
+    validation = by_step[best["step"]]
+    (units,) = validation.series[0].points
+    selects = checkpoint_selection_mask(validation.data_fingerprint, units.groups.astype(int))
     assert 0 < selects.sum() < len(selects) == 64
-    values = sample.values + np.where(selects, 0, 1)[:, None]
-    assert selection_loss(replace(by_step[best["step"]], samples=(replace(sample, values=values),))) == (
+    assert selects.tolist() == units.selects.tolist()
+    frame = validation.frame.assign(value=validation.frame["value"] + (validation.frame["part"] == "reports"))
+    assert selection_loss(replace(validation, frame=frame)) == (
         pytest.approx(best["loss"], abs=1e-6), best["sequences_sha256"],
     )  # fmt: skip
     assert curve(config.run_folder, "val/loss") == [
-        (step, pytest.approx(validation.means[0])) for step, validation in sorted(by_step.items())
+        (step, pytest.approx(validation.series[0].means[0])) for step, validation in sorted(by_step.items())
     ]
     train(tiny("name=undivided", "data.val_fraction=0.05", "trainer.max_steps=2", "eval.long_context.length_factor=0"))
     assert "too few held-out documents to choose best.ckpt on some of them" in capsys.readouterr().out
@@ -394,7 +400,7 @@ def test_a_best_loss_on_other_sequences_such_as_all_of_them_is_not_compared(tiny
     config = tiny("name=older", *DIVIDED)
     train(config)
     checkpoints = config.run_folder / "checkpoints"
-    digest = validations(config.run_folder)[4].samples[0].sha256
+    digest = validations(config.run_folder)[4].series[0].points[0].sha256
     older = {"step": 4, "loss": 0.0, "sequences_sha256": digest}
     rewritten(checkpoints / "step-000004.ckpt", lambda content: content["lm"].update(best=older))
     train(tiny("name=older", *DIVIDED, f"resume={checkpoints / 'step-000004.ckpt'}"))
@@ -435,7 +441,7 @@ def test_going_back_to_an_earlier_checkpoint_keeps_one_time_line(tiny, capsys: p
     assert load_checkpoint(checkpoints / "last.ckpt")["lm"]["step"] == 6
     assert len(losses(config.run_folder)) == 6
     assert losses(config.run_folder)[:4] == expected[:4]
-    assert not (config.run_folder / "evaluations" / "validation.step-000008.json").exists()
+    assert not (config.run_folder / "evaluations" / "validation.step-000008.csv").exists()
     best = load_checkpoint(checkpoints / "best.ckpt")["lm"]
     assert best["best"] == load_checkpoint(checkpoints / "last.ckpt")["lm"]["best"]
     chosen_by = selection_losses(config.run_folder)
@@ -480,9 +486,9 @@ def test_a_run_taken_back_to_a_swap_measures_the_new_one(tiny):
     train(tiny("name=straight", swap_to("log_n"), *EVERY_STEP))
     folders = [tiny(f"name={name}").run_folder for name in ("plan", "straight")]
     assert not differences(*folders)
-    evaluations = [json.loads((folder / "evaluations" / "swap.step-000004.json").read_text()) for folder in folders]
+    evaluations = [(folder / "evaluations" / "swap.step-000004.csv").read_text() for folder in folders]
     assert evaluations[0] == evaluations[1]
-    assert evaluations[0]["series"]
+    assert "loss before" in evaluations[0]
 
 
 def test_the_last_the_best_and_the_ends_of_phases_are_kept(tiny):

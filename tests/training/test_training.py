@@ -62,11 +62,11 @@ def test_a_run_learns_and_leaves_a_complete_run_folder(tiny, capsys: pytest.Capt
     assert load_checkpoint(folder / "checkpoints" / "last.ckpt")["lm"]["step"] == 40
     loss, bits = series(folder, "validation", 40)
     assert bits.metric == "val/bits_per_byte"
-    assert loss.overall_mean == pytest.approx(loss.samples[0].values.mean(), abs=1e-5)
+    assert loss.overall_mean == pytest.approx(loss.points[0].values.mean(), abs=1e-5)
     assert loss.overall_mean < loss.references["unigram cross-entropy"] + 0.5
     long = [curve_of_loss for curve_of_loss in series(folder, "long_context", 40) if curve_of_loss.bins]
     assert [curve_of_loss.setting for curve_of_loss in long] == ["as trained", "theta x 50"]
-    assert all(len(curve_of_loss.curve) == 4 * 32 for curve_of_loss in long)
+    assert all(curve_of_loss.until[-1] == 4 * 32 for curve_of_loss in long)
     assert not list(folder.rglob(".*"))
     out = capsys.readouterr().out
     for word in ("parameters", "normalizer", "kernel", "fingerprint", "FLOP", "precision", "seed"):
@@ -271,7 +271,7 @@ def test_steps_that_are_never_finite_stop_the_run_after_all(tiny, monkeypatch: p
 def test_what_came_after_the_resumed_step_is_cut_back(tmp_path: Path):
     (tmp_path / "evaluations").mkdir()
     for step in (2, 3):
-        (tmp_path / "evaluations" / f"validation.step-{step:06d}.json").write_text("{}")
+        (tmp_path / "evaluations" / f"validation.step-{step:06d}.csv").write_text("{}")
     (tmp_path / "checkpoints").mkdir()
     for name in (
         ".gitignore",
@@ -288,7 +288,7 @@ def test_what_came_after_the_resumed_step_is_cut_back(tmp_path: Path):
         ".nfs000001",
     ]
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
-    assert [p.name for p in (tmp_path / "evaluations").iterdir()] == ["validation.step-000002.json"]
+    assert [p.name for p in (tmp_path / "evaluations").iterdir()] == ["validation.step-000002.csv"]
 
 
 @pytest.mark.parametrize(
