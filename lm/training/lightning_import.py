@@ -28,8 +28,8 @@ def _without_torchmetrics() -> Iterator[bool]:
 
 with _without_torchmetrics() as _is_stand_in:
     import lightning as L
-    from lightning.pytorch.utilities.exceptions import SIGTERMException
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 # what to do where code from outside calls `self.log`; empty if Lightning has torchmetrics
 TORCHMETRICS_ADVICE = "train in a process that has trained no run without callbacks before" if _is_stand_in else ""
-__all__ = ["TORCHMETRICS_ADVICE", "L", "SIGTERMException"]
+__all__ = ["TORCHMETRICS_ADVICE", "L", "MisconfigurationException", "SIGTERMException"]

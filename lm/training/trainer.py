@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from lm.errors import RunError
+from lm.errors import RunError, one_line
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.evaluations import VALIDATION, evaluation_path, load_evaluation
 from lm.runs.folder import CHECKPOINTS, METRICS, read_metrics, step_path
 from lm.runs.record import divergence
 from lm.training.checkpointing import AtomicCheckpointIO, Checkpoints
 from lm.training.evaluation_callbacks import EVALUATION_CALLBACKS, CallbackMetrics, SwapEffect, Validation
-from lm.training.lightning_import import L, SIGTERMException
+from lm.training.lightning_import import L, MisconfigurationException, SIGTERMException
 from lm.training.module import LanguageModel
 from lm.training.outside import failure_of
 from lm.training.run_context import RunContext
@@ -25,7 +25,10 @@ def train_phases(run: RunContext, start: PhaseStart, checkpoint: Path | None) ->
     config, folder = run.config, run.config.run_folder
     with run.stop:
         while True:
-            trainer, data = make_trainer(run, start), StepData(run, start.phase)
+            try:
+                trainer, data = make_trainer(run, start), StepData(run, start.phase)
+            except MisconfigurationException as error:  # a second progress bar, or one that saves checkpoints
+                raise RunError(f"trainer.callbacks: Lightning refuses them: {one_line(error)}") from None
             run.stop.block()  # in the processes that Lightning starts now, too: a signal would end them as they import
             try:
                 trainer.fit(LanguageModel(run, start), data, ckpt_path=checkpoint)
@@ -45,6 +48,9 @@ def train_phases(run: RunContext, start: PhaseStart, checkpoint: Path | None) ->
                 how = final_divergence(folder, step) if trainer.is_global_zero else ""
                 run.progress.say(f"done: {folder}" + (f", diverged: {how}" if how else ""))
                 return 0
+            if trainer.should_stop and not run.stop.signal:
+                advice = f"leave it out, or set trainer.max_steps={step}; resume=auto goes on"
+                raise RunError(f"trainer.callbacks: one of them stopped the run at step {step}: {advice}")
             if trainer.should_stop:  # the same on all ranks, as is the step
                 run.progress.say(f"stopped by a signal at step {step}; go on with: resume=auto")
                 return 128 + run.stop.signal
