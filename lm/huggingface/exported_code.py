@@ -62,10 +62,8 @@ def _with_relative_imports(path: Path) -> tuple[str, set[str]]:
             continue
         module = getattr(node, "module", None) or ""
         names = [alias.name for alias in node.names]
-        own_package = next((part for part in path.parts[-2:-1] if part == module.partition(".")[0]), None)
-        if isinstance(node, ast.Import) and not any(name.partition(".")[0] == "lm" for name in names):
-            continue
-        if module.partition(".")[0] != "lm" and isinstance(node, ast.ImportFrom) and not (node.level or own_package):
+        packages = {name.partition(".")[0] for name in ([module] if module else names)}
+        if not (getattr(node, "level", 0) or packages & {"lm", path.parent.name}):
             continue
         if module == "lm.schema" and names == ["key"]:
             module = "lm.attention.options"
