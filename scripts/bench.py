@@ -74,17 +74,21 @@ def train_step(
     return step
 
 
-def interleaved(sides: dict[str, Step], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each side's step, `rounds` times, in an order drawn anew each round (after three warm-up steps)."""
+def interleaved(
+    sides: dict[str, Step], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
+    """Seconds by `clock` of each side's step, `rounds` times, in an order drawn anew each round (after three warm-up
+    steps).
+    """
     times: dict[str, list[float]] = {name: [] for name in sides}
     for step in sides.values():
         for _ in range(3):
             step()
     for _ in range(rounds):
         for name in random.sample(list(sides), len(sides)):
-            start = time.perf_counter()
+            start = clock()
             sides[name]()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(clock() - start)
     return times
 
 
@@ -368,6 +372,8 @@ def main() -> None:
         help="families, of `diagnose`",
     )
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--only", nargs="+", help="these sides, beside the one that they are compared with")
+    parser.add_argument("--cpu-time", action="store_true", help="CPU seconds, which other processes disturb less")
     parser.add_argument("--fp32", dest="bf16", action="store_false", help="fp32 instead of bf16 autocast")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -388,7 +394,10 @@ def main() -> None:
         else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     )
     print(f"{name}, torch {torch.__version__}, {vars(arguments)}")
-    print_ratios(interleaved(sides, arguments.rounds), base, arguments.sequences * arguments.seq_len)
+    if arguments.only:
+        sides = {name: sides[name] for name in (base, *arguments.only)}
+    clock = time.process_time if arguments.cpu_time else time.perf_counter
+    print_ratios(interleaved(sides, arguments.rounds, clock), base, arguments.sequences * arguments.seq_len)
 
 
 if __name__ == "__main__":
