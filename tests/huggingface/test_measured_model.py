@@ -38,7 +38,7 @@ def folder(tiny, tmp_path: Path) -> Path:
 
 def means(results: list[EvaluationResult]) -> dict[tuple, np.ndarray]:
     return {  # models of transformers are measured as trained
-        (result.evaluation.kind, series.metric, series.setting, series.what): np.asarray(series.means)
+        (series.kind, series.metric, series.setting, series.task, series.names): np.asarray(series.means)
         for result in results
         for series in result.evaluation.series
         if series.setting in ("", "as trained")
