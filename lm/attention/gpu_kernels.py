@@ -11,17 +11,13 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lm.attention import routes
 from lm.attention.layout import AttentionLayout, uncompiled
-
-if TYPE_CHECKING:
-    from lm.attention.normalizer import Normalizer
 
 FLEX, ADASPLASH, FLA = "torch", "adasplash", "fla"  # the packages that hold the kernels
 CHECKED_LENGTH = 256  # tokens of the sequences that the check computes
@@ -29,7 +25,7 @@ TOLERANCE = 1 / 32  # of the largest entry: results of bf16 operands
 MAX_FLEX_LENGTH = 2**15  # most tokens of a sequence: the mask by blocks of longer ones takes too much memory to make
 
 
-def serves(normalizer: "Normalizer", q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> bool:
+def serves(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> bool:
     """Whether the kernel of the package `normalizer.gpu_package` works on this device, and computes this call."""
     package = normalizer.gpu_package
     if not package or v.device.type != "cuda":
@@ -50,7 +46,7 @@ _REASONS: dict[tuple[object, ...], str] = {}
 
 @uncompiled
 def why_unusable(
-    name: str, package: str, normalizer: "Normalizer", sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    name: str, package: str, normalizer: nn.Module, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> str:
     """The reason why the package's kernel does not compute the normalizer `name` here; empty if it does.
 
@@ -70,7 +66,7 @@ def why_unusable(
 
 
 def _compare_with_query_blocks(
-    normalizer: "Normalizer", sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    normalizer: nn.Module, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> str:
     """How results of the kernel and of query blocks differ, in words; empty if they agree."""
     length, (heads, *widths) = CHECKED_LENGTH, sizes
