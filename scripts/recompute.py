@@ -107,6 +107,14 @@ BESIDE_TEXT = QK_NORM | {
     "after_half": "softmax, temperature 1/2 after training",
     "after_ssmax": "softmax, SSMax after training",
 }
+ONE_MODEL = {
+    "softmax": "softmax",
+    "after_ssmax": "SSMax",
+    "after_log_n": "log n beyond 256",
+    "after_five_quarters": "scores times 1.25",
+    "after_three_halves": "scores times 1.5",
+    "after_twice": "scores times 2",
+}
 NEEDLE_OTHERS = {arm: EVERY[arm] for arm in ("ssmax", "softmax", "ssmax_without_s", "ssmax_bias")} | {
     "late": "SSMax after 75 %"
 }
@@ -289,6 +297,17 @@ SHOWN = (
         "at 256 tokens",
         suffix="losses",
     ),
+    Recall("one-model", "needle-in-text.md", ONE_MODEL, "after_ssmax", (4096,), 0.25, task="needle"),
+    Losses(
+        "one-model",
+        "needle-in-text.md",
+        ONE_MODEL,
+        against("softmax", ONE_MODEL),
+        AT_256 | AT_2048,
+        tuple(AT_256),
+        "at 256 tokens",
+        suffix="losses",
+    ),
     Losses(
         "needle-and-text-after",
         "needle-in-text.md",
@@ -343,6 +362,14 @@ HEADLINES = (
         ("ssmax", 2e-3, 4096),
     ),
     ("", "", "needle-and-text-after", ("ssmax, n=fixed:1024", "ssmax", "4,096 tokens")),
+    (
+        "needles at 16 times, put in after training",
+        "needle-in-text.md#one-model-for-both-lengths",
+        "one-model",
+        ("softmax", 2e-3, 4096),
+    ),
+    ("", "", "one-model", ("after_twice", 2e-3, 4096)),
+    ("loss at 256 tokens of the same models", "", "one-model-losses", ("after_twice", "softmax", "at 256 tokens")),
     ("loss of speeches at 8 times", "length.md", "eight-times-speeches", ("ssmax", FIXED, THETA)),
     ("", "", "eight-times-speeches", ("ssmax_no_qk_norm", f"{FIXED}_no_qk_norm", THETA)),
     ("", "", "eight-times-after", ("ssmax_fixed, n=fixed:753", "ssmax", THETA)),
