@@ -369,7 +369,12 @@ HEADLINES = (
         ("softmax", 2e-3, 4096),
     ),
     ("", "", "one-model", ("after_twice", 2e-3, 4096)),
-    ("loss at 256 tokens of the same models", "", "one-model-losses", ("after_twice", "softmax", "at 256 tokens")),
+    (
+        "loss at 256 tokens of the same models",
+        "needle-in-text.md#one-model-for-both-lengths",
+        "one-model-losses",
+        ("after_twice", "softmax", "at 256 tokens"),
+    ),
     ("loss of speeches at 8 times", "length.md", "eight-times-speeches", ("ssmax", FIXED, THETA)),
     ("", "", "eight-times-speeches", ("ssmax_no_qk_norm", f"{FIXED}_no_qk_norm", THETA)),
     ("", "", "eight-times-after", ("ssmax_fixed, n=fixed:753", "ssmax", THETA)),
