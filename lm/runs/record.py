@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 
 from lm.config.eval_config import EvalConfig
+from lm.config.model_config import POSITIONS
 from lm.config.tree import canonical, distinguishes_arms, recorded_per_start
 from lm.config.yaml_text import parse_yaml
 from lm.errors import RunError
@@ -38,7 +39,7 @@ from lm.runs.folder import (
     require_run,
 )
 from lm.runs.manifest import read_file
-from lm.schema import Plain, flatten, yaml_scalar
+from lm.schema import Plain, build_named, flatten, yaml_scalar
 
 
 def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
@@ -215,6 +216,20 @@ class RunRecord:
         phases = self.config.get("phases") or [{"normalizer": self.config["model"]["normalizer"]}]
         start_steps = [0, *(round(phase["until"] * self.config["trainer"]["max_steps"]) for phase in phases[:-1])]
         return [(start, phase["normalizer"]) for start, phase in zip(start_steps, phases, strict=True)]
+
+    @property
+    def phase_changes(self) -> list[str]:
+        """For each training phase, what else it changes than the normalizer, in words; empty texts without phases."""
+        texts = []
+        for phase in self.config.get("phases") or [{}]:
+            position, length, factor = (phase.get(name) for name in ("position", "seq_len", "lr_factor"))
+            words = [
+                build_named(POSITIONS, position, "position").label if position else "",
+                f"sequences of {length:,} tokens" if length else "",
+                f"rates x {factor:g}" if factor else "",
+            ]
+            texts.append(", ".join(filter(None, words)))
+        return texts
 
     @property
     def seeds(self) -> tuple[int, ...]:

@@ -11,7 +11,9 @@ from processes import command, ranks
 from lm.data.batches import train_sequences
 from lm.data.prepare import prepare
 from lm.errors import ConfigError
+from lm.report.comparison import arm_label
 from lm.runs.loading import load
+from lm.runs.record import read_run
 from lm.training.train import train
 
 YARN = "{name: rope, theta: 40000, scaling: {name: yarn, factor: 4, original: 32}}"
@@ -65,6 +67,8 @@ def test_n_and_m_go_by_the_first_length_and_the_model_has_the_last_positions(tin
     assert model.decoder.seq_len == model.spec.seq_len == 32
     assert model.decoder.config.position.theta == 40000
     assert {normalizer.layer.train_length for normalizer in model.decoder.normalizers()} == {32}
+    changes = "rope theta 40000, yarn, sequences of 64 tokens, rates x 0.5"
+    assert arm_label(read_run(config.run_folder)) == f"log_n -> log_n, {changes} at step 4"
 
 
 def test_two_processes_train_as_one_does_across_a_change(tiny, arguments: list[str]):
