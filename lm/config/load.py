@@ -323,9 +323,10 @@ def parse(plain: dict[str, Plain]) -> Config:
 
 def _with_phases_normalizers(plain: dict[str, Plain]) -> dict[str, Plain]:
     """Give each phase that names no normalizer that of the phase before, the first the model's if it is given."""
-    phases, model = plain.get("phases"), plain.get("model")
+    phases = plain.get("phases") if isinstance(plain, dict) else None
     if not isinstance(phases, list) or not all(isinstance(phase, dict) for phase in phases):
         return plain
+    model = plain.get("model")
     before, result = model.get("normalizer") if isinstance(model, dict) else None, []
     for phase in phases:
         before = phase.get("normalizer", before)

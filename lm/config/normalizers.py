@@ -195,7 +195,7 @@ alone, take query blocks in place of tiles or *chunks* (a running state). Packed
 
 On CUDA GPUs PyTorch's *FlexAttention* computes windows, softcap, scale_invariant, and packed documents of most entries
 by fused softmax, up to 32,768 tokens; in bf16 *adasplash* computes entmax15, asentmax and sparsemax, *fla-core*
-stick-breaking (`pip install 'lm-normalizers[kernels]'`). The first call of each with an entry's options and sizes
+stick-breaking (`pip install -e '.[kernels]'`). The first call of each with an entry's options and sizes
 compares output and gradients with query blocks on the device; where they differ or an error arises, other routes take
 its place, with a warning. Nobody has run these on a GPU yet: `bash scripts/gpu_check.sh` does. For softpick no
 package that is maintained has a kernel.

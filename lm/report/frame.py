@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -94,7 +95,7 @@ def frame(blocks: Iterable[pd.DataFrame]) -> pd.DataFrame:
     return joined.reindex(columns=COLUMNS).infer_objects()
 
 
-def evaluation_block(evaluation: Evaluation, run_values: dict[str, object]) -> pd.DataFrame:
+def evaluation_block(evaluation: Evaluation, run_values: dict[str, Any]) -> pd.DataFrame:
     """The rows of an evaluation. `run_values`: the run's columns, which all of these rows share."""
     rows, names = evaluation.frame, series_names(evaluation.series)
     about, tasks = rows["about"], {(series.about, series.task): name for series, name in names.items()}
@@ -104,7 +105,7 @@ def evaluation_block(evaluation: Evaluation, run_values: dict[str, object]) -> p
     part = np.where((rows["part"] == "") & rows["sample"].notna(), "reports", rows["part"])
     # a number of which only the mean is stored has neither sequences nor a weight
     sequences, weight = (rows[name].where(rows["sample"].notna()) for name in ("sequences", "weight"))
-    columns = measured | facts | run_values | {"part": part, "sequences": sequences, "weight": weight}
+    columns = run_values | measured | facts | {"part": part, "sequences": sequences, "weight": weight}
     return rows.drop(columns="about").assign(**columns)
 
 
@@ -120,7 +121,7 @@ def _run_folders(folder: Path) -> list[Path]:
     return run_folders
 
 
-def run_columns(record: RunRecord) -> dict[str, object]:
+def run_columns(record: RunRecord) -> dict[str, Any]:
     experiment = record.config.get("experiment")
     experiment = experiment if isinstance(experiment, dict) else {}
     return {
@@ -153,4 +154,5 @@ def _run_blocks(record: RunRecord, history: bool) -> Iterator[pd.DataFrame]:
         }
         if numbers and "tokens" in log_line:
             logged = pd.DataFrame({"metric": [*numbers], "value": np.array([*numbers.values()], float)})
-            yield logged.assign(**run_values, step=log_line["step"], tokens=log_line["tokens"], kind="log", part="")
+            facts = {"step": log_line["step"], "tokens": log_line["tokens"], "kind": "log", "part": ""}
+            yield logged.assign(**run_values | facts)
