@@ -206,9 +206,10 @@ def test_a_damaged_library_is_made_again(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(cpu_kernel, "SOURCE", source)
     monkeypatch.setattr(cpu_kernel, "compiled_code_folder", lambda: whole)
     make = cpu_kernel._library.__wrapped__
+    whole.mkdir()
+    damaged.mkdir()
     make()
     (library,) = whole.iterdir()
-    damaged.mkdir()
     (damaged / library.name).write_bytes(b"")
     monkeypatch.setattr(cpu_kernel, "compiled_code_folder", lambda: damaged)
     assert make().causal_softmax

@@ -50,7 +50,7 @@ def test_a_preset_has_the_size_in_its_name_and_reads_twenty_tokens_a_parameter(p
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_goes_with_every_shape_and_the_later_of_both_counts(recipe: Path):
-    rate = parse_yaml(recipe.read_bytes(), recipe.name)["optim"].get("lr")
+    rate = parse_yaml(recipe.read_bytes(), recipe.name).get("optim", {}).get("lr")
     for shape in (path for path in MODELS if "gau" not in path.stem):
         shape_config, first, last = (
             load_config(list(map(str, files))) for files in ([shape], [shape, recipe], [recipe, shape])

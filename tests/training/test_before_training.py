@@ -27,7 +27,7 @@ REFUSED = {
     ),
     "a model beyond all memory": (
         ["model.n_embd=524288", "model.n_layer=32"],
-        r"model = '[\d]+ parameters': need [\d]+ GiB for weights, gradients and optimizer state, this machine has "
+        r"model = '[\d,]+ parameters': need [\d,]+ GiB for weights, gradients and optimizer state, this machine has "
         r"[\d]+ GiB; lower",
     ),
 }
