@@ -16,6 +16,8 @@ class LogitsModel(nn.Module):
     It keeps no state of earlier tokens: decoding reads all of them again for each new token.
     """
 
+    takes_settings = False
+
     def __init__(self, module: nn.Module):
         super().__init__()
         self.module, self.head, self.config = module, _NoHead(), ModelConfig()

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from fabricated import evaluation_of
 from test_diagnostics import LENGTH, VOCAB, make_decoder
 
 from lm.attention import catalogue as opt
@@ -10,17 +11,19 @@ from lm.attention.options import Options
 from lm.config.eval_config import DiagnosticsConfig
 from lm.diagnostics.attention_rows import HEAD
 from lm.evaluation.diagnostic_pictures import diagnostics_picture, sparsity_panels
-from lm.evaluation.diagnostics import diagnostic_series
+from lm.evaluation.diagnostics import diagnostic_blocks
 from lm.evaluation.held_out import HeldOut
 from lm.model.device import Device
 from lm.report.pictures import Panel
+from lm.runs.evaluations import joined
 
 
 def panels(options: Options) -> tuple[list[Panel], dict[str, np.ndarray]]:
     """The panels, row by row, and of the trained model each statistic by head of all layers."""
     held_out = HeldOut(np.random.default_rng(0).integers(1, VOCAB, (2, LENGTH + 1)), np.ones(VOCAB, np.float32))
     config = DiagnosticsConfig(sequences=2, queries=6, statistics=["concentration", "sparsity"])
-    curves = diagnostic_series(make_decoder(options), held_out, config, Device(torch.device("cpu"), bf16=False), 1, "")
+    blocks = diagnostic_blocks(make_decoder(options), held_out, config, Device(torch.device("cpu"), bf16=False), 1, "")
+    curves = evaluation_of(joined(blocks)).series
     heads: dict[str, list[np.ndarray]] = {}
     for curve in curves:
         if curve.axis and curve.axis.name == HEAD and curve.setting == "as trained":

@@ -171,6 +171,8 @@ def test_chance_of_all_keys_asked_is_the_harmonic_number_over_k_and_none_where_i
 class Knowing(torch.nn.Module):
     """A decoder that knows the next token, but for those in `wrong` (sequence, position of the target)."""
 
+    takes_settings = False
+
     def __init__(self, size: int, wrong: set[tuple[int, int]]):
         super().__init__()
         self.config = ModelConfig()
@@ -193,6 +195,8 @@ class Knowing(torch.nn.Module):
 
 class Chained(torch.nn.Module):
     """A decoder that misses one question, and after a wrong answer in the sequence the next."""
+
+    takes_settings = False
 
     def __init__(self, task: MQAR, mistaken: int):
         super().__init__()
@@ -504,7 +508,7 @@ def test_lm_eval_measures_a_run_on_tasks(arguments: list[str], tmp_path: Path):
     assert "64 tokens" in result.stdout
     words = " ".join(re.sub("[│┃]", " ", result.stdout).split())
     assert "as trained, roll-out" in words
-    assert "sequences, 1 seed)" in words
+    assert "over sequences, 1 seed, alone)" in words
 
 
 def refused(*overrides: str) -> str:
