@@ -14,7 +14,15 @@ from lm.config.yaml_text import parse_yaml
 from lm.errors import RunError
 from lm.plugins import PLUGINS
 from lm.runs.checkpoints import load_metadata
-from lm.runs.evaluations import UNIGRAM, Evaluation, Series, Units, evaluation_files, load_evaluation, measuring_code
+from lm.runs.evaluations import (
+    Evaluation,
+    Series,
+    Units,
+    chance_level,
+    evaluation_files,
+    load_evaluation,
+    measuring_code,
+)
 from lm.runs.folder import (
     CHECKPOINTS,
     CONFIG,
@@ -30,7 +38,7 @@ from lm.runs.folder import (
 from lm.runs.manifest import read_file
 from lm.runs.record import RunRecord, RunStatus, divergence, loss_above_unigram, read_run, start_setting, tokens_before
 from lm.schema import Plain, to_plain
-from lm.statistics.intervals import over_questions
+from lm.statistics.intervals import is_unlearned
 from lm.statistics.tokens import tokens_to_reach
 
 SELECTION = "val/loss"  # validation loss: chooses learning rates, unless `tune.metric` is primary
@@ -117,13 +125,12 @@ class Outcome:
         sequences, or the unigram cross-entropy. Empty if it is better, or if no level is known.
         """
         series, units = self.series(self.metric), self.values(self.metric)
-        name, level = next(iter(series.references.items()), ("", math.nan)) if series else ("", math.nan)
-        if not units or not name.startswith(("chance", UNIGRAM)):
+        name, level = chance_level(series.about) if series else ("", math.nan)
+        if not units or not name:
             return self.not_learned_text and "the unigram cross-entropy"
-        if series.about.better == "lower":
-            return f"the {name} ({level:.3g})" * (units.mean >= level)
-        interval = over_questions(units.values, units.weights, units.groups, units.mean)
-        return f"{name} ({level:.3g})" * (interval.low <= level)
+        better = series.about.better
+        text = f"{'the ' if better == 'lower' else ''}{name} ({level:.3g})"
+        return text * is_unlearned(units.mean, level, better, units.values, units.weights, units.groups)
 
     @property
     def _final_loss(self) -> Series | None:

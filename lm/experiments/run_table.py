@@ -21,6 +21,7 @@ from lm.experiments.experiment import PrimaryMetric
 from lm.experiments.judging import JudgedRun, Judgement, RunsByRate, SizeArm
 from lm.runs.folder import DIVERGED
 from lm.schema import Plain, build, suggest
+from lm.statistics.intervals import is_unlearned
 from lm.statistics.tuning import (
     MIN_TUNING_SEEDS,
     Rate,
@@ -38,7 +39,7 @@ _RUN_STATES = ("finished", "unfinished", DIVERGED)
 _MAX_VALUE = 1e30  # largest magnitude of a value: squares and products of such values are still finite
 _MIN_WEIGHT = 1e-30  # smallest weight above 0: quotients and products of such weights are still exact
 _MAX_TABLE_BYTES = 2**28  # largest size of a table, after decompression
-_VALUE_COLUMNS = {"value": float, "weight": float, "group": object}
+_VALUE_COLUMNS = {"value": float, "weight": float, "chance": float, "group": object}
 
 
 def judge_table(
@@ -93,7 +94,7 @@ def judge_table(
     if is_paired and reporting_rows.groupby(["size", "seed"])["arm"].nunique().max() == 1:  # no two arms share a seed
         unpaired, is_paired = True, False
     seeds = _sorted_seeds(reporting_rows["seed"])
-    runs_by_rate = _judged_runs(reporting_rows)
+    runs_by_rate = _judged_runs(reporting_rows, primary.better)
     rows_by_arm, selecting_by_arm = (
         table.groupby(["size", "arm"], sort=False).indices for table in (reporting_rows, selecting_rows)
     )
@@ -181,7 +182,7 @@ def read_runs(
     runs = rows.assign(
         size=size if split_columns else "", arm=rows["arm"].map(str, na_action="ignore"), rate=rate, state=state,
         weight=weight,
-        sample=units.map(str), group=group,
+        sample=units.map(str), group=group, chance=pd.to_numeric(rows.get("chance", blank), errors="coerce"),
     )  # fmt: skip
     diverged_runs = runs[runs["state"] == DIVERGED]
     notes = [
@@ -288,13 +289,13 @@ def _direction(rows: pd.DataFrame, better: Direction | None, source: str) -> Dir
     return better or column_direction or "lower"
 
 
-def _judged_runs(rows: pd.DataFrame) -> dict[SizeArm, dict[Rate | None, dict[Plain, JudgedRun]]]:
+def _judged_runs(rows: pd.DataFrame, better: str) -> dict[SizeArm, dict[Rate | None, dict[Plain, JudgedRun]]]:
     """Build the runs that these rows describe, by size and arm, then rate, then seed. A run's values, such as losses of
     sequences, are ordered by the column `sample`."""
     rows = rows.sort_values("sample", kind="stable")
     run_numbers = rows.groupby(RUN_KEY, dropna=False, sort=False).ngroup().to_numpy()
     rows = rows.iloc[np.argsort(run_numbers, kind="stable")]
-    values, weights, groups = (rows[name].to_numpy(dtype) for name, dtype in _VALUE_COLUMNS.items())
+    values, weights, levels, groups = (rows[name].to_numpy(dtype) for name, dtype in _VALUE_COLUMNS.items())
     starts = np.flatnonzero(np.diff(np.sort(run_numbers), prepend=-1))
     has_groups = np.logical_and.reduceat(rows["group"].notna().to_numpy(), starts).tolist()
     runs: dict[SizeArm, dict[Rate | None, dict[Plain, JudgedRun]]] = {}
@@ -302,7 +303,11 @@ def _judged_runs(rows: pd.DataFrame) -> dict[SizeArm, dict[Rate | None, dict[Pla
     for run, start, end, is_grouped in zip(first_rows, starts, [*starts[1:], len(rows)], has_groups, strict=True):
         rate = None if pd.isna(run.rate) else read_rate(run.rate)
         run_groups = groups[start:end] if is_grouped else None
-        judged_run = JudgedRun(run.arm, run.state, run.note, values[start:end], weights[start:end], run_groups)
+        units = values[start:end], weights[start:end], run_groups
+        judged_run = JudgedRun(run.arm, run.state, run.note, *units)
+        level = float(np.average(levels[start:end], weights=weights[start:end]))
+        if run.state == "finished" and is_unlearned(judged_run.value, level, better, *units):
+            judged_run = replace(judged_run, unlearned_level=f"chance ({level:.3g})")
         runs.setdefault((run.size, run.arm), {}).setdefault(rate, {})[run.seed] = judged_run
     return runs
 

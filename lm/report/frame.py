@@ -11,7 +11,7 @@ import pandas as pd
 from lm.errors import RunError
 from lm.files import expand_home
 from lm.report.comparison import arm_label
-from lm.runs.evaluations import Evaluation, evaluation_files, load_evaluation, series_names
+from lm.runs.evaluations import Evaluation, chance_level, evaluation_files, load_evaluation, series_names
 from lm.runs.folder import CONFIG, ENVIRONMENT, SWAPPED
 from lm.runs.record import RunRecord, read_run
 
@@ -26,6 +26,7 @@ MEASURED_COLUMNS = (
     "setting",
     "unit",
     "better",
+    "chance",
     "x",
     "until",
     "sequences",
@@ -56,8 +57,9 @@ def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
         Columns of the measurement: step, tokens seen by then, kind of evaluation, metric by its name in metrics.jsonl,
             quantity (such as
         `accuracy`, which is also the metric where metrics.jsonl has none), task (with its options where the evaluation
-        has another task of that name), inference setting, unit of the value, and the better direction. `x` is the point
-        on the axis or the start of a bin, and `until` the end of a bin.
+        has another task of that name), inference setting, unit of the value, the better direction, and `chance`, the
+        value of a model that has learned nothing. `x` is the point on the axis or the start of a bin, and
+        `until` the end of a bin.
 
         Columns of the sequences: `sequences` is their hash, and values of equal hashes can be paired by `sample`.
             `group` is the document.
@@ -80,7 +82,9 @@ def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
 def frame(blocks: Iterable[pd.DataFrame]) -> pd.DataFrame:
     """Join blocks of rows into a data frame with `COLUMNS`; NaN where a block lacks a column."""
     blocks = [block for block in blocks if len(block)]
-    texts = {name: object for name in COLUMNS if name not in ("x", "until", "sample", "group", "weight", "value")}
+    texts = {
+        name: object for name in COLUMNS if name not in ("chance", "x", "until", "sample", "group", "weight", "value")
+    }
     joined = (
         pd.concat(
             [
@@ -101,6 +105,8 @@ def evaluation_block(evaluation: Evaluation, run_values: dict[str, Any]) -> pd.D
     about, tasks = rows["about"], {(series.about, series.task): name for series, name in names.items()}
     measured = {name: [getattr(metric, name) for metric in about] for name in ("quantity", "unit", "better")}
     measured["task"] = [tasks[key] for key in zip(about, rows["task"], strict=True)]
+    levels = {metric: chance_level(metric)[1] for metric in set(about)}
+    measured["chance"] = [levels[metric] for metric in about]
     facts = {"step": evaluation.step, "tokens": evaluation.tokens_seen, "kind": evaluation.kind}
     part = np.where((rows["part"] == "") & rows["sample"].notna(), "reports", rows["part"])
     # a number of which only the mean is stored has neither sequences nor a weight

@@ -358,6 +358,14 @@ NATS = "nats per token"
 REPORTING = "of reporting documents"  # what names of metrics in reports end with, if other documents are left out
 UNIGRAM = "unigram cross-entropy"  # the level to compare the loss with
 UNIGRAM_BOUND = f"{UNIGRAM}, at most"  # the name of the level if it is an upper bound
+
+
+def chance_level(metric: Metric) -> tuple[str, float]:
+    """The name and value of the metric's level of a model that has learned nothing; ("", NaN) if none is known."""
+    name, level = next(iter(metric.references), ("", math.nan))
+    return (name, level) if name.startswith(("chance", UNIGRAM)) else ("", math.nan)
+
+
 _VALIDATION_TITLES = {"title": "Validation at the training length", "measured_on": "validation sequences"}
 VALIDATION_METRICS = (
     Metric(LOSS, NATS, "lower", "loss at the training length on all held-out text, or on tasks' answers", LOSS,

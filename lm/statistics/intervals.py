@@ -125,6 +125,18 @@ def over_questions(values: np.ndarray, weights: np.ndarray, groups: np.ndarray, 
     return replace(wilson(mean * trials, trials), noise_source=f"{unit}, 1 seed")
 
 
+def is_unlearned(
+    mean: float, level: float, better: str, values: np.ndarray, weights: np.ndarray, groups: np.ndarray | None
+) -> bool:
+    """Whether `mean` is not better than `level`, that of a model that has learned nothing. A fraction of right answers
+    must be above it by more than chance (`over_questions`, which has the other arguments). False if `level` is NaN.
+    """
+    if better == "lower":
+        return bool(mean >= level)
+    is_fraction = groups is not None and mean > level and ((values >= 0) & (values <= 1)).all()
+    return bool((over_questions(values, weights, groups, mean).low if is_fraction else mean) <= level)
+
+
 def over_documents(
     values: np.ndarray, weights: np.ndarray | None = None, groups: np.ndarray | None = None
 ) -> Interval | None:

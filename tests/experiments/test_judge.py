@@ -303,6 +303,18 @@ def test_a_table_that_can_not_be_judged_is_refused_in_one_line(table, options, s
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("right", "verdict"),
+    [(16, "not learned"), (20, "not learned"), (100, "undecided")],  # of 128; 20 may be by chance
+)
+def test_runs_that_do_not_beat_chance_have_not_learned(right, verdict):
+    runs = pd.DataFrame({"value": np.arange(128) < right, "sample": range(128)}).astype(float)
+    table = pd.concat(runs.assign(arm=arm, seed=seed) for arm in "ab" for seed in range(3))
+    assert lm.judge(table, better="higher").verdict[1] != "not learned"
+    assert lm.judge(table.assign(chance=0.125), better="higher").verdict[1] == verdict
+    assert lm.judge(RUNS.assign(chance=0.0)).verdict[1] == "not learned"
+
+
 def test_weights_count_within_a_run_only_as_parts_of_their_sum():
     expected = lm.judge(UNITS.assign(weight=UNITS["unit"] + 1.0))
     pd.testing.assert_frame_equal(lm.judge(UNITS.assign(weight=(UNITS["unit"] + 1.0) * UNITS["seed"])), expected)
