@@ -72,7 +72,10 @@ if side.get("nanogpt"):
     inputs, targets = given[:, :-1].contiguous(), given[:, 1:].contiguous()
     loss, optimizer = lambda: forward(inputs, targets)[1], torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 else:
-    from lm.config import normalizers as kinds
+    try:
+        from lm.config import normalizers as kinds
+    except ImportError:
+        from lm.attention import catalogue as kinds  # of 0.11
     from lm.config.model_config import Learned, ModelConfig
     from lm.config.training_config import OPTIMIZERS, OptimConfig
     from lm.data.batches import Batch
