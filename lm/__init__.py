@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lm.runs.loading import load
 
 __all__ = ["Given", "compare", "evaluate", "functional", "judge", "load", "results", "train"]
-__version__ = "0.11.0"
+__version__ = "0.12.0.dev0"
 
 # a YAML file, a preset, an override `KEY=VALUE`, or a mapping of keys to values
 Given = str | os.PathLike | Mapping[str, object]
