@@ -126,7 +126,7 @@ class Outcome:
         """
         series, units = self.series(self.metric), self.values(self.metric)
         name, level = chance_level(series.about) if series else ("", math.nan)
-        if not units or not name:
+        if not units or not name or series.about.better == "none":
             return self.not_learned_text and "the unigram cross-entropy"
         better = series.about.better
         text = f"{'the ' if better == 'lower' else ''}{name} ({level:.3g})"
