@@ -32,6 +32,7 @@ def table_of(values: dict[str, np.ndarray]) -> pd.DataFrame:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("design", DESIGNS)
 def test_intervals_and_p_are_scipys(design):
     """Of 200 random tables."""
@@ -248,6 +249,7 @@ def wandb_environment():
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_the_runs_of_a_project_of_wandb_are_judged(wandb_environment, monkeypatch):
     question = ["--arm", "config.norm", "--seed", "config.optim.seed", "--metric", "summary.val/loss"]
     result = command("judge", "wandb:me/project", *question, "--exit-code", **wandb_environment)

@@ -45,7 +45,9 @@ def means(results: list[EvaluationResult]) -> dict[tuple, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("options", [opt.Softmax(), opt.SSMax()], ids=["softmax", "ssmax"])
+@pytest.mark.parametrize(
+    "options", [pytest.param(opt.Softmax(), marks=pytest.mark.slow), opt.SSMax()], ids=["softmax", "ssmax"]
+)
 def test_losses_needles_and_diagnostics_are_those_of_the_same_model_in_lm(folder: Path, options: Options):
     import_model(str(folder / "hf"), folder / "imported")
     imported = load(folder / "imported")
@@ -59,6 +61,7 @@ def test_losses_needles_and_diagnostics_are_those_of_the_same_model_in_lm(folder
         np.testing.assert_allclose(value, expected[name], rtol=1e-3, atol=1e-3, err_msg=str(name))
 
 
+@pytest.mark.slow
 def test_a_model_with_windows_is_measured_on_the_command_line(folder: Path):
     sizes = LLAMA_SIZES | {"max_position_embeddings": 160, "head_dim": 12, "attention_dropout": 0.0}
     config = transformers.Gemma3TextConfig(

@@ -33,6 +33,7 @@ def random_tables(seed: int):
         yield random.normal(size=seeds) + noise * random.normal(random.normal(size=(arms, 1)), 1, (arms, seeds))
 
 
+@pytest.mark.slow
 def test_paired_intervals_and_p_are_those_of_scipys_t_test_at_the_familys_level():
     for values in random_tables(0):
         comparisons = paired(values)
@@ -45,6 +46,7 @@ def test_paired_intervals_and_p_are_those_of_scipys_t_test_at_the_familys_level(
             assert verdict.p == pytest.approx(float(family.joint_p(test.pvalue)), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_unpaired_intervals_and_p_are_welchs_at_the_familys_level():
     random = np.random.default_rng(1)
     for values in random_tables(1):

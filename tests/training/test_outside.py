@@ -86,6 +86,7 @@ def run(tmp_path: Path):
     return run
 
 
+@pytest.mark.slow
 def test_a_stranger_s_callback_logs_and_keeps_its_state_and_a_logger_that_fails_ends_no_run(
     run, arguments: list[str], tmp_path: Path
 ):

@@ -71,6 +71,7 @@ def test_n_and_m_go_by_the_first_length_and_the_model_has_the_last_positions(tin
     assert arm_label(read_run(config.run_folder)) == f"log_n -> log_n, {changes} at step 4"
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does_across_a_change(tiny, arguments: list[str]):
     train(tiny("name=one", LONGER))
     ranks(2, command, "train", *arguments, LONGER, "name=two", "trainer.devices=2")
