@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas
+import pytest
 import torch
 from conftest import ROOT
 
@@ -53,6 +54,7 @@ batches = torch.utils.data.DataLoader(ids[: 16 * 65].view(16, 65), batch_size=4)
 """
 
 
+@pytest.mark.slow
 def test_the_example_of_a_trainer_of_one_s_own(tiny, tmp_path: Path):
     store = prepare(tiny().data)
     code = re.search(r"### In a Trainer.*?```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)[1]

@@ -96,6 +96,7 @@ def test_the_long_table_holds_what_the_verdict_follows_from(experiment, tmp_path
         lm.compare(file, file)
 
 
+@pytest.mark.slow
 def test_the_page_of_python_runs(experiment, tmp_path, monkeypatch, called):
     """The code of docs/python.md, with a smaller run and an experiment that is finished in place of the preset."""
     file, overrides = experiment

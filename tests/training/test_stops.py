@@ -103,6 +103,7 @@ def test_a_signal_stops_all_processes_with_a_checkpoint(
     assert not alive(process.pid)
 
 
+@pytest.mark.slow
 def test_a_signal_while_the_second_process_starts_ends_the_run_in_one_line(arguments: list[str], tmp_path: Path):
     process = start(arguments, *LONG, "trainer.devices=2", "trainer.max_steps=100000", "name=stopped")
     while not (started := [child for child in children(process.pid) if b"LOCAL_RANK=1" in environment(child)]):
