@@ -14,7 +14,6 @@ import difflib
 import functools
 import math
 import operator
-import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +22,7 @@ from dataclasses import MISSING, dataclass, field, is_dataclass
 from lm.attention.options import key as key
 from lm.attention.options import yaml_scalar as yaml_scalar
 from lm.errors import ConfigError, Problem
-from lm.removed_keys import REMOVED_VALUES, removed_key
+from lm.removed_keys import removed_defaults
 
 Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
 NOT_GIVEN = "???"  # the value by which OmegaConf marks a key that the user must give
@@ -215,9 +214,9 @@ def build(schema: type, data: Plain, path: str, problems: list[Problem], table: 
         key_path = _join_path(path, name)
         if name in specs:
             values[name] = _field_value(specs[name], value, key_path, problems)
-        elif removed := removed_key(path, getattr(schema, "name", ""), name):
-            if value != removed[0]:
-                problems.append(Problem(key_path, value, "is no key of lm any more", removed[1]))
+        elif defaults := removed_defaults(path, getattr(schema, "name", ""), name):
+            if value not in defaults:
+                problems.append(Problem(key_path, value, "is no key of lm any more", "see CHANGELOG.md"))
         elif not (name == "name" and hasattr(schema, "name")):
             problems.append(Problem(key_path, value, "unknown key", _key_advice(schema, str(name), table or {}, path)))
     return schema(**{name: value for name, value in values.items() if value is not MISSING})
@@ -265,9 +264,6 @@ def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: lis
     if has_blocks:
         return None if value is None and "optional" in spec.metadata else block(value, path)
     result = convert(spec.type, value)
-    advice = [text for item in single_values(value) if (text := REMOVED_VALUES.get((spec.name, str(item))))]
-    if result is MISSING and advice:
-        return _refuse(problems, path, value, "is no value of lm any more", advice[0])
     if result is MISSING:
         remedy = "quote it in the YAML" if spec.type is str else ""
         return _refuse(problems, path, value, f"must be {type_name(spec.type)}", remedy)
@@ -335,13 +331,7 @@ def _build_variant(table: Mapping[str, type], default: str | None, value: Plain,
     except Unavailable as error:
         return _refuse(problems, f"{path}.name", name, error.reason, error.remedy)
     except KeyError:
-        key_name = re.sub(r"\[\d+\]$", "", path.rpartition(".")[2])
-        if name == NOT_GIVEN:
-            reason = ("must be given", _REPLACE)
-        elif advice := REMOVED_VALUES.get((key_name, str(name))):
-            reason = ("is no value of lm any more", advice)
-        else:
-            reason = ("unknown name", suggest(name, table))
+        reason = ("must be given", _REPLACE) if name == NOT_GIVEN else ("unknown name", suggest(name, table))
         return _refuse(problems, f"{path}.name", name, *reason)
     return build(schema, value, path, problems, table)
 

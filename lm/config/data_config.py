@@ -147,7 +147,7 @@ class Files:
     name: ClassVar[str] = "files"
     paths: list[str] = key([], "files, folders or globs, relative to the working directory")
     suffixes: list[str] = key([".txt"], "suffixes of plain-text files, in any case, e.g. [.txt, .md, .py]")
-    column: str = key("text", "column that holds the text (jsonl, parquet)")
+    column: str = key("text", "column that holds the text")
     separator: str = key(
         "", 'split each .txt file into documents at this text, e.g. "\\n\\n\\n"; empty: one document a file'
     )
@@ -305,8 +305,8 @@ class PretrainedTokenizer(TokenizerOptions):
 
     name: ClassVar[str] = "pretrained"
     model: str = key("", "name on the hub, e.g. HuggingFaceTB/SmolLM2-135M, or a folder in the format of transformers")
-    revision: str | None = key(None, "commit, tag or branch on the hub; pin it for results that last")
-    end_of_text: str = key(END_OF_TEXT, "the token that starts a document, e.g. the model's BOS")
+    revision: str | None = key(None, "commit, tag or branch; pin it for results that last")
+    end_of_text: str = key(END_OF_TEXT, "the token that starts a document")
 
     def problems(self) -> Iterator[Problem]:
         if not self.model:

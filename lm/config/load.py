@@ -104,7 +104,7 @@ def _batch_problems(config: Config) -> Iterator[Problem]:
 
 
 def check_steps(config: Config) -> Iterator[Problem]:
-    """Yield problems of keys that need more steps than the run has: lengths, warm-up, decay, phases, profile, sources
+    """Yield problems of keys that need more steps than the run has: lengths, warm-up, decay, phases, sources
     and tasks.
     """
     data = config.data
@@ -112,7 +112,6 @@ def check_steps(config: Config) -> Iterator[Problem]:
     steps = config.trainer.max_steps
     phases = config.phases
     phase_ends = config.phase_ends
-    profile = config.trainer.profile
     yield from data.lengths.conflicts(data.seq_len, steps)
     if (
         isinstance(optim.schedule, WSDRate)
@@ -120,9 +119,6 @@ def check_steps(config: Config) -> Iterator[Problem]:
     ):
         reason = f"leaves less than optim.warmup_steps = {optim.warmup_steps} of {steps} steps for the warm-up"
         yield Problem("optim.schedule.decay_fraction", optim.schedule.decay_fraction, reason, "lower one of them")
-    if profile and profile.first > steps:
-        reason = f"is after the last step, trainer.max_steps = {steps}: nothing would be recorded"
-        yield Problem("trainer.profile.first", profile.first, reason, "lower it")
     for index, phase in enumerate(phases):
         path, start = f"phases[{index}]", phase_ends[index - 1] if index else 0
         if index and phase.until <= phases[index - 1].until:

@@ -10,8 +10,7 @@ from lm.config.data_config import MAX_SEQ_LEN
 from lm.config.model_config import POSITIONS, Position
 from lm.config.normalizers import OPTIONS
 from lm.errors import Problem
-from lm.removed_keys import REMOVED_VALUES
-from lm.schema import key, optional, section, variant
+from lm.schema import key, section, variant
 
 
 @dataclass
@@ -230,18 +229,6 @@ class Phase:
     )
 
 
-@dataclass
-class Profile:
-    """The range of optimizer steps that torch's profiler records."""
-
-    first: int = key(10, "first step that is recorded", ge=1, le=10**9)
-    last: int = key(12, "last step that is recorded", ge=1, le=10**9)
-
-    def problems(self) -> Iterator[Problem]:
-        if self.last < self.first:
-            yield Problem("last", self.last, f"is before first = {self.first}", "give both")
-
-
 COMMANDS = ("train", "eval", "swap", "diagnose")  # the commands that run a model
 
 
@@ -250,7 +237,7 @@ def outside_problems(key: str, entries: list[str | dict], names: Sequence[str] =
     for entry in entries:
         name = entry.get("name") if isinstance(entry, dict) else entry
         if name not in names and not (isinstance(name, str) and all(name.partition(":"))):
-            remedy = REMOVED_VALUES.get((key, str(name)), "write package.module:Class, or {name: package.module:Class}")
+            remedy = "write package.module:Class, or {name: package.module:Class}"
             yield Problem(key, entry, f"names no class{''.join(f', nor {known}' for known in names)}", remedy)
 
 
@@ -313,16 +300,12 @@ class TrainerConfig:
         {"affects": "training", "on_resume": "free"},
         omit_default=True,
     )
-    profile: Profile | None = optional(
-        Profile, "record steps with torch's profiler, in the run's folder profile/; null: none"
-    )
 
     def problems(self) -> Iterator[Problem]:
         yield from outside_problems("callbacks", self.callbacks)
 
 
 LOGGERS = ("wandb", "tensorboard", "trackio")
-MAX_TAG = 64  # most characters of a wandb tag
 Dynamics = Literal["logit_scale", "largest_score", "gradient_norm"]
 
 
@@ -343,9 +326,6 @@ class LogConfig:
         "where metrics go beside metrics.jsonl: wandb | tensorboard | trackio (the extra `log` has the last two), or "
         "Lightning's Loggers of your own, as in trainer.callbacks",
     )
-    project: str | None = key(None, "wandb project; null: WANDB_PROJECT, else lm")
-    entity: str | None = key(None, "wandb entity; null: WANDB_ENTITY, else your default one")
-    tags: list[str] = key([], "wandb tags, beside those of an experiment's runs")
     progress: Literal["auto", "bar", "lines", "none"] = key("auto", "`auto`: a bar on a terminal, else lines")
 
     @property
@@ -358,13 +338,6 @@ class LogConfig:
             if any(entry in names[:index] for index, entry in enumerate(names)):
                 yield Problem(name, names, "names something twice", "name it once")
         yield from outside_problems("to", self.to, LOGGERS)
-        for tag in self.tags:
-            if not 1 <= len(tag) <= MAX_TAG:
-                yield Problem("tags", tag, f"has {len(tag)} characters; wandb takes 1 to {MAX_TAG}", "shorten it")
-        if self.project is not None and (len(self.project) > 128 or {*self.project} & {*"/\\#?%:"}):
-            yield Problem(
-                "project", self.project, "wandb takes at most 128 characters, none of / \\ # ? % :", "rename it"
-            )
 
     def is_due(self, step: int, max_steps: int) -> bool:
         """Whether metrics are logged after optimizer step `step` (1-based)."""

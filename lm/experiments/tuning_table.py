@@ -10,7 +10,7 @@ from pathlib import Path
 from lm.config.tree import Config, effect_of
 from lm.errors import ConfigError
 from lm.experiments.run_outcome import SELECTION
-from lm.removed_keys import removed_key
+from lm.removed_keys import removed_defaults
 from lm.runs.folder import DIVERGED
 from lm.schema import Plain, flatten, to_plain
 from lm.statistics.tuning import Rate, key_values, read_rate
@@ -121,8 +121,9 @@ def differing_keys(description: str, other_description: str) -> list[str]:
         values = dict(text.partition("=")[::2] for text in words.split("; "))
         blocks = {path: path.rpartition(".")[::2] for path in values}
         removed = {
-            path: removed_key(block, values.get(f"{block}.name", ""), name) for path, (block, name) in blocks.items()
+            path: [*map(str, removed_defaults(block, values.get(f"{block}.name", ""), name))]
+            for path, (block, name) in blocks.items()
         }
-        return {(path, value) for path, value in values.items() if not removed[path] or value != str(removed[path][0])}
+        return {(path, value) for path, value in values.items() if value not in removed[path]}
 
     return sorted({path for path, _ in settings(description) ^ settings(other_description)})

@@ -25,7 +25,7 @@ from lm.runs.manifest import Entry, check_file, entries_of, entry, parse_line, r
 from lm.schema import Plain, suggest
 
 CONFIG, ENVIRONMENT, METRICS, TOKENIZER = "config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json"
-CHECKPOINTS, EVALUATIONS, PROFILE = "checkpoints", "evaluations", "profile"
+CHECKPOINTS, EVALUATIONS = "checkpoints", "evaluations"
 SWAPPED = "swapped"  # folder in an experiment's folder, with the swapped weights that runs start from
 # file in an experiment's folder, with the settings that its first start fixed for all runs
 RESOLVED_FILE = "resolved.json"

@@ -15,7 +15,7 @@ from lm.runs.folder import METRICS
 from lm.schema import Plain, to_plain
 from lm.training.lightning_import import L
 from lm.training.outside import outside_objects
-from lm.training.wandb_runs import experiment_labels, finish_wandb_run, project_of, start_wandb_run
+from lm.training.wandb_runs import experiment_labels, finish_wandb_run, project_name, start_wandb_run
 
 if TYPE_CHECKING:
     import trackio
@@ -227,7 +227,7 @@ def start_loggers(mode: str, config: Config, environment: dict[str, Plain], step
             else:
                 import trackio
 
-                project = os.environ.get("TRACKIO_PROJECT") or project_of(config.log)
+                project = os.environ.get("TRACKIO_PROJECT") or project_name()
                 resume = "allow" if step else "never"
                 run = trackio.init(
                     project=project, name=config.name, config=to_plain(config), resume=resume, embed=False

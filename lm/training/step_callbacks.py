@@ -1,15 +1,11 @@
-"""Callbacks around the optimizer steps: a signal that stops the run, metrics, the progress bar, torch's profiler."""
+"""Callbacks around the optimizer steps: a signal that stops the run, metrics, the progress bar."""
 
 import signal
-import time
 from collections.abc import Iterator
 
-from torch.profiler import ProfilerActivity, profile
-
-from lm.data.batches import Batch, TrainSequences, train_sequences
-from lm.files import write_text
+from lm.data.batches import TrainSequences, train_sequences
 from lm.model.device import Device, peak_memory_bytes
-from lm.runs.folder import PEAK_MEMORY, PROFILE
+from lm.runs.folder import PEAK_MEMORY
 from lm.training.dynamics import NamedValues, copied_to_host, largest_scores, logit_scales, normalizer_parameters
 from lm.training.flops import mfu
 from lm.training.lightning_import import L
@@ -128,71 +124,3 @@ class ProgressBar(StepCallback, L.pytorch.callbacks.ProgressBar):
         """Show that the step is done."""
         self.run.progress.advance(step, *module.logged)
         module.logged = ()
-
-
-# ---------------------------------------------------------------- torch's profiler
-
-
-PROFILE_ROWS = 40  # rows of the table of operations
-
-
-class ProfileSteps(StepCallback):
-    """Profiles the range of steps `trainer.profile` on the first process, or a part of it if training starts or ends
-    within the range.
-
-    Writes to profile/ in the run folder: steps-FIRST-LAST.json.gz, a trace for chrome://tracing or ui.perfetto.dev, and
-    steps-FIRST-LAST.txt, a table of the operations that took most time.
-    """
-
-    def __init__(self, run: RunContext):
-        super().__init__(run)
-        self.window, self.profiler, self.first_step = run.config.trainer.profile, None, 0
-
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Print a note if all steps to profile were trained before this start, and no profile exists."""
-        window_passed = self.window and trainer.is_global_zero and trainer.global_step >= self.window.last
-        if window_passed and not (self.config.run_folder / PROFILE).exists():
-            self.run.progress.say(
-                f"trainer.profile: steps {self.window.first} to {self.window.last} were made before: none is recorded"
-            )
-
-    def on_train_batch_start(self, trainer: L.Trainer, module: LanguageModel, batch: Batch, batch_idx: int) -> None:
-        step = trainer.global_step + 1
-        if (
-            self.profiler
-            or not self.window
-            or not self.window.first <= step <= self.window.last
-            or not trainer.is_global_zero
-        ):
-            return
-        on_gpu = self.run.machine.accelerator == "gpu"
-        self.profiler = profile(
-            activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu, profile_memory=True
-        )
-        self.first_step, begin = step, time.perf_counter()
-        self.profiler.start()  # loads libraries first
-        self.run.clock.exclude_since(begin)
-
-    def on_step(self, trainer: L.Trainer, module: LanguageModel, step: int) -> None:
-        if self.profiler and step >= self.window.last:
-            self._write_profile(step)
-
-    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Write the profile of the steps so far if training stops, or a phase ends, within the range."""
-        if self.profiler and trainer.global_step >= self.first_step:
-            self._write_profile(trainer.global_step)
-
-    def _write_profile(self, last_step: int) -> None:
-        begin = time.perf_counter()
-        self.profiler.stop()
-        folder = self.config.run_folder / PROFILE
-        folder.mkdir(exist_ok=True)
-        path = folder / f"steps-{self.first_step}-{last_step}.txt"
-        self.profiler.export_chrome_trace(str(path.with_suffix(".json.gz")))
-        sort_key = "self_cuda_time_total" if self.run.machine.accelerator == "gpu" else "self_cpu_time_total"
-        write_text(
-            path, self.profiler.key_averages().table(sort_by=sort_key, row_limit=PROFILE_ROWS, max_name_column_width=60)
-        )
-        self.profiler = None
-        self.run.clock.exclude_since(begin)
-        self.run.progress.say(f"profile of steps {self.first_step} to {last_step}: {path}")

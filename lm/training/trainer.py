@@ -14,7 +14,7 @@ from lm.training.module import LanguageModel
 from lm.training.outside import failure_of
 from lm.training.run_context import RunContext
 from lm.training.starting import PhaseStart, start_from_checkpoint
-from lm.training.step_callbacks import Metrics, ProfileSteps, ProgressBar, StopOnSignal
+from lm.training.step_callbacks import Metrics, ProgressBar, StopOnSignal
 from lm.training.step_data import StepData
 
 
@@ -79,7 +79,6 @@ def make_trainer(run: RunContext, start: PhaseStart) -> L.Trainer:
             StopOnSignal(run),
             Metrics(run),  # starts the clock, which the callbacks below pause
             ProgressBar(run),
-            ProfileSteps(run),
             # before Checkpoints, which saves their state of the step
             *run.callbacks,
             *[CallbackMetrics(run)] * bool(run.callbacks),

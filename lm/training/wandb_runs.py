@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm.config.training_config import MAX_TAG, LogConfig
+from lm.config.training_config import LogConfig
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem, RunError, one_line
 from lm.schema import Plain
@@ -61,19 +61,19 @@ def _netrc_has_key() -> bool:
         return False
 
 
-def project_of(log: LogConfig) -> str:
-    """The wandb project: `log.project`, else WANDB_PROJECT, else `lm`."""
-    return log.project or os.environ.get("WANDB_PROJECT") or "lm"
+def project_name() -> str:
+    """The wandb project: WANDB_PROJECT, else `lm`."""
+    return os.environ.get("WANDB_PROJECT") or "lm"
 
 
 def start_wandb_run(
     mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: str, **arguments: Plain
 ) -> "wandb.Run | None":
-    """Start and return a wandb run in `mode` (`wandb_mode`), with the tags and notes of `log`; None if wandb is
+    """Start and return a wandb run in `mode` (`wandb_mode`), with `tags` and those of WANDB_TAGS; None if wandb is
     disabled.
 
-    If `log.entity` is null, wandb takes the entity from WANDB_ENTITY. The user is never prompted. If mode online fails,
-    a note is printed, and the run is logged offline.
+    wandb takes the entity from WANDB_ENTITY. The user is never prompted. If mode online fails, a note is printed, and
+    the run is logged offline.
 
     Raises RunError: the run can't be started offline either, or wandb's process doesn't start.
     """
@@ -90,9 +90,8 @@ def start_wandb_run(
         if not _ends_in_time(partial(wandb.setup, settings)):
             raise RunError(f"wandb: its process has not started within {WANDB_SECONDS:g} s; {DISABLE_REMEDY}")
         return wandb.init(
-            project=project_of(log),
-            entity=log.entity,
-            tags=[*tags, *log.tags] or None,
+            project=project_name(),
+            tags=[*tags, *filter(None, os.environ.get("WANDB_TAGS", "").split(","))] or None,
             id=run_id,
             dir=dir,
             mode=mode,
@@ -215,7 +214,5 @@ def experiment_labels(config: Config) -> dict[str, str | list[str] | None]:
     return {
         "group": "/".join(filter(None, (run.name, run.size))) or None,
         "job_type": run.stage,
-        "tags": [f"{name} {value}"[:MAX_TAG] for name, value in labels.items() if value is not None]
-        if run.name
-        else [],
+        "tags": [f"{name} {value}"[:64] for name, value in labels.items() if value is not None] if run.name else [],
     }

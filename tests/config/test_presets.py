@@ -73,7 +73,7 @@ def test_a_path_with_an_equals_sign_is_no_override(tmp_path, monkeypatch):
     (tmp_path / "lr=0.1" / "config.yaml").write_text("name: mine\n")
     assert load_config(["lr=0.1/config.yaml", "optim.lr=0.2"]).name == "mine"
     assert paths_and_overrides(["lr=0.1", "lr=0.2", "runs"]) == ([Path("lr=0.1"), Path("runs")], ["lr=0.2"])
-    assert paths_and_overrides([long_value := f"log.project={'x' * 5000}"]) == ([], [long_value])
+    assert paths_and_overrides([long_value := f"data.root={'x' * 5000}"]) == ([], [long_value])
 
 
 @pytest.mark.parametrize("base", ["recall", "recall.yaml", "configs/recall.yaml"])

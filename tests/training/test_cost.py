@@ -1,6 +1,5 @@
-"""What a run costs: memory saved by activation checkpointing; MFU; the profiler's window."""
+"""What a run costs: memory saved by activation checkpointing; MFU."""
 
-import gzip
 import json
 from functools import partial
 
@@ -179,50 +178,3 @@ def test_the_peak_of_a_cpu_is_measured_and_each_line_has_the_mfu(tiny):
     for line in logged:
         assert line["mfu/causal"] == pytest.approx(recorded["flops_per_token"] * line["tokens_per_s"] / peak, abs=1e-4)
         assert line["mfu/causal"] <= line["mfu/palm"]
-
-
-# ---------------------------------------------------------------- the profiler
-
-
-def test_a_window_of_steps_is_profiled_and_the_run_is_the_same(tiny):
-    plain, profiled = tiny("name=plain"), tiny("name=profiled", "trainer.profile={first: 3, last: 4}")
-    assert (train(plain), train(profiled)) == (0, 0)
-    assert differences(plain.run_folder, profiled.run_folder) == []
-    folder = profiled.run_folder / "profile"
-    assert sorted(path.name for path in folder.iterdir()) == ["steps-3-4.json.gz", "steps-3-4.txt"]
-    assert "aten::" in (folder / "steps-3-4.txt").read_text()
-    names = [
-        event.get("name")
-        for event in json.loads(gzip.decompress((folder / "steps-3-4.json.gz").read_bytes()))["traceEvents"]
-    ]
-    assert sum(name.startswith("Optimizer.step") for name in names if name) >= 2
-
-
-@pytest.mark.slow
-def test_a_window_that_ends_after_the_run_is_cut_and_one_that_a_resumed_run_has_passed_is_named(
-    tiny, capsys: pytest.CaptureFixture
-):
-    assert train(tiny("name=x", "trainer.max_steps=4")) == 0
-    config = tiny(
-        "name=x", "resume=auto", "trainer.max_steps=6", "trainer.profile={first: 3, last: 4}", "log.progress=lines"
-    )
-    assert train(config) == 0
-    assert "trainer.profile: steps 3 to 4 were made before: none is recorded\n" in capsys.readouterr().err
-    assert not (config.run_folder / "profile").exists()
-    assert train(tiny("name=x", "resume=auto", "trainer.profile={first: 3, last: 90}")) == 0
-    assert [path.name for path in sorted((config.run_folder / "profile").glob("*.txt"))] == ["steps-7-8.txt"]
-
-
-@pytest.mark.parametrize(
-    ("window", "expected"),
-    [
-        ("{first: 5, last: 4}", "last = 4: is before first = 5; give both"),
-        (
-            "{first: 9, last: 90}",
-            "first = 9: is after the last step, trainer.max_steps = 8: nothing would be recorded; lower it",
-        ),
-    ],
-)
-def test_a_window_without_a_step_is_refused(arguments: list[str], window: str, expected: str):
-    result = lm("train", *arguments, f"trainer.profile={window}")
-    assert (result.returncode, result.stderr) == (2, f"error: trainer.profile.{expected}\n")

@@ -260,20 +260,18 @@ def test_a_run_says_where_it_belongs_and_sends_what_is_logged_over_tokens(placed
     assert any(name.startswith("long_context/loss by position in the sequence, as trained") for _, name in logged)
 
 
-def test_project_and_entity_are_those_of_the_environment_unless_the_configuration_names_them(
-    placed: Config, server: Sent, monkeypatch
-):
+def test_project_and_entity_are_those_of_the_environment(placed: Config, server: Sent, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
     short_config = replace(
         placed, trainer=replace(placed.trainer, max_steps=2), optim=replace(placed.optim, warmup_steps=1)
     )
-    assert train(replace(short_config, name="a", log=replace(short_config.log, tags=["first try"]))) == 0
-    assert train(replace(short_config, name="b", log=replace(short_config.log, project="ours", entity="group"))) == 0
+    monkeypatch.setenv("WANDB_TAGS", "pilot,first try")
+    assert train(replace(short_config, name="a")) == 0
     monkeypatch.delenv("WANDB_PROJECT")
     assert train(replace(short_config, name="c")) == 0
-    assert [start["project"] for start in server.starts] == ["theirs", "ours", "lm"]
-    assert [start["entity"] for start in server.starts] == [None, "group", None]  # None: wandb reads WANDB_ENTITY
-    assert server.starts[0]["tags"][-1] == "first try"
+    assert [start["project"] for start in server.starts] == ["theirs", "lm"]
+    assert not any("entity" in start for start in server.starts), "wandb reads WANDB_ENTITY"
+    assert server.starts[0]["tags"] == ["pilot", "first try"]
     assert server.summary["best/step"] == 2
 
 
@@ -282,12 +280,17 @@ def test_an_experiment_that_ends_sends_its_verdicts_and_its_report(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     file = written(tmp_path, tune=None, seeds=[1, 2])
-    overrides = ["trainer.max_steps=2", "optim.warmup_steps=1", "eval.long_context.length_factor=0", "log.tags=[mine]"]
+    overrides = [
+        "trainer.max_steps=2",
+        "optim.warmup_steps=1",
+        "eval.long_context.length_factor=0",
+    ]
     result = lm("compare", str(file), *arguments[1:], *overrides)  # wandb is off
     assert result.returncode == 0, result.stderr
     folder = tmp_path / "runs" / "trial"
     assert not (folder / "wandb").exists()
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_TAGS", "mine")
     report = lm("compare", str(file), *arguments[1:], *overrides, "log.wandb=offline", "--report-only", "--json")
     assert json.loads(report.stdout) == json.loads((folder / "verdicts.json").read_text())
     assert not (folder / "wandb").exists()  # it was judged before
@@ -370,8 +373,8 @@ def test_trackio_is_sent_what_is_logged_and_what_is_not_installed_is_named(tiny,
         )
     assert files_of(config.run_folder) == before, "a start that is refused goes back to no step"
     monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=server.init))
-    train(tiny("name=run", "log.to=[trackio]", "log.project=ours", "eval.long_context.length_factor=0"))
-    assert (server.starts[0]["project"], server.starts[0]["name"]) == ("ours", "run")
+    train(tiny("name=run", "log.to=[trackio]", "eval.long_context.length_factor=0"))
+    assert (server.starts[0]["project"], server.starts[0]["name"]) == ("lm", "run")
     assert set(server.steps) == set(range(1, 9))
 
 

@@ -141,7 +141,7 @@ def test_the_umask_decides_the_modes_of_what_is_written(tmp_path: Path, write: C
 
 def test_a_run_its_store_its_report_and_its_exports_heed_the_umask(tiny, tmp_path: Path):
     with umask(0o077):
-        config = tiny(f"data.root={tmp_path / 'data'}", "name=private", "trainer.profile={first: 2, last: 3}")
+        config = tiny(f"data.root={tmp_path / 'data'}", "name=private")
         assert train(config) == 0
         export(config.run_folder, "last", tmp_path / "exported")
         for options in (["report", "-o"], ["export", "--format=hf", "-o"], ["swap", "--to=ssmax", "-o"]):
