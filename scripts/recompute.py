@@ -143,7 +143,7 @@ WHEN_TRENDS = {
 }
 RECALL_ALL = Recall(
     "recall-all",
-    "recall-normalizers.md",
+    "retrieval.md",
     EVERY,
     "softmax",
     (4096,),
