@@ -11,7 +11,7 @@ from folders import alive
 from lm.config.training_config import TrainerConfig
 from lm.config.tree import Config
 from lm.errors import ConfigError, RunError
-from lm.training.launcher import COUNTS, RANKS, STARTER_VARIABLE, Process, end_with_parent, this_process
+from lm.training.launcher import RANKS, STARTER_VARIABLE, Process, end_with_parent, this_process
 from lm.training.train import train
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
@@ -24,7 +24,7 @@ SRUN = {
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch):
     """A function that sets variables, in an environment that names no process."""
-    for name in (*RANKS, *COUNTS, "TORCHELASTIC_RUN_ID", "SLURM_JOB_NAME"):
+    for name in (*RANKS, *SRUN, "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
 
     def set_to(**variables: str) -> None:
@@ -45,10 +45,8 @@ def process(devices: int, num_nodes: int = 1) -> Process:
         pytest.param("lightning", 0, 2, 1, {}, id="Lightning starts the others"),
         pytest.param("lightning", 1, 2, 1, {"WORLD_SIZE": "2", "NODE_RANK": "0", "LOCAL_RANK": "1"},
             id="Lightning's child"),
-        
         pytest.param("lightning", 0, 1, 1, {"RANK": "0", "WORLD_SIZE": "1"}, id="a container that says it is alone"),
-        
-        
+        pytest.param("lightning", 0, 1, 1, {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, id="sbatch of four tasks"),
         pytest.param(
             "torchrun", 3, 2, 2, {**TORCHRUN, "WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "1"},
             id="torchrun, second machine",
@@ -60,12 +58,10 @@ def process(devices: int, num_nodes: int = 1) -> Process:
         ),
         pytest.param("lightning", 2, 2, 2, {"WORLD_SIZE": "4", "NODE_RANK": "1"}, id="by hand on the second machine"),
         pytest.param("srun", 0, 2, 1, {**SRUN, "SLURM_PROCID": "0"}, id="srun, first"),
-        
         pytest.param("lightning", 0, 1, 1, {"SLURM_JOB_NAME": "train", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
             id="sbatch of one task"),
         pytest.param("lightning", 0, 2, 1, {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"},
             id="sbatch of two tasks, which Lightning starts"),
-        
     ],
 )  # fmt: skip
 def test_rank_and_launcher_are_those_of_the_environment(
@@ -79,53 +75,23 @@ def test_rank_and_launcher_are_those_of_the_environment(
 STRAY = "no launcher of several processes gave this rank: there is no WORLD_SIZE; unset it"
 
 
-@pytest.mark.parametrize("name", RANKS)
-def test_a_rank_without_a_launcher_is_refused(environment, name: str):
-    environment(**{name: "1"})
-    with pytest.raises(ConfigError, match=f"{name} = 1: {STRAY}, or start with torchrun or srun"):
-        process(1)
-
-
-@pytest.mark.parametrize("name", [*RANKS, *COUNTS])
-@pytest.mark.parametrize("value", ["abc", "", "-1", "1.5", "9" * 30])
-def test_a_rank_that_is_no_number_is_refused(environment, name: str, value: str):
-    environment(**{name: value})
-    with pytest.raises(ConfigError, match=f"^{name} = '{value}': .* unset it"):
-        process(1)
-
-
 @pytest.mark.parametrize(
     ("devices", "variables", "words"),
     [
-        pytest.param(2, {"LOCAL_RANK": "0"}, f"LOCAL_RANK = 0: {STRAY}", id="Lightning would wait for others"),
-        
-        pytest.param(1, {"WORLD_SIZE": "1", "RANK": "1"}, "RANK = 1: no launcher gave this rank: .* make it 0",
-            id="beyond one process"),
-        
-        
-        
-        pytest.param(2, {**TORCHRUN, "WORLD_SIZE": "2", "RANK": "1"}, "LOCAL_RANK = null: is missing",
-            id="torchrun without LOCAL_RANK"),
-        
-        
-        pytest.param(
-            2, {**TORCHRUN, "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "0"}, "LOCAL_RANK = 0: RANK = 1 is process 1",
-            id="contradictory"
-        ),
-        
-        pytest.param(2, SRUN, "SLURM_PROCID = null: is missing", id="srun without SLURM_PROCID"),
-        pytest.param(2, {**SRUN, "SLURM_PROCID": "1", "SLURM_NNODES": "2"}, "SLURM_NNODES = 2: must be 1",
+        *(pytest.param(1, {name: "1"}, f"{name} = '1': {STRAY}", id=f"a stray {name}") for name in RANKS),
+        pytest.param(2, {"LOCAL_RANK": "0"}, f"LOCAL_RANK = '0': {STRAY}", id="Lightning would wait for others"),
+        pytest.param(1, {"WORLD_SIZE": "1", "RANK": "1"}, "RANK = '1': .* make it 0", id="beyond one process"),
+        pytest.param(1, {"WORLD_SIZE": "x"}, "WORLD_SIZE = 'x': must be a whole number", id="no number"),
+        pytest.param(2, {**TORCHRUN, "WORLD_SIZE": "2"}, "RANK = null: must be a whole", id="torchrun without RANK"),
+        pytest.param(2, SRUN, "SLURM_PROCID = null: must be a whole number", id="srun without SLURM_PROCID"),
+        pytest.param(2, {**SRUN, "SLURM_PROCID": "1", "SLURM_NNODES": "2"}, "SLURM_NNODES = '2': must be 1",
             id="srun over two machines"),
-        
         pytest.param(
             2, {name: value for name, value in SRUN.items() if "PER_NODE" not in name} | {"SLURM_PROCID": "1"},
-            "SLURM_NTASKS_PER_NODE = null: must be 2 .*--ntasks-per-node=2", id="srun, not by machine",
+            "SLURM_NTASKS_PER_NODE = null: must be ", id="srun, not by machine",
         ),
-        
-        pytest.param(1, {"WORLD_SIZE": "2", "RANK": "1"}, "trainer.devices = 1: .* the launcher started 2",
-            id="more than configured"),
-        
-        pytest.param(1, {"MASTER_PORT": "65536"}, "MASTER_PORT = '65536': must be a whole number", id="no port"),
+        pytest.param(2, {**SRUN, "SLURM_PROCID": "2"}, "SLURM_PROCID = '2': there are 2", id="beyond the last task"),
+        pytest.param(1, {"WORLD_SIZE": "2"}, "WORLD_SIZE = '2': must be 1, as trainer.devices = 1", id="too many"),
     ],
 )  # fmt: skip
 def test_processes_that_do_not_fit_together_are_refused(
@@ -138,7 +104,7 @@ def test_processes_that_do_not_fit_together_are_refused(
 
 def test_a_refused_rank_leaves_nothing_behind(tiny, environment):
     environment(RANK="1")
-    with pytest.raises(ConfigError, match=r"^RANK = 1"):
+    with pytest.raises(ConfigError, match=r"^RANK = '1'"):
         train(tiny("name=stray"))
     assert not tiny("name=stray").run_folder.exists()
 
@@ -171,13 +137,3 @@ def test_a_process_whose_parent_is_gone_before_it_begins_is_refused(environment)
     environment(LOCAL_RANK="1", **{STARTER_VARIABLE: "1" if os.getppid() != 1 else "2"})
     with pytest.raises(RunError, match="the process that started this one has ended"):
         end_with_parent(Process(1, "lightning", is_child=True))
-
-
-def test_a_batch_script_of_several_tasks_trains_alone_and_says_so(tiny, environment, capsys: pytest.CaptureFixture):
-    # Lightning would wait for three others
-    environment(SLURM_JOB_NAME="batch", SLURM_NTASKS="4", SLURM_PROCID="0", SLURM_JOB_ID="7")
-    assert train(tiny("name=batch", "trainer.max_steps=2", "eval.long_context.length_factor=0")) == 0
-    assert (
-        "note: SLURM allocated 4 tasks, srun did not start this process: trains with trainer.devices = 1; for all"
-        in capsys.readouterr().out
-    )
