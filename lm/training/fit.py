@@ -114,7 +114,7 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: LoadedMod
     callbacks = outside_objects("trainer.callbacks", config.trainer.callbacks, L.Callback)
     loggers: list[RunLogger] = outside_loggers(config)
     if is_main:
-        print(banner(config, store, start, machine), * *notes, sep="\n", flush=True)
+        print(banner(config, store, start, machine), *notes, sep="\n", flush=True)
         # wandb imports much as it starts; a logger that can't start leaves the run as it was
         with without_garbage_collection():
             loggers = start_loggers(mode, config, facts, start.step) + loggers

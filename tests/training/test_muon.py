@@ -195,7 +195,7 @@ def test_parameters_without_a_gradient_stay_as_they_are(tiny):
     )
 
 
-def test_a_run_says_its_options_and_keeps_its_state_in_fp32(tiny, capsys: pytest.CaptureFixture):
+def test_a_run_keeps_its_state_in_fp32(tiny):
     config = tiny(
         "name=a",
         "optim.optimizer={name: muon, momentum: 0.9}",
@@ -203,9 +203,6 @@ def test_a_run_says_its_options_and_keeps_its_state_in_fp32(tiny, capsys: pytest
         "trainer.precision=bf16-mixed",
     )
     assert train(config) == 0
-    out = capsys.readouterr().out
-    assert "optimizer   muon, momentum = 0.9, lr 0.01, " in out, "options at their defaults are left out"
-    assert "lr x 0.5, weight decay 0.1" in out
     states = saved_state(load_checkpoint(config.run_folder / "checkpoints" / "last.ckpt"))
     assert states["blocks.0.attention.qkv.weight"].keys() == {"momentum_buffer"}
     assert states["embedding.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}

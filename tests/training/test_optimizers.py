@@ -69,16 +69,13 @@ def test_groups_have_their_own_rate_and_decay(tiny):
     assert [group["lr"] for group in optimizer.param_groups] == [rate, rate / 2, rate, rate, warm]
 
 
-def test_a_group_without_a_learning_rate_stays_as_it_was(tiny, capsys: pytest.CaptureFixture):
+def test_a_group_without_a_learning_rate_stays_as_it_was(tiny):
     config = tiny("name=frozen", "optim.groups.head={lr_factor: 0}")
     train(config)
     weights = load_checkpoint(config.run_folder / "checkpoints" / "last.ckpt")["state_dict"]
     start = Decoder(config.model, weights["head.weight"].size(0), 32, config.seed)
     assert torch.equal(weights["head.weight"], start.head.weight)
     assert not torch.equal(weights["embedding.weight"], start.embedding.weight)
-    out = capsys.readouterr().out
-    assert f"head {start.head.weight.numel():,} parameters, lr x 0, weight decay 0.1" in out
-    assert "optimizer   adamw, lr 0.01, " in out
 
 
 @dataclass
