@@ -41,15 +41,12 @@ gc.disable()  # until all is imported, which no collection frees
 def pytest_collection_finish() -> None:
     """Leave what was imported out of later collections, half a million objects that each would go through.
 
-    At the start of a run the size of its optimizer's state isn't computed, and the commit is asked for once: together
-    they take longer than all steps of a tiny run. test_before_training and test_banner have them.
+    At the start of a run the commit is asked for once, which takes longer than all steps of a tiny run.
     """
     gc.freeze()
     gc.enable()
     if banner := sys.modules.get("lm.training.banner"):
         banner.git_state = cache(banner.git_state)
-    if before_training := sys.modules.get("lm.training.before_training"):
-        before_training.implied_state = lambda *_: {}
 
 
 def thinned(cases: Iterable[object], quick: Container[object]) -> list[object]:

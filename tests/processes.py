@@ -19,7 +19,7 @@ from lm.cli import main
 
 CONTEXT = multiprocessing.get_context("forkserver")
 forkserver.set_forkserver_preload(
-    ["lm.cli", "lm.training.before_training", "lm.training.fit", "lm.data.prepare", "tokenizers"]
+    ["lm.cli", "lm.training.starting", "lm.training.fit", "lm.data.prepare", "tokenizers"]
 )
 
 

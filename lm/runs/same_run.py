@@ -32,27 +32,28 @@ def config_problems(
     metadata: metadata of the checkpoint; `step` and `phase` say how far training has come.
     branches: whether a new run branches from the checkpoint, and may therefore have another schedule.
     """
-    problems, compared_effects = [], ("same",) if branches else ("same", "branch")
-    for key, (value, trained_value) in differences(
+    problems, step = [], metadata["step"]
+    remedy = "branch with that" if branches else "resume it with that, or choose another name"
+    in_new_run = f"resume it with that; or go on from its step and optimizer state in a new run: branch_from={path}"
+    for key, (value, trained) in differences(
         to_plain(config, whole=True), to_plain(training_config, whole=True)
     ).items():
-        on_resume = effect_of(key).on_resume
-        if (
-            on_resume not in compared_effects
-            or (branches and key == "branch_from")
-            or _is_moved_path(config, key, value, trained_value)
-        ):
+        effect = effect_of(key).on_resume
+        if branches and (effect == "branch" or key == "branch_from"):
             continue
-        remedy = "branch with that" if branches else "resume it with that, or choose another name"
-        if on_resume == "branch":
-            remedy = (
-                "resume it with that; or go on from its step and optimizer state in a new run: "
-                f"branch_from={path} name=..."
-            )
-        problems.append(Problem(key, value, f"the checkpoint was trained with {as_written(trained_value)}", remedy))
-    # Normalizers and phases are compared up to the checkpoint's step: later ones may change.
-    problems += _length_problems(config, training_config, metadata["step"], path)
-    return problems + _plan_problems(config, training_config, metadata["phase"], metadata["step"], path)
+        if effect in ("same", "branch") and not _is_moved_path(config, key, value, trained):
+            reason = f"the checkpoint was trained with {as_written(trained)}"
+            problems.append(Problem(key, value, reason, remedy if effect == "same" else f"{in_new_run} name=..."))
+    lengths, seq_len = config.data.lengths, config.data.seq_len
+    old_lengths, new_lengths = (
+        {start: length for start, length in lengths.length_by_step(seq_len, steps).items() if start < step}
+        for steps in (training_config.trainer.max_steps, config.trainer.max_steps)
+    )
+    if lengths == training_config.data.lengths and old_lengths != new_lengths:
+        reason = f"begins the lengths of data.lengths at other steps than {path} was trained with"
+        remedy = f"set it to {training_config.trainer.max_steps}"
+        problems.append(Problem("trainer.max_steps", config.trainer.max_steps, reason, remedy))
+    return problems + _phase_problems(config, training_config, metadata["phase"], step, path)
 
 
 def _is_moved_path(config: Config, key: str, value: Plain, trained_value: Plain) -> bool:
@@ -69,74 +70,45 @@ def _is_moved_path(config: Config, key: str, value: Plain, trained_value: Plain)
     )
 
 
-def _length_problems(config: Config, training_config: Config, step: int, checkpoint: Path) -> list[Problem]:
-    """A list with a problem if `config` gives steps up to `step` other sequence lengths than `training_config`, with
-    which they were trained, as `trainer.max_steps` differs; else an empty list."""
-    lengths = config.data.lengths
-    schedules = (
-        lengths.length_by_step(config.data.seq_len, run_config.trainer.max_steps)
-        for run_config in (training_config, config)
-    )
-    trained_lengths, new_lengths = (
-        {start: length for start, length in schedule.items() if start < step} for schedule in schedules
-    )
-    if lengths != training_config.data.lengths or trained_lengths == new_lengths:
-        return []
-    reason = f"begins the lengths of data.lengths at other steps than {checkpoint} was trained with"
-    return [
-        Problem("trainer.max_steps", config.trainer.max_steps, reason, f"set it to {training_config.trainer.max_steps}")
-    ]
-
-
-def _plan_problems(config: Config, training_config: Config, phase: int, step: int, checkpoint: Path) -> list[Problem]:
-    """Problems where normalizer, warm-up or end of a phase differ from training, for phases from 0 to `phase`, the
-    checkpoint's phase.
-    """
+def _phase_problems(config: Config, training_config: Config, phase: int, step: int, checkpoint: Path) -> list[Problem]:
+    """Problems where training differs in phases up to `phase`, the checkpoint's phase: later ones may change."""
     problems = []
+    if phase >= len(config.plan):
+        reason = f"{checkpoint} is in phase {phase + 1}"
+        return [Problem("phases", len(config.plan), reason, "resume it with the phases it had")]
     for index in range(phase + 1):
         setting = f"phases[{index}]" if config.phases else "model"
-        if index >= len(config.plan):
-            reason = f"{checkpoint} is in phase {phase + 1}"
-            return [*problems, Problem("phases", len(config.plan), reason, "resume it with the phases it had")]
-        warmup_steps, trained_warmup_steps = (plan[index].warmup_steps for plan in (config.plan, training_config.plan))
-        normalizer, trained_normalizer = (plan[index].normalizer for plan in (config.plan, training_config.plan))
-        if any(
-            normalizer.layer_option(layer) != trained_normalizer.layer_option(layer)
-            for layer in range(training_config.model.n_layer)
-        ):
-            reason = f"the checkpoint was trained with {trained_normalizer.label()}"
+        planned, trained = config.plan[index], training_config.plan[index]
+        layers = range(training_config.model.n_layer)
+        if any(planned.normalizer.layer_option(n) != trained.normalizer.layer_option(n) for n in layers):
+            reason = f"the checkpoint was trained with {trained.normalizer.label()}"
             remedy = (
-                f"lm swap {checkpoint} --to {swap_arguments(normalizer)} -o OUT, then init_from=OUT in a run of "
-                "another name"
+                f"to change it now: lm swap {checkpoint} --to {swap_arguments(planned.normalizer)} -o OUT, then "
+                "init_from=OUT in a run of another name"
             )
-            problems.append(Problem(f"{setting}.normalizer", normalizer.label(), reason, f"to change it now: {remedy}"))
-        entries = [
-            (
-                run_config.model_in(index).position,
-                run_config.in_phase(index).data.seq_len,
-                run_config.plan[index].lr_factor,
-            )
-            for run_config in (config, training_config)
-        ]
-        for name, new, trained in zip(("position", "seq_len", "lr_factor"), *entries, strict=True):
-            if new != trained and index:  # those of the first phase are compared as keys of model and data
-                value, trained = (getattr(entry, "label", entry) for entry in (new, trained))
-                problems.append(Problem(f"{setting}.{name}", value, f"the checkpoint was trained with {trained}"))
-        if warmup_steps != trained_warmup_steps:
-            problems.append(
-                Problem(
-                    f"{setting}.warmup_steps", warmup_steps, f"the checkpoint was trained with {trained_warmup_steps}"
-                )
-            )
-    new_ends, trained_ends = config.phase_ends, training_config.phase_ends
-    moved_phases = [index for index in range(phase) if new_ends[index] != trained_ends[index]] + (
-        [phase] if new_ends[phase] < step else []
-    )
-    for index in moved_phases if step < config.trainer.max_steps else ():
-        new_end, trained_end = new_ends[index], trained_ends[index]
-        reason = (
-            f"ends the phase at step {new_end}; {checkpoint}, at step {step}, was trained with its end at {trained_end}"
+            problems.append(Problem(f"{setting}.normalizer", planned.normalizer.label(), reason, remedy))
+        new, old = (
+            {
+                "position": side.model_in(index).position,
+                "seq_len": side.in_phase(index).data.seq_len,
+                "lr_factor": side.plan[index].lr_factor,
+                "warmup_steps": side.plan[index].warmup_steps,
+            }
+            for side in (config, training_config)
         )
-        remedy = f"the same end is until={trained_end / config.trainer.max_steps:.6g}"
-        problems.append(Problem(f"phases[{index}].until", config.plan[index].until, reason, remedy))
+        problems += [
+            Problem(
+                f"{setting}.{name}",
+                getattr(value, "label", value),
+                f"the checkpoint was trained with {getattr(old[name], 'label', old[name])}",
+            )
+            for name, value in new.items()
+            # position and length of the first phase are compared as keys of model and data
+            if value != old[name] and (index or name not in ("position", "seq_len"))
+        ]
+        end, trained_end = config.phase_ends[index], training_config.phase_ends[index]
+        if step < config.trainer.max_steps and (end < step if index == phase else end != trained_end):
+            reason = f"ends the phase at step {end}; {checkpoint}, at step {step}, was trained with {trained_end}"
+            remedy = f"the same end is until={trained_end / config.trainer.max_steps:.6g}"
+            problems.append(Problem(f"phases[{index}].until", planned.until, reason, remedy))
     return problems

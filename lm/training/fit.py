@@ -20,8 +20,8 @@ from lm.model.device import Machine, resolve_compile, resolve_device, resolve_pr
 from lm.model.spec import flops_per_token
 from lm.progress import StepProgress
 from lm.report.evaluation_tables import logged_means, print_results
-from lm.runs.checkpoints import best_step, link_checkpoint, load_checkpoint
-from lm.runs.evaluations import evaluation_files, evaluation_path, last_evaluations
+from lm.runs.checkpoints import best_step, link_checkpoint
+from lm.runs.evaluations import evaluation_files, evaluation_path
 from lm.runs.folder import (
     BEST,
     CHECKPOINTS,
@@ -32,10 +32,7 @@ from lm.runs.folder import (
     LAST,
     METRICS,
     TOKENIZER,
-    check_log,
     is_own,
-    read_environment,
-    read_metrics,
     step_of,
     step_path,
     step_paths,
@@ -43,7 +40,7 @@ from lm.runs.folder import (
 )
 from lm.runs.loading import LoadedModel
 from lm.runs.manifest import truncate_manifest, write_files
-from lm.schema import Plain, to_plain
+from lm.schema import Plain
 from lm.training.banner import banner, environment
 from lm.training.flops import peak_flops
 from lm.training.launcher import Process
@@ -51,17 +48,24 @@ from lm.training.lightning_import import L
 from lm.training.loggers import RunLogger, log, outside_loggers, start_loggers
 from lm.training.outside import outside_objects
 from lm.training.run_context import RunContext
-from lm.training.starting import PhaseStart, branch, check_resume, start_from_checkpoint, start_new_run
+from lm.training.starting import PhaseStart, resume_or_branch, start_new_run
 from lm.training.trainer import final_divergence, train_phases
 from lm.training.wandb_runs import wandb_mode
 
 
-def fit(config: Config, store: Store, checkpoint: Path | None, source: LoadedModel | None, process: Process) -> int:
+def fit(
+    config: Config,
+    store: Store,
+    checkpoint: Path | None,
+    content: dict[str, object] | None,
+    source: LoadedModel | None,
+    process: Process,
+) -> int:
     """Train from step 0, or from `checkpoint`, a checkpoint of this run or of the run that it branches from. Returns
     the exit status.
 
-    source: the model that `init_from` names, for a new run; `lm.training.before_training` has checked that its weights
-    fit.
+    content: the content of `checkpoint`. source: the model that `init_from` names, for a new run.
+    `lm.training.starting.check_before_data` has checked that the weights of either fit.
 
     Raises LMError: the run can't start or continue; most checks come before anything is written.
     """
@@ -78,31 +82,19 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: LoadedMod
         keep_freed_memory()
         device = f"cpu ({torch.get_num_threads()} threads)"
 
-    if checkpoint and not is_own(config.run_folder, checkpoint):
-        start, old_facts, notes = branch(config, store, checkpoint)
-    elif checkpoint:
-        content = load_checkpoint(checkpoint)
-        notes = check_resume(config, store, content, checkpoint)
-        old_facts = read_environment(config.run_folder)
-        old_log = read_metrics(config.run_folder / METRICS).content or b""  # a missing log counts as an empty one
-        check_log(config.run_folder, old_log, content["lm"]["step"])
-        if (step := content["lm"]["step"]) >= config.trainer.max_steps:
-            if later_paths := [path for path in step_paths(config.run_folder / CHECKPOINTS) if step_of(path) > step]:
-                reason = (
-                    f"leaves no step up to trainer.max_steps = {config.trainer.max_steps}, and the run has "
-                    f"{later_paths[-1].name}"
-                )
-                raise RunError(
-                    f"{checkpoint}: {reason}; raise trainer.max_steps, or start a new run: branch_from={checkpoint} "
-                    "name=..."
-                )
-            if is_main:
-                link_names(checkpoint, (content["lm"].get("best") or {}).get("step"))
-                _evaluate_missing(config, all_measurements, checkpoint, step, mode, old_facts)
-            return 0
-        start = start_from_checkpoint(config, content)
+    if checkpoint:
+        start, old_facts, notes = resume_or_branch(config, store, content, checkpoint)
     else:
         start, old_facts, notes = start_new_run(config, store, source)
+    if start.step >= config.trainer.max_steps:
+        if later_paths := [path for path in step_paths(config.run_folder / CHECKPOINTS) if step_of(path) > start.step]:
+            reason = f"leaves no step up to trainer.max_steps, and the run has {later_paths[-1].name}"
+            remedy = f"raise trainer.max_steps, or start a new run: branch_from={checkpoint} name=..."
+            raise RunError(f"{checkpoint}: {reason}; {remedy}")
+        if is_main:
+            link_names(checkpoint, start.state.best and start.state.best.step)
+            _evaluate_missing(config, all_measurements, checkpoint, mode, old_facts)
+        return 0
     precision = resolve_precision(config, accelerator, old_facts)
     flops = flops_per_token(start.decoder) * config.optim.batch_tokens * config.trainer.max_steps
     compiled = resolve_compile(config, flops, accelerator, old_facts)
@@ -189,49 +181,25 @@ def truncate_after(run: Path, step: int) -> None:
 
 
 def _evaluate_missing(
-    config: Config,
-    all_measurements: list[Measurement],
-    checkpoint: Path,
-    step: int,
-    mode: str,
-    old_facts: dict[str, Plain],
+    config: Config, all_measurements: list[Measurement], checkpoint: Path, mode: str, facts: dict[str, Plain]
 ) -> None:
-    """Make and log evaluations that a complete run lacks because it was killed after its last step, and log results
-    that its log lacks. Evaluations that were made with other options are not repeated.
-    """
-    folder = config.run_folder
+    """Make and log evaluations that a complete run lacks because it was killed after its last step."""
+    folder, step = config.run_folder, config.trainer.max_steps
     due_kinds = [measurement.kind for measurement in all_measurements if measurement.eval_config.is_due(step, step)]
-    missing_kinds = [kind for kind in due_kinds if not evaluation_path(folder, kind, step).exists()]
-    lines = [line for line in read_metrics(folder / METRICS).lines if line["step"] == step]
-    evaluations, _ = last_evaluations(folder, to_plain(config))
-    results = {result.kind: result for result in evaluations if result.kind in due_kinds and result.step == step}
-    if missing_kinds:
-        new_results = evaluate(config, folder, checkpoint, missing_kinds)
-        # with more digits than in its file
-        results |= {result.evaluation.kind: result.evaluation for result in new_results}
-        print_results(new_results, folder / EVALUATIONS)
-    logged_names = {name for line in lines for name in line}
-    if unlogged_results := [result for result in results.values() if not logged_means(result).keys() <= logged_names]:
+    if missing_kinds := [kind for kind in due_kinds if not evaluation_path(folder, kind, step).exists()]:
+        results = evaluate(config, folder, checkpoint, missing_kinds)
         truncate_metrics(folder / METRICS, step)  # a line that the kill cut short
-        loggers = start_loggers(mode, config, old_facts, step)
-        for result in unlogged_results:
-            log(loggers, {"step": step, "tokens": result.tokens_seen, **logged_means(result)})
+        loggers = start_loggers(mode, config, facts, step)
+        for evaluation in (result.evaluation for result in results):
+            log(loggers, {"step": step, "tokens": evaluation.tokens_seen, **logged_means(evaluation)})
             for logger in loggers:
-                logger.log_evaluation(result, evaluation_path(folder, result.kind, step).with_suffix(".png"))
+                logger.log_evaluation(evaluation, evaluation_path(folder, evaluation.kind, step).with_suffix(".png"))
         for logger in loggers:
             logger.close()
-    changed_kinds = [
-        kind for kind, result in results.items() if result.asked not in ({}, config.eval.measured_options(kind))
-    ]
-    if changed_kinds:
-        paths = ", ".join(
-            sorted("eval.sequences" if kind == "validation" else f"eval.{kind}" for kind in changed_kinds)
-        )
-        print(
-            f"note: {paths}: a complete run keeps what it has measured; with other options: lm eval {folder} KEY=VALUE"
-        )
+        print_results(results, folder / EVALUATIONS)
     how = final_divergence(folder, step)
-    print(f"{folder}: complete at step {step}{how and f', diverged: {how}'}; raise trainer.max_steps to go on")
+    advice = f"raise trainer.max_steps to go on, or evaluate it with other options: lm eval {folder} KEY=VALUE"
+    print(f"{folder}: complete at step {step}{how and f', diverged: {how}'}; {advice}")
 
 
 def quiet_lightning() -> None:

@@ -237,18 +237,3 @@ def state_after_swap(state: OptimizerState) -> OptimizerState:
     new.
     """
     return {name: entry for name, entry in state.items() if not is_normalizer_parameter(name)}
-
-
-def implied_state(decoder: Decoder, config: Config) -> OptimizerState:
-    """The optimizer state that training would create, as tensors without values, found by one step of `decoder` on the
-    meta device.
-
-    The function also freezes the parameters of `decoder` that the configuration doesn't train.
-    """
-    freeze(decoder, config.train_only)
-    optimizer = make_optimizer(decoder, config.optim)
-    for parameter in decoder.parameters():
-        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-    optimizer.step(lambda: None)
-    decoder.zero_grad()
-    return named_state(optimizer)

@@ -1,5 +1,5 @@
-"""The start of a phase of a run, from random weights, another run's weights, or a checkpoint; with checks that they fit
-the run.
+"""Checks before a run's data are prepared, and the start of each of its phases, from random weights, another run's
+weights, or a checkpoint.
 """
 
 import json
@@ -7,22 +7,156 @@ import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer
 
+from lm.attention.catalogue import make_normalizer
 from lm.config.model_config import Position
-from lm.config.tree import Config
+from lm.config.normalizers import swap_arguments
+from lm.config.training_config import Group
+from lm.config.tree import Config, differences, effect_of
 from lm.data.store import Store
-from lm.errors import ConfigError, Problem, RunError
-from lm.model.decoder import Decoder
-from lm.model.spec import ModelSpec
+from lm.errors import ConfigError, Problem, RunError, as_written
+from lm.evaluation.evaluation_kind import measurement_types
+from lm.model.causality import check_causality
+from lm.model.decoder import Decoder, group_of
+from lm.model.device import resolve_device
+from lm.model.spec import ModelSpec, with_steps
 from lm.model.swapped import with_model
-from lm.runs.checkpoints import best_step, load_checkpoint, weights_sha256
-from lm.runs.folder import CHECKPOINTS, TOKENIZER, is_own, read_environment, step_of, step_path, step_paths
-from lm.runs.loading import LoadedModel, check_finite
+from lm.runs.checkpoints import best_step, weights_sha256
+from lm.runs.folder import (
+    CHECKPOINTS,
+    METRICS,
+    TOKENIZER,
+    check_log,
+    is_own,
+    read_environment,
+    read_metrics,
+    step_of,
+    step_path,
+    step_paths,
+)
+from lm.runs.loading import LoadedModel, check_finite, load
 from lm.runs.record import arm, seeds, tokens_before
-from lm.runs.same_run import trained_config
+from lm.runs.same_run import config_problems, trained_config
 from lm.schema import Plain, to_plain
-from lm.training.optimizers import freeze, saved_state
+from lm.training.optimizers import GROUPS, freeze, saved_state
+
+# ---------------------------------------------------------------- checks that need no data
+
+
+def check_before_data(
+    config: Config, checkpoint: Path | None, content: dict[str, object] | None
+) -> tuple[Config, LoadedModel | None]:
+    """Check everything that needs no data, before the preparation of the data takes minutes.
+
+    checkpoint, content: the checkpoint that the run resumes or branches from; None: the run starts at step 0.
+
+    Returns the configuration and, for a new run, the model that `init_from` names, else None. If checkpoint or model
+    give the vocabulary size, `tokens_per_parameter` of the returned configuration is converted to a number of steps.
+
+    Raises:
+        ConfigError: the device is missing, nothing is trained, the configuration doesn't fit the checkpoint or the
+            weights, or a normalizer from outside sees later tokens.
+        RunError: the model can't be loaded, or a package that an evaluation needs is missing.
+    """
+    resolve_device(config)
+    if checkpoint:
+        metadata, trained = content["lm"], trained_config(content["lm"], checkpoint)
+        config, branches = with_steps(config, metadata["vocab_size"]), not is_own(config.run_folder, checkpoint)
+        problems = config_problems(config, trained, metadata, checkpoint, branches)
+        if branches and not problems:
+            with torch.device("meta"):
+                decoders = [
+                    Decoder(side.model_in(metadata["phase"]), 1, side.data.seq_len, seed=None)
+                    for side in (config, trained)
+                ]
+            problems = _weights_problems(config, *decoders, checkpoint)
+        if branches and metadata["step"] >= config.trainer.max_steps:
+            reason = f"leaves no step after step {metadata['step']} of {checkpoint} (branch_from)"
+            remedy = "raise it; it counts all steps from the first"
+            problems = [Problem("trainer.max_steps", config.trainer.max_steps, reason, remedy)]
+        if problems:
+            raise ConfigError(problems)
+    with torch.device("meta"):  # shapes without values, and a vocabulary of 1, as it is not known yet
+        decoder = Decoder(config.model_in(0), 1, config.data.seq_len, seed=None)
+    freeze(decoder, config.train_only)
+    check_trainable(config, decoder)
+    check_causality(config)
+    measurement_types(config)  # imports what the evaluations need
+    if checkpoint or not config.init_from:
+        return config, None
+    source = load(config.init_from)
+    models = ({"model": to_plain(model, whole=True)} for model in (decoder.config, source.decoder.config))
+    problems = [
+        Problem(key, value, f"{source.path} has {as_written(source_value)}", "set it to that")
+        for key, (value, source_value) in differences(*models).items()
+        # normalizers are compared below; positions without weights may change
+        if effect_of(key).affects == "model" and not key.startswith(("model.normalizer", "model.position"))
+    ]
+    if problems := problems or _weights_problems(config, decoder, source.decoder, source.path):
+        raise ConfigError(problems)
+    return with_steps(config, source.spec.vocab_size), source
+
+
+def check_trainable(config: Config, decoder: Decoder) -> None:
+    """Check that parameters are trained in each phase (each choice of normalizers), in the group that the optimizer
+    needs, and in each group that `optim.groups` sets. Raises ConfigError otherwise."""
+    layer_shape, problems = decoder.normalizers()[0].layer, []
+    groups = {group_of(name, p) for name, p in decoder.named_parameters() if p.requires_grad} - {"normalizer"}
+    for index, phase in enumerate(config.plan):
+        normalizers = (
+            make_normalizer(phase.normalizer.layer_option(layer), layer_shape) for layer in range(config.model.n_layer)
+        )
+        if any(True for normalizer in normalizers for _ in normalizer.parameters()):
+            groups.add("normalizer")
+        elif config.train_only:
+            setting = f"phases[{index}].normalizer" if config.phases else "model.normalizer"
+            reason = f"{phase.normalizer.label()} has no parameters to train ({setting})"
+            problems.append(Problem("train_only", config.train_only, reason, "drop train_only, or choose ssmax"))
+    optimizer = config.optim.optimizer
+    if optimizer.needs and optimizer.needs not in groups:
+        reason = f"is for the parameters of the group {optimizer.needs}, and none of them is trained"
+        problems.append(Problem("optim.optimizer", optimizer.name, reason, "set it to adamw"))
+    for name in GROUPS:
+        if name not in groups and (options := getattr(config.optim.groups, name)) != Group():
+            reason = "no trained parameter is in this group"
+            problems.append(Problem(f"optim.groups.{name}", to_plain(options), reason, "drop it"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _weights_problems(config: Config, decoder: Decoder, source: Decoder, path: Path | str) -> list[Problem]:
+    """Problems if learned positions, which are weights, or options of a normalizer, except initial values, differ in
+    the decoder `source` at `path`; constants (`Normalizer.constants`) are compared by their values.
+    """
+    problems, positions = [], (decoder.config.position, source.config.position)
+    if any(position.has_last_position for position in positions):
+        if positions[0] != positions[1]:
+            reason = f"{path} has {positions[1].label}, and learned positions are weights"
+            problems.append(Problem("model.position", positions[0].name, reason, "set it to that"))
+        elif decoder.seq_len != source.seq_len:
+            reason = f"{path} has learned positions for {source.seq_len}"
+            problems.append(Problem("data.seq_len", decoder.seq_len, reason, "set it to that"))
+    setting = "phases[0].normalizer" if config.phases else "model.normalizer"
+    for pair in zip(decoder.normalizers(), source.normalizers(), strict=True):
+        options = [to_plain(normalizer.options, whole=True) | normalizer.constants() for normalizer in pair]
+        if changes := {
+            key: (value, old)
+            for key, (value, old) in differences({"normalizer": options[0]}, {"normalizer": options[1]}).items()
+            if not key.endswith(".init")
+        }:
+            arguments = swap_arguments(config.plan[0].normalizer)
+            remedy = f"set it to that, or convert it: lm swap {path} --to {arguments} -o OUT, then init_from=OUT"
+            problems += [
+                Problem(key.replace("normalizer", setting, 1), value, f"{path} has {as_written(old)}", remedy)
+                for key, (value, old) in changes.items()
+            ]
+            break
+    return problems
+
+
+# ---------------------------------------------------------------- the state of a run
 
 
 @dataclass(frozen=True)
@@ -44,8 +178,7 @@ class RunState:
     best: Best | None = None  # the lowest validation so far
     skipped: int = 0  # steps whose update was skipped
     skipped_in_a_row: int = 0  # number of consecutive skipped steps up to the last step
-    # nll_since_line, z_loss_since_line, targets_since_line: losses (nats) and targets over all ranks since the last
-    # logged line
+    # losses (nats) and targets over all ranks since the last logged line
     nll_since_line: float = 0.0
     z_loss_since_line: float = 0.0
     targets_since_line: int = 0
@@ -75,9 +208,7 @@ class RunState:
         self.targets_since_line += targets
 
     def take_mean_losses(self) -> tuple[float, float]:
-        """Mean loss and z-loss (nats per target) since the last call, over all ranks; NaN if every step was skipped.
-        Resets the sums.
-        """
+        """Mean loss and z-loss (nats per target) since the last call, over all ranks; NaN if every step was skipped."""
         targets = self.targets_since_line or math.nan
         means = self.nll_since_line / targets, self.z_loss_since_line / targets
         self.nll_since_line, self.z_loss_since_line, self.targets_since_line = 0.0, 0.0, 0
@@ -118,9 +249,9 @@ def start_new_run(
 
     Raises ConfigError: the data's tokenizer is not the tokenizer of `source`.
     """
-    if source and (problems := _tokenizer_problems(config, store, source)):
-        raise ConfigError(problems)
     vocab_size = source.spec.vocab_size if source else store.vocab_size
+    if source:
+        _check_tokenizer(config, store, source)
     decoder = Decoder(config.model_in(0), vocab_size, config.data.seq_len, config.seed)
     freeze(decoder, config.train_only)
     start = PhaseStart(0, 0, decoder)
@@ -137,64 +268,51 @@ def start_new_run(
     }
     if earlier_tokens := tokens_before(source.environment):
         origin["tokens_before"] = earlier_tokens
-    unknown_note = "note: what those weights were trained on is not known: what is held out here they may have seen"
-    if source.config is None:
-        origin |= {"arm": origin["weights"], "seeds": []}
-        return start, {"started_from": origin}, [f"weights from {source.path}", unknown_note]
-    source_run = to_plain(source.config), source.environment
+    origin |= {"arm": origin["weights"], "seeds": []}
+    if source.config:
+        run = to_plain(source.config), source.environment
+        origin |= {"arm": arm(*run), "seeds": list(seeds(*run))}
     notes = [f"weights from {source.path} (step {origin['step']:,}, {origin['tokens']:,} tokens)"]
-    notes += _change_notes(
-        (source.decoder.config.position, decoder.config.position), (source.decoder.seq_len, decoder.seq_len)
-    )
-    if origin["tokens"] == 0:  # a swap of a model without a training run
-        notes.append(unknown_note)
-    elif store.fingerprint != source.stamp["data_fingerprint"]:
-        notes.append(
-            "note: those weights were trained on other data or another split: what is held out here they may have seen"
-        )
-    return start, {"started_from": {**origin, "arm": arm(*source_run), "seeds": list(seeds(*source_run))}}, notes
+    notes += _change_notes(source.decoder.config.position, source.decoder.seq_len, config, 0)
+    if not origin["tokens"] or store.fingerprint != source.stamp["data_fingerprint"]:
+        known = "on other data or another split" if origin["tokens"] else "on text that is not known"
+        notes.append(f"note: those weights were trained {known}: what is held out here they may have seen")
+    return start, {"started_from": origin}, notes
 
 
-def _change_notes(positions: tuple[Position, Position], lengths: tuple[int, int]) -> list[str]:
-    """Notes on what trained weights are given anew: positions and training length, each before and after."""
-    notes = []
-    if positions[0] != positions[1]:
-        notes.append(f"note: positions change: {positions[0].label} -> {positions[1].label}")
-    if lengths[0] != lengths[1]:
-        notes.append(f"note: the training length, which n and m go by, changes from {lengths[0]:,} to {lengths[1]:,}")
+def _change_notes(position: Position, length: int, config: Config, phase: int) -> list[str]:
+    """Notes on what trained weights are given anew: other positions or another training length than they had."""
+    notes, new_position = [], config.model_in(phase).position
+    if position != new_position:
+        notes.append(f"note: positions change: {position.label} -> {new_position.label}")
+    if length != config.data.seq_len:
+        lengths = f"{length:,} to {config.data.seq_len:,}"
+        notes.append(f"note: the training length, which n and m go by, changes from {lengths}")
     return notes
 
 
-def _encoding_rules(tokenizer: Tokenizer) -> dict[str, Plain]:
-    """The settings of a tokenizer that determine the token ids of a text."""
-    return {
-        name: part for name, part in json.loads(tokenizer.to_str()).items() if name not in ("truncation", "padding")
-    }
-
-
-def _tokenizer_problems(config: Config, store: Store, loaded_model: LoadedModel) -> list[Problem]:
-    """A list with a problem if the data's tokenizer is not the model's, else []; the model may have more token ids than
-    its tokenizer.
+def _check_tokenizer(config: Config, store: Store, model: LoadedModel) -> None:
+    """Check that the data's tokenizer is the model's; the model may have more token ids than its tokenizer. Raises
+    ConfigError otherwise.
     """
-    has_tokenizer = loaded_model.tokenizer is not None
-    if store.vocab_size > loaded_model.decoder.vocab_size or (
-        not has_tokenizer and store.vocab_size < loaded_model.decoder.vocab_size
-    ):
-        reason = f"makes a vocabulary of {store.vocab_size}, {loaded_model.path} has {loaded_model.decoder.vocab_size}"
-    elif has_tokenizer and _encoding_rules(loaded_model.tokenizer) != _encoding_rules(store.tokenizer()):
-        reason = f"is another tokenizer than that of {loaded_model.path}: its token ids would stand for other text"
+
+    def encoding_rules(tokenizer: Tokenizer) -> dict[str, Plain]:
+        rules = json.loads(tokenizer.to_str())
+        return {name: part for name, part in rules.items() if name not in ("truncation", "padding")}
+
+    size, tokenizer = model.decoder.vocab_size, model.tokenizer
+    if store.vocab_size > size or (tokenizer is None and store.vocab_size < size):
+        reason = f"makes a vocabulary of {store.vocab_size}, {model.path} has {size}"
+    elif tokenizer is not None and encoding_rules(tokenizer) != encoding_rules(store.tokenizer()):
+        reason = f"is another tokenizer than that of {model.path}: its token ids would stand for other text"
     else:
-        return []
-    file = loaded_model.folder / TOKENIZER
-    remedy = (
-        f"set data.tokenizer={{name: file, path: {file}}}"
-        if file.is_file()
-        else "use the tokenizer it was trained with"
-    )
-    return [Problem("data.tokenizer", config.data.tokenizer.name, reason, remedy)]
+        return
+    file = model.folder / TOKENIZER
+    remedy = f"set data.tokenizer={{name: file, path: {file}}}" if file.is_file() else "use the one it was trained with"
+    raise ConfigError([Problem("data.tokenizer", config.data.tokenizer.name, reason, remedy)])
 
 
-# ---------------------------------------------------------------- a resumed run, or its next phase
+# ---------------------------------------------------------------- a resumed run or a branch, or a run's next phase
 
 
 def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> PhaseStart:
@@ -213,85 +331,62 @@ def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> Phas
     return start
 
 
-def branch(config: Config, store: Store, path: Path) -> tuple[PhaseStart, dict[str, Plain], list[str]]:
-    """The start of a new run from an earlier run's checkpoint at `path`, facts on the earlier run for environment.json,
-    notes to print.
-
-    `lm.training.before_training` has checked that the configurations of the two runs differ only where branching allows
-    it.
-
-    Raises ConfigError or RunError where `check_resume` does, and RunError if checkpoint or environment.json of the
-    earlier run are missing, damaged, or of different runs.
-    """
-    checkpoint, run = load_checkpoint(path), path.resolve().parent.parent
-    notes, metadata = check_resume(config, store, checkpoint, path), checkpoint["lm"]
-    run_facts = read_environment(run)
-    old_facts = {
-        **run_facts,
-        "starts": [entry for entry in run_facts.get("starts", []) if entry["step"] < metadata["step"]],
-    }
-    new_facts = {name: run_facts[name] for name in ("precision", "compile") if name in run_facts}
-    trained, phase = trained_config(metadata, path), metadata["phase"]
-    arm_id = arm(to_plain(trained), old_facts)
-    new_facts["branched_from"] = {
-        "path": str(path),
-        "step": metadata["step"],
-        "tokens": metadata["tokens"],
-        "arm": arm_id,
-    }
-    notes += _change_notes(
-        (trained.model_in(phase).position, config.model_in(phase).position), (trained.data.seq_len, config.data.seq_len)
-    )
-    branch_note = f"branches from {path} at step {metadata['step']:,}, with its optimizer state"
-    start = start_from_checkpoint(config, checkpoint)
-    start.state.elapsed_s = 0.0  # the new run counts its own steps alone
-    return start, {**new_facts, "started_from": run_facts.get("started_from")}, [branch_note, *notes]
-
-
-def check_resume(config: Config, store: Store, checkpoint: dict[str, object], path: Path) -> list[str]:
-    """Check that a run can continue from a checkpoint; return notes to print. Configurations were compared by
-    `check_before_data`.
+def resume_or_branch(
+    config: Config, store: Store, content: dict[str, object], path: Path
+) -> tuple[PhaseStart, dict[str, Plain], list[str]]:
+    """The start of a run from `content`, of the checkpoint at `path`, facts on the run that saved it for
+    environment.json, and notes to print. `check_before_data` has compared the configurations.
 
     Raises:
         ConfigError: the data or a plugin's code differ from those of the checkpoint.
-        RunError: the checkpoint holds weights alone, or weights that aren't finite.
+        RunError: the checkpoint holds weights alone, or weights that aren't finite; the log was altered, or
+            environment.json is missing.
     """
-    metadata = checkpoint["lm"]
-    if saved_state(checkpoint) is None:
-        raise RunError(
-            f"{path}: holds weights alone and can't be resumed; start a new run from them: "
-            f"init_from={path.parent.parent} name=..."
-        )
-    saved_config = trained_config(metadata, path)
+    metadata, run = content["lm"], path.resolve().parent.parent
+    if saved_state(content) is None:
+        reason = "holds weights alone and can't be resumed; start a new run from them"
+        raise RunError(f"{path}: {reason}: init_from={path.parent.parent} name=...")
+    trained = trained_config(metadata, path)
+    remedy = "or start a new run from its weights: init_from=... name=..."
     if metadata["data_fingerprint"] != store.fingerprint:
         reason = f"{path} was trained on tokens with fingerprint {metadata['data_fingerprint'][:16]}"
-        remedy = "bring that text and tokenizer back, or start a new run from its weights: init_from=... name=..."
+        remedy = f"bring that text and tokenizer back, {remedy}"
         raise ConfigError([Problem("data", store.fingerprint[:16], reason, remedy)])
-    spec = ModelSpec.from_training(saved_config, metadata)
     keys_by_name = {name: key for key, name in reversed(config.plugin_names_by_key.items())}
-    for name, old_code, new_code in spec.changed_plugins():
+    for name, old_code, new_code in ModelSpec.from_training(trained, metadata).changed_plugins():
         if name in keys_by_name:
-            remedy = "bring that code back, or start a new run from its weights: init_from=... name=..."
             reason = f"its code is {new_code}, {path} was trained with {old_code}"
-            raise ConfigError([Problem(keys_by_name[name].removesuffix(".name"), name, reason, remedy)])
-    check_finite(checkpoint["state_dict"], path)
-    notes, step, is_own_checkpoint = [], metadata["step"], is_own(config.run_folder, path)
-    if is_own_checkpoint:
-        notes.append(f"goes on from step {step:,} of {config.trainer.max_steps:,}: {path}")
-        if any(step_of(checkpoint_path) > step for checkpoint_path in step_paths(path.parent)):
-            notes.append(f"note: back to step {step}; checkpoints, metrics and evaluations of later steps are deleted")
-    max_steps = saved_config.trainer.max_steps, config.trainer.max_steps
-    rates = (  # a run at its end planned no rate for a further step
-        saved_config.lr_at(min(step, max_steps[0] - 1)),
-        config.lr_at(step),
-    )
-    jump_text = ""
+            key = keys_by_name[name].removesuffix(".name")
+            raise ConfigError([Problem(key, name, reason, f"bring that code back, {remedy}")])
+    check_finite(content["state_dict"], path)
+    facts, step = read_environment(run), metadata["step"]
+    start, notes = start_from_checkpoint(config, content), []
+    old_steps, steps = trained.trainer.max_steps, config.trainer.max_steps
+    # a run at its end planned no rate for a further step
+    rates = trained.lr_at(min(step, old_steps - 1)), config.lr_at(step)
     if not math.isclose(*rates, rel_tol=0.01):
         factor = f", by a factor of {rates[1] / rates[0]:.3g}" if rates[0] else ""
-        jump_text = f"the learning rate jumps from {rates[0]:.4g} to {rates[1]:.4g} at step {step + 1}{factor}"
-    if is_own_checkpoint and max_steps[0] != max_steps[1] and config.optim.schedule.name != "constant":
-        text = f"{config.optim.schedule.name} now ends at step {max_steps[1]}, it was headed for {max_steps[0]}"
-        notes.append(f"note: {text}" + (f": {jump_text}" if jump_text else ""))
-    elif jump_text:
-        notes.append(f"note: {jump_text}")
-    return notes
+        notes = [f"note: the learning rate jumps from {rates[0]:.4g} to {rates[1]:.4g} at step {step + 1}{factor}"]
+    if is_own(config.run_folder, path):
+        check_log(run, read_metrics(run / METRICS).content or b"", step)  # a missing log counts as an empty one
+        if old_steps != steps and config.optim.schedule.name != "constant":
+            schedule = config.optim.schedule.name
+            notes.insert(0, f"note: {schedule} now ends at step {steps}, it was headed for {old_steps}")
+        if any(step_of(other) > step for other in step_paths(path.parent)):
+            later = "checkpoints, metrics and evaluations of later steps are deleted"
+            notes.insert(0, f"note: back to step {step}; {later}")
+        return start, facts, [f"goes on from step {step:,} of {steps:,}: {path}", *notes]
+    start.state.elapsed_s = 0.0  # the new run counts its own steps alone
+    earlier = facts | {"starts": [entry for entry in facts.get("starts", []) if entry["step"] < step]}
+    branched_from = {
+        "path": str(path),
+        "step": step,
+        "tokens": metadata["tokens"],
+        "arm": arm(to_plain(trained), earlier),
+    }
+    notes += _change_notes(
+        trained.model_in(metadata["phase"]).position, trained.data.seq_len, config, metadata["phase"]
+    )
+    kept = {name: facts[name] for name in ("precision", "compile", "started_from") if name in facts}
+    note = f"branches from {path} at step {step:,}, with its optimizer state"
+    return start, kept | {"branched_from": branched_from}, [note, *notes]

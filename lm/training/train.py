@@ -12,7 +12,7 @@ from lm.errors import RunError
 from lm.files import expand_home, locked_folder
 from lm.machine import without_garbage_collection
 from lm.model.spec import with_steps
-from lm.runs.checkpoints import load_metadata
+from lm.runs.checkpoints import load_checkpoint, load_metadata
 from lm.runs.folder import (
     ALREADY_TRAINING,
     CHECKPOINTS,
@@ -24,8 +24,8 @@ from lm.runs.folder import (
     step_paths,
 )
 from lm.runs.manifest import entries_of
-from lm.training.before_training import check_before_data
 from lm.training.launcher import end_with_parent, this_process
+from lm.training.starting import check_before_data
 
 
 def train(config: Config) -> int:
@@ -51,8 +51,9 @@ def train(config: Config) -> int:
                 file=sys.stderr,
             )
         try:
-            config, source = check_before_data(config, checkpoint)
-            data_fingerprint = load_metadata(checkpoint)["data_fingerprint"] if checkpoint else ""
+            content = load_checkpoint(checkpoint) if checkpoint else None
+            config, source = check_before_data(config, checkpoint, content)
+            data_fingerprint = content["lm"]["data_fingerprint"] if content else ""
             store = prepare(config.data, progress=is_main, store_fingerprint=data_fingerprint)
             config = with_steps(config, store.vocab_size)
             for index, phase in enumerate(config.plan):
@@ -64,7 +65,7 @@ def train(config: Config) -> int:
                     import torchmetrics  # noqa: F401 (`self.log` needs it)
                 from lm.training.fit import fit  # Lightning takes seconds; errors above don't need it
 
-            return fit(config, store, checkpoint, source, process)
+            return fit(config, store, checkpoint, content, source, process)
         except BaseException:
             if (
                 has_created_folder

@@ -31,7 +31,7 @@ from lm.runs.folder import read_config
 from lm.runs.loading import export
 from lm.runs.record import read_run
 from lm.training.optimizers import saved_state
-from lm.training.starting import check_resume, start_from_checkpoint
+from lm.training.starting import resume_or_branch
 from lm.training.train import train
 
 SECONDS = 5.0  # of processor time that a damaged file may take
@@ -68,8 +68,7 @@ class Finished:
     def resumed(self) -> tuple[dict[str, torch.Tensor], list[object]]:
         """What training would go on from."""
         checkpoint = load_checkpoint(self.checkpoint)
-        check_resume(self.config, self.store, checkpoint, self.checkpoint)
-        start = start_from_checkpoint(self.config, checkpoint)
+        start, *_ = resume_or_branch(self.config, self.store, checkpoint, self.checkpoint)
         states = saved_state(start.content).items()
         moments = {f"{name}.{key}": value for name, state in states for key, value in state.items()}
         return start.content["state_dict"] | moments, [start.step, start.phase, start.state]

@@ -327,7 +327,7 @@ def test_a_run_from_overrides_alone_has_a_name_and_warms_up_as_long_as_it_lasts(
     ]
     result = lm("train", *arguments[1:], *small, *options, "log.wandb=disabled", "log.every=1")
     assert result.returncode == 0, result.stderr
-    assert "optim.warmup_steps = 100 is more than the run's 4 steps: all of them are warm-up" in result.stdout
+    assert "warm-up of 4 steps" in result.stdout
     assert [rate for _, rate in curve(tmp_path / "runs" / "run", "lr")] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3])
 
 

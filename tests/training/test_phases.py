@@ -143,7 +143,7 @@ def test_what_has_weights_or_constants_may_not_change_at_a_start(tiny, trained: 
         with pytest.raises(ConfigError, match=r"model\.position = 'learned': .* learned positions are weights"):
             train(tiny("name=other", *start, *learned))
     train(tiny("name=log_n", "model.normalizer=log_n", *EVERY_STEP))
-    with pytest.raises(ConfigError, match=r"model\.normalizer\.base = 64.0: is 32 in .*; set it to 32"):
+    with pytest.raises(ConfigError, match=r"model\.normalizer\.base = 64\.0: \S+ has 32\.0; set it"):
         train(
             tiny(
                 "name=other", "model.normalizer=log_n", *EVERY_STEP, "data.seq_len=64",

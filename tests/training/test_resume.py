@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from conftest import lm, thinned
+from conftest import thinned
 from folders import EVERY_STEP, curve, differences, kill_after, losses, metrics, poison, rewritten, series, swap_to
 from jobs import train_each
 from processes import ranks
@@ -223,18 +223,18 @@ def test_a_run_resumed_with_another_split_sees_the_same_tokens(tiny, split: tupl
 def test_a_complete_run_resumed_does_nothing_but_missing_evaluations(tiny):
     config = tiny("name=done")
     train(config)
-    before = (config.run_folder / "metrics.jsonl").read_bytes()
+    before = losses(config.run_folder)
     evaluation = config.run_folder / "evaluations" / "validation.step-000008.csv"
     loss = series(config.run_folder, "validation", 8)[0].overall_mean
     evaluation.unlink()
     assert train(tiny("name=done", "resume=auto")) == 0
-    assert (config.run_folder / "metrics.jsonl").read_bytes() == before
+    assert losses(config.run_folder) == before
     assert series(config.run_folder, "validation", 8)[0].overall_mean == pytest.approx(loss, abs=1e-6)
 
 
-@pytest.mark.parametrize("cut", ["before", "while", "after"])
+@pytest.mark.parametrize("cut", ["before", "while"])
 def test_what_a_kill_after_the_last_step_kept_out_of_the_log_is_logged(tiny, cut: str):
-    """Before the long-context evaluation was there, while its line was written, and after its file was."""
+    """Before the long-context evaluation was there, and while its line was written."""
     config = tiny("name=last")
     train(config)
     log = config.run_folder / "metrics.jsonl"
@@ -243,16 +243,14 @@ def test_what_a_kill_after_the_last_step_kept_out_of_the_log_is_logged(tiny, cut
     *log_lines, last = log.read_text().splitlines(keepends=True)
     assert "long/loss as trained" in last
     log.write_text("".join(log_lines) + (last[: len(last) // 2] if cut == "while" else ""))
-    if cut != "after":
-        evaluation.unlink()
-        shutil.rmtree(evaluation.parent / "cache")
+    evaluation.unlink()
+    shutil.rmtree(evaluation.parent / "cache")
     train(tiny("name=last", "resume=auto"))
     assert evaluation.read_text() == content
     before, (*log_lines, made_up) = lines[-1], metrics(config.run_folder)
     assert log_lines == lines[:-1]
     assert made_up.keys() == before.keys() - {"peak_memory_bytes"}
-    digits = 1e-6 if cut == "after" else 0  # a file has fewer than the log
-    assert made_up == pytest.approx({name: before[name] for name in made_up}, rel=0, abs=digits)
+    assert made_up == {name: before[name] for name in made_up}
 
 
 def test_an_evaluation_is_logged_before_its_file_says_that_it_is_there(tiny, monkeypatch: pytest.MonkeyPatch):
@@ -286,25 +284,6 @@ def test_an_evaluation_lost_to_a_kill_is_made_up_for(tiny):
         path.unlink()
         train(tiny(name, *options, *phases, "resume=auto"))
         assert path.read_text() == before
-
-
-def test_a_complete_run_says_which_changed_evaluations_it_does_not_make(tiny, capsys: pytest.CaptureFixture):
-    train(tiny("name=whole"))
-    capsys.readouterr()
-    train(tiny("name=whole", "resume=auto", "eval.long_context.at=[0.5, 1.0]"))
-    assert "note" not in capsys.readouterr().out
-    train(tiny("name=whole", "resume=auto", "eval.long_context.sequences=2", "eval.sequences=2"))
-    note = (
-        "note: eval.long_context, eval.sequences: a complete run keeps what it has measured; with other options: lm "
-        "eval "
-    )
-    assert note in capsys.readouterr().out
-    assert (
-        lm("eval", str(tiny("name=whole").run_folder), "eval.long_context.sequences=2", "eval.sequences=2").returncode
-        == 0
-    )
-    train(tiny("name=whole", "resume=auto", "eval.long_context.sequences=2", "eval.sequences=2"))
-    assert "note" not in capsys.readouterr().out
 
 
 def test_a_resumed_run_knows_the_weights_of_all_its_evaluations_and_keeps_no_picture_of_later_steps(tiny):
@@ -345,7 +324,7 @@ def test_more_steps_may_be_asked_for_when_resuming(tiny, capsys: pytest.CaptureF
     last, output = tiny("name=longer").run_folder / "checkpoints" / "last.ckpt", capsys.readouterr().out
     assert f"goes on from step 8 of 12: {last}\n" in output
     jump = "the learning rate jumps from 0.001603 to 0.004109 at step 9, by a factor of 2.56"
-    assert f"note: cosine now ends at step 12, it was headed for 8: {jump}\n" in output
+    assert f"note: cosine now ends at step 12, it was headed for 8\nnote: {jump}\n" in output
     stable = "optim.schedule={name: wsd, decay_fraction: 0.25}"
     train(tiny("name=stable", stable, "trainer.checkpoint_every=4", "trainer.keep_checkpoints=2"))
     train(
@@ -419,7 +398,7 @@ def test_going_back_to_an_earlier_checkpoint_keeps_one_time_line(tiny, capsys: p
     ]
     expected = losses(config.run_folder)
     with pytest.raises(
-        RunError, match=r"leaves no step up to trainer\.max_steps = 4, and the run has step-000008\.ckpt; raise"
+        RunError, match=r"leaves no step up to trainer\.max_steps, and the run has step-000008\.ckpt; raise"
     ):
         train(tiny("name=back", *options, f"resume={checkpoints / 'step-000004.ckpt'}", "trainer.max_steps=4"))
     assert losses(config.run_folder) == expected
