@@ -43,6 +43,9 @@ class RopeScaling:
         return 1.0
 
 
+AS_TRAINED = RopeScaling()
+
+
 @dataclass(frozen=True)
 class ThetaFactor(RopeScaling):
     """RoPE with theta multiplied by `factor`; the SSMax paper (arXiv 2501.19399) takes 50."""

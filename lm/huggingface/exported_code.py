@@ -1,4 +1,5 @@
-"""The Python files of an export with code of its own: the modelling file, and copies of lm's attention modules.
+"""The Python files of an export with code of its own: the modelling file, and copies of lm's modules of attention and
+layers.
 
 transformers copies the modelling file of a model's folder, and the files that lines `from .NAME import ...` name, but
 no folders. So all modules stand in one folder, and import each other by such lines.
@@ -41,9 +42,10 @@ def code_files(normalizers: Mapping[str, type[Normalizer]]) -> dict[str, str]:
     entries = ", ".join(f'"{name}": {normalizer.__qualname__}' for name, normalizer in normalizers.items())
     texts[CATALOGUE] = "\n".join([
         '"""The normalizers of this model, by their names in config.json."""', "",
+        *lines, "", f"NORMALIZERS = {{{entries}}}", "implementation = NORMALIZERS.__getitem__", "", "",
+        "def make_normalizer(options, layer):", "    return NORMALIZERS[options.name](options, layer)", "", "",
         "# transformers copies a module because a line like these names it",
-        *(f"from .{name} import __name__ as _" for name in sorted(sources.keys() - {MODELLING_MODULE})),
-        *lines, "", f"NORMALIZERS = {{{entries}}}", "implementation = NORMALIZERS.__getitem__", "",
+        *(f"from .{name} import __name__ as _" for name in sorted(sources.keys() - {MODELLING_MODULE})), "",
     ])  # fmt: skip
     return {f"{name}.py": text for name, text in texts.items()}
 
@@ -56,8 +58,12 @@ def _with_relative_imports(path: Path) -> tuple[str, set[str]]:
     """Return the text of a module, with relative imports in place of those of lm, and the modules of lm that must stand
     beside it. Raises RunError if it imports what an export can't hold."""
     text = path.read_text(encoding="utf-8")
-    lines, imported_modules = text.splitlines(), set()
-    for node in sorted(ast.walk(ast.parse(text)), key=lambda node: getattr(node, "lineno", 0), reverse=True):
+    lines, imported_modules, tree = text.splitlines(), set(), ast.parse(text)
+    for node in tree.body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":  # imports for type checkers alone
+            lines[node.lineno : node.end_lineno] = ["    pass", *[""] * (node.end_lineno - node.lineno - 1)]
+            node.body = []
+    for node in sorted(ast.walk(tree), key=lambda node: getattr(node, "lineno", 0), reverse=True):
         if not isinstance(node, ast.ImportFrom | ast.Import):
             continue
         module = getattr(node, "module", None) or ""
@@ -72,7 +78,7 @@ def _with_relative_imports(path: Path) -> tuple[str, set[str]]:
             statements = [
                 f"from . import {_exported_name(alias.name)} as {alias.asname or alias.name}" for alias in node.names
             ]
-        elif module.startswith("lm.attention.") or module == "lm.errors":
+        elif module.startswith(("lm.attention.", "lm.model.")) or module == "lm.errors":
             modules = [module]
             imported_names = ", ".join(f"{alias.name} as {alias.asname or alias.name}" for alias in node.names)
             statements = [f"from .{_exported_name(module)} import {imported_names}"]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lm.attention.catalogue import Window
+from lm.config.inference_config import AS_TRAINED
 from lm.config.load import to_yaml
 from lm.config.model_config import AttentionBlock
 from lm.config.tree import function_options
@@ -21,13 +22,13 @@ from lm.huggingface.architectures import ARCHITECTURES, FULL_ATTENTION, HEAD, SL
 from lm.huggingface.exported_code import code_files
 from lm.huggingface.fields import Fields
 from lm.huggingface.importing import CONFIG, LM_MODEL_TYPE, WEIGHTS_FILE
-from lm.model.rope import AS_TRAINED, frequencies
+from lm.model.rope import frequencies
 from lm.model.spec import ModelSpec
 from lm.runs.checkpoints import TensorSignature, write_weights
 from lm.runs.evaluations import evaluation_files, load_evaluation
 from lm.runs.folder import TOKENIZER
 from lm.runs.loading import LoadedModel, load
-from lm.schema import Plain, to_plain, yaml_scalar
+from lm.schema import Plain, to_plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -322,9 +323,6 @@ LM_CONFIG_FIELDS = {"model_type": LM_MODEL_TYPE, "architectures": ["LmForCausalL
 def _reason_not_computed(loaded_model: LoadedModel) -> str:
     """The reason why modeling_lm.py does not compute the model, in words; empty if it does."""
     layer_options = [normalizer.options for normalizer in loaded_model.decoder.normalizers()]
-    for name in ("differential", "exclusive", "gate_inputs"):
-        if value := getattr(loaded_model.spec.model, name):
-            return f"code for transformers does not compute model.{name} = {yaml_scalar(value)}"
     if names := [options.name for options in layer_options if getattr(options, "n", "") == "sample"]:
         return (
             f"normalizer.n = sample of {names[0]} is a length that generation in transformers does not know; "
@@ -343,12 +341,7 @@ def _lm_config(loaded_model: LoadedModel) -> dict[str, Plain]:
     model, rope = spec.model, spec.model.position
     if rope.rotates:
         radians = frequencies(model.key_dims, rope, AS_TRAINED, spec.seq_len, spec.seq_len).tolist()
-        layer_rotates = [rope.rotates_in(layer) for layer in range(model.n_layer)]
-        rope_fields = {
-            "rope_frequencies": radians,
-            "rope_amplitude": rope.scaling.amplitude,
-            "rope_layers": layer_rotates,
-        }
+        rope_fields = {"rope_frequencies": radians, "rope_amplitude": rope.scaling.amplitude}
     window_sizes = [
         normalizer.options.size if normalizer.options.name == Window.name else None for normalizer in normalizers
     ]
@@ -356,13 +349,16 @@ def _lm_config(loaded_model: LoadedModel) -> dict[str, Plain]:
         **LM_CONFIG_FIELDS, "vocab_size": spec.vocab_size, "hidden_size": model.n_embd, "block": model.block.name,
         "intermediate_size": model.mlp_width if model.block.name == AttentionBlock.name else model.value_dims,
         "num_hidden_layers": model.n_layer, "num_attention_heads": model.n_head, "num_key_value_heads": model.kv_heads,
-        "head_dim": model.key_dims, "max_position_embeddings": spec.seq_len, "hidden_act": model.mlp,
-        "norm": model.norm,
+        "head_dim": model.key_dims, "value_head_dim": model.value_dims, "max_position_embeddings": spec.seq_len,
+        "hidden_act": model.mlp, "norm": model.norm,
         "norm_eps": model.norm_eps, "bias": model.bias, "qkv_bias": model.has_qkv_bias, "mlp_bias": model.has_mlp_bias,
         "qk_norm": model.qk_norm, "post_norm": model.post_norm, "parallel": model.parallel, **rope_fields,
+        "rope_layers": [rope.rotates_in(layer) for layer in range(model.n_layer)],
         "learned_positions": rope.has_last_position,
         "embedding_norm": model.embedding_norm,
-        "value_residual": model.value_residual, "output_gate": model.output_gate, "logit_softcap": model.logit_softcap,
+        "value_residual": model.value_residual, "output_gate": model.output_gate,
+        "gate_inputs": model.gate_inputs, "exclusive": model.exclusive, "differential": model.differential,
+        "dropout": model.dropout, "logit_softcap": model.logit_softcap,
         "tie_word_embeddings": model.tied,
         "layer_types": [SLIDING_ATTENTION if size else FULL_ATTENTION for size in window_sizes],
         "sliding_window": next(filter(None, window_sizes), None),

@@ -15,6 +15,7 @@ from lm.attention.catalogue import Window, make_normalizer
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec, Normalizer
 from lm.attention.options import Options
+from lm.config.inference_config import AS_TRAINED
 from lm.config.model_config import Learned, ModelConfig, Rope
 from lm.config.normalizers import SINGLE, Layers
 from lm.config.yaml_text import parse_yaml
@@ -31,7 +32,6 @@ from lm.huggingface.importing import open_pretrained, read_tokenizer
 from lm.model.blocks import AttentionInputs, DecodingCache, ForwardContext
 from lm.model.cross_entropy import Head
 from lm.model.decoder import batch_layout
-from lm.model.rope import AS_TRAINED
 from lm.model.spec import ModelSpec
 from lm.plugins import PLUGINS
 from lm.runs.loading import LoadedModel

@@ -1,13 +1,17 @@
 """The decoder of lm, a framework that compares attention normalizers, for transformers: load it with
 `trust_remote_code=True`.
 
-`lm export --format hf` copies this file and lm's attention modules beside the weights. They need torch and transformers
-alone; tensors have lm's names. n, the number of keys that a query counts, is fixed or comes from `position_ids`, which
-are 0 at each document's start. So padding and packing don't change n.
+`lm export --format hf` copies this file and lm's modules of attention and layers beside the weights. They need torch
+and transformers alone; tensors have lm's names. n, the number of keys that a query counts, is fixed or comes from
+`position_ids`, which are 0 at each document's start. So padding and packing don't change n.
 
 Shapes: B sequences, T query positions, S key positions, H query heads, K key-value heads, D head size, E width of a
 head's values, C width of the model, V size of the vocabulary.
 """
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,17 +27,28 @@ from transformers.utils import can_return_tuple
 
 from lm.attention.catalogue import implementation
 from lm.attention.layout import AttentionLayout
-from lm.attention.normalizer import LayerSpec, Normalizer
+from lm.attention.normalizer import Normalizer
+from lm.attention.options import Options
+from lm.model.blocks import (
+    AttentionBase,
+    Block,
+    ForwardContext,
+    GatedBlock,
+    MapDifference,
+    make_norm,
+    rotation_at,
+)
 
-SLIDING = "sliding_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class LmConfig(PreTrainedConfig):
-    """The decoder's configuration.
+    """The decoder's configuration. `lm.model.blocks` reads it by the names of lm's `ModelConfig`.
 
     Args:
-        block: `attention` (attention, then an MLP) or `gau` (gated attention unit, whose gate and values are
-            `intermediate_size` wide).
+        block: `attention` (attention, then an MLP) or `gau` (gated attention unit).
+        head_dim: dimensions of a head's queries and keys, with `differential` those of each of its two maps.
+        value_head_dim: dimensions of a head's values.
         normalizers: for each layer a dict of its normalizer's `name` and options.
         train_length: tokens in a training sequence, which initial values and some formulas depend on.
         rope_frequencies: radians per token of each rotated pair; None: no rotary positions.
@@ -46,6 +61,11 @@ class LmConfig(PreTrainedConfig):
 
     model_type = "lm_decoder"
     keys_to_ignore_at_inference = ("past_key_values",)
+    attribute_map: ClassVar[dict[str, str]] = {
+        "n_embd": "hidden_size", "n_head": "num_attention_heads", "kv_heads": "num_key_value_heads",
+        "key_dims": "head_dim", "value_dims": "value_head_dim", "mlp_width": "intermediate_size", "mlp": "hidden_act",
+        "has_qkv_bias": "qkv_bias", "has_mlp_bias": "mlp_bias",
+    }  # fmt: skip
 
     vocab_size: int = 256
     hidden_size: int = 64
@@ -54,6 +74,7 @@ class LmConfig(PreTrainedConfig):
     num_attention_heads: int = 4
     num_key_value_heads: int = 4
     head_dim: int = 16
+    value_head_dim: int = 16
     max_position_embeddings: int = 1024
     train_length: int = 1024
     block: str = "attention"
@@ -73,6 +94,10 @@ class LmConfig(PreTrainedConfig):
     embedding_norm: str | None = None
     value_residual: str | None = None
     output_gate: str | None = None
+    gate_inputs: int | None = None
+    exclusive: bool = False
+    differential: bool | str = False
+    dropout: float = 0.0
     logit_softcap: float | None = None
     normalizers: list[dict] | None = None
     layer_types: list[str] | None = None
@@ -85,11 +110,30 @@ class LmConfig(PreTrainedConfig):
         """
         self.rope_layers = self.rope_layers or [True] * self.num_hidden_layers
         self.normalizers = self.normalizers or [{"name": "softmax"}] * self.num_hidden_layers
-        self.layer_types = self.layer_types or ["full_attention"] * self.num_hidden_layers
+        self.layer_types = self.layer_types or [FULL] * self.num_hidden_layers
         super().__post_init__(**kwargs)
 
+    @property
+    def maps_per_head(self) -> int:
+        """The number of attention maps of each head."""
+        return 2 if self.differential else 1
 
-# ---------------------------------------------------------------- layers
+    @property
+    def position(self) -> SimpleNamespace:
+        """Holds `rotates_in`, whether a layer rotates queries and keys."""
+        return SimpleNamespace(rotates_in=lambda layer: bool(self.rope_frequencies) and self.rope_layers[layer])
+
+    @property
+    def normalizer(self) -> SimpleNamespace:
+        """Holds `layer_option`, the options of a layer's normalizer."""
+        return SimpleNamespace(layer_option=self._layer_option)
+
+    def _layer_option(self, layer: int) -> Options:
+        options = dict(self.normalizers[layer])
+        return implementation(options.pop("name")).schema(**options)
+
+
+# ---------------------------------------------------------------- attention
 
 
 def eager_attention(
@@ -112,212 +156,72 @@ def eager_attention(
         return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous(), weights
 
 
-def make_norm(config: LmConfig, kind: str | None = None) -> nn.Module:
-    """RMSNorm (`rms`) or LayerNorm (`layer`) over the model's width; `kind` None: the kind of `config.norm`."""
-    size, eps = config.hidden_size, config.norm_eps
-    return nn.RMSNorm(size, eps) if (kind or config.norm) == "rms" else nn.LayerNorm(size, eps, bias=config.bias)
+def is_softmax(layer: AttentionBase) -> bool:
+    """Whether any kernel for softmax computes a layer's weights, perhaps of changed queries and keys."""
+    changes_inputs = type(layer.normalizer).fused_inputs is not Normalizer.fused_inputs
+    return changes_inputs or layer.sliding_window is not None
 
 
-class HeadNorm(nn.RMSNorm):
-    """RMSNorm of each head's queries or keys, in fp32."""
+@dataclass(frozen=True, kw_only=True)
+class TransformersContext(ForwardContext):
+    """Inputs that all layers share. Attention is computed with a cache of transformers, and for softmax by the kernel
+    that `attn_implementation` names.
+    """
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps)
+    masks: dict[str, Tensor | None]  # by type of layer, as kernels take them
+    past_key_values: Cache | None
+    arguments: dict[str, object]  # further arguments of kernels
+    weights: list[Tensor | None]  # each layer appends its weights, or None if its kernel gives none
 
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, H, T, D) rotated by RoPE, fp32; cos and sin are (B, 1, T, R / 2). The first half of the R rotated
-    dimensions pairs with the second half."""
-    n_pairs, x = cos.size(-1), x.float()
-    x1, x2 = x[..., :n_pairs], x[..., n_pairs : 2 * n_pairs]
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, x[..., 2 * n_pairs :]), -1)
-
-
-class WidthNorm(HeadNorm):
-    """RMSNorm of the queries or keys of all heads together, (B, H, T, D), in fp32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = x.shape[1]
-        return super().forward(x.transpose(1, 2).flatten(2)).unflatten(2, (heads, -1)).transpose(1, 2)
-
-
-class AttentionBase(nn.Module):
-    """Base class of `Attention` and `GAU`, with norms and rotation of queries and keys, the cache, the normalizer, and
-    the kernel that `attn_implementation` names."""
-
-    def __init__(self, config: LmConfig, layer_idx: int):
-        super().__init__()
-        self.config, self.layer_idx, self.head_dim = config, layer_idx, config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling, self.is_causal = config.head_dim**-0.5, True
-        self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == SLIDING else None
-        heads = config.num_attention_heads, config.num_key_value_heads
-        if config.qk_norm == "width":
-            self.q_norm, self.k_norm = (WidthNorm(n * config.head_dim, config.norm_eps) for n in heads)
-        elif config.qk_norm:
-            self.q_norm, self.k_norm = (HeadNorm(config.head_dim, config.norm_eps) for _ in heads)
-        else:
-            self.q_norm = self.k_norm = nn.Identity()
-        options = dict(config.normalizers[layer_idx])
-        normalizer_class = implementation(options.pop("name"))
-        layer = LayerSpec(config.num_attention_heads, config.head_dim, config.hidden_size, config.train_length)
-        self.normalizer = normalizer_class(normalizer_class.schema(**options), layer)
-        # whether any kernel for softmax computes the weights, perhaps of changed queries and keys
-        changes_inputs = normalizer_class.fused_inputs is not Normalizer.fused_inputs
-        self.is_softmax = changes_inputs or self.sliding_window is not None
-
-    def attend(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, rotation: tuple[Tensor, Tensor] | None,
-        attention_mask: Tensor | None, layout: AttentionLayout, past_key_values: Cache | None, **kwargs: object,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Return heads' outputs (B, T, H E) for q (B, H, T, D), k (B, K, T, D), v (B, K, T, E), and weights if the
-        kernel gives them. x: the layer's input (B, T, C).
+    def attend(self, layer: AttentionBase, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the heads' outputs (B, H, T, E), as `ForwardContext.attend`. Raises ValueError if the kernel can't
+        compute the normalizer.
         """
-        normalizer, backend = self.normalizer, self.config._attn_implementation
-        q, k = self.q_norm(q), self.k_norm(k)
-        if rotation is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
-        if self.is_softmax:
+        normalizer, layout, backend = layer.normalizer, self.layout, layer.config._attn_implementation
+        by_kernel = is_softmax(layer)
+        if by_kernel:
             q, k = (part.to(v.dtype) for part in normalizer.fused_inputs(q, k, layout) or (q, k))
         else:
             q, k = normalizer.append_features(x, q, k)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
-        if self.is_softmax:
+        if self.past_key_values is not None:
+            k, v = self.past_key_values.update(k, v, layer.layer_idx)
+        if by_kernel:
             kernel = eager_attention if backend == "eager" else ALL_ATTENTION_FUNCTIONS[backend]
+            mask = self.masks[SLIDING if layer.sliding_window else FULL]
             output, weights = kernel(
-                self, q, k, v, attention_mask, scaling=self.scaling, dropout=0.0, sliding_window=self.sliding_window,
-                **kwargs,
+                layer, q, k, v, mask, scaling=q.size(-1) ** -0.5, dropout=0.0, sliding_window=layer.sliding_window,
+                **self.arguments,
             )  # fmt: skip
-            return output.reshape(q.size(0), q.size(2), -1), weights
+            self.weights.append(weights)
+            return output.transpose(1, 2)
         if backend not in ("eager", "sdpa"):
-            name = self.config.normalizers[self.layer_idx]["name"]
+            name = normalizer.options.name
             raise ValueError(f"attn_implementation {backend} does not compute {name}; set it to eager or sdpa")
         n_keys = layout.key_positions.size(-1)  # a new cache of fixed size has empty keys behind them
         k, v = normalizer.expand_kv_heads(k[:, :, :n_keys], v[:, :, :n_keys])
         v = v.to(x.dtype)  # a cache has one dtype, and keys may be wider
         weights = normalizer.weights(q, k, layout) if backend == "eager" else None
-        output = normalizer.attend(q, k, v, layout) if weights is None else weights.to(v.dtype) @ v
-        return output.transpose(1, 2).flatten(2), weights
+        self.weights.append(weights)
+        return normalizer.attend(q, k, v, layout) if weights is None else weights.to(v.dtype) @ v
 
 
-class Attention(AttentionBase):
-    """Causal attention with grouped queries."""
+class RecomputedLayer(GradientCheckpointingLayer):
+    """A layer that transformers can compute again in the backward pass: what has gradients comes by position."""
 
-    def __init__(self, config: LmConfig, layer_idx: int):
-        super().__init__(config, layer_idx)
-        self.heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-        self.qkv = nn.Linear(config.hidden_size, sum(self.heads) * config.head_dim, bias=config.qkv_bias)
-        self.out = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=config.bias)
-        mixes_values = config.value_residual == "embedding" or (
-            config.value_residual == "first_layer" and layer_idx > 0
-        )
-        self.value_mix = nn.Parameter(torch.full((1,), 0.5)) if mixes_values else None
-        gate_width = {None: 0, "head": self.heads[0], "element": self.heads[0] * config.head_dim}[config.output_gate]
-        self.gate = nn.Linear(config.hidden_size, gate_width, bias=False) if gate_width else None
-
-    def forward(
-        self, x: Tensor, values_to_mix: Tensor | None, **kwargs: object
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The output (B, T, C), weights if the kernel gives them, values (B, K, T, D), mixed with `values_to_mix` if
-        `value_mix` is set.
-        """
-        q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(self.heads, 1)
-        if self.value_mix is not None:
-            v = v + self.value_mix.to(v.dtype) * (values_to_mix.to(v.dtype) - v)
-        output, weights = self.attend(x, q, k, v, **kwargs)
-        if self.gate is not None:
-            head_shape = (self.heads[0], -1)
-            output = (output.unflatten(-1, head_shape) * self.gate(x).sigmoid().unflatten(-1, head_shape)).flatten(2)
-        return self.out(output), weights, v
+    def forward(self, x: Tensor, values_to_mix: Tensor | None, context: TransformersContext) -> Tensor:
+        """Return the layer's output (B, T, C) for its input x (B, T, C)."""
+        return super().forward(x, replace(context, values_to_mix=lambda layer: values_to_mix))
 
 
-class GAU(AttentionBase):
-    """Gated attention unit, arXiv 2202.10447: one head; queries and keys are one projection, each with its own gains
-    and offsets.
-    """
-
-    def __init__(self, config: LmConfig, layer_idx: int):
-        super().__init__(config, layer_idx)
-        self.sizes = (config.intermediate_size, config.intermediate_size, config.head_dim)
-        self.uvz = nn.Linear(config.hidden_size, sum(self.sizes), bias=config.bias)
-        for name in ("q_gain", "q_offset", "k_gain", "k_offset"):
-            self.register_parameter(name, nn.Parameter(torch.full((config.head_dim,), float(name.endswith("gain")))))
-        self.out = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.bias)
-
-    def forward(self, x: Tensor, **kwargs: object) -> tuple[Tensor, Tensor | None]:
-        """The output (B, T, C), and the weights if the kernel gives them."""
-        gate, v, z = F.silu(self.uvz(x)).split(self.sizes, -1)
-        q, k = z * self.q_gain + self.q_offset, z * self.k_gain + self.k_offset
-        output, weights = self.attend(x, q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), **kwargs)
-        return self.out(gate * output), weights
+class LmBlock(RecomputedLayer, Block):
+    """A layer of attention and an MLP."""
 
 
-def _swiglu(x: Tensor) -> Tensor:
-    gate, value = x.chunk(2, -1)
-    return F.silu(gate) * value
+class LmGatedBlock(RecomputedLayer, GatedBlock):
+    """A layer of one gated attention unit."""
 
 
-ACTIVATIONS = {
-    "swiglu": _swiglu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu2": lambda x: F.relu(x).square(),
-}
-
-
-class MLP(nn.Module):
-    """MLP with SwiGLU (gate and value in one matrix), GELU, GELU's approximation by tanh, or ReLU^2."""
-
-    def __init__(self, config: LmConfig):
-        super().__init__()
-        hidden_width = config.intermediate_size
-        self.activation = ACTIVATIONS[config.hidden_act]
-        self.up = nn.Linear(
-            config.hidden_size,
-            2 * hidden_width if config.hidden_act == "swiglu" else hidden_width,
-            bias=config.mlp_bias,
-        )
-        self.out = nn.Linear(hidden_width, config.hidden_size, bias=config.mlp_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.activation(self.up(x)))
-
-
-class Block(GradientCheckpointingLayer):
-    """x + attention(norm(x)), then x + mlp(norm(x)). With `post_norm` norms are on the outputs; with `parallel` the MLP
-    has the attention's input.
-    """
-
-    def __init__(self, config: LmConfig, layer_idx: int):
-        super().__init__()
-        self.attention_norm, self.attention = make_norm(config), Attention(config, layer_idx)
-        self.mlp_norm, self.mlp = make_norm(config), MLP(config)
-        self.post_norm, self.parallel = config.post_norm, config.parallel
-
-    def forward(
-        self, x: Tensor, values_to_mix: Tensor | None, **kwargs: object
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        attention_input = x if self.post_norm else self.attention_norm(x)
-        output, weights, values = self.attention(attention_input, values_to_mix, **kwargs)
-        output = x + (self.attention_norm(output) if self.post_norm else output)
-        x = x if self.parallel else output
-        return output + (self.mlp_norm(self.mlp(x)) if self.post_norm else self.mlp(self.mlp_norm(x))), weights, values
-
-
-class GatedBlock(GradientCheckpointingLayer):
-    """x + gau(norm(x))."""
-
-    def __init__(self, config: LmConfig, layer_idx: int):
-        super().__init__()
-        self.gau_norm, self.gau = make_norm(config), GAU(config, layer_idx)
-
-    def forward(self, x: Tensor, values_to_mix: None, **kwargs: object) -> tuple[Tensor, Tensor | None, None]:
-        output, weights = self.gau(self.gau_norm(x), **kwargs)
-        return x + output, weights, None
-
-
-BLOCKS = {"attention": Block, "gau": GatedBlock}
+BLOCKS = {"attention": LmBlock, "gau": LmGatedBlock}
 
 
 # ---------------------------------------------------------------- models
@@ -343,12 +247,14 @@ class LmPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = tuple(block.__name__ for block in BLOCKS.values())
     _skip_keys_device_placement = ("past_key_values",)
-    _keep_in_fp32_modules_strict = ("normalizer",)
+    _keep_in_fp32_modules_strict = ("normalizer", "q_norm", "k_norm")
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
 
     def _init_weights(self, module: nn.Module) -> None:
         """Initialise a module as transformers does, a normalizer as lm does."""
         super()._init_weights(module)
+        if isinstance(module, MapDifference):
+            init.constant_(module.initial_lambda, module.lambda_0)
         if isinstance(module, Normalizer):
             for parameter, value in zip(
                 module.parameters(), type(module)(module.options, module.layer).parameters(), strict=True
@@ -372,13 +278,22 @@ class LmModel(LmPreTrainedModel):
         self.embedding = nn.Embedding(config.vocab_size, width)
         self.embedding_norm = make_norm(config, config.embedding_norm) if config.embedding_norm else nn.Identity()
         self.position = nn.Embedding(config.max_position_embeddings, width) if config.learned_positions else None
-        self.blocks = nn.ModuleList(BLOCKS[config.block](config, layer) for layer in range(n_layers))
-        value_width = config.num_key_value_heads * config.head_dim
+        self.blocks = nn.ModuleList(
+            BLOCKS[config.block](config, config.train_length, layer) for layer in range(n_layers)
+        )
+        self.dropout = nn.Dropout(config.dropout)
+        value_width = config.kv_heads * config.value_dims
         value_embeddings = (nn.Embedding(config.vocab_size, value_width) for _ in range(n_layers))
         self.value_embedding = nn.ModuleList(value_embeddings) if config.value_residual == "embedding" else None
         self.norm = make_norm(config)
         self.gradient_checkpointing = False
-        self.is_softmax = all(module.is_softmax for module in self.modules() if isinstance(module, AttentionBase))
+        attention = [module for module in self.modules() if isinstance(module, AttentionBase)]
+        for layer, module in enumerate(attention):  # what kernels read
+            module.config, module.layer_idx, module.is_causal = config, layer, True
+            module.sliding_window = config.sliding_window if config.layer_types[layer] == SLIDING else None
+            copies = 2 if config.differential == "v2" else 1  # of each head's queries
+            module.num_key_value_groups = copies * config.num_attention_heads // config.num_key_value_heads
+        self.is_softmax = all(map(is_softmax, attention))
         self.post_init()
 
     @can_return_tuple
@@ -426,43 +341,43 @@ class LmModel(LmPreTrainedModel):
             if documents is not None:
                 mask_arguments |= self._document_arguments(attention_mask != 0, documents, use_cache, past_key_values)
                 use_cache = False
-            masks = {"full_attention": create_causal_mask(self.config, x, **mask_arguments)}
+            masks = {FULL: create_causal_mask(self.config, x, **mask_arguments)}
             if self.config.sliding_window is not None:
                 masks[SLIDING] = create_sliding_window_causal_mask(self.config, x, **mask_arguments)
+        if self.gradient_checkpointing and self.training:  # a second pass would add to the cache again
+            past_key_values, use_cache = None, False
         if use_cache if use_cache is not None else getattr(self.config, "use_cache", True) and not self.training:
             past_key_values = DynamicCache(config=self.config) if past_key_values is None else past_key_values
         layout = AttentionLayout(position_ids, position_ids, position_ids[:, -1:] + 1, causal=False)
         if not self.is_softmax:  # other normalizers take the mask from the layout
-            layout = AttentionLayout.from_mask(masks["full_attention"], int(cached_length), x.size(1), x.device)
+            layout = AttentionLayout.from_mask(masks[FULL], int(cached_length), x.size(1), x.device)
         x = self.embedding_norm(x)
         if self.position is not None:
             x = x + self.position(position_ids)
-        weights, hidden_states, rotation, first_values = (), (), self._rotation(position_ids), None
+        x, rotation = self.dropout(x), None
+        if self.config.rope_frequencies is not None:
+            frequencies = torch.tensor(self.config.rope_frequencies, dtype=torch.float64, device=x.device)
+            rotation = rotation_at(position_ids, frequencies, self.config.rope_amplitude)
+        context = TransformersContext(
+            layout, rotation, 1.0, None, masks=masks, past_key_values=past_key_values, weights=[],
+            arguments={"position_ids": position_ids, **kwargs},
+        )  # fmt: skip
+        values_to_mix, hidden_states = None, ()
+        if self.config.value_residual == "first_layer":
+            first = self.blocks[0]
+            values_to_mix = first.attention.values(first.attention_norm(x))
         for layer, block in enumerate(self.blocks):
             hidden_states += (x,) if output_hidden_states else ()
-            values_to_mix = first_values
             if self.value_embedding is not None:
-                values_to_mix = (
-                    self.value_embedding[layer](input_ids).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
-                )
-            x, layer_weights, values = block(  # what has gradients by position, as recomputation demands
-                x,
-                values_to_mix,
-                rotation=rotation if self.config.rope_layers[layer] else None,
-                attention_mask=masks[self.config.layer_types[layer]],
-                layout=layout,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                **kwargs,
-            )
-            first_values = values if first_values is None else first_values
-            weights += (layer_weights,) if output_attentions else ()
+                values = self.value_embedding[layer](input_ids)
+                values_to_mix = values.unflatten(-1, (self.config.kv_heads, -1)).transpose(1, 2)
+            x = block(x, values_to_mix, context)
         x = self.norm(x)
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=past_key_values,
             hidden_states=(*hidden_states, x) if output_hidden_states else None,
-            attentions=weights if output_attentions else None,
+            attentions=tuple(context.weights) if output_attentions else None,
         )
 
     def _document_arguments(
@@ -479,16 +394,6 @@ class LmModel(LmPreTrainedModel):
         if (backend := self.config._attn_implementation) not in ("eager", "sdpa", "flex_attention"):
             raise ValueError(f"attn_implementation {backend} takes no padding beside packed documents; drop padding")
         return {"and_mask_function": lambda batch, head, query, key: documents[batch, query] == documents[batch, key]}
-
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of RoPE's angles, each times `rope_amplitude`, (B, 1, T, R / 2) for R rotated dimensions, fp32,
-        computed in float64. None if the model has no RoPE."""
-        if self.config.rope_frequencies is None:
-            return None
-        frequencies = torch.tensor(self.config.rope_frequencies, dtype=torch.float64, device=positions.device)
-        angles = positions.double()[:, None, :, None] * frequencies
-        amplitude = self.config.rope_amplitude
-        return (amplitude * angles.cos()).float(), (amplitude * angles.sin()).float()
 
 
 class LmForCausalLM(LmPreTrainedModel, GenerationMixin):

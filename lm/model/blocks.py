@@ -4,11 +4,13 @@ Shapes: B sequences, T tokens, H query heads, K key-value heads, D head size, E 
 model.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +21,12 @@ from torch.utils._pytree import tree_map_only
 from lm.attention.catalogue import make_normalizer
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec, Normalizer
-from lm.config.model_config import ModelConfig
-from lm.model.rope import Rotation, rotate
 
+if TYPE_CHECKING:
+    from lm.config.model_config import ModelConfig
+
+# cos and sin, fp32, each (T, pairs) or (B, T, pairs) for the pairs of dimensions that rotate
+Rotation = tuple[Tensor, Tensor]
 MLP_TOKENS = 8192  # tokens of a sequence that an MLP takes at a time where no backward pass follows
 
 
@@ -119,6 +124,52 @@ class WidthNorm(HeadNorm):
         return super().forward(x.transpose(1, 2).flatten(2)).unflatten(2, (heads, -1)).transpose(1, 2)
 
 
+class _PairRotation(torch.autograd.Function):
+    """Rotation of pairs (x1, x2) by their angles, in few passes over x; gradients are rotated by the opposite
+    angles.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.dtype = x.dtype
+        return _rotate_pairs(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate_pairs(grad, cos, -sin).to(ctx.dtype), None, None
+
+
+def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x, in fp32 or wider, with pairs (x1, x2) turned to (x1 cos - x2 sin, x2 cos + x1 sin) and other dimensions
+    as they are.
+    """
+    n_pairs = cos.size(-1)
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    x1, x2 = x[..., :n_pairs], x[..., n_pairs : 2 * n_pairs]
+    return torch.cat(((x1 * cos).addcmul_(x2, sin, value=-1), (x2 * cos).addcmul_(x1, sin), x[..., 2 * n_pairs :]), -1)
+
+
+def rotation_at(positions: Tensor, frequencies: Tensor, amplitude: float) -> Rotation:
+    """Return `amplitude` times cos and sin of the angles of pairs with these `frequencies`, radians per token, (pairs,)
+    float64, at `positions`, (T,) or (B, T).
+
+    Angles are formed in float64, as at position 131,072 fp32 would be off by 0.004 radians.
+    """
+    angles = positions.double().unsqueeze(-1) * frequencies
+    return (amplitude * angles.cos()).float(), (amplitude * angles.sin()).float()
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Return `x` (B, H, T, D) rotated by RoPE, in fp32 or wider. The first half of the rotated dimensions pairs with
+    the second.
+    """
+    cos, sin = (part.unsqueeze(-3) for part in rotation)  # the same for all heads
+    return _PairRotation.apply(x, cos, sin)
+
+
 @dataclass
 class DecodingCache:
     """State of each layer after the tokens seen so far, for decoding: keys and values, or what the layer's normalizer
@@ -129,14 +180,14 @@ class DecodingCache:
     seen: int = 0  # tokens so far
     states: dict[nn.Module, object] = field(default_factory=dict)  # state of each layer, by its attention module
 
-    def fork(self, copies: int) -> "DecodingCache":
+    def fork(self, copies: int) -> DecodingCache:
         """Return an independent copy that contains each sequence `copies` times."""
         return replace(
             self,
             states=tree_map_only(Tensor, lambda x: x.repeat_interleave(copies, 0) if copies > 1 else x, self.states),
         )
 
-    def select(self, sequences: Tensor | list[int]) -> "DecodingCache":
+    def select(self, sequences: Tensor | list[int]) -> DecodingCache:
         """Return an independent copy with some of the sequences, given by their indices or by a mask (B,) that is true
         for them.
         """
@@ -171,9 +222,25 @@ class ForwardContext:
         """
         return x[:, self.first :] if self.first else x
 
+    def attend(self, layer: AttentionBase, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the heads' outputs (B, H, T - first, E) for the final q (B, H, T, D) and k (B, K, T, D) of a layer,
+        values v (B, K, T, E) and the layer's input x (B, T, C).
+        """
+        normalizer, layout = layer.normalizer, self.layout
+        q, k = normalizer.append_features(x, q, k)
+        if self.first:
+            q, layout = q[:, :, self.first :], layout.from_query(self.first)
+        if self.cache:
+            output, self.cache.states[layer] = normalizer.decode(q, k, v, layout, self.cache.states.get(layer))
+            return output
+        k, v = normalizer.expand_kv_heads(k, v)
+        if self.layer_inputs is not None:
+            self.layer_inputs.append(AttentionInputs(x, q, k, v))
+        return normalizer.attend(q, k, v, layout)
+
 
 class AttentionBase(nn.Module):
-    """Base of `Attention` and `GAU`: norms and rotation of queries and keys, the cache, the normalizer."""
+    """Base of `Attention` and `GAU`: norms and rotation of queries and keys, the normalizer."""
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__()
@@ -199,19 +266,7 @@ class AttentionBase(nn.Module):
         if self.rotates:
             q, k = rotate(q, context.rotation), rotate(k, context.rotation)
             q = q if context.logit_factor == 1 else q * context.logit_factor
-        q, k = self.normalizer.append_features(x, q, k)
-        layout = context.layout
-        if context.first:
-            q, layout = q[:, :, context.first :], layout.from_query(context.first)
-        if context.cache:
-            states = context.cache.states
-            output, states[self] = self.normalizer.decode(q, k, v, layout, states.get(self))
-        else:
-            k, v = self.normalizer.expand_kv_heads(k, v)
-            if context.layer_inputs is not None:
-                context.layer_inputs.append(AttentionInputs(x, q, k, v))
-            output = self.normalizer.attend(q, k, v, layout)
-        return output.transpose(1, 2).flatten(2)
+        return context.attend(self, x, q, k, v).transpose(1, 2).flatten(2)
 
 
 class Attention(AttentionBase):
@@ -320,9 +375,9 @@ class MapDifference(nn.Module):
 
     def __init__(self, size: int, eps: float, layer: int):
         super().__init__()
+        self.lambda_0 = 0.8 - 0.6 * math.exp(-0.3 * layer)
         # a tensor, so that compiled layers share their code
-        initial_lambda = torch.tensor(0.8 - 0.6 * math.exp(-0.3 * layer))
-        self.register_buffer("initial_lambda", initial_lambda, persistent=False)
+        self.register_buffer("initial_lambda", torch.tensor(self.lambda_0), persistent=False)
         # four vectors of half a head, in one dimension: no matrix to optimizers
         self.lambdas = nn.Parameter(torch.zeros(2 * size))
         self.norm = HeadNorm(size, eps)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer
-from lm.config.inference_config import RopeScaling
+from lm.config.inference_config import AS_TRAINED, RopeScaling
 from lm.config.model_config import ModelConfig
 from lm.data.batches import Batch
 from lm.model.blocks import (
@@ -29,7 +29,7 @@ from lm.model.blocks import (
     make_norm,
 )
 from lm.model.cross_entropy import Head, training_loss
-from lm.model.rope import AS_TRAINED, rope_rotation
+from lm.model.rope import rope_rotation
 
 
 class Decoder(nn.Module):

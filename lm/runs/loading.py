@@ -16,12 +16,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from lm.config.data_config import END_OF_TEXT
+from lm.config.inference_config import AS_TRAINED
 from lm.config.tree import Config
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError, RunError, one_line, out_of_memory, terminal_text
 from lm.files import expand_home, file_sha256, json_bytes, new_folder, replacing
 from lm.model.decoder import Decoder
-from lm.model.rope import AS_TRAINED
 from lm.model.spec import ModelSpec
 from lm.runs.checkpoints import TensorSignature, load_checkpoint, write_weights
 from lm.runs.folder import (

@@ -290,6 +290,10 @@ OWN_CODE = {
     "layers without positions": shape(opt.SSMax(), position=Rope(layers=[True, False])),
     "a gate for each head": shape(opt.SSMax(), output_gate="head"),
     "a gate for each element": shape(opt.LogN(), output_gate="element"),
+    "two maps a head": shape(opt.SSMax(), differential=True),
+    "two queries a head, own values left out": shape(
+        opt.Relu2(), differential="v2", exclusive=True, output_gate="head", gate_inputs=12
+    ),
     "learned positions": shape(opt.SSMax(), **PLAIN | {"position": Learned()}),
     "relu": shape(opt.Relu()),
     "relu2": shape(opt.Relu2(), **PLAIN),
@@ -348,7 +352,10 @@ FORMULAS = (
     "relu2 over its sum",
     "sigmoid",
 )
-PARTS = ("value embeddings", "p-RoPE, rescaled", "a gate for each element", "learned positions", "gau with window")
+PARTS = (
+    "value embeddings", "p-RoPE, rescaled", "a gate for each element", "learned positions", "gau with window",
+    "two maps a head", "two queries a head, own values left out",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", thinned(OWN_CODE, FORMULAS + PARTS))
@@ -722,8 +729,6 @@ def test_code_of_its_own_computes_in_float64(case: str, tmp_path: Path):
 
 
 REFUSED = {
-    "two maps": (ModelConfig(2, differential=True), "does not compute model.differential = true"),
-    "outputs without the own value": (ModelConfig(2, exclusive=True), "does not compute model.exclusive = true"),
     "n of the sample": (ModelConfig(2, normalizer=opt.SSMax(n="sample")), "normalizer.n = sample of ssmax is a length"),
     "two windows": (
         ModelConfig(2, normalizer=Layers([opt.Window(size=4), opt.Window(size=5)])),

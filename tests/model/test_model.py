@@ -22,9 +22,9 @@ from lm.config.model_config import GAUBlock, Learned, ModelConfig, NoPosition, R
 from lm.data.batches import Batch
 from lm.errors import ConfigError
 from lm.model.attention_stream import attention_blocks
-from lm.model.blocks import DecodingCache, ForwardContext, RMSNorm
+from lm.model.blocks import DecodingCache, ForwardContext, RMSNorm, rotate
 from lm.model.decoder import Decoder
-from lm.model.rope import rope_rotation, rotate
+from lm.model.rope import rope_rotation
 from lm.model.spec import count_parameters, flops_per_token
 from lm.model.swapped import for_inference
 

@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lm.config.inference_config import (
+    AS_TRAINED,
     FAST_PERIODS,
     NTK,
     SLOW_PERIODS,
@@ -35,7 +36,7 @@ from lm.huggingface.fields import write_rope
 from lm.model.attention_stream import attention_blocks
 from lm.model.blocks import DecodingCache
 from lm.model.decoder import Decoder
-from lm.model.rope import AS_TRAINED, frequencies, rope_rotation
+from lm.model.rope import frequencies, rope_rotation
 from lm.model.swapped import for_inference
 from lm.runs.loading import load
 from lm.training.train import train
