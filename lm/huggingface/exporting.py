@@ -59,7 +59,7 @@ def model_card(loaded_model: LoadedModel, kind: str) -> str:
         rows["documents start with"] = f"`{spec.end_of_text}`, which the tokenizer puts before a text, as in training"
     if kind == LM_MODEL_TYPE:
         rows["code"] = (
-            "`modeling_lm.py` and lm's attention modules in this folder: "
+            "`modeling_lm.py` and lm's modules in this folder: "
             "`AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`"
         )
     parts = [
@@ -144,7 +144,7 @@ def export_for_transformers(source: Path, checkpoint: str, target: Path) -> Path
     """Write the model at `source` to the folder `target` in the format of transformers, in fp32. Returns `target`.
 
     The folder gets weights, config.json, tokenizer, model card (README.md) and, where transformers lacks the
-    architecture, modeling_lm.py with copies of lm's attention modules.
+    architecture, modeling_lm.py with copies of lm's modules of attention and layers.
 
     Raises RunError: `source` holds no model, neither an architecture of transformers nor modeling_lm.py computes the
     model (the error says why), an evaluation can't be read, or `target` can't be written.
