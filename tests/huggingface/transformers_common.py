@@ -33,6 +33,7 @@ MODELS = {
     "ValueEmbeddings": shape(opt.QASSMax(), value_residual="embedding", norm="layer", bias=True, tied=True),
     "Elementwise": shape(Layers([opt.Relu2(), opt.Sigmoid(bias=True)]), **PLAIN | {"position": Learned()}),
     "Definitions": shape(Layers([opt.Forget(), opt.ASEntmax()])),
+    "TwoMaps": shape(opt.SSMax(), differential=True, exclusive=True),
     "Gated": gated(Layers([opt.Relu2(), opt.SSMax(), opt.Sink()])),
 }
 
