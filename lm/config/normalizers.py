@@ -201,10 +201,9 @@ its place, with a warning. Nobody has run these on a GPU yet: `bash scripts/gpu_
 package that is maintained has a kernel.
 
 The first call of the Triton kernel compares it with the tiles on the device, and takes tiles, with a warning, if it
-raises an error or differs. If it reads beyond its memory, the process ends ([limits](limits.md)). It wants triton 3.4
-(CUDA builds of torch bring it), compute capability 8.0, heads of at most 128, bf16 or fp32 (multiplied in full
-precision). A run prints the kernel it takes. Where the
-table names no kernel for CUDA, a GPU takes the CPU's.
+raises an error or differs. If it reads beyond its memory, the process ends ([limits](tools.md#limits)). It wants
+triton 3.4 (CUDA builds of torch bring it), compute capability 8.0, heads of at most 128, bf16 or fp32 (multiplied in
+full precision). A run prints the kernel it takes. Where the table names no kernel for CUDA, a GPU takes the CPU's.
 
 | `model.normalizer` | weights | parameters | rows sum to 1 | kernel | source | what is known |
 |---|---|---|---|---|---|---|"""

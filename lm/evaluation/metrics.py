@@ -112,7 +112,7 @@ _HEAD = f"""# Metrics
 
 The names in metrics.jsonl, which tables, `primary.metric`, `lm judge --metric` and `lm.results` have, too. `lm metrics
 CONFIG` lists those that a configuration logs, with names in place of the words in capitals. A report's numbers are of
-the [documents that report](glossary.md) alone: their names end with `{REPORTING}`.
+the [documents that report](verdicts.md#glossary) alone: their names end with `{REPORTING}`.
 
 | metric | unit | better | what it is | can decide |
 |---|---|---|---|---|"""

@@ -1,4 +1,4 @@
-"""Evaluations as callbacks of a Lightning Trainer of one's own: docs/extending.md's example, with nanoGPT-like code."""
+"""Evaluations as callbacks of a Trainer of one's own: docs/evaluation.md's example, with nanoGPT-like code."""
 
 import os
 import re
@@ -57,7 +57,7 @@ batches = torch.utils.data.DataLoader(ids[: 16 * 65].view(16, 65), batch_size=4)
 @pytest.mark.slow
 def test_the_example_of_a_trainer_of_one_s_own(tiny, tmp_path: Path):
     store = prepare(tiny().data)
-    code = re.search(r"### In a Trainer.*?```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)[1]
+    code = re.search(r"## In a Trainer.*?```python\n(.*?)```", (ROOT / "docs/evaluation.md").read_text(), re.DOTALL)[1]
     (tmp_path / "example.py").write_text(code)
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "tokenizer.json").write_text((store.path / "tokenizer.json").read_text())

@@ -1,4 +1,4 @@
-"""docs/elsewhere.md: each block of code is executed, on stand-ins of the trainers, and gives lm's loss and
+"""docs/pretrained.md: each block of code is executed, on stand-ins of the trainers, and gives lm's loss and
 gradients.
 """
 
@@ -25,7 +25,7 @@ from lm.data.batches import Batch
 from lm.huggingface.attention_functions import NORMALIZER_ATTRIBUTE
 from lm.model.decoder import Decoder
 
-PAGE = (ROOT / "docs" / "elsewhere.md").read_text()
+PAGE = (ROOT / "docs" / "pretrained.md").read_text().split("## In other trainers")[1]
 LENGTHS = [11, 1, 20]
 
 

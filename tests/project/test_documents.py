@@ -28,7 +28,8 @@ from lm.config.tree import Config
 from lm.errors import ConfigError, RunError
 from lm.schema import reference
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS = [*(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md")), *PAGES]
 GENERATED = ("config.md", "metrics.md", "normalizers.md")  # made from the keys and options themselves
 EXECUTED = ("normalizers-own.md",)  # by tests/attention/test_plugins.py, with the package that its commands name
 FOLDERS = ("lm", "docs", "scripts", "tests", "configs")
@@ -160,11 +161,11 @@ def test_links_lead_to_files_and_headings(path: Path):
 def test_the_readme_leads_to_the_index_and_the_index_to_every_document():
     assert "](docs/README.md)" in (ROOT / "README.md").read_text()
     links = re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs" / "README.md").read_text())
-    assert {path.name for path in DOCUMENTS[1:]} - {"README.md"} == set(links)
+    assert {path.name for path in PAGES} - {"README.md"} == set(links)
 
 
 def test_the_layout_of_the_code_is_in_the_order_of_imports():
-    _, _, table = (ROOT / "docs" / "extending.md").read_text().partition("## How the code is laid out")
+    _, _, table = (ROOT / "CONTRIBUTING.md").read_text().partition("## How the code is laid out")
     names = [
         name
         for line in table.splitlines()
