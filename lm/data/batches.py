@@ -10,11 +10,12 @@ or several shorter ones.
 import signal
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import lru_cache
 from multiprocessing import active_children
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +30,6 @@ from lm.data.tasks import TaskError, Text, example, integer_hash
 from lm.errors import ConfigError, Problem, RunError
 from lm.machine import stop_signals_blocked
 
-T = TypeVar("T")
 SLOTS_PER_BLOCK = 1024  # slots that `StratifiedSampler` assigns to streams in one draw
 _SAMPLER_SEED = 2**61  # seed word that separates the draws of a sampler from the draws of epochs
 
@@ -40,17 +40,6 @@ def group_indices(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
     group = np.repeat(np.arange(len(counts)), counts)
     return group, np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
-def _cached_draw(draws: dict[int, T], number: int, draw: Callable[[], T]) -> T:
-    """Return entry `number` of the cache `draws`. If it is missing, make it by `draw`, and drop all other entries but
-    `number` - 1.
-    """
-    if number not in draws:
-        for old_number in [old_number for old_number in draws if old_number != number - 1]:
-            del draws[old_number]
-        draws[number] = draw()
-    return draws[number]
 
 
 class StratifiedSampler:
@@ -68,41 +57,40 @@ class StratifiedSampler:
     """
 
     def __init__(self, weights: list[float], seed_words: tuple[int, ...]):
-        self.weights, self.seed_words = np.array(weights) / np.sum(weights), seed_words
-        self._blocks: dict[int, np.ndarray] = {}
+        self.weights, self.seed_words = tuple(np.array(weights) / np.sum(weights)), seed_words
 
     def assign(self, slots: np.ndarray) -> np.ndarray:
         """Return int64 (2, k) for `slots` (k,): each slot's stream index, and the slot's number (from 0) within this
         stream.
         """
-        block_numbers, slots_in_block = np.divmod(slots, SLOTS_PER_BLOCK)
+        blocks, slots_in_block = np.divmod(slots, SLOTS_PER_BLOCK)
         assigned = np.empty((2, len(slots)), np.int64)
-        for block in np.unique(block_numbers):
-            is_in_block = block_numbers == block
-            assigned[:, is_in_block] = self.block(int(block))[:, slots_in_block[is_in_block]]
+        for block in np.unique(blocks):
+            is_in_block = blocks == block
+            assignment = _assignment_of_block(self.weights, self.seed_words, int(block) * SLOTS_PER_BLOCK)
+            assigned[:, is_in_block] = assignment[:, slots_in_block[is_in_block]]
         return assigned
 
-    def block(self, block: int) -> np.ndarray:
-        """Return `assign` for the `SLOTS_PER_BLOCK` slots from slot `block` x `SLOTS_PER_BLOCK` on."""
-        return _cached_draw(self._blocks, block, lambda: self._draw_block(block * SLOTS_PER_BLOCK))
 
-    def _draw_block(self, first_slot: int) -> np.ndarray:
-        # Time is counted in slots: before time t, t slots are due, to within one per stream. Draw all due times from
-        # `begin` to `end`.
-        begin, end = first_slot - len(self.weights) - 1, first_slot + SLOTS_PER_BLOCK + len(self.weights) + 1
-        stream_starts = np.maximum(0, np.floor(begin * self.weights).astype(np.int64) - 1)
-        counts = np.ceil(end * self.weights).astype(np.int64) + 1 - stream_starts
-        streams, index_in_stream = group_indices(counts)
-        stream_slots = index_in_stream + stream_starts[streams]
-        # Due times within intervals of 1 / w slots, as fractions [0, 1]; raw PCG64 output never changes between NumPy
-        # versions.
-        shifts = []
-        for stream, (start, count) in enumerate(zip(stream_starts.tolist(), counts.tolist(), strict=True)):
-            random = np.random.PCG64(np.random.SeedSequence((*self.seed_words, _SAMPLER_SEED, stream)))
-            shifts.append(random.advance(start).random_raw(count) / 2**64)
-        due_times = (stream_slots + np.concatenate(shifts)) / self.weights[streams]
-        order = np.argsort(due_times, kind="stable")[first_slot - stream_starts.sum() :][:SLOTS_PER_BLOCK]
-        return np.stack((streams[order], stream_slots[order]))
+@lru_cache(maxsize=64)
+def _assignment_of_block(weights: tuple[float, ...], seed_words: tuple[int, ...], first_slot: int) -> np.ndarray:
+    """Return `StratifiedSampler.assign` for `SLOTS_PER_BLOCK` slots from `first_slot` on."""
+    # Time is counted in slots: before time t, t slots are due, to within one per stream. Draw all due times from
+    # `begin` to `end`.
+    begin, end = first_slot - len(weights) - 1, first_slot + SLOTS_PER_BLOCK + len(weights) + 1
+    stream_starts = np.maximum(0, np.floor(np.multiply(begin, weights)).astype(np.int64) - 1)
+    counts = np.ceil(np.multiply(end, weights)).astype(np.int64) + 1 - stream_starts
+    streams, index_in_stream = group_indices(counts)
+    stream_slots = index_in_stream + stream_starts[streams]
+    # Due times within intervals of 1 / w slots, as fractions [0, 1]; raw PCG64 output never changes between NumPy
+    # versions.
+    shifts = [
+        np.random.PCG64(np.random.SeedSequence((*seed_words, _SAMPLER_SEED, stream))).advance(start).random_raw(count)
+        for stream, (start, count) in enumerate(zip(stream_starts.tolist(), counts.tolist(), strict=True))
+    ]
+    due_times = (stream_slots + np.concatenate(shifts) / 2**64) / np.array(weights)[streams]
+    order = np.argsort(due_times, kind="stable")[first_slot - stream_starts.sum() :][:SLOTS_PER_BLOCK]
+    return np.stack((streams[order], stream_slots[order]))
 
 
 # ---------------------------------------------------------------- lengths of sequences
@@ -129,8 +117,7 @@ class Lengths:
         """Return the length, in tokens, of the sequences of `step` (0-based)."""
         if self.sampler is None:
             return self.lengths[bisect_right(self.steps, step) - 1]
-        block, step_in_block = divmod(step, SLOTS_PER_BLOCK)
-        return self.lengths[self.sampler.block(block)[0, step_in_block]]
+        return self.lengths[self.sampler.assign(np.array([step]))[0, 0]]
 
     def fractions(self, steps: int) -> dict[int, float]:
         """Return {length: fraction of the tokens of the first `steps` steps that are in sequences of this length}."""
@@ -182,19 +169,6 @@ class Batch(NamedTuple):
 # ---------------------------------------------------------------- streams of sequences
 
 
-class Stream(Protocol):
-    """A source of training sequences. Each of its slots 0, 1, ... has `seq_len` tokens, of one sequence or of several
-    shorter ones.
-    """
-
-    def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the sequences of `slots` (k,), int64 (k x seq_len / length, length + 1), and a mask of predictions.
-
-        A sequence's last token is a target alone. The mask, bool (k x seq_len / length, length), is true for
-        predictions that count in the loss; it is None if all predictions count.
-        """
-
-
 class TextStream:
     """Reads sequences from one source's text, the `n_tokens` tokens of a split from index `first` on, whose end is
     joined to their start.
@@ -209,48 +183,39 @@ class TextStream:
     """
 
     def __init__(self, split: Split, first: int, n_tokens: int, seq_len: int, seed_words: tuple[int, ...]):
-        self.split = split
-        self.first_token = first
-        self.n_tokens = n_tokens
-        self.seq_len = seq_len
-        self.seed_words = seed_words
+        self.split, self.first_token, self.n_tokens = split, first, n_tokens
+        self.seq_len, self.seed_words = seq_len, seed_words
         if n_tokens <= seq_len:
             raise ValueError(f"{n_tokens} tokens hold no sequence of {seq_len + 1}")
         self.sequences_per_epoch = n_tokens // seq_len
-        self._epochs: dict[int, np.ndarray] = {}
-
-    def epoch_starts(self, epoch: int) -> np.ndarray:
-        """Return where an epoch's sequences begin, counted from token `first`, in the order of reading: int64
-        (sequences_per_epoch,).
-
-        The random order comes from raw PCG64 output, which never changes between NumPy versions (the output of
-        `Generator` may).
-        """
-
-        def draw_starts() -> np.ndarray:
-            raw_numbers = np.random.PCG64(np.random.SeedSequence((*self.seed_words, epoch))).random_raw(
-                self.sequences_per_epoch + 1
-            )
-            return (
-                int(raw_numbers[-1]) % self.n_tokens + self.seq_len * np.argsort(raw_numbers[:-1], kind="stable")
-            ) % self.n_tokens
-
-        return _cached_draw(self._epochs, epoch, draw_starts)
 
     def starts(self, slots: np.ndarray) -> np.ndarray:
         """Return where the tokens of each slot of `slots` (k,) begin, counted from token `first`: int64 (k,)."""
         epochs, sequence_numbers = np.divmod(slots, self.sequences_per_epoch)
         starts = np.empty_like(slots)
         for epoch in np.unique(epochs):
-            starts[epochs == epoch] = self.epoch_starts(int(epoch))[sequence_numbers[epochs == epoch]]
+            epoch_starts = _epoch_starts((*self.seed_words, int(epoch)), self.n_tokens, self.seq_len)
+            starts[epochs == epoch] = epoch_starts[sequence_numbers[epochs == epoch]]
         return starts
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
-        """Return sequences as `Stream.read` does, and None: all tokens are targets. A slot holds the same text for
-        every `length`.
+        """Return the sequences of `slots` (k,), int64 (k x seq_len / length, length + 1), and None: all tokens are
+        targets. A sequence's last token is a target alone. A slot holds the same text for every `length`.
         """
         starts = self.starts(slots)[:, None] + length * np.arange(self.seq_len // length)
-        return self.split.circular_windows(starts.ravel(), length, self.first_token, self.n_tokens), None
+        index = (starts.reshape(-1, 1) + np.arange(length + 1)) % self.n_tokens
+        return self.split.tokens_at(self.first_token + index).astype(np.int64), None
+
+
+@lru_cache(maxsize=64)
+def _epoch_starts(seed_words: tuple[int, ...], n_tokens: int, seq_len: int) -> np.ndarray:
+    """Return where an epoch's sequences begin, in the order of reading: int64 (n_tokens // seq_len,).
+
+    The random order comes from raw PCG64 output, which never changes between NumPy versions (the output of `Generator`
+    may).
+    """
+    raw_numbers = np.random.PCG64(np.random.SeedSequence(seed_words)).random_raw(n_tokens // seq_len + 1)
+    return (int(raw_numbers[-1]) % n_tokens + seq_len * np.argsort(raw_numbers[:-1], kind="stable")) % n_tokens
 
 
 class TaskStream:
@@ -266,6 +231,9 @@ class TaskStream:
         example(task, seed, 0, shortest, "train", text)  # raises TaskError before training
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return sequences as `TextStream.read` does, and a mask of the predictions that count in the loss, bool
+        (k x seq_len / length, length).
+        """
         indices = (slots[:, None] * self.seq_len + np.arange(self.seq_len // length)).ravel()
         examples = [example(self.task, self.seed, int(index), length, "train", self.text) for index in indices]
         return np.stack([sequence.tokens for sequence in examples]), np.stack(
@@ -290,7 +258,7 @@ class TrainSequences:
         weights, self.streams = self._streams(seed)
         self.sampler = StratifiedSampler(weights, self.seed_words) if len(self.streams) > 1 else None
 
-    def _streams(self, seed: int) -> tuple[list[float], list[Stream]]:
+    def _streams(self, seed: int) -> tuple[list[float], list[TaskStream | TextStream]]:
         tasks = [weighted.task for weighted in self.data.tasks]
         weights, streams, text_weight = [weighted.weight for weighted in self.data.tasks], [], self.data.text_weight
         text = Text(self.store) if any(task.vocab_size is None for task in tasks) else None
@@ -313,36 +281,23 @@ class TrainSequences:
         """Return the global batch of a step, or only its `count` slots from slot `first` on; sequences have
         `length(step)` tokens.
         """
-        stop = self.slots_per_step if count is None else first + count
-        sequences, answers, is_text = self._sequences(
-            step * self.slots_per_step + np.arange(first, stop), self.length(step)
-        )
-        batch = Batch.of(sequences, answers, self.store.end_of_text if self.data.documents == "isolate" else None)
+        length, stop = self.length(step), self.slots_per_step if count is None else first + count
+        slots = step * self.slots_per_step + np.arange(first, stop)
+        streams, stream_slots = self.sampler.assign(slots) if self.sampler else (np.zeros_like(slots), slots)
+        sequences = np.empty((len(slots), self.seq_len // length, length + 1), np.int64)
+        answers = np.ones((len(slots), self.seq_len // length, length), bool)
+        for number in np.unique(streams):
+            tokens, stream_answers = self.streams[number].read(stream_slots[streams == number], length)
+            sequences[streams == number] = tokens.reshape(-1, *sequences.shape[1:])
+            if stream_answers is not None:
+                answers[streams == number] = stream_answers.reshape(-1, *answers.shape[1:])
+        end_of_text = self.store.end_of_text if self.data.documents == "isolate" else None
+        batch = Batch.of(sequences.reshape(-1, length + 1), answers.reshape(-1, length), end_of_text)
         # a task's sequence counts as one document, even if its filler is text of several
         if batch.positions is not None:
-            batch.positions[~torch.from_numpy(is_text)] = torch.arange(batch.tokens.size(1))
+            is_task = np.repeat(streams < len(self.data.tasks), self.seq_len // length)
+            batch.positions[torch.from_numpy(is_task)] = torch.arange(length)
         return batch
-
-    def _sequences(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-        """Return sequences and the mask of predictions that count, as `Stream.read` does, and a mask of the sequences
-        that are text.
-        """
-        if self.sampler is None:
-            sequences, answers = self.streams[0].read(slots, length)
-            return sequences, answers, np.full(len(sequences), answers is None)
-        streams, stream_slots = self.sampler.assign(slots)
-        sequences_per_slot = self.seq_len // length
-        sequences = np.empty((len(slots), sequences_per_slot, length + 1), np.int64)
-        answers = np.ones((len(slots), sequences_per_slot, length), bool)
-        is_text = np.ones((len(slots), sequences_per_slot), bool)
-        for stream_number in np.unique(streams):
-            is_in_stream = streams == stream_number
-            tokens, stream_answers = self.streams[stream_number].read(stream_slots[is_in_stream], length)
-            sequences[is_in_stream] = tokens.reshape(-1, sequences_per_slot, length + 1)
-            if stream_answers is not None:
-                answers[is_in_stream] = stream_answers.reshape(-1, sequences_per_slot, length)
-                is_text[is_in_stream] = False
-        return sequences.reshape(-1, length + 1), answers.reshape(-1, length), is_text.ravel()
 
 
 def train_sequences(store: Store, config: Config, slots_per_step: int | None = None) -> TrainSequences:

@@ -10,19 +10,17 @@ import json
 import os
 import shutil
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import cached_property
 from hashlib import blake2b
-from itertools import chain, groupby, pairwise, product, zip_longest
+from itertools import chain, groupby, product, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm.config.data_config import END_OF_TEXT, DataConfig, Files, Source, Tokens, TrainedTokenizer
+from lm.config.data_config import END_OF_TEXT, DataConfig, Tokens, TrainedTokenizer
 from lm.config.task_config import Task
 from lm.data.encoding import Document, Tokenized, encode_all, split_long_words, split_text
 from lm.data.sources import labels, reader, streamed_documents
@@ -54,42 +52,26 @@ TRAIN, VAL, COPY, OMITTED = 0, 1, 2, 3
 
 @dataclass(frozen=True)
 class Scan:
-    """The result of the first pass over all documents: sizes, hashes and assignment to splits, in the order in which
-    documents are read.
-    """
+    """The result of the first pass over all documents, in the order in which they are read."""
 
     hashes: np.ndarray  # (documents,) uint64
     n_bytes: np.ndarray  # (documents,) int64, UTF-8
+    sources: np.ndarray  # (documents,) int64: index of each document's source in `DataConfig.sources`
     assignment: np.ndarray  # (documents,) uint8: TRAIN, VAL, COPY or OMITTED
-    ends: np.ndarray  # (readings,) int64: number of documents up to the end of each `Reading`
-    sources: np.ndarray  # (readings,) int64: index of each reading's source
-    omissions: "OmissionCounts"  # the documents that were left out, and what could not be read
-
-    @property
-    def source_indices(self) -> np.ndarray:
-        """The index, in `DataConfig.sources`, of the source that each document comes from: int64 (documents,)."""
-        return np.repeat(self.sources, np.diff(self.ends, prepend=0))
+    omissions: "Omissions"  # what was left out, or could not be read
 
     @property
     def is_stored(self) -> np.ndarray:
         """A mask of the documents that are in a split: bool (documents,)."""
         return self.assignment <= VAL
 
-    @cached_property
-    def key(self) -> str:
-        """A hash of the documents and of their assignment, as the scan leaves it."""
-        arrays = (self.hashes, self.n_bytes, self.assignment, self.ends)
-        return blake2b(b"".join(map(np.ndarray.tobytes, arrays)), digest_size=8).hexdigest()
 
-
-class OmissionCounts:
-    """Counts of the documents that a pass leaves out or can't read, by reason. `on_error`: the value of
-    `data.on_error`.
-    """
+class Omissions:
+    """Counts what a pass leaves out or can't read, by `data.on_error`."""
 
     def __init__(self, on_error: str):
         self.fails = on_error == "fail"
-        self.blank = 0
+        self.blank = 0  # documents without text
         self.unreadable: dict[str, Plain] = {"count": 0, "bytes": 0, "first": []}
 
     def skip(self, error: Unreadable) -> None:
@@ -100,25 +82,6 @@ class OmissionCounts:
         self.unreadable["bytes"] += error.n_bytes or 0
         if len(self.unreadable["first"]) < MAX_LISTED_ERRORS:
             self.unreadable["first"].append(str(error))
-
-    def words(self, copies: int = 0) -> str:
-        """Return the counts above 0 as text in brackets; empty if all are 0. `copies`: number of documents left out as
-        copies.
-        """
-        counts = {"blank": self.blank, "copies of others": copies, "unreadable": self.unreadable["count"]}
-        listing = ", ".join(f"{count:,} {reason}" for reason, count in counts.items() if count)
-        return f" ({listing})" if listing else ""
-
-
-@dataclass(frozen=True)
-class Reading:
-    """A source to read in one pass; a source's own validation split is a separate reading."""
-
-    index: int  # the source's index in `DataConfig.sources`
-    source: Source
-    held_out: bool
-    vocabulary: Vocabulary | None  # for a source of token ids, the ids that the tokenizer has
-    stream: Path | None  # for a streamed source, the file that keeps its documents
 
 
 def build_store(data: DataConfig, spec: dict[str, Plain], target: Path, progress: Progress) -> None:
@@ -160,14 +123,15 @@ def _build_text_store(data: DataConfig, store: Path, progress: Progress) -> dict
     licences = [reader(weighted.source).licence(weighted.source) for weighted in data.sources]
     tokenizer_origin = origin(data.tokenizer)
     scan = _scan(data, store.parent, progress)
-    folder = store.parent / scan.key
+    arrays = (scan.hashes, scan.n_bytes, scan.sources, scan.assignment)
+    folder = store.parent / blake2b(b"".join(map(np.ndarray.tobytes, arrays)), digest_size=8).hexdigest()
     folder.mkdir(exist_ok=True)
     if not (folder / TOKENIZER).exists():
-        if not isinstance(data.tokenizer, TrainedTokenizer):
-            tokenizer = tokenizer_of(data.tokenizer)
-        else:
+        if isinstance(data.tokenizer, TrainedTokenizer):
             with progress.bytes("tokenizer", int(scan.n_bytes[scan.assignment == TRAIN].sum())) as advance:
                 tokenizer = train_tokenizer(_training_texts(data, store.parent, scan, advance), data.tokenizer)
+        else:
+            tokenizer = tokenizer_of(data.tokenizer)
         with replacing(folder / TOKENIZER, NOUN) as file:
             file.write(tokenizer.to_str(pretty=True).encode())
     shutil.copyfile(folder / TOKENIZER, store / TOKENIZER)
@@ -185,10 +149,16 @@ def _build_text_store(data: DataConfig, store: Path, progress: Progress) -> dict
         if not is_exact:
             bytes_per_token = np.full(size, total_bytes / max(1, total_counts.sum() - total_counts[end_id]), np.float32)
             bytes_per_token[end_id] = 0
-        sources = {
-            name: _source_counts(labels(data), licences, scan, assignment)
-            for name, assignment in (("train", TRAIN), ("val", VAL))
-        }
+        sources = {}
+        for name, assignment in zip(SPLITS, (TRAIN, VAL), strict=True):
+            chosen = scan.sources[scan.assignment == assignment], scan.n_bytes[scan.assignment == assignment]
+            documents, n_bytes = (np.bincount(chosen[0], weights, len(licences)) for weights in (None, chosen[1]))
+            sources[name] = [
+                SourceCounts(label, licence, 0, int(count), int(size_of_source))
+                for label, licence, count, size_of_source in zip(
+                    labels(data), licences, documents, n_bytes, strict=True
+                )
+            ]
         facts = finish_store(
             store, writers, sources, counts, end_of_text, bytes_per_token, "exact" if is_exact else "corpus mean"
         )
@@ -209,8 +179,7 @@ def _write_parts(data: DataConfig, folder: Path, scan: Scan, tokenizer: "Tokeniz
     """
     is_stored, n_bytes = scan.is_stored, np.where(scan.is_stored, scan.n_bytes, 0)
     part_of = (np.cumsum(n_bytes) - n_bytes) // PART_BYTES  # (documents,)
-    numbers = np.unique(part_of[is_stored]).tolist()
-    paths = {number: folder / f"{PART_NAME}{number:05d}" for number in numbers}
+    paths = {number: folder / f"{PART_NAME}{number:05d}" for number in np.unique(part_of[is_stored]).tolist()}
     is_missing = is_stored & ~np.isin(part_of, [number for number, path in paths.items() if path.exists()])
     with progress.bytes("encode", int(n_bytes.sum()), int(n_bytes[~is_missing].sum())) as advance:
         documents = _scanned_documents(data, folder.parent, scan, is_missing) if is_missing.any() else iter(())
@@ -321,13 +290,6 @@ def _answer_counts(tasks: list[Task], length: int, subset: Subset, n_symbols: in
     return counts
 
 
-def _source_counts(names: list[str], licences: list[str], scan: Scan, assignment: int) -> list[SourceCounts]:
-    source_indices = scan.source_indices[scan.assignment == assignment]
-    documents = np.bincount(source_indices, minlength=len(names)).tolist()
-    n_bytes = np.bincount(source_indices, scan.n_bytes[scan.assignment == assignment], len(names)).astype(int).tolist()
-    return [SourceCounts(*facts) for facts in zip(names, licences, [0] * len(names), documents, n_bytes, strict=True)]
-
-
 # ---------------------------------------------------------------- reading the sources
 
 
@@ -340,61 +302,36 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
     evaluated, not trained), all but copies are held out. Raises DataError if there is no document, or none to hold out
     or to train on.
     """
-    hashes, sizes, ends, omissions = array("Q"), array("q"), [], OmissionCounts(data.on_error)
+    omissions = Omissions(data.on_error)
+    scanned = array("Q"), array("q"), array("H"), array("B")
     with progress.bytes("scan", None) as advance:
-        readings = _readings(data, folder)
-        for reading in readings:
-            n_spelled = Counter()
-            for document, _, digest, n_bytes in _accepted_documents(data, reading, omissions):
-                if isinstance(document, str):
-                    for token in {END_OF_TEXT, data.tokenizer.end_of_text}:
-                        n_spelled[token] += document.count(token)
-                hashes.append(digest)
-                sizes.append(n_bytes)
-                advance(n_bytes)
-            ends.append(len(hashes))
-            for token, count in (+n_spelled).items():
-                remedy = f'if it ends documents of .txt files, set data.source.separator, e.g. "\\n{token}\\n"'
-                spelled = f"{token} is spelled {count:,} times in the text, where it is text"
-                progress.say(f"note: {reading.source.label}: {spelled}; {remedy}")
-    source_names = ", ".join(labels(data))
-    if not hashes:
-        raise DataError(f"data.source: {source_names}: holds no documents{omissions.words()}")
-    hash_array, size_array, end_array = np.array(hashes, np.uint64), np.array(sizes, np.int64), np.array(ends, np.int64)
-    source_array = np.array([reading.index for reading in readings])
-    assignment = np.full(len(hash_array), TRAIN, np.uint8)
-    # True for documents of the sources' own validation splits, of which no copy is left out.
-    is_validation = np.repeat([reading.held_out for reading in readings], np.diff(end_array, prepend=0))
+        for document, source, is_held_out in _documents(data, folder, omissions):
+            for values, value in zip(scanned, (document.digest, document.n_bytes, source, is_held_out), strict=True):
+                values.append(value)
+            advance(document.n_bytes)
+    dtypes = np.uint64, np.int64, np.int64, bool
+    # `is_validation`: documents of the sources' own validation splits, of which no copy is left out
+    hashes, n_bytes, sources, is_validation = map(np.array, scanned, dtypes)
+    assignment = np.full(len(hashes), TRAIN, np.uint8)
     if data.deduplicate:
         candidates = np.flatnonzero(~is_validation)
-        originals = candidates[np.unique(hash_array[candidates], return_index=True)[1]]
         assignment[:] = COPY
-        assignment[originals] = TRAIN
-    assignment[np.isin(hash_array, hash_array[is_validation])] = COPY
+        assignment[candidates[np.unique(hashes[candidates], return_index=True)[1]]] = TRAIN
+    assignment[np.isin(hashes, hashes[is_validation])] = COPY
     assignment[is_validation] = VAL
-    sources_with_split = {reading.index for reading in readings if reading.held_out}
-    spans = [
-        slice(*pair)
-        for pair, reading in zip(pairwise([0, *ends]), readings, strict=True)
-        if reading.index not in sources_with_split
+    masks = [
+        (sources == index) & (assignment == TRAIN) for index in np.setdiff1d(sources, sources[is_validation]).tolist()
     ]
-    training_documents = [
-        (hash_array[span][assignment[span] == TRAIN], size_array[span][assignment[span] == TRAIN]) for span in spans
-    ]
-    assignment[
-        np.isin(hash_array, _hashes_to_hold_out(training_documents, data.val_fraction)) & (assignment == TRAIN)
-    ] = VAL
-    if data.val_fraction == 1:
-        assignment[assignment == TRAIN] = VAL
-    elif not (assignment == VAL).any() or not (assignment == TRAIN).any():
-        is_text = any(weighted.source.name == Files.name for weighted in data.sources)
-        remedy = ", or set data.source.separator to split .txt files into documents" if is_text else ""
-        omission_text = omissions.words(int((assignment == COPY).sum()))
+    held_out_hashes = _hashes_to_hold_out([(hashes[mask], n_bytes[mask]) for mask in masks], data.val_fraction)
+    assignment[(assignment == TRAIN) & (np.isin(hashes, held_out_hashes) | (data.val_fraction == 1))] = VAL
+    if not (np.isin((TRAIN, VAL), assignment).all() or (len(hashes) and data.val_fraction == 1)):
+        n_copies, n_unreadable = int((assignment == COPY).sum()), omissions.unreadable["count"]
         raise DataError(
-            f"data.source: {source_names}: {len(hashes)} document(s), none of which can be held out{omission_text}; "
-            f"two different ones of a source are needed: add text{remedy}"
+            f"data.source: {', '.join(labels(data))}: {len(hashes)} document(s), none of which can be held out "
+            f"({omissions.blank:,} blank, {n_copies:,} copies of others, {n_unreadable:,} unreadable); two different "
+            "ones of a source are needed: add text, or set data.source.separator to split .txt files into documents"
         )
-    return Scan(hash_array, size_array, assignment, end_array, source_array, omissions)
+    return Scan(hashes, n_bytes, sources, assignment, omissions)
 
 
 def _hashes_to_hold_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: float) -> np.ndarray:
@@ -423,65 +360,46 @@ def _hashes_to_hold_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: 
     return np.concatenate(smallest_hashes)
 
 
-def _readings(data: DataConfig, folder: Path) -> list[Reading]:
-    """Return a `Reading` for each source in order, each followed by a `Reading` for the source's own validation split,
-    if it has one.
+def _documents(data: DataConfig, folder: Path, omissions: Omissions) -> Iterator[tuple[Document, int, bool]]:
+    """Yield each document that is not blank, the index of its source, and whether it is of the source's own validation
+    split; each source in order, followed by its validation split if it has one. `folder` has the streams' files.
     """
-    readings: list[Reading] = []
     is_ids = [isinstance(weighted.source, Tokens) for weighted in data.sources]
     vocabulary = Vocabulary(data.tokenizer) if any(is_ids) else None
+    n_read = n_readings = 0
     for index, weighted in enumerate(data.sources):
-        for source, is_held_out in (
-            (weighted.source, False),
-            (reader(weighted.source).held_out(weighted.source), True),
-        ):
-            if source:
-                stream = folder / f"stream-{len(readings)}" if reader(source).streamed(source) else None
-                readings.append(Reading(index, source, is_held_out, vocabulary if is_ids[index] else None, stream))
-    return readings
-
-
-def _accepted_documents(
-    data: DataConfig, reading: Reading, omissions: OmissionCounts
-) -> Iterator[tuple[str | np.ndarray, str, int, int]]:
-    """Yield (text or ids, location, 64-bit hash, number of UTF-8 bytes) of documents to keep; count blank ones in
-    `omissions`.
-    """
-    vocabulary = reading.vocabulary
-    # then ids are hashed as text, to find copies
-    has_text = not all(isinstance(weighted.source, Tokens) for weighted in data.sources)
-    if reading.stream:
-        documents = streamed_documents(reading.source, reading.stream, omissions.skip)
-    else:
-        documents = reader(reading.source).documents(reading.source, omissions.skip, vocabulary)
-    for document, location in documents:
-        content = document.encode() if not vocabulary else vocabulary.utf8_text(document) if has_text else document.data
-        n_bytes = vocabulary.n_bytes(document) if vocabulary else len(content)
-        digest = int.from_bytes(blake2b(content, digest_size=8).digest(), "big")
-        del content  # a long document is in memory once
-        if not n_bytes or (not vocabulary and document.isspace()):
-            omissions.blank += 1
-        else:
-            yield document, location, digest, n_bytes
+        for source in filter(None, (weighted.source, reader(weighted.source).held_out(weighted.source))):
+            if getattr(source, "streaming", False):
+                documents = streamed_documents(source, folder / f"stream-{n_readings}", omissions.skip)
+            else:
+                documents = reader(source).documents(source, omissions.skip, vocabulary if is_ids[index] else None)
+            n_readings += 1
+            for content, location in documents:
+                if not is_ids[index]:
+                    n_bytes = len(encoded := content.encode())
+                else:  # ids among texts are hashed as text, to find copies
+                    n_bytes = vocabulary.n_bytes(content)
+                    encoded = content.data if all(is_ids) else vocabulary.utf8_text(content)
+                digest = int.from_bytes(blake2b(encoded, digest_size=8).digest(), "big")
+                del encoded  # a long document is in memory once
+                if n_bytes and (is_ids[index] or not content.isspace()):
+                    yield Document(content, n_bytes, n_read, location, digest), index, source is not weighted.source
+                    n_read += 1
+                else:
+                    omissions.blank += 1
 
 
 def _scanned_documents(data: DataConfig, folder: Path, scan: Scan, is_wanted: np.ndarray) -> Iterator[Document]:
     """Yield the scanned documents for which `is_wanted`, (documents,) bool, is true. Raises DataError if the sources
     have changed since the scan.
     """
-    n_read = 0
-    for reading, end in zip(_readings(data, folder), scan.ends, strict=True):
-        accepted = _accepted_documents(data, reading, OmissionCounts(data.on_error))
-        for item, scanned_hash in zip_longest(accepted, scan.hashes[n_read:end]):
-            if item is None or item[2] != scanned_hash:
-                raise DataError(
-                    f"data.source: {', '.join(labels(data))}: changed while it was read (document {n_read + 1}); run "
-                    "again"
-                )
-            if is_wanted[n_read]:
-                content, location, _, n_bytes = item
-                yield Document(content, n_bytes, n_read, location)
-            n_read += 1
+    items = _documents(data, folder, Omissions(data.on_error))
+    for number, (item, scanned_hash) in enumerate(zip_longest(items, scan.hashes)):
+        if item is None or item[0].digest != scanned_hash:
+            changed = f"changed while it was read (document {number + 1}); run again"
+            raise DataError(f"data.source: {', '.join(labels(data))}: {changed}")
+        if is_wanted[number]:
+            yield item[0]
 
 
 def _training_texts(data: DataConfig, folder: Path, scan: Scan, advance: Callable[[int], None]) -> Iterator[str]:

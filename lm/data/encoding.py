@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,6 +39,7 @@ class Document:
     n_bytes: int  # UTF-8 bytes of the text
     index: int  # number of documents that the scan has read before this one
     location: str = ""  # the file or dataset and the place in it
+    digest: int = 0  # 64-bit hash of the content
     is_first_piece: bool = True  # true if the content is the beginning of the document
 
 
@@ -71,12 +72,13 @@ class Encoder:
         text_ids = iter(encode(self.tokenizer, texts))
         tokenized: list[Tokenized] = []
         for document in documents:
-            tokens = np.array(next(text_ids) if isinstance(document.content, str) else document.content, self.dtype)
-            problem = self._problem(document.content, tokens) if isinstance(document.content, str) else ""
-            if document.is_first_piece:
-                tokens = np.append(np.array([self.end_of_text_id], self.dtype), tokens)
-            error = Unreadable(f"{document.location}: data.tokenizer: {problem}") if problem else None
-            tokenized.append((document, error or tokens))
+            is_text = isinstance(document.content, str)
+            tokens = np.array(next(text_ids) if is_text else document.content, self.dtype)
+            if is_text and (problem := self._problem(document.content, tokens)):
+                tokens = Unreadable(f"{document.location}: data.tokenizer: {problem}")
+            elif document.is_first_piece:
+                tokens = np.insert(tokens, 0, self.end_of_text_id)
+            tokenized.append((document, tokens))
         return tokenized
 
     def _problem(self, text: str, tokens: np.ndarray) -> str:
@@ -85,23 +87,17 @@ class Encoder:
             return ""
         decoded_text = decode(self.tokenizer, tokens.tolist(), special=True)
         if decoded_text != text:
-            index = next(
-                (n for n, (a, b) in enumerate(zip(text, decoded_text, strict=False)) if a != b),
-                min(len(text), len(decoded_text)),
-            )
-            original_excerpt, decoded_excerpt = (
-                ascii(string[max(0, index - 10) : index + 20]) for string in (text, decoded_text)
-            )
+            index = next(n for n, (a, b) in enumerate(zip_longest(text, decoded_text)) if a != b)
+            excerpts = [ascii(string[max(0, index - 10) : index + 20]) for string in (text, decoded_text)]
             normalizer = self.tokenizer.normalizer
-            is_normalized = normalizer is not None and normalizer.normalize_str(text) != text
-            cause = f"its normalizer {type(normalizer).__name__} changes it; " if is_normalized else ""
+            cause = f"its normalizer is {type(normalizer).__name__}; " if normalizer is not None else ""
             return (
-                f"does not give text back unchanged: {original_excerpt} is decoded as {decoded_excerpt}; {cause}"
-                "set data.on_error=skip to leave such documents out, or use a byte-level tokenizer, or one with byte "
+                f"does not give text back unchanged: {excerpts[0]} is decoded as {excerpts[1]}; {cause}set "
+                "data.on_error=skip to leave such documents out, or use a byte-level tokenizer, or one with byte "
                 "fallback, without a normalizer or prefix space"
             )
         if self.is_special[tokens].any():
-            index = int(np.flatnonzero(self.is_special[tokens])[0])
+            index = int(self.is_special[tokens].argmax())
             context = decode(self.tokenizer, tokens[max(0, index - 3) : index + 4].tolist(), special=True)
             return (
                 f"the text {context!a} has the special token {self.tokenizer.id_to_token(int(tokens[index]))!r} in it "

@@ -2,7 +2,6 @@
 the store.
 """
 
-import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -47,42 +46,27 @@ def prepare(data: DataConfig, progress: bool = False, store_fingerprint: str = "
 
 
 def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
-    spec = _store_identity(data)
-    target = _store_folder(data, spec)
-    root, roots_waited_for = target.parent, []
-
-    def wait() -> None:
-        roots_waited_for.append(root)
-        progress.say(f"{root}: waiting for another process that prepares a token store")
-
+    target = _store_folder(data, _store_identity(data))
+    root = target.parent
+    waiting = f"{root}: waiting for another process that prepares a token store"
     try:
         if not target.exists():
             root.mkdir(parents=True, exist_ok=True)
-            with locked(root / ".lock", wait) as lock_problem:
+            with locked(root / ".lock", lambda: progress.say(waiting)) as lock_problem:
                 if lock_problem:
-                    remedy = (
-                        "set data.root to a folder on another one; a store that was prepared there may be moved here"
-                    )
                     raise DataError(
-                        f"{lock_problem}, which keep processes from preparing one store at the same time; {remedy}"
+                        f"{lock_problem}, which keep processes from preparing one store at the same time; set "
+                        "data.root to a folder on another one; a store that was prepared there may be moved here"
                     )
+                spec = _store_identity(data)  # sources may have changed while another process prepared
+                target = _store_folder(data, spec)
                 if not target.exists():  # another process may have built the store meanwhile
-                    if roots_waited_for and _store_identity(data) != spec:
-                        sources = ", ".join(labels(data))
-                        raise DataError(
-                            f"data.source: {sources}: changed while another process prepared a token store; run again"
-                        )
-                    _announce(data, target, spec, progress)
+                    _announce(data, target, progress)
                     build_store(data, spec, target, progress)
     except KeyboardInterrupt:
         progress.say("stopped; the same command continues from what is done")
         raise
     except OSError as error:  # of writing the store: readers raise DataError
-        if root.is_symlink() and not root.exists():
-            raise DataError(
-                f"data.root = {root}: links to {os.readlink(root)}, which does not exist; make it, or set another "
-                "folder"
-            ) from None
         reason = error.strerror or one_line(error)
         raise DataError(
             f"{target}: can't write the token store: {reason}; make room, or set data.root to another folder"
@@ -134,26 +118,21 @@ def summary(store: Store) -> str:
         tasks = ", ".join(source.label for source in train.sources)
         return f"{store.path}: sequences made up for {tasks}, over {store.vocab_size - 1:,} symbols"
     n_bytes, n_tokens = train.n_bytes + val.n_bytes, train.n_tokens + val.n_tokens
-    labels_of_counts = {"blank": "empty ones skipped", "copies": "copies left out"}
-    counts = [(manifest["left_out"].get(name), text) for name, text in labels_of_counts.items()]
-    omission_counts = [f"{count:,} {text}" for count, text in counts if count]
-    if (unreadable := manifest["unreadable"])["count"]:
-        unreadable_text = f"{unreadable['count']:,} files, documents or rows ({unreadable['bytes']:,} bytes)"
-        omission_counts.append(f"{unreadable_text} unreadable, the first: {unreadable['first'][0]}")
-    omissions = f" ({', '.join(omission_counts)})" if omission_counts else ""
+    unreadable, left_out = manifest["unreadable"], manifest["left_out"]
+    omissions = [f"{left_out[name]:,} {name} left out" for name in ("blank", "copies") if left_out[name]]
+    if unreadable["count"]:
+        size = f"{unreadable['count']:,} files, documents or rows ({unreadable['bytes']:,} bytes)"
+        omissions.append(f"{size} unreadable, the first: {unreadable['first'][0]}")
     val_fraction = manifest["val_fraction"]
     has_split = any(source.get("validation_split") or source.get("validation_files") for source in manifest["source"])
     is_near = has_split or val_fraction / 2 <= val.n_bytes / n_bytes <= 2 * val_fraction
-    remark = (
-        ""
-        if is_near
-        else f" (data.val_fraction = {val_fraction:g}: documents are held out whole, and theirs are too large for that)"
-    )
+    remark = f" (data.val_fraction = {val_fraction:g}: documents are held out whole, and theirs are too large for that)"
     return (
-        f"{store.path}: {train.n_documents + val.n_documents:,} documents{omissions}, {n_tokens:,} tokens of a "
-        "vocabulary of "
-        f"{store.vocab_size:,}, {n_bytes / n_tokens:.2f} bytes a token; held out: {val.n_documents:,} documents, "
-        f"{val.n_bytes / n_bytes:.1%} of the text{remark}; licence: {manifest['licence']}"
+        f"{store.path}: {train.n_documents + val.n_documents:,} documents"
+        + f" ({', '.join(omissions)})" * bool(omissions)
+        + f", {n_tokens:,} tokens of a vocabulary of {store.vocab_size:,}, {n_bytes / n_tokens:.2f} bytes a token; "
+        f"held out: {val.n_documents:,} documents, {val.n_bytes / n_bytes:.1%} of the text{'' if is_near else remark}; "
+        f"licence: {manifest['licence']}"
     )
 
 
@@ -213,34 +192,14 @@ def _store_folder(data: DataConfig, spec: dict[str, Plain]) -> Path:
     return data.folder / f"{name[:60]}-{plain_sha256(spec)[:12]}"
 
 
-def _announce(data: DataConfig, target: Path, spec: dict[str, Plain], progress: Progress) -> None:
-    root = target.parent
+def _announce(data: DataConfig, target: Path, progress: Progress) -> None:
     folder = partial_folder(target)
-    action = (
-        "finishing an interrupted token store"
-        if folder.exists()
-        else f"preparing a new token store ({_build_reason(root, target, spec)})"
-    )
-    progress.say(f"{target}: {action}")
+    progress.say(f"{target}: {'finishing an interrupted' if folder.exists() else 'preparing a new'} token store")
     for name, weighted in zip(labels(data), data.sources, strict=True):
         if description := reader(weighted.source).description(weighted.source):
             progress.say(f"{name}: {description}")
-    for path in sorted(root.glob(".*.partial")):
-        if (root / path.name[1:].removesuffix(".partial")).exists():
+    for path in sorted(target.parent.glob(".*.partial")):
+        if (path.parent / path.name[1:].removesuffix(".partial")).exists():
             shutil.rmtree(path, ignore_errors=True)  # its store was renamed, and the process ended before this
         elif path != folder:
             progress.say(f"note: {path} is an unfinished store of another configuration; delete it if it is not wanted")
-
-
-def _build_reason(root: Path, target: Path, spec: dict[str, Plain]) -> str:
-    """Say why no existing store is used: name the most similar store and the options in which it differs from
-    `spec`.
-    """
-    stores = manifests(root, f"{target.name.rpartition('-')[0]}-*")
-    differences = {
-        path.parent.name: [name for name in spec if manifest.get(name) != spec[name]] for path, manifest in stores
-    }
-    if not differences:
-        return "none of this source exists"
-    nearest_name = min(differences, key=lambda name: len(differences[name]))
-    return f"{nearest_name} differs in {', '.join(differences[nearest_name])}"

@@ -51,8 +51,6 @@ class SourceReader:
     licence: Callable[[Source], str] = lambda source: "not stated (local files)"
     description: Callable[[Source], str] = lambda source: ""  # numbers of files read and ignored, in words; or empty
     held_out: Callable[[Source], Source | None] = lambda source: None  # the source's own held-out documents as a source
-    # whether every pass over the documents downloads them again
-    streamed: Callable[[Source], bool] = lambda source: False
 
 
 def reader(source: Source) -> SourceReader:
@@ -283,8 +281,6 @@ def _library_errors(source: Hub) -> Iterator[None]:
 SOURCE_READERS: dict[type, SourceReader] = {
     Package: SourceReader(_package_documents, _package_identity, lambda source: PACKAGES[source.package].licence),
     Files: SourceReader(text_files.file_documents, text_files.files_identity, description=text_files.description),
-    Hub: SourceReader(
-        _hub_documents, _hub_identity, _hub_licence, held_out=_hub_held_out, streamed=lambda source: source.streaming
-    ),
+    Hub: SourceReader(_hub_documents, _hub_identity, _hub_licence, held_out=_hub_held_out),
     Tokens: SourceReader(token_files.token_documents, token_files.tokens_identity, held_out=token_files.held_out),
 }

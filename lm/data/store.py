@@ -106,13 +106,6 @@ class Split:
             tokens[in_shard] = np.asarray(self.shards[number])[position[in_shard]]
         return tokens
 
-    def circular_windows(self, starts: np.ndarray, length: int, first: int, n_tokens: int) -> np.ndarray:
-        """Return int64 windows (k, length + 1) of a circle, the `n_tokens` tokens from `first` on; `starts` (k,) count
-        from `first`.
-        """
-        index = (starts[:, None] + np.arange(length + 1)) % n_tokens
-        return self.tokens_at(first + index).astype(np.int64)
-
     def document(self, index: int) -> np.ndarray:
         """Return the tokens of document `index`, the end-of-text token first: int64 (tokens,)."""
         return self.tokens_at(np.arange(*self.offsets[index : index + 2])).astype(np.int64)
@@ -241,15 +234,13 @@ def _check_files(folder: Path, files: Mapping[str, Mapping[str, Plain]], sha256:
         path, entry = folder / name, files[name]
         try:
             size = path.stat().st_size
-            # a damaged cache of hashes condemns no store
-            is_equal = size == entry["bytes"] and (
-                sha256(path) == entry["sha256"] or file_sha256(path) == entry["sha256"]
-            )
+            is_equal = size == entry["bytes"] and sha256(path) == entry["sha256"]
         except OSError as error:
             raise _damaged_error(folder, f"{path}: can't be read: {error.strerror}") from None
         if not is_equal:
-            change = f"has {size:,} bytes, not {entry['bytes']:,}"
-            change = "was altered (its sha256 differs)" if size == entry["bytes"] else change
+            change = "was altered (its sha256 differs)"
+            if size != entry["bytes"]:
+                change = f"has {size:,} bytes, not {entry['bytes']:,}"
             raise _damaged_error(folder, f"{path}: {change}")
 
     with ThreadPoolExecutor() as threads:
@@ -289,7 +280,7 @@ class SplitWriter:
         while len(tokens):
             shard_part, tokens = np.split(tokens, [self.shard_tokens - self.n_tokens % self.shard_tokens])
             if self.file is None:
-                self.file = open(self._shard_path(), "wb", 1 << 20)  # noqa: SIM115 (`close` closes it)
+                self.file = open(shard_path(self.path, len(self.files)), "wb", 1 << 20)  # noqa: SIM115 (`close` closes it)
                 self.sha256 = hashlib.sha256()
             self.file.write(shard_part)
             self.counts += np.bincount(shard_part, minlength=len(self.counts))
@@ -318,13 +309,13 @@ class SplitWriter:
         }
         return entries, self.files | write_file(self.path.with_name(f"{self.path.name}.offsets.npy"), npy(offsets))
 
-    def _shard_path(self) -> Path:
-        return shard_path(self.path, len(self.files))
-
     def _finish_shard(self) -> None:
         self.file.flush()
         os.fsync(self.file.fileno())
-        self.files[self._shard_path().name] = {"bytes": self.file.tell(), "sha256": self.sha256.hexdigest()}
+        self.files[shard_path(self.path, len(self.files)).name] = {
+            "bytes": self.file.tell(),
+            "sha256": self.sha256.hexdigest(),
+        }
         self.file.close()
         self.file = None
 

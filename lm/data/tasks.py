@@ -5,7 +5,6 @@ index, length, text).
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
@@ -67,8 +66,6 @@ class Draw:
     """
 
     def __init__(self, seed: int, subset: Subset, index: int):
-        assert 0 <= seed < 2**32
-        assert 0 <= index < 2**63
         self.subset = subset
         self.raw: Callable[[int], np.ndarray] = np.random.PCG64(
             np.random.SeedSequence((seed, SUBSETS.index(subset), index))
@@ -138,19 +135,12 @@ class Text:
         self._tokenizer: Tokenizer = store.tokenizer()
         self._special_ids = np.flatnonzero(special_token_mask(self._tokenizer))
         self._splits = {"train": store.train, "test": store.val}
-
-    @cached_property
-    def _adds_space(self) -> bool:
-        """Whether the tokenizer puts a space before a text, as Llama 2's does."""
-        return prefixes_space(self._tokenizer)
-
-    @cached_property
-    def _number_space(self) -> np.ndarray:
-        """The token of the space before a number, (1,) int64, if `_adds_space` and it is never part of the number's
-        first token; else empty."""
+        # whether the tokenizer puts a space before a text, as Llama 2's does
+        self._adds_space = prefixes_space(self._tokenizer)
+        # the token of the space before a number, (1,), if the tokenizer adds spaces and never merges it; else (0,)
         numbers = [self.encode(f" {number}") for number in range(1, 1000)] if self._adds_space else []
         is_separate = len({tokens[0] for tokens in numbers}) == 1 and min(map(len, numbers)) > 1
-        return numbers[0][:1] if is_separate else np.empty(0, np.int64)
+        self._number_space = numbers[0][:1] if is_separate else np.empty(0, np.int64)
 
     def encode(self, text: str) -> np.ndarray:
         """Return the token ids of `text` as it stands within a longer text, without special tokens: int64 (tokens,)."""
@@ -268,74 +258,13 @@ def maximum(task: Maximum, draw: Draw, length: int, text: Text | None = None) ->
 # ---------------------------------------------------------------- tasks in text
 
 
-CITIES = tuple(
-    [
-        "Accra",
-        "Amsterdam",
-        "Ankara",
-        "Athens",
-        "Baghdad",
-        "Bangkok",
-        "Beijing",
-        "Berlin",
-        "Bogota",
-        "Boston",
-        "Brussels",
-        "Budapest",
-        "Cairo",
-        "Chicago",
-        "Copenhagen",
-        "Dakar",
-        "Delhi",
-        "Denver",
-        "Dublin",
-        "Geneva",
-        "Hanoi",
-        "Havana",
-        "Helsinki",
-        "Istanbul",
-        "Jakarta",
-        "Karachi",
-        "Kyoto",
-        "Lagos",
-        "Lima",
-        "Lisbon",
-        "London",
-        "Madrid",
-        "Manila",
-        "Melbourne",
-        "Mexico",
-        "Milan",
-        "Montreal",
-        "Moscow",
-        "Mumbai",
-        "Munich",
-        "Nairobi",
-        "Naples",
-        "Osaka",
-        "Oslo",
-        "Ottawa",
-        "Paris",
-        "Prague",
-        "Quito",
-        "Riga",
-        "Rome",
-        "Santiago",
-        "Seattle",
-        "Seoul",
-        "Shanghai",
-        "Singapore",
-        "Sofia",
-        "Stockholm",
-        "Sydney",
-        "Tehran",
-        "Tokyo",
-        "Toronto",
-        "Vienna",
-        "Warsaw",
-        "Zurich",
-    ]
-)
+_CITY_NAMES = """
+Accra Amsterdam Ankara Athens Baghdad Bangkok Beijing Berlin Bogota Boston Brussels Budapest Cairo Chicago
+Copenhagen Dakar Delhi Denver Dublin Geneva Hanoi Havana Helsinki Istanbul Jakarta Karachi Kyoto Lagos Lima
+Lisbon London Madrid Manila Melbourne Mexico Milan Montreal Moscow Mumbai Munich Nairobi Naples Osaka Oslo
+Ottawa Paris Prague Quito Riga Rome Santiago Seattle Seoul Shanghai Singapore Sofia Stockholm Sydney Tehran
+Tokyo Toronto Vienna Warsaw Zurich"""
+CITIES = tuple(_CITY_NAMES.split())
 GRASS_FILLER = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
 

@@ -12,7 +12,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -141,22 +141,14 @@ def unreadable_error(location: str, error: Exception, n_bytes: int | None = None
     """Return an `Unreadable` for the `error` raised by reading `location`, a file or a part of one. `n_bytes`: number
     of bytes not read.
     """
-    if isinstance(error, PermissionError | FileNotFoundError):
-        reason = "a link to nothing" if os.path.islink(location) else os.strerror(error.errno)
-        return Unreadable(
-            f"{location}: can't be read: {reason}; mend it, remove it, or set data.on_error=skip", n_bytes
-        )
-    if "too much memory" in str(error):  # zstd's words for a window of more than 128 MiB
-        reason = (
-            "its zstd window is longer than 128 MiB; decompress it with `zstd -d --long=31`, or set data.on_error=skip"
-        )
-        return Unreadable(f"{location}: can't be read: {reason}", n_bytes)
-    return Unreadable(f"{location}: can't be read (damaged?): {one_line(error)}", n_bytes)
+    reason = os.strerror(error.errno) if getattr(error, "errno", None) else one_line(error)
+    return Unreadable(f"{location}: can't be read: {reason}; mend it, remove it, or set data.on_error=skip", n_bytes)
 
 
 # ---------------------------------------------------------------- local files
 
 
+SUPPORTED = "those of data.source.suffixes, .jsonl, .ndjson (also .gz, .zst), .json of JSON lines, and .parquet"
 _LATER_DOCUMENT = ": document from byte "  # in the location of a document after a separator
 PARQUET_BATCH_BYTES = 4 << 20  # text of a parquet file in memory at a time, unless one row has more
 
@@ -164,36 +156,25 @@ PARQUET_BATCH_BYTES = 4 << 20  # text of a parquet file in memory at a time, unl
 def file_documents(source: Files, on_error: OnError, vocabulary: object = None) -> Documents:
     """Yield the documents of files. Raises DataError at their end if the separator occurs in none of the text files."""
     paths = expand(source)
-    text_paths = [path for path in paths if _reader_of(path, source) is _read_txt]
-    is_split = not source.separator or not text_paths
+    is_split = not source.separator or not any(_reader_of(path, source) is _read_txt for path in paths)
     for document, location in read_files(paths, source, on_error):
         is_split = is_split or _LATER_DOCUMENT in location
         yield document, location
-    if is_split:
-        return
-    remedy = "set data.source.separator to a text that stands between documents, or drop it"
-    if "\\" in source.separator:
-        remedy += '; in YAML \\n is a line end in double quotes alone: "\\n"'
-    text = f"{source.separator!r} occurs in none of the {len(text_paths):,} text files"
-    raise DataError(f"data.source.separator: {text}; {remedy}")
+    if not is_split:
+        remedy = "set one that stands between documents, or drop it; in YAML \\n is a line end in double quotes alone"
+        raise DataError(f"data.source.separator: {source.separator!r} occurs in none of the text files; {remedy}")
 
 
 def files_identity(source: Files, root: Path, hashes: FileHashes) -> dict[str, Plain]:
     """Return plain data that identifies the documents: paths and sha256 of the files, and the options that affect
-    reading.
+    reading. A file that can't be read has the sha256 "unreadable"; reading it is an error or not by `data.on_error`.
     """
-    files = [{"path": str(path), "sha256": _sha256(path, hashes)} for path in expand(source)]
+    files = []
+    for path in expand(source):
+        files.append({"path": str(path), "sha256": "unreadable"})
+        with suppress(DataError):
+            files[-1]["sha256"] = hashes.sha256(path)
     return {"files": files, "suffixes": source.suffixes, "column": source.column, "separator": source.separator}
-
-
-def _sha256(path: Path, hashes: FileHashes) -> str:
-    """Return a file's sha256, or "unreadable" for a file that can't be read: `file_documents` handles this error by
-    `data.on_error`.
-    """
-    try:
-        return hashes.sha256(path)
-    except DataError:
-        return "unreadable"
 
 
 def expand(source: Files) -> list[Path]:
@@ -202,70 +183,46 @@ def expand(source: Files) -> list[Path]:
     Raises DataError: a path does not exist, matches nothing, is empty or has a suffix that can't be read.
     """
     matches: set[Path] = set()
-    for path in (expand_home(name) for name in source.paths):
+    for path in map(expand_home, source.paths):
+        files = [path] if path.exists() else map(Path, glob.glob(str(path), recursive=True))
+        files = [file for file in files if file.is_file()]
         if path.is_dir():
             files = [file for file in files_in(path) if _is_read(file, source)]
-            if not files:
-                reason = "the folder holds no files; put some there, or name another in data.source.paths"
-                if ignored_counts := _ignored_by_suffix(path, source):
-                    reason = f"the folder holds nothing that is read, {_ignored_in_words(ignored_counts)}"
-                raise DataError(f"{path}: {reason}; read are {_supported_suffixes(source)}")
-        elif path.exists():
-            files = [path]
-            if path.stat().st_size == 0:
-                raise DataError(f"{path}: is empty; remove it from data.source.paths")
-        else:
-            files = [Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file()]
-            if not files:
-                raise DataError(f"{path}: {_reason_missing(path)} (data.source.paths)")
+        elif path.is_file() and path.stat().st_size == 0:
+            raise DataError(f"{path}: is empty; remove it from data.source.paths")
+        if not files:
+            remedy = f"; files that are read: {SUPPORTED}" if path.is_dir() else near_name(path)
+            raise DataError(f"{path}: holds, matches or is no file that is read (data.source.paths){remedy}")
         matches.update(files)
     for path in matches:
         if not _reader_of(path, source):
-            ids = (
-                "; token ids are read by data.source={name: tokens, ...}"
-                if path.suffix in (".bin", ".idx") and source.suffixes
-                else ""
-            )
-            raise DataError(
-                f"{path}: can't read files of this kind; data.source.paths takes {_supported_suffixes(source)}{ids}"
-            )
+            remedy = "token ids are read by data.source={name: tokens, ...}"
+            raise DataError(f"{path}: can't read files of this kind; data.source.paths takes {SUPPORTED}; {remedy}")
     unique = {path.resolve(): path for path in sorted(matches, reverse=True)}
     return sorted(unique.values())
 
 
+def near_name(path: Path) -> str:
+    """Return the most similar name in a missing file's folder as advice; empty if there is none."""
+    names = [neighbour.name for neighbour in path.parent.iterdir()] if path.parent.is_dir() else []
+    matches = difflib.get_close_matches(path.name, names, n=1)
+    return f"; did you mean '{path.parent / matches[0]}'?" if matches else ""
+
+
 def description(source: Files) -> str:
-    """Say how many files are read, and how many files in folders are ignored, by suffix. Raises DataError as `expand`
-    does.
-    """
-    folders = [path for path in (expand_home(name) for name in source.paths) if path.is_dir()]
-    ignored_counts = sum((_ignored_by_suffix(path, source) for path in folders), Counter())
-    remedy = "; data.source.suffixes names what is read as text"
-    files = expand(source)
-    n_empty = sum(path.is_file() and not path.stat().st_size for path in files)
-    empty = f" ({n_empty:,} of them empty)" if n_empty else ""
-    return f"{len(files):,} files read{empty}, " + (
-        f"{_ignored_in_words(ignored_counts)}{remedy}" if ignored_counts else "0 ignored"
+    """Say how many files are read, and how many in folders are not, by suffix. Raises DataError as `expand` does."""
+    folders = filter(Path.is_dir, map(expand_home, source.paths))
+    ignored = Counter(
+        _suffix(file) or "no suffix" for path in folders for file in files_in(path) if not _is_read(file, source)
     )
+    listing = ", ".join(f"{suffix} {count:,}" for suffix, count in ignored.most_common(8))
+    remedy = f" ({listing}); data.source.suffixes names what is read as text" if ignored else ""
+    return f"{len(expand(source)):,} files read, {ignored.total():,} ignored{remedy}"
 
 
-def _ignored_in_words(ignored_counts: Counter[str]) -> str:
-    listing = ", ".join(f"{suffix} {count:,}" for suffix, count in ignored_counts.most_common(8))
-    return f"{ignored_counts.total():,} ignored ({listing}{', ...' if len(ignored_counts) > 8 else ''})"
-
-
-def _ignored_by_suffix(folder: Path, source: Files) -> Counter[str]:
-    hidden: list[Path] = []
-    counts = Counter(_suffix(file) or "no suffix" for file in files_in(folder, hidden) if not _is_read(file, source))
-    return counts + Counter(
-        hidden=sum(sum(len(names) for *_, names in os.walk(path)) if path.is_dir() else 1 for path in hidden)
-    )
-
-
-def files_in(folder: Path, hidden: list[Path] | None = None) -> Iterator[Path]:
+def files_in(folder: Path) -> Iterator[Path]:
     """Yield all files below a folder, also broken links and files in linked folders, except hidden ones. Each folder is
     entered once.
-
-    hidden: a list to which hidden files and folders are appended.
 
     Raises DataError: a folder can't be read. Without this error the folder's files would be left out unnoticed.
     """
@@ -275,33 +232,13 @@ def files_in(folder: Path, hidden: list[Path] | None = None) -> Iterator[Path]:
             folders.clear()
             continue
         entered_paths.add(real_path)
-        if hidden is not None:
-            hidden += [Path(path, name) for name in (*folders, *names) if name.startswith(".")]
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         files = (Path(path, name) for name in names if not name.startswith("."))
         yield from (file for file in files if file.is_file() or not file.exists())
 
 
 def _unreadable_folder(error: OSError) -> None:
-    raise DataError(
-        f"{error.filename}: the folder can't be read: {error.strerror}; make it readable, or name others in "
-        "data.source.paths"
-    )
-
-
-def _reason_missing(path: Path) -> str:
-    if glob.has_magic(str(path)):
-        has_folders = any(map(os.path.isdir, glob.iglob(str(path), recursive=True)))
-        return (
-            f"matches folders alone: name a folder as it is, or its files as {path / '*'}"
-            if has_folders
-            else "matches no file"
-        )
-    if path.is_symlink():
-        return "a link to nothing"
-    names = [neighbour.name for neighbour in path.parent.iterdir()] if path.parent.is_dir() else []
-    matches = difflib.get_close_matches(path.name, names, n=1)
-    return "no such file or folder" + (f"; did you mean '{path.parent / matches[0]}'?" if matches else "")
+    raise DataError(f"{error.filename}: the folder can't be read: {error.strerror}; make it readable")
 
 
 def _suffix(path: Path) -> str:
@@ -322,12 +259,6 @@ def _reader_of(path: Path, source: Files) -> Reader | None:
     suffix = _suffix(path).removesuffix(".gz").removesuffix(".zst")
     reader = _read_txt if suffix in map(str.lower, source.suffixes) else READERS.get(suffix)
     return None if suffix != path.suffix.lower() and reader is _read_parquet else reader
-
-
-def _supported_suffixes(source: Files) -> str:
-    suffixes = ", ".join([*source.suffixes, ".jsonl", ".ndjson"])
-    remedy = "; data.source.suffixes names what is read as text" if source.suffixes else ""
-    return f"{suffixes} (also .gz, .zst), .json.gz, .json.zst, files of JSON lines named .json, and .parquet{remedy}"
 
 
 def read_files(paths: list[Path], source: Files, on_error: OnError, parse: Parse = text_of) -> Documents:

@@ -6,7 +6,6 @@ the store writes it before each document.
 """
 
 import dataclasses
-import glob
 import os
 from collections.abc import Callable
 from itertools import chain
@@ -28,22 +27,13 @@ from lm.data.text_files import (
     size_of,
     unreadable_error,
 )
-from lm.data.tokenizer import decode, encode, special_token_mask, token_bytes, tokenizer_of, vocab_size
+from lm.data.tokenizer import decode, special_token_mask, token_bytes, tokenizer_of, vocab_size
 from lm.errors import DataError
 from lm.files import FileHashes, expand_home
 from lm.schema import Plain
 
 TOKENIZER_REMEDY = "set data.tokenizer to the one that made the ids"
 _BLOCK = 2**22  # ids that are checked together
-_CHECKED_IDS = 2**12  # ids of a document whose decoded text is checked
-# The first bytes of files that other programs write, and what those are. A .bin file of ids has no header.
-OTHER_FORMATS = {
-    b"\x93NUMPY": "an array of np.save, with a header; write its ids alone: np.load(PATH).astype('<u2').tofile(PATH)",
-    b"PK\x03\x04": "a zip archive, as of np.savez or torch.save; write its ids alone, by tofile",
-    b"\x1f\x8b\x08": "compressed by gzip; decompress it",
-    b"\x28\xb5\x2f\xfd": "compressed by zstd; decompress it",
-    b"PAR1": "a Parquet file; set data.source.format=column, and name it .parquet",
-}
 
 
 class Vocabulary:
@@ -53,7 +43,10 @@ class Vocabulary:
         self.tokenizer, self.end_of_text_token = tokenizer_of(spec), spec.end_of_text
         self.end_of_text_id = self.tokenizer.token_to_id(spec.end_of_text)
         self.bytes, self.is_special = token_bytes(self.tokenizer), special_token_mask(self.tokenizer)
-        self.n_unchecked = 64 if self.bytes is None else 0  # documents whose decoded text is still to be checked
+        # without a decoder, spaces stand between tokens, which are text only where each token is a word
+        if self.tokenizer.decoder is None and type(self.tokenizer.model).__name__ != "WordLevel":
+            reason = "the tokenizer has no decoder, without which bytes of text can't be counted"
+            raise DataError(f"data.tokenizer: {reason}; give its tokenizer.json one, e.g. Fuse")
         self.known = np.zeros(vocab_size(self.tokenizer), bool)  # (V,), true for ids that the tokenizer has
         self.known[list(self.tokenizer.get_vocab().values())] = True
 
@@ -90,36 +83,7 @@ class Vocabulary:
             reason = f"{end_of_text} is inside the document, at token {n_leading + positions[0]:,}"
             remedy = "split the document there, or set data.tokenizer.end_of_text to the token that separates documents"
             raise Unreadable(f"{location}: {reason}; {remedy}")
-        if self.n_unchecked and len(document) > 1:  # a single token shows nothing of what is put between tokens
-            self.n_unchecked -= 1
-            self._check_decoder(document[:_CHECKED_IDS], location)
         return document
-
-    def _check_decoder(self, ids: np.ndarray, location: str) -> None:
-        """Raise DataError unless the decoded text of `ids` is encoded to ids that decode to it. The number of its bytes
-        would be wrong, e.g. because a tokenizer without a decoder puts spaces between tokens that are no words.
-        """
-        text = decode(self.tokenizer, ids.tolist())
-        # With special tokens, as the unknown token is one: a vocabulary without a space has it for each space.
-        decoded_again = decode(self.tokenizer, encode(self.tokenizer, [text])[0], special=True)
-        reason = f"its ids decode to {text[:30]!a}"
-        if decoded_again != text:
-            reason += f", whose own ids decode to {decoded_again[:30]!a}"
-        elif self.tokenizer.decoder is None and self._has_pieces_of_words(ids):
-            reason += ", with a space after each piece of a word"
-        else:
-            reason = ""
-        if reason:
-            remedy = "bytes of text can't be counted so; give the tokenizer.json the decoder that it lacks, e.g. Fuse"
-            raise DataError(f"{location}: {reason}; {remedy}, or {TOKENIZER_REMEDY}")
-
-    def _has_pieces_of_words(self, ids: np.ndarray) -> bool:
-        """Return whether tokens are pieces that a text may have without a space between them."""
-        if type(self.tokenizer.model).__name__ in ("BPE", "Unigram"):
-            return True
-        pieces = [int(index) for index in ids if not self.is_special[index]]
-        joined = "".join(self.tokenizer.id_to_token(index) for index in pieces)
-        return len(pieces) > 1 and encode(self.tokenizer, [joined])[0] == pieces
 
     def utf8_text(self, ids: np.ndarray) -> bytes:
         """Return the UTF-8 bytes of the decoded text of `ids`."""
@@ -195,22 +159,11 @@ def _bin_files(source: Tokens) -> list[Path]:
     """Return a source's .bin files. Other files in folders are ignored; raises DataError if the source names another
     file.
     """
-    unsuitable_paths: list[Path] = []
-    for path in map(expand_home, source.paths):
-        for match in [path] if path.exists() else filter(Path.is_file, map(Path, glob.glob(str(path), recursive=True))):
-            if all(file.suffix.lower() != ".bin" for file in (files_in(match) if match.is_dir() else [match])):
-                unsuitable_paths.append(match)
-    files = (
-        []
-        if unsuitable_paths
-        else [path for path in text_files.expand(Files(source.paths, [".bin"])) if path.suffix.lower() == ".bin"]
-    )
-    if not files:
-        rejected_path = (unsuitable_paths or source.paths)[0]
-        raise DataError(
-            f"{rejected_path}: is or has no .bin file, which data.source.format={source.format} reads "
-            "(data.source.paths)"
-        )
+    folders = set(filter(Path.is_dir, map(expand_home, source.paths)))
+    paths = text_files.expand(Files(source.paths, [".bin"]))
+    files = [path for path in paths if path.suffix.lower() == ".bin"]
+    if wrong := [path for path in paths if path not in files and (not files or folders.isdisjoint(path.parents))]:
+        raise DataError(f"{wrong[0]}: is no .bin file, which data.source.format={source.format} reads")
     return files
 
 
@@ -243,13 +196,13 @@ def _read_nanogpt(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: 
         )
     if not (size := path.stat().st_size):
         raise Unreadable(f"{path}: is empty; remove it")
-    with open(path, "rb") as file:
-        first_bytes = file.read(8)
-    if other := next((text for start, text in OTHER_FORMATS.items() if first_bytes.startswith(start)), ""):
-        raise Unreadable(f"{path}: is {other}")
     if size % 2:
         raise Unreadable(f"{path}: has {size:,} bytes, not 2 for each id: damaged, or of another format")
     ids = np.memmap(path, "<u2", "r")
+    if ids[:3].tobytes() == b"\x93NUMPY":
+        raise Unreadable(
+            f"{path}: is an array of np.save; write its ids alone: np.load(PATH).astype('<u2').tofile(PATH)"
+        )
     low_halves, high_halves = ids[:_BLOCK:2], ids[1:_BLOCK:2]
     if size % 4 == 0 and len(high_halves) >= 64 and high_halves.max() < 16 <= low_halves.max():
         reason = "every second id is below 16, as in ids of 4 bytes, and 2 are read"

