@@ -25,8 +25,8 @@ from lm.cli import main
 from lm.config.data_config import DataConfig
 from lm.config.load import load_config
 from lm.config.tree import Config
+from lm.experiments.loop import Children, Devices, log_path
 from lm.experiments.procedure import Run
-from lm.experiments.slots import Children, Devices, log_path
 from lm.report.pictures import Picture
 
 ROOT = Path(__file__).parent.parent
@@ -139,7 +139,7 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
         output.write_text(result.stdout + result.stderr)
         return result.returncode
 
-    monkeypatch.setattr("lm.experiments.engine.ThreadPoolExecutor", Inline)
+    monkeypatch.setattr("lm.experiments.loop.ThreadPoolExecutor", Inline)
     monkeypatch.setattr(Children, "_execute", execute)
 
 

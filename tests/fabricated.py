@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from lm.experiments.engine import ExperimentTrainer
+from lm.experiments.loop import ExperimentTrainer, Slots
 from lm.experiments.page import experiment_files
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.slots import Slots
 from lm.files import write_together
 from lm.report.html import PAGE
 from lm.runs.checkpoints import CHECKPOINT_FORMAT, link_checkpoint, save_checkpoint

@@ -1,38 +1,43 @@
 """`lm compare`: plan experiments, train their runs under a live table, judge them, and write the results."""
 
+import math
 import shlex
+import statistics
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.live import Live
-from rich.text import Text
+from rich.table import Table
 
-from lm.data.prepare import prepare
+from lm.data.prepare import prepare, vocab_size_of
 from lm.errors import RunError
-from lm.experiments.engine import (
+from lm.experiments.experiment import SHARED_SETTINGS, Cost, Experiment, PrimaryMetric, cost
+from lm.experiments.experiment_file import read_experiment
+from lm.experiments.experiment_folder import LOCK, experiment_lock, holder_words, is_measured, open_experiment, start
+from lm.experiments.judging import INTERVALS
+from lm.experiments.loop import (
     Cluster,
     Engine,
     ExperimentTrainer,
     RunsFailed,
+    Slots,
+    commands,
     failures,
     forget_failures,
-    read_scheduler_options,
+    gpu_words,
+    slots_of,
 )
-from lm.experiments.experiment import Experiment
-from lm.experiments.experiment_file import read_experiment
-from lm.experiments.experiment_folder import LOCK, experiment_lock, holder_words, is_measured, open_experiment, start
-from lm.experiments.judging import INTERVALS
+from lm.experiments.noise import experiment_noise
 from lm.experiments.page import experiment_files, question
-from lm.experiments.plan import Costs, costs, duration, plan_lines, run_times, seconds_of, total_seconds
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION
-from lm.experiments.slots import Slots, commands, gpu_words, slots_of
 from lm.experiments.summary import (
     measured_words,
     print_verdicts,
@@ -45,9 +50,11 @@ from lm.experiments.summary import (
 from lm.files import json_bytes, read_json, write_together
 from lm.report.html import PAGE
 from lm.report.tables import csv_text, numeral, print_tables, table_from_rows, to_rich
-from lm.runs.folder import ENVIRONMENT, METRICS, RESOLVED_FILE, last_logged
+from lm.runs.folder import ENVIRONMENT, METRICS, RESOLVED_FILE, last_logged, read_environment
+from lm.runs.record import starts
 from lm.schema import Plain
 from lm.statistics.tuning import rate_text
+from lm.statistics.verdicts import POWER, seeds_needed
 from lm.training.wandb_runs import send_report
 
 VERDICTS, TUNING, REPORT = "verdicts", "tuning", "report"
@@ -57,10 +64,7 @@ VERDICTS, TUNING, REPORT = "verdicts", "tuning", "report"
 class TrainingOptions:
     """Options of `lm compare` that control the training of runs."""
 
-    jobs: int | None = (
-        # number of slots (`lm.experiments.slots`); None: `slots_per_gpu` on each GPU, or one if no run takes a GPU
-        None
-    )
+    jobs: int | None = None  # number of slots (`lm.experiments.loop.slots_of`); None: as many as the machine has
     retry: bool = False  # whether to try failed runs again
     # whether to train although the folder has none of the file's runs, but ended runs of another configuration
     anew: bool = False
@@ -73,13 +77,14 @@ class TrainingOptions:
         """Return the `Slots` for an experiment's runs. Raises ConfigError: a run needs more GPUs or slots than there
         are.
         """
-        return Slots(self.workers) if self.engine else slots_of(experiment, self.jobs, self.slots_per_gpu)
+        in_jobs = Slots(self.workers, place="each in a job")
+        return in_jobs if self.engine else slots_of(experiment, self.jobs, self.slots_per_gpu)
 
     def cluster(self, folder: Path) -> Cluster | None:
         """Return the `Cluster` that trains an experiment's runs in jobs; None without a scheduler. Raises LMError as
         `Cluster` does.
         """
-        return Cluster(folder, read_scheduler_options(self.job_options), self.engine) if self.engine else None
+        return Cluster(folder, self.job_options, self.engine) if self.engine else None
 
 
 def compare_experiments(
@@ -106,35 +111,32 @@ def compare_experiments(
             f"--out {report_folder}: several experiments are named {names.most_common(1)[0][0]}; report them one by one"
         )
     # Slots are counted before text is prepared: too few raise ConfigError.
-    job_counts = [
-        1 if report_only or options.engine else options.slots(experiment).n_slots for experiment in experiments
-    ]
-    open_procedure = start if is_working else open_experiment
+    slots = [Slots(1) if report_only else options.slots(experiment) for experiment in experiments]
     with ExitStack() as stack:
         for folder in dict.fromkeys(experiment.folder for experiment in experiments if is_working):
             stack.enter_context(experiment_lock(folder))
         for path in files if options.engine else ():
             _start_in_job(path, overrides, options)
-        anew = options.anew or plan_only
+        open_procedure, anew = start if is_working else open_experiment, options.anew or plan_only
+        job_counts = [1 if options.engine else own_slots.n_slots for own_slots in slots]
         procedures = [
             open_procedure(path, overrides, job_count, anew) for path, job_count in zip(files, job_counts, strict=True)
         ]
-        run_costs = [{} for _ in files] if report_only else _print_plans(procedures, options)
+        for procedure, own_slots in zip(procedures, slots, strict=True) if not report_only else ():
+            print("\n".join(plan_lines(procedure, own_slots)), flush=True)
         if plan_only:
             return
         failure_words, judged_procedures = [], []
-        for procedure, procedure_costs in zip(procedures, run_costs, strict=True):
+        for procedure, own_slots in zip(procedures, slots, strict=True):
             if is_working:
-                if options.retry:
-                    forget_failures(procedure)
                 try:
-                    _train_runs(procedure, options, procedure_costs)
+                    _train_runs(procedure, options, own_slots)
                 except RunsFailed as error:
                     failure_words.append(str(error))
                     if not any(run.outcome.ended for run in procedure.known_runs()):
                         continue  # there is nothing to judge
             judged_procedures.append(procedure)
-            entries = _write_verdicts(judged_procedures[-1])
+            entries = _write_verdicts(procedure)
             if is_working:
                 try:
                     _send_report(procedure, entries)
@@ -145,42 +147,6 @@ def compare_experiments(
             print(f"report of all experiments: {report_folder / PAGE}")
         if failure_words:
             raise RunsFailed("; ".join(failure_words))
-
-
-def _send_report(procedure: Procedure, entries: list[dict[str, Plain]]) -> None:
-    """Send the report of an experiment to wandb. Raises RunError as `send_report` does."""
-    experiment, runs = procedure.experiment, []
-    facts = {
-        "question": question(experiment),
-        "margin": experiment.primary.matters,
-        "primary": vars(experiment.primary),
-    }
-    facts |= {"arms": [arm.name for arm in experiment.arms], "seeds": [*experiment.seeds]}
-    for run in procedure.known_runs():
-        names = {"stage": run.stage, "run": run.label, "state": run.outcome.state}
-        if run.has_begun:
-            runs.append(names | {"wandb_id": read_json(run.config.run_folder / ENVIRONMENT).get("wandb_id")})
-    log, page = experiment.first_config.log, experiment.folder / REPORT / PAGE
-    send_report(log, experiment.name, experiment.folder, facts, entries, runs, page)
-
-
-def _start_in_job(path: Path, overrides: list[str], options: TrainingOptions) -> None:
-    """Prepare the training text of an experiment on this machine. If the experiment was never started, start it in a
-    scheduler's job, so that precision, compilation and threads are chosen for the machines that train."""
-    experiment = open_experiment(path, overrides, 1, options.anew).experiment
-    cluster = options.cluster(experiment.folder)
-    prepare(experiment.first_config.data, progress=True)
-    if not (experiment.folder / RESOLVED_FILE).exists():
-        print(f"{experiment.name}: a first job settles precision, compilation and threads", flush=True)
-        cluster.result(cluster.submit(partial(start, path, overrides, 1, options.anew)))
-
-
-def _train_runs(procedure: Procedure, options: TrainingOptions, run_costs: Costs) -> None:
-    """Train the runs of an experiment. Raises RunsFailed."""
-    experiment = procedure.experiment
-    jobs = ExperimentTrainer(procedure, options.slots(experiment), options.cluster(experiment.folder), run_costs)
-    with live_table(jobs):
-        jobs.train_all()
 
 
 def print_commands(files: list[Path], overrides: list[str], options: TrainingOptions) -> None:
@@ -200,20 +166,137 @@ def print_commands(files: list[Path], overrides: list[str], options: TrainingOpt
             print(" && ".join(shell_commands), flush=True)
 
 
-def _print_plans(procedures: list[Procedure], options: TrainingOptions) -> list[Costs]:
-    all_costs = []
-    for procedure in procedures:
-        run_costs, slots = costs(procedure), options.slots(procedure.experiment)
-        times, words = run_times(procedure.known_runs(), run_costs), "known once the first run has ended"
-        if times:
-            left = duration(total_seconds(procedure, times, slots))
-            words = f"about {left} for what is left, {slots.at_a_time} at a time, by the runs that have ended"
-        slot_words = f"{options.workers} at a time, each in a job" if options.engine else str(slots)
-        print("\n".join(plan_lines(procedure, run_costs, words, slot_words)), flush=True)
-        if procedure.other_runs:
-            print(f"note: {procedure.other_runs}", flush=True)
-        all_costs.append(run_costs)
-    return all_costs
+def _start_in_job(path: Path, overrides: list[str], options: TrainingOptions) -> None:
+    """Prepare the training text of an experiment on this machine. If the experiment was never started, start it in a
+    scheduler's job, so that precision, compilation and threads are chosen for the machines that train."""
+    experiment = open_experiment(path, overrides, 1, options.anew).experiment
+    cluster = options.cluster(experiment.folder)
+    prepare(experiment.first_config.data, progress=True)
+    if not (experiment.folder / RESOLVED_FILE).exists():
+        print(f"{experiment.name}: a first job settles precision, compilation and threads", flush=True)
+        cluster.result(cluster.submit(partial(start, path, overrides, 1, options.anew)))
+
+
+def _train_runs(procedure: Procedure, options: TrainingOptions, slots: Slots) -> None:
+    """Train the runs of an experiment. Raises RunsFailed."""
+    if options.retry:
+        forget_failures(procedure)
+    trainer = ExperimentTrainer(procedure, slots, options.cluster(procedure.experiment.folder))
+    with live_table(trainer):
+        trainer.train_all()
+
+
+# ---------------------------------------------------------------- the plan
+
+
+def plan_lines(procedure: Procedure, slots: Slots) -> Iterator[str]:
+    """The lines of a plan: the runs, their resources, time and settings, the number of seeds that find a difference of
+    interest, and notes.
+    """
+    experiment, run_costs = procedure.experiment, costs(procedure)
+    tune, primary = experiment.tune, experiment.primary
+    yield f"experiment {experiment.name} in {experiment.folder}: " + ", ".join(arm.name for arm in experiment.arms)
+    for (size, arm), run_cost in run_costs.items():
+        name = " ".join(filter(None, (size, arm)))
+        yield f"  {name}: {run_cost.parameters / 1e6:.2f} M parameters, {run_cost.tokens / 1e6:.2f} M tokens a run"
+    tuning = f"{tune.heading} as chosen from {tune.table}" if tune.table else "no tuning"
+    if tune.grid:
+        axes = [
+            f"{key} over {', '.join(f'{x:g}' for x in axis)}" for key, axis in zip(tune.keys, tune.axes, strict=True)
+        ]
+        combinations = f" ({len(tune.rates)} together)" if len(axes) > 1 else ""
+        tuning = f"tuning {' and '.join(axes)}{combinations} with seeds {', '.join(map(str, tune.seeds))}"
+    yield f"{tuning}; final seeds {', '.join(map(str, experiment.seeds))}"
+    counts = {(size, arm): count for size in experiment.sizes for arm, count in procedure.n_runs(size).items()}
+    untrained = sum(counts[size, arm.name] for size, arm in experiment.size_arms if not arm.trained)
+    runs = f"{sum(counts.values())} runs" + f" ({untrained} of them are measured without training)" * bool(untrained)
+    growth = "; the grid may grow twice, and final seeds are trained at each chosen rate: two are counted"
+    growth *= bool(tune.grid)
+    size_words = f"{growth}; tokens and FLOPs: not known before lm prepare has made the vocabulary"
+    if run_costs:
+        tokens, flops = (
+            sum(counts[size_arm] * getattr(run_cost, name) for size_arm, run_cost in run_costs.items())
+            for name in ("tokens", "flops")
+        )
+        size_words = f", {tokens / 1e6:.1f} M tokens, {flops:.2e} FLOPs{growth}"
+    yield f"{runs}{size_words}"
+    known_runs, judgement = procedure.known_runs(), procedure.judgement()
+    if times := run_times(known_runs, run_costs):
+        seconds = {size_arm: time * slots.slots_per_run(*size_arm) for size_arm, time in times.items()}
+        in_all = sum(count * seconds[size_arm] for size_arm, count in counts.items())
+        ended = sum(seconds[run.size, run.arm] for run in known_runs if run.outcome.ended)
+        left = duration(max(0.0, in_all - ended) / slots.n_slots)
+        yield f"time: about {left} for what is left, by the runs that have ended"
+    else:
+        yield "time: known once the first run has ended"
+    yield f"done: {sum(run.outcome.ended for run in known_runs)} of the {len(known_runs)} runs known so far"
+    yield f"primary metric {primary.metric}, {primary.better} is better; {_seed_count_words(primary, judgement.alpha)}"
+    yield from judgement.power_sentences(len(experiment.seeds))
+    yield from filter(None, [experiment_noise(judgement)])
+    yield from procedure.notes()
+    trainers = [experiment.example_config(size, arm).trainer for size, arm in experiment.size_arms]
+    settings = [
+        f"{key} {' or '.join({str(getattr(trainer, key)): 0 for trainer in trainers})}" for key in SHARED_SETTINGS
+    ]
+    yield f"runs compute with {'; '.join(settings)}; {slots}"
+    if procedure.other_runs:
+        yield f"note: {procedure.other_runs}"
+
+
+def _seed_count_words(primary: PrimaryMetric, alpha: float) -> str:
+    """Say how many seeds are needed to find a difference of interest."""
+    runs = "single runs" if primary.reach is None else "the logarithms of single runs"
+    margin, effect = primary.matters, f"a difference of {primary.matters:g}"
+    if primary.reach is not None:
+        margin, effect = math.log1p(primary.matters), f"a factor of {1 + primary.matters:g} in {primary.quantity_name}"
+    seed_counts = ", ".join(
+        f"{seeds_needed(deviation, margin, alpha)} if it is {deviation:.3g}"
+        for deviation in (margin / 2, margin, 2 * margin)
+    )
+    return (
+        f"seeds to find {effect} with probability {POWER:g} go by the standard deviation of differences between "
+        f"{runs}: {seed_counts}"
+    )
+
+
+def costs(procedure: Procedure) -> dict[tuple[str, str], Cost]:
+    """The resources of a run of each size and arm; {} if the size of the vocabulary is unknown before text is
+    prepared.
+    """
+    experiment, costs_of_arms = procedure.experiment, {}
+    vocab_size = vocab_size_of(experiment.first_config.data)
+    for size, arm in experiment.size_arms if vocab_size else ():
+        config = experiment.example_config(size, arm)
+        first_step = arm.branch_step or 0 if arm.trained else config.trainer.max_steps
+        costs_of_arms[size, arm.name] = cost(config, vocab_size, first_step)
+    return costs_of_arms
+
+
+def run_times(runs: list[Run], run_costs: dict[tuple[str, str], Cost]) -> dict[tuple[str, str], float]:
+    """Estimate the seconds that a run of each size and arm takes, by the finished ones among `runs` that were trained
+    in one go. Times of other sizes and arms are scaled by FLOPs. {} before the first trained run has finished."""
+    durations = defaultdict(list)
+    for run in runs:
+        folder = run.config.run_folder
+        with suppress(RunError, KeyError, ValueError, OSError):  # a folder that does not say
+            (start,) = starts(read_environment(folder)) if run.outcome.state == "finished" else ()
+            began = datetime.fromisoformat(start["time"]).timestamp()
+            durations[run.size, run.arm].append((folder / METRICS).stat().st_mtime - began)
+    measured = {size_arm: statistics.fmean(values) for size_arm, values in durations.items()}
+    reference = next((size_arm for size_arm in measured if size_arm in run_costs and run_costs[size_arm].flops), None)
+    return {
+        size_arm: measured.get(size_arm, measured[reference] * run_cost.flops / run_costs[reference].flops)
+        for size_arm, run_cost in (run_costs if reference else {}).items()
+    }
+
+
+def duration(seconds: float) -> str:
+    """A time in words, such as `2 h 5 min`."""
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
+
+
+# ---------------------------------------------------------------- the results
 
 
 def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
@@ -221,10 +304,10 @@ def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
     none. Returns the entries of `summary_entries`. Raises LMError: no run has ended, or a run's file can't be read for
     the report.
     """
-    experiment = procedure.experiment
+    experiment, failed_runs = procedure.experiment, failures(procedure)
     if not any(run.outcome.ended for run in procedure.known_runs()):
         reason, remedy = "no run has ended yet", procedure.other_runs or "leave --report-only out to train"
-        if failed_runs := failures(procedure):
+        if failed_runs:
             reason = f"no run has a result; {len(failed_runs)} failed, the first with {failed_runs[0][1]}"
             remedy = "--retry tries again"
         elif is_measured(experiment):
@@ -251,7 +334,7 @@ def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
     print_verdicts(judgement, entries, f"{measured_words(procedure)}{rate_note}")
     for note in notes:
         print(note)
-    for run, failure in failures(procedure):
+    for run, failure in failed_runs:
         print(f"failed: {run.stage}: {run.label}: {failure} ({failure.log}); --retry tries again")
     write_together(files | experiment_files([procedure], experiment.folder / REPORT, judgement), "verdicts and report")
     if table := trend_table(procedure, judgement):
@@ -261,70 +344,54 @@ def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
     return entries
 
 
+def _send_report(procedure: Procedure, entries: list[dict[str, Plain]]) -> None:
+    """Send the report of an experiment to wandb. Raises RunError as `send_report` does."""
+    experiment, primary = procedure.experiment, procedure.experiment.primary
+    facts = {"question": question(experiment), "margin": primary.matters, "primary": vars(primary)}
+    facts |= {"arms": [arm.name for arm in experiment.arms], "seeds": [*experiment.seeds]}
+    runs = [
+        {
+            "stage": run.stage,
+            "run": run.label,
+            "state": run.outcome.state,
+            "wandb_id": read_json(run.config.run_folder / ENVIRONMENT).get("wandb_id"),
+        }
+        for run in procedure.known_runs()
+        if run.has_begun
+    ]
+    log, page = experiment.first_config.log, experiment.folder / REPORT / PAGE
+    send_report(log, experiment.name, experiment.folder, facts, entries, runs, page)
+
+
 # ---------------------------------------------------------------- the live table of runs
 
 
-REFRESH_SECONDS = 1.0
-
-
-class LiveTable:
-    """A text table of the runs that train now, with step, validation loss and devices, and a line on the progress of
-    the experiment. Runs that have ended stand above it, as `ExperimentTrainer` prints them.
+def running_table(trainer: ExperimentTrainer, logged: dict[Path, dict[str, Plain]]) -> Table:
+    """A table of the runs that train now, with step, validation loss and devices. `logged` keeps the last value of each
+    metric by run folder, as the end of a log may have no validation loss any more.
     """
-
-    def __init__(self, jobs: ExperimentTrainer):
-        self.jobs, self.experiment = jobs, jobs.procedure.experiment
-        self._logged: dict[Path, dict[str, Plain]] = {}  # the last value of each metric, by the folders of pending runs
-
-    def render(self) -> RenderableType:
-        """Return the table."""
-        pending = [*self.jobs.pending.values()]
-        folders = [run.config.run_folder for run, _ in pending]
-        self._logged = {folder: self._logged.get(folder, {}) | last_logged(folder / METRICS) for folder in folders}
-        rows = []
-        for (run, devices), folder in zip(pending, folders, strict=True):
-            loss, step = self._logged[folder].get(SELECTION), self._logged[folder].get("step", 0)
-            steps = f"{step} of {run.outcome.last_step}"
-            row = {
-                "stage": run.stage,
-                "run": run.label,
-                "step": steps,
-                SELECTION: "" if loss is None else f"{loss:.4f}",
-            }
-            rows.append(row | ({"on": gpu_words(devices)} if devices else {}))
-        return Group(to_rich(table_from_rows("", rows, {SELECTION: "number"})), Text(self._progress_words()))
-
-    def _progress_words(self) -> str:
-        experiment, jobs, runs = self.experiment, self.jobs, self.jobs.known_runs
-        left = [run for run in runs if not run.outcome.ended and run.config.run_folder not in jobs.failed]
-        ended = len(runs) - len(left) - len(jobs.failed)
-        words = f"{experiment.name}: {ended} of the {len(runs)} runs known so far ended"
-        words += f", {len(jobs.failed)} failed" * bool(jobs.failed)
-        rates = {(run.size, run.rate) for run in runs if run.stage == "tune" and run.rate not in experiment.tune.rates}
-        if experiment.tune.grid and rates:
-            words += f"; the grid has grown by {max(Counter(size for size, _ in rates).values())}"
-        if left and jobs.times:
-            done = sum(self._fraction_done(run) * seconds_of([run], jobs.times, jobs.slots) for run in left)
-            words += f"; about {duration(seconds_of(left, jobs.times, jobs.slots) - done)} left"
-        return words
-
-    def _fraction_done(self, run: Run) -> float:
-        step, first_step = self._logged.get(run.config.run_folder, {}).get("step", 0), run.config.first_step or 0
-        return max(0, step - first_step) / max(1, run.outcome.last_step - first_step)
+    rows = []
+    for run, devices in [*trainer.pending.values()]:
+        folder = run.config.run_folder
+        values = logged[folder] = logged.get(folder, {}) | last_logged(folder / METRICS)
+        loss, steps = values.get(SELECTION), f"{values.get('step', 0)} of {run.outcome.last_step}"
+        row = {"stage": run.stage, "run": run.label, "step": steps, SELECTION: "" if loss is None else f"{loss:.4f}"}
+        rows.append(row | ({"on": gpu_words(devices)} if devices else {}))
+    return to_rich(table_from_rows("", rows, {SELECTION: "number"}))
 
 
 @contextmanager
-def live_table(jobs: ExperimentTrainer) -> Iterator[None]:
-    """Show the table on standard output during the body, if the output is a terminal and `log.progress` is auto or bar.
-    Printed text goes above the table, which is removed at the end."""
+def live_table(trainer: ExperimentTrainer) -> Iterator[None]:
+    """Show `running_table` on standard output during the body, if the output is a terminal and `log.progress` is auto
+    or bar. Printed text goes above the table, which is removed at the end."""
     # while rich is live it replaces sys.stdout, which makes control characters visible, also those of rich
     console = Console(file=getattr(sys.stdout, "rich_proxied_file", sys.stdout))
-    progress, table = jobs.procedure.experiment.first_config.log.progress, LiveTable(jobs)
+    progress = trainer.procedure.experiment.first_config.log.progress
     if not (sys.stdout.isatty() and console.is_interactive and progress in ("auto", "bar")):
         yield
         return
-    rate = 1 / REFRESH_SECONDS
-    live = Live(get_renderable=table.render, console=console, refresh_per_second=rate, transient=True)
+    table = partial(running_table, trainer, {})
+    live = Live(get_renderable=table, console=console, refresh_per_second=1, transient=True)
     with suppress(OSError):  # the terminal was closed
         live.start()
     try:

@@ -6,24 +6,29 @@ import hashlib
 import json
 import math
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from lm.config.load import merge, nest_keys, parse
 from lm.config.tree import Config, effect_of
 from lm.config.yaml_text import override, resolve_interpolations
 from lm.errors import Problem
+from lm.evaluation.metrics import measured
 from lm.experiments.run_outcome import SELECTION
 from lm.experiments.tuning_table import TuningRun, values_by_arm_and_rate
 from lm.files import expand_home
+from lm.model.decoder import Decoder
+from lm.model.spec import count_parameters, flops_per_token
 from lm.plugins import PLUGINS
 from lm.removed_keys import hashed_defaults
 from lm.runs.metric import Metric
-from lm.schema import Plain, flatten, is_block, key, to_plain
+from lm.schema import Plain, flatten, key, to_plain
 from lm.statistics.tuning import MIN_TUNING_SEEDS, Rate, grid_rates, key_values
 
 SHARED_SETTINGS = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
@@ -101,21 +106,19 @@ class Tune:
         return " / ".join(self.keys)
 
     def problems(self) -> list[Problem]:
+        """What is wrong with the grid, beside single values."""
+        if not self.grid:
+            return []
         problems, is_list = [], isinstance(self.key, list)
-        if not self.keys or len(set(self.keys)) < len(self.keys):
-            problems.append(Problem("key", self.key, "must be a key, or a list of different keys"))
-        if self.grid and (
-            len(self.axes) != len(self.keys) or any(isinstance(values, list) != is_list for values in self.grid)
-        ):
-            reason = "must be a list of values" + f" for each of {', '.join(self.keys)}" * is_list
+        each_words = f" for each of {', '.join(self.keys)}" * is_list
+        if len(self.axes) != len(self.keys) or any(isinstance(values, list) != is_list for values in self.grid):
             remedy = "" if is_list else "of several keys name them all: `key: [KEY, ...]`"
-            problems.append(Problem("grid", self.grid, reason, remedy))
+            problems.append(Problem("grid", self.grid, f"must be a list of values{each_words}", remedy))
         elif any(len(set(values)) < len(values) or len(values) < 2 for values in self.axes):
-            reason = f"must be at least 2 different values{' of each key' * is_list}"
-            problems.append(Problem("grid", self.grid, reason))
-        if self.grid and len(set(self.seeds)) < MIN_TUNING_SEEDS:
+            problems.append(Problem("grid", self.grid, f"must be at least 2 different values{each_words}"))
+        if len(set(self.seeds)) < MIN_TUNING_SEEDS:
             problems.append(Problem("seeds", self.seeds, f"tuning needs at least {MIN_TUNING_SEEDS} seeds"))
-        if self.grid and self.table is not None:
+        if self.table is not None:
             problems.append(Problem("table", self.table, "the rates would be chosen twice", "give a grid or a table"))
         return problems
 
@@ -164,8 +167,6 @@ class Experiment:
     # configuration keys for the measurement of finished runs at their last step, in addition to the evaluations during
     # training
     evaluate: dict[str, Plain] = field(default_factory=dict)
-    plan_notes: tuple[str, ...] = ()  # what was changed since the plan, after a final run was measured
-    exploratory: frozenset[tuple[str, str]] = frozenset()  # sizes and arms whose verdicts are exploratory for that
     # parsed configurations, by the values of all keys except `_UNCACHED_KEYS`
     _configs: dict[str, Config] = field(default_factory=dict, repr=False, compare=False)
 
@@ -193,8 +194,6 @@ class Experiment:
     @cached_property
     def metric(self) -> Metric:
         """The primary metric as its measurement declares it."""
-        from lm.evaluation.metrics import measured  # imports all measurements, which tables of runs don't need
-
         return measured(self.measurement_config(self.first_config), self.primary.metric)[1]
 
     def cost(self, value: float) -> float:
@@ -281,18 +280,24 @@ class Experiment:
     @property
     def evaluate_overrides(self) -> list[str]:
         """The keys of `evaluate` as `KEY=VALUE` arguments of `lm eval`."""
-        return [override(path, value) for path, value in _leaves(self.evaluate)]
+        return [override(name, value) for name, value in self.evaluate.items()]
 
 
-def _leaves(plain: dict[str, Plain], prefix: str = "") -> Iterator[tuple[str, Plain]]:
-    """Yield the dotted path and the value of each entry in nested dictionaries; lists and empty dictionaries are
-    values.
-    """
-    for name, value in plain.items():
-        if is_block(value) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+@dataclass(frozen=True)
+class Cost:
+    """The resources that one run takes."""
+
+    parameters: int  # number of the model's parameters
+    tokens: int  # number of tokens that it is trained on
+    flops: int  # floating-point operations of its training
+
+
+def cost(config: Config, vocab_size: int, first_step: int = 0) -> Cost:
+    """The resources of a run that is trained from `first_step` on."""
+    with torch.device("meta"):
+        decoder = Decoder(config.model_in(0), vocab_size, config.data.seq_len, seed=None)
+    tokens = config.optim.batch_tokens * (config.trainer.max_steps - first_step)
+    return Cost(count_parameters(decoder)["total"], tokens, flops_per_token(decoder) * tokens)
 
 
 def config_hash(config: Config) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from itertools import product
+from operator import attrgetter
 from pathlib import Path
 
 from lm.config import presets
@@ -26,19 +26,17 @@ from lm.experiments.experiment import Arm, Experiment, PrimaryMetric, Swap, Tune
 from lm.experiments.tuning_table import read_tuning_table
 from lm.model.spec import count_steps
 from lm.plugins import PLUGINS
-from lm.runs.folder import RESOLVED_FILE, SWAPPED
+from lm.runs.folder import SWAPPED
 from lm.runs.same_run import config_problems
 from lm.schema import Plain, build, cross_key_problems, flatten, key, optional, section, suggest, to_plain
-from lm.statistics.tuning import MIN_TUNING_SEEDS, Rate, rate_text
+from lm.statistics.tuning import MIN_TUNING_SEEDS, Rate
 
 _JUDGED = "the runs that choose a rate must not judge it"
 TOKENS_KEY = "trainer.tokens_per_parameter"
 # configuration keys that the experiment sets in each run
 _EXPERIMENT_KEYS = ("seed", "data.seed", "name")
 _EXPERIMENT_KEYS += tuple(f"experiment.{spec.name}" for spec in fields(ExperimentConfig))
-# names that no arm or size has; a size's folder lies beside files and folders of these names
-_FILES = ("compare.lock", RESOLVED_FILE, "tuning.csv", "verdicts.csv", "verdicts.json")
-_RESERVED = {"arms": (".", ".."), "sizes": (".", "..", "logs", "report", SWAPPED, "workers", *_FILES)}
+_FOLDERS = ("logs", "report", SWAPPED, "workers")  # folders beside those of sizes, which have other names
 
 
 @dataclass
@@ -86,7 +84,7 @@ def read_experiment(file: Path, overrides: list[str]) -> Experiment:
     file = presets.find(file, "experiments")
     try:
         experiment = _with_steps(_experiment(file, overrides))
-        check_experiment(experiment)
+        _check(experiment)
     except ConfigError as error:
         raise error if str(error).startswith(f"{file}: ") else ConfigError(f"{file}: {error}") from None
     return experiment
@@ -94,8 +92,11 @@ def read_experiment(file: Path, overrides: list[str]) -> Experiment:
 
 def _experiment(file: Path, overrides: list[str]) -> Experiment:
     """Read the experiment that a file describes, without building the configurations of its arms."""
-    problems: list[Problem] = []
-    keys = build(_FileKeys, _read(file), "", problems)
+    problems, plain = list[Problem](), read_yaml(file)
+    if "arms" not in plain:
+        remedy = f"train it with lm train {file}, or name it as an experiment's base"
+        raise ConfigError(f"{file}: no experiment: it has no `arms`; {remedy}")
+    keys = build(_FileKeys, plain, "", problems)
     problems += cross_key_problems(keys)
     base = nest_keys(keys.base) if isinstance(keys.base, dict) else {"base": keys.base}
     arm_blocks, size_blocks = (_named_blocks(name, getattr(keys, name) or {}, problems) for name in ("arms", "sizes"))
@@ -189,9 +190,12 @@ def _named_blocks(key: str, value: dict, problems: list[Problem]) -> dict[str, d
     blocks = {}
     for name, changes in value.items():
         text = "" if isinstance(name, bool | None) else str(name)  # YAML reads on, yes and null as values
-        if text in ("", *_RESERVED[key]) or len(text) > 40 or not all(char.isalnum() or char in "-_." for char in text):
-            remedy = "choose another, or put it in quotes"
-            reason = f"must be a name of at most 40 letters, digits, '-', '_' and '.', not {', '.join(_RESERVED[key])}"
+        is_name = text[:1].isalnum() and len(text) <= 40 and all(char.isalnum() or char in "-_." for char in text)
+        if not is_name or (key == "sizes" and text in _FOLDERS):
+            reason = (
+                "must be a name of at most 40 letters, digits, '-', '_' and '.', that begins with a letter or digit"
+            )
+            remedy = f"choose another, not {', '.join(_FOLDERS)}, or put it in quotes"
             problems.append(Problem(f"{key}.{name}", name, reason, remedy))
         elif not isinstance(changes, dict | None):
             problems.append(Problem(f"{key}.{name}", changes, "must be a block of configuration keys"))
@@ -205,27 +209,18 @@ def _with_steps(experiment: Experiment) -> Experiment:
     is set. Returns the new experiment. Raises DataError: the size of the vocabulary is not known yet."""
     sizes = dict(experiment.sizes)
     for size, changes in experiment.sizes.items():
-        has_tokens = flatten(merge(experiment.base, changes)).get(TOKENS_KEY) is not None
-        # The baseline comes last: its number of steps replaces another arm's, unless its configuration is wrong or sets
-        # max_steps.
-        for arm in reversed(experiment.arms) if has_tokens else ():
-            with suppress(ConfigError):  # `check_experiment` reports the error with size and arm
-                config = experiment.example_config(size, arm)
-                if config.trainer.max_steps is None:
-                    if not (vocabulary_size := vocab_size_of(config.data)):
-                        reason = "needs the vocabulary, which is not known before the text is there"
-                        remedy = "lm prepare makes it; or set trainer.max_steps"
-                        raise DataError(f"{TOKENS_KEY} = {config.trainer.tokens_per_parameter:g}: {reason}: {remedy}")
-                    sizes[size] = merge(changes, nest_keys({"trainer.max_steps": count_steps(config, vocabulary_size)}))
+        if flatten(merge(experiment.base, changes)).get(TOKENS_KEY) is None:
+            continue
+        with suppress(ConfigError):  # `_check` reports the error with size and arm
+            config = experiment.example_config(size, experiment.arms[0])
+            vocab_size, steps = vocab_size_of(config.data), config.trainer.max_steps
+            if not (steps or vocab_size):
+                reason = "needs the vocabulary, which is not known before the text is there"
+                remedy = "lm prepare makes it; or set trainer.max_steps"
+                raise DataError(f"{TOKENS_KEY} = {config.trainer.tokens_per_parameter:g}: {reason}: {remedy}")
+            steps = steps or count_steps(config, vocab_size)
+            sizes[size] = merge(changes, nest_keys({"trainer.max_steps": steps}))
     return replace(experiment, sizes=sizes)
-
-
-def _read(path: Path) -> dict[str, Plain]:
-    plain = read_yaml(path)
-    if "arms" not in plain:
-        remedy = f"train it with lm train {path}, or name it as an experiment's base"
-        raise ConfigError(f"{path}: no experiment: it has no `arms`; {remedy}")
-    return plain
 
 
 # ---------------------------------------------------------------- checks of the arms' configurations
@@ -235,7 +230,7 @@ def _read(path: Path) -> dict[str, Plain]:
 _STORE_KEYS = ("source", "tokenizer", "val_fraction", "deduplicate", "on_error")
 
 
-def check_experiment(experiment: Experiment) -> None:
+def _check(experiment: Experiment) -> None:
     """Check the configurations of all arms in all sizes, and the tuning table. Raises ConfigError, which lists all
     problems.
     """
@@ -244,39 +239,27 @@ def check_experiment(experiment: Experiment) -> None:
         overrides_in("eval", experiment.evaluate_overrides)
     except ConfigError as error:
         problems += [replace(problem, path=f"evaluate.{problem.path}") for problem in error.problems]
-    size_arms_by_problem: dict[str, list[tuple[str, str]]] = {}
+    names_by_problem: dict[str, list[str]] = {}
     configs: dict[tuple[str, str], Config] = {}
     for size, arm in experiment.size_arms:
         try:
             config = configs[size, arm.name] = experiment.example_config(size, arm)
-            measured = experiment.measurement_config(config)
-            for checked_config in (config, measured):
+            measured_config = experiment.measurement_config(config)
+            for checked_config in (config, measured_config):
                 refuse_unused_temperatures(checked_config)
             if not problems:
-                _check_metric(experiment, measured)
+                _check_metric(experiment, measured_config)
         except ConfigError as error:
+            name = ", ".join([f"arm {arm.name}", *([f"size {size}"] if size else [])])
             for problem in error.problems or [str(error)]:
-                size_arms_by_problem.setdefault(str(problem), []).append((size, arm.name))
-    problems += [f"{_size_arm_words(experiment, size_arms)}{text}" for text, size_arms in size_arms_by_problem.items()]
+                names_by_problem.setdefault(str(problem), []).append(name)
+    for text, names in names_by_problem.items():
+        is_general = len(names) == len(experiment.size_arms)
+        problems.append(text if is_general else f"{'; '.join(names)}: {text}")
     for size in experiment.sizes if not problems else ():
         problems += _check_arms(experiment, {arm.name: configs[size, arm.name] for arm in experiment.arms})
     if problems:
         raise ConfigError(list(dict.fromkeys(map(str, problems))))
-
-
-def _size_arm_words(experiment: Experiment, size_arms: list[tuple[str, str]]) -> str:
-    """Name the sizes and arms that an error is about, for the beginning of its message. Return an empty text if it is
-    about all of them, but always name a single size that has a name."""
-    n_arms = len(experiment.arms)
-    has_one_size = len(experiment.sizes) == 1 and "" not in experiment.sizes
-    if len(size_arms) == len(experiment.sizes) * n_arms and not has_one_size:
-        return ""
-    words = []
-    for size in experiment.sizes:
-        arms = [f"arm {arm}" for arm_size, arm in size_arms if arm_size == size]
-        size_words = [f"size {size}"] if size else []
-        words += size_words if len(arms) == n_arms else [", ".join([arm, *size_words]) for arm in arms]
-    return "; ".join(words) + ": "
 
 
 def _check_arms(experiment: Experiment, configs: dict[str, Config]) -> Iterator[Problem]:
@@ -297,22 +280,18 @@ def _check_arms(experiment: Experiment, configs: dict[str, Config]) -> Iterator[
         if data:
             remedy = f"give all arms one value of {', '.join(data)}"
             yield Problem(path, arm.changes, "reads other data than the baseline", remedy)
-        if not experiment.evaluate and (baseline.data.seq_len, baseline.eval) != (config.data.seq_len, config.eval):
-            remedy = "give all arms one data.seq_len and one eval block, or say in `evaluate` what they are compared on"
-            yield Problem(path, arm.changes, "is measured on other sequences than the baseline", remedy)
-        elif _measured(experiment, config) != _measured(experiment, baseline):
+        if _measured(experiment, config) != _measured(experiment, baseline):
+            reason = f"measures {metric} on other sequences than the baseline"
             remedy = (
                 "name a metric that all arms measure alike, such as by_length/loss, or set its options in `evaluate`"
             )
-            yield Problem(path, arm.changes, f"measures {metric} on other sequences than the baseline", remedy)
+            yield Problem(path, arm.changes, reason, remedy)
 
 
 def _measured(experiment: Experiment, config: Config) -> dict[str, Plain]:
     """What the primary metric of a run is measured on, as far as its configuration says."""
     metric, config = experiment.primary.metric, experiment.measurement_config(config)
-    with suppress(ConfigError):  # `_check_metric` says so
-        return measured(config, metric)[0].sequences_of(config, metric)
-    return {}
+    return measured(config, metric)[0].sequences_of(config, metric)
 
 
 def _check_branch(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
@@ -348,11 +327,6 @@ def _check_start(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
         for path, values in differences(*plains).items()
         if effect_of(path).affects == "model" and not path.startswith(("model.normalizer", "model.position"))
     }
-    positions = [side.position for side in (config.model_in(0), source.model_in(len(source.plan) - 1))]
-    if positions[0] != positions[1] and any(position.has_last_position for position in positions):
-        changes["model.position"] = positions[0].name, positions[1].name
-    if config.model.position.has_last_position and config.data.seq_len != source.data.seq_len:
-        changes["data.seq_len"] = config.data.seq_len, source.data.seq_len
     for path, (value, source_value) in changes.items():
         reason = f"is {as_written(source_value)} in {arm.source}, whose weights it starts from"
         yield Problem(f"arms.{arm.name}.{path}", value, reason, "set it to that")
@@ -360,8 +334,7 @@ def _check_start(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
 
 def _check_metric(experiment: Experiment, config: Config) -> None:
     """Check that a run's evaluations log the primary metric by sequence, and that the other keys of `primary` fit this
-    metric. With `primary.reach`, a level of the metric, it must be measured more than once, and all arms must be
-    trained. Raises ConfigError.
+    metric. With `primary.reach`, a level of the metric, it must be measured more than once. Raises ConfigError.
     """
     primary, steps, problems = experiment.primary, config.trainer.max_steps, []
     measurement, metric = measured(config, primary.metric)
@@ -373,12 +346,7 @@ def _check_metric(experiment: Experiment, config: Config) -> None:
         reason = f"{metric.name} lies between 0 and 1"
         problems.append(Problem(f"primary.{name}", level, reason, "give a fraction, such as 0.25"))
     timing = measurement.options_of(config)
-    untrained = [arm.name for arm in experiment.arms if not arm.trained]
-    if primary.reach is not None and untrained:
-        problems.append(
-            Problem("primary.reach", primary.reach, f"{untrained[0]} is not trained", "drop the arm, or train it")
-        )
-    elif primary.reach is not None and sum(timing.is_due(step, steps) for step in range(1, steps + 1)) < 2:
+    if primary.reach is not None and sum(timing.is_due(step, steps) for step in range(1, steps + 1)) < 2:
         key = "eval.every" if isinstance(timing, ValidationTiming) else f"eval.{measurement.kind}.at"
         reason = f"{metric.name} is measured once, at the last step"
         problems.append(Problem("primary.reach", primary.reach, reason, f"measure it on the way: {key}"))
@@ -387,27 +355,23 @@ def _check_metric(experiment: Experiment, config: Config) -> None:
 
 
 def _check_table(experiment: Experiment) -> Iterator[Problem]:
-    """Check that a tuning table has ended runs of every tuned arm in every size, at several rates with several seeds.
-    At a rate, all arms must have the same seeds. None of the seeds may be in `experiment.seeds`, the seeds of the
+    """Check that a tuning table has ended runs of every tuned arm in every size, at several rates with several seeds,
+    which are those of the baseline at shared rates. None of the seeds may be in `experiment.seeds`, the seeds of the
     runs that are judged.
     """
     file, baseline = experiment.tune.table, experiment.arms[0].name
-    if file is None:
-        return
     if shared_seeds := sorted({*experiment.seeds} & {run.seed for run in experiment.table}):
         yield Problem("tune.table", shared_seeds, "are final seeds", _JUDGED)
     seeds: dict[tuple[str, str], dict[Rate, list[int]]] = {}  # seeds of each arm and size at each rate
-    for run in experiment.table:
+    for run in sorted(experiment.table, key=attrgetter("seed")):
         if experiment.choice_value(run) is not None:  # it has ended
             seeds.setdefault((run.size, run.arm), {}).setdefault(run.rate, []).append(run.seed)
-    for size, name in product(experiment.sizes, (arm.name for arm in experiment.arms if arm.is_tuned)):
-        own, base = seeds.get((size, name), {}), seeds.get((size, baseline), {})
-        differing_rates = sorted(rate for rate in own.keys() & base.keys() if sorted(own[rate]) != sorted(base[rate]))
-        reason = ""
-        if len(own) < 2 or min(len({*values}) for values in own.values()) < MIN_TUNING_SEEDS:
-            reason = f"has fewer than 2 rates of {name}, or fewer than {MIN_TUNING_SEEDS} seeds at one"
-        elif differing_rates:
-            reason = f"has other seeds of {name} than of {baseline} at {', '.join(map(rate_text, differing_rates))}"
-        if reason:
+    for size, arm in experiment.size_arms if experiment.table else ():
+        own, base = seeds.get((size, arm.name), {}), seeds.get((size, baseline), {})
+        is_complete = len(own) > 1 and all(
+            len({*values}) >= MIN_TUNING_SEEDS and base.get(rate, values) == values for rate, values in own.items()
+        )
+        if arm.is_tuned and not is_complete:
+            needed = f"2 rates of {arm.name} with the same seeds as {baseline}, {MIN_TUNING_SEEDS} or more"
             remedy = "make it again by `lm compare` with a grid: it writes tuning.csv"
-            yield Problem("tune.table", file, f"{reason}{f' in {size}' if size else ''}", remedy)
+            yield Problem("tune.table", file, f"has not {needed}{f', in {size}' if size else ''}", remedy)

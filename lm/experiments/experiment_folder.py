@@ -2,7 +2,6 @@
 since its plan.
 """
 
-import hashlib
 import json
 import os
 import time
@@ -17,9 +16,8 @@ from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError, as_written
 from lm.evaluation.held_out import Validation
 from lm.evaluation.metrics import measured
-from lm.experiments.experiment import SHARED_SETTINGS, Experiment, deciding_keys, omitted_keys
+from lm.experiments.experiment import SHARED_SETTINGS, Experiment, cost, deciding_keys, omitted_keys
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.plan import cost
 from lm.experiments.procedure import Procedure
 from lm.files import json_bytes, locked_folder, plain_sha256, read_json, write_new
 from lm.machine import process_start, this_machine, threads_per_process
@@ -27,7 +25,7 @@ from lm.model.device import count_gpus, resolve_compile, resolve_precision
 from lm.plugins import PLUGINS, matches_version
 from lm.runs.evaluations import selection_mask
 from lm.runs.folder import CHECKPOINTS, CONFIG, EVALUATIONS, RESOLVED_FILE, step_path
-from lm.runs.manifest import add_entries, entry, read_file, write_files
+from lm.runs.manifest import read_file, write_files
 from lm.schema import Plain, to_plain
 
 LOCK = "compare.lock"  # file in the experiment's folder: names the machine and process that work on it
@@ -89,8 +87,7 @@ def _lock_holder(path: Path) -> dict[str, Plain]:
     absent or damaged.
     """
     with suppress(RunError):
-        content = read_json(path)
-        return content if content.keys() == {"host", "pid", "born", "since"} else {}
+        return read_json(path)
     return {}
 
 
@@ -122,26 +119,21 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
     experiment = read_experiment(path, overrides)
     if (experiment.folder / CONFIG).exists():
         raise RunError(f"{experiment.folder}: a run folder; {_OTHER_NAME}")
-    settings_file = experiment.folder / RESOLVED_FILE
-    recorded = _read_settings(settings_file) if settings_file.exists() else None
-    settings = _machine_settings(experiment, jobs) if recorded is None else recorded
+    recorded = _recorded(experiment)
+    settings = recorded or _machine_settings(experiment, jobs)
     trainer = experiment.base.get("trainer", {})  # sizes and arms may set these keys, too
     open_settings = {
         name: settings[name] for name in SHARED_SETTINGS if trainer.get(name) in ("auto", None) and name in settings
     }
-    experiment = replace(experiment, base=merge(experiment.base, {"trainer": open_settings}))
-    present, planned = plan_of(experiment), recorded or {}
-    procedure = Procedure(_compared_with_plan(experiment, planned.get(PLAN), present))
-    if planned.get(PLAN):
-        procedure.other_runs = _other_runs_words(procedure, planned[PLAN], present, planned.get(_OVERRIDES))
+    procedure = Procedure(replace(experiment, base=merge(experiment.base, {"trainer": open_settings})))
+    _compare_with_plan(procedure, recorded)
     if procedure.other_runs and not anew:
         raise RunError(f"{experiment.folder}: {procedure.other_runs}; to train what is asked for now, add --anew")
     return procedure
 
 
 def start(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False) -> Procedure:
-    """Start an experiment: prepare its text, and fix the settings that all its runs share. If several processes start
-    the experiment at the same time, one of them fixes the settings.
+    """Start an experiment: prepare its text, and fix the settings that all its runs share.
 
     Raises LMError: as `open_experiment`; or the text can't be prepared, or text or plugins differ from those of the
     first runs.
@@ -150,24 +142,27 @@ def start(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False) -
     procedure = open_experiment(path, overrides, jobs, True)  # the vocabulary is known now
     experiment, file = procedure.experiment, procedure.experiment.folder / RESOLVED_FILE
     _check_held_out_text(experiment, store)
-    trainer, has_measured_runs = experiment.first_config.trainer, is_measured(experiment)
+    trainer, recorded, has_measured_runs = (
+        experiment.first_config.trainer,
+        _recorded(experiment),
+        is_measured(experiment),
+    )
     plugins = {name for run in procedure.known_runs() for name in run.config.plugin_names_by_key.values()}
     plan, code = None if has_measured_runs else plan_of(experiment), PLUGINS.versions(plugins)
     settings = {"data_fingerprint": store.fingerprint} | {name: getattr(trainer, name) for name in SHARED_SETTINGS}
-    plan_settings = {_OVERRIDES: list(overrides), PLAN: plan, _CODE: code}
+    settings |= recorded
     # the plan may change before a final run is measured
-    if not _write_settings(file, settings | plan_settings) and not has_measured_runs:
-        old_settings = _read_settings(file)
-        if (old_settings.get(PLAN), old_settings.get(_CODE)) != (plan, code):
-            write_files(experiment.folder, {RESOLVED_FILE: json_bytes(old_settings | plan_settings)})
-    settings = _read_settings(file)
-    if settings.get("data_fingerprint") != store.fingerprint:
+    if not recorded or (not has_measured_runs and (settings.get(PLAN), settings.get(_CODE)) != (plan, code)):
+        settings |= {_OVERRIDES: list(overrides), PLAN: plan, _CODE: code}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_files(file.parent, {file.name: json_bytes(settings)})
+    if settings["data_fingerprint"] != store.fingerprint:
         raise RunError(f"{file}: the text is not what the first runs were trained on; {_OTHER_NAME}")
     for name, version in (settings.get(_CODE) or {}).items():
         if not matches_version(version, code.get(name, version)):
             change = f"{name} was {version} in the first runs, it is {code[name]} now"
             raise RunError(f"{file}: {change}; bring that code back, {_OTHER_NAME}")
-    return open_experiment(path, overrides, jobs, True)
+    return procedure
 
 
 def _check_held_out_text(experiment: Experiment, store: Store) -> None:
@@ -187,20 +182,10 @@ def _check_held_out_text(experiment: Experiment, store: Store) -> None:
             )
 
 
-def _write_settings(file: Path, settings: dict[str, Plain]) -> bool:
-    """Write RESOLVED_FILE and its line in the experiment's manifest, unless the file exists; return whether it did."""
-    if file.exists():
-        return False
-    content = json_bytes(settings)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    add_entries(file.parent, entry(file.name, hashlib.sha256(content).hexdigest(), 0))
-    return write_new(file, content)
-
-
-def _read_settings(file: Path) -> dict[str, Plain]:
-    """Read RESOLVED_FILE. Raises RunError: it was altered."""
-    advice = "bring it back: it holds what was planned before the first run"
-    return json.loads(read_file(file.parent, file.name, advice))
+def _recorded(experiment: Experiment) -> dict[str, Plain]:
+    """What the first start recorded in RESOLVED_FILE; {} before it. Raises RunError: the file was altered."""
+    folder, advice = experiment.folder, "bring it back: it holds what was planned before the first run"
+    return json.loads(read_file(folder, RESOLVED_FILE, advice)) if (folder / RESOLVED_FILE).exists() else {}
 
 
 def _machine_settings(experiment: Experiment, jobs: int) -> dict[str, Plain]:
@@ -303,21 +288,24 @@ def _arm_words(changes: dict[str, list[str]], arm_count: int) -> list[str]:
     return [words if len(arms) == arm_count > 1 else f"{', '.join(arms)}: {words}" for words, arms in names.items()]
 
 
-def _compared_with_plan(experiment: Experiment, plan: dict[str, dict] | None, present: dict[str, dict]) -> Experiment:
-    """Return the experiment with notes on what was changed since its recorded plan (None: unknown), and the arms whose
-    verdicts are exploratory for that. There are no notes before a final run was measured.
+def _compare_with_plan(procedure: Procedure, recorded: dict[str, Plain]) -> None:
+    """Compare the present plan with the `recorded` one. Set the notes on what was changed since, the arms whose
+    verdicts are exploratory for that, and `Procedure.other_runs`. There are no notes before a final run was measured.
 
     A change of an arm concerns its own verdict and those of arms that start from its weights. All other changes, and
     those of the baseline, concern all verdicts; changes of tuning are noted alone.
     """
+    experiment, plan, present = procedure.experiment, recorded.get(PLAN), plan_of(procedure.experiment)
+    changes = _changes(plan, present) if plan else {}
+    procedure.other_runs = _other_runs_words(procedure, changes, recorded)
     if plan == present or not is_measured(experiment):
-        return experiment
+        return
     every_arm = frozenset((size, arm.name) for size, arm in experiment.size_arms)
     if plan is None:
         note = f"exploratory: what was planned before the first run is not known: {RESOLVED_FILE} does not say"
-        return replace(experiment, plan_notes=(note,), exploratory=every_arm)
-    changes, sources = _changes(plan, present), {arm.name: arm.source for arm in experiment.arms}
-    shared = changes.pop("", [])
+        procedure.plan_notes, procedure.exploratory = [note], every_arm
+        return
+    shared, sources = changes.pop("", []), {arm.name: arm.source for arm in experiment.arms}
     tuning = [words for words in shared if words.startswith("tune.")]
     general = [words for words in shared if words not in tuning]
 
@@ -327,34 +315,32 @@ def _compared_with_plan(experiment: Experiment, plan: dict[str, dict] | None, pr
     has_left_out = any(name not in present["arms"] for name in changes)
     baseline_changed = any(is_changed(size, experiment.arms[0].name) for size in experiment.sizes)
     concerns_all = general or has_left_out or baseline_changed
-    exploratory = every_arm if concerns_all else frozenset(pair for pair in every_arm if is_changed(*pair))
+    procedure.exploratory = frozenset(pair for pair in every_arm if concerns_all or is_changed(*pair))
     words = general + _arm_words(changes, len(present["arms"]))
     lines = {"exploratory: changed since the plan": words, "changed since the plan": tuning}
-    notes = tuple(f"{start}: {'; '.join(entries)}" for start, entries in lines.items() if entries)
-    return replace(experiment, plan_notes=notes, exploratory=exploratory)
+    procedure.plan_notes = [f"{start}: {'; '.join(entries)}" for start, entries in lines.items() if entries]
 
 
-def _other_runs_words(
-    procedure: Procedure, plan: dict[str, dict], present: dict[str, dict], planned_overrides: list[str] | None
-) -> str:
+def _other_runs_words(procedure: Procedure, changes: dict[str, list[str]], recorded: dict[str, Plain]) -> str:
     """Say that the experiment's folder has none of the runs that are asked for, but ended runs of another planned
     configuration, with the keys that differ and the command that goes on with those runs; empty otherwise.
     """
-    experiment, overrides = procedure.experiment, tuple(planned_overrides or ())
+    experiment, overrides = procedure.experiment, tuple(recorded.get(_OVERRIDES) or ())
     tuned = tuple(f"{key} was " for key in experiment.tune.keys if experiment.is_tuned)
-    changes = {
-        name: kept
-        for name, words in _changes(plan, present).items()
-        if name in plan["arms"] and name in present["arms"]
-        if (kept := [entry for entry in words if not entry.startswith(tuned)])
+    kept = {
+        name: [entry for entry in words if not entry.startswith(tuned)]
+        for name, words in changes.items()
+        if name and words not in (["added"], ["left out"])
     }
+    kept = {name: words for name, words in kept.items() if words}
+    arms = recorded[PLAN]["arms"] if kept else {}
     has_ended_runs = any(
         step_path(folder / CHECKPOINTS, keys["trainer.max_steps"]).exists()
-        for name, keys in plan["arms"].items()
+        for name, keys in arms.items()
         for folder in experiment.folder.glob(f"{name}-*")
     )
-    if not changes or not has_ended_runs or any(run.config.run_folder.is_dir() for run in procedure.known_runs()):
+    if not has_ended_runs or any(run.config.run_folder.is_dir() for run in procedure.known_runs()):
         return ""
     remedy = f"; the command that goes on with them: {replace(experiment, overrides=overrides).command}"
-    words = "; ".join(_arm_words(changes, len(plan["arms"])))
+    words = "; ".join(_arm_words(kept, len(arms)))
     return f"ended runs here are of another configuration: {words}{remedy * (overrides != experiment.overrides)}"

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from lm.config.tree import effect_of
-from lm.experiments.engine import failures
 from lm.experiments.experiment import Experiment
 from lm.experiments.judging import Judgement
+from lm.experiments.loop import failures
 from lm.experiments.noise import experiment_noise
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION

@@ -97,7 +97,10 @@ class Procedure:
 
     def __init__(self, experiment: Experiment, read: Callable[..., Outcome] = Outcome):
         self.experiment, self._read = experiment, read
-        self.other_runs = ""  # ended runs of another configuration, if there are none of those that are asked for
+        # what the experiment's recorded plan says (`lm.experiments.experiment_folder`): ended runs of another
+        # configuration, if there are none of those that are asked for; what was changed after a final run was measured;
+        # and the sizes and arms whose verdicts are exploratory for that
+        self.other_runs, self.plan_notes, self.exploratory = "", list[str](), frozenset[SizeArm]()
         self._arms = {arm.name: arm for arm in experiment.arms}
         self._folder = experiment.folder
         self._ended_outcomes: dict[Path, Outcome] = {}
@@ -131,47 +134,40 @@ class Procedure:
         """The configuration of a run, cached. `source_config`: the configuration of the run it starts from; None:
         random weights.
         """
-        source_folder = source_config and source_config.run_folder
-        run_key = size, arm.name, stage, rate, seed, source_folder
-        if run_key not in self._configs:
-            changes: dict[str, Plain] = {"runs": str(self._folder / size), "name": "run"}
-            tuned_keys = self.experiment.tuned_keys(rate)
-            values = "_".join(f"{value:g}" for value in tuned_keys.values())
-            stem = "-".join(filter(None, (arm.name, values, f"seed{seed}")))
-            if source_folder and arm.swap and arm.trained:
-                words = " ".join([source_folder.name, str(arm.swap), *self._normalizer_options(size, arm, rate)])
-                digest = hashlib.sha256(words.encode()).hexdigest()[:8]
-                changes["init_from"] = str(self._folder / size / SWAPPED / f"{stem}-{digest}")
-            elif source_folder and arm.branch_step is not None:
-                changes["branch_from"] = str(step_path(source_folder / CHECKPOINTS, arm.branch_step))
-                changes["init_from"] = source_config.init_from
-            elif source_folder:
-                changes["init_from"] = str(source_folder)
-            config = self.experiment.config(size, arm, seed, rate, changes)
-            # In the hash, starting weights count by their path below the default folder of runs: an experiment may be
-            # moved.
-            default_folder = Path(Config().runs, self.experiment.name)
-            default_paths = {
-                name: str(default_folder / Path(path).relative_to(self._folder))
-                for name in ("init_from", "branch_from")
-                if source_folder and (path := getattr(config, name))
-            }
-            digest = config_hash(replace(config, **default_paths))
-            experiment_keys = ExperimentConfig(self.experiment.name, arm.name, size or None, stage, rate_cell(rate))
-            self._configs[run_key] = replace(config, name=f"{stem}-{digest}", experiment=experiment_keys)
-        return self._configs[run_key]
-
-    def _normalizer_options(self, size: str, arm: Arm, rate: Rate | None) -> list[str]:
-        """The options of an arm's normalizer that are not at their defaults, as `KEY=VALUE`, without `init`, which
-        `swap` sets.
-        """
-        normalizer = self.experiment.config(size, arm, self.experiment.seeds[0], rate, {"name": "any"}).model.normalizer
-        options, defaults = to_plain(normalizer), to_plain(type(normalizer)())
-        return [
-            f"{key}={value}"
-            for key, value in sorted(options.items())
-            if key not in ("name", "init") and value != defaults.get(key)
-        ]
+        run_key = size, arm.name, stage, rate, seed, source_config and source_config.run_folder
+        if run_key in self._configs:
+            return self._configs[run_key]
+        folder, start = self._folder / size, dict[str, str]()
+        config = self.experiment.config(size, arm, seed, rate, {"runs": str(folder), "name": "run"})
+        values = "_".join(f"{value:g}" for value in self.experiment.tuned_keys(rate).values())
+        stem = "-".join(filter(None, (arm.name, values, f"seed{seed}")))
+        if source_config and arm.swap and arm.trained:
+            options, defaults = (to_plain(part) for part in (config.model.normalizer, type(config.model.normalizer)()))
+            option_words = [
+                f"{key}={value}"
+                for key, value in sorted(options.items())
+                if key not in ("name", "init") and value != defaults.get(key)
+            ]
+            words = " ".join([source_config.name, str(arm.swap), *option_words])
+            digest = hashlib.sha256(words.encode()).hexdigest()[:8]
+            start["init_from"] = str(folder / SWAPPED / f"{stem}-{digest}")
+        elif source_config and arm.branch_step is not None:
+            start["branch_from"] = str(step_path(source_config.run_folder / CHECKPOINTS, arm.branch_step))
+            start["init_from"] = source_config.init_from
+        elif source_config:
+            start["init_from"] = str(source_config.run_folder)
+        # In the hash, starting weights count by their path below the default folder of runs: an experiment may be
+        # moved.
+        default_folder = Path(Config().runs, self.experiment.name)
+        hashed_start = {
+            name: str(default_folder / Path(path).relative_to(self._folder))
+            if Path(path).is_relative_to(self._folder)
+            else path
+            for name, path in start.items()
+        }
+        digest = config_hash(replace(config, **hashed_start))
+        place = ExperimentConfig(self.experiment.name, arm.name, size or None, stage, rate_cell(rate))
+        return self._configs.setdefault(run_key, replace(config, **start, name=f"{stem}-{digest}", experiment=place))
 
     @cached_property
     def _required_options(self) -> dict[SizeArm, dict[str, dict[str, Plain]]]:
@@ -310,7 +306,7 @@ class Procedure:
             if keys := sorted({key for other_words in tuned for key in differing_keys(words, other_words)}):
                 name = " ".join(filter(None, (size, arm.name)))
                 notes.append(f"{name}: rates were tuned for another configuration: {', '.join(keys)} differ")
-        notes += experiment.plan_notes
+        notes += self.plan_notes
         notes += run_differences((run.arm, run.outcome) for run in self.known_runs())
         for size in experiment.sizes:
             choice, prefix = self.choice(size), f"{size}: " if size else ""
@@ -386,7 +382,7 @@ class Procedure:
             runs,
             all_pairs=experiment.primary.quantity_name != experiment.choice_metric,
             sources={arm.name: self.sources(arm) for arm in experiment.arms if arm.source},
-            exploratory=experiment.exploratory,
+            exploratory=self.exploratory,
             rate_heading=experiment.tune.heading,
             measured_on=experiment.data_words(experiment.primary.quantity_name, "report"),
         )

@@ -22,9 +22,9 @@ from lm.config.normalizers import options_class
 from lm.errors import ConfigError, RunError
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import start
+from lm.experiments.loop import commands
 from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import run_differences
-from lm.experiments.slots import commands
 from lm.plugins import PLUGINS, matches_version
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
 from lm.runs.folder import CONFIG, DESCRIPTION, ENVIRONMENT, read_config

@@ -14,9 +14,9 @@ from lm.config.load import load_config
 from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, DataError
+from lm.experiments.compare import costs
 from lm.experiments.experiment import config_hash
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.plan import costs
 from lm.experiments.procedure import Procedure
 from lm.model.decoder import Decoder
 from lm.model.spec import count_parameters, count_steps, with_steps

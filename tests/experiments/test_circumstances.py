@@ -92,7 +92,7 @@ def test_what_was_changed_after_final_runs_were_measured_is_exploratory(tmp_path
     (line,) = [note for note in procedure.notes() if note.startswith("exploratory: changed since the plan: ")]
     assert words in line
     if list(changes) == ["arms"] and arms == ["log_n"]:
-        assert ("", "ssmax") not in procedure.experiment.exploratory
+        assert ("", "ssmax") not in procedure.exploratory
 
 
 def test_what_is_measured_beside_the_primary_metric_may_change(tmp_path, overrides):
@@ -104,8 +104,8 @@ def test_what_is_measured_beside_the_primary_metric_may_change(tmp_path, overrid
     folder = started(tmp_path, overrides).experiment.folder  # so that final runs have been measured
     plan = plan_of(read_experiment(asked(lengths=[16, 32]), overrides))
     put(folder / RESOLVED_FILE, SETTLED | {PLAN: plan})
-    assert open_experiment(asked(lengths=[8, 16, 32]), overrides).experiment.plan_notes == ()
-    changed = open_experiment(asked(lengths=[16, 32], sequences=7), overrides).experiment
+    assert open_experiment(asked(lengths=[8, 16, 32]), overrides).plan_notes == []
+    changed = open_experiment(asked(lengths=[16, 32], sequences=7), overrides)
     assert re.search(r"by_length/loss 32: sequences was .*, is 7", *changed.plan_notes)
     assert changed.exploratory
 
@@ -124,9 +124,9 @@ def test_arms_that_start_from_a_changed_arm_are_exploratory(tmp_path, overrides)
         return TWO_ARMS["arms"] | {"late": late, "later": later}
 
     started(tmp_path, overrides, arms=arms(6))
-    experiment = open_experiment(written(tmp_path, **SEEDS | {"arms": arms(7)}), overrides).experiment
-    assert experiment.exploratory == {("", "late"), ("", "later")}
-    assert experiment.plan_notes == ("exploratory: changed since the plan: late: trainer.max_steps was 6, is 7",)
+    procedure = open_experiment(written(tmp_path, **SEEDS | {"arms": arms(7)}), overrides)
+    assert procedure.exploratory == {("", "late"), ("", "later")}
+    assert procedure.plan_notes == ["exploratory: changed since the plan: late: trainer.max_steps was 6, is 7"]
 
 
 def test_a_tuning_table_is_planned_whatever_the_order_of_its_rows(tmp_path, overrides):
@@ -162,7 +162,7 @@ def test_before_anything_is_measured_the_plan_may_change(arguments, tmp_path):
     start(written(tmp_path, tune=None), [*arguments[1:], "log.progress=none"])
     assert read_json(folder / RESOLVED_FILE)["overrides"] == arguments[1:], "the plan is the same"
     changed = written(tmp_path, tune=None, primary={"matters": 0.2}, seeds=[2, 3, 5, 4])
-    assert start(changed, arguments[1:]).experiment.plan_notes == ()
+    assert start(changed, arguments[1:]).plan_notes == []
     plan = read_json(folder / RESOLVED_FILE)[PLAN]["shared"]
     assert (plan["primary.matters"], plan["seeds"]) == (0.2, [2, 3, 4, 5])
 

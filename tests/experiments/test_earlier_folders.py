@@ -48,8 +48,8 @@ def test_runs_of_an_earlier_version_are_gone_on_with_and_its_plan_is_unchanged(t
     assert sorted(f"{run.stage} {run.config.name}" for run in runs) == sorted(EARLIER["runs"])
     for run in runs:
         (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
-    experiment = open_experiment(path, overrides).experiment
-    assert (experiment.plan_notes, {*experiment.exploratory}) == ((), set())
+    reopened = open_experiment(path, overrides)
+    assert (reopened.plan_notes, {*reopened.exploratory}) == ([], set())
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,11 @@ from trials import TUNED, written
 import lm.experiments.experiment as experiment_module
 from lm.config.load import to_yaml
 from lm.errors import RunError
+from lm.experiments.compare import plan_lines
 from lm.experiments.experiment import Experiment
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import PLAN, open_experiment, plan_of
-from lm.experiments.plan import costs, plan_lines
+from lm.experiments.loop import Slots
 from lm.experiments.procedure import Procedure
 from lm.runs.folder import CONFIG, RESOLVED_FILE
 
@@ -55,7 +56,7 @@ def test_overrides_that_are_forgotten_are_said_with_the_command_that_has_them(
     tmp_path, arguments, runs, tune, monkeypatch
 ):
     monkeypatch.setattr("lm.experiments.compare.experiment_files", lambda *_: {})
-    monkeypatch.setattr("lm.experiments.engine.ExperimentTrainer.train_all", lambda _: pytest.fail("trains"))
+    monkeypatch.setattr("lm.experiments.loop.ExperimentTrainer.train_all", lambda _: pytest.fail("trains"))
     path, data = written(tmp_path, tune=tune), arguments[1:]
     first = ended(path, [*data, *SHORT])
     message = r"ended runs here are of another configuration: .*trainer\.max_steps was 4, is 8"
@@ -147,7 +148,7 @@ def test_a_plan_takes_as_much_work_for_each_arm_however_many_there_are(tmp_path,
         calls.clear()
         arms = {f"arm{number}": {"optim.z_loss": (number + 1) / 1000} for number in range(n_arms)}
         procedure = open_experiment(written(tmp_path, tune=tune, arms=arms), ["data.source.paths=[.]", runs])
-        assert len(list(plan_lines(procedure, costs(procedure), "unknown"))) > n_arms
+        assert len(list(plan_lines(procedure, Slots(1)))) > n_arms
         assert calls["parse"] == n_arms * rates, "once for each rate, the first of which is that of the base"
         work[n_arms] = dict(calls)
     for name in work[3]:

@@ -18,9 +18,10 @@ from manifests import put
 from lm.config.load import to_yaml
 from lm.errors import RunError
 from lm.evaluation.answers import Recall, by_length
+from lm.experiments.compare import plan_lines
 from lm.experiments.experiment_file import read_experiment
+from lm.experiments.loop import Slots
 from lm.experiments.page import CROSSED_RATES_NOTE, SizeResults, _caveats, crossed_table
-from lm.experiments.plan import plan_lines
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import differences_by_rate, measured_words, summary_entries, tuning_means, tuning_table_rows
 from lm.report.frame import results
@@ -419,9 +420,7 @@ def test_while_runs_at_the_others_rate_are_missing_nothing_is_claimed(tmp_path):
 
 def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(tmp_path):
     def said(procedure: Procedure) -> list[str]:
-        return [
-            line for line in plan_lines(procedure, {}, "unknown") if line.lower().startswith(("power", "low power"))
-        ]
+        return [line for line in plan_lines(procedure, Slots(1)) if line.lower().startswith(("power", "low power"))]
 
     primary = {"metric": "val/loss", "matters": 0.02}
     assert said(experiment(tmp_path, primary=primary)) == [
@@ -438,7 +437,7 @@ def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(t
         "LOW POWER: the experiment will more likely than not leave such a difference undecided; probability 0.8 takes "
         "52 seeds"
     )
-    of_two = [*plan_lines(experiment(tmp_path, primary=primary | {"spread": 0.05}, seeds=[1, 2]), {}, "unknown")]
+    of_two = [*plan_lines(experiment(tmp_path, primary=primary | {"spread": 0.05}, seeds=[1, 2]), Slots(1))]
     assert "NO VERDICT: there are 2 seeds, and a verdict takes 3: add seeds" in of_two
     noise = {("softmax", seed): 0.0 for seed in (1, 2, 3)} | {
         ("ssmax", 1): 0.05,
@@ -492,7 +491,7 @@ def test_there_is_a_page_and_a_plan_at_each_step_where_arms_start_from_others_th
             else []
         )
         plans.append((choice.rates is None, [*map(str, seeds)], _caveats(procedure, [results])[0].partition("; ")[2]))
-        assert list(plan_lines(procedure, {}, "unknown"))
+        assert list(plan_lines(procedure, Slots(1)))
         for run in unfinished:
             finish(run, misled(run))
     assert plans == [
@@ -566,7 +565,7 @@ def test_the_noise_of_an_experiments_final_runs_is_measured_in_its_folder(tmp_pa
     judged = [[run.value for run in procedure.judgement().judged_runs("", arm)] for arm in ("softmax", "ssmax")]
     noise = f"oise: single runs scatter by {math.sqrt(np.var(judged, axis=1, ddof=1).mean()):.3g} ("
     paired = f", differences paired by seed by {np.std(np.subtract(*judged), ddof=1):.3g} ("
-    planned = next(line for line in plan_lines(procedure, {}, "?") if "scatter" in line)
+    planned = next(line for line in plan_lines(procedure, Slots(1)) if "scatter" in line)
     for sentence in (planned, write_page([procedure], tmp_path / "page").read_text()):
         assert noise in sentence
         assert paired in sentence

@@ -21,15 +21,13 @@ from lm.errors import ConfigError, Diverged, RunError
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.held_out import LongContext
 from lm.evaluation.metrics import metrics_of
-from lm.experiments.compare import TrainingOptions, compare_experiments
-from lm.experiments.engine import RunsFailed, forget_failures
+from lm.experiments.compare import TrainingOptions, compare_experiments, plan_lines
 from lm.experiments.experiment import config_hash
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import open_experiment, start
-from lm.experiments.plan import plan_lines
+from lm.experiments.loop import RunsFailed, Slots, Stopped, forget_failures
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION, Outcome
-from lm.experiments.slots import Stopped
 from lm.experiments.summary import summary_entries
 from lm.machine import threads_per_process
 from lm.runs.evaluations import Series, evaluation_path, load_evaluation
@@ -120,7 +118,9 @@ def test_what_was_stopped_goes_on_and_what_failed_is_said(tmp_path, overrides):
         "unfinished",
     ]
     labels = []
-    with pytest.raises(RunError, match=r"2 runs failed .*ssmax-seed1-.*status 1: no output.*--retry tries them again"):
+    with pytest.raises(
+        RunError, match=r"2 runs failed .*ssmax-seed1-.*status 1: no output.*--retry tries failed ones again"
+    ):
         launching(
             procedure, lambda run: labels.append(run.label) or (here(run) if run.arm == "softmax" else 1)
         ).train_all()
@@ -398,7 +398,7 @@ def test_what_one_size_says_of_precision_is_its_own_and_the_plan_says_so(tmp_pat
     ]
     assert precisions == [32, 32, "bf16-mixed"], "b is as the first start settles it"
     sentence = "precision 32 or bf16-mixed; compile False; threads 1"
-    assert list(plan_lines(procedure, {}, "unknown"))[-1] == f"runs compute with {sentence}"
+    assert list(plan_lines(procedure, Slots(1)))[-1] == f"runs compute with {sentence}; 1 at a time on the CPU"
 
 
 def test_threads_are_shared_out_of_the_cores_that_the_job_may_use(tmp_path, overrides, monkeypatch):

@@ -18,14 +18,13 @@ from trials import written
 from waiting import wait_until
 
 from lm.errors import RunError
-from lm.experiments.engine import ExperimentTrainer, forget_failures, read_failure
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.procedure import Procedure, Run
-from lm.experiments.slots import Slots, Stopped
+from lm.experiments.loop import ExperimentTrainer, Slots, Stopped, forget_failures, read_failure
+from lm.experiments.procedure import Procedure
 from lm.experiments.summary import summary_entries
 from lm.files import read_json
 from lm.machine import process_start
-from lm.runs.folder import last_logged, step_path
+from lm.runs.folder import last_logged
 from lm.training.train import starting_checkpoint, train
 
 
@@ -75,46 +74,18 @@ def test_a_run_killed_between_its_first_checkpoint_and_the_link_to_it_goes_on(ti
         starting_checkpoint(config)
 
 
-@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT, signal.SIGBUS])
-def test_a_run_that_crashes_twice_at_the_same_place_has_failed(file, overrides, number):
-    procedure = with_one_run_left(file, overrides)
-    run, numbers = procedure.known_runs()[0], []
-
-    def crash(_: Run) -> int:
-        numbers.append(number)
-        return -number
-
-    def saves_and_crashes(_: Run) -> int:
-        path = step_path(run.config.run_folder / "checkpoints", 5 * (len(numbers) + 1))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        return crash(run)
-
-    for launch in (saves_and_crashes, saves_and_crashes):
-        with pytest.raises(RunError, match=rf"killed by {number.name}.*; the same command goes on with them"):
-            launching(procedure, launch).train_all()
-    for _ in range(2):
-        with pytest.raises(
-            RunError, match=rf"killed by {number.name}.*, twice in a row at the same place\); --retry tries them again"
-        ):
-            launching(procedure, crash).train_all()
-    assert len(numbers) == 3, "it is left alone from then on"
-    assert "twice" in read_failure(procedure.experiment.folder, run).reason
-    jobs = launching(procedure, crash)
-    forget_failures(procedure)
-    with pytest.raises(RunError, match=r"the same command goes on"):
-        jobs.train_all()
-    assert read_failure(procedure.experiment.folder, run) is None
-    launching(procedure, lambda run: finish(run, 5.0) or 0).train_all()
-    assert not list((procedure.experiment.folder / "logs").glob("*.failed.json"))
-
-
-@pytest.mark.parametrize("status", [-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGUSR2])
-def test_a_run_that_is_stopped_has_not_failed_however_often(file, overrides, status):
+@pytest.mark.parametrize("status", [-signal.SIGTERM, -signal.SIGSEGV, 128 + signal.SIGTERM, 128 + signal.SIGUSR2])
+def test_a_run_that_a_signal_ended_has_not_failed_however_often(file, overrides, status):
     procedure = with_one_run_left(file, overrides)
     for _ in range(3):
         with pytest.raises(RunError, match=r"the same command goes on"):
             launching(procedure, lambda _: int(status)).train_all()
+    with pytest.raises(RunError, match=r"--retry tries failed ones again"):
+        launching(procedure, lambda _: 1).train_all()
+    assert read_failure(procedure.experiment.folder, procedure.known_runs()[0]).reason == "no output"
+    forget_failures(procedure)
+    launching(procedure, lambda run: finish(run, 5.0) or 0).train_all()
+    assert not list((procedure.experiment.folder / "logs").glob("*.failed.json"))
 
 
 @pytest.mark.slow
@@ -158,12 +129,9 @@ def test_a_stopped_experiment_saves_its_runs(file, overrides):
 WORK = """
 import sys
 from pathlib import Path
-from lm.experiments.engine import ExperimentTrainer, forget_failures
 from lm.experiments.experiment_folder import start
-from lm.experiments.slots import Slots
-jobs = ExperimentTrainer(start(Path(sys.argv[1]), sys.argv[2:], 2), Slots(2))
-forget_failures(jobs.procedure)  # two kills may meet a run at the same place
-jobs.train_all()
+from lm.experiments.loop import ExperimentTrainer, Slots
+ExperimentTrainer(start(Path(sys.argv[1]), sys.argv[2:], 2), Slots(2)).train_all()
 """
 
 

@@ -44,7 +44,7 @@ def experiment(corpus: Path, store_root: Path, tmp_path_factory: pytest.TempPath
         "optim.batch_tokens=512",
     ]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("lm.experiments.engine.ThreadPoolExecutor", Inline)
+        patched.setattr("lm.experiments.loop.ThreadPoolExecutor", Inline)
         launching(open_experiment(path, overrides), here).train_all()
     return path, overrides
 

@@ -21,11 +21,10 @@ from trials import written
 
 from lm.config.load import load_config
 from lm.errors import ConfigError, RunError
-from lm.experiments.compare import LiveTable
-from lm.experiments.engine import ExperimentTrainer
+from lm.experiments.compare import running_table
 from lm.experiments.experiment_file import read_experiment
+from lm.experiments.loop import Devices, ExperimentTrainer, Slots, gpu_words, slots_of
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.slots import Devices, Slots, gpu_words, slots_of
 from lm.model.device import count_gpus, visible_gpus
 
 MIG = "MIG-3eb87630-93d5-b2b6-b8ff-9b359caf4ee2,MIG-8e88b630-93d5-b2b6-b8ff-9b359caf4ee2"
@@ -211,7 +210,7 @@ def test_the_process_of_each_run_sees_its_devices_alone(gpus, tmp_path, monkeypa
     program.chmod(0o755)
     procedure = opened(tmp_path, arms=WIDE, seeds=[1, 2, 3])
     slots = slots_of(procedure.experiment, None, slots_per_gpu)
-    monkeypatch.setattr("lm.experiments.slots.sys.executable", str(program))
+    monkeypatch.setattr("lm.experiments.loop.sys.executable", str(program))
     with pytest.raises(RunError, match="12 runs failed"):
         ExperimentTrainer(procedure, slots).train_all()
     counts, widths = Counter(), Counter()
@@ -232,8 +231,7 @@ def test_plan_and_table_say_on_which_device_a_run_is(gpus, tmp_path):
     assert str(Slots(3, ("1", "2"), 2, {("", "softmax"): 1})) == "3 at a time on GPU 1, 2, 2 on each (--jobs-per-gpu)"
     procedure = opened(tmp_path)
     jobs = ExperimentTrainer(procedure, slots_of(procedure.experiment, None, 1))
-    jobs.known_runs = procedure.known_runs()
-    jobs.pending = {Future(): (jobs.known_runs[0], ("1", "3")), Future(): (jobs.known_runs[1], ())}
+    jobs.pending = {Future(): (procedure.known_runs()[0], ("1", "3"))}
     out = io.StringIO()
-    Console(file=out, width=140, force_terminal=False).print(LiveTable(jobs).render())
+    Console(file=out, width=140, force_terminal=False).print(running_table(jobs, {}))
     assert "GPU 1, 3" in out.getvalue()

@@ -16,9 +16,10 @@ from test_experiment_page import rows, text_of
 
 import lm
 from lm.config.load import to_yaml
+from lm.experiments.compare import plan_lines
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import open_experiment, start
-from lm.experiments.plan import plan_lines
+from lm.experiments.loop import Slots
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_entries, tuning_means, tuning_table_rows
 from lm.report.tables import csv_text
@@ -85,13 +86,13 @@ def test_each_arm_is_judged_at_its_best_pair(on_a_grid):
 
 
 def test_the_plan_counts_the_runs_of_all_pairs(tmp_path):
-    lines = "\n".join(plan_lines(experiment(tmp_path), {}, "unknown"))
+    lines = "\n".join(plan_lines(experiment(tmp_path), Slots(1)))
     values = "0.05, 0.1, 0.2, 0.4 (12 together)"
     assert (
         f"tuning optim.lr over 0.01, 0.02, 0.04 and {DECAY} over {values} with seeds 101, 102; final seeds 1, 2, 3"
         in lines
     )
-    assert f"{2 * (12 * 2 + 2 * 3)} runs; the grid may grow twice" in lines
+    assert f"{2 * (12 * 2 + 2 * 3)} runs, " in lines
     assert "done: 0 of the 48 runs known so far" in lines
 
 
@@ -122,9 +123,9 @@ def test_a_changed_grid_is_said_beside_the_verdicts(tmp_path, arguments):
     for run in procedure.known_runs():
         put(run.config.run_folder / CONFIG, to_yaml(run.config))
     other_tune = TUNE | {"grid": [[1e-2, 2e-2, 4e-2], [0.05, 0.1, 0.2]]}
-    changed = open_experiment(written(tmp_path, tune=other_tune), arguments[1:]).experiment
+    changed = open_experiment(written(tmp_path, tune=other_tune), arguments[1:])
     grid = "[[0.01, 0.02, 0.04], [0.05, 0.1, 0.2, 0.4]], is [[0.01, 0.02, 0.04], [0.05, 0.1, 0.2]]"
-    assert changed.plan_notes == (f"changed since the plan: tune.grid was {grid}",)
+    assert changed.plan_notes == [f"changed since the plan: tune.grid was {grid}"]
     assert not changed.exploratory
 
 

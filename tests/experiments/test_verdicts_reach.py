@@ -13,7 +13,9 @@ from fabricated import FINGERPRINT, evaluated, finish, validate, validation
 from manifests import put
 
 from lm.errors import ConfigError
+from lm.experiments.compare import plan_lines
 from lm.experiments.experiment_file import read_experiment
+from lm.experiments.loop import Slots
 from lm.experiments.page import (
     SizeResults,
     _caveats,
@@ -23,7 +25,6 @@ from lm.experiments.page import (
     rates_picture,
     seeds_table,
 )
-from lm.experiments.plan import plan_lines
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_entries, summary_table, tuning_table_rows
 from lm.report.tables import csv_text
@@ -218,10 +219,6 @@ def test_other_rates_are_shown_by_tokens_on_the_selection_text(tmp_path, monkeyp
             {"base": {"base": str(ROOT / "tests" / "tiny.yaml"), "eval.every": 1000000}},
             "primary.reach = 4.6: val/loss is measured once, at the last step; measure it on the way: eval.every",
         ),
-        (
-            {"arms": {"a": {}, "b": {"from": "a", "swap": {"to": "ssmax"}, "train": False}}},
-            "primary.reach = 4.6: b is not trained; drop the arm",
-        ),
     ],
 )
 def test_what_can_t_be_reached_is_refused(tmp_path, changes, message):
@@ -230,7 +227,7 @@ def test_what_can_t_be_reached_is_refused(tmp_path, changes, message):
 
 
 def test_the_plan_counts_seeds_for_a_factor(tmp_path):
-    lines = [*plan_lines(experiment(tmp_path, primary={"reach": LEVEL, "matters": 0.1, "spread": 0.05}), {}, "")]
+    lines = [*plan_lines(experiment(tmp_path, primary={"reach": LEVEL, "matters": 0.1, "spread": 0.05}), Slots(1))]
     (seeds,) = (
         line for line in lines if "seeds to find a factor of 1.1 in tokens to val/loss 4.6 with probability" in line
     )

@@ -20,10 +20,9 @@ from trials import written
 from waiting import wait_until
 
 from lm.errors import ConfigError, RunError
-from lm.experiments import engine, slots
-from lm.experiments.engine import Cluster, Training, read_scheduler_options
+from lm.experiments import loop
 from lm.experiments.experiment_folder import LOCK, experiment_lock, open_experiment, start
-from lm.experiments.slots import log_path
+from lm.experiments.loop import Cluster, Training, log_path
 from lm.files import read_json, write_json
 from lm.machine import process_start
 
@@ -49,7 +48,7 @@ def scheduler(tmp_path: Path, monkeypatch) -> Path:
 
 @INSTALLED
 def test_slurm_gets_jobs_that_are_told_of_their_end(tmp_path, scheduler):
-    options = read_scheduler_options("partition=gpu,timeout_min=240,gpus_per_node=1,signal_delay_s=120")
+    options = "partition=gpu,timeout_min=240,gpus_per_node=1,signal_delay_s=120"
     assert Cluster(tmp_path, options, "slurm").submit(Path.cwd).job_id == "42"
     lines = scheduler.read_text().splitlines()
     directives = ("partition=gpu", "time=240", "gpus-per-node=1", "signal=USR2@120", "job-name=lm", "open-mode=append")
@@ -59,16 +58,16 @@ def test_slurm_gets_jobs_that_are_told_of_their_end(tmp_path, scheduler):
 @INSTALLED
 def test_what_is_missing_or_wrong_is_said_in_one_line(tmp_path, scheduler, monkeypatch):
     with pytest.raises(ConfigError, match="--job-options partition: must be KEY=VALUE,KEY=VALUE"):
-        read_scheduler_options("partition")
+        Cluster(tmp_path, "partition", "slurm")
     with pytest.raises(ConfigError, match=r"--job-options partitoin=gpu: .*partitoin") as error:
-        Cluster(tmp_path, {"partitoin": "gpu"}, "slurm")
+        Cluster(tmp_path, "partitoin=gpu", "slurm")
     assert "\n" not in str(error.value)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(RunError, match=r"--submit slurm: .*srun"):
-        Cluster(tmp_path, {}, "slurm")
+        Cluster(tmp_path, "", "slurm")
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(RunError, match=r"submitit, which is not installed: pip install 'submitit>=1.5.4'"):
-        Cluster(tmp_path, {}, "slurm")
+        Cluster(tmp_path, "", "slurm")
 
 
 @INSTALLED
@@ -80,7 +79,7 @@ def test_a_job_lets_its_run_save_and_is_the_same_when_it_is_started_again(file, 
     )
     program.chmod(0o755)
     procedure = start(file, arguments[1:])
-    monkeypatch.setattr(slots.sys, "executable", str(program))
+    monkeypatch.setattr(loop.sys, "executable", str(program))
     monkeypatch.setattr(Training, "_is_recorded_job", lambda _: True)
     job, resubmitted = Training(procedure.known_runs()[0], procedure.experiment.folder), []
 
@@ -107,8 +106,8 @@ def test_a_job_that_nobody_waits_for_trains_nothing(file, arguments, monkeypatch
     procedure = start(file, arguments[1:])
     folder, run = procedure.experiment.folder, procedure.known_runs()[0]
     monkeypatch.setattr("submitit.JobEnvironment", lambda: type("Environment", (), {"job_id": "7"}))
-    monkeypatch.setattr(engine, "RECORD_WAIT_SECONDS", 0.0)
-    monkeypatch.setattr(slots.Children, "train", lambda *_: (0, 1.0))
+    monkeypatch.setattr(loop, "RECORD_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(loop.Children, "train", lambda *_: (0, 1.0))
     for record, status in (
         ({}, 143),
         ({"engine": "slurm", "id": "8", "born": ""}, 143),

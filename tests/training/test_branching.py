@@ -15,9 +15,9 @@ from trials import written
 
 from lm.config.load import load_config
 from lm.errors import ConfigError, RunError
+from lm.experiments.compare import costs
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import start
-from lm.experiments.plan import costs
 from lm.experiments.procedure import Procedure
 from lm.files import read_json
 from lm.report.comparison import compare_runs

@@ -1,0 +1,618 @@
+"""The loop that trains the runs of an experiment, in processes on the slots of this machine, or in jobs that submitit
+sends to a scheduler.
+
+A run takes one process after another, one for each of its `lm` commands. When `lm compare` ends, the processes of this
+machine save a checkpoint and end; a scheduler's jobs go on.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Literal
+
+from lm.config.load import to_yaml
+from lm.config.yaml_text import override
+from lm.errors import ConfigError, RunError, one_line
+from lm.experiments.experiment import Experiment
+from lm.experiments.experiment_folder import host_name
+from lm.experiments.procedure import Procedure, Run, next_runs
+from lm.experiments.run_outcome import SELECTION, Outcome
+from lm.experiments.summary import value_text
+from lm.files import locked_folder, read_json, write_json, write_text
+from lm.machine import STOP_SIGNALS, process_start, start_child
+from lm.model.device import count_gpus, visible_gpus
+from lm.report.tables import numeral
+from lm.runs.evaluations import NoDocuments
+from lm.runs.folder import ALREADY_TRAINING, CONFIG
+from lm.schema import Plain, to_plain
+
+if TYPE_CHECKING:
+    from submitit import Job
+    from submitit.helpers import DelayedSubmission
+
+Engine = Literal["slurm", "local"]
+Devices = tuple[str, ...]  # GPUs of a run, as CUDA_VISIBLE_DEVICES names them; (): it computes on the CPU
+LOG_FOLDER = "logs"  # folder in the experiment's folder: output, configuration, job record and failure of each run
+# suffixes of files beside a run's log: why the run failed, and which job trains it
+FAILURE_SUFFIX, JOB_SUFFIX = "failed.json", "job.json"
+JOBS_FOLDER = "workers"  # folder in the experiment's folder: scripts and output of submitit's jobs
+POLL_SECONDS = 1.0  # seconds between checks of a job
+RECORD_WAIT_SECONDS = 120.0  # seconds within which a job must see the record that names it
+
+
+def log_path(experiment_folder: Path, run: Run, suffix: str = "log") -> Path:
+    """The path of a run's file with `suffix` in the experiment's folder of logs; the file with the suffix `log` holds
+    the run's output.
+    """
+    return experiment_folder / LOG_FOLDER / run.size / f"{run.config.name}.{suffix}"
+
+
+# ---------------------------------------------------------------- runs that failed
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failure of a run, which ended without a result."""
+
+    status: int  # the exit status of the run; if a signal killed it, minus the number of the signal
+    reason: str  # why the run failed: the last line of its output, the signal, or the measurement that is missing
+    log: str  # path of the file that holds all output of the run
+
+    def __str__(self) -> str:
+        return f"status {self.status}: {self.reason}" if self.status else self.reason
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal stopped or killed the run, which the next start then continues."""
+        return self.status < 0 or self.status - 128 in STOP_SIGNALS
+
+
+def read_failure(experiment_folder: Path, run: Run) -> Failure | None:
+    """Return the recorded failure of a run; interrupted runs have none. Raises RunError: the file is damaged."""
+    path = log_path(experiment_folder, run, FAILURE_SUFFIX)
+    content = read_json(path) if path.exists() else {}
+    return Failure(*(content[spec.name] for spec in fields(Failure))) if content else None
+
+
+def failures(procedure: Procedure) -> list[tuple[Run, Failure]]:
+    """The runs of an experiment that have failed, each with its failure."""
+    pairs = ((run, read_failure(procedure.experiment.folder, run)) for run in procedure.known_runs())
+    return [(run, failure) for run, failure in pairs if failure and not run.outcome.ended]
+
+
+def forget_failures(procedure: Procedure) -> None:
+    """Let the runs that failed be tried again."""
+    for run in procedure.known_runs():
+        log_path(procedure.experiment.folder, run, FAILURE_SUFFIX).unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------- slots of this machine
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Places in which one `lm compare` trains runs at the same time. A run on the CPU takes one slot, a run on GPUs one
+    slot on each.
+    """
+
+    n_slots: int
+    gpus: Devices = ()  # GPUs that are handed out; (): all runs compute on the CPU
+    slots_per_gpu: int = 1  # number of slots on each GPU
+    # number of GPUs that a run takes, by size and arm; other runs take none
+    gpus_per_run: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    place: str = "on the CPU"  # where runs without GPUs are trained, in words
+
+    def slots_per_run(self, size: str, arm: str) -> int:
+        """Return the number of slots that a run of an arm takes."""
+        return max(1, self.gpus_per_run.get((size, arm), 0))
+
+    def devices(self, size: str, arm: str, busy_devices: list[Devices]) -> Devices | None:
+        """Choose the GPUs with the fewest runs for a run that starts while other runs occupy `busy_devices`. None while
+        too few slots are free."""
+        if sum(max(1, len(gpus)) for gpus in busy_devices) + self.slots_per_run(size, arm) > self.n_slots:
+            return None
+        run_counts, gpu_count = Counter(chain(*busy_devices)), self.gpus_per_run.get((size, arm), 0)
+        free_gpus = sorted(
+            (gpu for gpu in self.gpus if run_counts[gpu] < self.slots_per_gpu), key=run_counts.__getitem__
+        )
+        return tuple(free_gpus[:gpu_count]) if len(free_gpus) >= gpu_count else None
+
+    def __str__(self) -> str:
+        at_a_time = self.n_slots // max((1, *self.gpus_per_run.values()))
+        gpus = f"on {gpu_words(self.gpus[: self.n_slots])}, {self.slots_per_gpu} on each (--jobs-per-gpu)"
+        return f"{at_a_time} at a time {gpus if any(self.gpus_per_run.values()) else self.place}"
+
+
+def gpu_words(devices: Devices) -> str:
+    """GPUs in words, e.g. `GPU 0, 1`, or the first 12 characters of each UUID; empty without GPUs."""
+    words = ", ".join(name[:12] for name in devices)
+    return f"GPU {words}" if words and devices[0].isdigit() else words
+
+
+def slots_of(experiment: Experiment, jobs: int | None, slots_per_gpu: int) -> Slots:
+    """Return the slots for an experiment on this machine.
+
+    Args:
+        jobs: largest number of slots; None: `slots_per_gpu` on each GPU, or one if all runs compute on the CPU.
+        slots_per_gpu: number of slots on each GPU. If any run takes a GPU, there are no slots without a GPU.
+
+    Raises ConfigError: there are too few GPUs, or slots, for a run.
+    """
+    gpus = visible_gpus()
+    gpu_counts = {
+        (size, arm.name): count_gpus(experiment.example_config(size, arm)) for size, arm in experiment.size_arms
+    }
+    max_gpus = max(gpu_counts.values())
+    if not max_gpus:
+        return Slots(jobs or 1)
+    slot_count = min(jobs or len(gpus) * slots_per_gpu, len(gpus) * slots_per_gpu)
+    if slot_count < max_gpus:
+        reason = f"a run of {max_gpus} GPUs (trainer.devices) takes {max_gpus} slots"
+        raise ConfigError(f"--jobs {jobs}: {reason}; raise it, or lower trainer.devices")
+    return Slots(slot_count, gpus, slots_per_gpu, gpu_counts)
+
+
+# ---------------------------------------------------------------- processes of this machine
+
+
+def commands(run: Run, experiment_folder: Path) -> list[list[str]]:
+    """List the arguments of each `lm` command that a run still needs, in order; [] if the run has ended. The
+    configuration that training reads is written below `experiment_folder`. Each command can be stopped and started
+    again.
+    """
+    if run.outcome.ended:
+        return []
+    config, folder, outcome, arguments = run.config, run.config.run_folder, run.outcome, []
+    plugins = [f"--allow-plugin={package}" for package in sorted(run.packages)]
+    swapped_folder = Path(config.init_from) if run.trained else folder
+    if run.swap and not (swapped_folder / CONFIG).exists():
+        # `name` and `init` are options of the command; without the labels lm.results has the source's arm
+        labels = {name: value for name, value in to_plain(config.experiment).items() if value is not None}
+        blocks = {"model.normalizer": to_plain(config.model.normalizer), "experiment": labels}
+        overrides = [
+            override(f"{block}.{name}", value)
+            for block, options in blocks.items()
+            for name, value in options.items()
+            if (block, name) not in (("model.normalizer", "name"), ("model.normalizer", "init"))
+        ]
+        init = [] if run.swap.init is None else [f"--init={run.swap.init}"]
+        swap = ["swap", str(run.source.config.run_folder), f"--to={run.swap.to}", f"--out={swapped_folder}"]
+        arguments.append([*swap, *init, *overrides, *plugins])
+    if run.trained and (not outcome.is_trained or not outcome.is_complete or outcome.is_measured):
+        # `lm train` makes the evaluations that a kill left out, too
+        file = log_path(experiment_folder, run, "yaml")
+        write_text(file, to_yaml(config))
+        arguments.append(["train", str(file), "resume=auto", "log.progress=none"])
+    if not run.trained or not outcome.is_measured:
+        arguments.append(["eval", str(folder), *run.evaluate, *plugins])
+    return arguments
+
+
+class Children:
+    """Trains the runs of an experiment in processes of this machine."""
+
+    def __init__(self, experiment_folder: Path):
+        self.experiment_folder = experiment_folder
+        self._processes: dict[Path, subprocess.Popen] = {}
+        self._stopping = threading.Event()
+
+    def train(self, run: Run, devices: Devices | None) -> tuple[int, float]:
+        """Train or continue a run, which sees only `devices` (None: all GPUs that this process sees). Returns the exit
+        status of its last command, negative if a signal killed it, and the seconds that its commands took."""
+        # in a process that an earlier start left
+        while is_training(run.config.run_folder) and not self._stopping.is_set():
+            self._stopping.wait(1)
+        status, start = 128 + signal.SIGTERM if self._stopping.is_set() else 0, time.monotonic()
+        for command in [] if status else commands(replace(run, outcome=replace(run.outcome)), self.experiment_folder):
+            status = self._execute(run, command, devices)
+            if status:
+                break
+        return status, time.monotonic() - start
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Send the signal `number` to all processes, and start no more. At SIGTERM, the processes save a checkpoint and
+        end.
+        """
+        self._stopping.set()
+        for process in list(self._processes.values()):
+            process.send_signal(number)
+
+    def wait(self) -> None:
+        """Wait until all processes have ended. Signal handlers call this method, since Popen.wait may deadlock in
+        them.
+        """
+        for process in list(self._processes.values()):
+            with suppress(ChildProcessError):
+                os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+    def _execute(self, run: Run, command: list[str], devices: Devices | None) -> int:
+        folder, output = run.config.run_folder, log_path(self.experiment_folder, run)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with output.open("ab") as log:
+            process = start_child([sys.executable, "-m", "lm", *command], log, log, devices)
+        self._processes[folder] = process
+        if self._stopping.is_set():
+            process.send_signal(signal.SIGTERM)
+        status = process.wait()
+        del self._processes[folder]
+        return status
+
+
+def is_training(folder: Path) -> bool:
+    """Whether a process of this machine trains the run in a run folder, as the folder's lock shows."""
+    if not folder.is_dir():
+        return False
+    try:
+        with locked_folder(folder, ALREADY_TRAINING):
+            return False
+    except RunError:
+        return True
+
+
+# ---------------------------------------------------------------- jobs of a scheduler
+
+
+# options that submitit has for every engine
+_COMMON_OPTIONS = ("timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node", "name")
+_MAX_REQUEUES = 1000  # how often a job that meets its time limit is queued again
+
+
+class Training:
+    """A callable that submitit calls in a job to train a run; submitit calls its `checkpoint` when the job is about to
+    end.
+    """
+
+    def __init__(self, run: Run, experiment_folder: Path):
+        self.run, self.experiment_folder = run, experiment_folder
+        self._children: Children | None = None  # made in the job: its locks can't be pickled
+
+    def __call__(self) -> tuple[int, float]:
+        """Train or continue the run, if its job record (`_job_record`) names this job. Returns exit status and seconds
+        of training.
+        """
+        self._children = Children(self.experiment_folder)
+        return self._children.train(self.run, None) if self._is_recorded_job() else (128 + signal.SIGTERM, 0.0)
+
+    def checkpoint(self) -> "DelayedSubmission":
+        """Let the run save a checkpoint and end. Returns the same job, which submitit queues again."""
+        from submitit.helpers import DelayedSubmission
+
+        if self._children:
+            self._children.stop()
+            self._children.wait()
+        return DelayedSubmission(Training(self.run, self.experiment_folder))
+
+    def _is_recorded_job(self) -> bool:
+        """Wait at most RECORD_WAIT_SECONDS for the run's job record to name this job; return whether it does. If `lm
+        compare` was killed before it recorded this job, the record may name a later job."""
+        from submitit import JobEnvironment
+
+        job_id, deadline = JobEnvironment().job_id, time.monotonic() + RECORD_WAIT_SECONDS
+        while not (is_named := _job_record(self.experiment_folder, self.run).get("id") == job_id):
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(POLL_SECONDS)
+        return is_named
+
+
+class Cluster:
+    """Trains runs in jobs that submitit sends to a scheduler. Jobs outlive this process; `lm compare` finds them by
+    files (`_job_record`).
+
+    Args:
+        experiment_folder: a folder that all machines see; its subfolder JOBS_FOLDER holds the scripts and output of the
+            jobs.
+        options: options of each job as `KEY=VALUE,KEY=VALUE`, of submitit (timeout_min, gpus_per_node, cpus_per_task,
+            mem_gb) or sbatch, such as partition.
+        engine: the scheduler; with `local`, the jobs are processes of this machine.
+
+    Raises:
+        ConfigError: an option is unknown, or its value is wrong.
+        RunError: submitit or the scheduler is not installed.
+    """
+
+    def __init__(self, experiment_folder: Path, options: str, engine: Engine):
+        try:
+            import submitit
+        except ImportError:
+            raise RunError("--submit needs submitit, which is not installed: pip install 'submitit>=1.5.4'") from None
+        self.experiment_folder, self.engine = experiment_folder.absolute(), engine
+        self._submitit_errors = submitit.core.utils
+        self._lock, self._stopping = threading.Lock(), threading.Event()
+        parameters: dict[str, int | str] = {"name": "lm", "timeout_min": 60}
+        for setting in filter(None, options.split(",")):
+            name, separator, value = setting.partition("=")
+            if not name.isidentifier() or not separator:
+                example = "must be KEY=VALUE,KEY=VALUE, e.g. partition=gpu,timeout_min=240"
+                raise ConfigError(f"--job-options {options}: {example}")
+            name = name if name in _COMMON_OPTIONS else f"{engine}_{name}"
+            parameters[name] = int(value) if value.isdigit() else value
+        try:
+            requeues = {f"{engine}_max_num_timeout": _MAX_REQUEUES}
+            self._executor = submitit.AutoExecutor(self.experiment_folder / JOBS_FOLDER, engine, **requeues)
+            self._executor.update_parameters(**parameters)
+        except (AssertionError, NameError, TypeError, ValueError) as error:
+            raise ConfigError(f"--job-options {options}: {one_line(error)}") from None
+        except RuntimeError as error:
+            raise RunError(f"--submit {engine}: {one_line(error)}") from None
+
+    @property
+    def scheduler_name(self) -> str:
+        """The name of the scheduler; `local` is followed by the name of this machine."""
+        return f"local on {host_name()}" if self.engine == "local" else self.engine
+
+    def submit(self, function: Callable[[], object]) -> "Job":
+        """Submit a job that calls `function`. Raises RunError: the scheduler refuses."""
+        # A job of this machine inherits the blocked signals: Ctrl-C and a closed terminal are to stop this process
+        # alone.
+        with self._lock:
+            old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+            try:
+                return self._executor.submit(function)
+            except (RuntimeError, OSError) as error:
+                raise RunError(f"--submit {self.engine}: {one_line(error)}") from None
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+
+    def result(self, job: "Job") -> object:
+        """Wait for a job and return its result. Raises RunError: the job failed or vanished."""
+        try:
+            return job.result()
+        except self._submitit_errors.UncompletedJobError:
+            raise RunError(
+                f"--submit {self.engine}: job {job.job_id} failed; its output says why: {job.paths.stderr}"
+            ) from None
+
+    def train(self, run: Run, devices: Devices) -> tuple[int, float]:
+        """Wait for the end of the job that trains a run; submit a job unless one is queued or running. Returns the exit
+        status, and the seconds of training since the job's last start. A job that vanished counts as killed, perhaps
+        because it lacked memory. After `stop`, the status is 128 + SIGTERM. Raises RunError: the scheduler refuses the
+        job, or the job failed.
+        """
+        path, record = log_path(self.experiment_folder, run, JOB_SUFFIX), _job_record(self.experiment_folder, run)
+        job = self._executor.job_class(self._executor.folder, str(record["id"])) if record else None
+        if job is None or not self._is_alive(job, record["born"]):
+            job = self.submit(Training(run, self.experiment_folder))
+            birth = process_start(int(job.job_id)) if self.engine == "local" else ""
+            record = {"engine": self.scheduler_name, "id": job.job_id, "born": birth}
+            write_json(path, record)
+            print(f"{run.stage}: {run.label}: job {job.job_id}", flush=True)
+        while self._is_alive(job, record["born"]):
+            if self._stopping.wait(POLL_SECONDS):
+                return 128 + signal.SIGTERM, 0.0
+        path.unlink(missing_ok=True)
+        error = job.exception()
+        has_vanished = error and not isinstance(error, self._submitit_errors.FailedJobError)
+        return (-signal.SIGKILL, 0.0) if has_vanished else self.result(job)
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Stop waiting for the jobs, which continue to run. `number` is ignored; `Children.stop` sends this signal to
+        its processes.
+        """
+        self._stopping.set()
+
+    def _is_alive(self, job: "Job", birth: Plain) -> bool:
+        """Whether a job is queued or running. A `local` job runs while the process with its ID has the start time
+        `birth`.
+        """
+        return bool(birth) and process_start(int(job.job_id)) == birth if self.engine == "local" else not job.done()
+
+
+def _job_record(experiment_folder: Path, run: Run) -> dict[str, Plain]:
+    """Read the file that names the job that trains a run: its scheduler (key `engine`), its ID, and (`born`) the start
+    time of a local job. {} without such a file. Raises RunError: the file is damaged."""
+    path = log_path(experiment_folder, run, JOB_SUFFIX)
+    return read_json(path) if path.exists() else {}
+
+
+# ---------------------------------------------------------------- the loop
+
+
+class RunsFailed(RunError):
+    """Some runs of an experiment failed; all others that could be started were trained."""
+
+
+class Stopped(RunError):
+    """A signal has stopped the work on an experiment; the exit status is 128 plus the signal's number."""
+
+    def __init__(self, text: str, number: int):
+        super().__init__(text)
+        self.exit_code = 128 + number
+
+
+@contextmanager
+def interruptible() -> Iterator[list[int]]:
+    """Let all `STOP_SIGNALS` interrupt the body as Ctrl-C does, except signals that are already handled or ignored.
+    Yields the list of received signals. Only the main thread can be interrupted; in others the list stays empty.
+    """
+    signals: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        # schedulers announce the end of a job more than once
+        if number in (signal.SIGUSR1, signal.SIGUSR2) and signals:
+            return
+        signals.append(number)
+        raise KeyboardInterrupt
+
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    numbers = [number for number in STOP_SIGNALS if is_main_thread and signal.getsignal(number) == signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, interrupt)
+    try:
+        yield signals
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+class ExperimentTrainer:
+    """Trains the runs that an experiment needs, until all have ended or no other run can be started.
+
+    Args:
+        cluster: trains the runs in a scheduler's jobs; None: processes of this machine train them.
+
+    Attributes:
+        pending: for each run that is being trained, the future of its training, mapped to the run and its GPUs.
+        failed: the failures of runs, by run folder.
+    """
+
+    def __init__(self, procedure: Procedure, slots: Slots, cluster: Cluster | None = None):
+        self.procedure, self.slots, self.folder = procedure, slots, procedure.experiment.folder
+        self.cluster, self.trainer = cluster, cluster or Children(self.folder)
+        self.pending: dict[Future, tuple[Run, Devices]] = {}
+        self.failed: dict[Path, Failure] = {}
+
+    def train_all(self) -> None:
+        """Train runs until all have ended or no other run can be started.
+
+        Raises:
+            RunsFailed: some runs failed; it is raised when no other run can be started.
+            Stopped: one of `STOP_SIGNALS` has arrived. Runs of this machine have saved a checkpoint; a
+                scheduler's jobs go on.
+            RunError: a job for which this process does not wait trains a run, a job failed, or a trained run lacks the
+                primary metric.
+        """
+        self._check_jobs()
+        pending = self.pending
+        with interruptible() as signals, ThreadPoolExecutor(self.slots.n_slots) as pool:
+            try:
+                while True:
+                    for run in self._startable_runs({run.config.run_folder for run, _ in pending.values()}):
+                        devices = self.slots.devices(run.size, run.arm, [devices for _, devices in pending.values()])
+                        if devices is None:
+                            # no later run starts first: else a run of several GPUs would wait for all smaller ones
+                            break
+                        pending[pool.submit(self.trainer.train, run, devices)] = run, devices
+                    if not pending:
+                        break
+                    for future in wait(pending, None, FIRST_COMPLETED).done:
+                        self._report_end(*pending.pop(future), *future.result())
+            except KeyboardInterrupt:
+                number, running_count = signals[-1] if signals else signal.SIGINT, len(pending)
+                self.stop()
+                words = f"{'jobs that go on' if self.cluster else 'runs that saved and ended'}: {running_count}"
+                words = words if running_count else "no run was under way"
+                name = signal.Signals(number).name
+                raise Stopped(f"stopped by {name}: {words}; the same command goes on", number) from None
+            except BaseException:
+                self.stop()
+                raise
+        if self.failed:
+            words = "; ".join(f"{folder.name}: {failure}" for folder, failure in self.failed.items())
+            remedies = {True: "the same command goes on with killed ones", False: "--retry tries failed ones again"}
+            kinds = sorted({failure.interrupted for failure in self.failed.values()})
+            remedy = ", ".join(remedies[interrupted] for interrupted in kinds)
+            logs = self.folder / LOG_FOLDER
+            raise RunsFailed(f"{len(self.failed)} runs failed ({words}); {remedy}; their output is in {logs}")
+
+    def free_runs(self) -> list[Run]:
+        """List the runs that can start now and that no process of this machine trains. Raises RunError: a job trains
+        one of the runs.
+        """
+        self._check_jobs()
+        return [run for run in self._startable_runs(set()) if not is_training(run.config.run_folder)]
+
+    def stop(self) -> None:
+        """Let the pending runs save a checkpoint, and wait for their end; a second interrupt kills them. Jobs of a
+        scheduler go on.
+        """
+        self.trainer.stop()
+        try:
+            wait(self.pending)
+        except KeyboardInterrupt:
+            self.trainer.stop(signal.SIGKILL)
+            wait(self.pending)
+
+    def _check_jobs(self) -> None:
+        """Delete the job records of runs that have ended. Raises RunError: a job for which this process does not wait
+        trains a run.
+        """
+        for run in self.procedure.known_runs():
+            record, path = _job_record(self.folder, run), log_path(self.folder, run, JOB_SUFFIX)
+            if record and run.outcome.ended:
+                path.unlink(missing_ok=True)
+            elif record and record["engine"] != (self.cluster and self.cluster.scheduler_name):
+                engine = str(record["engine"])
+                remedy = f"add --submit {engine.split()[0]} to wait for it, or delete this file once the job is gone"
+                raise RunError(f"{path}: job {record['id']} of {engine} trains this run; {remedy}")
+
+    def _startable_runs(self, running_folders: set[Path]) -> Iterator[Run]:
+        """Yield the next runs that have not failed. None of them, nor its source, trains in `running_folders`."""
+        for run in next_runs(self.procedure.known_runs()):
+            folder, source = run.config.run_folder, run.source
+            if {folder, source and source.config.run_folder} & (running_folders | self.failed.keys()):
+                continue
+            if failure := read_failure(self.folder, run):
+                self.failed[folder] = failure
+            else:
+                yield run
+
+    def _report_end(self, run: Run, devices: Devices, status: int, seconds: float) -> None:
+        """Print a line on a run that has ended, or record its failure."""
+        outcome, title = replace(run.outcome), f"{run.stage}: {run.label}"  # the copy reads the files again
+        failure_path = log_path(self.folder, run, FAILURE_SUFFIX)
+        if not outcome.ended:
+            failure = self.failed[run.config.run_folder] = self._failure(run, status, outcome)
+            if not failure.interrupted:
+                write_json(failure_path, vars(failure))
+            print(f"{title}: failed with {failure} ({failure.log})", flush=True)
+            return
+        failure_path.unlink(missing_ok=True)
+        words = f"diverged ({outcome.divergence})"
+        if outcome.state == "finished":
+            words = self._result_words(run, outcome)
+            words += f", did not learn: {outcome.not_learned_text}" if outcome.not_learned_text else ""
+        known_runs = self.procedure.known_runs()
+        left = sum(not run.outcome.ended for run in known_runs)
+        device_words = f" on {gpu_words(devices)}" if devices else ""
+        rest_words = f"{left} of the {len(known_runs)} runs known so far are left"
+        print(f"{title}: {words}, {seconds:.0f} s{device_words}; {rest_words}", flush=True)
+
+    def _failure(self, run: Run, status: int, outcome: Outcome) -> Failure:
+        """The failure of a run that ended with the exit status `status`. Its reason is the signal that killed the run,
+        the last line of its log, or the measurement that is missing. Raises RunError: no run measures the primary
+        metric.
+        """
+        log, folder = log_path(self.folder, run), run.config.run_folder
+        metric = self.procedure.experiment.primary.metric
+        if status < 0:
+            reason = f"killed by {signal.Signals(-status).name}" + " (out of memory?)" * (status == -signal.SIGKILL)
+        elif status:
+            output = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
+            reason = next((line for line in reversed(output) if line.strip()), "no output")[:300]
+        elif metric in outcome.unit_metrics:
+            reason = "an evaluation or checkpoint of its last step is missing after training"
+        else:
+            reason = f"primary.metric {metric} was not measured by sequence at the last step"
+            if not outcome.failed_evaluations:
+                raise RunError(
+                    f"{folder}: {reason}; correct the file, measured were: {', '.join(outcome.unit_metrics)}"
+                )
+            reasons = "; ".join(f"{kind}: {words}" for kind, words in outcome.failed_evaluations.items())
+            reason += f" ({reasons}); lm eval {folder} measures it, without a limit of time"
+        return Failure(status, reason, str(log))
+
+    def _result_words(self, run: Run, outcome: Outcome) -> str:
+        """Describe a tuning run by the metric that chooses rates, a final run by the number by which runs are compared.
+        Both are measured on the held-out documents by which rates are chosen; for an accuracy, on all questions. Return
+        `finished` if no such document is left."""
+        experiment = self.procedure.experiment
+        name = experiment.primary.quantity_name
+        try:
+            if (experiment.choice_metric if run.stage == "tune" else name) == SELECTION:
+                return f"selection loss {numeral(outcome.mean(SELECTION, True))}"
+            value = value_text(experiment.primary, self.procedure.compared_value(outcome, True))
+        except NoDocuments:  # a line on progress must not end the experiment
+            return "finished"
+        return f"{name} ({experiment.data_words(name, 'selection')}) {value}"
