@@ -305,7 +305,7 @@ class TrainerConfig:
         yield from outside_problems("callbacks", self.callbacks)
 
 
-LOGGERS = ("wandb", "tensorboard", "trackio")
+LOGGERS = ("wandb", "tensorboard")
 Dynamics = Literal["logit_scale", "largest_score", "gradient_norm"]
 
 
@@ -323,7 +323,7 @@ class LogConfig:
     )
     to: list[str | dict] = key(
         ["wandb"],
-        "where metrics go beside metrics.jsonl: wandb | tensorboard | trackio (the extra `log` has the last two), or "
+        "where metrics go beside metrics.jsonl: wandb | tensorboard (the extra `log`), or "
         "Lightning's Loggers of your own, as in trainer.callbacks",
     )
     progress: Literal["auto", "bar", "lines", "none"] = key("auto", "`auto`: a bar on a terminal, else lines")

@@ -13,7 +13,7 @@ from lm.model.device import Device, peak_memory_bytes
 from lm.model.logits_model import LogitsModel
 from lm.report.evaluation_tables import logged_means
 from lm.runs.evaluations import Evaluation, evaluation_path, selection_loss
-from lm.runs.folder import METRICS, PEAK_MEMORY, read_metrics
+from lm.runs.folder import PEAK_MEMORY
 from lm.schema import Plain
 from lm.training.lightning_import import L
 from lm.training.module import LanguageModel
@@ -68,13 +68,10 @@ class EvaluationCallback(StepCallback):
         step = trainer.global_step
         if not self.run or not step or not self.is_due(step, self.config.trainer.max_steps):
             return
-        old_decoder, run_folder = module.start.replaced_decoder, self.config.run_folder
-        is_missing = trainer.is_global_zero and not evaluation_path(run_folder, self.kind, step).exists()
-        if is_missing and old_decoder:  # the cause of a failure may be mended, except before a swap
-            lines = [line for line in read_metrics(run_folder / METRICS).lines if line["step"] == step]
-            is_missing = not any(f"{self.kind}/failed" in line for line in lines)
+        is_missing = trainer.is_global_zero and not evaluation_path(self.config.run_folder, self.kind, step).exists()
         if trainer.strategy.reduce_boolean_decision(is_missing, all=False):
-            self.measure(trainer, module, old_decoder or module.decoder)  # after a swap: the model of the phase before
+            # after a swap: the model of the phase before
+            self.measure(trainer, module, module.start.replaced_decoder or module.decoder)
 
     def on_step(self, trainer: L.Trainer, module: LanguageModel, step: int) -> None:
         """Make the measurement if it is due."""

@@ -1,8 +1,7 @@
-"""The loggers of a run, which are Lightning's Loggers: metrics.jsonl, wandb, trackio and TensorBoard."""
+"""The loggers of a run, which are Lightning's Loggers: metrics.jsonl, wandb and TensorBoard."""
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -15,10 +14,9 @@ from lm.runs.folder import METRICS
 from lm.schema import Plain, to_plain
 from lm.training.lightning_import import L
 from lm.training.outside import outside_objects
-from lm.training.wandb_runs import experiment_labels, finish_wandb_run, project_name, start_wandb_run
+from lm.training.wandb_runs import experiment_labels, finish_wandb_run, start_wandb_run
 
 if TYPE_CHECKING:
-    import trackio
     import wandb
 
 Logger, TensorBoardLogger, WandbLogger = (
@@ -126,26 +124,6 @@ class Mirror(RunLogger):
         self.attempt(super().finalize, status)
 
 
-class TrackioRun(Mirror):
-    """Logs to a run of trackio, stored in the folder TRACKIO_DIR."""
-
-    name = label = "trackio"
-    version = ""
-
-    def __init__(self, run: "trackio.Run"):
-        super().__init__()
-        self.experiment = run
-
-    def log_hyperparams(self, *arguments: object, **options: object) -> None:
-        """Do nothing: the run was started with them."""
-
-    def write(self, metrics: Mapping[str, Plain], step: int) -> None:
-        self.attempt(lambda: self.experiment.log({**metrics}, step=step))
-
-    def close(self) -> None:
-        self.attempt(self.experiment.finish)
-
-
 class WandbRun(Mirror, WandbLogger):
     """Logs to a wandb run, which draws each metric as a function of the number of tokens."""
 
@@ -220,19 +198,10 @@ def start_loggers(mode: str, config: Config, environment: dict[str, Plain], step
                 # one text to group runs by, also of a list of normalizers and of phases
                 facts["normalizer"] = ", then ".join(phase.normalizer.label() for phase in config.plan)
                 arguments = {"name": config.name, "dir": str(config.run_folder), **experiment_labels(config)}
-                run = start_wandb_run(mode, config.log, environment["wandb_id"], config=facts, **arguments)
+                run = start_wandb_run(mode, environment["wandb_id"], config=facts, **arguments)
                 loggers += [WandbRun(run)] if run else []
-            elif name == "tensorboard":
-                loggers.append(TensorBoard(config.run_folder))
             else:
-                import trackio
-
-                project = os.environ.get("TRACKIO_PROJECT") or project_name()
-                resume = "allow" if step else "never"
-                run = trackio.init(
-                    project=project, name=config.name, config=to_plain(config), resume=resume, embed=False
-                )
-                loggers.append(TrackioRun(run))
+                loggers.append(TensorBoard(config.run_folder))
         except ImportError as error:
             remedy = "install it (the extra `log`), or leave it out"
             raise ConfigError([Problem("log.to", name, f"is not installed ({one_line(error, 80)})", remedy)]) from None

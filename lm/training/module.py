@@ -210,15 +210,8 @@ def skip_or_stop(decoder: Decoder, state: RunState, policy: str, step: int, reas
 
 
 def _gradients_in_words(decoder: Decoder) -> str:
-    """Text that names the first parameter whose gradient isn't finite, and the parameter with the largest finite
-    gradient norm.
-    """
-    norms = {name: float(p.grad.norm()) for name, p in decoder.named_parameters() if p.grad is not None}
-    bad_names = [name for name, norm in norms.items() if not math.isfinite(norm)]
-    finite_norms = {name: norm for name, norm in norms.items() if math.isfinite(norm)}
-    others = f" and {len(bad_names) - 1} of {len(norms) - 1} others"
-    bad_text = f"not finite in {bad_names[0]}{others}" if bad_names else "finite in each parameter"
-    largest_name = max(finite_norms, key=finite_norms.get, default="")
-    return bad_text + (
-        f", largest finite norm {finite_norms[largest_name]:.3g} in {largest_name}" if largest_name else ""
-    )
+    """Text that names the first parameter whose gradient isn't finite."""
+    is_finite = {name: bool(p.grad.isfinite().all()) for name, p in decoder.named_parameters() if p.grad is not None}
+    bad_names = [name for name, finite in is_finite.items() if not finite]
+    others = f"and {len(bad_names) - 1} of {len(is_finite) - 1} others"
+    return f"not finite in {bad_names[0]} {others}" if bad_names else "finite in each parameter"

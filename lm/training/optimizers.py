@@ -150,11 +150,8 @@ def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, obj
 
 
 def adamw(options: AdamW | Muon, groups: list, decoder: Decoder) -> torch.optim.AdamW:
-    """Make torch's AdamW with betas and epsilon of `options`; fused (one kernel for all parameters) where the device
-    supports it.
-    """
-    can_fuse = next(decoder.parameters()).device.type in ("cpu", "cuda")
-    return torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), eps=options.eps, fused=can_fuse)
+    """Make torch's AdamW with betas and epsilon of `options`, fused: one kernel updates all parameters."""
+    return torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), eps=options.eps, fused=True)
 
 
 # Builders by the options' name: (options, groups of named parameters, decoder) -> optimizer.

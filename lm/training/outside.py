@@ -1,11 +1,8 @@
 """Lightning's callbacks and loggers from outside, which `trainer.callbacks` and `log.to` name."""
 
-import traceback
-from collections.abc import Iterable
 from importlib import import_module
 
 from lm.errors import ConfigError, Problem, one_line
-from lm.training.lightning_import import TORCHMETRICS_ADVICE
 
 
 def outside_objects(key: str, entries: list[str | dict], base: type, mixin: type | None = None) -> list[object]:
@@ -23,8 +20,6 @@ def outside_objects(key: str, entries: list[str | dict], base: type, mixin: type
         def problem(reason: str, remedy: str, path: str = f"{key}[{index}]", name: str = name) -> ConfigError:
             return ConfigError([Problem(path, name, reason, remedy)])
 
-        if TORCHMETRICS_ADVICE:
-            raise problem("needs torchmetrics", TORCHMETRICS_ADVICE)
         module, _, attribute = name.partition(":")
         try:
             imported = getattr(import_module(module), attribute)
@@ -38,13 +33,3 @@ def outside_objects(key: str, entries: list[str | dict], base: type, mixin: type
         except Exception as error:  # any error that its constructor raises
             raise problem(f"can't be made: {type(error).__name__}: {one_line(error)}", "mend its options") from None
     return instances
-
-
-def failure_of(callbacks: Iterable[object], error: BaseException) -> str:
-    """Return a line that says in which callback, function and line `error` arose; empty if its code raised none."""
-    classes = {type(callback).__module__: type(callback).__name__ for callback in callbacks}
-    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        if name := classes.get(module := frame.f_globals.get("__name__", "")):
-            place = f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{line})"
-            return f"trainer.callbacks: {module}:{name} failed in {place}: {type(error).__name__}: {one_line(error)}"
-    return ""

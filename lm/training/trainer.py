@@ -11,7 +11,6 @@ from lm.training.checkpointing import AtomicCheckpointIO, Checkpoints
 from lm.training.evaluation_callbacks import EVALUATION_CALLBACKS, CallbackMetrics, SwapEffect, Validation
 from lm.training.lightning_import import L, MisconfigurationException, SIGTERMException
 from lm.training.module import LanguageModel
-from lm.training.outside import failure_of
 from lm.training.run_context import RunContext
 from lm.training.starting import PhaseStart, start_from_checkpoint
 from lm.training.step_callbacks import Metrics, ProgressBar, StopOnSignal
@@ -37,8 +36,6 @@ def train_phases(run: RunContext, start: PhaseStart, checkpoint: Path | None) ->
             except Exception as error:
                 if data.loader and isinstance(error, RuntimeError | OSError | EOFError):
                     data.loader.check_workers()
-                if message := failure_of(run.callbacks, error):
-                    raise RunError(message) from error
                 raise
             finally:
                 if data.loader:

@@ -4,9 +4,6 @@ import hashlib
 import netrc
 import os
 import re
-import threading
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,9 +17,8 @@ if TYPE_CHECKING:
     import wandb
 
 WANDB_MODES = ("online", "offline", "disabled")
-# longest wait for wandb's process, for its server before a run is logged offline, and for unsent data at the end
+# longest wait for wandb's server before a run is logged offline, and for unsent data at the end
 WANDB_SECONDS = 60.0
-DISABLE_REMEDY = "to train without it: log.wandb=disabled"
 
 
 def wandb_mode(log: LogConfig, in_experiment: bool = False) -> str:
@@ -39,13 +35,8 @@ def wandb_mode(log: LogConfig, in_experiment: bool = False) -> str:
     if log.wandb == "disabled" or "wandb" not in log.to:
         return "disabled"
     if mode and mode not in WANDB_MODES:
-        raise ConfigError(
-            [
-                Problem(
-                    "WANDB_MODE", mode, f"must be {' or '.join(WANDB_MODES)}", "set it in the environment, or unset it"
-                )
-            ]
-        )
+        reason, remedy = f"must be {' or '.join(WANDB_MODES)}", "set it in the environment, or unset it"
+        raise ConfigError([Problem("WANDB_MODE", mode, reason, remedy)])
     if log.wandb != "auto":
         return log.wandb
     return mode or (
@@ -61,21 +52,14 @@ def _netrc_has_key() -> bool:
         return False
 
 
-def project_name() -> str:
-    """The wandb project: WANDB_PROJECT, else `lm`."""
-    return os.environ.get("WANDB_PROJECT") or "lm"
-
-
-def start_wandb_run(
-    mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: str, **arguments: Plain
-) -> "wandb.Run | None":
+def start_wandb_run(mode: str, run_id: str, *, tags: list[str], dir: str, **arguments: Plain) -> "wandb.Run | None":
     """Start and return a wandb run in `mode` (`wandb_mode`), with `tags` and those of WANDB_TAGS; None if wandb is
     disabled.
 
     wandb takes the entity from WANDB_ENTITY. The user is never prompted. If mode online fails, a note is printed, and
     the run is logged offline.
 
-    Raises RunError: the run can't be started offline either, or wandb's process doesn't start.
+    Raises RunError: the run can't be started offline either.
     """
     if mode == "disabled":
         return None
@@ -86,11 +70,9 @@ def start_wandb_run(
     try:
         time_limits = {"init_timeout": WANDB_SECONDS, "finish_timeout": WANDB_SECONDS, "finish_timeout_raises": True}
         settings = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, **time_limits)
-        # without the settings it prints which credentials it found
-        if not _ends_in_time(partial(wandb.setup, settings)):
-            raise RunError(f"wandb: its process has not started within {WANDB_SECONDS:g} s; {DISABLE_REMEDY}")
+        wandb.setup(settings)  # without the settings it prints which credentials it found
         return wandb.init(
-            project=project_name(),
+            project=os.environ.get("WANDB_PROJECT") or "lm",
             tags=[*tags, *filter(None, os.environ.get("WANDB_TAGS", "").split(","))] or None,
             id=run_id,
             dir=dir,
@@ -100,39 +82,16 @@ def start_wandb_run(
             settings=settings,
             **arguments,
         )
-    except RunError:
-        raise
     except Exception as error:  # wandb raises errors of its own for no network, a bad key, a time-out
         reason = one_line(error, 120)
         if mode != "online":
-            raise RunError(f"wandb: can't start {mode}: {reason}; {DISABLE_REMEDY}") from None
+            raise RunError(f"wandb: can't start {mode}: {reason}; to train without it: log.wandb=disabled") from None
         print(
             f"wandb: online failed ({reason}); logging offline, to be sent later: wandb sync {dir}/wandb/offline-run-*",
             flush=True,
         )
-        _ends_in_time(wandb.teardown)  # or the online run that failed would keep the id
-        return start_wandb_run("offline", log, run_id, tags=tags, dir=dir, **arguments)
-
-
-def _ends_in_time(function: Callable[[], object]) -> bool:
-    """Call `function` in a thread, as it may wait forever for wandb's process; return whether it ended within
-    `WANDB_SECONDS`.
-
-    Raises any exception of `function`.
-    """
-    errors: list[Exception] = []
-
-    def call() -> None:
-        try:
-            function()
-        except Exception as error:
-            errors.append(error)
-
-    (thread := threading.Thread(target=call, daemon=True)).start()
-    thread.join(WANDB_SECONDS)
-    if errors:
-        raise errors[0]
-    return not thread.is_alive()
+        wandb.teardown()  # or the online run that failed would keep the id
+        return start_wandb_run("offline", run_id, tags=tags, dir=dir, **arguments)
 
 
 def finish_wandb_run(run: "wandb.Run") -> None:
@@ -171,7 +130,7 @@ def send_report(
     """
     run_id = hashlib.sha256(f"{name} {folder.resolve()}".encode()).hexdigest()[:12]
     mode, labels = wandb_mode(log, in_experiment=True), {"group": name, "job_type": "report", "tags": ["report"]}
-    run = start_wandb_run(mode, log, run_id, name=f"{name} report", dir=str(folder), config=facts, **labels)
+    run = start_wandb_run(mode, run_id, name=f"{name} report", dir=str(folder), config=facts, **labels)
     if run is None:
         return
     import wandb
@@ -186,10 +145,8 @@ def send_report(
         arm = " ".join(filter(None, (verdict["size"], verdict["arm"])))
         summary[f"verdict {arm}"] = verdict["words"]
         effect = "factor" if "factor" in verdict else "difference"
-        names = (f"{effect} {arm}{end}" for end in ("", " low", " high"))
-        summary |= {
-            key: value for key, value in zip(names, verdict.get(effect) or (), strict=False) if value is not None
-        }
+        for end, value in zip(("", " low", " high"), verdict.get(effect) or (), strict=False):
+            summary |= {} if value is None else {f"{effect} {arm}{end}": value}
     try:
         base_url = (run.url or "").rpartition("/")[0]
         linked = [row | {"wandb": f"{base_url}/{row['wandb_id']}"} if base_url else row for row in runs]
@@ -205,14 +162,12 @@ def send_report(
 def experiment_labels(config: Config) -> dict[str, str | list[str] | None]:
     """The wandb group, job type and tags of a run of an experiment; None or empty for any other run."""
     run = config.experiment
-    labels = {
-        "arm": run.arm,
-        "size": run.size,
-        "seed": config.seed,
-        "rate": None if run.rate is None else rate_text(run.rate),
-    }
+    if not run.name:
+        return {"group": None, "job_type": None, "tags": []}
+    rate = None if run.rate is None else rate_text(run.rate)
+    labels = {"arm": run.arm, "size": run.size, "seed": config.seed, "rate": rate}
     return {
-        "group": "/".join(filter(None, (run.name, run.size))) or None,
+        "group": "/".join(filter(None, (run.name, run.size))),
         "job_type": run.stage,
-        "tags": [f"{name} {value}"[:64] for name, value in labels.items() if value is not None] if run.name else [],
+        "tags": [f"{name} {value}"[:64] for name, value in labels.items() if value is not None],
     }
