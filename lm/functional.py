@@ -161,7 +161,7 @@ def _call_normalizer(
     module = _cached_module(options, str(q.device), *sizes)
     layer = cast(Normalizer, module.normalizer)
     name, parameters = layer.options.name, parameters or {}
-    if train_length is None and layer.constants() and getattr(layer.options, "base", "") == "train":
+    if train_length is None and getattr(layer.options, "base", "") == "train":
         raise ConfigError([Problem("train_length", None, f"{name} is softmax at this length", "give it, or base")])
     parts = "query_features", "key_features"
     reads = [getattr(type(layer), part) is not getattr(Normalizer, part) for part in parts]

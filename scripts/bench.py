@@ -31,10 +31,11 @@ import numpy as np
 import torch
 
 from lm.attention import cpu_kernel
-from lm.attention.catalogue import Softmax, SSMax, make_normalizer
+from lm.attention.catalogue import make_normalizer
 from lm.attention.elementwise_sums import SCORE_FUNCTIONS, elementwise_attention, tiles, why_tiles
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
+from lm.attention.query_scale import Softmax, SSMax
 from lm.config import normalizers as kinds
 from lm.config.eval_config import DiagnosticsConfig, Statistics
 from lm.config.model_config import ModelConfig

@@ -107,7 +107,7 @@ def test_without_a_shift_and_with_strided_inputs(f: str):
 @pytest.mark.parametrize("options", [opt.Relu2(), opt.Relu2(n="sum"), opt.Relu(), opt.Sigmoid(bias=True)], ids=str)
 def test_a_normalizer_takes_the_kernel_and_trains_its_parameters(options: object):
     normalizer, layout = make_normalizer(options, LayerSpec(2, 16, 32, 64)), AttentionLayout.full(40)
-    assert normalizer.kernel_description().startswith("Triton")
+    assert normalizer.route() == "Triton"
     q, k, v, _, grad = inputs(40, 16, 16, torch.float32, batch=2)
     leaves = [*(x.requires_grad_() for x in (q, k, v)), *normalizer.parameters()]
     fast, slow = normalizer(*leaves[:3], layout), normalizer.weights(*leaves[:2], layout) @ v

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lm.attention import gpu_kernels, routes
 from lm.attention.layout import AttentionLayout
-from lm.attention.normalizer import Normalizer, SoftmaxNormalizer, logits
+from lm.attention.normalizer import FUSED_SOFTMAX, Normalizer, SoftmaxNormalizer, logits
 from lm.attention.options import LARGEST, LONGEST, Options, key
 
 MAX_LOOP_WINDOW = 4  # keys of the largest window that a CPU computes faster in a loop over distances
@@ -25,7 +25,7 @@ class KeyBias(SoftmaxNormalizer):
     dimension of the key, which the query multiplies by 1.
     """
 
-    kernel = "fused softmax"
+    kernel = FUSED_SOFTMAX
     gpu_package = gpu_kernels.FLEX  # for packed documents
 
     def key_bias(self, k: Tensor, layout: AttentionLayout) -> Tensor:
@@ -42,9 +42,6 @@ class KeyBias(SoftmaxNormalizer):
         scale, keys = 1 / math.sqrt(q.size(-1)), k[..., : self.layer.head_size].to(v.dtype)
         q, k = routes.append_bias(q.to(v.dtype), keys, self.key_bias(k, layout) / scale)
         return gpu_kernels.flex_softmax(q, k, v, layout, scale)
-
-    def kernel_description(self, device: str = "cpu") -> str:
-        return f"{routes.softmax_route(device, self.layer.train_length)}, the bias as one more dimension of keys"
 
 
 @dataclass
@@ -108,7 +105,7 @@ class WindowNormalizer(SoftmaxNormalizer):
             return self.by_gpu_kernel(q, k, v, layout)
         if t <= w:
             return routes.fused_softmax(q, k, v, layout)
-        if self._has_few_keys(q.device.type):
+        if w <= MAX_LOOP_WINDOW and q.device.type == "cpu":
             return self._sum_over_distances(q, k, v)
 
         def blocks(x: Tensor, n_preceding: int) -> Tensor:
@@ -148,26 +145,11 @@ class WindowNormalizer(SoftmaxNormalizer):
             output[:, :, d:] += weights[:, :, d:, d, None] * v[:, :, : t - d]
         return output.to(dtype)
 
-    def _has_few_keys(self, device: str) -> bool:
-        return self.options.size <= MAX_LOOP_WINDOW and device == "cpu"
-
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: object) -> tuple[Tensor, object]:
         """Decode as `Normalizer.decode`; the state is (keys, values) of the latest w - 1 tokens."""
         output, (k, v) = super().decode(q, k, v, layout, state)
         start = max(0, k.size(2) - self.options.size + 1)
         return output, (k[:, :, start:], v[:, :, start:])
-
-    def kernel_description(self, device: str = "cpu") -> str:
-        if self.layer.train_length <= self.options.size:
-            return (
-                f"{routes.softmax_route(device, self.layer.train_length)}: windows of {self.options.size} keys hold "
-                "whole sequences"
-            )
-        if self._has_few_keys(device):
-            return f"a sum over a window of {self.options.size} keys"
-        if device == "cuda":
-            return super().kernel_description(device)
-        return f"SDPA on blocks of {self.options.size} queries and the keys of two blocks: a window of that many keys"
 
 
 class MappedSoftmax(SoftmaxNormalizer):
@@ -198,10 +180,6 @@ class MappedSoftmax(SoftmaxNormalizer):
 
     def by_gpu_kernel(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         return gpu_kernels.flex_softmax(q, k, v, layout, 1 / math.sqrt(q.size(-1)), self)
-
-    def kernel_description(self, device: str = "cpu") -> str:
-        blocks = "blocks of queries, backward by hand: no fused kernel computes this function"
-        return blocks if device == "cpu" else super().kernel_description(device)
 
 
 @dataclass

@@ -53,14 +53,9 @@ class ElementwiseNormalizer(DividedNormalizer):
         )
         return (output if factor is None else output * factor.unsqueeze(-1)).to(v.dtype)
 
-    def kernel_description(self, device: str = "cpu") -> str:
+    def route(self, device: str = "cpu") -> str:
         reason = elementwise_sums.why_tiles(torch.device(device), torch.float32, self.layer.head_size)
-        kernel = (
-            f"causal tiles of keys and queries, backward by hand ({reason})"
-            if reason
-            else "Triton, tiles that stay on the chip"
-        )
-        return f"{kernel}: elementwise attention needs no row statistics"
+        return f"tiles ({reason})" if reason else "Triton"
 
 
 @dataclass
@@ -198,14 +193,8 @@ class SoftplusNormalizer(DividedNormalizer):
 
     schema = SoftplusAttention
 
-    def initialise(self) -> None:
-        self.base = float(self.layer.train_length if self.options.base == "train" else self.options.base)
-
-    def constants(self) -> dict[str, float]:
-        return {"base": self.base}
-
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        scale = self.row_length(layout).log() / math.log(self.base)
+        scale = self.row_length(layout).log() / math.log(self.reference_length)
         return logits(q, k) * scale.unsqueeze(-1).to(q.dtype)
 
     def f(self, scores: Tensor) -> Tensor:

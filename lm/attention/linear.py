@@ -138,12 +138,6 @@ class LinearNormalizer(DividedNormalizer):
         # a view would keep the states of all chunks in memory
         return output.flatten(2, 3)[:, :, n_padding:], states[:, :, -1].clone()
 
-    def kernel_description(self, device: str = "cpu") -> str:
-        return (
-            f"chunks of {CHUNK} tokens with a running state: the weights are products of features, so a sequence "
-            "costs O(T)"
-        )
-
 
 def _powers(log_g: Tensor, size: int) -> Tensor:
     """Lower triangular matrices of g^(i - j), (H, size, size), for the g of each head."""

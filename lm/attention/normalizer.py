@@ -21,6 +21,8 @@ from lm.attention import layout as layouts
 from lm.attention.layout import AttentionLayout
 from lm.attention.options import Options
 
+FUSED_SOFTMAX = "fused softmax"
+
 
 @dataclass(frozen=True)
 class LayerSpec:
@@ -42,7 +44,7 @@ class Normalizer(torch.nn.Module, ABC):
     """
 
     schema: ClassVar[type[Options]]
-    kernel: ClassVar[str] = "query blocks"  # how training computes weights x values, for docs/normalizers.md
+    kernel: ClassVar[str] = "query blocks"  # how training computes weights x values, in words
     # the package whose kernel computes `by_gpu_kernel` on CUDA GPUs (`lm.attention.gpu_kernels`); empty: none does
     gpu_package: ClassVar[str] = ""
     # name in `SCORE_MAPS` of the function that maps scores to weights, up to a factor per query; empty if none does
@@ -106,11 +108,14 @@ class Normalizer(torch.nn.Module, ABC):
         """
         return reference.new_zeros(self.layer.n_head)
 
+    @property
+    def reference_length(self) -> float:
+        """The length m of the formula: the option `base`, or the training length if that is `train`."""
+        return float(self.layer.train_length if self.options.base == "train" else self.options.base)
+
     def constants(self) -> dict[str, float]:
-        """Constants of the formula that are not learned, such as the training length, by the name of the option that
-        sets each.
-        """
-        return {}
+        """Constants of the formula that the training length may set, by the name of the option."""
+        return {"base": self.reference_length} if hasattr(self.options, "base") else {}
 
     def scale_by_position(self) -> Tensor | None:
         """The factor c of the scores c q.k / sqrt(D) at each position of a training sequence, (H, L) float64; None if
@@ -247,12 +252,10 @@ class Normalizer(torch.nn.Module, ABC):
         key_features = k[..., size:].unflatten(-1, (group, (k.size(-1) - size) // group)).transpose(2, 3).flatten(1, 2)
         return torch.cat((k[..., :size].repeat_interleave(group, 1), key_features), -1), v.repeat_interleave(group, 1)
 
-    def kernel_description(self, device: str = "cpu") -> str:
-        """The kernel that `forward` takes for whole sequences on a `device` (`cpu`, `cuda`), and why, in words."""
-        blocks = "blocks of queries from the definition, recomputed in the backward pass: no fused kernel computes this"
-        if device == "cuda" and self.gpu_package:
-            return f"the kernel of {self.gpu_package}, if it passes a check at its first call, else {blocks} otherwise"
-        return f"{blocks} function"
+    def route(self, device: str = "cpu") -> str:
+        """The route that `forward` takes for training sequences on a `device` (`cpu`, `cuda`), for a run to print."""
+        is_fused = self.kernel == FUSED_SOFTMAX
+        return routes.softmax_route(device, self.layer.train_length) if is_fused else self.kernel
 
 
 class SoftmaxNormalizer(Normalizer):

@@ -17,7 +17,7 @@ from torch.nn import Module
 
 from lm.attention import gpu_kernels, routes
 from lm.attention.layout import AttentionLayout
-from lm.attention.normalizer import Normalizer, SoftmaxNormalizer, logits
+from lm.attention.normalizer import FUSED_SOFTMAX, Normalizer, SoftmaxNormalizer, logits
 from lm.attention.options import INITIAL_VALUE_REASON, LARGEST, LONGEST, N_HELP, Options, key
 from lm.errors import Problem
 
@@ -27,9 +27,8 @@ class FusedSoftmax(SoftmaxNormalizer):
     kernel computes.
     """
 
-    kernel = "fused softmax"
+    kernel = FUSED_SOFTMAX
     gpu_package = gpu_kernels.FLEX  # for packed documents
-    change: ClassVar[str]  # how queries are changed, in words for `kernel_description`
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         return logits(*self.fused_inputs(q, k, layout))
@@ -40,9 +39,6 @@ class FusedSoftmax(SoftmaxNormalizer):
     def by_gpu_kernel(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         return gpu_kernels.flex_softmax(*self.fused_inputs(q, k, layout), v, layout, 1 / math.sqrt(q.size(-1)))
 
-    def kernel_description(self, device: str = "cpu") -> str:
-        return f"{routes.softmax_route(device, self.layer.train_length)}, {self.change}"
-
 
 class QueryScale(FusedSoftmax):
     """Softmax of the scores c q.k / sqrt(D), with one factor c per query and head.
@@ -50,8 +46,6 @@ class QueryScale(FusedSoftmax):
     Scaling q is scaling the logits, so every subclass runs on the fused softmax kernel. The product c q is
     computed in fp32 or wider, and rounded to v's dtype at most once.
     """
-
-    change = "q scaled in fp32: a factor on the logits is a factor on the query"
 
     def scale(self, layout: AttentionLayout) -> Tensor | None:
         """The factor c on a query's scores, fp32, broadcastable to (B, H, T); None: c is 1 for all queries."""
@@ -93,10 +87,6 @@ class SoftmaxWithTemperature(QueryScale):
     def scale(self, layout: AttentionLayout) -> Tensor | None:
         tau = self.options.temperature
         return None if tau == 1 else layout.n("visible").new_full((1, 1), 1 / tau)
-
-    def kernel_description(self, device: str = "cpu") -> str:
-        description = f"{routes.softmax_route(device, self.layer.train_length)}: plain softmax"
-        return description if self.options.temperature == 1 else super().kernel_description(device)
 
 
 @dataclass
@@ -184,16 +174,6 @@ class SSMaxNormalizer(QueryScale):
         return scale + self.b.unsqueeze(-1) if self.options.bias else scale
 
 
-class ScaleFromBase(QueryScale):
-    """Base of normalizers whose factor is 1 at n = m; m is the option `base` (`train`: the training length)."""
-
-    def initialise(self) -> None:
-        self.base = float(self.layer.train_length if self.options.base == "train" else self.options.base)
-
-    def constants(self) -> dict[str, float]:
-        return {"base": self.base}
-
-
 @dataclass
 class LogN(Options):
     name = "log_n"
@@ -214,7 +194,7 @@ class LogN(Options):
         return self.full_formula if self.power != 1 else "softmax(z ln n / ln m)"
 
 
-class LogNNormalizer(ScaleFromBase):
+class LogNNormalizer(QueryScale):
     """Softmax with the factor ln n / ln m, which keeps the entropy of weights nearly constant in n, or with a power of
     it. With `clip` this is Qwen's `logn`.
     """
@@ -222,7 +202,7 @@ class LogNNormalizer(ScaleFromBase):
     schema = LogN
 
     def scale(self, layout: AttentionLayout) -> Tensor:
-        scale = self.row_length(layout).log() / math.log(self.base)  # (1, T) or (B, 1, T)
+        scale = self.row_length(layout).log() / math.log(self.reference_length)  # (1, T) or (B, 1, T)
         scale = scale.clamp(min=1.0) if self.options.clip else scale
         return scale if self.options.power == 1 else scale**self.options.power
 
@@ -285,7 +265,7 @@ class YaRN(Options):
     n: str = key("sample", N_HELP)
 
 
-class YaRNNormalizer(ScaleFromBase):
+class YaRNNormalizer(QueryScale):
     """Softmax with YaRN's factor on logits alone: other options, for training or for inference, rescale RoPE's
     frequencies.
     """
@@ -293,7 +273,7 @@ class YaRNNormalizer(ScaleFromBase):
     schema = YaRN
 
     def scale(self, layout: AttentionLayout) -> Tensor:
-        return (0.1 * (self.row_length(layout) / self.base).clamp(min=1.0).log() + 1).square()
+        return (0.1 * (self.row_length(layout) / self.reference_length).clamp(min=1.0).log() + 1).square()
 
 
 @dataclass
@@ -308,13 +288,13 @@ class InfoScale(Options):
     n: str = key("visible", N_HELP)
 
 
-class InfoScaleNormalizer(ScaleFromBase):
+class InfoScaleNormalizer(QueryScale):
     schema = InfoScale
 
     def scale(self, layout: AttentionLayout) -> Tensor:
         power = -2 / self.layer.head_size
         n = self.row_length(layout).double()  # 1 - n^power in fp32 would depend on where in the tensor n stands
-        return ((1 - n**power).sqrt() / math.sqrt(1 - self.base**power)).float()
+        return ((1 - n**power).sqrt() / math.sqrt(1 - self.reference_length**power)).float()
 
 
 @dataclass
@@ -412,7 +392,6 @@ class QASSMaxNormalizer(FusedSoftmax):
     """
 
     schema = QASSMax
-    change = "each dimension of q scaled in fp32"
 
     def initialise(self) -> None:
         self.base = _mlp(1, self.layer.n_head * self.layer.head_size, 1.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lm.attention import routes
 from lm.attention.layout import AttentionLayout
-from lm.attention.normalizer import SoftmaxNormalizer
+from lm.attention.normalizer import FUSED_SOFTMAX, SoftmaxNormalizer
 from lm.attention.options import INITIAL_VALUE_REASON, LARGEST, Options, key
 
 
@@ -35,8 +35,7 @@ class Softmax1Normalizer(SoftmaxNormalizer):
     """
 
     schema = Softmax1
-    kernel = "fused softmax"
-    logit_text = "0"  # b in words, for `kernel_description`
+    kernel = FUSED_SOFTMAX
 
     def sink(self, reference: Tensor) -> Tensor:
         """The sink's logit b, (H,), on the device of `reference`."""
@@ -54,12 +53,6 @@ class Softmax1Normalizer(SoftmaxNormalizer):
             return routes.fused_softmax(F.pad(q, (0, 0, 1, 0)), k, v, layout, key_bias=bias)[:, :, 1:]
         return routes.fused_softmax(q, k, v, layout, F.pad(layout.visible(), (1, 0), value=True), bias)
 
-    def kernel_description(self, device: str = "cpu") -> str:
-        return (
-            f"{routes.softmax_route(device, self.layer.train_length + 1)} with one more key, of logit "
-            f"{self.logit_text} and value 0"
-        )
-
 
 @dataclass
 class Sink(Options):
@@ -75,7 +68,6 @@ class Sink(Options):
 
 class SinkNormalizer(Softmax1Normalizer):
     schema = Sink
-    logit_text = "b"
 
     def initialise(self) -> None:
         self.b = self.parameter(self.options.init)

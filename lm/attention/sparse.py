@@ -36,9 +36,10 @@ class SparsemaxNormalizer(Normalizer):
     schema = Sparsemax
     kernel = "query blocks; on CUDA adasplash's"
     gpu_package = gpu_kernels.ADASPLASH
+    alpha = 2.0
 
     def by_gpu_kernel(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        return gpu_kernels.entmax(q, k, v, alpha=2.0)
+        return gpu_kernels.entmax(q, k, v, self.alpha)
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         z = subtract_largest_logit(scores, layout)
@@ -59,15 +60,11 @@ class Entmax15(Options):
     known = "exact zeros"
 
 
-class Entmax15Normalizer(Normalizer):
+class Entmax15Normalizer(SparsemaxNormalizer):
     """1.5-entmax, relu(z / 2 - tau)^2, between softmax and sparsemax: tau is such that a query's weights sum to one."""
 
     schema = Entmax15
-    kernel = "query blocks; on CUDA adasplash's"
-    gpu_package = gpu_kernels.ADASPLASH
-
-    def by_gpu_kernel(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        return gpu_kernels.entmax(q, k, v, alpha=1.5)
+    alpha = 1.5
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         z = subtract_largest_logit(scores, layout) / 2

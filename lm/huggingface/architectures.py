@@ -11,8 +11,9 @@ from typing import ClassVar
 
 import torch
 
-from lm.attention.catalogue import Llama4, Softmax, Window
+from lm.attention.distance import Window
 from lm.attention.options import Options
+from lm.attention.query_scale import Llama4, Softmax
 from lm.config.model_config import Learned, ModelConfig, Rope
 from lm.config.normalizers import Layers
 from lm.huggingface.fields import (

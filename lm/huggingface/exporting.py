@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lm.attention.catalogue import Window
+from lm.attention.distance import Window
 from lm.config.inference_config import AS_TRAINED
 from lm.config.load import to_yaml
 from lm.config.model_config import AttentionBlock

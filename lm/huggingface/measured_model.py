@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
-from lm.attention.catalogue import Window, make_normalizer
+from lm.attention.catalogue import make_normalizer
+from lm.attention.distance import Window
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec, Normalizer
 from lm.attention.options import Options

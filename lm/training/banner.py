@@ -55,7 +55,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     notes += [MANY_EPOCHS] * any(number > MAX_EPOCHS for number in epochs.values())
     notes += [FEW_HELD_OUT] * bool(chooses_best.all())
     device = "cuda" if machine.accelerator == "gpu" else "cpu"
-    kernels = dict.fromkeys(normalizer.kernel_description(device) for normalizer in decoder.normalizers())
+    kernels = dict.fromkeys(normalizer.route(device) for normalizer in decoder.normalizers())
     phases = (
         f"[{planned.label} to step {end:,}]" if index == start.phase else f"{planned.label} to step {end:,}"
         for index, (planned, end) in enumerate(zip(config.phases, config.phase_ends, strict=False))
