@@ -6,6 +6,7 @@ What it compares with serves test_gpu.py, too.
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from lm.attention.contract import gradients
 from lm.attention.elementwise_sums import SCORE_FUNCTIONS, elementwise_attention, tiles, why_tiles
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
+from lm.attention.routes import kernel_problem
 
 every_function = pytest.mark.parametrize("f", SCORE_FUNCTIONS)
 SIZES = [(t, d, e) for t in (1, 17, 64, 100) for d in (16, 64) for e in (16, 96)] + [(100, 40, 200), (70, 128, 384)]
@@ -158,14 +160,17 @@ def test_inputs_that_the_kernel_does_not_support_use_tiles(monkeypatch: pytest.M
 def test_the_trial_accepts_the_kernel_and_warns_of_one_that_fails_or_differs(monkeypatch: pytest.MonkeyPatch):
     from lm.attention import triton_kernels
 
-    trial = elementwise_sums._compare_with_tiles
+    def trial(device: torch.device) -> str:
+        compare = partial(elementwise_sums._compare_with_tiles, device)
+        return kernel_problem("the Triton kernel", device, compare)
+
     with torch.inference_mode():
         assert trial(torch.device("cpu")) == ""
     monkeypatch.setattr(
-        triton_kernels, "fused_attention", lambda f, q, k, v, shift, over_sum: tiles(f, q, k, 2 * v, shift, over_sum)
+        triton_kernels, "fused_attention", lambda f, q, k, v, *shift, **named: tiles(f, q, k, 2 * v, *shift, **named)
     )
-    with pytest.warns(UserWarning, match="tiles take its place"):
-        assert "not those of the tiles" in trial(torch.device("cpu"))
+    with pytest.warns(UserWarning, match="a slower route takes its place"):
+        assert "results differ: relu2, relu, sigmoid" in trial(torch.device("cpu"))
     monkeypatch.setattr(triton_kernels, "fused_attention", lambda *_: 1 / 0)
-    with pytest.warns(UserWarning, match="tiles take its place"):
+    with pytest.warns(UserWarning, match="a slower route takes its place"):
         assert "ZeroDivisionError" in trial(torch.device("cpu"))

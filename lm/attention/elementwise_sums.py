@@ -6,9 +6,8 @@ heads, T tokens, D head size, E width of the values.
 
 import math
 import os
-import warnings
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from lm.attention.layout import uncompiled
-from lm.attention.routes import MIN_SUM, gradient_of_sums, spans, without_autocast
+from lm.attention.routes import MIN_SUM, gradient_of_sums, kernel_problem, results, spans, without_autocast
 
 TILE = 256  # queries and keys of one tile
 MAX_HEAD_SIZE = 128  # the largest head size that the Triton kernel takes
@@ -190,42 +189,23 @@ def _why_unusable(device: torch.device) -> str:
         return ""
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the Triton kernel needs a GPU of compute capability 8.0"
-    return _compare_with_tiles(device)
+    problem = kernel_problem("the Triton kernel", device, partial(_compare_with_tiles, device))
+    return problem and f"the Triton kernel does not work here: {problem}"
 
 
-def _compare_with_tiles(device: torch.device) -> str:
-    """Compare results of the Triton kernel and of the tiles on a device. Warn of a problem and return it; return "" if
-    they agree.
-
-    The comparison compiles the kernel, which fails where the machine lacks a C compiler or Python's headers.
+def _compare_with_tiles(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield kind, result of the Triton kernel and of the tiles for each function, with and without shift and sums. The
+    kernel is compiled, which fails where the machine lacks a C compiler or Python's headers.
     """
-    try:
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-            *qkv, grad = torch.arange(4 * 80 * 16.0, device=device).sin().bfloat16().view(4, 1, 1, 80, 16)
-            shift = qkv[0][..., 0].float()
-            cases = product(SCORE_FUNCTIONS, (None, shift), (False, True))
-            wrong_kinds = [kind for kind, b, over_sum in cases if not _kernel_agrees(kind, qkv, b, over_sum, grad)]
-        if not wrong_kinds:
-            return ""
-        problem = f"its results are not those of the tiles ({', '.join(dict.fromkeys(wrong_kinds))})"
-    except Exception as error:  # whatever Triton, the compilers it calls or the driver may raise
-        problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    warnings.warn(f"the Triton kernel does not work on {device}, tiles take its place: {problem}", stacklevel=2)
-    return f"the Triton kernel does not work here: {problem}"
-
-
-def _kernel_agrees(kind: str, qkv: list[Tensor], shift: Tensor | None, over_sum: bool, grad: Tensor) -> bool:
-    """Whether the Triton kernel and the tiles give nearly equal outputs and gradients, for bf16 `qkv` (q, k, v)."""
     from lm.attention import triton_kernels
 
-    leaves = [tensor.detach().requires_grad_() for tensor in (*qkv, *([] if shift is None else [shift]))]
-    outputs = [
-        route(kind, *leaves[:3], *(leaves[3:] or [None]), over_sum) for route in (triton_kernels.fused_attention, tiles)
-    ]
-    kernel_results, tile_results = ((output, *torch.autograd.grad(output, leaves, grad)) for output in outputs)
-    return all(
-        bool((a - b).abs().max() <= b.abs().max() / 32) for a, b in zip(kernel_results, tile_results, strict=True)
-    )
+    *qkv, grad = torch.arange(4 * 80 * 16.0, device=device).sin().bfloat16().view(4, 1, 1, 80, 16)
+    for kind, shift, over_sum in product(SCORE_FUNCTIONS, ([], [qkv[0][..., 0].float()]), (False, True)):
+        pair = (
+            results(partial(route, kind, over_sum=over_sum), [*qkv, *shift], grad)
+            for route in (triton_kernels.fused_attention, tiles)
+        )
+        yield from ((kind, a, b) for a, b in zip(*pair, strict=True))
 
 
 @uncompiled

@@ -6,9 +6,8 @@ small sequences. Where the package is missing, an error arises or results differ
 """
 
 import math
-import warnings
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -21,7 +20,6 @@ from lm.attention.layout import AttentionLayout, uncompiled
 
 FLEX, ADASPLASH, FLA = "torch", "adasplash", "fla"  # the packages that hold the kernels
 CHECKED_LENGTH = 256  # tokens of the sequences that the check computes
-TOLERANCE = 1 / 32  # of the largest entry: results of bf16 operands
 MAX_FLEX_LENGTH = 2**15  # most tokens of a sequence: the mask by blocks of longer ones takes too much memory to make
 
 
@@ -41,7 +39,7 @@ def serves(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: Atten
     )
 
 
-_REASONS: dict[tuple[object, ...], str] = {}
+_PROBLEMS: dict[tuple[object, ...], str] = {}
 
 
 @uncompiled
@@ -53,48 +51,30 @@ def why_unusable(
     sizes: number of heads, then widths of q, k and v.
     """
     call = name, sizes, dtype, device
-    if call not in _REASONS:
-        _REASONS[call] = f"{package} is not installed"
-        if find_spec(package):
-            _REASONS[call] = _compare_with_query_blocks(normalizer, sizes, dtype, device)
-            if _REASONS[call]:
-                message = (
-                    f"the kernel of {package} does not compute {name} on {device}, query blocks do: {_REASONS[call]}"
-                )
-                warnings.warn(message, stacklevel=2)
-    return _REASONS[call]
+    if call not in _PROBLEMS:
+        compare = partial(_compare_with_query_blocks, normalizer, sizes, dtype, device)
+        is_there = find_spec(package) is not None
+        kernel = f"the kernel of {package} for {name}"
+        _PROBLEMS[call] = routes.kernel_problem(kernel, device, compare) if is_there else f"{package} is not installed"
+    return _PROBLEMS[call]
 
 
 def _compare_with_query_blocks(
     normalizer: nn.Module, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> str:
-    """How results of the kernel and of query blocks differ, in words; empty if they agree."""
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield name, result of the kernel and of query blocks for output and gradients on small sequences."""
     length, (heads, *widths) = CHECKED_LENGTH, sizes
+    numbers = (torch.arange(heads * length * width, device=device).mul(1 + i).sin() for i, width in enumerate(widths))
+    leaves = [x.view(1, heads, length, -1).to(dtype) for x in numbers]
     layouts = [AttentionLayout.full(length, device)]
     if normalizer.gpu_package == FLEX:
         layouts.append(AttentionLayout.from_document_lengths([100, length - 100], device))
-    try:
-        with torch.inference_mode(False), torch.enable_grad(), routes.without_autocast(device):
-            leaves = [
-                torch.arange(heads * length * width, device=device)
-                .mul(1 + i)
-                .sin()
-                .view(1, heads, length, width)
-                .to(dtype)
-                for i, width in enumerate(widths)
-            ]
-            for layout in layouts:
-                results = []
-                for route in (normalizer.by_gpu_kernel, lambda *call: routes.by_query_blocks(normalizer, *call)):
-                    tensors = [x.detach().requires_grad_() for x in leaves]
-                    output = route(*tensors, layout)
-                    results.append((output, *torch.autograd.grad(output, tensors, leaves[2].cos())))
-                for part, a, b in zip(("output", "dq", "dk", "dv"), *results, strict=True):
-                    if not bool((a - b).abs().max() <= TOLERANCE * b.abs().max()):
-                        return f"its {part} is another"
-        return ""
-    except Exception as error:  # whatever the package, the compilers that it calls or the driver may raise
-        return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    for layout in layouts:
+        pair = (
+            routes.results(partial(route, layout=layout), leaves, leaves[2].cos())
+            for route in (normalizer.by_gpu_kernel, partial(routes.by_query_blocks, normalizer))
+        )
+        yield from zip(("output", "dq", "dk", "dv"), *pair, strict=True)
 
 
 # ---------------------------------------------------------------- FlexAttention
@@ -143,25 +123,21 @@ def _block_mask(layout: AttentionLayout, length: int, window: int | None) -> obj
     """The mask of a layout by blocks, made once for all layers and, of whole documents, for all steps."""
     documents = layout.documents
     if documents is None:
-        return _causal_mask(length, window, layout.positions.device)
+        return _make_mask(length, window, layout.positions.device)
     if window not in layout.block_masks:
-
-        def sees(sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            is_same = documents[sequence, query] == documents[sequence, key]
-            return is_same & (key <= query) & (query - key < (window or length))
-
         documents = documents if documents.dim() == 2 else documents.unsqueeze(0)
-        count = len(documents) if len(documents) > 1 else None
-        layout.block_masks[window] = _flex()[1](sees, count, None, length, length, documents.device, _compile=True)
+        layout.block_masks[window] = _make_mask.__wrapped__(length, window, documents.device, documents)
     return layout.block_masks[window]
 
 
 @cache
-def _causal_mask(length: int, window: int | None, device: torch.device) -> object:
+def _make_mask(length: int, window: int | None, device: torch.device, documents: Tensor | None = None) -> object:
     def sees(sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (query - key < (window or length))
+        is_same = documents is None or documents[sequence, query] == documents[sequence, key]
+        return (key <= query) & (query - key < (window or length)) & is_same
 
-    return _flex()[1](sees, None, None, length, length, device, _compile=True)
+    count = len(documents) if documents is not None and len(documents) > 1 else None
+    return _flex()[1](sees, count, None, length, length, device, _compile=True)
 
 
 # ---------------------------------------------------------------- kernels of packages

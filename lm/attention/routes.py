@@ -9,7 +9,8 @@ Shapes: B sequences, H heads, T queries, S keys, D head size, E width of the val
 """
 
 import math
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Protocol
@@ -33,6 +34,31 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
 def spans(length: int, size: int) -> list[tuple[int, int]]:
     """(first token, last token + 1) of each block, if `length` tokens are cut into blocks of at most `size` tokens."""
     return [(a, min(a + size, length)) for a in range(0, length, size)]
+
+
+# ---------------------------------------------------------------- checks of kernels at their first use
+
+
+def results(route: Callable[..., Tensor], leaves: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
+    """The output of `route(*leaves)` and its gradients for the leaves, where `grad` is the output's gradient."""
+    tensors = [x.detach().requires_grad_() for x in leaves]
+    output = route(*tensors)
+    return output, *torch.autograd.grad(output, tensors, grad)
+
+
+def kernel_problem(kernel: str, device: torch.device, cases: Callable[[], Iterator[tuple[str, Tensor, Tensor]]]) -> str:
+    """The reason why a kernel can't be used on a device, after a warning; empty if it can. `cases` yields names,
+    results of the kernel and of a route that is known to be right, which must agree to 1/32 of the largest entry.
+    """
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), without_autocast(device):
+            different = [name for name, a, b in cases() if not bool((a - b).abs().max() <= b.abs().max() / 32)]
+        problem = f"its results differ: {', '.join(dict.fromkeys(different))}" if different else ""
+    except Exception as error:  # whatever a package, the compilers that it calls or the driver may raise
+        problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    if problem:
+        warnings.warn(f"{kernel} does not work on {device}, a slower route takes its place: {problem}", stacklevel=2)
+    return problem
 
 
 # ---------------------------------------------------------------- weights divided by their sums

@@ -251,7 +251,9 @@ class _ElementwiseAttention(torch.autograd.Function):
         return None, None, dq, dk, dv, None if shift is None else db
 
 
-def fused_attention(kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, over_sum: bool = False) -> Tensor:
+def fused_attention(
+    kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, over_sum: bool = False
+) -> Tensor:
     """`lm.attention.elementwise_sums.elementwise_attention` by the Triton kernels, for tensors that `why_tiles` in that
     module allows.
     """
