@@ -14,7 +14,7 @@ from torch import Tensor
 from lm.attention import elementwise_sums
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import DividedNormalizer, logits
-from lm.attention.options import INITIAL_VALUE_REASON, LARGEST, LONGEST, N_HELP, Options, key
+from lm.attention.options import LARGEST, N_HELP, Options, key, reference_length_key
 from lm.errors import Problem
 
 
@@ -147,7 +147,6 @@ class Threshold(Options):
     learned_parameters = "beta per layer and head"
     source = "one view of arXiv 2601.12145, whose code we have not seen"
     known = "over 99 % exact zeros, no sinks (abstract, with a second view subtracted)"
-    fixed_by_training: ClassVar[Mapping[str, str]] = {"init": INITIAL_VALUE_REASON}
     power: Literal[1, 2] = key(2, "p")
     init: float = key(0.5, "initial value of beta (our choice); 1: where the largest of n Gaussian logits lies",
                       ge=-LARGEST, le=LARGEST)  # fmt: skip
@@ -181,9 +180,7 @@ class SoftplusAttention(Options):
     full_formula = "softplus(z ln n / ln m)^p / sum"
     source = "the first stage of arXiv 2501.13428, of which we know the abstract; m and p are our choice"
     known = "with a second stage that sharpens weights, loss nearly constant to 16 times the length (abstract)"
-    base: Literal["train"] | float = key(
-        "train", "m, the length at which logits are unscaled; `train`: the training length", ge=2, le=LONGEST
-    )
+    base: Literal["train"] | float = reference_length_key("the length at which logits are unscaled")
     power: float = key(1.0, "p", gt=0, le=16)
     n: str = key("visible", N_HELP)
 

@@ -114,12 +114,6 @@ class AttentionLayout:
             )
         return layout
 
-    def to(self, device: torch.device | str) -> "AttentionLayout":
-        """The layout on a device."""
-        return replace(
-            self, **{name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        )
-
     def select(self, queries: slice | Tensor, keys: int) -> "AttentionLayout":
         """The layout of the queries with indices `queries` in the sequence, and of the first `keys` keys."""
         documents = None if self.documents is None else self.documents[..., queries]

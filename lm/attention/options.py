@@ -27,6 +27,11 @@ def key(default, help: str, effect: Mapping[str, object] | None = None, *, omit_
     return field(default=default, metadata=metadata)
 
 
+def reference_length_key(meaning: str):
+    """Make a field for the option `base`, the length m of a formula; `meaning` says what holds at that length."""
+    return key("train", f"m, {meaning}; `train`: the training length", ge=2, le=LONGEST)
+
+
 def yaml_scalar(value: object) -> str:
     """Return a value that is neither list nor map as YAML text."""
     if value is None or isinstance(value, bool):
@@ -47,7 +52,8 @@ class Options:
     # whether the option `n` may be `sum`, which divides each row of weights by its sum
     over_sum: ClassVar[bool] = False
     scales_with_q: ClassVar[bool] = True  # whether a factor on q is the same factor on the logits q.k
-    fixed_by_training: ClassVar[Mapping[str, str]] = {}  # by option, the reason why a trained model can't change it
+    # by option, the reason why a trained model can't change it
+    fixed_by_training: ClassVar[Mapping[str, str]] = {"init": INITIAL_VALUE_REASON}
 
     @property
     def rows_sum_to_one(self) -> bool:

@@ -18,7 +18,7 @@ from torch.nn import Module
 from lm.attention import gpu_kernels, routes
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import FUSED_SOFTMAX, Normalizer, SoftmaxNormalizer, logits
-from lm.attention.options import INITIAL_VALUE_REASON, LARGEST, LONGEST, N_HELP, Options, key
+from lm.attention.options import INITIAL_VALUE_REASON, LARGEST, LONGEST, N_HELP, Options, key, reference_length_key
 from lm.errors import Problem
 
 
@@ -183,9 +183,7 @@ class LogN(Options):
         "masked LM trained at 64, at 256: accuracy 34.0 % against softmax's 23.0 % (8823); causal with RoPE, at 8 "
         "times the length: under a point alone, 4 to 10 points once positions are handled (kexue.fm 9708, 9948)"
     )
-    base: Literal["train"] | float = key(
-        "train", "m, the length at which this is softmax; `train`: the training length", ge=2, le=LONGEST
-    )
+    base: Literal["train"] | float = reference_length_key("the length at which this is softmax")
     clip: bool = key(False, "never scale below 1, for models trained without it (`max(1, ln n / ln m)`)")
     power: float = key(1.0, "p: how fast the factor grows with ln n", omit_default=True, gt=0, le=8)
     n: str = key("visible", N_HELP)
@@ -259,9 +257,7 @@ class YaRN(Options):
     full_formula = "softmax(z (0.1 ln(n / m) + 1)^2)"
     source = "Peng et al. 2023, arXiv 2309.00071"
     known = "one factor for each document; softmax up to the training length m"
-    base: Literal["train"] | float = key(
-        "train", "m, the length up to which this is softmax; `train`: the training length", ge=2, le=LONGEST
-    )
+    base: Literal["train"] | float = reference_length_key("the length up to which this is softmax")
     n: str = key("sample", N_HELP)
 
 
@@ -282,9 +278,7 @@ class InfoScale(Options):
     full_formula = "softmax(z sqrt(1 - n^(-2/D)) / sqrt(1 - m^(-2/D)))"
     source = "arXiv 2501.08570"
     known = "made for models trained without it"
-    base: Literal["train"] | float = key(
-        "train", "m, the length at which this is softmax; `train`: the training length", ge=2, le=LONGEST
-    )
+    base: Literal["train"] | float = reference_length_key("the length at which this is softmax")
     n: str = key("visible", N_HELP)
 
 

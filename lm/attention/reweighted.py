@@ -1,16 +1,14 @@
 """Softmax that its own weights change: an offset that makes small weights 0, a temperature that follows the entropy."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer, SoftmaxNormalizer
-from lm.attention.options import INITIAL_VALUE_REASON, LARGEST, N_HELP, Options, key
+from lm.attention.options import LARGEST, N_HELP, Options, key
 
 # of the entropy in nats, highest power first, as fitted by the authors
 POLYNOMIAL = (-0.037, 0.481, -2.3, 4.917, -1.791)
@@ -25,7 +23,6 @@ class Elastic(Options):
     source = "Elastic-Softmax, arXiv 2601.00919 and its code"
     known = "no figures known to us"
     sums_to_one = False
-    fixed_by_training: ClassVar[Mapping[str, str]] = {"init": INITIAL_VALUE_REASON}
     init: float = key(-1.0, "initial value of tau: at -1 weights below 1 / n are 0", ge=-LARGEST, le=LARGEST)
     n: str = key("visible", N_HELP)
 

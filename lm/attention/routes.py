@@ -10,10 +10,10 @@ Shapes: B sequences, H heads, T queries, S keys, D head size, E width of the val
 
 import math
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -187,17 +187,20 @@ def softmax_route(device: str, length: int) -> str:
     return f"blocks of queries (faster than SDPA on a CPU, up to {SHORT_LENGTH} tokens)" if is_short else "SDPA"
 
 
-class ScoreMap(Protocol):
+class ScoreMap(ABC):
     """A function s of each logit z and of the distance t to the key, whose softmax `block_attention` computes."""
 
     options: object  # what tells one map from another
 
     def coefficients(self, distance: Tensor) -> Tensor:
-        """What s needs to know of distances, fp32 or wider, at least 0, of any shape."""
+        """What s needs to know of distances t, fp32 or wider, at least 0; by default nothing."""
+        return distance
 
+    @abstractmethod
     def map_scores(self, z: Tensor, coefficients: Tensor) -> Tensor:
         """Return s(z, t) for logits z and the coefficients at t."""
 
+    @abstractmethod
     def slopes(self, scores: Tensor, coefficients: Tensor) -> Tensor:
         """Return ds / dz where s is `scores`."""
 

@@ -3,9 +3,7 @@
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +12,7 @@ from torch import Tensor
 from lm.attention import routes
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import FUSED_SOFTMAX, SoftmaxNormalizer
-from lm.attention.options import INITIAL_VALUE_REASON, LARGEST, Options, key
+from lm.attention.options import LARGEST, Options, key
 
 
 @dataclass
@@ -62,7 +60,6 @@ class Sink(Options):
     source = "gpt-oss's code"
     known = "softmax times sigmoid(lse - b)"
     sums_to_one = False
-    fixed_by_training: ClassVar[Mapping[str, str]] = {"init": INITIAL_VALUE_REASON}
     init: float = key(0.0, "initial value of b", ge=-LARGEST, le=LARGEST)
 
 
