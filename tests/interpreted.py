@@ -171,6 +171,6 @@ def test_the_trial_accepts_the_kernel_and_warns_of_one_that_fails_or_differs(mon
     )
     with pytest.warns(UserWarning, match="a slower route takes its place"):
         assert "results differ: relu2, relu, sigmoid" in trial(torch.device("cpu"))
-    monkeypatch.setattr(triton_kernels, "fused_attention", lambda *_: 1 / 0)
+    monkeypatch.setattr(triton_kernels, "fused_attention", lambda *_, **__: 1 / 0)
     with pytest.warns(UserWarning, match="a slower route takes its place"):
         assert "ZeroDivisionError" in trial(torch.device("cpu"))
