@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = ("config.md", "metrics.md", "normalizers.md")  # made from the keys and options themselves
 PAGES = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in GENERATED]
-LONGEST = 30  # words of a sentence
+LONGEST = 25  # words of a sentence
 FENCED = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)  # one at the margin: its language, its text
 WRITTEN = re.compile(r"<!-- results: .*?<!-- end of ", re.DOTALL)
