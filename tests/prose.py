@@ -1,8 +1,7 @@
 """How long README.md, the pages of docs/ and CHANGELOG.md are, and their sentences: python tests/prose.py [PAGE ...]
 
-A word is what stands between spaces and has a letter or a digit, in code and tables too, but for tables that
-scripts/recompute.py writes. Sentences are those of paragraphs, list items and cells of tables; code is no prose, and
-counts as one word within a line.
+A word is what stands between spaces and has a letter or a digit. A page's prose is all but its tables and blocks of
+code. Sentences are those of paragraphs, list items and cells of tables; code within a line counts as one word there.
 """
 
 import re
@@ -12,10 +11,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = ("config.md", "metrics.md", "normalizers.md")  # made from the keys and options themselves
 PAGES = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in GENERATED]
-LONGEST = 25  # words of a sentence
+MOST_PROSE, MOST_PAGES = 15_000, 30  # words of docs/ without generated pages; pages with them
+README_WORDS, README_LINES = 700, 70
+LONGEST, LONGEST_CELL = 25, 30  # words of a sentence, of one in a table's cell
 FENCED = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)  # one at the margin: its language, its text
-WRITTEN = re.compile(r"<!-- results: .*?<!-- end of ", re.DOTALL)
 LISTED = re.compile(r"\s*(?:[-*]|\d+\.) ")
 
 
@@ -29,7 +29,13 @@ def blocks(text: str, language: str) -> list[str]:
 
 def words(text: str) -> int:
     """The number of words of a text, markup left out."""
-    return sum(bool(re.search(r"\w", word)) for word in WRITTEN.sub("", text).split())
+    return sum(bool(re.search(r"\w", word)) for word in text.split())
+
+
+def prose(text: str) -> str:
+    """A page without its tables, blocks of code and comments."""
+    text = FENCED.sub("", re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL))
+    return "\n".join(line for line in text.splitlines() if not line.startswith("|"))
 
 
 def passages(text: str) -> tuple[list[str], list[str]]:
@@ -62,11 +68,11 @@ def sentences(passage: str) -> list[str]:
     return re.split(r"(?<=[.?!])[*_)\"]*\s+(?=[\"*_(\[]*[A-Z0-9])", passage)
 
 
-def wrong_sentences(text: str) -> list[str]:
+def wrong_sentences(text: str, longest: int = LONGEST) -> list[str]:
     """Sentences of a page that are too long, or that hold more than one semicolon and are no list in a cell."""
     prose, cells = ([sentence for passage in part for sentence in sentences(passage)] for part in passages(text))
-    return [sentence for sentence in prose if words(sentence) > LONGEST or sentence.count(";") > 1] + [
-        sentence for sentence in cells if words(sentence) > LONGEST
+    return [sentence for sentence in prose if words(sentence) > longest or sentence.count(";") > 1] + [
+        sentence for sentence in cells if words(sentence) > LONGEST_CELL
     ]
 
 
@@ -74,14 +80,16 @@ def main(paths: list[Path]) -> None:
     for path in paths or [ROOT / "README.md", ROOT / "CHANGELOG.md", *PAGES]:
         text = path.read_text(encoding="utf-8")
         long = wrong_sentences(text)
-        print(f"{words(text):6,} words {len(text.splitlines()):5} lines {len(long):4} sentences to mend  {path.name}")
-        if paths:
+        print(
+            f"{words(text):6,} words {words(prose(text)):6,} of prose {len(text.splitlines()):5} lines "
+            f"{len(long):4} sentences to mend  {path.name}"
+        )
+        if paths and long:
             print(*(f"  {words(sentence)}: {sentence}" for sentence in long), sep="\n")
     if not paths:
-        print(
-            f"{sum(words(path.read_text(encoding='utf-8')) for path in PAGES):6,} words in docs/, without "
-            f"{' and '.join(GENERATED)}"
-        )
+        total = sum(words(prose(path.read_text(encoding="utf-8"))) for path in PAGES)
+        print(f"{total:,} words of prose in docs/ without generated pages, of at most {MOST_PROSE:,}")
+        print(f"{len(PAGES) + len(GENERATED)} pages with them, of at most {MOST_PAGES}")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from lm.schema import reference
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 DOCUMENTS = [*(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md")), *PAGES]
-GENERATED = ("config.md", "metrics.md", "normalizers.md")  # made from the keys and options themselves
 EXECUTED = ("normalizers-own.md",)  # by tests/attention/test_plugins.py, with the package that its commands name
 FOLDERS = ("lm", "docs", "scripts", "tests", "configs")
 CONFIGURED = ("train", "prepare", "config", "eval", "swap")  # commands that take key=value
@@ -175,9 +174,18 @@ def test_the_layout_of_the_code_is_in_the_order_of_imports():
     assert [name.removesuffix(".py") for name in names] == list(ROOMS)
 
 
-@pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "CHANGELOG.md", *prose.PAGES], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*DOCUMENTS[:2], ROOT / "CHANGELOG.md", *prose.PAGES], ids=lambda path: path.name)
 def test_sentences_are_short(path: Path):
-    assert prose.wrong_sentences(path.read_text(encoding="utf-8")) == []
+    longest = 30 if path.name == "CHANGELOG.md" else prose.LONGEST
+    assert prose.wrong_sentences(path.read_text(encoding="utf-8"), longest) == []
+
+
+def test_readme_and_pages_are_short():
+    readme = DOCUMENTS[0].read_text()
+    assert prose.words(readme) <= prose.README_WORDS
+    assert len(readme.splitlines()) <= prose.README_LINES
+    assert sum(prose.words(prose.prose(path.read_text())) for path in prose.PAGES) <= prose.MOST_PROSE
+    assert len(PAGES) <= prose.MOST_PAGES
 
 
 @documents
@@ -211,7 +219,7 @@ def test_python_names_exist(path: Path):
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in DOCUMENTS if path.name not in (*GENERATED, *EXECUTED)], ids=lambda path: path.name
+    "path", [path for path in DOCUMENTS if path.name not in (*prose.GENERATED, *EXECUTED)], ids=lambda path: path.name
 )
 def test_configurations_can_be_loaded(path: Path, tmp_path: Path):
     text = path.read_text()
