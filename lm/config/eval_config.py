@@ -2,7 +2,7 @@
 evaluation.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import ClassVar, Literal, get_args
@@ -59,43 +59,36 @@ class EvaluationConfig(Timing):
     measurement: ClassVar[str]  # "module:Class" of the `lm.evaluation.evaluation_kind.Measurement` that measures it
     # the key that is empty or 0 while the evaluation is off; "" if a class overrides `wanted`
     switch_key: ClassVar[str] = ""
+    needs_text: ClassVar[bool] = True  # true if a model that was trained on symbols alone can't be measured
     quick_suite: ClassVar[dict[str, int]] = {}  # the largest value of each key in the suite `quick`
 
     def wanted(self, data: DataConfig) -> bool:
         """Whether these options switch the evaluation on for a model trained on `data`."""
         return bool(getattr(self, self.switch_key))
 
-    def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterable[Problem]:
-        """Yield a problem, with a path relative to this block, for each contradiction between this block and other
-        keys. This method is called only if the evaluation is on."""
-        return ()
-
-    def size_problems(
-        self, path: str, longest_factor: float, sequences: int, data: DataConfig, model: ModelConfig, overrun: int = 0
-    ) -> Iterator[Problem]:
-        """Yield a problem of this block's key `path` if the sequences have more than `MAX_TOKENS` tokens in all, and
-        another if one of them goes beyond the model's last position. A key whose value is `auto` keeps within learned
-        positions by itself.
-
-        longest_factor: length of a sequence, in training lengths; there are `sequences` of them. overrun: the number of
-        tokens read after the end of a sequence.
+    def extent(self, data: DataConfig) -> tuple[str, float, int, int]:
+        """Return the key that sets the length of sequences, the longest length in training lengths, the number of
+        sequences of one length, and the number of tokens read after the end of a sequence.
         """
-        value, tokens = getattr(self, path), longest_factor * data.seq_len
+        return self.switch_key, 1.0, 0, 0
+
+    def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
+        """Yield a problem, with a path relative to this block, for each contradiction between this block and other
+        keys. This method is called only if the evaluation is on. A length `auto` keeps within learned positions by
+        itself.
+        """
+        if data.symbolic and self.needs_text:
+            yield Problem(self.switch_key, getattr(self, self.switch_key), "needs a model of text", "switch it off")
+        yield from check_inference(getattr(self, "inference", [InferenceSetting()]), model.position)
+        key, factor, sequences, overrun = self.extent(data)
+        value, tokens = getattr(self, key), factor * data.seq_len
         if sequences * tokens > MAX_TOKENS:
             reason = f"makes {sequences:,} sequences of {tokens:,.0f} tokens, more than {MAX_TOKENS:,} tokens in all"
-            yield Problem(path, value, reason, "measure fewer or shorter sequences")
+            yield Problem(key, value, reason, "measure fewer or shorter sequences")
         if model.position.has_last_position and value != "auto" and round(tokens) + overrun > data.seq_len:
-            reason = (
-                "learned positions end at the training length"
-                + f", and {overrun} tokens after the sequence are read" * bool(overrun)
-            )
-            yield Problem(path, value, reason, "leave longer sequences out, or train with model.position=rope")
-
-    def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
-        """The changes that `lm eval --suite` with this `name` makes to this block, as {key: new value}."""
-        if name == "full":
-            return self.full_suite(data, model)
-        return {key: min(maximum, getattr(self, key)) for key, maximum in self.quick_suite.items()}
+            reason = "learned positions end at the training length"
+            reason += f", and {overrun} tokens after the sequence are read" * bool(overrun)
+            yield Problem(key, value, reason, "leave longer sequences out, or train with model.position=rope")
 
     def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         """The changes that `lm eval --suite full` makes to this block, as {key: new value}; only changes that the model
@@ -146,18 +139,12 @@ class LongContextConfig(EvaluationConfig):
         """Length of the longest sequences that this evaluation may measure, in training lengths."""
         return AUTO_LENGTH_FACTOR if self.length_factor == "auto" else self.length_factor
 
+    def extent(self, data: DataConfig) -> tuple[str, float, int, int]:
+        return "length_factor", self.longest_factor, self.sequences, 0
+
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
-        yield from check_inference(self.inference, model.position)
-        if data.symbolic:
-            reason = "there is no text to read beyond the training length"
-            yield Problem(
-                "length_factor",
-                self.length_factor,
-                reason,
-                "set it to 0; eval.recall has longer sequences of the tasks",
-            )
         yield from empty_sequence_problems("length_factor", [self.longest_factor], data)
-        yield from self.size_problems("length_factor", self.longest_factor, self.sequences, data, model)
+        yield from super().conflicts(data, model)
 
     def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         if not model.position.rotates:
@@ -188,12 +175,8 @@ class ByLengthConfig(EvaluationConfig):
             )
             yield Problem("lengths", non_divisors[0], reason, "give divisors of the longest")
 
-    def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
-        yield from check_inference(self.inference, model.position)
-        if data.symbolic:
-            remedy = "leave it out; eval.recall has tasks of several lengths"
-            yield Problem("lengths", self.lengths, "there is no text to cut into sequences", remedy)
-        yield from self.size_problems("lengths", max(self.lengths) / data.seq_len, self.sequences, data, model)
+    def extent(self, data: DataConfig) -> tuple[str, float, int, int]:
+        return "lengths", max(self.lengths) / data.seq_len, self.sequences, 0
 
 
 @dataclass
@@ -211,15 +194,14 @@ class TextsConfig(EvaluationConfig):
             if name == "name" or not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
                 yield Problem(f"of.{name}", name, "can't be the name of a text", "use letters, digits, - _ and .")
 
-    def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
-        yield from self.size_problems("sequences", 1, self.sequences, data, model)
-        if data.symbolic:
-            yield Problem("of", list(self.of), "needs a model of text", "leave it out")
+    def extent(self, data: DataConfig) -> tuple[str, float, int, int]:
+        return "sequences", 1.0, self.sequences, 0
 
 
 @dataclass
 class RecallConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.answers:Recall"
+    needs_text: ClassVar[bool] = False
     quick_suite: ClassVar[dict[str, int]] = {"sequences": 16}
     tasks: list[Task] = variants(
         TASKS, "tasks to ask for, e.g. [passkey, {name: needle, needles: 3}]; empty: those of data.tasks"
@@ -238,21 +220,20 @@ class RecallConfig(EvaluationConfig):
     def asked_tasks(self, data: DataConfig) -> list[Task]:
         return self.tasks or [weighted.task for weighted in data.tasks]
 
+    def extent(self, data: DataConfig) -> tuple[str, float, int, int]:
+        return "length_factors", max(self.length_factors), self.sequences, 0
+
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
-        yield from check_inference(self.inference, model.position)
+        yield from super().conflicts(data, model)
+        n_symbols = max((weighted.task.vocab_size for weighted in data.tasks), default=0) if data.symbolic else 0
         for index, task in enumerate(self.tasks):
             path = f"tasks[{index}]"
-            if task.vocab_size and not data.symbolic:
-                reason = "is over symbols that this model was not trained on"
-                yield Problem(path, task.name, reason, "name a task in text, needle or passkey")
-            elif data.symbolic and not task.vocab_size:
-                yield Problem(path, task.name, "is in text, and this model knows none", "name one of data.tasks")
-            elif task.vocab_size and task.vocab_size > (
-                n_symbols := max(weighted.task.vocab_size for weighted in data.tasks)
-            ):
+            if bool(task.vocab_size) != data.symbolic:
+                kinds = ("is in text, and this model knows symbols alone", "is over symbols, and this model knows none")
+                yield Problem(path, task.name, kinds[bool(task.vocab_size)], "name another task")
+            elif task.vocab_size and task.vocab_size > n_symbols:
                 reason = f"has {task.vocab_size} symbols, the model {n_symbols}"
                 yield Problem(path, task.name, reason, "set its options as in data.tasks")
-        yield from self.size_problems("length_factors", max(self.length_factors), self.sequences, data, model)
 
 
 @dataclass
@@ -298,12 +279,8 @@ class NeedleConfig(EvaluationConfig):
                 "heads_at", self.heads_at, "eval.needle.length_factors is []", "set eval.needle.length_factors"
             )
 
-    def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
-        yield from check_inference(self.inference, model.position)
-        if data.symbolic:
-            yield Problem("length_factors", self.length_factors, "needs a model of text", "set it to []")
-        longest_factor = max(*self.length_factors, self.heads_at or 0)
-        yield from self.size_problems("length_factors", longest_factor, self.trials, data, model, MAX_OVERRUN)
+    def extent(self, data: DataConfig) -> tuple[str, float, int, int]:
+        return "length_factors", max(*self.length_factors, self.heads_at or 0), self.trials, MAX_OVERRUN
 
     def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         is_possible = not data.symbolic and not model.position.has_last_position
@@ -319,10 +296,6 @@ class TasksConfig(EvaluationConfig):
     tasks: list[str] = key([], "`eval.tasks`")
     limit: int | None = key(None, "`eval.tasks_limit`")
 
-    def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
-        if data.symbolic:
-            yield Problem("", self.tasks, "needs a model of text", "set it to []")
-
 
 Statistics = Literal["concentration", "sparsity", "limits"]
 
@@ -330,6 +303,7 @@ Statistics = Literal["concentration", "sparsity", "limits"]
 @dataclass
 class DiagnosticsConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.diagnostics:Diagnostics"
+    needs_text: ClassVar[bool] = False
     quick_suite: ClassVar[dict[str, int]] = {"sequences": 4}
     statistics: list[Statistics] = key(
         ["concentration", "sparsity"], f"families of statistics: {', '.join(get_args(Statistics))}"
@@ -356,15 +330,14 @@ class DiagnosticsConfig(EvaluationConfig):
         if not self.statistics:
             yield Problem("statistics", [], "names nothing", "leave eval.diagnostics out")
 
+    def extent(self, data: DataConfig) -> tuple[str, float, int, int]:
+        return "length_factor", self.length_factor, self.sequences, 0
+
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
-        yield from check_inference(self.inference, model.position)
-        if data.symbolic and self.text:
-            yield Problem("text", self.text, "needs a model of text", "leave it out")
-        if data.symbolic and self.length_factor != 1:
-            yield Problem(
-                "length_factor", self.length_factor, "there is no text to read at other lengths", "set it to 1"
-            )
-        yield from self.size_problems("length_factor", self.length_factor, self.sequences, data, model)
+        yield from super().conflicts(data, model)
+        if data.symbolic and (self.text or self.length_factor != 1):
+            key = "text" if self.text else "length_factor"
+            yield Problem(key, getattr(self, key), "needs a model of text", "leave it out")
 
 
 @dataclass
@@ -443,5 +416,11 @@ class EvalConfig:
     def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         validation_changes = {"sequences": min(32, self.sequences)} if name == "quick" else {}
         return validation_changes | {
-            kind: changes for kind, options in self.kinds.items() if (changes := options.suite(name, data, model))
+            kind: changes
+            for kind, options in self.kinds.items()
+            if (
+                changes := options.full_suite(data, model)
+                if name == "full"
+                else {key: min(maximum, getattr(options, key)) for key, maximum in options.quick_suite.items()}
+            )
         }

@@ -5,7 +5,7 @@ file.
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, Field
+from dataclasses import Field
 
 from lm.config.normalizers import Catalogue, Layers
 from lm.config.tree import Config
@@ -25,66 +25,43 @@ def configuration_schema() -> Schema:
     definitions: dict[str, Schema] = {}
     root = _block(Config, definitions)
     base = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
-    root["properties"] = {"base": {**base, "description": "files whose keys these are laid on"}, **root["properties"]}
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "A configuration of lm",
-        **root,
-        "$defs": definitions,
-    }
+    properties = next(iter(definitions.values()))["properties"]
+    properties["base"] = {**base, "description": "files whose keys these are laid on"}
+    dialect = "https://json-schema.org/draft/2020-12/schema"
+    return {"$schema": dialect, "title": "A configuration of lm", **root, "$defs": definitions}
 
 
 def _block(schema: type, definitions: dict[str, Schema], name: str | None = None) -> Schema:
-    """The JSON Schema of a configuration block whose keys are the fields of `schema`; if `name` is given, a key `name`
-    has this value.
+    """A reference to the JSON Schema, in `definitions`, of a block whose keys are the fields of `schema`; if `name` is
+    given, a key `name` has this value.
     """
-    properties = {
-        spec.name: {"description": spec.metadata["help"], **_value(spec, definitions), **_default(spec)}
-        for spec in fields(schema)
-    }
-    if name is not None:
-        properties = {"name": {"const": name}, **properties}
-    return {"type": "object", "properties": properties, "additionalProperties": False}
-
-
-def _reference(schema: type, definitions: dict[str, Schema], name: str | None = None) -> Schema:
     # classes of the same name in different modules stay apart
     title = f"{schema.__module__.rpartition('.')[2]}.{schema.__name__}"
     if title not in definitions:
         definitions[title] = {}  # for a block that contains itself
-        definitions[title] = _block(schema, definitions, name)
+        properties = {"name": {"const": name}} if name else {}
+        for spec in fields(schema):
+            properties[spec.name] = {"description": spec.metadata["help"], **_value(spec, definitions)}
+        definitions[title] = {"type": "object", "properties": properties, "additionalProperties": False}
     return {"$ref": f"#/$defs/{title}"}
-
-
-def _default(spec: Field) -> Schema:
-    if spec.default is not MISSING:
-        return {"default": spec.default}
-    default = spec.default_factory()
-    return {} if default else {"default": default}
 
 
 def _value(spec: Field, definitions: dict[str, Schema]) -> Schema:
     table, block, container = (spec.metadata.get(name) for name in ("table", "schema", "many"))
     if table is None and block is None:
         return _interpolable(_type(spec.type, spec.metadata["limits"]))
-    value = (
-        _variant(table, spec.metadata.get("default"), definitions) if block is None else _reference(block, definitions)
-    )
+    value = _block(block, definitions) if block else _variant(table, spec.metadata.get("default"), definitions)
     if container is dict:
         return {"type": "object", "additionalProperties": value}
     if container is list:
         items = {"type": "array", "items": value}
         return items if block else {"anyOf": [items, value]}
-    if "optional" in spec.metadata:
-        return {"anyOf": [value, {"type": "null"}]}
-    return value if block is None else {"allOf": [value]}
+    return {"anyOf": [value, {"type": "null"}]} if "optional" in spec.metadata else {"allOf": [value]}
 
 
 def _interpolable(value: Schema) -> Schema:
-    """Extend the JSON Schema `value` to accept an interpolation `${...}` as well; return it unchanged if it accepts
-    strings.
-    """
-    return value if value.get("type") == "string" else {"anyOf": [*value.get("anyOf", [value]), INTERPOLATION]}
+    """Extend the JSON Schema `value` to accept an interpolation `${...}` as well."""
+    return {"anyOf": [value, INTERPOLATION]}
 
 
 def _variant(table: Mapping[str, type], default: str | None, definitions: dict[str, Schema]) -> Schema:
@@ -93,7 +70,7 @@ def _variant(table: Mapping[str, type], default: str | None, definitions: dict[s
     """
     options: list[Plain] = [{"enum": list(table)}, INTERPOLATION] if table else [INTERPOLATION]
     for name, schema in table.items():
-        reference = _reference(schema, definitions, name)
+        reference = _block(schema, definitions, name)
         options.append(reference if name == default else {**reference, "required": ["name"]})
     if Layers.name in table:
         layer_table = {name: schema for name, schema in table.items() if name != Layers.name}

@@ -54,12 +54,7 @@ def check(config: Config) -> Iterator[Problem]:
     ):
         reason = "must be the name of a folder: printable, at most 100 characters, without a path"
         yield Problem("name", config.name, reason, "set name, and runs for the folder that holds it")
-    if data.symbolic and data.documents == "isolate":
-        yield Problem("data.documents", data.documents, "each sequence of a task is a document of its own", "drop it")
     yield from check_phases(config)
-    if model.position.has_last_position and data.lengths.allows_shorter:
-        reason = "short sequences train the first learned positions only"
-        yield Problem("data.lengths", data.lengths.name, reason, "set model.position=rope")
     yield from check_tasks(config)
     yield from _batch_problems(config)
     if trainer.max_steps is None and trainer.tokens_per_parameter is None:
@@ -67,9 +62,6 @@ def check(config: Config) -> Iterator[Problem]:
     if trainer.max_steps and trainer.tokens_per_parameter:
         reason = f"trainer.max_steps = {trainer.max_steps} is given, too"
         yield Problem("trainer.tokens_per_parameter", trainer.tokens_per_parameter, reason, "drop one")
-    if config.train_only and not config.init_from and model.out_init == "zero":
-        reason = "with model.out_init = zero blocks of new weights add nothing: normalizers have no gradient"
-        yield Problem("train_only", config.train_only, reason, "name weights to go on from in init_from, or drop one")
     if trainer.max_steps:
         yield from check_steps(config)
     yield from empty_sequence_problems("eval.swap_lengths", config.eval.swap_lengths, data)
@@ -80,7 +72,10 @@ def check(config: Config) -> Iterator[Problem]:
         for index, setting in enumerate(getattr(options, "inference", [])):
             conflicts += setting.normalizers(normalizers, f"inference[{index}].normalizer")[1]
         conflicts += options.conflicts(data, model) if options.wanted(data) else ()
-        yield from (replace(conflict, path=f"eval.{kind}.{conflict.path}".rstrip(".")) for conflict in conflicts)
+        yield from (
+            replace(conflict, path=f"eval.{kind}.{conflict.path}".replace("tasks.tasks", "tasks"))
+            for conflict in conflicts
+        )
 
 
 def _batch_problems(config: Config) -> Iterator[Problem]:
@@ -104,9 +99,7 @@ def _batch_problems(config: Config) -> Iterator[Problem]:
 
 
 def check_steps(config: Config) -> Iterator[Problem]:
-    """Yield problems of keys that need more steps than the run has: lengths, warm-up, decay, phases, sources
-    and tasks.
-    """
+    """Yield problems of keys that need more steps than the run has: lengths, warm-up, decay and phases."""
     data = config.data
     optim = config.optim
     steps = config.trainer.max_steps
@@ -129,7 +122,6 @@ def check_steps(config: Config) -> Iterator[Problem]:
         elif phase.warmup_steps > phase_ends[index] - start:
             reason = f"is more than the {phase_ends[index] - start} steps of the phase"
             yield Problem(f"{path}.warmup_steps", phase.warmup_steps, reason, "lower it")
-    yield from check_weights(config)
 
 
 def check_phases(config: Config) -> Iterator[Problem]:
@@ -182,43 +174,14 @@ def check_phases(config: Config) -> Iterator[Problem]:
         )
 
 
-def check_weights(config: Config) -> Iterator[Problem]:
-    """Yield a problem for each task or source that gets less than one sequence of the run by its weight, and so may
-    never be drawn.
-    """
-    data = config.data
-    weights = [(f"data.tasks[{index}].weight", task.weight, 1.0) for index, task in enumerate(data.tasks)]
-    if len(data.sources) > 1:
-        weights += [
-            (f"data.source.of[{index}].weight", source.weight, data.text_weight)
-            for index, source in enumerate(data.sources)
-        ]
-    sequences = config.trainer.max_steps * (config.optim.batch_tokens // data.seq_len)
-    for path, weight, fraction in weights:
-        if weight and fraction and weight * fraction * sequences < 1 - 1e-6:
-            reason = (
-                f"gives {weight * fraction * sequences:.2g} of the {sequences:,} sequences of the run, and may "
-                "never be drawn"
-            )
-            yield Problem(path, weight, reason, "raise it, train for more steps, or leave it out")
-
-
 def check_tasks(config: Config) -> Iterator[Problem]:
     data, n_sequences = config.data, config.eval.sequences
-    for index, weighted in enumerate(data.tasks if data.symbolic else ()):
-        if weighted.weight * n_sequences < 1 - 1e-6:
-            reason = (
-                f"gives less than one of eval.sequences = {n_sequences} validation sequences: its loss would not "
-                "be measured"
-            )
-            yield Problem(f"data.tasks[{index}].weight", weighted.weight, reason, "raise eval.sequences")
+    for weighted in data.tasks if data.symbolic else ():
         n_distinct = weighted.task.n_distinct(data.seq_len, "test")
         if weighted.weight * n_sequences > max(1, n_distinct):
-            reason = (
-                f"can't all differ: {weighted.task.name} has about {n_distinct:,.0f} test sequences of "
-                f"{data.seq_len} tokens"
-            )
-            yield Problem("eval.sequences", n_sequences, reason, "lower it, or give the task more symbols or length")
+            name = f"{weighted.task.name} has about {n_distinct:,.0f} test sequences of {data.seq_len} tokens"
+            remedy = "lower it, or give the task more symbols or length"
+            yield Problem("eval.sequences", n_sequences, f"can't all differ: {name}", remedy)
     weights = sum(weighted.weight for weighted in data.tasks)
     if weights > 1 + 1e-6:
         yield Problem("data.tasks", weights, "weights sum to more than 1", "lower them")

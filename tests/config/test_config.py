@@ -599,13 +599,6 @@ def test_a_dotted_key_in_a_file_is_answered_with_its_block(tmp_path):
         load_config([str(tmp_path / "mine.yaml")])
 
 
-def test_a_normalizer_alone_is_not_trained_where_it_has_no_gradient():
-    options = ["name=x", "model.normalizer=ssmax", "train_only=normalizer", "model.out_init=zero"]
-    with pytest.raises(
-        ConfigError, match=r"^train_only = 'normalizer': with model\.out_init = zero blocks of new weights add nothing"
-    ):
-        load_config(options)
-    load_config([*options, "init_from=runs/other"])
 
 
 @pytest.mark.parametrize(

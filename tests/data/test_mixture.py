@@ -137,35 +137,8 @@ def test_a_bad_mixture_is_named(source: str, problem: str):
         load_config(["configs/softmax.yaml", f"data.source={source}"])
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (
-            [],
-            r"^data\.source\.of\[1\]\.weight = 0\.004: gives 0\.26 of the 64 sequences of the run.* train for more "
-            r"steps",
-        ),
-        (
-            ["data.tasks=[{weight: 0.9, task: needle}]", "trainer.max_steps=300"],
-            r"of\[1\]\.weight = 0\.004: gives 0\.96 of the 2,400",
-        ),
-        (
-            ["data.tasks=[{weight: 0.01, task: needle}]"],
-            r"data\.tasks\[0\]\.weight = 0\.01: gives 0\.64 of the 64 sequences",
-        ),
-    ],
-)
-def test_a_weight_of_which_the_run_has_no_sequence_is_refused(options: list[str], problem: str):
-    source = "data.source={name: mixture, of: [{weight: 0.996}, {weight: 0.004, source: {package: sympy}}]}"
-    tiny = [str(ROOT / "tests" / "tiny.yaml"), source]
-    with pytest.raises(ConfigError, match=problem):
-        load_config([*tiny, *options])
-    load_config([*tiny, *options, "trainer.max_steps=400"])
 
 
-def test_sources_of_filler_alone_need_no_sequences():
-    source = "data.source={name: mixture, of: [{weight: 0.996}, {weight: 0.004, source: {package: sympy}}]}"
-    load_config([str(ROOT / "tests" / "tiny.yaml"), source, "data.tasks=[{weight: 1.0, task: needle}]"])
 
 
 def test_a_small_source_is_refused_unless_it_is_filler_alone(tmp_path: Path):

@@ -114,5 +114,5 @@ def test_lengths_that_cannot_be_measured_are_refused(tiny, change: str, reason: 
 def test_a_model_of_symbols_or_with_learned_positions_is_refused(tiny):
     with pytest.raises(ConfigError, match=r"eval\.by_length\.lengths.*learned positions end at the training length"):
         tiny(LENGTHS, "model.position=learned")
-    with pytest.raises(ConfigError, match="there is no text to cut into sequences"):
+    with pytest.raises(ConfigError, match="needs a model of text"):
         tiny(LENGTHS, "data.tasks=[{weight: 1, task: mqar}]", "eval.long_context.length_factor=0")

@@ -309,10 +309,10 @@ def test_needles_are_asked_of_a_model_of_text(tiny, tmp_path: Path):
 
 def test_what_recall_can_not_measure_is_refused(tiny):
     no_long_context = "eval.long_context.length_factor=0"
-    assert "eval.recall.tasks[0] = 'copy': is over symbols that this model was not trained on" in refused(
+    assert "eval.recall.tasks[0] = 'copy': is over symbols, and this model knows none" in refused(
         "eval.recall.tasks=[copy]"
     )
-    assert "eval.recall.tasks[0] = 'needle': is in text, and this model knows none" in refused(
+    assert "eval.recall.tasks[0] = 'needle': is in text, and this model knows symbols alone" in refused(
         RECALL, no_long_context, "eval.recall.tasks=[needle]"
     )
     assert "has 65 symbols, the model 24" in refused(RECALL, no_long_context, "eval.recall.tasks=[copy]")
@@ -434,12 +434,6 @@ def test_validation_is_the_loss_of_the_answers_to_test_sequences(tiny, tmp_path:
     assert validation_sequences(prepare(config.data), config).sha256[:16] == loss.points[0].sha256
 
 
-def test_a_task_without_a_validation_row_is_refused(tiny):
-    rare = "data.tasks=[{weight: 0.9, task: {name: copy}}, {weight: 0.1, task: {name: copy, symbols: 30}}]"
-    with pytest.raises(
-        ConfigError, match=r"data\.tasks\[1\]\.weight = 0\.1: gives less than one of eval\.sequences = 8"
-    ):
-        tiny(rare, *SYMBOLS[1:], "eval.sequences=8")
 
 
 def test_validation_sequences_are_dealt_to_the_nearest_whole_number(tiny):
@@ -526,7 +520,7 @@ def test_what_contradicts_itself_is_refused(tiny):
     assert "which text and tasks in text don't have" in refused(
         "data.tasks=[{weight: 0.5, task: copy}, {weight: 0.5, task: needle}]", no_long_context
     )
-    assert "there is no text to read beyond the training length" in refused("data.tasks=[{task: copy}]")
+    assert "length_factor = 4.0: needs a model of text" in refused("data.tasks=[{task: copy}]")
     assert "data.tasks[0].task.queries = 9: is more than pairs = 8" in refused(
         "data.tasks=[{task: {name: mqar, queries: 9}}]", no_long_context
     )
