@@ -320,20 +320,17 @@ class FileHashes:
     """
 
     def __init__(self, root: Path):
-        self.path = root / HASHES_FILE
-        self.is_changed, self.hashes = False, {}
+        self.path, self.is_changed, self.hashes = root / HASHES_FILE, False, {}
         with suppress(RunError):  # a missing or damaged cache: the files are hashed again
-            for name, entry in read_json(self.path).items():
-                if isinstance(entry, list) and len(entry) == 5 and isinstance(entry[-1], str):
-                    self.hashes[name] = entry
+            self.hashes = read_json(self.path)
 
     def cached(self, path: Path) -> str | None:
         """Return the cached sha256 of a file; None if no hash is cached or the file has changed since."""
-        try:
-            entry = self.hashes.get(str(path.resolve()))
-            return entry[-1] if entry and entry[:-1] == _file_state(path) else None
-        except OSError:
-            return None
+        entry = self.hashes.get(str(path.resolve()))
+        with suppress(OSError):
+            if isinstance(entry, list) and entry[:-1] == _file_state(path):
+                return entry[-1]
+        return None
 
     def sha256(self, path: Path) -> str:
         """Return the sha256 of a file, from the cache if possible. Raises DataError if the file can't be read."""

@@ -56,16 +56,10 @@ class Progress:
     def bytes(self, name: str, total: int | None, n_done: int = 0) -> Iterator[Callable[[int], None]]:
         """A context that shows progress over `total` bytes (None if unknown), of which `n_done` were done before.
         Yields a function f(n_bytes) that adds newly done bytes."""
+        done = f", {n_done:,} of them done before" * bool(n_done)
         if self.prints_lines:
-            self.say(
-                f"{name}: {total:,} bytes" + (f", {n_done:,} of them done before" if n_done else "") if total else name
-            )
-        columns = (
-            progress.DownloadColumn(),
-            progress.TransferSpeedColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TimeRemainingColumn(),
-        )
+            self.say(f"{name}: {total:,} bytes{done}" if total else name)
+        columns = progress.DownloadColumn(), progress.TransferSpeedColumn(), progress.TimeRemainingColumn()
         start = last_line = time.monotonic()
         n_new = 0  # bytes done since the start
         with self.bar(f"{name:<9}", total, n_done, *columns) as show:
@@ -74,15 +68,10 @@ class Progress:
                 nonlocal n_new, last_line
                 n_new += n_bytes
                 show(n_bytes)
-                current_time = time.monotonic()
-                if self.prints_lines and current_time - last_line >= LINE_SECONDS:
-                    last_line, speed, n_complete = current_time, n_new / max(current_time - start, 1e-9), n_done + n_new
-                    remaining = (
-                        f" ({n_complete / total:.0%}), {(total - n_complete) / max(speed, 1e-9):,.0f} s left"
-                        if total
-                        else ""
-                    )
-                    self.say(f"{name}: {n_complete / 1e6:,.0f} MB{remaining}, {speed / 1e6:.1f} MB/s")
+                if self.prints_lines and time.monotonic() - last_line >= LINE_SECONDS:
+                    last_line = time.monotonic()
+                    part = f" ({(n_done + n_new) / total:.0%})" if total else ""
+                    self.say(f"{name}: {(n_done + n_new) / 1e6:,.0f} MB{part}, {last_line - start:,.0f} s")
 
             yield advance
         seconds = time.monotonic() - start

@@ -68,14 +68,8 @@ class Effect:
     acts_in: tuple[str, ...] = ("train",)
 
 
-class DeclaredEffect(typing.TypedDict, total=False):
-    """The entries of an `Effect` that a field declares; a field inherits the other entries from the block that contains
-    it.
-    """
-
-    affects: typing.Literal["model", "training", "seed", "numerics", "execution", "evaluation", "label"]
-    on_resume: typing.Literal["same", "free", "ahead", "branch"]
-    acts_in: tuple[str, ...]
+# The entries of an `Effect` that a field declares; it inherits the others from the block that contains it.
+DeclaredEffect = dict[str, str | tuple[str, ...]]
 
 
 def _field(default_factory: Callable, help: str, effect: DeclaredEffect | None, omit_default: bool = False, **content):
@@ -131,10 +125,9 @@ def effect(schema: type, path: str) -> Effect | None:
     training and seed, else `free`.
     """
     specs, declared = _fields_at(schema, path), {}
-    for spec in specs:
-        changes = spec.metadata["effect"] or {}
-        if "affects" in changes:
-            declared["on_resume"] = "same" if changes["affects"] in ("model", "training", "seed") else "free"
+    for changes in (spec.metadata["effect"] or {} for spec in specs):
+        if affects := changes.get("affects"):
+            declared["on_resume"] = "same" if affects in ("model", "training", "seed") else "free"
         declared |= changes
     return Effect(**declared) if specs else None
 
@@ -230,13 +223,12 @@ def _key_advice(schema: type, name: str, table: Mapping[str, type], block_path: 
         return f"it is an option of {', '.join(owners)}, not of {schema.name}"
     if "." in name:
         return f"nest it: {name.replace('.', ': {')}: ...{'}' * name.count('.')}"
-    names = [spec.name for spec in fields(schema)]
-    paths_by_name: dict[str, list[str]] = {}
-    for path in (path for path, *_ in reference(schema) if "." in path and "[" not in path):
-        paths_by_name.setdefault(path.rpartition(".")[2], []).append(path)
-    match = next(iter(difflib.get_close_matches(name, [*names, *paths_by_name], n=1)), "")
-    if match not in names and 1 <= len(paths := paths_by_name.get(match, ())) <= 3:
-        return f"did you mean {' or '.join(_join_path(block_path, path) for path in paths)}?"
+    names, paths = [spec.name for spec in fields(schema)], [path for path, *_ in reference(schema) if "[" not in path]
+    match = difflib.get_close_matches(name, names + [path.rpartition(".")[2] for path in paths], n=1)
+    if match and match[0] not in names:
+        inner = [_join_path(block_path, path) for path in paths if path.endswith(f".{match[0]}")]
+        if len(inner) <= 3:
+            return f"did you mean {' or '.join(inner)}?"
     return suggest(name, names)
 
 
@@ -256,18 +248,16 @@ def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: lis
             return _refuse(problems, path, value, "must be a map from names to blocks")
         return {name: block(item, f"{path}.{name}") for name, item in value.items()}
     if container is list:
-        if table is not None and not isinstance(value, list):
-            value = [value]
-        if not isinstance(value, list | None):
+        value = [value] if table is not None and not isinstance(value, list) else value or []
+        if not isinstance(value, list):
             return _refuse(problems, path, value, "must be a list of blocks")
-        return [block(item, item_path) for item_path, item in _items(value or [], path)]
+        return [block(item, item_path) for item_path, item in _items(value, path)]
     if has_blocks:
         return None if value is None and "optional" in spec.metadata else block(value, path)
-    result = convert(spec.type, value)
+    result, limits = convert(spec.type, value), spec.metadata["limits"]
     if result is MISSING:
         remedy = "quote it in the YAML" if spec.type is str else ""
         return _refuse(problems, path, value, f"must be {type_name(spec.type)}", remedy)
-    limits = spec.metadata["limits"]
     numbers = [item for item in single_values(result) if type(item) in (int, float)]
     if not all(BOUNDS[name][1](number, limit) for name, limit in limits.items() for number in numbers):
         return _refuse(problems, path, value, f"must be {_limits_text(limits)}")
@@ -379,22 +369,14 @@ def convert(hint: type, value: Plain):
 def type_name(hint: type) -> str:
     """Return a type in words for users, e.g. `an integer or null`."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(type_name(arg) for arg in args)
     if origin is typing.Literal:
-        return " | ".join(yaml_scalar(arg) for arg in args)
-    if origin is list:
-        return f"a list ({type_name(args[0])} each)"
-    if origin is dict:
-        return f"a map ({type_name(args[0])}: {type_name(args[1])})"
-    return {
-        int: "an integer",
-        float: "a number",
-        bool: "true or false",
-        str: "text",
-        dict: "a map",
-        types.NoneType: "null",
-    }[hint]
+        return " | ".join(map(yaml_scalar, args))
+    names = [*map(type_name, args)]
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(names)
+    if origin is not None:
+        return f"a list ({names[0]} each)" if origin is list else f"a map ({names[0]}: {names[1]})"
+    return {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "a map"}.get(hint, "null")
 
 
 def cross_key_problems(block, path: str = "") -> list[Problem]:

@@ -599,8 +599,6 @@ def test_a_dotted_key_in_a_file_is_answered_with_its_block(tmp_path):
         load_config([str(tmp_path / "mine.yaml")])
 
 
-
-
 @pytest.mark.parametrize(
     ("override", "advice"),
     [

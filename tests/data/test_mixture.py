@@ -137,10 +137,6 @@ def test_a_bad_mixture_is_named(source: str, problem: str):
         load_config(["configs/softmax.yaml", f"data.source={source}"])
 
 
-
-
-
-
 def test_a_small_source_is_refused_unless_it_is_filler_alone(tmp_path: Path):
     data = mixture(tmp_path, {"novels": TEXTS, "notes": LETTERS[:2]}, seq_len=160)
     store, tasks = prepare(data), [WeightedTask(1.0, Needle())]

@@ -434,8 +434,6 @@ def test_validation_is_the_loss_of_the_answers_to_test_sequences(tiny, tmp_path:
     assert validation_sequences(prepare(config.data), config).sha256[:16] == loss.points[0].sha256
 
 
-
-
 def test_validation_sequences_are_dealt_to_the_nearest_whole_number(tiny):
     shares = (
         "data.tasks=[{weight: 0.7, task: copy}, {weight: 0.2, task: max}, {weight: 0.1, task: {name: copy, span: 4}}]"
