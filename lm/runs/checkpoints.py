@@ -101,14 +101,13 @@ def link_checkpoint(name: str, path: Path) -> None:
         try:
             os.link(path, temporary_path)
         except OSError:
-            with replacing(link_path, "the checkpoint") as copy, path.open("rb") as file:
-                shutil.copyfileobj(file, copy)
-            return
+            shutil.copyfile(path, temporary_path)
         os.replace(temporary_path, link_path)
-        temporary_path.unlink(missing_ok=True)  # still there if both were the same file already
         sync_folder(path.parent)
     except OSError as error:
         raise RunError(f"{link_path}: can't save the checkpoint: {error.strerror}; {path} is intact") from None
+    finally:
+        temporary_path.unlink(missing_ok=True)  # still there if both names were of one file already
 
 
 def load_checkpoint(path: Path) -> dict[str, object]:

@@ -45,28 +45,20 @@ def require_run(folder: Path, *files: str) -> None:
     """Check that `folder` is a run folder with `files`. Raises RunError otherwise; the message says what `folder` is,
     and what to do.
     """
-    if (folder / "modeling_lm.py").is_file():
-        raise RunError(
-            f"{folder}: a model exported for transformers with its code, which is not read back; name what it was "
-            "exported from"
-        )
     if (folder / "config.json").is_file() or (folder.suffix == ".gguf" and folder.is_file()):
-        raise RunError(f"{folder}: a model that was not imported; run lm import {folder} -o OUT, and name OUT here")
-    if folder.is_file():
-        raise RunError(f"{folder}: a file, not a run folder; name the folder that holds it")
-    if not folder.is_dir():
-        neighbour_names = (
-            [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
-        )
-        suggestion = suggest(folder.name, neighbour_names)
-        raise RunError(
-            f"{folder}: no such run folder; {suggestion if 'did' in suggestion else 'lm train makes one, runs/NAME'}"
-        )
-    if (folder / RESOLVED_FILE).is_file():
+        reason = "a model in transformers' format; run lm import on it, or name what it was exported from"
+    elif not folder.is_dir():
+        siblings = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
+        suggestion = suggest(folder.name, siblings)
+        reason = f"no such run folder; {suggestion if 'did' in suggestion else 'lm train makes one, runs/NAME'}"
+    elif (folder / RESOLVED_FILE).is_file():
         advice = f"name runs below it, or judge all of them: lm compare {folder.resolve().name}.yaml --report-only"
-        raise RunError(f"{folder}: the folder of an experiment, not of a run; {advice}")
-    if absent_names := [name for name in files if not (folder / name).is_file()]:
-        raise RunError(f"{folder}: not a run folder: it has no {' and no '.join(absent_names)}")
+        reason = f"the folder of an experiment, not of a run; {advice}"
+    elif absent_names := [name for name in files if not (folder / name).is_file()]:
+        reason = f"not a run folder: it has no {' and no '.join(absent_names)}"
+    else:
+        return
+    raise RunError(f"{folder}: {reason}")
 
 
 def read_config(folder: Path) -> Config:
@@ -179,17 +171,15 @@ def check_log(run: Path, content: bytes, step: float = math.inf) -> None:
     path, lines = run / METRICS, [line for line in entries_of(run, METRICS) if line["step"] <= step]
     if not lines:
         return
-    saved, n_bytes = lines[-1], lines[-1].get("bytes", 0)
-    # perhaps read before a run under way saved the checkpoint
-    if len(content) < n_bytes and path.is_file():
+    saved = lines[-1]
+    n_bytes = saved.get("bytes", 0)
+    if len(content) < n_bytes and path.is_file():  # perhaps read before a run under way saved the checkpoint
         content = path.read_bytes()
     if hashlib.sha256(content[:n_bytes]).hexdigest() != saved["sha256"]:
         checkpoint = step_path(run / CHECKPOINTS, saved["step"])
         reason = f"{'was altered' if path.is_file() else 'is gone'} since {checkpoint.name} was saved"
-        raise RunError(
-            f"{path}: {reason}; bring it back, delete the run folder and train it again, or go on in a new run: "
-            f"branch_from={checkpoint} name=..."
-        )
+        remedy = "bring it back, or go on in a new run"
+        raise RunError(f"{path}: {reason}; {remedy}: branch_from={checkpoint} name=...")
 
 
 def training_seconds(lines: list[dict[str, Plain]], after_step: int = 0) -> float | None:

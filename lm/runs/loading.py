@@ -4,6 +4,7 @@ model folders.
 
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -181,10 +182,9 @@ def _load_model(path: Path) -> LoadedModel:
     return LoadedModel(decoder, spec, tokenizer, path, config, metadata, origin=description["origin"])
 
 
-_MISFITS = (
-    *(LookupError, RuntimeError, TypeError, AttributeError, ValueError, OverflowError),
-    *(OSError, SafetensorError, ConfigError),
-)
+# errors of OmegaConf, torch and safetensors on content that doesn't fit
+_MISFITS = LookupError, RuntimeError, TypeError, AttributeError, ValueError, OverflowError, OSError, SafetensorError
+_MISFITS += (ConfigError,)
 
 
 @contextmanager
@@ -200,17 +200,17 @@ def _misfits_refused(path: Path) -> Iterator[None]:
 
 def _build_decoder(spec: ModelSpec, weights: dict[str, Tensor], path: Path) -> Decoder:
     for name, saved_version, present_version in spec.changed_plugins():
-        print(
-            terminal_text(
-                f"note: {path}: {name} was {saved_version} when this was saved, it is {present_version} now: the model "
-                "may be another"
-            ),
-            file=sys.stderr,
-        )
+        changed = f"{name} was {saved_version} when this was saved, it is {present_version} now"
+        print(terminal_text(f"note: {path}: {changed}: the model may be another"), file=sys.stderr)
     if spec.model.tied:
         weights.setdefault("head.weight", weights["embedding.weight"])
-    if reason := weights_mismatch(spec, weights):
-        raise ValueError(reason)
+    if len({name.split(".")[1] for name in weights if name.startswith("blocks.")}) != spec.model.n_layer:
+        raise ValueError(f"model.n_layer is {spec.model.n_layer}, and there are weights of another number of layers")
+    if expanded := [name for name, value in weights.items() if not value.is_contiguous()]:
+        raise ValueError(f"{expanded[0]} is not contiguous")  # a single expanded value can claim any shape
+    # Names and shapes are compared on a device without memory, as a damaged file may claim any size.
+    with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+        spec.decoder().load_state_dict(weights)
     check_finite(weights, path)
     decoder = spec.decoder()
     decoder.load_state_dict(weights)
@@ -227,31 +227,6 @@ def _read_tokenizer(folder: Path, spec: ModelSpec) -> Tokenizer | None:
     if (folder / MANIFEST).is_file() and entries_of(folder, TOKENIZER):
         check_file(folder, TOKENIZER, advice="bring back the one that the model was trained with")
     return load_tokenizer(folder / TOKENIZER, spec.end_of_text) if (folder / TOKENIZER).is_file() else None
-
-
-def weights_mismatch(spec: ModelSpec, weights: dict[str, Tensor]) -> str:
-    """A message on the first tensor in `weights` that doesn't fit the decoder described by `spec`; empty if all fit.
-
-    Shapes are compared on torch's meta device, which stores no values, so that huge shapes in a damaged file allocate
-    no memory.
-    """
-    model, embedding = spec.model, weights.get("embedding.weight")
-    layer_indices = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
-    expected_shape = spec.vocab_size, model.n_embd
-    if embedding is not None and embedding.shape != expected_shape:  # a width may be too large for torch to multiply
-        return f"embedding.weight has shape {tuple(embedding.shape)}, the configuration implies {expected_shape}"
-    if len(layer_indices) != model.n_layer:
-        return f"there are weights of {len(layer_indices)} layers, model.n_layer is {model.n_layer}"
-    with torch.device("meta"):
-        expected = spec.decoder().state_dict()
-    for name in {**expected, **weights}:
-        if name not in expected or name not in weights:
-            return f"{name} is {'missing' if name in expected else 'not a tensor of the model'}"
-        if (shape := tuple(weights[name].shape)) != (expected_shape := tuple(expected[name].shape)):
-            return f"{name} has shape {shape}, the configuration implies {expected_shape}"
-        if not weights[name].is_contiguous():  # a single expanded value can claim any shape
-            return f"{name} is not contiguous"
-    return ""
 
 
 def check_finite(weights: Mapping[str, Tensor], path: Path) -> None:
@@ -320,14 +295,10 @@ def save_model(
     """
     out, tokenizer = expand_home(out), expand_home(tokenizer) if tokenizer else None
     if decoder.rope_scaling != AS_TRAINED:
-        raise RunError(
-            f"{out}: a model folder holds no inference setting: save the decoder that the copy with its own RoPE was "
-            "made of"
-        )
+        raise RunError(f"{out}: a model folder holds no inference setting: save the decoder without its own RoPE")
     if tokenizer and (tokens := load_tokenizer(tokenizer, end_of_text).get_vocab_size()) > decoder.vocab_size:
-        raise RunError(
-            f"{tokenizer}: has {tokens} tokens, the model {decoder.vocab_size}: give the one that it was trained with"
-        )
+        reason = f"has {tokens} tokens, the model {decoder.vocab_size}"
+        raise RunError(f"{tokenizer}: {reason}: give the one that it was trained with")
     check_finite(decoder.state_dict(), out)
     return _write_decoder(decoder, ModelSpec.from_decoder(decoder, end_of_text), out, tokenizer, None, {})
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from lm.attention.catalogue import make_normalizer
 from lm.config.model_config import Position
 from lm.config.normalizers import swap_arguments
 from lm.config.training_config import Group
@@ -66,55 +65,50 @@ def check_before_data(
         config, branches = with_steps(config, metadata["vocab_size"]), not is_own(config.run_folder, checkpoint)
         problems = config_problems(config, trained, metadata, checkpoint, branches)
         if branches and not problems:
-            with torch.device("meta"):
-                decoders = [
-                    Decoder(side.model_in(metadata["phase"]), 1, side.data.seq_len, seed=None)
-                    for side in (config, trained)
-                ]
-            problems = _weights_problems(config, *decoders, checkpoint)
+            shapes = (_shape(side, metadata["phase"]) for side in (config, trained))
+            problems = _weights_problems(config, *shapes, checkpoint)
         if branches and metadata["step"] >= config.trainer.max_steps:
             reason = f"leaves no step after step {metadata['step']} of {checkpoint} (branch_from)"
             remedy = "raise it; it counts all steps from the first"
             problems = [Problem("trainer.max_steps", config.trainer.max_steps, reason, remedy)]
         if problems:
             raise ConfigError(problems)
-    with torch.device("meta"):  # shapes without values, and a vocabulary of 1, as it is not known yet
-        decoder = Decoder(config.model_in(0), 1, config.data.seq_len, seed=None)
-    freeze(decoder, config.train_only)
-    check_trainable(config, decoder)
+    _check_trainable(config)
     check_causality(config)
     measurement_types(config)  # imports what the evaluations need
     if checkpoint or not config.init_from:
         return config, None
-    source = load(config.init_from)
-    models = ({"model": to_plain(model, whole=True)} for model in (decoder.config, source.decoder.config))
+    source, shape = load(config.init_from), _shape(config, 0)
+    models = ({"model": to_plain(model, whole=True)} for model in (shape.config, source.decoder.config))
     problems = [
         Problem(key, value, f"{source.path} has {as_written(source_value)}", "set it to that")
         for key, (value, source_value) in differences(*models).items()
         # normalizers are compared below; positions without weights may change
         if effect_of(key).affects == "model" and not key.startswith(("model.normalizer", "model.position"))
     ]
-    if problems := problems or _weights_problems(config, decoder, source.decoder, source.path):
+    if problems := problems or _weights_problems(config, shape, source.decoder, source.path):
         raise ConfigError(problems)
     return with_steps(config, source.spec.vocab_size), source
 
 
-def check_trainable(config: Config, decoder: Decoder) -> None:
-    """Check that parameters are trained in each phase (each choice of normalizers), in the group that the optimizer
-    needs, and in each group that `optim.groups` sets. Raises ConfigError otherwise."""
-    layer_shape, problems = decoder.normalizers()[0].layer, []
-    groups = {group_of(name, p) for name, p in decoder.named_parameters() if p.requires_grad} - {"normalizer"}
+def _shape(config: Config, phase: int) -> Decoder:
+    """The decoder of a phase without values, and with a vocabulary of 1, as it is not known before the data are."""
+    with torch.device("meta"):
+        return Decoder(config.model_in(phase), 1, config.data.seq_len, seed=None)
+
+
+def _check_trainable(config: Config) -> None:
+    """Check that parameters are trained in each phase, in the group that the optimizer needs, and in each group that
+    `optim.groups` sets. Raises ConfigError otherwise."""
+    problems, groups, optimizer = [], set(), config.optim.optimizer
     for index, phase in enumerate(config.plan):
-        normalizers = (
-            make_normalizer(phase.normalizer.layer_option(layer), layer_shape) for layer in range(config.model.n_layer)
-        )
-        if any(True for normalizer in normalizers for _ in normalizer.parameters()):
-            groups.add("normalizer")
-        elif config.train_only:
+        freeze(shape := _shape(config, index), config.train_only)
+        trained = {group_of(name, p) for name, p in shape.named_parameters() if p.requires_grad}
+        groups |= trained
+        if not trained:
             setting = f"phases[{index}].normalizer" if config.phases else "model.normalizer"
             reason = f"{phase.normalizer.label()} has no parameters to train ({setting})"
             problems.append(Problem("train_only", config.train_only, reason, "drop train_only, or choose ssmax"))
-    optimizer = config.optim.optimizer
     if optimizer.needs and optimizer.needs not in groups:
         reason = f"is for the parameters of the group {optimizer.needs}, and none of them is trained"
         problems.append(Problem("optim.optimizer", optimizer.name, reason, "set it to adamw"))

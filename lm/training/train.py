@@ -36,20 +36,13 @@ def train(config: Config) -> int:
     """
     process = this_process(config)
     end_with_parent(process)
-    is_main = process.rank == 0
-    folder = config.run_folder
-    checkpoint = starting_checkpoint(config)
-    has_created_folder = (
-        is_main
-        and not (checkpoint and is_own(folder, checkpoint))
-        and create_run_folder(folder, resume=bool(config.resume))
-    )
+    is_main, folder, checkpoint = process.rank == 0, config.run_folder, starting_checkpoint(config)
+    is_resumed = checkpoint and is_own(folder, checkpoint)
+    has_created_folder = is_main and not is_resumed and create_run_folder(folder, resume=bool(config.resume))
     with locked_folder(folder, ALREADY_TRAINING) if is_main else contextlib.nullcontext() as lock_note:
         if lock_note:
-            print(
-                f"note: {lock_note}: start no second process on this run, or set runs to a folder on another one",
-                file=sys.stderr,
-            )
+            remedy = "start no second process on this run, or set runs to a folder on another one"
+            print(f"note: {lock_note}: {remedy}", file=sys.stderr)
         try:
             content = load_checkpoint(checkpoint) if checkpoint else None
             config, source = check_before_data(config, checkpoint, content)
@@ -67,11 +60,8 @@ def train(config: Config) -> int:
 
             return fit(config, store, checkpoint, content, source, process)
         except BaseException:
-            if (
-                has_created_folder
-                and not any((folder / CHECKPOINTS).glob("*.ckpt"))
-                and not (folder / METRICS).exists()
-            ):
+            has_results = any((folder / CHECKPOINTS).glob("*.ckpt")) or (folder / METRICS).exists()
+            if has_created_folder and not has_results:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
@@ -80,18 +70,15 @@ def starting_checkpoint(config: Config) -> Path | None:
     """The path of the checkpoint that `resume` names, or for a new run `branch_from`; None if the run starts at
     step 0.
     """
-    resumed_path = _resumed_checkpoint(config)
+    resumed_path = _resumed_checkpoint(config) if config.resume else None
     if resumed_path or not config.branch_from:
         return resumed_path
     path = expand_home(config.branch_from)
     path = path / CHECKPOINTS / LAST if path.is_dir() else path
     if not path.is_file():
         names = ", ".join(checkpoint.name for checkpoint in step_paths(path.parent))
-        remedy = (
-            f"the run has: {names}"
-            if names
-            else "name a run's folder or checkpoint; a run from weights alone takes init_from=..."
-        )
+        remedy = "name a run's folder or checkpoint; a run from weights alone takes init_from=..."
+        remedy = f"the run has: {names}" if names else remedy
         raise RunError(f"{path}: no such checkpoint (branch_from); {remedy}")
     if is_own(config.run_folder, path):
         raise RunError(f"{path}: a run can't branch from itself; choose another name=...")
@@ -99,34 +86,30 @@ def starting_checkpoint(config: Config) -> Path | None:
 
 
 def _resumed_checkpoint(config: Config) -> Path | None:
-    """The path of the checkpoint that `resume` names; None for a new run, or if `auto` finds no checkpoint yet."""
-    if not config.resume:
-        return None
-    path = config.run_folder / CHECKPOINTS / LAST if config.resume == "auto" else expand_home(config.resume)
-    files = step_paths(config.run_folder / CHECKPOINTS)
+    """The path of the checkpoint that `resume` names; None if `auto` finds no checkpoint yet."""
+    folder, is_auto = config.run_folder, config.resume == "auto"
+    path = folder / CHECKPOINTS / LAST if is_auto else expand_home(config.resume)
+    files = step_paths(folder / CHECKPOINTS)
     if path.is_file():
-        if not is_own(config.run_folder, path):
+        if not is_own(folder, path):
             raise _foreign(path, config)
         # a kill between a checkpoint and its name LAST leaves a newer one
-        newer = config.resume == "auto" and files and step_of(files[-1]) > load_metadata(path)["step"]
+        newer = is_auto and files and step_of(files[-1]) > load_metadata(path)["step"]
         return files[-1] if newer else path
-    if config.resume == "auto":
-        if len(files) == 1:  # after a kill between the first checkpoint and its link
-            return files[0]
-        if files:
-            raise RunError(
-                f"{path}: missing, but the run has other checkpoints; go on from the newest with resume={files[-1]}"
-            )
-        if had_checkpoint(config.run_folder):
-            remedy = "bring them back, choose another name=..., or delete the folder to start the run again"
-            raise RunError(f"{config.run_folder}: holds a run whose checkpoints are gone; {remedy}")
-        return None
-    choices = (
-        f"one of {', '.join(file.name for file in files)} in {files[0].parent}"
-        if files
-        else "a path; the run has no checkpoint"
-    )
-    raise RunError(f"resume = {config.resume}: no checkpoint; set it to auto, or to {choices}")
+    if not is_auto:
+        choices = f"one of {', '.join(file.name for file in files)} in {folder / CHECKPOINTS}"
+        choices = choices if files else "a path; the run has no checkpoint"
+        raise RunError(f"resume = {config.resume}: no checkpoint; set it to auto, or to {choices}")
+    if len(files) == 1:  # after a kill between the first checkpoint and its link
+        return files[0]
+    if files:
+        remedy = f"go on from the newest with resume={files[-1]}"
+        raise RunError(f"{path}: missing, but the run has other checkpoints; {remedy}")
+    # the manifest's line of LAST is written once the checkpoint is there; without it the run may start again
+    if (folder / CONFIG).is_file() and entries_of(folder, f"{CHECKPOINTS}/{LAST}"):
+        remedy = "bring them back, choose another name=..., or delete the folder to start the run again"
+        raise RunError(f"{folder}: holds a run whose checkpoints are gone; {remedy}")
+    return None
 
 
 def _foreign(path: Path, config: Config) -> RunError:
@@ -147,12 +130,6 @@ def refuse_moved_run(config: Config, files: list[str]) -> None:
             raise _foreign(checkpoints[-1], config)
 
 
-def had_checkpoint(folder: Path) -> bool:
-    """Whether the run in a folder saved a checkpoint, by its manifest; if it did not, the run may start again."""
-    # the line of LAST is written once the checkpoint is there
-    return (folder / CONFIG).is_file() and bool(entries_of(folder, f"{CHECKPOINTS}/{LAST}"))
-
-
 def create_run_folder(folder: Path, resume: bool) -> bool:
     """Make the run folder; returns whether it was absent or empty. Raises RunError if its content is refused, or it
     can't be made.
@@ -160,16 +137,14 @@ def create_run_folder(folder: Path, resume: bool) -> bool:
     resume: whether the folder may already hold a run.
     """
     try:
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         is_new = not any(folder.iterdir())
-        if not is_new and resume and not (folder / CHECKPOINTS).is_dir():
-            raise RunError(f"{folder}: holds something else than a run; choose another name=...")
         if not is_new and not resume:
             raise RunError(f"{folder}: the run folder exists; go on with resume=auto, or choose another name=...")
+        if not is_new and not (folder / CHECKPOINTS).is_dir():
+            raise RunError(f"{folder}: holds something else than a run; choose another name=...")
         (folder / CHECKPOINTS).mkdir(exist_ok=True)
         return is_new
     except OSError as error:
-        raise RunError(
-            f"{folder}: can't make the run folder: {error.strerror}; set runs=... to a folder you can write"
-        ) from None
+        reason = f"can't make the run folder: {error.strerror}"
+        raise RunError(f"{folder}: {reason}; set runs=... to a folder you can write") from None

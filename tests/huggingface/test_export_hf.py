@@ -703,7 +703,7 @@ def test_what_is_no_model_is_said_to_be_none(tmp_path: Path):
     _, folder = moved(shape(opt.SSMax()), 64, tmp_path)
     (tmp_path / "empty").mkdir()
     for source, reason in (
-        (folder, "a model exported for transformers with its code"),
+        (folder, "a model in transformers' format"),
         (tmp_path / "empty", "neither a run folder"),
     ):
         result = lm("export", str(source), "-o", str(tmp_path / "out"))

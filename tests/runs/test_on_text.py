@@ -210,8 +210,8 @@ def test_a_model_that_was_not_imported_is_said_to_be_one(command: str, what: str
     }
     command, _, on_text = command.partition(" ")
     result = lm(command, *map(str, [path, base] if on_text else arguments[command]))
-    expected = f"error: {path}: a model that was not imported; run lm import {path} -o OUT, and name OUT here\n"
-    assert (result.returncode, result.stderr) == (1, expected)
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"error: {path}: a model in transformers' format; run lm import on it, or ")
 
 
 def test_a_run_from_a_model_has_its_shape_and_tokenizer(saved: Path, base: Path, tmp_path: Path):
