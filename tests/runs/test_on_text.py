@@ -102,7 +102,7 @@ def test_a_model_is_swapped_on_the_text_of_a_configuration_and_trained_from(save
     words = [*options, "train_only=normalizer", "trainer.activation_checkpointing=true", "trainer.max_steps=2"]
     result = lm("train", *words)
     assert result.returncode == 0, result.stderr
-    assert "note: what those weights were trained on is not known" in result.stdout
+    assert "note: those weights were trained on text that is not known" in result.stdout
     run, before = load(tmp_path / "run"), swapped.decoder.state_dict()
     assert (run.spec.model.n_embd, run.spec.model.normalizer.name, run.config.data.tokenizer.name) == (
         32,
@@ -175,7 +175,7 @@ def test_overrides_take_back_what_a_model_can_not_do(base: Path, saved: Path, tm
     ("phases", "error"),
     [
         ("[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: {name: ssmax, bias: true}}]", ""),
-        ("[{until: 1, normalizer: ssmax}]", r"phases[0].normalizer = 'ssmax': SAVED has softmax; convert it: lm swap"),
+        ("[{until: 1, normalizer: ssmax}]", "phases[0].normalizer.name = 'ssmax': SAVED has 'softmax'; set it to"),
     ],
 )
 def test_a_run_from_a_model_has_phases(saved: Path, base: Path, phases: str, error: str, tmp_path: Path):
