@@ -301,8 +301,9 @@ def _check_tokenizer(config: Config, store: Store, model: LoadedModel) -> None:
         reason = f"is another tokenizer than that of {model.path}: its token ids would stand for other text"
     else:
         return
-    file = model.folder / TOKENIZER
-    remedy = f"set data.tokenizer={{name: file, path: {file}}}" if file.is_file() else "use the one it was trained with"
+    file, remedy = model.folder / TOKENIZER, "use the one it was trained with"
+    if file.is_file() and not config.data.symbolic:
+        remedy = f"set data.tokenizer={{name: file, path: {file}}}"
     raise ConfigError([Problem("data.tokenizer", config.data.tokenizer.name, reason, remedy)])
 
 

@@ -595,7 +595,7 @@ def test_weights_that_do_not_fit_are_refused_with_both_sides_and_a_way_out(train
         "model.normalizer={name: ssmax, bias: true, n: sample}"
     )
     text = refused("model.normalizer=ssmax")
-    assert "model.normalizer = 'ssmax'" in text
+    assert "model.normalizer.name = 'ssmax'" in text
     assert "has 'softmax'; set it to that, or convert it: lm swap" in text
     assert "--to ssmax" in text
     assert "model.n_embd = 64" in refused("model.n_embd=64")

@@ -240,24 +240,6 @@ def test_a_run_from_a_model_has_its_shape_and_tokenizer(saved: Path, base: Path,
     assert "convert it: lm swap" in swapped.stderr
 
 
-def test_tasks_over_symbols_do_not_start_from_a_model_of_text(saved: Path, tmp_path: Path):
-    symbols = str(ROOT / "configs" / "recall_one_symbol.yaml")
-    result = lm(
-        "train",
-        symbols,
-        f"init_from={saved}",
-        f"runs={tmp_path}",
-        f"data.root={tmp_path / 'data'}",
-        "log.wandb=disabled",
-    )
-    reason = (
-        f"data.tasks = 'mqar': makes sequences of symbols, and {saved} knows other tokens, of a text or of more "
-        "or fewer symbols; "
-    )
-    assert (result.returncode, result.stderr) == (2, f"error: {reason}name what it was trained on, or drop init_from\n")
-    assert not (tmp_path / "data").exists()
-
-
 def test_a_run_holds_the_weights_that_it_starts_from_once(saved: Path, base: Path):
     source, run = load(saved), load_config([str(base), f"init_from={saved}"], with_shape_of)
     start, _, _ = start_new_run(run, prepare(run.data, progress=False), source)
