@@ -207,15 +207,17 @@ class Children:
         self._processes: dict[Path, subprocess.Popen] = {}
         self._stopping = threading.Event()
 
-    def train(self, run: Run, devices: Devices | None) -> tuple[int, float]:
+    def train(self, run: Run, devices: Devices | None, rank: int = 0) -> tuple[int, float]:
         """Train or continue a run, which sees only `devices` (None: all GPUs that this process sees). Returns the exit
-        status of its last command, negative if a signal killed it, and the seconds that its commands took."""
+        status of its last command, negative if a signal killed it, and the seconds that its commands took. On a further
+        node, whose process has a `rank`, `lm train` is the only command.
+        """
         # in a process that an earlier start left
-        while is_training(run.config.run_folder) and not self._stopping.is_set():
+        while not rank and is_training(run.config.run_folder) and not self._stopping.is_set():
             self._stopping.wait(1)
         status, start = 128 + signal.SIGTERM if self._stopping.is_set() else 0, time.monotonic()
         for command in [] if status else commands(replace(run, outcome=replace(run.outcome)), self.experiment_folder):
-            status = self._execute(run, command, devices)
+            status = self._execute(run, command, devices) if not rank or command[0] == "train" else 0
             if status:
                 break
         return status, time.monotonic() - start
@@ -279,10 +281,15 @@ class Training:
 
     def __call__(self) -> tuple[int, float]:
         """Train or continue the run, if its job record (`_job_record`) names this job. Returns exit status and seconds
-        of training.
+        of training. Of a job on several nodes each task calls this; the first swaps weights before, and measures after.
         """
-        self._children = Children(self.experiment_folder)
-        return self._children.train(self.run, None) if self._is_recorded_job() else (128 + signal.SIGTERM, 0.0)
+        from submitit import JobEnvironment
+
+        self._children, rank = Children(self.experiment_folder), JobEnvironment().global_rank
+        swapped_config = Path(self.run.config.init_from, CONFIG)
+        while (is_recorded := self._is_recorded_job()) and rank and self.run.swap and not swapped_config.exists():
+            time.sleep(POLL_SECONDS)
+        return self._children.train(self.run, None, rank) if is_recorded else (128 + signal.SIGTERM, 0.0)
 
     def checkpoint(self) -> "DelayedSubmission":
         """Let the run save a checkpoint and end. Returns the same job, which submitit queues again."""
@@ -330,18 +337,18 @@ class Cluster:
         self.experiment_folder, self.engine = experiment_folder.absolute(), engine
         self._submitit_errors = submitit.core.utils
         self._lock, self._stopping = threading.Lock(), threading.Event()
-        parameters: dict[str, int | str] = {"name": "lm", "timeout_min": 60}
+        self._parameters: dict[str, int | str] = {"name": "lm", "timeout_min": 60, "nodes": 1, "tasks_per_node": 1}
         for setting in filter(None, options.split(",")):
             name, separator, value = setting.partition("=")
             if not name.isidentifier() or not separator:
                 example = "must be KEY=VALUE,KEY=VALUE, e.g. partition=gpu,timeout_min=240"
                 raise ConfigError(f"--job-options {options}: {example}")
             name = name if name in _COMMON_OPTIONS else f"{engine}_{name}"
-            parameters[name] = int(value) if value.isdigit() else value
+            self._parameters[name] = int(value) if value.isdigit() else value
         try:
             requeues = {f"{engine}_max_num_timeout": _MAX_REQUEUES}
             self._executor = submitit.AutoExecutor(self.experiment_folder / JOBS_FOLDER, engine, **requeues)
-            self._executor.update_parameters(**parameters)
+            self._executor.update_parameters(**self._parameters)
         except (AssertionError, NameError, TypeError, ValueError) as error:
             raise ConfigError(f"--job-options {options}: {one_line(error)}") from None
         except RuntimeError as error:
@@ -352,15 +359,19 @@ class Cluster:
         """The name of the scheduler; `local` is followed by the name of this machine."""
         return f"local on {host_name()}" if self.engine == "local" else self.engine
 
-    def submit(self, function: Callable[[], object]) -> "Job":
-        """Submit a job that calls `function`. Raises RunError: the scheduler refuses."""
+    def submit(self, function: Callable[[], object], nodes: int = 1, devices: int = 1) -> "Job":
+        """Submit a job that calls `function`, on several nodes once for each of the `devices` of each node. Returns the
+        job, whose result is that of the first call. Raises RunError: the scheduler refuses.
+        """
         # A job of this machine inherits the blocked signals: Ctrl-C and a closed terminal are to stop this process
         # alone.
         with self._lock:
             old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
             try:
-                return self._executor.submit(function)
-            except (RuntimeError, OSError) as error:
+                tasks = {"nodes": nodes, "tasks_per_node": devices} if nodes > 1 else {}
+                self._executor.update_parameters(**self._parameters | tasks)
+                return self._executor.submit(function).task(0)
+            except (RuntimeError, OSError, ValueError) as error:
                 raise RunError(f"--submit {self.engine}: {one_line(error)}") from None
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
@@ -383,7 +394,8 @@ class Cluster:
         path, record = log_path(self.experiment_folder, run, JOB_SUFFIX), _job_record(self.experiment_folder, run)
         job = self._executor.job_class(self._executor.folder, str(record["id"])) if record else None
         if job is None or not self._is_alive(job, record["born"]):
-            job = self.submit(Training(run, self.experiment_folder))
+            trainer = run.config.trainer
+            job = self.submit(Training(run, self.experiment_folder), trainer.num_nodes, trainer.devices)
             birth = process_start(int(job.job_id)) if self.engine == "local" else ""
             record = {"engine": self.scheduler_name, "id": job.job_id, "born": birth}
             write_json(path, record)

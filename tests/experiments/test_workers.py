@@ -263,6 +263,50 @@ def test_a_killed_compare_finds_its_jobs_again_and_none_is_trained_twice(file, a
     )
 
 
+SBATCH = """
+import os, re, subprocess, sys
+text = open(sys.argv[1]).read()
+nodes, tasks = (int(re.search(rf"#SBATCH --{name}=(\\d+)", text)[1]) for name in ("nodes", "ntasks-per-node"))
+folder = os.path.dirname(sys.argv[0])
+job = 10_000 + int.from_bytes(os.urandom(2), "big") % 9_000
+counts = {"JOB_ID": job, "NNODES": nodes, "JOB_NUM_NODES": nodes, "NTASKS": nodes * tasks, "NTASKS_PER_NODE": tasks}
+counts["JOB_NODELIST"] = "127.0.0.1"
+environment = os.environ | {f"SLURM_{name}": str(count) for name, count in counts.items()}
+subprocess.Popen(["bash", "-c", text], env=environment, stdout=open(f"{folder}/{job}", "w"), stderr=subprocess.STDOUT)
+print("Submitted batch job", job)
+"""
+SRUN = """
+import os, subprocess, sys
+command = sys.argv[sys.argv.index("-u") - 1 :]
+nodes, tasks = (int(os.environ[f"SLURM_{name}"]) for name in ("NNODES", "NTASKS_PER_NODE"))
+processes = []
+for rank in range(nodes * tasks):
+    ids = {"PROCID": rank, "NODEID": rank // tasks, "LOCALID": rank % tasks, "STEP_NUM_TASKS": nodes * tasks}
+    environment = os.environ | {f"SLURM_{name}": str(number) for name, number in ids.items()}
+    processes.append(subprocess.Popen(command, env=environment))
+for process in processes:
+    process.wait()
+"""
+
+
+@INSTALLED
+@pytest.mark.slow  # 1 min
+def test_a_run_on_several_nodes_is_one_job_of_a_task_for_each_device(file, arguments, tmp_path, scheduler):
+    """Programs in place of SLURM's start a process for each task, as on two machines."""
+    for name, text in (("sbatch", SBATCH), ("srun", SRUN)):
+        (scheduler.parent / "programs" / name).write_text(f"#!{sys.executable}{text}")
+    arms = {"softmax": {}, "swapped": {"from": "softmax", "swap": {"to": "ssmax"}}}
+    changes = {"arms": arms, "seeds": [1], "evaluate": {"eval.sequences": 8}}
+    command = ["compare", str(written(tmp_path, tune=None, **changes)), *arguments[1:], "trainer.num_nodes=2"]
+    result = lm(*command, "--submit", "slurm", process=True)
+    assert result.returncode == 0, result.stderr
+    softmax, swapped = open_experiment(file, [*arguments[1:], "trainer.num_nodes=2"]).known_runs()
+    for run in (softmax, swapped):
+        assert run.outcome.state == "finished"
+        (begun,) = read_json(run.config.run_folder / "environment.json")["starts"]
+        assert begun["world_size"] == 2, begun
+
+
 @INSTALLED
 @pytest.mark.slow  # 2 min
 def test_a_job_that_meets_its_time_limit_goes_on(file, arguments, tmp_path):
