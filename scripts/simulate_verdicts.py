@@ -28,7 +28,7 @@ import numpy as np
 
 from lm.statistics.intervals import ALPHA, Interval, effective_trials, over_documents, over_seeds_and_documents, wilson
 from lm.statistics.tuning import TuningOutcome, best_rate, crossed_rates, rate_choice, tuning_outcome
-from lm.statistics.verdicts import Comparison, Verdict, VerdictKind, seeds_needed, verdicts
+from lm.statistics.verdicts import UNTUNED, Comparison, Verdict, VerdictKind, seeds_needed, verdicts
 
 Draw = Callable[..., np.ndarray]  # values of a random generator and a shape
 GRID = (1e-3, 2e-3, 4e-3, 8e-3)
@@ -97,9 +97,9 @@ def simulated(world: World, trial: int) -> tuple[list[Verdict], list[float], lis
     for comparison, verdict, (text, population), differs in zip(
         comparisons.values(), found_verdicts.values(), truths, differ, strict=True
     ):
-        if comparison.is_tuned and not comparison.n_diverged_runs:
+        if not comparison.obstacle:
             over_both = comparison.document_estimate
-            wide = over_both and comparison.enclosing(over_both)
+            wide = over_both and Interval(math.nan, *map(float, comparison.interval_ends(ALPHA, over_both)))
             alone = _holds(verdict.single_interval, text), _holds(wide, population) if wide else math.nan
             coverage.append((*alone, differs, _holds(verdict.interval, text)))
     return list(found_verdicts.values()), [text for text, _ in truths], coverage
@@ -198,7 +198,7 @@ class _Size:
 
     def compared(self, seeds: int) -> dict[str, Comparison]:
         """What the first seeds show of each arm."""
-        comparisons = {arm: Comparison((), is_tuned=False) for arm in self.arms[1:]}
+        comparisons = {arm: Comparison((), obstacle=UNTUNED) for arm in self.arms[1:]}
         self.judged_at = {arm: self._best(arm, seeds) for arm in self.values}
         for arm in self.arms[1:]:
             if not {arm, "base"} <= self.values.keys():
@@ -215,7 +215,8 @@ class _Size:
             by_rates, documents = differences @ self.weights, np.arange(self.world.documents)
             over_both = None if self.world.ceiling else over_seeds_and_documents(differences, self.weights, documents)
             comparisons[arm] = Comparison(
-                by_rates, place, n_lost, shared, self.world.other_metric, document_estimate=over_both,
+                by_rates, place, shared, self.world.other_metric, document_estimate=over_both,
+                obstacle=("unstable", "", "runs diverged") if n_lost else None,
                 bounds=(-1.0, 1.0) if self.world.ceiling else None,
             )  # fmt: skip
         return comparisons
@@ -457,7 +458,9 @@ def awkward_experiments(world: Awkward, arms: int, seeds: int, unpaired: bool, t
             old[arm] = Comparison(row - baseline[0], higher_is_better=world.is_accuracy, unpaired_values=pair)
             new[arm] = replace(old[arm], bounds=bounds if world.is_accuracy else None)
         found_verdicts = [*verdicts(new, world.margin).values()]
-        intervals = [comparison.interval(ALPHA / arms) for comparison in old.values()]
+        intervals = [
+            Interval(math.nan, *map(float, comparison.interval_ends(ALPHA / arms))) for comparison in old.values()
+        ]
         old_words = [_word(interval, world) for interval in intervals]
         ratios = [
             (verdict.interval.high - verdict.interval.low) / (interval.high - interval.low)

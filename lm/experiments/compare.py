@@ -18,10 +18,10 @@ from rich.table import Table
 
 from lm.data.prepare import prepare, vocab_size_of
 from lm.errors import RunError
-from lm.experiments.experiment import SHARED_SETTINGS, Cost, Experiment, PrimaryMetric, cost
+from lm.experiments.experiment import SHARED_SETTINGS, Cost, Experiment, cost
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import LOCK, experiment_lock, holder_words, is_measured, open_experiment, start
-from lm.experiments.judging import INTERVALS
+from lm.experiments.judging import INTERVALS, PrimaryMetric
 from lm.experiments.loop import (
     Cluster,
     Engine,
@@ -221,6 +221,7 @@ def plan_lines(procedure: Procedure, slots: Slots) -> Iterator[str]:
         size_words = f", {tokens / 1e6:.1f} M tokens, {flops:.2e} FLOPs{growth}"
     yield f"{runs}{size_words}"
     known_runs, judgement = procedure.known_runs(), procedure.judgement()
+    words = _seed_count_words(primary, judgement.question.alpha)
     if times := run_times(known_runs, run_costs):
         seconds = {size_arm: time * slots.slots_per_run(*size_arm) for size_arm, time in times.items()}
         in_all = sum(count * seconds[size_arm] for size_arm, count in counts.items())
@@ -230,7 +231,7 @@ def plan_lines(procedure: Procedure, slots: Slots) -> Iterator[str]:
     else:
         yield "time: known once the first run has ended"
     yield f"done: {sum(run.outcome.ended for run in known_runs)} of the {len(known_runs)} runs known so far"
-    yield f"primary metric {primary.metric}, {primary.better} is better; {_seed_count_words(primary, judgement.alpha)}"
+    yield f"primary metric {primary.metric}, {primary.better} is better; {words}"
     yield from judgement.power_sentences(len(experiment.seeds))
     yield from filter(None, [experiment_noise(judgement)])
     yield from procedure.notes()

@@ -20,6 +20,7 @@ from lm.config.tree import Config, effect_of
 from lm.config.yaml_text import override, resolve_interpolations
 from lm.errors import Problem
 from lm.evaluation.metrics import measured
+from lm.experiments.judging import PrimaryMetric
 from lm.experiments.run_outcome import SELECTION
 from lm.experiments.tuning_table import TuningRun, values_by_arm_and_rate
 from lm.files import expand_home
@@ -121,30 +122,6 @@ class Tune:
         if self.table is not None:
             problems.append(Problem("table", self.table, "the rates would be chosen twice", "give a grid or a table"))
         return problems
-
-
-@dataclass
-class PrimaryMetric:
-    """The metric that decides the verdicts, settled before any run, and how its values are compared."""
-
-    metric: str = key("val/loss", "name in the metrics log, as `lm eval` gives it, e.g. val/loss")
-    better: Literal["lower", "higher"] = key("lower", "which direction is better")
-    matters: float = key(
-        0.01, "smallest difference of interest, in the metric's unit; of `reach` relative: 0.1 is 10 %", gt=0
-    )
-    spread: float | None = key(
-        None, "standard deviation of differences between single runs that the plan expects; null: unknown", gt=0
-    )
-    reach: float | None = key(
-        None, "compare the tokens at which the metric first reaches this; null: its values at the end"
-    )
-
-    @property
-    def quantity_name(self) -> str:
-        """The name that tables give the compared quantity, which is the metric, or the tokens until the metric reaches
-        `reach`.
-        """
-        return self.metric if self.reach is None else f"tokens to {self.metric} {self.reach:g}"
 
 
 @dataclass(frozen=True)

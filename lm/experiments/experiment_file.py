@@ -22,7 +22,8 @@ from lm.config.tree import Config, ExperimentConfig, differences, distinguishes_
 from lm.data.prepare import vocab_size_of
 from lm.errors import ConfigError, DataError, Problem, as_written
 from lm.evaluation.metrics import measured
-from lm.experiments.experiment import Arm, Experiment, PrimaryMetric, Swap, Tune, config_hash
+from lm.experiments.experiment import Arm, Experiment, Swap, Tune, config_hash
+from lm.experiments.judging import PrimaryMetric
 from lm.experiments.tuning_table import read_tuning_table
 from lm.model.spec import count_steps
 from lm.plugins import PLUGINS

@@ -9,9 +9,8 @@ import pandas as pd
 from scipy.special import chdtri
 
 from lm.errors import RunError
-from lm.experiments.experiment import PrimaryMetric
-from lm.experiments.judging import Judgement
-from lm.experiments.run_table import RUN_KEY, read_runs, read_table, split_by_use
+from lm.experiments.judging import RUN_KEY, Judgement, PrimaryMetric
+from lm.experiments.run_table import read_runs, read_table, split_by_use
 from lm.report.frame import results
 from lm.schema import Plain
 from lm.statistics.verdicts import MAX_SEEDS, POWER, seeds_needed, smallest_difference
@@ -107,15 +106,11 @@ def experiment_noise(judgement: Judgement) -> str:
     """A sentence on the noise of an experiment's final runs, each arm at the rate at which it is judged; empty while no
     arm has two, and where tokens are compared.
     """
-    values = {
-        size_arm: [run.value if run.state == "finished" else math.nan for run in judgement.judged_runs(*size_arm)]
-        for size_arm in judgement.runs
-        if judgement.primary.reach is None
-    }
-    values = {size_arm: runs for size_arm, runs in values.items() if runs}
-    index = pd.MultiIndex.from_tuples(values, names=("size", "arm")) if values else None
-    noise = noise_of(pd.DataFrame([*values.values()], index), True) if values else None
-    if not noise:
+    size_arms = [size_arm for size_arm in judgement.runs_by_arm if judgement.judged_runs(*size_arm)]
+    values = [judgement.judged_values(*size_arm) for size_arm in size_arms]
+    index = pd.MultiIndex.from_tuples(size_arms, names=("size", "arm")) if size_arms else None
+    noise = noise_of(pd.DataFrame(values, index).replace(math.inf, math.nan), True) if size_arms else None
+    if not noise or judgement.primary.reach is not None:
         return ""
     paired = noise["paired_differences"]
     words = f", differences paired by seed by {_spread_words(paired)}" if paired else ""

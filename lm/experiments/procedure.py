@@ -11,12 +11,12 @@ from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
+import pandas as pd
 
 from lm.config.tree import Config, ExperimentConfig
 from lm.errors import ConfigError, RunError
 from lm.experiments.experiment import Arm, Experiment, Swap, config_hash
-from lm.experiments.judging import JudgedRun, Judgement, RunsByRate, SizeArm
+from lm.experiments.judging import FRAME_COLUMNS, Judgement, Question, SizeArm, judge
 from lm.experiments.run_outcome import SELECTION, Outcome, describe_values, run_differences
 from lm.experiments.tuning_table import TuningRun, differing_keys, settings_words
 from lm.plugins import package_of
@@ -367,41 +367,40 @@ class Procedure:
         """Judge the runs by their folders as they are now. Raises RunError: finished runs were not measured on the same
         sequences.
         """
-        experiment, runs = self.experiment, dict[SizeArm, RunsByRate]()
+        experiment, blocks = self.experiment, []
         for size in experiment.sizes:
             by_arm = self.runs_by_rate(size)
-            all_runs = [run for by_rate in by_arm.values() for run in chain(*by_rate.values())]
-            check_comparable(all_runs, experiment.primary.metric)
-            for arm, by_rate in by_arm.items():
-                runs[size, arm] = {rate: [*map(self._judged_run, rate_runs)] for rate, rate_runs in by_rate.items()}
-        return Judgement(
+            runs = [run for by_rate in by_arm.values() for run in chain(*by_rate.values())]
+            check_comparable(runs, experiment.primary.metric)
+            blocks += map(self._units, runs)
+        question = Question(
             experiment.primary,
             tuple(arm.name for arm in experiment.arms),
             experiment.seeds,
             {size: self.choice(size).rates for size in experiment.sizes},
-            runs,
             all_pairs=experiment.primary.quantity_name != experiment.choice_metric,
             sources={arm.name: self.sources(arm) for arm in experiment.arms if arm.source},
             exploratory=self.exploratory,
             rate_heading=experiment.tune.heading,
             measured_on=experiment.data_words(experiment.primary.quantity_name, "report"),
         )
+        return judge(pd.concat(blocks) if blocks else pd.DataFrame(columns=FRAME_COLUMNS), question)
 
-    def _judged_run(self, run: Run) -> JudgedRun:
-        """Return a run with its values of the primary metric by sequence, on the held-out documents for reports. The
-        run has a single value if it has not finished, if its sequences are not from documents, or if `primary.reach` is
-        compared.
+    def _units(self, run: Run) -> pd.DataFrame:
+        """The rows of a run for `judge`, by sequence, on the held-out documents for reports. There is a single row if
+        the run has not finished, if its sequences are not from documents, or if `primary.reach` is compared.
         """
         outcome, units, has_finished = run.outcome, None, run.outcome.state == "finished"
         note = outcome.divergence if outcome.state == "diverged" else outcome.not_learned_text if has_finished else ""
-        run_fields = run.arm, outcome.state, note and f"{run.label}: {note}"
-        level = outcome.unlearned_level if has_finished else ""
         if has_finished and self.experiment.primary.reach is None and not run.config.data.symbolic:
             units = outcome.values(self.experiment.primary.metric)
-        if not units or units.selects is None:
-            return JudgedRun(*run_fields, np.array([self.compared_value(outcome)]), np.ones(1), None, level)
-        units = units.part(selection=False)
-        return JudgedRun(*run_fields, units.values.astype(float), units.weights.astype(float), units.groups, level)
+        columns = {"value": [self.compared_value(outcome)], "weight": 1.0, "group": None}
+        if units and units.selects is not None:
+            units = units.part(selection=False)
+            columns = {"value": units.values, "weight": units.weights, "group": units.groups}
+        names = {"size": run.size, "arm": run.arm, "rate": rate_cell(run.rate), "seed": run.seed}
+        words = {"note": note and f"{run.label}: {note}", "unlearned": outcome.unlearned_level if has_finished else ""}
+        return pd.DataFrame(columns).assign(**names, state=outcome.state, **words)
 
     def n_runs(self, size: str) -> dict[str, int]:
         """Count the runs of each arm in a size, by the grid and rates known so far. Before tuning has ended, two final

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import product
 from typing import Literal, get_args
 
 import numpy as np
@@ -17,9 +17,7 @@ from pandas.api.extensions import ExtensionDtype
 from pandas.io.common import get_handle
 
 from lm.errors import ConfigError, Problem, RunError, one_line
-from lm.experiments.experiment import PrimaryMetric
-from lm.experiments.judging import JudgedRun, Judgement, RunsByRate, SizeArm
-from lm.runs.folder import DIVERGED
+from lm.experiments.judging import DIVERGED, RUN_KEY, RUN_STATES, Judgement, PrimaryMetric, Question, SizeArm, judge
 from lm.schema import Plain, build, suggest
 from lm.statistics.intervals import is_unlearned
 from lm.statistics.tuning import (
@@ -34,12 +32,9 @@ from lm.statistics.tuning import (
 )
 
 Direction = Literal["lower", "higher"]
-RUN_KEY = ["size", "arm", "rate", "seed"]
-_RUN_STATES = ("finished", "unfinished", DIVERGED)
 _MAX_VALUE = 1e30  # largest magnitude of a value: squares and products of such values are still finite
 _MIN_WEIGHT = 1e-30  # smallest weight above 0: quotients and products of such weights are still exact
 _MAX_TABLE_BYTES = 2**28  # largest size of a table, after decompression
-_VALUE_COLUMNS = {"value": float, "weight": float, "chance": float, "group": object}
 
 
 def judge_table(
@@ -73,17 +68,17 @@ def judge_table(
     source = "the table" if isinstance(table, pd.DataFrame) else str(table)
     table = table if isinstance(table, pd.DataFrame) else read_table(table)
     is_paired = not unpaired and target is None
-    runs, primary = read_runs(table, source, primary, better, condition, split_columns, arm, seed, is_paired)
-    selecting_rows, reporting_rows = split_by_use(runs, source)
-    reported = dict.fromkeys(reporting_rows["arm"])
+    rows, primary = read_runs(table, source, primary, better, condition, split_columns, arm, seed, is_paired)
+    selecting_rows, frame = split_by_use(rows, source)
+    reported = dict.fromkeys(frame["arm"])
     arms = [*reported]
     # without them the family would be smaller
-    if missing_arms := [arm for arm in dict.fromkeys(runs["arm"]) if arm not in reported]:
+    if missing_arms := [arm for arm in dict.fromkeys(rows["arm"]) if arm not in reported]:
         reason = f"no line of {', '.join(missing_arms)} reports, only lines that choose rates"
         raise RunError(f"{source}: {reason}; add its final runs, or leave it out by a condition")
     if target is not None:
         baseline, arms = f"target {target}", [f"target {target}", *arms]
-    if baseline is None and "experiment" in runs and runs["experiment"].notna().any():
+    if baseline is None and "experiment" in rows and rows["experiment"].notna().any():
         raise RunError(
             f"{source}: name the baseline: runs of an experiment are in the order of their folders; {', '.join(arms)}"
         )
@@ -91,44 +86,30 @@ def judge_table(
     if baseline not in arms or len(arms) < 2:
         reason = f"no arm {baseline}" if baseline not in arms else "a verdict takes two arms"
         raise RunError(f"{source}: {reason}; there is {', '.join(arms)}")
-    if is_paired and reporting_rows.groupby(["size", "seed"])["arm"].nunique().max() == 1:  # no two arms share a seed
+    if is_paired and frame.groupby(["size", "seed"])["arm"].nunique().max() == 1:  # no two arms share a seed
         unpaired, is_paired = True, False
-    seeds = _sorted_seeds(reporting_rows["seed"])
-    runs_by_rate = _judged_runs(reporting_rows, primary.better)
-    rows_by_arm, selecting_by_arm = (
-        table.groupby(["size", "arm"], sort=False).indices for table in (reporting_rows, selecting_rows)
-    )
-    no_rows, selecting_by_size = selecting_rows[:0], dict([*selecting_rows.groupby("size", sort=False)])
-    rates: dict[str, dict[str, Rate | None]] = {}
-    judged_runs: dict[SizeArm, RunsByRate] = {}
-    for size_name, size_rows in reporting_rows.groupby("size", sort=False):
-        _check_comparable(size_rows, selecting_by_size.get(size_name, no_rows), source)
-        rates[size_name] = {} if target is None else {baseline: None}
-        judged_runs |= {} if target is None else {(size_name, baseline): {None: []}}
-        for arm in arms if target is None else arms[1:]:
-            by_rate = runs_by_rate.get((size_name, arm), {})
-            source_and_arm = f"{source}: {', '.join(filter(None, (arm, size_name)))}"
-            if not by_rate:
-                raise RunError(f"{source_and_arm}: no line")
-            arm_seeds = seeds if is_paired else _sorted_seeds(chain.from_iterable(by_rate.values()))
-            for rate, by_seed in by_rate.items():
-                if missing_seeds := [str(seed) for seed in arm_seeds if seed not in by_seed]:
-                    at_rate = "" if rate is None else f" at {rate_text(rate)}"
-                    needed = "every arm needs the same seeds, or --unpaired" if is_paired else "each rate needs it"
-                    raise RunError(f"{source_and_arm}: no seed {', '.join(missing_seeds)}{at_rate}; {needed}")
-            rate_order = judged_rates = [*by_rate]
-            if (size_name, arm) in selecting_by_arm or len(rate_order) > 1:
-                rate_order, judged_rates = _ordered_and_judged_rates(
-                    reporting_rows.iloc[rows_by_arm[size_name, arm]],
-                    selecting_rows.iloc[selecting_by_arm.get((size_name, arm), [])],
-                    primary,
-                    f"{source}: {arm}",
-                )
-            if judged_rates:
-                rates[size_name][arm] = judged_rates[0]
-            judged_runs[size_name, arm] = {rate: [by_rate[rate][seed] for seed in arm_seeds] for rate in rate_order}
+    selecting_by_size = dict([*selecting_rows.groupby("size", sort=False)])
+    for size, size_rows in frame.groupby("size", sort=False):
+        _check_comparable(size_rows, selecting_by_size.get(size, selecting_rows[:0]), source)
     arms = baseline, *(arm for arm in arms if arm != baseline)
-    return Judgement(primary, arms, seeds, rates, judged_runs, unpaired=unpaired, target=target)
+    order = {
+        "size": dict.fromkeys(frame["size"]),
+        "arm": arms,
+        "seed": sorted(set(frame["seed"]), key=lambda seed: (isinstance(seed, str), seed)),
+    }
+    _check_seeds(frame, product(order["size"], arms[target is not None :]), order["seed"], is_paired, source)
+    rates, rate_places = _judged_rates(frame, selecting_rows, primary, source)
+    for by_arm in rates.values() if target is not None else ():
+        by_arm[baseline] = None
+    places = {
+        name: frame[name].map({value: place for place, value in enumerate(values)}) for name, values in order.items()
+    }
+    by_unit = pd.factorize(frame["sample"], sort=True)[0]
+    frame = frame.assign(unlearned=_unlearned_levels(frame, primary.better)).iloc[
+        np.lexsort((by_unit, places["seed"], rate_places, places["arm"], places["size"]))
+    ]
+    question = Question(primary, arms, tuple(order["seed"]), rates, unpaired=unpaired, target=target)
+    return judge(frame, question)
 
 
 def read_runs(
@@ -191,10 +172,6 @@ def read_runs(
     runs["note"] = pd.Series(notes, diverged_runs.index, dtype=object).reindex(runs.index, fill_value="")
     _check_rows(runs, source, [name for name in table.columns if name not in (*RUN_KEY, "value", "weight")])
     return runs, primary
-
-
-def _sorted_seeds(seeds: Iterable[Plain]) -> tuple[Plain, ...]:
-    return tuple(sorted(set(seeds), key=lambda seed: (isinstance(seed, str), seed)))
 
 
 def read_table(path: str | os.PathLike) -> pd.DataFrame:
@@ -289,27 +266,40 @@ def _direction(rows: pd.DataFrame, better: Direction | None, source: str) -> Dir
     return better or column_direction or "lower"
 
 
-def _judged_runs(rows: pd.DataFrame, better: str) -> dict[SizeArm, dict[Rate | None, dict[Plain, JudgedRun]]]:
-    """Build the runs that these rows describe, by size and arm, then rate, then seed. A run's values, such as losses of
-    sequences, are ordered by the column `sample`."""
-    rows = rows.sort_values("sample", kind="stable")
-    run_numbers = rows.groupby(RUN_KEY, dropna=False, sort=False).ngroup().to_numpy()
-    rows = rows.iloc[np.argsort(run_numbers, kind="stable")]
-    values, weights, levels, groups = (rows[name].to_numpy(dtype) for name, dtype in _VALUE_COLUMNS.items())
-    starts = np.flatnonzero(np.diff(np.sort(run_numbers), prepend=-1))
-    has_groups = np.logical_and.reduceat(rows["group"].notna().to_numpy(), starts).tolist()
-    runs: dict[SizeArm, dict[Rate | None, dict[Plain, JudgedRun]]] = {}
-    first_rows = rows.iloc[starts][[*RUN_KEY, "state", "note"]].itertuples(index=False)
-    for run, start, end, is_grouped in zip(first_rows, starts, [*starts[1:], len(rows)], has_groups, strict=True):
-        rate = None if pd.isna(run.rate) else read_rate(run.rate)
-        run_groups = groups[start:end] if is_grouped else None
-        units = values[start:end], weights[start:end], run_groups
-        judged_run = JudgedRun(run.arm, run.state, run.note, *units)
-        level = float(np.average(levels[start:end], weights=weights[start:end]))
-        if run.state == "finished" and is_unlearned(judged_run.value, level, better, *units):
-            judged_run = replace(judged_run, unlearned_level=f"chance ({level:.3g})")
-        runs.setdefault((run.size, run.arm), {}).setdefault(rate, {})[run.seed] = judged_run
-    return runs
+def _check_seeds(
+    frame: pd.DataFrame, size_arms: Iterable[SizeArm], seeds: list[Plain], is_paired: bool, source: str
+) -> None:
+    """Raise RunError unless every arm of a size has runs, of all seeds at each of its rates. Arms that are not paired
+    have seeds of their own.
+    """
+    runs = frame.drop_duplicates(RUN_KEY)
+    by_rate, by_arm = (runs.groupby(RUN_KEY[:count], dropna=False, sort=False)["seed"] for count in (3, 2))
+    known = {*zip(runs["size"], runs["arm"], strict=True)}
+    for size, arm in size_arms:
+        if (size, arm) not in known:
+            raise RunError(f"{source}: {', '.join(filter(None, (arm, size)))}: no line")
+    is_short = by_rate.transform("size") < (len(seeds) if is_paired else by_arm.transform("nunique"))
+    if is_short.any():
+        size, arm, rate, _ = runs[is_short].iloc[0][RUN_KEY]
+        of_arm = runs[(runs["size"] == size) & (runs["arm"] == arm)]
+        present = of_arm["seed"][(of_arm["rate"] == rate) | (of_arm["rate"].isna() & pd.isna(rate))]
+        missing = [str(seed) for seed in seeds if seed not in {*present} and (is_paired or seed in {*of_arm["seed"]})]
+        at_rate = "" if pd.isna(rate) else f" at {rate_text(read_rate(rate))}"
+        needed = "every arm needs the same seeds, or --unpaired" if is_paired else "each rate needs it"
+        name = ", ".join(filter(None, (arm, size)))
+        raise RunError(f"{source}: {name}: no seed {', '.join(missing)}{at_rate}; {needed}")
+
+
+def _unlearned_levels(frame: pd.DataFrame, better: str) -> pd.Series:
+    """The column `unlearned` of `judge`, by the column `chance`."""
+    levels = pd.Series("", frame.index)
+    is_known = frame["chance"].notna() & (frame["state"] == "finished")
+    for _, run in frame[is_known].groupby(RUN_KEY, dropna=False):
+        mean, level = (np.average(run[name], weights=run["weight"]) for name in ("value", "chance"))
+        groups = run["group"].to_numpy() if run["group"].notna().any() else None
+        if is_unlearned(mean, level, better, run["value"].to_numpy(), run["weight"].to_numpy(), groups):
+            levels[run.index] = f"chance ({level:.3g})"
+    return levels
 
 
 def _rows_to_judge(
@@ -360,10 +350,10 @@ def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
     differ are named in the error.
     """
     has_rate = runs["rate"].notna()
-    if unknown_states := [*map(str, set(runs["state"]) - set(_RUN_STATES))]:
+    if unknown_states := [*map(str, set(runs["state"]) - set(RUN_STATES))]:
         raise RunError(
-            f"{source}: state {', '.join(sorted(unknown_states))}; it is {', '.join(_RUN_STATES[:-1])} or "
-            f"{_RUN_STATES[-1]}"
+            f"{source}: state {', '.join(sorted(unknown_states))}; it is {', '.join(RUN_STATES[:-1])} or "
+            f"{RUN_STATES[-1]}"
         )
     if runs["value"].map(lambda value: isinstance(value, bool | np.bool_)).any():
         raise RunError(f"{source}: values are true and false; write numbers, such as 1 and 0")
@@ -504,6 +494,32 @@ def _tuning_rows(selecting_rows: pd.DataFrame) -> pd.DataFrame:
     """
     tuning_rows = selecting_rows[selecting_rows["stage"] == "tune"] if "stage" in selecting_rows else selecting_rows[:0]
     return selecting_rows if tuning_rows.empty else tuning_rows
+
+
+def _judged_rates(
+    frame: pd.DataFrame, selecting_rows: pd.DataFrame, primary: PrimaryMetric, source: str
+) -> tuple[dict[str, dict[str, Rate | None]], pd.Series]:
+    """Return the rate at which each arm of a size is judged, without arms for which tuning found no rate; and the place
+    of each row's rate among those of its arm, where the rate that tuning chose is first. Raises RunError: no row
+    chooses one of several rates, or no run has the tuned rate.
+    """
+    places, selecting = pd.Series(0, frame.index), selecting_rows.groupby(["size", "arm"]).indices
+    rates: dict[str, dict[str, Rate | None]] = {size: {} for size in frame["size"].unique()}
+    known = frame.drop_duplicates(["size", "arm", "rate"])
+    counts = known.groupby(["size", "arm"])["rate"].transform("size")
+    for size, arm, cell, count in zip(known["size"], known["arm"], known["rate"], counts, strict=True):
+        if count == 1 and (size, arm) not in selecting:
+            rates[size][arm] = None if pd.isna(cell) else read_rate(cell)
+        elif arm not in rates[size]:
+            final_rows = frame[(frame["size"] == size) & (frame["arm"] == arm)]
+            choosing_rows = selecting_rows.iloc[selecting.get((size, arm), [])]
+            order, judged = _ordered_and_judged_rates(final_rows, choosing_rows, primary, f"{source}: {arm}")
+            if judged:
+                rates[size][arm] = judged[0]
+            codes, cells = pd.factorize(final_rows["rate"], use_na_sentinel=False)
+            by_cell = [order.index(None if pd.isna(cell) else read_rate(cell)) for cell in cells]
+            places[final_rows.index] = np.array(by_cell)[codes]
+    return rates, places
 
 
 def _ordered_and_judged_rates(

@@ -9,8 +9,8 @@ from operator import attrgetter
 
 import numpy as np
 
-from lm.experiments.experiment import Arm, PrimaryMetric
-from lm.experiments.judging import Judgement
+from lm.experiments.experiment import Arm
+from lm.experiments.judging import Judgement, PrimaryMetric
 from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import SELECTION
 from lm.experiments.tuning_table import NOT_REACHED, values_by_arm_and_rate
@@ -83,16 +83,17 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
     def column(name: str, cells: list[Cell], unit: str = "", kind: str = "number") -> list[FilledColumn]:
         return [(Column(name, unit, kind), cells)] if any(cell is not None for cell in cells) else []
 
-    primary, baseline = judgement.primary, judgement.arms[0]
+    question, primary = judgement.question, judgement.primary
+    baseline = question.arms[0]
     columns = column("size", [entry["size"] or None for entry in entries], kind="label")
     columns += column("arm", [entry["arm"] for entry in entries], kind="label")
     columns += column(
-        judgement.rate_heading, [None if entry["rate"] is None else rate_text(entry["rate"]) for entry in entries]
+        question.rate_heading, [None if entry["rate"] is None else rate_text(entry["rate"]) for entry in entries]
     )
     columns += column("seeds", [f"{entry['runs']} of {entry['of']}" for entry in entries])
     kind = "mean" if primary.reach is None else "geometric mean,"
     omits_finished_runs = any(entry["runs"] > sum(judgement.common_seeds[entry["size"]]) for entry in entries)
-    basis = ", ".join(filter(None, (judgement.measured_on, "common seeds" * omits_finished_runs)))
+    basis = ", ".join(filter(None, (question.measured_on, "common seeds" * omits_finished_runs)))
     columns += column(
         f"{kind} {primary.quantity_name}", [value_text(primary, entry["mean"]) for entry in entries], basis
     )
@@ -217,16 +218,11 @@ def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]
     amount_name = next((name for name, counts in amounts.items() if None not in counts and len(set(counts)) > 1), None)
     entries = []
     for arm in arms if amount_name else ():
-        scale = log_tokens if primary.reach is not None else float
-        runs = [[judgement.judged_runs(size, name) for name in (arm, baseline)] for size in sizes]
-        if not all(map(all, runs)):
+        if not all(judgement.judged_runs(size, name) for size in sizes for name in (arm, baseline)):
             continue
-        differences = np.array(
-            [
-                [scale(arm_run.value) - scale(baseline_run.value) for arm_run, baseline_run in zip(*pair, strict=True)]
-                for pair in runs
-            ]
-        )
+        values = np.array([[judgement.judged_values(size, name) for size in sizes] for name in (arm, baseline)])
+        with np.errstate(invalid="ignore", divide="ignore"):
+            differences = np.subtract(*(np.log(values) if primary.reach is not None else values))
         differences = differences[:, np.isfinite(differences).all(0)]
         if differences.shape[1] > 1:
             interval = trend(differences, np.array(amounts[amount_name]))
@@ -247,7 +243,7 @@ def trend_table(procedure: Procedure, judgement: Judgement) -> Table | None:
     """The table of `trends`, a row for each arm; None without trends."""
     if not (entries := trends(procedure, judgement)):
         return None
-    baseline, is_factor = judgement.arms[0], judgement.primary.reach is not None
+    baseline, is_factor = judgement.question.arms[0], judgement.primary.reach is not None
     changes = [Interval(*(math.nan if value is None else value for value in entry["change"])) for entry in entries]
     title = f"factor to {baseline} is multiplied by" if is_factor else f"difference to {baseline} changes by"
     change = Column(title, "95% interval, alone", "mean" if is_factor else "difference", 3 if is_factor else 4)

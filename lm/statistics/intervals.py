@@ -210,14 +210,14 @@ def welch(values: np.ndarray, baseline_values: np.ndarray) -> Estimate:
     Where each arm's values are equal, the exact permutation test decides, as the sign-flip test does of paired runs.
 
     Args:
-        values: (rates, seeds) of an arm, with at least two seeds.
-        baseline_values: (rates, seeds) of the baseline, whose seeds are others, perhaps of another number.
+        values: (..., rates, seeds) of an arm, with at least two seeds.
+        baseline_values: (..., rates, seeds) of the baseline, whose seeds are others, perhaps of another number.
 
     Returns:
-        The estimate at each pair of rates, (the arm's rates, the baseline's rates).
+        The estimate at each pair of rates, (..., the arm's rates, the baseline's rates).
     """
-    arm, baseline = over_seeds(values)[:, None], over_seeds(baseline_values)
-    variances, counts = (arm.error**2, baseline.error**2), (values.shape[1], baseline_values.shape[1])
+    arm, baseline = over_seeds(values)[..., None], over_seeds(baseline_values)[..., None, :]
+    variances, counts = (arm.error**2, baseline.error**2), (values.shape[-1], baseline_values.shape[-1])
     variance = variances[0] + variances[1]
     with np.errstate(invalid="ignore", divide="ignore"):
         degrees = variance**2 / (variances[0] ** 2 / arm.degrees + variances[1] ** 2 / baseline.degrees)

@@ -5,9 +5,10 @@
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -30,27 +31,26 @@ VerdictKind = Literal[
     "better", "worse", "difference below margin", "no difference above margin", "undecided", "incomplete",
     "not reached", "unstable", "not tuned", "not learned",
 ]  # fmt: skip
-# the reason, and the reason in a few words
-UNTUNED = (
+Obstacle = tuple[VerdictKind, str, str]  # what keeps an arm from an answer: kind, reason, and reason in a few words
+UNTUNED: Obstacle = (
+    "not tuned",
     "the best learning rate is at the edge of a grid that may not grow again, or every rate diverged: give tune.grid "
     "other values",
     "no best learning rate inside the grid",
 )
 Name = TypeVar("Name", bound=Hashable)  # name of an arm, or of an arm and its size
+Ends = tuple[np.ndarray, np.ndarray]  # lower and upper ends of intervals
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Comparison:
-    """The differences between an arm and the baseline in the primary metric, with the facts about runs that decide the
-    verdict.
-    """
+    """The differences between an arm and the baseline in the primary metric, and how they are to be read."""
 
     # arm minus baseline on the reporting documents, one value a seed that both were trained with: (seeds,), or for
     # several learning rates (the arm's rates, the baseline's rates, seeds). The claim is about both arms at their best
-    # rates (`combine_over_rates`)
+    # rates (`combine_over_rates`). Several comparisons that are alike may be one, along a first axis
     rate_differences: np.ndarray | Sequence[float]
     judged_pair: tuple[int, int] = (0, 0)  # indices in `rate_differences` of the pair of rates that are judged
-    n_diverged_runs: int = 0  # number of final runs of either arm that diverged; they are counted, never dropped
     # number of the baseline's rates, from the first on, that the arm was trained at, too. The arm is worse only if it
     # is worse than the baseline at one of these rates. None: all rates
     n_shared_rates: int | None = None
@@ -58,125 +58,101 @@ class Comparison:
     all_pairs: bool = False
     # whether higher values of the metric are better: an arm's best rate is then the rate of its highest value
     higher_is_better: bool = False
-    is_tuned: bool = True  # False if the best rate of either arm is at an edge of the grid
-    # number of planned seeds; 0: the seeds in `rate_differences`. Until all have ended there is no verdict
-    n_planned_seeds: int = 0
-    divergence: str = ""  # the runs that diverged, and how, in words
-    # (the arm's rates, the baseline's rates), the estimates over seeds and documents, where there are enough of both
-    document_estimate: Estimate | None = None
-    # values of the arm, (its rates, its seeds), and of the baseline, where their runs are not paired. The pairs in
-    # `rate_differences` are then arbitrary, and as many as the smaller number of seeds
-    unpaired_values: tuple[np.ndarray, np.ndarray] | None = None
-    # the runs that have no value because they did not reach a level, in words; with such runs there is no verdict
-    unreached_runs: str = ""
     # the least and the greatest possible value: of a difference, or of an arm's runs where they are not paired. None:
     # values have no such bounds
     bounds: tuple[float, float] | None = None
-    not_learned: str = ""  # the level that no run of either arm is better than, in words; empty if a run is
+    # values of the arm, (its rates, its seeds), and of the baseline, where their runs are not paired. The pairs in
+    # `rate_differences` are then arbitrary, and as many as the smaller number of seeds
+    unpaired_values: Ends | None = None
+    # (the arm's rates, the baseline's rates), the estimates over seeds and documents, where there are enough of both
+    document_estimate: Estimate | None = None
+    obstacle: Obstacle | None = None  # such as a run that diverged, or seeds that have not ended; None: none is known
 
     @cached_property
-    def rate_difference_array(self) -> np.ndarray:
-        """The differences as an array, (the arm's rates, the baseline's rates, seeds)."""
-        return np.array(self.rate_differences, dtype=float, ndmin=3)
+    def by_rates(self) -> np.ndarray:
+        """The differences as an array, (the arm's rates, the baseline's rates, seeds), perhaps of many comparisons."""
+        return np.array(self.rate_differences, dtype=float, order="C", ndmin=3)  # sums depend on the order
 
-    @cached_property
-    def has_single_rates(self) -> bool:
-        """Whether both arms have one learning rate each."""
-        return self.rate_difference_array[..., 0].size == 1
-
-    @cached_property
-    def is_finite(self) -> bool:
-        """Whether all differences at the judged rates are finite."""
-        return bool(np.isfinite(self.differences).all())
-
-    @cached_property
-    def is_testable(self) -> bool:
-        """Whether the verdict follows from the interval: runs have ended, learned, and are finite at every rate."""
-        blocks = self.n_diverged_runs or self.unreached_runs or self.not_learned or not self.is_tuned
-        seeds = len(self.differences)
-        return (
-            not blocks
-            and seeds >= max(MIN_SEEDS, self.n_planned_seeds)
-            and bool(np.isfinite(self.rate_difference_array).all())
-        )
-
-    @cached_property
+    @property
     def differences(self) -> np.ndarray:
-        """Each seed's difference between arm and baseline at the rates of `judged_pair`, (seeds,).
+        """Each seed's difference between arm and baseline at the rates of `judged_pair`, (seeds,)."""
+        return self.by_rates[(..., *self.judged_pair, slice(None))]
 
-        Seeds are left out if a run never reached the level of the metric that `primary.reach` asks for
-        (`unreached_runs`).
-        """
-        values = self.rate_difference_array[self.judged_pair]
-        return values[np.isfinite(values)] if self.unreached_runs else values
+    @property
+    def n_rates(self) -> tuple[int, int]:
+        """The numbers of rates of the arm and of the baseline."""
+        return self.by_rates.shape[-3:-1]
 
     @cached_property
     def estimates(self) -> Estimate:
         """The mean differences over seeds and their errors, (the arm's rates, the baseline's rates)."""
-        return over_seeds(self.rate_difference_array) if self.unpaired_values is None else welch(*self.unpaired_values)
+        return over_seeds(self.by_rates) if self.unpaired_values is None else welch(*self.unpaired_values)
 
-    def interval(self, alpha: float = ALPHA) -> Interval:
-        """The interval over seeds of the difference between arms at their best rates; it misses the true difference
-        with probability `alpha`.
+    def interval_ends(self, alpha: float = ALPHA, estimates: Estimate | None = None) -> Ends:
+        """Ends of the interval of the difference between arms at their best rates, which misses the true difference
+        with probability `alpha`. It contains the interval at `judged_pair`. Ends that depend on a NaN are NaN.
+
+        estimates: (the arm's rates, the baseline's rates), such as those over seeds and documents; None: over seeds.
         """
-        return self.enclosing(self.estimates, alpha)
-
-    def enclosing(self, estimates: Estimate, alpha: float = ALPHA) -> Interval:
-        """The same interval as `interval`, but from any estimates, such as estimates over seeds and documents. It
-        contains the interval at `judged_pair`. Ends of the interval that depend on a NaN are NaN.
-
-        estimates: the estimate at each pair of rates, (the arm's rates, the baseline's rates).
-        """
-        low, high = self._over_rates(lambda alpha: self.t_ends(estimates, alpha), alpha)
-        if self.bounds:
-            low, high = self.guarded_ends(low, high, *self._over_rates(self.bounded_ends, alpha))
-        return Interval(float(estimates.mean[self.judged_pair]), float(low), float(high), estimates.noise_source)
-
-    def _over_rates(self, ends: Callable[[float], tuple[np.ndarray, np.ndarray]], alpha: float) -> tuple[float, float]:
-        """The ends of the interval at the arms' best rates. `ends` gives those at each pair of rates, for an alpha."""
-        if self.higher_is_better and self.rate_difference_array[..., 0].size > 1:
-            mirror = replace(self, higher_is_better=False)
-            low, high = mirror._over_rates(lambda alpha: tuple(-end for end in reversed(ends(alpha))), alpha)
-            return 0.0 - high, 0.0 - low  # no -0.0
-        low, high = (end[self.judged_pair] for end in ends(alpha))
-        if self.rate_difference_array[..., 0].size == 1:
+        estimates = estimates or self.estimates
+        low, high = self._over_rates(lambda alpha: self._t_ends(estimates, alpha), alpha)
+        if not self.bounds:
             return low, high
-        shared = slice(self.n_shared_rates)
-        arm_rates, base_rates = (1, 1) if self.all_pairs else self.rate_difference_array[:, shared, 0].shape
-        highest = combine_over_rates(ends(alpha / arm_rates)[1], self.all_pairs)
-        lowest = -combine_over_rates(-ends(alpha / base_rates)[0][:, shared].T, self.all_pairs)
-        return np.minimum(low, lowest), np.maximum(high, highest)
+        # That there is a difference rests on Student's t. That there is none above a margin takes enough seeds to see
+        # an arm that fails in some of them: an end that doesn't leave out 0 reaches as far as `_bounded_ends`. It may
+        # miss with the whole `alpha`, as the truth is on one side.
+        least, greatest = self.bounds if self.unpaired_values is None else (-np.ptp(self.bounds), np.ptp(self.bounds))
+        bounded_low, bounded_high = self._over_rates(self._bounded_ends, alpha)
+        low = np.where(low > 0, low, np.maximum(np.minimum(low, bounded_low), least))
+        return low, np.where(high < 0, high, np.minimum(np.maximum(high, bounded_high), greatest))
 
-    def t_ends(self, estimates: Estimate, alpha: float) -> tuple[np.ndarray, np.ndarray]:
+    def _over_rates(self, ends: Callable[[float], Ends], alpha: float) -> Ends:
+        """The ends of the interval at the arms' best rates. `ends` gives those at each pair of rates, for an alpha."""
+
+        def oriented(alpha: float) -> Ends:  # an arm's best rate is that of its lowest value
+            low, high = ends(alpha)
+            return (-high, -low) if self.higher_is_better else (low, high)
+
+        low, high = (end[(..., *self.judged_pair)] for end in oriented(alpha))
+        if self.n_rates != (1, 1):
+            shared = slice(self.n_shared_rates)
+            arm_rates, base_rates = (1, 1) if self.all_pairs else self.by_rates[..., shared, 0].shape[-2:]
+            highest = combine_over_rates(oriented(alpha / arm_rates)[1], self.all_pairs)
+            lowest = oriented(alpha / base_rates)[0][..., shared].swapaxes(-1, -2)
+            low = np.minimum(low, -combine_over_rates(-lowest, self.all_pairs))
+            high = np.maximum(high, highest)
+        return (0.0 - high, 0.0 - low) if self.higher_is_better else (low, high)  # no -0.0
+
+    def _t_ends(self, estimates: Estimate, alpha: float) -> Ends:
         """Ends of the interval of each mean by Student's t.
 
         Where all seeds agree in a bounded metric, the exact test says whether 0 is left out, and no more: the end that
-        is next to 0 is then `bounded_ends`.
+        is next to 0 is then `_bounded_ends`.
         """
         half = estimates.half_width(alpha)
         low, high = estimates.mean - half, estimates.mean + half
         if self.bounds and (is_tied := estimates.error == 0).any():
             # half as large a tail as that of an end on the far side of 0
-            (bounded_low, bounded_high), without_0 = self.bounded_ends(alpha / 2), half == 0
+            (bounded_low, bounded_high), without_0 = self._bounded_ends(alpha / 2), half == 0
             near_low, near_high = np.maximum(bounded_low, _NOT_0), np.minimum(bounded_high, -_NOT_0)
             tied_low = np.where(without_0 & (estimates.mean > 0), near_low, np.minimum(estimates.mean, 0))
             tied_high = np.where(without_0 & (estimates.mean < 0), near_high, np.maximum(estimates.mean, 0))
             low, high = np.where(is_tied, tied_low, low), np.where(is_tied, tied_high, high)
         return low, high
 
-    def bounded_ends(self, alpha: float) -> tuple[np.ndarray, np.ndarray]:
+    def _bounded_ends(self, alpha: float) -> Ends:
         """Ends of the interval of each mean of a bounded metric, at each pair of rates, whatever the distribution;
         either misses the true mean with probability `alpha`.
         """
         if self.unpaired_values is None:
-            return bounded_ends(self.rate_difference_array, *self.bounds, alpha)
+            return bounded_ends(self.by_rates, *self.bounds, alpha)
         (low, high), (base_low, base_high) = (
             bounded_ends(values, *self.bounds, alpha / 2) for values in self.unpaired_values
         )
-        return low[:, None] - base_high, high[:, None] - base_low
+        return low[..., None] - base_high[..., None, :], high[..., None] - base_low[..., None, :]
 
     def fewest_agreeing_seeds(self, margin: float, alpha: float) -> int:
-        """The fewest seeds whose `bounded_ends` can lie within `margin`: all agree, and (1 - margin)^seeds is at most
+        """The fewest seeds whose `_bounded_ends` can lie within `margin`: all agree, and (1 - margin)^seeds is at most
         `alpha` for an accuracy (half of it where runs are unpaired). 0 without bounds.
         """
         if self.bounds is None:
@@ -184,18 +160,43 @@ class Comparison:
         reach, tail = (max(map(abs, self.bounds)), alpha) if self.unpaired_values is None else (1.0, alpha / 2)
         return 0 if margin >= reach else math.floor(math.log(tail) / math.log1p(-margin / reach)) + 1
 
-    def guarded_ends(
-        self, low: np.ndarray, high: np.ndarray, bounded_low: np.ndarray, bounded_high: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Ends by Student's t, reaching as far as `bounded_ends` where they don't leave out 0, within the bounds.
+    @property
+    def p(self) -> np.ndarray:
+        """Two-sided p of the t test that the arms' mean difference at their best rates is 0; NaN where a difference
+        is not finite.
 
-        That there is a difference rests on Student's t. That there is none above a margin takes enough seeds to see
-        an arm that fails in some of them. An end on the far side of 0 may miss with the whole `alpha`, as the truth is
-        on one side.
+        It is at most `alpha` where `interval_ends(alpha)` leave out 0. For equal differences the sign-flip test gives
+        p.
         """
-        least, greatest = self.bounds if self.unpaired_values is None else (-np.ptp(self.bounds), np.ptp(self.bounds))
-        low = np.where(low > 0, low, np.maximum(np.minimum(low, bounded_low), least))
-        return low, np.where(high < 0, high, np.minimum(np.maximum(high, bounded_high), greatest))
+        return self._two_sided_p(self.estimates.p(1), self.estimates.p(-1))
+
+    @property
+    def exact_p(self) -> np.ndarray | None:
+        """Two-sided p of the sign-flip test that the arms' mean difference at their best rates is 0 (Fisher 1935).
+
+        It is exact where differences are symmetric about 0. None below `MIN_SIGN_FLIP_SEEDS` or above
+        `MAX_SIGN_FLIP_SEEDS` seeds, and of unpaired runs.
+        """
+        values = self.by_rates
+        if self.unpaired_values or not MIN_SIGN_FLIP_SEEDS <= values.shape[-1] <= MAX_SIGN_FLIP_SEEDS:
+            return None
+        return self._two_sided_p(sign_flip(-values), sign_flip(values))
+
+    def _two_sided_p(self, p_below: np.ndarray, p_above: np.ndarray) -> np.ndarray:
+        """Combine one-sided p, (the arm's rates, the baseline's rates), of the hypotheses that the difference is at
+        least 0 (`p_below`), and at most 0.
+        """
+
+        def claim_p(p: np.ndarray, judged_pair: tuple[int, int], n_shared_rates: int | None) -> np.ndarray:
+            shared_p = p[..., :n_shared_rates, :]
+            corrected_p = shared_p if self.all_pairs else np.minimum(1.0, shared_p.shape[-2] * shared_p)
+            return np.maximum(p[(..., *judged_pair)], combine_over_rates(corrected_p, self.all_pairs))
+
+        if self.higher_is_better:
+            p_below, p_above = p_above, p_below
+        p_better = claim_p(p_below, self.judged_pair, None)
+        p_worse = claim_p(p_above.swapaxes(-1, -2), self.judged_pair[::-1], self.n_shared_rates)
+        return np.minimum(1.0, 2 * np.minimum(p_better, p_worse))
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ class Verdict:
     # the interval of the difference, from which the verdict follows. All intervals of the experiment hold together with
     # 95 %. None with fewer than two seeds
     interval: Interval | None
-    p: float  # two-sided p of no difference, times the number of comparisons; 1 where nothing was tested
+    p: float  # two-sided p of no difference, adjusted for the number of comparisons; 1 where nothing was tested
     # numbers of seeds that find a difference that matters with probability `POWER`: for the measured spread, and for
     # the ends of its 95 % interval (chi squared). A number is None above `MAX_SEEDS`; None in place of all three:
     # unknown
@@ -219,8 +220,7 @@ class Verdict:
     # the interval over seeds and documents; None where there are too few seeds or documents
     document_interval: Interval | None = None
     exploratory: bool = False  # whether the plan was changed after results were known, so that p is too small
-    # the smallest difference of interest, in words; empty if fractions of runs that learn are compared
-    margin_text: str = ""
+    margin_text: str = ""  # the smallest difference of interest, in words
     exceeds_margin: bool = False  # whether every difference in the interval is at least the margin
     open_reason: str = ""  # the reason why there is no answer, in a few words; empty if there is an answer
     seeds: int = 0  # number of seeds that the verdict rests on; 0: nothing was tested
@@ -273,15 +273,41 @@ def verdicts(comparisons: Mapping[Name, Comparison], matters: float, ratio: bool
     margin, margin_text, null = (
         (math.log1p(matters), f"a factor of {1 + matters:g}", "1") if ratio else (matters, f"{matters:g}", "0")
     )
-    family = family_of([*comparisons.values()])
-    measurements = _measurements([*comparisons.values()], family)
-    return {
-        name: _verdict(comparison, measured, margin, margin_text, null, family)
-        for (name, comparison), measured in zip(comparisons.items(), measurements, strict=True)
-    }
+    stacks = stacked(comparisons.values())
+    family = family_of(stacks)
+    by_place = chain.from_iterable(
+        zip(places, _stack_verdicts(stack, members, margin, margin_text, null, family), strict=True)
+        for stack, members, places in stacks
+    )
+    return dict(zip(comparisons, (verdict for _, verdict in sorted(by_place, key=lambda pair: pair[0])), strict=True))
 
 
-def family_of(comparisons: Sequence[Comparison]) -> Family:
+# comparisons that are alike as one, these comparisons, and their places among all
+Stack = tuple[Comparison, list[Comparison], list[int]]
+
+
+def stacked(comparisons: Iterable[Comparison]) -> list[Stack]:
+    """Join comparisons with equally many rates and seeds, so that thousands of them are computed at once."""
+    stacks = defaultdict[tuple, tuple[list[Comparison], list[int]]](lambda: ([], []))
+    for place, comparison in enumerate(comparisons):
+        shapes = comparison.by_rates.shape, *(values.shape for values in comparison.unpaired_values or ())
+        design = comparison.judged_pair, comparison.n_shared_rates, comparison.all_pairs, comparison.higher_is_better
+        members, places = stacks[shapes, design, comparison.bounds]
+        members.append(comparison)
+        places.append(place)
+    results = []
+    for members, places in stacks.values():
+        pairs = (
+            [*zip(*(member.unpaired_values for member in members), strict=True)] if members[0].unpaired_values else []
+        )
+        unpaired_values = tuple(map(np.stack, pairs)) or None
+        differences = np.stack([member.by_rates for member in members])
+        stack = replace(members[0], rate_differences=differences, unpaired_values=unpaired_values)
+        results.append((stack, members, places))
+    return results
+
+
+def family_of(stacks: Iterable[Stack]) -> Family:
     """The joint distribution of comparisons, by which their intervals hold together.
 
     Comparisons of paired runs with equally many seeds are one group, as the baseline's noise is in all of them; their
@@ -289,196 +315,146 @@ def family_of(comparisons: Sequence[Comparison]) -> Family:
     its correlation follows from the variances (Dunnett 1955). Other comparisons count as independent: arms of several
     learning rates, and what can't be tested.
     """
-    by_seeds, by_baseline = defaultdict[int, list[np.ndarray]](list), defaultdict[bytes, list[Comparison]](list)
-    for comparison in comparisons:
-        if comparison.is_testable and comparison.has_single_rates:
-            if comparison.unpaired_values is None:
-                by_seeds[len(comparison.differences)].append(comparison.differences)
-            else:
-                by_baseline[comparison.unpaired_values[1].tobytes()].append(comparison)
+    paired, unpaired, count = defaultdict[int, list[np.ndarray]](list), defaultdict[bytes, list[tuple]](list), 0
+    for stack, members, _ in stacks:
+        count += len(members)
+        differences = stack.differences
+        if stack.n_rates != (1, 1) or differences.shape[1] < MIN_SEEDS:
+            continue
+        is_testable = np.isfinite(differences).all(1) & [member.obstacle is None for member in members]
+        if stack.unpaired_values is None:
+            paired[differences.shape[1]].append(differences[is_testable])
+            continue
+        arm, baseline = (values[:, 0].var(1, ddof=1) / values.shape[2] for values in stack.unpaired_values)
+        for place in np.flatnonzero(is_testable):
+            row = arm[place], baseline[place], stack.estimates.degrees[place, 0, 0]
+            unpaired[stack.unpaired_values[1][place].tobytes()].append(row)
     groups = [
-        (len(rows), seeds - 1, mean_correlation(np.array(rows))) for seeds, rows in by_seeds.items() if len(rows) > 1
+        (len(rows), seeds - 1, mean_correlation(rows))
+        for seeds, rows in ((seeds, np.concatenate(arrays)) for seeds, arrays in paired.items())
+        if len(rows) > 1
     ]
-    for group in by_baseline.values():
-        variances = [[values.var(ddof=1) / values.size for values in item.unpaired_values] for item in group]
-        arm, baseline = np.mean(variances, axis=0)
+    for rows in unpaired.values():
+        arm, baseline, _ = np.mean(rows, axis=0)
         correlation = min(baseline / (arm + baseline), MAX_CORRELATION) if baseline else 0.0
-        degrees = min(float(item.estimates.degrees[0, 0]) for item in group)
-        groups.append((len(group), degrees, correlation))
-    return Family.of_groups(len(comparisons), groups)
+        groups.append((len(rows), np.min(rows, axis=0)[2], correlation))
+    return Family.of_groups(count, groups)
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """What is measured of a comparison; None and NaN where it can't be."""
-
-    interval: Interval | None = None  # it holds together with those of the family
-    single_interval: Interval | None = None
-    p: float = math.nan  # two-sided, of this comparison alone
-    joint_p: float = 1.0
-    exact_p: float | None = None  # as `p_exact`
-    is_tied: bool = False  # whether all seeds agree
-    spread: float | None = None  # standard deviation over seeds
-
-
-def _measurements(comparisons: list[Comparison], family: Family) -> list[_Measured]:
-    """What is measured of each comparison. A table may have thousands: those of one shape are computed together."""
-    results, stacks = [_Measured()] * len(comparisons), defaultdict[tuple, list[int]](list)
-    for place, comparison in enumerate(comparisons):
-        if len(comparison.differences) < 2 or comparison.unreached_runs:
-            continue
-        if comparison.has_single_rates:
-            arm_values, base_values = comparison.unpaired_values or (np.empty(0), np.empty(0))
-            shape = comparison.rate_difference_array.shape, arm_values.shape, base_values.tobytes()
-            stacks[*shape, comparison.bounds].append(place)
-            continue
-        estimate = comparison.estimates[comparison.judged_pair]
-        intervals, p = (comparison.interval(family.alpha), comparison.interval()), p_difference(comparison)
-        is_tied = bool(estimate.error == 0)
-        results[place] = _Measured(*intervals, p, float(family.joint_p(p)), p_exact(comparison), is_tied)
-    for places in stacks.values():
-        for place, measured in zip(places, _stack_measurements([comparisons[n] for n in places], family), strict=True):
-            results[place] = measured
-    return results
-
-
-def _stack_measurements(comparisons: list[Comparison], family: Family) -> Iterator[_Measured]:
-    """What is measured of comparisons of one rate each, with equally many seeds and, if unpaired, one baseline."""
-    differences = np.concatenate([comparison.rate_difference_array for comparison in comparisons])
-    stack = replace(comparisons[0], rate_differences=differences)  # as if each comparison were another rate of one arm
-    if stack.unpaired_values:
-        arm_values = np.concatenate([comparison.unpaired_values[0] for comparison in comparisons])
-        stack = replace(stack, unpaired_values=(arm_values, stack.unpaired_values[1]))
-    estimates = stack.estimates
-    ends = []
-    for alpha in dict.fromkeys((family.alpha, ALPHA)):
-        low, high = stack.t_ends(estimates, alpha)
-        if stack.bounds:
-            low, high = stack.guarded_ends(low, high, *stack.bounded_ends(alpha))
-        ends += [low, high]
-    ends = (ends * 2)[:4]
-    p = np.minimum(1.0, 2 * np.minimum(estimates.p(1), estimates.p(-1)))
-    spread = estimates.error * math.sqrt(differences.shape[-1])
-    columns = (estimates.mean, *ends, p, family.joint_p(p), estimates.error == 0, spread)
-    rows = zip(*(column[:, 0].tolist() for column in columns), strict=True)
-    for comparison, row in zip(comparisons, rows, strict=True):
-        mean, low, high, low_alone, high_alone, single_p, joint_p, is_tied, deviation = row
-        intervals = (Interval(mean, *pair, estimates.noise_source) for pair in ((low, high), (low_alone, high_alone)))
-        yield _Measured(*intervals, single_p, joint_p, p_exact(comparison), is_tied, deviation)
-
-
-def _verdict(
-    comparison: Comparison, measured: _Measured, margin: float, margin_text: str, null: str, family: Family
-) -> Verdict:
-    seeds, is_paired, interval = len(comparison.differences), comparison.unpaired_values is None, measured.interval
-    needed_seeds = (
-        _seed_numbers(comparison, measured.spread, margin, family.alpha) if seeds > 1 and comparison.is_finite else None
+def _stack_verdicts(
+    stack: Comparison, members: list[Comparison], margin: float, margin_text: str, null: str, family: Family
+) -> Iterator[Verdict]:
+    """The verdicts on the comparisons of a stack. `null`: in words, the difference of arms that are equal."""
+    seeds, is_paired = stack.by_rates.shape[-1], stack.unpaired_values is None
+    rows, exact_p, source = [[math.nan] * 8] * len(members), [None] * len(members), ""
+    if seeds > 1:
+        estimates, pair, source = stack.estimates, (..., *stack.judged_pair), stack.estimates.noise_source
+        ends = *stack.interval_ends(family.alpha), *stack.interval_ends()
+        columns = estimates.mean[pair], *ends, family.joint_p(stack.p), estimates.error[pair], estimates.degrees[pair]
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        if (p := stack.exact_p) is not None:
+            exact_p = np.minimum(1.0, family.size * p).tolist()
+    finite = np.isfinite(stack.by_rates)
+    is_finite = zip(
+        finite.all((1, 2, 3)).tolist(), finite[(..., *stack.judged_pair, slice(None))].all(1).tolist(), strict=True
     )
-    documents = comparison.document_estimate
-    document_interval = documents and comparison.enclosing(documents, family.alpha)
-
-    def untested_verdict(
-        kind: VerdictKind, reason: str, open_reason: str, p: float = 1.0, **tested: float | None
-    ) -> Verdict:
-        return Verdict(
-            kind, reason, interval, p, needed_seeds, measured.single_interval, document_interval=document_interval,
-            margin_text=margin_text, open_reason=open_reason, **tested,
+    for member, row, member_exact_p, (all_finite, judged_finite) in zip(members, rows, exact_p, is_finite, strict=True):
+        mean, low, high, low_alone, high_alone, joint_p, error, degrees = row
+        interval = single_interval = needed_seeds = document_interval = None
+        obstacle = member.obstacle
+        if seeds > 1 and not (obstacle and obstacle[0] == "not reached"):  # of these runs some seeds alone have values
+            interval = Interval(mean, low, high, source)
+            single_interval = Interval(mean, low_alone, high_alone, source)
+        if seeds > 1 and judged_finite:
+            needed_seeds = _seed_numbers(stack, error, degrees, margin, family.alpha)
+        if documents := member.document_estimate:
+            ends = map(float, member.interval_ends(family.alpha, documents))
+            document_interval = Interval(float(documents.mean[member.judged_pair]), *ends, documents.noise_source)
+        if obstacle:
+            pass
+        elif not judged_finite:
+            obstacle = "unstable", "a difference is not finite", "a difference is not finite"
+        elif seeds < MIN_SEEDS:
+            reason = f"{seeds} seeds in common" if is_paired else f"an arm has {seeds} seeds"
+            obstacle = "incomplete", reason, f"a verdict takes {MIN_SEEDS} seeds"
+        elif not all_finite:
+            reason = "a difference at another of the learning rates, all of which a verdict is on, is not finite"
+            obstacle = "undecided", reason, "another learning rate has no finite difference"
+        kind, reason, open_reason = obstacle or _answer(
+            stack, interval, joint_p, error == 0, needed_seeds, margin, margin_text, null, family.alpha
+        )
+        yield Verdict(
+            kind, reason, interval, 1.0 if obstacle else joint_p, needed_seeds, single_interval,
+            None if obstacle else member_exact_p, document_interval, margin_text=margin_text, open_reason=open_reason,
+            exceeds_margin=not obstacle and max(low, -high) >= margin, seeds=0 if obstacle else seeds,
         )  # fmt: skip
 
-    if comparison.n_diverged_runs:
-        runs = f"{comparison.n_diverged_runs} final run{'s' * (comparison.n_diverged_runs > 1)} diverged"
-        return untested_verdict("unstable", f"{runs}{comparison.divergence and ': '}{comparison.divergence}", runs)
-    if not comparison.is_finite:
-        return untested_verdict("unstable", "a difference is not finite", "a difference is not finite")
-    if not comparison.is_tuned:
-        return untested_verdict("not tuned", *UNTUNED)
-    if comparison.unreached_runs:
-        return untested_verdict("not reached", comparison.unreached_runs, "runs have no number of tokens")
-    if seeds < comparison.n_planned_seeds:
-        progress = f"{seeds} of {comparison.n_planned_seeds} seeds have ended"
-        return untested_verdict("incomplete", progress, progress)
-    if seeds < MIN_SEEDS:
-        reason = f"{seeds} seeds in common" if is_paired else f"an arm has {seeds} seeds"
-        return untested_verdict("incomplete", reason, f"a verdict takes {MIN_SEEDS} seeds")
-    if comparison.not_learned:
-        return untested_verdict("not learned", comparison.not_learned, comparison.not_learned)
-    if not comparison.is_testable:
-        reason = "a difference at another of the learning rates, all of which a verdict is on, is not finite"
-        return untested_verdict("undecided", reason, "another learning rate has no finite difference")
-    p, exact_p = measured.joint_p, measured.exact_p
 
-    def verdict(kind: VerdictKind, reason: str, open_reason: str = "", is_beyond_margin: bool = False) -> Verdict:
-        adjusted_p = None if exact_p is None else min(1.0, family.size * exact_p)
-        tested = {"p_exact": adjusted_p, "exceeds_margin": is_beyond_margin, "seeds": seeds}
-        return untested_verdict(kind, reason, open_reason, p, **tested)
-
-    is_within = -margin < interval.low and interval.high < margin
-    is_tied = measured.is_tied
-    exact_test, tie = "sign-flip test", f"all {seeds} seeds differ by the same"
-    if not is_paired:
-        exact_test, tie = "permutation test", "each arm's seeds agree"
+def _answer(
+    stack: Comparison,
+    interval: Interval,
+    p: float,
+    is_tied: bool,
+    needed_seeds: tuple[int | None, ...],
+    margin: float,
+    margin_text: str,
+    null: str,
+    alpha: float,
+) -> Obstacle:
+    """The kind of verdict that follows from an interval; its reason, and what leaves it open in a few words."""
+    seeds, is_paired = stack.by_rates.shape[-1], stack.unpaired_values is None
+    exact_test, tie = (
+        ("sign-flip test", f"all {seeds} seeds differ by the same")
+        if is_paired
+        else ("permutation test", "each arm's seeds agree")
+    )
     method = f" by the {exact_test}, as {tie}" if is_tied else "" if is_paired else " by Welch's t test"
     assumption = "" if is_tied else ", if seeds scatter alike to both sides"
+    is_within = -margin < interval.low and interval.high < margin
     if interval.low > 0 or interval.high < 0:
+        finding = f"the interval leaves out {null}"
+        test = f"(p = {p:.2g}{method}{assumption})"
         if is_within:
-            return verdict(
-                "difference below margin",
-                f"the interval leaves out {null} and lies within {margin_text} (p = {p:.2g}{method}{assumption})",
-            )
-        is_beyond_margin = min(abs(interval.low), abs(interval.high)) >= margin
-        addition = f" and every difference below {margin_text}" if is_beyond_margin else ""
-        kind = "better" if (interval.mean > 0) == comparison.higher_is_better else "worse"
-        return verdict(
-            kind,
-            f"the interval leaves out {null}{addition} (p = {p:.2g}{method}{assumption})",
-            is_beyond_margin=is_beyond_margin,
-        )
+            return "difference below margin", f"{finding} and lies within {margin_text} {test}", ""
+        if max(interval.low, -interval.high) >= margin:
+            finding += f" and every difference below {margin_text}"
+        is_better = (interval.mean > 0) == stack.higher_is_better
+        return "better" if is_better else "worse", f"{finding} {test}", ""
     if is_within:
         reason = f"the interval holds {null} and lies within {margin_text}{method}"
-        return verdict("no difference above margin", f"{reason}{'' if comparison.bounds else assumption}")
+        return "no difference above margin", f"{reason}{'' if stack.bounds else assumption}", ""
     if is_tied and not interval.bounded:
         remark = "" if interval.mean == 0 else f", which so few can't bring to {ALPHA:g}"
-        tie_reason = f"{tie}: p = {p:.2g} by the {exact_test}{remark}"
-        return verdict("undecided", tie_reason, "all seeds agree, and are too few")
-    rates = (
-        ", over all rates that the arms were trained at," if comparison.rate_difference_array[..., 0].size > 1 else ""
-    )
+        reason = f"{tie}: p = {p:.2g} by the {exact_test}{remark}"
+        return "undecided", reason, "all seeds agree, and are too few"
+    rates = ", over all rates that the arms were trained at," if stack.n_rates != (1, 1) else ""
     finding = f"the interval{rates} holds {null}, and differences of more than {margin_text}"
-    fewest = comparison.fewest_agreeing_seeds(margin, family.alpha)
+    fewest = stack.fewest_agreeing_seeds(margin, alpha)
     if seeds < fewest:
         blindness = f"an arm may fail in some seeds and in none of {seeds}: to leave this out takes at least {fewest}"
-        return verdict("undecided", f"{finding}; {blindness}", "too few seeds to see one fail")
-    if is_tied:  # at the rates that are judged, where no spread says how many seeds it takes
-        return verdict("undecided", finding, "the interval is too wide")
-    expected_seeds, min_seeds, max_seeds = (
-        f"more than {MAX_SEEDS:,}" if number is None else f"{number:,}" for number in needed_seeds
-    )
-    addition = (
-        f" ({min_seeds} to {max_seeds}, as the spread itself is known from few)" if min_seeds != max_seeds else ""
-    )
-    unit = "seeds" if is_paired else "seeds an arm"
-    estimate = f"to find one of {margin_text} 4 times in 5 takes {expected_seeds} {unit}{addition}"
-    return verdict("undecided", f"{finding}; {estimate}", "the interval is too wide")
+        return "undecided", f"{finding}; {blindness}", "too few seeds to see one fail"
+    if not is_tied:  # at the rates that are judged, where no spread would say how many seeds it takes
+        expected, fewest, most = (
+            f"more than {MAX_SEEDS:,}" if number is None else f"{number:,}" for number in needed_seeds
+        )
+        unit = "seeds" if is_paired else "seeds an arm"
+        finding += f"; to find one of {margin_text} 4 times in 5 takes {expected} {unit}"
+        if fewest != most:
+            finding += f" ({fewest} to {most}, as the spread itself is known from few)"
+    return "undecided", finding, "the interval is too wide"
 
 
-def _seed_numbers(comparison: Comparison, spread: float | None, margin: float, alpha: float) -> tuple[int | None, ...]:
-    """The numbers of seeds needed to detect a difference of `margin` (`Verdict.seeds_needed`), by the measured spread
-    and by the ends of its 95 % interval. None stands for more seeds than are tried.
-
-    spread: the standard deviation of the differences of paired runs; None: it is not known yet.
-    alpha: the error rate of this comparison.
+def _seed_numbers(
+    stack: Comparison, error: float, degrees: float, margin: float, alpha: float
+) -> tuple[int | None, int | None, int | None]:
+    """The numbers of seeds needed to detect a difference of `margin` (`Verdict.seeds_needed`), by the measured standard
+    error and by the ends of the spread's 95 % interval. `alpha`: the error rate of this comparison.
     """
-    seeds = len(comparison.differences)
-    degrees, arms = seeds - 1, 1.0
-    spread = float(np.std(comparison.differences, ddof=1)) if spread is None else spread
-    if comparison.unpaired_values:
-        estimate = comparison.estimates[comparison.judged_pair]
-        mean_count = 2 / sum(1 / values.shape[1] for values in comparison.unpaired_values)  # harmonic
-        spread, degrees = math.sqrt(mean_count) * float(estimate.error), float(estimate.degrees)
-        arms = degrees / (mean_count - 1)
-    rates = 1
-    if not (comparison.has_single_rates or comparison.all_pairs or comparison.unreached_runs):
-        rates = max(comparison.rate_difference_array[:, : comparison.n_shared_rates].shape[:2])
+    count = stack.by_rates.shape[-1]
+    if stack.unpaired_values:
+        count = 2 / sum(1 / values.shape[-1] for values in stack.unpaired_values)  # harmonic mean
+    rates = 1 if stack.all_pairs else max(1, *stack.by_rates[..., : stack.n_shared_rates, 0].shape[-2:])
+    spread, arms = math.sqrt(count) * error, degrees / (count - 1)
     factors = 1.0, *_spread_factors(degrees)
     return tuple(seeds_needed(spread * factor, margin, alpha / rates, arms) for factor in factors)
 
@@ -489,7 +465,7 @@ def _spread_factors(degrees: float) -> tuple[float, float]:
     return tuple(math.sqrt(degrees / chdtri(degrees, tail)) for tail in (0.025, 0.975))
 
 
-def combine_over_rates(values: np.ndarray, all_pairs: bool) -> float:
+def combine_over_rates(values: np.ndarray, all_pairs: bool) -> np.ndarray:
     """The p, or the end of an interval, of the claim that arm A is better than arm B, each at its best rate.
 
     The claim is that, for each rate of B, A is better at one of A's rates. p at a rate of B is the least p over A's
@@ -497,52 +473,10 @@ def combine_over_rates(values: np.ndarray, all_pairs: bool) -> float:
     greatest p over B's rates (an intersection-union test, Berger 1982).
 
     Args:
-        values: (rates of A, rates of B), p or ends of intervals, corrected for the number of A's rates.
+        values: (..., rates of A, rates of B), p or ends of intervals, corrected for the number of A's rates.
         all_pairs: whether the claim must hold at every pair of rates; values are then not corrected.
     """
-    return float(values.max() if all_pairs else values.min(0).max())
-
-
-def p_difference(comparison: Comparison) -> float:
-    """Two-sided p of the t test that the arms' mean difference at their best rates is 0; NaN where a difference
-    is not finite.
-
-    It is at most `alpha` where `Comparison.interval(alpha)` leaves out 0. For equal differences the sign-flip
-    test gives p.
-    """
-    estimates = comparison.estimates
-    return _two_sided_p(comparison, estimates.p(1), estimates.p(-1))
-
-
-def p_exact(comparison: Comparison) -> float | None:
-    """Two-sided p of the sign-flip test that the arms' mean difference at their best rates is 0 (Fisher 1935).
-
-    It is exact where differences are symmetric about 0. None below `MIN_SIGN_FLIP_SEEDS` or above `MAX_SIGN_FLIP_SEEDS`
-    seeds, and of unpaired runs.
-    """
-    values = comparison.rate_difference_array
-    if comparison.unpaired_values or not MIN_SIGN_FLIP_SEEDS <= values.shape[-1] <= MAX_SIGN_FLIP_SEEDS:
-        return None
-    return _two_sided_p(comparison, sign_flip(-values), sign_flip(values))
-
-
-def _two_sided_p(comparison: Comparison, p_below: np.ndarray, p_above: np.ndarray) -> float:
-    """The two-sided p of no difference between the arms at their best rates.
-
-    p_below: (arm's rates, baseline's rates), one-sided p of the hypothesis that the difference is at least 0.
-    p_above: of the same shape, one-sided p of the hypothesis that the difference is at most 0.
-    """
-
-    def claim_p(p: np.ndarray, judged_pair: tuple[int, int], n_shared_rates: int | None) -> float:
-        shared_p = p[:n_shared_rates]
-        corrected_p = shared_p if comparison.all_pairs else np.minimum(1.0, len(shared_p) * shared_p)
-        return float(np.maximum(p[judged_pair], combine_over_rates(corrected_p, comparison.all_pairs)))
-
-    if comparison.higher_is_better:
-        p_below, p_above = p_above, p_below
-    p_better = claim_p(p_below, comparison.judged_pair, None)
-    p_worse = claim_p(p_above.T, comparison.judged_pair[::-1], comparison.n_shared_rates)
-    return float(np.minimum(1.0, 2 * np.minimum(p_better, p_worse)))
+    return values.max((-2, -1)) if all_pairs else values.min(-2).max(-1)
 
 
 def sign_flip(values: np.ndarray) -> np.ndarray:
@@ -599,13 +533,13 @@ def seeds_needed(spread: float, difference: float, alpha: float = ALPHA, arms: f
     Arguments are those of `power`; of unpaired runs, it is the number of seeds of each arm.
     """
     # The square of `root` is the number of seeds of a test that knows the spread, and so needs fewer.
-    root = (ndtri(1 - alpha / 2) + ndtri(POWER)) * spread / abs(difference)
+    root = _normal_quantiles(alpha) * spread / abs(difference)
     candidates = range(max(MIN_SEEDS, math.floor(min(root, MAX_SEEDS) ** 2)), MAX_SEEDS + 1)
-    smallest = abs(difference) / spread if spread and arms == 1 else 0.0
+    effect = abs(difference) / spread if spread and arms == 1 else 0.0
 
     def suffices(seeds: int) -> bool:
-        if smallest:
-            return _smallest_effect(seeds, alpha, arms) <= smallest
+        if effect:
+            return _smallest_effect(seeds, alpha, arms) <= effect
         return power(seeds, spread, difference, alpha, arms) >= POWER
 
     width = 4  # few numbers are tried, as the first candidate is near
@@ -615,3 +549,8 @@ def seeds_needed(spread: float, difference: float, alpha: float = ALPHA, arms: f
         candidates, True, lo=width // 2 if width > 4 else 0, hi=min(width, len(candidates)), key=suffices
     )
     return candidates[index] if index < len(candidates) else None
+
+
+@lru_cache
+def _normal_quantiles(alpha: float) -> float:
+    return float(ndtri(1 - alpha / 2) + ndtri(POWER))

@@ -88,12 +88,12 @@ def test_the_primary_metric_may_choose_the_rates_and_solved_everywhere_is_no_edg
         experiment(folder, base=base, seeds=[1, 2], primary=OF_RECALL, tune=table).choice("").rates
         == procedure.choice("").rates
     )
-    assert not procedure.judgement().all_pairs
+    assert not procedure.judgement().question.all_pairs
     (folder := tmp_path / "by-loss").mkdir()
     by_loss = experiment(
         folder, base=base, seeds=[1, 2], primary=OF_RECALL, tune={"grid": tune["grid"], "seeds": tune["seeds"]}
     )
-    assert by_loss.judgement().all_pairs, (
+    assert by_loss.judgement().question.all_pairs, (
         "where the loss chooses the rates, every pair of rates must show a difference in recall"
     )
 
@@ -562,7 +562,7 @@ def test_the_noise_of_an_experiments_final_runs_is_measured_in_its_folder(tmp_pa
         by_arm[run.arm, run.rate].append(values[run.config.run_folder])
     spread = math.sqrt(np.mean([np.var(of_arm, ddof=1) for of_arm in by_arm.values()]))
     assert f"single runs scatter by {spread:.3g} (" in said.stdout
-    judged = [[run.value for run in procedure.judgement().judged_runs("", arm)] for arm in ("softmax", "ssmax")]
+    judged = [procedure.judgement().judged_values("", arm) for arm in ("softmax", "ssmax")]
     noise = f"oise: single runs scatter by {math.sqrt(np.var(judged, axis=1, ddof=1).mean()):.3g} ("
     paired = f", differences paired by seed by {np.std(np.subtract(*judged), ddof=1):.3g} ("
     planned = next(line for line in plan_lines(procedure, Slots(1)) if "scatter" in line)

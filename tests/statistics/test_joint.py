@@ -6,7 +6,7 @@ from scipy.stats import beta, dunnett, t, ttest_1samp, ttest_ind
 
 from lm.statistics.intervals import bounded_ends
 from lm.statistics.joint import MAX_CORRELATION, Family, joint_tail, mean_correlation
-from lm.statistics.verdicts import Comparison, family_of, verdicts
+from lm.statistics.verdicts import UNTUNED, Comparison, family_of, stacked, verdicts
 
 TABLES = 500  # random tables of each design
 
@@ -37,7 +37,7 @@ def random_tables(seed: int):
 def test_paired_intervals_and_p_are_those_of_scipys_t_test_at_the_familys_level():
     for values in random_tables(0):
         comparisons = paired(values)
-        family = family_of(comparisons)
+        family = family_of(stacked(comparisons))
         for comparison, verdict in zip(comparisons, verdicts(dict(enumerate(comparisons)), 0.1).values(), strict=True):
             test = ttest_1samp(comparison.differences, 0)
             for interval, alpha in ((verdict.interval, family.alpha), (verdict.single_interval, 0.05)):
@@ -52,7 +52,7 @@ def test_unpaired_intervals_and_p_are_welchs_at_the_familys_level():
     for values in random_tables(1):
         arms = [arm[: random.integers(3, len(arm) + 1)] for arm in values]
         comparisons = unpaired(arms)
-        family = family_of(comparisons)
+        family = family_of(stacked(comparisons))
         for arm, verdict in zip(arms[1:], verdicts(dict(enumerate(comparisons)), 0.1).values(), strict=True):
             test = ttest_ind(arm, arms[0], equal_var=False)
             for interval, alpha in ((verdict.interval, family.alpha), (verdict.single_interval, 0.05)):
@@ -164,7 +164,7 @@ def test_equivalence_of_accuracies_takes_seeds_enough_to_see_one_fail():
         fewest = next(n for n in range(3, 99) if (1 - margin) ** n < family.alpha)
         for seeds in (fewest - 1, fewest):
             values = accuracy([0.0] * seeds)
-            others = [Comparison((), is_tuned=False)] * (count - 1)
+            others = [Comparison((), obstacle=UNTUNED)] * (count - 1)
             verdict = verdicts(dict(enumerate([values, *others])), margin)[0]
             assert verdict.kind == ("undecided" if seeds < fewest else "no difference above margin")
             assert verdict.interval.bounded
