@@ -50,7 +50,7 @@ def this_process(config: Config) -> Process:
         if stray := next(filter(is_stray.get, RANKS), None):
             raise _variable_error(stray, "no launcher of several processes gave this rank: there is no WORLD_SIZE")
         if num_nodes > 1:
-            reason, remedy = "needs a launcher on each machine", "use torchrun, see docs/clusters.md"
+            reason, remedy = "needs a launcher on each machine", "use torchrun, see docs/running.md"
             raise ConfigError([Problem("trainer.num_nodes", num_nodes, reason, remedy)])
         return Process(0, "lightning")
     for name, number in expected.items():
@@ -81,7 +81,7 @@ def _number(name: str, default: str | None = None) -> int:
 
 
 def _variable_error(name: str, reason: str) -> ConfigError:
-    remedy = "unset it, or start with torchrun or srun (docs/clusters.md)"
+    remedy = "unset it, or start with torchrun or srun (docs/running.md)"
     return ConfigError([Problem(name, os.environ.get(name), reason, remedy)])
 
 
