@@ -6,15 +6,18 @@ trainer = L.Trainer(callbacks=[LongContextLoss(text, every=500, length_factor=4)
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
-import lightning  # noqa: F401 (before lm.training, which would import it without what `self.log` needs)
+import lightning as L
 
 from lm.config.data_config import END_OF_TEXT
 from lm.config.load import parse
 from lm.data.prepare import prepare
 from lm.evaluation.evaluation_kind import Measurement, measurements
+from lm.model.device import Device
+from lm.model.logits_model import LogitsModel
+from lm.report.evaluation_tables import logged_means
 from lm.schema import Plain
-from lm.training.evaluation_callbacks import LongContextLoss, NeedleRetrieval
 
 __all__ = ["HeldOutText", "LongContextLoss", "NeedleRetrieval"]
 
@@ -54,3 +57,40 @@ class HeldOutText:
         store = prepare(replace(config.data, val_fraction=1.0))  # all of it is held out, which a run can't ask for
         (measurement,) = measurements(config, store, [kind])
         return measurement
+
+
+class TextEvaluation(L.Callback):
+    """Makes one measurement on a text and logs its means by `self.log`, on all ranks.
+
+    Args:
+        text: the text to measure on.
+        every: steps between measurements; None: at the last of `max_steps` alone.
+        options: the keys of `eval.KIND`.
+    """
+
+    kind: ClassVar[str]  # the key of the evaluation's options in `eval`
+
+    def __init__(self, text: HeldOutText, *, every: int | None = None, **options: Plain):
+        self.measurement, self.every = text.measurement(self.kind, options), every
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        """Make the measurement if it is due after an optimizer step."""
+        step, is_step = trainer.global_step, (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if is_step and (step == trainer.max_steps or (self.every and step % self.every == 0)):
+            device = Device(module.device, "bf16" in str(trainer.precision), trainer.global_rank, trainer.world_size)
+            result = self.measurement.evaluate(LogitsModel(module), device, step, 0)
+            self.log_dict(logged_means(result), batch_size=1)
+
+
+class LongContextLoss(TextEvaluation):
+    """Measures the loss by position in sequences beyond the training length (`eval.long_context`)."""
+
+    kind = "long_context"
+
+
+class NeedleRetrieval(TextEvaluation):
+    """Measures the accuracy on needles in a haystack, by length and depth (`eval.needle`)."""
+
+    kind = "needle"

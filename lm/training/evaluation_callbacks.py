@@ -2,19 +2,17 @@
 
 import math
 import time
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from lm.errors import one_line
 from lm.evaluation.evaluation_kind import Measurement
 from lm.evaluation.logged_metrics import LoggedMetrics
 from lm.evaluation.swap import SwapMeasurement, swap_lines
 from lm.model.decoder import Decoder
-from lm.model.device import Device, peak_memory_bytes
-from lm.model.logits_model import LogitsModel
+from lm.model.device import peak_memory_bytes
 from lm.report.evaluation_tables import logged_means
 from lm.runs.evaluations import Evaluation, evaluation_path, selection_loss
 from lm.runs.folder import PEAK_MEMORY
-from lm.schema import Plain
 from lm.training.lightning_import import L
 from lm.training.module import LanguageModel
 from lm.training.run_context import RunContext
@@ -22,51 +20,29 @@ from lm.training.starting import Best
 from lm.training.step_callbacks import StepCallback
 
 
-class EvaluatedText(Protocol):
-    """A text to measure any model on, such as `lm.callbacks.HeldOutText`."""
-
-    def measurement(self, kind: str, options: dict[str, Plain]) -> Measurement:
-        """Return a measurement on the text, with the options of `eval.KIND`."""
-
-
 class EvaluationCallback(StepCallback):
     """Makes one measurement when it is due, on all ranks, and writes its result to a file in evaluations/ and a line in
-    metrics.jsonl. In a Trainer of one's own (lm.callbacks) it logs the result's means by `self.log`.
+    metrics.jsonl.
 
     Pictures take as long to draw as a short run takes to start. They are therefore drawn only if a logger such as wandb
     shows them, or at the last step of a run outside experiments. Training time excludes measurements and pictures. If a
     measurement fails, the failure is logged, and training continues unless `eval.on_error` is stop.
-
-    Args:
-        source: the run, or the text to measure on.
-        measurement: the measurement; None: that of `kind` on the text, with `options`, the keys of `eval.KIND`.
-        every: without a run, steps between measurements; None: at the last of `max_steps` alone.
     """
 
     kind: ClassVar[str]  # the key of the evaluation's options in `eval`
 
-    def __init__(
-        self,
-        source: RunContext | EvaluatedText,
-        measurement: Measurement | None = None,
-        *,
-        every: int | None = None,
-        **options: Plain,
-    ):
-        self.run = source if isinstance(source, RunContext) else None
-        self.config = self.run and self.run.config
-        self.measurement, self.every = measurement or source.measurement(self.kind, options), every
+    def __init__(self, run: RunContext, measurement: Measurement):
+        super().__init__(run)
+        self.measurement = measurement
 
-    def is_due(self, step: int, max_steps: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether the measurement is made after `step`."""
-        if self.run:
-            return self.measurement.eval_config.is_due(step, max_steps)
-        return step == max_steps or bool(self.every and step % self.every == 0)
+        return self.measurement.eval_config.is_due(step, self.config.trainer.max_steps)
 
     def on_train_start(self, trainer: L.Trainer, module: LanguageModel) -> None:
         """Make the measurement if it is missing at the step from which training continues."""
         step = trainer.global_step
-        if not self.run or not step or not self.is_due(step, self.config.trainer.max_steps):
+        if not step or not self.is_due(step):
             return
         is_missing = trainer.is_global_zero and not evaluation_path(self.config.run_folder, self.kind, step).exists()
         if trainer.strategy.reduce_boolean_decision(is_missing, all=False):
@@ -75,12 +51,8 @@ class EvaluationCallback(StepCallback):
 
     def on_step(self, trainer: L.Trainer, module: LanguageModel, step: int) -> None:
         """Make the measurement if it is due."""
-        if self.run and self.is_due(step, self.config.trainer.max_steps):
+        if self.is_due(step):
             self.measure(trainer, module, module.decoder)
-        elif not self.run and self.is_due(step, trainer.max_steps):
-            device = Device(module.device, "bf16" in str(trainer.precision), trainer.global_rank, trainer.world_size)
-            result = self.measurement.evaluate(LogitsModel(module), device, step, 0)
-            self.log_dict(logged_means(result), batch_size=1)
 
     def measure(self, trainer: L.Trainer, module: LanguageModel, decoder: Decoder) -> Evaluation | None:
         """Measure `decoder` now, log the result and cache it for `lm eval`. Returns None if measuring failed. All ranks

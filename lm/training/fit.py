@@ -45,7 +45,7 @@ from lm.training.banner import banner, environment
 from lm.training.flops import peak_flops
 from lm.training.launcher import Process
 from lm.training.lightning_import import L
-from lm.training.loggers import RunLogger, log, outside_loggers, start_loggers
+from lm.training.loggers import log, make_loggers
 from lm.training.outside import outside_objects
 from lm.training.run_context import RunContext
 from lm.training.starting import PhaseStart, resume_or_branch, start_new_run
@@ -104,12 +104,12 @@ def fit(
     facts = {**environment(config, store, start, machine, old_facts), "started_from": old_facts.get("started_from")}
     facts |= {"branched_from": old_facts["branched_from"]} if "branched_from" in old_facts else {}
     callbacks = outside_objects("trainer.callbacks", config.trainer.callbacks, L.Callback)
-    loggers: list[RunLogger] = outside_loggers(config)
     if is_main:
         print(banner(config, store, start, machine), *notes, sep="\n", flush=True)
-        # wandb imports much as it starts; a logger that can't start leaves the run as it was
-        with without_garbage_collection():
-            loggers = start_loggers(mode, config, facts, start.step) + loggers
+    # wandb imports much as it starts; a logger that can't start leaves the run as it was
+    with without_garbage_collection():
+        loggers = make_loggers(mode, config, facts, is_main)
+    if is_main:
         _write_run_files(config, store, start, checkpoint, facts)
     progress = StepProgress(config.log.progress if is_main else "none", config.trainer.max_steps)
     progress.start(start.step)
@@ -189,7 +189,7 @@ def _evaluate_missing(
     if missing_kinds := [kind for kind in due_kinds if not evaluation_path(folder, kind, step).exists()]:
         results = evaluate(config, folder, checkpoint, missing_kinds)
         truncate_metrics(folder / METRICS, step)  # a line that the kill cut short
-        loggers = start_loggers(mode, config, facts, step)
+        loggers = make_loggers(mode, config, facts, is_main=True)
         for evaluation in (result.evaluation for result in results):
             log(loggers, {"step": step, "tokens": evaluation.tokens_seen, **logged_means(evaluation)})
             for logger in loggers:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from lm.config.training_config import LOGGERS
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem, RunError, one_line
 from lm.runs.evaluations import LOSS, Evaluation
@@ -178,42 +177,34 @@ class TensorBoard(Mirror, TensorBoardLogger):
         super().__init__(run, self.label, "", max_queue=100)
 
 
-def start_loggers(mode: str, config: Config, environment: dict[str, Plain], step: int) -> list[RunLogger]:
-    """Start metrics.jsonl and lm's loggers that `log.to` names, and return them. The first process calls it.
+def make_loggers(mode: str, config: Config, environment: dict[str, Plain], is_main: bool) -> list[RunLogger]:
+    """Start and return the loggers of a run: those from outside that `log.to` names, and on the first process
+    metrics.jsonl, wandb and TensorBoard before them.
 
     Args:
         mode: wandb's mode, as `wandb_mode` returns it.
         environment: the content of environment.json, whose `wandb_id` lets a resumed run continue its wandb run.
-        step: the step from which the run continues.
 
     Raises:
-        ConfigError: a logger is not installed.
+        ConfigError: a logger is not installed, or can't be made.
         RunError: wandb can't be started.
     """
-    loggers: list[RunLogger] = [MetricsFile(config.run_folder / METRICS)]
-    for name in (entry for entry in config.log.to if entry in LOGGERS):
-        try:
-            if name == "wandb":
-                facts = to_plain(config) | {fact: environment[fact] for fact in WANDB_FACTS}
-                # one text to group runs by, also of a list of normalizers and of phases
-                facts["normalizer"] = ", then ".join(phase.normalizer.label() for phase in config.plan)
-                arguments = {"name": config.name, "dir": str(config.run_folder), **experiment_labels(config)}
-                run = start_wandb_run(mode, environment["wandb_id"], config=facts, **arguments)
-                loggers += [WandbRun(run)] if run else []
-            else:
-                loggers.append(TensorBoard(config.run_folder))
-        except ImportError as error:
-            remedy = "install it (the extra `log`), or leave it out"
-            raise ConfigError([Problem("log.to", name, f"is not installed ({one_line(error, 80)})", remedy)]) from None
-    for logger in loggers:
-        logger.batch_tokens = config.optim.batch_tokens
-    return loggers
-
-
-def outside_loggers(config: Config) -> list[RunLogger]:
-    """The loggers from outside that `log.to` names, which get the configuration. All processes call it."""
-    loggers = outside_objects("log.to", config.log.outside, Logger, Mirror)
-    for logger in loggers:
-        logger.batch_tokens = config.optim.batch_tokens
+    outside = outside_objects("log.to", config.log.outside, Logger, Mirror)
+    for logger in outside:
         logger.attempt(logger.log_hyperparams, to_plain(config))
-    return loggers
+    loggers: list[RunLogger] = [MetricsFile(config.run_folder / METRICS)] * is_main
+    if is_main and "tensorboard" in config.log.to:
+        try:
+            loggers.append(TensorBoard(config.run_folder))
+        except ImportError as error:
+            reason = f"is not installed ({one_line(error, 80)})"
+            raise ConfigError([Problem("log.to", "tensorboard", reason, "install it (the extra `log`)")]) from None
+    if is_main and mode != "disabled":
+        facts = to_plain(config) | {fact: environment[fact] for fact in WANDB_FACTS}
+        # one text to group runs by, also of a list of normalizers and of phases
+        facts["normalizer"] = ", then ".join(phase.normalizer.label() for phase in config.plan)
+        labels = {"name": config.name, "dir": str(config.run_folder), **experiment_labels(config)}
+        loggers.append(WandbRun(start_wandb_run(mode, environment["wandb_id"], config=facts, **labels)))
+    for logger in loggers + outside:
+        logger.batch_tokens = config.optim.batch_tokens
+    return loggers + outside

@@ -16,20 +16,14 @@ def outside_objects(key: str, entries: list[str | dict], base: type, mixin: type
     for index, entry in enumerate(entries):
         options = {**entry} if isinstance(entry, dict) else {"name": entry}
         name = options.pop("name")
-
-        def problem(reason: str, remedy: str, path: str = f"{key}[{index}]", name: str = name) -> ConfigError:
-            return ConfigError([Problem(path, name, reason, remedy)])
-
         module, _, attribute = name.partition(":")
         try:
             imported = getattr(import_module(module), attribute)
-        except Exception as error:  # any error that the module raises
-            remedy = "install its package, or mend the name or its code; of a file in this folder: PYTHONPATH=. lm ..."
-            raise problem(f"can't be imported: {type(error).__name__}: {one_line(error)}", remedy) from None
-        if not (isinstance(imported, type) and issubclass(imported, base)):
-            raise problem(f"is no {base.__name__} of lightning.pytorch", f"name a subclass of {base.__name__}")
-        try:
+            if not issubclass(imported, base):
+                raise TypeError(f"is no {base.__name__} of lightning.pytorch")
             instances.append((type(attribute, (mixin, imported), {"label": name}) if mixin else imported)(**options))
-        except Exception as error:  # any error that its constructor raises
-            raise problem(f"can't be made: {type(error).__name__}: {one_line(error)}", "mend its options") from None
+        except Exception as error:  # any error that the module or the constructor raises
+            reason = f"can't be imported and made: {type(error).__name__}: {one_line(error)}"
+            remedy = f"name a {base.__name__} and its options; of a file in this folder: PYTHONPATH=. lm ..."
+            raise ConfigError([Problem(f"{key}[{index}]", name, reason, remedy)]) from None
     return instances

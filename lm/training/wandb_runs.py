@@ -52,17 +52,14 @@ def _netrc_has_key() -> bool:
         return False
 
 
-def start_wandb_run(mode: str, run_id: str, *, tags: list[str], dir: str, **arguments: Plain) -> "wandb.Run | None":
-    """Start and return a wandb run in `mode` (`wandb_mode`), with `tags` and those of WANDB_TAGS; None if wandb is
-    disabled.
+def start_wandb_run(mode: str, run_id: str, *, tags: list[str], dir: str, **arguments: Plain) -> "wandb.Run":
+    """Start and return a wandb run in `mode`, online or offline, with `tags` and those of WANDB_TAGS.
 
     wandb takes the entity from WANDB_ENTITY. The user is never prompted. If mode online fails, a note is printed, and
     the run is logged offline.
 
     Raises RunError: the run can't be started offline either.
     """
-    if mode == "disabled":
-        return None
     if not os.environ.get("WANDB_MODE"):
         os.environ.pop("WANDB_MODE", None)  # wandb refuses an empty one
     import wandb
@@ -129,10 +126,10 @@ def send_report(
         RunError: wandb can't be started, or fails.
     """
     run_id = hashlib.sha256(f"{name} {folder.resolve()}".encode()).hexdigest()[:12]
-    mode, labels = wandb_mode(log, in_experiment=True), {"group": name, "job_type": "report", "tags": ["report"]}
-    run = start_wandb_run(mode, run_id, name=f"{name} report", dir=str(folder), config=facts, **labels)
-    if run is None:
+    if (mode := wandb_mode(log, in_experiment=True)) == "disabled":
         return
+    labels = {"name": f"{name} report", "group": name, "job_type": "report", "tags": ["report"]}
+    run = start_wandb_run(mode, run_id, dir=str(folder), config=facts, **labels)
     import wandb
 
     def table(rows: list[dict[str, Plain]]) -> wandb.Table:

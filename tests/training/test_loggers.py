@@ -171,7 +171,7 @@ def test_a_report_that_wandb_does_not_take_is_an_error_of_one_line(tmp_path: Pat
     page.write_text("<html></html>")
     monkeypatch.setattr("lm.training.wandb_runs.start_wandb_run", lambda *_, **__: SimpleNamespace(log=fail, url=None))
     with pytest.raises(RunError, match=rf"^wandb: the report was not sent: Connection lost; it is {page}$"):
-        send_report(LogConfig(), "trial", tmp_path, {}, [{"arm": "softmax", "size": ""}], [], page)
+        send_report(LogConfig(wandb="offline"), "trial", tmp_path, {}, [{"arm": "softmax", "size": ""}], [], page)
 
 
 @pytest.fixture
@@ -306,7 +306,9 @@ def test_the_runs_of_an_experiment_are_links_where_wandb_is_online(tmp_path: Pat
     run = SimpleNamespace(url="https://wandb.ai/me/lm/runs/abc", log=sent.update, summary={}, finish=lambda: None)
     monkeypatch.setattr("lm.training.wandb_runs.start_wandb_run", lambda *_, **__: run)
     (page := tmp_path / "report.html").write_text("<p>report</p>")
-    send_report(LogConfig(), "trial", tmp_path, {}, [], [{"run": "softmax seed 1", "wandb_id": "0a1b"}], page)
+    send_report(
+        LogConfig(wandb="offline"), "trial", tmp_path, {}, [], [{"run": "softmax seed 1", "wandb_id": "0a1b"}], page
+    )
     assert sent["runs"].data == [["softmax seed 1", "0a1b", "https://wandb.ai/me/lm/runs/0a1b"]]
 
 

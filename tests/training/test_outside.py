@@ -118,10 +118,10 @@ def test_a_stranger_s_callback_logs_and_keeps_its_state_and_a_logger_that_fails_
 
 
 REFUSED = {
-    "trainer.callbacks=[stranger:Missing]": "'stranger:Missing': can't be imported: AttributeError",
-    "trainer.callbacks=[stranger:NoCallback]": "is no Callback of lightning.pytorch; name a subclass of Callback",
-    "trainer.callbacks=[{name: stranger:Spread, speed: 1}]": "can't be made: TypeError",
-    "log.to=[stranger:Spread]": "log.to[0] = 'stranger:Spread': is no Logger of lightning.pytorch",
+    "trainer.callbacks=[stranger:Missing]": "'stranger:Missing': can't be imported and made: AttributeError",
+    "trainer.callbacks=[stranger:NoCallback]": "is no Callback of lightning.pytorch; name a Callback",
+    "trainer.callbacks=[{name: stranger:Spread, speed: 1}]": "can't be imported and made: TypeError",
+    "log.to=[stranger:Spread]": "log.to[0] = 'stranger:Spread': can't be imported and made: TypeError: is no Logger",
     "trainer.callbacks=[stranger:Stopper]": "trainer.callbacks: one of them stopped the run at step 1",
     "trainer.callbacks=[lightning.pytorch.callbacks:ModelCheckpoint]": "trainer.callbacks: Lightning refuses them",
     "trainer.callbacks=[stranger:Hoarder]": "keeps a state of other values than numbers, texts, tensors",
