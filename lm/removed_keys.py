@@ -17,6 +17,7 @@ HASHED_KEYS: dict[str, object] = {
     "data.tasks[].task[passkey].absent": False,
     "eval.recall.tasks[][passkey].filler": "grass",
     "eval.recall.tasks[][passkey].absent": False,
+    "eval.needle.finetune": {"steps": 0},
 }
 # {path of a key, `*` for any part of it: its default}; these keys are in no hash
 REMOVED_KEYS: dict[str, object] = HASHED_KEYS | {
@@ -38,8 +39,6 @@ REMOVED_KEYS: dict[str, object] = HASHED_KEYS | {
     "eval.*.max_seconds": None,
     "eval.*.inference[].rope[yarn].fast": 32.0,
     "eval.*.inference[].rope[yarn].slow": 1.0,
-    "eval.needle.finetune.batch_sequences": 16,
-    "eval.needle.finetune.lr": 2e-4,
     "eval.diagnostics.top_k": [8, 64],
     "eval.diagnostics.nearest": [16, 64],
     "eval.diagnostics.limits": {
@@ -83,7 +82,8 @@ def hashed_defaults(plain: object, path: str = "") -> Iterator[tuple[str, object
         for key, value in HASHED_KEYS.items():
             parent, _, name = key.rpartition(".")
             if parent in (block, f"{block}[{plain.get('name')}]"):
-                yield f"{path}.{name}", value
+                leaves = {f".{leaf}": item for leaf, item in value.items()} if isinstance(value, dict) else {"": value}
+                yield from ((f"{path}.{name}{leaf}", item) for leaf, item in leaves.items())
         for name, value in plain.items():
             yield from hashed_defaults(value, f"{path}.{name}" if path else str(name))
     elif isinstance(plain, list):

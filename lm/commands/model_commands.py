@@ -37,7 +37,7 @@ NeedleOption = Annotated[
     bool,
     typer.Option(
         "--needle",
-        help="needle in a haystack at 1x to 16x the training length; base models need eval.needle.finetune.steps=300",
+        help="needle in a haystack at 1x to 16x the training length; base models have to be trained on needles first",
     ),
 ]
 TasksOption = Annotated[

@@ -237,15 +237,6 @@ class RecallConfig(EvaluationConfig):
 
 
 @dataclass
-class FinetuneConfig:
-    """Supervised fine-tuning of a copy of the model before a needle evaluation; the model itself stays as it is."""
-
-    steps: int = key(
-        0, "steps of fine-tuning on needles at the training length, loss on the answers alone; 0: none", ge=0
-    )
-
-
-@dataclass
 class NeedleConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.needle:NeedleMeasurement"
     switch_key: ClassVar[str] = "length_factors"
@@ -268,7 +259,6 @@ class NeedleConfig(EvaluationConfig):
         gt=0,
         le=MAX_FACTOR,
     )
-    finetune: FinetuneConfig = section(FinetuneConfig, "base models don't answer: fine-tune a copy first")
     inference: list[InferenceSetting] = sections(
         InferenceSetting, "inference settings, each measured", (InferenceSetting(),)
     )
@@ -284,7 +274,7 @@ class NeedleConfig(EvaluationConfig):
 
     def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         is_possible = not data.symbolic and not model.position.has_last_position
-        return {"length_factors": [1, 2, 4, 8, 16], "heads_at": 4.0, "finetune": {"steps": 300}} if is_possible else {}
+        return {"length_factors": [1, 2, 4, 8, 16], "heads_at": 4.0} if is_possible else {}
 
 
 @dataclass

@@ -67,15 +67,6 @@ def condensation_scale(n: Tensor) -> Tensor:
     return (n.log() / 2).sqrt()
 
 
-def simulated_sparsity(std: Tensor, n: int) -> Tensor:
-    """Sparsity S, (K,), of e^score for n Gaussian scores of each standard deviation in `std`, (K,); a mean over 64
-    random samples.
-    """
-    noise = torch.randn(64, n, generator=torch.Generator().manual_seed(0), dtype=std.dtype)
-    visible = torch.ones(n, dtype=torch.bool)
-    return torch.stack([sparsity((scale * noise).softmax(-1), visible).mean() for scale in std])
-
-
 def relu_sparsity(mean: Tensor, std: Tensor) -> Tensor:
     """Sparsity S of weights relu(score), r = mean / std of Gaussian scores, Phi(r) the normal distribution function,
     phi(r) its density.

@@ -1,10 +1,10 @@
 """Answers to questions, in fp32, and accuracy of recall by sequence length."""
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from operator import attrgetter
 
 import numpy as np
 import pandas as pd
@@ -16,7 +16,7 @@ from lm.config.task_config import Task, task_names
 from lm.config.tree import Config
 from lm.data.batches import Batch
 from lm.data.store import Store
-from lm.data.tasks import Example, Subset, TaskError, Text, check_task, example
+from lm.data.tasks import Example, TaskError, Text, check_task, example
 from lm.errors import ConfigError, Problem
 from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
 from lm.evaluation.held_out import LENGTHS, by_sequence, setting_words, tokens_sha256
@@ -24,7 +24,6 @@ from lm.model.blocks import DecodingCache
 from lm.model.cross_entropy import argmax_tokens, token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device
-from lm.model.swapped import applicable_settings, for_inference
 from lm.runs.evaluations import NATS, rows, units_frame
 from lm.runs.metric import Metric
 from lm.schema import Plain, to_plain
@@ -32,8 +31,6 @@ from lm.schema import Plain, to_plain
 Sample = tuple[np.ndarray, pd.DataFrame]  # (units, 1) values of sequences, and the sequences as `units_frame`
 QUESTION_SEED = 0  # seed of the sequences with questions, the same for every model
 ROLL_OUT = "roll-out"  # name of a setting in which sequences hold the model's own answers in place of the correct ones
-# remedy for a length in the configuration into which a task does not fit
-LENGTH_REMEDY = "leave that length out, or ask for fewer"
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,19 +145,16 @@ class AnswerMeasurement(Measurement):
 
     haystack: Text | None  # the corpus that fills sequences of its tasks; None: all tasks are over symbols
 
-    def check_fits(
-        self, task: Task, length: int, key: str, count: int = 1, subset: Subset = "test", remedy: str = LENGTH_REMEDY
-    ) -> None:
+    def check_fits(self, task: Task, length: int, key: str, count: int = 1) -> None:
         """Raise ConfigError, which names the option `key`, unless `task` can make `count` different sequences of
         `length` tokens.
         """
         try:
-            check_task(task, QUESTION_SEED, length, subset, count, self.haystack)
+            check_task(task, QUESTION_SEED, length, "test", count, self.haystack)
         except TaskError as error:
-            reason = f"{task.name} in sequences of {length:,}: {error}"
-            raise ConfigError(
-                [Problem(f"eval.{self.kind}.{key}", attrgetter(key)(self.eval_config), reason, remedy)]
-            ) from None
+            reason, value = f"{task.name} in sequences of {length:,}: {error}", getattr(self.eval_config, key)
+            remedy = "leave that length out, or ask for fewer"
+            raise ConfigError([Problem(f"eval.{self.kind}.{key}", value, reason, remedy)]) from error
 
     def precision(self, device: Device) -> str:
         return "32"  # answers are measured in fp32, whatever the precision of training
@@ -188,15 +182,15 @@ def accuracy(metric: Metric, questions: int, chance: float | None, options: str,
     return replace(metric, amount=f"{questions:,} different ones a length", references=references, options=options)
 
 
-def by_length(metric: Metric, lengths: list[int], samples: list[Sample], **fields: object) -> pd.DataFrame:
-    """Rows of a metric with a sample at each length. `fields`: `task`, `setting` and `names` of `rows`."""
-    names = fields.pop("names", None) or [""] * len(lengths)
-    points = zip(lengths, samples, names, strict=True)
+def by_length(
+    metric: Metric, lengths: list[int], samples: Sequence[Sample], names: Sequence[str] = (), **fields: str
+) -> pd.DataFrame:
+    """Rows of a metric with a sample at each length. `names`: the metric's names in metrics.jsonl, if it is there.
+    `fields`: `task` and `setting` of `rows`.
+    """
+    points = zip(samples, lengths, names or [""] * len(samples), strict=True)
     return pd.concat(
-        [
-            rows(metric, values, units, [length], names=[name] * bool(name), **fields)
-            for length, (values, units), name in points
-        ]
+        rows(metric, *sample, [length], names=[name] * bool(name), **fields) for sample, length, name in points
     )
 
 
@@ -219,14 +213,10 @@ class Recall(AnswerMeasurement):
     logged = (replace(ACCURACY, name="recall/{TASK} {LENGTH} {SETTING}", meaning="whole answers that are correct"),)
 
     @classmethod
-    def metrics(cls, config: Config) -> list[Metric]:
-        return [
-            metric.named(TASK=task, LENGTH=length, SETTING=words)
-            for metric in cls.logged
-            for words in setting_words(cls.options_of(config).inference)
-            for task in cls.tasks_of(config)
-            for length in lengths_from_factors(cls.options_of(config).length_factors, config.data)
-        ]
+    def names(cls, config: Config) -> dict[str, Sequence[object]]:
+        options = cls.options_of(config)
+        lengths = lengths_from_factors(options.length_factors, config.data)
+        return {"SETTING": setting_words(options.inference), "TASK": [*cls.tasks_of(config)], "LENGTH": lengths}
 
     @classmethod
     def tasks_of(cls, config: Config) -> dict[str, Task]:
@@ -263,47 +253,44 @@ class Recall(AnswerMeasurement):
         return len(self.tasks) * len(self.lengths) * self.eval_config.sequences * len(self.eval_config.inference)
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
-        blocks: list[pd.DataFrame] = []
-        settings = applicable_settings(decoder, self.eval_config.inference)
-        for setting, (name, task) in product(settings, self.tasks.items()):
-            blocks += self._task_blocks(for_inference(decoder, setting), task, name, setting.label, device, progress)
-        return blocks
+        models = product(self.inference_models(decoder), self.tasks)
+        return [
+            block for (setting, model), name in models for block in self._blocks(model, name, setting, device, progress)
+        ]
 
-    def _task_blocks(
-        self, decoder: Decoder, task: Task, name: str, setting: str, device: Device, progress: Advance
-    ) -> list[pd.DataFrame]:
-        def length_samples(length: int) -> list[Sample]:
-            examples = [
-                example(task, QUESTION_SEED, index, length, "test", self.haystack)
-                for index in range(self.eval_config.sequences)
-            ]
-            sha256 = tokens_sha256(item.tokens for item in examples)
-            answers = read_answers(decoder, examples, device, progress)
-            by_question = [answers.whole_answers(hits) for hits in (answers.hits, answers.rolled_out_hits)]
-            question_samples = [
-                sequence_sample(sha256, answers.sequence[answers.token_index == 0], hits) for hits in by_question
-            ]
-            return question_samples + [
-                sequence_sample(sha256, answers.sequence, values) for values in (answers.hits, answers.nll)
-            ]
-
+    def _blocks(
+        self, decoder: Decoder, name: str, setting: str, device: Device, progress: Advance
+    ) -> Iterator[pd.DataFrame]:
+        """Rows of one task: accuracy of whole answers, teacher-forced and rolled out, of tokens, and the loss."""
+        task, (metric,) = self.tasks[name], self.logged
         # each has one sample a length
-        whole, rolled_out, token, loss = zip(*map(length_samples, self.lengths), strict=True)
+        whole, rolled_out, token, loss = zip(
+            *(self._samples(decoder, task, length, device, progress) for length in self.lengths), strict=True
+        )
         task_options, chance = to_plain(task), task.chance
         fields, options = {"task": task_options.pop("name"), "setting": setting}, json.dumps(task_options)
-        words, (metric,) = setting * (len(self.eval_config.inference) > 1), self.logged
+        words = setting * (len(self.eval_config.inference) > 1)
         names = [metric.named(TASK=name, LENGTH=length, SETTING=words).name for length in self.lengths]
         questions = int(whole[0][1]["weight"].sum())
         about = accuracy(metric, questions, chance and chance.teacher_forced, options)
-        blocks = [by_length(about, self.lengths, whole, names=names, **fields)]
+        yield by_length(about, self.lengths, whole, names, **fields)
         if any(units["weight"].max() > 1 for _, units in whole):  # else a roll-out has the same accuracy
             about = accuracy(metric, questions, chance and chance.rollout, options, f"chance, {ROLL_OUT}")
-            rolled_out_fields = fields | {"setting": f"{setting}, {ROLL_OUT}"}
-            blocks.append(by_length(about, self.lengths, rolled_out, **rolled_out_fields))
-        for quantity, unit, better, samples in (
-            ("token accuracy", "fraction", "higher", token),
-            ("loss of answers", NATS, "lower", loss),
-        ):
-            about = Metric("", unit, better, "", quantity, "questions", axis=LENGTHS, options=options)
-            blocks.append(by_length(about, self.lengths, samples, **fields))
-        return blocks
+            yield by_length(about, self.lengths, rolled_out, **fields | {"setting": f"{setting}, {ROLL_OUT}"})
+        about = Metric("", "fraction", "higher", "", "token accuracy", "questions", axis=LENGTHS, options=options)
+        yield by_length(about, self.lengths, token, **fields)
+        about = replace(about, unit=NATS, better="lower", quantity="loss of answers")
+        yield by_length(about, self.lengths, loss, **fields)
+
+    def _samples(self, decoder: Decoder, task: Task, length: int, device: Device, progress: Advance) -> list[Sample]:
+        """By sequence: accuracy of whole answers, teacher-forced and rolled out, accuracy of tokens, and the loss."""
+        examples = [
+            example(task, QUESTION_SEED, index, length, "test", self.haystack)
+            for index in range(self.eval_config.sequences)
+        ]
+        sha256 = tokens_sha256(item.tokens for item in examples)
+        answers = read_answers(decoder, examples, device, progress)
+        by_question = [answers.whole_answers(hits) for hits in (answers.hits, answers.rolled_out_hits)]
+        asked = answers.sequence[answers.token_index == 0]
+        samples = [sequence_sample(sha256, asked, hits) for hits in by_question]
+        return samples + [sequence_sample(sha256, answers.sequence, values) for values in (answers.hits, answers.nll)]

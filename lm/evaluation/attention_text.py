@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.config.load import merge, overrides_in
 from lm.data.batches import Batch
 from lm.data.tokenizer import encoding_of
 from lm.diagnostics.attention_rows import AttentionRows
 from lm.diagnostics.concentration import effective_keys
 from lm.errors import ConfigError, Problem, RunError
-from lm.evaluation.diagnostics import check_source, config_of, read_file
+from lm.evaluation.diagnostics import changed_config, config_of, diagnosis_changes, read_file
 from lm.evaluation.evaluate import open_device
 from lm.files import write_together
 from lm.model.attention_stream import attention_blocks
@@ -68,8 +68,9 @@ def attention_maps(decoder: Decoder, tokens: Tensor, cells: int) -> Maps:
     side = -(-length // size)
     heads = max(normalizer.layer.n_head for normalizer in decoder.normalizers())
     shape = len(decoder.normalizers()), heads, side, side
-    peaks = torch.full(shape, -1.0)  # magnitudes of the cells' weights
-    weights, queries, keys = torch.full(shape, torch.nan), *torch.full((2, *shape), -1)
+    # of each cell: the largest magnitude so far, its weight, query and key
+    found = torch.full((*shape, 4), -1.0, dtype=torch.float64)
+    found[..., 1] = math.nan
     effective = torch.full((*shape[:2], length), torch.nan)
     sequence = torch.cat((tokens, tokens[:1])).unsqueeze(0)  # the appended token is a target that is not read
     for block in attention_blocks(decoder, Batch.of(sequence)):
@@ -79,27 +80,20 @@ def attention_maps(decoder: Decoder, tokens: Tensor, cells: int) -> Maps:
             effective_keys(rows_without_first) / rows_without_first.n
         ).cpu()
         magnitude = rows.magnitudes.masked_fill(~rows.visible, -1.0)
-        column_peaks, peak_keys = (
-            F.pad(magnitude, (0, side * size - magnitude.size(-1)), value=-1.0).unflatten(-1, (side, size)).max(-1)
-        )
-        # (H, T, K), index of the key
-        peak_keys = peak_keys + torch.arange(0, side * size, size, device=peak_keys.device)
-        head = torch.arange(len(column_peaks), device=peak_keys.device).unsqueeze(-1)
+        padded = F.pad(magnitude, (0, side * size - magnitude.size(-1)), value=-1.0)
+        peaks, keys = padded.unflatten(-1, (side, size)).max(-1)  # (H, T, K)
+        keys = keys + torch.arange(0, side * size, size, device=keys.device)
+        weights = rows.weights.gather(-1, keys.clamp(max=rows.weights.size(-1) - 1))
+        queries = block.queries.view(-1, 1).expand(keys.shape)
+        of_rows = torch.stack((peaks, weights, queries, keys), -1).double().cpu()  # (H, T, K, 4)
         for cell in (block.queries // size).unique().tolist():
-            cell_rows = (block.queries // size == cell).nonzero().squeeze(-1)
-            cell_peaks, peak_row = column_peaks[:, cell_rows].max(1)  # (H, K)
-            query = cell_rows[peak_row]
-            key = peak_keys[head, cell_rows[peak_row], torch.arange(side, device=peak_keys.device)]
-            cell_weights = rows.weights[head, query, key.clamp(max=rows.weights.size(-1) - 1)]
-            cell_index = block.layer, slice(None), cell
-            is_larger = (cell_peaks.cpu() > peaks[cell_index]) | cell_peaks.isnan().cpu()
-            for array, update in (
-                (peaks, cell_peaks),
-                (weights, cell_weights),
-                (queries, block.queries[query]),
-                (keys, key),
-            ):
-                array[cell_index] = torch.where(is_larger, update.cpu(), array[cell_index])
+            in_cell = of_rows[:, (block.queries // size == cell).cpu()]
+            largest = in_cell[..., :1].argmax(1, keepdim=True)
+            update = in_cell.take_along_dim(largest, 1).squeeze(1)  # (H, K, 4)
+            old = found[block.layer, :, cell]
+            is_larger = (update[..., :1] > old[..., :1]) | update[..., :1].isnan()
+            found[block.layer, :, cell] = torch.where(is_larger, update, old)
+    weights, (queries, keys) = found[..., 1].float(), found[..., 2:].long().unbind(-1)
     return Maps(size, weights.numpy(), queries.numpy(), keys.numpy(), effective.nanmean(-1).numpy())
 
 
@@ -163,12 +157,8 @@ def _labels(model: ShownModel) -> list[str]:
 
 
 def token_label(token: str) -> str:
-    return (
-        "".join(
-            "\u00b7" if letter == " " else letter if letter.isprintable() else repr(letter)[1:-1] for letter in token
-        )
-        or "-"
-    )
+    """A token's text with a dot for each space and escapes for what can't be seen."""
+    return repr(token)[1:-1].replace(" ", "\u00b7") or "-"
 
 
 # ---------------------------------------------------------------- lm diagnose --text
@@ -203,30 +193,21 @@ def show_attention(
 
     Raises LMError: no model at a source, no text, a text that is too long, no such layer or head.
     """
-    changes = merge({"eval": {"diagnostics": {}}}, overrides_in("diagnose", overrides))
+    changes = diagnosis_changes(overrides)
     options = changes["eval"]["diagnostics"]
-    if not isinstance(options, dict):
-        raise ConfigError(
-            [Problem("eval.diagnostics", options, "must be a block of keys", "leave it out, or give its inference")]
-        )
-    if unused_names := sorted(set(options) - {"inference"}):
-        raise ConfigError(
-            [Problem(f"eval.diagnostics.{name}", options[name], "has no effect with --text") for name in unused_names]
-        )
+    if unused := sorted(set(options) - {"inference"}):
+        problems = [Problem(f"eval.diagnostics.{name}", options[name], "has no effect with --text") for name in unused]
+        raise ConfigError(problems)
     text = read_text(text)
-    for source in sources:
-        check_source(source)
     models = [
         model for source in sources for model in _shown_models(load(source, checkpoint), text, layers, heads, changes)
     ]
     table_path = table_path or models[0].source / "attention.csv"
     picture = attention_picture(models)
-    table = table_bytes([cell for model in models for cell in cells_of(model)], table_path)
-    files = {table_path: table} | {table_path.with_suffix(suffix): picture.file(suffix) for suffix in (".png", ".svg")}
+    files = {table_path: table_bytes([cell for model in models for cell in cells_of(model)], table_path)}
+    files |= {table_path.with_suffix(suffix): picture.file(suffix) for suffix in (".png", ".svg")}
     write_together(files)
-    return [f"{model.name}: {model.amount}" if len(models) > 1 else model.amount for model in models] + [
-        *map(str, files)
-    ]
+    return [*(f"{model.name}: {model.amount}" for model in models), *map(str, files)]
 
 
 def read_text(text_or_path: str) -> str:
@@ -246,18 +227,18 @@ def read_text(text_or_path: str) -> str:
 def _shown_models(
     model: LoadedModel, text: str, layers: Indices, heads: Indices, changes: dict[str, Plain]
 ) -> Iterator[ShownModel]:
-    config, (tokenizer, start) = config_of(model, changes), model.tokenizer_and_start()
+    config = changed_config(changes, model.config or config_of(model))
+    tokenizer, start = model.tokenizer_and_start()
     encoded = encoding_of(tokenizer, text)
     ids, has_end = [start, *encoded.ids], model.spec.model.position.has_last_position
     max_tokens = model.spec.seq_len if has_end else MAX_TEXT_TOKENS
     if len(ids) > max_tokens:
         reason = "its learned positions end at" if has_end else "of one text are shown at most"
         raise RunError(f"--text: {len(ids):,} tokens to {model.folder}, {reason} {max_tokens:,}; give a shorter one")
-    layer_count = model.spec.model.n_layer
-    head_count = max(normalizer.layer.n_head for normalizer in model.decoder.normalizers())
-    for name, indices, count in (("layer", layers, layer_count), ("head", heads, head_count)):
-        if wrong_indices := [index for index in indices or [] if not 0 <= index < count]:
-            raise ConfigError(f"--{name} {wrong_indices[0]}: {model.folder} has {count} {name}s, 0 to {count - 1}")
+    shape = model.spec.model.n_layer, max(normalizer.layer.n_head for normalizer in model.decoder.normalizers())
+    for name, indices, count in zip(("layer", "head"), (layers, heads), shape, strict=True):
+        if wrong := [index for index in indices or [] if not 0 <= index < count]:
+            raise ConfigError(f"--{name} {wrong[0]}: {model.folder} has {count} {name}s, 0 to {count - 1}")
     device = open_device(config, model.environment).device
     tokens = ["<start>"] + [text[begin:end] for begin, end in encoded.offsets]
     characters = [0] + [begin for begin, _ in encoded.offsets]
@@ -270,16 +251,13 @@ def _shown_models(
             decoder = for_inference(model.decoder, setting).to(device)
             with torch.autocast(device.type, enabled=False):
                 maps = attention_maps(decoder, torch.tensor(ids, device=device), CELLS_A_SIDE)
-            shown_heads = [
-                (layer, head) for layer in layers or range(layer_count) for head in heads or range(head_count)
-            ]
+            shown_heads = [*product(layers or range(shape[0]), heads or range(shape[1]))]
             if layers is None and heads is None and len(shown_heads) > MAX_HEADS:
                 shown_heads = maps.most_concentrated(MAX_HEADS)
-            count_prefix = f"{len(shown_heads)} of " * (len(shown_heads) < maps.effective.size)
-            size_text = f"{len(ids):,} tokens, {len(text):,} characters; {count_prefix}{maps.effective.size} heads"
-            size_text += f"; a cell is the largest of {maps.size} x {maps.size} weights" if maps.size > 1 else ""
+            amount = f"{len(ids):,} tokens, {len(text):,} characters; {len(shown_heads)} of {maps.effective.size} heads"
+            amount += f"; a cell is the largest of {maps.size} x {maps.size} weights" if maps.size > 1 else ""
             name = folder_name + (f", {setting.label}" if len(settings) > 1 else "")
-            yield ShownModel(name, size_text, model.folder, setting.label, tokens, characters, maps, shown_heads)
+            yield ShownModel(name, amount, model.folder, setting.label, tokens, characters, maps, shown_heads)
             advance(1)
 
 
@@ -288,18 +266,12 @@ def cells_of(model: ShownModel) -> Iterator[dict[str, Plain]]:
     weight's query and key.
     """
     for layer, head in model.heads:
-        head_fields = {"run": str(model.source), "setting": model.setting, "layer": layer, "head": head}
-        queries, keys, weights = (
-            array[layer, head] for array in (model.maps.queries, model.maps.keys, model.maps.weights)
-        )
-        for query, key, weight in zip(queries.flat, keys.flat, weights.flat, strict=True):
+        cells = (array[layer, head].flat for array in (model.maps.queries, model.maps.keys, model.maps.weights))
+        for query, key, weight in zip(*cells, strict=True):
             if query >= 0:
-                characters = {"query_character": model.characters[query], "key_character": model.characters[key]}
-                tokens = {"query_token": model.tokens[query], "key_token": model.tokens[key]}
-                yield (
-                    head_fields
-                    | {"query": int(query), "key": int(key)}
-                    | characters
-                    | tokens
-                    | {"weight": float(weight)}
-                )
+                yield {
+                    "run": str(model.source), "setting": model.setting, "layer": layer, "head": head,
+                    "query": int(query), "key": int(key),
+                    "query_character": model.characters[query], "key_character": model.characters[key],
+                    "query_token": model.tokens[query], "key_token": model.tokens[key], "weight": float(weight),
+                }  # fmt: skip

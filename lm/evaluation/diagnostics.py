@@ -4,6 +4,7 @@ shuffled scores.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,12 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from lm.config.data_config import DataConfig
 from lm.config.eval_config import DiagnosticsConfig, EvalConfig, LongContextConfig
 from lm.config.load import merge, overrides_in, parse
+from lm.config.training_config import OptimConfig
 from lm.config.tree import Config
 from lm.data.batches import long_starts
-from lm.data.prepare import check_sequences
 from lm.data.store import Store
 from lm.data.tokenizer import encoding_of
 from lm.diagnostics import concentration, limits, sparsity
@@ -39,18 +41,17 @@ from lm.diagnostics.attention_rows import (
     shuffling_numbers,
 )
 from lm.errors import ConfigError, Problem, RunError
-from lm.evaluation.evaluate import evaluate, evaluate_model, open_device, open_store, split_configurations, text_config
+from lm.evaluation.evaluate import evaluate_model, evaluate_sources, open_device
 from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
 from lm.evaluation.held_out import HeldOut, by_sequence, spread_sequences, validation_sequences
 from lm.files import expand_home
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.swapped import applicable_settings, for_inference
-from lm.progress import Progress
 from lm.report.evaluation_tables import EvaluationResult
 from lm.runs.evaluations import Evaluation, rows, units_frame
-from lm.runs.folder import CHECKPOINTS, CONFIG, DESCRIPTION, read_config, require_run
-from lm.runs.loading import LoadedModel, find_checkpoint, load
+from lm.runs.folder import DESCRIPTION
+from lm.runs.loading import LoadedModel, load
 from lm.runs.metric import Axis, Metric
 from lm.schema import Plain, to_plain
 
@@ -428,8 +429,7 @@ def _exponent_of(statistic: Statistic) -> str:
 
 
 def diagnose(sources: list[Path], checkpoint: str = "last", overrides: Sequence[str] = ()) -> list[EvaluationResult]:
-    """Measure diagnostics of models, and return the results; a run folder keeps its results in evaluations/, as with
-    `lm eval`.
+    """Measure diagnostics of models, keep the results in evaluations/ as `lm eval` does, and return them.
 
     Args:
         sources: run folders, checkpoints, exports and other model folders, and configurations of the text that model
@@ -440,90 +440,48 @@ def diagnose(sources: list[Path], checkpoint: str = "last", overrides: Sequence[
 
     Raises LMError: no model at a source, no text that could be read, other data than the model was trained on.
     """
-    sources, files = split_configurations(sources)
-    for source in sources or files:
-        check_source(source)
+    changes = diagnosis_changes(overrides)
+    text = changes["eval"]["diagnostics"].get("text")
+    alone = [source for source in sources if text and (source / DESCRIPTION).is_file()]
+    others = [source for source in sources if source not in alone]
+    results = [_diagnose_on_text(load(source, checkpoint), changes) for source in alone]
+    return results + (
+        evaluate_sources(others, checkpoint, partial(changed_config, changes), kinds=[KIND]) if others else []
+    )
+
+
+def diagnosis_changes(overrides: Sequence[str]) -> dict[str, Plain]:
+    """Changes of a configuration: a block `eval.diagnostics`, and `overrides`. Raises ConfigError: they remove it."""
     changes = merge({"eval": {"diagnostics": {}}}, overrides_in("diagnose", [*overrides]))
     if changes["eval"]["diagnostics"] is None:
-        raise ConfigError(
-            [Problem("eval.diagnostics", None, "leaves nothing to describe", "leave it out, or give keys of the block")]
-        )
-    results: list[EvaluationResult] = []
-    folders = [source if source.is_dir() else source.resolve().parent.parent for source in sources]
-    for source, folder in zip(sources, folders, strict=True):
-        if files and not (folder / DESCRIPTION).is_file():
-            raise RunError(
-                f"{source}: of a run: it is measured on the text of that, not on that of {files[0]}; leave {files[0]} "
-                "out"
-            )
-        if checkpoint != "last" and not source.is_dir():
-            raise RunError(f"{source}: not a run folder, of which a checkpoint ({checkpoint}) could be chosen")
-    for source, folder in zip(sources, folders, strict=True):
-        if files:
-            model = load(source, checkpoint)
-            text = text_config(model, files)
-            text.eval = _diagnostics_alone(text.eval.diagnostics)
-            results += evaluate_model(parse(merge(to_plain(text), changes)), model, [KIND])
-        elif (folder / CONFIG).is_file():
-            config = parse(merge(to_plain(read_config(folder)), changes))
-            path = find_checkpoint(folder, checkpoint) if source.is_dir() else source
-            results += evaluate(config, folder, path, [KIND])
-        else:
-            results.append(_diagnose_model(load(source, checkpoint), changes))
-    return results
+        reason, remedy = "leaves nothing to describe", "leave it out, or give keys of the block"
+        raise ConfigError([Problem("eval.diagnostics", None, reason, remedy)])
+    return changes
 
 
-def check_source(source: Path) -> None:
-    """Raise RunError if `source` does not exist, or is no model."""
-    if not source.exists():
-        raise RunError(f"{source}: no such run folder, checkpoint or export")
-    if source.suffix == ".gguf" or (
-        source.is_dir() and not any((source / name).exists() for name in (CONFIG, DESCRIPTION, CHECKPOINTS))
-    ):
-        require_run(source, CONFIG)
-    if source.suffix in (".yaml", ".yml"):
-        raise RunError(f"{source}: a configuration, not a model: train it (lm train {source}), and name its run folder")
-
-
-def _diagnose_model(model: LoadedModel, changes: dict[str, Plain]) -> EvaluationResult:
-    """Diagnose a model folder on the held-out text of its run, or on `eval.diagnostics.text`; the result is not
-    cached.
-    """
-    config = config_of(model, changes)
+def _diagnose_on_text(model: LoadedModel, changes: dict[str, Plain]) -> EvaluationResult:
+    """Diagnose a model folder on `eval.diagnostics.text`, without a token store."""
+    config = changed_config(changes, model.config or config_of(model))
     options = config.eval.diagnostics
-    if options.text:
-        sequences = sequences_of_text(
-            *model.tokenizer_and_start(), options, sequence_length(options, model.spec.seq_len)
-        )
-        measurement = Diagnostics(config, None, sequences)
-    elif model.config is None:
-        remedy = "set eval.diagnostics.text=FILE, or name a configuration of text"
-        raise RunError(f"{model.path}: has no training run behind it, whose held-out text could be read; {remedy}")
-    else:
-        store = open_store(config, model)
-        check_sequences(store, config)
-        measurement = Diagnostics(config, store)
-    device, stamp = open_device(config, model.environment), model.stamp
-    with Progress().bar(f"{model.folder.resolve().name}: {KIND}", measurement.work_units) as advance:
-        evaluation = measurement.evaluate(
-            model.decoder.to(device.device), device, stamp["step"], stamp["tokens_seen"], advance
-        )
-    return EvaluationResult(model.folder, evaluation, cached=False)
+    length = sequence_length(options, model.spec.seq_len)
+    measurement = Diagnostics(config, None, sequences_of_text(*model.tokenizer_and_start(), options, length))
+    (result,) = evaluate_model(model.folder, model, [measurement], open_device(config, model.environment))
+    return result
 
 
-def config_of(model: LoadedModel, changes: dict[str, Plain]) -> Config:
-    """A model's training configuration, or defaults with the model's shape if it has no training run; `changes` are
-    merged in.
+def changed_config(changes: dict[str, Plain], config: Config) -> Config:
+    """A configuration with `changes`, of whose `eval` only the validation and the diagnostics are left, as others may
+    not be for the model.
     """
-    config = model.config
-    if config is None:
-        config = Config(name=model.folder.resolve().name, model=model.spec.model, eval=_diagnostics_alone())
-        config.data.seq_len = config.optim.batch_tokens = model.spec.seq_len
-    return parse(merge(to_plain(config), changes))
+    alone = EvalConfig(
+        sequences=config.eval.sequences,
+        long_context=LongContextConfig(length_factor=0),
+        diagnostics=config.eval.diagnostics,
+    )
+    return parse(merge(to_plain(replace(config, eval=alone)), changes))
 
 
-def _diagnostics_alone(diagnostics: DiagnosticsConfig | None = None) -> EvalConfig:
-    """Options of `eval` that ask for validation and diagnostics alone, since other evaluations may not work for the
-    model.
-    """
-    return EvalConfig(long_context=LongContextConfig(length_factor=0), diagnostics=diagnostics)
+def config_of(model: LoadedModel) -> Config:
+    """The configuration of a model without a training run: defaults with the model's shape."""
+    data, optim = DataConfig(seq_len=model.spec.seq_len), OptimConfig(batch_tokens=model.spec.seq_len)
+    return Config(name=model.folder.resolve().name, data=data, model=model.spec.model, optim=optim)

@@ -2,7 +2,7 @@
 configuration.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -17,14 +17,14 @@ from lm.config.yaml_text import resolve_interpolations
 from lm.data.prepare import check_sequences, prepare, store_with_fingerprint
 from lm.data.store import Store
 from lm.errors import ConfigError, DataError, Problem, RunError
-from lm.evaluation.evaluation_kind import measurement_types, measurements
+from lm.evaluation.evaluation_kind import Measurement, measurement_types, measurements
 from lm.machine import threads_per_process
 from lm.model.device import Device, resolve_device, resolve_precision
 from lm.progress import Progress
 from lm.report.evaluation_tables import EvaluationResult
 from lm.runs.checkpoints import weights_sha256
-from lm.runs.folder import CONFIG, DESCRIPTION, TOKENIZER, read_config, read_environment, require_run
-from lm.runs.loading import LoadedModel, find_checkpoint, load
+from lm.runs.folder import CONFIG, DESCRIPTION, TOKENIZER, read_config
+from lm.runs.loading import LoadedModel, load
 from lm.schema import Plain, effect, to_plain
 
 FOREIGN = "hf:"  # before the folder of a model that runs in transformers
@@ -43,7 +43,7 @@ def evaluate_runs(
     A result that was measured before, with the same weights, data, precision and options, is not measured again.
 
     Args:
-        folders: run folders; or model folders together with configurations (YAML files) of the text to measure them on.
+        folders: run folders and model folders; and configurations (YAML files) of a text to measure model folders on.
         checkpoint: `last`, `best` or a step; for a single run also a path.
         suite: `quick`, `full` or a YAML file with the section `eval`; empty: `eval` as in the run's configuration.
         overrides: changes `key=value` of keys that `lm eval` reads, made after the suite's.
@@ -52,41 +52,69 @@ def evaluate_runs(
     Raises LMError: not a run, no such checkpoint, other data than the model was trained on, no such suite, a
     missing package.
     """
-    changes = overrides_in("eval", [*overrides])
-    folders, files = split_configurations(folders)
-    if not folders:
-        raise ConfigError(
-            f"{files[0]}: a configuration, not a model: name the run folders or model folders to measure, too"
-        )
-    models = {folder: load(folder, checkpoint) for folder in folders if (folder / DESCRIPTION).is_file()}
+    changes, models = overrides_in("eval", [*overrides]), {}
     if foreign := [folder for folder in folders if str(folder).startswith(FOREIGN)]:
         from lm.huggingface.measured_model import load_measured  # imports transformers
 
-        models |= {path: load_measured(Path(str(path).removeprefix(FOREIGN)), normalizer, length) for path in foreign}
-    if files and (runs := [folder for folder in folders if folder not in models]):
-        require_run(runs[0], CONFIG)
-        raise RunError(
-            f"{runs[0]}: a run folder: it is measured on its own held-out text, not on that of {files[0]}; leave that "
-            "out"
+        models = {path: load_measured(Path(str(path).removeprefix(FOREIGN)), normalizer, length) for path in foreign}
+
+    def changed(config: Config) -> Config:
+        return parse(merge(merge(to_plain(config), suite_changes(suite, config)), changes))
+
+    return evaluate_sources(folders, checkpoint, changed, models)
+
+
+def evaluate_sources(
+    sources: list[Path],
+    checkpoint: str,
+    changed: Callable[[Config], Config],
+    models: dict[Path, LoadedModel] | None = None,
+    kinds: list[str] | None = None,
+) -> list[EvaluationResult]:
+    """Evaluate models, each by its configuration (`measured_config`) as `changed` returns it.
+
+    sources: run folders, checkpoints, model folders, and configurations of text; models: those that were loaded before;
+    kinds: the evaluations to make, if not all.
+    """
+    sources, files = split_configurations(sources)
+    if not sources:
+        raise ConfigError(
+            f"{files[0]}: a configuration, not a model: name the run folders or model folders to measure, too"
         )
-    if models and not files:
-        remedy = (
-            f"name a configuration, e.g. lm eval {folders[0]} configs/sotu.yaml, or the run folder it was exported from"
-        )
-        raise RunError(
-            f"{next(iter(models))}: a model folder: of which text its loss is to be measured is not known; {remedy}"
-        )
-    base_configs = [
-        text_config(models[folder], files) if folder in models else read_config(folder) for folder in folders
-    ]
-    configs = [parse(merge(merge(to_plain(config), suite_changes(suite, config)), changes)) for config in base_configs]
-    paths = [folder if folder in models else find_checkpoint(folder, checkpoint) for folder in folders]
-    for config in configs:
-        measurement_types(config)  # a missing package is reported before data are prepared
+    models = (models or {}) | {
+        source: load(source, checkpoint) for source in sources if (source / DESCRIPTION).is_file()
+    }
+    configs = {source: changed(measured_config(source, models.get(source), files)) for source in sources}
+    for config in configs.values():
+        measurement_types(config, kinds)  # a missing package is reported before data are prepared
     results: list[EvaluationResult] = []
-    for config, folder, path in zip(configs, folders, paths, strict=True):
-        results += evaluate_model(config, models.pop(folder)) if folder in models else evaluate(config, folder, path)
+    for source, config in configs.items():
+        model = models.pop(source, None) or load(source, checkpoint)  # of runs one at a time
+        model, store = model_on_text(model, config) if files else (model, open_store(config, model))
+        check_sequences(store, config)
+        folder = source if source.is_dir() else model.folder
+        results += evaluate_model(
+            folder, model, measurements(config, store, kinds), open_device(config, model.environment)
+        )
     return results
+
+
+def measured_config(source: Path, model: LoadedModel | None, files: Sequence[Path]) -> Config:
+    """The configuration that a model is measured by: its run's, or that of the text of `files` if it has no run folder.
+
+    model: the model at `source`; None: `source` is a run folder or one of its checkpoints, and not loaded yet.
+
+    Raises RunError: a run that is to be measured on another text, or a model without a run or text.
+    """
+    folder = source.resolve().parent.parent if source.is_file() else source
+    config = model.config if model else read_config(folder)
+    if not files and config is None:
+        remedy = "name a configuration of text beside it, such as configs/sotu.yaml"
+        raise RunError(f"{source}: has no training run behind it, on whose text it could be measured; {remedy}")
+    if files and (folder / CONFIG).is_file():
+        reason = f"it is measured on its own held-out text, not on that of {files[0]}; leave that out"
+        raise RunError(f"{source}: of a run: {reason}")
+    return text_config(model, files) if files else config
 
 
 def suite_changes(name: str, config: Config) -> dict[str, Plain]:
@@ -107,38 +135,21 @@ def suite_changes(name: str, config: Config) -> dict[str, Plain]:
     return plain
 
 
-def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None = None) -> list[EvaluationResult]:
-    """Evaluate the checkpoint `path` of the run `folder` by `config`, as `evaluate_runs` does; `kinds` names
-    evaluations, if not all.
-    """
-    model = load(path)
-    device = open_device(config, read_environment(folder))
-    return _measure(config, folder, model, open_store(config, model), device, kinds)
-
-
-def evaluate_model(config: Config, model: LoadedModel, kinds: list[str] | None = None) -> list[EvaluationResult]:
-    """Evaluate a model folder by `config`, which `text_config` made, as `evaluate_runs` does; `kinds` names
-    evaluations, if not all.
-    """
-    return _measure(config, model.folder, *model_on_text(model, config), open_device(config, {}), kinds)
-
-
-def _measure(
-    config: Config, folder: Path, model: LoadedModel, store: Store, device: Device, kinds: list[str] | None
+def evaluate_model(
+    folder: Path, model: LoadedModel, measurements: list[Measurement], device: Device
 ) -> list[EvaluationResult]:
-    """The results of a model on `store`: measured, or read from `folder` if they were measured before."""
-    decoder, metadata = model.decoder, model.metadata
-    check_sequences(store, config)
-    kind_measurements = measurements(config, store, kinds)
-    weights, stamp, results = weights_sha256(decoder.state_dict()), (metadata["step"], metadata["tokens"]), []
+    """The results of measurements of a model: measured and written to `folder`, or read from it if they were measured
+    before.
+    """
+    decoder, stamp, results = model.decoder, model.stamp, []
+    weights = weights_sha256(decoder.state_dict())
     decoder.to(device.device)
-    for measurement in kind_measurements:
-        evaluation = measurement.cached(folder, weights, device, *stamp)
-        cached = evaluation is not None
-        if not cached:
+    for measurement in measurements:
+        # of a model of transformers, no file says which normalizer it was given
+        evaluation = measurement.cached(folder, weights, device, stamp["step"]) if decoder.takes_settings else None
+        if not (cached := evaluation is not None):
             with Progress().bar(f"{folder.resolve().name}: {measurement.kind}", measurement.work_units) as advance:
-                evaluation = measurement.evaluate(decoder, device, *stamp, advance)
-            measurement.cache(folder, evaluation, device)
+                evaluation = measurement.evaluate(decoder, device, stamp["step"], stamp["tokens_seen"], advance)
         measurement.write(folder, evaluation)
         results.append(EvaluationResult(folder, evaluation, cached))
     return results
@@ -184,7 +195,7 @@ def split_configurations(paths: list[Path]) -> tuple[list[Path], list[Path]]:
     return [path for path in dict.fromkeys(paths) if path not in files], files
 
 
-def text_config(model: LoadedModel, files: list[Path]) -> Config:
+def text_config(model: LoadedModel, files: Sequence[Path]) -> Config:
     """A configuration with the model's shape, tokenizer and training length, and otherwise the text, seed and `eval` of
     `files`.
 

@@ -5,9 +5,10 @@ a run folder.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import ClassVar
 
@@ -15,17 +16,17 @@ import numpy as np
 import pandas as pd
 
 from lm.config.eval_config import TIMING_KEYS, Timing
-from lm.config.tree import Config, function_options
+from lm.config.tree import Config
 from lm.data.store import Store
 from lm.errors import RunError
 from lm.files import plain_sha256
 from lm.model.decoder import Decoder
 from lm.model.device import Device
+from lm.model.swapped import applicable_settings, for_inference
 from lm.plugins import PLUGINS
 from lm.progress import Progress
 from lm.runs.checkpoints import weights_sha256
-from lm.runs.evaluations import Evaluation, evaluation_path, joined, measuring_code
-from lm.runs.folder import EVALUATIONS
+from lm.runs.evaluations import Evaluation, evaluation_path, joined, json_value, measuring_code
 from lm.runs.manifest import read_file, write_files
 from lm.runs.metric import Metric
 from lm.schema import Plain, to_plain
@@ -59,9 +60,16 @@ class Measurement(ABC):
         """Raise RunError unless the packages that it needs are installed."""
 
     @classmethod
+    def names(cls, config: Config) -> dict[str, Sequence[object]]:
+        """What stands for the words in braces in names of metrics, for a run of `config`."""
+        return {}
+
+    @classmethod
     def metrics(cls, config: Config) -> list[Metric]:
         """The metrics that it logs for a run of `config`."""
-        return [*cls.logged]
+        names = cls.names(config)
+        words = [dict(zip(names, values, strict=True)) for values in product(*names.values())]
+        return [metric.named(**named) for metric in cls.logged for named in words]
 
     @classmethod
     def options_of(cls, config: Config) -> Timing:
@@ -98,9 +106,14 @@ class Measurement(ABC):
         """All options that, beside the weights, precision and data, decide the result; the result records them."""
 
     @property
-    @abstractmethod
     def work_units(self) -> int:
         """The sum of all counts with which `measure` calls `progress`, such as the number of sequences."""
+        return len(self.held_out.sequences) * len(getattr(self.eval_config, "inference", [None]))
+
+    def inference_models(self, decoder: Decoder) -> Iterator[tuple[str, Decoder]]:
+        """The label of each inference setting that is for the decoder's normalizer, and the decoder under it."""
+        for setting in applicable_settings(decoder, self.eval_config.inference):
+            yield setting.label, for_inference(decoder, setting)
 
     @abstractmethod
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
@@ -113,8 +126,8 @@ class Measurement(ABC):
         return None
 
     def cacheable(self, frame: pd.DataFrame) -> bool:
-        """Whether a run folder keeps a result to use again. Results that are not finite are not kept, as a repetition
-        may be finite.
+        """Whether a result is used again in place of measuring anew. One that is not finite isn't, as a repetition may
+        be finite.
         """
         return bool(np.isfinite(frame["value"][frame["weight"] > 0]).all())
 
@@ -153,36 +166,24 @@ class Measurement(ABC):
         write_files(run, names, evaluation.step, evaluation.weights_sha256, "the evaluation")
         return path
 
-    def cache_path(self, run: Path, weights: str, device: Device) -> Path:
-        """The path at which a run folder keeps the result of `weights` (a sha256), by kind, code, options, model, data
-        and precision.
+    def cached(self, run: Path, weights: str, device: Device, step: int) -> Evaluation | None:
+        """The result of `weights` (a sha256) in a run folder's file of `step`. None if there is none, if it was
+        measured with other code, options, data or precision, or if a note says that it is damaged.
         """
-        model = function_options(self.config.model)
-        key_parts = [self.kind, self.code, self.options, model, self.fingerprint, self.precision(device), weights]
-        return run / EVALUATIONS / "cache" / f"{self.kind}-{plain_sha256(key_parts)[:16]}.csv"
-
-    def cached(self, run: Path, weights: str, device: Device, step: int, tokens_seen: int) -> Evaluation | None:
-        """The result of `weights` that a run folder keeps; None if no file holds it, or if the file is damaged, which a
-        note reports.
-        """
-        path = self.cache_path(run, weights, device)
+        path = evaluation_path(run, self.kind, step)
         if not path.is_file():
             return None
         try:
-            options = self.config.eval.measured_options(self.kind)
             evaluation = Evaluation.parse(read_file(run, str(path.relative_to(run))))
-            return replace(evaluation, step=step, tokens_seen=tokens_seen, asked=options)
         except (RunError, ValueError) as error:
             reason = error if isinstance(error, RunError) else f"{path}: is damaged, or of another version"
             Progress().say(f"note: {reason}: measured again")
-        return None
-
-    def cache(self, run: Path, evaluation: Evaluation, device: Device) -> None:
-        """Keep a result in a run folder, if it is cacheable."""
-        if self.cacheable(evaluation.frame):
-            path = self.cache_path(run, evaluation.weights_sha256, device)
-            name, weights = str(path.relative_to(run)), evaluation.weights_sha256
-            write_files(run, {name: evaluation.content()}, weights=weights)  # whenever the weights are those
+            return None
+        names = ("code", "options", "data_fingerprint", "precision", "weights_sha256")
+        measured = [getattr(evaluation, name) for name in names]
+        asked = [self.code, json_value(self.options), self.fingerprint, self.precision(device), weights]
+        is_same = plain_sha256(measured) == plain_sha256(asked) and self.cacheable(evaluation.frame)
+        return replace(evaluation, asked=self.config.eval.measured_options(self.kind)) if is_same else None
 
 
 def measurement_types(config: Config, kinds: Iterable[str] | None = None) -> list[type[Measurement]]:

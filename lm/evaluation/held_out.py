@@ -4,10 +4,10 @@ by length.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -29,9 +29,7 @@ from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
 from lm.model.cross_entropy import token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, eval_mode
-from lm.model.swapped import applicable_settings, for_inference
 from lm.runs.evaluations import (
-    LOSS,
     NATS,
     UNIGRAM,
     UNIGRAM_BOUND,
@@ -46,7 +44,6 @@ from lm.runs.metric import Axis, Metric
 from lm.schema import Plain, to_plain
 
 EVAL_TOKENS = 16384  # the most tokens in one forward pass, if a sequence has no more
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -131,9 +128,8 @@ def validation_sequences(store: Store, config: Config) -> HeldOut:
     """Up to `eval.sequences` windows of the training length, spread evenly over the held-out text; for symbolic tasks
     `task_sequences`.
     """
-    if config.data.symbolic:
-        return task_sequences(store, config, config.data.seq_len, config.eval.sequences)
-    return spread_sequences(store, config, config.data.seq_len, config.eval.sequences)
+    sequences = task_sequences if config.data.symbolic else spread_sequences
+    return sequences(store, config, config.data.seq_len, config.eval.sequences)
 
 
 def spread_sequences(store: Store, config: Config, length: int, limit: int) -> HeldOut:
@@ -189,18 +185,6 @@ def tokens_sha256(sequences: Iterable[np.ndarray]) -> str:
     return hashlib.sha256(np.concatenate(list(sequences)).astype("<i8").tobytes()).hexdigest()
 
 
-def batches(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
-    """Batches of items of equal `length`, in tokens, in the order of `items`; a batch has at most `EVAL_TOKENS` tokens,
-    or one item.
-    """
-    by_length: dict[int, list[T]] = {}
-    for item in items:
-        by_length.setdefault(length(item), []).append(item)
-    for tokens, group in by_length.items():
-        size = max(1, EVAL_TOKENS // tokens)
-        yield from (group[start : start + size] for start in range(0, len(group), size))
-
-
 def by_sequence(
     models: list[Decoder],
     lengths: Sequence[int],
@@ -216,17 +200,21 @@ def by_sequence(
 
     Args:
         models: models that `measure` runs; they are in evaluation mode meanwhile, and without gradients.
-        lengths: tokens in each sequence, (N,); sequences of one length are read together.
+        lengths: tokens in each sequence, (N,); sequences of one length are read together, up to `EVAL_TOKENS` tokens.
         measure: indices of sequences of one length -> their values, (indices, *shape).
         progress: called with the number of sequences done.
     """
 
     def rank_values() -> Tensor:
-        result = torch.zeros(len(lengths), *shape)
-        for indices in batches(range(len(lengths))[device.rank :: device.world], lengths.__getitem__):
-            with torch.autocast(device.device.type, enabled=False):
-                result[indices] = measure(indices).cpu()
-            progress(len(indices))
+        result, by_length = torch.zeros(len(lengths), *shape), {}
+        for index in range(device.rank, len(lengths), device.world):
+            by_length.setdefault(lengths[index], []).append(index)
+        for length, indices in by_length.items():
+            size = max(1, EVAL_TOKENS // length)
+            for batch in (indices[start : start + size] for start in range(0, len(indices), size)):
+                with torch.autocast(device.device.type, enabled=False):
+                    result[batch] = measure(batch).cpu()
+                progress(len(batch))
         return result
 
     with eval_mode(*models):
@@ -334,11 +322,16 @@ class Validation(Measurement):
         return ValidationTiming(every=config.validation_every)
 
     @classmethod
+    def parts(cls, config: Config) -> list[str]:
+        """Names of the sources of a mixture, or of the tasks over symbols, if there are several."""
+        data = config.data
+        names = task_names([to_plain(task.task) for task in data.tasks]) if data.symbolic else source_labels(data)
+        return names if len(names) > 1 else []
+
+    @classmethod
     def metrics(cls, config: Config) -> list[Metric]:
         loss, part_loss, bits = cls.logged
-        tasks = [to_plain(weighted.task) for weighted in config.data.tasks]
-        names = task_names(tasks) if config.data.symbolic else source_labels(config.data)
-        parts = [part_loss.named(PART=name) for name in names if len(names) > 1]
+        parts = [part_loss.named(PART=name) for name in cls.parts(config)]
         return [loss, *parts, *([] if config.data.symbolic else [bits])]
 
     @classmethod
@@ -351,33 +344,22 @@ class Validation(Measurement):
         data = self.config.data
         # which the store's fingerprint leaves out
         weights = [item.weight for item in (data.tasks if data.symbolic else data.sources)]
-        options = {
-            "seq_len": self.held_out.length,
-            "sequences_sha256": self.held_out.sha256,
-            "documents": data.documents,
-        }
-        return options | ({"weights": weights} if len(weights) > 1 else {})
-
-    @property
-    def work_units(self) -> int:
-        return len(self.held_out.sequences)
+        options = {"seq_len": self.held_out.length, "sequences_sha256": self.held_out.sha256}
+        return {**options, "documents": data.documents, **({"weights": weights} if len(weights) > 1 else {})}
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
-        sequences, data, mask = self.held_out, self.config.data, self.trained_mask
+        sequences, mask = self.held_out, self.trained_mask
         nll = nll_by_token(decoder, sequences, device, progress=progress)
         means = sequences.sequence_means(nll)
-        bits = None if data.symbolic else bits_per_byte(nll, sequences, mask)
-        unigram, level = unigram_loss(self.store, data)
+        bits = None if self.config.data.symbolic else bits_per_byte(nll, sequences, mask)
+        unigram, level = unigram_loss(self.store, self.config.data)
         units = sequences.units(self.fingerprint, mask, counts=True)
         blocks = [validation_rows(means[mask], bits, unigram, sequences.length, units, level)]
-        tasks = [to_plain(weighted.task) for weighted in data.tasks]
-        labels = task_names(tasks) if data.symbolic else [source.label for source in self.store.val.sources]
-        # the sources of a mixture, or the tasks over symbols
-        for number, label in enumerate(labels if len(labels) > 1 else []):
-            selection = sequences.sources == number
-            if selection.any():
-                units, name = sequences.units(self.fingerprint, selection, counts=True), f"{LOSS} {label}"
-                blocks.append(rows(self.logged[1], means[selection], units, task=label, names=[name]))
+        for number, name in enumerate(self.parts(self.config)):
+            if (part := sequences.sources == number).any():
+                units, metric = sequences.units(self.fingerprint, part, counts=True), self.logged[1]
+                names = [metric.named(PART=name).name]
+                blocks.append(rows(metric, means[part], units, task=name, names=names))
         return blocks
 
 
@@ -397,61 +379,56 @@ class OtherTexts(Measurement):
     )  # fmt: skip
 
     @classmethod
-    def metrics(cls, config: Config) -> list[Metric]:
-        return [metric.named(NAME=name) for metric in cls.logged for name in cls.options_of(config).of]
+    def names(cls, config: Config) -> dict[str, Sequence[object]]:
+        return {"NAME": [*cls.options_of(config).of]}
 
     def __init__(self, config: Config, store: Store):
         """Raises DataError: a text can't be read; ConfigError: a text is shorter than a sequence."""
         super().__init__(config, store)
+        length, self.held_out = config.data.seq_len, {}
         self.stores = {name: self._prepared_store(name, source) for name, source in self.eval_config.of.items()}
-        self.held_out: dict[str, HeldOut] = {}
         for name, text in self.stores.items():
             self.held_out[name] = spread_sequences(text, config, config.data.seq_len, self.eval_config.sequences)
             if not len(self.held_out[name].sequences):
-                reason = f"has {text.val.n_tokens:,} tokens, and a sequence needs {config.data.seq_len + 1:,}"
-                raise ConfigError(
-                    [Problem(f"eval.texts.of.{name}", text.path.name, reason, "name a longer text, or leave it out")]
+                reason = f"has {text.val.n_tokens:,} tokens, and a sequence needs {length + 1:,}"
+                problem = Problem(
+                    f"eval.texts.of.{name}", text.path.name, reason, "name a longer text, or leave it out"
                 )
+                raise ConfigError([problem])
 
     def _prepared_store(self, name: str, source: Source) -> Store:
         """The store of a text, all of it held out, with the tokenizer of the run's store."""
-        data = self.config.data
-        tokenizer = TokenizerFile(
-            path=str(self.store.path / TOKENIZER), end_of_text=self.store.manifest["end_of_text"]["token"]
-        )
-        data_options = {name: getattr(data, name) for name in ("on_error", "root")}
+        data, end = self.config.data, self.store.manifest["end_of_text"]["token"]
+        tokenizer = TokenizerFile(path=str(self.store.path / TOKENIZER), end_of_text=end)
+        fields = {"source": source, "tokenizer": tokenizer, "on_error": data.on_error, "root": data.root}
         try:
-            return prepare(
-                DataConfig(source=source, tokenizer=tokenizer, val_fraction=1.0, deduplicate=False, **data_options)
-            )
+            return prepare(DataConfig(**fields, val_fraction=1.0, deduplicate=False))
         except DataError as error:
             raise DataError(f"eval.texts.of.{name}: {error}") from None
 
     @property
     def options(self) -> dict[str, Plain]:
         sha256 = {name: sequences.sha256 for name, sequences in self.held_out.items()}
-        return {
-            "seq_len": self.config.data.seq_len,
-            "sequences_sha256": sha256,
-            "documents": self.config.data.documents,
-        }
+        data = self.config.data
+        return {"seq_len": data.seq_len, "sequences_sha256": sha256, "documents": data.documents}
 
     @property
     def work_units(self) -> int:
-        return sum(len(windows.sequences) for windows in self.held_out.values())
+        return sum(len(sequences.sequences) for sequences in self.held_out.values())
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
-        blocks = []
+        blocks, (loss, bits) = [], self.logged
         for name, sequences in self.held_out.items():
             nll, fingerprint = nll_by_token(decoder, sequences, device, progress), self.stores[name].fingerprint
             selection = selection_mask(fingerprint, sequences.document_labels)
             splits = selection.any() and not selection.all()  # else too few documents to divide: all report
             units = sequences.units(fingerprint if splits else "")
-            measured = (sequences.sequence_means(nll), units), (bits_per_byte(nll, sequences), None)
-            for metric, (values, values_units) in zip(self.logged, measured, strict=True):
-                names = [metric.named(NAME=name).name]
+            for metric, *values in (
+                (loss, sequences.sequence_means(nll), units),
+                (bits, bits_per_byte(nll, sequences)),
+            ):
                 about = replace(metric, amount=sequences.amount)
-                blocks.append(rows(about, values, values_units, task=name, names=names))
+                blocks.append(rows(about, *values, task=name, names=[metric.named(NAME=name).name]))
         return blocks
 
 
@@ -468,9 +445,8 @@ class LongContext(Measurement):
     )  # fmt: skip
 
     @classmethod
-    def metrics(cls, config: Config) -> list[Metric]:
-        settings = cls.options_of(config).inference
-        return [metric.named(SETTING=setting.label) for metric in cls.logged for setting in settings]
+    def names(cls, config: Config) -> dict[str, Sequence[object]]:
+        return {"SETTING": [setting.label for setting in cls.options_of(config).inference]}
 
     def __init__(self, config: Config, store: Store):
         super().__init__(config, store)
@@ -480,19 +456,15 @@ class LongContext(Measurement):
     def options(self) -> dict[str, Plain]:
         return self.with_settings(length=self.held_out.length, sequences_sha256=self.held_out.sha256)
 
-    @property
-    def work_units(self) -> int:
-        return len(self.held_out.sequences) * len(self.eval_config.inference)
-
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
         sequences, blocks = self.held_out, []
-        (metric,), bits = self.logged, Metric(better="lower", quantity="bits per byte")
-        about, units = replace(metric, amount=sequences.amount), sequences.units(self.fingerprint)
-        for setting in applicable_settings(decoder, self.eval_config.inference):
-            nll, label = nll_by_token(for_inference(decoder, setting), sequences, device, progress), setting.label
+        about, units = replace(self.logged[0], amount=sequences.amount), sequences.units(self.fingerprint)
+        for label, model in self.inference_models(decoder):
+            nll = nll_by_token(model, sequences, device, progress)
             columns = by_position(sequences, nll, self.config.data.seq_len)
-            names = [metric.named(SETTING=label).name] * len(columns["x"])
+            names = [about.named(SETTING=label).name] * len(columns["x"])
             blocks.append(rows(about, units=units, setting=label, names=names, **columns))
+            bits = Metric(better="lower", quantity="bits per byte")
             blocks.append(rows(bits, bits_per_byte(nll, sequences), setting=label))
         return blocks
 
@@ -511,14 +483,9 @@ class ByLength(Measurement):
     )  # fmt: skip
 
     @classmethod
-    def metrics(cls, config: Config) -> list[Metric]:
+    def names(cls, config: Config) -> dict[str, Sequence[object]]:
         options = cls.options_of(config)
-        return [
-            metric.named(LENGTH=length, SETTING=words)
-            for metric in cls.logged
-            for words in setting_words(options.inference)
-            for length in sorted(options.lengths)
-        ]
+        return {"SETTING": setting_words(options.inference), "LENGTH": sorted(options.lengths)}
 
     @classmethod
     def sequences_of(cls, config: Config, metric: str) -> dict[str, Plain]:
@@ -527,19 +494,24 @@ class ByLength(Measurement):
     def __init__(self, config: Config, store: Store):
         """Raises ConfigError: the held-out text is shorter than the longest length."""
         super().__init__(config, store)
-        self.lengths, self.longest = sorted(self.eval_config.lengths), max(self.eval_config.lengths)
-        self.starts = validation_starts(store.val, self.longest, self.eval_config.sequences)
-        if not len(self.starts):
-            reason = f"needs {self.longest + 1:,} held-out tokens, and there are {store.val.n_tokens:,}"
+        self.lengths, longest = sorted(self.eval_config.lengths), max(self.eval_config.lengths)
+        starts = validation_starts(store.val, longest, self.eval_config.sequences)
+        if not len(starts):
+            reason = f"needs {longest + 1:,} held-out tokens, and there are {store.val.n_tokens:,}"
             raise ConfigError(
-                [Problem("eval.by_length.lengths", self.longest, reason, "leave it out, or hold out more text")]
+                [Problem("eval.by_length.lengths", longest, reason, "leave it out, or hold out more text")]
             )
-        self.stretches = self._cut_stretches(self.longest)
+        isolate = config.data.documents == "isolate"
+        # by length: the sequences into which the stretches of text are cut, stretch by stretch
+        self.held_out = {
+            length: HeldOut.take(store, np.add.outer(starts, np.arange(0, longest, length)).ravel(), length, isolate)
+            for length in self.lengths
+        }
 
-    def _cut_stretches(self, length: int) -> HeldOut:
-        """The sequences of `length` tokens into which the stretches of text are cut, stretch by stretch."""
-        starts = self.starts[:, None] + length * np.arange(self.longest // length)
-        return HeldOut.take(self.store, starts.ravel(), length, self.config.data.documents == "isolate")
+    @property
+    def stretches(self) -> HeldOut:
+        """The stretches of text, sequences of the longest length."""
+        return self.held_out[self.lengths[-1]]
 
     @property
     def options(self) -> dict[str, Plain]:
@@ -548,19 +520,15 @@ class ByLength(Measurement):
 
     @property
     def work_units(self) -> int:
-        return (
-            len(self.starts) * sum(self.longest // length for length in self.lengths) * len(self.eval_config.inference)
-        )
+        return sum(len(cut.sequences) for cut in self.held_out.values()) * len(self.eval_config.inference)
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
-        blocks, about = [], replace(self.logged[0], amount=self.stretches.amount)
-        for setting in applicable_settings(decoder, self.eval_config.inference):
-            model, words = for_inference(decoder, setting), setting.label * (len(self.eval_config.inference) > 1)
-            losses = [nll_by_token(model, self._cut_stretches(length), device, progress) for length in self.lengths]
-            by_stretch = np.stack(
-                [nll.reshape(len(self.starts), -1).mean(1, dtype=np.float64) for nll in losses], axis=1
-            )
+        stretches, blocks = self.stretches, []
+        about, units = replace(self.logged[0], amount=stretches.amount), stretches.units(self.fingerprint)
+        for label, model in self.inference_models(decoder):
+            losses = [nll_by_token(model, cut, device, progress) for cut in self.held_out.values()]
+            by_stretch = [nll.reshape(len(units), -1).mean(1, dtype=np.float64) for nll in losses]
+            words = label * (len(self.eval_config.inference) > 1)
             names = [about.named(LENGTH=length, SETTING=words).name for length in self.lengths]
-            units = self.stretches.units(self.fingerprint)
-            blocks.append(rows(about, by_stretch, units, self.lengths, setting=setting.label, names=names))
+            blocks.append(rows(about, np.stack(by_stretch, 1), units, self.lengths, setting=label, names=names))
         return blocks

@@ -1,10 +1,9 @@
 """Accuracy, in fp32, on needles in a haystack by sequence length and depth, with heads' attention to needles."""
 
-import copy
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, product
@@ -15,29 +14,26 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lm.config.eval_config import NeedleConfig, lengths_from_factors
+from lm.config.eval_config import lengths_from_factors
 from lm.config.task_config import Needle
 from lm.config.tree import Config
 from lm.data.batches import Batch
 from lm.data.store import Store
-from lm.data.tasks import Draw, Example, NoRoom, TaskError, Text, example
+from lm.data.tasks import Draw, Example, NoRoom, Text, example
 from lm.diagnostics.attention_rows import HEADS
+from lm.errors import ConfigError
 from lm.evaluation.answers import ACCURACY, QUESTION_SEED, AnswerMeasurement, Sample, accuracy, by_length
 from lm.evaluation.evaluation_kind import Advance, ignore
-from lm.evaluation.held_out import EVAL_TOKENS, LENGTHS, by_sequence, tokens_sha256
+from lm.evaluation.held_out import LENGTHS, by_sequence, tokens_sha256
 from lm.model.attention_stream import attention_blocks
 from lm.model.blocks import DecodingCache
-from lm.model.cross_entropy import training_loss
 from lm.model.decoder import Decoder
-from lm.model.device import Device, all_reduce_sum, preserved_random_state
-from lm.model.swapped import applicable_settings, for_inference
+from lm.model.device import Device
 from lm.progress import Progress
 from lm.runs.evaluations import rows, units_frame
 from lm.runs.metric import Metric
-from lm.schema import Plain, to_plain
+from lm.schema import Plain
 
-FINETUNE_SEQUENCES, FINETUNE_LR = 16, 2e-4  # sequences of a step of fine-tuning, and its peak learning rate
-FINETUNE_SEED = 1  # seed of fine-tuning and of its sequences, which are training sequences of the task
 EXACT_COLUMN = 0  # index in `SCORED` of `exact`
 DRAWN_NUMBERS = 9  # random numbers among which the correct number is ranked, beside the text's other numbers
 HEADS_DEPTH = 0.5  # depth of the needles that heads' attention is measured on
@@ -152,42 +148,6 @@ def _make_trial(sequence: Example, question: int, index: int, text: Text) -> Tri
     return Trial(sequence.tokens[:start], answer, alternatives, number, spans, index)
 
 
-def finetuned_copy(decoder: Decoder, config: NeedleConfig, seq_len: int, text: Text, device: Device) -> Decoder:
-    """A copy of the decoder, fine-tuned on the loss of answers in training sequences with needles, of `seq_len` tokens.
-
-    AdamW has betas 0.9 and 0.999 and no weight decay; gradients are clipped to norm 1. The learning rate rises in the
-    first third of the steps, is constant in the second, and falls towards 0 in the last (after arXiv 2505.17083, App.
-    G.2). `decoder` is not changed. Every rank does the same work.
-    """
-    options = config.finetune
-    model = copy.deepcopy(decoder).train().requires_grad_(True)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
-    task = Needle(needles=config.needles, distractors=config.distractors)
-    with torch.enable_grad(), preserved_random_state():
-        torch.manual_seed(FINETUNE_SEED)
-        for step in range(options.steps):
-            phase_steps = max(1, options.steps // 3)
-            for group in optimizer.param_groups:
-                group["lr"] = FINETUNE_LR * min(1.0, (step + 1) / phase_steps, (options.steps - step) / phase_steps)
-            offset = step * FINETUNE_SEQUENCES
-            examples = [
-                example(task, FINETUNE_SEED, offset + index, seq_len, "train", text)
-                for index in range(FINETUNE_SEQUENCES)
-            ]
-            answers = np.stack([item.answers for item in examples])
-            batch = Batch.of(np.stack([item.tokens for item in examples]), answers).to(device.device)
-            optimizer.zero_grad()
-            batch_size = max(1, EVAL_TOKENS // seq_len)
-            for tokens, targets in zip(batch.tokens.split(batch_size), batch.targets.split(batch_size), strict=True):
-                with device.autocast():
-                    hidden = model.hidden(Batch(tokens, targets, None)).flatten(0, 1)
-                    loss, _ = training_loss(hidden, model.head, targets.flatten())
-                (loss / int(answers.sum())).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-    return model.eval()
-
-
 def head_scores(decoder: Decoder, trial: Trial, length: int) -> Tensor:
     """Each head's attention from the prompt's last token to the needle's number, and to the needle's sentence: (2,
     layers, H) fp32.
@@ -220,54 +180,41 @@ class NeedleMeasurement(AnswerMeasurement):
     )
 
     @classmethod
-    def metrics(cls, config: Config) -> list[Metric]:
+    def names(cls, config: Config) -> dict[str, Sequence[object]]:
         options = cls.options_of(config)
-        return [
-            metric.named(LENGTH=length, SETTING=setting.label)
-            for setting in options.inference
-            for metric in cls.logged[not options.depths :]
-            for length in lengths_from_factors(options.length_factors, config.data)
-        ]
+        lengths = lengths_from_factors(options.length_factors, config.data)
+        return {"SETTING": [setting.label for setting in options.inference], "LENGTH": lengths}
+
+    @classmethod
+    def metrics(cls, config: Config) -> list[Metric]:
+        # without depths there is the control alone
+        return [metric for metric in super().metrics(config) if metric.control or cls.options_of(config).depths]
 
     @classmethod
     def sequences_of(cls, config: Config, metric: str) -> dict[str, Plain]:
         return config.eval.measured_options(cls.kind)
 
     def __init__(self, config: Config, store: Store):
+        """Raises ConfigError: the needles fit into none of the lengths, or not into `heads_at`."""
         super().__init__(config, store)
-        self.haystack = Text(store)
-        task = Needle(needles=self.eval_config.needles, distractors=self.eval_config.distractors)
-        self.tasks = {f"depth {100 * depth:g}%": replace(task, depth=depth) for depth in self.eval_config.depths}
+        options, self.haystack = self.eval_config, Text(store)
+        task = Needle(needles=options.needles, distractors=options.distractors)
+        self.tasks = {f"depth {100 * depth:g}%": replace(task, depth=depth) for depth in options.depths}
         self.tasks["no needle"] = replace(task, absent=True)
-        lengths, reasons = self.lengths, {}
-        for length in lengths:
+        for length in self.lengths[:-1]:
             try:
-                example(task, QUESTION_SEED, 0, length, "test", self.haystack)
-            except NoRoom as error:
-                reasons[length] = str(error)
-            except TaskError:  # `check_fits` raises it as a ConfigError
-                continue
-        # if all are too short, `check_fits` says so
-        self.lengths = [length for length in lengths if length not in reasons] or lengths
-        self.heads_length = round((self.eval_config.heads_at or 0) * config.data.seq_len)
-        for length in self.lengths:
-            self.check_fits(task, length, "length_factors", self.eval_config.trials)
-        if self.eval_config.heads_at:
+                self.check_fits(task, length, "length_factors", options.trials)
+            except ConfigError as error:
+                if not isinstance(error.__cause__, NoRoom):
+                    raise
+                self.lengths = [other for other in self.lengths if other != length]
+                if not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
+                    reason = f"sequences of {length:,} are left out: {error.__cause__}"
+                    Progress().say(f"note: eval.needle.length_factors: {reason}")
+        self.check_fits(task, self.lengths[-1], "length_factors", options.trials)
+        self.heads_length = round((options.heads_at or 0) * config.data.seq_len)
+        if options.heads_at:
             self.check_fits(task, self.heads_length, "heads_at")
-        if self.eval_config.finetune.steps:
-            self.check_fits(
-                task,
-                config.data.seq_len,
-                "finetune.steps",
-                1,
-                "train",
-                "fine-tuning has the training length: set it to 0",
-            )
-        for length in sorted({*lengths} - {*self.lengths}):
-            if not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
-                Progress().say(
-                    f"note: eval.needle.length_factors: sequences of {length:,} are left out: {reasons[length]}"
-                )
 
     @property
     def options(self) -> dict[str, Plain]:
@@ -278,37 +225,11 @@ class NeedleMeasurement(AnswerMeasurement):
         return len(self.tasks) * len(self.lengths) * self.eval_config.trials * len(self.eval_config.inference)
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
-        steps = self.eval_config.finetune.steps
-        base = self._finetuned_decoder(decoder, device) if steps else decoder
-        blocks, heads_blocks = [], []
-        for inference in applicable_settings(decoder, self.eval_config.inference):
-            model = for_inference(base, inference)
-            setting_label = inference.label + (f", fine-tuned {steps} steps" if steps else "")
-            blocks += self._answer_blocks(model, inference.label, setting_label, device, progress)
-            heads_blocks += self._head_blocks(model, setting_label, device) if self.eval_config.heads_at else []
-        return blocks + heads_blocks
-
-    def _finetuned_decoder(self, decoder: Decoder, device: Device) -> Decoder:
-        """Fine-tune a copy on every rank, and return the copy of rank 0 on all ranks, as the copies of the ranks might
-        come to differ.
-        """
-        copies: list[Decoder] = []
-
-        def finetune() -> Tensor:
-            copies.append(finetuned_copy(decoder, self.eval_config, self.config.data.seq_len, self.haystack, device))
-            return torch.zeros(1)
-
-        all_reduce_sum(device, finetune)
-        if device.world > 1:
-            for value in copies[0].state_dict().values():
-                torch.distributed.broadcast(value, 0)
-        return copies[0]
-
-    def precision(self, device: Device) -> str:
-        training_precision = device.precision if self.eval_config.finetune.steps else "32"
-        return super().precision(device) + (
-            f", fine-tuned in {training_precision}" if training_precision != "32" else ""
-        )
+        blocks, head_blocks = [], []
+        for setting, model in self.inference_models(decoder):
+            blocks += self._answer_blocks(model, setting, device, progress)
+            head_blocks += self._head_blocks(model, setting, device) if self.eval_config.heads_at else []
+        return blocks + head_blocks
 
     def _chance(self, task: Needle) -> float | None:
         """Mean accuracy, over trials, of guessing among the numbers not yet asked for; None if the needle is absent or
@@ -321,113 +242,92 @@ class NeedleMeasurement(AnswerMeasurement):
         )
 
     def _answer_blocks(
-        self, decoder: Decoder, label: str, setting: str, device: Device, progress: Advance
-    ) -> list[pd.DataFrame]:
+        self, decoder: Decoder, setting: str, device: Device, progress: Advance
+    ) -> Iterator[pd.DataFrame]:
         """Accuracy for reports, over all depths and for the control without needle; then each metric that `SCORED`
         lists, at each depth and for the control."""
-        scores = {
-            name: [self._scores(decoder, task, length, device, progress) for length in self.lengths]
+        cells = {
+            name: [self._cell(decoder, task, length, device, progress) for length in self.lengths]
             for name, task in self.tasks.items()
         }
         options = json.dumps({"needles": self.eval_config.needles, "distractors": self.eval_config.distractors})
-        blocks: list[pd.DataFrame] = []
-        tasks = [*self.tasks][:-1], ["no needle"]
-        for metric, names in zip(self.logged, tasks, strict=True):
+        *depths, control = self.tasks
+        for metric, names in zip(self.logged, (depths, [control]), strict=True):
             if not names:
                 continue
-            pools = [
-                self._pooled_sample(depth_scores)
-                for depth_scores in zip(*(scores[name] for name in names), strict=True)
-            ]
-            log_names = [metric.named(LENGTH=length, SETTING=label).name for length in self.lengths]
-            what, chance = (
-                "needle, control without it" if metric.control else "needle",
-                self._chance(self.tasks[names[0]]),
-            )
-            about = accuracy(metric, len(pools[0][0]), chance, options)
-            blocks.append(by_length(about, self.lengths, pools, task=what, setting=setting, names=log_names))
+            samples = [_pooled_sample(depth_cells) for depth_cells in zip(*map(cells.get, names), strict=True)]
+            about = accuracy(metric, self.eval_config.trials, self._chance(self.tasks[names[0]]), options)
+            fields = {"task": f"needle{', control without it' * metric.control}", "setting": setting}
+            log_names = [metric.named(LENGTH=length, SETTING=setting).name for length in self.lengths]
+            yield by_length(about, self.lengths, samples, log_names, **fields)
         for name, task in self.tasks.items():
-            guess_accuracies = [
-                np.mean([1 / (1 + len(trial.others)) for trial in length_scores.trials])
-                for length_scores in scores[name]
-            ]
-            chance_levels = {"exact": self._chance(task), "first of candidates": float(np.mean(guess_accuracies))}
+            guesses = [np.mean([1 / (1 + len(trial.others)) for trial in cell.trials]) for cell in cells[name]]
+            chance_levels = {"exact": self._chance(task), "first of candidates": float(np.mean(guesses))}
             for column, (quantity, unit) in enumerate(SCORED):
-                samples = [(length_scores.values[:, [column]], length_scores.units) for length_scores in scores[name]]
                 chance, is_fraction = chance_levels.get(quantity), unit == "fraction"
                 about = Metric(
                     "", unit, "higher" if is_fraction else "lower", "", quantity, "questions", is_fraction, LENGTHS,
                     references=() if chance is None else (("chance", chance),), options=options,
                 )  # fmt: skip
-                blocks.append(by_length(about, self.lengths, samples, task=name, setting=setting))
-        return blocks
+                samples = [(cell.scores[:, [column]], cell.units) for cell in cells[name]]
+                yield by_length(about, self.lengths, samples, task=name, setting=setting)
 
-    def _scores(
-        self, decoder: Decoder, task: Needle, length: int, device: Device, progress: Advance = ignore
-    ) -> "_Scores":
+    def _cell(self, decoder: Decoder, task: Needle, length: int, device: Device, progress: Advance = ignore) -> "_Cell":
         questions = trials(task, length, self.eval_config.trials, self.haystack)
 
         def measure(indices: list[int]) -> Tensor:
             return score(decoder, [questions[index] for index in indices], length, self.haystack)
 
         lengths = [len(trial.prompt) for trial in questions]
-        return _Scores(questions, by_sequence([decoder], lengths, (len(SCORED),), device, measure, progress))
+        return _Cell(questions, by_sequence([decoder], lengths, (len(SCORED),), device, measure, progress))
 
-    def _pooled_sample(self, depths: Sequence["_Scores"]) -> Sample:
-        """Each trial's fraction of exact answers over `depths`; a trial counts once, as all depths ask the same
-        question.
-        """
-        identity = json.dumps([to_plain(self.eval_config.finetune), *(scores.sha256 for scores in depths)])
-        fractions = np.mean([scores.values[:, EXACT_COLUMN] for scores in depths], axis=0)
-        sha256 = hashlib.sha256(identity.encode()).hexdigest()
-        return fractions[:, None], units_frame(sha256, depths[0].sequences)
-
-    def _head_blocks(self, decoder: Decoder, setting: str, device: Device) -> list[pd.DataFrame]:
+    def _head_blocks(self, decoder: Decoder, setting: str, device: Device) -> Iterator[pd.DataFrame]:
         """Every head's attention to needles at depth `HEADS_DEPTH`, by trial, and exact answers and correct first
         digits.
         """
-        length, shape = self.heads_length, (2, len(decoder.normalizers()), decoder.normalizers()[0].layer.n_head)
-        scores = self._scores(
-            decoder, Needle(needles=1, distractors=self.eval_config.distractors, depth=HEADS_DEPTH), length, device
-        )
+        normalizers, length = decoder.normalizers(), self.heads_length
+        shape = 2, len(normalizers), normalizers[0].layer.n_head
+        task = Needle(needles=1, distractors=self.eval_config.distractors, depth=HEADS_DEPTH)
+        cell = self._cell(decoder, task, length, device)
 
         def measure(indices: list[int]) -> Tensor:
-            return torch.stack([head_scores(decoder, scores.trials[index], length) for index in indices])
+            return torch.stack([head_scores(decoder, cell.trials[index], length) for index in indices])
 
-        weights = by_sequence([decoder], [len(trial.prompt) for trial in scores.trials], shape, device, measure)
-        uniform_attention = np.mean(
-            [np.diff(trial.spans).ravel() / len(trial.prompt) for trial in scores.trials], axis=0
-        )
+        weights = by_sequence([decoder], [len(trial.prompt) for trial in cell.trials], shape, device, measure)
+        uniform_attention = np.mean([np.diff(trial.spans).ravel() / len(trial.prompt) for trial in cell.trials], axis=0)
         options = json.dumps({"length": length, "depth": HEADS_DEPTH})
         about = Metric("", "fraction", "higher", units="questions", options=options)
-        blocks = []
         for (number, span), layer in product(enumerate(("number", "sentence")), range(shape[1])):
             levels = (("uniform attention", float(uniform_attention[number])),)
             attention = replace(about, quantity=f"attention to the {span}", axis=HEADS, references=levels)
-            values = weights[:, number, layer].astype(float), scores.units, [*range(shape[2])]
-            blocks.append(rows(attention, *values, task=f"layer {layer}", setting=setting))
+            values = weights[:, number, layer].astype(float), cell.units, [*range(shape[2])]
+            yield rows(attention, *values, task=f"layer {layer}", setting=setting)
         for column in (0, 1):
             exact = replace(about, quantity=f"{SCORED[column][0]}, heads' trials")
-            blocks.append(rows(exact, scores.values[:, [column]], scores.units, setting=setting))
-        return blocks
+            yield rows(exact, cell.scores[:, [column]], cell.units, setting=setting)
 
 
 @dataclass(frozen=True, eq=False)
-class _Scores:
+class _Cell:
     """Trials of one sequence length and depth, with a row of scores (`score`) for each trial."""
 
     trials: list[Trial]
-    values: np.ndarray  # (trials, len(SCORED))
+    scores: np.ndarray  # (trials, len(SCORED))
 
     @cached_property
     def sha256(self) -> str:
         return tokens_sha256(part for trial in self.trials for part in (trial.prompt, trial.answer))
 
     @property
-    def sequences(self) -> np.ndarray:
-        """The sequence of each trial, (trials,); trials of one sequence depend on each other."""
-        return np.array([trial.sequence for trial in self.trials])
-
-    @cached_property
     def units(self) -> pd.DataFrame:
-        return units_frame(self.sha256, self.sequences)
+        """The trials as units; those of one sequence depend on each other."""
+        return units_frame(self.sha256, np.array([trial.sequence for trial in self.trials]))
+
+
+def _pooled_sample(depths: Sequence[_Cell]) -> Sample:
+    """Each trial's fraction of exact answers over `depths`; all depths ask the same question: a trial counts once."""
+    # the hash that versions with fine-tuning gave to models without it
+    identity = json.dumps([{"steps": 0}, *(cell.sha256 for cell in depths)])
+    fractions = np.mean([cell.scores[:, EXACT_COLUMN] for cell in depths], axis=0)
+    units = depths[0].units.assign(sequences=hashlib.sha256(identity.encode()).hexdigest()[:16])
+    return fractions[:, None], units

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from lm.attention.layout import AttentionLayout
+from lm.attention.options import Options
 from lm.config.data_config import FullLength
 from lm.config.eval_config import Timing, lengths_from_factors
 from lm.config.load import merge, overrides_in, parse, to_yaml
-from lm.config.normalizers import OPTIONS
 from lm.config.tree import Config
 from lm.config.yaml_text import override
 from lm.data.batches import long_starts, train_sequences
 from lm.data.store import Store
 from lm.data.tasks import NoRoom
-from lm.errors import ConfigError, Problem, RunError
-from lm.evaluation.evaluate import model_on_text, open_device, open_store, text_config
+from lm.errors import ConfigError, Problem
+from lm.evaluation.evaluate import measured_config, model_on_text, open_device, open_store
 from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
 from lm.evaluation.held_out import (
     LENGTHS,
@@ -51,7 +51,7 @@ from lm.runs.loading import LoadedModel, load
 from lm.runs.manifest import write_files
 from lm.runs.metric import Axis, Metric
 from lm.runs.record import arm
-from lm.schema import Plain, Unavailable, suggest, to_plain
+from lm.schema import Plain, to_plain
 
 DRIFT_SEQUENCES = 4  # sequences of each length whose attention weights are compared
 
@@ -250,77 +250,65 @@ def swap_run(
     """
     with new_folder(destination) as folder:
         model = load(source, checkpoint)
-        if files:
-            model = replace(model, config=_text_config(model, files, overrides))
-        elif model.config is None:
-            remedy = (
-                f"name a configuration of text, e.g. lm swap {source} configs/sotu.yaml --to {normalizer} -o "
-                f"{destination}"
-            )
-            raise RunError(f"{source}: has no training run behind it, of whose text a swap could be measured; {remedy}")
+        base = measured_config(source, model, files)
         with PLUGINS.trusted():
-            config = _swapped_config(model, normalizer, init, destination, overrides)
+            config = _swapped_config(base, model.decoder.config.normalizer, normalizer, init, destination, overrides)
         check_causality(config)
         old, new = model.decoder, with_normalizer(model.decoder, config.model.normalizer)
         label = new.config.normalizer.label()
         if init == "fit" and not count_parameters(new)["normalizer"]:
             raise ConfigError([Problem("--init", init, f"{label} has no parameters to fit", "drop --init")])
-        model, store = model_on_text(model, model.config) if files else (model, open_store(config, model))
+        model, store = model_on_text(model, config) if files else (model, open_store(config, model))
         # an export has no environment
         environment = {**model.environment, "data_fingerprint": model.metadata["data_fingerprint"]}
         measurement, device = SwapMeasurement(config, store, old), open_device(config, environment)
         old.to(device.device), new.to(device.device)
-        facts: dict[str, Plain] = {"from": str(model.path), "arm": arm(to_plain(model.config), environment)}
+        facts: dict[str, Plain] = {"from": str(model.path), "arm": arm(to_plain(base), environment)}
         facts["normalizer"] = old.config.normalizer.label()
         facts["init"] = init if init == "fit" else getattr(config.model.normalizer, "init", None)
+        notes = _notes(old, new, config, destination, facts["init"])
         if init == "fit":
             # the first steps of a curriculum are short
             full_length = replace(config, data=replace(config.data, lengths=FullLength()))
             sequences = train_sequences(store, full_length, max(1, FIT_TOKENS // config.data.seq_len))
             batches = [sequences.batch(step).to(device.device) for step in range(FIT_BATCHES)]
-            facts["fit_kl_before"], facts["fit_kl_after"] = fit_normalizers(old, new, batches)
+            before, after = facts["fit_kl_before"], facts["fit_kl_after"] = fit_normalizers(old, new, batches)
+            notes = [f"fit: KL {before:.5f} -> {after:.5f} nats on training sequences", *notes]
         evaluation = measurement.evaluate(new, device, model.stamp["step"], model.stamp["tokens_seen"])
         path = destination / measurement.write(folder, evaluation).relative_to(folder)
         _write_run(folder, config, model, new.cpu(), {**environment, "command": command_line(), "swap": facts})
     model_lines, warning = swap_lines(old, new, evaluation.step)
+    measured_lengths = {held_out.length for held_out in measurement.held_out}
     asked_lengths = lengths_from_factors(config.eval.swap_lengths, config.data)
-    if missing_lengths := sorted({*asked_lengths} - {held_out.length for held_out in measurement.held_out}):
-        missing_text = ", ".join(f"{length:,}" for length in missing_lengths)
-        text_reason = "which no held-out document has, or no position of the model"
-        reason = "into which the task does not fit" if config.data.symbolic else text_reason
-        model_lines.append(f"not measured: {missing_text} tokens (eval.swap_lengths), {reason}")
-    if not len(evaluation.frame):
-        model_lines.append("nothing measured")
-    if changed_layers := _layers_with_changed_keys(old, new):
-        phrase = (
-            "see other keys at the training length than before, which changes the loss, too; --to layers keeps "
-            "those of single layers"
+    if missing := [f"{length:,}" for length in asked_lengths if length not in measured_lengths]:
+        reason = "the task does not fit into" if config.data.symbolic else "no held-out document, or no position, has"
+        model_lines.append(f"not measured: {', '.join(missing)} tokens (eval.swap_lengths), which {reason}")
+    return SwapResult(evaluation, path, model_lines, notes, warning)
+
+
+def _notes(old: Decoder, new: Decoder, config: Config, destination: Path, init: Plain) -> list[str]:
+    """Lines to print after the tables of a swap: what to know about the new normalizers, and how to go on."""
+    notes, label = [], new.config.normalizer.label()
+    unmatched = [str(layer) for layer, each in enumerate(old.normalizers()) if each.scale_by_position() is None]
+    if init == "match" and unmatched:
+        layers = f" in layers {', '.join(unmatched)}" if len(unmatched) < len(old.normalizers()) else ""
+        notes.append(
+            f"note: {old.config.normalizer.label()} has no factor on q.k{layers} that {label} could match: parameters "
+            "have their initial values; --init fit chooses them"
         )
-        model_lines.append(f"layers {', '.join(map(str, changed_layers))} {phrase}")
+    layout = AttentionLayout.full(old.seq_len).select(slice(old.seq_len - 1, old.seq_len), old.seq_len)
+    visible = [[normalizer.visible(layout) for normalizer in decoder.normalizers()] for decoder in (old, new)]
+    changed = [str(layer) for layer, pair in enumerate(zip(*visible, strict=True)) if not torch.equal(*pair)]
+    if changed:
+        notes.append(
+            f"layers {', '.join(changed)} see other keys at the training length than before, which changes the loss, "
+            "too; --to layers keeps those of single layers"
+        )
     options = config.model.normalizer
     values = {name: to_plain(options)[name] for name in ("name", *options.non_defaults())}
-    changes = [override("model.normalizer", values)]
-    changes += ["phases=[]"] if model.config.phases else []
-    notes = [
-        f"{destination}: weights alone; go on with: lm eval {destination}, or lm train CONFIG "
-        f"{shlex.join(changes)} init_from={destination} name=..."
-    ]
-    unmatched_layers = [
-        str(layer) for layer, normalizer in enumerate(old.normalizers()) if normalizer.scale_by_position() is None
-    ]
-    if facts["init"] == "match" and unmatched_layers:
-        remedy = "parameters have their initial values; --init fit chooses them"
-        layers_note = (
-            f" in layers {', '.join(unmatched_layers)}" if len(unmatched_layers) < len(old.normalizers()) else ""
-        )
-        notes.insert(
-            0, f"note: {facts['normalizer']} has no factor on q.k{layers_note} that {label} could match: {remedy}"
-        )
-    if init == "fit":
-        notes.insert(
-            0, f"fit: KL {facts['fit_kl_before']:.5f} -> {facts['fit_kl_after']:.5f} nats on training sequences"
-        )
-    return SwapResult(evaluation, path, model_lines, notes, warning)
+    changes = [override("model.normalizer", values), *["phases=[]"] * bool(config.phases)]
+    command = f"lm train CONFIG {shlex.join(changes)} init_from={destination} name=..."
+    return [*notes, f"{destination}: weights alone; go on with: lm eval {destination}, or {command}"]
 
 
 def swap_lines(old: Decoder, new: Decoder, step: int) -> tuple[list[str], str]:
@@ -383,68 +371,24 @@ def _factor_lines(old: Decoder, new: Decoder) -> tuple[list[str], str]:
     return lines, warning if deviations else ""
 
 
-def _layers_with_changed_keys(old: Decoder, new: Decoder) -> list[int]:
-    """The layers in which the last query of a training sequence sees other keys after the swap than before, as with a
-    window.
-    """
-    length = old.seq_len
-    layout = AttentionLayout.full(length).select(slice(length - 1, length), length)
-    pairs = enumerate(zip(old.normalizers(), new.normalizers(), strict=True))
-    return [layer for layer, pair in pairs if not torch.equal(*(normalizer.visible(layout) for normalizer in pair))]
-
-
-def _text_config(model: LoadedModel, files: Sequence[Path], overrides: list[str]) -> Config:
-    """The configuration by which a swapped model folder is measured, with the text of `files` and all `overrides` but
-    those of `model`. Raises RunError: the model is in a run folder, whose own text a swap is measured on."""
-    if (model.folder / CONFIG).is_file():
-        raise RunError(
-            f"{model.folder}: a run folder: a swap is measured on its own text, not on that of {files[0]}; leave that "
-            "out"
-        )
-    changes = {name: value for name, value in overrides_in("swap", overrides).items() if name != "model"}
-    return parse(merge(to_plain(text_config(model, list(files))), changes))
-
-
-def _swapped_config(model: LoadedModel, name: str, init: str | None, destination: Path, overrides: list[str]) -> Config:
-    """The configuration of the new run folder. Imports plugins that `name` or `overrides` name; `load` has imported the
-    model's plugins.
-    """
-    changes = overrides_in("swap", overrides)
-    try:
-        options = OPTIONS[name]
-    except Unavailable as error:
-        raise ConfigError([Problem("--to", name, error.reason, error.remedy)]) from None
-    except KeyError:
-        remedy = (
-            "for a list: --to layers 'model.normalizer.of=[window, ssmax]'"
-            if name.startswith("[")
-            else suggest(name, OPTIONS)
-        )
-        raise ConfigError([Problem("--to", name, "unknown normalizer", remedy)]) from None
+def _swapped_config(
+    base: Config, old: Options, name: str, init: str | None, destination: Path, overrides: list[str]
+) -> Config:
+    """The configuration of the new run folder. Imports plugins that `name` or `overrides` name."""
+    chosen_init = [f"model.normalizer.init={init}"] if init not in (None, "fit") else []
+    changes = overrides_in("swap", [*overrides, *chosen_init])
     user_options = changes.get("model", {}).get("normalizer", {})
     if not isinstance(user_options, dict) or "name" in user_options:
         reason = f"the new normalizer is --to {name}"
         raise ConfigError([Problem("model.normalizer", user_options, reason, "set its options by their keys")])
-    normalizer: dict[str, Plain] = {"name": name}
-    first_init = options.first_init()
-    if init not in (None, "fit") and first_init is None:
-        raise ConfigError([Problem("--init", init, f"{name} has no option init", "drop --init, or give fit")])
-    if init is not None and "init" in user_options:
-        raise ConfigError(
-            [Problem("model.normalizer.init", user_options["init"], f"--init says {init}", "give one of them")]
-        )
-    if first_init is not None:
-        normalizer["init"] = first_init if init in (None, "fit") else init
-        with suppress(ValueError):
-            normalizer["init"] = float(normalizer["init"])
-    base = merge(
-        {**to_plain(model.config), "experiment": {}},
-        {"model": {"normalizer": to_plain(model.decoder.config.normalizer)}},
-    )
-    base = merge(merge(base, {"model": {"normalizer": normalizer}}), changes)
+    plain = merge({**to_plain(base), "experiment": {}}, {"model": {"normalizer": to_plain(old)}})
+    plain = merge(merge(plain, {"model": {"normalizer": {"name": name}}}), changes)
     fields = {"name": destination.name, "runs": str(destination.parent), "resume": "", "train_only": None, "phases": []}
-    fields |= {"init_from": "", "branch_from": ""}
-    return parse({**base, **fields})
+    config = parse({**plain, **fields, "init_from": "", "branch_from": ""})
+    normalizer = config.model.normalizer
+    if "init" not in user_options and normalizer.first_init() is not None:  # not that of an old one of the same name
+        config.model.normalizer = replace(normalizer, init=normalizer.first_init())
+    return config
 
 
 def _write_run(

@@ -55,9 +55,7 @@ class EvaluationCallback(StepCallback):
             self.measure(trainer, module, module.decoder)
 
     def measure(self, trainer: L.Trainer, module: LanguageModel, decoder: Decoder) -> Evaluation | None:
-        """Measure `decoder` now, log the result and cache it for `lm eval`. Returns None if measuring failed. All ranks
-        must call it.
-        """
+        """Measure `decoder` now, log and write the result. Returns None if measuring failed. All ranks must call it."""
         begin, step, run, measurement = time.perf_counter(), trainer.global_step, self.run, self.measurement
         device = run.device(trainer, module)
         tokens, result = step * self.config.optim.batch_tokens, None
@@ -70,7 +68,6 @@ class EvaluationCallback(StepCallback):
                     step == self.config.trainer.max_steps and not self.config.experiment.name
                 )
                 path = measurement.write(self.config.run_folder, result, draws_picture)
-                measurement.cache(self.config.run_folder, result, device)
                 for logger in run.loggers:
                     logger.log_evaluation(result, path.with_suffix(".png"))
                 texts = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())

@@ -12,7 +12,7 @@ from lm.config.load import to_yaml
 from lm.config.tree import Config
 from lm.data.store import Store
 from lm.errors import Diverged, RunError
-from lm.evaluation.evaluate import evaluate
+from lm.evaluation.evaluate import evaluate_model, open_device
 from lm.evaluation.evaluation_kind import Measurement, measurements
 from lm.files import UNFINISHED, json_bytes
 from lm.machine import keep_freed_memory, threads_per_process, without_garbage_collection
@@ -38,7 +38,7 @@ from lm.runs.folder import (
     step_paths,
     truncate_metrics,
 )
-from lm.runs.loading import LoadedModel
+from lm.runs.loading import LoadedModel, load
 from lm.runs.manifest import truncate_manifest, write_files
 from lm.schema import Plain
 from lm.training.banner import banner, environment
@@ -185,9 +185,9 @@ def _evaluate_missing(
 ) -> None:
     """Make and log evaluations that a complete run lacks because it was killed after its last step."""
     folder, step = config.run_folder, config.trainer.max_steps
-    due_kinds = [measurement.kind for measurement in all_measurements if measurement.eval_config.is_due(step, step)]
-    if missing_kinds := [kind for kind in due_kinds if not evaluation_path(folder, kind, step).exists()]:
-        results = evaluate(config, folder, checkpoint, missing_kinds)
+    due = [measurement for measurement in all_measurements if measurement.eval_config.is_due(step, step)]
+    if missing := [each for each in due if not evaluation_path(folder, each.kind, step).exists()]:
+        results = evaluate_model(folder, load(checkpoint), missing, open_device(config, facts))
         truncate_metrics(folder / METRICS, step)  # a line that the kill cut short
         loggers = make_loggers(mode, config, facts, is_main=True)
         for evaluation in (result.evaluation for result in results):

@@ -37,7 +37,7 @@ def test_a_key_of_another_version_distinguishes_arms_and_must_not_change_on_resu
         ("trainer.precision", True),
         ("trainer.max_steps", True), ("data.on_error", True), ("seed", False), ("name", False),
         ("trainer.micro_batch", False),
-        ("data.root", False), ("eval.needle.finetune.steps", False), ("log.every", False), ("resume", False),
+        ("data.root", False), ("eval.needle.trials", False), ("log.every", False), ("resume", False),
         ("init_from", True),
     ],
 )  # fmt: skip

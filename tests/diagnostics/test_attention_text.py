@@ -143,7 +143,7 @@ def test_a_long_text_is_drawn_in_cells_and_its_table_is_json(model: Path, tmp_pa
         ),
         (
             ["--text", "a few", "eval.diagnostics=null"],
-            "eval.diagnostics = null: must be a block of keys; leave it out",
+            "eval.diagnostics = null: leaves nothing to describe",
         ),
         (["--text", "a few", "-o", "a.png"], "a.png: can't write results of this kind"),
         (["--layer", "1"], "--layer: of the maps that --text draws"),

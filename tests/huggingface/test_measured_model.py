@@ -76,10 +76,6 @@ def test_a_model_with_windows_is_measured_on_the_command_line(folder: Path):
 
 def test_what_is_not_measured_is_said_in_one_line(folder: Path):
     command = ["eval", f"hf:{folder / 'hf'}", str(folder / "text.yaml")]
-    for options, reason in (
-        (["--normalizer", "forget"], "is no function of one layer's queries and keys"),
-        (["eval.needle.length_factors=[1]", "eval.needle.finetune.steps=1"], "LlamaForCausalLM runs in transformers"),
-    ):
-        result = lm(*command, *options)
-        assert (result.returncode != 0, result.stderr.count("error:")) == (True, 1), result.stderr
-        assert reason in result.stderr
+    result = lm(*command, "--normalizer", "forget")
+    assert (result.returncode != 0, result.stderr.count("error:")) == (True, 1), result.stderr
+    assert "is no function of one layer's queries and keys" in result.stderr

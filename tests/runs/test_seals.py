@@ -297,8 +297,9 @@ def test_what_was_measured_by_other_code_is_measured_again(tmp_path, monkeypatch
         load_config([str(ROOT / "tests" / "tiny.yaml"), "data.source.paths=[.]"]), SimpleNamespace(fingerprint="data")
     )
     device = Device(torch.device("cpu"), False)
-    evaluation = replace(evaluation_of(EMPTY, "long_context", weights="w"), code=probe.code)
-    probe.cache(tmp_path, evaluation, device)
-    assert probe.cached(tmp_path, "w", device, 8, 80).code == {"lm": measuring_code()}
+    facts = {"code": probe.code, "options": {}, "data_fingerprint": "data", "precision": "32"}
+    evaluation = replace(evaluation_of(EMPTY, "long_context", weights="w"), **facts)
+    probe.write(tmp_path, evaluation)
+    assert probe.cached(tmp_path, "w", device, 8).code == {"lm": measuring_code()}
     monkeypatch.setattr("lm.evaluation.evaluation_kind.measuring_code", lambda: "other")
-    assert probe.cached(tmp_path, "w", device, 8, 80) is None
+    assert probe.cached(tmp_path, "w", device, 8) is None

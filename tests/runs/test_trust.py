@@ -400,9 +400,9 @@ def test_an_edited_result_is_measured_again(run: Path, capsys: pytest.CaptureFix
         lambda text: text[:100],
         lambda text: "",
     ):
-        for file in (run / "evaluations" / "cache").glob("*.csv"):
-            file.write_text(damage(file.read_text()))
+        file = max((run / "evaluations").glob("validation.step-*.csv"))
+        file.write_text(damage(file.read_text()))
         (result,) = evaluate_runs([run], overrides=["eval.sequences=5"])
         assert not result.cached
         assert result.evaluation.content() == first.evaluation.content()
-        assert re.search(r"note: .*cache/validation-\w+\.csv: .*: measured again", capsys.readouterr().err)
+        assert re.search(r"note: .*validation\.step-\d+\.csv: .*: measured again", capsys.readouterr().err)
