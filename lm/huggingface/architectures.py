@@ -1,5 +1,5 @@
-"""Convert configurations of GPT-2, Llama and Qwen in transformers to and from lm's, and find their tensors for each of
-lm's parameters.
+"""Convert configurations of GPT-2, Llama and their like in transformers to and from lm's, and find their tensors for
+each of lm's parameters.
 """
 
 import math
@@ -29,9 +29,15 @@ from lm.model.decoder import projections
 from lm.model.spec import ModelSpec
 from lm.schema import Plain
 
-MAX_LAYERS = 10**4
+Plains = dict[str, Plain]
+MAX_LAYERS, MAX_SIZE = 10**4, 10**9
 HEAD = "lm_head.weight"  # tensor of the head; its name has no prefix `base`
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"  # kinds of layers, in the field `layer_types`
+
+ACTIVATIONS = {
+    "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu": "gelu",
+    "relu2": "relu2",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,9 @@ class Architecture(ABC):
     classes: ClassVar[tuple[str, ...]]
     base: ClassVar[str]  # prefix of tensor names in models with a head
     blocks: ClassVar[str]  # the name of the list of layers
+    fields: ClassVar[dict[str, str]]  # lm's option by a field's name in config.json
+    defaults: ClassVar[Plains]  # transformers' default of each of these options
+    options: ClassVar[Plains]  # lm's options that all models have
     # lm's module -> transformers' name in the layer; several names for a matrix of several projections
     modules: ClassVar[dict[str, str]]
     stores_inputs_first = False  # matrices of layers are stored as (inputs, outputs)
@@ -77,17 +86,41 @@ class Architecture(ABC):
         fields.check_all_used(IRRELEVANT_FIELDS)
         return spec
 
-    @abstractmethod
     def spec(self, fields: Fields) -> ModelSpec:
         """Return the spec that this architecture's fields give, and mark them as used; `read` checks fields that all
         architectures have.
         """
+        values: Plains = {}
+        for name, option in self.fields.items():
+            default = self.defaults[option]
+            if isinstance(default, bool):
+                values[option] = fields.take(name, bool, default)
+            elif isinstance(default, float):
+                values[option] = fields.number(name, default)
+            else:
+                values[option] = fields.size(name, default, MAX_LAYERS if option == "n_layer" else MAX_SIZE)
+        options = {name: value for name, value in values.items() if name not in ("vocab_size", "seq_len")}
+        model = ModelConfig(**options, **self.options, **self.further_options(fields, values))
+        return ModelSpec(model, values["vocab_size"], values["seq_len"])
 
     @abstractmethod
-    def write(self, spec: ModelSpec) -> dict[str, Plain]:
+    def further_options(self, fields: Fields, values: Plains) -> dict[str, object]:
+        """Return lm's model options, by name, that no single field gives; `values` are those that one field gives."""
+
+    def write(self, spec: ModelSpec) -> Plains:
         """Return the config.json fields closest to `spec`. If they can't describe it exactly, `read` returns a
         different spec for them.
         """
+        values = {**vars(spec.model), "n_mlp": spec.model.mlp_width, **vars(spec)}
+        return {
+            "architectures": [self.classes[0]], "model_type": self.model_type,
+            **{name: values[option] for name, option in self.fields.items()},
+            "initializer_range": spec.model.init_std, "dtype": "float32", **self.further_fields(spec.model),
+        }  # fmt: skip
+
+    @abstractmethod
+    def further_fields(self, model: ModelConfig) -> Plains:
+        """Return the config.json fields that no single option of `model` gives."""
 
     def query_scale(self, spec: ModelSpec, fields: Fields, layer: int) -> float:
         """Return the factor on a layer's queries q that turns lm's scores q.k / sqrt(head size) into this
@@ -132,37 +165,28 @@ class GPT2(Architecture):
         "attention.qkv": "attn.c_attn", "attention.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.out": "mlp.c_proj",
     }  # fmt: skip
     buffers = (".attn.bias", ".attn.masked_bias")
-    activations: ClassVar[dict[str, str]] = {
-        "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu": "gelu",
-        "relu2": "relu2",
+    fields: ClassVar[dict[str, str]] = {
+        "vocab_size": "vocab_size", "n_positions": "seq_len", "n_embd": "n_embd", "n_layer": "n_layer", "n_head":
+        "n_head", "layer_norm_epsilon": "norm_eps", "tie_word_embeddings": "tied",
     }  # fmt: skip
+    defaults: ClassVar[Plains] = {
+        "vocab_size": 50257, "seq_len": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "norm_eps": 1e-5, "tied":
+        True,
+    }  # fmt: skip
+    options: ClassVar[Plains] = {"norm": "layer", "bias": True}
 
-    def spec(self, fields: Fields) -> ModelSpec:
-        width, n_positions = fields.size("n_embd", 768), fields.size("n_positions", 1024)
+    def further_options(self, fields: Fields, values: Plains) -> dict[str, object]:
+        n_positions = values["seq_len"]
         fields.require_value("n_ctx", (n_positions,), f"is not n_positions = {n_positions}")
-        activation = fields.take("activation_function", str, "gelu_new")
-        if activation not in self.activations:
-            raise fields.refusal("activation_function", f"only {', '.join(self.activations)} are read")
         for name, default in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
             fields.take(name, bool, default)  # read again in `query_scale`
-        model = ModelConfig(
-            n_layer=fields.size("n_layer", 12, MAX_LAYERS), n_head=fields.size("n_head", 12), n_embd=width,
-            n_mlp=fields.size("n_inner", 4 * width),
-            mlp=self.activations[activation], norm="layer", norm_eps=fields.number("layer_norm_epsilon", 1e-5),
-            position=Learned(),
-            normalizer=Softmax(), bias=True, tied=fields.take("tie_word_embeddings", bool, True),
-        )  # fmt: skip
-        return ModelSpec(model, fields.size("vocab_size", 50257), n_positions)
+        activation = _read_activation(fields, "activation_function", "gelu_new")
+        n_mlp = fields.size("n_inner", 4 * values["n_embd"])
+        return {"n_mlp": n_mlp, "mlp": activation, "position": Learned(), "normalizer": Softmax()}
 
-    def write(self, spec: ModelSpec) -> dict[str, Plain]:
-        model = spec.model
-        activation = next((name for name, mlp in self.activations.items() if mlp == model.mlp), "gelu_new")
+    def further_fields(self, model: ModelConfig) -> Plains:
         return {
-            "architectures": [self.classes[0]], "model_type": self.model_type, "vocab_size": spec.vocab_size,
-            "n_positions": spec.seq_len, "n_embd": model.n_embd, "n_layer": model.n_layer, "n_head": model.n_head,
-            "n_inner": model.mlp_width,
-            "activation_function": activation, "layer_norm_epsilon": model.norm_eps, "tie_word_embeddings": model.tied,
-            "initializer_range": model.init_std, "dtype": "float32",
+            "n_inner": model.mlp_width, "activation_function": _write_activation(model),
             "embd_pdrop": model.dropout, "resid_pdrop": model.dropout, "attn_pdrop": 0.0,
         }  # fmt: skip
 
@@ -189,63 +213,53 @@ class Llama(Architecture):
         "mlp.up": "mlp.gate_proj mlp.up_proj", "mlp.out": "mlp.down_proj",
     }  # fmt: skip
     buffers = (".rotary_emb.inv_freq",)
+    fields: ClassVar[dict[str, str]] = {
+        "vocab_size": "vocab_size", "max_position_embeddings": "seq_len", "hidden_size": "n_embd",
+        "intermediate_size": "n_mlp", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "rms_norm_eps":
+        "norm_eps", "tie_word_embeddings": "tied",
+    }  # fmt: skip
+    defaults: ClassVar[Plains] = {
+        "vocab_size": 32000, "seq_len": 2048, "n_embd": 4096, "n_mlp": 11008, "n_layer": 32, "n_head": 32, "norm_eps":
+        1e-6, "tied": False,
+    }  # fmt: skip
+    options: ClassVar[Plains] = {"mlp": "swiglu", "norm": "rms"}
     kv_heads: ClassVar[int | None] = None  # default of num_key_value_heads; None: the number of query heads
     head_dim: ClassVar[int | None] = None  # default of head_dim; None: hidden_size / num_attention_heads
-    vocab_size: ClassVar[int] = 32000
-    # defaults of num_hidden_layers, num_attention_heads, rms_norm_eps and tie_word_embeddings
-    n_layers, n_heads, eps, tied = 32, 32, 1e-6, False
-    # hidden_size, intermediate_size, max_position_embeddings
-    default_sizes: ClassVar[tuple[int, int, int]] = (4096, 11008, 2048)
+    bias_fields: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")  # other biases are absent
 
-    def spec(self, fields: Fields) -> ModelSpec:
-        width, mlp_width, n_positions = self.default_sizes
-        width, n_positions = fields.size("hidden_size", width), fields.size("max_position_embeddings", n_positions)
+    def further_options(self, fields: Fields, values: Plains) -> dict[str, object]:
+        width, n_heads, head_size = values["n_embd"], values["n_head"], fields.size("head_dim", self.head_dim)
         fields.require_value("hidden_act", ("silu", "swish"), "only silu is read, which makes the MLP SwiGLU")
-        n_heads = fields.size("num_attention_heads", self.n_heads)
-        head_size = fields.size("head_dim", self.head_dim)
         if head_size is None and width % n_heads:
             raise fields.refusal(
                 "num_attention_heads", f"does not divide hidden_size = {width}, and there is no head_dim"
             )
         kv_heads = fields.size("num_key_value_heads", None if fields.is_null("num_key_value_heads") else self.kv_heads)
-        model = ModelConfig(
-            n_layer=fields.size("num_hidden_layers", self.n_layers, MAX_LAYERS), n_head=n_heads,
-            n_kv_head=None if kv_heads == n_heads else kv_heads,
-            head_size=None if head_size and head_size * n_heads == width else head_size, n_embd=width,
-            n_mlp=fields.size("intermediate_size", mlp_width), mlp="swiglu", norm="rms",
-            norm_eps=fields.number("rms_norm_eps", self.eps), position=self.position(fields, n_positions),
-            tied=fields.take("tie_word_embeddings", bool, self.tied), **self.variant_options(fields),
-        )  # fmt: skip
-        return ModelSpec(model, fields.size("vocab_size", self.vocab_size), n_positions)
-
-    def position(self, fields: Fields, n_positions: int) -> Rope:
-        """Return RoPE's options for a context of `n_positions` tokens."""
-        return read_rope(fields, n_positions)
-
-    def variant_options(self, fields: Fields) -> dict[str, bool | Options]:
-        """Return {name: value} of lm's model options in which Llama, Qwen 2 and Qwen 3 differ: biases, query and key
-        norms, normalizer.
-        """
-        biases = fields.take("attention_bias", bool, False), fields.take("mlp_bias", bool, False)
-        return {"bias": biases[0], "mlp_bias": biases[1] if biases[0] != biases[1] else None, "normalizer": Softmax()}
-
-    def write(self, spec: ModelSpec) -> dict[str, Plain]:
-        model = spec.model
+        bias, mlp_bias = (
+            name in self.bias_fields and fields.take(name, bool, False) for name in ("attention_bias", "mlp_bias")
+        )
         return {
-            "architectures": [self.classes[0]], "model_type": self.model_type, "vocab_size": spec.vocab_size,
-            "max_position_embeddings": spec.seq_len, "hidden_size": model.n_embd, "intermediate_size": model.mlp_width,
-            "num_hidden_layers": model.n_layer, "num_attention_heads": model.n_head,
-            "num_key_value_heads": model.kv_heads,
-            "head_dim": model.key_dims, "hidden_act": "silu", "rms_norm_eps": model.norm_eps,
-            "tie_word_embeddings": model.tied,
-            "initializer_range": model.init_std, "dtype": "float32", "attention_dropout": 0.0,
-            **self.write_variant_options(model),
-            "rope_parameters": write_rope(model.position) if model.position.rotates else {"rope_type": "default"},
+            "n_kv_head": None if kv_heads == n_heads else kv_heads,
+            "head_size": None if head_size and head_size * n_heads == width else head_size,
+            "position": self.position(fields, values), "normalizer": self.normalizer(fields, values),
+            "bias": bias, "mlp_bias": mlp_bias if mlp_bias != bias else None,
         }  # fmt: skip
 
-    def write_variant_options(self, model: ModelConfig) -> dict[str, Plain]:
-        """Return the config.json fields for the options of `model` in which Llama, Qwen 2 and Qwen 3 differ."""
-        return {"attention_bias": model.bias, "mlp_bias": model.has_mlp_bias}
+    def position(self, fields: Fields, values: Plains) -> Rope:
+        """Return RoPE's options."""
+        return read_rope(fields, values["seq_len"])
+
+    def normalizer(self, fields: Fields, values: Plains) -> Options:
+        """Return the normalizer's options."""
+        return Softmax()
+
+    def further_fields(self, model: ModelConfig) -> Plains:
+        biases = {"attention_bias": model.bias, "mlp_bias": model.has_mlp_bias}
+        return {
+            "num_key_value_heads": model.kv_heads, "head_dim": model.key_dims, "hidden_act": "silu",
+            "attention_dropout": 0.0, **{name: biases[name] for name in self.bias_fields},
+            "rope_parameters": write_rope(model.position) if model.position.rotates else {"rope_type": "default"},
+        }  # fmt: skip
 
 
 class Qwen2(Llama):
@@ -253,13 +267,18 @@ class Qwen2(Llama):
 
     model_type = "qwen2"
     classes = ("Qwen2ForCausalLM", "Qwen2Model")
-    divides_width, kv_heads, vocab_size, default_sizes = False, 32, 151936, (4096, 22016, 32768)
+    divides_width, kv_heads, bias_fields = False, 32, ()
+    defaults: ClassVar[Plains] = Llama.defaults | {
+        "vocab_size": 151936, "seq_len": 32768, "n_mlp": 22016,
+    }  # fmt: skip
+    options: ClassVar[Plains] = Llama.options | {"qkv_bias": True}
 
-    def variant_options(self, fields: Fields) -> dict[str, bool | Options]:
-        return {"bias": False, "qkv_bias": True, "normalizer": _qwen_windows(fields)}
+    def normalizer(self, fields: Fields, values: Plains) -> Options:
+        first_layer = fields.take("max_window_layers", int, 28)
+        return _read_windows(fields, 4096, [layer >= first_layer for layer in range(values["n_layer"])])
 
-    def write_variant_options(self, model: ModelConfig) -> dict[str, Plain]:
-        return _write_windows(model)
+    def further_fields(self, model: ModelConfig) -> Plains:
+        return super().further_fields(model) | _write_windows(model)
 
 
 class Qwen3(Qwen2):
@@ -267,14 +286,8 @@ class Qwen3(Qwen2):
 
     model_type = "qwen3"
     classes = ("Qwen3ForCausalLM", "Qwen3Model")
-    kv_heads, head_dim, vocab_size, default_sizes = 32, 128, 151936, (4096, 22016, 32768)
-
-    def variant_options(self, fields: Fields) -> dict[str, bool | Options]:
-        bias = fields.take("attention_bias", bool, False)
-        return {"bias": bias, "mlp_bias": False if bias else None, "qk_norm": True, "normalizer": _qwen_windows(fields)}
-
-    def write_variant_options(self, model: ModelConfig) -> dict[str, Plain]:
-        return {"attention_bias": model.bias, **_write_windows(model)}
+    head_dim, bias_fields = 128, ("attention_bias",)
+    options: ClassVar[Plains] = Llama.options | {"qk_norm": True}
 
 
 class SmolLM3(Llama):
@@ -282,30 +295,30 @@ class SmolLM3(Llama):
 
     model_type = "smollm3"
     classes = ("SmolLM3ForCausalLM", "SmolLM3Model")
-    kv_heads, vocab_size, default_sizes, tied = 4, 128256, (2048, 11008, 32768), True
-    n_layers, n_heads = 36, 16
+    kv_heads = 4
+    defaults: ClassVar[Plains] = Llama.defaults | {
+        "vocab_size": 128256, "seq_len": 32768, "n_embd": 2048, "n_layer": 36, "n_head": 16, "tied": True,
+    }  # fmt: skip
 
-    def position(self, fields: Fields, n_positions: int) -> Rope:
-        layers = self.rotating_layers(fields)
-        rope = read_rope(fields, n_positions, 2e6)
+    def position(self, fields: Fields, values: Plains) -> Rope:
+        layers = self.rotating_layers(fields, values)
+        rope = read_rope(fields, values["seq_len"], 2e6)
         if not any(layers):
             raise fields.refusal("no_rope_layers", "no layer has positions")
         return replace(rope, layers=[] if all(layers) else layers)
 
-    def rotating_layers(self, fields: Fields) -> list[bool]:
+    def rotating_layers(self, fields: Fields, values: Plains) -> list[bool]:
         """Return whether each layer has positions."""
-        n_layers = fields.size("num_hidden_layers", self.n_layers, MAX_LAYERS)
-        interval = fields.size("no_rope_layer_interval", 4)
+        interval, n_layers = fields.size("no_rope_layer_interval", 4), values["n_layer"]
         default = [int((layer + 1) % interval != 0) for layer in range(n_layers)]
         return [bool(rotates) for rotates in fields.take("no_rope_layers", list[int], default)[:n_layers]]
 
-    def variant_options(self, fields: Fields) -> dict[str, bool | Options]:
-        layers = [not rotates for rotates in self.rotating_layers(fields)]
-        return {**super().variant_options(fields), "normalizer": _read_windows(fields, None, layers)}
+    def normalizer(self, fields: Fields, values: Plains) -> Options:
+        return _read_windows(fields, None, [not rotates for rotates in self.rotating_layers(fields, values)])
 
-    def write_variant_options(self, model: ModelConfig) -> dict[str, Plain]:
+    def further_fields(self, model: ModelConfig) -> Plains:
         layers = [int(model.position.rotates_in(layer)) for layer in range(model.n_layer)]
-        return {**super().write_variant_options(model), **_write_windows(model), "no_rope_layers": layers}
+        return {**super().further_fields(model), **_write_windows(model), "no_rope_layers": layers}
 
 
 class Ministral3(Llama):
@@ -313,36 +326,36 @@ class Ministral3(Llama):
 
     model_type = "ministral3"
     classes = ("Ministral3ForCausalLM", "Ministral3Model")
-    kv_heads, head_dim, vocab_size, default_sizes, eps = 8, 128, 131072, (4096, 14336, 262144), 1e-5
-    n_layers = 34
+    kv_heads, head_dim, bias_fields = 8, 128, ()
+    defaults: ClassVar[Plains] = Llama.defaults | {
+        "vocab_size": 131072, "seq_len": 262144, "n_mlp": 14336, "n_layer": 34, "norm_eps": 1e-5,
+    }  # fmt: skip
     GROWTH: ClassVar[str] = "llama_4_scaling_beta"
-    DEFAULT_ROPE: ClassVar[dict[str, Plain]] = {
+    DEFAULT_ROPE: ClassVar[Plains] = {
         "type": "yarn", "rope_theta": 1e6, "factor": 16.0, ORIGINAL_LENGTH: 16384, "mscale": 1.0,
         "mscale_all_dim": 1.0, GROWTH: 0.1,
     }  # fmt: skip
 
-    def position(self, fields: Fields, n_positions: int) -> Rope:
-        return read_rope(self.with_rope(fields), n_positions, others=(self.GROWTH, "max_position_embeddings"))
+    def position(self, fields: Fields, values: Plains) -> Rope:
+        others = (self.GROWTH, "max_position_embeddings")
+        return read_rope(self.with_rope(fields), values["seq_len"], others=others)
 
     def with_rope(self, fields: Fields) -> Fields:
         """Return the fields, or where they don't say what RoPE is, transformers' default of this field."""
         default = Fields({"rope_parameters": self.DEFAULT_ROPE}, fields.path)
         return fields if fields.block("rope_parameters") else default
 
-    def variant_options(self, fields: Fields) -> dict[str, bool | Options]:
+    def normalizer(self, fields: Fields, values: Plains) -> Options:
         fields.require_value("sliding_window", (), "layers with windows are not read here")
         block = self.with_rope(fields).block("rope_parameters")
         growth, length = block.take(self.GROWTH, float), block.size(ORIGINAL_LENGTH)
-        return {"bias": False, "normalizer": Llama4(floor_scale=float(length), attn_scale=growth, offset=0)}
+        return Llama4(floor_scale=float(length), attn_scale=growth, offset=0)
 
-    def write_variant_options(self, model: ModelConfig) -> dict[str, Plain]:
-        return {}
-
-    def write(self, spec: ModelSpec) -> dict[str, Plain]:
-        config, options = super().write(spec), spec.model.normalizer.layer_option(0)
+    def further_fields(self, model: ModelConfig) -> Plains:
+        fields, options = super().further_fields(model), model.normalizer.layer_option(0)
         growth = {self.GROWTH: getattr(options, "attn_scale", 0.0)}
         length = {ORIGINAL_LENGTH: int(getattr(options, "floor_scale", 1))}
-        return {**config, "rope_parameters": {**length, **config["rope_parameters"], **growth}}
+        return {**fields, "rope_parameters": {**length, **fields["rope_parameters"], **growth}}
 
 
 class OLMo2(Llama):
@@ -353,15 +366,11 @@ class OLMo2(Llama):
     modules: ClassVar[dict[str, str]] = Llama.modules | {
         "attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm",
     }  # fmt: skip
-    vocab_size, default_sizes, eps = 50304, (4096, 11008, 2048), 1e-5
-
-    def variant_options(self, fields: Fields) -> dict[str, bool | Options]:
-        bias = fields.take("attention_bias", bool, False)
-        extra = {"qk_norm": "width", "post_norm": True}
-        return {"bias": bias, "mlp_bias": False if bias else None, "normalizer": Softmax(), **extra}
-
-    def write_variant_options(self, model: ModelConfig) -> dict[str, Plain]:
-        return {"attention_bias": model.bias}
+    bias_fields = ("attention_bias",)
+    defaults: ClassVar[Plains] = Llama.defaults | {
+        "vocab_size": 50304, "norm_eps": 1e-5,
+    }  # fmt: skip
+    options: ClassVar[Plains] = Llama.options | {"qk_norm": "width", "post_norm": True}
 
 
 class GPTNeoX(Architecture):
@@ -377,40 +386,42 @@ class GPTNeoX(Architecture):
     }  # fmt: skip
     buffers = (".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 
-    def spec(self, fields: Fields) -> ModelSpec:
-        n_positions, activation = fields.size("max_position_embeddings", 2048), fields.take("hidden_act", str, "gelu")
-        if activation not in GPT2.activations:
-            raise fields.refusal("hidden_act", f"only {', '.join(GPT2.activations)} are read")
-        fields.require_value("attention_bias", (True,), "only layers with biases are read")
-        model = ModelConfig(
-            n_layer=fields.size("num_hidden_layers", 44, MAX_LAYERS), n_head=fields.size("num_attention_heads", 64),
-            n_embd=fields.size("hidden_size", 6144), n_mlp=fields.size("intermediate_size", 24576),
-            mlp=GPT2.activations[activation], norm="layer", norm_eps=fields.number("layer_norm_eps", 1e-5),
-            position=read_partial_rope(fields), normalizer=Softmax(), bias=True,
-            parallel=fields.take("use_parallel_residual", bool, True),
-            tied=fields.take("tie_word_embeddings", bool, False),
-        )  # fmt: skip
-        return ModelSpec(model, fields.size("vocab_size", 50432), n_positions)
+    fields: ClassVar[dict[str, str]] = {
+        "vocab_size": "vocab_size", "max_position_embeddings": "seq_len", "hidden_size": "n_embd",
+        "intermediate_size": "n_mlp", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+        "layer_norm_eps": "norm_eps", "use_parallel_residual": "parallel", "tie_word_embeddings": "tied",
+    }  # fmt: skip
+    defaults: ClassVar[Plains] = {
+        "vocab_size": 50432, "seq_len": 2048, "n_embd": 6144, "n_mlp": 24576, "n_layer": 44, "n_head": 64, "norm_eps":
+        1e-5, "parallel": True, "tied": False,
+    }  # fmt: skip
+    options: ClassVar[Plains] = {"norm": "layer", "bias": True}
 
-    def write(self, spec: ModelSpec) -> dict[str, Plain]:
-        model, rope = spec.model, spec.model.position
-        activation = next((name for name, mlp in GPT2.activations.items() if mlp == model.mlp), "gelu")
+    def further_options(self, fields: Fields, values: Plains) -> dict[str, object]:
+        fields.require_value("attention_bias", (True,), "only layers with biases are read")
+        activation = _read_activation(fields, "hidden_act", "gelu")
+        return {"mlp": activation, "position": read_partial_rope(fields), "normalizer": Softmax()}
+
+    def further_fields(self, model: ModelConfig) -> Plains:
+        rope = {
+            "rope_type": "default", "rope_theta": getattr(model.position, "theta", 1e4),
+            "partial_rotary_factor": getattr(model.position, "fraction", 1.0),
+        }  # fmt: skip
         return {
-            "architectures": [self.classes[0]], "model_type": self.model_type, "vocab_size": spec.vocab_size,
-            "max_position_embeddings": spec.seq_len, "hidden_size": model.n_embd, "num_hidden_layers": model.n_layer,
-            "num_attention_heads": model.n_head, "intermediate_size": model.mlp_width,
-            "hidden_act": {"gelu_tanh": "gelu_new"}.get(model.mlp, activation),
-            "layer_norm_eps": model.norm_eps, "use_parallel_residual": model.parallel,
-            "tie_word_embeddings": model.tied, "initializer_range": model.init_std, "dtype": "float32",
-            "hidden_dropout": model.dropout, "attention_dropout": 0.0,
-            "rope_parameters": {"rope_type": "default", "rope_theta": getattr(rope, "theta", 1e4),
-                "partial_rotary_factor": getattr(rope, "fraction", 1.0)},
+            "hidden_act": _write_activation(model), "hidden_dropout": model.dropout, "attention_dropout": 0.0,
+            "rope_parameters": rope,
         }  # fmt: skip
 
 
-def _qwen_windows(fields: Fields) -> Options:
-    first_layer, n_layers = fields.take("max_window_layers", int, 28), fields.size("num_hidden_layers", 32, MAX_LAYERS)
-    return _read_windows(fields, 4096, [layer >= first_layer for layer in range(n_layers)])
+def _read_activation(fields: Fields, name: str, default: str) -> str:
+    """Return lm's name of the MLP's activation. Raises RunError if lm does not have it."""
+    if (activation := fields.take(name, str, default)) not in ACTIVATIONS:
+        raise fields.refusal(name, f"only {', '.join(ACTIVATIONS)} are read")
+    return ACTIVATIONS[activation]
+
+
+def _write_activation(model: ModelConfig) -> str:
+    return next((name for name, mlp in ACTIVATIONS.items() if mlp == model.mlp), "gelu")
 
 
 def _read_windows(fields: Fields, default_size: int | None, layers: list[bool]) -> Options:
@@ -436,7 +447,7 @@ def _read_windows(fields: Fields, default_size: int | None, layers: list[bool]) 
     return normalizers[0] if {*layer_types} == {SLIDING_ATTENTION} else Layers(of=normalizers)
 
 
-def _write_windows(model: ModelConfig) -> dict[str, Plain]:
+def _write_windows(model: ModelConfig) -> Plains:
     """Return the config.json fields that say which layers of `model` have a sliding window, and of what size."""
     layer_options = [model.normalizer.layer_option(n) for n in range(model.n_layer)]
     window_sizes = [options.size for options in layer_options if options.name == Window.name]
