@@ -5,7 +5,6 @@ not work.
 import math
 import os
 import subprocess
-import threading
 from pathlib import Path
 
 import pytest
@@ -214,19 +213,6 @@ def test_a_damaged_library_is_made_again(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(cpu_kernel, "compiled_code_folder", lambda: damaged)
     assert make().causal_softmax
     assert (damaged / library.name).stat().st_size == library.stat().st_size
-
-
-@needs_kernel
-def test_threads_of_python_may_call_it_at_once():
-    q, k, v = inputs(700, 700, 32, 32)
-    expected, outputs = causal_softmax(q, k, v, 0.2), []
-    threads = [threading.Thread(target=lambda: outputs.append(causal_softmax(q, k, v, 0.2))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(output, expected) for output in outputs)
-    assert len(outputs) == 4
 
 
 @needs_kernel

@@ -19,7 +19,6 @@ from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec, Normalizer
 
 HEADS, SIZE, WIDTH, TRAIN, LENGTH = 3, 6, 5, 11, 23
-MATCH = TRAIN / math.lgamma(TRAIN + 1)  # 1 / mean ln n over a sequence of the training length
 Vector = list[float]
 
 
@@ -395,18 +394,3 @@ def test_decoding_is_the_definition(options: object):
         )
         torch.testing.assert_close(out, exact[:, :, part], rtol=0, atol=1e-5)
         n_seen += new
-
-
-@every_case
-def test_packed_sequences_have_the_definitions_gradients(options: object):
-    """On the route of sequences that hold several documents, also for the normalizer's own parameters."""
-    normalizer = randomized(options)
-    q, k, v, _ = (tensor.requires_grad_() for tensor in inputs(normalizer))
-    layout, sources = AttentionLayout.from_document_lengths([9, 1, 13]), [q, k, v, *normalizer.parameters()]
-    fast, exact = normalizer(q, k, v, layout), normalizer.weights(q, k, layout) @ v
-    grad = torch.randn(exact.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    gradients = [
-        torch.autograd.grad(out, sources, grad, allow_unused=True, materialize_grads=True) for out in (fast, exact)
-    ]
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-9)

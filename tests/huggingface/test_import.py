@@ -5,7 +5,6 @@ computes.
 import hashlib
 import json
 import re
-import struct
 import subprocess
 import sys
 import zipfile
@@ -40,8 +39,8 @@ from transformers.models.smollm3 import SmolLM3ForCausalLM
 
 from lm.config.data_config import TrainedTokenizer
 from lm.config.tree import function_options
-from lm.data.tokenizer import find_tokenizer_json, train_tokenizer
-from lm.errors import DataError, RunError
+from lm.data.tokenizer import train_tokenizer
+from lm.errors import RunError
 from lm.evaluation.generation import Sampling, generate, generate_text
 from lm.huggingface.architectures import ARCHITECTURES
 from lm.huggingface.fields import IRRELEVANT_FIELDS, REQUIRED_VALUES, Fields
@@ -202,25 +201,6 @@ def test_an_absent_field_has_the_default_of_transformers(kind: str, tmp_path: Pa
     )
     assert function_options(description.model) == function_options(full_description.model)
     assert (description.vocab_size, description.seq_len) == (full_description.vocab_size, full_description.seq_len)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("unsloth_fixed", True),
-        ("unsloth_version", "2026.11"),
-        ("_model_name_or_path", "SmolLM2"),
-        ("unk_token_id", 0),
-        ("use_flash_attn", False),
-        ("rope_traditional", False),
-        ("logit_scale", None),
-    ],
-)
-def test_a_field_that_changes_no_logits_is_accepted(name: str, value: object, tmp_path: Path):
-    fields = LlamaConfig(**LLAMA_SIZES).to_dict() | {"architectures": None}
-    assert ARCHITECTURES["llama"].read(Fields(fields | {name: value}, tmp_path)) == ARCHITECTURES["llama"].read(
-        Fields(fields, tmp_path)
-    )
 
 
 def test_shards_and_older_names_are_read(tmp_path: Path):
@@ -385,16 +365,6 @@ def test_older_files_of_a_tokenizer_are_converted_whole_or_not_at_all(tokenizer:
     assert converted.tokenizer.encode("the lazy dog").ids == tokenizer.encode("the lazy dog").ids
 
 
-def test_a_package_that_a_tokenizer_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "tokenizer.model").write_bytes(b"")
-    monkeypatch.setattr("lm.data.tokenizer.find_spec", lambda name: None)
-    with pytest.raises(
-        DataError,
-        match=r"has no tokenizer\.json; transformers converts its tokenizer: pip install 'sentencepiece>=0\.2'",
-    ):
-        find_tokenizer_json(tmp_path)
-
-
 def test_options_that_a_source_has_no_use_for_are_refused(tmp_path: Path):
     save(tmp_path / "hf", *OTHERS["smollm2"])
     (tmp_path / "empty").mkdir()
@@ -451,12 +421,6 @@ def _missing_shard(folder: Path) -> None:
     (folder / "1.safetensors").unlink()
 
 
-def _outside(folder: Path) -> None:
-    names = _sharded(folder)
-    index = {"weight_map": names | {next(iter(names)): "../other.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 def _other_index(folder: Path) -> None:
     names = _sharded(folder)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names | {"more": "0.safetensors"}}))
@@ -465,10 +429,6 @@ def _other_index(folder: Path) -> None:
 def _cut(folder: Path) -> None:
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
-
-
-def _lying(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2**60) + b"{}")
 
 
 def _pickled(folder: Path) -> None:
@@ -485,72 +445,42 @@ def _tokenizer_json(added: list):
     return change
 
 
-def _odd_start(folder: Path) -> None:
-    _tokenizer_json([{"id": 0, "content": 5, "special": True}])(folder)
-    _config(bos_token_id=[[0]], eos_token_id=[{}])(folder)
-
-
 PLAIN_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 EMBEDDING, NORM, Q = "model.embed_tokens.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"
-K = Q.replace("q_proj", "k_proj")
 MALFORMED = {
     "missing shard": (_missing_shard, r"1\.safetensors: no such file, which model\.safetensors\.index\.json lists"),
-    "shard elsewhere": (_outside, r"index\.json: its weight_map must name a file of the folder for each tensor"),
     "other index": (_other_index, r"0\.safetensors: more is missing, listed for it in model\.safetensors\.index\.json"),
     "cut short": (_cut, r"model\.safetensors: not a readable safetensors file: "),
-    "lying size": (_lying, r"model\.safetensors: not a readable safetensors file: "),
     "pickle": (_pickled, r"pytorch_model\.bin: a pickle, which may run code when it is read; convert it"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(),
         r"no weights: neither model\.safetensors nor "),
-    "no config": (lambda folder: (folder / "config.json").unlink(),
-        r"not a model in the format of transformers: it has no config\.json"),
-    "damaged config": (lambda folder: (folder / "config.json").write_text("{"), r"config\.json: not readable as JSON"),
     "code": (_config(auto_map={"AutoModel": "code.Model"}),
         r"auto_map = .*: names code in the folder, which is never executed"),
     "quantised": (_config(quantization_config={"bits": 4}),
         r"quantization_config = .*: quantised weights are not read"),
-    "another head": (_config(architectures=["LlamaForSequenceClassification"]),
-        "architectures = .*: only LlamaForCausalLM"),
     "unknown model": (_config(model_type="mamba"), r"model_type = 'mamba': only gpt2, llama, .*gpt_neox are read"),
     "our code": (_config(model_type="lm_decoder"), r"code of its own: export the run without --format hf; only gpt2"),
     "unknown field": (_config(logit_scale=2.0), r"logit_scale = 2\.0: a field that is not known here: the model may"),
     "activation": (_config(hidden_act="gelu"), r"hidden_act = 'gelu': only silu is read"),
     "dynamic rope": (_rope(rope_type="dynamic", factor=2.0), r"rope_type = 'dynamic': its frequencies depend on the"),
-    "unknown rope": (_rope(rope_type="spiral"), r"rope_type = 'spiral': only default, linear, llama3, yarn are read"),
-    "unknown rope field": (_rope(rope_type="linear", factor=2.0, power=3), r"power = 3: a field that is not known"),
     "two thetas": (_config(rope_theta=2e5),
         r"rope_theta = 200000\.0: rope_parameters has rope_theta = 100000: one of them says what"),
-    "part of a head": (_config(partial_rotary_factor=0.5),
-        r"partial_rotary_factor = 0\.5: all dimensions of a head rotate"),
     "text for a number": (_config(num_hidden_layers="3"), r"num_hidden_layers must be an integer, not '3'"),
-    "no layers": (_config(num_hidden_layers=0), r"num_hidden_layers = 0: must be 1 or more"),
     "more layers": (_config(num_hidden_layers=10**9), r"num_hidden_layers = 1000000000: must be at most 10,000"),
-    "another layer": (_config(num_hidden_layers=4),
-        r"there is no tensor model\.layers\.3\.\S+, which config\.json implies"),
     "fewer layers": (_config(num_hidden_layers=2),
         r"model\.layers\.2\.\S+ is not a tensor of the model that config\.json describes"),
     "another width": (_config(vocab_size=299), rf"{EMBEDDING} has shape \(300, 48\), config\.json implies \(299, 48\)"),
-    "missing tensor": (_weights(lambda w: w.pop(Q)), rf"there is no tensor {Q}"),
-    "another shape": (_weights(lambda w: w.update({NORM: torch.ones(7)})),
-        rf"{NORM} has shape \(7,\), config\.json " r"implies \(48,\)"),
     "another type": (_weights(lambda w: w.update({NORM: torch.ones(48, dtype=torch.int32)})),
         rf"{NORM} has type I32; " r"only F32, F16, BF16"),
     "not finite": (_weights(lambda w: w[NORM].fill_(float("nan"))), rf"{NORM} holds numbers that are not finite"),
-    "not finite, of several": (_weights(lambda w: w[K].fill_(float("inf"))),
-        rf": {K} holds numbers that are not finite"),
     "another head matrix": (_weights(lambda w: w.update({"lm_head.weight": torch.ones(300, 48)})),
         "lm_head.weight differs from"),
-    "deep config": (lambda folder: (folder / "config.json").write_text('{"a":' * 9999),
-        r"config\.json: not readable as JSON: maximum rec"),
     "damaged tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"),
         r"tokenizer\.json: its tokenizer is not a tok"),
     "no special token": (_tokenizer_json([]),
         r"no token that starts a document is known \(it has no special tokens\); name one: --end"),
-    "odd start": (_odd_start, r"no token that starts a document is known \(its special tokens: 5\); name one: --end"),
     "two tokens of one id": (_tokenizer_json([{"id": 0, "content": "<|endoftext|>", "special": True, **PLAIN_TOKEN}]),
         r"tokenizer\.json: '<\|endoftext\|>' and 'a' both have the id 0; give each token an id of its own"),
-    "deep tokenizer": (lambda folder: (folder / "tokenizer.json").write_text('{"a":' * 9999),
-        r"tokenizer\.json: its tokenizer is not a"),
 }  # fmt: skip
 
 

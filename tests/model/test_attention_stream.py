@@ -148,16 +148,6 @@ def test_models_in_lockstep_give_the_same_layer_and_queries(monkeypatch: pytest.
 
 
 @torch.no_grad()
-def test_scores_are_normalized_without_autocast(monkeypatch: pytest.MonkeyPatch):
-    decoder = make_decoder(opt.Softmax())
-    for normalizer in decoder.normalizers():
-        monkeypatch.setattr(normalizer, "normalize", lambda scores, layout: scores @ torch.eye(scores.size(-1)))
-    with torch.autocast("cpu", torch.bfloat16):
-        for chunk in attention_blocks(decoder, batch()):
-            assert torch.equal(chunk.weights, chunk.scores)
-
-
-@torch.no_grad()
 def test_a_copy_for_another_inference_setting_gives_its_own_attention():
     decoder = make_decoder(opt.LogN(base=8.0))
     copy = for_inference(decoder, InferenceSetting(Interpolation(factor=2.0), {"clip": True}))

@@ -22,10 +22,11 @@ def head_of(weight: torch.Tensor, softcap: float | None = None) -> Head:
     return head
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 0.05])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_chunked_loss_equals_plain_cross_entropy_with_its_gradients(
-    dtype: torch.dtype, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+def test_chunked_losses_equal_plain_ones_with_their_gradients(
+    dtype: torch.dtype, softcap: float | None, z_loss: float, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(CHUNK_LOGITS, "cpu", 128 * 37)
     monkeypatch.setitem(CACHED_LOGITS, "cpu", 50 * 37)
@@ -36,40 +37,18 @@ def test_chunked_loss_equals_plain_cross_entropy_with_its_gradients(
     targets[::7] = IGNORED
     logits = hidden.double() @ head.weight.double().t()
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    plain = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
-    chunked, _ = training_loss(hidden, head, targets)
-    assert chunked.dtype == torch.float32
-    assert torch.allclose(chunked, plain.float(), rtol=1e-5)
-    grads = (torch.autograd.grad(loss * 0.3, [hidden, head.weight]) for loss in (chunked, plain))
-    for a, b in zip(*grads, strict=True):
-        assert torch.allclose(a, b, atol=1e-4)
-    assert torch.allclose(token_nll(hidden, head, targets).sum(), plain.float(), rtol=1e-5)
-    assert torch.equal(argmax_tokens(hidden, head), logits.argmax(-1))
-    assert torch.allclose(head(hidden).double(), logits, atol=1e-4)
-
-
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_the_z_loss_is_added_to_what_is_minimised_and_not_to_the_loss(
-    softcap: float | None, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 128 * 37)
-    monkeypatch.setitem(CACHED_LOGITS, "cpu", 50 * 37)
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(300, 24, generator=generator, requires_grad=True)
-    head = head_of(torch.randn(37, 24, generator=generator), softcap)
-    targets = torch.randint(37, (300,), generator=generator)
-    targets[::7] = IGNORED
-    logits = hidden.double() @ head.weight.double().t()
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     nll = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
-    expected = nll + 0.05 * logits.logsumexp(-1)[targets != IGNORED].square().sum()
-    total, terms = training_loss(hidden, head, targets, z_loss=0.05)
-    assert terms[1] > 10
-    torch.testing.assert_close((total.double(), *terms.double()), (expected, nll, expected - nll), rtol=1e-5, atol=0)
+    expected = nll + z_loss * logits.logsumexp(-1)[targets != IGNORED].square().sum()
+    total, terms = training_loss(hidden, head, targets, z_loss)
     assert not terms.requires_grad
+    assert total.dtype == torch.float32
+    torch.testing.assert_close((total.double(), *terms.double()), (expected, nll, expected - nll), rtol=1e-5, atol=0)
     grads = (torch.autograd.grad(loss * 0.3, [hidden, head.weight]) for loss in (total, expected))
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    assert torch.allclose(token_nll(hidden, head, targets).sum(), nll.float(), rtol=1e-5)
+    assert torch.equal(argmax_tokens(hidden, head), logits.argmax(-1))
+    assert torch.allclose(head(hidden).double(), logits, atol=1e-4)
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.05])

@@ -34,12 +34,9 @@ from lm.data.batches import Batch
 from lm.errors import ConfigError
 from lm.huggingface.fields import write_rope
 from lm.model.attention_stream import attention_blocks
-from lm.model.blocks import DecodingCache
 from lm.model.decoder import Decoder
 from lm.model.rope import frequencies, rope_rotation
 from lm.model.swapped import for_inference
-from lm.runs.loading import load
-from lm.training.train import train
 
 SCALINGS = [
     LinearScaling(factor=3.0),
@@ -97,10 +94,6 @@ def test_an_inference_setting_rescales_the_model_as_it_was_trained(scaling: Trai
     torch.testing.assert_close(actual.float(), expected, rtol=2e-6, atol=0)
 
 
-def test_yarn_amplifies_by_its_factor_unless_told_otherwise():
-    assert math.isclose(YarnScaling().amplitude, 0.1 * math.log(4) + 1)
-
-
 @torch.no_grad()
 def test_listed_layers_rotate_and_the_others_have_no_positions():
     """Queries and keys of each layer are those of a model that rotates in all layers, or in none. YaRN's temperature
@@ -147,15 +140,3 @@ def test_different_settings_have_different_labels():
 def test_a_list_of_layers_that_says_nothing_or_too_much_is_refused(tiny, layers: str, expected: str):
     with pytest.raises(ConfigError, match=expected):
         tiny("model.n_layer=2", f"model.position.layers={layers}")
-
-
-def test_a_run_in_which_one_layer_rotates_learns_and_decodes_as_it_reads(tiny):
-    config = tiny("model.n_layer=2", "model.position.layers=[true, false]")
-    assert config.model.position.label == "rope theta 10000 (layers rope, none)"
-    assert train(config) == 0
-    decoder = load(config.run_folder).decoder
-    tokens = torch.randint(decoder.vocab_size, (1, 12), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        cache = DecodingCache(12)
-        steps = [decoder(token, cache=cache) for token in tokens.split(1, 1)]
-        torch.testing.assert_close(torch.cat(steps, 1), decoder(tokens), atol=1e-5, rtol=1e-4)

@@ -18,7 +18,7 @@ from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
 from lm.model.swapped import for_inference, with_normalizer
 from lm.runs.folder import DESCRIPTION
-from lm.runs.loading import MODEL_FORMAT, export, save_model
+from lm.runs.loading import MODEL_FORMAT, save_model
 from lm.schema import to_plain
 from lm.training.train import train
 
@@ -53,21 +53,10 @@ def test_a_saved_model_is_loaded_unchanged(saved: Path):
     assert sorted(path.name for path in saved.iterdir()) == FILES
 
 
-def test_a_saved_model_is_exported_unchanged(saved: Path, tmp_path: Path):
-    second_export = export(saved, "last", tmp_path / "again")
-    assert all((second_export / path.name).read_bytes() == path.read_bytes() for path in saved.iterdir())
-
-
 def test_a_model_without_text_needs_no_tokenizer(tmp_path: Path):
     model = lm.load(save_model(Decoder(MODEL, 70, 32), tmp_path / "model"))
     assert model.tokenizer is None
     assert command("generate", str(tmp_path / "model")).stderr.count("no tokenizer.json") == 1
-
-
-def test_a_saved_model_generates_text(saved: Path):
-    result = command("generate", str(saved), "--max-new-tokens", "5", "--temperature", "0", "--prompt", "a few")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("a few")
 
 
 def test_the_normalizer_of_a_saved_model_is_swapped(saved: Path, tokenizer: Path, tmp_path: Path):
@@ -166,15 +155,6 @@ def test_a_description_that_does_not_fit_is_refused(saved: Path, change: str):
     edited(saved / DESCRIPTION, alter)
     with pytest.raises(RunError, match=words):
         lm.load(saved)
-
-
-def test_an_export_knows_its_training(tiny, tmp_path: Path):
-    config = tiny("name=trained")
-    train(config)
-    folder = export(config.run_folder, "last", tmp_path / "model")
-    model = lm.load(folder)
-    assert model.spec == lm.load(config.run_folder).spec
-    assert (model.config, model.stamp["step"]) == (lm.load(config.run_folder).config, 8)
 
 
 @pytest.mark.parametrize(
