@@ -28,20 +28,16 @@ class SequenceLengths:
         """
         return {}
 
-    def conflicts(self, seq_len: int, max_steps: int) -> Iterable[Problem]:
-        """Yield a problem for each contradiction between these options and other keys of the configuration.
+    def lengths(self) -> tuple[str, Iterable[int]]:
+        """Return the key that lists sequence lengths, and these lengths, each of which must divide `data.seq_len`."""
+        return "", ()
 
-        Args:
-            seq_len, max_steps: `data.seq_len`, `trainer.max_steps`.
-        """
-        return ()
-
-
-def _divisor_problems(lengths: Iterable[int], path: str, seq_len: int) -> Iterator[Problem]:
-    """Yield a problem of the key `data.lengths.PATH` if any of `lengths` is below 2 or does not divide `seq_len`."""
-    if non_divisors := [length for length in lengths if length < 2 or seq_len % length]:
-        reason = f"does not divide data.seq_len = {seq_len} into sequences of 2 tokens or more"
-        yield Problem(f"data.lengths.{path}", non_divisors[0], reason, "give divisors of data.seq_len")
+    def conflicts(self, seq_len: int) -> Iterator[Problem]:
+        """Yield a problem if a length is below 2 or does not divide `seq_len`, the key `data.seq_len`."""
+        key, lengths = self.lengths()
+        if non_divisors := [length for length in lengths if length < 2 or seq_len % length]:
+            reason = f"does not divide data.seq_len = {seq_len} into sequences of 2 tokens or more"
+            yield Problem(f"data.lengths.{key}", non_divisors[0], reason, "give divisors of data.seq_len")
 
 
 @dataclass
@@ -67,16 +63,11 @@ class MixedLengths(SequenceLengths):
     )
 
     def problems(self) -> Iterator[Problem]:
-        if not self.weights:
-            yield Problem("weights", {}, "no lengths given", "give {length: weight}, e.g. {64: 0.5, 128: 0.5}")
-        elif abs((total := sum(self.weights.values())) - 1) > 1e-6:
-            yield Problem("weights", self.weights, f"sum to {total:g}, not to 1")
+        if abs((total := sum(self.weights.values())) - 1) > 1e-6:
+            yield Problem("weights", self.weights, f"sum to {total:g}, not to 1", "e.g. {64: 0.5, 128: 0.5}")
 
-    def conflicts(self, seq_len: int, max_steps: int) -> Iterator[Problem]:
-        yield from _divisor_problems(self.weights, "weights", seq_len)
-        if rare_lengths := [length for length, weight in self.weights.items() if weight * max_steps < 1 - 1e-6]:
-            reason = f"gives sequences of {rare_lengths[0]} less than one step of trainer.max_steps = {max_steps}"
-            yield Problem("data.lengths.weights", self.weights, reason, "raise its weight, or train for more steps")
+    def lengths(self) -> tuple[str, Iterable[int]]:
+        return "weights", self.weights
 
 
 @dataclass
@@ -94,23 +85,12 @@ class Curriculum(SequenceLengths):
         return {round(fraction * max_steps): length for fraction, length in sorted(self.starts.items())}
 
     def problems(self) -> Iterator[Problem]:
-        if not all(0 <= fraction < 1 for fraction in self.starts):
-            yield Problem(
-                "starts", self.starts, "a length must start at a fraction of the run of 0 or more and below 1"
-            )
-        elif 0 not in self.starts:
-            yield Problem(
-                "starts", self.starts, "no length starts at 0.0", "give the first one, e.g. {0.0: 64, 0.5: 256}"
-            )
+        if 0 not in self.starts or not all(0 <= fraction < 1 for fraction in self.starts):
+            reason = "lengths must start at fractions of the run of 0 or more and below 1, one of them at 0.0"
+            yield Problem("starts", self.starts, reason, "e.g. {0.0: 64, 0.5: 256}")
 
-    def conflicts(self, seq_len: int, max_steps: int) -> Iterator[Problem]:
-        if any(self.problems()):
-            return
-        yield from _divisor_problems(self.starts.values(), "starts", seq_len)
-        steps = self.length_by_step(seq_len, max_steps)
-        if len(steps) < len(self.starts) or max(steps) >= max_steps:
-            reason = f"leaves a length no step of trainer.max_steps = {max_steps}"
-            yield Problem("data.lengths.starts", self.starts, reason, "move the starts apart, or train for more steps")
+    def lengths(self) -> tuple[str, Iterable[int]]:
+        return "starts", self.starts.values()
 
 
 LENGTHS: dict[str, type[SequenceLengths]] = {v.name: v for v in (FullLength, MixedLengths, Curriculum)}
@@ -138,6 +118,11 @@ class Package:
         return self.package
 
 
+def _path_problems(paths: list[str]) -> Iterator[Problem]:
+    if not paths or not all(path.strip() for path in paths):
+        yield Problem("paths", paths, "no files given", "list files, folders or globs (. is the working directory)")
+
+
 @dataclass
 class Files:
     """Local files: plain text (a document per file), .jsonl, .ndjson or .parquet (a document per row); text and JSON
@@ -157,11 +142,7 @@ class Files:
         return self.paths[0]
 
     def problems(self) -> Iterator[Problem]:
-        if not self.paths or not all(path.strip() for path in self.paths):
-            yield Problem(
-                "paths", self.paths, "no files given", "list files, folders or globs (. is the working directory)"
-            )
-            return
+        yield from _path_problems(self.paths)
         other_formats = (".json", ".jsonl", ".ndjson", ".parquet", ".gz", ".zst")
         for suffix in self.suffixes:
             if not re.fullmatch(r"\.[^./\s]+", suffix) or suffix.lower() in other_formats:
@@ -222,16 +203,10 @@ class Tokens:
     def problems(self) -> Iterator[Problem]:
         if self.format is None:
             yield Problem("format", None, "no format given", "name the one that the files are in")
-        elif not self.paths or not all(path.strip() for path in self.paths):
-            yield Problem(
-                "paths", self.paths, "no files given", "list files, folders or globs (. is the working directory)"
-            )
-        elif not all(path.strip() for path in self.validation_paths):
-            yield Problem(
-                "validation_paths", self.validation_paths, "holds an empty path", "list files, folders or globs, or []"
-            )
-        elif shared_paths := {*self.paths} & {*self.validation_paths}:
-            yield Problem("validation_paths", min(shared_paths), "is among the training files", "name others, or []")
+        yield from _path_problems(self.paths)
+        if shared_paths := {"", *self.paths} & {*self.validation_paths}:
+            reason = "is among the training files, or empty"
+            yield Problem("validation_paths", min(shared_paths), reason, "name others, or []")
 
 
 Source = Package | Files | Hub | Tokens

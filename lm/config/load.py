@@ -54,6 +54,7 @@ def check(config: Config) -> Iterator[Problem]:
     ):
         reason = "must be the name of a folder: printable, at most 100 characters, without a path"
         yield Problem("name", config.name, reason, "set name, and runs for the folder that holds it")
+    yield from data.lengths.conflicts(data.seq_len)
     yield from check_phases(config)
     yield from check_tasks(config)
     yield from _batch_problems(config)
@@ -100,12 +101,10 @@ def _batch_problems(config: Config) -> Iterator[Problem]:
 
 def check_steps(config: Config) -> Iterator[Problem]:
     """Yield problems of keys that need more steps than the run has: lengths, warm-up, decay and phases."""
-    data = config.data
     optim = config.optim
     steps = config.trainer.max_steps
     phases = config.phases
     phase_ends = config.phase_ends
-    yield from data.lengths.conflicts(data.seq_len, steps)
     if (
         isinstance(optim.schedule, WSDRate)
         and optim.warmup(steps) + round(optim.schedule.decay_fraction * steps) > steps
@@ -322,10 +321,6 @@ def read_yaml(
         remark = "" if path.suffix in (".yaml", ".yml") else " (overrides are key=value, without spaces)"
         heir = f" (a base of {heirs[-1].name})" if heirs else remark
         raise ConfigError(f"{path}: no such configuration file{heir}{presets.suggestion(path)}") from None
-    except IsADirectoryError:
-        raise ConfigError(
-            f"{path}: a folder, not a configuration file; name a YAML file, such as a run's config.yaml"
-        ) from None
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
         raise ConfigError(f"{abbreviated(str(path))}: {getattr(error, 'strerror', None) or one_line(error)}") from None
     hint = "" if path.suffix in (".yaml", ".yml") else "; data.source names text and token ids (lm prepare --help)"

@@ -207,10 +207,6 @@ class AttentionBlock:
         """
         return self.value_dims(model) // (2 if model.differential is True else 1)
 
-    def key_dims_option(self, model: "ModelConfig") -> tuple[str, int]:
-        """Return the name and value of the option of `model` that determines `key_dims`, for errors."""
-        return ("n_embd", model.n_embd) if model.head_size is None else ("head_size", model.head_size)
-
     def value_dims(self, model: "ModelConfig") -> int:
         """Dimensions of each head's values."""
         return model.head_size or model.n_embd // model.n_head
@@ -242,10 +238,7 @@ class AttentionBlock:
             reason = f"does not divide model.n_head = {model.n_head}"
             yield Problem("n_kv_head", model.n_kv_head, reason)
         if (model.head_size or not model.n_embd % model.n_head) and model.differential is True and model.value_dims % 2:
-            name, value = self.key_dims_option(model)
-            yield Problem(
-                name, value, f"gives heads of odd size {model.value_dims}, which two maps can't share", "make it even"
-            )
+            yield model.head_problem(f"gives heads of odd size {model.value_dims}, which two maps can't share")
 
 
 @dataclass
@@ -261,10 +254,6 @@ class GAUBlock:
     def key_dims(self, model: "ModelConfig") -> int:
         """Dimensions of queries and keys."""
         return self.key_size
-
-    def key_dims_option(self, model: "ModelConfig") -> tuple[str, int]:
-        """Return the name and value of the option of `model` that determines `key_dims`, for errors."""
-        return "block.key_size", self.key_size
 
     def value_dims(self, model: "ModelConfig") -> int:
         """Dimensions of the values, which are also those of the gate."""
@@ -282,25 +271,15 @@ class GAUBlock:
             yield Problem("block.expansion", self.expansion, reason, f"set it to {1 / model.n_embd:.2g} or more")
         if model.n_head != 1:
             yield Problem("n_head", model.n_head, "a gated attention unit has one head", "set model.n_head=1")
-        feature_by_option = {
-            "mlp": "no MLP",
-            "n_mlp": "no MLP",
-            "n_kv_head": "one head",
-            "head_size": "its own model.block.key_size",
-            "value_residual": "no values but its own",
-            "output_gate": "a gate of its own",
-            "gate_inputs": "a gate of its own",
-            "exclusive": "a gate that sees the token's own value",
-            "differential": "one map",
-            "qkv_bias": "one matrix for queries, keys, values and gate",
-            "mlp_bias": "no MLP",
-            "parallel": "no MLP",
-            "post_norm": "a norm of its input",
-        }
         defaults = {spec.name: spec.default for spec in fields(model)}
-        for name, feature in feature_by_option.items():
+        for name in (
+            *("mlp", "n_mlp", "mlp_bias", "parallel", "post_norm", "n_kv_head", "head_size", "qkv_bias"),
+            *("value_residual", "output_gate", "gate_inputs", "exclusive", "differential"),
+        ):
             if (value := getattr(model, name)) != defaults[name]:
-                yield Problem(name, value, f"a gated attention unit has {feature}", "drop it")
+                yield Problem(
+                    name, value, "is no option of a gated attention unit: it has one head and no MLP", "drop it"
+                )
 
 
 @dataclass
@@ -440,6 +419,13 @@ class ModelConfig:
             return self.n_mlp
         return 4 * self.n_embd if self.mlp != "swiglu" else -(-8 * self.n_embd // (3 * 64)) * 64
 
+    def head_problem(self, reason: str) -> Problem:
+        """Return a problem of the key that determines the size of heads, which must be even."""
+        name = "head_size" if self.head_size else "n_embd"
+        name, owner = ("key_size", self.block) if hasattr(self.block, "key_size") else (name, self)
+        path = name if owner is self else f"block.{name}"
+        return Problem(path, getattr(owner, name), reason, "make it even")
+
     def problems(self) -> Iterator[Problem]:
         key_dims, length_reason = self.key_dims, f"lists more than the {self.n_layer} layers of model.n_layer"
         remedy = "shorten the list: it is repeated over the layers"
@@ -447,10 +433,7 @@ class ModelConfig:
         yield from block_problems
         if self.position.rotates and not block_problems:
             if key_dims % 2:
-                name, value = self.block.key_dims_option(self)
-                yield Problem(
-                    name, value, f"gives heads of odd size {key_dims}, which RoPE can't rotate", "make it even"
-                )
+                yield self.head_problem(f"gives heads of odd size {key_dims}, which RoPE can't rotate")
             if self.position.rotated(key_dims) == 0:
                 reason = f"rotates nothing of a head of size {key_dims}"
                 yield Problem("position.fraction", self.position.fraction, reason, "set model.position=none")

@@ -72,14 +72,13 @@ class Omissions:
     def __init__(self, on_error: str):
         self.fails = on_error == "fail"
         self.blank = 0  # documents without text
-        self.unreadable: dict[str, Plain] = {"count": 0, "bytes": 0, "first": []}
+        self.unreadable: dict[str, Plain] = {"count": 0, "first": []}
 
     def skip(self, error: Unreadable) -> None:
         """Count `error`, about a file, document or row that can't be read, or raise it if `data.on_error` is `fail`."""
         if self.fails:
             raise error
         self.unreadable["count"] += 1
-        self.unreadable["bytes"] += error.n_bytes or 0
         if len(self.unreadable["first"]) < MAX_LISTED_ERRORS:
             self.unreadable["first"].append(str(error))
 
@@ -190,7 +189,7 @@ def _write_parts(data: DataConfig, folder: Path, scan: Scan, tokenizer: "Tokeniz
     for path in filter(Path.exists, map(_omitted_path, paths.values())):
         for index, problem in json.loads(path.read_text(encoding="utf-8")):
             scan.assignment[index] = OMITTED
-            scan.omissions.skip(Unreadable(problem, int(scan.n_bytes[index])))
+            scan.omissions.skip(Unreadable(problem))
     if not np.isin(splits, scan.assignment).all():
         reason = "gives no document of the training text, or of the held-out text, back"
         raise DataError(f"data.tokenizer: {reason}; {scan.omissions.unreadable['first'][-1]}")
@@ -273,7 +272,7 @@ def _build_symbol_store(data: DataConfig, folder: Path) -> dict[str, Plain]:
         facts = finish_store(
             folder, writers, sources_by_split, counts, END_OF_TEXT, np.ones(n_symbols, np.float32), "one a symbol"
         )
-    return {"licence": licence, "left_out": {}, "unreadable": {"count": 0, "bytes": 0, "first": []}, **facts}
+    return {"licence": licence, "left_out": {}, "unreadable": {"count": 0, "first": []}, **facts}
 
 
 def _answer_counts(tasks: list[Task], length: int, subset: Subset, n_symbols: int, min_answers: int) -> np.ndarray:

@@ -121,7 +121,7 @@ def summary(store: Store) -> str:
     unreadable, left_out = manifest["unreadable"], manifest["left_out"]
     omissions = [f"{left_out[name]:,} {name} left out" for name in ("blank", "copies") if left_out[name]]
     if unreadable["count"]:
-        size = f"{unreadable['count']:,} files, documents or rows ({unreadable['bytes']:,} bytes)"
+        size = f"{unreadable['count']:,} files, documents or rows"
         omissions.append(f"{size} unreadable, the first: {unreadable['first'][0]}")
     val_fraction = manifest["val_fraction"]
     has_split = any(source.get("validation_split") or source.get("validation_files") for source in manifest["source"])

@@ -170,23 +170,23 @@ def streamed_documents(source: Hub, path: Path, on_error: OnError) -> Documents:
     """
     if path.exists():
         with gzip.open(path) as stream:
-            for text, location, n_bytes in map(json.loads, stream):
-                if n_bytes is None:
-                    yield text, location
+            for text, location in map(json.loads, stream):
+                if text is None:
+                    on_error(Unreadable(location))
                 else:
-                    on_error(Unreadable(location, n_bytes))
+                    yield text, location
         return
 
-    def write(*row: str | int | None) -> None:
-        stream.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+    def write(text: str | None, location: str) -> None:
+        stream.write(json.dumps((text, location), ensure_ascii=False).encode() + b"\n")
 
     def skip(error: Unreadable) -> None:
         on_error(error)
-        write("", str(error), error.n_bytes or 0)
+        write(None, str(error))
 
     with replacing(path) as file, gzip.GzipFile(fileobj=file, mode="wb", compresslevel=1) as stream:
         for text, location in _hub_documents(source, skip, None):
-            write(text, location, None)
+            write(text, location)
             yield text, location
 
 

@@ -27,21 +27,12 @@ if TYPE_CHECKING:
     import pyarrow
 
 READ_BYTES = 1 << 14  # bytes read at a time
-ROWS = 256  # rows of a parquet file or hub dataset read at a time
+ROWS = 256  # rows of a dataset read at a time
 UTF8_REMEDY = "convert it to UTF-8 (e.g. iconv -f latin1 -t utf-8)"
 
 
 class Unreadable(DataError):
-    """Raised for a file, document or row that can't be read.
-
-    Attributes:
-        n_bytes: number of bytes of the document, row or rest of a file that can't be read; None until
-            `report_unreadable` sets it.
-    """
-
-    def __init__(self, reason: str, n_bytes: int | None = None):
-        super().__init__(reason)
-        self.n_bytes = n_bytes
+    """Raised for a file, document or row that can't be read."""
 
 
 OnError = Callable[[Unreadable], None]
@@ -52,26 +43,21 @@ Reader = Callable[["Path", Files, OnError, Parse], Documents]
 
 
 @contextmanager
-def report_unreadable(on_error: OnError, n_bytes: int = 0, location: str = "") -> Iterator[None]:
+def report_unreadable(on_error: OnError, location: str = "") -> Iterator[None]:
     """A context for reading documents: if `Unreadable` is raised within it, the context ends and calls `on_error` with
-    the error.
-
-    Args:
-        n_bytes: size of the file, document or row.
-        location: name of the file, or part of it, whose OSErrors and pyarrow errors become `Unreadable`; empty: none
-            do.
+    the error. OSErrors and pyarrow's errors become `Unreadable` with the name of the file, or of a part of it, in
+    `location`, unless that is empty.
     """
     try:
         yield
-    except Exception as error:
-        if location and not isinstance(error, Unreadable):
-            import pyarrow
-
-            error = unreadable_error(location, error) if isinstance(error, OSError | pyarrow.ArrowException) else error
-        if not isinstance(error, Unreadable):
-            raise
-        error.n_bytes = n_bytes if error.n_bytes is None else error.n_bytes
+    except Unreadable as error:
         on_error(error)
+    except Exception as error:
+        import pyarrow
+
+        if not location or not isinstance(error, OSError | pyarrow.ArrowException):
+            raise
+        on_error(unreadable_error(location, error))
 
 
 def text_of(value: Plain | np.ndarray, location: str) -> str:
@@ -120,8 +106,7 @@ def _cell_value(scalar: "pyarrow.Scalar", location: str) -> Plain | np.ndarray:
     try:
         return items.to_numpy(zero_copy_only=False) if is_whole else scalar.as_py()
     except UnicodeDecodeError:
-        n_bytes = scalar.as_buffer().size if hasattr(scalar, "as_buffer") else None
-        raise Unreadable(f"{location} is not UTF-8; {UTF8_REMEDY}", n_bytes) from None
+        raise Unreadable(f"{location} is not UTF-8; {UTF8_REMEDY}") from None
     except (ValueError, OverflowError) as error:
         raise Unreadable(
             f"{location} can't be read: {one_line(error)}; remove the row or set data.source.column"
@@ -137,12 +122,10 @@ def check_column(location: str, column: str, names: list[str]) -> None:
         raise Unreadable(f"{location}: {names.count(column)} columns are named '{column}'; rename all but one")
 
 
-def unreadable_error(location: str, error: Exception, n_bytes: int | None = None) -> Unreadable:
-    """Return an `Unreadable` for the `error` raised by reading `location`, a file or a part of one. `n_bytes`: number
-    of bytes not read.
-    """
+def unreadable_error(location: str, error: Exception) -> Unreadable:
+    """Return an `Unreadable` for the `error` raised by reading `location`, a file or a part of one."""
     reason = os.strerror(error.errno) if getattr(error, "errno", None) else one_line(error)
-    return Unreadable(f"{location}: can't be read: {reason}; mend it, remove it, or set data.on_error=skip", n_bytes)
+    return Unreadable(f"{location}: can't be read: {reason}; mend it, remove it, or set data.on_error=skip")
 
 
 # ---------------------------------------------------------------- local files
@@ -150,7 +133,7 @@ def unreadable_error(location: str, error: Exception, n_bytes: int | None = None
 
 SUPPORTED = "those of data.source.suffixes, .jsonl, .ndjson (also .gz, .zst), .json of JSON lines, and .parquet"
 _LATER_DOCUMENT = ": document from byte "  # in the location of a document after a separator
-PARQUET_BATCH_BYTES = 4 << 20  # text of a parquet file in memory at a time, unless one row has more
+PARQUET_ROWS = 32  # rows of a parquet file in memory at a time
 
 
 def file_documents(source: Files, on_error: OnError, vocabulary: object = None) -> Documents:
@@ -268,13 +251,8 @@ def read_files(paths: list[Path], source: Files, on_error: OnError, parse: Parse
     `on_error` is called with the error of each file, document or row that can't be read.
     """
     for path in paths:
-        with report_unreadable(on_error, size_of([path]), str(path)):
+        with report_unreadable(on_error, str(path)):
             yield from _reader_of(path, source)(path, source, on_error, parse)
-
-
-def size_of(paths: Iterable[Path]) -> int:
-    """Return the total size, in bytes, of the files among `paths` that exist."""
-    return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 class _FileStream(io.RawIOBase):
@@ -302,7 +280,7 @@ class _FileStream(io.RawIOBase):
         try:
             return self.stream.readinto(buffer)
         except self.errors as error:
-            raise unreadable_error(str(self.path), error, self.file.size() - self.file.tell()) from None
+            raise unreadable_error(str(self.path), error) from None
 
     def close(self) -> None:
         if self.file is not None:
@@ -313,7 +291,7 @@ class _FileStream(io.RawIOBase):
 def _read_txt(path: Path, source: Files, on_error: OnError, parse: Parse) -> Documents:
     with io.BufferedReader(_FileStream(path), READ_BYTES) as file:
         for begin, content in _split_at_separator(file, source.separator.encode()):
-            with report_unreadable(on_error, len(content)):
+            with report_unreadable(on_error):
                 text = _decode(content, begin, str(path))
                 content.clear()  # a long document is in memory once
                 yield text, f"{path}{_LATER_DOCUMENT}{begin:,} on" if begin else str(path)
@@ -329,18 +307,14 @@ def _split_at_separator(file: io.BufferedReader, separator: bytes) -> Iterator[t
     pattern = re.compile(rb"\r?\n".join(map(re.escape, lines)))
     max_match_bytes = len(separator) + len(lines)
     begin, content = 0, bytearray()
-    try:
-        while block := file.read1(READ_BYTES):
-            search_start = max(0, len(content) + 1 - max_match_bytes)
-            content += block
-            while separator and (match := pattern.search(content, search_start)):
-                next_content = content[match.end() :]
-                del content[match.start() :]
-                yield begin, content
-                begin, content, search_start = begin + match.end(), next_content, 0
-    except Unreadable as damage:
-        damage.n_bytes += len(content)
-        raise
+    while block := file.read1(READ_BYTES):
+        search_start = max(0, len(content) + 1 - max_match_bytes)
+        content += block
+        while separator and (match := pattern.search(content, search_start)):
+            next_content = content[match.end() :]
+            del content[match.start() :]
+            yield begin, content
+            begin, content, search_start = begin + match.end(), next_content, 0
     yield begin, content
 
 
@@ -362,7 +336,7 @@ def _read_jsonl(path: Path, source: Files, on_error: OnError, parse: Parse) -> D
     with io.BufferedReader(_FileStream(path), READ_BYTES) as file:
         for number, line in enumerate(iter(file.readline, b""), 1):
             location, document = f"{path}: line {number}", None
-            with report_unreadable(on_error, len(line)):
+            with report_unreadable(on_error):
                 if (text := _decode(line, begin, location)).strip():
                     row = _json_object(text, location)
                     check_column(location, source.column, list(row))
@@ -395,16 +369,11 @@ def _read_parquet(path: Path, source: Files, on_error: OnError, parse: Parse) ->
         check_column(str(path), source.column, file.schema_arrow.names)
         offset = 0
         for group_number in range(file.num_row_groups):
-            row_group = file.metadata.row_group(group_number)
-            columns = [row_group.column(index) for index in range(row_group.num_columns)]
-            columns = [column for column in columns if f"{column.path_in_schema}.".startswith(f"{source.column}.")]
-            row_bytes = sum(column.total_uncompressed_size for column in columns) // max(1, row_group.num_rows)
-            batch_rows = max(1, min(ROWS, PARQUET_BATCH_BYTES // max(1, row_bytes)))
-            batches = file.iter_batches(batch_rows, [group_number], [source.column], use_threads=False)
+            batches = file.iter_batches(PARQUET_ROWS, [group_number], [source.column], use_threads=False)
             location = f"{path}: row group {group_number + 1} of {file.num_row_groups}"
-            with report_unreadable(on_error, sum(column.total_compressed_size for column in columns), location):
+            with report_unreadable(on_error, location):
                 yield from column_texts(batches, source.column, str(path), on_error, offset, parse)
-            offset += row_group.num_rows
+            offset += file.metadata.row_group(group_number).num_rows
 
 
 # `_read_txt`: `Files.suffixes`

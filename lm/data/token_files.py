@@ -24,7 +24,6 @@ from lm.data.text_files import (
     column_texts,
     files_in,
     report_unreadable,
-    size_of,
     unreadable_error,
 )
 from lm.data.tokenizer import decode, special_token_mask, token_bytes, tokenizer_of, vocab_size
@@ -117,7 +116,7 @@ def _id_array(ids: Plain | np.ndarray, location: str) -> np.ndarray:
 def token_documents(source: Tokens, on_error: OnError, vocabulary: Vocabulary) -> Documents:
     files, read = FORMATS[source.format]
     for path in files(source):
-        with report_unreadable(on_error, size_of(_parts(path)), str(path)):
+        with report_unreadable(on_error, str(path)):
             yield from read(path, source, vocabulary, on_error)
 
 
@@ -189,11 +188,6 @@ def _read_nanogpt(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: 
     """
     if _read_header(path)[:2] in DTYPE_BY_HEADER:
         raise Unreadable(f"{path}: has the header of data.source.format=modded-nanogpt; set that")
-    if path.with_suffix(".idx").exists():
-        remedy = "write its documents to Parquet, for data.source.format=column"
-        raise Unreadable(
-            f"{path}: lies beside {path.stem}.idx, as Megatron's files do, and has no end of text; {remedy}"
-        )
     if not (size := path.stat().st_size):
         raise Unreadable(f"{path}: is empty; remove it")
     if size % 2:
@@ -220,9 +214,7 @@ def _read_modded(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: O
             f"{path}: begins with {header[0]} {header[1]}, not with {known_headers}: damaged, or of another format"
         )
     expected_size = 4 * HEADER_NUMBERS + count * np.dtype(dtype).itemsize
-    if count < 1:
-        raise Unreadable(f"{path}: its header says {count:,} ids: damaged")
-    if size != expected_size:
+    if count < 1 or size != expected_size:
         raise Unreadable(
             f"{path}: has {size:,} bytes, not the {expected_size:,} of {count:,} ids that its header says: damaged"
         )
@@ -245,7 +237,7 @@ def _split_stream(
     for end in chain(chain.from_iterable((indices + border_offset).tolist() for indices in borders), [len(ids)]):
         if end > begin:
             number += 1
-            with report_unreadable(on_error, (end - begin) * ids.itemsize):
+            with report_unreadable(on_error):
                 location = f"{path}: document {number:,}, from id {begin:,} on"
                 yield vocabulary.document(ids[begin:end], location), location
         begin = end
@@ -259,16 +251,11 @@ def _read_column(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: O
 
 
 def _saved_folders(source: Tokens) -> list[Path]:
-    paths = sorted(expand_home(name) for name in source.paths)
+    paths = sorted(map(expand_home, source.paths))
     for path in paths:
-        splits = (
-            sorted(folder.name for folder in path.iterdir() if (folder / "state.json").is_file())
-            if path.is_dir()
-            else []
-        )
         if not (path / "state.json").is_file():
-            remedy = f"name the folder of a split: {', '.join(splits)}" if splits else "it has no state.json"
-            raise DataError(f"{path}: is no folder of `Dataset.save_to_disk`; {remedy} (data.source.paths)")
+            reason = "no folder of `Dataset.save_to_disk`, or of a split of a saved `DatasetDict`"
+            raise DataError(f"{path}: is {reason}: it has no state.json (data.source.paths)")
     return paths
 
 

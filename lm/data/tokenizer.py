@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -170,13 +169,8 @@ def encode(tokenizer: "Tokenizer", texts: list[str]) -> list[list[int]]:
     """Return the token ids of each text, without special tokens. Raises DataError if the library can't encode a
     text.
     """
-    try:
-        with library_errors("data.tokenizer: can't encode text"):
-            return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-    except DataError:
-        for text in texts:
-            encoding_of(tokenizer, text)  # raises an error that names the text
-        raise
+    with library_errors("data.tokenizer: can't encode text", "; use another tokenizer, or other text"):
+        return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def encoding_of(tokenizer: "Tokenizer", text: str) -> "Encoding":
@@ -312,15 +306,7 @@ def find_tokenizer_json(path: Path) -> str | None:
         return None
     try:
         from transformers import AutoTokenizer, GPT2Tokenizer
-    except ModuleNotFoundError:
-        raise DataError(
-            f"{path}: has no {TOKENIZER_FILE}; transformers converts its tokenizer: pip install 'transformers>=5.4'"
-        ) from None
-    if any((path / name).is_file() for name in SENTENCEPIECE) and find_spec("sentencepiece") is None:
-        raise DataError(
-            f"{path}: has no {TOKENIZER_FILE}; transformers converts its tokenizer: pip install 'sentencepiece>=0.2'"
-        )
-    try:
+
         vocabulary = (
             dict(json.loads((path / VOCABULARY).read_text(encoding="utf-8"))) if (path / VOCABULARY).is_file() else {}
         )

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, lm
-from processes import forked, within
 
 from lm.cli import COMMANDS
 
@@ -51,17 +50,6 @@ def written(tmp_path: Path, name: str, content: bytes) -> Path:
 
 def test_a_text_file_that_is_not_utf8_is_named(train, tmp_path: Path):
     refused(tmp_path, train(paths=written(tmp_path, "latin.txt", b"caf\xe9 " * 100)), "latin.txt", "UTF-8")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("blocks", [20, 200])
-def test_a_full_disk_while_preparing_leaves_nothing_half_written(corpus: Path, tmp_path: Path, blocks: int):
-    """A file-size limit (in kilobytes) stands in for the full disk."""
-    arguments = [str(ROOT / "tests" / "tiny.yaml"), f"data.source.paths=[{corpus}]", f"data.root={tmp_path / 'stores'}"]
-    process = forked(tmp_path / "output", within, blocks * 256, "train", *arguments, f"runs={tmp_path / 'runs'}")
-    process.join()
-    output = (tmp_path / "output").read_text()
-    refused(tmp_path, subprocess.CompletedProcess("lm", process.exitcode, stderr=output), "File too large")
 
 
 def test_a_mistake_on_the_command_line_says_where_the_usage_is():

@@ -8,7 +8,7 @@ from lm.config.tree import canonical, differences, function_options
 from lm.errors import ConfigError
 from lm.files import plain_sha256
 from lm.runs.record import arm
-from lm.schema import flatten, to_plain
+from lm.schema import to_plain
 from lm.training.train import train
 
 WRITTEN_OUT = [
@@ -56,22 +56,6 @@ def test_lists_of_normalizers_are_equal_by_what_each_layer_gets(tiny):
     assert canonical(to_plain(listed[0])) == canonical(to_plain(listed[1]))
     other = tiny(*SIZES, "model.n_layer=4", "model.normalizer=[window, ssmax, ssmax]")
     assert canonical(to_plain(other)) != canonical(to_plain(listed[0]))
-
-
-def test_softmax_without_a_temperature_is_written_as_before_there_was_one(tiny):
-    plain = to_plain(tiny("model.normalizer=softmax"))
-    assert plain["model"]["normalizer"] == {"name": "softmax"}
-    unit, half_unit = (to_plain(tiny(f"model.normalizer={{name: softmax, temperature: {tau}}}")) for tau in (1, 0.5))
-    assert unit == plain
-    assert half_unit["model"]["normalizer"] == {"name": "softmax", "temperature": 0.5}
-    assert arm(half_unit, {}) != arm(plain, {})
-
-
-def test_a_gated_attention_unit_has_no_nulls_to_resolve(tiny):
-    plain = to_plain(tiny("model.block=gau", "model.n_head=1"))
-    result = canonical(plain)
-    assert result == {**plain, "model": result["model"]}
-    assert flatten(plain["model"]) == flatten(result["model"])
 
 
 def test_keys_that_were_added_later_leave_the_hashes_of_earlier_models_as_they_were(tiny):

@@ -1,7 +1,7 @@
 """Whatever stands in a configuration, the outcome is a valid one that its YAML gives back, or an error that names what
 is wrong.
 
-Keys are drawn from the reference, with hostile values among others, and texts of valid ones are mutilated.
+Keys are drawn from the reference, with hostile values among others.
 The suite draws the same few each time; `python -m pytest tests/config/test_fuzz_configurations.py -m slow` draws
 2,000 new ones.
 """
@@ -31,31 +31,6 @@ HOSTILE = [
     *("${name}", "${oc.env:LM_TEST_NOT_SET}", "${nothing}", "${", "${${${"),
     *([], [[]], [None], DEEP, ["softmax"] * 40, {}, {"name": []}, {"name": None}, {"name": {"name": 1}}, {"base": 1}),
     *({None: 1}, {1: 2}, {float("nan"): 1}, b"\xff", datetime.date(2020, 1, 1)),
-]
-SNIPPETS = [
-    *(
-        "\t",
-        "\0",
-        "{",
-        "}",
-        "[",
-        "]",
-        ":",
-        "- ",
-        "#",
-        "&a ",
-        "*a",
-        "<<: *a\n",
-        "? ",
-        "|\n",
-        ">\n",
-        "'",
-        '"',
-        "${",
-        "\\",
-    ),
-    *("!!python/name:os.system ", "!!binary ", "!!set ", "%YAML 9.9\n", "---\n", "...\n"),
-    *("\ufeff", "\x85", "\u2028", "0x", ".nan", "1:30", "[" * 2000, "- " * 2000),
 ]
 BASE = {"name": "x", "data": {"source": {"name": "files", "paths": ["a.txt"]}}}
 
@@ -100,17 +75,6 @@ OVERRIDES = st.tuples(
 ).map("=".join)
 
 
-@st.composite
-def mutilated(draw: st.DrawFn) -> str:
-    """The text of a valid configuration with pieces cut out, repeated, moved or put in."""
-    text = to_yaml(parse(BASE))
-    for _ in range(draw(st.integers(1, 4))):
-        first, last = sorted((draw(st.integers(0, len(text))), draw(st.integers(0, len(text)))))
-        last = min(last, first + draw(st.sampled_from([0, 1, 20, 500])))
-        text = text[:first] + draw(st.sampled_from(["", text[first:last] * 2, *SNIPPETS])) + text[last:]
-    return text
-
-
 # ---------------------------------------------------------------- what must come of it
 
 
@@ -142,10 +106,9 @@ FEW = st.lists(OVERRIDES, max_size=3).map(lambda overrides: [override for overri
     ("texts", "overrides", "valid"),
     [
         (keys(6), FEW, 0.02),
-        (mutilated(), st.just([]), 0.01),  # of 700 texts, 13 to 34 were valid in 23 runs
         (keys(1), st.just([]), 0.1),
     ],
-    ids=["several keys and overrides", "a mutilated text", "one key"],
+    ids=["several keys and overrides", "one key"],
 )
 def test_a_configuration_is_valid_and_comes_back_or_is_an_error_that_names_what_is_wrong(
     texts, overrides, valid, examples, tmp_path

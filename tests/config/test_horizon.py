@@ -1,6 +1,5 @@
 """How long a run is where its tokens are given by the size of the model, and the presets that say so."""
 
-import math
 import shutil
 from pathlib import Path
 
@@ -8,11 +7,10 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT, lm
-from folders import differences, kill_after, losses
+from folders import differences, kill_after
 
 from lm.config.load import load_config
 from lm.config.tree import Config
-from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, DataError
 from lm.experiments.compare import costs
 from lm.experiments.experiment import config_hash
@@ -46,46 +44,6 @@ def test_a_preset_has_the_size_in_its_name_and_reads_twenty_tokens_a_parameter(p
     assert parameters / 1e6 == pytest.approx(millions, rel=0.05)
     tokens = with_steps(config, vocab_size).trainer.max_steps * config.optim.batch_tokens
     assert tokens / parameters == pytest.approx(20, rel=0.01)
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_goes_with_every_shape_and_the_later_of_both_counts(recipe: Path):
-    rate = parse_yaml(recipe.read_bytes(), recipe.name).get("optim", {}).get("lr")
-    for shape in (path for path in MODELS if "gau" not in path.stem):
-        shape_config, first, last = (
-            load_config(list(map(str, files))) for files in ([shape], [shape, recipe], [recipe, shape])
-        )
-        assert (first.optim.lr, last.optim.lr) == (rate or shape_config.optim.lr, shape_config.optim.lr)
-        assert last.trainer.tokens_per_parameter == 20
-        assert all(getattr(last.model, name) == getattr(shape_config.model, name) for name in SIZES), (
-            "what a recipe says of them stays"
-        )
-        if recipe.stem == "modern" and not shape_config.model.tied:
-            assert counted(first, 4096)["total"] == pytest.approx(counted(shape_config, 4096)["total"], rel=0.02)
-
-
-@pytest.mark.slow
-def test_the_modern_recipe_trains_the_smallest_shape(arguments: list[str], corpus: Path):
-    shape, recipe = (ROOT / "configs" / name for name in ("models/1m.yaml", "recipes/modern.yaml"))
-    tiny_data = [
-        f"data.source={{name: files, paths: [{corpus}]}}",
-        *arguments[2:],
-        "data.tokenizer.vocab_size=400",
-        "data.seq_len=64",
-    ]
-    steps = [
-        "optim={batch_tokens: 512, warmup_steps: 5}",
-        "eval={every: 20, sequences: 8, long_context: {length_factor: 0}}",
-    ]
-    machine = [
-        "trainer={accelerator: cpu, precision: 32, threads: 1, compile: false, max_steps: 20}",
-        "log={wandb: disabled, progress: none}",
-    ]
-    config = load_config([str(shape), str(recipe), *tiny_data, *steps, *machine, "name=modern"])
-    assert train(config) == 0
-    values = losses(config.run_folder)
-    assert values[0] == pytest.approx(math.log(400), rel=0.02)
-    assert values[-1] < values[0] - 0.3
 
 
 def test_the_steps_are_those_of_the_vocabulary_and_do_not_depend_on_the_normalizer(tiny):

@@ -9,10 +9,9 @@ import pytest
 from conftest import ROOT, lm
 
 from lm.config.load import parse, read_yaml
-from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError
-from lm.schema import Plain, reference, to_plain
+from lm.schema import Plain, to_plain
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -89,12 +88,3 @@ def test_what_is_interpolated_and_normalizers_from_outside_are_valid(validator):
         "eval": {"swap_lengths": [1, "${seed}"]},
     }
     assert [error.message for error in validator.iter_errors(content)] == []
-
-
-def test_every_key_of_a_block_has_its_description(validator):
-    def described(schema: dict[str, Plain]) -> set[str]:
-        texts = {entry["description"] for entry in schema.get("properties", {}).values() if "description" in entry}
-        return texts.union(*(described(entry) for entry in schema.get("$defs", {}).values()))
-
-    sections = {text for path, *_, text in reference(Config)}
-    assert sections <= described(validator.schema)

@@ -41,18 +41,6 @@ def test_steps_are_a_line_every_twentieth_of_the_run_in_a_file():
     assert lines[0].endswith("1,234 tokens/s"), "one step, the first, says nothing of the others"
 
 
-@pytest.mark.parametrize(("seconds", "words"), [(1, "49 s"), (10, "8 min")])
-def test_what_is_left_is_in_minutes_where_it_is_long(monkeypatch, seconds, words):
-    progress = StepProgress("lines", 100)
-    file = told(progress, terminal=False)
-    clock = iter([0.0, seconds])
-    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    progress.start(0)
-    progress.advance(1)
-    progress.advance(2, 2.0, 1.0)
-    assert file.getvalue().rstrip().endswith(f"ETA {words}"), file.getvalue()
-
-
 def test_a_terminal_has_a_bar_that_leaves_nothing_and_lines_beside_it():
     progress = StepProgress("bar", 10)
     file = told(progress, terminal=True)

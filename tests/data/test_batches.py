@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, thinned
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from texts import tokens_of
@@ -193,19 +193,6 @@ def test_an_epoch_predicts_every_token_once_but_for_fewer_than_a_sequence(
     assert n_tokens - len(targets) < seq_len
 
 
-@pytest.mark.parametrize("n_tokens", thinned([17, 23, 31, 32, 33, 100], [17, 32, 33]))
-@pytest.mark.parametrize("length", [4, 16])
-def test_over_epochs_every_token_of_a_part_is_a_target_equally_often(n_tokens: int, length: int):
-    first, epochs = 50, 4000
-    text = TextStream(counted_split([first, n_tokens, 70]), first, n_tokens, 16, (1, 2))
-    batch, _ = text.read(np.arange(epochs * text.sequences_per_epoch), length)
-    counts = np.bincount(batch[:, 1:].ravel(), minlength=first + n_tokens + 70)
-    assert counts[:first].sum() == counts[first + n_tokens :].sum() == 0
-    fraction = text.sequences_per_epoch * 16 / n_tokens
-    spread = (epochs * fraction * (1 - fraction)) ** 0.5
-    assert np.abs(counts[first : first + n_tokens] - epochs * fraction).max() <= 5 * spread
-
-
 def test_epochs_seeds_and_stores_give_different_orders():
     def order(seed: int, epoch: int, fingerprint: str = "ab" * 32) -> tuple[int, ...]:
         text = TrainSequences(Counted(5000, fingerprint), DataConfig(seq_len=10), 1, seed).streams[0]
@@ -304,7 +291,7 @@ def test_the_lengths_of_a_curriculum_begin_at_their_fraction_of_the_run(store):
 @pytest.mark.parametrize(
     ("lengths", "problem"),
     [
-        ("{name: mixed}", r"^data\.lengths\.weights = {}: no lengths given;"),
+        ("{name: mixed}", r"^data\.lengths\.weights = {}: sum to 0, not to 1;"),
         ("{name: mixed, weights: {7: 1.0}}", r"^data\.lengths\.weights = 7: does not divide data\.seq_len = 32"),
         (
             "{name: mixed, weights: {.nan: 1.0}}",
@@ -312,20 +299,12 @@ def test_the_lengths_of_a_curriculum_begin_at_their_fraction_of_the_run(store):
         ),
         (
             "{name: mixed, weights: {8: 0.4, 32: 0.5}}",
-            r"^data\.lengths\.weights = {8: 0\.4, 32: 0\.5}: sum to 0\.9, not to 1$",
+            r"^data\.lengths\.weights = {8: 0\.4, 32: 0\.5}: sum to 0\.9, not to 1; e\.g\.",
         ),
         ("{name: mixed, weights: {8: -0.5, 32: 1.5}}", r"^data\.lengths\.weights = .*: must be > 0$"),
-        (
-            "{name: mixed, weights: {8: 0.1, 32: 0.9}}",
-            "gives sequences of 8 less than one step of trainer.max_steps = 8",
-        ),
-        ("{name: curriculum}", r"^data\.lengths\.starts = {}: no length starts at 0\.0;"),
+        ("{name: curriculum}", r"^data\.lengths\.starts = {}: lengths must start at fractions"),
         ("{name: curriculum, starts: {0.0: 16, .nan: 32}}", r"^data\.lengths\.starts = {0\.0: 16, nan: 32}: "),
-        (
-            "{name: curriculum, starts: {0.0: 16, 1.0: 32}}",
-            "must start at a fraction of the run of 0 or more and below 1",
-        ),
-        ("{name: curriculum, starts: {0.0: 16, 0.01: 32}}", "leaves a length no step of trainer.max_steps = 8"),
+        ("{name: curriculum, starts: {0.0: 16, 1.0: 32}}", "of 0 or more and below 1, one of them at 0.0"),
         ("{name: full, length: 4}", r"^data\.lengths\.length = 4: unknown key"),
         (
             "32",
@@ -370,34 +349,6 @@ def test_streams_have_the_fraction_of_slots_that_their_weights_say_however_long_
         of_stream = streams == number
         assert (np.diff(places[of_stream]) == 1).all(), "a stream's slots come in order, none twice and none left out"
         assert (np.abs(places[of_stream] - fraction * slots[of_stream]) < 1 + fraction * len(fractions)).all()
-
-
-@given(first=st.integers(0, 20 * SLOTS_PER_BLOCK), seed=st.integers(0, 9))
-@settings(max_examples=30, deadline=None)
-def test_slots_are_assigned_the_same_in_any_order(first: int, seed: int):
-    slots = np.arange(first, first + 2 * SLOTS_PER_BLOCK)
-    whole = np.stack(StratifiedSampler([0.5, 0.3, 0.2], (1, seed)).assign(slots))
-    order = np.random.default_rng(seed).permutation(len(slots))
-    other = StratifiedSampler([0.5, 0.3, 0.2], (1, seed))
-    assigned = np.concatenate([np.stack(other.assign(slots[part])) for part in np.array_split(order, 7)], 1)
-    assert np.array_equal(assigned, whole[:, order])
-    assert not np.array_equal(whole[0, :SLOTS_PER_BLOCK], whole[0, SLOTS_PER_BLOCK:]), "no block is like another"
-
-
-@pytest.mark.parametrize("weights", [[1 / 64, 63 / 64], [2 / 64, 0.5, 30 / 64], 8 * [1 / 8]])
-def test_a_stream_of_a_slot_in_the_run_is_drawn_in_it(weights: list[float]):
-    for seed in range(50):
-        streams, _ = StratifiedSampler(weights, (1, seed)).assign(np.arange(64))
-        assert set(streams.tolist()) == set(range(len(weights)))
-
-
-@pytest.mark.parametrize("weights", [[0.5, 0.5], [0.999, 0.001]])
-def test_no_period_of_the_run_favours_a_stream(weights: list[float]):
-    """Steps of 100 sequences, of which every tenth is logged: what they hold is what all hold."""
-    streams, _ = StratifiedSampler(weights, (1, 2)).assign(np.arange(300_000))
-    logged = streams.reshape(-1, 10, 100)[:, 9]
-    expected = weights[1] * logged.size
-    assert (logged == 1).sum() == pytest.approx(expected, abs=4 * expected**0.5)
 
 
 def test_the_assignment_of_slots_never_changes_between_versions():

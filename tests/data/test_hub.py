@@ -1,21 +1,18 @@
 """Datasets of the Hugging Face hub, of folders and as saved: what is read, identified, held out and stated."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pyarrow
 import pytest
-from texts import TEXTS, documents, one_line_error, skipping, start, stored_texts, write_parquet
+from texts import TEXTS, documents, one_line_error, skipping, stored_texts, write_parquet
 
 from lm.config.data_config import DataConfig, Hub, Mixture, TrainedTokenizer, WeightedSource
 from lm.data import sources as module
 from lm.data.prepare import prepare, summary
 from lm.data.sources import source_identity
 from lm.data.store import Store
-from lm.data.tokenizer import downloaded
 from lm.errors import DataError
-from lm.huggingface.exporting import upload
 
 
 @pytest.fixture
@@ -34,14 +31,6 @@ def test_a_dataset_folder_reads_through_load_dataset(hub: Hub, streaming: bool):
     source = dataclasses.replace(hub, streaming=streaming)
     assert list(documents(source)) == TEXTS
     assert list(documents(dataclasses.replace(source, max_documents=7))) == TEXTS[:7]
-
-
-def test_a_compressed_dataset_can_be_streamed(hub: Hub):
-    folder = Path(hub.dataset)
-    (folder / "train.parquet").unlink()
-    with pyarrow.output_stream(str(folder / "train.jsonl.zst"), compression="zstd") as file:
-        file.write("".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode())
-    assert list(documents(dataclasses.replace(hub, streaming=True))) == TEXTS
 
 
 def test_streaming_or_not_is_the_same_store_and_a_changed_file_is_not(hub: Hub, tmp_path: Path):
@@ -72,7 +61,7 @@ def test_rows_of_the_hub_that_can_not_be_read_are_left_out_alone(hub: Hub, strea
     readable, errors = skipping(source)
     assert readable == ["first", "", *TEXTS]
     assert "row 2: column 'text' is not UTF-8" in str(errors[0])
-    assert [error.n_bytes for error in errors] == [4]
+    assert len(errors) == 1
     assert skipping(dataclasses.replace(source, max_documents=3))[0] == ["first", "", TEXTS[0]]
 
 
@@ -82,18 +71,6 @@ def test_a_dataset_that_can_not_be_read_any_further_is_an_error_whatever_is_skip
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(DataError, match=r"^data\.source\.dataset: "):
         skipping(dataclasses.replace(hub, streaming=streaming))
-
-
-@pytest.mark.slow
-def test_without_a_network_the_hub_is_one_line(tmp_path: Path):
-    script = (
-        "for streaming in (False, True):\n"
-        " try: prepare(DataConfig(Hub(dataset='someone/something', streaming=streaming), root=sys.argv[2]))\n"
-        " except DataError as error: print(error)\n"
-    )
-    out, _ = start(script, None, tmp_path, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "hf")).communicate(timeout=60)
-    assert len(out.splitlines()) == 2
-    assert all("'someone/something'" in line and "network" in line for line in out.splitlines())
 
 
 def test_a_pinned_commit_is_identified_without_a_network():
@@ -121,18 +98,6 @@ def test_a_stream_is_read_once(hub: Hub, tmp_path: Path, monkeypatch: pytest.Mon
     assert not list(store.path.glob("stream*"))
 
 
-def test_what_a_stream_can_not_read_is_counted_once(hub: Hub, tmp_path: Path):
-    rows = [b"first", b"caf\xe9", None, *(text.encode() for text in TEXTS)]
-    texts = pyarrow.array(rows, pyarrow.binary()).cast(pyarrow.string(), safe=False).view(pyarrow.string())
-    write_parquet(Path(hub.dataset) / "train.parquet", {"text": texts})
-    stores = [
-        prepared(dataclasses.replace(hub, streaming=streaming), tmp_path / str(streaming), on_error="skip")
-        for streaming in (False, True)
-    ]
-    assert stores[0].manifest == stores[1].manifest
-    assert stores[1].manifest["unreadable"]["count"] == stores[1].manifest["left_out"]["blank"] == 1
-
-
 # ---------------------------------------------------------------- validation splits
 
 
@@ -153,14 +118,6 @@ def test_a_validation_split_is_held_out_whole_and_is_no_training_text(
     assert texts[store.train.n_documents :] == ["held out 1", "held out 2", "held out 3", "held out 3", TEXTS[7]]
     assert texts[: store.train.n_documents] == [text for text in TEXTS[:30] if text != TEXTS[7]]
     assert "val_fraction" not in summary(store)
-
-
-def test_without_deduplication_a_training_split_loses_the_text_of_the_validation_split_alone(
-    with_validation: Hub, tmp_path: Path
-):
-    store = prepared(with_validation, tmp_path, deduplicate=False)
-    assert stored_texts(store)[: store.train.n_documents] == [text for text in TEXTS if text != TEXTS[7]]
-    assert store.val.n_documents == 5
 
 
 def test_a_mixture_holds_out_documents_of_the_sources_without_a_validation_split(with_validation: Hub, tmp_path: Path):
@@ -202,21 +159,6 @@ def test_a_saved_dataset_reads_like_any_other(hub: Hub, tmp_path: Path):
     )
 
 
-def test_a_tilde_is_the_home_folder(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    import datasets
-
-    monkeypatch.setenv("HOME", str(tmp_path))
-    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(str(tmp_path / "saved"))
-    for folder in ("dataset", "saved"):
-        source = Hub(dataset=f"~/{folder}")
-        assert list(documents(source)) == TEXTS
-        assert (
-            source_identity(source, tmp_path)["files"]
-            == source_identity(Hub(dataset=str(tmp_path / folder)), tmp_path)["files"]
-        )
-    assert "~/nowhere': no such folder" in one_line_error(Hub(dataset="~/nowhere"))
-
-
 # ---------------------------------------------------------------- licences, and no network
 
 
@@ -237,25 +179,3 @@ def test_an_unpinned_dataset_takes_a_network(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(module, "_builder", unreachable)
     with pytest.raises(DataError, match=r"Couldn't reach the hub; pin data\.source\.revision to a commit, and prepare"):
         prepared(Hub(dataset="someone/something", split="train"), tmp_path)
-
-
-@pytest.mark.parametrize("place", ["dataset", "tokenizer", "upload"])
-def test_an_error_of_the_hub_says_its_cause(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    import huggingface_hub
-
-    def fail(*_: object, **__: object) -> None:
-        try:
-            raise OSError("the proxy refuses")
-        except OSError as error:
-            raise ValueError("cannot find the requested files") from error
-
-    def read_dataset() -> None:
-        with module._library_errors(Hub("a/b")):
-            fail()
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", fail)
-    calls = {"dataset": read_dataset, "tokenizer": lambda: downloaded("a/b", None, [])}
-    calls["upload"] = lambda: upload(tmp_path, "a/b")
-    with pytest.raises(DataError, match=r"cannot find the requested files \(the proxy refuses\)"):
-        calls[place]()

@@ -9,7 +9,7 @@ from conftest import lm
 from texts import TEXTS, files_config, write_texts
 
 from lm.config.data_config import DataConfig, TokenizerFile
-from lm.data.inspect import N_GRAM, n_gram_hashes, overlap, sample_documents, store_description
+from lm.data.inspect import N_GRAM, overlap, sample_documents, store_description
 from lm.data.prepare import prepare
 from lm.data.store import Split, Store
 from lm.errors import DataError
@@ -80,22 +80,6 @@ def test_the_overlap_is_the_fraction_of_held_out_n_grams_that_training_text_has(
     assert fraction == pytest.approx(np.mean([n_gram in training for n_gram in held_out]))
     assert 0 < fraction < 1
     assert f"{fraction:.1%} of {count:,} looked up" in "\n".join(store_description(store, 0))
-
-
-def test_n_grams_are_told_apart_by_order_and_length():
-    tokens = np.random.default_rng(0).integers(0, 5, 3000)
-    windows = np.lib.stride_tricks.sliding_window_view(tokens, N_GRAM)
-    hashes = n_gram_hashes(tokens)
-    assert hashes.shape == (len(windows),)
-    assert len(np.unique(hashes)) == len(np.unique(windows, axis=0))
-
-
-def test_quantiles_of_the_documents_lengths_are_said(data: DataConfig):
-    split = (store := prepare(data)).train
-    median, longest = int(np.median(split.lengths)), split.lengths.max()
-    (line,) = [line for line in store_description(store, 0) if line.startswith("train: documents have at most")]
-    assert f" {median:,} (50 %), " in line
-    assert line.endswith(f" {longest:,} (100 %)")
 
 
 def test_samples_are_spread_over_each_part(data: DataConfig):

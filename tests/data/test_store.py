@@ -3,11 +3,8 @@
 import dataclasses
 import hashlib
 import json
-import os
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +13,9 @@ from texts import tokens_of
 
 from lm.config.data_config import DataConfig
 from lm.data.prepare import prepare, store_with_fingerprint
-from lm.data.store import MANIFEST, Store, fingerprint, npy, write_file
+from lm.data.store import MANIFEST, Store, fingerprint
 from lm.errors import DataError
-from lm.files import file_sha256, sealed, write_json
+from lm.files import sealed, write_json
 
 
 @pytest.mark.parametrize("size", ["flipped", "truncated", "missing"])
@@ -111,36 +108,6 @@ def test_an_altered_file_of_a_store_is_found(unchecked: Store, name: str):
             Store.open(unchecked.path)
 
 
-@pytest.mark.slow
-def test_a_large_store_opens_in_little_memory(data: DataConfig):
-    """A store whose training tokens are a hole of 300 MB."""
-    store = prepare(data)
-    n_bytes, n_tokens = 300_000_000, 150_000_000
-    path = store.path / "train-00000.bin"
-    os.truncate(path, n_bytes)
-    offsets = np.append(store.train.offsets[:-1], n_tokens).astype("<i8")
-    offsets_entry = write_file(store.path / "train.offsets.npy", npy(offsets))
-    facts = store.manifest["splits"]["train"]
-    facts = {
-        **facts,
-        "n_tokens": n_tokens,
-        "longest": int(np.diff(offsets).max()),
-        "sources": [{**facts["sources"][0], "n_tokens": n_tokens}],
-    }
-    files = {**store.manifest["files"], path.name: {"bytes": n_bytes, "sha256": file_sha256(path)}, **offsets_entry}
-    splits = {**store.manifest["splits"], "train": facts}
-    write_json(store.path / MANIFEST, sealed({**store.manifest, "files": files, "splits": splits}))
-    script = (
-        "import sys\nfrom pathlib import Path\nimport numpy as np\nfrom lm.data.store import Store\n"
-        "import lm.progress\nfrom lm.machine import peak_process_bytes\nbefore = peak_process_bytes()\n"
-        "store = Store.open(Path(sys.argv[1]))\n"
-        "assert store.train.take(np.array([9, 150_000_000 - 9]), 8).shape == (2, 8)\n"
-        "print(peak_process_bytes() - before)"
-    )
-    result = subprocess.run([sys.executable, "-c", script, str(store.path)], capture_output=True, text=True, check=True)
-    assert int(result.stdout) < 64 * 2**20
-
-
 # ---------------------------------------------------------------- shards
 
 
@@ -187,12 +154,6 @@ def test_a_split_that_fills_its_last_shard_has_no_empty_one(
     store = prepare(dataclasses.replace(data, root=str(tmp_path / "sharded")))
     assert len(store.train.shards) == 1
     assert len(list(store.path.glob("train-*.bin"))) == 1
-
-
-def test_a_deleted_shard_is_named(sharded: tuple[Store, Store]):
-    (sharded[0].path / "train-00003.bin").unlink()
-    with pytest.raises(DataError, match=r"train-00003\.bin: can't be read: No such file.*it is prepared again"):
-        Store.open(sharded[0].path)
 
 
 def test_the_fingerprint_is_that_of_stores_from_before_shards():

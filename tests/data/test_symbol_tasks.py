@@ -87,16 +87,6 @@ def test_varied_recall_trains_on_fewer_pairs_and_tests_on_all():
     assert pair_counts(50, "test") == {8}
 
 
-def test_options_that_contradict_each_other_are_named():
-    assert not [*MQAR().problems(), *Maximum().problems()]
-    assert [problem.path for problem in MQAR(keys=4, values=4, pairs=5, queries=6).problems()] == [
-        "queries",
-        "pairs",
-        "pairs",
-    ]
-    assert [problem.path for problem in Maximum(priorities=4, payloads=4).problems()] == ["items", "items"]
-
-
 # ---------------------------------------------------------------- the other tasks of symbols
 
 
