@@ -346,7 +346,7 @@ def test_paths_that_name_no_file_are_errors_of_one_line(tmp_path: Path):
     for name, reason in {
         "twise.yaml": "twice.yaml'",
         "loop.yaml": "loop",
-        "": "a folder, not a configuration file; name a YAML file",
+        "": "Is a directory",
     }.items():
         with pytest.raises(ConfigError, match=reason):
             load_config([str(tmp_path / name)])

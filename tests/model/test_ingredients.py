@@ -318,7 +318,7 @@ def test_embeddings_of_values_are_parameters_of_the_embedding_and_cost_no_produc
         ),
         (["model.gate_inputs=12"], "model.gate_inputs = 12: has no gate to act in; set output_gate"),
         (["model.output_gate=head", "model.gate_inputs=9999"], "exceeds model.n_embd"),
-        (["model.block=gau", "model.n_head=1", "model.exclusive=true"], "gated attention unit has a gate that sees"),
+        (["model.block=gau", "model.n_head=1", "model.exclusive=true"], "no option of a gated attention unit"),
         (["model.logit_softcap=0"], r"model\.logit_softcap = 0: must be > 0"),
     ],
 )
