@@ -20,6 +20,7 @@ from lm.experiments.judging import FRAME_COLUMNS, Judgement, Question, SizeArm, 
 from lm.experiments.run_outcome import SELECTION, Outcome, describe_values, run_differences
 from lm.experiments.tuning_table import TuningRun, differing_keys, settings_words
 from lm.plugins import package_of
+from lm.runs.evaluations import part_of
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, SWAPPED, step_path
 from lm.schema import Plain, to_plain
 from lm.statistics.tuning import (
@@ -390,17 +391,15 @@ class Procedure:
         """The rows of a run for `judge`, by sequence, on the held-out documents for reports. There is a single row if
         the run has not finished, if its sequences are not from documents, or if `primary.reach` is compared.
         """
-        outcome, units, has_finished = run.outcome, None, run.outcome.state == "finished"
+        outcome, primary, has_finished = run.outcome, self.experiment.primary, run.outcome.state == "finished"
+        units = pd.DataFrame({"value": [self.compared_value(outcome)], "weight": 1.0, "group": None})
+        if has_finished and primary.reach is None and not run.config.data.symbolic:
+            measured = part_of(outcome.units(primary.metric), "reports")
+            units = measured if (measured["part"] == "reports").any() else units
         note = outcome.divergence if outcome.state == "diverged" else outcome.not_learned_text if has_finished else ""
-        if has_finished and self.experiment.primary.reach is None and not run.config.data.symbolic:
-            units = outcome.values(self.experiment.primary.metric)
-        columns = {"value": [self.compared_value(outcome)], "weight": 1.0, "group": None}
-        if units and units.selects is not None:
-            units = units.part(selection=False)
-            columns = {"value": units.values, "weight": units.weights, "group": units.groups}
         names = {"size": run.size, "arm": run.arm, "rate": rate_cell(run.rate), "seed": run.seed}
         words = {"note": note and f"{run.label}: {note}", "unlearned": outcome.unlearned_level if has_finished else ""}
-        return pd.DataFrame(columns).assign(**names, state=outcome.state, **words)
+        return units.assign(**names, state=outcome.state, **words)[FRAME_COLUMNS]
 
     def n_runs(self, size: str) -> dict[str, int]:
         """Count the runs of each arm in a size, by the grid and rates known so far. Before tuning has ended, two final
@@ -464,10 +463,10 @@ def check_comparable(runs: list[Run], metric: str) -> None:
         folder, problem = run.config.run_folder, ""
         # with `evaluate`, `Outcome.is_measured` checks
         for evaluation in run.outcome.evaluations if not run.evaluate else ():
-            is_asked = any(metric in series.names for series in evaluation.series)
+            is_asked = (evaluation.frame["metric"] == metric).any()
             if is_asked and evaluation.asked not in ({}, run.config.eval.measured_options(evaluation.kind)):
                 problem = "with other options than the run is configured with"
-        if run.outcome.values(metric).identity != finished_runs[0].outcome.values(metric).identity:
+        if run.outcome.identity(metric) != finished_runs[0].outcome.identity(metric):
             problem = problem or f"on other sequences than in {finished_runs[0].config.run_folder}"
         if problem:
             raise RunError(

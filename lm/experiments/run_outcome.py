@@ -6,8 +6,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Literal
+
+import pandas as pd
 
 from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
@@ -16,12 +19,13 @@ from lm.plugins import PLUGINS
 from lm.runs.checkpoints import load_metadata
 from lm.runs.evaluations import (
     Evaluation,
-    Series,
-    Units,
     chance_level,
     evaluation_files,
     load_evaluation,
     measuring_code,
+    part_of,
+    unit_rows,
+    weighted_mean,
 )
 from lm.runs.folder import (
     CHECKPOINTS,
@@ -36,6 +40,7 @@ from lm.runs.folder import (
     step_path,
 )
 from lm.runs.manifest import read_file
+from lm.runs.metric import Metric
 from lm.runs.record import RunRecord, RunStatus, divergence, loss_above_unigram, read_run, start_setting, tokens_before
 from lm.schema import Plain, to_plain
 from lm.statistics.intervals import is_unlearned
@@ -99,7 +104,7 @@ class Outcome:
             check_planned(self.planned, self.checkpoint)
         if self.divergence:
             return "diverged"
-        is_finished = self.is_trained and self.is_complete and self.is_measured and self.values(self.metric) is not None
+        is_finished = self.is_trained and self.is_complete and self.is_measured and len(self.units(self.metric))
         return "finished" if is_finished else "unfinished"
 
     @cached_property
@@ -110,32 +115,33 @@ class Outcome:
             raise RunError(
                 f"{self.folder / METRICS}: says that the run diverged, but {self.checkpoint} is there: bring it back"
             )
-        return divergence(self.log.lines, self._final_loss)
+        return divergence(self.log.lines, self._validation)
 
     @cached_property
     def not_learned_text(self) -> str:
         """A text that says that the final loss is above the unigram cross-entropy; empty if it is not, or if either is
         unknown.
         """
-        return loss_above_unigram(self._final_loss)
+        return loss_above_unigram(self._validation)
 
     @property
     def unlearned_level(self) -> str:
         """The level that the metric at the last step is not better than, in words: chance, within an interval over
         sequences, or the unigram cross-entropy. Empty if it is better, or if no level is known.
         """
-        series, units = self.series(self.metric), self.values(self.metric)
-        name, level = chance_level(series.about) if series else ("", math.nan)
-        if not units or not name or series.about.better == "none":
+        units = self.units(self.metric)
+        about = units["about"].iloc[0] if len(units) else Metric()
+        name, level = chance_level(about)
+        if not name or about.better == "none":
             return self.not_learned_text and "the unigram cross-entropy"
-        better = series.about.better
-        text = f"{'the ' if better == 'lower' else ''}{name} ({level:.3g})"
-        return text * is_unlearned(units.mean, level, better, units.values, units.weights, units.groups)
+        text = f"{'the ' if about.better == 'lower' else ''}{name} ({level:.3g})"
+        columns = (units[column].to_numpy() for column in ("value", "weight", "group"))
+        return text * is_unlearned(weighted_mean(units), level, about.better, *columns)
 
     @property
-    def _final_loss(self) -> Series | None:
-        """The validation loss at the last step; None if the run has not been trained up to this step."""
-        return self.series(SELECTION) if self.is_trained else None
+    def _validation(self) -> Evaluation | None:
+        """The validation at the last step; None if the run has not been trained up to this step."""
+        return self.measurement(SELECTION) if self.is_trained else None
 
     @property
     def checkpoint(self) -> Path:
@@ -146,7 +152,7 @@ class Outcome:
         """Whether the checkpoint of the last step exists, and the validation loss (SELECTION) was measured at this
         step.
         """
-        return self.checkpoint.exists() and self.series(SELECTION) is not None
+        return self.checkpoint.exists() and self.measurement(SELECTION) is not None
 
     @cached_property
     def is_complete(self) -> bool:
@@ -184,16 +190,24 @@ class Outcome:
         """Names of the metrics that were measured by unit (such as a sequence) at the last step, not as a mean
         alone.
         """
-        measured = [series for evaluation in self.evaluations for series in evaluation.series if series.points]
-        return [name for series in measured for name in series.logged_means]
+        frames = [evaluation.frame[evaluation.frame["sample"].notna()] for evaluation in self.evaluations]
+        pairs = [zip(frame["metric"], frame["about"], strict=True) for frame in frames]
+        return [name for name, about in dict.fromkeys(chain(*pairs)) if about.name and about.matches(name)]
 
-    def series(self, metric: str) -> Series | None:
-        """The series that logs a metric at the last step; None if the metric was not measured. Raises RunError: a file
-        is damaged.
+    def measurement(self, metric: str) -> Evaluation | None:
+        """The evaluation of the last step that measured a metric; None without one. Raises RunError: a file is
+        damaged.
         """
         return next(
-            (series for evaluation in self.evaluations for series in evaluation.series if metric in series.names), None
+            (evaluation for evaluation in self.evaluations if (evaluation.frame["metric"] == metric).any()), None
         )
+
+    def units(self, metric: str) -> pd.DataFrame:
+        """The values whose mean a metric logs at the last step, a row for each unit such as a sequence; no rows if it
+        was not measured by unit.
+        """
+        evaluation = self.measurement(metric)
+        return unit_rows(evaluation.frame, metric) if evaluation else pd.DataFrame()
 
     @property
     def evaluations(self) -> list[Evaluation]:
@@ -224,22 +238,20 @@ class Outcome:
                 {},
                 self.planned.eval.measured_options(evaluation.kind),
             )
-            for series in evaluation.series if is_of_run else ():
-                for name, mean in series.logged_means.items():
-                    value = logged.get((evaluation.step, name))
-                    tolerance = 0.02 if series.unit == "fraction" else 1e-3 * max(1.0, abs(value or 0.0))
-                    if isinstance(value, int | float) and abs(mean - value) > tolerance:
-                        raise RunError(
-                            f"{path}: {name} is {mean:.4f}, {METRICS} says {value:.4f}: delete the file, and lm eval "
-                            f"{self.folder} measures again"
-                        )
-
-    def values(self, metric: str) -> Units | None:
-        """The values whose mean a metric logs at the last step, by unit (such as a sequence); None if it was not
-        measured by unit.
-        """
-        series = self.series(metric)
-        return series and series.logged_units(metric)
+            frame = evaluation.frame
+            for name in [*frame["metric"].unique()] if is_of_run else []:
+                value = logged.get((evaluation.step, name))
+                if not isinstance(value, int | float):
+                    continue
+                rows = frame[frame["metric"] == name]
+                widths = (rows["until"] - rows["x"]).fillna(1.0)
+                mean = weighted_mean(rows.assign(weight=rows["weight"] * widths))
+                tolerance = 0.02 if rows["about"].iloc[0].unit == "fraction" else 1e-3 * max(1.0, abs(value))
+                if abs(mean - value) > tolerance:
+                    raise RunError(
+                        f"{path}: {name} is {mean:.4f}, {METRICS} says {value:.4f}: delete the file, and lm eval "
+                        f"{self.folder} measures again"
+                    )
 
     def tokens_to_reach(self, level: float, better: Literal["lower", "higher"], selection: bool) -> float:
         """Tokens at which the metric first reached `level`, on the documents for reports or, with `selection`, those by
@@ -248,48 +260,40 @@ class Outcome:
         if self.state != "finished":
             return math.inf
         if selection not in self._reached_tokens:
-            identity = self.values(self.metric).identity
-            points = [
-                (tokens, values.part(selection).mean) for tokens, values in self._history if values.identity == identity
-            ]
+            part, history = "selects" if selection else "reports", self._history
+            points = [(tokens, weighted_mean(part_of(units, part))) for tokens, units in history]
             self._reached_tokens[selection] = tokens_to_reach(*zip(*points, strict=True), level, better)
         return self._reached_tokens[selection]
 
     @cached_property
-    def _history(self) -> list[tuple[int, Units]]:
-        """The evaluations of the metric up to the last step, each as the tokens seen since the start of the run or its
-        branch, and the values by sequence."""
-        kinds = {
-            evaluation.kind
-            for evaluation in self.evaluations
-            for series in evaluation.series
-            if self.metric in series.names
-        }
-        files = [
-            path
-            for (kind, step), path in sorted(evaluation_files(self.folder).items())
-            if kind in kinds and step <= self.last_step
-        ]
-        evaluations, has_environment = self._read(files), (self.folder / ENVIRONMENT).is_file()
-        branch = read_environment(self.folder).get("branched_from") if has_environment else None
-        branch_tokens = (branch or {}).get("tokens", 0)
-        points = [
-            (
-                evaluation.tokens_seen - branch_tokens,
-                next((series for series in evaluation.series if self.metric in series.names), None),
-            )
-            for evaluation in evaluations.values()
-        ]
+    def _history(self) -> list[tuple[int, pd.DataFrame]]:
+        """The evaluations of the metric up to the last step on the sequences of the last one, each as the tokens seen
+        since the start of the run or its branch, and the units (`units`)."""
+        last = self.measurement(self.metric)
+        files = evaluation_files(self.folder)
+        paths = [path for (kind, step), path in sorted(files.items()) if kind == last.kind and step <= self.last_step]
+        branch = read_environment(self.folder).get("branched_from") if (self.folder / ENVIRONMENT).is_file() else None
+        branch_tokens, identity = (branch or {}).get("tokens", 0), _identity_of(last, self.metric)
         return [
-            (tokens, values)
-            for tokens, series in points
-            if tokens and series and (values := series.logged_units(self.metric))
+            (evaluation.tokens_seen - branch_tokens, unit_rows(evaluation.frame, self.metric))
+            for evaluation in self._read(paths).values()
+            if evaluation.tokens_seen > branch_tokens and _identity_of(evaluation, self.metric) == identity
         ]
+
+    def identity(self, metric: str) -> tuple[str, ...]:
+        """Fingerprint of the data, and hash of the sequences on which a metric was measured at the last step."""
+        return _identity_of(self.measurement(metric), metric)
 
     def mean(self, metric: str, selection: bool) -> float:
         """The mean of a metric over the documents for reports or, with `selection`, those by which rates are chosen;
         infinite unless the run finished."""
-        return self.values(metric).part(selection).mean if self.state == "finished" else math.inf
+        if self.state != "finished":
+            return math.inf
+        return weighted_mean(part_of(self.units(metric), "selects" if selection else "reports"))
+
+
+def _identity_of(evaluation: Evaluation, metric: str) -> tuple[str, ...]:
+    return evaluation.data_fingerprint, *unit_rows(evaluation.frame, metric)["sequences"].head(1)
 
 
 # ---------------------------------------------------------------- the planned run

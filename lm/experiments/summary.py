@@ -167,32 +167,21 @@ def measured_words(procedure: Procedure) -> str:
     (such as a sequence length), and its unit. Before a run has finished, return its name alone."""
     experiment = procedure.experiment
     metric, runs = experiment.primary.metric, (run for size in experiment.sizes for run in procedure.final_runs(size))
-    series = [run.outcome.series(metric) for run in runs if run.outcome.state == "finished"]
-    if not series:
+    evaluations = [run.outcome.measurement(metric) for run in runs if run.outcome.state == "finished"]
+    if not evaluations:
         return metric
-    first_series, axis = series[0], series[0].axis
-    unit = "" if first_series.unit in ("", "fraction") else f", in {first_series.unit}"
+    rows = evaluations[0].frame[evaluations[0].frame["metric"] == metric]
+    (x, until, setting, about), seq_len = rows[["x", "until", "setting", "about"]].iloc[-1], evaluations[0].seq_len
+    unit, axis = "" if about.unit in ("", "fraction") else f", in {about.unit}", about.axis
     if axis is None:
         return f"{metric}{unit}"
-    if first_series.bins:
-        x, setting = first_series.until[-1], first_series.setting
-        axis_point = f"of all positions of {number(x)} {axis.unit}"
-    else:
-        name, (x, _) = [*first_series.places.items()][first_series.names.index(metric)]
-        axis_point, setting = f"{axis.before} {name} {axis.unit}".rstrip(), ""
-    same_length = axis.unit == "tokens" and len({run_series.seq_len for run_series in series}) == 1
-    length = (
-        f"{'' if x == first_series.seq_len else f'{x / first_series.seq_len:g} times '}the training length"
-        * same_length
-    )
-    return (
-        ", ".join(
-            filter(
-                None, (f"{metric}: {'mean ' * first_series.bins}{first_series.metric} {axis_point}", length, setting)
-            )
-        )
-        + unit
-    )
+    is_bin = not math.isnan(until)
+    end, quantity = (until, f"mean {about.quantity}") if is_bin else (x, about.quantity)
+    place = f"{'of all positions of' if is_bin else axis.before} {number(end)} {axis.unit}".rstrip()
+    length = ""
+    if axis.unit == "tokens" and len({evaluation.seq_len for evaluation in evaluations}) == 1:
+        length = f"{'' if end == seq_len else f'{end / seq_len:g} times '}the training length"
+    return ", ".join(filter(None, (f"{metric}: {quantity} {place}", length, setting * is_bin))) + unit
 
 
 def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]:

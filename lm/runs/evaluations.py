@@ -124,6 +124,40 @@ class NoDocuments(RunError):
     """
 
 
+def unit_rows(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """A row for each unit that a metric, by its name in metrics.jsonl, was measured on: the mean over all bins, if its
+    axis has bins. Empty if it was not measured, or of which only the mean is known.
+    """
+    rows = frame[(frame["metric"] == metric) & frame["sample"].notna()]
+    if not rows["until"].notna().any():
+        return rows
+    first = rows[rows["x"] == rows["x"].iloc[0]]
+    values = np.ascontiguousarray(rows["value"].to_numpy().reshape(-1, len(first)).T)  # (units, bins)
+    widths = (rows["until"] - rows["x"]).to_numpy()[:: len(first)]
+    return first.assign(value=np.average(values, axis=1, weights=widths), until=rows["until"].iloc[-1])
+
+
+def weighted_mean(rows: pd.DataFrame) -> float:
+    """The weighted mean of units; NaN if no unit has a value, which is one of weight 0."""
+    rows = rows[rows["weight"] > 0]
+    return float(np.average(rows["value"], weights=rows["weight"])) if len(rows) else math.nan
+
+
+def part_of(units: pd.DataFrame, part: Literal["selects", "reports"]) -> pd.DataFrame:
+    """The units of held-out documents that choose learning rates, or of those that are reported. All units are returned
+    if they don't come from such text. A sequence belongs to the document in which it begins.
+
+    Raises NoDocuments: no unit is left.
+    """
+    kept = units[units["part"].isin(["", part])]
+    if units.empty or len(kept):
+        return kept
+    purpose = "choose learning rates" if part == "selects" else "report"
+    raise NoDocuments(
+        f"none of {units['group'].nunique()} held-out documents is left to {purpose} on: hold out more text"
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class Units:
     """A metric's values by unit (such as a sequence) at a point or over a range of its axis, and the weight of each.

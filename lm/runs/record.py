@@ -22,7 +22,7 @@ from lm.config.yaml_text import parse_yaml
 from lm.errors import RunError
 from lm.files import plain_sha256
 from lm.runs.checkpoints import load_metadata
-from lm.runs.evaluations import LOSS, UNIGRAM, UNIGRAM_BOUND, Evaluation, Series, last_evaluations
+from lm.runs.evaluations import LOSS, UNIGRAM, UNIGRAM_BOUND, Evaluation, Series, last_evaluations, weighted_mean
 from lm.runs.folder import (
     CHECKPOINTS,
     CONFIG,
@@ -122,23 +122,23 @@ MIN_LOSS_RISE = 0.5
 RunStatus = Literal["unfinished", "finished", "diverged"]
 
 
-def divergence(lines: list[dict[str, Plain]], final_series: Series | None) -> str:
+def divergence(lines: list[dict[str, Plain]], validation: Evaluation | None) -> str:
     """A text that says how a run diverged; empty if it didn't.
 
     A run diverged if it stopped at values that are not finite, or its final loss is not finite. It also diverged if its
     final loss is above the unigram cross-entropy, and its training loss ended more than `MIN_LOSS_RISE` above its
     minimum.
 
-    final_series: validation loss at the run's last step; None: the run has not reached this step.
+    validation: of the run's last step; None: the run has not reached this step.
     """
     if reason := next((str(line[DIVERGED]) for line in lines if DIVERGED in line), ""):
         return reason
-    if final_series and not math.isfinite(final_series.means[0]):
+    if validation and not math.isfinite(_loss_and_unigram(validation)[0]):
         return "final val/loss is not finite"
     losses = curve(lines, "train/loss").values
     losses = losses[np.isfinite(losses)]
     if (
-        not (reason_above_unigram := loss_above_unigram(final_series))
+        not (reason_above_unigram := loss_above_unigram(validation))
         or not len(losses)
         or losses[-1] - losses.min() <= MIN_LOSS_RISE
     ):
@@ -161,13 +161,18 @@ def tokens_before(environment: Mapping[str, Plain]) -> int:
     return origin.get("tokens", 0) + origin.get("tokens_before", 0)
 
 
-def loss_above_unigram(final_series: Series | None) -> str:
+def loss_above_unigram(validation: Evaluation | None) -> str:
     """A text that says that the final validation loss exceeds the unigram cross-entropy; empty if not, or if a value is
     not known.
     """
-    loss, references = (final_series.means[0], final_series.references) if final_series else (0.0, {})
-    level = references.get(UNIGRAM, references.get(UNIGRAM_BOUND, math.inf))
+    loss, level = _loss_and_unigram(validation) if validation else (0.0, math.inf)
     return f"final loss above the unigram cross-entropy ({loss:.4f} > {level:.4f})" if loss > level else ""
+
+
+def _loss_and_unigram(validation: Evaluation) -> tuple[float, float]:
+    rows = validation.frame[validation.frame["metric"] == LOSS]
+    references = dict(rows["about"].iloc[0].references)
+    return weighted_mean(rows), references.get(UNIGRAM, references.get(UNIGRAM_BOUND, math.inf))
 
 
 # ---------------------------------------------------------------- the record of a run folder
@@ -331,8 +336,8 @@ def read_run(
                 f"{evaluation.step:,}"
             )
     last_step = max((evaluation.step for evaluation in evaluations), default=-1)
-    last_series = (series for evaluation in evaluations if evaluation.step == last_step for series in evaluation.series)
-    final_loss = next((series for series in last_series if series.names == (LOSS,)), None)
-    how = divergence(log.lines, final_loss if has_ended(config, evaluations) else None)
+    last = [evaluation for evaluation in evaluations if evaluation.step == last_step]
+    validation = next((evaluation for evaluation in last if (evaluation.frame["metric"] == LOSS).any()), None)
+    how = divergence(log.lines, validation if has_ended(config, evaluations) else None)
     name, results, missing = folder.resolve().name, tuple(evaluations), tuple(gaps)
     return RunRecord(folder, name, config, environment, log.lines, results, missing, how)

@@ -103,4 +103,4 @@ def final_divergence(folder: Path, step: int) -> str:
     """How a run that has ended at `step` diverged (`lm.runs.record.divergence`); empty if it didn't."""
     path = evaluation_path(folder, VALIDATION, step)
     validation = load_evaluation(path) if path.exists() else None
-    return divergence(read_metrics(folder / METRICS).lines, validation and validation.series[0])
+    return divergence(read_metrics(folder / METRICS).lines, validation)

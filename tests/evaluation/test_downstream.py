@@ -18,6 +18,7 @@ import lm
 from lm.errors import ConfigError, RunError
 from lm.evaluation.evaluate import evaluate_runs
 from lm.experiments.run_outcome import Outcome
+from lm.runs.evaluations import weighted_mean
 from lm.runs.loading import LoadedModel
 from lm.training.train import train
 
@@ -96,7 +97,7 @@ def test_tasks_are_an_evaluation_of_the_exported_model_with_a_value_for_each_doc
     scores = [[log_p(model, text, choice) for choice in choices] for text, choices in CHOICES]
     assert sample.values.tolist() == [float(second > first) for first, second in scores]
     outcome = Outcome(config.run_folder, 8, "tasks/our_choice/acc")
-    assert outcome.values("tasks/our_choice/acc").mean == pytest.approx(logged["tasks/our_choice/acc"])
+    assert weighted_mean(outcome.units("tasks/our_choice/acc")) == pytest.approx(logged["tasks/our_choice/acc"])
     result = command("eval", str(plain.run_folder), "--tasks", ",".join(tasks.values()), "--json")
     assert result.returncode == 0, result.stderr
     values = {line["where"]: line["value"] for line in json.loads(result.stdout) if line["kind"] == "tasks"}

@@ -30,7 +30,7 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION, Outcome
 from lm.experiments.summary import summary_entries
 from lm.machine import threads_per_process
-from lm.runs.evaluations import Series, evaluation_path, load_evaluation
+from lm.runs.evaluations import Series, evaluation_path, load_evaluation, weighted_mean
 from lm.schema import to_plain
 from lm.training.train import train
 
@@ -219,8 +219,8 @@ def test_a_run_has_ended_only_with_its_last_checkpoint_and_the_primary_metric(tm
         evaluation for kind in ("validation", "long_context") for evaluation in evaluations(outcome, kind)
     ):
         for name, score in evaluation.logged_means.items():
-            values = outcome.values(name)
-            assert values is None or values.mean == pytest.approx(score, abs=1e-5), name
+            units = outcome.units(name)
+            assert units.empty or weighted_mean(units) == pytest.approx(score, abs=1e-5), name
     assert replace(outcome, metric="needle/exact").state == "unfinished"
     long_context = evaluation_path(outcome.folder, "long_context", outcome.last_step)
     long_context.unlink()
