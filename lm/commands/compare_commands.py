@@ -50,7 +50,7 @@ def compare(
     report_only: Annotated[bool, typer.Option("--report-only", help="judge what is there, train nothing")] = False,
     retry: Annotated[bool, typer.Option("--retry", help="try the runs that failed again")] = False,
     anew: Annotated[
-        bool, typer.Option("--anew", help="train although all runs that have ended are of another configuration")
+        bool, typer.Option("--anew", help="train although the runs that are there have other overrides")
     ] = False,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="folder of the reports [default: each experiment's own]")

@@ -66,7 +66,7 @@ class TrainingOptions:
 
     jobs: int | None = None  # number of slots (`lm.experiments.loop.slots_of`); None: as many as the machine has
     retry: bool = False  # whether to try failed runs again
-    # whether to train although the folder has none of the file's runs, but ended runs of another configuration
+    # whether to train although the folder has only runs that were started with other overrides
     anew: bool = False
     slots_per_gpu: int = 1  # number of slots on each GPU
     engine: Engine | None = None  # the scheduler whose jobs train the runs; None: processes of this machine train them

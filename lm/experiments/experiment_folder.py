@@ -22,16 +22,14 @@ from lm.experiments.procedure import Procedure
 from lm.files import json_bytes, locked_folder, plain_sha256, read_json, write_new
 from lm.machine import process_start, this_machine, threads_per_process
 from lm.model.device import count_gpus, resolve_compile, resolve_precision
-from lm.plugins import PLUGINS, matches_version
 from lm.runs.evaluations import selection_mask
-from lm.runs.folder import CHECKPOINTS, CONFIG, EVALUATIONS, RESOLVED_FILE, step_path
+from lm.runs.folder import CONFIG, EVALUATIONS, RESOLVED_FILE
 from lm.runs.manifest import read_file, write_files
 from lm.schema import Plain, to_plain
 
 LOCK = "compare.lock"  # file in the experiment's folder: names the machine and process that work on it
 # key of the plan in RESOLVED_FILE; the plan is null (unknown) if the file was written after final runs were measured
 PLAN = "planned"
-_CODE = "code"  # key in RESOLVED_FILE of the versions of the plugins (code from outside lm) that runs are trained with
 _OVERRIDES = "overrides"  # key in RESOLVED_FILE of the overrides that the first start was given
 _OTHER_NAME = "give the experiment's file another name, or set runs=..."
 
@@ -111,7 +109,7 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
 
     Args:
         jobs: the number of runs at a time, on which the number of threads depends.
-        anew: open the experiment even if its folder holds only ended runs of other configurations.
+        anew: open the experiment even if its folder has only runs that were started with other overrides.
 
     Raises LMError: the file is wrong, the experiment's folder is a run folder, RESOLVED_FILE is damaged, or `anew` is
     needed.
@@ -135,8 +133,7 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
 def start(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False) -> Procedure:
     """Start an experiment: prepare its text, and fix the settings that all its runs share.
 
-    Raises LMError: as `open_experiment`; or the text can't be prepared, or text or plugins differ from those of the
-    first runs.
+    Raises LMError: as `open_experiment`; or the text can't be prepared, or is not that of the first runs.
     """
     store = prepare(open_experiment(path, overrides, jobs, anew).experiment.first_config.data, progress=True)
     procedure = open_experiment(path, overrides, jobs, True)  # the vocabulary is known now
@@ -147,21 +144,16 @@ def start(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False) -
         _recorded(experiment),
         is_measured(experiment),
     )
-    plugins = {name for run in procedure.known_runs() for name in run.config.plugin_names_by_key.values()}
-    plan, code = None if has_measured_runs else plan_of(experiment), PLUGINS.versions(plugins)
+    plan = None if has_measured_runs else plan_of(experiment)
     settings = {"data_fingerprint": store.fingerprint} | {name: getattr(trainer, name) for name in SHARED_SETTINGS}
     settings |= recorded
     # the plan may change before a final run is measured
-    if not recorded or (not has_measured_runs and (settings.get(PLAN), settings.get(_CODE)) != (plan, code)):
-        settings |= {_OVERRIDES: list(overrides), PLAN: plan, _CODE: code}
+    if not recorded or (not has_measured_runs and settings.get(PLAN) != plan):
+        settings |= {_OVERRIDES: list(overrides), PLAN: plan}
         file.parent.mkdir(parents=True, exist_ok=True)
         write_files(file.parent, {file.name: json_bytes(settings)})
     if settings["data_fingerprint"] != store.fingerprint:
         raise RunError(f"{file}: the text is not what the first runs were trained on; {_OTHER_NAME}")
-    for name, version in (settings.get(_CODE) or {}).items():
-        if not matches_version(version, code.get(name, version)):
-            change = f"{name} was {version} in the first runs, it is {code[name]} now"
-            raise RunError(f"{file}: {change}; bring that code back, {_OTHER_NAME}")
     return procedure
 
 
@@ -243,13 +235,18 @@ def _name(size: str, name: str) -> str:
     return f"{size}/{name}" if size else name
 
 
+def _run_configs(experiment: Experiment) -> list[Path]:
+    """The configurations in the experiment's folder, which are of runs that have begun."""
+    return [path for pattern in (f"*/{CONFIG}", f"*/*/{CONFIG}") for path in experiment.folder.glob(pattern)]
+
+
 def is_measured(experiment: Experiment) -> bool:
     """Whether the experiment's folder has an evaluation of a final run, which is a run to be judged, of any
     configuration.
     """
-    paths = (path for pattern in (f"*/{CONFIG}", f"*/*/{CONFIG}") for path in experiment.folder.glob(pattern))
     return any(
-        any((path.parent / EVALUATIONS).glob("*.csv")) and b"stage: final" in path.read_bytes() for path in paths
+        any((path.parent / EVALUATIONS).glob("*.csv")) and b"stage: final" in path.read_bytes()
+        for path in _run_configs(experiment)
     )
 
 
@@ -296,8 +293,7 @@ def _compare_with_plan(procedure: Procedure, recorded: dict[str, Plain]) -> None
     those of the baseline, concern all verdicts; changes of tuning are noted alone.
     """
     experiment, plan, present = procedure.experiment, recorded.get(PLAN), plan_of(procedure.experiment)
-    changes = _changes(plan, present) if plan else {}
-    procedure.other_runs = _other_runs_words(procedure, changes, recorded)
+    procedure.other_runs = _other_runs_words(procedure, recorded)
     if plan == present or not is_measured(experiment):
         return
     every_arm = frozenset((size, arm.name) for size, arm in experiment.size_arms)
@@ -305,7 +301,8 @@ def _compare_with_plan(procedure: Procedure, recorded: dict[str, Plain]) -> None
         note = f"exploratory: what was planned before the first run is not known: {RESOLVED_FILE} does not say"
         procedure.plan_notes, procedure.exploratory = [note], every_arm
         return
-    shared, sources = changes.pop("", []), {arm.name: arm.source for arm in experiment.arms}
+    changes, sources = _changes(plan, present), {arm.name: arm.source for arm in experiment.arms}
+    shared = changes.pop("", [])
     tuning = [words for words in shared if words.startswith("tune.")]
     general = [words for words in shared if words not in tuning]
 
@@ -321,26 +318,13 @@ def _compare_with_plan(procedure: Procedure, recorded: dict[str, Plain]) -> None
     procedure.plan_notes = [f"{start}: {'; '.join(entries)}" for start, entries in lines.items() if entries]
 
 
-def _other_runs_words(procedure: Procedure, changes: dict[str, list[str]], recorded: dict[str, Plain]) -> str:
-    """Say that the experiment's folder has none of the runs that are asked for, but ended runs of another planned
-    configuration, with the keys that differ and the command that goes on with those runs; empty otherwise.
+def _other_runs_words(procedure: Procedure, recorded: dict[str, Plain]) -> str:
+    """Say that the experiment's folder has none of the runs that are asked for, but runs that were started with other
+    overrides, and give the command that goes on with those; empty otherwise.
     """
     experiment, overrides = procedure.experiment, tuple(recorded.get(_OVERRIDES) or ())
-    tuned = tuple(f"{key} was " for key in experiment.tune.keys if experiment.is_tuned)
-    kept = {
-        name: [entry for entry in words if not entry.startswith(tuned)]
-        for name, words in changes.items()
-        if name and words not in (["added"], ["left out"])
-    }
-    kept = {name: words for name, words in kept.items() if words}
-    arms = recorded[PLAN]["arms"] if kept else {}
-    has_ended_runs = any(
-        step_path(folder / CHECKPOINTS, keys["trainer.max_steps"]).exists()
-        for name, keys in arms.items()
-        for folder in experiment.folder.glob(f"{name}-*")
-    )
-    if not has_ended_runs or any(run.config.run_folder.is_dir() for run in procedure.known_runs()):
+    is_other = recorded and overrides != experiment.overrides and _run_configs(experiment)
+    if not is_other or any(run.config.run_folder.is_dir() for run in procedure.known_runs()):
         return ""
-    remedy = f"; the command that goes on with them: {replace(experiment, overrides=overrides).command}"
-    words = "; ".join(_arm_words(kept, len(arms)))
-    return f"ended runs here are of another configuration: {words}{remedy * (overrides != experiment.overrides)}"
+    command = replace(experiment, overrides=overrides).command
+    return f"the runs here were started with other overrides; the command that goes on with them: {command}"

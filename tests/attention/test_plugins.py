@@ -19,7 +19,6 @@ from lm.config.load import load_config, parse
 from lm.config.normalizers import options_class
 from lm.errors import ConfigError, RunError
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.experiment_folder import start
 from lm.experiments.loop import commands
 from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import run_differences
@@ -424,29 +423,6 @@ def test_an_experiment_swaps_from_and_to_a_plugin_and_knows_its_code(
     assert [outcome.state for _, outcome in outcomes] == ["finished"] * 8
     (sentence,) = [words for words in run_differences(outcomes) if words.startswith(f"runs differ in code of {NAME}")]
     assert sentence.count("source sha256") == 2
-
-
-def test_an_experiment_does_not_go_on_with_other_code(
-    powers: Path, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    arms = {"softmax": {"model.normalizer": "softmax"}, "powers": {"model.normalizer": NAME}}
-    path = experiment_file(
-        tmp_path, base=str(ROOT / "tests" / "tiny.yaml"), arms=arms, tune=None, primary={"metric": "val/loss"}
-    )
-    start(path, arguments[1:])
-    code = powers / "attention.py"
-    code.write_text(code.read_text().replace("scores + self.b", "scores - self.b"))
-    forget("powers")
-    start(path, arguments[1:])  # nothing has been measured
-    monkeypatch.setattr("lm.experiments.experiment_folder.is_measured", lambda _: True)
-    start(path, arguments[1:])
-    code.write_text(code.read_text().replace("scores - self.b", "scores - 2 * self.b"))
-    forget("powers")
-    with pytest.raises(
-        RunError,
-        match=rf"{NAME} was source sha256 \w+ in the first runs, it is source sha256 .* now; bring that code back",
-    ):
-        start(path, arguments[1:])
 
 
 def test_evaluations_are_of_the_code_that_was_imported(powers: Path, arguments: list[str]):
