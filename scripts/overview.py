@@ -108,15 +108,15 @@ class Overview:
     def drawn(self) -> bytes:
         """The picture: a row for each arm, by tiers; a filled number is better, worse or equal by its verdict."""
         n_rows = 3 + len(self.long.lines) + 1.4 * sum(map(bool, self.tiers.values()))
-        with canvas(1, 1, (7.4, 0.215 * n_rows + 0.5)) as (figure, axes):
-            axes.set_xlim(-2.1, len(self.heads))
+        with canvas(1, 1, (5.2, 0.215 * n_rows + 0.5)) as (figure, axes):  # legible on a telephone, too
+            axes.set_xlim(-2.3, len(self.heads))
             axes.set_ylim(n_rows, 0)
             axes.axis("off")
             for number, head in enumerate(self.heads):
                 axes.text(
                     number + 0.5,
                     0.9,
-                    head.replace(" at ", "\nat ").replace("step ", "step\n"),
+                    head.replace(" at ", "\nat ").replace("step ", "step\n").removesuffix(" tokens"),
                     ha="center",
                     va="center",
                 )
@@ -124,7 +124,7 @@ class Overview:
             row = self._row(axes, row, self.baseline, {})
             for tier, arms in self.tiers.items():
                 if arms:
-                    axes.text(-2.1, row + 0.85, tier, va="center", color="0.35", style="normal")
+                    axes.text(-2.3, row + 0.85, tier, va="center", color="0.35", style="normal")
                     axes.axhline(row + 0.15, color="0.7", linewidth=0.6)
                     row += 1.4
                 for arm in arms:
@@ -135,12 +135,20 @@ class Overview:
                 ("0.8", "no difference above the margin"),
             ]
             handles = [Rectangle((0, 0), 1, 1, color=colour, alpha=0.55, linewidth=0) for colour, _ in entries]
-            figure.legend(handles, [words for _, words in entries], loc="outside lower center", ncols=3, frameon=False)
+            figure.legend(
+                handles,
+                [words for _, words in entries],
+                loc="outside lower center",
+                ncols=3,
+                frameon=False,
+                columnspacing=1,
+                handlelength=1.2,
+            )
             return saved(figure)
 
     def _row(self, axes: Axes, row: float, arm: str, verdicts: Mapping[int, Verdict]) -> float:
         """Draw an arm's row, and return the next row's top."""
-        axes.text(-2.0, row + 0.5, self.long.labels[arm], va="center")
+        axes.text(-2.2, row + 0.5, self.long.labels[arm], va="center")
         for number, cell in enumerate(self.cells(arm)):
             if fill := FILLS.get(verdicts[number].kind) if number in verdicts else None:
                 axes.add_patch(Rectangle((number + 0.08, row + 0.06), 0.84, 0.88, color=fill, alpha=0.55, linewidth=0))

@@ -10,13 +10,23 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = {"README.md": "about.md", "CHANGELOG.md": "changes.md"}  # of the clone's top folder, by their names in the site
+# of the clone's top folder, by their names in the site
+PAGES = {
+    "README.md": "about.md",
+    "CHANGELOG.md": "changes.md",
+    "AGENTS.md": "agents.md",
+    "CONTRIBUTING.md": "contributing.md",
+}
 INDEXED = re.compile(r"\[([^\]]+)\]\(([\w./-]+\.md)\)")  # a page in a table of docs/README.md
 STYLE = """
 .md-grid { max-width: 80rem; }
 .md-typeset table:not([class]) { font-size: .66rem; }
 .md-typeset table:not([class]) :is(th, td) { min-width: 0; padding: .5em .9em; }
 .md-typeset table:not([class]) td:last-child { min-width: 11rem; }
+@media screen and (max-width: 600px) {
+  .md-typeset p:has(> img) { overflow-x: auto; }
+  .md-typeset p > img:not([src*="overview"]) { max-width: none; width: 640px; }
+}
 @media print {
   .md-typeset__scrollwrap { margin: 0; overflow: visible; }
   .md-typeset__table { display: block; padding: 0; }
