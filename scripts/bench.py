@@ -2,17 +2,11 @@
 
 python scripts/bench.py normalizers             step time of every normalizer over softmax's
 python scripts/bench.py optimizers              step time of every optimizer over AdamW's, each as a run builds it
-python scripts/bench.py compile                 fp32 and bf16, eager and compiled
 python scripts/bench.py kernels                 attention alone, forward and backward: each kernel and its dense
                                                 definition over SDPA
 python scripts/bench.py memory                  peak memory of the same at 16,384 tokens, each in a process of its own
-python scripts/bench.py documents               step time where documents of one size or of many don't see each other,
-                                                over packed
 python scripts/bench.py long                    loss by position of one sequence of 131,072 tokens: seconds, and memory
                                                 beyond the model's
-python scripts/bench.py diagnose                statistics of attention (lm diagnose): seconds, and memory beyond the
-                                                models'
-python scripts/bench.py dynamics                what log.dynamics logs at a logged step, over a training step
 python scripts/bench.py data --megabytes 1000   seconds, megabytes a second and memory of a preparation of made-up text
 """
 
@@ -24,8 +18,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from itertools import product
-from typing import get_args
 
 import numpy as np
 import torch
@@ -37,16 +29,13 @@ from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
 from lm.attention.query_scale import Softmax, SSMax
 from lm.config import normalizers as kinds
-from lm.config.eval_config import DiagnosticsConfig, Statistics
 from lm.config.model_config import ModelConfig
 from lm.config.training_config import OPTIMIZERS, AdamW, OptimConfig
 from lm.data.batches import Batch
-from lm.evaluation.diagnostics import statistics_of
 from lm.evaluation.held_out import HeldOut, nll_by_token
 from lm.machine import peak_process_bytes
 from lm.model.decoder import Decoder
 from lm.model.device import Device
-from lm.training.dynamics import copied_to_host, gradient_norms, largest_scores, logit_scales
 from lm.training.optimizers import make_optimizer
 
 Step = Callable[[], None]
@@ -156,15 +145,6 @@ def optimizer_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> t
     return sides, "adamw"
 
 
-def compile_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
-    """Precision x compilation."""
-    sides = {}
-    for bf16, compiled in product((False, True), repeat=2):
-        side = argparse.Namespace(**vars(arguments) | {"bf16": bf16, "compile": compiled})
-        sides[f"{'bf16' if bf16 else 'fp32'} {'compiled' if compiled else 'eager'}"] = made(side, sequences)
-    return sides, "fp32 eager"
-
-
 def attention(options: object, arguments: argparse.Namespace, dense: bool = False) -> Step:
     """Forward and backward of one attention call, (1, heads, seq_len, 64)."""
     dtype = torch.bfloat16 if arguments.bf16 else torch.float32
@@ -249,33 +229,6 @@ def memory_of(arguments: argparse.Namespace) -> None:
     print(f"{(peak_process_bytes() - before) / 2**20:,.0f}")
 
 
-def document_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
-    """Sequences packed, and cut into documents, of one size or of sizes from 16 on, that don't see each other; the same
-    tokens.
-    """
-    decoder, tokens = fresh(arguments), sequences[:, :-1].numel()
-
-    def side(positions: torch.Tensor | None) -> Step:
-        batch = Batch.of(sequences)._replace(positions=positions)
-        return train_step(decoder, lambda _: decoder.loss(batch) / tokens, sequences, arguments.bf16)
-
-    index = torch.arange(arguments.seq_len).expand(len(sequences), -1)
-    generator = torch.Generator().manual_seed(0)
-    mixed = index.clone()
-    for sequence in mixed:
-        begin = 0
-        while begin < arguments.seq_len:
-            size = int(16 * (arguments.seq_len / 16) ** torch.rand(1, generator=generator))  # as many of each octave
-            sequence[begin : begin + size] -= begin
-            begin += size
-    sizes = {f"documents of {size}": index % size for size in (64, 256, 1024) if size <= arguments.seq_len}
-    sizes[f"documents of 16 to {arguments.seq_len:,}"] = mixed
-    return {
-        "packed": side(None),
-        **{name: side(positions.to(sequences.device)) for name, positions in sizes.items()},
-    }, "packed"
-
-
 def measure_long(arguments: argparse.Namespace) -> None:
     """Seconds, and peak memory beyond model and sequence, of the loss by position of one long sequence."""
     if arguments.fused:
@@ -300,52 +253,12 @@ def measure_long(arguments: argparse.Namespace) -> None:
     )
 
 
-def dynamics_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
-    """A training step, and beside it what each of `log.dynamics` adds to a logged one; largest scores of two
-    sequences.
-    """
-    decoder, step = fresh(arguments, normalizer=SSMax()), made(arguments, sequences, normalizer=SSMax())
-    batch, device = Batch.of(sequences), Device(sequences.device, arguments.bf16)
-    with device.autocast():
-        decoder.loss(batch).backward()
-    return {
-        "a training step": step,
-        "gradient_norm": lambda: copied_to_host(gradient_norms(decoder)),
-        "logit_scale": lambda: copied_to_host(logit_scales(decoder)),
-        "largest_score": lambda: copied_to_host(largest_scores(decoder, Batch.of(sequences[:2]), device)),
-    }, "a training step"
-
-
 SIDES = {
     "normalizers": normalizer_sides,
     "optimizers": optimizer_sides,
-    "compile": compile_sides,
     "kernels": kernel_sides,
-    "documents": document_sides,
-    "dynamics": dynamics_sides,
 }
-LENGTHS = {"kernels": 2048, "memory": 16384, "memory-of": 16384, "long": 131072, "documents": 1024, "diagnose": 1024}
-
-
-def measure_diagnostics(arguments: argparse.Namespace) -> None:
-    """Seconds, and peak memory beyond the models, of all statistics of attention, with the untrained model's and of
-    shuffled scores.
-    """
-    device = Device(torch.device(arguments.device), bf16=False)
-    config = DiagnosticsConfig(sequences=arguments.sequences, statistics=arguments.statistics)
-    options = shape(arguments, normalizer=kinds.SINGLE[arguments.normalizer]())
-    models = [Decoder(options, arguments.vocab_size, 1024, seed).to(device.device) for seed in (0, 1)]
-    tokens = np.random.default_rng(0).integers(arguments.vocab_size, size=(arguments.sequences, arguments.seq_len + 1))
-    before = peak_process_bytes()
-    start = time.perf_counter()
-    statistics_of(*models, HeldOut(tokens, np.ones(arguments.vocab_size, np.float32)), config, device)
-    seconds, peak = time.perf_counter() - start, peak_process_bytes()
-    print(
-        f"{', '.join(config.statistics)}: {arguments.normalizer}, {arguments.sequences} sequences of "
-        f"{arguments.seq_len:,} tokens, "
-        f"{config.queries} queries each, {sum(p.numel() for p in models[0].parameters()) / 1e6:.1f} M parameters, "
-        f"{torch.get_num_threads()} threads: {seconds:.1f} s, peak memory +{(peak - before) / 2**20:,.0f} MiB"
-    )
+LENGTHS = {"kernels": 2048, "memory": 16384, "memory-of": 16384, "long": 131072}
 
 
 def main() -> None:
@@ -354,24 +267,16 @@ def main() -> None:
 
         return bench_data.main(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=[*SIDES, "memory", "memory-of", "long", "diagnose"])
+    parser.add_argument("what", choices=[*SIDES, "memory", "memory-of", "long"])
     parser.add_argument("path", nargs="?", help=argparse.SUPPRESS)  # of memory-of: what is measured
     parser.add_argument("--n-layer", type=int, default=6)
     parser.add_argument("--n-head", type=int, default=6)
     parser.add_argument("--n-embd", type=int, default=384)
     parser.add_argument("--vocab-size", type=int, default=4096)
-    parser.add_argument("--seq-len", type=int, help="default 256; kernels 2,048; diagnose 1,024; memory 16,384")
-    parser.add_argument("--normalizer", default="softmax", choices=list(kinds.SINGLE), help="of `long` and `diagnose`")
+    parser.add_argument("--seq-len", type=int, help="default 256; kernels 2,048; memory 16,384")
+    parser.add_argument("--normalizer", default="softmax", choices=list(kinds.SINGLE), help="of `long`")
     parser.add_argument("--fused", action="store_true", help="PyTorch's attention on a CPU, too, of `long`")
-    parser.add_argument("--sequences", type=int, default=8, help="of `diagnose` 16 are usual")
-    families = get_args(Statistics)
-    parser.add_argument(
-        "--statistics",
-        nargs="+",
-        choices=families,
-        default=["concentration", "sparsity"],
-        help="families, of `diagnose`",
-    )
+    parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--only", nargs="+", help="these sides, beside the one that they are compared with")
     parser.add_argument("--cpu-time", action="store_true", help="CPU seconds, which other processes disturb less")
@@ -380,7 +285,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     arguments.seq_len = arguments.seq_len or LENGTHS.get(arguments.what, 256)
-    functions = {"memory": print_memory, "memory-of": memory_of, "long": measure_long, "diagnose": measure_diagnostics}
+    functions = {"memory": print_memory, "memory-of": memory_of, "long": measure_long}
     if arguments.what in functions:
         return functions[arguments.what](arguments)
     torch.manual_seed(0)

@@ -165,8 +165,8 @@ class Losses(Results):
 
     @cached_property
     def costs(self) -> dict[str, dict[str, str]]:
-        """Words for the costs of a training step, by their headings and by line; {} if scripts/bench_arms.py has not
-        measured them.
+        """Words for the costs of a training step, by their headings and by line; {} if they were not
+        measured.
 
         Steps are paired by round. Ratios are geometric means with a 95 % interval over rounds; the baseline's is of its
         second side.

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from committed_results import DESCRIBED, ROOT, markdown
 from loss_results import EXTENDED, Losses
-from needle_depths import NeedleDepths
 from overview import Overview
 from recall_results import Recall
 
@@ -118,7 +117,6 @@ ONE_MODEL = {
 NEEDLE_OTHERS = {arm: EVERY[arm] for arm in ("ssmax", "softmax", "ssmax_without_s", "ssmax_bias")} | {
     "late": "SSMax after 75 %"
 }
-NEEDLE_DEPTHS = {arm: BESIDE_TEXT[arm] for arm in ("softmax", "ssmax_fixed", "ssmax", "log_n", "after_half")}
 NEEDLE_PUT_IN = {
     **FIXED_AT_256,
     "ssmax_fixed, n=fixed:1024": "trained at n = 256 and tested at 1,024",
@@ -283,7 +281,6 @@ SHOWN = (
         task="needle",
         ranked=True,
     ),
-    NeedleDepths("needle-depths", "needle-in-text.md", NEEDLE_DEPTHS, "ssmax_fixed", 0.25),
     Recall(
         "needle-and-text", "needle-in-text.md", BESIDE_TEXT, "ssmax_fixed", (4096,), 0.25, picture=True, task="needle"
     ),

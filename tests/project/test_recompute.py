@@ -162,7 +162,7 @@ def test_the_readme_says_what_its_first_experiment_found():
         {"cooler": Comparison(accuracies["cooler"] - accuracies["softmax"], higher_is_better=True)}, 0.3
     ).values()
     mean, low, high = verdict.interval.as_list()
-    sentence = f"`cooler` is {verdict.statement}: a difference of {mean:.2f} [{low:.2f}, {high:.2f}]"
+    sentence = f"{verdict.statement}, a difference of {mean:.2f} [{low:.2f}, {high:.2f}]"
     assert sentence in (ROOT / "README.md").read_text()
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tensor_memory import TensorMemory
 from torch import Tensor, nn
 
 from lm.config.training_config import Muon, OptimConfig
@@ -19,7 +20,6 @@ from lm.training.optimizers import (
     state_after_swap,
 )
 from lm.training.train import train
-from scripts.tensor_memory import TensorMemory
 
 MODELS = {
     "attention": [],
