@@ -1,5 +1,6 @@
 """What a verdict or report rests on is checked by the manifest: an edit is one line."""
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from conftest import ROOT
+from conftest import ROOT, thinned
 from fabricated import EMPTY, evaluation_of, finish_all, save, validate
 from manifests import put, record
 from reported import two_runs
@@ -32,13 +33,16 @@ from lm.runs.record import read_run
 ARMS = {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}}
 
 
+def opened(folder: Path) -> Procedure:
+    """The experiment in a folder, as of now."""
+    return Procedure(read_experiment(folder / "trial.yaml", ["data.source.paths=[.]", f"runs={folder / 'runs'}"]))
+
+
 def finished(folder: Path, **changes: object) -> Procedure:
     """An experiment whose runs have ended, each with a log and evaluations at two steps."""
-    path = folder / "trial.yaml"
-    path.write_text(
-        yaml.safe_dump({"base": str(ROOT / "tests" / "tiny.yaml"), "arms": ARMS, **changes}, sort_keys=False)
-    )
-    procedure = Procedure(read_experiment(path, ["data.source.paths=[.]", f"runs={folder / 'runs'}"]))
+    content = {"base": str(ROOT / "tests" / "tiny.yaml"), "arms": ARMS, **changes}
+    (folder / "trial.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    procedure = opened(folder)
 
     def loss(run: Run) -> float:
         return 5 - 0.1 * (run.arm == "ssmax") + 0.001 * run.seed
@@ -51,6 +55,18 @@ def finished(folder: Path, **changes: object) -> Procedure:
         put(run.config.run_folder / CONFIG, to_yaml(run.config))
         save(run.config.run_folder, run.outcome.last_step, to_yaml(run.config))
     return Procedure(procedure.experiment)
+
+
+TUNED = {"tune": {"grid": [1e-3, 2e-3, 4e-3]}}
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of finished experiments, with and without tuning, to be copied."""
+    folders = {stage: tmp_path_factory.mktemp(stage) for stage in ("final", "tune")}
+    for stage, folder in folders.items():
+        finished(folder, **(TUNED if stage == "tune" else {}))
+    return folders
 
 
 def ours(procedure: Procedure, arm: str = "ssmax") -> Run:
@@ -167,13 +183,15 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
-@pytest.mark.parametrize("stage", ["final", "tune"])
+CASES = thinned(itertools.product(("final", "tune"), EDITS), {*itertools.product(["final"], EDITS), ("tune", copied)})
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1].__name__}")
 def test_nothing_is_judged_on_what_was_changed_after_it_was_measured(
-    tmp_path, edit: Callable[[Procedure], None], stage: str
+    tmp_path, originals: dict[str, Path], case: tuple[str, Callable[[Procedure], None]]
 ):
-    tune = {"tune": {"grid": [1e-3, 2e-3, 4e-3]}} if stage == "tune" else {}
-    procedure = finished(tmp_path, **tune)
+    stage, edit = case
+    procedure = opened(Path(shutil.copytree(originals[stage], tmp_path / "copy")))
     assert summary_entries(procedure)
     edit(procedure)  # of the runs the first: of tuning, if there is any
     with pytest.raises(RunError, match=EDITS[edit]) as error:
@@ -218,14 +236,18 @@ PLACES = {  # of a run, and of another in its place: stage, arm, rate, seed
 }
 
 
-@pytest.mark.parametrize("way", ["copy", "link", "copy of all but config.yaml", "config.yaml alone"])
-@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
-def test_a_folder_holds_the_run_that_its_name_says(tmp_path, places: tuple, way: str):
+WAYS = [(name, "copy") for name in PLACES]
+WAYS += [("another seed", way) for way in ("link", "copy of all but config.yaml", "config.yaml alone")]
+
+
+@pytest.mark.parametrize("case", thinned(WAYS, [("another seed", "link"), ("a tuning run", "copy")]), ids="-".join)
+def test_a_folder_holds_the_run_that_its_name_says(tmp_path, originals: dict[str, Path], case: tuple[str, str]):
     """Another run in its place gave another interval, without a word."""
-    procedure = finished(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3]})
+    procedure = opened(Path(shutil.copytree(originals["tune"], tmp_path / "copy")))
     assert summary_entries(procedure)
+    place, way = case
     folders = {(run.stage, run.arm, run.rate, run.seed): run.config.run_folder for run in procedure.known_runs()}
-    folder, other = (folders[place] for place in places)
+    folder, other = (folders[run] for run in PLACES[place])
     kept = (folder / CONFIG).read_text()
     if way != "config.yaml alone":
         shutil.rmtree(folder)
@@ -237,30 +259,6 @@ def test_a_folder_holds_the_run_that_its_name_says(tmp_path, places: tuple, way:
     ) as error:
         summary_entries(Procedure(procedure.experiment))
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("what", ["evaluation", "log", "checkpoint", "configuration"])
-def test_a_report_reads_nothing_that_was_changed_either(tmp_path, what: str):
-    soft, scalable = two_runs(tmp_path)
-    name = "evaluations/validation.step-000200.csv"
-    if what == "evaluation":
-        shutil.copy(soft / name, scalable / name)
-    elif what == "log":
-        (scalable / METRICS).write_text((soft / METRICS).read_text())
-    elif what == "configuration":
-        text = (scalable / CONFIG).read_text()
-        (scalable / CONFIG).write_text(text.replace("seed: ", "seed: 1"))
-    else:
-        (scalable / "checkpoints" / "last.ckpt").write_bytes(b"")
-    words = {
-        "evaluation": rf"validation\.step-000200\.csv: {ALTERED}",
-        "log": "was altered since",
-        "checkpoint": "not a readable",
-        "configuration": rf"config\.yaml: {ALTERED}",
-    }
-    with pytest.raises(RunError, match=words[what]):
-        read_run(scalable)
-    assert read_run(soft).missing == ()
 
 
 def test_a_run_is_reported_without_its_checkpoints(tmp_path):

@@ -91,42 +91,115 @@ def flip_member(path: Path, name: str) -> None:
 
 
 ALTERED = r"was altered, or is of another folder \(its sha256 is not in manifest\.jsonl\)"
-
-
-@pytest.mark.parametrize("member", ["data/0", "data/16", "data.pkl", "byteorder"])
-@pytest.mark.parametrize("user", USERS)
-def test_a_flipped_byte_of_a_checkpoint_is_found_before_it_is_used(run: Path, use, user: str, member: str):
-    flip_member(run / "checkpoints" / "last.ckpt", member)
-    reason = f"({ALTERED}|not a readable checkpoint: .*)"  # a resume first looks whether a newer one is there
-    refuses(use, user, run, rf"last\.ckpt: {reason}; bring it back; the newest beside it is .*step-000004\.ckpt")
+# a resume first looks whether a newer checkpoint is there
+ALTERED_CHECKPOINT = (
+    rf"last\.ckpt: ({ALTERED}|not a readable checkpoint: .*); bring it back; the newest beside it is .*"
+)
+ALTERED_CHECKPOINT += r"step-000004\.ckpt"
+NOT_FINITE = r"norm\.weight holds numbers that are not finite"
 
 
 def exchanged(*names: str) -> Callable[[dict[str, bytes]], object]:
     return lambda content: content.update(zip(names, [content[name] for name in reversed(names)], strict=True))
 
 
-# an archive whose CRCs hold; data/2 and data/8 are of one shape, data/16 and data/17 are moments of one parameter
-REWRITTEN = [
-    lambda content: content.update({"data/0": content["data/0"][:-4]}),
-    lambda content: content.update({"data/3": b""}),
-    lambda content: content.update({"data/0": content["data/0"] + bytes(64)}),
-    exchanged("data/2", "data/8"),
-    exchanged("data/16", "data/17"),
-    lambda content: content.update({"data/0": bytes(len(content["data/0"]))}),
-    lambda content: content.pop("data/2"),
-]
+def archive_anew(change: Callable[[dict[str, bytes]], object]) -> Callable[[Path], object]:
+    """Write the archive of a checkpoint anew, so that its CRCs hold."""
 
-
-@pytest.mark.parametrize("user", USERS)
-def test_a_checkpoint_whose_archive_was_written_anew_is_refused(run: Path, use, user: str):
-    path = run / "checkpoints" / "last.ckpt"
-    intact = path.read_bytes()
-    for change in REWRITTEN:
-        path.unlink()
-        path.write_bytes(intact)
+    def damage(run: Path) -> None:
+        path = run / "checkpoints" / "last.ckpt"
+        content = path.read_bytes()
+        path.unlink()  # `last.ckpt` is a link
+        path.write_bytes(content)
         members(path, change)
-        reason = f"({ALTERED}|not a readable checkpoint: .*)"
-        refuses(use, user, run, rf"last\.ckpt: {reason}.*; the newest beside it is .*step-000004\.ckpt")
+
+    return damage
+
+
+def diverged(run: Path) -> torch.nn.Module:
+    """The run's decoder with a weight that is not finite, as its last checkpoint has it then, too."""
+    decoder = lm.load(run).decoder
+    decoder.norm.weight.data[3] = float("nan")
+    rewritten(run / "checkpoints" / "last.ckpt", lambda content: content.update(state_dict=decoder.state_dict()))
+    return decoder
+
+
+def other_environment(run: Path) -> None:
+    file = run / "environment.json"
+    file.write_text(json.dumps(read_json(file) | {"data_fingerprint": "0" * 64}))
+
+
+def other_tokenizer(run: Path) -> None:
+    file = run / "tokenizer.json"
+    file.write_text(file.read_text().replace("endoftext", "endoftexts"))
+
+
+def others_checkpoint(run: Path) -> None:
+    """Of the same configuration and data."""
+    shutil.copyfile(run.parent / "b" / "checkpoints" / "last.ckpt", run / "checkpoints" / "last.ckpt")
+
+
+BUT_RESUME = USERS[1:]  # which writes the store's tokenizer anew
+DAMAGED = {  # of a run: how it is damaged, what is then said, and to whom
+    "a flipped byte of weights": (
+        lambda run: flip_member(run / "checkpoints" / "last.ckpt", "data/0"), ALTERED_CHECKPOINT, USERS
+    ),
+    "a flipped byte of metadata": (
+        lambda run: flip_member(run / "checkpoints" / "last.ckpt", "data.pkl"), ALTERED_CHECKPOINT, USERS
+    ),
+    # data/2 and data/8 are of one shape
+    "exchanged tensors": (archive_anew(exchanged("data/2", "data/8")), ALTERED_CHECKPOINT, USERS),
+    "a tensor left out": (archive_anew(lambda content: content.pop("data/2")), ALTERED_CHECKPOINT, USERS),
+    "another run's checkpoint": (others_checkpoint, rf"a/checkpoints/last\.ckpt: {ALTERED}; bring it back", USERS),
+    "weights that aren't finite": (diverged, rf"last\.ckpt: {NOT_FINITE}; use weights from before", USERS),
+    "another environment": (other_environment, rf"environment\.json: {ALTERED}; bring it back", USERS),
+    "another tokenizer": (other_tokenizer, rf"tokenizer\.json: {ALTERED}; bring back the one that", BUT_RESUME),
+    "no tokenizer": (
+        lambda run: (run / "tokenizer.json").unlink(), r"tokenizer\.json: can't be read: No such file", BUT_RESUME
+    ),
+    "no manifest": (
+        lambda run: (run / MANIFEST).unlink(),
+        r"/a: has no manifest\.jsonl: it is of lm 0\.11 or earlier, and lm 0\.11 reads it, or", USERS,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_a_damaged_run_is_one_line_for_all_that_read_it(run: Path, use, what: str):
+    damage, words, users = DAMAGED[what]
+    damage(run)
+    for user in users:
+        refuses(use, user, run, words)
+
+
+DAMAGED_EXPORTS = {
+    "header": lambda folder: flip(folder / "model.safetensors", 100),
+    "tensor": lambda folder: flip(folder / "model.safetensors", -1),
+    "lm.json": lambda folder: flip(folder / "lm.json", 100),
+    "tokenizer.json": lambda folder: flip(folder / "tokenizer.json", 100),
+    "no weights": lambda folder: (folder / "model.safetensors").unlink(),
+    "no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED_EXPORTS)
+def test_a_damaged_export_is_one_line_for_all_that_read_it(run: Path, use, what: str):
+    exported = run.parent / "exported"
+    DAMAGED_EXPORTS[what](exported)
+    for user in OF_EXPORTS:
+        refuses(use, user, exported, rf"({ALTERED}|not readable|can't be read: No such file or directory; )")
+
+
+def test_weights_that_are_not_finite_are_neither_written_nor_read(run: Path, use, monkeypatch: pytest.MonkeyPatch):
+    decoder = diverged(run)
+    with pytest.raises(RunError, match=NOT_FINITE):
+        save_model(decoder, run.parent / "diverged")
+    assert not (run.parent / "diverged").exists()
+    with monkeypatch.context() as patched:
+        patched.setattr("lm.runs.loading.check_finite", lambda weights, path: None)
+        save_model(decoder, run.parent / "diverged", run / "tokenizer.json")
+    for user in OF_EXPORTS:
+        refuses(use, user, run.parent / "diverged", rf"diverged: {NOT_FINITE}")
 
 
 def test_the_weights_of_a_checkpoint_in_the_manifest_are_those_of_its_evaluations(run: Path):
@@ -149,10 +222,7 @@ def test_a_checkpoint_outside_a_run_folder_is_read_and_is_one_of_its_run_by_the_
         evaluate_runs([run.parent / "b"], str(kept))
 
 
-def test_a_run_of_lm_0_11_is_refused_and_its_export_is_read(run: Path, use, capsys: pytest.CaptureFixture):
-    (run / MANIFEST).unlink()
-    for user in USERS:
-        refuses(use, user, run, r"/a: has no manifest\.jsonl: it is of lm 0\.11 or earlier, and lm 0\.11 reads it, or")
+def test_an_export_of_lm_0_11_is_read(run: Path, capsys: pytest.CaptureFixture):
     exported = run.parent / "exported"
     edited(exported / "lm.json", lambda content: content.update(format=5, tokenizer_sha256="x", tensor_sha256={}))
     (exported / MANIFEST).unlink()
@@ -171,16 +241,6 @@ def test_the_checkpoint_that_a_phase_begins_with_is_verified(tiny, monkeypatch: 
     phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]"
     with pytest.raises(RunError, match=rf"step-000002\.ckpt: {ALTERED}"):
         train(tiny("name=phases", phases, *SHORT))
-
-
-@pytest.mark.parametrize("part", ["header", "tensor", "lm.json", "tokenizer.json"])
-@pytest.mark.parametrize("user", OF_EXPORTS)
-def test_a_flipped_byte_of_an_export_is_found_before_it_is_used(run: Path, use, user: str, part: str):
-    exported = run.parent / "exported"
-    file = exported / (part if part.endswith(".json") else "model.safetensors")
-    header = int.from_bytes((exported / "model.safetensors").read_bytes()[:8], "little")
-    flip(file, {"header": 8 + header // 2, "tensor": -1}.get(part, file.stat().st_size // 2))
-    refuses(use, user, exported, rf"{file.name}: ({ALTERED}|not readable)")
 
 
 def test_exports_of_models_of_several_lengths_are_read_back(tiny, tmp_path: Path):
@@ -209,30 +269,6 @@ def test_weights_are_tensors_with_names(run: Path, entry: dict[object, object]):
     record(run)
     with pytest.raises(RunError, match=r"last\.ckpt: weights and configuration don't fit: "):
         lm.load(run)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("user", USERS)
-def test_weights_that_are_not_finite_are_refused(run: Path, use, user: str, value: float, tmp_path: Path):
-    decoder = lm.load(run).decoder
-    decoder.norm.weight.data[3] = value
-    rewritten(run / "checkpoints" / "last.ckpt", lambda content: content.update(state_dict=decoder.state_dict()))
-    refuses(use, user, run, r"last\.ckpt: norm\.weight holds numbers that are not finite; use weights from before")
-    with pytest.raises(RunError, match=r"norm\.weight holds numbers that are not finite"):
-        save_model(decoder, tmp_path / "new")
-    assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize("user", OF_EXPORTS)
-def test_an_export_of_weights_that_are_not_finite_is_refused(
-    run: Path, use, user: str, monkeypatch: pytest.MonkeyPatch
-):
-    decoder = lm.load(run).decoder
-    decoder.norm.weight.data[3] = float("nan")
-    with monkeypatch.context() as patched:
-        patched.setattr("lm.runs.loading.check_finite", lambda weights, path: None)
-        save_model(decoder, run.parent / "diverged", run / "tokenizer.json")
-    refuses(use, user, run.parent / "diverged", r"diverged: norm\.weight holds numbers that are not finite")
 
 
 # ---------------------------------------------------------------- configurations are data
@@ -291,85 +327,25 @@ def test_a_checkpoints_configuration_that_is_none_is_one_line(run: Path, use, us
 # ---------------------------------------------------------------- files that belong together
 
 
-@pytest.mark.parametrize("user", USERS)
-def test_a_checkpoint_of_another_run_is_refused(run: Path, use, user: str):
-    """Of the same configuration and data."""
-    shutil.copyfile(run.parent / "b" / "checkpoints" / "last.ckpt", run / "checkpoints" / "last.ckpt")
-    refuses(use, user, run, rf"a/checkpoints/last\.ckpt: {ALTERED}; bring it back")
-
-
-@pytest.mark.parametrize("user", USERS)
-def test_an_environment_of_other_data_is_refused(run: Path, use, user: str):
-    file = run / "environment.json"
-    file.write_text(json.dumps(read_json(file) | {"data_fingerprint": "0" * 64}))
-    refuses(use, user, run, rf"environment\.json: {ALTERED}; bring it back")
-
-
-def test_a_swapped_export_knows_its_data(run: Path, tmp_path: Path):
-    swap_run(run.parent / "exported", "last", "ssmax", None, tmp_path / "out", [])
-    file = tmp_path / "out" / "environment.json"
-    assert read_json(file)["data_fingerprint"] == read_json(run / "environment.json")["data_fingerprint"]
-
-
-@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
-@pytest.mark.parametrize("user", OF_EXPORTS)
-def test_a_file_that_an_export_has_a_digest_of_must_be_there(run: Path, use, user: str, file: str):
-    (run.parent / "exported" / file).unlink()
-    refuses(use, user, run.parent / "exported", rf"{file}: can't be read: No such file or directory; ")
-
-
-def test_the_tokenizer_that_a_run_records_must_be_there(run: Path, use):
+def test_a_swapped_export_knows_its_data_and_its_tokenizer(run: Path, use, tmp_path: Path):
     swap_run(run.parent / "exported", "last", "ssmax", None, run.parent / "swapped", [])
-    for folder in (run, run.parent / "swapped"):
-        (folder / "tokenizer.json").unlink()
-        for user in USERS:
-            if user != "resume":  # which writes the store's anew
-                refuses(use, user, folder, r"tokenizer\.json: can't be read: No such file .*; bring back the one")
+    file = run.parent / "swapped" / "environment.json"
+    assert read_json(file)["data_fingerprint"] == read_json(run / "environment.json")["data_fingerprint"]
+    (run.parent / "swapped" / "tokenizer.json").unlink()
+    for user in BUT_RESUME:
+        refuses(
+            use, user, run.parent / "swapped", r"tokenizer\.json: can't be read: No such file .*; bring back the one"
+        )
 
 
-@pytest.mark.parametrize("user", [user for user in USERS if user != "resume"])  # which writes the store's anew
-def test_another_tokenizer_is_refused(run: Path, use, user: str):
-    (run / "tokenizer.json").write_text((run / "tokenizer.json").read_text().replace("endoftext", "endoftexts"))
-    refuses(use, user, run, rf"tokenizer\.json: {ALTERED}; bring back the one that the model was trained with")
-
-
-def test_a_configuration_cut_short_is_never_filled_with_defaults(run: Path):
+def test_an_altered_configuration_can_be_written_anew(run: Path):
     file = run / "config.yaml"
-    content, intact = file.read_text(), read_config(run)
-    for end in range(0, len(content), 23):
-        file.write_text(content[:end])
-        try:
-            config = read_config(run)
-        except RunError:
-            continue
-        assert (config.data, config.model, config.optim, config.trainer, config.eval) == (
-            intact.data, intact.model, intact.optim, intact.trainer, intact.eval
-        )  # fmt: skip
-    file.write_text(content[: content.index("\neval:") + 30])
-    with pytest.raises(
-        RunError, match=rf"config\.yaml: {ALTERED}; bring it back, or write .*: lm\.config\.load\.to_yaml"
-    ):
+    file.write_text(file.read_text().replace("seed: ", "seed: 1"))
+    advice = r"bring it back, or write .*: lm\.config\.load\.to_yaml"
+    with pytest.raises(RunError, match=rf"config\.yaml: {ALTERED}; {advice}"):
         evaluate_runs([run])
     file.write_text(to_yaml(lm.load(run).config))
     evaluate_runs([run])
-
-
-@pytest.mark.parametrize(
-    "change", ["seed: 9", "init_std: 0.5", "val_fraction: 0.3", "lr: 0.5", "n_embd: 64", "normalizer: ssmax"]
-)
-def test_a_configuration_that_is_not_the_checkpoints_is_refused(run: Path, change: str):
-    name = change.partition(":")[0]
-    file = run / "config.yaml"
-    plain = yaml.safe_load(file.read_text())
-    for block in (plain, plain["data"], plain["model"], plain["optim"]):
-        if name in block:
-            block |= yaml.safe_load(change)
-    file.write_text(yaml.safe_dump(plain, sort_keys=False))
-    with pytest.raises(
-        RunError,
-        match=rf"config\.yaml: {ALTERED}",
-    ):
-        evaluate_runs([run])
 
 
 def test_what_a_resume_or_an_evaluation_may_change_may_differ(run: Path, tiny):
