@@ -62,10 +62,6 @@ class Optimizer:
     # weight decay of the groups in DECAYED_GROUPS; 0 for an optimizer without this option
     weight_decay: ClassVar[float] = 0.0
 
-    def kept(self, group: str) -> int:
-        """The number of values of optimizer state per parameter value in `group`, for estimates of checkpoint size."""
-        return 2
-
 
 @dataclass
 class AdamW(Optimizer):
@@ -88,10 +84,6 @@ class Muon(AdamW):
     name: ClassVar[str] = "muon"
     needs: ClassVar[str] = "matrices"
     momentum: float = key(0.95, "decay of the mean of gradients that is orthogonalised", ge=0, lt=1)
-
-    def kept(self, group: str) -> int:
-        """Return 1 for the group with Muon's momentum, 2 for groups with AdamW's two moments."""
-        return 1 if group == "matrices" else 2
 
     def relative_rate(self, outputs: int, inputs: int) -> float:
         """Learning rate of a projection from `inputs` to `outputs` dimensions, as a multiple of its group's learning

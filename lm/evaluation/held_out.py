@@ -510,7 +510,7 @@ class ByLength(Measurement):
 
     @property
     def stretches(self) -> HeldOut:
-        """The stretches of text, sequences of the longest length."""
+        """Return held-out text in sequences of the longest length, from which the shorter ones are cut."""
         return self.held_out[self.lengths[-1]]
 
     @property

@@ -64,7 +64,7 @@ def _measurements(config: Config) -> list[type[Measurement]]:
 
 
 def measured(config: Config, name: str) -> tuple[type[Measurement], Metric]:
-    """The metric of this name that a run of `config` measures for each sequence or question, and its measurement.
+    """Return the metric `name`, and the evaluation of `config` that measures it for each sequence or question.
 
     Raises ConfigError: there is no such metric.
     """

@@ -92,7 +92,7 @@ def _resumed_checkpoint(config: Config) -> Path | None:
     files = step_paths(folder / CHECKPOINTS)
     if path.is_file():
         if not is_own(folder, path):
-            raise _foreign(path, config)
+            raise _checkpoint_of_another_run(path, config)
         # a kill between a checkpoint and its name LAST leaves a newer one
         newer = is_auto and files and step_of(files[-1]) > load_metadata(path)["step"]
         return files[-1] if newer else path
@@ -112,7 +112,7 @@ def _resumed_checkpoint(config: Config) -> Path | None:
     return None
 
 
-def _foreign(path: Path, config: Config) -> RunError:
+def _checkpoint_of_another_run(path: Path, config: Config) -> RunError:
     return RunError(
         f"{path}: not a checkpoint of {config.run_folder}; a run goes on in its own folder: set name and runs to it; "
         "to start a new run from it: branch_from=... (with its optimizer state) or init_from=... (its weights) instead"
@@ -127,7 +127,7 @@ def refuse_moved_run(config: Config, files: list[str]) -> None:
     """
     for folder in [Path(file).parent / CHECKPOINTS for file in files if config.resume == "auto"]:
         if (checkpoints := step_paths(folder)) and not is_own(config.run_folder, checkpoints[-1]):
-            raise _foreign(checkpoints[-1], config)
+            raise _checkpoint_of_another_run(checkpoints[-1], config)
 
 
 def create_run_folder(folder: Path, resume: bool) -> bool:
