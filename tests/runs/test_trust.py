@@ -243,13 +243,6 @@ def test_the_checkpoint_that_a_phase_begins_with_is_verified(tiny, monkeypatch: 
         train(tiny("name=phases", phases, *SHORT))
 
 
-def test_exports_of_models_of_several_lengths_are_read_back(tiny, tmp_path: Path):
-    """JSON knows no numbers as keys, and the lengths of rows are."""
-    config = tiny("name=lengths", "data.lengths={name: mixed, weights: {8: 0.5, 32: 0.5}}", *SHORT)
-    train(config)
-    assert lm.load(export(config.run_folder, "last", tmp_path / "out")).config == lm.load(config.run_folder).config
-
-
 @pytest.mark.parametrize("name", ["phase", "vocab_size", "config"])
 @pytest.mark.parametrize("value", [None, "4", 4.5, [4]])
 def test_what_a_model_says_of_itself_has_its_type(run: Path, name: str, value: object):

@@ -13,7 +13,6 @@ from fabricated import finish
 from folders import EVERY_STEP, curve, metrics, same, weights
 from trials import written
 
-from lm.config.load import load_config
 from lm.errors import ConfigError, RunError
 from lm.experiments.compare import costs
 from lm.experiments.experiment_file import read_experiment
@@ -123,17 +122,6 @@ def test_a_branch_costs_its_own_tokens_alone(tiny, trunk: Path):
     cells = {column.name: cells for column, cells in cost_table(compare_runs(runs).arms, runs).contents}
     assert float(cells["tokens"][1]) / float(cells["tokens"][0]) == pytest.approx(5 / 8, rel=0.01)
     assert float(cells["training"][1]) / float(cells["training"][0]) == pytest.approx(5 / 8, rel=0.01)
-
-
-def test_a_branch_gives_its_weights_to_a_new_run_and_to_a_swap(tiny, trunk: Path, tmp_path: Path):
-    config = branched(tiny, trunk, 3)
-    train(config)
-    folder = config.run_folder
-    fresh = load_config([str(folder / "config.yaml"), f"init_from={folder}", "name=fresh"])
-    assert (fresh.init_from, fresh.branch_from) == (str(folder), "")
-    assert load_config([str(folder / "config.yaml"), "branch_from=", "name=fresh"]).branch_from == ""
-    assert lm("swap", str(folder), "--to", "softmax", "-o", str(tmp_path / "swapped")).returncode == 0
-    assert load_config([str(tmp_path / "swapped" / "config.yaml")]).branch_from == ""
 
 
 def test_a_branch_that_was_killed_goes_on_in_its_own_folder(tiny, trunk: Path):
@@ -265,24 +253,6 @@ def test_the_plan_counts_a_branch_from_its_step_on(arguments: list[str], tmp_pat
     assert costs_of_arms["", "cool"] == costs_of_arms["", "short"]
 
 
-def test_a_branch_has_its_source_s_keys_then_those_of_its_base_then_its_own(arguments: list[str], tmp_path: Path):
-    (tmp_path / "long.yaml").write_text(
-        "trainer: {max_steps: 8, checkpoint_every: 2}\nmodel: {n_embd: 64}\noptim: {lr: 2e-3}\n"
-    )
-    (tmp_path / "cool.yaml").write_text(
-        "trainer: {max_steps: 12}\noptim: {schedule: {name: wsd, decay_fraction: 0.5}}\n"
-    )
-    long = {"base": "long.yaml", "optim.lr": 3e-3, "optim.schedule": "constant"}
-    arms = {"long": long, "cool": {"from": "long", "step": 6, "base": "cool.yaml"}}
-    arms["cooler"] = {**arms["cool"], "trainer.max_steps": 16}
-    experiment = read_experiment(written(tmp_path, arms=arms, tune=None), arguments[1:])
-    configs = [experiment.example_config("", arm) for arm in experiment.arms]
-    assert [(config.trainer.max_steps, config.model.n_embd, config.optim.lr) for config in configs] == [
-        (8, 64, 3e-3), (12, 64, 3e-3), (16, 64, 3e-3),
-    ]  # fmt: skip
-    assert [config.optim.schedule.name for config in configs] == ["constant", "wsd", "wsd"]
-
-
 @pytest.mark.parametrize(
     ("cool", "message"),
     [
@@ -329,7 +299,3 @@ def test_a_run_from_overrides_alone_has_a_name_and_warms_up_as_long_as_it_lasts(
     assert result.returncode == 0, result.stderr
     assert "warm-up of 4 steps" in result.stdout
     assert [rate for _, rate in curve(tmp_path / "runs" / "run", "lr")] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3])
-
-
-def test_every_key_has_a_default():
-    assert load_config(["seed=3"]).name == "run"

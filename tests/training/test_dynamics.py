@@ -9,9 +9,7 @@ from folders import differences, kill_after, metrics
 from lm.attention import catalogue
 from lm.attention import catalogue as opt
 from lm.attention.options import Options
-from lm.config.training_config import Dynamics
 from lm.data.batches import Batch
-from lm.errors import ConfigError
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
 from lm.model.device import Device
@@ -86,13 +84,6 @@ def test_a_normalizer_whose_scores_are_no_multiple_of_the_logits_has_no_logit_sc
     assert copied_to_host(logit_scales(decoder(tiny, name))) == {}
 
 
-@pytest.mark.parametrize("length", [2, 3])
-def test_short_training_lengths_have_a_logit_scale(tiny, length: int):
-    values = copied_to_host(logit_scales(Decoder(tiny("model.normalizer=log_n").model, 400, length)))
-    assert all(map(math.isfinite, values.values()))
-    assert ("logit_scale/slope/layer0/head0" in values) == (length == 3)
-
-
 # ---------------------------------------------------------------- scores
 
 
@@ -123,23 +114,6 @@ def test_the_largest_score_is_over_all_pairs_that_are_seen_however_many_are_held
             monkeypatch.setattr("lm.model.attention_stream.BLOCK_WEIGHTS", limit)
             assert copied_to_host(largest_scores(model, batch, CPU)) == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert model.training
-
-
-def test_scores_of_keys_ahead_and_of_other_documents_are_not_seen(tiny):
-    model = decoder(tiny, opt.Softmax())
-    sequences = torch.randint(1, 400, (1, 33), generator=torch.Generator().manual_seed(0))
-    sequences[:, [0, 16]] = 0
-    together, by_document = (
-        copied_to_host(largest_scores(model, Batch.of(sequences, end_of_text=end), CPU)) for end in (None, 0)
-    )
-    unmasked = {}
-    with torch.no_grad():
-        for block in attention_blocks(model, Batch.of(sequences)):
-            unmasked |= {
-                f"largest_score/layer{block.layer}/head{head}": block.scores[:, head].max().item() for head in range(2)
-            }
-    assert sum(unmasked.values()) > sum(together.values()) + 1e-6
-    assert sum(together.values()) > sum(by_document.values()) + 1e-6
 
 
 def test_scores_are_fp32_under_autocast(tiny):
@@ -225,35 +199,3 @@ def test_what_is_logged_changes_nothing_that_is_trained_and_resumes_exactly(tiny
     assert train(tiny("name=with", EVERYTHING, *options, "resume=auto")) == 0
     assert logged() == before
     assert differences(plain.run_folder, logging.run_folder) == ["train/grad_norm/layer1"]
-
-
-def test_the_sequences_whose_scores_are_looked_at_are_the_first_of_the_step_however_it_is_split(tiny):
-    by_split = []
-    for name, changes in (("whole", []), ("split", ["trainer.micro_batch=2"])):
-        config = tiny(f"name={name}", "log.dynamics=[largest_score]", *SHORT, "trainer.max_steps=2", *changes)
-        assert train(config) == 0
-        line = metrics(config.run_folder)[0]
-        by_split.append({name: value for name, value in line.items() if name.startswith("largest_score/")})
-    assert by_split[0] == pytest.approx(by_split[1], rel=1e-4)
-
-
-def test_only_what_is_named_is_logged(tiny):
-    for dynamics, prefixes in (
-        ("[]", set()),
-        ("[gradient_norm]", {"train"}),
-        ("[logit_scale, largest_score]", {"logit_scale", "largest_score"}),
-    ):
-        config = tiny(f"name=run{len(dynamics)}", f"log.dynamics={dynamics}", *SHORT, "trainer.max_steps=2")
-        assert train(config) == 0
-        assert {name.partition("/")[0] for name in metrics(config.run_folder)[0] if "/layer" in name} == prefixes
-
-
-def test_an_unknown_name_is_refused_with_the_nearest_and_a_name_given_twice(tiny):
-    with pytest.raises(
-        ConfigError,
-        match=r"^log\.dynamics = \['gradient_nrm'\]: must be a list .*gradient_norm",
-    ):
-        tiny("log.dynamics=[gradient_nrm]")
-    with pytest.raises(ConfigError, match=r"^log\.dynamics = [^\n]*: names something twice; name it once$"):
-        tiny("log.dynamics=[logit_scale, logit_scale]")
-    assert set(Dynamics.__args__) == {"logit_scale", "largest_score", "gradient_norm"}

@@ -8,7 +8,6 @@ import torch
 from folders import curve
 
 from lm.config import training_config
-from lm.config.load import parse
 from lm.config.training_config import ConstantRate, CosineRate, OptimConfig, Optimizer, WSDRate
 from lm.errors import ConfigError
 from lm.model.decoder import Decoder, projections
@@ -127,12 +126,6 @@ def test_decay_of_more_than_a_weight_is_refused(tiny, options, words):
         tiny("optim.lr=2", *options)
     assert str(error.value).count("at most 1") == 1
     tiny("optim.lr=2", "optim.optimizer.weight_decay=0.5")
-
-
-def test_each_optimizer_has_a_builder():
-    assert training_config.OPTIMIZERS.keys() == optimizers.BUILDERS.keys()
-    for name in training_config.OPTIMIZERS:
-        assert parse({"name": "a", "optim": {"optimizer": name}}).optim.optimizer.name == name
 
 
 @pytest.mark.parametrize("options", [[], ["model.n_kv_head=1"]])

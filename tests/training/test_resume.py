@@ -5,7 +5,6 @@ prints the whole table
 """
 
 import json
-import os
 import shutil
 from dataclasses import replace
 from itertools import product
@@ -35,8 +34,6 @@ from lm.runs.evaluations import (
 )
 from lm.runs.folder import step_paths
 from lm.runs.loading import load
-from lm.runs.manifest import entries_of
-from lm.training.fit import truncate_after
 from lm.training.train import train
 
 # options, and the steps that the run is killed after
@@ -285,33 +282,6 @@ def test_an_evaluation_lost_to_a_kill_is_made_up_for(tiny):
         assert path.read_text() == before
 
 
-def test_a_resumed_run_knows_the_weights_of_all_its_evaluations_and_keeps_no_picture_of_later_steps(tiny):
-    options = (
-        "trainer.checkpoint_every=4",
-        "eval.every=8",
-        "trainer.keep_checkpoints=2",
-        "eval.diagnostics={at: [0.5, 1], sequences: 2}",
-    )
-    train(tiny("name=straight", *options))
-    config = tiny("name=resumed", *options)
-    train(config)
-    checkpoints = config.run_folder / "checkpoints"
-    picture = config.run_folder / "evaluations" / "diagnostics.step-000008.png"
-    assert picture.exists()
-    truncate_after(config.run_folder, 4)
-    assert not picture.exists()
-    train(replace(config, resume=str(checkpoints / "step-000004.ckpt")))
-    weights = [
-        [
-            line["weights"]
-            for line in entries_of(tiny(f"name={name}").run_folder)
-            if line["file"] == "checkpoints/last.ckpt"
-        ]
-        for name in ("straight", "resumed")
-    ]
-    assert weights[0][-1] == weights[1][-1]
-
-
 def test_more_steps_may_be_asked_for_when_resuming(tiny, capsys: pytest.CaptureFixture):
     train(tiny("name=more", "optim.schedule=constant"))
     assert train(tiny("name=more", "optim.schedule=constant", "trainer.max_steps=12", "resume=auto")) == 0
@@ -439,24 +409,6 @@ def test_going_back_where_the_best_weights_are_gone_finds_a_new_best(tiny):
     assert load_checkpoint(checkpoints / "best.ckpt")["lm"]["step"] in (7, 8)
 
 
-def test_a_clock_set_back_does_not_decide_which_checkpoints_are_kept(tiny):
-    options = [
-        "trainer.checkpoint_every=2",
-        "trainer.keep_checkpoints=2",
-        "eval.every=100",
-        "eval.long_context.length_factor=0",
-    ]
-    config = tiny("name=clock", "trainer.max_steps=4", "optim.schedule=constant", *options)
-    train(config)
-    for path in step_paths(config.run_folder / "checkpoints"):
-        os.utime(path, (2**32, 2**32))
-    train(tiny("name=clock", "trainer.max_steps=8", "optim.schedule=constant", *options, "resume=auto"))
-    assert [path.name for path in step_paths(config.run_folder / "checkpoints")] == [
-        "step-000006.ckpt",
-        "step-000008.ckpt",
-    ]
-
-
 def test_a_run_taken_back_to_a_swap_measures_the_new_one(tiny):
     train(tiny("name=plan", swap_to("ssmax"), *EVERY_STEP))
     boundary = tiny("name=plan").run_folder / "checkpoints" / "step-000004.ckpt"
@@ -488,13 +440,3 @@ def test_the_last_the_best_and_the_ends_of_phases_are_kept(tiny):
     assert (last["step"], last["tokens"], last["phase"], last["best"]) == (20, 20 * 256, 1, best["best"])
     assert last["wandb_id"] == json.loads((config.run_folder / "environment.json").read_text())["wandb_id"]
     assert load(config.run_folder, "best").metadata["step"] == best["step"]
-
-
-def test_every_start_of_a_run_is_recorded_and_time_goes_on(tiny):
-    config = tiny("name=starts", "trainer.max_steps=4", "optim.schedule=constant")
-    train(config)
-    train(tiny("name=starts", "trainer.max_steps=8", "optim.schedule=constant", "resume=auto"))
-    facts = json.loads((config.run_folder / "environment.json").read_text())
-    assert [start["step"] for start in facts["starts"]] == [0, 4]
-    elapsed = [line["elapsed_s"] for line in metrics(config.run_folder) if "elapsed_s" in line]
-    assert elapsed == sorted(elapsed)

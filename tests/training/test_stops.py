@@ -3,7 +3,6 @@
 import os
 import pty
 import random
-import re
 import select
 import signal
 import subprocess
@@ -166,14 +165,6 @@ def test_a_terminal_that_hangs_up_twice_asks_for_one_stop(ignored: bool):
         signal.signal(signal.SIGHUP, before)
 
 
-def test_another_signal_may_follow_from_the_first():
-    with StopRequest() as stop:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.signal
-        assert {signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} == {signal.SIG_DFL}
-
-
 @pytest.mark.slow
 def test_a_closed_terminal_leaves_a_checkpoint(arguments: list[str], tmp_path: Path):
     command = [sys.executable, "-m", "lm", "train", *arguments, *LONG, "trainer.max_steps=100000", "name=stopped"]
@@ -285,8 +276,7 @@ def test_a_signal_before_the_first_step_leaves_a_checkpoint(tiny, monkeypatch: p
     assert load_checkpoint(tiny("name=early").run_folder / "checkpoints" / "last.ckpt")["lm"]["step"] == 1
 
 
-@pytest.mark.parametrize("name", ["last.ckpt", "best.ckpt"])
-@pytest.mark.parametrize("max_steps", [8, 12], ids=["complete", "goes on"])
+@pytest.mark.parametrize(("name", "max_steps"), [("last.ckpt", 12), ("best.ckpt", 8)])
 def test_a_kill_between_a_checkpoint_and_its_names_loses_no_step(
     tiny, monkeypatch: pytest.MonkeyPatch, name: str, max_steps: int
 ):
@@ -309,46 +299,6 @@ def test_a_kill_between_a_checkpoint_and_its_names_loses_no_step(
     assert steps == [*range(9, max_steps + 1)]
     assert load_checkpoint(checkpoints / "last.ckpt")["lm"]["step"] == max_steps
     assert (checkpoints / "best.ckpt").exists()
-
-
-SLOW_END = """
-import sys, time
-import torch
-from lm.cli import main
-from lm.training.loggers import MetricsFile
-from lm.training.module import LanguageModel
-close, training_step = MetricsFile.close, LanguageModel.training_step
-
-def slow_close(self):
-    time.sleep(8)
-    close(self)
-
-def noted(self, batch, batch_idx):
-    print(f"rank {self.global_rank}: {torch.get_num_threads()} threads", file=sys.stderr, flush=True)
-    return training_step(self, batch, batch_idx)
-
-MetricsFile.close, LanguageModel.training_step = slow_close, noted
-main()
-"""
-
-
-@pytest.mark.slow  # 40 s
-def test_the_first_of_two_ranks_ends_in_its_own_time_and_both_have_the_threads_asked_for(
-    arguments: list[str], tmp_path: Path, monkeypatch
-):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    (tmp_path / "main.py").write_text(SLOW_END)
-    options = ["name=slow", "trainer.devices=2", "trainer.threads=2", "trainer.max_steps=100000", *LONG]
-    command = [sys.executable, str(tmp_path / "main.py"), "train", *arguments, *options]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    wait_for_step(tmp_path / "runs" / "slow", 3, process)
-    process.terminate()
-    _, stderr = process.communicate(timeout=300)
-    assert process.returncode == 143, stderr
-    assert sorted(re.findall(r"rank \d: \d threads", stderr)) == ["rank 0: 2 threads", "rank 1: 2 threads"]
-    assert not alive(process.pid)
 
 
 def test_a_full_disk_while_saving_keeps_the_checkpoint_before(arguments: list[str], tmp_path: Path):
