@@ -13,7 +13,6 @@ from torch import Tensor
 from lm.attention.distance import Window
 from lm.config.inference_config import AS_TRAINED
 from lm.config.load import to_yaml
-from lm.config.model_config import AttentionBlock
 from lm.config.tree import function_options
 from lm.data.tokenizer import TOKENIZER_CONFIG, parse_tokenizer
 from lm.errors import DataError, RunError, with_cause
@@ -317,6 +316,12 @@ AUTO_MAP = {
     "AutoModel": "modeling_lm.LmModel",
     "AutoModelForCausalLM": "modeling_lm.LmForCausalLM",
 }
+# options of lm's models that config.json has by their names
+MODEL_FIELDS = (
+    "n_layer", "n_head", "kv_heads", "n_embd", "key_dims", "value_dims", "mlp", "mlp_width", "norm", "norm_eps",
+    "bias", "has_qkv_bias", "has_mlp_bias", "qk_norm", "post_norm", "parallel", "embedding_norm", "value_residual",
+    "output_gate", "gate_inputs", "exclusive", "differential", "dropout", "logit_softcap",
+)  # fmt: skip
 LM_CONFIG_FIELDS = {"model_type": LM_MODEL_TYPE, "architectures": ["LmForCausalLM"], "auto_map": AUTO_MAP}
 
 
@@ -346,23 +351,13 @@ def _lm_config(loaded_model: LoadedModel) -> dict[str, Plain]:
         normalizer.options.size if normalizer.options.name == Window.name else None for normalizer in normalizers
     ]
     return {
-        **LM_CONFIG_FIELDS, "vocab_size": spec.vocab_size, "hidden_size": model.n_embd, "block": model.block.name,
-        "intermediate_size": model.mlp_width if model.block.name == AttentionBlock.name else model.value_dims,
-        "num_hidden_layers": model.n_layer, "num_attention_heads": model.n_head, "num_key_value_heads": model.kv_heads,
-        "head_dim": model.key_dims, "value_head_dim": model.value_dims, "max_position_embeddings": spec.seq_len,
-        "hidden_act": model.mlp, "norm": model.norm,
-        "norm_eps": model.norm_eps, "bias": model.bias, "qkv_bias": model.has_qkv_bias, "mlp_bias": model.has_mlp_bias,
-        "qk_norm": model.qk_norm, "post_norm": model.post_norm, "parallel": model.parallel, **rope_fields,
+        **LM_CONFIG_FIELDS, **{name: getattr(model, name) for name in MODEL_FIELDS}, **rope_fields,
+        "vocab_size": spec.vocab_size, "seq_len": spec.seq_len, "block": model.block.name,
         "rope_layers": [rope.rotates_in(layer) for layer in range(model.n_layer)],
-        "learned_positions": rope.has_last_position,
-        "embedding_norm": model.embedding_norm,
-        "value_residual": model.value_residual, "output_gate": model.output_gate,
-        "gate_inputs": model.gate_inputs, "exclusive": model.exclusive, "differential": model.differential,
-        "dropout": model.dropout, "logit_softcap": model.logit_softcap,
-        "tie_word_embeddings": model.tied,
+        "learned_positions": rope.has_last_position, "tie_word_embeddings": model.tied,
         "layer_types": [SLIDING_ATTENTION if size else FULL_ATTENTION for size in window_sizes],
         "sliding_window": next(filter(None, window_sizes), None),
-        "initializer_range": model.init_std, "dtype": "float32", "train_length": spec.seq_len,
+        "initializer_range": model.init_std, "dtype": "float32",
         "normalizers": [{**to_plain(normalizer.options), **normalizer.constants()} for normalizer in normalizers],
     }  # fmt: skip
 

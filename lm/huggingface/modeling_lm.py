@@ -47,14 +47,12 @@ class LmConfig(PreTrainedConfig):
 
     Args:
         block: `attention` (attention, then an MLP) or `gau` (gated attention unit).
-        head_dim: dimensions of a head's queries and keys, with `differential` those of each of its two maps.
-        value_head_dim: dimensions of a head's values.
         normalizers: for each layer a dict of its normalizer's `name` and options.
-        train_length: tokens in a training sequence, which initial values and some formulas depend on.
+        seq_len: tokens in a training sequence, which initial values and some formulas depend on.
         rope_frequencies: radians per token of each rotated pair; None: no rotary positions.
         rope_amplitude: factor on cos and sin.
         rope_layers: whether each layer rotates queries and keys; None: all do.
-        learned_positions: whether each position below `max_position_embeddings` has a learned vector.
+        learned_positions: whether each position below `seq_len` has a learned vector.
         value_residual: what layers mix into values: `first_layer`, values of the first layer; `embedding`, a learned
             vector per token.
     """
@@ -62,28 +60,27 @@ class LmConfig(PreTrainedConfig):
     model_type = "lm_decoder"
     keys_to_ignore_at_inference = ("past_key_values",)
     attribute_map: ClassVar[dict[str, str]] = {
-        "n_embd": "hidden_size", "n_head": "num_attention_heads", "kv_heads": "num_key_value_heads",
-        "key_dims": "head_dim", "value_dims": "value_head_dim", "mlp_width": "intermediate_size", "mlp": "hidden_act",
-        "has_qkv_bias": "qkv_bias", "has_mlp_bias": "mlp_bias",
+        "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+        "num_key_value_heads": "kv_heads", "head_dim": "key_dims", "intermediate_size": "mlp_width",
+        "max_position_embeddings": "seq_len",
     }  # fmt: skip
 
     vocab_size: int = 256
-    hidden_size: int = 64
-    intermediate_size: int = 256
-    num_hidden_layers: int = 2
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 4
-    head_dim: int = 16
-    value_head_dim: int = 16
-    max_position_embeddings: int = 1024
-    train_length: int = 1024
+    seq_len: int = 1024
     block: str = "attention"
-    hidden_act: str = "relu2"
+    n_layer: int = 2
+    n_head: int = 4
+    kv_heads: int = 4
+    n_embd: int = 64
+    key_dims: int = 16
+    value_dims: int = 16
+    mlp: str = "relu2"
+    mlp_width: int = 256
     norm: str = "rms"
     norm_eps: float = 1e-5
     bias: bool = False
-    qkv_bias: bool = False
-    mlp_bias: bool = False
+    has_qkv_bias: bool = False
+    has_mlp_bias: bool = False
     qk_norm: bool | str = False
     post_norm: bool = False
     parallel: bool = False
@@ -108,9 +105,9 @@ class LmConfig(PreTrainedConfig):
         """Give each layer a default of its own; `kwargs` are fields that all configurations of transformers may
         have.
         """
-        self.rope_layers = self.rope_layers or [True] * self.num_hidden_layers
-        self.normalizers = self.normalizers or [{"name": "softmax"}] * self.num_hidden_layers
-        self.layer_types = self.layer_types or [FULL] * self.num_hidden_layers
+        self.rope_layers = self.rope_layers or [True] * self.n_layer
+        self.normalizers = self.normalizers or [{"name": "softmax"}] * self.n_layer
+        self.layer_types = self.layer_types or [FULL] * self.n_layer
         super().__post_init__(**kwargs)
 
     @property
@@ -274,13 +271,11 @@ class LmModel(LmPreTrainedModel):
 
     def __init__(self, config: LmConfig):
         super().__init__(config)
-        n_layers, width = config.num_hidden_layers, config.hidden_size
+        n_layers, width = config.n_layer, config.n_embd
         self.embedding = nn.Embedding(config.vocab_size, width)
         self.embedding_norm = make_norm(config, config.embedding_norm) if config.embedding_norm else nn.Identity()
-        self.position = nn.Embedding(config.max_position_embeddings, width) if config.learned_positions else None
-        self.blocks = nn.ModuleList(
-            BLOCKS[config.block](config, config.train_length, layer) for layer in range(n_layers)
-        )
+        self.position = nn.Embedding(config.seq_len, width) if config.learned_positions else None
+        self.blocks = nn.ModuleList(BLOCKS[config.block](config, config.seq_len, layer) for layer in range(n_layers))
         self.dropout = nn.Dropout(config.dropout)
         value_width = config.kv_heads * config.value_dims
         value_embeddings = (nn.Embedding(config.vocab_size, value_width) for _ in range(n_layers))
@@ -292,7 +287,7 @@ class LmModel(LmPreTrainedModel):
             module.config, module.layer_idx, module.is_causal = config, layer, True
             module.sliding_window = config.sliding_window if config.layer_types[layer] == SLIDING else None
             copies = 2 if config.differential == "v2" else 1  # of each head's queries
-            module.num_key_value_groups = copies * config.num_attention_heads // config.num_key_value_heads
+            module.num_key_value_groups = copies * config.n_head // config.kv_heads
         self.is_softmax = all(map(is_softmax, attention))
         self.post_init()
 
@@ -404,7 +399,7 @@ class LmForCausalLM(LmPreTrainedModel, GenerationMixin):
     def __init__(self, config: LmConfig):
         super().__init__(config)
         self.model = LmModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.post_init()
 
     @can_return_tuple
