@@ -151,73 +151,47 @@ def test_queries_are_rounded_once_to_their_dtype():
     torch.testing.assert_close(scaled_q.double(), exact, rtol=2**-8, atol=0)
 
 
-def test_what_is_missing_or_unknown_is_refused_by_name():
-    q = k = v = drawn(2, HEADS, 8, SIZE, seed=0)
-    for error, message, call in (
-        (ConfigError, "did you mean 'ssmax'", lambda: L.attention("ssmaxx", q, k, v)),
-        (ConfigError, "normalizer.n = 'wide'", lambda: L.attention({"name": "ssmax", "n": "wide"}, q, k, v)),
-        (ValueError, r"ssmax has the parameters .*'s': \(4,\).*, not \{\}", lambda: L.attention("ssmax", q, k, v)),
-        (ConfigError, "train_length", lambda: L.attention("log_n", q, k, v)),
-        (
-            ConfigError,
-            "reads the layer's input",
-            lambda: L.attention("forget", q, k, v, L.parameters("forget", HEADS, SIZE, 8)),
-        ),
-        (ConfigError, "relu2.*is no softmax of scaled queries", lambda: L.scaled("relu2", q, k)),
-        (ValueError, "from 0 on", lambda: L.attention("softmax", q, k, v, positions=torch.arange(1, 9))),
-        (
-            ValueError,
-            "must be whole numbers for 8 queries",
-            lambda: L.attention("softmax", q, k, v, positions=torch.arange(7)),
-        ),
-        (
-            ValueError,
-            "8 queries are not the last of 7 tokens",
-            lambda: L.attention("softmax", q, k[:, :, 1:], v[:, :, 1:]),
-        ),
-        (
-            ValueError,
-            "cu_seqlens must be whole numbers that never fall, from 0 to the 16 tokens",
-            lambda: L.attention("softmax", q, k, v, cu_seqlens=torch.tensor([0, 9])),
-        ),
-        (ValueError, "H a multiple of K", lambda: L.attention("softmax", q, k[:, :3], v[:, :3])),
-        (ValueError, "not both", lambda: L.make_layout(q, k, torch.arange(8), torch.tensor([0, 8]))),
-    ):
-        with pytest.raises(error, match=message):
-            call()
-
-
 # as many sequences as heads: a parameter could be taken for another axis's
 Q = drawn(4, HEADS, 10, SIZE, seed=0).detach()
 S = torch.tensor([0.1, 0.5, 1.0, 2.0])
 FORGET = L.parameters("forget", HEADS, SIZE, 8, WIDTH)
-JUMPS = torch.tensor([0, 1, 2, 5, 6, 0, 1, 2, 3, 4])
 
 
 @pytest.mark.parametrize(
     ("said", "name", "given", "options"),
     [
-        (r"'s': \(4,\).* not .*'s': \(4, 1\)", "ssmax", (Q, Q, Q, {"s": S[:, None]}), {}),
-        (r"'p': \(8,\).* not ", "p_n", (Q, Q, Q, {"p": S, "s": S, "b": S}), {"train_length": 8}),
-        (r"'w': \(4, 5\).* not ", "forget", (Q, Q, Q, FORGET), {"x": torch.zeros(4, 10, 5)}),
-        (r"x \(4, 9, 12\) must be \(B, T, C\)", "forget", (Q, Q, Q, FORGET), {"x": torch.zeros(4, 9, 12)}),
-        ("at each query and key", "forget", (Q[:, :, :2], Q, Q, FORGET), {"x": torch.zeros(4, 2, WIDTH)}),
-        ("train_length = 1: must be a whole number, 2 or more", "log_n", (Q, Q, Q), {"train_length": 1}),
-        ("cu_seqlens must be whole", "softmax", (Q, Q, Q), {"cu_seqlens": torch.tensor([0, 15, 10, 40])}),
-        ("cu_seqlens must be whole", "softmax", (Q, Q, Q), {"cu_seqlens": torch.tensor([0.0, 40.0])}),
-        ("from 0 on by 1", "softmax", (Q, Q, Q), {"positions": JUMPS}),
-        (r"positions \(3, 10\) must be whole numbers for 10 queries", "softmax", (Q, Q, Q),
-            {"positions": torch.arange(10).expand(3, 10)}),
-        (r"must be \(B, H, T, D\)", "softmax", (Q, Q[..., :4], Q), {}),
-        (r"must be \(B, H, T, D\)", "softmax", (Q, Q, Q[:, :, 1:]), {}),
-        (r"must be \(B, H, T, D\)", "softmax", (Q[0], Q, Q), {}),
+        ("did you mean 'ssmax'", "ssmaxx", (Q, Q, Q), {}),
+        ("normalizer.n = 'wide'", {"name": "ssmax", "n": "wide"}, (Q, Q, Q), {}),
         ("temperature = .*0.5.*: must be a number", {"name": "softmax", "temperature": torch.tensor(0.5)}, (Q, Q, Q),
             {}),
+        (r"ssmax has the parameters .*'s': \(4,\).*, not \{\}", "ssmax", (Q, Q, Q), {}),
+        (r"'s': \(4,\).* not .*'s': \(4, 1\)", "ssmax", (Q, Q, Q, {"s": S[:, None]}), {}),
+        ("train_length = null", "log_n", (Q, Q, Q), {}),
+        ("train_length = 1: must be a whole number, 2 or more", "log_n", (Q, Q, Q), {"train_length": 1}),
+        ("reads the layer's input", "forget", (Q, Q, Q, FORGET), {}),
+        (r"x \(4, 9, 12\) must be \(B, T, C\)", "forget", (Q, Q, Q, FORGET), {"x": torch.zeros(4, 9, WIDTH)}),
+        ("at each query and key", "forget", (Q[:, :, :2], Q, Q, FORGET), {"x": torch.zeros(4, 2, WIDTH)}),
+        ("cu_seqlens must be whole", "softmax", (Q, Q, Q), {"cu_seqlens": torch.tensor([0, 15, 10, 40])}),
+        ("from 0 to the 40 tokens", "softmax", (Q, Q, Q), {"cu_seqlens": torch.tensor([0, 9])}),
+        ("from 0 on by 1", "softmax", (Q, Q, Q), {"positions": torch.tensor([0, 1, 2, 5, 6, 0, 1, 2, 3, 4])}),
+        (r"positions \(3, 10\) must be whole numbers for 10 queries", "softmax", (Q, Q, Q),
+            {"positions": torch.arange(10).expand(3, 10)}),
+        ("give positions or cu_seqlens", "softmax", (Q, Q, Q), {"positions": S, "cu_seqlens": S}),
+        ("10 queries are not the last of 9 tokens", "softmax", (Q, Q[:, :, 1:], Q[:, :, 1:]), {}),
+        ("H a multiple of K", "softmax", (Q, Q[:, :3], Q[:, :3]), {}),
+        (r"must be \(B, H, T, D\)", "softmax", (Q, Q, Q[:, :, 1:]), {}),
     ],
 )  # fmt: skip
-def test_what_fits_no_such_sequences_or_heads_is_refused(said: str, name: L.Named, given: tuple, options: dict):
+def test_what_fits_no_such_normalizer_sequences_or_heads_is_refused(
+    said: str, name: L.Named, given: tuple, options: dict
+):
     with pytest.raises((ValueError, ConfigError), match=said):
         L.attention(name, *given, **options)
+
+
+def test_queries_are_scaled_for_softmax_alone():
+    with pytest.raises(ConfigError, match=r"relu2.*is no softmax of scaled queries"):
+        L.scaled("relu2", Q, Q)
 
 
 @pytest.mark.parametrize("sizes", [(4, 16, 1), (4, 16, 0), (0, 16, 8), (4, 0, 8), (4, 16, 8, 0), (4, 16, 8.0)])

@@ -225,12 +225,6 @@ def test_matching_first_value_keeps_the_mean_logit_scale_at_one(length: int):
     assert normalizer.scale(AttentionLayout.full(length)).mean().item() == pytest.approx(1.0, abs=1e-5)
 
 
-@pytest.mark.parametrize("policy", ["visible", "sample", "fixed:1000"])
-def test_matching_holds_for_every_row_length(policy: str):
-    normalizer = make_normalizer(opt.SSMax(n=policy), LayerSpec(HEADS, 16, WIDTH, 100))
-    assert normalizer.scale(AttentionLayout.full(100)).mean().item() == pytest.approx(1.0, abs=1e-5)
-
-
 def at_the_bounds() -> Iterator[Options]:
     """Every option of every normalizer at its least and at its largest value, the others at their defaults."""
     for options in kinds.SINGLE.values():

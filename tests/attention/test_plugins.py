@@ -12,16 +12,11 @@ import pytest
 import yaml
 from conftest import ROOT, lm
 from manifests import edited, put
-from trials import written as experiment_file
 
 from lm.attention.contract import CHECKS
 from lm.config.load import load_config, parse
 from lm.config.normalizers import options_class
 from lm.errors import ConfigError, RunError
-from lm.experiments.experiment_file import read_experiment
-from lm.experiments.loop import commands
-from lm.experiments.procedure import Procedure
-from lm.experiments.run_outcome import run_differences
 from lm.plugins import PLUGINS
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
 from lm.runs.folder import CONFIG, DESCRIPTION, ENVIRONMENT, read_config
@@ -126,18 +121,8 @@ def test_another_file_of_its_package_is_other_code(powers: Path):
     assert code() != before
 
 
-def test_a_run_goes_on_and_is_started_from_by_configurations_that_name_it(powers: Path, arguments: list[str]):
-    folder = trained(arguments, NAMED, "trainer.checkpoint_every=5")
-    for name in ("last.ckpt", "step-000010.ckpt"):
-        (folder / "checkpoints" / name).unlink()
-    (folder / "checkpoints" / "step-000005.ckpt").rename(folder / "checkpoints" / "last.ckpt")
-    common = [*arguments, "trainer.max_steps=10", "trainer.checkpoint_every=5", "eval.every=10", NAMED]
-    resumed = lm("train", *common, "name=power", "resume=auto")
-    assert resumed.returncode == 0, resumed.stderr
-    forget("powers")
-    result = lm("train", *common, "name=after", f"init_from={folder}")
-    assert result.returncode == 0, result.stderr
-    forget("powers")
+def test_a_run_is_started_from_if_its_package_is_allowed(powers: Path, arguments: list[str]):
+    folder = trained(arguments, NAMED)
     other = lm("train", *arguments, "name=other", f"init_from={folder}")
     assert "--allow-plugin powers" in other.stderr
     allowed = lm("train", *arguments, "name=other", f"init_from={folder}", "--allow-plugin", "powers")
@@ -375,7 +360,6 @@ def test_a_normalizer_that_sees_later_tokens_is_refused_before_a_run(
     ("breaks", "function"),
     [
         ("def normalize(self", "Power.normalize"),
-        ("def forward(self", "Power.forward"),
         ("def initialise(self", "Power.initialise"),
     ],
 )
@@ -393,36 +377,6 @@ def test_a_failure_inside_a_plugin_names_its_function_and_line(
     expected = f"error: normalizer {NAME} failed in {function} ({code}:{line}): ValueError: no luck; {remedy}\n"
     assert (result.returncode, result.stderr[-len(expected) :]) == (1, expected)
     assert "Traceback" not in result.stderr
-
-
-@pytest.mark.slow
-def test_an_experiment_swaps_from_and_to_a_plugin_and_knows_its_code(
-    powers: Path, arguments: list[str], tmp_path: Path
-):
-    arms = {
-        "powers": {"model.normalizer": NAME},
-        "softmax": {"model.normalizer": "softmax"},
-        "to_softmax": {"from": "powers", "swap": {"to": "softmax"}, "train": False},
-        "to_powers": {"from": "softmax", "swap": {"to": NAME}, "train": False},
-    }
-    overrides = [*arguments[1:], "trainer.max_steps=4", "eval.every=4", "eval.long_context.length_factor=0"]
-    outcomes = []
-    base = str(ROOT / "tests" / "tiny.yaml")
-    for seed in (1, 2):
-        forget("powers")
-        path = experiment_file(tmp_path, base=base, arms=arms, tune=None, seeds=[seed], primary={"metric": "val/loss"})
-        procedure = Procedure(read_experiment(path, overrides))
-        for run in procedure.known_runs():
-            for command in commands(run, procedure.experiment.folder):
-                forget("powers")
-                result = lm(*command)
-                assert result.returncode == 0, result.stderr
-        outcomes += [(run.arm, run.outcome) for run in procedure.known_runs()]
-        code = powers / "attention.py"
-        code.write_text(code.read_text().replace("scores + self.b", "scores - self.b"))
-    assert [outcome.state for _, outcome in outcomes] == ["finished"] * 8
-    (sentence,) = [words for words in run_differences(outcomes) if words.startswith(f"runs differ in code of {NAME}")]
-    assert sentence.count("source sha256") == 2
 
 
 def test_evaluations_are_of_the_code_that_was_imported(powers: Path, arguments: list[str]):

@@ -95,9 +95,10 @@ def test_a_prompt_that_the_model_has_no_token_for_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        *(("--temperature", value) for value in ("nan", "inf", "1e-300")),
-        *((name, value) for name in ("--max-new-tokens", "--top-k", "--seed") for value in ("-1", "9" * 30)),
-        *(("--top-p", value) for value in ("nan", "0")),
+        ("--temperature", "nan"),
+        ("--temperature", "1e-300"),
+        *((name, "9" * 30) for name in ("--max-new-tokens", "--top-k", "--seed")),
+        ("--top-p", "0"),
     ],
 )
 def test_an_option_of_generate_that_no_sampling_has_is_an_error_of_one_line(option: str, value: str):

@@ -1,7 +1,6 @@
 """The decoder: its shapes, positions, inference settings, caches, and normalizers by layer."""
 
 import itertools
-import math
 from collections.abc import Mapping
 from dataclasses import fields
 
@@ -56,11 +55,6 @@ def test_every_shape_is_causal_trains_and_gives_each_parameter_a_gradient(change
     for name, parameter in decoder.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().sum() > 0, name
-
-
-def test_loss_of_the_initial_model_is_near_that_of_a_uniform_guess():
-    sequences = torch.randint(500, (4, 65), generator=torch.Generator().manual_seed(0))
-    assert Decoder(small(), 500, 64).loss(Batch.of(sequences)).item() / 256 == pytest.approx(math.log(500), abs=0.05)
 
 
 def test_models_of_one_seed_start_equal_whatever_their_normalizer():
@@ -317,13 +311,9 @@ def test_counts_follow_shared_keys_and_head_size():
     [
         ({"n_kv_head": 3}, "n_kv_head"),
         ({"n_embd": 34, "n_head": 4}, "n_embd"),
-        ({"n_embd": 30, "n_head": 2}, "n_embd"),
         ({"head_size": 7}, "head_size"),
         ({"n_head": 1, "block": GAUBlock(key_size=7)}, "block.key_size"),
         ({"n_head": 1, "block": GAUBlock(), "n_kv_head": 1}, "n_kv_head"),
-        ({"n_head": 1, "block": GAUBlock(), "head_size": 64}, "head_size"),
-        ({"n_head": 1, "block": GAUBlock(), "qkv_bias": True}, "qkv_bias"),
-        ({"n_head": 1, "block": GAUBlock(), "mlp": "gelu_tanh"}, "mlp"),
         ({"n_head": 2, "block": GAUBlock()}, "n_head"),
     ],
 )
