@@ -83,28 +83,28 @@ def parameters(normalizer: Named, n_head: int, head_size: int, train_length: int
     """Return the normalizer's initial parameters for one layer, {name: fp32 tensor on the CPU}. If the normalizer has
     MLPs, the weights of their first layers are drawn from torch's random generator.
 
-    Args:
-        train_length: number of tokens in a training sequence.
-        width: width C of the layer's input, for asentmax and forget.
-
+    train_length: tokens in a training sequence; width: of the layer's input, which asentmax and forget read.
     Raises ConfigError: no such normalizer or option, or a size that is not a whole number or too small.
     """
-    layer = _make_normalizer(normalizer, n_head, head_size, width, train_length)
-    initial_values = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
-    for name, value in initial_values.items():
+    module = make_module(normalizer, n_head, head_size, train_length, width)
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def make_module(normalizer: Named, n_head: int, head_size: int, train_length: int, width: int = 1) -> Normalizer:
+    """Return the normalizer as a module, whose parameters are those that the function `parameters` gives."""
+    module = _make_normalizer(normalizer, n_head, head_size, width, train_length)
+    for name, value in module.named_parameters():
         if name.endswith("hidden.weight"):
-            value.normal_(0.0, 1 / math.sqrt(value.size(1)))
-    return initial_values
+            torch.nn.init.normal_(value, 0.0, 1 / math.sqrt(value.size(1)))
+    return module
 
 
 def make_layout(
     q: Tensor, k: Tensor, positions: Tensor | AttentionLayout | None = None, cu_seqlens: Tensor | None = None
 ) -> AttentionLayout:
-    """Return the `AttentionLayout` of queries q (B, H, T, D) and keys k (B, K, S, D) for all layers of a step;
-    arguments as in `attention`.
+    """Return the `AttentionLayout` of queries q and keys k for all layers of a step; arguments as in `attention`.
 
-    Raises ValueError: `positions` and `cu_seqlens` are both given, do not fit the tokens, skip positions, or start
-    inside a document.
+    Raises ValueError: `positions` and `cu_seqlens` are both given, or do not fit the tokens.
     """
     if positions is not None and cu_seqlens is not None:
         raise ValueError("give positions or cu_seqlens, not both")

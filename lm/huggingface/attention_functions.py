@@ -13,9 +13,10 @@ are.
 Shapes: B sequences, T queries, S keys, H query heads, K key-value heads, D head size.
 """
 
+import json
 import math
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import lm.functional as functional
 from lm.attention.catalogue import ENTRIES
 from lm.attention.layout import AttentionLayout
+from lm.attention.normalizer import Normalizer
 from lm.data.tokenizer import downloaded
 from lm.errors import ConfigError, Problem
 from lm.functional import Named
@@ -140,11 +142,8 @@ def add_normalizer_parameters(model: PreTrainedModel, train_length: int | None =
         # In latent attention (MLA) `head_dim` is the part of a head that rotates.
         head_size = getattr(module, "qk_head_dim", None) or getattr(config, "head_dim", None)
         head_size = head_size or config.hidden_size // config.num_attention_heads
-        initial_values = functional.parameters(options, config.num_attention_heads, head_size, _train_length(config))
-        parameter_dict = nn.ParameterDict((name.replace(".", "_"), value) for name, value in initial_values.items())
-        parameter_dict.names = list(initial_values)  # as `lm.functional` has them, with their dots
-        parameter_dict.head_size = head_size
-        module.add_module(NORMALIZER_ATTRIBUTE, parameter_dict.to(next(module.parameters()).device))
+        normalizer = functional.make_module(options, config.num_attention_heads, head_size, _train_length(config))
+        module.add_module(NORMALIZER_ATTRIBUTE, normalizer.to(next(module.parameters()).device))
     if entry:
         _read_saved_parameters(model)
 
@@ -156,6 +155,12 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 def _train_length(config: PreTrainedConfig) -> int:
     return getattr(config, LENGTH_FIELD, None) or config.max_position_embeddings
+
+
+@cache
+def _shared_normalizer(options: str, *sizes: int) -> Normalizer:
+    """The normalizer of all layers that have no parameters of their own."""
+    return functional.make_module(json.loads(options), *sizes)
 
 
 def _read_saved_parameters(model: PreTrainedModel) -> None:
@@ -199,16 +204,19 @@ def _attend(
         raise ValueError(f"lm's normalizers are causal, {type(module).__name__} is not")
     if dropout:
         raise ValueError("lm's normalizers have no dropout of weights; set attention_dropout (or attn_pdrop) to 0")
-    parameter_dict, config = getattr(module, NORMALIZER_ATTRIBUTE, None), module.config
-    if parameter_dict is None and functional.parameters(options, 1, 2, 2):
-        raise ValueError(
-            f"{config._attn_implementation} has learned parameters: call "
-            "lm.huggingface.add_normalizer_parameters(model) once it is made"
-        )
-    if parameter_dict is not None and parameter_dict.head_size != query.size(-1):
+    normalizer, config = getattr(module, NORMALIZER_ATTRIBUTE, None), module.config
+    if normalizer is None:
+        sizes = query.size(1), query.size(-1), _train_length(config)
+        normalizer = _shared_normalizer(json.dumps(options, sort_keys=True), *sizes)
+        if next(normalizer.parameters(), None) is not None:
+            raise ValueError(
+                f"{config._attn_implementation} has learned parameters: call "
+                "lm.huggingface.add_normalizer_parameters(model) once it is made"
+            )
+    if (head_size := normalizer.layer.head_size) != query.size(-1):
         raise ValueError(
             f"heads of {type(module).__name__} have {query.size(-1)} dimensions, {config._attn_implementation} was set "
-            f"up for {parameter_dict.head_size}; use a model whose configuration says so in head_dim"
+            f"up for {head_size}; use a model whose configuration says so in head_dim"
         )
     if not math.isclose(factor, 1.0):
         query = query.to(torch.promote_types(query.dtype, torch.float32)) * factor
@@ -229,10 +237,5 @@ def _attend(
     ):
         reason = "depends on positions: position_ids must count from each sequence's first token, padding left out"
         raise ValueError(f"{options['name']} {reason}")
-    parameters = (
-        {} if parameter_dict is None else dict(zip(parameter_dict.names, parameter_dict.parameters(), strict=True))
-    )
-    output = functional.attention(
-        options, query, key, value, parameters, positions=layout, train_length=_train_length(config)
-    )
+    output = normalizer.attend(query, *normalizer.expand_kv_heads(key, value), layout).to(value.dtype)
     return output.transpose(1, 2).contiguous(), None

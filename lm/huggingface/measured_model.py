@@ -14,7 +14,7 @@ from transformers.utils import logging
 from lm.attention.catalogue import make_normalizer
 from lm.attention.distance import Window
 from lm.attention.layout import AttentionLayout
-from lm.attention.normalizer import LayerSpec, Normalizer
+from lm.attention.normalizer import Normalizer
 from lm.attention.options import Options
 from lm.config.inference_config import AS_TRAINED
 from lm.config.model_config import Learned, ModelConfig, Rope
@@ -62,20 +62,18 @@ class MeasuredModel(nn.Module):
         self.head = Head(text.hidden_size, self.vocab_size, getattr(text, "final_logit_softcapping", None))
         self.head.weight = model.get_output_embeddings().weight
         layers, n_head = attention_modules(model), text.num_attention_heads
-        parameters = [getattr(layer, NORMALIZER_ATTRIBUTE, None) for layer in layers]
-        head_size = next(values.head_size for values in parameters if values is not None)
+        normalizers = [getattr(layer, NORMALIZER_ATTRIBUTE, None) for layer in layers]
+        spec = next(normalizer.layer for normalizer in normalizers if normalizer is not None)
         windows = [getattr(layer, "sliding_window", None) for layer in layers]
         layer_options = [Window(size=window) if window else options for window in windows]
-        spec = LayerSpec(n_head, head_size, text.hidden_size, seq_len)
-        self._normalizers = nn.ModuleList(make_normalizer(layer, spec) for layer in layer_options)
-        for values, normalizer in zip(parameters, self._normalizers, strict=True):
-            for name, value in zip(getattr(values, "names", ()), values.parameters() if values else (), strict=True):
-                owner, _, leaf = name.rpartition(".")
-                setattr(normalizer.get_submodule(owner), leaf, value)
+        self._normalizers = nn.ModuleList(
+            normalizer or make_normalizer(layer, spec)
+            for normalizer, layer in zip(normalizers, layer_options, strict=True)
+        )
         kv_heads = getattr(text, "num_key_value_heads", None) or n_head
         self.config = ModelConfig(
             n_layer=len(layers), n_head=n_head, n_kv_head=None if kv_heads == n_head else kv_heads,
-            head_size=head_size, n_embd=text.hidden_size,
+            head_size=spec.head_size, n_embd=text.hidden_size,
             position=Rope() if hasattr(text, "rope_parameters") else Learned(),
             normalizer=Layers(of=layer_options) if any(windows) else options,
         )  # fmt: skip

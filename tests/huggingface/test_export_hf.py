@@ -474,6 +474,7 @@ def test_a_plugin_of_several_files_is_refused_by_its_import(tmp_path: Path, monk
 INTENDED_FAILURES = {  # of transformers' common tests
     # these have no parameters of normalizers, or no norms of queries and keys, that would stay in fp32
     *(f"Test{kind}::test_keep_in_fp32_modules_exist" for kind in ("Plain", "Elementwise", "Gated")),
+    "TestTwoMaps::test_attention_outputs",  # twice as many weights as heads
     "TestValueEmbeddings::test_inputs_embeds",  # the embeddings of values need the tokens
     "TestValueEmbeddings::test_inputs_embeds_matches_input_ids",
 }

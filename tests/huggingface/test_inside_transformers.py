@@ -70,7 +70,7 @@ def ours(model: PreTrainedModel, kind: str, folder: Path) -> tuple[Decoder, dict
         names[part.name] = tuple(name for name, _ in part.tensors)
     for name in decoder.state_dict():
         if ".normalizer." in name:
-            layer, parameter = name.split(".")[1], name.partition(".normalizer.")[2].replace(".", "_")
+            layer, parameter = name.split(".")[1], name.partition(".normalizer.")[2]
             names[name] = (f"model.layers.{layer}.self_attn.{NORMALIZER_ATTRIBUTE}.{parameter}",)
     decoder.load_state_dict({name: torch.cat([state[part] for part in parts]) for name, parts in names.items()})
     return decoder, names
@@ -239,13 +239,13 @@ def test_parameters_fit_the_heads_of_latent_attention(kind: str):
     expected = lm.functional.parameters(kind, 4, 20, 64)  # a head has 12 dimensions without rotation, and 8 with
     for layer in model.model.layers:
         added = getattr(layer.self_attn, NORMALIZER_ATTRIBUTE)
-        assert {name: tuple(value.shape) for name, value in added.items()} == {
-            name.replace(".", "_"): tuple(value.shape) for name, value in expected.items()
-        }
+        shapes = {name: value.shape for name, value in added.named_parameters()}
+        assert shapes == {name: value.shape for name, value in expected.items()}
         if kind == "cosine":
-            torch.testing.assert_close(added["g"].data, expected["g"])
+            torch.testing.assert_close(added.g.data, expected["g"])
     assert model(tokens()).logits.isfinite().all()
-    getattr(model.model.layers[0].self_attn, NORMALIZER_ATTRIBUTE).head_size = 8
+    added = getattr(model.model.layers[0].self_attn, NORMALIZER_ATTRIBUTE)
+    added.layer = replace(added.layer, head_size=8)
     with pytest.raises(ValueError, match=r"heads of DeepseekV3Attention have 20 dimensions, lm_.* was set up for 8"):
         model(tokens())
 
