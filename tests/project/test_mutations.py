@@ -25,7 +25,7 @@ MUTATIONS = {
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source and its tests; each mutation is undone after its test."""
     tree = tmp_path_factory.mktemp("mutated")
-    for part in ("lm", "tests"):
+    for part in ("lm", "scripts", "tests"):
         shutil.copytree(ROOT / part, tree / part, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tree)
     return tree
