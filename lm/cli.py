@@ -146,10 +146,6 @@ def main() -> None:
     except BrokenPipeError:  # the reader of stdout has ended, such as `head` in `lm ... | head`
         _discard_output()
         sys.exit(1)
-    except UnicodeEncodeError as error:
-        _exit_with_error(
-            f"the locale's encoding, {error.encoding}, has no {error.object[error.start]!a}: set LC_ALL=C.UTF-8", 1
-        )
     except OSError as error:
         _discard_output()
         _exit_with_error(

@@ -126,15 +126,13 @@ def write_new(path: Path, content: bytes) -> bool:
         with temporary_file(path) as (file, temporary_path):
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
             try:
                 os.link(temporary_path, path)
             except FileExistsError:
-                return os.stat(temporary_path).st_nlink == 2  # over NFS, the link may have been made and the reply lost
+                raise
             except OSError:
-                with open(path, "xb") as new_file:
+                with path.open("xb") as new_file:
                     new_file.write(content)
-        sync_folder(path.parent)
         return True
     except FileExistsError:
         return False

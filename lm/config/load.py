@@ -125,52 +125,40 @@ def check_steps(config: Config) -> Iterator[Problem]:
 
 def check_phases(config: Config) -> Iterator[Problem]:
     phases = config.phases
-    for index, (old_phase, phase) in enumerate(pairwise(phases)):
-        if phase.until <= old_phase.until:
-            yield Problem(
-                f"phases[{index + 1}].until",
-                phase.until,
-                f"is not after phases[{index}].until = {old_phase.until}",
-                "raise it",
-            )
     if not phases:
         return
+    for index, (old_phase, phase) in enumerate(pairwise(phases)):
+        if phase.until <= old_phase.until:
+            reason = f"is not after phases[{index}].until = {old_phase.until}"
+            yield Problem(f"phases[{index + 1}].until", phase.until, reason, "raise it")
     if phases[-1].until != 1:
-        yield Problem(
-            f"phases[{len(phases) - 1}].until", phases[-1].until, "the last phase must end at 1", "set it to 1"
-        )
+        path = f"phases[{len(phases) - 1}].until"
+        yield Problem(path, phases[-1].until, "the last phase must end at 1", "set it to 1")
     if phases[0].seq_len:
         yield Problem("phases[0].seq_len", phases[0].seq_len, "is data.seq_len in the first phase", "set data.seq_len")
-    if any(phase.seq_len for phase in phases):
-        if config.data.lengths.allows_shorter:
-            reason = "draws the length of each step, and phases change it, too"
-            yield Problem("data.lengths", config.data.lengths.name, reason, "drop it, or phases[].seq_len")
-        for index in range(1, len(phases)):
-            for problem in _batch_problems(config.in_phase(index)):
-                yield replace(problem, reason=f"{problem.reason}, in phases[{index}]")
-    first = config.model_in(0)
+    if any(phase.seq_len for phase in phases) and config.data.lengths.allows_shorter:
+        reason = "draws the length of each step, and phases change it, too"
+        yield Problem("data.lengths", config.data.lengths.name, reason, "drop it, or phases[].seq_len")
     for index, phase in enumerate(phases):
-        model = config.model_in(index)
+        model, phase_config = config.model_in(index), config.in_phase(index)
+        for problem in _batch_problems(phase_config) if phase.seq_len and index else ():
+            yield replace(problem, reason=f"{problem.reason}, in phases[{index}]")
         if phase.position and (model.position.has_last_position or config.model.position.has_last_position):
             reason = "learned positions are weights, which phases can't change"
             yield Problem(f"phases[{index}].position", phase.position.name, reason, "set it to rope or none")
-        elif model.position.has_last_position and config.in_phase(index).data.seq_len > config.data.seq_len:
+        elif model.position.has_last_position and phase_config.data.seq_len > config.data.seq_len:
             reason = f"learned positions end at data.seq_len = {config.data.seq_len}"
             yield Problem(f"phases[{index}].seq_len", phase.seq_len, reason, "set model.position=rope")
-        elif phase.position and model != first:
+        elif phase.position:
             yield from (
                 replace(problem, path=problem.path.replace("position", f"phases[{index}].position", 1))
                 for problem in model.problems()
                 if problem.path.startswith("position")
             )
-    if phases[0].warmup_steps:
-        reason = "follows no swap, so there is nothing to warm up"
-        yield Problem("phases[0].warmup_steps", phases[0].warmup_steps, reason, "set optim.warmup_steps")
     if config.model.normalizer != phases[0].normalizer:
         reason = f"phases[0].normalizer is {phases[0].normalizer.name}, which training starts with"
-        yield Problem(
-            "model.normalizer", config.model.normalizer.name, reason, "drop model.normalizer, or make them agree"
-        )
+        remedy = "drop model.normalizer, or make them agree"
+        yield Problem("model.normalizer", config.model.normalizer.name, reason, remedy)
 
 
 def check_tasks(config: Config) -> Iterator[Problem]:

@@ -27,7 +27,7 @@ from lm.schema import (
 
 def options_class(normalizer: type) -> type[Options]:
     """Return the options class of an outside normalizer, its attribute `schema`. Raises Unavailable: the class is no
-    normalizer, or sets attributes or methods where they have no effect.
+    normalizer.
     """
     schema, remedy = getattr(normalizer, "schema", None), f"see {PAGE}"
     if not (
@@ -41,11 +41,6 @@ def options_class(normalizer: type) -> type[Options]:
         raise Unavailable("is no normalizer: no subclass of lm.attention.normalizer.Normalizer", remedy)
     if inspect.isabstract(normalizer):
         raise Unavailable(f"is not whole: it has no {', '.join(sorted(normalizer.__abstractmethods__))}", remedy)
-    for owner, other, names in ((schema, normalizer, _OPTION_ATTRIBUTES), (normalizer, schema, _CODE_ATTRIBUTES)):
-        if misplaced_names := [name for name in names if hasattr(other, name)]:
-            raise Unavailable(
-                f"sets {misplaced_names[0]} where it has no effect", f"set it on the class {owner.__name__}"
-            )
     return schema
 
 
@@ -94,21 +89,6 @@ def _layers_label(labels: Iterable[str]) -> str:
 
 
 OPTIONS = Catalogue({**SINGLE, Layers.name: Layers})
-
-
-# attributes of options
-_OPTION_ATTRIBUTES = ("full_formula", "sums_to_one", "over_sum", "fixed_by_training", "formula", "problems")
-_CODE_ATTRIBUTES = (
-    "score_map",
-    "initialise",
-    "define_scores",
-    "normalize",
-    "scale_by_position",
-    "visible",
-    "log_sum",
-    "forward",
-    "decode",
-)
 
 
 def with_changes(options: Options, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> Options:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import lm
 from lm.errors import ConfigError
-from lm.schema import suggest
 
 # subfolders to search for a preset, by kind
 _SUBFOLDERS = {"experiments": ("experiments", ""), "": ("", "recipes", "models", "data")}
@@ -66,14 +65,10 @@ def suggestion(path: Path) -> str:
     """A hint for the error that `path` does not exist: the most similar name, else the command that
     lists presets.
     """
-    known_names = [name for name, _ in names()]
-    known_names += [name.rpartition("/")[2] for name in known_names]
-    # files of the folder are compared by their names alone, as all their paths are alike
-    files = {file.stem: str(file) for file in path.parent.glob("*.yaml")}
-    if matches := get_close_matches(path.stem, files, n=1):
-        return f"; did you mean '{files[matches[0]]}'?"
-    text = suggest(str(path.with_suffix("")), known_names)
-    return f"; {text if text.startswith('did you mean') else 'lm configs lists presets'}"
+    files = [str(file) for file in path.parent.glob("*.yaml")]
+    known_names = [*files, *(form for name, _ in names() for form in (name, name.rpartition("/")[2]))]
+    matches = get_close_matches(str(path.with_suffix("")), known_names, n=1)
+    return f"; did you mean '{matches[0]}'?" if matches else "; lm configs lists presets"
 
 
 def copy_presets(parent: Path) -> Path:

@@ -255,41 +255,20 @@ def read_files(paths: list[Path], source: Files, on_error: OnError, parse: Parse
             yield from _reader_of(path, source)(path, source, on_error, parse)
 
 
-class _FileStream(io.RawIOBase):
-    """A stream of a file's bytes. pyarrow decompresses .gz and .zst, because `zstandard` would not report a truncated
-    file.
-
-    Raises Unreadable: the file is damaged. Up to about 64 kB of content before the damage are lost, too.
+def _opened(path: Path) -> io.BufferedReader:
+    """Open a file for reading. pyarrow decompresses .gz and .zst, because `zstandard` would not report a truncated
+    file. Up to about 64 kB of content before damage of a compressed file are lost, too.
     """
+    import pyarrow
 
-    file = None  # until `__init__` opens it: Python closes a stream whose `__init__` failed, too
-
-    def __init__(self, path: Path):
-        import pyarrow
-
-        self.path, self.errors = path, (OSError, pyarrow.ArrowException)
-        self.file = pyarrow.OSFile(os.fsencode(path))
-        if path.suffix.lower() in (".gz", ".zst") and not self.file.size():
-            raise Unreadable(f"{path}: is empty, which no compressed file is: damaged; fetch it again, or remove it")
-        self.stream = pyarrow.input_stream(self.file, {".gz": "gzip", ".zst": "zstd"}.get(path.suffix.lower()))
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:
-        try:
-            return self.stream.readinto(buffer)
-        except self.errors as error:
-            raise unreadable_error(str(self.path), error) from None
-
-    def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
-        super().close()
+    compression = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix.lower())
+    if compression and not path.stat().st_size:
+        raise Unreadable(f"{path}: is empty, which no compressed file is: damaged; fetch it again, or remove it")
+    return io.BufferedReader(pyarrow.input_stream(pyarrow.OSFile(os.fsencode(path)), compression), READ_BYTES)
 
 
 def _read_txt(path: Path, source: Files, on_error: OnError, parse: Parse) -> Documents:
-    with io.BufferedReader(_FileStream(path), READ_BYTES) as file:
+    with _opened(path) as file:
         for begin, content in _split_at_separator(file, source.separator.encode()):
             with report_unreadable(on_error):
                 text = _decode(content, begin, str(path))
@@ -333,7 +312,7 @@ def _decode(content: bytes | bytearray, begin: int, location: str) -> str:
 
 def _read_jsonl(path: Path, source: Files, on_error: OnError, parse: Parse) -> Documents:
     begin = 0
-    with io.BufferedReader(_FileStream(path), READ_BYTES) as file:
+    with _opened(path) as file:
         for number, line in enumerate(iter(file.readline, b""), 1):
             location, document = f"{path}: line {number}", None
             with report_unreadable(on_error):

@@ -227,23 +227,6 @@ def test_options_that_lm_can_not_read_are_refused(powers: Path, arguments: list[
 
 
 @pytest.mark.parametrize(
-    ("owner", "attribute"), [("Normal", "sums_to_one"), ("Normal", "fixed_by_training"), ("Odd", "score_map")]
-)
-def test_an_attribute_on_the_class_that_is_not_asked_for_it_is_refused(
-    powers: Path, arguments: list[str], owner: str, attribute: str
-):
-    head = "from dataclasses import dataclass\nfrom lm.attention.normalizer import SoftmaxNormalizer\n"
-    head += "from lm.attention.options import Options\n"
-    classes = (
-        "@dataclass\nclass Odd(Options):\n    full_formula = 'z'\nclass Normal(SoftmaxNormalizer):\n    schema = Odd\n"
-    )
-    (powers / "odd.py").write_text(f"{head}{classes}{owner}.{attribute} = None\n")
-    other = {"Normal": "Odd", "Odd": "Normal"}[owner]
-    with pytest.raises(ConfigError, match=f"sets {attribute} where it has no effect; set it on the class {other}"):
-        load_config([*arguments, "model.normalizer={name: 'powers.odd:Normal'}"])
-
-
-@pytest.mark.parametrize(
     ("allowed", "taken"), [("powers", True), ("powers.attention", True), ("power", False), ("powers.other", False)]
 )
 def test_a_package_is_allowed_with_its_modules_and_no_other(powers: Path, allowed: str, taken: bool):

@@ -85,17 +85,6 @@ def test_output_to_a_full_disk_is_an_error_of_one_line():
     assert printed_to(os.open("/dev/full", os.O_WRONLY), "config", "name=x") == (1, "error: No space left on device\n")
 
 
-def test_in_a_locale_of_ascii_output_is_escaped_and_names_of_files_are_refused(tmp_path: Path):
-    (tmp_path / "accent.yaml").write_text("{name: x, base: é.yaml}", encoding="utf-8")
-    (tmp_path / "dots.yaml").write_text("{name: a…b}", encoding="utf-8")
-    result = lm("config", str(tmp_path / "dots.yaml"), LC_ALL="C", PYTHONUTF8="0")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert r"\u2026" in result.stdout
-    result = lm("config", str(tmp_path / "accent.yaml"), LC_ALL="C", PYTHONUTF8="0")
-    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
-    assert "error: the locale's encoding, ascii, has no '\\xe9': set LC_ALL=C.UTF-8" in result.stderr
-
-
 def test_a_prompt_is_utf_8_whatever_the_locale(monkeypatch: pytest.MonkeyPatch):
     prompts = []
     monkeypatch.setattr(
