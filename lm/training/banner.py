@@ -90,14 +90,12 @@ def _normalizer_text(decoder: Decoder) -> str:
     """Text with formula and options of the normalizer, or of each layer's normalizer if layers differ."""
     layers_by_text: dict[str, list[str]] = {}
     for layer, normalizer in enumerate(decoder.normalizers()):
-        options, trained_length = normalizer.options, f"train ({normalizer.layer.train_length})"
-        values = {name: trained_length if value == "train" else value for name, value in vars(options).items()}
-        text = "; ".join(
-            [f"{options.name}: {options.formula()}", ", ".join(f"{name} = {value}" for name, value in values.items())]
-        )
-        layers_by_text.setdefault(text.removesuffix("; "), []).append(str(layer))
+        options, length = normalizer.options, normalizer.layer.train_length
+        values = {name: f"train ({length})" if value == "train" else value for name, value in vars(options).items()}
+        text = f"{options.name}: {options.formula()}" + "".join(f"; {name} = {values[name]}" for name in values)
+        layers_by_text.setdefault(text, []).append(str(layer))
     if len(layers_by_text) == 1:
-        return next(iter(layers_by_text))
+        return text
     return "  |  ".join(f"layers {', '.join(layers)}: {text}" for text, layers in layers_by_text.items())
 
 

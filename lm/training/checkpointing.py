@@ -105,12 +105,7 @@ class Checkpoints(StepCallback):
         """Delete each `step-N.ckpt` but the newest, the last regular ones (`is_regular`), and those of phase ends;
         `best.ckpt` stays.
         """
-        paths = step_paths(self.folder)
-        regular_paths = [path for path in paths if self.is_regular(step_of(path))]
-        swaps = {step_path(self.folder, end) for end in self.config.phase_ends[:-1]}
-        for path in {*paths} - {
-            step_path(self.folder, self.saved_step),
-            *regular_paths[-self.config.trainer.keep_checkpoints :],
-            *swaps,
-        }:
-            path.unlink(missing_ok=True)
+        steps = [step_of(path) for path in step_paths(self.folder)]
+        regular_steps = [step for step in steps if self.is_regular(step)][-self.config.trainer.keep_checkpoints :]
+        for step in {*steps} - {self.saved_step, *regular_steps, *self.config.phase_ends[:-1]}:
+            step_path(self.folder, step).unlink(missing_ok=True)

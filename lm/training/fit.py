@@ -48,7 +48,7 @@ from lm.training.lightning_import import L
 from lm.training.loggers import log, make_loggers
 from lm.training.outside import outside_objects
 from lm.training.run_context import RunContext
-from lm.training.starting import PhaseStart, resume_or_branch, start_new_run
+from lm.training.starting import Best, resume_or_branch, start_new_run
 from lm.training.trainer import final_divergence, train_phases
 from lm.training.wandb_runs import wandb_mode
 
@@ -92,7 +92,7 @@ def fit(
             remedy = f"raise trainer.max_steps, or start a new run: branch_from={checkpoint} name=..."
             raise RunError(f"{checkpoint}: {reason}; {remedy}")
         if is_main:
-            link_names(checkpoint, start.state.best and start.state.best.step)
+            link_names(checkpoint, start.state.best)
             _evaluate_missing(config, all_measurements, checkpoint, mode, old_facts)
         return 0
     precision = resolve_precision(config, accelerator, old_facts)
@@ -110,7 +110,16 @@ def fit(
     with without_garbage_collection():
         loggers = make_loggers(mode, config, facts, is_main)
     if is_main:
-        _write_run_files(config, store, start, checkpoint, facts)
+        folder = config.run_folder
+        for path in reversed(step_paths(folder / CHECKPOINTS)):
+            if step_of(path) > start.step:
+                path.unlink()  # before the names are linked: `resume=auto` takes a checkpoint that is newer than LAST
+        if checkpoint and is_own(folder, checkpoint):
+            link_names(checkpoint, start.state.best)
+        truncate_after(folder, start.step)
+        files = {CONFIG: to_yaml(replace(config, resume="")).encode()}  # `resume` is not part of the run
+        files |= {ENVIRONMENT: json_bytes(facts), TOKENIZER: (store.path / TOKENIZER).read_bytes()}
+        write_files(folder, files, start.step)
     progress = StepProgress(config.log.progress if is_main else "none", config.trainer.max_steps)
     progress.start(start.step)
     run = RunContext(config, store, all_measurements, machine, facts["wandb_id"], loggers, progress, callbacks)
@@ -135,32 +144,14 @@ def fit(
             logger.close()
 
 
-def _write_run_files(
-    config: Config, store: Store, start: PhaseStart, checkpoint: Path | None, facts: dict[str, Plain]
-) -> None:
-    """Write configuration, environment and tokenizer, link `last.ckpt` and `best.ckpt`, and delete results of steps
-    after `start.step`.
-    """
-    folder = config.run_folder
-    for path in reversed(step_paths(folder / CHECKPOINTS)):
-        if step_of(path) > start.step:
-            path.unlink()  # before the names are linked, as `resume=auto` takes a checkpoint that is newer than LAST
-    if checkpoint and is_own(folder, checkpoint):
-        link_names(checkpoint, start.state.best and start.state.best.step)
-    truncate_after(folder, start.step)
-    files = {CONFIG: to_yaml(replace(config, resume="")).encode()}  # `resume` is not part of the run
-    files |= {ENVIRONMENT: json_bytes(facts), TOKENIZER: (store.path / TOKENIZER).read_bytes()}
-    write_files(folder, files, start.step)
-
-
-def link_names(checkpoint: Path, best_step: int | None) -> None:
-    """Give a run's newest checkpoint, and that of `best_step` if it is there, their names LAST and BEST, which a kill
-    may have kept from them.
+def link_names(checkpoint: Path, best: Best | None) -> None:
+    """Give a run's newest checkpoint, and the best if it is there, their names LAST and BEST, which a kill may have
+    kept from them.
     """
     if checkpoint.name != LAST:
         link_checkpoint(LAST, checkpoint)
-    if best_step is not None and (best := step_path(checkpoint.parent, best_step)).exists():
-        link_checkpoint(BEST, best)
+    if best and (path := step_path(checkpoint.parent, best.step)).exists():
+        link_checkpoint(BEST, path)
 
 
 def truncate_after(run: Path, step: int) -> None:

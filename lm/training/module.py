@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lm.data.batches import IGNORED, Batch, train_sequences
 from lm.errors import Diverged
+from lm.machine import unblock_stop_signals
 from lm.model.decoder import Decoder
 from lm.model.device import use_compile_cache
 from lm.plugins import PLUGINS
@@ -61,7 +62,7 @@ class LanguageModel(L.LightningModule):
         """Return no callbacks. Unblock stop signals, which this process blocked while Lightning started others: it is
         the first hook after that, and the next step may wait long for the other processes.
         """
-        self.run.stop.unblock()
+        unblock_stop_signals()
         return []
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

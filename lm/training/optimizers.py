@@ -134,18 +134,19 @@ def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, obj
     """Parameter groups in torch's format, with named trained parameters; `lr_factor` is the factor on the schedule's
     learning rate.
     """
-    parameters: dict[str, list[tuple[str, Tensor]]] = {}
+    parameters: dict[str, list[tuple[str, Tensor]]] = {group: [] for group in GROUPS}
     for name, parameter in decoder.named_parameters():
         if parameter.requires_grad:
-            parameters.setdefault(group_of(name, parameter), []).append((name, parameter))
-
-    def group_options(group: str) -> dict[str, float]:
-        settings = getattr(optim.groups, group)
-        return {"weight_decay": optim.weight_decay(group), "lr_factor": settings.lr_factor}
-
+            parameters[group_of(name, parameter)].append((name, parameter))
     return [
-        {"name": group, "params": parameters[group], **group_options(group)}
-        for group in sorted(parameters, key=GROUPS.index)
+        {
+            "name": group,
+            "params": members,
+            "weight_decay": optim.weight_decay(group),
+            "lr_factor": getattr(optim.groups, group).lr_factor,
+        }
+        for group, members in parameters.items()
+        if members
     ]
 
 
@@ -208,18 +209,17 @@ def name_state(optimizer: torch.optim.Optimizer) -> None:
 
 def named_state(optimizer: torch.optim.Optimizer) -> OptimizerState:
     """Return the state of each parameter by its name."""
-    pairs = [
-        pair for group in optimizer.param_groups for pair in zip(group["param_names"], group["params"], strict=True)
-    ]
-    return {name: dict(optimizer.state.get(parameter, {})) for name, parameter in pairs}
+    return {
+        name: dict(optimizer.state.get(parameter, {}))
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+    }
 
 
 def saved_state(checkpoint: dict[str, object]) -> OptimizerState | None:
     """Return the optimizer's state by parameter name from a checkpoint; None if it has none."""
-    match checkpoint.get(OPTIMIZER_STATES):
-        case [{"state": dict() as state}]:
-            return state
-    return None
+    (optimizer,) = checkpoint.get(OPTIMIZER_STATES) or [{}]
+    return optimizer.get("state")
 
 
 def _numbered_state(optimizer: torch.optim.Optimizer, content: dict[str, object]) -> dict[str, object]:

@@ -11,7 +11,7 @@ from lm.config.load import to_yaml
 from lm.config.tree import Config
 from lm.data.store import Store
 from lm.evaluation.evaluation_kind import Measurement
-from lm.machine import STOP_SIGNALS, block_stop_signals, unblock_stop_signals
+from lm.machine import STOP_SIGNALS, unblock_stop_signals
 from lm.model.device import Device, Machine
 from lm.progress import StepProgress
 from lm.schema import Plain
@@ -48,31 +48,23 @@ class StopRequest:
         self._terminals: list[int] = []
 
     def __enter__(self) -> "StopRequest":
-        numbers = [
-            number for number in STOP_SIGNALS if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)
-        ]
         self._terminals = [output for output in (1, 2) if os.isatty(output)]
-        self._old_handlers = {number: signal.getsignal(number) for number in numbers}
+        self._old_handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        if self._old_handlers[signal.SIGHUP] == signal.SIG_IGN:
+            del self._old_handlers[signal.SIGHUP]
         self.listen()
-        self.unblock()
+        unblock_stop_signals()
         return self
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
-        self.unblock()
+        unblock_stop_signals()
 
     def listen(self) -> None:
         """Handle the signals, also where another handler has taken the place of this one."""
         for number in self._old_handlers:
             signal.signal(number, self._after(number) if number == self.signal else self._record_signal)
-
-    def block(self) -> None:
-        """Let signals wait for `unblock`, also in processes that are started meanwhile."""
-        block_stop_signals()
-
-    def unblock(self) -> None:
-        unblock_stop_signals()
 
     def _after(self, number: int) -> signal.Handlers:
         """Return what handles a signal after the first one of its number."""

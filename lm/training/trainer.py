@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from lm.errors import RunError, one_line
+from lm.machine import block_stop_signals
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.evaluations import VALIDATION, evaluation_path, load_evaluation
 from lm.runs.folder import CHECKPOINTS, METRICS, read_metrics, step_path
@@ -28,7 +29,7 @@ def train_phases(run: RunContext, start: PhaseStart, checkpoint: Path | None) ->
                 trainer, data = make_trainer(run, start), StepData(run, start.phase)
             except MisconfigurationException as error:  # a second progress bar, or one that saves checkpoints
                 raise RunError(f"trainer.callbacks: Lightning refuses them: {one_line(error)}") from None
-            run.stop.block()  # in the processes that Lightning starts now, too: a signal would end them as they import
+            block_stop_signals()  # in processes that Lightning starts now, too: it would end them as they import
             try:
                 trainer.fit(LanguageModel(run, start), data, ckpt_path=checkpoint)
             except SIGTERMException:
