@@ -52,7 +52,7 @@ from lm.report.evaluation_tables import EvaluationResult
 from lm.runs.evaluations import Evaluation, rows, units_frame
 from lm.runs.folder import DESCRIPTION
 from lm.runs.loading import LoadedModel, load
-from lm.runs.metric import Axis, Metric
+from lm.runs.metric import Metric
 from lm.schema import Plain, to_plain
 
 KIND = "diagnostics"
@@ -188,10 +188,6 @@ class Diagnostics(Measurement):
             "untrained_seed": self.config.seed,
         }
 
-    @property
-    def work_units(self) -> int:
-        return len(self.held_out.sequences) * len(self.eval_config.inference)
-
     def precision(self, device: Device) -> str:
         return "32"
 
@@ -227,202 +223,116 @@ def diagnostic_blocks(
     from.
     """
     untrained_decoder = Decoder(decoder.config, decoder.vocab_size, decoder.seq_len, seed=seed).to(device.device)
-    values_by_setting: dict[str, MeasuredValues] = {}
-    settings = applicable_settings(decoder, options.inference)
-    for setting in settings:
-        suffix = "" if setting.label == "as trained" else f", {setting.label}"
-        decoders = [for_inference(model, setting) for model in (decoder, untrained_decoder)]
-        measures, vectors = statistics_of(*decoders, held_out, options, device, progress)
-        values = [measures.values(vectors[:, number], decoder.seq_len) for number in range(3)]
-        values_by_setting |= dict(zip((setting.label, UNTRAINED + suffix, SHUFFLED + suffix), values, strict=True))
-    if not settings:
-        return []
-    groups = _ModelRows(values_by_setting, measures, held_out, fingerprint)
-    blocks = [*groups.overall_means(), *groups.curves(), *groups.head_means()]
-    return blocks + (list(groups.head_means_by_keys()) if options.by_position else [])
-
-
-def statistics_of(
-    decoder: Decoder,
-    untrained_decoder: Decoder,
-    held_out: HeldOut,
-    options: DiagnosticsConfig,
-    device: Device,
-    progress: Advance = ignore,
-) -> tuple[Measures, np.ndarray]:
-    """Return what is measured (`Measures`), and its values in each of N sequences for the model, the untrained model,
-    and the model with shuffled scores: (N, 3, values) fp32.
-
-    Sequences are split over the ranks of `device`; every rank returns the statistics of all sequences. All ranks call
-    it.
-    """
-    queries = query_indices(held_out.length, options.queries)
+    queries, layers = query_indices(held_out.length, options.queries), len(decoder.normalizers())
     heads = max(normalizer.layer.n_head for normalizer in decoder.normalizers())
-    measures = Measures(families(options), len(decoder.normalizers()), heads, queries, held_out.length)
+    measures = Measures(families(options), layers, heads, queries, held_out.length)
+    models: dict[str, MeasuredValues] = {}
+    for setting in applicable_settings(decoder, options.inference):
+        trained, untrained = pair = [for_inference(model, setting) for model in (decoder, untrained_decoder)]
 
-    def vectors(index: int) -> Tensor:
-        batch = held_out.batch([index]).to(device.device)
-        model_values, shuffled_values = measures.vectors(
-            decoder, batch, shuffling_numbers(index, len(queries), held_out.length)
-        )
-        return torch.stack([model_values, *measures.vectors(untrained_decoder, batch), shuffled_values])
+        def measure(indices: list[int], trained: Decoder = trained, untrained: Decoder = untrained) -> Tensor:
+            vectors = []
+            for index in indices:
+                batch = held_out.batch([index]).to(device.device)
+                order = shuffling_numbers(index, len(queries), held_out.length)
+                as_trained, shuffled = measures.vectors(trained, batch, order)
+                vectors.append(torch.stack([as_trained, *measures.vectors(untrained, batch), shuffled]))
+            return torch.stack(vectors)
 
-    def measure(indices: list[int]) -> Tensor:
-        return torch.stack([vectors(index) for index in indices])
-
-    return measures, by_sequence(
-        [decoder, untrained_decoder], held_out.lengths, (3, measures.vector_length), device, measure, progress
-    )
-
-
-# ---------------------------------------------------------------- rows
+        vectors = by_sequence(pair, held_out.lengths, (3, measures.vector_length), device, measure, progress)
+        suffix = "" if setting.label == "as trained" else f", {setting.label}"
+        names = setting.label, UNTRAINED + suffix, SHUFFLED + suffix
+        models |= {name: measures.values(vectors[:, index], decoder.seq_len) for index, name in enumerate(names)}
+    return [*_model_rows(models, measures, held_out, fingerprint, options.by_position)] if models else []
 
 
-class _ModelRows:
-    """The rows of the statistics of several models on the same sequences; the trained model comes first."""
+def _model_rows(
+    models: dict[str, MeasuredValues], measures: Measures, held_out: HeldOut, fingerprint: str, by_position: bool
+) -> Iterator[pd.DataFrame]:
+    """Rows of the statistics of several models on the same sequences; the trained model comes first.
 
-    def __init__(
-        self, values_by_setting: dict[str, MeasuredValues], measures: Measures, held_out: HeldOut, fingerprint: str
-    ):
-        self.values_by_setting = values_by_setting
-        self.measures = measures
-        self.held_out = held_out
-        self.fingerprint = fingerprint
-        self.first_setting = next(iter(values_by_setting))
-        self.bins = half_octaves(
-            values_by_setting[self.first_setting].n, values_by_setting[self.first_setting].train_length
-        )
+    Overall there is each statistic's mean over queries, heads and layers, with intervals over documents if it has a
+    value for each query, and the mean of b in fits statistic ~ n^b, n the number of visible keys. Curves are means
+    by n. By layer and head there are means over sequences and queries, b, and R^2 of the fit; with `by_position` also
+    means by n.
+    """
+    trained, values = next(iter(models.items()))
+    bins, statistics = half_octaves(values.n, values.train_length), measures.query_statistics
 
-    def _model_values(
-        self, statistics: Iterable[Statistic | QuerySums]
-    ) -> Iterator[tuple[Statistic | QuerySums, str, MeasuredValues]]:
-        """Tuples (statistic, setting, values) for each statistic and model; statistics without a value in any model are
-        left out.
-        """
-        for statistic in statistics:
-            arrays = [
-                (values.by_query | values.by_head).get(statistic.name) for values in self.values_by_setting.values()
-            ]
-            if any(array is not None and np.isfinite(array).any() for array in arrays):
-                yield from ((statistic, setting, values) for setting, values in self.values_by_setting.items())
+    def measured(of: Iterable[Statistic | QuerySums]) -> Iterator[tuple[Statistic | QuerySums, str, np.ndarray]]:
+        """Each statistic's values by model, (N, layers, H, T) or (layers, H), unless all are undefined."""
+        for statistic in of:
+            arrays = {name: (each.by_query | each.by_head)[statistic.name] for name, each in models.items()}
+            if any(np.isfinite(array).any() for array in arrays.values()):
+                yield from ((statistic, name, array) for name, array in arrays.items())
 
-    def overall_means(self) -> Iterator[pd.DataFrame]:
-        """Each statistic's mean over queries, heads and layers, with intervals over documents if it has a
-        value for each query. Further rows give the mean over heads and layers of b in fits statistic ~ n^b, where n
-        is the number of visible keys.
-        """
-        statistics = [*self.measures.query_statistics, *UNDEFINED_FRACTIONS, *self.measures.query_sums]
-        for statistic, setting, values in self._model_values(statistics):
-            is_logged = statistic.in_reports and setting == self.first_setting
-            names = [f"{KIND}/{statistic.name}"] if is_logged else []
-            units, statistic_values = None, values.by_head.get(statistic.name)
-            if statistic_values is None:
-                by_query = values.by_query[statistic.name]
-                count = np.isfinite(by_query).sum((1, 2, 3))
-                statistic_values = mean(by_query)
-                if count.any():
-                    units = units_frame(self.held_out.sha256, self.held_out.document_labels, count, self.fingerprint)
-                    statistic_values = np.where(count, mean(by_query, (1, 2, 3)), 0.0)[:, None]
-            else:
-                statistic_values = mean(statistic_values)
-            name = "diagnostics/{STATISTIC}" * is_logged
-            yield self._rows(statistic, setting, statistic_values, units=units, names=names, name=name)
-        for statistic, setting, exponents, _ in self._fits():
-            yield self._rows(statistic, setting, mean(exponents), _exponent_of(statistic))
+    def block(
+        statistic: Statistic | QuerySums, model: str, values: np.ndarray | float, of: str = "",
+        metric: dict[str, object] | None = None, **fields: object,
+    ) -> pd.DataFrame:  # fmt: skip
+        """Rows of a statistic, or of the number `of` it, which has no unit. `metric`: fields of the Metric."""
+        has_units, unit = fields.get("units") is not None, "" if of else statistic.unit
+        about = {"units": "documents" * has_units, "interval": has_units, "control": model != trained, **(metric or {})}
+        about = Metric(unit=unit, quantity=of or statistic.name, **about)
+        return rows(about, np.asarray(values, "f8"), setting=model, **fields)
 
-    def curves(self) -> Iterator[pd.DataFrame]:
-        """Each statistic's means over heads and layers by the number of visible keys, with intervals over documents."""
-        for statistic, setting, values in self._model_values(self.measures.query_statistics if self.bins else []):
-            # (N, bins)
-            by_bin = np.stack([self._mean_within(statistic, values, bounds, (1, 2, 3)) for bounds in self.bins], 1)
-            has_value = np.isfinite(by_bin)
-            blocks = (
-                self._rows(
-                    statistic, setting, np.where(has_value[:, [index]], by_bin[:, [index]], 0.0), x=[x], is_curve=True,
-                    units=self.held_out.units(self.fingerprint).assign(weight=has_value[:, index].astype(float)),
-                )
-                for index, x in enumerate(bin_middles(self.bins))
-            )  # fmt: skip
-            yield pd.concat(blocks)
-
-    def head_means(self) -> Iterator[pd.DataFrame]:
-        """By layer and head, each statistic's mean over sequences and queries, and of b and R^2 of the fit
-        statistic ~ n^b. Here n is the number of visible keys."""
-        statistics = [*self.measures.query_statistics, *self.measures.query_sums, *UNDEFINED_FRACTIONS]
-        for statistic, setting, values in self._model_values(statistics):
-            by_head = values.by_head.get(statistic.name)
-            by_head = mean(values.by_query[statistic.name], (0, 3)) if by_head is None else by_head
-            yield from self._head_rows(statistic, setting, by_head)
-        for statistic, setting, exponents, r_squared in self._fits():
-            yield from self._head_rows(statistic, setting, exponents, _exponent_of(statistic))
-            yield from self._head_rows(statistic, setting, r_squared, f"R^2 of the {_exponent_of(statistic)}")
-
-    def head_means_by_keys(self) -> Iterator[pd.DataFrame]:
-        """Each statistic's means over sequences and queries, by layer, head and number of visible keys."""
-        for statistic, setting, values in self._model_values(self.measures.query_statistics):
-            for low, high in self.bins:
-                by_head = self._mean_within(statistic, values, (low, high), (0, 3))
-                yield from self._head_rows(statistic, setting, by_head, suffix=f", {low:,} to {high:,} keys")
-
-    def _fits(self) -> Iterator[tuple[Statistic, str, np.ndarray, np.ndarray]]:
-        """Tuples (statistic, setting, b, R^2) for each statistic and model, from fits statistic ~ n^b to queries that
-        see n <= `train_length` keys. The arrays b and R^2 have the shape (layers, H)."""
-        statistics = (statistic for statistic in self.measures.query_statistics if statistic.has_exponent)
-        for statistic, setting, values in self._model_values(statistics):
-            n = np.where(values.n <= values.train_length, values.n, np.nan)
-            exponents, r_squared = exponent(values.by_query[statistic.name], n, statistic.log)
-            if np.isfinite(exponents).any():
-                yield statistic, setting, exponents, r_squared
-
-    def _mean_within(
-        self, statistic: Statistic, values: MeasuredValues, bounds: tuple[int, int], axes: tuple[int, ...]
-    ) -> np.ndarray:
-        """Means over `axes` of the values of queries whose number of visible keys lies within `bounds`, ends
-        included.
-        """
-        n = values.n[:, :, None]
-        return mean(np.where((n >= bounds[0]) & (n <= bounds[1]), values.by_query[statistic.name], np.nan), axes)
-
-    def _head_rows(
-        self, statistic: Statistic, setting: str, by_head: np.ndarray, quantity: str = "", suffix: str = ""
+    def by_head(
+        statistic: Statistic | QuerySums, model: str, means: np.ndarray, of: str = "", suffix: str = ""
     ) -> Iterator[pd.DataFrame]:
-        for layer, means in enumerate(by_head):
-            heads, task = [*range(by_head.shape[1])], f"layer {layer}{suffix}"
-            yield self._rows(statistic, setting, means, quantity, axis=HEADS, x=heads, task=task)
+        for layer, row in enumerate(means):
+            task = f"layer {layer}{suffix}"
+            yield block(statistic, model, row, of, {"axis": HEADS}, x=[*range(len(row))], task=task)
 
-    def _rows(
-        self,
-        statistic: Statistic | QuerySums,
-        setting: str,
-        values: np.ndarray,
-        quantity: str = "",
-        name: str = "",
-        axis: Axis | None = None,
-        is_curve: bool = False,
-        **fields: object,
-    ) -> pd.DataFrame:
-        """Rows of a statistic, or of `quantity`, a number without a unit that is computed from the statistic. `name`,
-        `axis`: of the metric; `is_curve`: whether it is one by visible keys. `fields`: arguments of `rows`.
-        """
-        control, has_units = setting != self.first_setting, fields.get("units") is not None
-        display = {}
-        if is_curve and statistic.in_reports:
-            display = {
-                "title": f"Attention: {statistic.name}",
-                "measured_on": "held-out sequences of diagnostics",
-                "amount": f"{self.held_out.amount}, {len(self.measures.queries)} queries each",
-                "caption": f"{statistic.name} of attention weights, mean over heads",
-            }
-        about = Metric(
-            name, "" if quantity else statistic.unit, quantity=quantity or statistic.name, control=control,
-            units="documents" * has_units, interval=has_units, axis=VISIBLE_KEYS if is_curve else axis, **display,
-        )  # fmt: skip
-        values = np.asarray(values, "f8")
-        return rows(about, values, setting=setting, **fields)
+    def within(array: np.ndarray, model: str, keys: tuple[int, int], axes: tuple[int, ...]) -> np.ndarray:
+        """Means over `axes` of the values of queries whose number of visible keys is in `keys`, ends included."""
+        n = models[model].n[:, :, None]
+        return mean(np.where((n >= keys[0]) & (n <= keys[1]), array, np.nan), axes)
 
+    fits = []
+    for statistic, model, array in measured(statistic for statistic in statistics if statistic.has_exponent):
+        n, of = models[model].n, f"exponent of {statistic.name.removeprefix('ln ')}"
+        b, r_squared = exponent(array, np.where(n <= values.train_length, n, np.nan), statistic.log)
+        fits += [(statistic, model, of, b, r_squared)] if np.isfinite(b).any() else []
 
-def _exponent_of(statistic: Statistic) -> str:
-    return f"exponent of {statistic.name.removeprefix('ln ')}"
+    for statistic, model, array in measured([*statistics, *UNDEFINED_FRACTIONS, *measures.query_sums]):
+        units, total = None, mean(array)
+        count = np.isfinite(array).sum((1, 2, 3)) if array.ndim == 4 else np.zeros(0)
+        if count.any():
+            units = units_frame(held_out.sha256, held_out.document_labels, count, fingerprint)
+            total = np.where(count, mean(array, (1, 2, 3)), 0.0)[:, None]
+        is_logged = statistic.in_reports and model == trained
+        names, name = [f"{KIND}/{statistic.name}"] * is_logged, "diagnostics/{STATISTIC}" * is_logged
+        yield block(statistic, model, total, metric={"name": name}, units=units, names=names)
+    for statistic, model, of, b, _ in fits:
+        yield block(statistic, model, mean(b), of)
+
+    for statistic, model, array in measured(statistics if bins else []):
+        display = {
+            "title": f"Attention: {statistic.name}",
+            "measured_on": "held-out sequences of diagnostics",
+            "amount": f"{held_out.amount}, {len(measures.queries)} queries each",
+            "caption": f"{statistic.name} of attention weights, mean over heads",
+        }
+        metric, units = {"axis": VISIBLE_KEYS, **(display if statistic.in_reports else {})}, held_out.units(fingerprint)
+        points = []
+        for keys, x in zip(bins, bin_middles(bins), strict=True):
+            means = within(array, model, keys, (1, 2, 3))[:, None]
+            weights = np.isfinite(means[:, 0])
+            point = units.assign(weight=weights.astype(float))
+            points.append(
+                block(statistic, model, np.where(weights[:, None], means, 0.0), "", metric, units=point, x=[x])
+            )
+        yield pd.concat(points)
+
+    for statistic, model, array in measured([*statistics, *measures.query_sums, *UNDEFINED_FRACTIONS]):
+        yield from by_head(statistic, model, mean(array, (0, 3)) if array.ndim == 4 else array)
+    for statistic, model, of, b, r_squared in fits:
+        yield from by_head(statistic, model, b, of)
+        yield from by_head(statistic, model, r_squared, f"R^2 of the {of}")
+    for statistic, model, array in measured(statistics if by_position else []):
+        for low, high in bins:
+            means = within(array, model, (low, high), (0, 3))
+            yield from by_head(statistic, model, means, suffix=f", {low:,} to {high:,} keys")
 
 
 # ---------------------------------------------------------------- lm diagnose

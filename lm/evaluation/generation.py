@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -25,49 +26,20 @@ class Sampling:
     seed: int = 0  # seed of the random draws
 
 
-class Continuation:
-    """Sequences of equal length that are continued together, each by one sampled token at a time, with a cache of keys
-    and values.
-
-    For a normalizer with `n: visible`, n is the number of tokens so far; with `n: sample` it is `length` from the start
-    (docs/n.md).
-
-    Args:
-        prompts: token ids that each sequence begins with; all prompts have the same length, of at least one.
-        length: number of tokens that each sequence will have at the end, with its prompt.
-        samplings: the options for sampling the tokens of each sequence.
-    """
-
-    def __init__(self, decoder: Decoder, prompts: list[list[int]], length: int, samplings: list[Sampling]):
-        self._decoder, self._device, self._cache = decoder, decoder.head.weight.device, DecodingCache(length)
-        self._tokens = torch.tensor(prompts, device=self._device)
-        self._draws = [(sampling, torch.Generator().manual_seed(sampling.seed)) for sampling in samplings]
-
-    @torch.no_grad()
-    def draw(self) -> list[int]:
-        """Sample, add and return the next token of each sequence. Raises RunError: the logits are not finite."""
-        hidden = self._decoder(self._tokens, cache=self._cache, first=self._tokens.size(1) - 1)[:, 0]
-        logits = self._decoder.head(hidden).float().cpu()
-        tokens = [
-            sample(row, sampling, generator) for row, (sampling, generator) in zip(logits, self._draws, strict=True)
-        ]
-        self._tokens = torch.tensor(tokens, device=self._device)[:, None]
-        return tokens
-
-    def keep(self, sequences: list[int]) -> None:
-        """Keep only the sequences with these indices."""
-        if len(sequences) < len(self._draws):
-            self._cache, self._tokens = self._cache.select(sequences), self._tokens[sequences]
-            self._draws = [self._draws[number] for number in sequences]
-
-
+@torch.no_grad()
 def generate(decoder: Decoder, prompt: list[int], max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
-    """New token ids after `prompt` (at least one id), each as soon as it is sampled. Raises RunError: the logits are
-    not finite.
+    """New token ids after `prompt` (at least one id), each as soon as it is sampled, with a cache of keys and values.
+
+    For a normalizer with `n: visible`, n is the number of tokens so far; with `n: sample` it is the length with all new
+    tokens from the start (docs/n.md). Raises RunError: the logits are not finite.
     """
-    continuation = Continuation(decoder, [prompt], len(prompt) + max_new_tokens, [sampling])
+    generator, cache = torch.Generator().manual_seed(sampling.seed), DecodingCache(len(prompt) + max_new_tokens)
+    tokens = prompt
     for _ in range(max_new_tokens):
-        yield continuation.draw()[0]
+        inputs = torch.tensor([tokens], device=decoder.head.weight.device)
+        hidden = decoder(inputs, cache=cache, first=len(tokens) - 1)[:, 0]
+        tokens = [sample(decoder.head(hidden).float().cpu()[0], sampling, generator)]
+        yield tokens[0]
 
 
 def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
@@ -113,21 +85,12 @@ def generate_text(source: Path, checkpoint: str, prompt: str, max_new_tokens: in
     model = load(source, checkpoint)
     tokenizer, start = model.tokenizer_and_start()
     encoding, unknown_token = encoding_of(tokenizer, prompt), getattr(tokenizer.model, "unk_token", None)
-    for begin, end in (
-        offset for token, offset in zip(encoding.tokens, encoding.offsets, strict=True) if token == unknown_token
-    ):
-        if (unknown_text := prompt[begin:end]) != unknown_token:
+    unknown = (span for token, span in zip(encoding.tokens, encoding.offsets, strict=True) if token == unknown_token)
+    for begin, end in unknown:
+        if (text := prompt[begin:end]) != unknown_token:
             examples = " ".join(filter(None, map(tokenizer.id_to_token, range(3))))
-            raise ConfigError(
-                [
-                    Problem(
-                        "--prompt",
-                        unknown_text,
-                        "the model has no token for it",
-                        f"its tokens are such as `{examples}`",
-                    )
-                ]
-            )
+            remedy = f"its tokens are such as `{examples}`"
+            raise ConfigError([Problem("--prompt", text, "the model has no token for it", remedy)])
     ids = [start, *encoding.ids]
     if model.spec.model.position.has_last_position and len(ids) + max_new_tokens > model.decoder.seq_len:
         room = model.decoder.seq_len - len(ids)
@@ -137,28 +100,13 @@ def generate_text(source: Path, checkpoint: str, prompt: str, max_new_tokens: in
     return text_pieces(tokenizer, ids[1:], model.end_ids, generate(model.decoder, ids, max_new_tokens, sampling))
 
 
-class Writing:
-    """A text that grows by tokens; `shown` is the text so far, without the bytes of an unfinished character."""
-
-    def __init__(self, tokenizer: Tokenizer, ids: list[int]):
-        self._tokenizer, self._ids = tokenizer, list(ids)
-        self.shown = decode(tokenizer, self._ids)
-
-    def add(self, token: int) -> str:
-        """Add a token, and return the characters that it completes."""
-        self._ids.append(token)
-        text = decode(self._tokenizer, self._ids)
-        piece = "" if text.endswith("\ufffd") else text[len(self.shown) :]
-        self.shown += piece
-        return piece
-
-
 def text_pieces(tokenizer: Tokenizer, ids: list[int], end_ids: list[int], new_tokens: Iterator[int]) -> Iterator[str]:
     """The text of `ids`, then the characters that each new token completes; generation ends at a token of `end_ids`."""
-    writing = Writing(tokenizer, ids)
-    yield writing.shown
-    for token in new_tokens:
-        if token in end_ids:
-            return
-        if piece := writing.add(token):
+    shown, ids = decode(tokenizer, ids), list(ids)
+    yield shown
+    for token in takewhile(lambda token: token not in end_ids, new_tokens):
+        ids.append(token)
+        text = decode(tokenizer, ids)
+        if not text.endswith("\ufffd") and (piece := text[len(shown) :]):  # else a character is unfinished
             yield piece
+            shown += piece

@@ -2,15 +2,15 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice, product
+from itertools import product
 
 import numpy as np
 import pandas as pd
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -19,7 +19,7 @@ from lm.config.task_config import Needle
 from lm.config.tree import Config
 from lm.data.batches import Batch
 from lm.data.store import Store
-from lm.data.tasks import Draw, Example, NoRoom, Text, example
+from lm.data.tasks import NoRoom, Text, example
 from lm.diagnostics.attention_rows import HEADS
 from lm.errors import ConfigError
 from lm.evaluation.answers import ACCURACY, QUESTION_SEED, AnswerMeasurement, Sample, accuracy, by_length
@@ -35,19 +35,15 @@ from lm.runs.metric import Metric
 from lm.schema import Plain
 
 EXACT_COLUMN = 0  # index in `SCORED` of `exact`
-DRAWN_NUMBERS = 9  # random numbers among which the correct number is ranked, beside the text's other numbers
 HEADS_DEPTH = 0.5  # depth of the needles that heads' attention is measured on
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A question about a number in a text: the prompt, the correct answer, and other answers among which the correct
-    one is ranked.
-    """
+    """A question about a number in a text: the prompt and the correct answer."""
 
     prompt: np.ndarray  # (T,) int64
     answer: np.ndarray  # (A,) int64
-    others: list[np.ndarray]  # the tokens of each other answer
     number: str  # the correct number, in digits
     spans: np.ndarray  # (2, 2): [start, stop) in the prompt, of the number in its needle and of the needle's sentence
     sequence: int  # index of its sequence, which other trials may share
@@ -60,11 +56,7 @@ SCORED = (  # metric and unit of each column of `score`
     ("first digit", "fraction"),  # 1 if the first digit of that number is correct
     # 1 if each answer token is the most probable one after the tokens before it (then greedy decoding gives it)
     ("exact, teacher-forced", "fraction"),
-    ("first of candidates", "fraction"),  # 1 if no other candidate is more probable, as a whole, than the answer
-    ("rank among candidates", ""),  # 1 plus the number of candidates that are more probable than the answer
     ("loss of answers", "nats per token"),
-    # -log p of the answer minus that of this candidate; 0 without other candidates
-    ("loss over the most probable other", "nats"),
 )
 
 
@@ -78,17 +70,16 @@ def score(decoder: Decoder, questions: list[Trial], length: int, text: Text) -> 
     cache = DecodingCache(length)
     first_logits = decoder.head(decoder(prompts, cache=cache, first=prompts.size(1) - 1)).float()  # (B, 1, V)
     outputs = _greedy_tokens(decoder, first_logits, cache.fork(1), max(len(trial.answer) for trial in questions) + 2)
+    answers = pad_sequence([torch.from_numpy(trial.answer) for trial in questions], True).to(prompts.device)  # (B, A)
+    logits = first_logits
+    if answers.size(1) > 1:
+        logits = torch.cat((logits, decoder.head(decoder(answers[:, :-1], cache=cache)).float()), 1)  # (B, A, V)
+    nll, hits = F.cross_entropy(logits.mT, answers, reduction="none"), logits.argmax(-1) == answers  # (B, A)
     score_rows = []
     for index, trial in enumerate(questions):
-        candidates = [trial.answer, *trial.others]
-        nll, hits = _candidate_nll(
-            decoder, candidates, first_logits[index : index + 1], cache.select([index]).fork(len(candidates))
-        )
-        better_count = (nll[1:] < nll[0]).sum()
-        prediction = text.decode_answer(outputs[index].cpu().numpy()).strip()
+        prediction, tokens = text.decode_answer(outputs[index].cpu().numpy()).strip(), len(trial.answer)
         first_digit, exact = prediction[:1] == trial.number[:1], prediction.startswith(trial.number)
-        gap = nll[0] - nll[1:].min() if trial.others else 0
-        scores = exact, first_digit, hits, better_count == 0, 1 + better_count, nll[0] / len(trial.answer), gap
+        scores = exact, first_digit, hits[index, :tokens].all(), nll[index, :tokens].mean()
         score_rows.append([*map(float, scores)])
     return torch.tensor(score_rows)
 
@@ -101,51 +92,17 @@ def _greedy_tokens(decoder: Decoder, first_logits: Tensor, cache: DecodingCache,
     return torch.cat(tokens, 1)
 
 
-def _candidate_nll(
-    decoder: Decoder, candidates: list[np.ndarray], first_logits: Tensor, cache: DecodingCache
-) -> tuple[Tensor, bool]:
-    """Losses -log p of whole candidates, (candidates,), nats, and whether each token of the first candidate is the most
-    probable one.
-    """
-    tokens = pad_sequence([torch.from_numpy(candidate) for candidate in candidates], batch_first=True).to(
-        first_logits.device
-    )
-    lengths = torch.tensor([*map(len, candidates)], device=tokens.device)
-    mask = torch.arange(tokens.size(1), device=tokens.device) < lengths.unsqueeze(1)
-    logits = first_logits.expand(len(candidates), -1, -1)
-    if tokens.size(1) > 1:
-        logits = torch.cat((logits, decoder.head(decoder(tokens[:, :-1], cache=cache)).float()), 1)
-    log_p = logits.log_softmax(-1).gather(2, tokens.unsqueeze(-1)).squeeze(-1)
-    hits = (logits[0].argmax(-1) == tokens[0])[: len(candidates[0])]
-    return -(log_p * mask).sum(1), bool(hits.all())
-
-
 def trials(task: Needle, length: int, count: int, text: Text) -> list[Trial]:
     """`count` questions about needles in test sequences of `length` tokens; the questions are the same for every
     model.
     """
-    sequences = (example(task, QUESTION_SEED, index, length, "test", text) for index in range(count))
-    questions = (
-        _make_trial(item, question, index, text)
-        for index, item in enumerate(sequences)
-        for question in range(task.needles)
-    )
-    return [*islice(questions, count)]
-
-
-def _make_trial(sequence: Example, question: int, index: int, text: Text) -> Trial:
-    start, stop = sequence.questions[question]
-    answer = sequence.tokens[start:stop]
-    number, text_numbers = text.decode(answer).strip(), set(re.findall(r"\d{7}", text.decode(sequence.tokens)))
-    draw, drawn_numbers = Draw(QUESTION_SEED + 1, "test", index), set()
-    # numbers with as many tokens as the answer: shorter ones would be more probable
-    for _ in range(100 * DRAWN_NUMBERS):
-        candidate = str(1_000_000 + draw.integer(9_000_000))
-        if len(drawn_numbers) < DRAWN_NUMBERS and len(text.encode_number(candidate)) == len(answer):
-            drawn_numbers.add(candidate)
-    alternatives = [text.encode_number(candidate) for candidate in sorted((text_numbers | drawn_numbers) - {number})]
-    spans = np.stack((sequence.evidence[question], sequence.needles[question]))
-    return Trial(sequence.tokens[:start], answer, alternatives, number, spans, index)
+    found: list[Trial] = []
+    for index in range(-(-count // task.needles)):
+        item = example(task, QUESTION_SEED, index, length, "test", text)
+        for (start, stop), *spans in zip(item.questions, item.evidence, item.needles, strict=True):
+            answer = item.tokens[start:stop]
+            found.append(Trial(item.tokens[:start], answer, text.decode(answer).strip(), np.stack(spans), index))
+    return found[:count]
 
 
 def head_scores(decoder: Decoder, trial: Trial, length: int) -> Tensor:
@@ -261,10 +218,8 @@ class NeedleMeasurement(AnswerMeasurement):
             log_names = [metric.named(LENGTH=length, SETTING=setting).name for length in self.lengths]
             yield by_length(about, self.lengths, samples, log_names, **fields)
         for name, task in self.tasks.items():
-            guesses = [np.mean([1 / (1 + len(trial.others)) for trial in cell.trials]) for cell in cells[name]]
-            chance_levels = {"exact": self._chance(task), "first of candidates": float(np.mean(guesses))}
             for column, (quantity, unit) in enumerate(SCORED):
-                chance, is_fraction = chance_levels.get(quantity), unit == "fraction"
+                chance, is_fraction = self._chance(task) if quantity == "exact" else None, unit == "fraction"
                 about = Metric(
                     "", unit, "higher" if is_fraction else "lower", "", quantity, "questions", is_fraction, LENGTHS,
                     references=() if chance is None else (("chance", chance),), options=options,

@@ -109,43 +109,35 @@ class SwapMeasurement(Measurement):
         return sum(len(held_out.sequences) for held_out in self.held_out)
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
-        models = [self.old_decoder.to(device.device), decoder]
-        comparisons = [token_losses_and_kl(*models, sequences, device, progress) for sequences in self.held_out]
-        blocks, lengths = [], [sequences.length for sequences in self.held_out]
+        models, blocks, seq_len = [self.old_decoder.to(device.device), decoder], [], self.config.data.seq_len
+        changes: dict[str, list[pd.DataFrame]] = {"change of loss": [], "KL divergence": []}
+        lengths = [sequences.length for sequences in self.held_out]
         logged_index = lengths.index(self.config.data.seq_len) if self.config.data.seq_len in lengths else 0
-        for index, (sequences, values) in enumerate(zip(self.held_out, comparisons, strict=True)):
+        for index, sequences in enumerate(self.held_out):
+            before, after, kl = values = token_losses_and_kl(*models, sequences, device, progress)
             label = f"sequences of {sequences.length:,}"
             for (quantity, name), numbers in zip(_LOG_NAMES.items(), values, strict=True):
                 about = Metric(f"swap/{name}" * (index == logged_index), NATS, "lower", quantity=quantity)
                 columns: dict[str, object] = {"values": numbers.mean(where=sequences.target_mask)}
                 if sequences.answers is None:
-                    columns = by_position(sequences, numbers, self.config.data.seq_len)
+                    columns = by_position(sequences, numbers, seq_len)
                     about, columns["values"] = replace(about, axis=POSITIONS), columns["values"].mean(0)
                 names = [about.name] * np.size(columns["values"]) if about.name else []
                 blocks.append(rows(about, task=label, names=names, **columns))
             drift = attention_drift(*models, sequences, device)
             blocks.append(rows(ATTENTION_DRIFT, drift, x=[*range(len(drift))], task=label))
-        changes = {"change of loss": [after - before for before, after, _ in comparisons]}
-        changes["KL divergence"] = [kl for _, _, kl in comparisons]
-        return blocks + [self._by_length(*change) for change in changes.items() if self.held_out]
+            for quantity, numbers in zip(changes, (after - before, kl), strict=True):
+                means, units = sequences.sequence_means(numbers), sequences.units(self.fingerprint, None, True)
+                changes[quantity].append(rows(self._by_length(quantity), means, units, [sequences.length]))
+        return blocks + [pd.concat(points) for points in changes.values() if points]
 
-    def _by_length(self, quantity: str, values: list[np.ndarray]) -> pd.DataFrame:
-        """Rows by length, for reports, with intervals over documents. `values`: (sequences, length) for each length."""
-        about = Metric(
+    def _by_length(self, quantity: str) -> Metric:
+        """The metric of a quantity by length, for reports, with intervals over documents."""
+        return Metric(
             "", NATS, "lower", "", quantity, "documents", True, LENGTHS,
             f"{quantity[0].upper()}{quantity[1:]} at the swap of the normalizer", "sequences around the swap",
             "; ".join(sequences.amount for sequences in self.held_out), f"{quantity} at the swap, by sequence length",
         )  # fmt: skip
-        blocks = (
-            rows(
-                about,
-                sequences.sequence_means(numbers),
-                sequences.units(self.fingerprint, None, True),
-                [sequences.length],
-            )
-            for sequences, numbers in zip(self.held_out, values, strict=True)
-        )
-        return pd.concat(blocks)
 
 
 ATTENTION_DRIFT = Metric("", "", "lower", quantity="attention drift", axis=Axis("layer", "", "of layer", log=False))
@@ -164,15 +156,10 @@ def token_losses_and_kl(
         batch = held_out.batch(indices).to(device.device)
         with device.autocast():
             hidden = [model.hidden(batch).flatten(0, 1) for model in (old, new)]
-        losses = [
-            token_nll(states, model.head, batch.targets.flatten())
-            for states, model in zip(hidden, (old, new), strict=True)
-        ]
-        return (
-            torch.stack([*losses, token_kl(hidden[0], old.head, hidden[1], new.head)])
-            .view(3, *batch.targets.shape)
-            .transpose(0, 1)
-        )
+        targets, heads = batch.targets.flatten(), (old.head, new.head)
+        losses = [token_nll(states, head, targets) for states, head in zip(hidden, heads, strict=True)]
+        values = torch.stack([*losses, token_kl(hidden[0], old.head, hidden[1], new.head)])
+        return values.view(3, *batch.targets.shape).transpose(0, 1)
 
     numbers = by_sequence([old, new], held_out.lengths, (3, held_out.length), device, measure, progress)
     return numbers.swapaxes(0, 1).astype("f8")
@@ -312,63 +299,42 @@ def _notes(old: Decoder, new: Decoder, config: Config, destination: Path, init: 
 
 
 def swap_lines(old: Decoder, new: Decoder, step: int) -> tuple[list[str], str]:
-    """Lines to print on a swap at a training step: both normalizers, the new parameters, the factors on the scores
-    before and after; and a warning, empty unless a factor changed much.
+    """Lines to print on a swap at a training step: both normalizers, the new parameters with one value per head, and
+    the factor on q.k / sqrt(D) before and after, at short lengths and the training length.
+
+    The text that is returned beside them warns of factors that grew or fell by more than `MAX_RATIO` times; it is
+    empty if there are none. Layers whose scores are no multiple of q.k / sqrt(D) before or after have no factor.
     """
-    factors, warning = _factor_lines(old, new)
-    labels = [decoder.config.normalizer.label() for decoder in (old, new)]
-    return [f"{' -> '.join(labels)}, step {step}", *_parameter_lines(new), *factors], warning
-
-
-def _parameter_lines(decoder: Decoder) -> list[str]:
-    """Lines to print, one for each normalizer parameter with one value per head: its mean over layers and heads, and
-    its range. Without such parameters there is one empty line."""
-    values: dict[str, list[float]] = {}
-    for normalizer in decoder.normalizers():
+    lines = [f"{old.config.normalizer.label()} -> {new.config.normalizer.label()}, step {step}"]
+    parameters: dict[str, list[Tensor]] = {}
+    for normalizer in new.normalizers():
         for name, parameter in normalizer.named_parameters():
             if parameter.shape == (normalizer.layer.n_head,):
-                values.setdefault(name, []).extend(parameter.tolist())
-    return [f"{name} = {_mean_and_range(torch.tensor(by_head))}" for name, by_head in values.items()] or [""]
+                parameters.setdefault(name, []).append(parameter.detach().cpu())
+    lines += [f"{name} = {_mean_and_range(torch.cat(values))}" for name, values in parameters.items()]
+    lengths = sorted({min(length, old.seq_len) for length in (*SHORT_LENGTHS, old.seq_len)})
+    factors = torch.stack([score_factors(model, lengths) for model in (old, new)], 1)  # (lengths, 2, layers, H)
+    layers = factors.isfinite().all(-1).flatten(0, 1).all(0).nonzero().flatten().tolist()
+    layers_note = f", layers {', '.join(map(str, layers))}" if len(layers) < len(old.normalizers()) else ""
+    deviations = []
+    for length, (before, after) in zip(lengths, factors[:, :, layers], strict=True) if layers else ():
+        change = f"{_mean_and_range(before)} -> {_mean_and_range(after)}"
+        lines.append(f"factor on the scores at n = {length:,}{layers_note}: {change}")
+        ratios = (after / before).flatten()
+        ratio = float(ratios[ratios.log().abs().argmax()])
+        if not 1 / MAX_RATIO <= ratio <= MAX_RATIO:
+            deviations.append(f"{ratio:.2g} times the old one at n = {length:,}")
+    warning = (
+        f"warning: the factor on the scores is {', '.join(deviations)}: documents of such lengths may get much worse; "
+        "measure them by eval.swap_lengths; docs/swapping.md says which options keep the factor"
+    )
+    return lines, warning if deviations else ""
 
 
 def _mean_and_range(values: Tensor) -> str:
     """Text with the mean of values by layer and head, and with their range if the values differ."""
     low, high = f"{values.min():.3g}", f"{values.max():.3g}"
     return f"{values.mean():.3g}" + f" ({low} to {high} over layers and heads)" * (low != high)
-
-
-def _factor_lines(old: Decoder, new: Decoder) -> tuple[list[str], str]:
-    """Lines with the factor on q.k / sqrt(D) before and after a swap, at short lengths and the training length, and a
-    warning.
-
-    Layers whose scores are no multiple of q.k / sqrt(D) before or after are left out; if all are, there are no lines.
-    The warning is empty unless a factor grew or fell by more than `MAX_RATIO` times.
-    """
-    lengths = sorted({min(length, old.seq_len) for length in (*SHORT_LENGTHS, old.seq_len)})
-    old_factors, new_factors = score_factors(old, lengths), score_factors(new, lengths)
-    layers = (old_factors + new_factors).isfinite().all(-1).all(0).nonzero().flatten().tolist()
-    if not layers:
-        return [], ""
-    old_factors, new_factors = old_factors[:, layers], new_factors[:, layers]
-    layers_note = f", layers {', '.join(map(str, layers))}" if len(layers) < len(old.normalizers()) else ""
-    lines = [
-        f"factor on the scores at n = {length:,}{layers_note}: {_mean_and_range(before)} -> {_mean_and_range(after)}"
-        for length, before, after in zip(lengths, old_factors, new_factors, strict=True)
-    ]
-    ratios = (new_factors / old_factors).flatten(1)  # (lengths, layers x heads)
-    extreme_ratios = ratios.gather(1, ratios.log().abs().argmax(1, keepdim=True)).flatten().tolist()
-    pairs = zip(extreme_ratios, lengths, strict=True)
-    deviations = [
-        f"{ratio:.2g} times the old one at n = {length:,}"
-        for ratio, length in pairs
-        if not 1 / MAX_RATIO <= ratio <= MAX_RATIO
-    ]
-    remedy = "measure them by eval.swap_lengths; docs/swapping.md says which options keep the factor"
-    warning = (
-        f"warning: the factor on the scores is {', '.join(deviations)}: documents of such lengths may get much "
-        f"worse; {remedy}"
-    )
-    return lines, warning if deviations else ""
 
 
 def _swapped_config(

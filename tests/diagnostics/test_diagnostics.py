@@ -12,7 +12,6 @@ import torch
 from conftest import lm
 from fabricated import evaluation_of
 from folders import Sent, metrics, series, series_measured
-from reported import build_run, write_report, write_rows
 from torch import Tensor
 from wandb import Image
 
@@ -29,7 +28,6 @@ from lm.diagnostics.attention_rows import (
     MIN_KEYS,
     NO_WEIGHT,
     NOT_FINITE,
-    VISIBLE_KEYS,
     MeasuredValues,
     Measures,
     exponent,
@@ -43,15 +41,12 @@ from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder, batch_layout
 from lm.model.device import Device
 from lm.model.swapped import for_inference
-from lm.report.comparison import compare_runs
-from lm.report.comparison_pictures import overview
 from lm.report.evaluation_tables import EvaluationResult, print_results
 from lm.runs.evaluations import joined, load_evaluation, units_frame
 from lm.runs.evaluations import rows as evaluation_rows
 from lm.runs.loading import load as load_model
 from lm.runs.loading import save_model
 from lm.runs.metric import Metric
-from lm.runs.record import read_run
 from lm.training.train import train
 
 VOCAB, LENGTH, SIZE, ALL = 50, 80, 8, list(range(80))
@@ -317,7 +312,10 @@ def strict(path: Path) -> dict:
 
 @pytest.mark.parametrize(
     ("wandb", "experiment", "drawn"),
-    [("disabled", "", [8]), pytest.param("disabled", "any", [], marks=pytest.mark.slow), ("offline", "any", [4, 8])],
+    [
+        *(pytest.param("disabled", *case, marks=pytest.mark.slow) for case in (("", [8]), ("any", []))),
+        ("offline", "any", [4, 8]),
+    ],
 )
 def test_training_draws_at_its_last_step_and_where_wandb_is_sent_the_picture(
     tiny, monkeypatch, wandb: str, experiment: str, drawn: list[int]
@@ -446,46 +444,6 @@ def test_what_can_not_be_described_is_said_in_one_line(override: str, said: str,
     assert not list((run / "evaluations").glob("diagnostics.*"))
 
 
-@pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        ("nowhere", "nowhere: no such run folder"),
-        ("a.yaml", "a.yaml: a configuration, not a model: name the run folders"),
-        ("empty", "empty: not a run folder: it has no config.yaml"),
-    ],
-)
-def test_what_is_no_model_is_said_in_one_line(source: str, said: str, tmp_path: Path):
-    (tmp_path / "a.yaml").write_text("name: a\n")
-    (tmp_path / "empty").mkdir()
-    result = lm("diagnose", str(tmp_path / source))
-    assert (result.returncode in (1, 2), result.stderr.count("\n")) == (True, 1)
-    assert said in result.stderr
-
-
-def test_a_report_of_runs_with_diagnostics_shows_them(tmp_path: Path):
-    held_out = HeldOut(np.random.default_rng(0).integers(1, VOCAB, (3, LENGTH + 1)), np.ones(VOCAB, np.float32))
-    config, folders = DiagnosticsConfig(sequences=3, queries=6, statistics=["sparsity"]), []
-    for name in ("softmax", "relu2"):
-        folders.append(build_run(tmp_path, name))
-        blocks = diagnostic_blocks(
-            make_decoder(kinds.OPTIONS[name]()), held_out, config, Device(torch.device("cpu"), bf16=False), 1, ""
-        )
-        frame = pd.concat(blocks)
-        assert {metric.better for metric in frame["about"]} == {"none"}
-        write_rows(folders[-1], "diagnostics", frame)
-    report = write_report(folders, tmp_path / "report")
-    page, table = report.html.read_text(), report.markdown.read_text()
-    for text in (page, table):
-        assert "Attention: score standard deviation" in text
-    assert "<caption>Attention: score standard deviation</caption>" in page, (
-        "it has no unit, and neither direction is better"
-    )
-    panels = overview(compare_runs([read_run(folder) for folder in folders])).panels
-    labels = {label for panel in panels if panel for label in (panel.x_label, panel.y_label)}
-    assert "score standard deviation" in labels, "the label of an axis is the name alone"
-    assert not [label for label in labels if "()" in label]
-
-
 @pytest.mark.slow
 def test_two_ranks_measure_what_one_does(arguments: list[str], tmp_path: Path):
     run = tmp_path / "runs" / "two"
@@ -502,38 +460,6 @@ def test_two_ranks_measure_what_one_does(arguments: list[str], tmp_path: Path):
             one_rank_curve.task,
         )
         np.testing.assert_allclose(curve.means, one_rank_curve.means, rtol=1e-5, atol=1e-6)
-
-
-def test_of_curves_with_many_numbers_the_ends_that_are_defined_are_printed(capsys: pytest.CaptureFixture):
-    about, values = Metric(unit="nats", quantity="entropy", axis=VISIBLE_KEYS), np.arange(30.0)
-    values[0] = math.nan
-    blocks = [
-        evaluation_rows(about, means, x=range(1, 31), task=label, setting="as trained")
-        for label, means in (("layer 1", values), ("layer 2", np.full(30, math.nan)))
-    ]
-    evaluation = evaluation_of(pd.concat(blocks), "diagnostics")
-    print_results([EvaluationResult(Path("runs/one"), evaluation, cached=False)])
-    output = capsys.readouterr().out
-    assert re.search(r"as trained +entropy, layer 1 +1\.0000 \(2 tokens\) +29\.0000 \(30 tokens\)", output)
-    assert re.search(r"as trained +entropy, layer 2 *$", output, re.MULTILINE)
-    assert "58 more numbers" in output
-    assert "runs/one" not in output
-    print_results([EvaluationResult(Path(name), evaluation, cached=False) for name in ("runs/one", "runs/two")])
-    output = capsys.readouterr().out
-    assert re.search(r"two, 8 +as trained +entropy, layer 1 +1\.0000 \(2 tokens\) +29\.0000 \(30 tokens\)", output)
-    assert "116 more numbers" in output
-
-
-def test_models_of_one_folder_name_have_a_column_each(capsys: pytest.CaptureFixture):
-    results = []
-    for name, value in (("small", 1.0), ("large", 2.0)):
-        blocks = [evaluation_rows(Metric(quantity=f"metric {number}"), value) for number in range(13)]
-        evaluation = evaluation_of(pd.concat(blocks), "diagnostics")
-        results.append(EvaluationResult(Path(name, "softmax"), evaluation, cached=False))
-    print_results(results)
-    output = capsys.readouterr().out
-    assert re.search(r"small/softmax, +large/softmax,", output)
-    assert re.search(r"metric 12 +1\.0000 +2\.0000", output)
 
 
 def test_a_mean_of_too_few_documents_says_why_it_has_no_interval(capsys: pytest.CaptureFixture[str]):

@@ -14,7 +14,6 @@ from lm.data.prepare import prepare
 from lm.errors import ConfigError
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.held_out import ByLength
-from lm.experiments.experiment import config_hash
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.training.train import train
@@ -61,13 +60,6 @@ def test_each_length_is_the_mean_loss_of_the_same_tokens_after_a_context_cut_the
     assert curve.x.tolist() == [16, 32, 64]
 
 
-def test_it_is_off_by_default_and_then_leaves_no_trace_in_the_hash_of_a_configuration(tiny):
-    config = tiny()
-    assert config.eval.by_length is None
-    assert "by_length" not in config.eval.measurement_classes(config.data)
-    assert config_hash(tiny(LENGTHS)) != config_hash(config)
-
-
 def test_training_and_lm_eval_measure_it_under_each_inference_setting_and_a_report_compares_runs(tiny, tmp_path):
     settings = "eval.by_length.inference=[{rope: as_trained}, {rope: interpolation}]"
     held_out = "data.val_fraction=0.7", "eval.sequences=64"  # enough documents report
@@ -109,10 +101,3 @@ def test_lengths_that_cannot_be_measured_are_refused(tiny, change: str, reason: 
     with pytest.raises(ConfigError) as error:
         measured()
     assert reason in str(error.value)
-
-
-def test_a_model_of_symbols_or_with_learned_positions_is_refused(tiny):
-    with pytest.raises(ConfigError, match=r"eval\.by_length\.lengths.*learned positions end at the training length"):
-        tiny(LENGTHS, "model.position=learned")
-    with pytest.raises(ConfigError, match="needs a model of text"):
-        tiny(LENGTHS, "data.tasks=[{weight: 1, task: mqar}]", "eval.long_context.length_factor=0")

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,6 @@ from folders import series, series_measured
 from texts import tokens_of
 
 from lm.attention import catalogue
-from lm.attention import catalogue as opt
 from lm.config import normalizers as kinds
 from lm.config.inference_config import InferenceSetting, ThetaFactor
 from lm.config.model_config import ModelConfig
@@ -37,10 +35,10 @@ from lm.evaluation.held_out import (
 )
 from lm.evaluation.swap import swap_sequences
 from lm.model.decoder import Decoder
-from lm.model.device import Device, all_reduce_sum, preserved_random_state
+from lm.model.device import Device
 from lm.model.swapped import for_inference
 from lm.runs.evaluations import load_evaluation
-from lm.runs.loading import find_checkpoint, load
+from lm.runs.loading import find_checkpoint
 from lm.training.train import train
 
 CPU = Device(torch.device("cpu"), bf16=False)
@@ -72,16 +70,6 @@ def test_loss_by_token_equals_the_full_computation(name: str, count: int, length
     assert np.allclose(nll, expected.detach(), atol=1e-5)
 
 
-def test_clipping_log_n_is_a_setting_of_the_evaluation_alone():
-    decoder, held_out = made("log_n")
-    settings = InferenceSetting(normalizer={"clip": True}), InferenceSetting()
-    clipped, plain = (nll_by_token(for_inference(decoder, setting), held_out, CPU) for setting in settings)
-    assert not np.allclose(clipped[:, :10], plain[:, :10])
-    assert not decoder.blocks[0].attention.normalizer.options.clip
-    other = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, normalizer=opt.LogN(clip=True), dropout=0.5), 60, 16)
-    assert np.array_equal(nll_by_token(other, held_out, CPU), clipped)
-
-
 def test_what_fails_or_takes_too_long_is_told_to_all_and_leaves_no_trace():
     decoder, held_out = made()
     state = torch.get_rng_state()
@@ -96,31 +84,11 @@ def test_what_fails_or_takes_too_long_is_told_to_all_and_leaves_no_trace():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_failure_on_another_rank_is_an_error_here(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("torch.distributed.all_reduce", lambda failures, *_: failures.fill_(1.0))
-    with pytest.raises(RunError, match="failed on another process"):
-        all_reduce_sum(replace(CPU, world=2), lambda: torch.zeros(1))
-
-
-def test_random_states_of_gpus_of_other_processes_are_left_alone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("torch.random.fork_rng", lambda devices: devices)
-    assert preserved_random_state() == []
-    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
-    assert preserved_random_state() == [3]
-
-
 def test_ranks_split_the_sequences_even_if_there_are_fewer_than_ranks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.evaluation.held_out.all_reduce_sum", lambda device, local: local())
     decoder, held_out = made()
     parts = [nll_by_token(decoder, held_out, Device(torch.device("cpu"), False, rank, 7)) for rank in range(7)]
     assert np.allclose(sum(parts), nll_by_token(decoder, held_out, CPU), atol=1e-5)
-
-
-def test_bits_per_byte_is_total_bits_over_total_bytes():
-    _, held_out = made()
-    nll = np.full((5, 128), math.log(2) * 3)
-    assert bits_per_byte(nll, held_out) == pytest.approx(3 / 4)
 
 
 def test_the_bytes_are_those_of_the_tokens_that_are_predicted_and_count():
@@ -282,16 +250,6 @@ def test_a_failing_evaluation_is_logged_and_training_goes_on_unless_asked(tiny, 
 PHASES = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: log_n}]"
 
 
-def test_at_the_end_of_a_phase_an_evaluation_fails_once(tiny, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(LongContext, "measure", lambda *_: 1 / 0)
-    config = tiny("name=phases", "eval.long_context.at=[0.5, 1.0]", PHASES, "eval.swap_lengths=[]")
-    assert train(config) == 0
-    failed = [
-        line for line in map(json.loads, (config.run_folder / "metrics.jsonl").open()) if "long_context/failed" in line
-    ]
-    assert [line["step"] for line in failed] == [4, 8]
-
-
 def test_an_option_that_one_phase_has_is_a_setting_of_that_phase(tiny):
     inference = "eval.long_context.inference=[{}, {normalizer: {clip: true}}]"
     config = tiny("name=clip", inference, "eval.long_context.at=[0.5, 1.0]", PHASES, "eval.swap_lengths=[1, 0.25]")
@@ -361,17 +319,6 @@ def test_sequences_know_the_documents_they_begin_in(tiny):
                 for begin in starts
             )
     assert HeldOut(np.zeros((3, 5)), np.ones(1)).document_labels.tolist() == [0, 1, 2]
-
-
-def test_a_checkpoint_gives_its_model_back(tiny):
-    config = tiny("name=back", "model.normalizer={name: ssmax, bias: true}")
-    train(config)
-    model = load(config.run_folder)
-    decoder, saved_config, facts = model.decoder, model.config, model.metadata
-    assert saved_config == config
-    assert (facts["step"], facts["tokens"]) == (8, 8 * 256)
-    assert not decoder.training
-    assert {"s", "b"} == {name for name, _ in decoder.blocks[0].attention.normalizer.named_parameters()}
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 documents there are.
 """
 
-import csv
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,14 +12,13 @@ from conftest import lm
 from folders import metrics, series_measured
 from trials import written
 
-from lm.config.eval_config import EvalConfig
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, DataError
 from lm.evaluation import held_out
 from lm.evaluation.held_out import HeldOut, OtherTexts, long_sequences
 from lm.experiments.experiment_file import read_experiment
 from lm.model.decoder import Decoder
-from lm.runs.evaluations import evaluation_files, selection_mask
+from lm.runs.evaluations import selection_mask
 from lm.runs.loading import load
 from lm.training.train import train
 
@@ -67,28 +64,6 @@ def test_each_text_is_measured_in_training_by_its_name_and_whole(tiny, verse: Pa
         logits = model.decoder.head(model.decoder(rows[:, :-1]))
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
     assert last["text/verse/loss"] == pytest.approx(float(expected), abs=1e-5)
-
-
-def test_a_finished_run_is_measured_on_texts_that_it_did_not_know_of(
-    arguments: list[str], tmp_path: Path, verse: Path, code: Path
-):
-    assert lm("train", *arguments, "name=run", OFF).returncode == 0
-    run = tmp_path / "runs" / "run"
-    result = lm("eval", str(run), asked(verse, code), "-o", str(tmp_path / "all.csv"))
-    assert result.returncode == 0, result.stderr
-    assert ("texts", 8) in evaluation_files(run)
-    assert "verse" in result.stdout
-    assert "verse" in (tmp_path / "all.csv").read_text()
-    second_result = lm("eval", str(run), asked(verse, code))
-    numbers = json.loads(lm("eval", str(run), asked(verse, code), "--json").stdout)
-    csv_line = next(
-        line
-        for line in csv.DictReader((tmp_path / "all.csv").open())
-        if (line["where"], line["metric"]) == ("verse", "text/verse/loss")
-    )
-    (json_line,) = (line for line in numbers if (line["where"], line["metric"]) == ("verse", "text/verse/loss"))
-    assert json_line["value"] == pytest.approx(float(csv_line["value"]))
-    assert second_result.stdout.count("(cached)") == result.stdout.count("step 8") > 0
 
 
 def test_documents_are_divided_into_those_that_select_and_report_where_there_are_enough(tiny, verse: Path, code: Path):
@@ -169,11 +144,6 @@ def test_texts_that_can_not_be_measured_are_refused_before_the_run_is_made(
     assert not (tmp_path / "runs" / "run").exists()
 
 
-def test_configurations_without_texts_are_written_as_before():
-    assert EvalConfig().texts is None
-    assert "texts" not in EvalConfig().kinds
-
-
 # ---------------------------------------------------------------- long sequences that fit the documents
 
 
@@ -196,8 +166,3 @@ def test_auto_leaves_out_lengths_that_one_document_alone_has(tiny, monkeypatch: 
     monkeypatch.setattr(HeldOut, "take", lambda store, starts, length: length)
     store = SimpleNamespace(val=SimpleNamespace(longest=5_000, lengths=np.array([5_000, 200, 100])))
     assert long_sequences(store, tiny("eval.long_context.length_factor=auto")) == 4 * 32
-
-
-def test_auto_stays_within_learned_positions(tiny):
-    config = tiny("eval.long_context={length_factor: auto, inference: [{}]}", "model.position=learned")
-    assert long_sequences(prepare(config.data), config).length == 32

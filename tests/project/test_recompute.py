@@ -140,19 +140,6 @@ def test_means_over_positions_weigh_each_bin_by_its_tokens_and_losses_stand_by_t
         collect.collect(tmp_path, "made")
 
 
-def test_arms_of_other_seeds_are_not_paired(monkeypatch, tmp_path):
-    (tmp_path / "made").mkdir()
-    runs = [
-        {"arm": arm, "stage": "final", "seed": seed, "setting": ""}
-        for arm, seeds in (("a", (1, 2)), ("b", (1, 3)))
-        for seed in seeds
-    ]
-    pd.DataFrame(runs).to_csv(tmp_path / "made" / "seeds.csv", index=False)
-    monkeypatch.setattr(committed_results, "RESULTS", tmp_path)
-    with pytest.raises(SystemExit, match=r"made/seeds\.csv: arms differ in seeds"):
-        committed_results.runs_of("made")
-
-
 def test_the_readme_says_what_its_first_experiment_found():
     runs = pd.read_csv(committed_results.RESULTS / "first" / "seeds.csv").query(
         "metric == 'mqar accuracy' and setting == 'as trained' and x == 2048"

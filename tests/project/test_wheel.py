@@ -146,7 +146,6 @@ def test_the_sdist_holds_what_its_tests_need_and_passes_them(built: Path, tmp_pa
     ):
         assert (folder / place).exists(), place
     files = [
-        "tests/project/test_packaging.py",
         "tests/config/test_presets.py",
         "tests/config/test_config.py",
         "tests/project/test_house.py",
