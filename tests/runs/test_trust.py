@@ -341,23 +341,6 @@ def test_an_altered_configuration_can_be_written_anew(run: Path):
     evaluate_runs([run])
 
 
-def test_what_a_resume_or_an_evaluation_may_change_may_differ(run: Path, tiny):
-    phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]"
-    train(tiny("name=plan", phases, *SHORT))
-    boundary = tiny("name=plan").run_folder / "checkpoints" / "step-000002.ckpt"
-    changes = [
-        "eval.sequences=6",
-        "log.every=2",
-        "trainer.keep_checkpoints=3",
-        "optim.on_nonfinite=skip",
-        f"resume={boundary}",
-    ]
-    train(tiny("name=plan", phases.replace("ssmax", "log_n"), *SHORT, *changes))
-    for checkpoint in ("2", "4"):
-        (result,) = evaluate_runs([tiny("name=plan").run_folder], checkpoint)
-        assert len(result.evaluation.series[0].points[0].values) == 6
-
-
 def test_an_edited_result_is_measured_again(run: Path, capsys: pytest.CaptureFixture):
     (first,) = evaluate_runs([run], overrides=["eval.sequences=5"])
     (second,) = evaluate_runs([run], overrides=["eval.sequences=5"])

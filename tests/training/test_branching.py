@@ -20,7 +20,6 @@ from lm.experiments.experiment_folder import start
 from lm.experiments.procedure import Procedure
 from lm.files import read_json
 from lm.report.comparison import compare_runs
-from lm.report.comparison_tables import cost_table
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.loading import export
 from lm.runs.record import read_run
@@ -113,15 +112,6 @@ def test_a_rate_that_jumps_is_said(tiny, trunk: Path, capsys: pytest.CaptureFixt
     at_its_end = f"branch_from={cooled.run_folder}", "trainer.max_steps=9", "name=again"
     train(branched(tiny, trunk, 6, *at_its_end, "optim.lr=1e-2"))
     assert "note: the learning rate jumps from 0.0005 to 0.01 at step 9, by a factor of 20" in capsys.readouterr().out
-
-
-def test_a_branch_costs_its_own_tokens_alone(tiny, trunk: Path):
-    config = branched(tiny, trunk, 3)
-    train(config)
-    runs = [read_run(folder) for folder in (trunk, config.run_folder)]
-    cells = {column.name: cells for column, cells in cost_table(compare_runs(runs).arms, runs).contents}
-    assert float(cells["tokens"][1]) / float(cells["tokens"][0]) == pytest.approx(5 / 8, rel=0.01)
-    assert float(cells["training"][1]) / float(cells["training"][0]) == pytest.approx(5 / 8, rel=0.01)
 
 
 def test_a_branch_that_was_killed_goes_on_in_its_own_folder(tiny, trunk: Path):
@@ -279,23 +269,3 @@ def test_arms_that_can_not_branch_are_refused_before_any_run(arguments, tmp_path
 
 
 # ---------------------------------------------------------------- a run from overrides alone
-
-
-def test_a_run_from_overrides_alone_has_a_name_and_warms_up_as_long_as_it_lasts(arguments: list[str], tmp_path: Path):
-    small = [
-        "model={n_layer: 1, n_head: 2, n_embd: 32}",
-        "data.seq_len=32",
-        "data.tokenizer.vocab_size=400",
-        "optim.batch_tokens=256",
-    ]
-    options = [
-        "data.source.name=files",
-        "trainer.max_steps=4",
-        "trainer.accelerator=cpu",
-        "eval.sequences=4",
-        "data.val_fraction=0.2",
-    ]
-    result = lm("train", *arguments[1:], *small, *options, "log.wandb=disabled", "log.every=1")
-    assert result.returncode == 0, result.stderr
-    assert "warm-up of 4 steps" in result.stdout
-    assert [rate for _, rate in curve(tmp_path / "runs" / "run", "lr")] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3])

@@ -1,7 +1,6 @@
 """What a run costs: memory saved by activation checkpointing; MFU."""
 
 import json
-from functools import partial
 
 import pytest
 import torch
@@ -77,29 +76,6 @@ def test_activation_checkpointing_changes_no_bit(tiny, model: str):
     kill_after(recomputed.run_folder, 4)
     assert train(recomputed) == 0
     assert differences(plain.run_folder, recomputed.run_folder) == []
-
-
-@pytest.mark.slow
-def test_compiled_it_keeps_less_and_has_the_same_gradients(tiny, monkeypatch: pytest.MonkeyPatch):
-    """By the partition that Inductor makes of a graph, without the code that it generates."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
-    decoder, totals, gradients = Decoder(tiny(*LARGER).model, 400, 128, 1), [], []
-    decoder.compile_blocks(lengths=1)
-    batch = Batch.of(torch.randint(400, (4, 129), generator=torch.Generator().manual_seed(0)))
-    parameters = {p.data_ptr() for p in decoder.parameters()}
-    for decoder.recomputes in (False, True):
-        sizes: dict[int, int] = {}
-
-        def keep(x: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
-            sizes[x.data_ptr()] = x.nbytes
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            loss, _ = decoder.training_loss(batch)
-        totals.append(sum(n_bytes for place, n_bytes in sizes.items() if place not in parameters))
-        gradients.append(torch.autograd.grad(loss, list(decoder.parameters())))
-    assert 0 < totals[1] < 0.5 * totals[0]
-    torch.testing.assert_close(gradients[1], gradients[0])
 
 
 @pytest.mark.slow

@@ -109,17 +109,6 @@ def test_products_in_fp32_round_as_those_in_bf16(shape: tuple[int, int, int]):
     assert (updates[0] - updates[1]).norm() / exact.norm() < errors[0]
 
 
-def test_an_update_multiplies_in_fp32_where_bf16_is_not_native(tiny, monkeypatch: pytest.MonkeyPatch, native: bool):
-    dtypes = set()
-    monkeypatch.setattr(
-        "lm.training.optimizers.orthogonal_approximation", lambda means, steps, products: dtypes.add(products) or means
-    )
-    decoder, optimizer = made(tiny(), OptimConfig(optimizer=Muon()))
-    give_gradients(decoder, 0)
-    optimizer.step()
-    assert dtypes == {torch.bfloat16 if native else torch.float32}
-
-
 def test_the_memory_of_an_update_does_not_grow_with_the_number_of_layers(
     tiny, monkeypatch: pytest.MonkeyPatch, native: bool
 ):

@@ -153,8 +153,3 @@ def test_a_group_that_no_trained_parameter_is_in_is_not_set_in_vain(tiny, group:
         ConfigError, match=rf"optim\.groups\.{group} = .*: no trained parameter is in this group; drop it"
     ):
         train(tiny("name=a", *options, f"optim.groups.{group}.lr_factor=2"))
-
-
-def test_a_group_of_a_normalizer_of_a_later_phase_may_be_set(tiny):
-    phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]"
-    assert train(tiny("name=a", phases, "optim.groups.normalizer.lr_factor=2")) == 0

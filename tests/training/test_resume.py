@@ -22,8 +22,6 @@ from lm.config.training_config import OPTIMIZERS
 from lm.data.batches import TrainSequences
 from lm.data.prepare import prepare
 from lm.errors import RunError
-from lm.evaluation.evaluation_kind import Measurement
-from lm.report.evaluation_tables import logged_means
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.evaluations import (
     Evaluation,
@@ -247,22 +245,6 @@ def test_what_a_kill_after_the_last_step_kept_out_of_the_log_is_logged(tiny, cut
     assert log_lines == lines[:-1]
     assert made_up.keys() == before.keys() - {"peak_memory_bytes"}
     assert made_up == {name: before[name] for name in made_up}
-
-
-def test_an_evaluation_is_logged_before_its_file_says_that_it_is_there(tiny, monkeypatch: pytest.MonkeyPatch):
-    config, missing_names = tiny("name=order"), []
-
-    def write(
-        measurement: Measurement, folder: Path, result: Evaluation, drawn: bool, written=Measurement.write
-    ) -> Path:
-        names = {name for line in metrics(folder) if line["step"] == result.step for name in line}
-        missing_names.extend(logged_means(result).keys() - names)
-        return written(measurement, folder, result, drawn)
-
-    monkeypatch.setattr(Measurement, "write", write)
-    train(config)
-    assert (config.run_folder / "evaluations" / "long_context.step-000008.csv").exists()
-    assert not missing_names
 
 
 def test_an_evaluation_lost_to_a_kill_is_made_up_for(tiny):
