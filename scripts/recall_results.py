@@ -29,7 +29,7 @@ class Recall(Results):
         matters: smallest difference of interest, as a fraction.
         tuned: whether each arm has its own rate, the best of those that its final seeds have; else all rates are
             compared.
-        picture: whether accuracy by length is drawn, docs/NAME.svg.
+        picture: how accuracy by length is drawn, docs/NAME.svg: `curves`, `rows`, or not at all.
         task: whose accuracy it is.
         rows: column whose values are judged apart, as one family, of arms that are not tuned: rate or size.
         ranked: whether arms are in the order of their accuracy, each at its best rate, in the tables and in a picture
@@ -42,7 +42,7 @@ class Recall(Results):
     deciding: tuple[int, ...]
     matters: float
     tuned: bool = False
-    picture: bool = False
+    picture: str = ""
     task: str = "mqar"
     rows: str = "rate"
     ranked: bool = False
@@ -126,7 +126,7 @@ class Recall(Results):
 
     def drawn(self) -> bytes | None:
         """The picture, docs/PLACE.svg; None if there is to be none."""
-        return (self.overview() if self.ranked else self.curves()) if self.picture else None
+        return {"curves": self.curves, "rows": self.overview}[self.picture]() if self.picture else None
 
     def table(self) -> str:
         """The table in Markdown: a line for each arm and rate, accuracies in per cent and the verdicts."""
@@ -200,6 +200,7 @@ class Recall(Results):
                 f"mean accuracy, %, by sequence length (training: {self.lengths[0]} {self.tokens})\n"
                 f"right: the lowest seed at {self.lengths[-1]:,}, and the verdict against {self.labels[self.baseline]}"
             )
+            figure.draw_without_rendering()  # the layout takes two passes to make room for long verdicts
             return saved(figure)
 
     def curves(self) -> bytes:

@@ -147,7 +147,7 @@ RECALL_ALL = Recall(
     (4096,),
     0.25,
     tuned=True,
-    picture=True,
+    picture="rows",
     ranked=True,
 )
 TEXT_ALL = Losses(
@@ -246,15 +246,15 @@ SHOWN = (
         "softmax",
         (2048,),
         0.1,
-        picture=True,
+        picture="curves",
     ),
-    Recall("recall-control", "retrieval.md", LABELS, "ssmax_fixed", (2048, 8192), 0.1, picture=True),
+    Recall("recall-control", "retrieval.md", LABELS, "ssmax_fixed", (2048, 8192), 0.1, picture="curves"),
     Recall(
-        "recall-tuned", "retrieval.md", LABELS, "ssmax_fixed", (16384,), 0.25, tuned=True, picture=True, ranked=True
+        "recall-tuned", "retrieval.md", LABELS, "ssmax_fixed", (16384,), 0.25, tuned=True, picture="rows", ranked=True
     ),
     RECALL_ALL,
-    Recall("recall-after", "retrieval.md", RECALL_AFTER, "ssmax_fixed", (16384,), 0.25, rows="size", picture=True),
-    Recall("when-to-swap", "when-to-swap.md", WHEN, "ssmax", (16384,), 0.25, trends=WHEN_TRENDS),
+    Recall("recall-after", "retrieval.md", RECALL_AFTER, "ssmax_fixed", (16384,), 0.25, rows="size", picture="curves"),
+    Recall("when-to-swap", "when-to-swap.md", WHEN, "ssmax", (16384,), 0.25, trends=WHEN_TRENDS, picture="rows"),
     Recall(
         "needle", "needle-in-text.md", LABELS | FIXED_AT_256, "ssmax_fixed", (4096,), 0.25, tuned=True, task="needle"
     ),
@@ -266,7 +266,7 @@ SHOWN = (
         (65536,),
         0.25,
         tuned=True,
-        picture=True,
+        picture="rows",
         task="needle",
         ranked=True,
     ),
@@ -282,7 +282,14 @@ SHOWN = (
         ranked=True,
     ),
     Recall(
-        "needle-and-text", "needle-in-text.md", BESIDE_TEXT, "ssmax_fixed", (4096,), 0.25, picture=True, task="needle"
+        "needle-and-text",
+        "needle-in-text.md",
+        BESIDE_TEXT,
+        "ssmax_fixed",
+        (4096,),
+        0.25,
+        picture="curves",
+        task="needle",
     ),
     Losses(
         "needle-and-text",
@@ -294,7 +301,7 @@ SHOWN = (
         "at 256 tokens",
         suffix="losses",
     ),
-    Recall("one-model", "needle-in-text.md", ONE_MODEL, "after_ssmax", (4096,), 0.25, task="needle"),
+    Recall("one-model", "needle-in-text.md", ONE_MODEL, "after_ssmax", (4096,), 0.25, task="needle", picture="rows"),
     Losses(
         "one-model",
         "needle-in-text.md",
