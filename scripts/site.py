@@ -26,6 +26,7 @@ STYLE = """
 @media screen and (max-width: 600px) {
   .md-typeset p:has(> img) { overflow-x: auto; }
   .md-typeset p > img:not([src*="overview"]) { max-width: none; width: 640px; }
+  .md-typeset table:not([class]) td { min-width: 5.5rem; }
 }
 @media print {
   .md-typeset__scrollwrap { margin: 0; overflow: visible; }
