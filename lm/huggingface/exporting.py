@@ -3,7 +3,6 @@ model code.
 """
 
 import json
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,6 @@ from lm.huggingface.importing import CONFIG, LM_MODEL_TYPE, WEIGHTS_FILE
 from lm.model.rope import frequencies
 from lm.model.spec import ModelSpec
 from lm.runs.checkpoints import TensorSignature, write_weights
-from lm.runs.evaluations import evaluation_files, load_evaluation
 from lm.runs.folder import TOKENIZER
 from lm.runs.loading import LoadedModel, load
 from lm.schema import Plain, to_plain
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
 QWEN2_WORDS = (  # pattern by which Qwen 2 cuts text into words
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-MAX_SERIES_VALUES = 8  # values of the longest series that a model card shows; the run's evaluations hold all series
 
 
 def model_card(loaded_model: LoadedModel, kind: str) -> str:
@@ -61,15 +58,9 @@ def model_card(loaded_model: LoadedModel, kind: str) -> str:
             "`modeling_lm.py` and lm's modules in this folder: "
             "`AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`"
         )
-    parts = [
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---",
-        f"# {loaded_model.folder.resolve().name}",
-        _table(rows),
-    ]
-    parts += ["## Training", _training_section(loaded_model)]
-    if figures := _evaluation_table(loaded_model):
-        parts += ["## Figures", figures]
-    return "\n\n".join(parts) + "\n"
+    header = "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---"
+    name, training = f"# {loaded_model.folder.resolve().name}", _training_section(loaded_model)
+    return "\n\n".join((header, name, _table(rows), "## Training", training)) + "\n"
 
 
 def _training_section(loaded_model: LoadedModel) -> str:
@@ -84,13 +75,10 @@ def _training_section(loaded_model: LoadedModel) -> str:
             else ""
         )
         return " ".join(filter(None, (origin_note, swap_note))) or "No training run is behind these weights."
-    sources = ", ".join(weighted.source.label for weighted in config.data.sources)
     rows = {
         "steps": f"{loaded_model.stamp['step']:,} of {config.trainer.max_steps:,}",
-        "tokens": f"{loaded_model.stamp['tokens_seen']:,}, in batches of {config.optim.batch_tokens:,}",
-        "data": "made up by tasks" if config.data.symbolic else sources,
+        "tokens": f"{loaded_model.stamp['tokens_seen']:,}",
         "data fingerprint": str(loaded_model.stamp["data_fingerprint"])[:16],
-        "seed": str(config.seed),
         "precision": str(environment.get("precision", "not recorded")),
         "started from": (environment.get("started_from") or {}).get("path") or config.init_from or "random weights",
     }
@@ -105,35 +93,10 @@ def _training_section(loaded_model: LoadedModel) -> str:
     return f"{origin_note}\n\n{text}" if origin_note else text
 
 
-def _evaluation_table(loaded_model: LoadedModel) -> str:
-    """Markdown table of the evaluations at the model's training step; "" if there are none. Raises RunError if one
-    can't be read.
-    """
-    files, table_rows = sorted(evaluation_files(loaded_model.folder).items()), []
-    evaluations = [load_evaluation(path) for (_, step), path in files if step == loaded_model.stamp["step"]]
-    for series in chain.from_iterable(evaluation.series for evaluation in evaluations):
-        if not series.about.title or len(series.places) > MAX_SERIES_VALUES:
-            continue
-        for axis_value in series.places:
-            n_units = len(series.points[series.point_at(axis_value)].values) if series.points else ""
-            name = " ".join(filter(None, (series.metric, series.task, f"({series.unit})" if series.unit else "")))
-            axis_label = f"{series.axis.label} {axis_value}" if series.axis else ""
-            table_rows.append(
-                _table_row(name, series.setting, axis_label, f"{series.mean_at(axis_value):.4f}", n_units)
-            )
-    header = "| metric | inference setting | where | mean | units |\n|---|---|---|---|---|\n"
-    return header + "\n".join(table_rows) if table_rows else ""
-
-
 def _table(rows: dict[str, str]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(_table_row(name, value) for name, value in rows.items())])
-
-
-def _table_row(*cells: object) -> str:
-    """A row of a Markdown table. Vertical bars in a cell, as in <|endoftext|>, are escaped, since an unescaped bar
-    would end the cell.
-    """
-    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+    """A table in Markdown, with bars in values escaped, as in <|endoftext|>: they would end the cell."""
+    lines = ("| {} | {} |".format(name, value.replace("|", "\\|")) for name, value in rows.items())
+    return "\n".join(["| | |", "|---|---|", *lines])
 
 
 # ---------------------------------------------------------------- the model
@@ -146,7 +109,7 @@ def export_for_transformers(source: Path, checkpoint: str, target: Path) -> Path
     architecture, modeling_lm.py with copies of lm's modules of attention and layers.
 
     Raises RunError: `source` holds no model, neither an architecture of transformers nor modeling_lm.py computes the
-    model (the error says why), an evaluation can't be read, or `target` can't be written.
+    model (the error says why), or `target` can't be written.
     """
     loaded_model = load(source, checkpoint)
     try:

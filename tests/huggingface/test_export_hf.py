@@ -37,7 +37,6 @@ from lm.evaluation.generation import Sampling, generate
 from lm.huggingface.exporting import QWEN2_WORDS, add_start_token, export_for_transformers
 from lm.model.decoder import Decoder
 from lm.plugins import PLUGINS
-from lm.runs.evaluations import evaluation_path, load_evaluation
 from lm.runs.loading import load, save_model
 from lm.training.train import train
 
@@ -107,11 +106,8 @@ def test_a_run_is_exported_with_its_tokenizer_and_a_card(tiny, tmp_path: Path):
     )
     assert list(generate(source.decoder, prompt, 8, Sampling(temperature=0))) == continuation[0, len(prompt) :].tolist()
     card = (out / "README.md").read_text()
-    loss = load_evaluation(evaluation_path(config.run_folder, "validation", source.stamp["step"])).series[0].means[0]
     for phrase in (
         "library_name: transformers",
-        f"val/loss (nats per token) |  |  | {loss:.4f} | 4 |",
-        f"seed | {config.seed} |",
         "documents start with | `<\\|endoftext\\|>`, which",
         "normalizer:",
     ):
@@ -128,7 +124,6 @@ def test_the_card_of_weights_without_a_training_run_says_where_they_come_from(ti
     assert swapped.returncode == 0, swapped.stderr
     card = (exported(tmp_path / "swapped", tmp_path / "hf") / "README.md").read_text()
     assert f"The weights are those of {tmp_path / 'folder'}, whose softmax was replaced by ssmax." in card
-    assert "| seed |" not in card, "it was not trained on the text that it is measured on"
     later = tiny("name=later", f"init_from={tmp_path / 'folder'}")
     train(later)
     assert lm("export", str(later.run_folder), "-o", str(tmp_path / "later")).returncode == 0
@@ -136,19 +131,6 @@ def test_the_card_of_weights_without_a_training_run_says_where_they_come_from(ti
         f"| started from | {tmp_path / 'folder'} |"
         in (exported(tmp_path / "later", tmp_path / "hf2") / "README.md").read_text()
     )
-
-
-def test_an_evaluation_that_is_none_is_refused_by_name_and_one_of_another_step_is_not_read(tiny, tmp_path: Path):
-    config = tiny("name=run", "eval.long_context.length_factor=0")
-    train(config)
-    old = evaluation_path(config.run_folder, "validation", 4)
-    old.write_text("nothing")
-    exported(config.run_folder, tmp_path / "hf")
-    evaluation_path(config.run_folder, "other", 8).write_text("nothing")
-    result = lm("export", str(config.run_folder), "--format", "hf", "-o", str(tmp_path / "none"))
-    assert (result.returncode, result.stderr.count("\n")) == (1, 1), result.stderr
-    assert "other.step-000008.csv" in result.stderr
-    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("end_tokens", [["</s>"], ["<end>", "</s>"], []])
