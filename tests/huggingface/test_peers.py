@@ -24,7 +24,6 @@ from lm.model.blocks import Attention, ForwardContext
 from lm.model.rope import rope_rotation
 
 HEADS, SIZE, WIDTH, LENGTH, TOLERANCE = 4, 16, 64, 200, 2e-5
-pytestmark = pytest.mark.slow
 MASK = torch.full((LENGTH, LENGTH), -torch.inf).triu(1)
 Function = Callable[..., Tensor]
 
@@ -135,6 +134,7 @@ PEERS: dict[str, tuple[opt.Options, Callable[..., Tensor]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peer", PEERS)
 def test_normalizers_are_those_of_other_libraries(peer: str):
     options, theirs = PEERS[peer]
@@ -148,22 +148,15 @@ def test_normalizers_are_those_of_other_libraries(peer: str):
 # ---------------------------------------------------------------- layers
 
 
-def qkv_rows(module: nn.Module, order: Tensor | None = None) -> Tensor:
-    """The matrices of queries, keys and values, one after another; `order`: of their heads, each of SIZE rows."""
-    weights = (module.get_submodule(name).weight.unflatten(0, (HEADS, -1)) for name in ("q_proj", "k_proj", "v_proj"))
-    return torch.cat([(weight if order is None else weight[order]).flatten(0, 1) for weight in weights])
-
-
 def diffllama(sizes: dict[str, int]) -> tuple[nn.Module, ModelConfig, dict[str, Tensor]]:
     module = in_transformers("diffllama", "DiffLlamaAttention")(transformers.DiffLlamaConfig(**sizes), 0)
-    # the first half of the heads is paired with the second
-    order = torch.arange(HEADS).view(2, -1).t().flatten()
-    state = {
-        "qkv.weight": qkv_rows(module, order),
+    weights = (module.get_submodule(name).weight for name in ("q_proj", "k_proj", "v_proj"))
+    state = {  # the first half of the heads is paired with the second
+        "qkv.weight": torch.cat([x.unflatten(0, (2, -1, SIZE)).transpose(0, 1).flatten(0, 2) for x in weights]),
         "difference.lambdas": torch.cat([module.get_parameter(f"lambda_{name}") for name in ("q1", "k1", "q2", "k2")]),
         "difference.norm.weight": torch.ones(2 * SIZE),
     }
-    return module, ModelConfig(1, n_head=HEADS // 2, n_embd=WIDTH, differential=True), state
+    return module, ModelConfig(1, n_head=HEADS // 2, n_kv_head=1, n_embd=WIDTH, differential=True), state
 
 
 def qwen3_next(sizes: dict[str, int]) -> tuple[nn.Module, ModelConfig, dict[str, Tensor]]:
@@ -171,12 +164,13 @@ def qwen3_next(sizes: dict[str, int]) -> tuple[nn.Module, ModelConfig, dict[str,
     q, gate = (part.flatten(0, 1) for part in module.q_proj.weight.unflatten(0, (HEADS, 2, SIZE)).unbind(1))
     norms = {f"{name}.weight": 1 + module.get_submodule(name).weight for name in ("q_norm", "k_norm")}
     state = {"qkv.weight": torch.cat((q, module.k_proj.weight, module.v_proj.weight)), "gate.weight": gate, **norms}
-    return module, ModelConfig(1, n_head=HEADS, n_embd=WIDTH, qk_norm=True, output_gate="element"), state
+    config = ModelConfig(1, n_head=HEADS, n_kv_head=2, n_embd=WIDTH, qk_norm=True, output_gate="element")
+    return module, config, state
 
 
 @pytest.mark.parametrize("peer", [diffllama, qwen3_next], ids=lambda function: function.__name__)
 def test_layers_are_those_of_transformers(peer: Callable):
-    sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": SIZE}
+    sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_key_value_heads": 2, "head_dim": SIZE}
     torch.manual_seed(0)
     module, config, state = peer(sizes | {"num_hidden_layers": 1, "rms_norm_eps": 1e-5, "attention_dropout": 0.0})
     module.config._attn_implementation = "sdpa"

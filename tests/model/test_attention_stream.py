@@ -4,15 +4,13 @@ held.
 
 import math
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import thinned
+from tensor_memory import TensorMemory
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lm.attention import catalogue
 from lm.attention import catalogue as opt
@@ -163,23 +161,6 @@ def test_n_sample_follows_the_given_length():
     torch.testing.assert_close(long.scores, short.scores * math.log(1000) / math.log(LENGTH))
 
 
-@contextmanager
-def largest_tensor() -> Iterator[list[int]]:
-    """The numbers in the largest tensor that any operation makes."""
-    largest = [0]
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            for tensor in out if isinstance(out, tuple | list) else [out]:
-                if isinstance(tensor, Tensor):
-                    largest[0] = max(largest[0], tensor.untyped_storage().nbytes() // tensor.element_size())
-            return out
-
-    with Watch():
-        yield largest
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
 def test_no_tensor_grows_with_the_square_of_the_length(name: str, monkeypatch: pytest.MonkeyPatch):
@@ -188,10 +169,10 @@ def test_no_tensor_grows_with_the_square_of_the_length(name: str, monkeypatch: p
         monkeypatch.setattr(f"lm.{module}.BLOCK_WEIGHTS", 2**16)
     monkeypatch.setattr("lm.attention.elementwise_sums.TILE", 64)
     decoder, tokens = make_decoder(kinds.OPTIONS[name]()), batch(length).tokens[:1]
-    with largest_tensor() as largest:
+    with TensorMemory() as memory:
         for _ in attention_blocks(decoder, Batch(tokens, tokens, None)):
             pass
-    assert 2**16 / 2 <= largest[0] < length * length
+    assert memory.peak_bytes < 4 * 2 * length * length  # the weights of both heads
 
 
 @torch.no_grad()

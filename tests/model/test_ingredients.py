@@ -210,33 +210,6 @@ def test_outputs_of_heads_are_times_a_gate_that_the_layers_input_gives(kind: str
 
 
 @pytest.mark.parametrize("normalizer", [Softmax(), SSMax(), Relu2()], ids=lambda options: options.name)
-def test_differential_attention_subtracts_the_map_of_the_second_halves(normalizer: Options):
-    """By its authors' formulas, from dense weights of each half; d = 6, with RoPE, grouped queries and two layers."""
-    decoder, batch = trained("differential", n_kv_head=2, normalizer=normalizer), Batch(tokens(2), tokens(2), None)
-    outputs = []
-    for block in decoder.blocks:
-        block.attention.out.register_forward_pre_hook(lambda module, arguments: outputs.append(arguments[0]))
-    with torch.no_grad():
-        decoder(batch.tokens)
-        for layer, chunk in enumerate(attention_blocks(decoder, batch, with_inputs=True, block=T)):
-            difference = decoder.blocks[layer].attention.difference
-            a, b, c, d = difference.lambdas.view(4, 6)
-            first = 0.8 - 0.6 * math.exp(-0.3 * layer)
-            factor = math.exp(float(a @ b)) - math.exp(float(c @ d)) + first
-            assert chunk.inputs.q.shape == (2, 8, T, 6)
-            for head in range(4):
-                # by group of heads, half, and head of the group
-                places = [4 * (head // 2) + 2 * half + head % 2 for half in (0, 1)]
-                maps = [chunk.weights[:, place] @ chunk.inputs.v[:, places[0]] for place in places]
-                assert torch.equal(*(chunk.inputs.v[:, place] for place in places))
-                x = maps[0] - factor * maps[1]
-                expected = (1 - first) * difference.norm.weight * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-                torch.testing.assert_close(
-                    outputs[layer][..., 12 * head : 12 * head + 12], expected, atol=1e-5, rtol=1e-4
-                )
-
-
-@pytest.mark.parametrize("normalizer", [Softmax(), SSMax(), Relu2()], ids=lambda options: options.name)
 def test_the_second_version_subtracts_the_map_of_a_second_query(normalizer: Options):
     """From dense weights of each query, with RoPE and grouped queries; a gate a token and head, no norm."""
     decoder, batch = trained("differential, v2", n_kv_head=2, normalizer=normalizer), Batch(tokens(2), tokens(2), None)
