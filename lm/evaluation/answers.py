@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -143,7 +144,18 @@ class AnswerMeasurement(Measurement):
     """Base class of measurements of answers to questions, in fp32, under each inference setting and at each of several
     sequence lengths (the option `length_factors`, in training lengths)."""
 
+    count_key: ClassVar[str]  # the option with the number of sequences or questions of a task and length
+    tasks: dict[str, Task]  # by name
     haystack: Text | None  # the corpus that fills sequences of its tasks; None: all tasks are over symbols
+
+    @classmethod
+    def sequences_of(cls, config: Config, metric: str) -> dict[str, Plain]:
+        return config.eval.measured_options(cls.kind)
+
+    @property
+    def work_units(self) -> int:
+        count, settings = getattr(self.eval_config, self.count_key), len(self.eval_config.inference)
+        return len(self.tasks) * len(self.lengths) * count * settings
 
     def check_fits(self, task: Task, length: int, key: str, count: int = 1) -> None:
         """Raise ConfigError, which names the option `key`, unless `task` can make `count` different sequences of
@@ -209,7 +221,7 @@ class Recall(AnswerMeasurement):
     (`read_answers`).
     """
 
-    kind = "recall"
+    kind, count_key = "recall", "sequences"
     logged = (replace(ACCURACY, name="recall/{TASK} {LENGTH} {SETTING}", meaning="whole answers that are correct"),)
 
     @classmethod
@@ -229,7 +241,7 @@ class Recall(AnswerMeasurement):
         tasks = {
             name: to_plain(task) for name, task in cls.tasks_of(config).items() if metric.startswith(f"recall/{name} ")
         }
-        return config.eval.measured_options(cls.kind) | {"tasks": tasks}
+        return super().sequences_of(config, metric) | {"tasks": tasks}
 
     def __init__(self, config: Config, store: Store):
         """Raises ConfigError: a task does not fit into one of the lengths, or the held-out text is too short for the
@@ -247,10 +259,6 @@ class Recall(AnswerMeasurement):
         return self.with_settings(
             seed=QUESTION_SEED, tasks=tasks, lengths=self.lengths, sequences=self.eval_config.sequences
         )
-
-    @property
-    def work_units(self) -> int:
-        return len(self.tasks) * len(self.lengths) * self.eval_config.sequences * len(self.eval_config.inference)
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
         models = product(self.inference_models(decoder), self.tasks)

@@ -21,7 +21,6 @@ from lm.config.tree import Config
 from lm.data.batches import long_starts
 from lm.data.store import Store
 from lm.data.tokenizer import encoding_of
-from lm.diagnostics import concentration, limits, sparsity
 from lm.diagnostics.attention_rows import (
     HEADS,
     MIN_KEYS,
@@ -40,6 +39,9 @@ from lm.diagnostics.attention_rows import (
     query_indices,
     shuffling_numbers,
 )
+from lm.diagnostics.concentration import concentration_statistics
+from lm.diagnostics.limits import limit_statistics
+from lm.diagnostics.sparsity import sparsity_statistics
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.evaluate import evaluate_model, evaluate_sources, open_device
 from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
@@ -58,10 +60,10 @@ from lm.schema import Plain, to_plain
 KIND = "diagnostics"
 SHUFFLED, UNTRAINED = "shuffled scores", "untrained weights"
 # by their names in `eval.diagnostics.statistics`
-FAMILIES: dict[str, Callable[[DiagnosticsConfig], StatisticFamily]] = {
-    "concentration": lambda options: concentration.concentration_statistics(),
-    "sparsity": lambda options: sparsity.sparsity_statistics(),
-    "limits": lambda options: limits.limit_statistics(),
+FAMILIES: dict[str, Callable[[], StatisticFamily]] = {
+    "concentration": concentration_statistics,
+    "sparsity": sparsity_statistics,
+    "limits": limit_statistics,
 }
 UNDEFINED_FRACTIONS = (
     Statistic(NOT_FINITE, "fraction", lambda rows: None),
@@ -71,7 +73,7 @@ _LENGTH_KEY = "eval.diagnostics.length_factor"
 
 
 def families(options: DiagnosticsConfig) -> tuple[StatisticFamily, ...]:
-    return tuple(FAMILIES[name](options) for name in options.statistics)
+    return tuple(FAMILIES[name]() for name in options.statistics)
 
 
 # ---------------------------------------------------------------- sequences

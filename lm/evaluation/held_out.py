@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from lm.config.data_config import DataConfig, Source, TokenizerFile
+from lm.config.data_config import DataConfig, TokenizerFile
 from lm.config.eval_config import ValidationTiming
 from lm.config.inference_config import InferenceSetting
 from lm.config.task_config import task_names
@@ -385,26 +385,23 @@ class OtherTexts(Measurement):
     def __init__(self, config: Config, store: Store):
         """Raises DataError: a text can't be read; ConfigError: a text is shorter than a sequence."""
         super().__init__(config, store)
-        length, self.held_out = config.data.seq_len, {}
-        self.stores = {name: self._prepared_store(name, source) for name, source in self.eval_config.of.items()}
-        for name, text in self.stores.items():
-            self.held_out[name] = spread_sequences(text, config, config.data.seq_len, self.eval_config.sequences)
-            if not len(self.held_out[name].sequences):
-                reason = f"has {text.val.n_tokens:,} tokens, and a sequence needs {length + 1:,}"
-                problem = Problem(
-                    f"eval.texts.of.{name}", text.path.name, reason, "name a longer text, or leave it out"
-                )
-                raise ConfigError([problem])
-
-    def _prepared_store(self, name: str, source: Source) -> Store:
-        """The store of a text, all of it held out, with the tokenizer of the run's store."""
-        data, end = self.config.data, self.store.manifest["end_of_text"]["token"]
-        tokenizer = TokenizerFile(path=str(self.store.path / TOKENIZER), end_of_text=end)
-        fields = {"source": source, "tokenizer": tokenizer, "on_error": data.on_error, "root": data.root}
-        try:
-            return prepare(DataConfig(**fields, val_fraction=1.0, deduplicate=False))
-        except DataError as error:
-            raise DataError(f"eval.texts.of.{name}: {error}") from None
+        data, end = config.data, store.manifest["end_of_text"]["token"]
+        tokenizer = TokenizerFile(path=str(store.path / TOKENIZER), end_of_text=end)
+        base = DataConfig(
+            tokenizer=tokenizer, val_fraction=1.0, on_error=data.on_error, root=data.root, deduplicate=False
+        )
+        self.held_out: dict[str, HeldOut] = {}
+        self.stores: dict[str, Store] = {}  # of each text, all of it held out, with the run's tokenizer
+        for name, source in self.eval_config.of.items():
+            try:
+                text = self.stores[name] = prepare(replace(base, source=source))
+            except DataError as error:
+                raise DataError(f"eval.texts.of.{name}: {error}") from None
+            sequences = self.held_out[name] = spread_sequences(text, config, data.seq_len, self.eval_config.sequences)
+            if not len(sequences.sequences):
+                reason = f"has {text.val.n_tokens:,} tokens, and a sequence needs {data.seq_len + 1:,}"
+                remedy = "name a longer text, or leave it out"
+                raise ConfigError([Problem(f"eval.texts.of.{name}", text.path.name, reason, remedy)])
 
     @property
     def options(self) -> dict[str, Plain]:

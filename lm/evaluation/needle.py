@@ -125,7 +125,7 @@ class NeedleMeasurement(AnswerMeasurement):
     attention to the needle.
     """
 
-    kind = "needle"
+    kind, count_key = "needle", "trials"
     logged = (
         replace(ACCURACY, name="needle/exact {LENGTH} {SETTING}", meaning="needles whose number is written"),
         replace(
@@ -146,10 +146,6 @@ class NeedleMeasurement(AnswerMeasurement):
     def metrics(cls, config: Config) -> list[Metric]:
         # without depths there is the control alone
         return [metric for metric in super().metrics(config) if metric.control or cls.options_of(config).depths]
-
-    @classmethod
-    def sequences_of(cls, config: Config, metric: str) -> dict[str, Plain]:
-        return config.eval.measured_options(cls.kind)
 
     def __init__(self, config: Config, store: Store):
         """Raises ConfigError: the needles fit into none of the lengths, or not into `heads_at`."""
@@ -176,10 +172,6 @@ class NeedleMeasurement(AnswerMeasurement):
     @property
     def options(self) -> dict[str, Plain]:
         return {"seq_len": self.config.data.seq_len, "seed": QUESTION_SEED, **self.plain_eval_config}
-
-    @property
-    def work_units(self) -> int:
-        return len(self.tasks) * len(self.lengths) * self.eval_config.trials * len(self.eval_config.inference)
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
         blocks, head_blocks = [], []
