@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from lm.config.load import load_config
-from lm.data.prepare import open_prepared
+from lm.data.prepare import open_prepared, summary
 from lm.data.store import MANIFEST, SPLITS, Split, Store
 from lm.data.tokenizer import decode
 
@@ -93,16 +93,11 @@ def store_description(store: Store, samples: int) -> Iterator[str]:
     """Yield lines that report files, counts by split and source, overlap, quantiles of lengths, `samples` documents of
     each source.
     """
-    manifest, unreadable = store.manifest, store.manifest["unreadable"]
+    manifest = store.manifest
     n_bytes = sum(file["bytes"] for file in manifest["files"].values())
-    n_shards = len(store.train.shards) + len(store.val.shards)
     sizes = f"the sha256 of all {len(manifest['files'])} files ({n_bytes / 1e6:,.1f} MB) is verified"
-    yield f"{store.path}\nfingerprint  {store.fingerprint}; {sizes}"
-    vocabulary = f"vocabulary of {store.vocab_size:,}, bytes per token: {manifest['token_bytes']}"
-    yield f"tokens       {np.dtype(store.train.dtype)} in {n_shards} shard(s), {vocabulary}"
-    yield f"left out     {', '.join(f'{name} {count:,}' for name, count in manifest['left_out'].items())}"
-    yield f"unreadable   {unreadable['count']:,} files, documents or rows"
-    yield from (f"             {line}" for line in unreadable["first"])
+    yield f"{summary(store)}\nfingerprint  {store.fingerprint}; {sizes}"
+    yield from (f"unreadable   {line}" for line in manifest["unreadable"]["first"])
     if origin := manifest.get("tokenizer_origin"):
         yield f"tokenizer    {origin['model']} at {origin['commit']}"
     yield ""

@@ -145,24 +145,20 @@ def check_sequences(store: Store, config: "Config", fixing_model: str = "", key:
             and asks for more text. If it is empty, the error suggests a lower length, too.
         key: the key that gives the length.
     """
-    seq_len, prefix = config.data.seq_len, f"too little text for {fixing_model}: " * bool(fixing_model)
-    name, n_tokens = min(
-        ("training", store.train.n_tokens), ("held-out", store.val.n_tokens), key=lambda split: split[1]
-    )
-    if n_tokens <= seq_len:
-        reason = f"a sequence needs {seq_len + 1:,} tokens, the {name} text has {n_tokens:,}"
+    data, texts = config.data, [("training text", store.train.n_tokens), ("held-out text", store.val.n_tokens)]
+    if len(data.sources) > 1 and data.text_weight:  # otherwise sources' weights draw no sequence
+        texts += [
+            (f"training text of {source.label}", source.n_tokens)
+            for weighted, source in zip(data.sources, store.train.sources, strict=False)
+            if weighted.weight
+        ]
+    name, n_tokens = min(texts, key=lambda text: text[1])
+    if n_tokens <= data.seq_len:
+        reason = f"a sequence needs {data.seq_len + 1:,} tokens, the {name} has {n_tokens:,}"
         if fixing_model:
-            raise ConfigError([Problem("data.source", store.path.name, f"{prefix}{reason}", "name more text")])
-        raise ConfigError([Problem(key, seq_len, reason, f"set it to {n_tokens - 1} or less, or add text")])
-    is_mixed = len(config.data.sources) > 1 and config.data.text_weight  # otherwise sources' weights draw no sequence
-    for index, (weighted, source) in enumerate(zip(config.data.sources, store.train.sources, strict=False)):
-        if is_mixed and weighted.weight and source.n_tokens <= seq_len:
-            size_clause = f"its training text has {source.n_tokens:,} tokens"
-            reason = (
-                f"{prefix}its weight is {weighted.weight:g}, but {size_clause}, and a sequence needs {seq_len + 1:,}"
-            )
-            remedy = "add text or leave it out" if fixing_model else "add text, leave it out, or lower " + key
-            raise ConfigError([Problem(f"data.source.of[{index}]", source.label, reason, remedy)])
+            reason = f"too little text for {fixing_model}: {reason}"
+            raise ConfigError([Problem("data.source", store.path.name, reason, "name more text")])
+        raise ConfigError([Problem(key, data.seq_len, reason, f"set it to {n_tokens - 1} or less, or add text")])
 
 
 # ---------------------------------------------------------------- the store of a configuration

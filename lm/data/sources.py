@@ -219,15 +219,14 @@ def _hub_licence(source: Hub) -> str:
     from huggingface_hub import DatasetCard
 
     folder = Path(_location(source))
-    card = folder / "README.md" if folder.is_dir() else source.dataset
-    if folder.is_dir() and not card.is_file():
-        return "not stated by the dataset"
     try:
-        licences = DatasetCard.load(card, ignore_metadata_errors=True).data.to_dict().get("license")
+        card = DatasetCard.load(
+            folder / "README.md" if folder.is_dir() else source.dataset, ignore_metadata_errors=True
+        )
+        licences = card.data.to_dict().get("license") or "not stated by the dataset"
     except Exception:  # many kinds: no network, no card, no valid YAML
         return "not known (the dataset card can't be read)"
-    listing = licences if isinstance(licences, list) else [licences or "not stated by the dataset"]
-    return ", ".join(map(str, listing))
+    return ", ".join(map(str, licences)) if isinstance(licences, list) else str(licences)
 
 
 def _dataset(source: Hub) -> "Dataset | IterableDataset":

@@ -117,13 +117,3 @@ def test_a_wrong_command_line_is_one_line(command: list[str]):
         (line,) = result.stderr.splitlines()
         assert line.startswith(f"error: no such option: {wrong[0]}")
         assert " ".join(["lm", *command, "--help"]) in line
-
-
-@pytest.mark.parametrize(
-    "command", ["eval", "swap runs/x", "diagnose runs/x --layer a", "compare x --jobs 0", "judge x.csv --better up"]
-)
-def test_missing_and_wrong_values_are_one_line(command: str):
-    result = lm(*command.split())
-    assert (result.returncode, result.stdout) == (2, "")
-    assert re.fullmatch(r"error: (missing|invalid) .*; see lm \w+ --help\n", result.stderr)
-    assert "Value error" not in result.stderr, "pydantic's own words"

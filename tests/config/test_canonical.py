@@ -67,13 +67,6 @@ def test_keys_that_were_added_later_leave_the_hashes_of_earlier_models_as_they_w
     assert function_options(tiny(*SIZES, "model.position.scaling=linear").model) != function_options(config.model)
 
 
-@pytest.mark.parametrize(
-    "model", [None, 3, {"n_layer": "many"}, {"normalizer": {"name": "layers", "of": []}, "n_layer": 2}]
-)
-def test_a_model_that_can_not_be_read_stays_as_it_is(model: object):
-    assert canonical({"model": model, "phases": None}) == {"model": model, "phases": None}
-
-
 def test_a_run_is_resumed_and_started_from_by_the_same_model_written_out(tiny):
     before = tiny(*SIZES, "name=run", "trainer.max_steps=2")
     assert train(before) == 0

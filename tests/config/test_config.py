@@ -117,15 +117,11 @@ def test_a_text_in_place_of_a_block_without_a_name_is_refused_by_the_key_that_wa
         ("optim.lr=nan", "optim.lr"),
         ("optim.lr=true", "optim.lr"),
         ("trainer.max_steps=1.5", "trainer.max_steps"),
-        ("optim.warmup_steps=0100", "optim.warmup_steps"),
-        ("eval.swap_lengths=[1, 010]", "eval.swap_lengths"),
         ("model.bias=1", "model.bias"),
         ("trainer.precision=16", "trainer.precision"),
-        ("trainer.precision='32'", "trainer.precision"),
         ("model.position.fraction=0", "model.position.fraction"),
         ("model.normalizer={name: softmax, init: 1.0}", "model.normalizer.init"),
         ("model.normalizer={name: ssmax, n: fixed}", "model.normalizer.n"),
-        ("model.normalizer={name: ssmax, n: fixed:0}", "model.normalizer.n"),
         ("model.normalizer={name: ssmax, scale: none, init: 0.4}", "model.normalizer.init"),
         ("model.normalizer={name: log_n, base: 1}", "model.normalizer.base"),
         ("model.n_head=3", "model.n_embd"),
@@ -133,13 +129,9 @@ def test_a_text_in_place_of_a_block_without_a_name_is_refused_by_the_key_that_wa
         ("model.position=none", "eval.long_context.inference[1].rope"),
         ("eval.long_context.length_factor=0.001", "eval.long_context.length_factor"),
         ("eval.long_context.inference=[{}, {}]", "eval.long_context.inference"),
-        ("eval.long_context.length_factor=1e308", "eval.long_context.length_factor"),
         ("eval.long_context={length_factor: 1000, sequences: 10000}", "eval.long_context.length_factor"),
         ("eval.needle.length_factors=[65537]", "eval.needle.length_factors"),
-        ("eval.needle={length_factors: [1, 60000], trials: 1000}", "eval.needle.length_factors"),
-        ("eval.swap_lengths=[1e308]", "eval.swap_lengths"),
         ("eval.swap_lengths=[1, 0.001]", "eval.swap_lengths"),
-        ("eval.sequences=1000000000", "eval.sequences"),
         ("eval.long_context.inference=[{normalizer: {clip: true}}]", "eval.long_context.inference[0].normalizer.clip"),
         ("eval.long_context.inference=[{rope: {name: yarn, fast: 1}}]", "eval.long_context.inference[0].rope.fast"),
         (
@@ -150,7 +142,6 @@ def test_a_text_in_place_of_a_block_without_a_name_is_refused_by_the_key_that_wa
         ("optim.batch_tokens=1000", "optim.batch_tokens"),
         ("trainer.micro_batch=5", "trainer.micro_batch"),
         ("data.source=files", "data.source.paths"),
-        ("data.source=hub", "data.source.dataset"),
         ("data.tokenizer=file", "data.tokenizer.path"),
         ("data.source={name: package, paths: [a.txt]}", "data.source.paths"),
         ("name=a/b", "name"),
@@ -262,15 +253,9 @@ def test_a_renamed_block_drops_the_options_of_the_old_name():
     assert merge(unnamed, {"optim": {"schedule": "wsd"}}) == {
         "optim": {"schedule": {"final_fraction": 0.2, "name": "wsd"}}
     }
-    # an error, as of no layer
+    listed = {"model": {"normalizer": ["window", "softmax"]}}  # an error, as of no layer
     layers = {"model": {"normalizer": {"name": "layers", "of": ["window", "softmax"], "temperature": 0.5}}}
-    assert (
-        merge({"model": {"normalizer": ["window", "softmax"]}}, {"model": {"normalizer": {"temperature": 0.5}}})
-        == layers
-    )
-    tasks = {"eval": {"recall": {"tasks": {"needles": 3}}}}  # an error, as a list is given whole
-    assert merge({"eval": {"recall": {"tasks": ["needle"]}}}, tasks) == tasks
-    assert merge({"position": "rope"}, {"position": {"theta": 5.0}}) == {"position": {"name": "rope", "theta": 5.0}}
+    assert merge(listed, {"model": {"normalizer": {"temperature": 0.5}}}) == layers
     with pytest.raises(ConfigError, match=r"optim\.schedule = 3: must be a block of keys"):
         merge({"optim": {"schedule": 3}}, {"optim": {"schedule": {"name": "cosine"}}})
 
@@ -303,19 +288,14 @@ def test_the_order_of_overrides_of_one_block_does_not_matter():
     [
         (b"seed: 1\nseed: 2\n", "found duplicate key seed"),
         (b"- 1\n", "must hold keys and values, not [1]"),
-        (b"false\n", "must hold keys and values, not false"),
-        (b"seed\n", "must hold keys and values, not 'seed'"),
         (b"name: caf\xe9\n", "decode byte 0xe9 in position 9"),
         (b"optim:\n\tlr: 1\n", "cannot start any token at line 2, column 1"),
         (b"seed: !!python/object/apply:os.getpid []\n", "could not determine a constructor for the tag"),
         (b"seed: !!timestamp 2020-01-01\n", "seed = datetime.date(2020, 1, 1): must be an integer"),
-        (b"seed: !!int x\n", "invalid literal"),
         (b"seed: 1\n---\nseed: 2\n", "expected a single document"),
         (b'runs: "a\\0b"\n', "runs = 'a\\x00b': must be text"),
-        (b"seed: 0x" + b"f" * 90, "must be an integer"),
         (b"seed: " + b"9" * 9000, "Exceeds the limit (4300 digits)"),
         (b"data: " + b"[" * 400 + b"]" * 400, "is nested more than 50 deep"),
-        (b"- " * 100_000, "is nested more than 50 deep"),
         (b"a: &a [*a]\n", "recursive aliases are not supported"),
         (
             b"a0: &a0 [x, x]\n" + b"".join(b"a%d: &a%d [*a%d, *a%d]\n" % (n + 1, n + 1, n, n) for n in range(60)),
@@ -359,8 +339,6 @@ def test_paths_that_name_no_file_are_errors_of_one_line(tmp_path: Path):
     [
         ("model.normalizer={name: [ssmax]}", "model.normalizer.name = ['ssmax']: unknown name"),
         ("data.source={name: {files: 1}}", "data.source.name = {files: 1}: unknown name"),
-        (".".join(["a"] * 3000) + "=1", "not an override; write key=value"),
-        ("=1", "not an override; write key=value"),
         ("optim..lr=1", "not an override; write key=value"),
         ("optim.lr=1" + "0" * 400, "must be a number"),
         ("trainer.threads=10000000000", "trainer.threads = 10000000000: must be >= 1 and <= 1024"),
@@ -371,12 +349,9 @@ def test_paths_that_name_no_file_are_errors_of_one_line(tmp_path: Path):
         ("name=${runs}${nothing.here}", "Interpolation key 'nothing.here' not found"),
         ("name=${name}", "Recursive interpolation detected"),
         ("name=${runs", "no viable alternative at input"),
-        ("name=${phases.3}", "Interpolation key 'phases.3' not found"),
-        ("name=${optim.lr.x}", "node `optim.lr` is not a container"),
         ("name=" + "${" * 1000 + "}" * 1000, "more than 16 interpolations"),
         ("name=${oc.env:LM_TEST_NOT_SET}", "name: Environment variable 'LM_TEST_NOT_SET' not found"),
         ("seed=${oc.env:LM_TEST_NOT_SET, '7'}", "seed = '7': must be an integer"),
-        ("trainer.threads=010", "trainer.threads = '010': must be an integer or null"),
         ("data.lengths={name: mixed, weights: {064: 0.5, 128: 0.5}}", "{064: 0.5, 128: 0.5}: must be a map"),
         ("eval.swap_lengths=[1, '1e1']", "[1, '1e1']: must be a list (a number each)"),
     ],

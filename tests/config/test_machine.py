@@ -34,19 +34,6 @@ def test_threads_are_a_share_of_the_cores_and_no_more_than_the_user_says(
     assert threads_per_process(processes) == threads
 
 
-def test_the_peak_of_memory_is_the_process_s_own():
-    """In a process that has not yet had more, and that a larger one forks."""
-    block = bytearray(b"x" * 2**27)
-    code = "from lm.machine import peak_process_bytes as peak; print(peak()); held = b'x' * 2**26; print(peak())"
-    child = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, preexec_fn=int
-    )
-    del block
-    before, after = map(int, child.stdout.split())
-    assert 2**22 < before < 2**26, "not that of the process that forked it"
-    assert 0.9 * 2**26 < after - before < 1.5 * 2**26
-
-
 CHILD = """
 import time
 from lm.machine import stop_with_parent
@@ -82,30 +69,6 @@ def test_a_child_is_stopped_when_its_parent_is_killed_before_or_after_it_begins(
     )
     command = [sys.executable, "-c", print_environment]
     assert start_child(command, subprocess.PIPE, None).communicate()[0] == b"False\n"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
-@pytest.mark.parametrize(("setting", "kept"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False)])
-def test_memory_that_a_step_frees_is_not_fetched_anew_by_the_next_unless_the_user_says_so(
-    setting: dict[str, str], kept: bool
-):
-    code = """
-import resource
-from lm.machine import keep_freed_memory
-keep_freed_memory()
-for _ in range(12):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    blocks = [bytearray(b"1") * 2**22 for _ in range(8)]
-    del blocks
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))
-    } | setting
-    faults = int(
-        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
-    )
-    assert (faults < 200) == kept  # of 8,192 pages
 
 
 def test_the_collector_of_cycles_rests_during_imports_and_is_afterwards_as_before():

@@ -143,14 +143,6 @@ def test_info_tells_versions_devices_kernels_and_extras():
     assert all(isinstance(names, list) for names in content["extras"].values())
 
 
-@pytest.mark.parametrize("name", ["ssmax", "recipes/modern", "quickstart-recall"])
-def test_a_preset_is_printed(name: str):
-    file = presets.find(name) if presets.find(name).is_file() else presets.find(name, "experiments")
-    assert command("configs", name).stdout == f"# {file}\n{file.read_text()}"
-    refusal = command("configs", "ssmaxx")
-    assert (refusal.returncode, refusal.stderr) == (2, "error: ssmaxx: no such preset; did you mean 'ssmax'?\n")
-
-
 def test_normalizers_are_a_line_each_and_one_is_described():
     lines = command("normalizers").stdout.splitlines()
     assert [line.split()[0] for line in lines] == [*ENTRIES]

@@ -156,13 +156,6 @@ def test_the_order_never_changes_between_versions():
 GOLDEN = [832, 892, 262, 172, 582, 632, 202, 792]
 
 
-def test_reading_leaves_the_global_random_state_alone(store: Store):
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    list(train_loader(TrainSequences(store, DataConfig(seq_len=SEQ_LEN), BATCH_SLOTS, seed=1), 0, 1, 4, 0, 3, 0))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_pickling_a_dataset_does_not_carry_the_tokens(store: Store):
     batches = MicroBatches(TrainSequences(store, DataConfig(seq_len=SEQ_LEN), BATCH_SLOTS, seed=1), 0, 1, 4)
     batches.source.store.train.shards[0][:1]

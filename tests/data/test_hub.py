@@ -7,7 +7,7 @@ import pyarrow
 import pytest
 from texts import TEXTS, documents, one_line_error, skipping, stored_texts, write_parquet
 
-from lm.config.data_config import DataConfig, Hub, Mixture, TrainedTokenizer, WeightedSource
+from lm.config.data_config import DataConfig, Hub, TrainedTokenizer
 from lm.data import sources as module
 from lm.data.prepare import prepare, summary
 from lm.data.sources import source_identity
@@ -120,20 +120,6 @@ def test_a_validation_split_is_held_out_whole_and_is_no_training_text(
     assert "val_fraction" not in summary(store)
 
 
-def test_a_mixture_holds_out_documents_of_the_sources_without_a_validation_split(with_validation: Hub, tmp_path: Path):
-    other = tmp_path / "other"
-    other.mkdir()
-    write_parquet(other / "train.parquet", {"text": [f"another text {n}" for n in range(40)]})
-    mixture = Mixture([WeightedSource(0.5, with_validation), WeightedSource(0.5, Hub(dataset=str(other)))])
-    store = prepared(mixture, tmp_path)
-    assert store.val.sources[0].n_documents == 5
-    assert 1 <= store.val.sources[1].n_documents < 20
-    assert [source.n_documents for source in store.train.sources] == [
-        len(TEXTS) - 1,
-        40 - store.val.sources[1].n_documents,
-    ]
-
-
 def test_the_validation_split_must_be_another_one():
     assert next(Hub(dataset="a", validation_split="train").problems()).path == "validation_split"
 
@@ -150,7 +136,10 @@ def test_a_saved_dataset_reads_like_any_other(hub: Hub, tmp_path: Path):
     for folder in ("one", "splits"):
         assert list(documents(Hub(dataset=str(tmp_path / folder)))) == TEXTS
         store = prepared(Hub(dataset=str(tmp_path / folder)), tmp_path / f"of-{folder}")
-        assert (store.train.sources[0].licence, store.train.n_documents > 30) == ("not stated by the dataset", True)
+        assert (store.train.sources[0].licence, store.train.n_documents > 30) == (
+            "not known (the dataset card can't be read)",
+            True,
+        )
     source = Hub(dataset=str(tmp_path / "splits"), split="test")
     assert list(documents(source)) == TEXTS[:3]
     assert "it was saved with the splits train, test" in one_line_error(dataclasses.replace(source, split="dev"))

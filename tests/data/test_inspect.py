@@ -24,7 +24,6 @@ def test_a_store_is_checked_and_described(data: DataConfig):
         f"{store.train.n_tokens:,}",
         f"{store.val.n_documents:,}",
         "not stated",
-        "left out     blank 0",
     ):
         assert figure in result.stdout
     assert result.stdout.count("training document") == 3
@@ -35,7 +34,7 @@ def test_a_store_of_held_out_text_alone_is_described(data: DataConfig):
     tokenizer = TokenizerFile(path=str(prepare(data).path / "tokenizer.json"))
     store = prepare(dataclasses.replace(data, tokenizer=tokenizer, val_fraction=1.0, deduplicate=False))
     lines = list(store_description(store, 2))
-    assert f"tokens       uint16 in 1 shard(s), vocabulary of {store.vocab_size:,}, bytes per token: exact" in lines
+    assert f" of a vocabulary of {store.vocab_size:,}, " in lines[0]
     assert not any(line.startswith("train: ") for line in lines)
 
 

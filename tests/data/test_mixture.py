@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from itertools import chain
 from pathlib import Path
 
@@ -131,12 +130,9 @@ def test_a_bad_mixture_is_named(source: str, problem: str):
 def test_a_small_source_is_refused_unless_it_is_filler_alone(tmp_path: Path):
     data = mixture(tmp_path, {"novels": TEXTS, "notes": LETTERS[:2]}, seq_len=160)
     store, tasks = prepare(data), [WeightedTask(1.0, Needle())]
-    with pytest.raises(ConfigError, match=r"data\.source\.of\[1\] = 'notes': its weight is 0\.5, but"):
+    with pytest.raises(ConfigError, match=r"data\.seq_len = 160: .*, the training text of notes has .*; set it to"):
         check_sequences(store, Config(data=data))
-    with pytest.raises(
-        ConfigError,
-        match=r"too little text for m: its weight is .*, and a sequence needs 161; add text or leave it out$",
-    ):
+    with pytest.raises(ConfigError, match=r"too little text for m: .* 161 tokens, .*; name more text$"):
         check_sequences(store, Config(data=data), "m")
     config = Config(data=dataclasses.replace(data, tasks=tasks))
     check_sequences(store, config)
@@ -192,7 +188,7 @@ def test_what_can_not_be_read_is_left_out_counted_and_listed(mixed: DataConfig):
     ):
         assert any(place in line for line in unreadable["first"])
     assert "7 files, documents or rows unreadable, the first:" in summary(store)
-    assert "unreadable   7 files, documents or rows" in list(store_description(store, 0))
+    assert len([line for line in store_description(store, 0) if line.startswith("unreadable   ")]) == 7
 
 
 def test_a_link_to_nothing_is_refused_or_left_out_and_counted(tmp_path: Path):
@@ -243,24 +239,6 @@ def test_the_validation_of_a_mixture_tells_its_sources_apart(tmp_path: Path):
     first = losses_by_source["letters"][0]
     assert losses_by_source["letters"][1] == pytest.approx(np.mean(losses[:first]), abs=1e-5)
     assert losses_by_source["texts"] == (len(losses) - first, pytest.approx(np.mean(losses[first:]), abs=1e-5))
-
-
-def test_a_source_of_weight_0_has_a_loss_of_its_own_alone(tmp_path: Path):
-    data = mixture(tmp_path, {"letters": LETTERS, "texts": TEXTS})
-    for weighted, weight in zip(data.source.of, (0.0, 1.0), strict=True):
-        weighted.weight = weight
-    base = load_config([str(ROOT / "tests" / "tiny.yaml"), "data.source=package"])
-    config = dataclasses.replace(
-        base, data=dataclasses.replace(data, seq_len=32), eval=dataclasses.replace(base.eval, sequences=1000)
-    )
-    store = prepare(data)
-    decoder, device = Decoder(config.model, store.vocab_size, 32), Device(torch.device("cpu"), bf16=False)
-    loss, bits, letters, texts = series_measured(Validation(config, store), decoder, device, lambda sequences: None)
-    assert loss.overall_mean == texts.overall_mean != letters.overall_mean
-    assert (loss.points[0].values == texts.points[0].values).all()
-    assert not loss.references, "the level is that of all text"
-    bytes_per_token = loss.overall_mean / bits.overall_mean / math.log(2)
-    assert 1 <= bytes_per_token < 6
 
 
 @pytest.mark.parametrize(("weight", "letters", "level"), [(0.25, 0.12, True), (0.25, 0.5, False), (1, 0.12, False)])

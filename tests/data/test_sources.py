@@ -378,28 +378,3 @@ def test_preparing_loads_neither_torch_nor_the_corpus_package(tmp_path: Path):
     )
     out, err = start(script, write_texts(tmp_path / "texts", TEXTS), tmp_path).communicate(timeout=60)
     assert (out, err) == ("set()\n", "")
-
-
-# ---------------------------------------------------------------- remembered hashes
-
-
-def test_a_file_is_hashed_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    import lm.files as module
-
-    source, root = Files(paths=[str(write_texts(tmp_path / "texts", TEXTS[:3]))]), tmp_path / "data"
-    root.mkdir()
-    names = []
-    digest = hashlib.file_digest
-    monkeypatch.setattr(module, "_SETTLED_NS", -1)
-    monkeypatch.setattr(
-        module.hashlib, "file_digest", lambda file, name: (names.append(Path(file.name).name), digest(file, name))[1]
-    )
-    first = source_identity(source, root)
-    assert source_identity(source, root) == first
-    assert names == ["000.txt", "001.txt", "002.txt"]
-    path = tmp_path / "texts" / "001.txt"
-    before = path.stat()
-    path.write_bytes(path.read_bytes()[::-1])
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # the same size and time
-    assert source_identity(source, root) != first
-    assert names[3:] == ["001.txt"]

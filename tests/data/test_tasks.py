@@ -1,26 +1,23 @@
 """Synthetic tasks: exact lengths and depths, no leaks, the same sequences everywhere, and tasks in text."""
 
 import hashlib
-import time
 from collections import Counter
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from texts import occurrences, tokens_of
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from lm.config.data_config import DataConfig, Files, TrainedTokenizer
 from lm.config.load import load_config
-from lm.config.task_config import MQAR, TASKS, Copy, Maximum, Needle, Passkey, Task
+from lm.config.task_config import MQAR, Copy, Maximum, Needle, Passkey, Task
 from lm.data.prepare import prepare
 from lm.data.tasks import Draw, Example, TaskError, Text, check_task, example
-from lm.errors import ConfigError, DataError, Problem
-from lm.schema import build, cross_key_problems
+from lm.errors import ConfigError, DataError
 
 TINY = str(Path(__file__).parents[1] / "tiny.yaml")
 SYMBOLIC = [
@@ -191,51 +188,6 @@ def test_a_run_whose_task_has_no_sequences_is_refused_in_one_line(tmp_path: Path
     with pytest.raises(DataError, match=r"^data\.tasks: (mqar|copy): .*; change data\.seq_len or the task's options$"):
         prepare(data)
     assert not list(tmp_path.rglob("manifest.json"))
-
-
-USUAL = {int: st.integers(1, 20), float: st.floats(0, 0.9), bool: st.booleans()}
-HOSTILE = st.sampled_from(
-    [0, -1, 1, 2**16, 2**16 + 1, 10**30, 0.0, 1.0, 1 - 1e-16, float("nan"), float("inf"), None, "pairs", "corpus", "x"]
-)
-
-
-def options_of(name: str) -> st.SearchStrategy[dict[str, object]]:
-    """Options of a task, one of them at its bounds or beyond."""
-    names = [option.name for option in fields(TASKS[name])]
-    usual = st.fixed_dictionaries(
-        {}, optional={spec.name: USUAL[spec.type] for spec in fields(TASKS[name]) if spec.type in USUAL}
-    )
-    hostile = st.dictionaries(st.sampled_from(names or ["depth"]), HOSTILE, max_size=1)
-    return st.tuples(usual, hostile).map(lambda parts: {"name": name, **parts[0], **parts[1]})
-
-
-@given(
-    options=st.sampled_from(list(TASKS)).flatmap(options_of),
-    length=st.sampled_from([1, 3, 32, 100, 400, 800]),
-    subset=SUBSETS,
-    index=INDICES,
-)
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_options_give_a_valid_sequence_or_an_error_of_one_line(
-    text: Text, options: dict, length: int, subset: str, index: int
-):
-    problems: list[Problem] = []
-    task = build(TASKS[options["name"]], options, "task", problems)
-    problems += cross_key_problems(task, "task")
-    assert all("\n" not in str(problem) for problem in problems)
-    if problems:
-        return
-    assert task.n_distinct(length, subset) > 0
-    begin, sequence, refusal = time.process_time(), None, ""
-    try:
-        sequence = example(task, 1, index, length, subset, text)
-    except TaskError as error:
-        refusal = str(error)
-    assert "\n" not in refusal
-    assert time.process_time() - begin < 20
-    if sequence:
-        check(task, sequence, length)
-        assert 0 <= sequence.tokens.min() <= sequence.tokens.max() < (task.vocab_size or text.vocab_size)
 
 
 # ---------------------------------------------------------------- random numbers

@@ -125,12 +125,6 @@ def test_a_document_that_the_tokenizer_does_not_give_back_is_named_or_left_out_a
     places = [text.partition(": data.tokenizer")[0] for text in unreadable["first"]]
     assert places == [f"{folder}/000.txt", f"{folder}/a.txt: document from byte 4 on", f"{folder}/rows.jsonl: line 2"]
     assert store.train.n_bytes + store.val.n_bytes == len("".join(kept))
-    (folder / "001.txt").write_text(odd)
-    for path in ("002.txt", "a.txt", "z.txt", "rows.jsonl"):
-        (folder / path).unlink()
-    (folder / "003.txt").write_text(odd * 2)
-    with pytest.raises(DataError, match="gives no document of the training text, or of the held-out text, back"):
-        prepare(dataclasses.replace(data, source=Files([str(folder)]), on_error="skip"))
 
 
 WITH_SPACE = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
@@ -407,9 +401,6 @@ def test_a_pretrained_models_tokenizer_is_that_of_its_file_wherever_it_lies(
     ("model", "revision", "end", "expected"),
     [
         ("nowhere", None, "</s>", "nowhere: no such folder or file, and not a name on the hub"),
-        ("./some/model", None, "</s>", "no such folder or file, and not a name on the hub"),
-        ("\0", None, "</s>", "no such folder or file, and not a name on the hub"),
-        ("x" * 5000, None, "</s>", "no such folder or file, and not a name on the hub"),
         (
             "someone/other",
             None,
