@@ -30,6 +30,8 @@ class EvaluationCallback(StepCallback):
     """
 
     kind: ClassVar[str]  # the key of the evaluation's options in `eval`
+    # whether its result is there before the checkpoint of its step, so that a resumed run lacks none
+    precedes_checkpoint: ClassVar[bool] = False
 
     def __init__(self, run: RunContext, measurement: Measurement):
         super().__init__(run)
@@ -42,7 +44,7 @@ class EvaluationCallback(StepCallback):
     def on_train_start(self, trainer: L.Trainer, module: LanguageModel) -> None:
         """Make the measurement if it is missing at the step from which training continues."""
         step = trainer.global_step
-        if not step or not self.is_due(step):
+        if not step or self.precedes_checkpoint or not self.is_due(step):
             return
         is_missing = trainer.is_global_zero and not evaluation_path(self.config.run_folder, self.kind, step).exists()
         if trainer.strategy.reduce_boolean_decision(is_missing, all=False):
@@ -86,10 +88,7 @@ class EvaluationCallback(StepCallback):
 class Validation(EvaluationCallback):
     """Measures the loss at the training length, every `Config.validation_every` steps and at the end."""
 
-    kind = "validation"
-
-    def on_train_start(self, trainer: L.Trainer, module: LanguageModel) -> None:
-        """Do nothing: a checkpoint is saved after the validation of its step."""
+    kind, precedes_checkpoint = "validation", True
 
     def measure(self, trainer: L.Trainer, module: LanguageModel, decoder: Decoder) -> Evaluation | None:
         """Measure and return the validation loss; record the step as the best if its `selection_loss` is the lowest so
@@ -108,13 +107,10 @@ class Validation(EvaluationCallback):
 class CallbackMetrics(EvaluationCallback):
     """Records what callbacks from outside gave to `self.log`, at the last step, so that it can decide an experiment."""
 
-    kind = "callbacks"
+    kind, precedes_checkpoint = "callbacks", True
 
     def __init__(self, run: RunContext):
         super().__init__(run, LoggedMetrics(run.config, run.store))
-
-    def on_train_start(self, trainer: L.Trainer, module: LanguageModel) -> None:
-        """Do nothing: a checkpoint is saved after the record of its step."""
 
     def measure(self, trainer: L.Trainer, module: LanguageModel, decoder: Decoder) -> Evaluation | None:
         """Record the values that were logged last, if there are any."""
