@@ -25,14 +25,19 @@ class AtomicCheckpointIO(L.fabric.plugins.CheckpointIO):
 
     def __init__(self, content: dict[str, object] | None = None):
         self.content = content
+        self.failure: RunError | None = None  # of the last save: a callback's state can't be read back, or no space
 
     def save_checkpoint(self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None) -> None:
-        """Write a checkpoint. Raises RunError: a callback's state can't be read back, or writing fails."""
-        for name, state in checkpoint["callbacks"].items():
-            if not _is_plain(state):
-                reason = "keeps a state of other values than numbers, texts, tensors, and lists and maps of them"
-                raise RunError(f"{name} (trainer.callbacks): {reason}, which no checkpoint may hold")
-        save_checkpoint(checkpoint, Path(path))
+        """Write a checkpoint. Keeps an error in `failure`, as other ranks would wait for a rank that raises it here."""
+        self.failure = None
+        try:
+            for name, state in checkpoint["callbacks"].items():
+                if not _is_plain(state):
+                    reason = "keeps a state of other values than numbers, texts, tensors, and lists and maps of them"
+                    raise RunError(f"{name} (trainer.callbacks): {reason}, which no checkpoint may hold")
+            save_checkpoint(checkpoint, Path(path))
+        except RunError as error:
+            self.failure = error
 
     def load_checkpoint(
         self, path: str | Path, map_location: object = None, weights_only: bool | None = None
@@ -90,10 +95,15 @@ class Checkpoints(StepCallback):
             self.on_train_end(trainer, module)
 
     def save(self, trainer: L.Trainer, module: LanguageModel) -> None:
-        """Save a checkpoint of the present step, and delete old checkpoints (`prune`). All ranks must call it."""
+        """Save a checkpoint of the present step, and delete old checkpoints (`prune`). All ranks must call it. Raises
+        RunError on all of them if saving fails.
+        """
         begin, self.saved_step = time.perf_counter(), trainer.global_step
         path = step_path(self.folder, self.saved_step)
         trainer.save_checkpoint(path)
+        failure = trainer.strategy.checkpoint_io.failure
+        if trainer.strategy.reduce_boolean_decision(failure is not None, all=False):
+            raise failure or RunError("failed on another process")
         if trainer.is_global_zero:
             link_checkpoint(LAST, path)
             if module.start.state.is_best(self.saved_step):
