@@ -79,6 +79,11 @@ RUNS = pd.DataFrame(
 UNITS = pd.concat([RUNS.assign(unit=unit, value=RUNS["value"] + 0.1 * unit) for unit in range(5)])
 
 
+def blank(column: str) -> pd.DataFrame:
+    """Seed 2 has no entry in a column."""
+    return RUNS.assign(**{column: RUNS[column].where(RUNS["seed"] != 2)})
+
+
 def grid(part: bool) -> pd.DataFrame:
     """Runs at three rates, of which the middle one is the best for both arms; with `part` by other lines than those
     that report.
@@ -102,7 +107,7 @@ def test_a_table_is_judged_as_an_experiment_is():
     assert lm.judge(RUNS, better="higher")["verdict"].tolist()[1:] == ["worse"]
     assert lm.judge(RUNS.assign(better="higher"))["verdict"].tolist()[1:] == ["worse"]
     assert lm.judge(RUNS.assign(better="none"))["verdict"].tolist()[1:] == ["better"]
-    with pytest.raises(RunError, match=r"^the table: better = lower: by the column better, higher is better; leave"):
+    with pytest.raises(RunError, match=r"^the table: better is higher, lower; of one metric"):
         lm.judge(RUNS.assign(better="higher"), better="lower")
     assert lm.judge(RUNS, matters=0.2)["verdict"].tolist()[1:] == ["difference below margin"]
 
@@ -211,89 +216,40 @@ def test_units_are_averaged_and_paired_over():
     [
         (RUNS.rename(columns={"seed": "run"}), {}, "has no column seed; there is arm, run, value"),
         (RUNS, {"by": ["length"]}, "has no column length; there is arm, seed, value"),
+        (RUNS, {"metric": "loss"}, "has no column loss; there is arm, seed, value"),
+        (pd.concat([RUNS, RUNS[["value"]]], axis=1), {}, "two columns are named value"),
         (RUNS, {"where": "x == 1"}, "name 'x' is not defined; columns: arm, seed, value"),
         (RUNS, {"where": "seed > 3"}, "no line with seed > 3"),
         (RUNS, {"where": "seed"}, "seed: doesn't say of each line whether it is judged"),
+        (RUNS, {"by": "seed"}, "runs can't be judged apart by seed"),
         (RUNS, {"baseline": "c"}, "no arm c; there is a, b"),
         (RUNS[RUNS["arm"] == "a"], {}, "a verdict takes two arms; there is a"),
         (RUNS[1:], {}, "a: no seed 1; every arm needs the same seeds"),
         (pd.concat([RUNS, RUNS[:1]]), {}, "2 lines are of arm a, seed 1; drop all but one"),
         (pd.concat([RUNS.assign(x=1), RUNS.assign(x=2)]), {}, "2 lines are of arm a, seed 1; they differ in x"),
         (
-            RUNS.assign(value=RUNS["value"].where(RUNS["seed"] != 2)),
+            blank("value"),
             {},
-            "2 lines have no finite value, the first of arm a, seed 2; correct them, or write diverged in a column "
-            "state",
+            "2 lines have no finite value, the first of arm a, seed 2; correct them, or write diverged",
         ),
-        (
-            RUNS.assign(seed=RUNS["seed"].where(RUNS["seed"] != 2)),
-            {},
-            "2 lines have no seed, the first of arm a, seed nan",
-        ),
-        (RUNS.assign(rate=["1e-3", "high"] * 3), {}, "3 lines have no finite rate, the first of arm a, seed 2"),
+        (blank("seed"), {}, "2 lines have no seed, the first of arm a, seed nan"),
+        (RUNS.assign(rate=["1e-3", "0.1 / high"] * 3), {}, "3 lines have no finite rate, the first of arm a, seed 2"),
         (RUNS.assign(weight=[0, "1"] * 3), {}, "3 lines have no weight above 0, the first of arm a, seed 1"),
-        (pd.concat([RUNS, RUNS[["value"]]], axis=1), {}, "two columns are named value"),
+        (UNITS.assign(weight=[None] + [1.0] * 29), {}, "a line has no weight above 0, the first of arm a, seed 1"),
         (RUNS.assign(metric=["loss", "error"] * 3), {}, "name one of loss, error"),
         (RUNS.assign(metric="loss"), {"metric": "los"}, "no metric los; did you mean 'loss'?"),
+        (RUNS.assign(better=["lower", "higher"] * 3), {}, "better is higher, lower; of one metric it is"),
+        (RUNS.assign(state="bogus"), {}, "state bogus; it is finished, unfinished, diverged"),
         (grid(False), {}, "a has 3 rates and no line that selects one: add a column part, or judge apart by rate"),
-        (
-            grid(True).query("arm == 'a' or rate != 0.001"),
-            {},
-            "arms are tuned over different rates: a 0.001, 0.002, 0.004; b 0.002, 0.004",
-        ),
-        (grid(True).query("part == 'reports' or seed == 1"), {}, "a has 1 seed at 0.001; tuning takes 2"),
-        (
-            RUNS.assign(rate=["0.1 / 2", "0.1"] * 3),
-            {},
-            "rates are of one tuned key in some lines, and of several in others",
-        ),
-        (
-            RUNS.assign(rate=["0.1 / 2", "0.1 / high"] * 3),
-            {},
-            "3 lines have no finite rate, the first of arm a, seed 2",
-        ),
-        (
-            RUNS.assign(rate=["0.1 / any", "high / 2"] * 3),
-            {},
-            "6 lines have no finite rate, the first of arm a, seed 1",
-        ),
-        (
-            grid(True).query("part == 'selects' or rate == 0.001"),
-            {},
-            "a: 0.002 is the best rate, but no line at it reports",
-        ),
+        (grid(True).query("arm == 'a' or rate != 0.001"), {}, "b at 0.001 has no run of seed 1, others have"),
+        (grid(True).query("part == 'reports' or seed == 1"), {}, "there is 1 seed of tuning runs; tuning takes 2"),
+        (grid(True).query("part == 'selects' or rate == 0.001"), {}, "a: 0.002 is the best rate, but no line at it"),
         (RUNS.assign(part="all"), {}, "part all; it is selects or reports"),
         (RUNS.assign(part="selects"), {}, "no line reports"),
-        (UNITS.assign(weight=[None] + [1.0] * 29), {}, "a line has no weight above 0, the first of arm a, seed 1"),
         (UNITS.assign(weight=[2.0] + [1.0] * 29), {}, "not measured on the same units: a unit's weight or group"),
         (UNITS.assign(group=["x"] + ["y"] * 29), {}, "not measured on the same units: a unit's weight or group"),
         (pd.concat([grid(True).assign(unit=0), grid(True)[:1].assign(unit=1)]), {}, "not measured on the same units"),
         (dict(arm=[1]), {}, "must be a CSV file or a pandas.DataFrame, not dict"),
-        (np.zeros((2, 3)), {}, "must be a CSV file or a pandas.DataFrame, not ndarray"),
-        (RUNS, {"by": "seed"}, "runs can't be judged apart by seed"),
-        (RUNS, {"by": ["arm"]}, "runs can't be judged apart by arm"),
-        (RUNS, {"metric": "loss"}, "has no column loss; there is arm, seed, value"),
-        (
-            RUNS.rename(columns={"arm": "Arm", "seed": " seed"}),
-            {},
-            "there is Arm,  seed, value; rename 'Arm' to arm, ' seed' to seed",
-        ),
-        (
-            RUNS.assign(better=["lower", "higher"] * 3),
-            {},
-            "better is higher, lower; of one metric it is lower or higher in all lines",
-        ),
-        (RUNS.assign(state="bogus"), {}, "state bogus; it is finished, unfinished or diverged"),
-        (RUNS.assign(value=[True, False] * 3), {}, "values are true and false; write numbers"),
-        (
-            RUNS.assign(value=RUNS["value"].where(RUNS["seed"] != 2)).convert_dtypes(),
-            {},
-            "2 lines have no finite value, the first of arm a",
-        ),
-        (UNITS.assign(weight=[1e-320] + [1.0] * 29), {}, "a line has no weight of 0 or between 1e-30 and 1e+30"),
-        (UNITS.assign(weight=[1e308] + [1.0] * 29), {}, "a line has no weight of 0 or between 1e-30 and 1e+30"),
-        (RUNS.assign(value=RUNS["value"] * 1e-200), {}, "6 lines have no value of 0 or above 1e-100"),
-        (RUNS.assign(value=[1e300] + [1.0] * 5), {}, "a line has no value below 1e+30, the first of arm a, seed 1"),
     ],
 )
 def test_a_table_that_can_not_be_judged_is_refused_in_one_line(table, options, said):
@@ -339,14 +295,9 @@ def test_arms_may_have_the_names_of_missing_values(name, tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("arm,seed,value,value\na,1,4,5\n", "two columns are named value; rename or drop one"),
-        ("arm,seed,seed,value\na,1,1,5\n", "two columns are named seed"),
-        ("arm,seed,value, value\na,1,4,5\n", "two columns are named value"),
-        ("arm,seed,value,Value\na,1,4,5\n", "two columns are named Value"),
+        ("arm,seed,value, Value\na,1,4,5\n", "two columns are named"),
         ("arm,seed,value,,\na,1,4,,\n", "two columns are named nothing; rename or drop one"),
         ("arm,seed,value\na,1,4,5\nb,1,4,5\n", "lines have more fields than the header"),
-        ("arm,seed,value\na,1,4,\nb,1,4,\n", "lines have more fields than the header"),
-        ("arm,seed,value\na,1,4,5,6\nb,1,4,5,6\n", "lines have more fields than the header"),
         ("arm,seed,value\na,1,4\nb,1,4,5\n", "no CSV table: Error tokenizing data"),
     ],
 )
@@ -356,18 +307,10 @@ def test_a_header_that_does_not_fit_its_lines_is_refused(tmp_path, text, said):
         lm.judge(tmp_path / "runs.csv")
 
 
-@pytest.mark.parametrize("name", ["runs.csv", "runs.csv.gz", "runs.csv.xz", "runs.csv.bz2", "runs.csv.zip"])
-def test_a_table_is_read_up_to_a_limit_of_its_text(tmp_path, monkeypatch, name):
-    RUNS.to_csv(tmp_path / name, index=False)
-    assert lm.judge(tmp_path / name)["verdict"].tolist()[1:] == ["better"]
-    monkeypatch.setattr("lm.experiments.run_table._MAX_TABLE_BYTES", 50)
-    with pytest.raises(RunError, match="has more than 50 bytes of text"):
-        lm.judge(tmp_path / name)
-
-
-@pytest.mark.parametrize("compressed", [b"\x1f\x8b\x08\x00", b"no gzip"])
-def test_a_damaged_compressed_table_is_one_line(tmp_path, compressed):
-    (tmp_path / "runs.csv.gz").write_bytes(compressed)
+def test_a_compressed_table_is_read_and_a_damaged_one_is_one_line(tmp_path):
+    RUNS.to_csv(tmp_path / "runs.csv.gz", index=False)
+    assert lm.judge(tmp_path / "runs.csv.gz")["verdict"].tolist()[1:] == ["better"]
+    (tmp_path / "runs.csv.gz").write_bytes(b"\x1f\x8b\x08\x00")
     with pytest.raises(RunError, match="no CSV table"):
         lm.judge(tmp_path / "runs.csv.gz")
 
