@@ -255,7 +255,7 @@ def read_files(paths: list[Path], source: Files, on_error: OnError, parse: Parse
             yield from _reader_of(path, source)(path, source, on_error, parse)
 
 
-def _opened(path: Path) -> io.BufferedReader:
+def _open_decompressed(path: Path) -> io.BufferedReader:
     """Open a file for reading. pyarrow decompresses .gz and .zst, because `zstandard` would not report a truncated
     file. Up to about 64 kB of content before damage of a compressed file are lost, too.
     """
@@ -268,7 +268,7 @@ def _opened(path: Path) -> io.BufferedReader:
 
 
 def _read_txt(path: Path, source: Files, on_error: OnError, parse: Parse) -> Documents:
-    with _opened(path) as file:
+    with _open_decompressed(path) as file:
         for begin, content in _split_at_separator(file, source.separator.encode()):
             with report_unreadable(on_error):
                 text = _decode(content, begin, str(path))
@@ -312,7 +312,7 @@ def _decode(content: bytes | bytearray, begin: int, location: str) -> str:
 
 def _read_jsonl(path: Path, source: Files, on_error: OnError, parse: Parse) -> Documents:
     begin = 0
-    with _opened(path) as file:
+    with _open_decompressed(path) as file:
         for number, line in enumerate(iter(file.readline, b""), 1):
             location, document = f"{path}: line {number}", None
             with report_unreadable(on_error):

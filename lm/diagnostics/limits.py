@@ -243,8 +243,8 @@ def limit_statistics() -> StatisticFamily:
             Statistic("Lemma 1: ln (n x largest weight)", "nats", log_of_n_times_largest),
             Statistic("Lemma 1: ln (n x smallest weight)", "nats", log_of_n_times_smallest),
             Statistic("Lemma 1: ln C2 = -ln C1", "nats", log_c2),
-            Statistic("norm of the Jacobian", "", _strided(jacobian_norm), in_reports=True, has_exponent=True),
-            Statistic("bound on the norm of the Jacobian", "", _strided(jacobian_ceiling)),
+            Statistic("norm of the Jacobian", "", _at_some_queries(jacobian_norm), in_reports=True, has_exponent=True),
+            Statistic("bound on the norm of the Jacobian", "", _at_some_queries(jacobian_ceiling)),
             *(statistic for count in KEY_COUNTS for statistic in _theorems(count)),
         )
     )
@@ -268,7 +268,7 @@ def _theorems(count: int) -> Iterator[Statistic]:
         yield Statistic(name, unit, lambda rows, index=index: measured(rows)[index], in_reports=index in (0, 2))
 
 
-def _strided(statistic: Callable[[AttentionRows], Tensor | None]) -> Callable[[AttentionRows], Tensor | None]:
+def _at_some_queries(statistic: Callable[[AttentionRows], Tensor | None]) -> Callable[[AttentionRows], Tensor | None]:
     """A function that gives the statistic at one query in `QUERY_STRIDE`, the sequence's last among them, else NaN."""
 
     def measure(rows: AttentionRows) -> Tensor | None:

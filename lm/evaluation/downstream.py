@@ -94,13 +94,13 @@ class DownstreamTasks(Measurement):
             last_model = config.model_in(len(config.plan) - 1)
             decoder = Decoder(last_model, store.vocab_size, config.data.seq_len, seed=None)
         try:
-            exported_form(self._loaded(decoder))
+            exported_form(self._loaded_model(decoder))
         except RunError as error:
             raise ConfigError(
                 [Problem("eval.tasks", self.eval_config.tasks, one_line(error), "set it to []")]
             ) from None
 
-    def _loaded(self, decoder: Decoder) -> LoadedModel:
+    def _loaded_model(self, decoder: Decoder) -> LoadedModel:
         tokenizer = self.config.data.tokenizer
         spec = ModelSpec.from_decoder(decoder, self.store.manifest["end_of_text"]["token"], tokenizer.end_tokens)
         return LoadedModel(decoder, spec, self.store.tokenizer(), self.store.path)
@@ -127,7 +127,7 @@ class DownstreamTasks(Measurement):
         blocks: list[pd.DataFrame] = []
 
         def measure_tasks() -> torch.Tensor:
-            model, tokenizer = transformers_model(self._loaded(decoder))
+            model, tokenizer = transformers_model(self._loaded_model(decoder))
             seq_len, precision = self.config.data.seq_len, torch.bfloat16 if device.bf16 else None
             for name in self.names:
                 adapter = _adapter_class()(

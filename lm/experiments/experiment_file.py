@@ -281,7 +281,7 @@ def _check_arms(experiment: Experiment, configs: dict[str, Config]) -> Iterator[
         if data:
             remedy = f"give all arms one value of {', '.join(data)}"
             yield Problem(path, arm.changes, "reads other data than the baseline", remedy)
-        if _measured(experiment, config) != _measured(experiment, baseline):
+        if _measured_sequences(experiment, config) != _measured_sequences(experiment, baseline):
             reason = f"measures {metric} on other sequences than the baseline"
             remedy = (
                 "name a metric that all arms measure alike, such as by_length/loss, or set its options in `evaluate`"
@@ -289,8 +289,8 @@ def _check_arms(experiment: Experiment, configs: dict[str, Config]) -> Iterator[
             yield Problem(path, arm.changes, reason, remedy)
 
 
-def _measured(experiment: Experiment, config: Config) -> dict[str, Plain]:
-    """What the primary metric of a run is measured on, as far as its configuration says."""
+def _measured_sequences(experiment: Experiment, config: Config) -> dict[str, Plain]:
+    """Return what decides the sequences that the primary metric of a run is measured on."""
     metric, config = experiment.primary.metric, experiment.measurement_config(config)
     return measured(config, metric)[0].sequences_of(config, metric)
 

@@ -117,7 +117,7 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
     experiment = read_experiment(path, overrides)
     if (experiment.folder / CONFIG).exists():
         raise RunError(f"{experiment.folder}: a run folder; {_OTHER_NAME}")
-    recorded = _recorded(experiment)
+    recorded = _first_start_record(experiment)
     settings = recorded or _machine_settings(experiment, jobs)
     trainer = experiment.base.get("trainer", {})  # sizes and arms may set these keys, too
     open_settings = {
@@ -141,7 +141,7 @@ def start(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False) -
     _check_held_out_text(experiment, store)
     trainer, recorded, has_measured_runs = (
         experiment.first_config.trainer,
-        _recorded(experiment),
+        _first_start_record(experiment),
         is_measured(experiment),
     )
     plan = None if has_measured_runs else plan_of(experiment)
@@ -174,7 +174,7 @@ def _check_held_out_text(experiment: Experiment, store: Store) -> None:
             )
 
 
-def _recorded(experiment: Experiment) -> dict[str, Plain]:
+def _first_start_record(experiment: Experiment) -> dict[str, Plain]:
     """What the first start recorded in RESOLVED_FILE; {} before it. Raises RunError: the file was altered."""
     folder, advice = experiment.folder, "bring it back: it holds what was planned before the first run"
     return json.loads(read_file(folder, RESOLVED_FILE, advice)) if (folder / RESOLVED_FILE).exists() else {}

@@ -517,7 +517,7 @@ class Evaluation:
 
     def content(self) -> bytes:
         """The content of the evaluation's file."""
-        about, metrics = _numbered(self.frame["about"].to_numpy())
+        about, metrics = _metric_numbers(self.frame["about"].to_numpy())
         frame = self.frame.assign(about=about, value=self.frame["value"].where(np.isfinite(self.frame["value"])))
         table = frame.to_csv(index=False, float_format="%.9g", lineterminator="\n")
         names = [spec.name for spec in fields(self) if spec.name not in ("frame", "reports_only")]
@@ -553,7 +553,7 @@ def _read_table(table: str, metrics: list[Metric]) -> pd.DataFrame:
     return frame.assign(about=about[frame["about"].to_numpy()] if len(frame) else [])
 
 
-def _numbered(about: np.ndarray) -> tuple[np.ndarray, list[Metric]]:
+def _metric_numbers(about: np.ndarray) -> tuple[np.ndarray, list[Metric]]:
     """The number of each row's metric, (rows,), and the metrics."""
     ids = np.fromiter(map(id, about), np.int64, len(about))
     _, firsts, inverse = np.unique(ids, return_index=True, return_inverse=True)
@@ -566,7 +566,7 @@ def _numbered(about: np.ndarray) -> tuple[np.ndarray, list[Metric]]:
 
 def _series_of(evaluation: Evaluation) -> Iterator[Series]:
     column = {name: evaluation.frame[name].to_numpy() for name in COLUMNS}
-    about, _ = _numbered(column["about"])
+    about, _ = _metric_numbers(column["about"])
     is_new = np.zeros(len(about) + 1, bool)  # whether a row is of another series than the row before
     is_new[[0, -1]] = True
     for values in (about, column["task"], column["setting"]):
