@@ -27,7 +27,7 @@ from lm.experiments.summary import (
     trend_table,
     value_text,
 )
-from lm.report.comparison import ArmRuns, RunComparison, comparison_of
+from lm.report.comparison import Comparison
 from lm.report.comparison_pictures import LOSSES, DrawnRun, curves, layer_pictures
 from lm.report.html import Answer, PagePart, PageSection, page_files, run_details, run_sections
 from lm.report.pictures import Panel, Picture, Trace
@@ -83,15 +83,16 @@ class SizeResults:
         ]
 
     @cached_property
-    def comparison(self) -> RunComparison | None:
+    def comparison(self) -> Comparison | None:
         """The comparison of the arms that have finished runs, on the held-out documents for reports (not those by which
         learning rates are chosen); None without finished runs."""
         finished_runs = [run for run in self.begun_runs if run.state == "finished"]
-        records_by_arm = {
-            name: tuple(run.record.reporting for run in finished_runs if run.arm == name) for name in self.arm_names
+        arms = {
+            name: [run.record for run in finished_runs if run.arm == name]
+            for name in dict.fromkeys(run.arm for run in finished_runs)
         }
-        arms = tuple(ArmRuns(name, records) for name, records in records_by_arm.items() if records)
-        return comparison_of(arms, tuple(self.arm_names)) if arms else None
+        arms = {name: arms[name] for name in self.arm_names if name in arms}
+        return Comparison(tuple(self.arm_names), arms) if arms else None
 
 
 # ---------------------------------------------------------------- the page

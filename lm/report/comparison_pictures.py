@@ -2,28 +2,25 @@
 head, and the metrics that training logs by layer and head."""
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
-from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from lm.report.comparison import (
-    ArmRuns,
-    RunComparison,
-    Section,
-    SeriesName,
+    UNIT_COLUMNS,
+    Comparison,
     interval_of,
-    mean_interval,
+    paired_interval,
     shown_interval,
+    training_lengths,
 )
 from lm.report.pictures import Map, Panel, Picture, Trace, plain_ticks, token_unit
 from lm.report.tables import printable, with_unit
-from lm.runs.evaluations import Series, number
+from lm.runs.evaluations import mean, number, point_means
 from lm.runs.folder import DIVERGED, Curve
 from lm.runs.folder import curve as logged_curve
 from lm.runs.record import RunRecord
@@ -47,6 +44,11 @@ _QUANTITY_TITLES = {
 }
 
 
+POINT = ["name", "arm", "x"]  # columns that tell points of an arm's curves apart
+PointKey = tuple[int, str, float]
+Bands = Mapping[PointKey, Interval | None]  # the interval of the mean at each point
+
+
 class DrawnRun(NamedTuple):
     """A run as pictures of training draw it and pages list it. `state` is finished, unfinished or diverged."""
 
@@ -57,25 +59,23 @@ class DrawnRun(NamedTuple):
     label: str  # the run's name on the page
 
 
-def drawn_runs(comparison: RunComparison) -> list[DrawnRun]:
+def drawn_runs(comparison: Comparison) -> list[DrawnRun]:
     """Return the comparison's runs for drawing."""
-    arm_runs = ((arm.label, run) for arm in comparison.arms for run in arm.runs)
     return [
         DrawnRun(arm, run.seeds[-1], run.state, run, f"{printable(run.name)} ({arm}, {run.state})")
-        for arm, run in arm_runs
+        for arm, runs in comparison.arms.items()
+        for run in runs
     ]
 
 
-def overview(comparison: RunComparison) -> Picture:
+def overview(comparison: Comparison) -> Picture:
     """Join the pictures of losses while training and of each section with an axis into one picture."""
-    axis_pictures = [axis_picture(comparison, section) for section in comparison.sections if section.shape != "number"]
-    pictures = [
-        *filter(None, [curves(comparison.arm_names, drawn_runs(comparison), LOSSES, comparison), *axis_pictures])
-    ]
-    diverged_counts = [sum(run.state == DIVERGED for run in arm.runs) for arm in comparison.arms]
+    training = curves(comparison.names, drawn_runs(comparison), LOSSES, comparison)
+    pictures = [*filter(None, [training, *axis_pictures(comparison)])]
+    diverged = {arm: sum(run.state == DIVERGED for run in runs) for arm, runs in comparison.arms.items()}
     arms = [
-        f"{arm.label} ({_seed_count(len(arm.runs))}{f', {count} diverged' if count else ''})"
-        for arm, count in zip(comparison.arms, diverged_counts, strict=True)
+        f"{arm} ({_seed_count(len(runs))}{f', {diverged[arm]} diverged' * bool(diverged[arm])})"
+        for arm, runs in comparison.arms.items()
     ]
     panels = [panel for picture in pictures for panel in picture.panels]
     if len(comparison.arms) == 1:
@@ -97,7 +97,7 @@ def _seed_count(count: int) -> str:
 
 
 def curves(
-    names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, str], comparison: RunComparison | None
+    names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, str], comparison: Comparison | None
 ) -> Picture | None:
     """A picture of logged metrics as functions of tokens seen; None if no metric has a curve.
 
@@ -191,174 +191,140 @@ WILSON_NOTE = (
     "Wilson's over questions or the sequences that ask several, for several seeds each end of Student's t "
     "over seeds that lies farther out"
 )
-DIFFERENCE_BANDS = "Bands of differences: 95% intervals over {}, each alone."
-SeriesBySeeds = Mapping[tuple[int, ...], Series]
 
 
-def axis_picture(comparison: RunComparison, section: Section) -> Picture | None:
-    """A picture of a section's series along their axis: for each series name, panels of values and of paired
-    differences to the baseline.
-
-    It is None if the series have a single point or range and no reference level, so that the section's table shows as
-    much.
+def axis_pictures(comparison: Comparison) -> list[Picture | None]:
+    """A picture for each section of its metrics along their axis: for each name, panels of values and of paired
+    differences to the baseline. None if there is no axis, or a single place and no level to compare it with.
     """
-    if len(section.places) < 2 and not any(series.about.references for series in section.series.values()):
+    rows = comparison.rows
+    paired = comparison.paired(rows)
+    values, differences = _shared_points(rows), _shared_points(paired)
+    drawn = (values, _value_bands(comparison, values)), (differences, _difference_bands(paired, differences))
+    return [_axis_picture(comparison, section, *drawn) for section in comparison.sections]
+
+
+def _shared_points(rows: pd.DataFrame) -> pd.DataFrame:
+    """Each run's mean at the points or bins at which all runs of an arm have one. Bins that begin before
+    `FIRST_DRAWN_POSITION` are left out, except the last.
+    """
+    means, of_arm = point_means(rows)[[*POINT, "until", "run", "shape", "about", "value"]], ["name", "arm"]
+    n_runs = means.groupby(of_arm)["run"].transform("nunique")
+    means = means[means.groupby([*of_arm, "x", "until"], dropna=False)["run"].transform("size") == n_runs]
+    first = means.groupby(of_arm)["x"].transform("max").clip(upper=FIRST_DRAWN_POSITION)
+    return means[(means["shape"] == "points") | ((means["shape"] == "bins") & (means["x"] >= first))]
+
+
+def _value_bands(comparison: Comparison, points: pd.DataFrame) -> Bands:
+    """Intervals of an arm's mean at points and, of a single run, in bins."""
+    units, bands = _units_by_point(comparison.rows), {}
+    for key, means in points.groupby(POINT, sort=False):
+        index, arm, x = key
+        name, about, values = comparison.metric_names[index], means["about"].iloc[0], means["value"].to_numpy()
+        if about.control:
+            continue
+        if name.shape == "points":
+            bands[key] = (cell := comparison.cells.get((name, number(x), arm))) and cell.interval
+        elif len(values) == 1:
+            bands[key] = interval_of(units(key), float(values[0]))
+    return bands
+
+
+def _difference_bands(paired: pd.DataFrame, points: pd.DataFrame) -> Bands:
+    """Intervals of mean differences at points and in bins."""
+    units = _units_by_point(paired)
+    return {
+        key: shown_interval(paired_interval(units(key), means["value"].to_numpy()), means["about"].iloc[0])
+        for key, means in points.groupby(POINT, sort=False)
+    }
+
+
+def _units_by_point(rows: pd.DataFrame) -> Callable[[PointKey], pd.DataFrame]:
+    indices, units = rows.groupby(POINT, sort=False).indices, rows[UNIT_COLUMNS]
+    return lambda key: units.iloc[indices[key]]
+
+
+def _axis_picture(comparison: Comparison, section: pd.DataFrame, *drawn: tuple[pd.DataFrame, Bands]) -> Picture | None:
+    title, shape, about = section[["title", "shape", "about"]].iloc[0]
+    metrics, names, panels, sentences = section["about"].unique(), comparison.names, [], []
+    if shape == "number" or (section["place"].nunique() < 2 and not any(metric.references for metric in metrics)):
         return None
-    first_series, panels, sentences, names = section.example_series, [], [], comparison.arm_names
-    base, *other_arms = comparison.arms
-    caption = f"{first_series.about.caption[:1].upper()}{first_series.about.caption[1:]}."
-    caption += " Thin: single seeds; thick: their mean." if max(len(arm.runs) for arm in comparison.arms) > 1 else ""
-    for name in section.names:
-        series_by_arm = {arm.label: section.by_seed(arm, name) for arm in comparison.arms}
-        line_series = [series for by_seed in series_by_arm.values() for series in by_seed.values()]
-        value_traces = [
-            trace
-            for arm in comparison.arms
-            for trace in _arm_traces(_value_traces(section, arm, name), arm.label, names)
-        ]
-        paired_traces = []
-        for arm in other_arms if base.label == names[0] and not line_series[0].about.control else ():
-            paired_traces += _arm_traces(
-                paired_difference_traces(series_by_arm[arm.label], series_by_arm[base.label]), arm.label, names
-            )
-        title, y_range = f"{section.title}: {', '.join((name.metric, *name.labels))}", (-0.03, 1.03)
-        if first_series.unit != "fraction":
-            y_range, clip_note = _y_range(comparison, section, value_traces)
+    caption = f"{about.caption[:1].upper()}{about.caption[1:]}."
+    caption += " Thin: single seeds; thick: their mean." if max(map(len, comparison.arms.values())) > 1 else ""
+    for index in section["name"].unique():
+        name, of_name = comparison.metric_names[index], section["about"][section["name"] == index].unique()
+        traces, paired_traces = (
+            [
+                trace
+                for _, means in points[points["name"] == index].groupby("arm", sort=False)
+                for trace in _seed_traces(comparison, means, bands)
+            ]
+            for points, bands in drawn
+        )
+        panel_title, y_range = f"{title}: {', '.join((name.quantity, *name.labels))}", (-0.03, 1.03)
+        if about.unit != "fraction":
+            y_range, clip_note = _y_range(comparison, section, traces)
             sentences.append(clip_note)
-        nonfinite_arms = dict.fromkeys(names[trace.arm] for trace in value_traces if not np.isfinite(trace.y).all())
-        sentences += (
-            [f"Not finite at some places: {', '.join((*name.labels, *nonfinite_arms))}."] if nonfinite_arms else []
-        )
-        for traces, template in (
-            (value_traces, "Bands: 95% intervals over {}, each alone."),
-            (paired_traces, DIFFERENCE_BANDS),
-        ):
-            sentences += [template.format(trace.noise_source) for trace in traces if trace.noise_source]
-        levels = {level: f"{name} {level:.3g}" for series in line_series for name, level in series.about.references}
-        panels.append(replace(_axis_panel(section, title, name.metric, value_traces), y_range=y_range, levels=levels))
-        difference_panel = _axis_panel(
-            section, f"{title}: paired difference to {base.label}", "difference", paired_traces
-        )
-        panels.append(replace(difference_panel, zero_line=True) if paired_traces else None)
-    sentences += (
-        [f"Intervals are {WILSON_NOTE}."]
-        if any(series.about.interval and series.about.units == "questions" for series in section.series.values())
-        else []
-    )
-    sentences += [f"Dotted, if any: {first_series.about.levels}."] if first_series.about.levels else []
-    sentences += [f"From position {FIRST_DRAWN_POSITION}."] if first_series.bins else []
+        nonfinite_arms = dict.fromkeys(names[trace.arm] for trace in traces if not np.isfinite(trace.y).all())
+        if nonfinite_arms:
+            sentences.append(f"Not finite at some places: {', '.join((*name.labels, *nonfinite_arms))}.")
+        for kind, of_kind in (("Bands", traces), ("Bands of differences", paired_traces)):
+            sources = (trace.noise_source for trace in of_kind if trace.noise_source)
+            sentences += [f"{kind}: 95% intervals over {source}, each alone." for source in sources]
+        levels = {level: f"{label} {level:.3g}" for metric in of_name for label, level in metric.references}
+        panels.append(replace(_axis_panel(section, panel_title, name.quantity, traces), y_range=y_range, levels=levels))
+        panel_title += f": paired difference to {names[0]}"
+        panel = _axis_panel(section, panel_title, "difference", paired_traces)
+        panels.append(replace(panel, zero_line=True) if paired_traces else None)
+    if any(metric.interval and metric.units == "questions" for metric in metrics):
+        sentences.append(f"Intervals are {WILSON_NOTE}.")
+    sentences += [f"Dotted, if any: {about.levels}."] if about.levels else []
+    sentences += [f"From position {FIRST_DRAWN_POSITION}."] if shape == "bins" else []
     return Picture(panels, names, " ".join([caption, *dict.fromkeys(filter(None, sentences))]))
 
 
-def _arm_traces(traces: Sequence[Trace], arm: str, names: Sequence[str]) -> list[Trace]:
-    """Copy the traces with the index of `arm` in `names`, which decides their colour, and with the arm's name before
-    their labels.
-    """
-    return [replace(trace, arm=names.index(arm), label=f"{arm}, {trace.label}") for trace in traces]
-
-
-def _value_traces(section: Section, arm: ArmRuns, name: SeriesName) -> list[Trace]:
-    """Traces of an arm's series named `name`, over the points or bins at which all runs of the arm have values.
-
-    Points have intervals; bins have intervals only if the arm has a single run. Control series (`Series.control`) have
-    no intervals.
-    """
-    by_seed, intervals = section.by_seed(arm, name), []
-    run_series = [*by_seed.values()]
-    places = _shared_places(run_series)
-    if section.shape == "points" and run_series and not run_series[0].about.control:
-        intervals = [section.interval(arm, name, number(x)) for x in places]
-    elif len(run_series) == 1 and not run_series[0].about.control:
-        starts = run_series[0].x.tolist()
-        intervals = [interval_of(run_series[0], starts.index(start)) for start, _ in places.values()]
-    return _seed_traces(
-        by_seed, {x: [series.mean_within(*place) for series in run_series] for x, place in places.items()}, intervals
-    )
-
-
-def paired_difference_traces(arm_series: SeriesBySeeds, base_series: SeriesBySeeds) -> list[Trace]:
-    """Traces of differences, arm minus baseline, between runs of equal seeds, paired by sequence.
-
-    The traces cover the points or bins at which all runs were measured on the same sequences; [] if there are none.
-    Each point has its own interval: Student's t over seeds, or over documents if there is one seed; no interval if the
-    point's differences have no spread.
-    """
-    shared_seeds = [seeds for seeds in arm_series if seeds in base_series]
-    paired_series = [by_seed[seeds] for seeds in shared_seeds for by_seed in (arm_series, base_series)]
-    places = _shared_places(paired_series) if all(series.points for series in paired_series) else {}
-    units_by_x = {x: [series.units(*place) for series in paired_series] for x, place in places.items()}
-    units_by_x = {x: units for x, units in units_by_x.items() if len({units.identity for units in units}) == 1}
-    differences_by_x = {
-        x: [a.minus(b) for a, b in zip(units[::2], units[1::2], strict=True)] for x, units in units_by_x.items()
-    }
-    intervals = [mean_interval(differences) for differences in differences_by_x.values()]
-    bands = [shown_interval(interval, paired_series[0]) for interval in intervals] if all(intervals) else []
-    return _seed_traces(
-        shared_seeds, {x: [units.mean for units in differences] for x, differences in differences_by_x.items()}, bands
-    )
-
-
-def _seed_traces(
-    seeds: Iterable[tuple[int, ...]], values: Mapping[float, list[float]], bands: Sequence[Interval | None]
-) -> list[Trace]:
-    """A trace of each seed, and a trace of the mean over seeds. The caller sets the traces' arm.
-
-    `values` has, by x, the values of all runs in the order of `seeds`. `bands` has the interval of the mean at each x,
-    or is empty.
-    """
-    if not values:
-        return []
-    x, seed_values, bounds, noise_source = np.array([*values]), np.array([*values.values()]).T, (None, None), ""
-    mean = seed_values.mean(0)
+def _seed_traces(comparison: Comparison, means: pd.DataFrame, intervals: Bands) -> list[Trace]:
+    """A trace of each run of an arm, and of their mean with its interval at each point."""
+    table = means.pivot(index="x", columns="run", values="value")  # (points, runs)
+    x, ends = table.index.to_numpy(), means.sort_values("x")["until"].to_numpy()[:: len(table.columns)]
+    mean, bounds, noise_source = table.to_numpy().mean(1), (None, None), ""
+    name, arm = means[["name", "arm"]].iloc[0]
+    bands = [intervals.get((name, arm, at)) for at in x]
     if any(bands):
-        bounds = np.array(
-            [(interval or Interval(y, y, y)).picture_values() for interval, y in zip(bands, mean, strict=True)]
-        ).T[1:]
-        noise_source = next(interval.noise_source for interval in bands if interval)
-    seed_traces = [
-        Trace(0, f"seed {run_seeds[-1]}", x, y_values, "seed")
-        for run_seeds, y_values in zip(seeds, seed_values, strict=True)
+        bands = [interval or Interval(y, y, y) for interval, y in zip(bands, mean, strict=True)]
+        bounds = np.array([interval.picture_values() for interval in bands]).T[1:]
+        noise_source = next(interval.noise_source for interval in bands if interval.noise_source)
+    x = np.where(np.isnan(ends), x, np.sqrt(x * ends))
+    index, label = comparison.names.index(arm), f"{arm}, mean of {_seed_count(len(table.columns))}"
+    seeds = [
+        Trace(index, f"{arm}, seed {comparison.runs[run].seeds[-1]}", x, y.to_numpy(), "seed")
+        for run, y in table.items()
     ]
-    return [
-        *seed_traces,
-        Trace(0, f"mean of {_seed_count(len(seed_values))}", x, mean, "mean", *bounds, noise_source=noise_source),
-    ]
+    return [*seeds, Trace(index, label, x, mean, "mean", *bounds, noise_source=noise_source)]
 
 
-def _shared_places(series_list: Sequence[Series]) -> dict[float, tuple[float, float]]:
-    """Points or bins that all series share: (start, stop) by the x coordinate at which the value is drawn, for bins
-    sqrt(start * stop). Bins that begin before `FIRST_DRAWN_POSITION` are left out, except the last."""
-    if not series_list:
-        return {}
-    edges = [np.append(series.x, series.until[-1:]) if series.bins else series.x for series in series_list]
-    shared_x = reduce(np.intersect1d, edges)
-    if not series_list[0].bins:
-        return {x: (x, x) for x in shared_x.tolist()}
-    shared_x = shared_x[shared_x >= min(FIRST_DRAWN_POSITION, shared_x[-2:].min())]
-    return {float(np.sqrt(start * stop)): (start, stop) for start, stop in pairwise(shared_x.tolist())}
-
-
-def _axis_panel(section: Section, title: str, quantity: str, traces: Sequence[Trace]) -> Panel:
+def _axis_panel(section: pd.DataFrame, title: str, quantity: str, traces: Sequence[Trace]) -> Panel:
     """A panel of traces along the section's axis, with vertical marks at training lengths. `quantity` labels the y
     axis.
     """
-    example, x = section.example_series, np.concatenate([trace.x for trace in traces] or [np.ones(1)])
+    about, x = section["about"].iloc[0], np.concatenate([trace.x for trace in traces] or [np.ones(1)])
     octaves = [2**power for power in range(31) if x.min() <= 2**power <= x.max()]
-    ticks = plain_ticks(octaves if example.bins else sorted(set(x.tolist())))
-    marks = {float(length): f"training length {length:,}" for length in section.seq_lens}
-    label, log = with_unit(quantity, example.unit), 2 if example.axis.log else 0
-    return Panel(title, example.axis.label, label, traces, ticks, log, marks=marks)
+    ticks = plain_ticks(octaves if section["shape"].iloc[0] == "bins" else sorted(set(x.tolist())))
+    marks = {float(length): f"training length {length:,}" for length in training_lengths(section)}
+    label, log = with_unit(quantity, about.unit), 2 if about.axis.log else 0
+    return Panel(title, about.axis.label, label, traces, ticks, log, marks=marks)
 
 
 def _y_range(
-    comparison: RunComparison, section: Section, traces: Sequence[Trace]
+    comparison: Comparison, section: pd.DataFrame, traces: Sequence[Trace]
 ) -> tuple[tuple[float, float] | None, str]:
     """The range (low, high) of the y axis, cut off above the metric's reference level, and a note on arms with values
     above the range.
 
     The range is None and the note empty if no value is finite, there is no reference level, or higher is better.
     """
-    level, training_length = comparison.level(section.example_series.unit), max(section.seq_lens, default=0)
+    about = section["about"].iloc[0]
+    level, length = comparison.level(about.unit), max(training_lengths(section), default=0)
     arrays = [
         (trace.arm, array[np.isfinite(array)])
         for trace in traces
@@ -366,68 +332,43 @@ def _y_range(
         if array is not None
     ]
     values = np.concatenate([np.empty(0), *(array for _, array in arrays)])
-    if not len(values) or level is None or section.example_series.about.better == "higher":
+    if not len(values) or level is None or about.better == "higher":
         return None, ""
-    training_values = np.concatenate([trace.y[trace.x <= training_length] for trace in traces])
     low = values.min()
-    top = max(
-        min(values.max(), max(1.08 * level[1], 1.6 * min(training_values[np.isfinite(training_values)], default=low))),
-        low + 1e-3,
-    )
+    short = np.concatenate([trace.y[trace.x <= length] for trace in traces])
+    lowest = min(short[np.isfinite(short)], default=low)
+    top = max(min(values.max(), max(1.08 * level[1], 1.6 * lowest)), low + 1e-3)
     padding = 0.06 * (top - low)
-    peaks = {
-        arm: max(array.max(initial=low) for owner, array in arrays if owner == arm)
-        for arm in sorted({arm for arm, _ in arrays})
-    }
-    arm_texts = [
-        f"{comparison.arm_names[arm]} (highest: {peak:.4g})" for arm, peak in peaks.items() if peak > top + padding
+    peaks: dict[int, float] = {}
+    for arm, array in arrays:
+        peaks[arm] = max(peaks.get(arm, low), array.max(initial=low))
+    left = [
+        f"{comparison.names[arm]} (highest: {peak:.4g})" for arm, peak in sorted(peaks.items()) if peak > top + padding
     ]
-    return (low - padding, top + padding), f"Leaving the picture: {'; '.join(arm_texts)}." if arm_texts else ""
+    return (low - padding, top + padding), f"Leaving the picture: {'; '.join(left)}." if left else ""
 
 
-def heat_maps(comparison: RunComparison) -> list[Picture]:
+def heat_maps(comparison: Comparison) -> list[Picture]:
     """Pictures of heat maps of fractions of more than `MAX_TASKS_WITHOUT_MAP` tasks, such as accuracy by needle depth
     and length. Each map shows an arm's mean over seeds."""
-    series_groups = defaultdict[tuple[str, str, str], dict[str, dict[str, list[Series]]]](
-        lambda: defaultdict(lambda: defaultdict(list))
-    )
-    pairs = (
-        (arm, series)
-        for arm in comparison.arms
-        for run in arm.runs
-        for evaluation in run.evaluations
-        for series in evaluation.series
-    )
-    for arm, series in pairs:
-        if series.shape == "points" and series.unit == "fraction" and not (series.about.title or series.about.control):
-            series_groups[series.kind, series.metric, series.setting][arm.label][series.task].append(series)
-    pictures = []
-    for (kind, metric, setting), by_arm in series_groups.items():
-        aligned_arms = {
-            arm: rows
-            for arm, rows in by_arm.items()
-            if len({series.x.tobytes() for series in chain(*rows.values())}) == 1
-        }
-        if aligned_arms and max(map(len, by_arm.values())) > MAX_TASKS_WITHOUT_MAP:
-            caption = f"{kind}: {', '.join(filter(None, (metric, setting)))}. Mean over the seeds of an arm."
-            panels = [_fraction_map(arm, rows) for arm, rows in aligned_arms.items()]
-            pictures.append(Picture(panels, comparison.arm_names, caption, columns=3))
+    rows = comparison.all_rows[(comparison.all_rows["title"] == "") & (comparison.all_rows["shape"] == "points")]
+    is_drawn = np.array([about.unit == "fraction" and not about.control for about in rows["about"]], bool)
+    means, pictures = point_means(rows[is_drawn]), []
+    for (kind, quantity, setting), group in means.groupby(["kind", "quantity", "setting"], sort=False):
+        if group.groupby("arm")["task"].nunique().max() > MAX_TASKS_WITHOUT_MAP:
+            caption = f"{kind}: {', '.join(filter(None, (quantity, setting)))}. Mean over the seeds of an arm."
+            maps = [_fraction_map(arm, of_arm) for arm, of_arm in group.groupby("arm", sort=False)]
+            pictures.append(Picture(maps, comparison.names, caption, columns=3))
     return pictures
 
 
-def _fraction_map(arm: str, series_by_task: Mapping[str, Sequence[Series]]) -> Map:
-    """A heat map of an arm: a row for each task, a column for each point, cells with means over runs. All series have
-    the same points.
-    """
-    example, *_ = next(iter(series_by_task.values()))
-    values = np.array(
-        [np.mean([series.means for series in series_list], axis=0) for series_list in series_by_task.values()],
-        dtype=float,
-    )
-    top = 1.0 if example.about.interval else float(np.nanmax(values))
-    return Map(
-        arm, example.axis.label, list(plain_ticks(example.x.tolist()).values()), list(series_by_task), values, top
-    )
+def _fraction_map(arm: str, means: pd.DataFrame) -> Map:
+    """A heat map of an arm: a row for each task, a column for each point, cells with means over runs."""
+    about, tasks = means["about"].iloc[0], means["task"].unique()
+    table = mean(means, ["task", "x"]).pivot(index="task", columns="x", values="value").reindex(tasks)
+    values = table.to_numpy()
+    top = 1.0 if about.interval else float(np.nanmax(values))
+    return Map(arm, about.axis.label, list(plain_ticks(table.columns).values()), list(tasks), values, top)
 
 
 # ---------------------------------------------------------------- what is logged by layer and head

@@ -1,17 +1,28 @@
 """The tables and notes of a comparison: means, differences, costs, and the facts that runs share or differ in."""
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from functools import partial
 from itertools import product
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from lm.attention import catalogue
 from lm.config import normalizers as kinds
-from lm.report.comparison import ArmRuns, RunComparison, Section, SeriesName, seeds_shown, shared_value
+from lm.report.comparison import (
+    Arms,
+    Comparison,
+    Difference,
+    MeanOfArm,
+    Name,
+    places,
+    seeds_shown,
+    shared_value,
+    training_lengths,
+)
 from lm.report.tables import (
     Column,
     FilledColumn,
@@ -23,9 +34,9 @@ from lm.report.tables import (
     table_from_rows,
 )
 from lm.runs.folder import DIVERGED, peak_memory, training_seconds
+from lm.runs.metric import Metric
 from lm.runs.record import RunRecord, differing_settings, starts
 from lm.schema import Plain, flatten
-from lm.statistics.intervals import Interval
 
 BETTER_SIDE = {"lower": "below zero", "higher": "above zero", "none": ""}  # side on which differences are improvements
 REPORTING_NOTE = (
@@ -40,54 +51,75 @@ AGREEMENT_TEXTS = {True: "yes", False: "NO", None: "unknown"}  # how tables show
 TimeSpan = tuple[datetime, datetime]
 
 
-def comparison_tables(comparison: RunComparison) -> tuple[Table, ...]:
+def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
     """One table for each section: a row for each task, inference setting and arm, a column for each metric at each
     point or range. A table of differences to the baseline follows if any difference has an interval."""
     tables = [_section_table(comparison, section) for section in comparison.sections]
-    differences = _difference_table(comparison)
-    return (*tables, differences) if differences.rows else tuple(tables)
+    differences = [difference for difference in comparison.differences if difference.interval]
+    return (*tables, _difference_table(comparison, differences)) if differences else tuple(tables)
 
 
-def _section_table(comparison: RunComparison, section: Section) -> Table:
-    measured = dict.fromkeys((run, replace(name, metric="")) for run, name in section.series)  # names without metric
-    rows = product(dict.fromkeys(name for _, name in measured), comparison.arms)
-    runs_by_row = {(arm, name): [run for run in arm.runs if (run, name) in measured] for name, arm in rows}
-    runs_by_row = {row: runs for row, runs in runs_by_row.items() if runs}
-    rows_by_metric = [[(arm, replace(name, metric=metric)) for arm, name in runs_by_row] for metric in section.metrics]
-    labels = {
-        "arm": [arm.label for arm, _ in runs_by_row],
-        "task": [name.subject for _, name in runs_by_row],
-        "inference setting": [name.setting for _, name in runs_by_row],
-    }
-    columns: list[FilledColumn] = [(Column(name, kind="label"), cells) for name, cells in labels.items() if any(cells)]
-    columns += [(Column("seeds"), [str(len(runs)) for runs in runs_by_row.values()])]
-    diverged_counts = [sum(run.state == DIVERGED for run in runs) for runs in runs_by_row.values()]
-    columns += [(Column("diverged"), [str(count) for count in diverged_counts])] if any(diverged_counts) else []
-    if section.shape == "number":
-        for name, value in (
-            ("params", lambda run: run.environment_entry("parameters.total")),
-            ("tokens", lambda run: run.tokens_seen),
-        ):
-            columns.append(
-                (Column(name, "M"), [_mean_text([value(run) for run in runs], 1e6) for runs in runs_by_row.values()])
-            )
-    columns += [column for rows in rows_by_metric for column in _mean_columns(comparison, section, rows)]
-    for rows in rows_by_metric if section.shape == "number" else ():
-        example = section.example(rows[0][1].metric)
-        series_by_row = [section.comparable_series(*row, "") for row in rows]
-        for name, _ in example.about.references:
-            levels = [
-                [level for series in row_series for other, level in series.about.references if other == name]
-                for row_series in series_by_row
-            ]
-            columns.append(
-                (
-                    Column(name, _unit(example.unit)),
-                    [numeral(float(np.mean(values))) if values else None for values in levels],
-                )
-            )
-    title = section.title + (" in training lengths" if section.shape == "bins" else "")
-    return Table(title, _unit(section.example_series.unit), tuple(columns))
+def _section_table(comparison: Comparison, section: pd.DataFrame) -> Table:
+    title, shape = section[["title", "shape"]].iloc[0]
+    runs_by_row = section.groupby(["subject", "setting", "arm"], sort=False)["run"].unique().to_dict()
+    settings = dict.fromkeys(key[:2] for key in runs_by_row)
+    rows = [(*key, arm) for key, arm in product(settings, comparison.arms) if (*key, arm) in runs_by_row]
+    runs = [[comparison.runs[run] for run in runs_by_row[row]] for row in rows]
+    subjects, setting_names, arms = (list(texts) for texts in zip(*rows, strict=True))
+    labels = {"arm": arms, "task": subjects, "inference setting": setting_names}
+    columns: list[FilledColumn] = [(Column(name, kind="label"), texts) for name, texts in labels.items() if any(texts)]
+    columns.append((Column("seeds"), [str(len(of_row)) for of_row in runs]))
+    diverged = [sum(run.state == DIVERGED for run in of_row) for of_row in runs]
+    columns += [(Column("diverged"), [str(count) for count in diverged])] if any(diverged) else []
+    levels: list[FilledColumn] = []
+    if shape == "number":
+        counts = {
+            "params": lambda run: run.environment_entry("parameters.total"),
+            "tokens": lambda run: run.tokens_seen,
+        }
+        for name, count in counts.items():
+            columns.append((Column(name, "M"), [_mean_text([count(run) for run in of_row], 1e6) for of_row in runs]))
+    for quantity, means in section.groupby("quantity", sort=False):
+        with_units = means[means["sample"].notna()]
+        about = (means if with_units.empty else with_units)["about"].iloc[0]
+        names = [Name(title, shape, quantity, subject, setting) for subject, setting, _ in rows]
+        cells = {
+            place: [comparison.cells.get((name, place, arm)) for name, arm in zip(names, arms, strict=True)]
+            for place in places(section)
+        }
+        columns += _mean_columns(section, about, quantity, cells)
+        if shape == "number":
+            unit = _unit(about.unit)
+            if len(with_units) and any(len(of_arm) > 1 for of_arm in comparison.arms.values()):
+                spreads = [numeral(cell and cell.spread) for cell in cells[""]]
+                columns.append((Column("sd over seeds", unit), spreads))
+            for level in dict(about.references):
+                values = [numeral(cell and dict(cell.about.references).get(level)) for cell in cells[""]]
+                levels.append((Column(level, unit), values))
+    title += " in training lengths" if shape == "bins" else ""
+    return Table(title, _unit(section["about"].iloc[0].unit), (*columns, *levels))
+
+
+def _mean_columns(
+    section: pd.DataFrame, about: Metric, quantity: str, cells: Mapping[str, Sequence[MeanOfArm | None]]
+) -> list[FilledColumn]:
+    """A column for each place of the means of a metric, at points with their intervals."""
+    is_point = section["shape"].iloc[0] == "points"
+    lengths, starts = training_lengths(section), dict(zip(section["place"], section["x"], strict=True))
+    sources = [cell.interval.noise_source for of_place in cells.values() for cell in of_place if cell and cell.interval]
+    unit, options = _unit(about.unit), {}
+    if sources:
+        unit += f", 95% interval over {' or over '.join(dict.fromkeys(sources))}, alone"
+        options = {"kind": "mean", "decimals": 3 if about.unit == "fraction" else 4}
+    columns = []
+    for place, of_place in cells.items():
+        heading = f"{place}, {starts[place] / lengths[0]:g}x" if is_point and len(lengths) == 1 else place
+        if not is_point or section["quantity"].nunique() > 1:
+            heading = f"{quantity} {heading}".strip()
+        columns.append(
+            (Column(heading, unit, **options), [cell and (cell.interval or numeral(cell.mean)) for cell in of_place])
+        )
+    return columns
 
 
 def _mean_text(values: Sequence[float | None], unit: float = 1.0, decimals: int | None = None) -> str | None:
@@ -101,97 +133,57 @@ def _mean_text(values: Sequence[float | None], unit: float = 1.0, decimals: int 
     return four_digit_text(mean) if decimals is None else f"{mean:.{decimals}f}"
 
 
-def _mean_columns(
-    comparison: RunComparison, section: Section, rows: list[tuple[ArmRuns, SeriesName]]
-) -> list[FilledColumn]:
-    """Columns of a metric's means, one for each point (with intervals) or range. Single numbers of several seeds also
-    have an sd column.
-    """
-    example = section.example(rows[0][1].metric)
-    unit, has_points, training_lengths = _unit(example.unit), section.shape == "points", section.seq_lens
-    cells_by_name = {}
-    for place, (start, _) in section.places.items():
-        name = place + (f", {start / training_lengths[0]:g}x" if has_points and len(training_lengths) == 1 else "")
-        name = name if has_points and len(section.metrics) == 1 else f"{example.metric} {name}".strip()
-        cells_by_name[name] = [
-            (section.interval(*row, place) if has_points else None) or numeral(section.mean(*row, place))
-            for row in rows
-        ]
-    noise_sources = dict.fromkeys(
-        cell.noise_source for cells in cells_by_name.values() for cell in cells if isinstance(cell, Interval)
-    )
-    fields = {"unit": unit}
-    if noise_sources:
-        interval_unit = f"{unit}, 95% interval over {' or over '.join(noise_sources)}, alone"
-        fields = {"unit": interval_unit, "kind": "mean", "decimals": 3 if example.unit == "fraction" else 4}
-    mean_columns = [(Column(name, **fields), cells) for name, cells in cells_by_name.items()]
-    if section.shape == "number" and example.points and any(len(arm.runs) > 1 for arm in comparison.arms):
-        means_by_row = [[series.mean_at("") for series in section.comparable_series(*row, "")] for row in rows]
-        spreads = [
-            numeral(float(np.std(run_means, ddof=1))) if len(run_means) > 1 else None for run_means in means_by_row
-        ]
-        mean_columns.append((Column("sd over seeds", unit), spreads))
-    return mean_columns
-
-
 def _unit(unit: str) -> str:
     return unit.replace(" per ", "/")
 
 
-def _difference_table(comparison: RunComparison) -> Table:
-    """A table of the differences to the baseline that have an interval, with a column for each source of noise that
-    intervals cover.
-    """
-    differences = [difference for difference in comparison.differences if difference.interval]
-    intervals = [difference.interval for difference in differences]
-    examples = [difference.section.example(difference.name.metric) for difference in differences]
+def _difference_table(comparison: Comparison, differences: list[Difference]) -> Table:
+    """A table of differences. Differences whose intervals cover different noise stand in different columns."""
     columns: list[FilledColumn] = [
         (Column("arm", kind="label"), [difference.arm for difference in differences]),
         (Column("metric", kind="label"), [difference.subject for difference in differences]),
-        (Column("measured in", kind="label"), [_unit(series.unit) for series in examples]),
-        (Column("better", kind="label"), [BETTER_SIDE[series.about.better] for series in examples]),
+        (Column("measured in", kind="label"), [_unit(difference.about.unit) for difference in differences]),
+        (Column("better", kind="label"), [BETTER_SIDE[difference.about.better] for difference in differences]),
     ]
+    intervals = [difference.interval for difference in differences]
     for noise_source in dict.fromkeys(interval.noise_source for interval in intervals):
         cells = [interval if interval.noise_source == noise_source else None for interval in intervals]
         columns.append((Column("difference", f"95% interval over {noise_source}, alone", "difference"), cells))
-    return Table(f"Differences to {comparison.arms[0].label}", "", tuple(columns))
+    return Table(f"Differences to {comparison.names[0]}", "", tuple(columns))
 
 
-def comparison_notes(comparison: RunComparison) -> list[str]:
+def comparison_notes(comparison: Comparison) -> list[str]:
     """Notes on what differs besides the normalizer, on how differences were computed or why they are missing, and on
     what runs lack.
     """
     lines = [comparison.warning] if comparison.warning else []
-    has_text = any(series.is_of_text for section in comparison.sections for series in section.series.values())
-    lines += [REPORTING_NOTE] if has_text else []
-    names = ((section, name) for section in comparison.sections for name in section.names)
-    differ_in_seeds = any(
-        len({tuple(section.by_seed(arm, name)) for arm in comparison.arms} - {()}) > 1 for section, name in names
-    )
-    lines += [OWN_SEEDS_NOTE] if comparison.differences and differ_in_seeds else []
-    for note in dict.fromkeys(difference.note for difference in comparison.differences):
-        group = [difference for difference in comparison.differences if difference.note == note]
-        # by the names of the arms whose differences have this note
-        subjects_by_arms: dict[tuple[str, ...], list[str]] = {}
-        for subject in dict.fromkeys(difference.subject for difference in group):
-            subjects_by_arms.setdefault(
-                tuple(difference.arm for difference in group if difference.subject == subject), []
-            ).append(subject)
-        absence = "" if group[0].interval else " is not given"
-        for arms, subjects in subjects_by_arms.items():
-            lines.append(f"difference of {', '.join(arms)} in {'; '.join(subjects)}{absence}: {note}")
+    lines += [REPORTING_NOTE] if (comparison.rows["part"] == "reports").any() else []
+    seeds = comparison.points.groupby(["name", "arm"])["seeds"].agg(frozenset)
+    differ_in_seeds = (seeds.groupby("name").nunique() > 1).any()
+    lines += [OWN_SEEDS_NOTE] * bool(comparison.differences and differ_in_seeds)
+    arms: dict[tuple[str, str, str], list[str]] = {}  # arms by note and subject
+    for difference in comparison.differences:
+        absence = "" if difference.interval else " is not given"
+        arms.setdefault((difference.note, absence, difference.subject), []).append(difference.arm)
+    subjects: dict[tuple[str, str, str], list[str]] = {}
+    for (note, absence, subject), labels in arms.items():
+        subjects.setdefault((", ".join(labels), absence, note), []).append(subject)
+    lines += [
+        f"difference of {labels} in {'; '.join(names)}{absence}: {note}"
+        for (labels, absence, note), names in subjects.items()
+    ]
     return [*lines, *comparison.missing_notes]
 
 
 # ---------------------------------------------------------------- what a run took
 
 
-def cost_table(arms: Sequence[ArmRuns], concurrent_runs: Sequence[RunRecord], title: str = "What a run took") -> Table:
+def cost_table(arms: Arms, concurrent_runs: Sequence[RunRecord], title: str = "What a run took") -> Table:
     """A table of the mean costs of a run, one row per arm. `concurrent_runs`: all runs that may have been under way at
     the same time.
     """
     training_spans = {run.folder: _training_span(run) for run in concurrent_runs}
-    uses_cpu = [str(run.setting("device") or "cpu").startswith("cpu") for arm in arms for run in arm.runs]
+    uses_cpu = [str(run.setting("device") or "cpu").startswith("cpu") for runs in arms.values() for run in runs]
     memory_unit = (
         "GiB, whole process"
         if all(uses_cpu)
@@ -199,10 +191,10 @@ def cost_table(arms: Sequence[ArmRuns], concurrent_runs: Sequence[RunRecord], ti
         if any(uses_cpu)
         else "GiB, tensors on the GPU"
     )
-    costs = [[_costs(run, training_spans, memory_unit) for run in arm.runs] for arm in arms]
+    costs = [[_costs(run, training_spans, memory_unit) for run in runs] for runs in arms.values()]
     columns: list[FilledColumn] = [
-        (Column("arm", kind="label"), [arm.label for arm in arms]),
-        (Column("runs"), [str(len(arm.runs)) for arm in arms]),
+        (Column("arm", kind="label"), [*arms]),
+        (Column("runs"), [str(len(runs)) for runs in arms.values()]),
     ]
     for name, unit in costs[0][0]:
         cells = [
@@ -210,7 +202,7 @@ def cost_table(arms: Sequence[ArmRuns], concurrent_runs: Sequence[RunRecord], ti
             for by_run in costs
         ]
         columns += [(Column(name, unit), cells)] if any(cells) else []
-    devices = [", ".join(dict.fromkeys(plain_text(run.setting("device")) for run in arm.runs)) for arm in arms]
+    devices = [", ".join(dict.fromkeys(plain_text(run.setting("device")) for run in runs)) for runs in arms.values()]
     return Table(title, "", (*columns, (Column("device", kind="words"), devices)))
 
 
@@ -276,12 +268,12 @@ class Fact:
     condition: bool = True
 
 
-def run_facts(comparison: RunComparison) -> list[Fact]:
+def run_facts(comparison: Comparison) -> list[Fact]:
     """Facts on the settings of all runs and on how the runs were measured, beginning with the conditions of a fair
     comparison.
     """
     arms = comparison.arms
-    sections = {section.example_series.about.measured_on: section for section in comparison.sections}
+    sections = {section["about"].iloc[0].measured_on: section for section in comparison.sections}
 
     def fact(name: str, value: Callable[[RunRecord], object]) -> Fact:
         return Fact(name, *shared_value(arms, value))
@@ -307,18 +299,22 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
     # equal commits with uncommitted changes need not be equal code
     is_same_code, code = shared_value(arms, lambda run: run.commits)
     schedule = ("optim.lr", "optim.warmup_steps", "optim.schedule.")  # prefixes of the keys of the schedule
-    seed_lists = {tuple(run.seeds for run in arm.runs) for arm in arms}
+    seed_lists = {tuple(run.seeds for run in runs) for runs in arms.values()}
     differences = [(printable(run.name), differing_settings(run.environment)) for run in comparison.runs]
     differing_starts = ". ".join(f"{name}: {'; '.join(settings)}" for name, settings in differences if settings)
-    inference_settings = dict.fromkeys(
-        name.setting for section in comparison.sections for name in section.names if name.setting
-    )
+    inference_settings = filter(None, dict.fromkeys(name.setting for name in comparison.metric_names))
     conditions = [
         fact("tokens seen", lambda run: run.tokens_seen),
         fact("tokens in the weights started from", lambda run: run.tokens_before),
-        *(fact(f"tokens seen, {name}", section.tokens_seen) for name, section in list(sections.items())[1:]),
+        *(
+            fact(f"tokens seen, {name}", comparison.tokens_seen(section))
+            for name, section in list(sections.items())[1:]
+        ),
         fact("data fingerprint", lambda run: run.environment_entry("data_fingerprint")),
-        *(fact(f"{name} (sha256)", section.sha256) for name, section in sections.items()),
+        *(
+            fact(f"{name} (sha256)", comparison.by_run(section, _sequences_sha256))
+            for name, section in sections.items()
+        ),
         fact("tokens in a step", lambda run: run.flat.get("optim.batch_tokens")),
         fact("steps", lambda run: run.flat.get("trainer.max_steps")),
         Fact("seeds", len(seed_lists) == 1, shared_value(arms, lambda run: seeds_shown(run.seeds))[1]),
@@ -333,9 +329,9 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
         Fact("code", None if is_same_code and "uncommitted" in code else is_same_code, code),
     ]
     other_facts = [
-        *(Fact(f"normalizer: {arm.label}", None, _normalizer_text(arm.runs[0])) for arm in arms),
+        *(Fact(f"normalizer: {arm}", None, _normalizer_text(runs[0])) for arm, runs in arms.items()),
         fact("training length (tokens)", lambda run: run.flat["data.seq_len"]),
-        *(fact(name, partial(_sequences_text, section)) for name, section in sections.items()),
+        *(fact(name, comparison.by_run(section, _sequences_text)) for name, section in sections.items()),
         Fact("inference settings", None, ", ".join(inference_settings) or "none"),
         fact("data", corpus_text),
         *([fact("tasks", tasks)] if any(map(tasks, comparison.runs)) else []),
@@ -347,7 +343,7 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
     return conditions + [replace(fact, condition=False) for fact in other_facts]
 
 
-def facts_table(comparison: RunComparison) -> Table:
+def facts_table(comparison: Comparison) -> Table:
     """A table with a row for each of the `run_facts`; with several arms, a column says which conditions of a fair
     comparison hold.
     """
@@ -362,26 +358,28 @@ def facts_table(comparison: RunComparison) -> Table:
     return table_from_rows("Runs and environment", rows, {"value": "words"})
 
 
-def configuration_table(comparison: RunComparison, is_omitted: Callable[[str], bool]) -> Table:
+def configuration_table(comparison: Comparison, is_omitted: Callable[[str], bool]) -> Table:
     """A table with a row for each configuration key in which the arms differ, unless it `is_omitted`, and a column for
     each arm.
     """
     keys = [key for key in comparison.config_diff if not is_omitted(key)]
-    cells_by_arm = [[comparison.config_diff[key][index] for key in keys] for index in range(len(comparison.arms))]
     columns = [
-        (Column(arm.label, kind="words"), cells) for arm, cells in zip(comparison.arms, cells_by_arm, strict=True)
+        (Column(arm, kind="words"), [comparison.config_diff[key][index] for key in keys])
+        for index, arm in enumerate(comparison.arms)
     ]
     return Table("Configuration keys in which the arms differ", "", ((Column("key", kind="label"), keys), *columns))
 
 
-def _sequences_text(section: Section, run: RunRecord) -> str | None:
-    """Text on number and length of the sequences on which a run's series in a section were measured, by task; None if
-    no series says it.
-    """
-    amounts = dict.fromkeys(
-        (name.subject, series.about.amount) for (owner, name), series in section.series.items() if owner is run
-    )
-    return "; ".join(": ".join(filter(None, (subject, amount))) for subject, amount in amounts if amount) or None
+def _sequences_sha256(rows: pd.DataFrame) -> str | None:
+    """The hash of the sequences of rows, or of a list of hashes; None if only their means are known."""
+    hashes = sorted(rows["sequences"][rows["sample"].notna()].unique())
+    return hashlib.sha256(", ".join(hashes).encode()).hexdigest() if len(hashes) > 1 else next(iter(hashes), None)
+
+
+def _sequences_text(rows: pd.DataFrame) -> str | None:
+    """Number and length of the sequences of rows, by task; None if no metric says it."""
+    amounts = dict.fromkeys(zip(rows["subject"], (about.amount for about in rows["about"]), strict=True))
+    return "; ".join(": ".join(filter(None, pair)) for pair in amounts if pair[1]) or None
 
 
 def corpus_text(run: RunRecord) -> str | None:

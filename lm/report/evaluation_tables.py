@@ -4,15 +4,18 @@ number.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 from lm.errors import abbreviated
 from lm.report.comparison import interval_of
 from lm.report.tables import Column, FilledColumn, Table, numeral, print_tables, table_bytes
-from lm.runs.evaluations import Evaluation, Series, number, series_names
+from lm.runs.evaluations import CURVE, Evaluation, at_places, measured, number, overall_means, point_means
+from lm.runs.metric import Metric
 from lm.statistics.intervals import MIN_DOCUMENTS
 
 TOO_FEW_DOCUMENTS = f"no interval: fewer than {MIN_DOCUMENTS} documents"
@@ -37,7 +40,7 @@ class EvaluationResult:
 
     @cached_property
     def rows(self) -> list["Row"]:
-        return rows_of(self.evaluation.series)
+        return rows_of(self.evaluation)
 
 
 @dataclass(frozen=True)
@@ -52,51 +55,46 @@ class Row:
     high: float | None = None
     over: str = ""  # what the interval covers, or why there is no interval
     name: str = ""  # the metric's name in metrics.jsonl; empty: it is not there
+    curve: tuple[str, str, str] | None = None  # setting, metric and task if its metric is printed without intervals
+    at: str | None = None  # the place in words; None: a level, or the mean over all places
 
 
-def rows_of(all_series: Iterable[Series]) -> list[Row]:
-    """Rows of all series' means and reference levels; over bins, a row for each range (`Series.places`) and one for the
-    overall mean.
-    """
-    return [row for series, name in series_names(all_series).items() for row in _rows(series, name)]
+def rows_of(evaluation: Evaluation) -> list[Row]:
+    """Rows of all means at places (`at_places`) and reference levels; over bins, a row for the overall mean, too."""
+    measurements = measured([evaluation])
+    units = at_places(measurements)
+    indices = units.groupby([*CURVE, "place"], sort=False, observed=True).indices
+    overall = {_curve_of(mean): mean for mean in overall_means(measurements).itertuples()}
+    rows: list[Row] = []
+    for key, means in groupby(point_means(units).itertuples(), _curve_of):
+        about, _, setting = key
+        for mean in means:
+            is_bin, axis, at = mean.shape == "bins", about.axis, ""
+            if axis:
+                at = f"{number(mean.x)}-{number(mean.until)}" if is_bin else number(mean.x)
+                at = f"{at} {axis.unit}" if axis.unit else f"{axis.name} {at}"
+            has_interval = about.interval and not is_bin
+            curve = None if has_interval else (setting, mean.quantity, mean.subject)
+            bounds: tuple[float | None, float | None, str] = None, None, TOO_FEW_DOCUMENTS * has_interval
+            if has_interval and (interval := interval_of(units.iloc[indices[(0, *key, mean.place)]], mean.value)):
+                bounds = interval.low, interval.high, interval.noise_source
+                if math.isfinite(interval.mean) and not interval.bounded:
+                    bounds = None, None, NO_SPREAD
+            where = ", ".join(filter(None, (mean.subject, at)))
+            name = mean.metric if mean.logged and not is_bin else ""
+            rows.append(Row(setting, where, mean.quantity, mean.value, *bounds, name, curve, at))
+            rows += [
+                Row(setting, where, f"{mean.quantity}: {level}", value, curve=curve)
+                for level, value in about.references
+            ]
+        if is_bin:
+            name = mean.metric if mean.logged else ""
+            rows.append(Row(setting, mean.subject, mean.quantity, overall[key].value, name=name, curve=curve))
+    return rows
 
 
-def _rows(series: Series, name: str) -> Iterator[Row]:
-    is_logged = series.is_logged
-    for place, (start, stop) in series.places.items():
-        place_text = ", ".join(filter(None, (name, _place_text(series, start, stop))))
-        interval = interval_of(series, series.point_at(place)) if _has_intervals(series) else None
-        bounds = None, None, TOO_FEW_DOCUMENTS * _has_intervals(series)
-        if interval:
-            has_no_spread = math.isfinite(interval.mean) and not interval.bounded
-            bounds = (None, None, NO_SPREAD) if has_no_spread else (interval.low, interval.high, interval.noise_source)
-        log_name = series.names[series.point_at(place)] if is_logged and not series.bins else ""
-        yield Row(series.setting, place_text, series.metric, series.mean_at(place), *bounds, log_name)
-        yield from (
-            Row(series.setting, place_text, f"{series.metric}: {level}", value)
-            for level, value in series.about.references
-        )
-    if series.bins:
-        yield Row(series.setting, name, series.metric, series.overall_mean, name=series.names[0] * is_logged)
-
-
-def _has_intervals(series: Series) -> bool:
-    """Whether the means of a series are printed with intervals, provided that there are enough documents; means over
-    bins are not.
-    """
-    return series.about.interval and not series.bins
-
-
-def _place_text(series: Series, start: float, stop: float) -> str:
-    if series.shape == "number":
-        return ""
-    value_text = f"{number(start)}-{number(stop)}" if series.bins else number(start)
-    return f"{value_text} {series.axis.unit}" if series.axis.unit else f"{series.axis.name} {value_text}"
-
-
-def logged_means(evaluation: Evaluation) -> dict[str, float]:
-    """The means of an evaluation that training logs to metrics.jsonl, by metric name."""
-    return {name: value for series in evaluation.series for name, value in series.logged_means.items()}
+def _curve_of(mean: NamedTuple) -> tuple[Metric, str, str]:
+    return mean.about, mean.task, mean.setting
 
 
 def print_results(results: list[EvaluationResult], output: Path | None = None) -> None:
@@ -127,7 +125,8 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
                 for row in result.rows
                 if row.metric in metrics
             ]
-            tables, curves = {}, []
+            tables: dict[str, CellTexts] = {}
+            curves: dict[tuple[int, tuple[str, str, str]], list[Row]] = {}
             if len(metrics) > MAX_COLUMNS:
                 means = [
                     (Column(f"{models[index]} {row.setting}".strip()), row) for index, row in rows if not row.where
@@ -136,34 +135,20 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
                 omitted_count += len(rows) - len(means)
                 rows = []
             elif max(Counter(index for index, row in rows if row.low is None).values(), default=0) > MAX_NUMBERS:
-                metric_series = (
-                    (series for series in result.evaluation.series if series.metric in metrics)
-                    for result in kind_results
-                )
-                named_series = [
-                    (index, *pair)
-                    for index, series in enumerate(metric_series)
-                    for pair in series_names(series).items()
-                ]
-                rows = [
-                    (index, row)
-                    for index, series, name in named_series
-                    if _has_intervals(series)
-                    for row in _rows(series, name)
-                ]
-                curves = [entry for entry in named_series if not _has_intervals(entry[1])]
+                for index, row in rows:
+                    if row.curve and row.at is not None:
+                        curves.setdefault((index, row.curve), []).append(row)
+                rows = [(index, row) for index, row in rows if not row.curve]
             tables["measured at"] = _interval_cells(rows)
             tables["curve"] = cells = {}
-            for index, curve, name in curves:
-                places = [place for place in curve.places if math.isfinite(curve.mean_at(place))]
-                values = [
-                    numeral(curve.mean_at(place)) + f" ({_place_text(curve, *curve.places[place])})" * bool(place)
-                    for place in places
+            for (index, (setting, metric, task)), points in curves.items():
+                texts = [
+                    numeral(row.value) + f" ({row.at})" * bool(row.at) for row in points if math.isfinite(row.value)
                 ]
-                row = index, curve.setting, ", ".join(filter(None, (curve.metric, name)))
-                cells[row, Column("first value (at)")] = values[0] if values else ""
-                cells[row, Column("last value (at)")] = values[-1] if len(values) > 1 else ""
-                omitted_count += len(curve.places) - min(2, len(places))
+                key = index, setting, ", ".join(filter(None, (metric, task)))
+                cells[key, Column("first value (at)")] = texts[0] if texts else ""
+                cells[key, Column("last value (at)")] = texts[-1] if len(texts) > 1 else ""
+                omitted_count += len(points) - min(2, len(texts))
             print_tables(
                 *(
                     _table(title, models if head != "metric" else [""], head, cells)
@@ -177,7 +162,7 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
         if omitted_count:
             destination = output or "in a table with -o table.csv"
             print(f"{omitted_count:,} more numbers, by layer, position or the like, and all intervals: {destination}")
-    if any(series.is_of_text for result in results for series in result.evaluation.series):
+    if any((result.evaluation.frame["part"] != "").any() for result in results):
         print(
             "Numbers are of all held-out text; lm report and lm compare leave out the third that selects rates and "
             "checkpoints."
@@ -241,5 +226,5 @@ def results_bytes(results: list[EvaluationResult], path: Path) -> bytes:
         labels = {"run": str(result.folder), "step": result.evaluation.step, "kind": result.evaluation.kind}
         for row in result.rows:
             cells = vars(row) | {"metric": row.name or row.metric, "quantity": row.metric}
-            lines.append(labels | {name: cell for name, cell in cells.items() if name != "name"})
+            lines.append(labels | {name: cell for name, cell in cells.items() if name not in ("name", "curve", "at")})
     return table_bytes(lines, path)

@@ -5,13 +5,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from lm.errors import RunError
 from lm.files import expand_home
 from lm.report.comparison import arm_label
-from lm.runs.evaluations import Evaluation, chance_level, evaluation_files, load_evaluation, series_names
+from lm.runs.evaluations import Evaluation, chance_level, evaluation_files, load_evaluation, measured
 from lm.runs.folder import CONFIG, ENVIRONMENT, SWAPPED
 from lm.runs.record import RunRecord, read_run
 
@@ -80,39 +79,23 @@ def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
 
 
 def frame(blocks: Iterable[pd.DataFrame]) -> pd.DataFrame:
-    """Join blocks of rows into a data frame with `COLUMNS`; NaN where a block lacks a column."""
+    """Join blocks of rows into a data frame with `COLUMNS`; missing where a block lacks a column."""
     blocks = [block for block in blocks if len(block)]
-    texts = {
-        name: object for name in COLUMNS if name not in ("chance", "x", "until", "sample", "group", "weight", "value")
-    }
-    joined = (
-        pd.concat(
-            [
-                block.astype({name: object for name in texts.keys() & block.columns.intersection([*texts])})
-                for block in blocks
-            ],
-            ignore_index=True,
-        )
-        if blocks
-        else pd.DataFrame()
-    )
-    return joined.reindex(columns=COLUMNS).infer_objects()
+    return (pd.concat(blocks, ignore_index=True) if blocks else pd.DataFrame()).reindex(columns=COLUMNS).infer_objects()
 
 
 def evaluation_block(evaluation: Evaluation, run_values: dict[str, Any]) -> pd.DataFrame:
     """The rows of an evaluation. `run_values`: the run's columns, which all of these rows share."""
-    rows, names = evaluation.frame, series_names(evaluation.series)
-    about, tasks = rows["about"], {(series.about, series.task): name for series, name in names.items()}
-    measured = {name: [getattr(metric, name) for metric in about] for name in ("quantity", "unit", "better")}
-    measured["task"] = [tasks[key] for key in zip(about, rows["task"], strict=True)]
-    levels = {metric: chance_level(metric)[1] for metric in set(about)}
-    measured["chance"] = [levels[metric] for metric in about]
-    facts = {"step": evaluation.step, "tokens": evaluation.tokens_seen, "kind": evaluation.kind}
-    part = np.where((rows["part"] == "") & rows["sample"].notna(), "reports", rows["part"])
+    rows = measured([evaluation])
+    about, has_unit = rows["about"], rows["sample"].notna()
+    measured_in = {name: [getattr(metric, name) for metric in about] for name in ("unit", "better")}
+    levels = {metric: chance_level(metric)[1] for metric in about.cat.categories}
+    columns = run_values | measured_in | {"task": rows["subject"], "tokens": rows["tokens_seen"]}
+    columns["chance"] = [levels[metric] for metric in about]
+    columns["part"] = rows["part"].mask((rows["part"] == "") & has_unit, "reports")
     # a number of which only the mean is stored has neither sequences nor a weight
-    sequences, weight = (rows[name].where(rows["sample"].notna()) for name in ("sequences", "weight"))
-    columns = run_values | measured | facts | {"part": part, "sequences": sequences, "weight": weight}
-    return rows.drop(columns="about").assign(**columns)
+    columns |= {name: rows[name].where(has_unit) for name in ("sequences", "weight")}
+    return rows.assign(**columns).reindex(columns=COLUMNS)
 
 
 def _run_folders(folder: Path) -> list[Path]:
@@ -152,13 +135,7 @@ def _run_blocks(record: RunRecord, history: bool) -> Iterator[pd.DataFrame]:
         evaluations = [load_evaluation(path) for _, path in files]
     for evaluation in evaluations:
         yield evaluation_block(evaluation, run_values)
-    for log_line in record.log_lines if history else ():
-        numbers = {
-            name: value
-            for name, value in log_line.items()
-            if isinstance(value, int | float) and name not in ("step", "tokens")
-        }
-        if numbers and "tokens" in log_line:
-            logged = pd.DataFrame({"metric": [*numbers], "value": np.array([*numbers.values()], float)})
-            facts = {"step": log_line["step"], "tokens": log_line["tokens"], "kind": "log", "part": ""}
-            yield logged.assign(**run_values | facts)
+    log = [line for line in record.log_lines if "tokens" in line] if history else []
+    if log:
+        numbers = pd.DataFrame(log).select_dtypes("number").melt(["step", "tokens"], var_name="metric").dropna()
+        yield numbers.sort_values("step", kind="stable").assign(kind="log", part="", **run_values)

@@ -14,8 +14,8 @@ from markupsafe import Markup
 
 from lm.config.yaml_text import dump_yaml
 from lm.files import write_together
-from lm.report.comparison import RunComparison
-from lm.report.comparison_pictures import DrawnRun, axis_picture, drawn_runs, heat_maps, layer_pictures, overview
+from lm.report.comparison import Comparison
+from lm.report.comparison_pictures import DrawnRun, axis_pictures, drawn_runs, heat_maps, layer_pictures, overview
 from lm.report.comparison_tables import (
     comparison_notes,
     comparison_tables,
@@ -138,7 +138,7 @@ def inline(picture: Picture) -> Markup:
 
 
 def run_sections(
-    comparison: RunComparison,
+    comparison: Comparison,
     concurrent_runs: Sequence[RunRecord],
     prefix: str | None = None,
     suffix: str = "",
@@ -154,14 +154,14 @@ def run_sections(
     """
     titles = ("Measured at the end", "Cost", "What differs, and what does not")
     measured_section, cost_section, shared_section = (PageSection(f"{title}{suffix}", prefix) for title in titles)
-    tables = comparison_tables(comparison)
-    for number, (section, table) in enumerate(zip(comparison.sections, tables, strict=False), 1):
-        if prefix is not None and section.shape != "number":
-            measured_section.add("picture", axis_picture(comparison, section), f"measured-{number}-picture")
+    tables, sections = comparison_tables(comparison), comparison.sections
+    pictures = [None] * len(sections) if prefix is None else axis_pictures(comparison)
+    for number, (table, picture) in enumerate(zip(tables, pictures, strict=False), 1):
+        measured_section.add("picture", picture, f"measured-{number}-picture")
         measured_section.add("table", table, f"measured-{number}")
     for number, picture in enumerate(heat_maps(comparison), 1):
         measured_section.add("picture", picture, f"map-{number}")
-    for table in tables[len(comparison.sections) :]:
+    for table in tables[len(sections) :]:
         measured_section.add("table", table, "measured-differences")
     measured_section.add("list", comparison_notes(comparison) if prefix is None else list(comparison.missing_notes))
     cost_section.add("table", cost_table(comparison.arms, concurrent_runs, f"What a run took{suffix}"), "cost")
@@ -194,7 +194,7 @@ def page_files(parts: list[PagePart], folder: Path) -> dict[Path, bytes]:
     return contents | {folder / PAGE: page(parts).encode()}
 
 
-def write_comparison(comparison: RunComparison, folder: Path) -> Path:
+def write_comparison(comparison: Comparison, folder: Path) -> Path:
     """Write the report of a comparison, or of a single run, into `folder`: pictures, tables and the page. Returns the
     path of the page.
 
@@ -221,13 +221,13 @@ def write_comparison(comparison: RunComparison, folder: Path) -> Path:
     warnings += [note for note in comparison.missing_notes if ": diverged: " in note]
     training_section.add("warning", warnings)
     training_section.add("picture", picture, "overview")
-    for name, layer_picture in layer_pictures(comparison.arm_names, runs).items():
+    for name, layer_picture in layer_pictures(comparison.names, runs).items():
         layer_section.add("picture", layer_picture, name)
     for run in runs:
         run_section.add("details", run_details(run))
     sections = [training_section, layer_section, *run_sections(comparison, comparison.runs), run_section]
     run_names = f": {', '.join(printable(run.name) for run in comparison.runs)}" if len(comparison.arms) == 1 else ""
-    title = " vs ".join(arm.label for arm in comparison.arms) + run_names
+    title = " vs ".join(comparison.arms) + run_names
     contents = page_files([PagePart(title, [section for section in sections if section.blocks])], folder) | {
         folder / PICTURE: picture.file(".png"),
         folder / "table.md": to_markdown(tables, comparison_notes(comparison)).encode(),

@@ -33,15 +33,15 @@ Shape = Literal["number", "bins", "points"]
 # The columns of a frame. A row is the value of a unit (such as a sequence) at a point of the metric's axis, or the mean
 # alone, without `sample`; the rows of a point are consecutive.
 COLUMNS = {
-    "metric": "category",  # name in metrics.jsonl, else the quantity
-    "task": "category",  # task, source or the like; empty: all together
-    "setting": "category",  # inference setting; empty: the evaluation has none
+    "metric": object,  # name in metrics.jsonl, else the quantity
+    "task": object,  # task, source or the like; empty: all together
+    "setting": object,  # inference setting; empty: the evaluation has none
     "x": float,  # point on the axis, or start of a bin; missing: a single number
     "until": float,  # end of a bin
-    "sequences": "category",  # hash of the sequences: units of equal hashes can be paired by `sample`
+    "sequences": object,  # hash of the sequences: units of equal hashes can be paired by `sample`
     "sample": float,  # number of the unit
     "group": float,  # label: equal for units that depend on each other, such as sequences of one document
-    "part": "category",  # `selects`: chooses checkpoints and learning rates; `reports`; empty: does both
+    "part": object,  # `selects`: chooses checkpoints and learning rates; `reports`; empty: does both
     "weight": float,  # number of tokens or questions that count in the unit; 0 for a unit without a value
     "value": float,
     "about": int,  # number of the metric in the facts; in memory the `Metric`
@@ -384,6 +384,110 @@ def json_value(value: object) -> Plain:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+# ---------------------------------------------------------------- several evaluations as one frame
+
+FACTS = ("kind", "step", "tokens_seen", "seq_len", "data_fingerprint")
+CURVE = ["evaluation", "about", "task", "setting"]  # equal in the rows of one curve, or of one number
+
+
+def measured(evaluations: Sequence["Evaluation"]) -> pd.DataFrame:
+    """The rows of evaluations as one frame, with `about` as a category, and with `FACTS` about them as columns.
+
+    More columns are `evaluation`, its number; `quantity` and `title` of the metric; `subject`, the task with the
+    options that tell it from others of its name; `logged`, whether training logs the mean of the row's point; and
+    `shape`, which is `number` without an axis, `bins` if points are ranges of the axis, else `points`.
+    """
+    rows = joined([evaluation.frame for evaluation in evaluations])
+    rows = rows.astype({name: object for name, kind in COLUMNS.items() if kind is object})
+    numbers = np.repeat(np.arange(len(evaluations)), [len(evaluation.frame) for evaluation in evaluations])
+    codes, metrics = _numbered(rows["about"].to_numpy())
+    tasks, names = (list(zip(codes.tolist(), rows[name], strict=True)) for name in ("task", "metric"))
+    definitions = {pair: {"name": pair[1]} | json.loads(metrics[pair[0]].options or "{}") for pair in set(tasks)}
+    distinct = {str(definition): definition for definition in definitions.values()}
+    subjects = dict(zip(distinct, task_names([*distinct.values()]), strict=True))
+    logged = {(code, name): metrics[code].logs(name) for code, name in set(names)}
+    columns = {name: np.array([getattr(of, name) for of in evaluations], object)[numbers] for name in FACTS}
+    columns |= {name: np.array([getattr(of, name) for of in metrics], object)[codes] for name in ("quantity", "title")}
+    columns |= {
+        "evaluation": numbers,
+        "seq_len": columns["seq_len"].astype(int),
+        "about": pd.Categorical.from_codes(codes, pd.Index(metrics, dtype=object)),
+        "subject": [subjects[str(definitions[pair])] for pair in tasks],
+        "logged": np.array([logged[pair] for pair in names], bool),
+        "shape": np.select([rows["x"].isna(), rows["until"].notna()], ["number", "bins"], "points").astype(object),
+    }
+    return rows.assign(**columns)
+
+
+def mean(rows: pd.DataFrame, keys: Sequence[str], weights: pd.Series | float = 1.0) -> pd.DataFrame:
+    """The weighted mean of `value` over the rows with equal `keys`, in the order in which they come first. It is NaN
+    without weight, or where a value with weight is NaN. Other columns are those of the first of these rows.
+    """
+    codes = rows.groupby([*keys], sort=False, observed=True, dropna=False).ngroup().to_numpy()
+    weights = np.broadcast_to(np.asarray(weights, float), len(rows))
+    values = np.where(weights > 0, weights * rows["value"], 0.0)
+    with np.errstate(invalid="ignore"):
+        means = np.bincount(codes, values) / np.bincount(codes, weights)
+    return rows.iloc[np.unique(codes, return_index=True)[1]].assign(value=means)
+
+
+def reporting(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a `measured` frame without held-out documents that choose checkpoints or learning rates.
+
+    Names of metrics then say so, as metrics.jsonl has the mean over all held-out text by its name alone. A curve
+    without a document for reports at some point keeps its means over all documents, without units.
+    """
+    is_text, reports = rows["part"] != "", rows["part"] == "reports"
+    has_reports = reports.groupby([rows[name] for name in (*CURVE, "x")], observed=True, dropna=False).transform("any")
+    lost = (is_text & ~has_reports).groupby([rows[name] for name in CURVE], observed=True).transform("any")
+    means = mean(rows[lost], [*CURVE, "x"], rows["weight"][lost]).assign(sample=np.nan)
+    is_named = is_text & ~lost
+    named = {name: rows[name].where(~is_named, rows[name] + f" {REPORTING}") for name in ("metric", "quantity")}
+    kept = rows.assign(**named)[~lost & (rows["part"] != "selects")]
+    return pd.concat([kept, means], ignore_index=True) if len(means) else kept
+
+
+def at_places(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a `measured` frame at the places that reports show. Bins are merged into ranges: a unit's value is
+    its mean over the bins within the range.
+
+    Ranges are `within 1x`, `1x-2x`, ... of the training length. New columns are `place`, a label, and `order`, by which
+    places are sorted.
+    """
+    is_bin = rows["shape"] == "bins"
+    points, bins = rows[~is_bin], rows[is_bin]
+    labels = {x: number(x) for x in points["x"].dropna().unique()}
+    points = points.assign(place=points["x"].map(labels).fillna("").astype(object), order=points["x"])
+    octave = np.floor(np.log2(np.maximum(bins["x"] / bins["seq_len"], 0.5))) + 1  # 0: within the training length
+    length = bins.groupby(CURVE, observed=True)["until"].transform("max")
+    stop = np.minimum(bins["seq_len"] * 2**octave, length)
+    ends = list(zip(np.where(octave > 0, 2.0 ** (octave - 1), 0.0), stop / bins["seq_len"], strict=True))
+    labels = {(low, high): f"{low:g}x-{high:g}x" if low else f"within {high:g}x" for low, high in set(ends)}
+    bins = bins.assign(place=[labels[pair] for pair in ends], order=stop / bins["seq_len"], stop=stop)
+    bins = bins[bins["until"] <= stop]
+    ranges = mean(bins, [*CURVE, "place", "sample"], bins["until"] - bins["x"])
+    return pd.concat([points, ranges.assign(until=ranges["stop"]).drop(columns="stop")]).sort_index()
+
+
+def point_means(rows: pd.DataFrame) -> pd.DataFrame:
+    """The mean over units at each point, bin or place of a frame's curves."""
+    return mean(rows, [*CURVE, "x", "until"], rows["weight"])
+
+
+def overall_means(rows: pd.DataFrame) -> pd.DataFrame:
+    """The mean of each curve over all bins, and the mean at each single point."""
+    means = point_means(rows)
+    widths, is_bin = (means["until"] - means["x"]).fillna(1.0), means["shape"] == "bins"
+    return mean(means.assign(x=means["x"].mask(is_bin)), [*CURVE, "x"], widths)
+
+
+def logged_means(evaluation: "Evaluation") -> dict[str, float]:
+    """The means of an evaluation that training logs to metrics.jsonl, by metric name."""
+    rows = measured([evaluation])
+    means = overall_means(rows[rows["logged"]])
+    return dict(zip(means["metric"], means["value"].tolist(), strict=True))
+
+
 # ---------------------------------------------------------------- the validation loss
 
 
@@ -650,9 +754,8 @@ def last_evaluations(
     """
     last_paths = {kind: path for (kind, _), path in sorted(evaluation_files(run).items())}
     kinds = dict.fromkeys((*EvalConfig.kind_names(), *last_paths))
-    gaps = [
-        f"no {kind.replace('_', '-')} evaluation" for kind in kinds if kind in _wanted_kinds(config) - {*last_paths}
-    ]
+    wanted = _wanted_kinds(config) - {*last_paths}
+    gaps = [f"no {kind.replace('_', '-')} evaluation" for kind in kinds if kind in wanted]
     paths = [last_paths[kind] for kind in kinds if kind in last_paths]
     return [known_evaluations.get(path) or load_evaluation(path) for path in paths], gaps
 

@@ -60,6 +60,10 @@ class Metric:
         """The metric with `words` in place of the words in braces in its name."""
         return replace(self, name=self.name.format(**words).strip())
 
+    def logs(self, name: str) -> bool:
+        """Whether training logs it, and logs it as `name`."""
+        return bool(self.name) and self.matches(name)
+
     def matches(self, name: str) -> bool:
         """Whether `name` is its name, with anything in place of words in braces."""
         pattern = re.sub(r"\\ \\{SETTING\\}$", r"(\ .+)?", re.escape(self.name))  # left out where there is one setting

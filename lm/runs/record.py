@@ -191,7 +191,7 @@ class RunRecord:
     missing: tuple[str, ...]
     divergence: str = ""  # how the run diverged, in words; empty if it didn't
 
-    @property
+    @cached_property
     def state(self) -> RunStatus:
         """`diverged`, `finished` if the run was measured at its last step, else `unfinished`."""
         return (
@@ -295,7 +295,11 @@ class RunRecord:
         """The entry of environment.json at a dotted `path`, such as `parameters.total`; None if there is no such
         entry.
         """
-        return flatten(self.environment).get(path)
+        return self._flat_environment.get(path)
+
+    @cached_property
+    def _flat_environment(self) -> dict[str, Plain]:
+        return flatten(self.environment)
 
 
 def read_run(

@@ -10,8 +10,7 @@ from lm.evaluation.logged_metrics import LoggedMetrics
 from lm.evaluation.swap import SwapMeasurement, swap_lines
 from lm.model.decoder import Decoder
 from lm.model.device import peak_memory_bytes
-from lm.report.evaluation_tables import logged_means
-from lm.runs.evaluations import Evaluation, evaluation_path, selection_loss
+from lm.runs.evaluations import Evaluation, evaluation_path, logged_means, selection_loss
 from lm.runs.folder import PEAK_MEMORY
 from lm.training.lightning_import import L
 from lm.training.module import LanguageModel

@@ -19,9 +19,9 @@ from lm.machine import keep_freed_memory, threads_per_process, without_garbage_c
 from lm.model.device import Machine, resolve_compile, resolve_device, resolve_precision
 from lm.model.spec import flops_per_token
 from lm.progress import StepProgress
-from lm.report.evaluation_tables import logged_means, print_results
+from lm.report.evaluation_tables import print_results
 from lm.runs.checkpoints import best_step, link_checkpoint
-from lm.runs.evaluations import evaluation_files, evaluation_path
+from lm.runs.evaluations import evaluation_files, evaluation_path, logged_means
 from lm.runs.folder import (
     BEST,
     CHECKPOINTS,
