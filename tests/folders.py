@@ -6,8 +6,12 @@ import shutil
 import time
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -15,8 +19,17 @@ from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
-from lm.runs.evaluations import Series, evaluation_path, load_evaluation
+from lm.runs.evaluations import (
+    CURVE,
+    Evaluation,
+    evaluation_path,
+    load_evaluation,
+    measured,
+    overall_means,
+    point_means,
+)
 from lm.runs.folder import step_of, step_paths
+from lm.runs.metric import Axis, Metric
 from lm.training.module import LanguageModel
 from lm.training.optimizers import saved_state
 
@@ -63,16 +76,80 @@ def swap_to(name: str) -> str:
     return f"phases=[{{until: 0.5, normalizer: {first}}}, {{until: 1, normalizer: {name}, warmup_steps: 3}}]"
 
 
-def series(folder: Path, kind: str, step: int) -> tuple[Series, ...]:
+class Units(NamedTuple):
+    """The units of a curve at a point."""
+
+    values: np.ndarray
+    weights: np.ndarray
+    groups: np.ndarray
+    sha256: str
+    rows: pd.DataFrame
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """What an evaluation measured of one metric, task and inference setting, point by point, as tests read it."""
+
+    about: Metric
+    kind: str
+    task: str
+    setting: str
+    names: list[str]  # in metrics.jsonl, at each point
+    x: np.ndarray
+    until: np.ndarray
+    means: np.ndarray
+    points: list[Units]  # []: only the means are known
+    overall_mean: float | None
+    logged_means: dict[str, float]
+
+    @property
+    def metric(self) -> str:
+        return self.about.quantity
+
+    @property
+    def unit(self) -> str:
+        return self.about.unit
+
+    @property
+    def axis(self) -> Axis | None:
+        return self.about.axis
+
+    @property
+    def bins(self) -> bool:
+        return not np.isnan(self.until[0])
+
+    @property
+    def references(self) -> dict[str, float]:
+        return dict(self.about.references)
+
+
+def curves_of(evaluation: Evaluation) -> tuple[Curve, ...]:
+    """What an evaluation measured."""
+    curves = []
+    for (about, task, setting), rows in measured([evaluation]).groupby(CURVE[1:], sort=False, observed=True):
+        means, overall = point_means(rows), overall_means(rows)
+        logged = dict(zip(overall["metric"], overall["value"], strict=True)) if rows["logged"].any() else {}
+        points = [
+            Units(*(units[name].to_numpy() for name in ("value", "weight", "group")), units["sequences"].iloc[0], units)
+            for _, units in rows.groupby(["x", "until"], sort=False, dropna=False)
+            if units["sample"].notna().all()
+        ]
+        arrays = (means[name].to_numpy() for name in ("x", "until", "value"))
+        mean = overall["value"].iloc[0] if rows["shape"].iloc[0] != "points" else None
+        curves.append(Curve(about, evaluation.kind, task, setting, [*means["metric"]], *arrays, points, mean, logged))
+    return tuple(curves)
+
+
+def series(folder: Path, kind: str, step: int) -> tuple[Curve, ...]:
     """What a run folder keeps of an evaluation."""
-    return load_evaluation(evaluation_path(folder, kind, step)).series
+    return curves_of(load_evaluation(evaluation_path(folder, kind, step)))
 
 
 def series_measured(
     measurement: Measurement, decoder: Decoder, device: Device, progress: Advance = ignore
-) -> tuple[Series, ...]:
+) -> tuple[Curve, ...]:
     """What a measurement of a decoder gives."""
-    return measurement.evaluate(decoder, device, 0, 0, progress).series
+    return curves_of(measurement.evaluate(decoder, device, 0, 0, progress))
 
 
 def contents(folder: Path) -> dict[Path, bytes]:

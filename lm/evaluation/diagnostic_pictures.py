@@ -1,54 +1,55 @@
 """The picture of diagnostics: statistics by the number of visible keys, and maps of heads."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
+import pandas as pd
 
 from lm.diagnostics.attention_rows import HEAD, KEYS
 from lm.report.pictures import Map, Panel, Picture, Trace, logarithmic_ticks
-from lm.runs.evaluations import Series
+from lm.runs.evaluations import Evaluation, measured, point_means
 
 PANEL_SIZE = 4.8, 3.4  # inches
 
 
-def diagnostics_picture(series: Sequence[Series]) -> Picture | None:
+def diagnostics_picture(evaluation: Evaluation) -> Picture | None:
     """A picture with a row for each statistic in reports, with its curve and each model's map of heads; None if there
     is nothing to show.
     """
-    curves = [entry for entry in series if entry.axis and entry.axis.name == KEYS and entry.about.title]
-    settings = [*dict.fromkeys(entry.setting for entry in curves)]
+    means = point_means(measured([evaluation]))
+    axes = np.array([about.axis.name if about.axis else "" for about in means["about"]])
+    by_keys, by_head = (
+        means[(axes == KEYS) & (means["title"] != "")],
+        means[(axes == HEAD) & ~means["task"].str.contains(",")],
+    )
+    settings = [*by_keys["setting"].unique()]
     panels: list[Panel | Map | None] = []
-    for metric in dict.fromkeys(curve.metric for curve in curves):
+    for quantity, curves in by_keys.groupby("quantity", sort=False):
         traces = [
-            Trace(settings.index(curve.setting), curve.setting, curve.x, curve.means, "mean",
-                dashes=curve.about.control, hollow=curve.about.control)
-            for curve in curves if curve.metric == metric
+            Trace(settings.index(setting), setting, *curve[["x", "value"]].to_numpy().T, "mean",
+                dashes=curve["about"].iloc[0].control, hollow=curve["about"].iloc[0].control)
+            for setting, curve in curves.groupby("setting", sort=False)
         ]  # fmt: skip
-        unit = next(curve.unit for curve in curves if curve.metric == metric)
         base, ticks = logarithmic_ticks(traces[0].x.tolist())
-        marks = {curves[0].seq_len: "training length"}
-        panels.append(Panel(metric, "visible keys n", unit, traces, ticks, base, marks=marks))
-        panels += _maps(metric, series, settings)
+        marks, unit = {evaluation.seq_len: "training length"}, curves["about"].iloc[0].unit
+        panels.append(Panel(quantity, "visible keys n", unit, traces, ticks, base, marks=marks))
+        panels += _maps(quantity, by_head[by_head["quantity"] == quantity], settings)
     return Picture(panels, settings, "", 1 + len(settings), PANEL_SIZE) if panels else None
 
 
-def _maps(metric: str, series: Sequence[Series], settings: list[str]) -> Iterator[Map | None]:
+def _maps(quantity: str, means: pd.DataFrame, settings: list[str]) -> Iterator[Map | None]:
     """Each model's map of a metric, layers from top to bottom, heads from left to right, on one scale of colours; None
     without values.
     """
-    layers = [
-        entry
-        for entry in series
-        if entry.axis and entry.axis.name == HEAD and entry.metric == metric and "," not in entry.task
-    ]
-    values = np.concatenate([layer.means for layer in layers])
-    values = values[np.isfinite(values)]
-    top, low = float(values.max()), float(values.min())
+    finite = means["value"][np.isfinite(means["value"])]
+    top, low = float(finite.max()), float(finite.min())
     for setting in settings:
-        heads = np.array([layer.means for layer in layers if layer.setting == setting])
-        labels = [[*map(str, range(size))] for size in heads.shape[::-1]]
-        yield (
-            Map(f"{metric}\n{setting}", "head", *labels, heads, top, low, shows_values=False, y_label="layer")
-            if len(heads)
-            else None
+        of_setting = means[means["setting"] == setting]
+        if of_setting.empty:
+            yield None
+            continue
+        heads = (
+            of_setting.pivot(index="task", columns="x", values="value").reindex(of_setting["task"].unique()).to_numpy()
         )
+        labels = [[*map(str, range(size))] for size in heads.shape[::-1]]
+        yield Map(f"{quantity}\n{setting}", "head", *labels, heads, top, low, shows_values=False, y_label="layer")

@@ -199,7 +199,7 @@ class Diagnostics(Measurement):
     def picture(self, evaluation: Evaluation) -> bytes | None:
         from lm.evaluation.diagnostic_pictures import diagnostics_picture  # imports matplotlib
 
-        return (picture := diagnostics_picture(evaluation.series)) and picture.png
+        return (picture := diagnostics_picture(evaluation)) and picture.png
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
         # no window of a text is held back to select runs

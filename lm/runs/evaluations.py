@@ -457,7 +457,7 @@ def at_places(rows: pd.DataFrame) -> pd.DataFrame:
     is_bin = rows["shape"] == "bins"
     points, bins = rows[~is_bin], rows[is_bin]
     labels = {x: number(x) for x in points["x"].dropna().unique()}
-    points = points.assign(place=points["x"].map(labels).fillna("").astype(object), order=points["x"])
+    points = points.assign(place=[labels.get(x, "") for x in points["x"]], order=points["x"])
     octave = np.floor(np.log2(np.maximum(bins["x"] / bins["seq_len"], 0.5))) + 1  # 0: within the training length
     length = bins.groupby(CURVE, observed=True)["until"].transform("max")
     stop = np.minimum(bins["seq_len"] * 2**octave, length)
@@ -472,6 +472,11 @@ def at_places(rows: pd.DataFrame) -> pd.DataFrame:
 def point_means(rows: pd.DataFrame) -> pd.DataFrame:
     """The mean over units at each point, bin or place of a frame's curves."""
     return mean(rows, [*CURVE, "x", "until"], rows["weight"])
+
+
+def curves(evaluation: "Evaluation") -> Iterator[tuple[tuple[Metric, str, str], pd.DataFrame]]:
+    """The means of each curve of an evaluation, or of each single number, by (metric, task, inference setting)."""
+    return iter(point_means(measured([evaluation])).groupby(CURVE[1:], observed=True, sort=False))
 
 
 def overall_means(rows: pd.DataFrame) -> pd.DataFrame:

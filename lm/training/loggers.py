@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem, RunError, one_line
-from lm.runs.evaluations import LOSS, Evaluation
+from lm.runs.evaluations import LOSS, Evaluation, curves
 from lm.runs.folder import METRICS
 from lm.schema import Plain, to_plain
 from lm.training.lightning_import import L
@@ -147,14 +147,13 @@ class WandbRun(Mirror, WandbLogger):
         import wandb
 
         charts: dict[str, object] = {}
-        for series in result.series:
-            if series.axis and series.about.title:
-                axis, y = series.axis, series.metric
-                title = ", ".join(filter(None, (f"{y} by {axis.name}", series.task, series.setting)))
-                x_values, x = (series.until if series.bins else series.x).tolist(), axis.unit or axis.name
-                table = wandb.Table(
-                    columns=[x, y], data=[list(point) for point in zip(x_values, series.means.tolist(), strict=True)]
-                )
+        for (about, task, setting), points in curves(result):
+            if about.axis and about.title:
+                axis, y = about.axis, about.quantity
+                title = ", ".join(filter(None, (f"{y} by {axis.name}", task, setting)))
+                x, ends = axis.unit or axis.name, points["until"].fillna(points["x"])
+                data = [list(point) for point in zip(ends.tolist(), points["value"].tolist(), strict=True)]
+                table = wandb.Table(columns=[x, y], data=data)
                 charts[f"{result.kind}/{title}"] = wandb.plot.line(table, x, y, title=title)
         if picture.is_file():
             charts[result.kind] = wandb.Image(str(picture))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import lm
 from fabricated import evaluation_of
-from folders import Sent, metrics, series, series_measured
+from folders import Sent, curves_of, metrics, series, series_measured
 from torch import Tensor
 from wandb import Image
 
@@ -257,7 +257,7 @@ def test_a_description_is_of_the_model_the_untrained_one_and_shuffled_scores_und
     settings = [InferenceSetting(), InferenceSetting(ThetaFactor(factor=1e4), normalizer={"n": "fixed:2"})]
     config = DiagnosticsConfig(sequences=3, queries=16, statistics=["concentration"], inference=settings)
     blocks = diagnostic_blocks(decoder, held_out, config, Device(torch.device("cpu"), bf16=False), 7, "")
-    curves = evaluation_of(joined(blocks), seq_len=train_length).series
+    curves = curves_of(evaluation_of(joined(blocks), seq_len=train_length))
     measures = Measures(families(config), 2, 3, query_indices(length, 16), length)
     untrained = Decoder(decoder.config, VOCAB, train_length, seed=7)
     name, order = "effective keys", [shuffling_numbers(index, 16, length) for index in range(3)]

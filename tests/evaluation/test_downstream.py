@@ -111,7 +111,7 @@ def test_two_processes_measure_as_one(tiny, tasks, arguments: list[str]):
     (result,) = evaluate_runs([config.run_folder], overrides=["eval.sequences=1", "eval.long_context.length_factor=0"])[
         1:
     ]
-    assert two.points[0].values.tolist() == result.evaluation.series[0].points[0].values.tolist()
+    assert two.points[0].values.tolist() == result.evaluation.frame["value"].tolist()
 
 
 def test_what_cannot_be_measured_is_told_in_one_line_before_training_or_without_a_result(tiny, tasks):

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, lm
-from folders import series, series_measured
+from folders import curves_of, series, series_measured
 from texts import tokens_of
 
 from lm.attention import catalogue
@@ -177,7 +177,7 @@ def test_lm_eval_gives_the_callbacks_numbers_and_takes_overrides(tiny):
     train(config)
     folder = config.run_folder
     curve = series(folder, "long_context", 8)[0]
-    validation, long = (result.evaluation.series[0] for result in evaluate_runs([folder], "8"))
+    validation, long = (curves_of(result.evaluation)[0] for result in evaluate_runs([folder], "8"))
     assert long.points[0].sha256 == curve.points[0].sha256
     assert long.means == pytest.approx(curve.means, abs=1e-4)
     assert validation.overall_mean > 0
@@ -185,7 +185,7 @@ def test_lm_eval_gives_the_callbacks_numbers_and_takes_overrides(tiny):
         "eval.long_context.length_factor=8",
         "eval.long_context.inference=[{rope: {name: theta, factor: 2}}, {rope: yarn}]",
     ]
-    longer = [curve for curve in evaluate_runs([folder], "4", overrides=changes)[1].evaluation.series if curve.bins]
+    longer = [curve for curve in curves_of(evaluate_runs([folder], "4", overrides=changes)[1].evaluation) if curve.bins]
     assert [(curve.until[-1], curve.setting) for curve in longer] == [(256, "theta x 2"), (256, "yarn")]
     assert (folder / "evaluations" / "long_context.step-000004.csv").exists()
     before = (folder / "config.yaml").read_text()
@@ -208,7 +208,7 @@ def test_what_was_measured_before_is_not_measured_again(tiny, tmp_path):
     ]
     assert [result.cached for run in runs for result in run] == [False, False, True, True, False, False, False, False]
     assert runs[0][0].evaluation.content() == runs[1][0].evaluation.content()
-    assert len(runs[0][0].evaluation.series[0].points[0].values) == 3
+    assert len(runs[0][0].evaluation.frame) == 3
     assert load_evaluation(config.run_folder / "evaluations" / "validation.step-000008.csv").precision == "bf16-mixed"
 
 

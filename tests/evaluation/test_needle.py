@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import lm
-from folders import series_measured
+from folders import curves_of, series_measured
 
 from lm.config import normalizers as kinds
 from lm.config.inference_config import NTK, InferenceSetting
@@ -231,20 +231,20 @@ def test_questions_of_one_sequence_are_one_group(tiny):
     assert accuracy.references == {"chance": pytest.approx((3 / 3 + 2 / 2 + 2) / 7)}, (
         "the third sequence is asked one question of three"
     )
-    assert interval_of(accuracy, 0).noise_source == "sequences, 1 seed"
+    assert interval_of(accuracy.points[0].rows, accuracy.means[0]).noise_source == "sequences, 1 seed"
 
 
 def test_numbers_beside_the_needle_make_a_chance(tiny):
     config = tiny(*NEEDLES, "eval.needle.distractors=3", "eval.needle.length_factors=[8]", "eval.needle.heads_at=null")
     needle = NeedleMeasurement(config, store := prepare(config.data))
-    result = series_measured(
-        needle, Decoder(config.model, store.vocab_size, config.data.seq_len), CPU, lambda trials: None
+    evaluation = needle.evaluate(
+        Decoder(config.model, store.vocab_size, config.data.seq_len), CPU, 0, 0, lambda trials: None
     )
-    exact = [series.references for series in result if series.metric in ("accuracy", "exact")]
+    exact = [series.references for series in curves_of(evaluation) if series.metric in ("accuracy", "exact")]
     assert exact == [{"chance": 1 / 4}, {}, {"chance": 1 / 4}, {"chance": 1 / 4}, {}], (
         "the control shows none that is right"
     )
-    assert [row.value for row in rows_of(result) if row.metric == "exact: chance"] == [1 / 4, 1 / 4]
+    assert [row.value for row in rows_of(evaluation) if row.metric == "exact: chance"] == [1 / 4, 1 / 4]
 
 
 def test_needles_are_asked_for_under_each_setting(tiny):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from conftest import ROOT
-from folders import curve, same, series, series_measured, weights
+from folders import curve, curves_of, same, series, series_measured, weights
 
 from lm.config.load import load_config
 from lm.config.model_config import ModelConfig
@@ -215,7 +215,9 @@ def test_a_whole_answer_needs_each_of_its_tokens(tiny):
     (sample,) = whole.points
     assert sample.values.tolist() == [0, 1, 1, 0, 1, 1, 1, 1, 1, 1]
     assert sample.weights.tolist() == [1] * 10
-    assert interval_of(whole, 0).as_list() == pytest.approx([0.8, 0.490162, 0.943318], abs=1e-5)
+    assert interval_of(whole.points[0].rows, whole.means[0]).as_list() == pytest.approx(
+        [0.8, 0.490162, 0.943318], abs=1e-5
+    )
     assert (whole.x.tolist(), whole.task) == ([32], "copy")
 
 
@@ -251,10 +253,9 @@ def test_the_result_is_plain_has_rows_and_scores_and_is_the_same_each_time(tiny)
     store = prepare(config.data)
     recall = Recall(config, store)
     decoder = Decoder(config.model, store.vocab_size, 32)
-    curves, second_curves = (series_measured(recall, decoder, CPU, lambda units: None) for _ in range(2))
-    for result, second in zip(curves, second_curves, strict=True):
-        assert result.about == second.about
-        assert [units.values.tolist() for units in result.points] == [units.values.tolist() for units in second.points]
+    first, second = (recall.evaluate(decoder, CPU, 0, 0, lambda units: None) for _ in range(2))
+    curves = curves_of(first)
+    assert first.frame.equals(second.frame)
     assert [result.x.tolist() for result in curves] == 8 * [[32, 80]]
     settings = ("keys 8, filler 8, pairs 4", "keys 4, filler 1, pairs 2")
     logged = [name for result in curves for name in result.logged_means]
@@ -264,7 +265,7 @@ def test_the_result_is_plain_has_rows_and_scores_and_is_the_same_each_time(tiny)
         "given and own answers, of either task"
     )
     metrics = ["accuracy", "accuracy: chance", "accuracy: chance, roll-out", "token accuracy", "loss of answers"]
-    assert list(dict.fromkeys(row.metric for row in rows_of(curves))) == metrics
+    assert list(dict.fromkeys(row.metric for row in rows_of(first))) == metrics
     assert recall.work_units == 12
 
 

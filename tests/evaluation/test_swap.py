@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import lm as command
-from folders import curve, same, series, series_measured, weights
+from folders import curve, curves_of, same, series, series_measured, weights
 
 from lm.attention import catalogue
 from lm.attention import catalogue as opt
@@ -220,7 +220,7 @@ def test_a_swap_is_logged_at_the_training_length(tiny):
     measured = series_measured(
         SwapMeasurement(config, store, old), new, Device(torch.device("cpu"), bf16=False), lambda n: None
     )
-    assert [(series.task, *series.logged_means) for series in measured if series.is_logged] == [
+    assert [(series.task, *series.logged_means) for series in measured if series.logged_means] == [
         ("sequences of 32", f"swap/{name}") for name in ("loss_before", "loss_after", "kl")
     ]
 
@@ -298,11 +298,10 @@ def swap(
     source: Path, out: Path, target: str = "ssmax", init: str | None = None, *overrides: str, checkpoint: str = "last"
 ) -> tuple[Interval, float]:
     """The change of the loss at the training length, and the KL divergence there."""
-    curves = {
-        result.metric: result
-        for result in swap_run(source, checkpoint, target, init, out, list(overrides)).evaluation.series
-    }
-    return interval_of(curves["change of loss"], 0), curves["KL divergence"].means[0]
+    swapped = swap_run(source, checkpoint, target, init, out, list(overrides)).evaluation
+    curves = {curve.metric: curve for curve in curves_of(swapped)}
+    change = curves["change of loss"]
+    return interval_of(change.points[0].rows, change.means[0]), curves["KL divergence"].means[0]
 
 
 def test_lm_swap_makes_a_run_folder_of_its_own_and_leaves_the_source_alone(trained: Path, tmp_path: Path):
@@ -521,7 +520,7 @@ def test_a_report_says_what_was_swapped_and_what_weights_had_seen(trained: Path,
     comparison = compare_runs(
         [read_run(folder) for folder in (trained, tmp_path / "out", tiny("name=longer").run_folder)]
     )
-    labels = [arm.label for arm in comparison.arms]
+    labels = [*comparison.arms]
     assert labels[0] == "softmax"
     assert labels[1] == "softmax -> ssmax after training (init match)"
     assert labels[2].startswith("ssmax")

@@ -6,7 +6,6 @@ import csv
 import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 from conftest import ROOT
-from fabricated import evaluation_of, write_page
+from fabricated import write_page
 from manifests import put
 from markupsafe import escape
 from reported import build_run, write_report
@@ -24,12 +23,9 @@ from lm.config.load import to_yaml
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_entries, trends
-from lm.report.comparison_pictures import paired_difference_traces
-from lm.runs.evaluations import REPORTING, Series, units_frame
-from lm.runs.evaluations import rows as rows_of
+from lm.runs.evaluations import REPORTING
 from lm.runs.folder import CONFIG, DIVERGED, METRICS
 from lm.runs.manifest import read_file
-from lm.runs.metric import Axis, Metric
 
 STEPS = 200
 FILE = {
@@ -245,22 +241,6 @@ def test_sizes_that_are_alike_or_not_trained_have_no_trend(tmp_path):
     assert trends(procedure, procedure.judgement()) == []
     procedure = finish_all(procedure)
     assert trends(procedure, procedure.judgement()) == [], "the records have as many parameters and tokens"
-
-
-def test_by_position_arms_of_other_training_lengths_are_paired_where_they_were_measured_alike(tmp_path):
-    def by_position(seq_len: int, edges: tuple[int, ...], shift: float) -> Series:
-        values = np.arange(len(edges) - 1) + np.arange(6.0)[:, None] ** 2 + shift
-        about = Metric(quantity="loss", units="documents", axis=Axis("position", "tokens", "at"))
-        frame = rows_of(about, values, units_frame("same", np.arange(6)), edges[:-1], edges[1:])
-        return evaluation_of(frame, seq_len=seq_len).series[0]
-
-    longer, shorter = by_position(128, (0, 16, 32, 64, 128, 256), 0.0), by_position(64, (0, 16, 64, 128, 256), 1.0)
-    seed, mean = paired_difference_traces({(1,): longer}, {(1,): shorter})
-    assert seed.x == pytest.approx([32, np.sqrt(64 * 128), np.sqrt(128 * 256)])
-    assert seed.y == pytest.approx([(1 * 16 + 2 * 32) / 48 - 2, 3 - 3, 4 - 4])
-    assert mean.low is None, "all sequences differ by the same"
-    other = replace(shorter, points=tuple(replace(units, sha256="other") for units in shorter.points))
-    assert paired_difference_traces({(1,): longer}, {(1,): other}) == []
 
 
 def test_a_report_of_the_same_runs_agrees_to_the_last_digit(tmp_path, undrawn):

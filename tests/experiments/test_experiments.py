@@ -11,6 +11,7 @@ import pytest
 import yaml
 from conftest import lm
 from fabricated import finish, finish_all, launching
+from folders import Curve, series
 from manifests import put
 from trials import written
 
@@ -30,7 +31,7 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION, Outcome
 from lm.experiments.summary import summary_entries
 from lm.machine import threads_per_process
-from lm.runs.evaluations import Series, evaluation_path, load_evaluation, weighted_mean
+from lm.runs.evaluations import evaluation_path, weighted_mean
 from lm.schema import to_plain
 from lm.training.train import train
 
@@ -235,9 +236,9 @@ def test_a_run_has_ended_only_with_its_last_checkpoint_and_the_primary_metric(tm
     assert replace(outcome).state == "unfinished"
 
 
-def evaluations(outcome: Outcome, kind: str) -> tuple[Series, ...]:
+def evaluations(outcome: Outcome, kind: str) -> tuple[Curve, ...]:
     """The series of one kind of evaluation at the last step."""
-    return load_evaluation(evaluation_path(outcome.folder, kind, outcome.last_step)).series
+    return series(outcome.folder, kind, outcome.last_step)
 
 
 def test_a_metric_that_is_not_measured_stops_the_experiment_with_its_first_run(tmp_path, overrides):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from conftest import lm
+from folders import curves_of
 from test_import import LLAMA_SIZES, save
 
 from lm.attention import catalogue as opt
@@ -40,7 +41,7 @@ def means(results: list[EvaluationResult]) -> dict[tuple, np.ndarray]:
     return {  # models of transformers are measured as trained
         (series.kind, series.metric, series.setting, series.task, series.names): np.asarray(series.means)
         for result in results
-        for series in result.evaluation.series
+        for series in curves_of(result.evaluation)
         if series.setting in ("", "as trained")
     }
 

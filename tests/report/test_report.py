@@ -92,7 +92,7 @@ def test_seeds_are_grouped_into_arms_and_paired(tmp_path):
         for seed in (3, 1, 2)
     ]
     comparison = compare_runs([read_run(folder) for folder in folders])
-    assert [(arm.label, [run.seeds for run in arm.runs]) for arm in comparison.arms] == [
+    assert [(arm, [run.seeds for run in runs]) for arm, runs in comparison.arms.items()] == [
         ("softmax", [(1,), (2,), (3,)]),
         ("ssmax", [(1,), (2,), (3,)]),
     ]
@@ -172,15 +172,15 @@ def test_labels_tell_arms_apart(tmp_path):
         build_run(tmp_path, "c", "ssmax"),
         build_run(tmp_path, "d"),
     ]
-    labels = [arm.label for arm in compare_runs([read_run(folder) for folder in folders]).arms]
+    labels = [*compare_runs([read_run(folder) for folder in folders]).arms]
     assert labels == ["softmax, lr=0.001, a", "softmax, lr=0.002", "ssmax", "softmax, lr=0.001, d"]
 
 
 def test_the_baseline_is_chosen_by_run_arm_or_normalizer(pair):
     records = [read_run(folder) for folder in pair]
-    assert compare_runs(records).arms[0].label == "softmax"
+    assert compare_runs(records).names[0] == "softmax"
     for name in ("scalable", "ssmax"):
-        assert compare_runs(records, name).arms[0].label == "ssmax"
+        assert compare_runs(records, name).names[0] == "ssmax"
     with pytest.raises(RunError, match="choose from: softmax, ssmax"):
         compare_runs(records, "sofmax")
 
@@ -193,12 +193,12 @@ def test_a_baseline_s_label_comes_before_the_normalizer_of_another_arm(tmp_path)
         build_run(tmp_path, "fast", optim={"lr": 0.002}),
     ]
     records = [read_run(folder) for folder in folders]
-    assert compare_runs(records[:2], "softmax").arms[0].label == "softmax"
+    assert compare_runs(records[:2], "softmax").names[0] == "softmax"
     with pytest.raises(
         RunError, match="'softmax': is the name of several arms; choose from: softmax -> ssmax at step 100, "
     ):
         compare_runs(records, "softmax")
-    assert compare_runs(records, "fast").arms[0].label == "softmax, lr=0.002"
+    assert compare_runs(records, "fast").names[0] == "softmax, lr=0.002"
 
 
 def test_buckets_that_miss_the_range_say_their_own_positions(tmp_path):

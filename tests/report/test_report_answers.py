@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from fabricated import validation
+from folders import curves_of
 from reported import (
     answers,
     asked,
@@ -113,7 +114,8 @@ def with_levels(rows: pd.DataFrame, *levels: tuple[str, float], first: bool = Fa
 
 
 def levels(folder: Path) -> list[dict[str, float]]:
-    return [curve.references for curve in read_run(folder).series if curve.unit == "fraction"]
+    curves = (curve for evaluation in read_run(folder).evaluations for curve in curves_of(evaluation))
+    return [curve.references for curve in curves if curve.unit == "fraction"]
 
 
 def test_chance_is_read_with_the_answers_and_drawn(tmp_path):

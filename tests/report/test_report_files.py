@@ -171,7 +171,7 @@ def test_one_run_has_a_report_without_differences(pair, tmp_path):
 
 
 def test_no_evaluation_of_the_same_sequences_twice(pair):
-    assert len(compare_runs([read_run(pair[0]), read_run(pair[0])]).arms[0].runs) == 1
+    assert len(compare_runs([read_run(pair[0]), read_run(pair[0])]).runs) == 1
 
 
 def test_an_unwritable_folder_is_a_run_error(pair, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT, lm
-from folders import kill_after
+from folders import kill_after, series
 from manifests import edited
 from texts import write_texts
 
@@ -47,7 +47,7 @@ def test_a_model_is_evaluated_on_the_text_of_a_configuration(saved: Path, base: 
     out = tmp_path / "numbers.csv"
     result = lm("eval", str(saved), str(base), "eval.sequences=4", "-o", str(out))
     assert result.returncode == 0, result.stderr
-    loss = load_evaluation(saved / "evaluations" / "validation.step-000000.csv").series[0]
+    loss = series(saved, "validation", 0)[0]
     assert np.log(290) - 1 < loss.means[0] < np.log(300) + 1  # untrained
     assert (loss.metric, loss.seq_len, len(loss.points[0].values)) == ("val/loss", 48, 4)
     assert "290" in result.stdout  # the vocabulary of the store: the model's tokenizer, not the configuration's

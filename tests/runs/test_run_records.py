@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from fabricated import keep, save
+from folders import curves_of
 from manifests import edited
 from reported import SEQ_LEN, build_run, write_report
 
@@ -25,9 +26,9 @@ from lm.training.train import train
 def test_a_run_is_read_whole(pair):
     run = read_run(pair[1])
     assert (run.name, run.seeds, run.flat["data.seq_len"], run.missing) == ("scalable", (1,), SEQ_LEN, ())
-    validation, bits, *long = run.series
+    validation, bits, *long = (curve for evaluation in run.evaluations for curve in curves_of(evaluation))
     assert [len(units.values) for units in validation.points] == [128]
-    assert bits.points == ()
+    assert bits.points == []
     assert [(curve.setting, len(curve.points[0].values)) for curve in long] == [
         ("as trained", 24),
         ("theta x 50", 24),

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 from scipy.stats import t as student
 
-from lm.report.comparison import mean_interval
-from lm.runs.evaluations import Units
 from lm.statistics.intervals import Estimate, over_seeds_and_documents
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
@@ -58,16 +56,6 @@ def test_the_interval_is_never_shorter_than_over_seeds_or_over_documents(
     half = student.ppf(0.975, degrees) * np.sqrt(spreads[counted])
     estimate = crossed(seeds, documents, of_seeds, of_documents, 3.0)
     assert float(estimate.half_width()) == pytest.approx(half, rel=0.02)
-
-
-def test_a_paired_difference_is_the_first_minus_the_second():
-    first, second = (
-        Units(np.array(values), np.ones(3), np.arange(3), None, "", "", (0, 1))
-        for values in ([3.0, 4.0, 5.5], [1.0, 1.0, 1.5])
-    )
-    interval = mean_interval([first.minus(second)])
-    assert interval.mean == pytest.approx(3.0)
-    assert interval.low < 3 < interval.high
 
 
 def differing(p: float, seeds: int, deviation: float = 0.01) -> np.ndarray:

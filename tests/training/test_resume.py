@@ -12,7 +12,19 @@ from pathlib import Path
 
 import pytest
 from conftest import thinned
-from folders import EVERY_STEP, curve, differences, kill_after, losses, metrics, poison, rewritten, series, swap_to
+from folders import (
+    EVERY_STEP,
+    curve,
+    curves_of,
+    differences,
+    kill_after,
+    losses,
+    metrics,
+    poison,
+    rewritten,
+    series,
+    swap_to,
+)
 from jobs import train_each
 from processes import ranks
 
@@ -311,7 +323,7 @@ def test_the_best_checkpoint_is_chosen_on_the_documents_that_select(tiny, capsys
     assert best["step"] == min(chosen_by, key=chosen_by.get)
     assert best["loss"] == pytest.approx(chosen_by[best["step"]], abs=1e-6)
     validation = by_step[best["step"]]
-    (units,) = validation.series[0].points
+    (units,) = curves_of(validation)[0].points
     selects = checkpoint_selection_mask(validation.data_fingerprint, units.groups.astype(int))
     assert 0 < selects.sum() < len(selects) == 64
     assert selects.tolist() == units.selects.tolist()
@@ -320,7 +332,7 @@ def test_the_best_checkpoint_is_chosen_on_the_documents_that_select(tiny, capsys
         pytest.approx(best["loss"], abs=1e-6), best["sequences_sha256"],
     )  # fmt: skip
     assert curve(config.run_folder, "val/loss") == [
-        (step, pytest.approx(validation.series[0].means[0])) for step, validation in sorted(by_step.items())
+        (step, pytest.approx(curves_of(validation)[0].means[0])) for step, validation in sorted(by_step.items())
     ]
     train(tiny("name=undivided", "data.val_fraction=0.05", "trainer.max_steps=2", "eval.long_context.length_factor=0"))
     assert "too few held-out documents to choose best.ckpt on some of them" in capsys.readouterr().out
@@ -330,7 +342,7 @@ def test_a_best_loss_on_other_sequences_such_as_all_of_them_is_not_compared(tiny
     config = tiny("name=older", *DIVIDED)
     train(config)
     checkpoints = config.run_folder / "checkpoints"
-    digest = validations(config.run_folder)[4].series[0].points[0].sha256
+    digest = validations(config.run_folder)[4].frame["sequences"].iloc[0]
     older = {"step": 4, "loss": 0.0, "sequences_sha256": digest}
     rewritten(checkpoints / "step-000004.ckpt", lambda content: content["lm"].update(best=older))
     train(tiny("name=older", *DIVIDED, f"resume={checkpoints / 'step-000004.ckpt'}"))
