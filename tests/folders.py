@@ -94,7 +94,7 @@ class Curve:
     kind: str
     task: str
     setting: str
-    names: list[str]  # in metrics.jsonl, at each point
+    names: tuple[str, ...]  # in metrics.jsonl, at each point
     x: np.ndarray
     until: np.ndarray
     means: np.ndarray
@@ -136,7 +136,7 @@ def curves_of(evaluation: Evaluation) -> tuple[Curve, ...]:
         ]
         arrays = (means[name].to_numpy() for name in ("x", "until", "value"))
         mean = overall["value"].iloc[0] if rows["shape"].iloc[0] != "points" else None
-        curves.append(Curve(about, evaluation.kind, task, setting, [*means["metric"]], *arrays, points, mean, logged))
+        curves.append(Curve(about, evaluation.kind, task, setting, (*means["metric"],), *arrays, points, mean, logged))
     return tuple(curves)
 
 

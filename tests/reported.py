@@ -199,8 +199,6 @@ class ReportFiles(NamedTuple):
 
     html: Path
     png: Path
-    svg: Path
-    numbers: Path  # of the picture
     markdown: Path
     csv: Path
     latex: Path
@@ -209,9 +207,7 @@ class ReportFiles(NamedTuple):
 def write_report(folders: list[Path], out: Path) -> ReportFiles:
     """The report of runs, in a folder."""
     page = write_comparison(compare_runs([read_run(folder) for folder in folders]), out)
-    return ReportFiles(
-        page, *(out / name for name in (PICTURE, "overview.svg", "overview.csv", "table.md", "table.csv", "table.tex"))
-    )
+    return ReportFiles(page, *(out / name for name in (PICTURE, "table.md", "table.csv", "table.tex")))
 
 
 def compared(*folders: Path) -> tuple[Comparison, dict[tuple[str, ...], Difference]]:

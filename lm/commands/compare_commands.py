@@ -208,6 +208,6 @@ def report(runs: RunFolders, out: ReportFolder = None, baseline: Baseline = None
     from lm.runs.record import read_run
 
     comparison = compare_runs([read_run(folder) for folder in runs], baseline)
-    page = write_comparison(comparison, out or (runs[0] if len(runs) == 1 else runs[0].parent / "report"))
+    page = write_comparison(comparison, out or (runs[0] if len(runs) == 1 else runs[0].parent) / "report")
     print_tables(*comparison_tables(comparison), notes=comparison_notes(comparison))
     print(f"report: {page}\npicture: {page.parent / PICTURE}")

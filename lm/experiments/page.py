@@ -28,17 +28,17 @@ from lm.experiments.summary import (
     value_text,
 )
 from lm.report.comparison import Comparison
-from lm.report.comparison_pictures import LOSSES, DrawnRun, curves, layer_pictures
-from lm.report.html import Answer, PagePart, PageSection, page_files, run_details, run_sections
+from lm.report.comparison_pictures import LOSSES, DrawnRun
+from lm.report.html import Answer, PagePart, PageSection, introduction, page_files, run_details, run_sections
 from lm.report.pictures import Panel, Picture, Trace
-from lm.report.tables import DIFFERENCE, Column, FilledColumn, Table, numeral, signed_text
+from lm.report.tables import DIFFERENCE, Column, FilledColumn, Table, numeral, signed_text, with_unit
 from lm.statistics.intervals import Interval, over_seeds
 from lm.statistics.tuning import EXTENSIONS, Rate, key_values, rate_text
 
 MAX_NAMES = 8  # largest number of runs that a sentence names
 FACTOR = Column("factor", kind="mean", decimals=2)
 BASIS_NOTE = (
-    "All at the last step, on the held-out documents that report. A mean is over the seeds that all arms have "
+    "All at the last step, on the report text. A mean is over the seeds that all arms have "
     "finished, a difference over all that its two arms have finished. The interval on other text of the kind covers "
     "seeds and documents together. It is never shorter than the interval over seeds, and is left out where all are "
     "equal."
@@ -140,29 +140,23 @@ def _page_part(procedure: Procedure, prefix: str, judgement: Judgement | None) -
         sections += _size_sections(results, f"{prefix}{results.size}-" if results.size else prefix)
         for run in results.begun_runs:
             commands.add("details", run_details(run))
-    page_sections = [section for section in (*sections, commands) if section.blocks]
-    return PagePart(experiment.name, page_sections, question(experiment), answers(sizes), _margin_words(experiment))
+    words = introduction([[run.record for run in results.begun_runs] for results in sizes])
+    return PagePart(
+        experiment.name, [*sections, commands], words, question(experiment), answers(sizes), _margin_words(experiment)
+    )
 
 
 def _size_sections(results: SizeResults, prefix: str) -> list[PageSection]:
-    training = PageSection(f"While training{results.title_suffix}")
-    tuning = PageSection(f"Learning rates{results.title_suffix}")
-    primary, comparison = results.experiment.primary.metric, results.comparison
-    titles = LOSSES | ({} if primary == SELECTION else {primary: primary})
-    training.add("picture", curves(results.arm_names, results.begun_runs, titles, comparison), f"{prefix}curves")
-    for name, picture in layer_pictures(results.arm_names, results.begun_runs).items():
-        training.add("picture", picture, f"{prefix}{name}")
+    tuning, suffix = PageSection(f"Learning rates{results.title_suffix}"), results.title_suffix
+    metric, name = results.experiment.metric, results.experiment.primary.metric
+    titles = LOSSES if name == SELECTION else LOSSES | {name: (name, with_unit(metric.quantity, metric.unit))}
     tuning.add("picture", rates_picture(results), f"{prefix}rates")
     tuning.add("table", crossed_table(results), f"{prefix}final-rates")
     tuning.add("note", _tuning_words(results))
     tuning.add("note", CROSSED_RATES_NOTE if results.choice.crossed else None)
-    if comparison is None:
-        return [training, tuning]
-    return [
-        training,
-        tuning,
-        *run_sections(comparison, [run.record for run in results.begun_runs], prefix, results.title_suffix, _is_name),
-    ]
+    return run_sections(
+        results.arm_names, results.begun_runs, results.comparison, prefix, suffix, titles, tuning, _is_name
+    )
 
 
 def _is_name(key: str) -> bool:
@@ -431,7 +425,7 @@ def rates_picture(results: SizeResults) -> Picture | None:
         drawn_panels = [panel for panel in key_panels if any(len(trace.x) for trace in panel.traces)]
         panels += [replace(panel, title=f"{panel.title}{key_suffix}") for panel in drawn_panels]
     means_words = " of the best other values" if len(experiment.tune.keys) > 1 else ""
-    caption = f"Left: dots are single tuning seeds, lines their means{means_words}, rings the rates that were chosen."
+    caption = f"Tuning runs: dots are single seeds, lines their means{means_words}, rings the rates that were chosen."
     if any(trace.kind == "diverged" for panel in panels for trace in panel.traces):
         unreached_words = (
             ", or did not reach the value"
@@ -439,8 +433,9 @@ def rates_picture(results: SizeResults) -> Picture | None:
             else ""
         )
         caption += f" Crosses at the top: a seed diverged there{unreached_words}, and the rate is not chosen."
-    caption += " Right: of the tuning seeds, once every tuning run has ended."
-    caption += f" Shaded: differences below {primary.matters:g}."
+    if any(panel.zero_line for panel in panels):
+        caption += " Differences: of the tuning seeds, once every tuning run has ended. Shaded: those below "
+        caption += f"{primary.matters:g}."
     return Picture(panels, results.arm_names, caption)
 
 
@@ -473,8 +468,11 @@ def _tuning_panel(results: SizeResults, key_index: int, ticks: dict[float, str])
         traces.append(Trace(index, f"{name}, mean", np.array([*best_means]), np.array([*best_means.values()]), "mean"))
         x = key_values(chosen_rates[name])[key_index] if name in chosen_rates else None
         rings += [(x, best_means[x], index)] if x in best_means else []
-    label = f"{experiment.choice_metric}, {experiment.data_words(experiment.choice_metric, 'selection')}"
-    return Panel("Tuning runs", experiment.tune.keys[key_index], label, traces, ticks, log=10, rings=rings)
+    label = "validation loss (nats per token)"
+    if experiment.choice_metric != SELECTION:
+        label = _quantity_label(experiment)
+    label += f", {experiment.data_words(experiment.choice_metric, 'selection')}"
+    return Panel("Tuning runs", _key_label(experiment, key_index), label, traces, ticks, log=10, rings=rings)
 
 
 def _differences_panel(results: SizeResults, key_index: int, ticks: dict[float, str]) -> Panel:
@@ -500,7 +498,7 @@ def _differences_panel(results: SizeResults, key_index: int, ticks: dict[float, 
     title = f"Difference to {baseline}, both at the same rate"
     label = f"{_difference_label(experiment)}, {experiment.data_words(primary.quantity_name, 'selection')}"
     return Panel(
-        title, experiment.tune.keys[key_index], label, traces, ticks, log=10, zero_line=True, margin=primary.matters
+        title, _key_label(experiment, key_index), label, traces, ticks, log=10, zero_line=True, margin=primary.matters
     )
 
 
@@ -508,9 +506,23 @@ def _dots(arm_index: int, label: str, points: list[tuple[float, float]]) -> Trac
     return Trace(arm_index, label, *np.array(points).reshape(-1, 2).T, "dots")
 
 
+def _key_label(experiment: Experiment, key_index: int) -> str:
+    """A tuned key in words, with the key."""
+    key = experiment.tune.keys[key_index]
+    return f"{'learning rate' if key == 'optim.lr' else key.rpartition('.')[2].replace('_', ' ')} ({key})"
+
+
+def _quantity_label(experiment: Experiment) -> str:
+    """The primary metric, or the tokens to reach a level of it, in words."""
+    metric, reach = experiment.metric, experiment.primary.reach
+    if reach is None:
+        return with_unit(metric.quantity, metric.unit)
+    return f"tokens until {metric.quantity} {reach:g}"
+
+
 def _difference_label(experiment: Experiment) -> str:
-    primary = experiment.primary
-    return primary.metric if primary.reach is None else f"relative difference of {primary.quantity_name}"
+    label = _quantity_label(experiment)
+    return label if experiment.primary.reach is None else f"relative difference of {label}"
 
 
 def differences_picture(sizes: list[SizeResults]) -> Picture | None:

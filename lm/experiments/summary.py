@@ -87,6 +87,8 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
     baseline = question.arms[0]
     columns = column("size", [entry["size"] or None for entry in entries], kind="label")
     columns += column("arm", [entry["arm"] for entry in entries], kind="label")
+    # first, so that it is in sight on a narrow screen
+    columns += column("verdict", [verdict and verdict.words for verdict in verdicts], kind="words")
     columns += column(
         question.rate_heading, [None if entry["rate"] is None else rate_text(entry["rate"]) for entry in entries]
     )
@@ -121,7 +123,6 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
     )
     exact_p = [None if verdict is None or verdict.p_exact is None else f"{verdict.p_exact:.2g}" for verdict in verdicts]
     columns += column("p of the sign-flip test", exact_p, "adjusted")
-    columns += column("verdict", [verdict and verdict.words for verdict in verdicts], kind="words")
     return Table("Summary", "", tuple(columns))
 
 

@@ -31,16 +31,17 @@ PARAM_PREFIX = "normalizer/"  # prefix of the logged names of normalizers' param
 GRAD_NORM = "train/grad_norm"
 FIRST_DRAWN_POSITION = 16  # position at which a picture by position begins
 MAX_TASKS_WITHOUT_MAP = 3  # fractions of more tasks than this, such as a needle at several depths, are drawn as a map
-LOSSES = {"train/loss": "Training loss (train/loss)", "val/loss": "Validation loss (val/loss)"}
+NATS = "nats per token"
+LOSSES = {"train/loss": ("Training loss (train/loss)", NATS), "val/loss": ("Validation loss (val/loss)", NATS)}
 MAX_POINTS = 250  # most points of a curve in a picture
 SETTLING_FRACTION = 0.1  # fraction of training after which values count for the ends of the y axis
 _LAYER_METRIC = re.compile(r"(.+)/layer(\d+)(?:/(head\d+|rms))?")
 _LOGIT_SCALE_METRIC = re.compile(r"logit_scale/n(\d+)")
-_QUANTITY_TITLES = {
-    GRAD_NORM: "Gradient norm before clipping",
-    "largest_score": "Largest score",
-    "logit_scale/slope": "Logit scale: a of a ln n + b",
-    "logit_scale/intercept": "Logit scale: b of a ln n + b",
+_QUANTITY_TITLES = {  # title and label of the y axis
+    GRAD_NORM: ("Gradient norm before clipping", "norm"),
+    "largest_score": ("Largest score", "score"),
+    "logit_scale/slope": ("Logit scale: a of a ln n + b", "a"),
+    "logit_scale/intercept": ("Logit scale: b of a ln n + b", "b"),
 }
 
 
@@ -68,10 +69,12 @@ def drawn_runs(comparison: Comparison) -> list[DrawnRun]:
     ]
 
 
-def overview(comparison: Comparison) -> Picture:
-    """Join the pictures of losses while training and of each section with an axis into one picture."""
-    training = curves(comparison.names, drawn_runs(comparison), LOSSES, comparison)
-    pictures = [*filter(None, [training, *axis_pictures(comparison)])]
+def overview(comparison: Comparison, pictures: Sequence[Picture | None] | None = None) -> Picture:
+    """Join `pictures` into one; None: those of losses while training and of each section with an axis."""
+    if pictures is None:
+        training = curves(comparison.names, drawn_runs(comparison), LOSSES, comparison)
+        pictures = [training, *axis_pictures(comparison)]
+    pictures = [*filter(None, pictures)]
     diverged = {arm: sum(run.state == DIVERGED for run in runs) for arm, runs in comparison.arms.items()}
     arms = [
         f"{arm} ({_seed_count(len(runs))}{f', {diverged[arm]} diverged' * bool(diverged[arm])})"
@@ -97,13 +100,16 @@ def _seed_count(count: int) -> str:
 
 
 def curves(
-    names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, str], comparison: Comparison | None
+    names: Sequence[str],
+    runs: Sequence[DrawnRun],
+    titles: Mapping[str, tuple[str, str]],
+    comparison: Comparison | None,
 ) -> Picture | None:
     """A picture of logged metrics as functions of tokens seen; None if no metric has a curve.
 
     Args:
         names: names of the arms, whose order decides their colours.
-        titles: titles of the metrics by their names in the log.
+        titles: titles and labels of the y axis of the metrics, by their names in the log.
         comparison: comparison of the finished runs, from which the reference level is read; None: no level is drawn.
     """
     curves_by_name = {
@@ -114,12 +120,12 @@ def curves(
     unit, x_label = token_unit(max_tokens)
     swaps = [(run.record, step) for run in runs for step, _ in run.record.phases[1:]]
     swap_tokens = {step * (record.flat.get("optim.batch_tokens") or 0) + record.tokens_before for record, step in swaps}
-    level = comparison and comparison.level("nats per token")
+    level = comparison and comparison.level(NATS)
     panels, single_point_titles, clip_notes = [], [], []
     for name, run_curves in curves_by_name.items():
         curve_length = max((len(curve.tokens) for _, curve in run_curves), default=0)
         if curve_length < 2 and name != "train/loss":
-            single_point_titles += [titles[name]] if curve_length else []
+            single_point_titles += [titles[name][0]] if curve_length else []
             continue
         traces, settled_values, drawn, is_loss = [], [], [], name in LOSSES
         all_diverged = all(run.state == DIVERGED for run, _ in run_curves)  # then the ends of the y axis hide nothing
@@ -145,16 +151,15 @@ def curves(
                 traces.append(Trace(arm_index, label, arm_curves[0][0], mean, "mean"))
         low, high = (min(settled_values), max(settled_values)) if settled_values else (0.0, 1.0)
         top = min(high, max(1.08 * level[1], 1.3 * low)) if level and is_loss and not all_diverged else high
-        clip_notes += [f"{titles[name]} above {top:.2f} (highest: {high:.4g}) is not shown."] if top < high else []
+        clip_notes += [f"{titles[name][0]} above {top:.2f} (highest: {high:.4g}) is not shown."] if top < high else []
         y_padding = 0.06 * (top - low) or 0.1
         levels = {level[1]: f"{level[0]} {level[1]:.2f}"} if level and is_loss and low < level[1] < top else {}
         marks = {tokens / unit: "normalizer swapped" * (index == 0) for index, tokens in enumerate(sorted(swap_tokens))}
-        label = "nats per token" if is_loss else name
         panels.append(
             Panel(
-                titles[name],
+                titles[name][0],
                 x_label,
-                label,
+                titles[name][1],
                 traces,
                 y_range=(low - y_padding, top + y_padding),
                 marks=marks,
@@ -392,10 +397,12 @@ def _sort_key(quantity: str) -> list[tuple[bool, int, str]]:
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", quantity)]
 
 
-def quantity_title(quantity: str) -> str:
+def quantity_title(quantity: str) -> tuple[str, str]:
+    """The title of a quantity's panel, and the label of its y axis."""
     if match := _LOGIT_SCALE_METRIC.fullmatch(quantity):
-        return f"Logit scale of a query that sees {int(match[1]):,} keys"
-    return _QUANTITY_TITLES.get(quantity, f"Parameter {quantity.removeprefix(PARAM_PREFIX)} of the normalizer")
+        return f"Logit scale of a query that sees {int(match[1]):,} keys", "logit scale"
+    parameter = f"Parameter {quantity.removeprefix(PARAM_PREFIX)} of the normalizer", "value"
+    return _QUANTITY_TITLES.get(quantity, parameter)
 
 
 def layer_pictures(names: Sequence[str], runs: Sequence[DrawnRun]) -> dict[str, Picture]:
@@ -438,7 +445,8 @@ def layer_pictures(names: Sequence[str], runs: Sequence[DrawnRun]) -> dict[str, 
     traces = {quantity: [*quantity_traces, *medians.get(quantity, [])] for quantity, quantity_traces in traces.items()}
     panels: dict[str, list[Panel]] = {name: [] for name in captions}
     for quantity in sorted(traces, key=_sort_key):
-        panel = Panel(quantity_title(quantity), x_label, quantity, traces[quantity], log_y=quantity == GRAD_NORM)
+        title, label = quantity_title(quantity)
+        panel = Panel(title, x_label, label, traces[quantity], log_y=quantity == GRAD_NORM)
         panels["normalizer-parameters" if quantity.startswith(PARAM_PREFIX) else "dynamics"].append(panel)
     note = " Thick: the median of an arm's lines." if any(medians.values()) else ""
     return {name: Picture(panels[name], names, caption + note) for name, caption in captions.items() if panels[name]}

@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -15,7 +15,16 @@ from markupsafe import Markup
 from lm.config.yaml_text import dump_yaml
 from lm.files import write_together
 from lm.report.comparison import Comparison
-from lm.report.comparison_pictures import DrawnRun, axis_pictures, drawn_runs, heat_maps, layer_pictures, overview
+from lm.report.comparison_pictures import (
+    LOSSES,
+    DrawnRun,
+    axis_pictures,
+    curves,
+    drawn_runs,
+    heat_maps,
+    layer_pictures,
+    overview,
+)
 from lm.report.comparison_tables import (
     comparison_notes,
     comparison_tables,
@@ -24,13 +33,21 @@ from lm.report.comparison_tables import (
     facts_table,
 )
 from lm.report.pictures import COLOURS, DARK_COLOURS, GREY, GRID, INK, PAPER, Picture, dark_style
-from lm.report.tables import Table, plain_text, printable, to_csv, to_latex, to_markdown
+from lm.report.tables import Table, four_digit_text, plain_text, printable, to_csv, to_latex, to_markdown
 from lm.runs.record import RunRecord
+from lm.schema import Plain, flatten
 
 COST_NOTE = (
     "Means over runs. Training time is that of the steps, without evaluations. Speeds can be compared only on one "
     "device and with as many concurrent runs: how many of the runs on this page were under way at a time is known from "
     "their starts, what else the machine did is not. FLOPs are computed, not measured."
+)
+ONE_SEED_NOTE = (
+    "One seed: intervals cover the choice of text alone. Another seed can move a difference several times as far."
+)
+TEXT_NOTE = (
+    "Held-out documents are divided by a hash: about a third, the selection text, chooses learning rates and "
+    "checkpoints. The others, the report text or reporting documents, give the numbers by which arms are compared."
 )
 PAGE, PICTURE = "report.html", "overview.png"
 BlockKind = Literal["note", "warning", "list", "table", "picture", "code", "details"]
@@ -52,10 +69,9 @@ class PageBlock:
 
 @dataclass
 class PageSection:
-    """A heading and the blocks under it."""
+    """A heading and the blocks under it; without blocks, the page leaves it out."""
 
     title: str
-    prefix: str | None = ""  # beginning of the names of its files; None: it has no files
     blocks: list[PageBlock] = field(default_factory=list)
 
     def add(
@@ -63,9 +79,7 @@ class PageSection:
     ) -> None:
         """Append a block, if there is content."""
         if content:
-            self.blocks.append(
-                PageBlock(kind, content, f"{self.prefix}{name}" if name and self.prefix is not None else "")
-            )
+            self.blocks.append(PageBlock(kind, content, name))
 
 
 @dataclass(frozen=True)
@@ -95,6 +109,7 @@ class PagePart:
 
     name: str
     sections: list[PageSection]
+    introduction: list[str]  # what was trained, and on which text numbers are
     question: str = ""
     answers: list[Answer] = field(default_factory=list)
     margin_note: str = ""
@@ -137,40 +152,93 @@ def inline(picture: Picture) -> Markup:
 # ---------------------------------------------------------------- runs on the page
 
 
+def trained_words(runs: Sequence[RunRecord]) -> str:
+    """What runs trained, in words: parameters, steps, tokens and text; empty without runs."""
+
+    def extent(counts: Iterable[Plain]) -> str:
+        texts = [four_digit_text(count / 1e6) for count in sorted({count for count in counts if count})]
+        return " to ".join(dict.fromkeys([*texts[:1], *texts[-1:]])) or "an unknown number of"
+
+    if not runs:
+        return ""
+    steps, sizes, lengths = (
+        " or ".join(plain_text(value) for value in dict.fromkeys(run.flat.get(key) for run in runs))
+        for key in ("trainer.max_steps", "optim.batch_tokens", "data.seq_len")
+    )
+    texts = dict.fromkeys(_text_words(run) for run in runs)
+    return (
+        f"Trained: {extent(run.environment_entry('parameters.total') for run in runs)} million parameters, on "
+        f"{extent(run.tokens_seen for run in runs)} million tokens in {steps} steps of {sizes}, in sequences of "
+        f"{lengths}. Data: {'; or '.join(texts)}."
+    )
+
+
+def _text_words(run: RunRecord) -> str:
+    """A run's text or tasks by name, and their size."""
+    source = flatten(run.config["data"].get("source") or {}) if not run.symbolic else {}
+    tasks = [entry["task"]["name"] for entry in run.config["data"].get("tasks") or []]
+    names = [plain_text(value) for key, value in source.items() if key != "name"] + tasks
+    entries = {"training tokens": "train_tokens", "documents": "documents"}
+    counts = {words: run.environment_entry(f"data.{name}") for words, name in entries.items()}
+    sizes = [f"{count:,} {words}" for words, count in counts.items() if count]
+    return ", ".join([*names, *sizes])
+
+
+def introduction(runs: Sequence[Sequence[RunRecord]]) -> list[str]:
+    """What the runs of each model size trained and, of runs on text, what report text and selection text are."""
+    has_text = any(
+        (evaluation.frame["part"] != "").any() for of_size in runs for run in of_size for evaluation in run.evaluations
+    )
+    return [*filter(None, map(trained_words, runs)), *[TEXT_NOTE] * has_text]
+
+
 def run_sections(
-    comparison: Comparison,
-    concurrent_runs: Sequence[RunRecord],
-    prefix: str | None = None,
+    names: Sequence[str],
+    runs: Sequence[DrawnRun],
+    comparison: Comparison | None,
+    prefix: str = "",
     suffix: str = "",
+    titles: Mapping[str, tuple[str, str]] = LOSSES,
+    tuning: PageSection | None = None,
     is_omitted: Callable[[str], bool] = lambda key: False,
 ) -> list[PageSection]:
-    """The page's sections on compared runs: measurements, costs, and what the runs share or differ in.
+    """The page's sections on runs: while training, measurements, costs, and what the runs share or differ in.
 
     Args:
-        concurrent_runs: all runs that may have been under way at the same time.
-        prefix: beginning of the names of the sections' files; None: no files, and no pictures of series along an axis.
+        names: names of all arms, whose order decides their colours.
+        runs: the runs that have begun.
+        comparison: the comparison of finished runs; None: there are none.
+        prefix: beginning of the names of the sections' files.
         suffix: text appended to each section's title.
+        titles: as in `curves`.
+        tuning: a section that follows the first.
         is_omitted: whether to leave out a configuration key that arms differ in.
     """
-    titles = ("Measured at the end", "Cost", "What differs, and what does not")
-    measured_section, cost_section, shared_section = (PageSection(f"{title}{suffix}", prefix) for title in titles)
-    tables, sections = comparison_tables(comparison), comparison.sections
-    pictures = [None] * len(sections) if prefix is None else axis_pictures(comparison)
+    training = PageSection(f"While training{suffix}")
+    training.add("picture", curves(names, runs, titles, comparison), f"{prefix}curves")
+    for name, picture in layer_pictures(names, runs).items():
+        training.add("picture", picture, f"{prefix}{name}")
+    sections = [training] if tuning is None else [training, tuning]
+    if comparison is None:
+        return sections
+    headings = ("Measured at the end", "Cost", "What differs, and what does not")
+    measured, cost, shared = (PageSection(f"{heading}{suffix}") for heading in headings)
+    tables, pictures = comparison_tables(comparison), axis_pictures(comparison)
     for number, (table, picture) in enumerate(zip(tables, pictures, strict=False), 1):
-        measured_section.add("picture", picture, f"measured-{number}-picture")
-        measured_section.add("table", table, f"measured-{number}")
+        measured.add("picture", picture, f"{prefix}measured-{number}-picture")
+        measured.add("table", table, f"{prefix}measured-{number}")
     for number, picture in enumerate(heat_maps(comparison), 1):
-        measured_section.add("picture", picture, f"map-{number}")
-    for table in tables[len(sections) :]:
-        measured_section.add("table", table, "measured-differences")
-    measured_section.add("list", comparison_notes(comparison) if prefix is None else list(comparison.missing_notes))
-    cost_section.add("table", cost_table(comparison.arms, concurrent_runs, f"What a run took{suffix}"), "cost")
-    cost_section.add("note", COST_NOTE)
-    shared_section.add(
-        "table", configuration_table(comparison, is_omitted) if comparison.config_diff else None, "configuration"
-    )
-    shared_section.add("table", facts_table(comparison), "environment")
-    return [measured_section, cost_section, shared_section]
+        measured.add("picture", picture, f"{prefix}map-{number}")
+    for table in tables[len(pictures) :]:
+        measured.add("table", table, f"{prefix}measured-differences")
+    measured.add("list", comparison.missing_notes)
+    records = [run.record for run in runs]
+    cost.add("table", cost_table(comparison.arms, records, f"What a run took{suffix}"), f"{prefix}cost")
+    cost.add("note", COST_NOTE)
+    if comparison.config_diff:
+        shared.add("table", configuration_table(comparison, is_omitted), f"{prefix}configuration")
+    shared.add("table", facts_table(comparison), f"{prefix}environment")
+    return [*sections, measured, cost, shared]
 
 
 def run_details(run: DrawnRun) -> tuple[str, str]:
@@ -195,42 +263,32 @@ def page_files(parts: list[PagePart], folder: Path) -> dict[Path, bytes]:
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> Path:
-    """Write the report of a comparison, or of a single run, into `folder`: pictures, tables and the page. Returns the
-    path of the page.
+    """Write the report of a comparison, or of a single run, into `folder`: the page, its tables and pictures, all
+    tables in one file of each format, and a picture of all curves. Returns the path of the page.
 
     Raises RunError: the report can't be written.
     """
-    picture, tables, runs = overview(comparison), comparison_tables(comparison), drawn_runs(comparison)
-    training_section, layer_section, run_section = (
-        PageSection(title) for title in ("Overview", "By layer, while training", "Runs")
-    )
-    warnings = (
-        [f"{comparison.warning} A difference below can't be put down to the normalizer alone."]
-        if comparison.warning
-        else []
-    )
-    if any(
+    tables, notes, runs = comparison_tables(comparison), comparison_notes(comparison), drawn_runs(comparison)
+    summary, commands = PageSection("Summary"), PageSection("Runs")
+    warnings = [ONE_SEED_NOTE] * any(
         difference.interval and difference.interval.noise_source.endswith(", 1 seed")
         for difference in comparison.differences
-    ):
-        warnings.insert(
-            0,
-            "One seed: intervals cover the choice of text alone. Another seed can move a difference several times as "
-            "far.",
-        )
-    warnings += [note for note in comparison.missing_notes if ": diverged: " in note]
-    training_section.add("warning", warnings)
-    training_section.add("picture", picture, "overview")
-    for name, layer_picture in layer_pictures(comparison.names, runs).items():
-        layer_section.add("picture", layer_picture, name)
+    )
+    if comparison.warning:
+        warnings.append(f"{comparison.warning} A difference below can't be put down to the normalizer alone.")
+    summary.add("warning", warnings + [note for note in comparison.missing_notes if ": diverged: " in note])
+    summary.add("list", [note for note in notes if note not in (comparison.warning, *comparison.missing_notes)])
     for run in runs:
-        run_section.add("details", run_details(run))
-    sections = [training_section, layer_section, *run_sections(comparison, comparison.runs), run_section]
+        commands.add("details", run_details(run))
+    sections = [summary, *run_sections(comparison.names, runs, comparison), commands]
     run_names = f": {', '.join(printable(run.name) for run in comparison.runs)}" if len(comparison.arms) == 1 else ""
-    title = " vs ".join(comparison.arms) + run_names
-    contents = page_files([PagePart(title, [section for section in sections if section.blocks])], folder) | {
-        folder / PICTURE: picture.file(".png"),
-        folder / "table.md": to_markdown(tables, comparison_notes(comparison)).encode(),
+    part = PagePart(" vs ".join(comparison.arms) + run_names, sections, introduction([comparison.runs]))
+    pictures = [
+        block.content for section in sections for block in section.blocks if block.name.endswith(("curves", "-picture"))
+    ]
+    contents = page_files([part], folder) | {
+        folder / PICTURE: overview(comparison, pictures).file(".png"),
+        folder / "table.md": to_markdown(tables, notes).encode(),
         folder / "table.csv": to_csv(tables).encode(),
         folder / "table.tex": to_latex(tables).encode(),
     }

@@ -19,7 +19,7 @@ from lm.runs.record import read_run
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports without their picture: nothing is asked of it here."""
-    monkeypatch.setattr("lm.report.html.overview", lambda comparison: Picture([Panel("", "", "", [])], []))
+    monkeypatch.setattr("lm.report.html.overview", lambda *_: Picture([Panel("", "", "", [])], []))
 
 
 def test_paired_differences_find_what_was_built_in(pair):

@@ -114,7 +114,7 @@ def test_a_stranger_s_callback_logs_and_keeps_its_state_and_a_logger_that_fails_
     }
     result = run("report", str(folder))
     assert result.returncode == 0, result.stderr
-    assert "stranger/spread" in (folder / "report.html").read_text()
+    assert "stranger/spread" in (folder / "report" / "report.html").read_text()
 
 
 REFUSED = {
