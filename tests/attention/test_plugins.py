@@ -95,7 +95,7 @@ def test_the_example_of_the_docs_from_its_training_to_its_report(powers: Path, a
         assert "--allow-plugin powers" in refusal.stderr
     report = lm("report", str(folder))
     assert report.returncode == 0, report.stderr
-    assert f"{NAME} (power=3.0)" in (folder / "report.html").read_text()
+    assert f"{NAME} (power=3.0)" in (folder / "report" / "report.html").read_text()
     assert not (tmp_path / "imported").exists()
 
     allowed = lm("eval", str(folder), "--allow-plugin", "powers")

@@ -109,7 +109,7 @@ def test_the_verdict_is_on_the_ratio_of_tokens_paired_by_seed(tmp_path):
         "Does ssmax take fewer or more tokens to reach val/loss 4.6 than softmax, by more than a factor of 1.1?"
     )
     headings = [column.name for column in summary_table(sizes[0].judgement, [soft, scalable]).columns]
-    assert headings[2:5] == ["geometric mean, tokens to val/loss 4.6", "have reached it", "factor to softmax"]
+    assert headings[3:6] == ["geometric mean, tokens to val/loss 4.6", "have reached it", "factor to softmax"]
     cells = [[cell for _, cell in row] for row in seeds_table(sizes[0]).rows]
     assert cells[0] == ["1", "1,010", "709", "0.702"]
 
