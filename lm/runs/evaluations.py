@@ -8,10 +8,9 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cache, cached_property
-from itertools import pairwise
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -29,7 +28,6 @@ from lm.runs.manifest import read_file
 from lm.runs.metric import Axis, Metric
 from lm.schema import Plain, build
 
-Shape = Literal["number", "bins", "points"]
 # The columns of a frame. A row is the value of a unit (such as a sequence) at a point of the metric's axis, or the mean
 # alone, without `sample`; the rows of a point are consecutive.
 COLUMNS = {
@@ -158,221 +156,9 @@ def part_of(units: pd.DataFrame, part: Literal["selects", "reports"]) -> pd.Data
     )
 
 
-@dataclass(frozen=True, eq=False)
-class Units:
-    """A metric's values by unit (such as a sequence) at a point or over a range of its axis, and the weight of each.
-    `Units` of equal `identity` can be paired.
-    """
-
-    # values, weights, groups: (units,); the groups are labels of documents
-    values: np.ndarray
-    weights: np.ndarray
-    groups: np.ndarray
-    selects: np.ndarray | None  # (units,) bool, which units choose learning rates; None: all do, and all report
-    fingerprint: str  # of the held-out text
-    sha256: str  # the hash of the sequences
-    span: tuple[float, float]  # start and end on the axis
-
-    @property
-    def identity(self) -> tuple[str, str]:
-        """Fingerprint of the data, and hash of the measured sequences."""
-        return self.fingerprint, self.sha256
-
-    @property
-    def mean(self) -> float:
-        """The weighted mean; NaN if no unit has a value, which is one of weight 0."""
-        has_value = self.weights > 0
-        return float(np.average(self.values[has_value], weights=self.weights[has_value])) if has_value.any() else np.nan
-
-    def minus(self, baseline: "Units") -> "Units":
-        """Differences by unit: these values minus the values of `baseline`, another run on the same units."""
-        return replace(self, values=self.values - baseline.values)
-
-    def select(self, mask: np.ndarray) -> "Units":
-        """The units where `mask` is true; if one is dropped, the hash depends on the mask, too."""
-        if mask.all():
-            return self
-        sha256 = hashlib.sha256(f"{self.sha256} {np.flatnonzero(mask).tolist()}".encode()).hexdigest()[:16]
-        arrays = (self.values[mask], self.weights[mask], self.groups[mask])
-        return Units(*arrays, self.selects[mask], self.fingerprint, sha256, self.span)
-
-    def part(self, selection: bool) -> "Units":
-        """The units of documents that choose learning rates if `selection` is true, else of documents that are
-        reported.
-
-        A sequence belongs to the document in which it begins. All units are returned if they don't come from held-out
-        text.
-
-        Raises NoDocuments: no unit is left.
-        """
-        if self.selects is None:
-            return self
-        mask = self.selects == selection
-        if not mask.any():
-            purpose = "choose learning rates" if selection else "report"
-            raise NoDocuments(
-                f"none of {len(set(self.groups.tolist()))} held-out documents is left to {purpose} on: hold out more "
-                "text"
-            )
-        return replace(self, values=self.values[mask], weights=self.weights[mask], groups=self.groups[mask])
-
-
-@dataclass(frozen=True, eq=False)
-class Series:
-    """The rows of an evaluation's frame that are of one metric, task and inference setting, point by point."""
-
-    about: Metric
-    kind: str  # kind of evaluation
-    metric: str  # its quantity
-    seq_len: int  # training length, tokens
-    task: str
-    setting: str
-    names: tuple[str, ...]  # the metric's name at each point
-    x: np.ndarray  # (points,) in ascending order; NaN for a single number
-    until: np.ndarray  # (points,) ends of bins, else NaN
-    means: np.ndarray  # (points,)
-    points: tuple[Units, ...]  # the units at each point; (): only the means are known
-
-    @property
-    def unit(self) -> str:
-        return self.about.unit
-
-    @property
-    def axis(self) -> Axis | None:
-        return self.about.axis
-
-    @property
-    def bins(self) -> bool:
-        """Whether each point is a range (bin) of the axis."""
-        return not np.isnan(self.until[0])
-
-    @property
-    def shape(self) -> Shape:
-        """The series' shape: `number` without an axis, `bins` if its points are ranges of the axis, else `points`."""
-        return "number" if np.isnan(self.x[0]) else "bins" if self.bins else "points"
-
-    @property
-    def is_of_text(self) -> bool:
-        """Whether it is measured on held-out documents of which some choose learning rates."""
-        return any(units.selects is not None for units in self.points)
-
-    @property
-    def references(self) -> dict[str, float]:
-        return dict(self.about.references)
-
-    def units(self, start: float, stop: float) -> Units | None:
-        """Values by unit (such as a sequence) at point `start`; for bins, each unit's mean from `start` to `stop`. None
-        if there are no such values."""
-        indices = self._points_within(start, stop)
-        if not self.points or not len(indices):
-            return None
-        units = self.points[indices[0]]
-        if not self.bins:
-            return units
-        values = np.stack([self.points[index].values for index in indices], axis=1)
-        return replace(
-            units, values=np.average(values, axis=1, weights=self._widths[indices]), span=(units.span[0], stop)
-        )
-
-    @cached_property
-    def _widths(self) -> np.ndarray:
-        return self.until - self.x if self.bins else np.ones(len(self.x))
-
-    def _points_within(self, start: float, stop: float) -> np.ndarray:
-        if self.shape == "number":
-            return np.array([0])
-        return np.flatnonzero((self.x >= start) & (self.until <= stop) if self.bins else self.x == start)
-
-    def logged_units(self, metric: str) -> Units | None:
-        """Values by unit (such as a sequence) at the point that is logged as `metric`; for bins, each unit's mean over
-        all bins.
-        """
-        index = self.names.index(metric)
-        return self.units(self.x[index], self.until[-1])
-
-    @property
-    def overall_mean(self) -> float | None:
-        """The mean over all bins, or the single number; None if the points are single."""
-        return None if self.shape == "points" else float(np.average(self.means, weights=self._widths))
-
-    @cached_property
-    def places(self) -> dict[str, tuple[float, float]]:
-        """The points or ranges that reports show, (start, stop) by label. Ranges are `within 1x`, `1x-2x`, ... of the
-        training length.
-        """
-        if self.shape == "number":
-            return {"": (0, 0)}
-        if not self.bins:
-            return {number(value): (value, value) for value in self.x.tolist()}
-        length = float(self.until[-1])
-        stops = [min(self.seq_len, length)]
-        while stops[-1] < length:
-            stops.append(min(stops[-1] * 2, length))
-        length_factors = [stop / self.seq_len for stop in stops]
-        labels = [f"within {length_factors[0]:g}x", *(f"{low:g}x-{high:g}x" for low, high in pairwise(length_factors))]
-        return dict(zip(labels, zip([0, *stops[:-1]], stops, strict=True), strict=True))
-
-    def point_at(self, label: str) -> int:
-        """The index of the point with the label `label`, a key of `places`; of a range, the index of its first bin."""
-        return int(np.searchsorted(self.x, self.places[label][0]).clip(max=len(self.x) - 1))
-
-    def mean_at(self, label: str) -> float:
-        """The mean at the point, or over the range of bins, with this `label`, a key of `places`."""
-        return self.mean_within(*self.places[label])
-
-    def mean_within(self, start: float, stop: float) -> float:
-        """The mean at the point `start`; for bins, the mean over the bins from `start` to `stop`, weighted by bin
-        width.
-        """
-        indices = self._points_within(start, stop)
-        return float(np.average(self.means[indices], weights=self._widths[indices]))
-
-    @property
-    def reporting(self) -> "Series":
-        """The series of reporting documents alone, which don't choose checkpoints or learning rates. Names then say so,
-        as metrics.jsonl has the mean over all held-out text by its name alone. Without such units, the series keeps its
-        means, without units.
-        """
-        if not self.is_of_text:
-            return self
-        masks = [~units.selects for units in self.points]
-        if not all(mask.any() for mask in masks):
-            return replace(self, points=(), about=replace(self.about, interval=False))
-        points = tuple(units.select(mask) for units, mask in zip(self.points, masks, strict=True))
-        means = [units.mean if np.isfinite(mean) else np.nan for units, mean in zip(points, self.means, strict=True)]
-        names = tuple(f"{name} {REPORTING}" for name in self.names)
-        metric = f"{self.metric} {REPORTING}"
-        return replace(self, metric=metric, names=names, points=points, means=np.array(means))
-
-    @property
-    def is_finite(self) -> bool:
-        return bool(np.isfinite(self.means).all())
-
-    @cached_property
-    def logged_means(self) -> dict[str, float]:
-        """The means of this series that training logs to metrics.jsonl, by name."""
-        means = self.means.tolist() if self.overall_mean is None else [self.overall_mean]
-        return dict(zip(self.names, means, strict=False)) if self.is_logged else {}
-
-    @property
-    def is_logged(self) -> bool:
-        """Whether training logs its means to metrics.jsonl."""
-        return bool(self.about.name and self.about.matches(self.names[0].removesuffix(f" {REPORTING}")))
-
-
 def number(value: float) -> str:
     """An axis value as text; integers have thousands separators."""
     return f"{int(value):,}" if value == int(value) else f"{value:g}"
-
-
-def series_names(series: Iterable[Series]) -> dict[Series, str]:
-    """The name of each series' task or source, with the options that distinguish it from tasks or sources of the same
-    name.
-    """
-    definitions = {member: {"name": member.task} | json.loads(member.about.options or "{}") for member in series}
-    distinct_definitions = {str(definition): definition for definition in definitions.values()}
-    names = dict(zip(distinct_definitions, task_names(list(distinct_definitions.values())), strict=True))
-    return {member: names[str(definition)] for member, definition in definitions.items()}
 
 
 def json_value(value: object) -> Plain:
@@ -400,7 +186,7 @@ def measured(evaluations: Sequence["Evaluation"]) -> pd.DataFrame:
     rows = joined([evaluation.frame for evaluation in evaluations])
     rows = rows.astype({name: object for name, kind in COLUMNS.items() if kind is object})
     numbers = np.repeat(np.arange(len(evaluations)), [len(evaluation.frame) for evaluation in evaluations])
-    codes, metrics = _numbered(rows["about"].to_numpy())
+    codes, metrics = _metric_numbers(rows["about"].to_numpy())
     tasks, names = (list(zip(codes.tolist(), rows[name], strict=True)) for name in ("task", "metric"))
     definitions = {pair: {"name": pair[1]} | json.loads(metrics[pair[0]].options or "{}") for pair in set(tasks)}
     distinct = {str(definition): definition for definition in definitions.values()}
@@ -560,10 +346,12 @@ def selection_loss(evaluation: "Evaluation") -> tuple[float, str]:
     """Validation loss (nats per token) on the sequences on which the best checkpoint is chosen, and the hash of these
     sequences.
     """
-    (units,) = evaluation.series[0].points
-    selects = units.selects if units.selects.any() else ~units.selects
-    selected = units.select(selects)
-    return selected.mean, selected.sha256
+    loss = unit_rows(evaluation.frame, LOSS)
+    selects = (loss["part"] == "selects").to_numpy()
+    selects, sha256 = selects if selects.any() else ~selects, loss["sequences"].iloc[0]
+    if not selects.all():
+        sha256 = hashlib.sha256(f"{sha256} {np.flatnonzero(selects).tolist()}".encode()).hexdigest()[:16]
+    return weighted_mean(loss[selects]), sha256
 
 
 # ---------------------------------------------------------------- evaluations and their files
@@ -605,31 +393,18 @@ class Evaluation:
     frame: pd.DataFrame  # (`COLUMNS`)
     asked: dict[str, Plain] = field(default_factory=dict)  # the keys of `eval` that asked for it
     code: dict[str, str] = field(default_factory=dict)  # digests of the code that measured it (`Measurement.code`)
-    reports_only: bool = False  # whether `series` leaves out the documents that choose learning rates
 
     @property
     def name(self) -> str:
         """The kind of evaluation as a noun for messages, such as `long-context evaluation`."""
         return f"{self.kind.replace('_', '-')} evaluation"
 
-    @cached_property
-    def series(self) -> tuple[Series, ...]:
-        """The rows by metric, task and inference setting; with `reports_only` those with units come first."""
-        if not self.reports_only:
-            return tuple(_series_of(self))
-        return tuple(sorted((series.reporting for series in _series_of(self)), key=lambda series: not series.points))
-
-    @property
-    def reporting(self) -> "Evaluation":
-        """A copy whose series keep only the held-out documents for reports (`Series.reporting`)."""
-        return replace(self, reports_only=True)
-
     def content(self) -> bytes:
         """The content of the evaluation's file."""
         about, metrics = _metric_numbers(self.frame["about"].to_numpy())
         frame = self.frame.assign(about=about, value=self.frame["value"].where(np.isfinite(self.frame["value"])))
         table = frame.to_csv(index=False, float_format="%.9g", lineterminator="\n")
-        names = [spec.name for spec in fields(self) if spec.name not in ("frame", "reports_only")]
+        names = [spec.name for spec in fields(self) if spec.name != "frame"]
         facts = {name: getattr(self, name) for name in names}
         facts["metrics"] = json_value([asdict(metric) for metric in metrics])
         return f"# {json.dumps(facts)}\n{table}".encode()
@@ -671,39 +446,6 @@ def _metric_numbers(about: np.ndarray) -> tuple[np.ndarray, list[Metric]]:
     for index in np.argsort(firsts):
         by_object[index] = numbers.setdefault(about[firsts[index]], len(numbers))
     return by_object[inverse], [*numbers]
-
-
-def _series_of(evaluation: Evaluation) -> Iterator[Series]:
-    column = {name: evaluation.frame[name].to_numpy() for name in COLUMNS}
-    about, _ = _metric_numbers(column["about"])
-    is_new = np.zeros(len(about) + 1, bool)  # whether a row is of another series than the row before
-    is_new[[0, -1]] = True
-    for values in (about, column["task"], column["setting"]):
-        is_new[1:-1] |= values[1:] != values[:-1]
-    is_mean, x = np.isnan(column["sample"]), column["x"]
-    is_point = is_new.copy()  # or of another point
-    is_point[1:-1] |= is_mean[1:] | ((x[1:] != x[:-1]) & ~np.isnan(x[1:]))
-    starts = np.flatnonzero(is_point)
-    for first, last in pairwise(np.flatnonzero(is_new).tolist()):
-        low, high = np.searchsorted(starts, (first, last))
-        at, metric = starts[low:high], column["about"][first]
-        points = (
-            [] if is_mean[first] else [_units(evaluation, column, *pair) for pair in pairwise(starts[low : high + 1])]
-        )
-        means = np.array([units.mean for units in points]) if points else column["value"][at]
-        yield Series(
-            metric, evaluation.kind, metric.quantity, evaluation.seq_len, column["task"][first],
-            column["setting"][first], tuple(column["metric"][at]), x[at], column["until"][at], means, tuple(points),
-        )  # fmt: skip
-
-
-def _units(evaluation: Evaluation, column: dict[str, np.ndarray], start: int, stop: int) -> Units:
-    part = column["part"][start:stop]
-    arrays = (column[name][start:stop] for name in ("value", "weight", "group"))
-    begin, end = np.nan_to_num(column["x"][start]), column["until"][start]
-    span = float(begin), float(begin if np.isnan(end) else end)
-    selects = part == "selects" if part[0] else None
-    return Units(*arrays, selects, evaluation.data_fingerprint, column["sequences"][start], span)
 
 
 def evaluation_path(run: Path, kind: str, step: int) -> Path:

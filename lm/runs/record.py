@@ -5,7 +5,7 @@ arms apart.
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
@@ -22,7 +22,7 @@ from lm.config.yaml_text import parse_yaml
 from lm.errors import RunError
 from lm.files import plain_sha256
 from lm.runs.checkpoints import load_metadata
-from lm.runs.evaluations import LOSS, UNIGRAM, UNIGRAM_BOUND, Evaluation, Series, last_evaluations, weighted_mean
+from lm.runs.evaluations import LOSS, UNIGRAM, UNIGRAM_BOUND, Evaluation, last_evaluations, weighted_mean
 from lm.runs.folder import (
     CHECKPOINTS,
     CONFIG,
@@ -242,16 +242,6 @@ class RunRecord:
         seeds are paired.
         """
         return seeds(self.config, self.environment)
-
-    @property
-    def series(self) -> list[Series]:
-        """All series of the evaluations whose metric has a title; reports show only these series."""
-        return [series for evaluation in self.evaluations for series in evaluation.series if series.about.title]
-
-    @property
-    def reporting(self) -> "RunRecord":
-        """A copy of the record whose evaluations keep only the held-out documents for reports (`Series.reporting`)."""
-        return replace(self, evaluations=tuple(evaluation.reporting for evaluation in self.evaluations))
 
     @property
     def tokens_seen(self) -> int | None:

@@ -9,7 +9,18 @@ import pytest
 from fabricated import EMPTY, evaluation_of, keep
 
 from lm.report.frame import evaluation_block, frame
-from lm.runs.evaluations import checkpoint_selection_mask, load_evaluation, rows, selection_mask, units_frame
+from lm.runs.evaluations import (
+    at_places,
+    checkpoint_selection_mask,
+    load_evaluation,
+    measured,
+    overall_means,
+    point_means,
+    reporting,
+    rows,
+    selection_mask,
+    units_frame,
+)
 from lm.runs.metric import Axis, Metric
 
 
@@ -50,21 +61,38 @@ def test_a_file_and_back_is_the_same(made: Callable[[], pd.DataFrame], tmp_path:
     assert pd.read_csv(path, skiprows=1)["value"].tolist() == pytest.approx(made()["value"].tolist(), nan_ok=True)
 
 
-def test_series_are_the_rows_of_a_metric_point_by_point():
-    loss, accuracy = evaluation_of(pd.concat([by_position(), by_length()], ignore_index=True)).series
-    assert (loss.shape, loss.x.tolist(), loss.until.tolist(), loss.is_logged) == ("bins", [0, 4], [4, 16], True)
-    assert loss.means == pytest.approx([3, np.nan], nan_ok=True)
-    assert loss.units(0, 16).values == pytest.approx([1.75, np.nan, 5.75], nan_ok=True)
-    assert (accuracy.shape, [len(units.values) for units in accuracy.points]) == ("points", [2, 5])
-    assert accuracy.places == {"64": (64, 64), "128": (128, 128)}
-    assert not accuracy.is_logged
+def test_means_are_over_units_and_over_bins_and_places_are_ranges_or_points():
+    frame = measured([evaluation_of(pd.concat([by_position(), by_length()], ignore_index=True), seq_len=8)])
+    assert frame.groupby("shape")["logged"].all().to_dict() == {"bins": True, "points": False}
+    assert point_means(frame)["value"].tolist() == pytest.approx([3, np.nan, 0.5, 0.5], nan_ok=True)
+    places = at_places(frame[frame["sample"] != 1])
+    assert [*zip(places["place"], places["value"], strict=True)] == [
+        *(("within 1x", value) for value in (1.0, 5.0)),
+        ("64", 0.5),
+        *(("128", 0.5) for _ in range(4)),
+    ]
+    overall = overall_means(frame[frame["sample"] != 1])
+    assert overall["value"].tolist() == pytest.approx([(1.75 + 5.75) / 2, 0.5, 0.5])
 
 
 @pytest.mark.parametrize(("weights", "mean"), [([1, 0, 3], 4), ([0, 0, 0], np.nan)])
 def test_a_unit_of_weight_0_has_no_value(weights: list[int], mean: float):
     units = units_frame("abc", np.arange(3), np.array(weights))
-    (series,) = evaluation_of(rows(Metric(quantity="loss", units="documents"), np.array([[1], [7], [5]]), units)).series
-    assert series.means == pytest.approx([mean], nan_ok=True)
+    loss = rows(Metric(quantity="loss", units="documents"), np.array([[1], [7], [5]]), units)
+    assert point_means(measured([evaluation_of(loss)]))["value"].tolist() == pytest.approx([mean], nan_ok=True)
+
+
+@pytest.mark.parametrize("documents", [40, 1])
+def test_reports_leave_out_documents_that_select_unless_all_do(documents: int):
+    (label,) = np.flatnonzero(selection_mask("data", np.arange(40)))[:1]
+    groups = np.arange(40) if documents > 1 else np.full(40, label)
+    loss = rows(
+        Metric(quantity="loss", units="documents"), np.arange(40.0)[:, None], units_frame("a", groups, None, "data")
+    )
+    kept = reporting(measured([evaluation_of(loss)]))
+    assert set(kept["quantity"]) == {"loss of reporting documents" if documents > 1 else "loss"}
+    expected = np.arange(40.0)[~selection_mask("data", groups)] if documents > 1 else [np.arange(40.0).mean()]
+    assert kept["value"].tolist() == pytest.approx(expected)
 
 
 def test_about_a_third_of_the_documents_select_and_always_the_same():
