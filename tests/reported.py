@@ -15,7 +15,7 @@ from manifests import record
 from lm.config import load as configuration
 from lm.evaluation.answers import ACCURACY, by_length
 from lm.evaluation.held_out import LongContext
-from lm.report.comparison import Comparison, Difference, compare_runs
+from lm.report.comparison import ArmComparison, Difference, compare_runs
 from lm.report.html import PICTURE, write_comparison
 from lm.runs.evaluations import load_evaluation, rows, units_frame, validation_rows
 from lm.runs.record import read_run
@@ -210,7 +210,7 @@ def write_report(folders: list[Path], out: Path) -> ReportFiles:
     return ReportFiles(page, *(out / name for name in (PICTURE, "table.md", "table.csv", "table.tex")))
 
 
-def compared(*folders: Path) -> tuple[Comparison, dict[tuple[str, ...], Difference]]:
+def compared(*folders: Path) -> tuple[ArmComparison, dict[tuple[str, ...], Difference]]:
     """The comparison, and the last arm's differences by what they are of."""
     comparison = compare_runs([read_run(folder) for folder in folders])
     return comparison, {difference.name.labels: difference for difference in comparison.differences}
@@ -224,12 +224,12 @@ def edit(folder: Path, kind: str, change: Callable[[pd.DataFrame], pd.DataFrame 
     keep(folder, replace(evaluation, frame=frame if changed is None else changed, **facts))
 
 
-def asked(comparison: Comparison) -> list[tuple[str, ...]]:
+def asked(comparison: ArmComparison) -> list[tuple[str, ...]]:
     """Task and inference setting of all answers, in the order of their files."""
     return [name.labels for name in comparison.metric_names if name.quantity == ANSWERS]
 
 
-def fraction_right(comparison: Comparison, arm: int, of: tuple[str, str], length: int) -> Interval:
+def fraction_right(comparison: ArmComparison, arm: int, of: tuple[str, str], length: int) -> Interval:
     """Of an arm's answers, with its interval."""
     (name,) = (name for name in comparison.metric_names if (name.quantity, *name.labels) == (ANSWERS, *of))
     return comparison.cells[name, str(length), comparison.names[arm]].interval

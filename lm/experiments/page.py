@@ -27,7 +27,7 @@ from lm.experiments.summary import (
     trend_table,
     value_text,
 )
-from lm.report.comparison import Comparison
+from lm.report.comparison import ArmComparison
 from lm.report.comparison_pictures import LOSSES, DrawnRun
 from lm.report.html import Answer, PagePart, PageSection, introduction, page_files, run_details, run_sections
 from lm.report.pictures import Panel, Picture, Trace
@@ -83,7 +83,7 @@ class SizeResults:
         ]
 
     @cached_property
-    def comparison(self) -> Comparison | None:
+    def comparison(self) -> ArmComparison | None:
         """The comparison of the arms that have finished runs, on the held-out documents for reports (not those by which
         learning rates are chosen); None without finished runs."""
         finished_runs = [run for run in self.begun_runs if run.state == "finished"]
@@ -92,7 +92,7 @@ class SizeResults:
             for name in dict.fromkeys(run.arm for run in finished_runs)
         }
         arms = {name: arms[name] for name in self.arm_names if name in arms}
-        return Comparison(tuple(self.arm_names), arms) if arms else None
+        return ArmComparison(tuple(self.arm_names), arms) if arms else None
 
 
 # ---------------------------------------------------------------- the page

@@ -67,7 +67,7 @@ class MeanOfArm(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class ArmComparison:
     """Runs of arms, and what they measured on documents for reports, as frames. The first name is the baseline."""
 
     names: tuple[str, ...]  # labels of all arms, also of arms without runs, by which pictures choose colours
@@ -381,7 +381,7 @@ def shared_value(arms: Arms, value: Callable[[RunRecord], object]) -> tuple[bool
 # ---------------------------------------------------------------- arms
 
 
-def compare_runs(records: list[RunRecord], baseline: str | None = None) -> Comparison:
+def compare_runs(records: list[RunRecord], baseline: str | None = None) -> ArmComparison:
     """Group runs into arms and compare the arms with the baseline arm. `baseline` is this arm's label, else the name of
     one of its runs, else its normalizer's name; None: the first arm.
 
@@ -402,7 +402,7 @@ def compare_runs(records: list[RunRecord], baseline: str | None = None) -> Compa
             reason = "is the name of several arms" if matches else "no such run or arm"
             raise RunError(f"baseline '{baseline}': {reason}; choose from: {', '.join(matches or arms)}")
         arms = {matches[0]: arms[matches[0]]} | arms
-    return Comparison(tuple(arms), arms)
+    return ArmComparison(tuple(arms), arms)
 
 
 def _group_into_arms(records: list[RunRecord]) -> dict[str, list[RunRecord]]:

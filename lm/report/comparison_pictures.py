@@ -12,7 +12,7 @@ import pandas as pd
 
 from lm.report.comparison import (
     UNIT_COLUMNS,
-    Comparison,
+    ArmComparison,
     interval_of,
     paired_interval,
     shown_interval,
@@ -60,7 +60,7 @@ class DrawnRun(NamedTuple):
     label: str  # the run's name on the page
 
 
-def drawn_runs(comparison: Comparison) -> list[DrawnRun]:
+def drawn_runs(comparison: ArmComparison) -> list[DrawnRun]:
     """Return the comparison's runs for drawing."""
     return [
         DrawnRun(arm, run.seeds[-1], run.state, run, f"{printable(run.name)} ({arm}, {run.state})")
@@ -69,7 +69,7 @@ def drawn_runs(comparison: Comparison) -> list[DrawnRun]:
     ]
 
 
-def overview(comparison: Comparison, pictures: Sequence[Picture | None] | None = None) -> Picture:
+def overview(comparison: ArmComparison, pictures: Sequence[Picture | None] | None = None) -> Picture:
     """Join `pictures` into one; None: those of losses while training and of each section with an axis."""
     if pictures is None:
         training = curves(comparison.names, drawn_runs(comparison), LOSSES, comparison)
@@ -103,7 +103,7 @@ def curves(
     names: Sequence[str],
     runs: Sequence[DrawnRun],
     titles: Mapping[str, tuple[str, str]],
-    comparison: Comparison | None,
+    comparison: ArmComparison | None,
 ) -> Picture | None:
     """A picture of logged metrics as functions of tokens seen; None if no metric has a curve.
 
@@ -198,7 +198,7 @@ WILSON_NOTE = (
 )
 
 
-def axis_pictures(comparison: Comparison) -> list[Picture | None]:
+def axis_pictures(comparison: ArmComparison) -> list[Picture | None]:
     """A picture for each section of its metrics along their axis: for each name, panels of values and of paired
     differences to the baseline. None if there is no axis, or a single place and no level to compare it with.
     """
@@ -220,7 +220,7 @@ def _shared_points(rows: pd.DataFrame) -> pd.DataFrame:
     return means[(means["shape"] == "points") | ((means["shape"] == "bins") & (means["x"] >= first))]
 
 
-def _value_bands(comparison: Comparison, points: pd.DataFrame) -> Bands:
+def _value_bands(comparison: ArmComparison, points: pd.DataFrame) -> Bands:
     """Intervals of an arm's mean at points and, of a single run, in bins."""
     units, bands = _units_by_point(comparison.rows), {}
     for key, means in points.groupby(POINT, sort=False):
@@ -249,7 +249,9 @@ def _units_by_point(rows: pd.DataFrame) -> Callable[[PointKey], pd.DataFrame]:
     return lambda key: units.iloc[indices[key]]
 
 
-def _axis_picture(comparison: Comparison, section: pd.DataFrame, *drawn: tuple[pd.DataFrame, Bands]) -> Picture | None:
+def _axis_picture(
+    comparison: ArmComparison, section: pd.DataFrame, *drawn: tuple[pd.DataFrame, Bands]
+) -> Picture | None:
     title, shape, about = section[["title", "shape", "about"]].iloc[0]
     metrics, names, panels, sentences = section["about"].unique(), comparison.names, [], []
     if shape == "number" or (section["place"].nunique() < 2 and not any(metric.references for metric in metrics)):
@@ -288,7 +290,7 @@ def _axis_picture(comparison: Comparison, section: pd.DataFrame, *drawn: tuple[p
     return Picture(panels, names, " ".join([caption, *dict.fromkeys(filter(None, sentences))]))
 
 
-def _seed_traces(comparison: Comparison, means: pd.DataFrame, intervals: Bands) -> list[Trace]:
+def _seed_traces(comparison: ArmComparison, means: pd.DataFrame, intervals: Bands) -> list[Trace]:
     """A trace of each run of an arm, and of their mean with its interval at each point."""
     table = means.pivot(index="x", columns="run", values="value")  # (points, runs)
     x, ends = table.index.to_numpy(), means.sort_values("x")["until"].to_numpy()[:: len(table.columns)]
@@ -321,7 +323,7 @@ def _axis_panel(section: pd.DataFrame, title: str, quantity: str, traces: Sequen
 
 
 def _y_range(
-    comparison: Comparison, section: pd.DataFrame, traces: Sequence[Trace]
+    comparison: ArmComparison, section: pd.DataFrame, traces: Sequence[Trace]
 ) -> tuple[tuple[float, float] | None, str]:
     """The range (low, high) of the y axis, cut off above the metric's reference level, and a note on arms with values
     above the range.
@@ -353,7 +355,7 @@ def _y_range(
     return (low - padding, top + padding), f"Leaving the picture: {'; '.join(left)}." if left else ""
 
 
-def heat_maps(comparison: Comparison) -> list[Picture]:
+def heat_maps(comparison: ArmComparison) -> list[Picture]:
     """Pictures of heat maps of fractions of more than `MAX_TASKS_WITHOUT_MAP` tasks, such as accuracy by needle depth
     and length. Each map shows an arm's mean over seeds."""
     rows = comparison.all_rows[(comparison.all_rows["title"] == "") & (comparison.all_rows["shape"] == "points")]

@@ -13,8 +13,8 @@ import pandas as pd
 from lm.attention import catalogue
 from lm.config import normalizers as kinds
 from lm.report.comparison import (
+    ArmComparison,
     Arms,
-    Comparison,
     Difference,
     MeanOfArm,
     Name,
@@ -51,7 +51,7 @@ AGREEMENT_TEXTS = {True: "yes", False: "NO", None: "unknown"}  # how tables show
 TimeSpan = tuple[datetime, datetime]
 
 
-def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
+def comparison_tables(comparison: ArmComparison) -> tuple[Table, ...]:
     """One table for each section: a row for each task, inference setting and arm, a column for each metric at each
     point or range. A table of differences to the baseline follows if any difference has an interval."""
     tables = [_section_table(comparison, section) for section in comparison.sections]
@@ -59,7 +59,7 @@ def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
     return (*tables, _difference_table(comparison, differences)) if differences else tuple(tables)
 
 
-def _section_table(comparison: Comparison, section: pd.DataFrame) -> Table:
+def _section_table(comparison: ArmComparison, section: pd.DataFrame) -> Table:
     title, shape = section[["title", "shape"]].iloc[0]
     runs_by_row = section.groupby(["subject", "setting", "arm"], sort=False)["run"].unique().to_dict()
     settings = dict.fromkeys(key[:2] for key in runs_by_row)
@@ -137,7 +137,7 @@ def _unit(unit: str) -> str:
     return unit.replace(" per ", "/")
 
 
-def _difference_table(comparison: Comparison, differences: list[Difference]) -> Table:
+def _difference_table(comparison: ArmComparison, differences: list[Difference]) -> Table:
     """A table of differences. Differences whose intervals cover different noise stand in different columns."""
     columns: list[FilledColumn] = [
         (Column("arm", kind="label"), [difference.arm for difference in differences]),
@@ -152,7 +152,7 @@ def _difference_table(comparison: Comparison, differences: list[Difference]) -> 
     return Table(f"Differences to {comparison.names[0]}", "", tuple(columns))
 
 
-def comparison_notes(comparison: Comparison) -> list[str]:
+def comparison_notes(comparison: ArmComparison) -> list[str]:
     """Notes on what differs besides the normalizer, on how differences were computed or why they are missing, and on
     what runs lack.
     """
@@ -268,7 +268,7 @@ class Fact:
     condition: bool = True
 
 
-def run_facts(comparison: Comparison) -> list[Fact]:
+def run_facts(comparison: ArmComparison) -> list[Fact]:
     """Facts on the settings of all runs and on how the runs were measured, beginning with the conditions of a fair
     comparison.
     """
@@ -343,7 +343,7 @@ def run_facts(comparison: Comparison) -> list[Fact]:
     return conditions + [replace(fact, condition=False) for fact in other_facts]
 
 
-def facts_table(comparison: Comparison) -> Table:
+def facts_table(comparison: ArmComparison) -> Table:
     """A table with a row for each of the `run_facts`; with several arms, a column says which conditions of a fair
     comparison hold.
     """
@@ -358,7 +358,7 @@ def facts_table(comparison: Comparison) -> Table:
     return table_from_rows("Runs and environment", rows, {"value": "words"})
 
 
-def configuration_table(comparison: Comparison, is_omitted: Callable[[str], bool]) -> Table:
+def configuration_table(comparison: ArmComparison, is_omitted: Callable[[str], bool]) -> Table:
     """A table with a row for each configuration key in which the arms differ, unless it `is_omitted`, and a column for
     each arm.
     """

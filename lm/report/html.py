@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from lm.config.yaml_text import dump_yaml
 from lm.files import write_together
-from lm.report.comparison import Comparison
+from lm.report.comparison import ArmComparison
 from lm.report.comparison_pictures import (
     LOSSES,
     DrawnRun,
@@ -195,7 +195,7 @@ def introduction(runs: Sequence[Sequence[RunRecord]]) -> list[str]:
 def run_sections(
     names: Sequence[str],
     runs: Sequence[DrawnRun],
-    comparison: Comparison | None,
+    comparison: ArmComparison | None,
     prefix: str = "",
     suffix: str = "",
     titles: Mapping[str, tuple[str, str]] = LOSSES,
@@ -262,7 +262,7 @@ def page_files(parts: list[PagePart], folder: Path) -> dict[Path, bytes]:
     return contents | {folder / PAGE: page(parts).encode()}
 
 
-def write_comparison(comparison: Comparison, folder: Path) -> Path:
+def write_comparison(comparison: ArmComparison, folder: Path) -> Path:
     """Write the report of a comparison, or of a single run, into `folder`: the page, its tables and pictures, all
     tables in one file of each format, and a picture of all curves. Returns the path of the page.
 
