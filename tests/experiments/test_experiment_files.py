@@ -205,10 +205,10 @@ def test_an_override_without_effect_is_refused(tmp_path: Path, arguments: list[s
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"more_seeds": [4]}, "more_seeds = \\[4\\]: .*; write all seeds in `seeds`, before the first run"),
-        ({"primary": {"learned": 0.9}}, "primary.learned = 0.9: .*; compare means: by `matters`, or .*: `reach`"),
+        ({"more_seeds": [4]}, "more_seeds = \\[4\\]: is no key of lm any more"),
+        ({"primary": {"learned": 0.9}}, "primary.learned = 0.9: is no key of lm any more"),
     ],
 )
-def test_a_key_that_an_earlier_version_had_is_refused_with_advice(tmp_path: Path, arguments: list[str], changes, said):
+def test_a_key_that_an_earlier_version_had_is_refused(tmp_path: Path, arguments: list[str], changes, said):
     with pytest.raises(ConfigError, match=said):
         read_experiment(written(tmp_path, **changes), arguments[1:])
