@@ -16,7 +16,6 @@ from fabricated import FINGERPRINT, evaluated, finish, finish_all, launching, lo
 from manifests import put
 
 from lm.config.load import to_yaml
-from lm.errors import RunError
 from lm.evaluation.answers import Recall, by_length
 from lm.experiments.compare import plan_lines
 from lm.experiments.experiment_file import read_experiment
@@ -26,7 +25,7 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import differences_by_rate, measured_words, summary_entries, tuning_means, tuning_table_rows
 from lm.report.frame import results
 from lm.report.tables import csv_text
-from lm.runs.evaluations import evaluation_path, selection_mask, units_frame
+from lm.runs.evaluations import selection_mask, units_frame
 from lm.runs.folder import CONFIG, ENVIRONMENT
 from lm.statistics.intervals import over_seeds_and_documents
 from lm.statistics.verdicts import power, smallest_difference
@@ -96,17 +95,6 @@ def test_the_primary_metric_may_choose_the_rates_and_solved_everywhere_is_no_edg
     assert by_loss.judgement().question.all_pairs, (
         "where the loss chooses the rates, every pair of rates must show a difference in recall"
     )
-
-
-def test_final_runs_say_what_they_are_judged_by_as_they_end(tmp_path, capsys):
-    base = {
-        "base": str(ROOT / "tests" / "tiny.yaml"),
-        "eval.recall": {"tasks": ["passkey"], "length_factors": [0.5, 2], "sequences": 4},
-    }
-    procedure = experiment(tmp_path, base=base, seeds=[1], primary=OF_RECALL)
-    launching(procedure, lambda run: finish(run, 0.0, recall(0.25)) or 0).train_all()
-    assert "final: ssmax seed 1: recall/passkey 64 (all questions) 0.2500, " in (out := capsys.readouterr().out)
-    assert "selection loss" not in out
 
 
 @pytest.mark.parametrize(
@@ -182,13 +170,6 @@ def test_rates_are_chosen_on_the_documents_that_select_and_judged_on_those_that_
     softmax, ssmax = summary_entries(procedure)
     assert (softmax["mean"], ssmax["mean"], ssmax["difference"][0]) == pytest.approx((6.0, 5.9, -0.1))
     assert [*ssmax["differences_by_rate"].values()] == pytest.approx([-1.1] * 4)
-
-
-def test_the_difference_is_shown_at_every_rate(tmp_path):
-    procedure = experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]})
-    finish_all(procedure, lambda run: loss(run) + (run.rate - 2e-3) ** 2 * 1e5 * (2 if run.arm == "ssmax" else 1))
-    differences = summary_entries(procedure)[1]["differences_by_rate"]
-    assert differences == pytest.approx({"0.001": 0.1, "0.002": 0.0015, "0.004": 0.4015}, abs=2e-3)
 
 
 def test_differences_are_at_the_rates_of_both_infinite_where_one_diverged_and_none_where_both_did(tmp_path):
@@ -308,19 +289,6 @@ def test_a_rate_at_which_nothing_is_learned_is_a_bad_rate(tmp_path):
     assert {trial.selection_value for trial in procedure.tuning_runs("") if trial.rate == 1e-3} == {9.2}
 
 
-def test_an_evaluation_that_is_damaged_says_what_to_do(tmp_path):
-    procedure = experiment(tmp_path)
-    run = procedure.known_runs()[0]
-    finish(run, 5.0)
-    path = evaluation_path(run.config.run_folder, "validation", run.outcome.last_step)
-    path.write_text('# {"kind": [')
-    with pytest.raises(
-        RunError,
-        match=r"was altered, .*; bring it back, or measure it again: lm eval .* --checkpoint \d+$",
-    ):
-        replace(run.outcome).state  # noqa: B018
-
-
 def test_before_tuning_has_ended_no_seed_has(tmp_path):
     line = summary_entries(experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3]}))[1]
     assert (line["verdict"], line["reason"]) == ("incomplete", "0 of 3 seeds have ended")
@@ -376,15 +344,6 @@ def test_an_arm_is_trained_at_the_baselines_rate_and_the_baseline_at_all(tmp_pat
     assert ssmax["difference"][0] == pytest.approx(0.0502, abs=1e-6), "from the baseline at its best"
     assert ssmax["difference"][1] < -0.04, "at the rates of both SSMax is better: it is not shown to be worse"
     assert ssmax["verdict"] == "undecided"
-
-
-def test_an_arm_is_better_if_it_is_so_at_its_rate_against_both_of_the_baseline(tmp_path):
-    procedure = finish_all(
-        experiment(tmp_path, tune=GRID), lambda run: misled(run) - 0.05 * (run.arm == "ssmax") - 0.001 * run.seed
-    )
-    line = summary_entries(procedure)[1]
-    assert (line["verdict"], line["rate"]) == ("better", 4e-3)
-    assert line["difference"][0] == pytest.approx(-0.05 + 2e-4, abs=1e-5)
 
 
 def test_a_run_that_diverges_at_a_rate_neither_chosen_nor_judged_is_left_out(tmp_path):

@@ -79,14 +79,6 @@ def test_identical_units_differ_by_exactly_nothing():
     assert (interval.mean, interval.low, interval.high) == (0.0, 0.0, 0.0)
 
 
-def test_pairing_narrows_the_interval_of_correlated_units():
-    rng = np.random.default_rng(1)
-    shared = rng.normal(4, 0.5, 100)
-    a, b = shared + rng.normal(0, 0.05, 100), shared + rng.normal(0, 0.05, 100)
-    paired, unpaired = over_documents(a - b), over_documents(a - rng.permutation(b))
-    assert (paired.high - paired.low) < 0.3 * (unpaired.high - unpaired.low)
-
-
 def test_values_that_are_not_finite_have_no_interval():
     values = np.random.default_rng(0).normal(size=20)
     values[3] = np.nan
@@ -127,12 +119,6 @@ def test_seeds_and_documents_take_enough_of_both():
     assert over_seeds_and_documents(values[:, :7], np.ones(7), np.arange(7)) is None
     assert over_seeds_and_documents(values[:1], np.ones(8), np.arange(8)) is None
     assert over_seeds_and_documents(values * np.inf, np.ones(8), np.arange(8)) is None
-
-
-def test_interval_over_seeds_is_students():
-    interval = over_seeds(np.array([0.1, 0.2, 0.3])).interval()
-    assert interval.mean == pytest.approx(0.2)
-    assert interval.high - 0.2 == pytest.approx(4.30265 * 0.1 / np.sqrt(3), rel=1e-5)
 
 
 def test_intervals_of_fractions_are_those_of_statsmodels():

@@ -31,11 +31,6 @@ def test_each_arm_gets_the_rate_of_its_lowest_mean_loss():
     assert (result.rates, result.missing, result.at_edge) == ({"a": 2e-3, "b": 4e-3}, (), ())
 
 
-def test_what_is_not_measured_is_asked_for_before_anything_is_chosen():
-    result = tuning_outcome([GRID], {"a": bowl(2e-3), "b": bowl(2e-3, (1e-3,))})
-    assert (result.rates, result.missing) == ({}, (2e-3, 4e-3))
-
-
 def test_one_arm_at_the_edge_grows_the_grid_for_all():
     losses = {"a": bowl(2e-3), "b": bowl(8e-3)}
     assert tuning_outcome([GRID], losses).missing == (8e-3,)
@@ -43,10 +38,6 @@ def test_one_arm_at_the_edge_grows_the_grid_for_all():
     assert tuning_outcome([GRID], {"a": bowl(2e-3, grid), "b": bowl(8e-3, grid)}).missing == (16e-3,)
     longest = (*grid, 16e-3)
     assert tuning_outcome([GRID], {"a": bowl(2e-3, longest), "b": bowl(8e-3, longest)}).rates == {"a": 2e-3, "b": 8e-3}
-
-
-def test_both_edges_grow_at_once():
-    assert tuning_outcome([GRID], {"a": bowl(0.5e-3), "b": bowl(8e-3)}).missing == (0.5e-3, 8e-3)
 
 
 @pytest.mark.parametrize(("whole", "lowest"), [(False, (1.5, 0.75)), (True, (1,))])

@@ -12,19 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2, nct, permutation_test, t, ttest_1samp
 
-from lm.statistics.intervals import over_documents, over_seeds, over_seeds_and_documents
+from lm.statistics.intervals import over_seeds_and_documents
 from lm.statistics.verdicts import (
     UNTUNED,
     Comparison,
     power,
     seeds_needed,
     sign_flip,
-    smallest_difference,
     verdicts,
 )
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from simulate_verdicts import Awkward, World, false, many
+from simulate_verdicts import Awkward, World, many
 
 MATTERS = 0.02
 
@@ -35,34 +34,9 @@ def spread(mean: float, deviation: float, seeds: int) -> list[float]:
     return list(mean + deviation * values / values.std(ddof=1))
 
 
-def same(value: float) -> Comparison:
-    return Comparison([value] * 3)
-
-
 def kind(*comparisons: Comparison) -> str:
     """The verdict on the first of them."""
     return next(iter(verdicts({str(i): comparison for i, comparison in enumerate(comparisons)}, MATTERS).values())).kind
-
-
-@pytest.mark.parametrize(
-    ("one", "expected"),
-    [
-        (Comparison(spread(-0.03, 0.005, 3)), "better"),
-        (Comparison(spread(0.03, 0.005, 3)), "worse"),
-        (Comparison(spread(-0.03, 0.005, 2)), "incomplete"),
-        (Comparison([-0.03]), "incomplete"),
-        (Comparison(()), "incomplete"),
-        (Comparison(spread(-0.01, 0.005, 10)), "difference below margin"),
-        (Comparison(spread(-0.019, 0.005, 10)), "better"),  # may be more than matters
-        (Comparison(spread(0.001, 0.005, 5)), "no difference above margin"),
-        (Comparison(spread(0.001, 0.003, 3)), "no difference above margin"),  # three seeds are enough for any word
-        (Comparison(spread(0.01, 0.03, 5)), "undecided"),
-        (Comparison([-0.03, -0.03, np.inf]), "unstable"),
-        (Comparison(spread(-0.03, 0.005, 5), obstacle=UNTUNED), "not tuned"),
-    ],
-)
-def test_each_verdict_follows_from_what_it_says(one: Comparison, expected: str):
-    assert kind(one) == expected
 
 
 def at_rates(*means: float) -> np.ndarray:
@@ -183,6 +157,9 @@ def test_a_difference_that_hangs_on_one_rate_says_so():
             "all 3 seeds differ by the same",
         ),
         (Comparison(spread(0.0, 0.1, 2)), "incomplete: a verdict takes 3 seeds", "2 seeds in common"),
+        (Comparison(()), "incomplete: a verdict takes 3 seeds", "0 seeds in common"),
+        (Comparison([-0.03, -0.03, np.inf]), "unstable: a difference is not finite", "a difference is not finite"),
+        (Comparison(spread(0.001, 0.003, 3)), "no difference above 0.02 (3 seeds)", "the interval holds 0 and lies"),
         (
             Comparison((), obstacle=UNTUNED),
             "not tuned: no best learning rate inside the grid",
@@ -207,22 +184,6 @@ def test_seeds_that_agree_are_not_called_too_few_where_another_rate_leaves_it_op
         verdict.reason
         == "the interval, over all rates that the arms were trained at, holds 0, and differences of more than 0.05"
     )
-
-
-def test_words_of_a_ratio_name_the_factor():
-    verdict = verdicts({"a": Comparison(spread(0.0, 0.001, 5))}, 0.1, ratio=True)["a"]
-    assert verdict.words == "no difference above a factor of 1.1 (5 seeds)"
-
-
-def test_a_metric_of_which_more_is_better_turns_the_words():
-    assert kind(Comparison(spread(0.03, 0.005, 3), higher_is_better=True)) == "better"
-
-
-def test_one_of_many_comparisons_needs_more_evidence():
-    comparison, nothing = Comparison(spread(-0.03, 0.01, 3)), Comparison((), obstacle=UNTUNED)
-    assert comparison.p < 0.05 < 5 * comparison.p
-    assert kind(comparison) == "better"
-    assert kind(comparison, *[nothing] * 4) == "undecided", "what can't be tested counts in the family"
 
 
 def test_a_reason_says_how_many_seeds_a_difference_of_interest_takes():
@@ -282,18 +243,6 @@ def test_a_tie_at_one_pair_of_rates_is_not_said_of_the_seeds_that_are_shown():
     assert (verdict.kind, "the same" in verdict.reason, verdict.interval.bounded) == ("undecided", False, False)
 
 
-@pytest.mark.parametrize("units", [4, 12])
-def test_no_interval_is_a_point_without_the_sign_flip_test(units: int):
-    """Everywhere that a Student t interval is made: over seeds, over documents, over both."""
-    equal_values, weights = np.full((5, 3, units), 0.25), np.ones(units)
-    ends = [over_documents(equal_values[0, 0]), over_seeds(equal_values[0, :, 0]).interval()]
-    if (over_both := over_seeds_and_documents(equal_values[0], weights, np.arange(units))) is not None:
-        ends.append(over_both.interval())
-    assert not any(interval.bounded for interval in ends)
-    assert np.isinf(ends[1].low), "three seeds show nothing"
-    assert np.isinf(ends[0].low) == np.isinf(ends[0].high) == (units < 6)
-
-
 def families() -> st.SearchStrategy[list[list[float]]]:
     """Differences of a few comparisons, with ties."""
     value = st.one_of(st.sampled_from([0.0, 1 / 128, -1 / 128, 0.02, -0.02]), st.floats(-0.1, 0.1))
@@ -348,19 +297,6 @@ def test_intervals_of_a_family_are_each_longer_so_that_all_hold_together():
         assert verdict.seeds_needed[0] == seeds_needed(0.03, MATTERS, alpha)
     at_two_rates = verdicts({"a": Comparison(np.array([[values], [values]]))}, MATTERS)["a"]
     assert at_two_rates.seeds_needed[0] == seeds_needed(0.03, MATTERS, 0.05 / 2) > seeds_needed(0.03, MATTERS)
-
-
-def test_many_arms_share_the_search_for_the_number_of_seeds(monkeypatch):
-    n_calls, rng = [0], np.random.default_rng(0)
-
-    def counted_power(*arguments: float) -> float:
-        n_calls[0] += 1
-        return power(*arguments)
-
-    monkeypatch.setattr("lm.statistics.verdicts.power", counted_power)
-    judged = verdicts({arm: Comparison(spread(0.0, rng.uniform(0.02, 0.03), 5)) for arm in range(1_000)}, MATTERS)
-    assert n_calls[0] < 12 * len(judged), "a search by itself takes 25 calls an arm"
-    assert smallest_difference(3, 1.0, alpha=0.05 / 1e6) > 1000
 
 
 def test_power_is_that_of_the_noncentral_t():
@@ -418,21 +354,3 @@ def test_simulated_tuning_that_is_misled_by_unlucky_runs_gives_few_false_verdict
     assert counts["false"] / count <= 0.03
     assert coverage[:, 2].mean() > 0.2, "tuning chose different rates"
     assert coverage[:, 0].mean() >= 0.95
-
-
-@MANY
-def test_simulated_experiments_find_what_was_planned_for(count: int):
-    world = World("1 arm better", 6, (-MATTERS,), equal_on_text=True, optima=(0.4, 0.4))
-    counts, _ = many(world, range(count))
-    assert (counts["better"] + counts["difference below margin"]) / count >= 0.72
-    assert not counts["worse"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "truth", "expected"),
-    [("better", 0.0, True), ("better", -0.1, False), ("worse", -0.1, True), ("no difference above margin", 0.02, True),
-     ("no difference above margin", 0.01, False),
-     ("difference below margin", 0.0, True), ("difference below margin", 0.01, False), ("undecided", 0.0, False)],
-)  # fmt: skip
-def test_what_the_simulation_calls_false(kind: str, truth: float, expected: bool):
-    assert false(kind, truth) == expected
