@@ -14,7 +14,6 @@ import os
 import subprocess
 import tempfile
 import warnings
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -129,8 +128,7 @@ def _library() -> ctypes.CDLL:
     folder = compiled_code_folder()
     path = folder and folder / f"{SOURCE.stem}-{identity}.so"
     if path and path.is_file():
-        with suppress(OSError):  # a damaged file: it is compiled again
-            return ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(path))
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         library = Path(temporary, "kernel.so")
         command += ["-o", str(library), str(SOURCE)]

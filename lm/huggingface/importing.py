@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from lm.config.data_config import END_OF_TEXT, MAX_SEQ_LEN
+from lm.config.data_config import END_OF_TEXT
 from lm.data.tokenizer import (
     NO_TOKENIZER,
     TOKENIZER_CONFIG,
@@ -167,8 +167,7 @@ def import_model(
         RunError: `source` is no model or can't be used (the error names the field or tensor), or `target` exists;
             nothing is written.
         DataError: `source` or the tokenizer is neither on this machine nor on the hub, or the tokenizer can't be read.
-        ConfigError: `length` is above `MAX_SEQ_LEN` or is not the number of learned positions; an argument does not
-            apply to `source`.
+        ConfigError: `length` is not the number of learned positions; an argument does not apply to `source`.
     """
     check_new(target)
     model = open_pretrained(source, revision, tokenizer)
@@ -186,18 +185,6 @@ def import_model(
     positions = spec.seq_len
     if length is not None and length != positions and spec.model.position.has_last_position:
         raise ConfigError([Problem("--length", length, f"{source} has learned positions for {positions}", "drop it")])
-    if (n_tokens := length or positions) > MAX_SEQ_LEN:
-        name = "--length" if length else "max_position_embeddings"
-        raise ConfigError(
-            [
-                Problem(
-                    name,
-                    n_tokens,
-                    f"no data has sequences of more than {MAX_SEQ_LEN:,} tokens",
-                    "give a shorter --length",
-                )
-            ]
-        )
     if end_of_text and model.tokenizer is None:
         raise ConfigError(
             [Problem("--end-of-text", end_of_text, f"{source} has no tokenizer", "name one with --tokenizer")]

@@ -244,16 +244,14 @@ class AttentionBase(nn.Module):
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__()
-        size = config.key_dims
+        size, n_head = config.key_dims, config.n_head * config.maps_per_head
         self.rotates = config.position.rotates_in(layer)
-        if config.qk_norm == "width":
-            n_keys = config.kv_heads * (2 if config.differential is True else 1)
-            self.q_norm = WidthNorm(config.n_head * config.maps_per_head * size, config.norm_eps)
-            self.k_norm = WidthNorm(n_keys * size, config.norm_eps)
-        else:
-            self.q_norm = HeadNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
-            self.k_norm = HeadNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
-        spec = LayerSpec(config.n_head * config.maps_per_head, size, config.n_embd, seq_len)
+        n_keys = config.kv_heads * (2 if config.differential is True else 1)
+        norm, counts = (WidthNorm, (n_head, n_keys)) if config.qk_norm == "width" else (HeadNorm, (1, 1))
+        self.q_norm, self.k_norm = (
+            norm(count * size, config.norm_eps) if config.qk_norm else nn.Identity() for count in counts
+        )
+        spec = LayerSpec(n_head, size, config.n_embd, seq_len)
         self.normalizer: Normalizer = make_normalizer(config.normalizer.layer_option(layer), spec)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:

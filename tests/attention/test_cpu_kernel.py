@@ -199,23 +199,6 @@ def test_it_is_compiled_once_on_a_machine_whose_cache_can_be_written(
 
 
 @needs_kernel
-def test_a_damaged_library_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    whole, damaged, source = tmp_path / "whole", tmp_path / "damaged", tmp_path / "quick.cpp"
-    source.write_text('extern "C" void causal_softmax() {}')  # compiled in a tenth of the time
-    monkeypatch.setattr(cpu_kernel, "SOURCE", source)
-    monkeypatch.setattr(cpu_kernel, "compiled_code_folder", lambda: whole)
-    make = cpu_kernel._library.__wrapped__
-    whole.mkdir()
-    damaged.mkdir()
-    make()
-    (library,) = whole.iterdir()
-    (damaged / library.name).write_bytes(b"")
-    monkeypatch.setattr(cpu_kernel, "compiled_code_folder", lambda: damaged)
-    assert make().causal_softmax
-    assert (damaged / library.name).stat().st_size == library.stat().st_size
-
-
-@needs_kernel
 def test_heads_whose_copies_would_take_much_memory_are_computed_after_each_other(monkeypatch: pytest.MonkeyPatch):
     q, k, v = inputs(600, 700, 32, 48, heads=5)
     together = causal_softmax(q, k, v, 0.2)

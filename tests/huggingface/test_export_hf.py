@@ -493,12 +493,12 @@ def test_gradients_are_ours_with_blocks_recomputed(reentrant: bool, tmp_path: Pa
         torch.testing.assert_close(exported_parameter.grad, parameter.grad, rtol=1e-3, atol=1e-6)
 
 
-def test_parameters_of_normalizers_stay_in_fp32(tmp_path: Path):
+def test_normalizers_and_norms_of_queries_and_keys_stay_in_fp32(tmp_path: Path):
     _, folder = moved(shape(opt.SSMax()), 64, tmp_path)
     model = of_transformers(folder, dtype=torch.bfloat16)
-    assert {parameter.dtype for name, parameter in model.named_parameters() if ".normalizer." in name} == {
-        torch.float32
-    }
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    kept = {name for name, dtype in dtypes.items() if dtype == torch.float32}
+    assert kept == {name for name in dtypes if any(part in name for part in (".normalizer.", ".q_norm.", ".k_norm."))}
     assert model(tokens()[:, :64]).logits.isfinite().all()
 
 
@@ -576,17 +576,7 @@ def test_what_is_no_model_is_said_to_be_none(tmp_path: Path):
         assert reason in result.stderr
 
 
-@pytest.mark.parametrize("kind", SHAPES)
-def test_fine_tuning_in_transformers_drops_out_where_training_did(kind: str, tmp_path: Path):
-    save_model(Decoder(replace(SHAPES[kind], dropout=0.25), V, 64), tmp_path / "ours")
-    config = json.loads((exported(tmp_path / "ours", tmp_path / "hf") / "config.json").read_text())
-    dropouts = {name: value for name, value in config.items() if "drop" in name}
-    assert dropouts == (
-        {"embd_pdrop": 0.25, "resid_pdrop": 0.25, "attn_pdrop": 0.0} if kind == "gpt2" else {"attention_dropout": 0.0}
-    )
-
-
-@pytest.mark.parametrize("case", ["qassmax", "ssmax with b", "window", "cosine, log n"])
+@pytest.mark.parametrize("case", ["qassmax", "window"])
 @torch.no_grad()
 def test_code_of_its_own_computes_in_float64(case: str, tmp_path: Path):
     decoder, folder = moved(OWN_CODE[case], 64, tmp_path)

@@ -246,18 +246,6 @@ def test_files_of_the_released_gpt2_have_no_prefix_and_hold_masks(tmp_path: Path
     )
 
 
-def test_a_length_that_no_data_has_is_refused(tmp_path: Path):
-    save(tmp_path / "hf", *OTHERS["smollm2"])
-    _config(max_position_embeddings=10**8)(tmp_path / "hf")
-    for options, name in (((), "max_position_embeddings"), (("--length", str(10**9)), "--length")):
-        result = lm("import", str(tmp_path / "hf"), "-o", str(tmp_path / "out"), *options)
-        reason = "no data has sequences of more than 10,000,000 tokens; give a shorter --length\n"
-        assert result.returncode == 2
-        assert result.stderr.startswith(f"error: {name} = 1")
-        assert result.stderr.endswith(reason), result.stderr
-    assert imported(tmp_path / "hf", tmp_path / "out", "--length", "700").spec.seq_len == 700
-
-
 @pytest.mark.parametrize("kinds", [None, ["full_attention", "sliding_attention"]])
 def test_windows_without_a_size_are_those_of_transformers(kinds: list[str] | None, tmp_path: Path):
     """A `sliding_window` of null is no window; absent, it is 4096."""

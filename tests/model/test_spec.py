@@ -133,11 +133,6 @@ ALTERED = {
         r"n_kv_head = 3: does not divide",
     ),
     "no length": (lambda description: description["spec"].pop("seq_len"), r"seq_len = null: is missing"),
-    "no spec": (lambda description: description.update(spec=[]), "weights and configuration don't fit: "),
-    "training as text": (
-        lambda description: description.update(training="x"),
-        "weights and configuration don't fit: ",
-    ),
     "little training": (
         lambda description: description.update(training={"step": 4}),
         "weights and configuration don't fit: ",
