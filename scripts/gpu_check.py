@@ -188,8 +188,7 @@ def kernels(out: Path) -> list[Line]:
             layer_input = torch.randn(1, 256, 128, device=DEVICE)
             q, k, v = torch.randn(3, 1, 2, 256, 64, device=DEVICE, dtype=torch.bfloat16)
             q, k = normalizer.append_features(layer_input, q, k)
-            sizes = 2, q.size(-1), k.size(-1), 64
-            reason = why_unusable(name, package, normalizer, sizes, v.dtype, DEVICE)
+            reason = why_unusable(normalizer, q, k, v)
             is_wrong = ON_GPU and reason and "not installed" not in reason
             lines.append(
                 (f"kernel of {package} for {name}", reason or "passes its check", "failed" if is_wrong else "ok")

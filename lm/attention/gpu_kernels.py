@@ -33,42 +33,42 @@ def serves(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: Atten
     is_packed = package == FLEX and layout.documents is not None and q.size(2) == k.size(2)
     if not (layout.causal or is_packed) or (package == FLEX and k.size(2) > MAX_FLEX_LENGTH):
         return False
-    sizes = q.size(1), q.size(-1), k.size(-1), v.size(-1)
-    return not why_unusable(
-        f"{type(normalizer).__name__} {normalizer.options}", package, normalizer, sizes, v.dtype, v.device
-    )
+    return not why_unusable(normalizer, q, k, v)
 
 
 _PROBLEMS: dict[tuple[object, ...], str] = {}
 
 
 @uncompiled
-def why_unusable(
-    name: str, package: str, normalizer: nn.Module, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> str:
-    """The reason why the package's kernel does not compute the normalizer `name` here; empty if it does.
-
-    sizes: number of heads, then widths of q, k and v.
+def why_unusable(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> str:
+    """The reason why the kernel of the package `normalizer.gpu_package` does not compute calls with the sizes, dtype
+    and device of q, k and v; empty if it does.
     """
-    call = name, sizes, dtype, device
+    package, name = normalizer.gpu_package, f"{type(normalizer).__name__} {normalizer.options}"
+    call = name, q.size(1), *(x.size(-1) for x in (q, k, v)), v.dtype, v.device
     if call not in _PROBLEMS:
-        compare = partial(_compare_with_query_blocks, normalizer, sizes, dtype, device)
+        kernel, compare = (
+            f"the kernel of {package} for {name}",
+            partial(_compare_with_query_blocks, normalizer, q, k, v),
+        )
         is_there = find_spec(package) is not None
-        kernel = f"the kernel of {package} for {name}"
-        _PROBLEMS[call] = routes.kernel_problem(kernel, device, compare) if is_there else f"{package} is not installed"
+        _PROBLEMS[call] = (
+            routes.kernel_problem(kernel, v.device, compare) if is_there else f"{package} is not installed"
+        )
     return _PROBLEMS[call]
 
 
 def _compare_with_query_blocks(
-    normalizer: nn.Module, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield name, result of the kernel and of query blocks for output and gradients on small sequences."""
-    length, (heads, *widths) = CHECKED_LENGTH, sizes
-    numbers = (torch.arange(heads * length * width, device=device).mul(1 + i).sin() for i, width in enumerate(widths))
-    leaves = [x.view(1, heads, length, -1).to(dtype) for x in numbers]
-    layouts = [AttentionLayout.full(length, device)]
+    length, leaves = CHECKED_LENGTH, []
+    for i, x in enumerate((q, k, v)):
+        numbers = torch.arange(q.size(1) * length * x.size(-1), device=v.device).mul(1 + i).sin()
+        leaves.append(numbers.view(1, q.size(1), length, -1).to(v.dtype))
+    layouts = [AttentionLayout.full(length, v.device)]
     if normalizer.gpu_package == FLEX:
-        layouts.append(AttentionLayout.from_document_lengths([100, length - 100], device))
+        layouts.append(AttentionLayout.from_document_lengths([100, length - 100], v.device))
     for layout in layouts:
         pair = (
             routes.results(partial(route, layout=layout), leaves, leaves[2].cos())

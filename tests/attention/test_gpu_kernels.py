@@ -103,7 +103,7 @@ def test_a_kernel_that_fails_or_differs_at_its_first_use_is_not_taken(
 ):
     monkeypatch.setattr(gpu_kernels, "_PROBLEMS", {})
     normalizer = kind(opt.Entmax15(), LayerSpec(2, 16, WIDTH, TRAIN_LENGTH))
-    call = kind.__name__, kind.gpu_package, normalizer, (2, 16, 16, 16), torch.bfloat16, torch.device("cpu")
+    call = normalizer, *torch.zeros(3, 1, 2, 20, 16, dtype=torch.bfloat16)
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():
         warnings.simplefilter("always")
         assert [gpu_kernels.why_unusable(*call) for _ in range(2)] == [reason] * 2
