@@ -66,7 +66,6 @@ IN_BLOCKS = (
     "softmax1",
     "relu2, sum",
     "sigmoid with bias",
-    "entmax15",
     "asentmax",
     "softpick",
     "forget",

@@ -70,7 +70,7 @@ def test_logits_that_are_not_finite_are_an_error(value: float, temperature: floa
 
 
 def test_lm_generate_writes_text_as_it_comes(tiny):
-    train(tiny("name=writer", "trainer.max_steps=30"))
+    train(tiny("name=writer", "trainer.max_steps=4"))
     folder = str(tiny("name=writer").run_folder)
     results = [lm("generate", folder, "--prompt", "a word", "--max-new-tokens", "20", "--seed", "3") for _ in range(2)]
     assert results[0].returncode == 0, results[0].stderr
