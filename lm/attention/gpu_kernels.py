@@ -47,14 +47,10 @@ def why_unusable(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> str:
     package, name = normalizer.gpu_package, f"{type(normalizer).__name__} {normalizer.options}"
     call = name, q.size(1), *(x.size(-1) for x in (q, k, v)), v.dtype, v.device
     if call not in _PROBLEMS:
-        kernel, compare = (
-            f"the kernel of {package} for {name}",
-            partial(_compare_with_query_blocks, normalizer, q, k, v),
-        )
-        is_there = find_spec(package) is not None
-        _PROBLEMS[call] = (
-            routes.kernel_problem(kernel, v.device, compare) if is_there else f"{package} is not installed"
-        )
+        _PROBLEMS[call] = f"{package} is not installed"
+        if find_spec(package):
+            compare = partial(_compare_with_query_blocks, normalizer, q, k, v)
+            _PROBLEMS[call] = routes.kernel_problem(f"the kernel of {package} for {name}", v.device, compare)
     return _PROBLEMS[call]
 
 
