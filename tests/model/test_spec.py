@@ -85,24 +85,10 @@ def test_a_run_starts_from_a_saved_model(saved: Path, tiny):
 
 
 def test_commands_that_need_the_training_text_refuse_a_saved_model(saved: Path, tmp_path: Path):
-    for words, message in {
-        (
-            "eval",
-            str(saved),
-        ): "model: a model folder: of which text its loss is to be measured is not known; name a configuration",
-        (
-            "swap",
-            str(saved),
-            "--to",
-            "softmax",
-            "-o",
-            str(tmp_path / "swapped"),
-        ): "model: has no training run behind it",
-    }.items():
+    for words in (["eval", str(saved)], ["swap", str(saved), "--to", "softmax", "-o", str(tmp_path / "swapped")]):
         result = command(*words)
-        assert result.returncode == 1
-        assert message in result.stderr
-        assert result.stderr.count("\n") == 1
+        assert (result.returncode, result.stderr.count("\n")) == (1, 1), result.stderr
+        assert "model: has no training run behind it" in result.stderr
     assert not (tmp_path / "swapped").exists()
 
 
