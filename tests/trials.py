@@ -5,6 +5,9 @@ from pathlib import Path
 import yaml
 from conftest import ROOT
 
+from lm.experiments.experiment_file import read_experiment
+from lm.experiments.procedure import Procedure
+
 TWO_ARMS = {
     "base": str(ROOT / "tests" / "tiny.yaml"),
     "arms": {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}},
@@ -12,6 +15,12 @@ TWO_ARMS = {
     "primary": {"metric": "val/loss", "better": "lower", "matters": 0.05},
 }
 TUNED = {**TWO_ARMS, "tune": {"grid": [1e-2, 2e-2], "seeds": [101, 102]}}
+
+
+def procedure_of(folder: Path, *overrides: str, **changes: object) -> Procedure:
+    """The procedure of `written`, without text, whose runs lie in the folder `runs`."""
+    given = ["data.source.paths=[.]", f"runs={folder / 'runs'}", *overrides]
+    return Procedure(read_experiment(written(folder, **changes), given))
 
 
 def written(folder: Path, **changes: object) -> Path:

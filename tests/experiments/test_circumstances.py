@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import lm
 from fabricated import FINGERPRINT, finish_all, keep
 from manifests import put
 from trials import TWO_ARMS, written
@@ -224,16 +223,3 @@ def test_what_differs_between_runs_is_said(tmp_path, overrides, change, said: st
             change(run.config.run_folder)
     (note,) = open_experiment(procedure.experiment.file, overrides).notes()
     assert note.startswith(said)
-
-
-def test_notes_stand_under_the_verdicts_in_their_file_and_on_the_page(tmp_path, overrides):
-    procedure = started(tmp_path, overrides)
-    for run in procedure.known_runs():
-        other_code(run.config.run_folder)
-    result = lm("compare", str(procedure.experiment.file), *overrides, "--report-only")
-    note = "runs were measured by other code than today's; lm eval RUN measures them again"
-    assert result.returncode == 0, result.stderr
-    assert note in result.stdout.splitlines()
-    folder = procedure.experiment.folder
-    assert read_json(folder / "verdicts.json")["notes"] == [note]
-    assert "runs were measured by other code than today" in (folder / "report" / "report.html").read_text()

@@ -2,28 +2,23 @@
 
 import os
 import time
-from pathlib import Path
 
 import pytest
 from fabricated import finish, finish_all
 from manifests import put
-from trials import written
+from trials import procedure_of
 
 from lm.experiments import compare
 from lm.experiments.compare import costs, plan_lines, run_times
-from lm.experiments.experiment_file import read_experiment
 from lm.experiments.loop import Slots
 from lm.experiments.procedure import Procedure
 
 
-def experiment(folder: Path, **changes: object) -> Procedure:
-    file = written(folder, **{"tune": None, "seeds": [1, 2, 3]} | changes)
-    return Procedure(read_experiment(file, ["data.source.paths=[.]", f"runs={folder / 'runs'}"]))
-
-
 def test_time_is_that_of_the_runs_that_have_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "vocab_size_of", lambda data: 256)
-    procedure = experiment(tmp_path, sizes={"small": {}, "large": {"trainer.max_steps": 16}})
+    procedure = procedure_of(
+        tmp_path, tune=None, seeds=[1, 2, 3], sizes={"small": {}, "large": {"trainer.max_steps": 16}}
+    )
     assert "time: known once the first run has ended" in plan_lines(procedure, Slots(2))
     runs = [run for run in procedure.known_runs() if (run.size, run.arm) == ("small", "softmax")]
     for number, run in enumerate(runs):
@@ -48,7 +43,9 @@ def test_an_arm_that_is_not_trained_has_no_tuning_runs(tmp_path):
         "softmax": {"model.normalizer": "softmax"},
         "as-it-is": {"from": "softmax", "swap": {"to": "ssmax"}, "train": False},
     }
-    procedure = experiment(tmp_path, arms=arms, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]})
+    procedure = procedure_of(
+        tmp_path, seeds=[1, 2, 3], arms=arms, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]}
+    )
     lines = "\n".join(plan_lines(procedure, Slots(1)))
     assert "\n12 runs (3 of them are measured without training), " in lines
     assert procedure.n_runs("") == {"softmax": 9, "as-it-is": 3}

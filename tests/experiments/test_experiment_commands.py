@@ -5,13 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
-from conftest import ROOT, lm
+from conftest import lm
 from fabricated import finish, finish_all
+from trials import procedure_of
 
 from lm.errors import ConfigError
 from lm.experiments.experiment import config_hash
-from lm.experiments.experiment_file import read_experiment
 from lm.experiments.loop import commands
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_entries
@@ -34,10 +33,8 @@ ARMS = {
 
 
 def experiment(folder: Path, *overrides: str, **changes: object) -> Procedure:
-    file = {"base": str(ROOT / "tests" / "tiny.yaml"), "arms": ARMS, "seeds": [1], **changes}
-    path = folder / "trial.yaml"
-    path.write_text(yaml.safe_dump(file, sort_keys=False))
-    return Procedure(read_experiment(path, ["data.source.paths=[.]", f"runs={folder / 'runs'}", *overrides]))
+    """The untuned experiment of ARMS and one seed, or a changed one."""
+    return procedure_of(folder, *overrides, **{"tune": None, "primary": None, "arms": ARMS, "seeds": [1], **changes})
 
 
 def named(run: Run) -> list[str]:
@@ -168,11 +165,8 @@ def test_swapped_arms_start_from_the_weights_of_their_seed_and_rate(tmp_path):
             {"from": "softmax", "swap": {"to": "ssmx"}},
             "arm b: model.normalizer.name = 'ssmx': unknown name; did you mean 'ssmax'",
         ),
-        ({"from": "softmax", "swap": {"init": "match"}}, "arm b: model.normalizer.name = '': unknown name"),
         ({"swap": {"to": "ssmax"}}, "arms.b.swap = .*: there are no weights to swap"),
-        ({"from": "softmax", "swap": {"to": ["ssmax"]}}, "arms.b.swap.to = .*: must be text"),
         ({"from": "softmax", "train": False}, "arms.b.train = false: would be the arm it starts from"),
-        ({"from": "softmax", "swap": {"to": "ssmax"}, "train": "no"}, "arms.b.train = 'no': must be true or false"),
         (
             {"from": "softmax", "swap": {"to": "ssmax"}, "train": False, "optim.lr": 1},
             "arms.b.optim.lr = 1: has no effect on an arm",
@@ -180,10 +174,6 @@ def test_swapped_arms_start_from_the_weights_of_their_seed_and_rate(tmp_path):
         (
             {"from": "softmax", "swap": {"to": "ssmax"}, "model.normalizer": "log_n"},
             "arms.b.model.normalizer = 'log_n': is set by the experiment",
-        ),
-        (
-            {"from": "softmax", "swap": {"to": "log_n", "init": "unit"}},
-            "model.normalizer.init = 'unit': unknown key",
         ),
         (
             {"from": "softmax", "swap": {"to": "ssmax", "init": "best"}},
@@ -200,9 +190,7 @@ def test_a_wrong_swap_is_refused_in_words(tmp_path, arm, message):
     ("changes", "message"),
     [
         ({"evaluate": {"optim.lr": 1}}, "evaluate.optim = .*: can't be changed in lm eval"),
-        ({"evaluate": {"eval.sequence": 1}}, "eval.sequence = 1: unknown key"),
         ({"evaluate": {"eval.by_length.lengths": [3, 32]}}, "eval.by_length.lengths = 3: does not divide"),
-        ({"evaluate": [1]}, r"evaluate = \[1\]: must be a map"),
         ({"evaluate": {}}, "arms.b = .*: measures val/loss on other sequences than the baseline"),
     ],
 )

@@ -13,13 +13,8 @@ LR_AND_CLIP = ["optim.lr", "optim.grad_clip"]
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs" / "experiments").glob("*.yaml")), ids=lambda file: file.stem)
-def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
-    experiment = read_experiment(file, [])
-    assert experiment.name == file.stem
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    assert any(f"configs/experiments/{file.name}" in page.read_text(encoding="utf-8") for page in pages), (
-        f"no page names {file.name}"
-    )
+def test_an_experiment_is_valid(file: Path):
+    assert read_experiment(file, []).name == file.stem
 
 
 @pytest.mark.parametrize(
@@ -36,21 +31,10 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
             {"arms": {"a": {}, "b": {"from": "a", "model.n_embd": 16}}},
             "arms.b.model.n_embd = 16: is 32 in a, whose weights it starts from",
         ),
-        (
-            {"arms": {"a": {}, "b": {"from": "a", "swap": {"to": "ssmax"}, "model.n_layer": 1}}},
-            "arms.b.model.n_layer = 1: is 2 in a, whose weights it starts from; set it to that",
-        ),
         ({"arms": {"a": {}, "b": {"seed": 3}}}, "arms.b.seed = 3: is set by the experiment"),
         ({"arms": {"a": {}, "b": {"from": "a", "init_from": "x"}}}, "arms.b.init_from = 'x': is set by the experiment"),
-        ({"arms": {"a": {}, "b": {"model.normaliser": "ssmax"}}}, "arm b: model.normaliser = .*unknown key"),
         ({"arms": {"a": {}, "b": {"data.val_fraction": 0.3}}}, "arms.b = .*reads other data than the baseline"),
         ({"arms": {"a": {}, "b/c": {}}}, "arms.b/c = 'b/c': must be a name of at most 40 letters"),
-        ({"arms": ["a", "b"]}, "arms = .*must be a map"),
-        ({"arms": {"a": {}, "b": {"from": ["a"]}}}, r"arms.b.from = \['a'\]: is no earlier arm; choose from: a"),
-        (
-            {"arms": {"a": {}, "b": {"from": "a", "swap": "ssmax"}}},
-            "yaml: arms.b.swap = 'ssmax': must be a block of keys; keys: to, init$",
-        ),
         (
             {
                 "base": {
@@ -65,30 +49,16 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
             {"primary": {"metric": "train/loss"}},
             "primary.metric = 'train/loss': is not measured by sequence at the last step; did you mean 'val/loss'?",
         ),
-        (
-            {"primary": {"metric": "val/los"}},
-            "yaml: primary.metric = 'val/los': is not measured by sequence at the last step; did you mean 'val/loss'?",
-        ),
-        (
-            {"base": str(ROOT / "tests" / "tiny.yaml"), "primary": {"metric": "long/loss"}},
-            "primary.metric = 'long/loss': is not measured .*; did you mean 'long/loss as trained'?",
-        ),
         ({"sizes": {"workers": {}}}, "sizes.workers = 'workers': must be a name"),
         (
             {"tune": {"key": "log.every", "grid": [8, 16]}},
             "tune.key = 'log.every': is nothing that training depends on",
         ),
         ({"tune": {"table": ""}}, r"Is a directory \(tune\.table\)"),
-        (
-            {"arms": {"a": {}, "b": {"from": "a", "swap": {"to": "ssmax", "init": "banana"}}}},
-            r"arm b: model.normalizer.init = 'banana': must be match \| unit or a number$",
-        ),
-        ({"arm": {"a": {}}}, "arm = .*: unknown key; did you mean 'arms'"),
         ({"seeds": [1, 1]}, "seeds = .*must be different seeds"),
         ({"seeds": [101, 1]}, "tune.seeds = .*are also final seeds"),
         ({"tune": {"grid": [1e-3]}}, "tune.grid = .*at least 2 different values"),
         ({"tune": {"grid": [1e-3, 2e-3], "seeds": [7]}}, "tune.seeds = .*tuning needs at least 2 seeds"),
-        ({"tune": {"key": "optim.lrr", "grid": [1e-3, 2e-3]}}, "optim.lrr = 0.001: unknown key; did you mean 'lr'"),
         (
             {"tune": {"key": LR_AND_CLIP, "grid": [1e-3, 2e-3]}},
             "tune.grid = .*must be a list of values for each of optim.lr, optim.grad_clip",
@@ -97,13 +67,10 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
             {"tune": {"key": LR_AND_CLIP, "grid": [[1e-3, 2e-3], [1]]}},
             "tune.grid = .*must be at least 2 different values for each of",
         ),
-        ({"tune": {"key": LR_AND_CLIP, "grid": [[1e-3, 2e-3], [1, -1]]}}, "tune.grid = .*must be > 0"),
         (
             {"tune": {"grid": [[1e-3, 2e-3], [1, 2]]}},
             r"tune.grid = .*must be a list of values; of several keys name them all: `key: \[KEY",
         ),
-        ({"primary": {"matters": 0}}, "primary.matters = 0: must be > 0"),
-        ({"primary": {"better": "most"}}, "primary.better = 'most': must be lower"),
         (
             {"arms": {"a": {}, "b": {"eval.sequences": 48}}},
             "arms.b = .*measures val/loss on other sequences than the baseline",
@@ -128,7 +95,6 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
             {"sizes": {"a": {}, "big": {"model.n_embd": 33}}},
             "yaml: arm softmax, size big; arm ssmax, size big: ",
         ),
-        ({"base": 3}, r"yaml: base = 3: must be text or a list \(text each\) or a map$"),
         ({"sizes": {"a": {"base": "nowhere.yaml"}}}, "nowhere.yaml: no such configuration file"),
         (
             {"arms": {"a": {}, "b": {"base": str(ROOT / "configs/recipes/ssmax-paper.yaml")}}},
@@ -202,13 +168,7 @@ def test_an_override_without_effect_is_refused(tmp_path: Path, arguments: list[s
     assert read_experiment(file, kept).overrides == tuple(kept)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"more_seeds": [4]}, "more_seeds = \\[4\\]: is no key of lm any more"),
-        ({"primary": {"learned": 0.9}}, "primary.learned = 0.9: is no key of lm any more"),
-    ],
-)
-def test_a_key_that_an_earlier_version_had_is_refused(tmp_path: Path, arguments: list[str], changes, said):
-    with pytest.raises(ConfigError, match=said):
+@pytest.mark.parametrize("changes", [{"more_seeds": [4]}, {"primary": {"learned": 0.9}}])
+def test_a_key_that_an_earlier_version_had_is_refused(tmp_path: Path, arguments: list[str], changes):
+    with pytest.raises(ConfigError, match=r"is no key of lm any more; see CHANGELOG\.md"):
         read_experiment(written(tmp_path, **changes), arguments[1:])

@@ -4,35 +4,28 @@ import json
 import re
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from conftest import lm
 from fabricated import finish, finish_all, launching
 from folders import Curve, series
 from manifests import put
 from trials import written
 
-from lm.config.load import load_config, to_yaml
 from lm.config.training_config import LogConfig
-from lm.config.tree import Config, ExperimentConfig
 from lm.errors import ConfigError, Diverged, RunError
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.held_out import LongContext
 from lm.evaluation.metrics import metrics_of
 from lm.experiments.compare import TrainingOptions, compare_experiments, plan_lines
-from lm.experiments.experiment import config_hash
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import open_experiment, start
 from lm.experiments.loop import RunsFailed, Slots, Stopped, forget_failures
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION, Outcome
 from lm.experiments.summary import summary_entries
-from lm.machine import threads_per_process
 from lm.runs.evaluations import evaluation_path, weighted_mean
-from lm.schema import to_plain
 from lm.training.train import train
 
 WILD = {"optim.lr": 1e30, "optim.optimizer.weight_decay": 0, "optim.grad_clip": 0, "optim.warmup_steps": 1}  # diverges
@@ -295,13 +288,6 @@ def test_runs_measured_on_other_sequences_are_not_compared(tmp_path, overrides):
     assert len(summary_entries(Procedure(read_experiment(path, overrides)))) == 2
 
 
-def test_an_arm_whose_source_diverged_has_diverged_with_it(tmp_path, overrides):
-    arms = {"softmax": {}, "wild": WILD, "after": {"from": "wild", "optim.lr": 1e-3}}
-    procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1], arms=arms), overrides))
-    launching(procedure, here).train_all()
-    assert [line["verdict"] for line in summary_entries(procedure)[1:]] == ["unstable", "unstable"]
-
-
 def test_runs_on_other_text_are_not_mixed_in(tmp_path, overrides):
     path, text = written(tmp_path, tune=None), tmp_path / "texts"
     shutil.copytree(next(override for override in overrides if "paths" in override).partition("[")[2][:-1], text)
@@ -360,7 +346,7 @@ def test_the_plan_needs_no_text_and_prepares_none(tmp_path, overrides):
     assert not (tmp_path / "runs").exists()
 
 
-def test_several_that_start_an_experiment_at_once_settle_it_once(tmp_path, overrides, monkeypatch):
+def test_the_first_start_settles_an_experiment(tmp_path, overrides, monkeypatch):
     path, first = written(tmp_path), start(written(tmp_path), overrides).experiment
     content = (first.folder / "resolved.json").read_text()
     monkeypatch.setattr(
@@ -369,21 +355,6 @@ def test_several_that_start_an_experiment_at_once_settle_it_once(tmp_path, overr
     assert start(path, [*overrides, "trainer.threads=null"], jobs=7).experiment.first_config.trainer.threads == 1
     assert (first.folder / "resolved.json").read_text() == content
     assert json.loads(content)["planned"]["shared"]["seeds"] == [1, 2]
-
-
-def test_what_the_file_says_of_precision_comes_before_what_the_first_start_has_settled(tmp_path, overrides):
-    path = written(tmp_path, tune=None)
-    free = [override for override in overrides if not override.startswith("trainer.")]
-    experiment = open_experiment(
-        path, [*free, "trainer.precision=auto", "trainer.compile=auto", "trainer.threads=null"]
-    ).experiment
-    trainer = experiment.first_config.trainer
-    assert (trainer.precision in (32, "bf16-mixed"), trainer.compile, trainer.threads) == (
-        True,
-        False,
-        threads_per_process(1),
-    )
-    assert open_experiment(path, [*free, "trainer.precision=32"]).experiment.first_config.trainer.precision == 32
 
 
 def test_what_one_size_says_of_precision_is_its_own_and_the_plan_says_so(tmp_path, overrides):
@@ -416,18 +387,6 @@ def test_threads_are_shared_out_of_the_cores_that_the_job_may_use(tmp_path, over
     assert open_experiment(written(tmp_path), free, jobs=2).experiment.first_config.trainer.threads == 2
 
 
-def test_an_arm_starts_from_another_arm_s_weights_seed_by_seed(tmp_path, overrides):
-    arms = {"softmax": {}, "late": {"from": "softmax", "optim.lr": 1e-3}}
-    procedure = Procedure(read_experiment(written(tmp_path, tune=None, arms=arms), overrides))
-    runs = {(run.arm, run.seed): run.config for run in procedure.known_runs()}
-    for seed in (1, 2):
-        assert runs["late", seed].init_from == str(runs["softmax", seed].run_folder)
-    order = []
-    launching(procedure, lambda run: order.append(run.label) or here(run)).train_all()
-    assert order.index("softmax seed 2") < order.index("late seed 2")
-    assert [line["runs"] for line in summary_entries(procedure)] == [2, 2]
-
-
 def test_changes_of_what_is_trained_give_other_runs_and_changes_of_labels_do_not(tmp_path, overrides):
     def folders(*extra_overrides: str, **changes: object) -> list[str]:
         experiment = read_experiment(written(tmp_path, tune=None, **changes), [*overrides, *extra_overrides])
@@ -439,61 +398,3 @@ def test_changes_of_what_is_trained_give_other_runs_and_changes_of_labels_do_not
     assert folders(primary={"matters": 0.5}) == before
     for change in ("trainer.max_steps=41", "model.n_layer=1", "eval.sequences=32", "optim.lr=0.5"):
         assert not set(folders(change)) & set(before), change
-
-
-def test_a_later_version_s_key_that_is_off_makes_no_other_runs(tmp_path, overrides, monkeypatch):
-    config = read_experiment(written(tmp_path), overrides).first_config
-    plain = to_plain(config)
-    without_recall = {key: value for key, value in plain["eval"].items() if key != "recall"}
-    monkeypatch.setattr("lm.experiments.experiment.to_plain", lambda config: plain | {"eval": without_recall})
-    older = config_hash(config)
-    monkeypatch.setattr(
-        "lm.experiments.experiment.to_plain", lambda config: plain | {"eval": without_recall | {"recall": None}}
-    )
-    assert config_hash(config) == older
-
-
-def test_each_run_records_its_place_in_the_experiment(tmp_path, overrides):
-    procedure = Procedure(read_experiment(written(tmp_path, sizes={"s": {}}), overrides))
-    for run in procedure.known_runs():
-        assert run.config.experiment == ExperimentConfig("trial", run.arm, "s", "tune", run.rate)
-    assert load_config([str(dumped(tmp_path, run.config))]) == run.config
-    first = procedure.run("s", procedure.experiment.arms[0], "final", 1e-2, 1, {})
-    assert (first.config.experiment.stage, first.config.experiment.rate) == ("final", 1e-2)
-
-
-def test_a_run_without_its_place_in_the_experiment_stays_usable_and_keeps_its_name(tmp_path, overrides):
-    procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1]), overrides))
-    first, _ = procedure.known_runs()
-    before = replace(first.config, experiment=ExperimentConfig())
-    assert config_hash(before) == config_hash(first.config)
-    assert train(load_config([str(dumped(tmp_path, before))])) == 0
-    config = before.run_folder / "config.yaml"
-    content = {key: value for key, value in yaml.safe_load(config.read_text()).items() if key != "experiment"}
-    put(config, yaml.safe_dump(content))
-    assert [run.outcome.state for run in procedure.known_runs()] == ["finished", "unfinished"]
-    result = lm("eval", str(before.run_folder), "eval.sequences=32")
-    assert result.returncode == 0, result.stderr
-    assert train(replace(first.config, resume="auto")) == 0, "the command of the experiment takes it up as it is"
-
-
-def dumped(folder: Path, config: Config) -> Path:
-    """A configuration's file."""
-    path = folder / "run.yaml"
-    path.write_text(to_yaml(config))
-    return path
-
-
-def test_the_command_prints_a_plan_and_trains_nothing(tmp_path, overrides):
-    result = lm("compare", str(written(tmp_path)), *overrides, "--plan")
-    assert result.returncode == 0, result.stderr
-    assert "16 runs" in result.stdout
-    assert "time: known once the first run has ended" in result.stdout
-    assert "done: 0 of the 8 runs known so far" in result.stdout
-    assert "primary metric val/loss" in result.stdout
-    no_file = lm("compare", str(tmp_path / "no.yaml"))
-    expected = f"error: {tmp_path / 'no.yaml'}: no such configuration file; lm configs lists presets\n"
-    assert (no_file.returncode, no_file.stderr) == (2, expected)
-    early = lm("compare", str(written(tmp_path)), *overrides, "--report-only")
-    assert early.returncode == 1
-    assert "no run has ended yet" in early.stderr

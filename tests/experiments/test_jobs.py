@@ -1,6 +1,5 @@
 """Runs of experiments in processes of their own: started, stopped, killed, and gone on with."""
 
-import json
 import os
 import random
 import signal
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from fabricated import finish, launching
-from folders import losses, metrics, same, weights
+from folders import metrics, same, weights
 from trials import written
 from waiting import wait_until
 
@@ -53,12 +52,6 @@ def with_one_run_left(file: Path, overrides: list[str]) -> Procedure:
     return procedure
 
 
-def child_of(folder: Path, step: int) -> int:
-    """The process that trains in a run folder, once it has saved this step."""
-    wait_until((folder / "checkpoints" / f"step-{step:06d}.ckpt").exists, folder.parent)
-    return at_work(folder.parent)[folder]
-
-
 def test_a_run_killed_between_its_first_checkpoint_and_the_link_to_it_goes_on(tiny):
     config = tiny("name=killed", "resume=auto")
     checkpoints = config.run_folder / "checkpoints"
@@ -86,24 +79,6 @@ def test_a_run_that_a_signal_ended_has_not_failed_however_often(file, overrides,
     forget_failures(procedure)
     launching(procedure, lambda run: finish(run, 5.0) or 0).train_all()
     assert not list((procedure.experiment.folder / "logs").glob("*.failed.json"))
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_from_its_last_checkpoint(file, overrides):
-    procedure = with_one_run_left(file, overrides)
-    folder = procedure.known_runs()[0].config.run_folder
-    killer = threading.Thread(target=lambda: os.kill(child_of(folder, 5), signal.SIGKILL))
-    killer.start()
-    with pytest.raises(RunError, match=r"1 runs failed \(softmax-seed1-.*killed by SIGKILL.*the same command goes on"):
-        ExperimentTrainer(procedure, Slots(1)).train_all()
-    killer.join()
-    assert not procedure.known_runs()[0].outcome.ended
-    ExperimentTrainer(procedure, Slots(1)).train_all()
-    assert procedure.known_runs()[0].outcome.state == "finished"
-    assert len(losses(folder)) == 60
-    starts = json.loads((folder / "environment.json").read_text())["starts"]
-    assert len(starts) == 2
-    assert starts[1]["step"] >= 5
 
 
 @pytest.mark.slow  # 10 s

@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from trials import written
+from trials import procedure_of
 
 from lm.experiments.compare import live_table, running_table
-from lm.experiments.experiment_file import read_experiment
 from lm.experiments.loop import ExperimentTrainer, Slots
-from lm.experiments.procedure import Procedure
 from lm.runs.folder import last_logged
 
 
@@ -23,8 +21,7 @@ def work(tmp_path: Path):
     """A function: `log.progress` -> the work on an experiment."""
 
     def make(progress: str = "auto") -> ExperimentTrainer:
-        overrides = ["data.source.paths=[.]", f"runs={tmp_path / 'runs'}", f"log.progress={progress}"]
-        return ExperimentTrainer(Procedure(read_experiment(written(tmp_path), overrides)), Slots(2))
+        return ExperimentTrainer(procedure_of(tmp_path, f"log.progress={progress}"), Slots(2))
 
     return make
 

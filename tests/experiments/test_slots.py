@@ -2,13 +2,11 @@
 was asked for.
 """
 
-import io
 import os
 import re
 import sys
 import threading
 from collections import Counter
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,14 +14,12 @@ import pytest
 import torch
 from conftest import ROOT, lm, thinned
 from fabricated import finish, launching
-from rich.console import Console
-from trials import written
+from trials import procedure_of, written
 
 from lm.config.load import load_config
 from lm.errors import ConfigError, RunError
-from lm.experiments.compare import running_table
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.loop import Devices, ExperimentTrainer, Slots, gpu_words, slots_of
+from lm.experiments.loop import Devices, ExperimentTrainer, Slots, slots_of
 from lm.experiments.procedure import Procedure, Run
 from lm.model.device import count_gpus, visible_gpus
 
@@ -47,8 +43,7 @@ def gpus(monkeypatch):
 
 def opened(folder: Path, *overrides: str, **changes: object) -> Procedure:
     """The untuned experiment of two arms and two seeds, or a changed one."""
-    all_overrides = ["data.source.paths=[.]", f"runs={folder / 'runs'}", "trainer.accelerator=auto", *overrides]
-    return Procedure(read_experiment(written(folder, **({"tune": None} | changes)), all_overrides))
+    return procedure_of(folder, "trainer.accelerator=auto", *overrides, **({"tune": None} | changes))
 
 
 WIDE = {
@@ -223,15 +218,3 @@ def test_the_process_of_each_run_sees_its_devices_alone(gpus, tmp_path, monkeypa
     assert {*counts} <= {"GPU-a", "GPU-b", "GPU-c"}
     assert widths == {1: 6, 2: 3, 0: 3}
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b,GPU-c"
-
-
-def test_plan_and_table_say_on_which_device_a_run_is(gpus, tmp_path):
-    gpus(4, "0,1,GPU-1f2e3d4c5b6a,3")
-    assert gpu_words(("GPU-1f2e3d4c5b6a",)) == "GPU-1f2e3d4c"
-    assert str(Slots(3, ("1", "2"), 2, {("", "softmax"): 1})) == "3 at a time on GPU 1, 2, 2 on each (--jobs-per-gpu)"
-    procedure = opened(tmp_path)
-    jobs = ExperimentTrainer(procedure, slots_of(procedure.experiment, None, 1))
-    jobs.pending = {Future(): (procedure.known_runs()[0], ("1", "3"))}
-    out = io.StringIO()
-    Console(file=out, width=140, force_terminal=False).print(running_table(jobs, {}))
-    assert "GPU 1, 3" in out.getvalue()

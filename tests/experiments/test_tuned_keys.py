@@ -3,23 +3,20 @@ changed.
 """
 
 import math
-from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT
 from fabricated import finish_all, write_page
 from manifests import put
 from test_experiment_page import FILE as PAGE_FILE
 from test_experiment_page import finish_all as build_all
 from test_experiment_page import rows, text_of
+from trials import TWO_ARMS, procedure_of, written
 
 import lm
 from lm.config.load import to_yaml
-from lm.experiments.compare import plan_lines
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import open_experiment, start
-from lm.experiments.loop import Slots
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_entries, tuning_means, tuning_table_rows
 from lm.report.tables import csv_text
@@ -27,12 +24,7 @@ from lm.runs.folder import CONFIG
 
 DECAY = "optim.optimizer.weight_decay"
 TUNE = {"key": ["optim.lr", DECAY], "grid": [[1e-2, 2e-2, 4e-2], [0.05, 0.1, 0.2, 0.4]], "seeds": [101, 102]}
-FILE = {
-    "base": str(ROOT / "tests" / "tiny.yaml"),
-    "arms": {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}},
-    "seeds": [1, 2, 3],
-    "tune": TUNE,
-}
+FILE = {"seeds": [1, 2, 3], "tune": TUNE}
 BEST = {"softmax": (2e-2, 0.1), "ssmax": (2e-2, 0.2)}
 
 
@@ -46,25 +38,10 @@ def loss(run: Run, best: dict[str, tuple[float, float]] = BEST) -> float:
     return 5 - 0.1 * (run.arm == "ssmax") + 0.2 * sum(squares) + 1e-3 * run.seed * (1 + (run.arm == "ssmax"))
 
 
-def experiment(folder: Path, *overrides: str, **changes: object) -> Procedure:
-    """The experiment of FILE with some keys changed, its runs in `folder`."""
-    return Procedure(read_experiment(written(folder, **changes), [*given(folder), *overrides]))
-
-
-def written(folder: Path, **changes: object) -> Path:
-    path = folder / "trial.yaml"
-    path.write_text(yaml.safe_dump(FILE | changes, sort_keys=False))
-    return path
-
-
-def given(folder: Path) -> list[str]:
-    return ["data.source.paths=[.]", f"runs={folder / 'runs'}"]
-
-
 @pytest.fixture(scope="module")
 def on_a_grid(tmp_path_factory) -> Procedure:
     """An experiment that was tuned on a grid of 3 rates and 4 weight decays."""
-    procedure = finish_all(experiment(tmp_path_factory.mktemp("grid")), loss)
+    procedure = finish_all(procedure_of(tmp_path_factory.mktemp("grid"), **FILE), loss)
     for run in procedure.known_runs():
         put(run.config.run_folder / CONFIG, to_yaml(run.config))
     return procedure
@@ -85,45 +62,24 @@ def test_each_arm_is_judged_at_its_best_pair(on_a_grid):
     )
 
 
-def test_the_plan_counts_the_runs_of_all_pairs(tmp_path):
-    lines = "\n".join(plan_lines(experiment(tmp_path), Slots(1)))
-    values = "0.05, 0.1, 0.2, 0.4 (12 together)"
-    assert (
-        f"tuning optim.lr over 0.01, 0.02, 0.04 and {DECAY} over {values} with seeds 101, 102; final seeds 1, 2, 3"
-        in lines
-    )
-    assert f"{2 * (12 * 2 + 2 * 3)} runs, " in lines
-    assert "done: 0 of the 48 runs known so far" in lines
-
-
 def test_the_table_of_tuning_has_both_keys_and_chooses_the_same_pairs(tmp_path, on_a_grid):
     table = tuning_table_rows(on_a_grid)
     assert {(line["key"], type(line["rate"])) for line in table} == {(f"optim.lr / {DECAY}", str)}
     (tmp_path / "rates.csv").write_text(csv_text(table))
-    by_table = finish_all(experiment(tmp_path, tune={"key": TUNE["key"], "table": "rates.csv"}), loss)
+    by_table = finish_all(procedure_of(tmp_path, **FILE | {"tune": {"key": TUNE["key"], "table": "rates.csv"}}), loss)
     assert by_table.choice("").rates == BEST
     assert {run.stage for run in by_table.known_runs()} == {"final"}
     assert (by_table.tuning_runs(""), tuning_means(by_table)) == (on_a_grid.tuning_runs(""), tuning_means(on_a_grid))
     assert not [note for note in by_table.notes() if "another configuration" in note]
 
 
-def test_a_grid_that_changed_keeps_the_runs_that_it_still_has(tmp_path, on_a_grid):
-    folder = tmp_path / "runs"
-    folder.symlink_to(on_a_grid.experiment.folder.parent)
-    before = {run.config.name for run in on_a_grid.known_runs() if run.outcome.ended}
-    coarser = experiment(tmp_path, tune=TUNE | {"grid": [[1e-2, 2e-2, 4e-2], [0.1, 0.2, 0.3]]})
-    unfinished = {run.rate for run in coarser.known_runs() if not run.outcome.ended}
-    assert unfinished == {(rate, 0.3) for rate in (1e-2, 2e-2, 4e-2)}, "the others were trained"
-    assert {run.config.name for run in coarser.known_runs() if run.outcome.ended} < before
-
-
 def test_a_changed_grid_is_said_beside_the_verdicts(tmp_path, arguments):
-    procedure = start(written(tmp_path), arguments[1:])
+    procedure = start(written(tmp_path, **FILE), arguments[1:])
     finish_all(procedure, loss)
     for run in procedure.known_runs():
         put(run.config.run_folder / CONFIG, to_yaml(run.config))
     other_tune = TUNE | {"grid": [[1e-2, 2e-2, 4e-2], [0.05, 0.1, 0.2]]}
-    changed = open_experiment(written(tmp_path, tune=other_tune), arguments[1:])
+    changed = open_experiment(written(tmp_path, **FILE | {"tune": other_tune}), arguments[1:])
     grid = "[[0.01, 0.02, 0.04], [0.05, 0.1, 0.2, 0.4]], is [[0.01, 0.02, 0.04], [0.05, 0.1, 0.2]]"
     assert changed.plan_notes == [f"changed since the plan: tune.grid was {grid}"]
     assert not changed.exploratory
@@ -132,7 +88,7 @@ def test_a_changed_grid_is_said_beside_the_verdicts(tmp_path, arguments):
 @pytest.mark.slow
 def test_the_page_has_a_panel_for_each_key(tmp_path, monkeypatch):
     monkeypatch.setattr("lm.report.pictures._render", lambda *arguments: "<svg />")
-    file = PAGE_FILE | {"arms": FILE["arms"], "tune": TUNE}
+    file = PAGE_FILE | {"arms": TWO_ARMS["arms"], "tune": TUNE}
     (tmp_path / "trial.yaml").write_text(yaml.safe_dump(file, sort_keys=False))
     keys = [
         "data.source.paths=[texts]",
