@@ -25,8 +25,8 @@ from lm.cli import main
 from lm.config.data_config import DataConfig
 from lm.config.load import load_config
 from lm.config.tree import Config
-from lm.experiments.loop import Children, Devices, log_path
-from lm.experiments.procedure import Run
+from lm.experiments.loop import Children, Devices
+from lm.experiments.procedure import Run, log_path
 from lm.report.pictures import Picture
 
 ROOT = Path(__file__).parent.parent

@@ -28,7 +28,6 @@ from lm.experiments.loop import (
     ExperimentTrainer,
     RunsFailed,
     Slots,
-    commands,
     failures,
     forget_failures,
     gpu_words,
@@ -36,7 +35,7 @@ from lm.experiments.loop import (
 )
 from lm.experiments.noise import experiment_noise
 from lm.experiments.page import experiment_files, question
-from lm.experiments.procedure import Procedure, Run
+from lm.experiments.procedure import Procedure, Run, commands
 from lm.experiments.run_outcome import SELECTION
 from lm.experiments.summary import (
     measured_words,

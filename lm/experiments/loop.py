@@ -21,21 +21,19 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
-from lm.config.load import to_yaml
-from lm.config.yaml_text import override
 from lm.errors import ConfigError, RunError, one_line
 from lm.experiments.experiment import Experiment
 from lm.experiments.experiment_folder import host_name
-from lm.experiments.procedure import Procedure, Run, next_runs
+from lm.experiments.procedure import LOG_FOLDER, Procedure, Run, commands, log_path, next_runs
 from lm.experiments.run_outcome import SELECTION, Outcome
 from lm.experiments.summary import value_text
-from lm.files import locked_folder, read_json, write_json, write_text
+from lm.files import locked_folder, read_json, write_json
 from lm.machine import STOP_SIGNALS, process_start, start_child
 from lm.model.device import count_gpus, visible_gpus
 from lm.report.tables import numeral
 from lm.runs.evaluations import NoDocuments
 from lm.runs.folder import ALREADY_TRAINING, CONFIG
-from lm.schema import Plain, to_plain
+from lm.schema import Plain
 
 if TYPE_CHECKING:
     from submitit import Job
@@ -43,19 +41,11 @@ if TYPE_CHECKING:
 
 Engine = Literal["slurm", "local"]
 Devices = tuple[str, ...]  # GPUs of a run, as CUDA_VISIBLE_DEVICES names them; (): it computes on the CPU
-LOG_FOLDER = "logs"  # folder in the experiment's folder: output, configuration, job record and failure of each run
 # suffixes of files beside a run's log: why the run failed, and which job trains it
 FAILURE_SUFFIX, JOB_SUFFIX = "failed.json", "job.json"
 JOBS_FOLDER = "workers"  # folder in the experiment's folder: scripts and output of submitit's jobs
 POLL_SECONDS = 1.0  # seconds between checks of a job
 RECORD_WAIT_SECONDS = 120.0  # seconds within which a job must see the record that names it
-
-
-def log_path(experiment_folder: Path, run: Run, suffix: str = "log") -> Path:
-    """The path of a run's file with `suffix` in the experiment's folder of logs; the file with the suffix `log` holds
-    the run's output.
-    """
-    return experiment_folder / LOG_FOLDER / run.size / f"{run.config.name}.{suffix}"
 
 
 # ---------------------------------------------------------------- runs that failed
@@ -164,39 +154,6 @@ def slots_of(experiment: Experiment, jobs: int | None, slots_per_gpu: int) -> Sl
 
 
 # ---------------------------------------------------------------- processes of this machine
-
-
-def commands(run: Run, experiment_folder: Path) -> list[list[str]]:
-    """List the arguments of each `lm` command that a run still needs, in order; [] if the run has ended. The
-    configuration that training reads is written below `experiment_folder`. Each command can be stopped and started
-    again.
-    """
-    if run.outcome.ended:
-        return []
-    config, folder, outcome, arguments = run.config, run.config.run_folder, run.outcome, []
-    plugins = [f"--allow-plugin={package}" for package in sorted(run.packages)]
-    swapped_folder = Path(config.init_from) if run.trained else folder
-    if run.swap and not (swapped_folder / CONFIG).exists():
-        # `name` and `init` are options of the command; without the labels lm.results has the source's arm
-        labels = {name: value for name, value in to_plain(config.experiment).items() if value is not None}
-        blocks = {"model.normalizer": to_plain(config.model.normalizer), "experiment": labels}
-        overrides = [
-            override(f"{block}.{name}", value)
-            for block, options in blocks.items()
-            for name, value in options.items()
-            if (block, name) not in (("model.normalizer", "name"), ("model.normalizer", "init"))
-        ]
-        init = [] if run.swap.init is None else [f"--init={run.swap.init}"]
-        swap = ["swap", str(run.source.config.run_folder), f"--to={run.swap.to}", f"--out={swapped_folder}"]
-        arguments.append([*swap, *init, *overrides, *plugins])
-    if run.trained and (not outcome.is_trained or not outcome.is_complete or outcome.is_measured):
-        # `lm train` makes the evaluations that a kill left out, too
-        file = log_path(experiment_folder, run, "yaml")
-        write_text(file, to_yaml(config))
-        arguments.append(["train", str(file), "resume=auto", "log.progress=none"])
-    if not run.trained or not outcome.is_measured:
-        arguments.append(["eval", str(folder), *run.evaluate, *plugins])
-    return arguments
 
 
 class Children:

@@ -1,5 +1,5 @@
-"""The procedure of docs/statistics.md on run folders: the runs that an experiment needs next, and the verdicts on its
-finished runs.
+"""The procedure of docs/statistics.md on run folders: the runs that an experiment needs next, the commands that each
+needs, and the verdicts on finished runs.
 """
 
 import hashlib
@@ -13,12 +13,15 @@ from pathlib import Path
 
 import pandas as pd
 
+from lm.config.load import to_yaml
 from lm.config.tree import Config, ExperimentConfig
+from lm.config.yaml_text import override
 from lm.errors import ConfigError, RunError
 from lm.experiments.experiment import Arm, Experiment, Swap, config_hash
 from lm.experiments.judging import FRAME_COLUMNS, Judgement, Question, SizeArm, judge
 from lm.experiments.run_outcome import SELECTION, Outcome, describe_values, run_differences
 from lm.experiments.tuning_table import TuningRun, differing_keys, settings_words
+from lm.files import write_text
 from lm.plugins import package_of
 from lm.runs.evaluations import part_of
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, SWAPPED, step_path
@@ -33,6 +36,8 @@ from lm.statistics.tuning import (
     rate_text,
     tuning_outcome,
 )
+
+LOG_FOLDER = "logs"  # folder in the experiment's folder: output, configuration, job record and failure of each run
 
 
 @dataclass(frozen=True)
@@ -404,18 +409,16 @@ class Procedure:
     def n_runs(self, size: str) -> dict[str, int]:
         """Count the runs of each arm in a size, by the grid and rates known so far. Before tuning has ended, two final
         rates are assumed for arms that may get several."""
-        arms, choice, tune = self.experiment.arms, self.choice(size), self.experiment.tune
-        if choice.rates is not None:
-            known = Counter(run.arm for run in self.known_runs() if run.size == size)
-            return {arm.name: known[arm.name] for arm in arms}
-        crossed, counts = [arm for arm in arms if tune.grid and arm.trained and not arm.source], {}
-        untuned = self._untuned_sources(arm for arm in arms if arm.is_tuned and tune.grid)
-        for arm in arms:
-            n_tuning = len({*tune.rates, *choice.runs.get(arm.name, ())}) if arm.is_tuned else int(arm in untuned)
-            assumed_rates = 2 if len(crossed) > 1 and arm in crossed else 1
-            n_rates = len(choice.rates_of_final_runs.get(arm.name, ())) or assumed_rates
-            counts[arm.name] = len(self.experiment.seeds) * n_rates + n_tuning * len(tune.seeds)
-        return counts
+        arms, tune, n_seeds = self.experiment.arms, self.experiment.tune, len(self.experiment.seeds)
+        known = Counter((run.arm, run.stage) for run in self.known_runs() if run.size == size)
+        planned = dict[tuple[str, str], int]()
+        if self.choice(size).rates is None:
+            first_arms = [arm for arm in arms if arm.trained and not arm.source]
+            for arm in arms:
+                planned[arm.name, "tune"] = len(tune.rates) * len(tune.seeds) if arm.is_tuned else 0
+                planned[arm.name, "final"] = n_seeds * (2 if len(first_arms) > 1 and arm in first_arms else 1)
+        counts = planned | known
+        return {arm.name: counts.get((arm.name, "tune"), 0) + counts.get((arm.name, "final"), 0) for arm in arms}
 
     def compared_value(self, outcome: Outcome, selection: bool = False) -> float:
         """The number by which a run is compared, on the documents for reports or, with `selection`, those by which
@@ -473,3 +476,46 @@ def check_comparable(runs: list[Run], metric: str) -> None:
                 f"{folder}: {metric} was measured {problem}; measure it again as the run is configured: lm eval "
                 f"{folder}"
             )
+
+
+# ---------------------------------------------------------------- what is left to do of a run
+
+
+def log_path(experiment_folder: Path, run: Run, suffix: str = "log") -> Path:
+    """The path of a run's file with `suffix` in the experiment's folder of logs; the file with the suffix `log` holds
+    the run's output.
+    """
+    return experiment_folder / LOG_FOLDER / run.size / f"{run.config.name}.{suffix}"
+
+
+def commands(run: Run, experiment_folder: Path) -> list[list[str]]:
+    """List the arguments of each `lm` command that a run still needs, in order; [] if the run has ended. The
+    configuration that training reads is written below `experiment_folder`. Each command can be stopped and started
+    again.
+    """
+    if run.outcome.ended:
+        return []
+    config, folder, outcome, arguments = run.config, run.config.run_folder, run.outcome, []
+    plugins = [f"--allow-plugin={package}" for package in sorted(run.packages)]
+    swapped_folder = Path(config.init_from) if run.trained else folder
+    if run.swap and not (swapped_folder / CONFIG).exists():
+        # `name` and `init` are options of the command; without the labels lm.results has the source's arm
+        labels = {name: value for name, value in to_plain(config.experiment).items() if value is not None}
+        blocks = {"model.normalizer": to_plain(config.model.normalizer), "experiment": labels}
+        overrides = [
+            override(f"{block}.{name}", value)
+            for block, options in blocks.items()
+            for name, value in options.items()
+            if (block, name) not in (("model.normalizer", "name"), ("model.normalizer", "init"))
+        ]
+        init = [] if run.swap.init is None else [f"--init={run.swap.init}"]
+        swap = ["swap", str(run.source.config.run_folder), f"--to={run.swap.to}", f"--out={swapped_folder}"]
+        arguments.append([*swap, *init, *overrides, *plugins])
+    if run.trained and (not outcome.is_trained or not outcome.is_complete or outcome.is_measured):
+        # `lm train` makes the evaluations that a kill left out, too
+        file = log_path(experiment_folder, run, "yaml")
+        write_text(file, to_yaml(config))
+        arguments.append(["train", str(file), "resume=auto", "log.progress=none"])
+    if not run.trained or not outcome.is_measured:
+        arguments.append(["eval", str(folder), *run.evaluate, *plugins])
+    return arguments

@@ -11,8 +11,7 @@ from trials import procedure_of
 
 from lm.errors import ConfigError
 from lm.experiments.experiment import config_hash
-from lm.experiments.loop import commands
-from lm.experiments.procedure import Procedure, Run
+from lm.experiments.procedure import Procedure, Run, commands
 from lm.experiments.summary import summary_entries
 from lm.files import read_json
 from lm.report.frame import results as lm_results

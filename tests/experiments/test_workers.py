@@ -22,7 +22,8 @@ from waiting import wait_until
 from lm.errors import ConfigError, RunError
 from lm.experiments import loop
 from lm.experiments.experiment_folder import LOCK, experiment_lock, open_experiment, start
-from lm.experiments.loop import Cluster, Training, log_path
+from lm.experiments.loop import Cluster, Training
+from lm.experiments.procedure import log_path
 from lm.files import read_json, write_json
 from lm.machine import process_start
 
