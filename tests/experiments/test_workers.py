@@ -12,6 +12,7 @@ import sys
 import threading
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, lm
@@ -81,8 +82,10 @@ def test_a_job_lets_its_run_save_and_is_the_same_when_it_is_started_again(file, 
     program.chmod(0o755)
     procedure = start(file, arguments[1:])
     monkeypatch.setattr(loop.sys, "executable", str(program))
-    monkeypatch.setattr(Training, "_is_recorded_job", lambda _: True)
-    job, resubmitted = Training(procedure.known_runs()[0], procedure.experiment.folder), []
+    monkeypatch.setattr("submitit.JobEnvironment", lambda: SimpleNamespace(job_id="7", global_rank=0))
+    run, folder = procedure.known_runs()[0], procedure.experiment.folder
+    write_json(log_path(folder, run, "job.json"), {"engine": "slurm", "id": "7", "born": ""})
+    job, resubmitted = Training(run, folder), []
 
     def requeue(number: int, frame: object) -> None:
         resubmitted.append(job.checkpoint())
@@ -106,7 +109,7 @@ def test_a_job_lets_its_run_save_and_is_the_same_when_it_is_started_again(file, 
 def test_a_job_that_nobody_waits_for_trains_nothing(file, arguments, monkeypatch):
     procedure = start(file, arguments[1:])
     folder, run = procedure.experiment.folder, procedure.known_runs()[0]
-    monkeypatch.setattr("submitit.JobEnvironment", lambda: type("Environment", (), {"job_id": "7"}))
+    monkeypatch.setattr("submitit.JobEnvironment", lambda: SimpleNamespace(job_id="7", global_rank=0))
     monkeypatch.setattr(loop, "RECORD_WAIT_SECONDS", 0.0)
     monkeypatch.setattr(loop.Children, "train", lambda *_: (0, 1.0))
     for record, status in (
