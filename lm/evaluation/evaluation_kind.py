@@ -67,7 +67,8 @@ class Measurement(ABC):
     @classmethod
     def metrics(cls, config: Config) -> list[Metric]:
         """The metrics that it logs for a run of `config`."""
-        names = cls.names(config)
+        if not (names := cls.names(config)):  # those of lm-eval keep their braces
+            return [*cls.logged]
         words = [dict(zip(names, values, strict=True)) for values in product(*names.values())]
         return [metric.named(**named) for metric in cls.logged for named in words]
 
