@@ -267,15 +267,6 @@ def test_null_turns_off_a_block_that_may_be_null(tmp_path: Path):
     assert load_config([str(file), "eval.by_length=null"]).eval.by_length is None
 
 
-@pytest.mark.parametrize("path", ["eval.long_context", "optim", "optim.schedule"])
-def test_null_does_not_look_as_if_it_turned_off_a_block_that_may_not_be_null(path: str, tmp_path: Path):
-    file = tmp_path / "all.yaml"
-    file.write_text("eval: {long_context: {length_factor: 4}}\noptim: {schedule: {name: wsd}}\n")
-    for arguments in ([str(file)], ["name=x"]):
-        with pytest.raises(ConfigError, match=rf"{path} = null: must be a (block of keys|name or a block)"):
-            load_config([*arguments, f"{path}=null"])
-
-
 def test_the_order_of_overrides_of_one_block_does_not_matter():
     forwards = load_config(["name=x", "model.normalizer=ssmax", "model.normalizer.bias=true"])
     backwards = load_config(["name=x", "model.normalizer.bias=true", "model.normalizer=ssmax"])

@@ -11,7 +11,7 @@ from folders import differences, kill_after
 
 from lm.config.load import load_config
 from lm.config.tree import Config
-from lm.errors import ConfigError, DataError
+from lm.errors import ConfigError
 from lm.experiments.compare import costs
 from lm.experiments.experiment import config_hash
 from lm.experiments.experiment_file import read_experiment
@@ -110,14 +110,6 @@ def test_arms_of_a_size_train_as_long_as_its_baseline(arguments: list[str], tmp_
     assert [cost.tokens for cost in costs(Procedure(settings)).values()] == [
         256 * n_steps for size in sizes for n_steps in steps[size]
     ]
-
-
-def test_tokens_a_parameter_need_a_vocabulary_that_is_known(arguments: list[str], tmp_path: Path):
-    tokenizer = "data.tokenizer={name: file, path: nowhere.json}"
-    with pytest.raises(
-        DataError, match=r"trainer\.tokens_per_parameter = 0\.05: needs the vocabulary, which is not known .*lm prepare"
-    ):
-        read_experiment(experiment(tmp_path), [*arguments[1:], FEW, tokenizer])
 
 
 def test_experiments_made_before_keep_the_names_of_their_runs():

@@ -51,16 +51,3 @@ def test_a_terminal_has_a_bar_that_leaves_nothing_and_lines_beside_it():
     assert "5/10  loss 2.0000  1,234 tokens/s" in file.getvalue()
     assert "step 5: measured" in file.getvalue()
     assert file.getvalue().endswith("\x1b[2K")
-
-
-def test_none_is_silent():
-    progress = StepProgress("none", 2)
-    file = told(progress, terminal=True)
-    progress.start(0)
-    progress.advance(1, 2.0, 1.0)
-    progress.say("done")
-    with progress.bytes("encode", 10) as advance, progress.bar("needle", 3) as step:
-        advance(10)
-        step(1)
-    progress.stop()
-    assert file.getvalue() == ""
