@@ -139,10 +139,6 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> LoadedModel
     Raises RunError: there is no such model, a file is damaged, weights don't fit their configuration or aren't finite,
     or files belong to different runs.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise RunError(
-            f"{path!r}: must be the path of a run folder, a checkpoint or a model folder, not {type(path).__name__}"
-        )
     path, checkpoint = expand_home(path), str(checkpoint)
     if checkpoint != "last" and not (path / CHECKPOINTS).is_dir():
         raise RunError(f"{path}: not a run folder, of which a checkpoint ({checkpoint}) could be chosen")

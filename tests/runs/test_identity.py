@@ -119,6 +119,7 @@ def test_a_run_that_was_made_longer_is_another_arm_than_one_of_that_length(tmp_p
 # ---------------------------------------------------------------- where weights come from
 
 
+@pytest.mark.slow
 def test_runs_from_weights_of_one_arm_are_paired_by_seed(tiny, tmp_path, monkeypatch: pytest.MonkeyPatch):
     runs, overrides = tmp_path / "runs", ["eval.swap_lengths=[1]"]
     for seed in (1, 2):

@@ -252,7 +252,7 @@ def test_text_that_is_too_short_for_a_model_is_said_to_be(
 def test_a_swap_is_refused_before_its_text_is_prepared(saved: Path, base: Path, tmp_path: Path):
     arguments = ["swap", str(saved), str(base), "-o", str(tmp_path / "out"), f"data.root={tmp_path / 'data'}"]
     for options, reason in {
-        ("--to", "softmix"): "unknown normalizer",
+        ("--to", "softmix"): "unknown name",
         ("--to", "log_n", "--init", "fit"): "log_n has no param",
     }.items():
         result = lm(*arguments, *options)

@@ -147,6 +147,7 @@ def test_training_time_is_over_all_starts_or_after_a_step():
     assert peak_memory(lines) == 8
 
 
+@pytest.mark.slow
 def test_a_diverged_run_is_called_so_everywhere(tiny, tmp_path, capsys):
     """By `lm train` as it ends and is resumed, `lm.results`, an experiment; by `lm report` in words, table, picture."""
     config = tiny("name=gone", "optim.lr=3", "optim.schedule=constant", "trainer.max_steps=40", "log.progress=lines")

@@ -127,6 +127,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_soon_after_the_one_that_started_it_was_killed():
     process = subprocess.Popen([sys.executable, "-c", PARENT, CHILD], start_new_session=True)
     assert process.wait() == -signal.SIGKILL

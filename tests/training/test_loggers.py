@@ -116,6 +116,7 @@ def test_a_wandb_key_without_a_network_is_logged_offline(tiny, capsys: pytest.Ca
     assert "wandb:" not in output.err
 
 
+@pytest.mark.slow
 def test_a_server_that_vanishes_while_training_ends_no_run_late(
     tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
