@@ -1,20 +1,13 @@
 """Optimizers: learning rates, groups of parameters, state by name, and a new optimizer in one row."""
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import pytest
 import torch
-from folders import curve
 
-from lm.config import training_config
-from lm.config.training_config import ConstantRate, CosineRate, OptimConfig, Optimizer, WSDRate
+from lm.config.training_config import ConstantRate, CosineRate, OptimConfig, WSDRate
 from lm.errors import ConfigError
 from lm.model.decoder import Decoder, projections
 from lm.runs.checkpoints import load_checkpoint
-from lm.schema import key
-from lm.training import optimizers
-from lm.training.optimizers import GROUPS, make_optimizer, parameter_groups, saved_state, set_learning_rates
+from lm.training.optimizers import GROUPS, make_optimizer, parameter_groups, set_learning_rates
 from lm.training.train import train
 
 
@@ -75,37 +68,6 @@ def test_a_group_without_a_learning_rate_stays_as_it_was(tiny):
     start = Decoder(config.model, weights["head.weight"].size(0), 32, config.seed)
     assert torch.equal(weights["head.weight"], start.head.weight)
     assert not torch.equal(weights["embedding.weight"], start.embedding.weight)
-
-
-@dataclass
-class Momentum(Optimizer):
-    """Gradient descent with momentum."""
-
-    name: ClassVar[str] = "momentum"
-    momentum: float = key(0.5, "decay of past gradients", ge=0, lt=1)
-    weight_decay: float = key(0.0, "of matrices, embedding and head", ge=0)
-
-
-def test_an_optimizer_is_added_by_its_options_and_a_builder(tiny, monkeypatch: pytest.MonkeyPatch):
-    def build(options: Momentum, groups: list[dict[str, object]], decoder: Decoder) -> torch.optim.Optimizer:
-        return torch.optim.SGD(groups, momentum=options.momentum)
-
-    monkeypatch.setitem(training_config.OPTIMIZERS, "momentum", Momentum)
-    monkeypatch.setitem(optimizers.BUILDERS, "momentum", build)
-    options = [
-        "optim.optimizer={name: momentum, momentum: 0.25}",
-        "optim.lr=0.1",
-        "trainer.checkpoint_every=1",
-        "trainer.keep_checkpoints=9",
-    ]
-    assert train(tiny("name=whole", *options)) == 0
-    parts = tiny("name=whole", *options).run_folder
-    losses_before = curve(parts)
-    assert losses_before[-1][1] < losses_before[0][1]
-    states = saved_state(load_checkpoint(parts / "checkpoints" / "last.ckpt"))
-    assert {name for state in states.values() for name in state} == {"momentum_buffer"}
-    train(tiny("name=whole", *options, f"resume={parts}/checkpoints/step-000003.ckpt"))
-    assert curve(parts) == losses_before
 
 
 @pytest.mark.parametrize(
