@@ -148,8 +148,8 @@ def _page_part(procedure: Procedure, prefix: str, judgement: Judgement | None) -
 
 def _size_sections(results: SizeResults, prefix: str) -> list[PageSection]:
     tuning, suffix = PageSection(f"Learning rates{results.title_suffix}"), results.title_suffix
-    metric, name = results.experiment.metric, results.experiment.primary.metric
-    titles = LOSSES if name == SELECTION else LOSSES | {name: (name, with_unit(metric.quantity, metric.unit))}
+    name = results.experiment.primary.metric
+    titles = LOSSES if name == SELECTION else LOSSES | {name: (name, _quantity_label(results.experiment))}
     tuning.add("picture", rates_picture(results), f"{prefix}rates")
     tuning.add("table", crossed_table(results), f"{prefix}final-rates")
     tuning.add("note", _tuning_words(results))
@@ -515,9 +515,8 @@ def _key_label(experiment: Experiment, key_index: int) -> str:
 def _quantity_label(experiment: Experiment) -> str:
     """The primary metric, or the tokens to reach a level of it, in words."""
     metric, reach = experiment.metric, experiment.primary.reach
-    if reach is None:
-        return with_unit(metric.quantity, metric.unit)
-    return f"tokens until {metric.quantity} {reach:g}"
+    quantity = metric.quantity.rpartition("/")[2].replace("_", " ")
+    return with_unit(quantity, metric.unit) if reach is None else f"tokens until {quantity} {reach:g}"
 
 
 def _difference_label(experiment: Experiment) -> str:

@@ -35,7 +35,7 @@ from lm.report.comparison_tables import (
 from lm.report.pictures import COLOURS, DARK_COLOURS, GREY, GRID, INK, PAPER, Picture, dark_style
 from lm.report.tables import Table, four_digit_text, plain_text, printable, to_csv, to_latex, to_markdown
 from lm.runs.record import RunRecord
-from lm.schema import Plain, flatten
+from lm.schema import Plain
 
 COST_NOTE = (
     "Means over runs. Training time is that of the steps, without evaluations. Speeds can be compared only on one "
@@ -175,13 +175,24 @@ def trained_words(runs: Sequence[RunRecord]) -> str:
 
 def _text_words(run: RunRecord) -> str:
     """A run's text or tasks by name, and their size."""
-    source = flatten(run.config["data"].get("source") or {}) if not run.symbolic else {}
-    tasks = [entry["task"]["name"] for entry in run.config["data"].get("tasks") or []]
-    names = [plain_text(value) for key, value in source.items() if key != "name"] + tasks
+    names = [] if run.symbolic else _text_names(run.config["data"].get("source"))
+    names += [entry["task"]["name"] for entry in run.config["data"].get("tasks") or []]
     entries = {"training tokens": "train_tokens", "documents": "documents"}
     counts = {words: run.environment_entry(f"data.{name}") for words, name in entries.items()}
     sizes = [f"{count:,} {words}" for words, count in counts.items() if count]
-    return ", ".join([*names, *sizes])
+    return printable(", ".join([*names, *sizes]))
+
+
+def _text_names(source: Plain) -> list[str]:
+    """Names of a source of text, or of the sources of a mixture."""
+    if isinstance(source, list):
+        return [name for item in source for name in _text_names(item)]
+    if not isinstance(source, dict):
+        return []
+    names = [source[key] for key in ("package", "dataset", "paths") if source.get(key)]
+    if names:
+        return [str(path) for name in names for path in (name if isinstance(name, list) else [name])]
+    return [name for value in source.values() for name in _text_names(value)]
 
 
 def introduction(runs: Sequence[Sequence[RunRecord]]) -> list[str]:
