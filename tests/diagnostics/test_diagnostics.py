@@ -360,7 +360,7 @@ def test_no_sequence_of_a_task_is_read_twice_and_no_window_of_a_text_is_held_bac
         Device(torch.device("cpu"), False),
         int,
     )
-    assert not any(entry.is_of_text for entry in measured)
+    assert all((units.rows["part"] == "").all() for entry in measured for units in entry.points)
 
 
 def test_windows_of_a_text_are_spread_over_it(tiny, tmp_path: Path):

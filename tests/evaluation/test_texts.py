@@ -82,8 +82,9 @@ def test_documents_are_divided_into_those_that_select_and_report_where_there_are
     }
     (code_units,), (verse_units,) = by_name["code"].points, by_name["verse"].points
     fingerprint = texts.stores["code"].fingerprint
-    assert code_units.selects.tolist() == selection_mask(fingerprint, code_units.groups.astype(int)).tolist()
-    assert verse_units.selects is None  # all of one document reports
+    selects = selection_mask(fingerprint, code_units.groups.astype(int))
+    assert ((code_units.rows["part"] == "selects") == selects).all()
+    assert (verse_units.rows["part"] == "").all()  # all of one document reports
 
 
 def test_documents_of_a_text_are_isolated_where_those_of_training_are(tiny, verse: Path, code: Path):

@@ -91,7 +91,7 @@ def test_reports_show_them_where_they_are_logged(run: Path, tmp_path: Path):
     other = build_run(tmp_path, "other")
     for number, (runs, logged) in enumerate((([run], True), ([run, other], True), ([other], False))):
         page = write_report(runs, tmp_path / f"report{number}").html
-        assert ("By layer, while training" in page.read_text()) == logged
+        assert ("A line for each seed and layer" in page.read_text()) == logged
         assert bool(list(page.parent.glob("dynamics.*"))) == logged
 
 
