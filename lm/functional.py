@@ -147,9 +147,9 @@ def _scale(normalizer: Normalizer, layout: AttentionLayout, x: None, q: Tensor, 
 
 
 def _call_normalizer(
-    function: Callable[..., Result], normalizer: Named, q: Tensor, k: Tensor, parameters: Mapping[str, Tensor],
-    positions: Tensor | AttentionLayout | None, cu_seqlens: Tensor | None, train_length: int | None, x: Tensor | None,
-    *values: Tensor,
+    function: Callable[..., Result], normalizer: Named, q: Tensor, k: Tensor,
+    parameters: Mapping[str, Tensor] | None, positions: Tensor | AttentionLayout | None, cu_seqlens: Tensor | None,
+    train_length: int | None, x: Tensor | None, *values: Tensor,
 ) -> Result:  # fmt: skip
     fits = all(tensor.dim() == 4 for tensor in (q, k, *values)) and k.shape[::3] == q.shape[::3]
     if not fits or q.size(1) % k.size(1) or any(v.shape[:3] != k.shape[:3] for v in values):

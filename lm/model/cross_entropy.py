@@ -54,13 +54,6 @@ def chunk_tokens(vocab_size: int, device_type: str) -> int:
     return max(64, CHUNK_LOGITS[device_type] // vocab_size)
 
 
-def cached_tokens(vocab_size: int, device_type: str) -> int:
-    """The number of a chunk's tokens for which softmax is computed in one step; on a CPU their logits fit in its
-    cache.
-    """
-    return max(1, CACHED_LOGITS[device_type] // vocab_size)
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     """The total of the summed negative log-likelihood and the z-loss, and these two terms as one tensor (2,).
 
@@ -85,7 +78,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocab_size, device_type = weight.size(0), weight.device.type
         matrix = weight.to(dtype)
         chunk_size = chunk_tokens(vocab_size, device_type)
-        rows = cached_tokens(vocab_size, device_type)
+        rows = max(1, CACHED_LOGITS[device_type] // vocab_size)
         grad_hidden = torch.empty_like(hidden) if needs_grads else None  # filled in place, as in `_map_logits`
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for number, (h, y) in enumerate(
