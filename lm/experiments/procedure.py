@@ -404,7 +404,8 @@ class Procedure:
         note = outcome.divergence if outcome.state == "diverged" else outcome.not_learned_text if has_finished else ""
         names = {"size": run.size, "arm": run.arm, "rate": rate_cell(run.rate), "seed": run.seed}
         words = {"note": note and f"{run.label}: {note}", "unlearned": outcome.unlearned_level if has_finished else ""}
-        return units.assign(**names, state=outcome.state, **words)[FRAME_COLUMNS]
+        frame = units.assign(**names, state=outcome.state, **words)[FRAME_COLUMNS]
+        return frame.astype({"rate": object, "group": object})  # so that frames of all runs can be joined
 
     def n_runs(self, size: str) -> dict[str, int]:
         """Count the runs of each arm in a size, by the grid and rates known so far. Before tuning has ended, two final
