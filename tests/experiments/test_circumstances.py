@@ -16,7 +16,6 @@ from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import PLAN, open_experiment, plan_of
 from lm.experiments.procedure import Procedure
 from lm.experiments.summary import summary_entries
-from lm.experiments.tuning_table import TuningRun
 from lm.files import read_json
 from lm.runs.evaluations import evaluation_files, load_evaluation
 from lm.runs.folder import CONFIG, ENVIRONMENT, RESOLVED_FILE
@@ -126,14 +125,6 @@ def test_arms_that_start_from_a_changed_arm_are_exploratory(tmp_path, overrides)
     procedure = open_experiment(written(tmp_path, **SEEDS | {"arms": arms(7)}), overrides)
     assert procedure.exploratory == {("", "late"), ("", "later")}
     assert procedure.plan_notes == ["exploratory: changed since the plan: late: trainer.max_steps was 6, is 7"]
-
-
-def test_a_tuning_table_is_planned_whatever_the_order_of_its_rows(tmp_path, overrides):
-    experiment = started(tmp_path, overrides).experiment
-    rows = [TuningRun("", "ssmax", "optim.lr", rate, 11, 5.0, None, "") for rate in (1e-3, 2e-3, 4e-3)]
-    first, turned, other = (plan_of(replace(experiment, table=table)) for table in (rows[:2], rows[1::-1], rows[1:]))
-    assert first == turned
-    assert first != other
 
 
 def test_arms_that_have_seen_other_numbers_of_tokens_are_named(tmp_path, overrides):

@@ -86,20 +86,6 @@ def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, 
     assert "incomplete" in capsys.readouterr().out
 
 
-def test_tables_have_no_empty_columns_and_reasons_stand_below_them(tmp_path, overrides, capsys, monkeypatch):
-    monkeypatch.setattr("lm.experiments.compare.experiment_files", lambda *_: {})
-    path = written(tmp_path, tune={"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]})
-    finish_all(Procedure(read_experiment(path, overrides)), lambda run: 5.0 + abs(run.rate - 2e-2))
-    compare_experiments([path], overrides, TrainingOptions(), report_only=True)
-    out = capsys.readouterr().out
-    tuning_words, verdict_words = (line.split() for line in out.splitlines() if line.split()[:1] == ["arm"])
-    assert tuning_words == ["arm", "rate", "val/loss"]
-    assert (verdict_words[:3], "verdict" in verdict_words) == (["arm", "optim.lr", "seeds"], False)
-    _, ssmax = json.loads((tmp_path / "runs" / "trial" / "verdicts.json").read_text())["arms"]
-    assert f"\nssmax: {ssmax['words']}: {ssmax['reason']}\n" in out
-    assert out.count(ssmax["words"]) == 1, "a verdict is said once"
-
-
 def test_what_was_stopped_goes_on_and_what_failed_is_said(tmp_path, overrides):
     path = written(tmp_path, tune=None)
     procedure = Procedure(read_experiment(path, overrides))

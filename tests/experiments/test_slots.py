@@ -156,15 +156,6 @@ def test_more_processes_than_cores_are_refused_on_the_cpu_but_for_two(gpus, monk
         count_gpus(replace(config, trainer=replace(config.trainer, devices=99)))
 
 
-def test_runs_on_the_cpu_take_slots_as_before(gpus, tmp_path):
-    gpus(2)
-    slots = slots_of(opened(tmp_path, "trainer.accelerator=cpu", "trainer.devices=2").experiment, 5, 1)
-    assert (slots.n_slots, slots.gpus, str(slots)) == (5, (), "5 at a time on the CPU")
-    assert slots.devices("", "softmax", [()] * 4) == ()
-    assert slots.devices("", "softmax", [()] * 5) is None
-    assert slots_of(opened(tmp_path, "trainer.accelerator=cpu").experiment, None, 2).n_slots == 1
-
-
 def test_a_run_of_several_gpus_is_not_passed_by_later_ones(tmp_path):
     arms = {"softmax": {}, "wide": {"trainer.max_steps": 7}, "ssmax": {"model.normalizer": "ssmax"}}
     procedure = opened(tmp_path, arms=arms, seeds=[1, 2, 3])

@@ -161,33 +161,6 @@ def test_what_fails_before_anything_is_trained_leaves_no_lock_and_no_folder(file
     assert not (tmp_path / "runs" / "trial").exists()
 
 
-HOLDER = """
-import sys, time
-from pathlib import Path
-from lm.experiments.experiment_folder import experiment_lock
-with experiment_lock(Path(sys.argv[1])):
-    print(flush=True)
-    time.sleep(600)
-"""
-
-
-def test_a_killed_compare_does_not_block_the_next_one(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path / "trial")], cwd=ROOT, stdout=subprocess.PIPE
-    )
-    process.stdout.readline()
-    with (
-        pytest.raises(RunError, match=f"trial: process {process.pid} on .* works on it since"),
-        experiment_lock(tmp_path / "trial"),
-    ):
-        pass
-    process.kill()
-    process.wait()
-    assert (tmp_path / "trial" / LOCK).exists()
-    with experiment_lock(tmp_path / "trial"):
-        assert read_json(tmp_path / "trial" / LOCK)["pid"] == os.getpid()
-
-
 @pytest.mark.parametrize("locks", [True, False], ids=["with the system's locks", "without"])
 @pytest.mark.parametrize(
     ("changes", "said"),
