@@ -248,11 +248,13 @@ def test_the_tour_s_sentences_are_short_and_its_links_lead_to_pages():
 def test_the_tour_runs_and_ends_in_the_verdict_of_the_committed_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, called: None
 ):
-    """In a folder of its own, with few steps and test sequences, in this process; the notebook itself is committed
-    without outputs.
+    """In a folder of its own, with few steps and test sequences, in this process; the notebook is committed with the
+    outputs and pictures of a whole run.
     """
     cells = json.loads((ROOT / "docs" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
-    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 4
+    assert "".join(outputs[-1]["text"]).endswith("better by more than 0.3 (5 seeds)\n")
     code = "\n".join(source for kind, source in tour() if kind == "code")
     for old, new in {
         "STEPS = 600": "STEPS = 4",
