@@ -16,7 +16,7 @@ from lm.data.prepare import prepare
 from lm.evaluation.evaluation_kind import Measurement, measurements
 from lm.model.device import Device
 from lm.model.logits_model import LogitsModel
-from lm.report.evaluation_tables import logged_means
+from lm.runs.evaluations import logged_means
 from lm.schema import Plain
 
 __all__ = ["HeldOutText", "LongContextLoss", "NeedleRetrieval"]
