@@ -23,7 +23,7 @@ from lm.model.device import Device, resolve_device, resolve_precision
 from lm.progress import Progress
 from lm.report.evaluation_tables import EvaluationResult
 from lm.runs.checkpoints import weights_sha256
-from lm.runs.folder import CONFIG, DESCRIPTION, TOKENIZER, read_config
+from lm.runs.folder import CONFIG, DESCRIPTION, ENVIRONMENT, TOKENIZER, read_config, read_environment
 from lm.runs.loading import LoadedModel, load
 from lm.schema import Plain, effect, to_plain
 
@@ -93,9 +93,9 @@ def evaluate_sources(
         model, store = model_on_text(model, config) if files else (model, open_store(config, model))
         check_sequences(store, config)
         folder = source if source.is_dir() else model.folder
-        results += evaluate_model(
-            folder, model, measurements(config, store, kinds), open_device(config, model.environment)
-        )
+        environment = read_environment(folder) if (folder / ENVIRONMENT).is_file() else {}
+        device = open_device(config, environment)
+        results += evaluate_model(folder, model, measurements(config, store, kinds), device)
     return results
 
 

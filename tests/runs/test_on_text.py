@@ -49,7 +49,7 @@ def test_a_model_is_evaluated_on_the_text_of_a_configuration(saved: Path, base: 
     assert result.returncode == 0, result.stderr
     loss = series(saved, "validation", 0)[0]
     assert np.log(290) - 1 < loss.means[0] < np.log(300) + 1  # untrained
-    assert (loss.metric, loss.seq_len, len(loss.points[0].values)) == ("val/loss", 48, 4)
+    assert (loss.metric, len(loss.points[0].values)) == ("val/loss", 4)
     assert "290" in result.stdout  # the vocabulary of the store: the model's tokenizer, not the configuration's
     assert load_config([str(base)]).data.tokenizer.name == "train"
     second_result = lm("eval", str(saved), str(saved), str(base), "eval.sequences=4")  # named twice, measured once
