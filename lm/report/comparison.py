@@ -106,11 +106,6 @@ class ArmComparison:
         return [Name(*values) for values in self.rows.drop_duplicates("name")[[*Name._fields]].to_numpy()]
 
     @cached_property
-    def points(self) -> pd.DataFrame:
-        """The mean of each run at each point or bin."""
-        return point_means(self.rows)
-
-    @cached_property
     def units(self) -> pd.DataFrame:
         """The values of each unit at the places that tables show (`at_places`)."""
         return at_places(self.rows)

@@ -158,7 +158,7 @@ def comparison_notes(comparison: ArmComparison) -> list[str]:
     """
     lines = [comparison.warning] if comparison.warning else []
     lines += [REPORTING_NOTE] if (comparison.rows["part"] == "reports").any() else []
-    seeds = comparison.points.groupby(["name", "arm"])["seeds"].agg(frozenset)
+    seeds = comparison.means.groupby(["name", "arm"])["seeds"].agg(frozenset)
     differ_in_seeds = (seeds.groupby("name").nunique() > 1).any()
     lines += [OWN_SEEDS_NOTE] * bool(comparison.differences and differ_in_seeds)
     arms: dict[tuple[str, str, str], list[str]] = {}  # arms by note and subject
@@ -333,7 +333,7 @@ def run_facts(comparison: ArmComparison) -> list[Fact]:
         fact("training length (tokens)", lambda run: run.flat["data.seq_len"]),
         *(fact(name, comparison.by_run(section, _sequences_text)) for name, section in sections.items()),
         Fact("inference settings", None, ", ".join(inference_settings) or "none"),
-        fact("data", corpus_text),
+        fact("data", text_words),
         *([fact("tasks", tasks)] if any(map(tasks, comparison.runs)) else []),
         fact("steps: evaluated / planned", steps),
         fact("parameters: total / non-embedding / normalizer", parameters),
@@ -382,14 +382,26 @@ def _sequences_text(rows: pd.DataFrame) -> str | None:
     return "; ".join(": ".join(filter(None, pair)) for pair in amounts if pair[1]) or None
 
 
-def corpus_text(run: RunRecord) -> str | None:
-    """Text on a run's data: source (left out for symbolic tasks), and numbers of tokens and documents; None if nothing
-    is recorded.
-    """
-    # without the machine's folder
-    counts = {name: count for name, count in (run.environment.get("data") or {}).items() if name != "store"}
-    source = {} if run.symbolic else {"source": run.config["data"].get("source")}
-    return _settings_text({**source, **counts})
+def text_words(run: RunRecord) -> str:
+    """A run's text or tasks by name, and their size."""
+    names = [] if run.symbolic else _text_names(run.config["data"].get("source"))
+    names += [entry["task"]["name"] for entry in run.config["data"].get("tasks") or []]
+    entries = {"training tokens": "train_tokens", "documents": "documents"}
+    counts = {words: run.environment_entry(f"data.{name}") for words, name in entries.items()}
+    sizes = [f"{count:,} {words}" for words, count in counts.items() if count]
+    return printable(", ".join([*names, *sizes]))
+
+
+def _text_names(source: Plain) -> list[str]:
+    """Names of a source of text, or of the sources of a mixture."""
+    if isinstance(source, list):
+        return [name for item in source for name in _text_names(item)]
+    if not isinstance(source, dict):
+        return []
+    names = [source[key] for key in ("package", "dataset", "paths") if source.get(key)]
+    if names:
+        return [str(path) for name in names for path in (name if isinstance(name, list) else [name])]
+    return [name for value in source.values() for name in _text_names(value)]
 
 
 def _settings_text(settings: Plain) -> str | None:

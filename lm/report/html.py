@@ -31,6 +31,7 @@ from lm.report.comparison_tables import (
     configuration_table,
     cost_table,
     facts_table,
+    text_words,
 )
 from lm.report.pictures import COLOURS, DARK_COLOURS, GREY, GRID, INK, PAPER, Picture, dark_style
 from lm.report.tables import Table, four_digit_text, plain_text, printable, to_csv, to_latex, to_markdown
@@ -165,34 +166,12 @@ def trained_words(runs: Sequence[RunRecord]) -> str:
         " or ".join(plain_text(value) for value in dict.fromkeys(run.flat.get(key) for run in runs))
         for key in ("trainer.max_steps", "optim.batch_tokens", "data.seq_len")
     )
-    texts = dict.fromkeys(_text_words(run) for run in runs)
+    texts = dict.fromkeys(text_words(run) for run in runs)
     return (
         f"Trained: {extent(run.environment_entry('parameters.total') for run in runs)} million parameters, on "
         f"{extent(run.tokens_seen for run in runs)} million tokens in {steps} steps of {sizes}, in sequences of "
         f"{lengths}. Data: {'; or '.join(texts)}."
     )
-
-
-def _text_words(run: RunRecord) -> str:
-    """A run's text or tasks by name, and their size."""
-    names = [] if run.symbolic else _text_names(run.config["data"].get("source"))
-    names += [entry["task"]["name"] for entry in run.config["data"].get("tasks") or []]
-    entries = {"training tokens": "train_tokens", "documents": "documents"}
-    counts = {words: run.environment_entry(f"data.{name}") for words, name in entries.items()}
-    sizes = [f"{count:,} {words}" for words, count in counts.items() if count]
-    return printable(", ".join([*names, *sizes]))
-
-
-def _text_names(source: Plain) -> list[str]:
-    """Names of a source of text, or of the sources of a mixture."""
-    if isinstance(source, list):
-        return [name for item in source for name in _text_names(item)]
-    if not isinstance(source, dict):
-        return []
-    names = [source[key] for key in ("package", "dataset", "paths") if source.get(key)]
-    if names:
-        return [str(path) for name in names for path in (name if isinstance(name, list) else [name])]
-    return [name for value in source.values() for name in _text_names(value)]
 
 
 def introduction(runs: Sequence[Sequence[RunRecord]]) -> list[str]:
