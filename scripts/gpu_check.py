@@ -3,11 +3,12 @@ failed.
 
 bash scripts/gpu_check.sh [--out runs/gpu_check] [--only tests kernels ...]
 
-At most nine minutes on an H200 with 16 cores.
+NANOGPT=path/to/nanoGPT/model.py times nanoGPT's own model beside lm's. At most nine minutes on an H200 with 16 cores.
 Without a GPU every part runs at a tiny size on the CPU, to check the script itself.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
+import types
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Callable
@@ -268,31 +270,60 @@ def training_step(
 
 
 def where(out: Path) -> list[Line]:
-    """Where a compiled step of GPT-2's shape at 1,024 tokens spends its time, by kind of kernel."""
+    """Where a compiled step of GPT-2's shape at 1,024 tokens spends its time, by kind of kernel; beside it nanoGPT's
+    own model, if NANOGPT names its model.py.
+    """
     length = 1024 if ON_GPU else 32
     decoder = Decoder(model("softmax"), VOCAB, length).to(DEVICE)
     if ON_GPU:
         decoder.compile_blocks(lengths=1)
     step = training_step(decoder, lambda sequences: decoder.loss(Batch.of(sequences)), length)
-    seconds = np.median(interleaved({"step": step}, 10 if ON_GPU else 1)["step"])
-    lines = [(f"a step, {length:,} tokens", f"{STEP_TOKENS / seconds:,.0f} tokens/s", "ok")]
+    lines, sides = [], {"lm": step}
+    if path := os.environ.get("NANOGPT"):
+        sides["nanoGPT"] = nanogpt_step(path, length)
+    for name, seconds in interleaved(sides, 10 if ON_GPU else 1).items():
+        lines.append((f"{name}, {length:,} tokens", f"{STEP_TOKENS / np.median(seconds):,.0f} tokens/s", "ok"))
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]
-    with profile(activities=activities) as profiled:
-        start = time.perf_counter()
-        step()
-        wall_ms = 1e3 * (time.perf_counter() - start)
-    milliseconds: Counter[str] = Counter()
-    for event in profiled.key_averages():
-        spent = event.self_device_time_total if ON_GPU else event.self_cpu_time_total
-        kind = next((kind for kind, words in KINDS.items() if any(w in event.key.lower() for w in words)), "other")
-        milliseconds[kind] += spent / 1e3
-    lines += [
-        (kind, f"{spent:.1f} ms, {spent / wall_ms:.0%} of {wall_ms:.0f} ms", "ok")
-        for kind, spent in milliseconds.most_common()
-    ]
-    lines.append(("no kernel runs", f"{wall_ms - milliseconds.total():.1f} ms", "ok"))
-    profiled.export_chrome_trace(str(out / "step.json"))
+    for name, side in sides.items():
+        with profile(activities=activities) as profiled:
+            start = time.perf_counter()
+            side()
+            wall_ms = 1e3 * (time.perf_counter() - start)
+        milliseconds: Counter[str] = Counter()
+        for event in profiled.key_averages():
+            spent = event.self_device_time_total if ON_GPU else event.self_cpu_time_total
+            kind = next((kind for kind, words in KINDS.items() if any(w in event.key.lower() for w in words)), "other")
+            milliseconds[kind] += spent / 1e3
+        lines += [
+            (f"{name}: {kind}", f"{spent:.1f} ms, {spent / wall_ms:.0%} of {wall_ms:.0f} ms", "ok")
+            for kind, spent in milliseconds.most_common()
+        ]
+        lines.append((f"{name}: no kernel runs", f"{wall_ms - milliseconds.total():.1f} ms", "ok"))
+        profiled.export_chrome_trace(str(out / f"{name}.json"))
     return lines
+
+
+def nanogpt_step(path: str, length: int) -> Callable[[], None]:
+    """A step of nanoGPT's model of the same shape, compiled whole as its train.py does, from its file model.py."""
+    module = import_from_path(path)
+    config = model("softmax")
+    sizes = {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd}
+    gpt = module.GPT(module.GPTConfig(block_size=length, vocab_size=VOCAB, dropout=0.0, bias=False, **sizes)).to(DEVICE)
+    compiled = torch.compile(gpt) if ON_GPU else gpt
+
+    def loss(sequences: torch.Tensor) -> torch.Tensor:
+        tokens, targets = sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
+        return compiled(tokens, targets)[1] * targets.numel()
+
+    return training_step(gpt, loss, length)
+
+
+def import_from_path(path: str) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location("nanogpt_model", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclass looks its module up
+    spec.loader.exec_module(module)
+    return module
 
 
 def long(out: Path) -> list[Line]:

@@ -7,7 +7,6 @@ from dataclasses import fields
 import pytest
 import torch
 from conftest import thinned
-from tensor_memory import TensorMemory
 from torch import Tensor
 
 from lm.attention import catalogue, contract, routes
@@ -22,6 +21,7 @@ from lm.attention.sparse import threshold
 from lm.config import normalizers as kinds
 from lm.config.load import load_normalizer
 from lm.errors import ConfigError
+from scripts.tensor_memory import TensorMemory
 
 # Each entry with its defaults, or with options that act within few tokens; and further choices of options.
 CASES = {name: entry() for name, entry in catalogue.ENTRIES.items()} | {

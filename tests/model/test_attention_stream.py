@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import thinned
-from tensor_memory import TensorMemory
 from torch import Tensor
 
 from lm.attention import catalogue
@@ -23,6 +22,7 @@ from lm.model.attention_stream import attention_blocks, paired_attention_blocks
 from lm.model.blocks import AttentionInputs
 from lm.model.decoder import Decoder, batch_layout
 from lm.model.swapped import for_inference
+from scripts.tensor_memory import TensorMemory
 
 VOCAB, LENGTH, SIZE = 50, 37, 8
 

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from conftest import thinned
 from functorch.compile import make_boxed_func
-from tensor_memory import TensorMemory
 from torch._inductor.compile_fx import compile_fx
 
 from lm.config.model_config import ModelConfig
 from lm.data.batches import IGNORED, Batch
 from lm.model.cross_entropy import CACHED_LOGITS, CHUNK_LOGITS, Head, argmax_tokens, token_nll, training_loss
 from lm.model.decoder import Decoder
+from scripts.tensor_memory import TensorMemory
 
 
 def head_of(weight: torch.Tensor, softcap: float | None = None) -> Head:

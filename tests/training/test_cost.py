@@ -6,7 +6,6 @@ import pytest
 import torch
 from conftest import ROOT, lm, thinned
 from folders import differences, kill_after, metrics
-from tensor_memory import TensorMemory
 
 from lm.config.load import load_config
 from lm.config.tree import Config
@@ -16,6 +15,7 @@ from lm.model.spec import flops_per_token
 from lm.training.flops import mfu, peak_flops
 from lm.training.optimizers import freeze, make_optimizer
 from lm.training.train import train
+from scripts.tensor_memory import TensorMemory
 
 RECOMPUTED = "trainer.activation_checkpointing=true"
 LARGER = ["model.n_embd=64", "model.n_layer=3", "data.seq_len=128", "optim.batch_tokens=2048"]

@@ -1,0 +1,83 @@
+"""What a training step of each arm of an experiment takes: python scripts/bench_arms.py FILE [--rounds 15] [--threads
+1]
+
+Steps are a run's own, with its model, micro-batches, clipping and optimizer, in fp32, over random tokens. The arms'
+steps are interleaved, and the baseline's are timed twice: the second side shows the noise. results/NAME/costs.csv gets
+the seconds of every step, and the bytes of all tensors at its peak.
+"""
+
+import argparse
+import random
+from pathlib import Path
+
+import pandas as pd
+import torch
+from bench import Step, interleaved, print_ratios
+from committed_results import RESULTS
+from loss_results import AGAIN
+from tensor_memory import TensorMemory
+
+from lm.config.tree import Config
+from lm.data.batches import Batch
+from lm.data.prepare import vocab_size_of
+from lm.experiments.experiment_file import read_experiment
+from lm.model.decoder import Decoder
+from lm.training.optimizers import make_optimizer
+
+
+def step_of(config: Config, vocab_size: int) -> Step:
+    """A training step of a fresh decoder."""
+    decoder, length = Decoder(config.model, vocab_size, config.data.seq_len), config.data.seq_len
+    sequences = torch.randint(vocab_size, (config.optim.batch_tokens // length, length + 1)).split(config.micro_batch)
+    optimizer = make_optimizer(decoder, config.optim)
+
+    def step() -> None:
+        for part in sequences:
+            (decoder.loss(Batch.of(part)) / config.optim.batch_tokens).backward()
+        torch.nn.utils.clip_grad_norm_(decoder.parameters(), config.optim.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def step_bytes(config: Config, vocab_size: int) -> int:
+    """The bytes of all tensors at the peak of the second of two steps."""
+    with TensorMemory() as memory:
+        step = step_of(config, vocab_size)
+        step()
+        step()
+    return memory.peak_bytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=1)
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
+    torch.manual_seed(0)
+    random.seed(0)
+    experiment = read_experiment(asked.file, [])
+    configs = {arm.name: experiment.example_config(next(iter(experiment.sizes)), arm) for arm in experiment.arms}
+    baseline, config = next(iter(configs.items()))
+    vocab_size = vocab_size_of(config.data)
+    seconds = interleaved(
+        {arm: step_of(side, vocab_size) for arm, side in (configs | {AGAIN: config}).items()}, asked.rounds
+    )
+    print_ratios(seconds, baseline, config.optim.batch_tokens)
+    lines = [
+        (arm, "seconds", number, f"{value:.6f}")
+        for arm, values in seconds.items()
+        for number, value in enumerate(values)
+    ]
+    lines += [(arm, "bytes", 0, step_bytes(config, vocab_size)) for arm, config in configs.items()]
+    path = RESULTS / experiment.name / "costs.csv"
+    path.parent.mkdir(exist_ok=True)
+    pd.DataFrame(lines, columns=["arm", "metric", "round", "value"]).to_csv(path, index=False, lineterminator="\n")
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
