@@ -187,6 +187,9 @@ def test_other_rates_are_shown_by_tokens_on_the_selection_text(tmp_path, monkeyp
         [line for line in csv.DictReader(picture.csv.splitlines()) if line["of"].startswith("ssmax")]
         for picture in (differences_picture([results]), rates_picture(results))
     )
+    labels = {(panel.x_label, panel.y_label.partition(",")[0]) for panel in rates_picture(results).panels}
+    words = ("validation loss (nats per token)", "relative difference of tokens until loss 4.6")
+    assert labels == {("learning rate (optim.lr)", label) for label in words}
     (bar,) = (line for line in at_end if line["kind"] == "interval")
     assert float(bar["y"]) == pytest.approx(scalable["factor"][0] - 1, abs=1e-3)
     ratios = {float(line["x"]): float(line["y"]) for line in at_rates if line["of"] == "ssmax - softmax, mean"}
