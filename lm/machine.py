@@ -163,7 +163,10 @@ def start_child(
         text: whether pipes yield text.
     """
     gpu_variables = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-    environment = {**os.environ, **gpu_variables, _PARENT_VARIABLE: str(os.getpid())}
+    # the child imports what this process can, and not by chance what lies in the current folder, such as a clone `lm`
+    paths = [sys.path[0] or os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path_variables = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**os.environ, **gpu_variables, **path_variables, _PARENT_VARIABLE: str(os.getpid())}
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

@@ -161,7 +161,8 @@ def print_commands(files: list[Path], overrides: list[str], options: TrainingOpt
             elif options.retry:
                 forget_failures(procedure)
         for run in ExperimentTrainer(procedure, Slots(1)).free_runs():
-            shell_commands = [shlex.join([sys.executable, "-m", "lm", *command]) for command in commands(run, folder)]
+            python = [sys.executable, "-P", "-m", "lm"]  # -P: a folder `lm` in the current one is not the package
+            shell_commands = [shlex.join([*python, *command]) for command in commands(run, folder)]
             print(" && ".join(shell_commands), flush=True)
 
 

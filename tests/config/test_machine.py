@@ -10,6 +10,7 @@ import pytest
 from conftest import ROOT
 from folders import alive
 
+import lm
 from lm.machine import start_child, threads_per_process, usable_cores, without_garbage_collection
 
 
@@ -93,3 +94,11 @@ subprocess.run([sys.executable, "-c", child], check=True)
 def test_a_process_unblocks_the_signals_that_were_blocked_for_its_start_alone():
     result = subprocess.run([sys.executable, "-c", INHERITED], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["5", "1", str(int(signal.SIGHUP))]
+
+
+def test_a_child_finds_the_package_beside_a_folder_of_its_name(tmp_path, monkeypatch):
+    """From the folder that holds a clone `lm`, a child imports the package, not the folder."""
+    (tmp_path / "lm").mkdir()
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-c", "import lm.machine; print(lm.__version__)"]
+    assert start_child(command, subprocess.PIPE, None, text=True).communicate()[0] == f"{lm.__version__}\n"
