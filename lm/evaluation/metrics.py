@@ -57,6 +57,12 @@ def metrics_of(config: Config) -> list[Metric]:
     return [*_training_metrics(config), *chain(*(kind.metrics(config) for kind in _measurements(config)))]
 
 
+def is_own_name(name: str) -> bool:
+    """Whether lines of metrics.jsonl have lm's own value of this name, which no callback from outside may log."""
+    own = chain(TRAINING, *(kind.logged for kind in MEASUREMENTS))
+    return name in ("step", "tokens") or any(metric.logs(name) for metric in own)
+
+
 def _measurements(config: Config) -> list[type[Measurement]]:
     asked = config.eval.measurement_classes(config.data)
     outside = [LoggedMetrics] * bool(config.trainer.callbacks)  # last: it has metrics of any name

@@ -80,7 +80,7 @@ def noise_of(runs: pd.DataFrame, is_paired: bool, difference: float | None = Non
             for count in _SEED_COUNTS
         },
     }
-    if difference:
+    if difference is not None:
         counts = {name: seeds_needed(spread, difference, arms=arms) for name, (spread, arms) in designs.items()}
         noise["seeds_needed"] = {"difference": difference} | counts
     return noise

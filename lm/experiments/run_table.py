@@ -318,7 +318,11 @@ def _rows_to_judge(
         return rows
     metrics = [str(name) for name in rows["metric"].dropna().unique()]
     if (metric and metric not in metrics) or (not metric and len(metrics) != 1):
-        advice = f"no metric {metric}; {suggest(metric, metrics)}" if metric else f"name one of {', '.join(metrics)}"
+        advice = (
+            f"no metric {metric}; {suggest(metric, metrics)}"
+            if metric
+            else f"name one of {', '.join(metrics)} (--metric)"
+        )
         raise RunError(f"{source}: {advice}")
     return rows[rows["metric"].map(str, na_action="ignore") == (metric or metrics[0])]
 

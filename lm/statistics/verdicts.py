@@ -533,7 +533,7 @@ def seeds_needed(spread: float, difference: float, alpha: float = ALPHA, arms: f
     Arguments are those of `power`; of unpaired runs, it is the number of seeds of each arm.
     """
     # The square of `root` is the number of seeds of a test that knows the spread, and so needs fewer.
-    root = _normal_quantiles(alpha) * spread / abs(difference)
+    root = _normal_quantiles(alpha) * spread / abs(difference) if difference else math.inf
     candidates = range(max(MIN_SEEDS, math.floor(min(root, MAX_SEEDS) ** 2)), MAX_SEEDS + 1)
     effect = abs(difference) / spread if spread and arms == 1 else 0.0
 

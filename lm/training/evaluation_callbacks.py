@@ -4,9 +4,10 @@ import math
 import time
 from typing import ClassVar
 
-from lm.errors import one_line
+from lm.errors import RunError, one_line
 from lm.evaluation.evaluation_kind import Measurement
 from lm.evaluation.logged_metrics import LoggedMetrics
+from lm.evaluation.metrics import is_own_name
 from lm.evaluation.swap import SwapMeasurement, swap_lines
 from lm.model.decoder import Decoder
 from lm.model.device import peak_memory_bytes
@@ -110,6 +111,12 @@ class CallbackMetrics(EvaluationCallback):
 
     def __init__(self, run: RunContext):
         super().__init__(run, LoggedMetrics(run.config, run.store))
+
+    def on_step(self, trainer: L.Trainer, module: LanguageModel, step: int) -> None:
+        """Record them if it is the last step. Raises RunError: one has a name of lm's own, before it is logged."""
+        if taken := [name for name in trainer.callback_metrics if is_own_name(name)]:
+            raise RunError(f"trainer.callbacks: self.log('{taken[0]}'): is a name of lm's own; choose another")
+        super().on_step(trainer, module, step)
 
     def measure(self, trainer: L.Trainer, module: LanguageModel, decoder: Decoder) -> Evaluation | None:
         """Record the values that were logged last, if there are any."""

@@ -190,6 +190,8 @@ def test_noise_is_the_spread_of_single_runs_and_of_pairs(tmp_path):
         f"{smallest_difference(5, math.sqrt(2) * single, 2):.3g} unpaired" in out
     )
     assert "a difference of 0.3 takes these seeds of each arm: " in out
+    nothing = command("noise", str(tmp_path / "runs.csv"), "--difference", "0").stdout
+    assert "a difference of 0 takes these seeds of each arm: more than 1000 paired by seed" in nothing
     pd.concat([table_of(values).assign(task=task) for task in "xy"]).to_csv(tmp_path / "tasks.csv", index=False)
     entries = json.loads(command("noise", str(tmp_path / "tasks.csv"), "--by", "task", "--json").stdout)["noise"]
     assert [entry["by"] for entry in entries] == ["task x", "task y"]

@@ -291,7 +291,7 @@ def test_power_is_that_of_the_noncentral_t():
     assert power(10, 1.0, 0.0) == pytest.approx(0.05)
     needed = seeds_needed(1.0, 0.8)
     assert power(needed, 1.0, 0.8) >= 0.8 > power(needed - 1, 1.0, 0.8)
-    assert seeds_needed(1.0, 1e-4) is None
+    assert (seeds_needed(1.0, 1e-4), seeds_needed(1.0, 0.0)) == (None, None)
     assert (seeds_needed(1e-18, 0.1), seeds_needed(0.0, 0.1)) == (3, 6), (
         "without spread as many as the sign-flip test takes"
     )
