@@ -34,7 +34,7 @@ def noise_entries(
     counted. Raises RunError: the table can't be read, or no arm has two finished runs.
     """
     source = ", ".join(map(str, paths))
-    table = read_table(paths[0]) if len(paths) == 1 and not paths[0].is_dir() else results(*paths)
+    table = read_table(paths[0], arm) if len(paths) == 1 and not paths[0].is_dir() else results(*paths)
     rows, primary = read_runs(table, source, PrimaryMetric(metric), None, condition, split_columns, arm, seed, False)
     rows = split_by_use(rows, source)[1].query("state == 'finished'")
     rows = rows.assign(value=rows["value"] * rows["weight"], rate=rows["rate"].map(str), seed=rows["seed"].map(str))

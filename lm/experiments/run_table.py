@@ -73,7 +73,7 @@ def judge_table(
     if problems:
         raise ConfigError(problems)
     source = "the table" if isinstance(table, pd.DataFrame) else str(table)
-    table = table if isinstance(table, pd.DataFrame) else read_table(table)
+    table = table if isinstance(table, pd.DataFrame) else read_table(table, arm)
     is_paired = not unpaired and target is None
     rows, primary = read_runs(table, source, primary, better, condition, split_columns, arm, seed, is_paired)
     selecting, frame = split_by_use(rows, source)
@@ -169,11 +169,11 @@ def read_runs(
     return runs, primary
 
 
-def read_table(path: str | os.PathLike) -> pd.DataFrame:
+def read_table(path: str | os.PathLike, arm: str) -> pd.DataFrame:
     """Read a table of runs: a CSV file, JSON lines, a list of numbers, a JSON object with a list for each arm, or
     `wandb:ENTITY/PROJECT`.
 
-    Fields of nested objects become columns such as `config.lr`. Raises RunError.
+    Fields of nested objects become columns such as `config.lr`. `arm` names the column of arms. Raises RunError.
     """
     if not isinstance(path, str | os.PathLike):
         raise RunError(f"the table must be a CSV file or a pandas.DataFrame, not {type(path).__name__}")
@@ -198,8 +198,8 @@ def read_table(path: str | os.PathLike) -> pd.DataFrame:
         rows = read(io.BytesIO(content))
         if not isinstance(rows.index, pd.RangeIndex):  # pandas takes the first field for a name of the line
             raise RunError(f"{path}: lines have more fields than the header: name each column, end no line in a comma")
-        if "arm" in rows and rows["arm"].isna().any():  # an arm may be named None
-            rows["arm"] = read(io.BytesIO(content), usecols=["arm"], dtype=str, keep_default_na=False)["arm"]
+        if arm in rows and rows[arm].isna().any():  # an arm may be named None
+            rows[arm] = read(io.BytesIO(content), usecols=[arm], dtype=str, keep_default_na=False)[arm]
         return rows
     except FileNotFoundError:
         raise RunError(f"{path}: no such file; a table with columns arm, seed and value is needed") from None

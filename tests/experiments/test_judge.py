@@ -286,10 +286,11 @@ def test_one_seed_has_columns_for_the_ends_of_an_interval_too():
     assert table[["difference", "difference low", "difference high"]].isna().all(axis=None)
 
 
-@pytest.mark.parametrize("name", ["None", "NA", "null"])
-def test_arms_may_have_the_names_of_missing_values(name, tmp_path):
-    RUNS.assign(arm=RUNS["arm"].replace("b", name)).to_csv(tmp_path / "runs.csv", index=False)
-    assert lm.judge(tmp_path / "runs.csv")["arm"].tolist() == ["a", name]
+@pytest.mark.parametrize(("column", "name"), [("arm", "None"), ("arm", "NA"), ("variant", "null")])
+def test_arms_may_have_the_names_of_missing_values(column, name, tmp_path):
+    runs = RUNS.assign(arm=RUNS["arm"].replace("b", name)).rename(columns={"arm": column})
+    runs.to_csv(tmp_path / "runs.csv", index=False)
+    assert lm.judge(tmp_path / "runs.csv", arm=column)["arm"].tolist() == ["a", name]
 
 
 @pytest.mark.parametrize(
