@@ -383,12 +383,12 @@ def _sequences_text(rows: pd.DataFrame) -> str | None:
 
 
 def text_words(run: RunRecord) -> str:
-    """A run's text or tasks by name, and their size."""
+    """A run's text or tasks by name, and the size of text; sequences of symbols are made anew."""
     names = [] if run.symbolic else _text_names(run.config["data"].get("source"))
     names += [entry["task"]["name"] for entry in run.config["data"].get("tasks") or []]
     entries = {"training tokens": "train_tokens", "documents": "documents"}
     counts = {words: run.environment_entry(f"data.{name}") for words, name in entries.items()}
-    sizes = [f"{count:,} {words}" for words, count in counts.items() if count]
+    sizes = [] if run.symbolic else [f"{count:,} {words}" for words, count in counts.items() if count]
     return printable(", ".join([*names, *sizes]))
 
 

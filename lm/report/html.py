@@ -47,8 +47,8 @@ ONE_SEED_NOTE = (
     "One seed: intervals cover the choice of text alone. Another seed can move a difference several times as far."
 )
 TEXT_NOTE = (
-    "Held-out documents are divided by a hash: about a third, the selection text, chooses learning rates and "
-    "checkpoints. The others, the report text or reporting documents, give the numbers by which arms are compared."
+    "Held-out documents, or a task's sequences, are divided by a hash: about a third, the selection text, chooses "
+    "learning rates and checkpoints. The others, the report text or reporting documents, give the numbers by which arms are compared."
 )
 PAGE, PICTURE = "report.html", "overview.png"
 BlockKind = Literal["note", "warning", "list", "table", "picture", "code", "details"]

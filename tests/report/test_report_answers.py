@@ -203,6 +203,7 @@ def test_runs_on_symbols_lack_nothing_without_long_sequences_and_bytes(tmp_path)
     page = files.html.read_text()
     assert "nats per token of the answers" in page
     assert "source.name" not in page.split("<h2>Runs")[0]
+    assert "Data: mqar.<" in page  # made anew each step: the size of the store says nothing
 
 
 def test_an_evaluation_of_answers_that_is_asked_for_is_missed(tmp_path):
