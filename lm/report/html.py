@@ -48,7 +48,8 @@ ONE_SEED_NOTE = (
 )
 TEXT_NOTE = (
     "Held-out documents, or a task's sequences, are divided by a hash: about a third, the selection text, chooses "
-    "learning rates and checkpoints. The others, the report text or reporting documents, give the numbers by which arms are compared."
+    "learning rates and checkpoints. The others, the report text or reporting documents, give the numbers by which "
+    "arms are compared."
 )
 PAGE, PICTURE = "report.html", "overview.png"
 BlockKind = Literal["note", "warning", "list", "table", "picture", "code", "details"]
