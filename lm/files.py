@@ -24,10 +24,12 @@ ABANDONED_FILE_SECONDS = 86_400.0  # age at which an unfinished file of another 
 
 def expand_home(path: str | os.PathLike) -> Path:
     """Return `path` with a leading `~` or `~USER` replaced by the home folder. Raises RunError: there is no such
-    user.
+    user, or it is no path.
     """
     try:
         return Path(path).expanduser()
+    except TypeError:
+        raise RunError(f"{path!r}: must be the path of a file or folder, not {type(path).__name__}") from None
     except RuntimeError:
         raise RunError(f"{path}: no such user") from None
 

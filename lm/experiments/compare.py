@@ -12,9 +12,8 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
-from rich.table import Table
 
 from lm.data.prepare import prepare, vocab_size_of
 from lm.errors import RunError
@@ -367,7 +366,7 @@ def _send_report(procedure: Procedure, entries: list[dict[str, Plain]]) -> None:
 # ---------------------------------------------------------------- the live table of runs
 
 
-def running_table(trainer: ExperimentTrainer, logged: dict[Path, dict[str, Plain]]) -> Table:
+def running_table(trainer: ExperimentTrainer, logged: dict[Path, dict[str, Plain]]) -> RenderableType:
     """A table of the runs that train now, with step, validation loss and devices. `logged` keeps the last value of each
     metric by run folder, as the end of a log may have no validation loss any more.
     """

@@ -415,8 +415,9 @@ class Procedure:
         planned = dict[tuple[str, str], int]()
         if self.choice(size).rates is None:
             first_arms = [arm for arm in arms if arm.trained and not arm.source]
+            sources = self._untuned_sources(arm for arm in arms if arm.is_tuned)
             for arm in arms:
-                planned[arm.name, "tune"] = len(tune.rates) * len(tune.seeds) if arm.is_tuned else 0
+                planned[arm.name, "tune"] = len(tune.seeds) * (len(tune.rates) if arm.is_tuned else int(arm in sources))
                 planned[arm.name, "final"] = n_seeds * (2 if len(first_arms) > 1 and arm in first_arms else 1)
         counts = planned | known
         return {arm.name: counts.get((arm.name, "tune"), 0) + counts.get((arm.name, "final"), 0) for arm in arms}
