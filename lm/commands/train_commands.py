@@ -93,11 +93,9 @@ def configs(
         return
     rows = list(presets.names())
     width = max(len(name) for name, _ in rows)
+    room = max(20, get_terminal_size((1000, 0)).columns - width - 2)  # a pipe gets whole descriptions
     for name, description in rows:
-        print(
-            f"{name:{width}}  "
-            f"{shorten(description, max(20, get_terminal_size().columns - width - 2), placeholder=' ...')}".rstrip()
-        )
+        print(f"{name:{width}}  {shorten(description, room, placeholder=' ...')}".rstrip())
 
 
 def info(as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False) -> None:

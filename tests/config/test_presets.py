@@ -98,6 +98,8 @@ def test_every_preset_is_listed_and_can_be_named(tmp_path, monkeypatch):
     listed = dict(presets.names())
     assert len(listed) == len([*(ROOT / "configs").rglob("*.yaml")])
     assert all(listed.values()), "the comment at the top of each file says what it is"
+    lines = command("configs", COLUMNS="").stdout.splitlines()
+    assert [line.split(maxsplit=1)[1] for line in lines] == [*listed.values()], "a pipe gets whole descriptions"
     for name in listed:
         experiment = name.startswith("experiments/")
         assert presets.find(name, "experiments" if experiment else "").is_file()
