@@ -344,7 +344,7 @@ HEADLINES = (
     ),
     ("", "", "recall-tuned", ("softmax", 6e-3, 16384)),
     (
-        "recall after 2,400 steps",
+        "recall after 2,400 steps, exploratory",
         "retrieval.md#a-temperature-put-in-after-training",
         "recall-after",
         ("ssmax", 2400, 16384),

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib
 import prose
 import pytest
 from conftest import ROOT
@@ -265,7 +266,8 @@ def test_the_tour_runs_and_ends_in_the_verdict_of_the_committed_runs(
     (tmp_path / "results").symlink_to(ROOT / "results")
     (folder := tmp_path / "docs").mkdir()
     monkeypatch.chdir(folder)
-    exec(code, {})
+    with matplotlib.rc_context():  # the tour sets the size of its own figures
+        exec(code, {})
     output = capsys.readouterr().out
     assert "of its weight is on" in output
     assert output.endswith("better by more than 0.3 (5 seeds)\n")
