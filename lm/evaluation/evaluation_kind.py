@@ -176,9 +176,8 @@ class Measurement(ABC):
             return None
         try:
             evaluation = Evaluation.parse(read_file(run, str(path.relative_to(run))))
-        except (RunError, ValueError) as error:
-            reason = error if isinstance(error, RunError) else f"{path}: is damaged, or of another version"
-            Progress().say(f"note: {reason}: measured again")
+        except (RunError, ValueError):
+            Progress().say(f"note: {path}: not as it was written: measured again")
             return None
         names = ("code", "options", "data_fingerprint", "precision", "weights_sha256")
         measured = [getattr(evaluation, name) for name in names]

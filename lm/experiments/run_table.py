@@ -198,7 +198,7 @@ def read_table(path: str | os.PathLike, arm: str) -> pd.DataFrame:
         rows = read(io.BytesIO(content))
         if not isinstance(rows.index, pd.RangeIndex):  # pandas takes the first field for a name of the line
             raise RunError(f"{path}: lines have more fields than the header: name each column, end no line in a comma")
-        if arm in rows and rows[arm].isna().any():  # an arm may be named None
+        if arm in rows and (rows[arm].isna().any() or rows[arm].dtype == bool):  # an arm may be named None or true
             rows[arm] = read(io.BytesIO(content), usecols=[arm], dtype=str, keep_default_na=False)[arm]
         return rows
     except FileNotFoundError:

@@ -286,11 +286,14 @@ def test_one_seed_has_columns_for_the_ends_of_an_interval_too():
     assert table[["difference", "difference low", "difference high"]].isna().all(axis=None)
 
 
-@pytest.mark.parametrize(("column", "name"), [("arm", "None"), ("arm", "NA"), ("variant", "null")])
-def test_arms_may_have_the_names_of_missing_values(column, name, tmp_path):
-    runs = RUNS.assign(arm=RUNS["arm"].replace("b", name)).rename(columns={"arm": column})
+@pytest.mark.parametrize(
+    ("column", "names"),
+    [("arm", ["a", "None"]), ("arm", ["a", "NA"]), ("variant", ["a", "null"]), ("variant", ["false", "true"])],
+)
+def test_arms_may_have_the_names_of_missing_and_of_truth_values(column, names, tmp_path):
+    runs = RUNS.assign(arm=RUNS["arm"].replace(dict(zip("ab", names, strict=True)))).rename(columns={"arm": column})
     runs.to_csv(tmp_path / "runs.csv", index=False)
-    assert lm.judge(tmp_path / "runs.csv", arm=column)["arm"].tolist() == ["a", name]
+    assert lm.judge(tmp_path / "runs.csv", arm=column)["arm"].tolist() == names
 
 
 @pytest.mark.parametrize(

@@ -357,4 +357,6 @@ def test_an_edited_result_is_measured_again(run: Path, capsys: pytest.CaptureFix
         (result,) = evaluate_runs([run], overrides=["eval.sequences=5"])
         assert not result.cached
         assert result.evaluation.content() == first.evaluation.content()
-        assert re.search(r"note: .*validation\.step-\d+\.csv: .*: measured again", capsys.readouterr().err)
+        assert re.search(
+            r"note: .*validation\.step-\d+\.csv: not as it was written: measured again", capsys.readouterr().err
+        )
