@@ -43,7 +43,8 @@ def code_files(normalizers: Mapping[str, type[Normalizer]]) -> dict[str, str]:
     texts[CATALOGUE] = "\n".join([
         '"""The normalizers of this model, by their names in config.json."""', "",
         *lines, "", f"NORMALIZERS = {{{entries}}}", "implementation = NORMALIZERS.__getitem__", "", "",
-        "def make_normalizer(options, layer):", "    return NORMALIZERS[options.name](options, layer)", "", "",
+        "def make_normalizer(options, layer):",
+        "    return {kind.schema: kind for kind in NORMALIZERS.values()}[type(options)](options, layer)", "", "",
         "# transformers copies a module because a line like these names it",
         *(f"from .{name} import __name__ as _" for name in sorted(sources.keys() - {MODELLING_MODULE})), "",
     ])  # fmt: skip

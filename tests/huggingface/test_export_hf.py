@@ -432,6 +432,16 @@ def test_each_normalizer_computes_2048_tokens_where_lm_can_not_be_imported(
     assert result.returncode == 0, result.stderr
 
 
+@torch.no_grad()
+def test_a_normalizer_from_outside_leaves_in_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "roots.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(tmp_path)
+    with PLUGINS.trusted():
+        plugin = SINGLE["roots:Power"](p=0.5)
+    decoder, folder = moved(shape(plugin), 16, tmp_path)
+    torch.testing.assert_close(of_transformers(folder)(tokens()[:, :16]).logits, decoder.logits(tokens()[:, :16]))
+
+
 def test_exported_modules_import_torch_and_transformers_alone(tmp_path: Path):
     """transformers looks for the packages of every import statement before it loads a model from the hub."""
     _, folder = moved(shape(Layers([opt.Relu2(), opt.StickBreaking(), opt.Entmax15()])), 16, tmp_path)
