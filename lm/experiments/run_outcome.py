@@ -221,12 +221,37 @@ class Outcome:
         return self._read(files)
 
     def _read(self, files: list[Path]) -> dict[Path, Evaluation]:
-        """Read evaluations. Unlike a report, a verdict takes no run whose log is missing or altered, as the log says
-        whether the run diverged."""
+        """Read evaluations, and check that they agree with the log. Unlike a report, a verdict takes no run whose log
+        is missing, as the log says whether the run diverged."""
         evaluations = {path: load_evaluation(path) for path in files}
         if evaluations:
             check_log(self.folder, self.log.content or b"")
+        self._check_logged(evaluations)
         return evaluations
+
+    def _check_logged(self, evaluations: dict[Path, Evaluation]) -> None:
+        """Check that evaluations with the options of the run have the means that training has logged, up to the
+        rounding of other hardware. Raises RunError."""
+        logged = {(line.get("step"), name): value for line in self.log.lines for name, value in line.items()}
+        for path, evaluation in evaluations.items():
+            is_of_run = not self.planned or evaluation.asked in (
+                {},
+                self.planned.eval.measured_options(evaluation.kind),
+            )
+            frame = evaluation.frame
+            for name in [*frame["metric"].unique()] if is_of_run else []:
+                value = logged.get((evaluation.step, name))
+                if not isinstance(value, int | float):
+                    continue
+                rows = frame[frame["metric"] == name]
+                widths = (rows["until"] - rows["x"]).fillna(1.0)
+                mean = weighted_mean(rows.assign(weight=rows["weight"] * widths))
+                tolerance = 0.02 if rows["about"].iloc[0].unit == "fraction" else 1e-3 * max(1.0, abs(value))
+                if abs(mean - value) > tolerance:
+                    raise RunError(
+                        f"{path}: {name} is {mean:.4f}, {METRICS} says {value:.4f}: delete the file, and lm eval "
+                        f"{self.folder} measures again"
+                    )
 
     def tokens_to_reach(self, level: float, better: Literal["lower", "higher"], selection: bool) -> float:
         """Tokens at which the metric first reached `level`, on the documents for reports or, with `selection`, those by

@@ -15,7 +15,7 @@ import torch
 import yaml
 from conftest import ROOT, thinned
 from fabricated import EMPTY, evaluation_of, finish_all, save, validate
-from manifests import put
+from manifests import put, record
 from reported import two_runs
 
 from lm.config.load import load_config, to_yaml
@@ -96,6 +96,12 @@ def lowered(procedure: Procedure, step: int | None = None) -> None:
     path.write_text(f"{head}\n{before.assign(value=before['value'] - 1).to_csv(index=False)}")
 
 
+def resealed(procedure: Procedure, step: int | None = None) -> None:
+    """Every value lower by 1, with a line in the manifest."""
+    lowered(procedure, step)
+    record(ours(procedure).config.run_folder)
+
+
 def unsealed(procedure: Procedure) -> None:
     """The line of an evaluation taken out of the manifest."""
     path, name = ours(procedure).config.run_folder / MANIFEST, file_of(ours(procedure)).name
@@ -161,6 +167,7 @@ EDITS = {
     copied: rf"validation\.step-\d+\.csv: {ALTERED}, or measure it again: lm eval .* --checkpoint \d+$",
     moved: rf"validation\.step-\d+\.csv: {ALTERED}, or measure it again: lm eval ",
     lowered: rf"validation\.step-\d+\.csv: {ALTERED}, or measure it again: lm eval ",
+    resealed: r"step-\d+\.csv: val/loss is \d\.\d+, metrics\.jsonl says \d\.\d+: delete the file, and lm eval",
     unsealed: rf"validation\.step-\d+\.csv: {ALTERED}, or measure it again: lm eval ",
     without_manifest: r"ssmax-[^/]*: has no manifest\.jsonl: it is of lm 0\.11 or earlier, and lm 0\.11 reads it, or",
     with_others_manifest: rf"config\.yaml: {ALTERED}",
@@ -210,6 +217,13 @@ def test_so_are_the_evaluations_on_the_way_to_a_value(tmp_path, edit: Callable[[
         RunError,
         match=r"validation\.step-000004\.csv: .*; bring it back: the checkpoint of its step is no longer there",
     ):
+        summary_entries(Procedure(procedure.experiment))
+
+
+def test_a_resealed_evaluation_on_the_way_is_compared_with_the_log(tmp_path):
+    procedure = finished(tmp_path, primary={"reach": 5.5})
+    resealed(procedure, 4)
+    with pytest.raises(RunError, match=r"step-000004\.csv: val/loss is 5\.0000, metrics\.jsonl says 6\.0000: delete"):
         summary_entries(Procedure(procedure.experiment))
 
 
