@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +67,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return ignored(folder, names) if Path(folder) == ROOT else {name for name in names if name == "__pycache__"}
 
     shutil.copytree(ROOT, copy, ignore=ignore)
-    run([sys.executable, "-m", "build", "--outdir", str(out), str(copy)], copy, **os.environ)  # fetches setuptools
+    address = {"LM_REPOSITORY": "https://example.org/owner/lm/"}
+    run([sys.executable, "-m", "build", "--outdir", str(out), str(copy)], copy, **os.environ, **address)
     return out
 
 
@@ -129,6 +131,15 @@ def test_the_documented_commands_work_without_the_clone(away: tuple[Path, Path])
     assert facts["lm"]["version"] == lm.__version__
     assert facts["lm"]["commit"] is None
     assert Path(facts["lm"]["folder"]).is_relative_to(program.parent.parent)  # not the clone's
+
+
+def test_the_owner_sets_the_address_of_the_project(built: Path):
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        lines = archive.read(name).decode().splitlines()
+    assert "Project-URL: Source, https://example.org/owner/lm" in lines
+    assert "Project-URL: Issues, https://example.org/owner/lm/issues" in lines
 
 
 def test_the_sdist_holds_what_its_tests_need_and_passes_them(built: Path, tmp_path: Path):
