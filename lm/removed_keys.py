@@ -56,7 +56,9 @@ REMOVED_KEYS: dict[str, object] = HASHED_KEYS | {
     "log.entity": None,
     "log.tags": [],
     "log.score_sequences": 2,
+    "log.dynamics": ["gradient_norm"],
 }
+REMOVED_LOGGERS = ("csv", "trackio")  # in `log.to`
 _PATTERNS = {re.compile(re.escape(path).replace(r"\*", r"[^.]*")): value for path, value in REMOVED_KEYS.items()}
 
 
@@ -92,15 +94,17 @@ def hashed_defaults(plain: object, path: str = "") -> Iterator[tuple[str, object
 
 
 def without_removed(plain: object, path: str = "") -> object:
-    """Return the configuration (plain data) of an older run without removed keys that have their former defaults, and
-    without the logger `csv`.
+    """Return the configuration (plain data) of an older run without removed keys that have their former defaults.
+
+    Removed keys of `log` and removed loggers, which change no result, are left out whatever they were.
     """
     if isinstance(plain, list):
-        return [without_removed(item, f"{path}[]") for item in plain if (path, item) != ("log.to", "csv")]
+        return [without_removed(item, f"{path}[]") for item in plain if path != "log.to" or item not in REMOVED_LOGGERS]
     if not isinstance(plain, dict):
         return plain
     return {
         name: without_removed(value, f"{path}.{name}" if path else str(name))
         for name, value in plain.items()
-        if value not in removed_defaults(path, str(plain.get("name", "")), name)
+        if value not in (former := removed_defaults(path, str(plain.get("name", "")), name))
+        and not (former and path == "log")
     }

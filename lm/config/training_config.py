@@ -298,18 +298,11 @@ class TrainerConfig:
 
 
 LOGGERS = ("wandb", "tensorboard")
-Dynamics = Literal["logit_scale", "largest_score", "gradient_norm"]
 
 
 @dataclass
 class LogConfig:
     every: int = key(10, "steps between logged metrics", ge=1, le=10**9)
-    dynamics: list[Dynamics] = key(
-        ["gradient_norm"],
-        "logged by layer, beside the normalizers' parameters: `gradient_norm` before clipping; by layer and head "
-        "`logit_scale`, the factor on q.k / sqrt(D), where the normalizer has one; `largest_score`, which takes a "
-        "forward pass of two sequences",
-    )
     wandb: Literal["auto", "online", "offline", "disabled"] = key(
         "auto", "`auto`: online with credentials, else offline, or in an experiment disabled"
     )
@@ -326,9 +319,8 @@ class LogConfig:
         return [entry for entry in self.to if entry not in LOGGERS]
 
     def problems(self) -> Iterator[Problem]:
-        for name, names in {"dynamics": self.dynamics, "to": self.to}.items():
-            if any(entry in names[:index] for index, entry in enumerate(names)):
-                yield Problem(name, names, "names something twice", "name it once")
+        if any(entry in self.to[:index] for index, entry in enumerate(self.to)):
+            yield Problem("to", self.to, "names something twice", "name it once")
         yield from outside_problems("to", self.to, LOGGERS)
 
     def is_due(self, step: int, max_steps: int) -> bool:

@@ -36,13 +36,8 @@ TRAINING = (  # logged in training
     Metric(PEAK_MEMORY, "bytes", "lower", "largest memory so far: of the process, or of tensors on the GPU"),
     Metric("sequence_length", "tokens", "none", "length of the step's sequences"),
     Metric("train/skipped", "steps", "lower", "steps so far whose update was skipped, as it was not finite"),
-    Metric("train/grad_norm/layerL", "", "none", "norm of the gradient of a layer's parameters, before clipping"),
     Metric(f"normalizer/{{NAME}}/{PER_HEAD}", "", "none", "parameter of a normalizer with one value a head"),
     Metric("normalizer/{NAME}/layerL/rms", "", "none", "root mean square of another parameter of a normalizer"),
-    Metric(f"logit_scale/nN/{PER_HEAD}", "", "none", "factor on q.k / sqrt(D) of a query that sees N keys"),
-    Metric(f"logit_scale/slope/{PER_HEAD}", "", "none", "slope a of the factor's fit a ln n + b"),
-    Metric(f"logit_scale/intercept/{PER_HEAD}", "", "none", "intercept b of that fit"),
-    Metric(f"largest_score/{PER_HEAD}", "", "none", "largest score of a query and a key, before normalization"),
     Metric("swap/loss_before", NATS, "lower", "loss before a swap between phases"),
     Metric("swap/loss_after", NATS, "lower", "loss after it, on the same sequences"),
     Metric("swap/kl", NATS, "lower", "divergence of the new distribution from the old"),
@@ -86,13 +81,11 @@ def measured(config: Config, name: str) -> tuple[type[Measurement], Metric]:
 
 
 def _training_metrics(config: Config) -> list[Metric]:
-    dynamics = {"gradient_norm": "train/grad_norm/", "logit_scale": "logit_scale/", "largest_score": "largest_score/"}
     conditions = {
         "train/z_loss": config.optim.z_loss,
         "sequence_length": config.data.lengths.allows_shorter,
         "train/skipped": config.optim.on_nonfinite == "skip",
         "swap/": len(config.phases) > 1 and config.eval.swap_lengths,
-        **{prefix: name in config.log.dynamics for name, prefix in dynamics.items()},
     }
     metrics: list[Metric] = []
     parameters = dict.fromkeys(_parameter_names(config))

@@ -27,22 +27,13 @@ from lm.runs.record import RunRecord
 from lm.schema import Plain
 from lm.statistics.intervals import Interval
 
-PARAM_PREFIX = "normalizer/"  # prefix of the logged names of normalizers' parameters
-GRAD_NORM = "train/grad_norm"
 FIRST_DRAWN_POSITION = 16  # position at which a picture by position begins
 MAX_TASKS_WITHOUT_MAP = 3  # fractions of more tasks than this, such as a needle at several depths, are drawn as a map
 NATS = "nats per token"
 LOSSES = {"train/loss": ("Training loss (train/loss)", NATS), "val/loss": ("Validation loss (val/loss)", NATS)}
 MAX_POINTS = 250  # most points of a curve in a picture
 SETTLING_FRACTION = 0.1  # fraction of training after which values count for the ends of the y axis
-_LAYER_METRIC = re.compile(r"(.+)/layer(\d+)(?:/(head\d+|rms))?")
-_LOGIT_SCALE_METRIC = re.compile(r"logit_scale/n(\d+)")
-_QUANTITY_TITLES = {  # title and label of the y axis
-    GRAD_NORM: ("Gradient norm before clipping", "norm"),
-    "largest_score": ("Largest score", "score"),
-    "logit_scale/slope": ("Logit scale: a of a ln n + b", "a"),
-    "logit_scale/intercept": ("Logit scale: b of a ln n + b", "b"),
-}
+_PARAMETER_METRIC = re.compile(r"normalizer/(.+)/layer(\d+)/(head\d+|rms)")
 
 
 POINT = ["name", "arm", "x"]  # columns that tell points of an arm's curves apart
@@ -381,77 +372,46 @@ def _fraction_map(arm: str, means: pd.DataFrame) -> Map:
 # ---------------------------------------------------------------- what is logged by layer and head
 
 
-def layer_curves(log_lines: list[dict[str, Plain]]) -> dict[tuple[str, int], dict[str, Curve]]:
-    """Curves by (quantity, layer), such as (`largest_score`, 0), then by head: `head3`, `rms` (root mean square) or ''
-    (no heads).
-    """
+def parameter_curves(log_lines: list[dict[str, Plain]]) -> dict[tuple[str, int], dict[str, Curve]]:
+    """Curves of the normalizers' parameters by (parameter, layer), then by `head3` or `rms` (root mean square)."""
     names = dict.fromkeys(name for log_line in log_lines for name in log_line)
     curves: dict[tuple[str, int], dict[str, Curve]] = {}
     for match in sorted(
-        filter(None, map(_LAYER_METRIC.fullmatch, names)), key=lambda match: (_sort_key(match[1]), int(match[2]))
+        filter(None, map(_PARAMETER_METRIC.fullmatch, names)), key=lambda match: (match[1], int(match[2]))
     ):
-        curves.setdefault((match[1], int(match[2])), {})[match[3] or ""] = logged_curve(log_lines, match[0])
+        curves.setdefault((match[1], int(match[2])), {})[match[3]] = logged_curve(log_lines, match[0])
     return curves
 
 
-def _sort_key(quantity: str) -> list[tuple[bool, int, str]]:
-    """A key to sort names of quantities, in which whole numbers are compared by value: `n256` comes before `n1024`."""
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", quantity)]
-
-
-def quantity_title(quantity: str) -> tuple[str, str]:
-    """The title of a quantity's panel, and the label of its y axis."""
-    if match := _LOGIT_SCALE_METRIC.fullmatch(quantity):
-        return f"Logit scale of a query that sees {int(match[1]):,} keys", "logit scale"
-    parameter = f"Parameter {quantity.removeprefix(PARAM_PREFIX)} of the normalizer", "value"
-    return _QUANTITY_TITLES.get(quantity, parameter)
-
-
-def layer_pictures(names: Sequence[str], runs: Sequence[DrawnRun]) -> dict[str, Picture]:
-    """Pictures, by name, of quantities logged for each layer: `normalizer-parameters`, and `dynamics` with those that
-    the key `log.dynamics` lists (logit scale, largest score, gradient norm).
+def parameter_picture(names: Sequence[str], runs: Sequence[DrawnRun]) -> Picture | None:
+    """The picture of the normalizers' parameters in training; None if there are none.
 
     Each arm has a colour and thin lines, and a thick line for the median of these; with a single run, each layer has a
-    colour. Gradient norms, which differ by large factors, have a logarithmic axis. Neighbouring points of a curve are
-    merged to `MAX_POINTS` or fewer.
+    colour. Neighbouring points of a curve are merged to `MAX_POINTS` or fewer.
     """
-    captions = {
-        "normalizer-parameters": "Parameters of the normalizers. A line for each seed, layer and head.",
-        "dynamics": "A line for each seed and layer: the median over heads, of scores and gradients the largest.",
-    }
-    entries = [(run, *key, by_head) for run in runs for key, by_head in layer_curves(run.record.log_lines).items()]
-    last_tokens = (
+    entries = [(run, *key, by_head) for run in runs for key, by_head in parameter_curves(run.record.log_lines).items()]
+    if not entries:
+        return None
+    last_tokens = max(
         curve.tokens[-1] + run.record.tokens_before for run, *_, by_head in entries for curve in by_head.values()
     )
-    unit, x_label = token_unit(max(last_tokens, default=1))
+    unit, x_label = token_unit(last_tokens)
     if len(runs) == 1:
-        names = [f"layer {layer}" for layer in range(1 + max((layer for _, _, layer, _ in entries), default=0))]
+        names = [f"layer {layer}" for layer in range(1 + max(layer for _, _, layer, _ in entries))]
     traces: dict[str, list[Trace]] = {}
-    for run, quantity, layer, by_head in entries:
+    for run, parameter, layer, by_head in entries:
         colour_index = layer if len(runs) == 1 else names.index(run.arm)
-        label_prefix = f"{run.arm}, seed {run.seed}, layer{layer}"
-        single_heads = {head: [head_curve] for head, head_curve in by_head.items()}
-        for head, head_curves in (
-            single_heads if quantity.startswith(PARAM_PREFIX) else {"": [*by_head.values()]}
-        ).items():
-            x = (head_curves[0].tokens + run.record.tokens_before) / unit
-            points = _merge_points(quantity, x, np.stack([head_curve.values for head_curve in head_curves], axis=1))
-            traces.setdefault(quantity, []).append(
-                Trace(colour_index, f"{label_prefix}{head and '/'}{head}", *points, "seed")
-            )
-    medians = {
-        quantity: _median_traces(names, quantity_traces)
-        for quantity, quantity_traces in traces.items()
-        if len(runs) > 1
-    }
-    traces = {quantity: [*quantity_traces, *medians.get(quantity, [])] for quantity, quantity_traces in traces.items()}
-    panels: dict[str, list[Panel]] = {name: [] for name in captions}
-    for quantity in sorted(traces, key=_sort_key):
-        title, label = quantity_title(quantity)
-        panel = Panel(title, x_label, label, traces[quantity], log_y=quantity == GRAD_NORM)
-        panels["normalizer-parameters" if quantity.startswith(PARAM_PREFIX) else "dynamics"].append(panel)
+        for head, curve in by_head.items():
+            points = _merge_points((curve.tokens + run.record.tokens_before) / unit, curve.values)
+            label = f"{run.arm}, seed {run.seed}, layer{layer}/{head}"
+            traces.setdefault(parameter, []).append(Trace(colour_index, label, *points, "seed"))
+    medians = {parameter: _median_traces(names, lines) if len(runs) > 1 else [] for parameter, lines in traces.items()}
+    panels = [
+        Panel(f"Parameter {name} of the normalizer", x_label, "value", [*traces[name], *medians[name]])
+        for name in sorted(traces)
+    ]
     note = " Thick: the median of an arm's lines." if any(medians.values()) else ""
-    return {name: Picture(panels[name], names, caption + note) for name, caption in captions.items() if panels[name]}
+    return Picture(panels, names, f"Parameters of the normalizers. A line for each seed, layer and head.{note}")
 
 
 def _median_traces(names: Sequence[str], traces: Sequence[Trace]) -> list[Trace]:
@@ -470,14 +430,9 @@ def _median_traces(names: Sequence[str], traces: Sequence[Trace]) -> list[Trace]
     ]
 
 
-def _merge_points(quantity: str, x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Merge neighbouring points into at most `MAX_POINTS` points and return their x and y; `values` is (points, heads).
-
-    Each y is the median of a group's values over all heads; for the largest score and the gradient norm, which have
-    spikes, the largest.
-    """
+def _merge_points(x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Merge neighbouring points into at most `MAX_POINTS` points, whose y is the median; return their x and y."""
     group_size = -(-len(x) // MAX_POINTS)
     groups = np.split(np.arange(len(x)), range(group_size, len(x), group_size))
-    reduction = np.max if quantity in ("largest_score", GRAD_NORM) else np.median
     with np.errstate(invalid="ignore"):
-        return np.array([x[group].mean() for group in groups]), np.array([reduction(values[group]) for group in groups])
+        return np.array([x[group].mean() for group in groups]), np.array([np.median(values[group]) for group in groups])

@@ -22,8 +22,8 @@ from lm.report.comparison_pictures import (
     curves,
     drawn_runs,
     heat_maps,
-    layer_pictures,
     overview,
+    parameter_picture,
 )
 from lm.report.comparison_tables import (
     comparison_notes,
@@ -207,8 +207,7 @@ def run_sections(
     """
     training = PageSection(f"While training{suffix}")
     training.add("picture", curves(names, runs, titles, comparison), f"{prefix}curves")
-    for name, picture in layer_pictures(names, runs).items():
-        training.add("picture", picture, f"{prefix}{name}")
+    training.add("picture", parameter_picture(names, runs), f"{prefix}normalizer-parameters")
     sections = [training] if tuning is None else [training, tuning]
     if comparison is None:
         return sections

@@ -94,7 +94,6 @@ class Panel:
     # labels of the x axis by value; empty: matplotlib's choice
     ticks: Mapping[float, str] = field(default_factory=dict)
     log: Literal[0, 2, 10] = 0  # base of a logarithmic x axis, 2 or 10; 0: the axis is linear
-    log_y: bool = False  # whether the y axis is logarithmic
     # x_range, y_range: ends of the axes; None: the range of the traces
     x_range: tuple[float, float] | None = None
     y_range: tuple[float, float] | None = None
@@ -315,12 +314,7 @@ def _render(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
 def _draw_panel(axes: Axes, panel: Panel) -> None:
     if panel.log:
         axes.set_xscale("log", base=panel.log)
-    if panel.log_y:
-        axes.set_yscale("log", nonpositive="mask")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter(lambda y, _: f"{y:g}" if axes.get_ylim()[1] < 10 * axes.get_ylim()[0] else "")
-    else:
-        axes.ticklabel_format(axis="y", useOffset=False)
+    axes.ticklabel_format(axis="y", useOffset=False)
     if panel.margin:
         axes.axhspan(-panel.margin, panel.margin, color=SHADE, zorder=0)
     if panel.zero_line:

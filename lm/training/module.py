@@ -15,7 +15,6 @@ from lm.model.decoder import Decoder
 from lm.model.device import use_compile_cache
 from lm.plugins import PLUGINS
 from lm.runs.checkpoints import CHECKPOINT_FORMAT
-from lm.training.dynamics import copied_to_host, gradient_norms
 from lm.training.lightning_import import L
 from lm.training.optimizers import OPTIMIZER_STATES, make_optimizer, set_learning_rates, state_after_swap
 from lm.training.run_context import RunContext
@@ -37,8 +36,6 @@ class LanguageModel(L.LightningModule):
 
     # results of the step just made, the same on all ranks
     grad_norm: float  # norm of the whole gradient, before clipping
-    # gradient norm of each layer by its name in metrics.jsonl; {} if not logged at this step
-    layer_grad_norms: dict[str, float]
     stop: bool  # whether a rank was asked to stop after the step
     sequence_length: int  # tokens in each sequence of the present step
     logged: tuple[float, float] | tuple[()] = ()  # loss and tokens a second, if they were just logged
@@ -105,27 +102,19 @@ class LanguageModel(L.LightningModule):
 
         All values that the host needs are copied from the device in one transfer, the step's only synchronization.
         """
-        optim, state, log = self.config.optim, self.start.state, self.config.log
-        logs_layers = "gradient_norm" in log.dynamics and log.is_due(
-            self.global_step + 1, self.config.trainer.max_steps
-        )
+        optim, state = self.config.optim, self.start.state
         trained_parameters = [p for p in self.decoder.parameters() if p.grad is not None]
         # of the mean over tokens, not targets
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in trained_parameters])
-        step_values = (
-            ["loss", "z_loss", "targets", "stop", "norm"],
-            torch.cat((self._sums_over_ranks(), norm.double().unsqueeze(0))),
-        )
-        host_values = copied_to_host([step_values, *(gradient_norms(self.decoder) if logs_layers else [])])
-        nll, z_loss, n_targets, stop, grad_norm = (host_values.pop(name) for name in step_values[0])
+        step_values = torch.cat((self._sums_over_ranks(), norm.double().unsqueeze(0)))
+        nll, z_loss, n_targets, stop, grad_norm = step_values.tolist()
         n_targets = max(1, int(n_targets))
         # turn the gradient of the mean over the step's tokens into that of the mean over its targets
         if n_targets != optim.batch_tokens:
             factor = optim.batch_tokens / n_targets
             torch._foreach_mul_([p.grad for p in trained_parameters], factor)
             norm, grad_norm = norm * factor, grad_norm * factor
-            host_values = {name: value * factor for name, value in host_values.items()}
-        self.grad_norm, self.layer_grad_norms, self.stop = grad_norm, host_values, stop > 0
+        self.grad_norm, self.stop = grad_norm, stop > 0
         if math.isfinite(grad_norm) and math.isfinite(nll):
             state.count_step(nll, z_loss, n_targets)
             torch.nn.utils.clip_grads_with_norm_(trained_parameters, optim.grad_clip or math.inf, norm)

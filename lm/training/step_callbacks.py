@@ -1,18 +1,17 @@
 """Callbacks around the optimizer steps: a signal that stops the run, metrics, the progress bar."""
 
 import signal
-from collections.abc import Iterator
 
-from lm.data.batches import TrainSequences, train_sequences
-from lm.model.device import Device, peak_memory_bytes
+import torch
+from torch import Tensor
+
+from lm.model.decoder import Decoder
+from lm.model.device import peak_memory_bytes
 from lm.runs.folder import PEAK_MEMORY
-from lm.training.dynamics import NamedValues, copied_to_host, largest_scores, logit_scales, normalizer_parameters
 from lm.training.flops import mfu
 from lm.training.lightning_import import L
 from lm.training.module import LanguageModel
 from lm.training.run_context import RunContext
-
-SCORE_SEQUENCES = 2  # sequences of each logged step whose largest score is looked for
 
 
 class StepCallback(L.Callback):
@@ -48,14 +47,13 @@ class Metrics(StepCallback):
     """Logs metrics every `log.every` steps, and at the first and last step.
 
     Each line has the mean loss since the last line, the step's gradient norm and learning rate, tokens per second, MFU,
-    and peak memory. It also has the normalizers' parameters and the metrics that `log.dynamics` names.
+    and peak memory. It also has the normalizers' parameters.
     """
 
     def __init__(self, run: RunContext):
         super().__init__(run)
         self.peak_flops = run.machine.peak_flops and run.machine.peak_flops * run.config.world_size
         self.has_lengths = run.config.data.lengths.allows_shorter or any(phase.seq_len for phase in run.config.phases)
-        self.sequences: TrainSequences | None = None  # of the phase, if its largest scores are logged
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Start the clock at the seconds of training so far, which the checkpoint holds, and measure speed from this
@@ -63,8 +61,6 @@ class Metrics(StepCallback):
         """
         self.run.clock.start(module.start.state.elapsed_s)
         self.last_step, self.last_time = trainer.global_step, self.run.clock.seconds()
-        if "largest_score" in self.config.log.dynamics:
-            self.sequences = train_sequences(self.run.store, module.config)
 
     def on_step(self, trainer: L.Trainer, module: LanguageModel, step: int) -> None:
         max_steps = self.config.trainer.max_steps
@@ -89,21 +85,34 @@ class Metrics(StepCallback):
                 PEAK_MEMORY: peak_memory_bytes(module.device),
                 **({"sequence_length": module.sequence_length} if self.has_lengths else {}),
                 **({"train/skipped": state.skipped} if self.config.optim.on_nonfinite == "skip" else {}),
-                **module.layer_grad_norms,
-                **(copied_to_host(self._weight_metrics(module, step)) if trainer.is_global_zero else {}),
+                **(normalizer_parameters(module.decoder) if trainer.is_global_zero else {}),
             }
         )
         module.logged = loss, speed
 
-    def _weight_metrics(self, module: LanguageModel, step: int) -> Iterator[NamedValues]:
-        """Yield the normalizers' parameters and, if `log.dynamics` names them, `logit_scales` and, on the step's first
-        sequences, `largest_scores`."""
-        yield from normalizer_parameters(module.decoder)
-        if "logit_scale" in self.config.log.dynamics:
-            yield from logit_scales(module.decoder)
-        if self.sequences:
-            batch = self.sequences.batch(step - 1, 0, min(SCORE_SEQUENCES, self.sequences.slots_per_step))
-            yield from largest_scores(module.decoder, batch, Device(module.device, self.run.machine.bf16))
+
+def normalizer_parameters(decoder: Decoder) -> dict[str, float]:
+    """Return `normalizer/NAME/layerL/headH` for each normalizer's parameter with one value a head. For any other
+    parameter return its root mean square, `normalizer/NAME/layerL/rms`.
+
+    Layers and heads count from 0. A parameter shared by layers is named after the first of these layers.
+    """
+    values_by_name: dict[str, Tensor] = {}
+    logged_parameters: set[Tensor] = set()
+    for layer, normalizer in enumerate(decoder.normalizers()):
+        for name, parameter in normalizer.named_parameters():
+            if parameter in logged_parameters:
+                continue
+            logged_parameters.add(parameter)
+            prefix, values = f"normalizer/{name}/layer{layer}", parameter.detach().float()
+            # a submodule's bias may have this shape by chance
+            if "." not in name and values.shape == (normalizer.layer.n_head,):
+                values_by_name |= {f"{prefix}/head{head}": value for head, value in enumerate(values)}
+            else:
+                values_by_name[f"{prefix}/rms"] = values.square().mean().sqrt()
+    # one transfer from the device
+    host_values = torch.stack([*values_by_name.values()]).tolist() if values_by_name else []
+    return dict(zip(values_by_name, host_values, strict=True))
 
 
 class ProgressBar(StepCallback, L.pytorch.callbacks.ProgressBar):

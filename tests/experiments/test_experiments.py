@@ -239,8 +239,7 @@ def test_metrics_are_known_before_they_are_measured(tmp_path, overrides):
         *("recall.tasks=[passkey]", "recall.length_factors=[8, 16]", "recall.sequences=2"),
         *("needle.length_factors=[16]", "needle.trials=2", "needle.depths=[0.5]"),
     ]
-    dynamics = "log.dynamics=[gradient_norm, logit_scale, largest_score]"
-    all_overrides = [*overrides, *(f"eval.{setting}" for setting in extra), "eval.sequences=4", dynamics]
+    all_overrides = [*overrides, *(f"eval.{setting}" for setting in extra), "eval.sequences=4"]
     procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1]), all_overrides))
     run = procedure.known_runs()[0]
     assert here(run) == 0
