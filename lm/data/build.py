@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ JOIN_BYTES = 512 << 10  # bytes of a part that are joined to the store at a time
 TASK_SEQUENCES = 64  # sequences of each task that a store without text holds in each split
 # limits of `_answer_counts`: answers per symbol, sequences per task
 MIN_ANSWERS_PER_SYMBOL, MAX_COUNTED_SEQUENCES = 16, 8192
+END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # texts may spell them between documents
 MAX_LISTED_ERRORS = 100  # unreadable files, documents and rows that the manifest names
 # Assignment of a document. A copy is left out because another document has the same content; an omitted document,
 # because the tokenizer does not give it back.
@@ -303,11 +305,18 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
     """
     omissions = Omissions(data.on_error)
     scanned = array("Q"), array("q"), array("H"), array("B")
+    end_tokens, n_spelled = {*END_TOKENS, data.tokenizer.end_of_text}, Counter[tuple[int, str]]()
     with progress.bytes("scan", None) as advance:
         for document, source, is_held_out in _documents(data, folder, omissions):
             for values, value in zip(scanned, (document.digest, document.n_bytes, source, is_held_out), strict=True):
                 values.append(value)
+            if isinstance(document.content, str):
+                n_spelled.update({(source, token): document.content.count(token) for token in end_tokens})
             advance(document.n_bytes)
+    for (source, token), count in (+n_spelled).items():
+        spelled = f"{labels(data)[source]}: {token} is spelled {count:,} times, and read as text"
+        remedy = f'if it ends documents of .txt files, set data.source.separator, e.g. "\\n{token}\\n"'
+        progress.say(f"note: {spelled}; {remedy}")
     dtypes = np.uint64, np.int64, np.int64, bool
     # `is_validation`: documents of the sources' own validation splits, of which no copy is left out
     hashes, n_bytes, sources, is_validation = map(np.array, scanned, dtypes)

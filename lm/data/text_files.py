@@ -324,6 +324,8 @@ def _read_jsonl(path: Path, source: Files, on_error: OnError, parse: Parse) -> D
             line = text = row = None  # a long document is in memory once
             if document is not None:
                 yield document, location
+    if not begin:  # a file of 0 bytes among others is counted as a blank document
+        yield parse(None, str(path)), str(path)
 
 
 def _json_object(text: str, location: str) -> dict[str, Plain]:

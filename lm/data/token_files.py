@@ -26,13 +26,22 @@ from lm.data.text_files import (
     report_unreadable,
     unreadable_error,
 )
-from lm.data.tokenizer import decode, special_token_mask, token_bytes, tokenizer_of, vocab_size
+from lm.data.tokenizer import decode, encode, special_token_mask, token_bytes, tokenizer_of, vocab_size
 from lm.errors import DataError
 from lm.files import FileHashes, expand_home
 from lm.schema import Plain
 
 TOKENIZER_REMEDY = "set data.tokenizer to the one that made the ids"
 _BLOCK = 2**22  # ids that are checked together
+_CHECKED_IDS = 2**12  # ids of a document whose decoded text is checked
+# The first bytes of files of other formats; a .bin file of nanoGPT has ids alone.
+OTHER_FORMATS = {
+    b"\x93NUMPY": "an array of np.save; write its ids alone: np.load(PATH).astype('<u2').tofile(PATH)",
+    b"PK\x03\x04": "a zip archive, as of np.savez or torch.save; write its ids alone, by tofile",
+    b"\x1f\x8b\x08": "compressed by gzip; decompress it",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd; decompress it",
+    b"PAR1": "a Parquet file; name it .parquet, and set data.source.format=column",
+}
 
 
 class Vocabulary:
@@ -42,10 +51,16 @@ class Vocabulary:
         self.tokenizer, self.end_of_text_token = tokenizer_of(spec), spec.end_of_text
         self.end_of_text_id = self.tokenizer.token_to_id(spec.end_of_text)
         self.bytes, self.is_special = token_bytes(self.tokenizer), special_token_mask(self.tokenizer)
-        # without a decoder, spaces stand between tokens, which are text only where each token is a word
-        if self.tokenizer.decoder is None and type(self.tokenizer.model).__name__ != "WordLevel":
+        if self.tokenizer.decoder is None:  # decoded text then has a space between any two tokens
             reason = "the tokenizer has no decoder, without which bytes of text can't be counted"
-            raise DataError(f"data.tokenizer: {reason}; give its tokenizer.json one, e.g. Fuse")
+            remedy = "give its tokenizer.json one, e.g. Fuse, or WordPiece where each token is a word"
+            raise DataError(f"data.tokenizer: {reason}; {remedy}")
+        self.is_decoder_checked = self.bytes is not None
+        model = self.tokenizer.model
+        # the token of unknown text, unless all bytes are known: it may then be the one that pads
+        self.unknown_id = None
+        if self.bytes is None and not getattr(model, "byte_fallback", False):
+            self.unknown_id = self.tokenizer.token_to_id(getattr(model, "unk_token", None) or "")
         self.known = np.zeros(vocab_size(self.tokenizer), bool)  # (V,), true for ids that the tokenizer has
         self.known[list(self.tokenizer.get_vocab().values())] = True
 
@@ -69,7 +84,7 @@ class Vocabulary:
                 )
                 raise Unreadable(f"{location}: {reason}; {TOKENIZER_REMEDY}")
         for place, end in (("begins", ids), ("ends", ids[::-1])):
-            if len(ids) > 1 and end[0] == end[1] and self.is_special[end[0]]:
+            if len(ids) > 1 and end[0] == end[1] != self.unknown_id and self.is_special[end[0]]:
                 n_equal = int((end != end[0]).argmax()) or len(end)
                 token = f"the special token {self.tokenizer.id_to_token(int(end[0]))} (id {end[0]})"
                 reason = f"{place} in {n_equal:,} times {token}: padding, which would be trained on"
@@ -82,7 +97,23 @@ class Vocabulary:
             reason = f"{end_of_text} is inside the document, at token {n_leading + positions[0]:,}"
             remedy = "split the document there, or set data.tokenizer.end_of_text to the token that separates documents"
             raise Unreadable(f"{location}: {reason}; {remedy}")
+        if not self.is_decoder_checked and len(document) > 1:
+            self._check_decoder(document[:_CHECKED_IDS], location)
         return document
+
+    def _check_decoder(self, ids: np.ndarray, location: str) -> None:
+        """Raise DataError unless the decoded text of `ids` is encoded to ids that decode to it: a decoder may put
+        spaces between letters, so that the text has more bytes. Ids with a special or unknown token show nothing.
+        """
+        if (self.is_special[ids] | (ids == self.unknown_id)).any():
+            return
+        text = decode(self.tokenizer, ids.tolist())
+        decoded_again = decode(self.tokenizer, encode(self.tokenizer, [text])[0], special=True)
+        if decoded_again != text:
+            reason = f"its ids decode to {text[:30]!a}, whose own ids decode to {decoded_again[:30]!a}"
+            remedy = "bytes of text can't be counted so; give the tokenizer.json the decoder that fits its tokens"
+            raise DataError(f"{location}: {reason}; {remedy}, or {TOKENIZER_REMEDY}")
+        self.is_decoder_checked = True
 
     def utf8_text(self, ids: np.ndarray) -> bytes:
         """Return the UTF-8 bytes of the decoded text of `ids`."""
@@ -190,13 +221,14 @@ def _read_nanogpt(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: 
         raise Unreadable(f"{path}: has the header of data.source.format=modded-nanogpt; set that")
     if not (size := path.stat().st_size):
         raise Unreadable(f"{path}: is empty; remove it")
+    with open(path, "rb") as file:
+        first_bytes = file.read(8)
+    for start, kind in OTHER_FORMATS.items():
+        if first_bytes.startswith(start):
+            raise Unreadable(f"{path}: is {kind}")
     if size % 2:
         raise Unreadable(f"{path}: has {size:,} bytes, not 2 for each id: damaged, or of another format")
     ids = np.memmap(path, "<u2", "r")
-    if ids[:3].tobytes() == b"\x93NUMPY":
-        raise Unreadable(
-            f"{path}: is an array of np.save; write its ids alone: np.load(PATH).astype('<u2').tofile(PATH)"
-        )
     low_halves, high_halves = ids[:_BLOCK:2], ids[1:_BLOCK:2]
     if size % 4 == 0 and len(high_halves) >= 64 and high_halves.max() < 16 <= low_halves.max():
         reason = "every second id is below 16, as in ids of 4 bytes, and 2 are read"

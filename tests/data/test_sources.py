@@ -13,9 +13,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from conftest import lm
-from texts import TEXTS, documents, one_line_error, skipping, start, write_parquet, write_texts
+from texts import TEXTS, documents, files_config, one_line_error, skipping, start, write_parquet, write_texts
 
 from lm.config.data_config import Files, Package
+from lm.data.prepare import prepare
 from lm.data.sources import PACKAGES, source_identity
 from lm.data.text_files import description, expand
 from lm.errors import DataError
@@ -76,6 +77,18 @@ def test_a_separator_that_occurs_nowhere_is_refused(tmp_path: Path, separator: s
     assert len(list(documents(Files([str(tmp_path)], separator=separator)))) == len(TEXTS) - 4 + 2
 
 
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_a_spelled_end_of_text_is_noted_with_the_remedy(tmp_path: Path, kind: str, capfd: pytest.CaptureFixture):
+    text = "\n<|endoftext|>\n".join(TEXTS[4:])
+    lines = [text, "another text"] if kind == "txt" else [json.dumps({"text": text}), '{"text": "another"}']
+    for number, line in enumerate(lines):
+        (tmp_path / f"{number}.{kind}").write_text(line)
+    prepare(files_config(tmp_path, tmp_path), progress=True)
+    (note,) = [line for line in capfd.readouterr().err.splitlines() if " is spelled " in line]
+    assert f"<|endoftext|> is spelled {len(TEXTS) - 5} times, and read as text" in note
+    assert r'set data.source.separator, e.g. "\n<|endoftext|>\n"' in note
+
+
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
 def test_compressed_json_is_json_lines_and_plain_json_if_it_is_named(tmp_path: Path, suffix: str):
     rows = "".join(json.dumps({"id": n, "text": text}) + "\n" for n, text in enumerate(TEXTS))
@@ -94,6 +107,16 @@ def test_compressed_json_is_json_lines_and_plain_json_if_it_is_named(tmp_path: P
         Files([str(tmp_path / "list.json")])
     )
     assert [problem.value for problem in Files(["a"], suffixes=[".json"]).problems()] == [".json"]
+
+
+def test_empty_files_among_others_are_blank_and_compressed_ones_are_damaged(tmp_path: Path):
+    write_texts(tmp_path, ["a", "b", ""])
+    (tmp_path / "rows.jsonl").touch()
+    assert list(documents(Files([str(tmp_path)]))) == ["a", "b", "", ""]
+    for suffix in ("gz", "zst"):
+        (tmp_path / f"rows.jsonl.{suffix}").touch()
+        assert f"rows.jsonl.{suffix}: is empty, which no" in one_line_error(Files([str(tmp_path)]))
+        (tmp_path / f"rows.jsonl.{suffix}").unlink()
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "ndjson", "parquet"])

@@ -20,7 +20,7 @@ from lm.config.load import load_config
 from lm.data.prepare import prepare, summary
 from lm.data.store import Store
 from lm.data.text_files import Unreadable
-from lm.data.token_files import Vocabulary
+from lm.data.token_files import OTHER_FORMATS, Vocabulary
 from lm.data.tokenizer import encode, tokenizer_of
 from lm.errors import ConfigError, DataError
 
@@ -205,9 +205,15 @@ def refused_files(folder: Path, ids: list[list[int]]) -> dict[str, tuple[str, Ca
     return {
         "empty": ("nanogpt", lambda: changed(nanogpt(folder, ids), lambda content: b""), "is empty"),
         "empty in a folder": ("nanogpt", beside_empty, "more.bin: is empty; remove it"),
-        "array": ("nanogpt", lambda: changed(nanogpt(folder, ids), b"\x93NUMPY".__add__), "is an array of np.save"),
+        **{
+            f"other {start}": ("nanogpt", lambda start=start: changed(nanogpt(folder, ids), start.__add__), ": is ")
+            for start in OTHER_FORMATS
+        },
         "padded": ("column", lambda: jsonl(folder, [*ids[:3], [5, 6] + [0] * 9]),
             "line 4: column 'input_ids': ends in 9 times the special token <|endoftext|> (id 0): padding"),
+        "padded on the left": ("column", lambda: parquet(folder, [[0] * 9 + [5, 6], *ids[:3]]), "row 1: column "
+            "'input_ids': begins in 9 times the special token <|endoftext|> (id 0): padding"),
+        "padding alone": ("column", lambda: jsonl(folder, [*ids[:3], [0] * 4]), "begins in 4 times"),
         "padded by end of text": ("saved", lambda: saved(folder, [[*document, END, END, END] for document in ids]),
             "ends in 3 times the special token </s> (id 290): padding, which would be trained on; cut each row by"),
         "odd": ("nanogpt", lambda: changed(nanogpt(folder, ids), lambda content: content[:-1]), "not 2 for each id"),
@@ -276,22 +282,38 @@ def test_files_that_are_damaged_or_do_not_fit_are_one_line(
     assert not list(Path(data.root).glob(".*.partial"))
 
 
-@pytest.mark.parametrize("decoder", [None, {"type": "Fuse"}])
-def test_ids_of_a_tokenizer_without_a_decoder_are_refused(tmp_path: Path, decoder: dict | None):
+@pytest.mark.parametrize("name", ["BPE", "WordLevel"])
+@pytest.mark.parametrize("decoder", [None, {"type": "WordPiece", "prefix": "##", "cleanup": True}, {"type": "Fuse"}])
+def test_ids_whose_decoded_text_has_other_bytes_are_refused(tmp_path: Path, decoder: dict | None, name: str):
     """As of a character-level preparation, whose tokenizer.json has no decoder."""
     letters = "abc def. " * 30
     vocabulary = {"</s>": 0, **{letter: n for n, letter in enumerate(sorted(set(letters)), 1)}}
-    model = {"type": "BPE", "vocab": vocabulary, "merges": []}
+    model = {"type": name, "vocab": vocabulary, "unk_token": "</s>"} | ({"merges": []} if name == "BPE" else {})
     tokenizer = words_tokenizer(tmp_path / "letters.json", 9, model=model, decoder=decoder)
     tokenizer = dataclasses.replace(tokenizer, end_of_text="</s>")
     ids = [[vocabulary[letter] for letter in letters[:length]] for length in range(100, 130)]
     data = config(tmp_path, tokenizer, "column", jsonl(tmp_path, ids))
-    if decoder:
+    if decoder == {"type": "Fuse"}:
         store = prepare(data)
         assert store.train.n_bytes + store.val.n_bytes == sum(map(len, ids))
     else:
-        with pytest.raises(DataError, match=r"has no decoder, without which bytes of text can't be counted; give"):
-            prepare(data)
+        expected = "ids decode to 'a b c   d" if decoder else "has no decoder, without which bytes of text can't be"
+        with pytest.raises(DataError, match=expected):
+            prepare(dataclasses.replace(data, on_error="skip"))
+
+
+def test_unknown_tokens_at_an_end_are_no_padding(tmp_path: Path):
+    tokenizer = words_tokenizer(tmp_path / "letters.json", 13)
+    unknown = tokenizer_of(tokenizer).token_to_id("[unk]")
+    ids = [[unknown, unknown, 1 + n % 9, *range(1, n)] for n in range(2, 10)]
+    assert prepare(config(tmp_path, tokenizer, "column", jsonl(tmp_path, ids))).manifest["unreadable"]["count"] == 0
+
+
+def test_empty_files_of_ids_are_counted_as_blank(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]):
+    jsonl(tmp_path, ids)
+    (tmp_path / "more.jsonl").touch()
+    store = prepare(config(tmp_path, tokenizer, "column", tmp_path / "*.jsonl"))
+    assert store.manifest["left_out"]["blank"] == 1
 
 
 def test_documents_that_do_not_fit_are_left_out_and_counted_where_errors_are_skipped(
