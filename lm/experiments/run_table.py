@@ -45,6 +45,8 @@ from lm.statistics.tuning import (
 Direction = Literal["lower", "higher"]
 # costs by size and arm, then by rate: one of each seed, infinite for a run that diverged
 Costs = dict[SizeArm, dict[Rate, list[float]]]
+_MAX_TABLE_BYTES = 2**28  # largest size of a table, after decompression
+_EXTREMES = 1e-30, 1e30  # of weights and values: squares and products of such numbers are finite and exact
 
 
 def judge_table(
@@ -182,7 +184,9 @@ def read_table(path: str | os.PathLike, arm: str) -> pd.DataFrame:
     kind = "CSV"
     try:
         with get_handle(path, "rb", is_text=False, compression="infer") as handles:
-            content = handles.handle.read()
+            content = handles.handle.read(_MAX_TABLE_BYTES + 1)
+        if len(content) > _MAX_TABLE_BYTES:
+            raise RunError(f"{path}: has more than {_MAX_TABLE_BYTES:,} bytes of text; judge it in parts")
         if content.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"[", b"{"):  # perhaps after a byte order mark
             kind = "JSON"
             return _json_rows(content)
@@ -346,8 +350,13 @@ def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
         ("arm", runs["arm"].isna() | (runs["arm"] == "")),
         ("seed", runs["seed"].isna()),
         ("finite value", ~np.isfinite(runs["value"]) & (runs["state"] == FINISHED)),
+        (f"value below {_EXTREMES[1]:g}", (runs["value"].abs() > _EXTREMES[1]) & (runs["state"] == FINISHED)),
         ("finite rate", has_rate & runs["rate"].isna()),
-        ("weight above 0", ~((runs["weight"] >= 0) & (total_weight > 0) & np.isfinite(total_weight))),
+        ("weight above 0", ~(runs["weight"] >= 0) | (total_weight == 0)),
+        (
+            "weight of 0 or from {:g} to {:g}".format(*_EXTREMES),
+            ~runs["weight"].isin([0]) & ~runs["weight"].between(*_EXTREMES),
+        ),
     ):
         if is_wrong.any():
             run, count = runs[is_wrong].iloc[0], int(is_wrong.sum())

@@ -236,6 +236,11 @@ def test_units_are_averaged_and_paired_over():
         (RUNS.assign(rate=["1e-3", "0.1 / high"] * 3), {}, "3 lines have no finite rate, the first of arm a, seed 2"),
         (RUNS.assign(weight=[0, "1"] * 3), {}, "3 lines have no weight above 0, the first of arm a, seed 1"),
         (UNITS.assign(weight=[None] + [1.0] * 29), {}, "a line has no weight above 0, the first of arm a, seed 1"),
+        *(
+            (UNITS.assign(weight=weight), {}, "30 lines have no weight of 0 or from 1e-30 to 1e+30")
+            for weight in (1e-320, 1e200)
+        ),
+        (RUNS.assign(value=[1e300] + [1.0] * 5), {}, "a line has no value below 1e+30, the first of arm a, seed 1"),
         (RUNS.assign(metric=["loss", "error"] * 3), {}, "name one of loss, error"),
         (RUNS.assign(metric="loss"), {"metric": "los"}, "no metric los; did you mean 'loss'?"),
         (RUNS.assign(better=["lower", "higher"] * 3), {}, "better is higher, lower; of one metric it is"),
@@ -312,9 +317,17 @@ def test_a_header_that_does_not_fit_its_lines_is_refused(tmp_path, text, said):
         lm.judge(tmp_path / "runs.csv")
 
 
-def test_a_compressed_table_is_read_and_a_damaged_one_is_one_line(tmp_path):
-    RUNS.to_csv(tmp_path / "runs.csv.gz", index=False)
-    assert lm.judge(tmp_path / "runs.csv.gz")["verdict"].tolist()[1:] == ["better"]
+@pytest.mark.parametrize("suffix", ["", ".gz", ".xz", ".bz2", ".zip", ".zst", ".tar.gz"])
+def test_a_table_is_read_up_to_a_limit_of_its_text(tmp_path, monkeypatch, suffix):
+    path = tmp_path / f"runs.csv{suffix}"
+    RUNS.to_csv(path, index=False)
+    assert lm.judge(path)["verdict"].tolist()[1:] == ["better"]
+    monkeypatch.setattr("lm.experiments.run_table._MAX_TABLE_BYTES", 50)
+    with pytest.raises(RunError, match="has more than 50 bytes of text"):
+        lm.judge(path)
+
+
+def test_a_damaged_compressed_table_is_one_line(tmp_path):
     (tmp_path / "runs.csv.gz").write_bytes(b"\x1f\x8b\x08\x00")
     with pytest.raises(RunError, match="no CSV table"):
         lm.judge(tmp_path / "runs.csv.gz")
