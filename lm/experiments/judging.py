@@ -405,7 +405,7 @@ class Judgement:
         """
         primary, counts_tokens, alpha = self.primary, self.primary.reach is not None, self.question.alpha
         if seed_count < MIN_SEEDS:
-            yield f"NO VERDICT: there are {seed_count} seeds, and a verdict takes {MIN_SEEDS}: add seeds"
+            yield f"NO VERDICT: a verdict takes {MIN_SEEDS} seeds, not {seed_count}: add seeds"
             return
         measured = [comparison.differences for comparison in self.comparisons.values()]
         measured = [differences for differences in measured if len(differences) > 1 and np.isfinite(differences).all()]

@@ -58,7 +58,8 @@ def noise_of(runs: pd.DataFrame, is_paired: bool, difference: float | None = Non
     two arms paired by seed, over the seeds that all arms of a size share. `is_paired`: whether seeds have names.
     """
     degrees = runs.count(axis=1) - 1
-    single = _spread((degrees * runs.var(axis=1)).sum(), degrees.clip(lower=0).sum())
+    largest = float(runs.abs().max(axis=None))
+    single = _spread((degrees * runs.var(axis=1)).sum(), degrees.clip(lower=0).sum(), largest)
     if not single:
         return None
     squares = paired_degrees = 0
@@ -68,19 +69,20 @@ def noise_of(runs: pd.DataFrame, is_paired: bool, difference: float | None = Non
             residuals = shared - shared.mean(1, keepdims=True) - shared.mean(0) + shared.mean()
             squares += 2 * (residuals**2).sum()
             paired_degrees += (shared.shape[0] - 1) * (shared.shape[1] - 1)
-    paired = _spread(squares, paired_degrees)
+    paired = _spread(squares, paired_degrees, largest)
     designs = {"paired by seed": (paired[0], 1)} if paired else {}  # spread and `arms` of `power`
     designs |= {"unpaired": (math.sqrt(2) * single[0], 2), "against a number": (single[0], 1)}
+    designs = {name: design for name, design in designs.items() if design[0]}  # equal runs say nothing of others
     noise = {
         "runs": int(runs.count().sum()),
         "single_runs": single,
         "paired_differences": paired,
         "smallest_difference": {
             str(count): {name: float(smallest_difference(count, *spread)) for name, spread in designs.items()}
-            for count in _SEED_COUNTS
+            for count in (_SEED_COUNTS if designs else ())
         },
     }
-    if difference is not None:
+    if difference is not None and designs:
         counts = {name: seeds_needed(spread, difference, arms=arms) for name, (spread, arms) in designs.items()}
         noise["seeds_needed"] = {"difference": difference} | counts
     return noise
@@ -117,13 +119,18 @@ def experiment_noise(judgement: Judgement) -> str:
     return f"noise: single runs scatter by {_spread_words(noise['single_runs'])}{words}"
 
 
-def _spread(squares: float, degrees: int) -> list[float] | None:
-    """The standard deviation of a sum of squares, and the ends of its 95 % interval; None without degrees."""
+def _spread(squares: float, degrees: int, largest: float) -> list[float] | None:
+    """The standard deviation of a sum of squares, and the ends of its 95 % interval; None without degrees. It is 0 up
+    to 1e-9 times the `largest` value, which is rounding.
+    """
     if not degrees:
         return None
+    squares *= math.sqrt(squares / degrees) > 1e-9 * largest
     return np.sqrt(squares / np.array([degrees, *chdtri(degrees, [0.025, 0.975])])).tolist()
 
 
 def _spread_words(spread: list[float]) -> str:
     value, low, high = spread
+    if not value:
+        return "0 (all are equal)"
     return f"{value:.3g} (standard deviation; 95% interval {low:.3g} to {high:.3g}, alone)"

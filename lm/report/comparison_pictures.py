@@ -26,6 +26,7 @@ from lm.runs.folder import curve as logged_curve
 from lm.runs.record import RunRecord
 from lm.schema import Plain
 from lm.statistics.intervals import Interval
+from lm.statistics.verdicts import seed_count_text
 
 FIRST_DRAWN_POSITION = 16  # position at which a picture by position begins
 MAX_TASKS_WITHOUT_MAP = 3  # fractions of more tasks than this, such as a needle at several depths, are drawn as a map
@@ -68,7 +69,7 @@ def overview(comparison: ArmComparison, pictures: Sequence[Picture | None] | Non
     pictures = [*filter(None, pictures)]
     diverged = {arm: sum(run.state == DIVERGED for run in runs) for arm, runs in comparison.arms.items()}
     arms = [
-        f"{arm} ({_seed_count(len(runs))}{f', {diverged[arm]} diverged' * bool(diverged[arm])})"
+        f"{arm} ({seed_count_text(len(runs))}{f', {diverged[arm]} diverged' * bool(diverged[arm])})"
         for arm, runs in comparison.arms.items()
     ]
     panels = [panel for picture in pictures for panel in picture.panels]
@@ -81,10 +82,6 @@ def overview(comparison: ArmComparison, pictures: Sequence[Picture | None] | Non
         arms,
         " ".join(picture.caption for picture in pictures),
     )
-
-
-def _seed_count(count: int) -> str:
-    return f"{count} seed{'s' if count > 1 else ''}"
 
 
 # ---------------------------------------------------------------- while training
@@ -137,7 +134,7 @@ def curves(
         for arm_index, arm in enumerate(names):
             arm_curves = [(x, y) for run, x, y in drawn if run.arm == arm and run.state == "finished"]
             if len({x.tobytes() for x, _ in arm_curves}) == 1:
-                label = f"{arm}, mean of {_seed_count(len(arm_curves))}"
+                label = f"{arm}, mean of {seed_count_text(len(arm_curves))}"
                 mean = np.mean([y for _, y in arm_curves], axis=0)
                 traces.append(Trace(arm_index, label, arm_curves[0][0], mean, "mean"))
         low, high = (min(settled_values), max(settled_values)) if settled_values else (0.0, 1.0)
@@ -293,7 +290,7 @@ def _seed_traces(comparison: ArmComparison, means: pd.DataFrame, intervals: Band
         bounds = np.array([interval.picture_values() for interval in bands]).T[1:]
         noise_source = next(interval.noise_source for interval in bands if interval.noise_source)
     x = np.where(np.isnan(ends), x, np.sqrt(x * ends))
-    index, label = comparison.names.index(arm), f"{arm}, mean of {_seed_count(len(table.columns))}"
+    index, label = comparison.names.index(arm), f"{arm}, mean of {seed_count_text(len(table.columns))}"
     seeds = [
         Trace(index, f"{arm}, seed {comparison.runs[run].seeds[-1]}", x, y.to_numpy(), "seed")
         for run, y in table.items()

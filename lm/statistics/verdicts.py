@@ -252,6 +252,11 @@ class Verdict:
         )
 
 
+def seed_count_text(count: int) -> str:
+    """`1 seed`, or `2 seeds`."""
+    return f"{count} seed{'' if count == 1 else 's'}"
+
+
 def verdicts(comparisons: Mapping[Name, Comparison], matters: float, ratio: bool = False) -> dict[Name, Verdict]:
     """The verdict on each arm (or pair of an arm and one of the experiment's `sizes`), all comparisons taken as one
     family.
@@ -375,7 +380,7 @@ def _stack_verdicts(
         elif not judged_finite:
             obstacle = "unstable", "a difference is not finite", "a difference is not finite"
         elif seeds < MIN_SEEDS:
-            reason = f"{seeds} seeds in common" if is_paired else f"an arm has {seeds} seeds"
+            reason = f"{seed_count_text(seeds)} in common" if is_paired else f"an arm has {seed_count_text(seeds)}"
             obstacle = "incomplete", reason, f"a verdict takes {MIN_SEEDS} seeds"
         elif not all_finite:
             reason = "a difference at another of the learning rates, all of which a verdict is on, is not finite"

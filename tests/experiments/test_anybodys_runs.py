@@ -200,6 +200,12 @@ def test_noise_is_the_spread_of_single_runs_and_of_pairs(tmp_path):
         low, high = np.sqrt(7 / stats.chi2.ppf([0.975, 0.025], 7))
         assert entry["paired_differences"] == pytest.approx([paired, paired * low, paired * high])
         assert entry["smallest_difference"]["5"]["paired by seed"] == pytest.approx(smallest_difference(5, paired))
+    equal = table_of({"a": np.array([1.1, 1.2, 1.3]), "b": np.array([1.0, 1.1, 1.2])})  # differ by rounding alone
+    equal.to_csv(tmp_path / "equal.csv", index=False)
+    out = command("noise", str(tmp_path / "equal.csv")).stdout
+    assert "differences paired by seed scatter by 0 (all are equal)\n3 seeds find a difference of 0.307 unpaired" in out
+    (tmp_path / "one.json").write_text("[3.27, 3.27, 3.27]")
+    assert command("noise", str(tmp_path / "one.json"), "--difference", "1").stdout.count("\n") == 3
     (tmp_path / "one.json").write_text("[3.27, 3.28, 3.26]")
     assert "no arms share two seeds to pair runs by" in command("noise", str(tmp_path / "one.json")).stdout
     (tmp_path / "one.json").write_text("[3.27]")

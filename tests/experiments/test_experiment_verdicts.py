@@ -397,7 +397,7 @@ def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(t
         "52 seeds"
     )
     of_two = [*plan_lines(experiment(tmp_path, primary=primary | {"spread": 0.05}, seeds=[1, 2]), Slots(1))]
-    assert "NO VERDICT: there are 2 seeds, and a verdict takes 3: add seeds" in of_two
+    assert "NO VERDICT: a verdict takes 3 seeds, not 2: add seeds" in of_two
     noise = {("softmax", seed): 0.0 for seed in (1, 2, 3)} | {
         ("ssmax", 1): 0.05,
         ("ssmax", 2): -0.05,
