@@ -30,8 +30,6 @@ TRAINING = (  # logged in training
     Metric("train/grad_norm", "", "none", "norm of the step's gradient, before clipping"),
     Metric("lr", "", "none", "learning rate of the step"),
     Metric("tokens_per_s", "tokens/s", "higher", "training tokens a second since the last line"),
-    Metric("mfu/causal", "fraction", "higher", "FLOPs of the peak, counting causal scores; if the peak is known"),
-    Metric("mfu/palm", "fraction", "higher", "FLOPs of the peak, counting all scores; if the peak is known"),
     Metric("elapsed_s", "s", "lower", "time of training, without evaluations and checkpoints"),
     Metric(PEAK_MEMORY, "bytes", "lower", "largest memory so far: of the process, or of tensors on the GPU"),
     Metric("sequence_length", "tokens", "none", "length of the step's sequences"),

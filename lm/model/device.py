@@ -47,7 +47,6 @@ class Machine:
     precision: ResolvedSetting
     compilation: ResolvedSetting  # whether the model is compiled
     launcher: str = "lightning"  # the program that started the processes
-    peak_flops: float | None = None  # FLOPs a second that one device can make; None if not known
 
     @property
     def bf16(self) -> bool:

@@ -92,21 +92,19 @@ def count_parameters(decoder: Decoder) -> dict[str, int]:
     return {"total": total, "non_embedding": total - sum(p.numel() for p in embedding), "normalizer": normalizer}
 
 
-def flops_per_token(decoder: Decoder, length: int | None = None, count_masked: bool = False) -> int:
+def flops_per_token(decoder: Decoder) -> int:
     """Training FLOPs per token: 6 per matrix entry, plus 3 T per dimension of each head's keys and of its values, in
-    sequences of T = `length` tokens; None: the training length.
+    sequences of T tokens, the training length.
 
-    Embedding look-ups are free, and scores that the causal mask hides are not counted.
-
-    count_masked: count scores that the causal mask hides, too, as PaLM (arXiv 2204.02311, appendix B) and nanoGPT do.
-    That makes 6 N + 12 L H Q T for N matrix entries, L layers of H heads of size Q.
+    Embedding look-ups are free. Scores that the causal mask hides are not counted; PaLM (arXiv 2204.02311, appendix B)
+    and nanoGPT count them, 6 N + 12 L H Q T for N matrix entries, L layers of H heads of size Q.
     """
     config = decoder.config
     matrix_entries = sum(p.numel() for p in decoder.blocks.parameters() if p.dim() == 2) + decoder.head.weight.numel()
     if config.value_residual == "first_layer":  # the first layer's values are computed twice
         matrix_entries += config.n_embd * config.kv_heads * config.value_dims
     dimensions = config.n_head * config.maps_per_head * (config.key_dims + config.value_dims)
-    return 6 * matrix_entries + (6 if count_masked else 3) * config.n_layer * (length or decoder.seq_len) * dimensions
+    return 6 * matrix_entries + 3 * config.n_layer * decoder.seq_len * dimensions
 
 
 def count_steps(config: Config, vocab_size: int) -> int:

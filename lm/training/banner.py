@@ -154,7 +154,6 @@ def environment(
         },
         "parameters": count_parameters(start.decoder),
         "flops_per_token": flops_per_token(start.decoder),
-        "peak_flops": machine.peak_flops,
         **(
             {"sequence_lengths": lengths.fractions(config.trainer.max_steps)}
             if config.data.lengths.allows_shorter

@@ -42,7 +42,6 @@ from lm.runs.loading import LoadedModel, load
 from lm.runs.manifest import truncate_manifest, write_files
 from lm.schema import Plain
 from lm.training.banner import banner, environment
-from lm.training.flops import peak_flops
 from lm.training.launcher import Process
 from lm.training.lightning_import import L
 from lm.training.loggers import log, make_loggers
@@ -99,8 +98,7 @@ def fit(
     flops = flops_per_token(start.decoder) * config.optim.batch_tokens * config.trainer.max_steps
     compiled = resolve_compile(config, flops, accelerator, old_facts)
 
-    device_flops = peak_flops(accelerator, precision.value != "32") if is_main else None
-    machine = Machine(accelerator, device, precision, compiled, process.launcher, device_flops)
+    machine = Machine(accelerator, device, precision, compiled, process.launcher)
     facts = {**environment(config, store, start, machine, old_facts), "started_from": old_facts.get("started_from")}
     facts |= {"branched_from": old_facts["branched_from"]} if "branched_from" in old_facts else {}
     callbacks = outside_objects("trainer.callbacks", config.trainer.callbacks, L.Callback)

@@ -8,7 +8,6 @@ from torch import Tensor
 from lm.model.decoder import Decoder
 from lm.model.device import peak_memory_bytes
 from lm.runs.folder import PEAK_MEMORY
-from lm.training.flops import mfu
 from lm.training.lightning_import import L
 from lm.training.module import LanguageModel
 from lm.training.run_context import RunContext
@@ -46,13 +45,12 @@ class StopOnSignal(StepCallback):
 class Metrics(StepCallback):
     """Logs metrics every `log.every` steps, and at the first and last step.
 
-    Each line has the mean loss since the last line, the step's gradient norm and learning rate, tokens per second, MFU,
-    and peak memory. It also has the normalizers' parameters.
+    Each line has the mean loss since the last line, the step's gradient norm and learning rate, tokens per second, peak
+    memory, and the normalizers' parameters.
     """
 
     def __init__(self, run: RunContext):
         super().__init__(run)
-        self.peak_flops = run.machine.peak_flops and run.machine.peak_flops * run.config.world_size
         self.has_lengths = run.config.data.lengths.allows_shorter or any(phase.seq_len for phase in run.config.phases)
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -80,7 +78,6 @@ class Metrics(StepCallback):
                 "train/grad_norm": module.grad_norm,
                 "lr": self.config.lr_at(step - 1),
                 "tokens_per_s": round(speed, 1),
-                **mfu(module.decoder, module.config.data.seq_len, speed, self.peak_flops),
                 "elapsed_s": round(elapsed_s, 3),
                 PEAK_MEMORY: peak_memory_bytes(module.device),
                 **({"sequence_length": module.sequence_length} if self.has_lengths else {}),
