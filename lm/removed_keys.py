@@ -58,7 +58,7 @@ REMOVED_KEYS: dict[str, object] = HASHED_KEYS | {
     "log.score_sequences": 2,
     "log.dynamics": ["gradient_norm"],
 }
-REMOVED_LOGGERS = ("csv", "trackio")  # in `log.to`
+REMOVED_LOGGERS = ("csv", "trackio", "tensorboard")  # in `log.to`
 _PATTERNS = {re.compile(re.escape(path).replace(r"\*", r"[^.]*")): value for path, value in REMOVED_KEYS.items()}
 
 

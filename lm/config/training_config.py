@@ -297,9 +297,6 @@ class TrainerConfig:
         yield from outside_problems("callbacks", self.callbacks)
 
 
-LOGGERS = ("wandb", "tensorboard")
-
-
 @dataclass
 class LogConfig:
     every: int = key(10, "steps between logged metrics", ge=1, le=10**9)
@@ -308,20 +305,20 @@ class LogConfig:
     )
     to: list[str | dict] = key(
         ["wandb"],
-        "where metrics go beside metrics.jsonl: wandb | tensorboard (the extra `log`), or "
-        "Lightning's Loggers of your own, as in trainer.callbacks",
+        "where metrics go beside metrics.jsonl: wandb, or Lightning's Loggers (TensorBoard and your own), named as in "
+        "trainer.callbacks",
     )
     progress: Literal["auto", "bar", "lines", "none"] = key("auto", "`auto`: a bar on a terminal, else lines")
 
     @property
     def outside(self) -> list[str | dict]:
         """The loggers from outside among `to`."""
-        return [entry for entry in self.to if entry not in LOGGERS]
+        return [entry for entry in self.to if entry != "wandb"]
 
     def problems(self) -> Iterator[Problem]:
         if any(entry in self.to[:index] for index, entry in enumerate(self.to)):
             yield Problem("to", self.to, "names something twice", "name it once")
-        yield from outside_problems("to", self.to, LOGGERS)
+        yield from outside_problems("to", self.to, ["wandb"])
 
     def is_due(self, step: int, max_steps: int) -> bool:
         """Whether metrics are logged after optimizer step `step` (1-based)."""

@@ -1,4 +1,4 @@
-"""The loggers of a run, which are Lightning's Loggers: metrics.jsonl, wandb and TensorBoard."""
+"""The loggers of a run, which are Lightning's Loggers: metrics.jsonl, wandb and those from outside."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from lm.config.tree import Config
-from lm.errors import ConfigError, Problem, RunError, one_line
+from lm.errors import RunError, one_line
 from lm.runs.evaluations import LOSS, Evaluation, curves
 from lm.runs.folder import METRICS
 from lm.schema import Plain, to_plain
@@ -18,9 +18,7 @@ from lm.training.wandb_runs import experiment_labels, finish_wandb_run, start_wa
 if TYPE_CHECKING:
     import wandb
 
-Logger, TensorBoardLogger, WandbLogger = (
-    getattr(L.pytorch.loggers, name) for name in ("Logger", "TensorBoardLogger", "WandbLogger")
-)
+Logger, WandbLogger = L.pytorch.loggers.Logger, L.pytorch.loggers.WandbLogger
 rank_zero_only = L.pytorch.utilities.rank_zero_only
 
 # entries of environment.json for wandb
@@ -167,37 +165,22 @@ class WandbRun(Mirror, WandbLogger):
         self.attempt(finish_wandb_run, self.experiment)
 
 
-class TensorBoard(Mirror, TensorBoardLogger):
-    """Writes TensorBoard's event files to the folder `tensorboard` of a run folder."""
-
-    label = "tensorboard"
-
-    def __init__(self, run: Path):
-        super().__init__(run, self.label, "", max_queue=100)
-
-
 def make_loggers(mode: str, config: Config, environment: dict[str, Plain], is_main: bool) -> list[RunLogger]:
     """Start and return the loggers of a run: those from outside that `log.to` names, and on the first process
-    metrics.jsonl, wandb and TensorBoard before them.
+    metrics.jsonl and wandb before them.
 
     Args:
         mode: wandb's mode, as `wandb_mode` returns it.
         environment: the content of environment.json, whose `wandb_id` lets a resumed run continue its wandb run.
 
     Raises:
-        ConfigError: a logger is not installed, or can't be made.
+        ConfigError: a logger from outside can't be imported or made.
         RunError: wandb can't be started.
     """
     outside = outside_objects("log.to", config.log.outside, Logger, Mirror)
     for logger in outside:
         logger.attempt(logger.log_hyperparams, to_plain(config))
     loggers: list[RunLogger] = [MetricsFile(config.run_folder / METRICS)] * is_main
-    if is_main and "tensorboard" in config.log.to:
-        try:
-            loggers.append(TensorBoard(config.run_folder))
-        except ImportError as error:
-            reason = f"is not installed ({one_line(error, 80)})"
-            raise ConfigError([Problem("log.to", "tensorboard", reason, "install it (the extra `log`)")]) from None
     if is_main and mode != "disabled":
         facts = to_plain(config) | {fact: environment[fact] for fact in WANDB_FACTS}
         # one text to group runs by, also of a list of normalizers and of phases

@@ -109,8 +109,9 @@ def test_a_removed_key_is_read_at_its_default_and_else_refused(pattern: str):
     assert str(problem).endswith("'no value that it ever had': is no key of lm any more; see CHANGELOG.md")
 
 
-def test_the_logger_csv_is_left_out_of_older_runs():
-    older = merged(to_plain(load_config(["name=x"])), {"log": {"to": ["wandb", "csv"]}})
+def test_what_left_log_is_left_out_of_older_runs_whatever_it_was():
+    log = {"to": ["wandb", "csv", "tensorboard"], "dynamics": ["logit_scale"], "tags": ["mine"]}
+    older = merged(to_plain(load_config(["name=x"])), {"log": log})
     assert parse(without_removed(older)).log.to == ["wandb"]
 
 
