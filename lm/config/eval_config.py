@@ -305,8 +305,6 @@ class DiagnosticsConfig(EvaluationConfig):
     queries: int = key(
         64, "queries of each sequence, spread evenly over the logarithm of the number of keys", ge=1, le=MAX_SEQUENCES
     )
-    text: str | None = key(None, "UTF-8 file to read in place of held-out text")
-    by_position: bool = key(False, "also each head's numbers at each number of visible keys")
     inference: list[InferenceSetting] = sections(
         InferenceSetting, "inference settings, each measured", (InferenceSetting(),)
     )
@@ -325,9 +323,8 @@ class DiagnosticsConfig(EvaluationConfig):
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
         yield from super().conflicts(data, model)
-        if data.symbolic and (self.text or self.length_factor != 1):
-            key = "text" if self.text else "length_factor"
-            yield Problem(key, getattr(self, key), "needs a model of text", "leave it out")
+        if data.symbolic and self.length_factor != 1:
+            yield Problem("length_factor", self.length_factor, "needs a model of text", "leave it out")
 
 
 @dataclass

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lm.config.load import overrides_in
 from lm.data.batches import Batch
 from lm.data.tokenizer import encoding_of
 from lm.diagnostics.attention_rows import AttentionRows
-from lm.diagnostics.concentration import effective_keys
-from lm.errors import ConfigError, Problem, RunError
-from lm.evaluation.diagnostics import changed_config, config_of, diagnosis_changes, read_file
-from lm.evaluation.evaluate import open_device
+from lm.errors import ConfigError, RunError
+from lm.evaluation.diagnostics import changed_config
+from lm.evaluation.evaluate import open_device, text_config
 from lm.files import write_together
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
@@ -44,15 +44,6 @@ class Maps:
     weights: np.ndarray
     queries: np.ndarray  # (layers, H, K, K) int64, index of each weight's query token; -1 where no query sees a key
     keys: np.ndarray  # (layers, H, K, K) int64, index of each weight's key token; -1 likewise
-    # (layers, H), mean over queries of `effective_keys` / visible keys, without first token; small if concentrated
-    effective: np.ndarray
-
-    def most_concentrated(self, count: int) -> list[tuple[int, int]]:
-        """Pairs (layer, head), ascending, of the `count` most concentrated heads (lowest `effective`); of all heads if
-        there are fewer.
-        """
-        order = np.argsort(np.nan_to_num(self.effective, nan=np.inf), axis=None, kind="stable")[:count]
-        return sorted(divmod(index, self.effective.shape[1]) for index in order.tolist())
 
 
 @torch.no_grad()
@@ -63,38 +54,25 @@ def attention_maps(decoder: Decoder, tokens: Tensor, cells: int) -> Maps:
     A cell of a long sequence shows its weight of largest magnitude: a mean would lose single keys with much weight,
     such as a sink.
     """
-    length = len(tokens)
-    size = -(-length // cells)
-    side = -(-length // size)
+    size = -(-len(tokens) // cells)
+    side = -(-len(tokens) // size)
     heads = max(normalizer.layer.n_head for normalizer in decoder.normalizers())
     shape = len(decoder.normalizers()), heads, side, side
-    # of each cell: the largest magnitude so far, its weight, query and key
-    found = torch.full((*shape, 4), -1.0, dtype=torch.float64)
-    found[..., 1] = math.nan
-    effective = torch.full((*shape[:2], length), torch.nan)
+    weights = torch.full(shape, math.nan)
+    queries, keys = (torch.full(shape, -1) for _ in range(2))
     sequence = torch.cat((tokens, tokens[:1])).unsqueeze(0)  # the appended token is a target that is not read
-    for block in attention_blocks(decoder, Batch.of(sequence)):
+    # a block of queries is some whole rows of cells
+    for block in attention_blocks(decoder, Batch.of(sequence), block=-(-cells // size) * size):
         rows = AttentionRows.from_block(block)
-        rows_without_first = rows.without_first
-        effective[block.layer][:, block.queries.cpu()] = (
-            effective_keys(rows_without_first) / rows_without_first.n
-        ).cpu()
         magnitude = rows.magnitudes.masked_fill(~rows.visible, -1.0)
-        padded = F.pad(magnitude, (0, side * size - magnitude.size(-1)), value=-1.0)
-        peaks, keys = padded.unflatten(-1, (side, size)).max(-1)  # (H, T, K)
-        keys = keys + torch.arange(0, side * size, size, device=keys.device)
-        weights = rows.weights.gather(-1, keys.clamp(max=rows.weights.size(-1) - 1))
-        queries = block.queries.view(-1, 1).expand(keys.shape)
-        of_rows = torch.stack((peaks, weights, queries, keys), -1).double().cpu()  # (H, T, K, 4)
-        for cell in (block.queries // size).unique().tolist():
-            in_cell = of_rows[:, (block.queries // size == cell).cpu()]
-            largest = in_cell[..., :1].argmax(1, keepdim=True)
-            update = in_cell.take_along_dim(largest, 1).squeeze(1)  # (H, K, 4)
-            old = found[block.layer, :, cell]
-            is_larger = (update[..., :1] > old[..., :1]) | update[..., :1].isnan()
-            found[block.layer, :, cell] = torch.where(is_larger, update, old)
-    weights, (queries, keys) = found[..., 1].float(), found[..., 2:].long().unbind(-1)
-    return Maps(size, weights.numpy(), queries.numpy(), keys.numpy(), effective.nanmean(-1).numpy())
+        peaks, places = F.max_pool2d(magnitude, size, ceil_mode=True, return_indices=True)  # (H, rows, columns) each
+        found = rows.weights.flatten(1).gather(1, places.flatten(1)).view_as(peaks)
+        query, key = block.queries[places // rows.visible.size(1)], places % rows.visible.size(1)
+        is_seen, first = (peaks >= 0) | peaks.isnan(), int(block.queries[0]) // size
+        for cells_of_all, values, unseen in ((weights, found, math.nan), (queries, query, -1), (keys, key, -1)):
+            of_block = cells_of_all[block.layer, :, first : first + peaks.size(1), : peaks.size(2)]
+            of_block.copy_(torch.where(is_seen, values, unseen))
+    return Maps(size, weights.numpy(), queries.numpy(), keys.numpy())
 
 
 # ---------------------------------------------------------------- pictures
@@ -166,7 +144,7 @@ def token_label(token: str) -> str:
 
 CELLS_A_SIDE = 128  # along each side of a map
 MAX_HEADS = 16  # the most heads of a model that are shown, unless layers or heads are named
-MAX_TEXT_TOKENS = 2**16  # the longest text, for models without learned positions
+MAX_TEXT_TOKENS = 2**14  # the longest text, for models without learned positions
 Indices = list[int] | None  # of layers or heads; None: all
 
 
@@ -184,8 +162,7 @@ def show_attention(
     Args:
         sources: run folders, checkpoints, exports and other model folders.
         text: a UTF-8 file, or the text itself.
-        layers, heads: indices, from 0, to show; None: all. Both None: all heads, or the most concentrated if there are
-            over `MAX_HEADS`.
+        layers, heads: indices, from 0, to show; None: all. Of more than `MAX_HEADS` heads, some have to be named.
         checkpoint: the checkpoint of run folders: `last`, `best` or a step.
         overrides: changes `key=value` of eval.diagnostics.inference and of keys of trainer.
         table_path: file of the table, .csv or .json; the pictures lie beside it. None: attention.csv in the folder of
@@ -193,12 +170,7 @@ def show_attention(
 
     Raises LMError: no model at a source, no text, a text that is too long, no such layer or head.
     """
-    changes = diagnosis_changes(overrides)
-    options = changes["eval"]["diagnostics"]
-    if unused := sorted(set(options) - {"inference"}):
-        problems = [Problem(f"eval.diagnostics.{name}", options[name], "has no effect with --text") for name in unused]
-        raise ConfigError(problems)
-    text = read_text(text)
+    changes, text = overrides_in("diagnose", overrides), read_text(text)
     models = [
         model for source in sources for model in _shown_models(load(source, checkpoint), text, layers, heads, changes)
     ]
@@ -218,7 +190,10 @@ def read_text(text_or_path: str) -> str:
     looks_like_a_path = "/" in text_or_path or Path(text_or_path).suffix in (".txt", ".md", ".json", ".csv")
     if not is_file and looks_like_a_path and len(text_or_path.split()) == 1:
         raise RunError(f"--text {text_or_path}: no such file")
-    text = read_file(text_or_path, "--text ") if is_file else text_or_path
+    try:
+        text = Path(text_or_path).read_text(encoding="utf-8") if is_file else text_or_path
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"--text {text_or_path}: {getattr(error, 'strerror', None) or 'is not UTF-8'}") from None
     if not text.strip():
         raise RunError(f"--text{f' {text_or_path}' if is_file else ''}: is empty; give a file or a text")
     return text
@@ -227,7 +202,7 @@ def read_text(text_or_path: str) -> str:
 def _shown_models(
     model: LoadedModel, text: str, layers: Indices, heads: Indices, changes: dict[str, Plain]
 ) -> Iterator[ShownModel]:
-    config = changed_config(changes, model.config or config_of(model))
+    config = changed_config(changes, model.config or text_config(model, ()))
     tokenizer, start = model.tokenizer_and_start()
     encoded = encoding_of(tokenizer, text)
     ids, has_end = [start, *encoded.ids], model.spec.model.position.has_last_position
@@ -239,6 +214,9 @@ def _shown_models(
     for name, indices, count in zip(("layer", "head"), (layers, heads), shape, strict=True):
         if wrong := [index for index in indices or [] if not 0 <= index < count]:
             raise ConfigError(f"--{name} {wrong[0]}: {model.folder} has {count} {name}s, 0 to {count - 1}")
+    shown_heads = [*product(layers or range(shape[0]), heads or range(shape[1]))]
+    if layers is None and heads is None and len(shown_heads) > MAX_HEADS:
+        raise ConfigError(f"--text: {model.folder} has {len(shown_heads)} heads: choose some by --layer and --head")
     device = open_device(config, model.environment).device
     tokens = ["<start>"] + [text[begin:end] for begin, end in encoded.offsets]
     characters = [0] + [begin for begin, _ in encoded.offsets]
@@ -251,10 +229,7 @@ def _shown_models(
             decoder = for_inference(model.decoder, setting).to(device)
             with torch.autocast(device.type, enabled=False):
                 maps = attention_maps(decoder, torch.tensor(ids, device=device), CELLS_A_SIDE)
-            shown_heads = [*product(layers or range(shape[0]), heads or range(shape[1]))]
-            if layers is None and heads is None and len(shown_heads) > MAX_HEADS:
-                shown_heads = maps.most_concentrated(MAX_HEADS)
-            amount = f"{len(ids):,} tokens, {len(text):,} characters; {len(shown_heads)} of {maps.effective.size} heads"
+            amount = f"{len(ids):,} tokens, {len(text):,} characters; {len(shown_heads)} of {math.prod(shape)} heads"
             amount += f"; a cell is the largest of {maps.size} x {maps.size} weights" if maps.size > 1 else ""
             name = folder_name + (f", {setting.label}" if len(settings) > 1 else "")
             yield ShownModel(name, amount, model.folder, setting.label, tokens, characters, maps, shown_heads)

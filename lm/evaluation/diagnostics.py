@@ -10,17 +10,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
-from lm.config.data_config import DataConfig
 from lm.config.eval_config import DiagnosticsConfig, EvalConfig, LongContextConfig
 from lm.config.load import merge, overrides_in, parse
-from lm.config.training_config import OptimConfig
 from lm.config.tree import Config
 from lm.data.batches import long_starts
 from lm.data.store import Store
-from lm.data.tokenizer import encoding_of
 from lm.diagnostics.attention_rows import (
     HEADS,
     MIN_KEYS,
@@ -42,18 +38,15 @@ from lm.diagnostics.attention_rows import (
 from lm.diagnostics.concentration import concentration_statistics
 from lm.diagnostics.limits import limit_statistics
 from lm.diagnostics.sparsity import sparsity_statistics
-from lm.errors import ConfigError, Problem, RunError
-from lm.evaluation.evaluate import evaluate_model, evaluate_sources, open_device
+from lm.errors import ConfigError, Problem
+from lm.evaluation.evaluate import evaluate_sources
 from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
 from lm.evaluation.held_out import HeldOut, by_sequence, spread_sequences, validation_sequences
-from lm.files import expand_home
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.swapped import applicable_settings, for_inference
 from lm.report.evaluation_tables import EvaluationResult
-from lm.runs.evaluations import Evaluation, rows, units_frame
-from lm.runs.folder import DESCRIPTION
-from lm.runs.loading import LoadedModel, load
+from lm.runs.evaluations import rows, units_frame
 from lm.runs.metric import Metric
 from lm.schema import Plain, to_plain
 
@@ -80,16 +73,14 @@ def families(options: DiagnosticsConfig) -> tuple[StatisticFamily, ...]:
 
 
 def diagnostic_sequences(store: Store, config: Config, options: DiagnosticsConfig) -> HeldOut:
-    """Up to `options.sequences` windows of `options.text`, else of held-out data; within single documents if not of the
-    training length.
+    """Up to `options.sequences` windows of held-out data; within single documents if not of the training length.
 
-    Raises:
-        ConfigError: no document is long enough, or sequences are so short that no query sees `MIN_KEYS` keys.
-        RunError: the text can't be read, or is too short.
+    Raises ConfigError: no document is long enough, or sequences are so short that no query sees `MIN_KEYS` keys.
     """
-    length = sequence_length(options, config.data.seq_len)
-    if options.text:
-        return sequences_of_text(store.tokenizer(), store.end_of_text, options, length)
+    length = round(options.length_factor * config.data.seq_len)
+    if length < MIN_KEYS:
+        reason = f"makes sequences of {length} tokens, in which no query sees the {MIN_KEYS} keys that statistics need"
+        raise ConfigError([Problem(_LENGTH_KEY, options.length_factor, reason, "set it higher")])
     if config.data.symbolic:
         validation = validation_sequences(store, config)
         count = min(options.sequences, len(validation.sequences))
@@ -103,43 +94,6 @@ def diagnostic_sequences(store: Store, config: Config, options: DiagnosticsConfi
         reason = f"needs held-out documents of {length + 1:,} tokens, the longest has {store.val.longest:,}"
         raise ConfigError([Problem(_LENGTH_KEY, options.length_factor, reason, "set it lower")])
     return windows
-
-
-def sequence_length(options: DiagnosticsConfig, seq_len: int) -> int:
-    """Tokens in a sequence, for a model trained on sequences of `seq_len`. Raises ConfigError if no query would see
-    `MIN_KEYS` keys.
-    """
-    length = round(options.length_factor * seq_len)
-    if length < MIN_KEYS:
-        reason = f"makes sequences of {length} tokens, in which no query sees the {MIN_KEYS} keys that statistics need"
-        raise ConfigError([Problem(_LENGTH_KEY, options.length_factor, reason, "set it higher")])
-    return length
-
-
-def sequences_of_text(tokenizer: Tokenizer, end_of_text: int, options: DiagnosticsConfig, length: int) -> HeldOut:
-    """Up to `options.sequences` windows of the text file `options.text`, spread evenly, without overlap; the file
-    counts as one document.
-
-    Raises RunError: the file can't be read, is not UTF-8, or has too few tokens.
-    """
-    tokens = np.array([end_of_text, *encoding_of(tokenizer, read_file(options.text, "eval.diagnostics.text = ")).ids])
-    windows = (len(tokens) - 1) // length
-    if not windows:
-        reason = f"has {len(tokens):,} tokens, a sequence {length + 1:,}"
-        raise RunError(f"eval.diagnostics.text = {options.text}: {reason}; give more text, or lower {_LENGTH_KEY}")
-    count = min(options.sequences, windows)
-    starts = np.arange(count) * windows // count * length
-    sequences = tokens[starts[:, None] + np.arange(length + 1)]
-    token_bytes = np.zeros(tokenizer.get_vocab_size(), np.float32)
-    return HeldOut(sequences, token_bytes, documents=np.zeros(count, int))
-
-
-def read_file(path: str, prefix: str) -> str:
-    """The text of a UTF-8 file. Raises RunError, whose message begins with `prefix`, the option that names the file."""
-    try:
-        return expand_home(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f"{prefix}{path}: {getattr(error, 'strerror', None) or 'is not UTF-8'}") from None
 
 
 # ---------------------------------------------------------------- measuring
@@ -171,10 +125,9 @@ class Diagnostics(Measurement):
             if entry.in_reports
         ]
 
-    def __init__(self, config: Config, store: Store | None, held_out: HeldOut | None = None):
-        """Set the sequences to read: `held_out`, else `diagnostic_sequences` of the store."""
+    def __init__(self, config: Config, store: Store):
         super().__init__(config, store)
-        self.held_out = held_out or diagnostic_sequences(store, config, self.eval_config)
+        self.held_out = diagnostic_sequences(store, config, self.eval_config)
 
     @property
     def options(self) -> dict[str, Plain]:
@@ -196,16 +149,9 @@ class Diagnostics(Measurement):
     def cacheable(self, frame: pd.DataFrame) -> bool:
         return True  # a number that is not finite is undefined, not an error
 
-    def picture(self, evaluation: Evaluation) -> bytes | None:
-        from lm.evaluation.diagnostic_pictures import diagnostics_picture  # imports matplotlib
-
-        return (picture := diagnostics_picture(evaluation)) and picture.png
-
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
-        # no window of a text is held back to select runs
-        fingerprint = "" if self.eval_config.text else self.fingerprint
         return diagnostic_blocks(
-            decoder, self.held_out, self.eval_config, device, self.config.seed, fingerprint, progress
+            decoder, self.held_out, self.eval_config, device, self.config.seed, self.fingerprint, progress
         )
 
 
@@ -245,18 +191,17 @@ def diagnostic_blocks(
         suffix = "" if setting.label == "as trained" else f", {setting.label}"
         names = setting.label, UNTRAINED + suffix, SHUFFLED + suffix
         models |= {name: measures.values(vectors[:, index], decoder.seq_len) for index, name in enumerate(names)}
-    return [*_model_rows(models, measures, held_out, fingerprint, options.by_position)] if models else []
+    return [*_model_rows(models, measures, held_out, fingerprint)] if models else []
 
 
 def _model_rows(
-    models: dict[str, MeasuredValues], measures: Measures, held_out: HeldOut, fingerprint: str, by_position: bool
+    models: dict[str, MeasuredValues], measures: Measures, held_out: HeldOut, fingerprint: str
 ) -> Iterator[pd.DataFrame]:
     """Rows of the statistics of several models on the same sequences; the trained model comes first.
 
     Overall there is each statistic's mean over queries, heads and layers, with intervals over documents if it has a
     value for each query, and the mean of b in fits statistic ~ n^b, n the number of visible keys. Curves are means
-    by n. By layer and head there are means over sequences and queries, b, and R^2 of the fit; with `by_position` also
-    means by n.
+    by n. By layer and head there are means over sequences and queries, b, and R^2 of the fit.
     """
     trained, values = next(iter(models.items()))
     bins, statistics = half_octaves(values.n, values.train_length), measures.query_statistics
@@ -279,16 +224,10 @@ def _model_rows(
         return rows(about, np.asarray(values, "f8"), setting=model, **fields)
 
     def by_head(
-        statistic: Statistic | QuerySums, model: str, means: np.ndarray, of: str = "", suffix: str = ""
+        statistic: Statistic | QuerySums, model: str, means: np.ndarray, of: str = ""
     ) -> Iterator[pd.DataFrame]:
         for layer, row in enumerate(means):
-            task = f"layer {layer}{suffix}"
-            yield block(statistic, model, row, of, {"axis": HEADS}, x=[*range(len(row))], task=task)
-
-    def within(array: np.ndarray, model: str, keys: tuple[int, int], axes: tuple[int, ...]) -> np.ndarray:
-        """Means over `axes` of the values of queries whose number of visible keys is in `keys`, ends included."""
-        n = models[model].n[:, :, None]
-        return mean(np.where((n >= keys[0]) & (n <= keys[1]), array, np.nan), axes)
+            yield block(statistic, model, row, of, {"axis": HEADS}, x=[*range(len(row))], task=f"layer {layer}")
 
     fits = []
     for statistic, model, array in measured(statistic for statistic in statistics if statistic.has_exponent):
@@ -316,9 +255,9 @@ def _model_rows(
             "caption": f"{statistic.name} of attention weights, mean over heads",
         }
         metric, units = {"axis": VISIBLE_KEYS, **(display if statistic.in_reports else {})}, held_out.units(fingerprint)
-        points = []
-        for keys, x in zip(bins, bin_middles(bins), strict=True):
-            means = within(array, model, keys, (1, 2, 3))[:, None]
+        points, n = [], models[model].n[:, :, None]
+        for (first, last), x in zip(bins, bin_middles(bins), strict=True):
+            means = mean(np.where((n >= first) & (n <= last), array, np.nan), (1, 2, 3))[:, None]
             weights = np.isfinite(means[:, 0])
             point = units.assign(weight=weights.astype(float))
             points.append(
@@ -331,10 +270,6 @@ def _model_rows(
     for statistic, model, of, b, r_squared in fits:
         yield from by_head(statistic, model, b, of)
         yield from by_head(statistic, model, r_squared, f"R^2 of the {of}")
-    for statistic, model, array in measured(statistics if by_position else []):
-        for low, high in bins:
-            means = within(array, model, (low, high), (0, 3))
-            yield from by_head(statistic, model, means, suffix=f", {low:,} to {high:,} keys")
 
 
 # ---------------------------------------------------------------- lm diagnose
@@ -345,40 +280,14 @@ def diagnose(sources: list[Path], checkpoint: str = "last", overrides: Sequence[
 
     Args:
         sources: run folders, checkpoints, exports and other model folders, and configurations of the text that model
-            folders are measured on. A model folder without a training run needs such a configuration, or
-            eval.diagnostics.text.
+            folders are measured on. A model folder without a training run needs such a configuration.
         checkpoint: the checkpoint of run folders: `last`, `best` or a step.
         overrides: `key=value` of keys that act in `lm diagnose`, such as eval.diagnostics.sequences=32.
 
-    Raises LMError: no model at a source, no text that could be read, other data than the model was trained on.
+    Raises LMError: no model at a source, other data than the model was trained on.
     """
-    changes = diagnosis_changes(overrides)
-    text = changes["eval"]["diagnostics"].get("text")
-    alone = [source for source in sources if text and (source / DESCRIPTION).is_file()]
-    others = [source for source in sources if source not in alone]
-    results = [_diagnose_on_text(load(source, checkpoint), changes) for source in alone]
-    return results + (
-        evaluate_sources(others, checkpoint, partial(changed_config, changes), kinds=[KIND]) if others else []
-    )
-
-
-def diagnosis_changes(overrides: Sequence[str]) -> dict[str, Plain]:
-    """Changes of a configuration: a block `eval.diagnostics`, and `overrides`. Raises ConfigError: they remove it."""
-    changes = merge({"eval": {"diagnostics": {}}}, overrides_in("diagnose", [*overrides]))
-    if changes["eval"]["diagnostics"] is None:
-        reason, remedy = "leaves nothing to describe", "leave it out, or give keys of the block"
-        raise ConfigError([Problem("eval.diagnostics", None, reason, remedy)])
-    return changes
-
-
-def _diagnose_on_text(model: LoadedModel, changes: dict[str, Plain]) -> EvaluationResult:
-    """Diagnose a model folder on `eval.diagnostics.text`, without a token store."""
-    config = changed_config(changes, model.config or config_of(model))
-    options = config.eval.diagnostics
-    length = sequence_length(options, model.spec.seq_len)
-    measurement = Diagnostics(config, None, sequences_of_text(*model.tokenizer_and_start(), options, length))
-    (result,) = evaluate_model(model.folder, model, [measurement], open_device(config, model.environment))
-    return result
+    changes = overrides_in("diagnose", [*overrides])
+    return evaluate_sources(sources, checkpoint, partial(changed_config, changes), kinds=[KIND])
 
 
 def changed_config(changes: dict[str, Plain], config: Config) -> Config:
@@ -390,10 +299,5 @@ def changed_config(changes: dict[str, Plain], config: Config) -> Config:
         long_context=LongContextConfig(length_factor=0),
         diagnostics=config.eval.diagnostics,
     )
-    return parse(merge(to_plain(replace(config, eval=alone)), changes))
-
-
-def config_of(model: LoadedModel) -> Config:
-    """The configuration of a model without a training run: defaults with the model's shape."""
-    data, optim = DataConfig(seq_len=model.spec.seq_len), OptimConfig(batch_tokens=model.spec.seq_len)
-    return Config(name=model.folder.resolve().name, data=data, model=model.spec.model, optim=optim)
+    changed = merge(to_plain(replace(config, eval=alone)), changes)
+    return parse(merge(changed, {"eval": {"diagnostics": {}}}))

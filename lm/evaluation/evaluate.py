@@ -197,7 +197,7 @@ def split_configurations(paths: list[Path]) -> tuple[list[Path], list[Path]]:
 
 def text_config(model: LoadedModel, files: Sequence[Path]) -> Config:
     """A configuration with the model's shape, tokenizer and training length, and otherwise the text, seed and `eval` of
-    `files`.
+    `files`, or defaults without any.
 
     Of their `trainer` it has the keys that `lm eval` reads, of their `data` no tasks. It is not checked against the
     model's limits, such as learned positions: overrides may still change it, and `parse` then checks the result.
@@ -205,7 +205,7 @@ def text_config(model: LoadedModel, files: Sequence[Path]) -> Config:
     Raises ConfigError: a configuration is wrong, or has no text; RunError: the model has no tokenizer.
     """
     model.tokenizer_and_start()
-    base, spec = load_config([str(path) for path in files]), model.spec
+    base, spec = load_config([str(path) for path in files]) if files else Config(), model.spec
     if base.data.symbolic:
         reason = f"its sequences are symbols, which {model.path} does not know"
         raise ConfigError([Problem("data.tasks", str(files[-1]), reason, "name a configuration of text")])

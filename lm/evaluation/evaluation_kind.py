@@ -122,10 +122,6 @@ class Measurement(ABC):
         not changed, nor the random state.
         """
 
-    def picture(self, evaluation: Evaluation) -> bytes | None:
-        """A PNG file that shows a result. None: the evaluation has no picture of its own, and reports draw it."""
-        return None
-
     def cacheable(self, frame: pd.DataFrame) -> bool:
         """Whether a result is used again in place of measuring anew. One that is not finite isn't, as a repetition may
         be finite.
@@ -154,17 +150,11 @@ class Measurement(ABC):
             self.precision(device), weights, frame, self.config.eval.measured_options(self.kind), self.code,
         )  # fmt: skip
 
-    def write(self, run: Path, evaluation: Evaluation, with_picture: bool = True) -> Path:
-        """Write a result to its file in a run folder, and with `with_picture` also its picture if it has one; return
-        the file's path.
-        """
+    def write(self, run: Path, evaluation: Evaluation) -> Path:
+        """Write a result to its file in a run folder, and return the file's path."""
         path = evaluation_path(run, evaluation.kind, evaluation.step)
-        picture = self.picture(evaluation) if with_picture else None
-        pictures = {} if picture is None else {path.with_suffix(".png"): picture}
-        names = {
-            str(file.relative_to(run)): content for file, content in {path: evaluation.content(), **pictures}.items()
-        }
-        write_files(run, names, evaluation.step, evaluation.weights_sha256, "the evaluation")
+        files = {str(path.relative_to(run)): evaluation.content()}
+        write_files(run, files, evaluation.step, evaluation.weights_sha256, "the evaluation")
         return path
 
     def cached(self, run: Path, weights: str, device: Device, step: int) -> Evaluation | None:

@@ -24,9 +24,8 @@ class EvaluationCallback(StepCallback):
     """Makes one measurement when it is due, on all ranks, and writes its result to a file in evaluations/ and a line in
     metrics.jsonl.
 
-    Pictures take as long to draw as a short run takes to start. They are therefore drawn only if a logger such as wandb
-    shows them, or at the last step of a run outside experiments. Training time excludes measurements and pictures. If a
-    measurement fails, the failure is logged, and training continues unless `eval.on_error` is stop.
+    Training time excludes measurements. If a measurement fails, the failure is logged, and training continues unless
+    `eval.on_error` is stop.
     """
 
     kind: ClassVar[str]  # the key of the evaluation's options in `eval`
@@ -66,12 +65,9 @@ class EvaluationCallback(StepCallback):
             if trainer.is_global_zero:
                 scores = logged_means(result)  # logged before its file is written: where a file is, nothing is missing
                 run.log({"step": step, "tokens": tokens, **scores, PEAK_MEMORY: peak_memory_bytes(device.device)})
-                draws_picture = any(logger.gets_pictures for logger in run.loggers) or (
-                    step == self.config.trainer.max_steps and not self.config.experiment.name
-                )
-                path = measurement.write(self.config.run_folder, result, draws_picture)
+                measurement.write(self.config.run_folder, result)
                 for logger in run.loggers:
-                    logger.log_evaluation(result, path.with_suffix(".png"))
+                    logger.log_evaluation(result)
                 texts = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
                 run.progress.say(f"step {step}: " + (texts or measurement.kind))
         except Exception as error:  # whatever it is: an evaluation must not end a run

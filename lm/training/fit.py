@@ -182,7 +182,7 @@ def _evaluate_missing(
         for evaluation in (result.evaluation for result in results):
             log(loggers, {"step": step, "tokens": evaluation.tokens_seen, **logged_means(evaluation)})
             for logger in loggers:
-                logger.log_evaluation(evaluation, evaluation_path(folder, evaluation.kind, step).with_suffix(".png"))
+                logger.log_evaluation(evaluation)
         for logger in loggers:
             logger.close()
         print_results(results, folder / EVALUATIONS)

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from lm.config.tree import Config
 from lm.errors import RunError, one_line
@@ -41,7 +41,6 @@ class RunLogger(Logger):
     """
 
     batch_tokens: int = 0  # tokens in a step
-    gets_pictures: ClassVar[bool] = False  # whether it gets the pictures of evaluations, which are then drawn
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Plain], step: int | None = None) -> None:
@@ -55,8 +54,8 @@ class RunLogger(Logger):
     def write(self, metrics: Mapping[str, Plain], step: int) -> None:
         """Log metrics after `step` optimizer steps."""
 
-    def log_evaluation(self, result: Evaluation, picture: Path) -> None:
-        """Log charts of an evaluation, and the file `picture` if it exists; most loggers show neither."""
+    def log_evaluation(self, result: Evaluation) -> None:
+        """Log charts of an evaluation; most loggers show none."""
 
     def summarize(self, values: dict[str, Plain]) -> None:
         """Log values that describe the whole run, such as its best step."""
@@ -125,7 +124,6 @@ class WandbRun(Mirror, WandbLogger):
     """Logs to a wandb run, which draws each metric as a function of the number of tokens."""
 
     label = "wandb"
-    gets_pictures = True
 
     def __init__(self, run: "wandb.Run"):
         super().__init__(experiment=run)
@@ -137,11 +135,11 @@ class WandbRun(Mirror, WandbLogger):
         # `step` as wandb's own, which Lightning leaves out: a resumed run then logs no step twice
         self.attempt(lambda: self.experiment.log({**metrics}, step=step))
 
-    def log_evaluation(self, result: Evaluation, picture: Path) -> None:
-        """Log an evaluation: its picture, and a chart of each series that has an axis and is shown in reports."""
-        self.attempt(self._log_charts, result, picture)
+    def log_evaluation(self, result: Evaluation) -> None:
+        """Log a chart of each series of an evaluation that has an axis and is shown in reports."""
+        self.attempt(self._log_charts, result)
 
-    def _log_charts(self, result: Evaluation, picture: Path) -> None:
+    def _log_charts(self, result: Evaluation) -> None:
         import wandb
 
         charts: dict[str, object] = {}
@@ -153,8 +151,6 @@ class WandbRun(Mirror, WandbLogger):
                 data = [list(point) for point in zip(ends.tolist(), points["value"].tolist(), strict=True)]
                 table = wandb.Table(columns=[x, y], data=data)
                 charts[f"{result.kind}/{title}"] = wandb.plot.line(table, x, y, title=title)
-        if picture.is_file():
-            charts[result.kind] = wandb.Image(str(picture))
         if charts:
             self.experiment.log(charts, step=result.step)
 

@@ -3,7 +3,6 @@ drawn.
 """
 
 import csv
-import json
 from pathlib import Path
 
 import numpy as np
@@ -58,16 +57,6 @@ def test_a_cell_is_the_weight_of_largest_magnitude_however_attention_is_streamed
                 assert weights[maps.queries[cell], maps.keys[cell]] == pytest.approx(maps.weights[cell], abs=1e-6)
 
 
-@torch.no_grad()
-def test_effective_keys_are_counted_without_the_first_token():
-    decoder, tokens = make_decoder(opt.Softmax(), "attention"), torch.arange(1, 41)
-    effective = attention_maps(decoder, tokens, cells=8).effective
-    for block in attention_blocks(decoder, Batch.of(torch.cat((tokens, tokens[:1]))[None])):
-        a = block.weights[0, :, 1:, 1:]
-        expected = (a.sum(-1).square() / a.square().sum(-1) / torch.arange(1, 40)).mean(-1)
-        assert effective[block.layer] == pytest.approx(expected.numpy(), rel=1e-5)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder of two layers of two heads, whose tokens are words."""
@@ -101,17 +90,6 @@ def test_a_short_text_is_drawn_whole_with_its_tokens(model: Path, tmp_path: Path
         assert row["key_token"] == "<start>" or text[begin:].startswith(row["key_token"])
 
 
-def test_a_long_text_is_drawn_in_cells_and_its_table_is_json(model: Path, tmp_path: Path):
-    file = tmp_path / "long.txt"
-    file.write_text("a few words " * 20)
-    out = tmp_path / "maps.json"
-    result = lm("diagnose", str(model), "--text", str(file), "--head", "0", "-o", str(out), "--layer", "0")
-    assert result.returncode == 0, result.stderr
-    rows = json.loads(out.read_text(), parse_constant=lambda text: pytest.fail(text))
-    assert len(rows) == 61 * 62 / 2
-    assert rows[-1]["key_character"] == len("a few words " * 20) - len("words ")
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -121,14 +99,6 @@ def test_a_long_text_is_drawn_in_cells_and_its_table_is_json(model: Path, tmp_pa
         (["--text", "a few " * 40], "--text: 81 tokens to "),
         (["--text", "a few", "--layer", "2"], "has 2 layers, 0 to 1"),
         (["--text", "a few", "--head", "-1"], "has 2 heads, 0 to 1"),
-        (
-            ["--text", "a few", "eval.diagnostics.sequences=3"],
-            "eval.diagnostics.sequences = 3: has no effect with --text",
-        ),
-        (
-            ["--text", "a few", "eval.diagnostics=null"],
-            "eval.diagnostics = null: leaves nothing to describe",
-        ),
         (["--text", "a few", "-o", "a.png"], "a.png: can't write results of this kind"),
         (["--layer", "1"], "--layer: of the maps that --text draws"),
     ],

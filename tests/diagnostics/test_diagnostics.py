@@ -11,9 +11,8 @@ import pytest
 import torch
 from conftest import lm
 from fabricated import evaluation_of
-from folders import Sent, curves_of, metrics, series, series_measured
+from folders import curves_of, metrics, series
 from torch import Tensor
-from wandb import Image
 
 from lm.attention import catalogue
 from lm.attention import catalogue as opt
@@ -35,7 +34,7 @@ from lm.diagnostics.attention_rows import (
     query_indices,
     shuffling_numbers,
 )
-from lm.evaluation.diagnostics import Diagnostics, diagnostic_blocks, diagnostic_sequences, families, sequences_of_text
+from lm.evaluation.diagnostics import diagnostic_blocks, diagnostic_sequences, families
 from lm.evaluation.held_out import LENGTHS, HeldOut
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder, batch_layout
@@ -47,7 +46,6 @@ from lm.runs.evaluations import rows as evaluation_rows
 from lm.runs.loading import load as load_model
 from lm.runs.loading import save_model
 from lm.runs.metric import Metric
-from lm.training.train import train
 
 VOCAB, LENGTH, SIZE, ALL = 50, 80, 8, list(range(80))
 
@@ -310,40 +308,7 @@ def strict(path: Path) -> dict:
     return json.loads(path.read_text(), parse_constant=lambda text: pytest.fail(f"{path}: {text}"))
 
 
-@pytest.mark.parametrize(
-    ("wandb", "experiment", "drawn"),
-    [
-        *(pytest.param("disabled", *case, marks=pytest.mark.slow) for case in (("", [8]), ("any", []))),
-        ("offline", "any", [4, 8]),
-    ],
-)
-def test_training_draws_at_its_last_step_and_where_wandb_is_sent_the_picture(
-    tiny, monkeypatch, wandb: str, experiment: str, drawn: list[int]
-):
-    monkeypatch.setenv("WANDB_MODE", wandb)
-    server = Sent()
-    monkeypatch.setattr("wandb.init", server.init)
-    monkeypatch.setattr("wandb.setup", lambda settings: None)
-    options = [
-        "data.seq_len=64",
-        "eval.long_context.length_factor=0",
-        "eval.diagnostics={sequences: 2, queries: 4, at: [0.5, 1]}",
-    ]
-    config = tiny("name=drawn", f"experiment.name={experiment}", f"log.wandb={wandb}", *options)
-    assert train(config) == 0
-    folder = config.run_folder / "evaluations"
-    assert [path.stem for path in sorted(folder.glob("diagnostics.*.csv"))] == [
-        "diagnostics.step-000004",
-        "diagnostics.step-000008",
-    ]
-    assert [path.name for path in sorted(folder.glob("*.png"))] == [
-        f"diagnostics.step-{step:06d}.png" for step in drawn
-    ]
-    pictures = [step for step, values in server.lines if any(isinstance(value, Image) for value in values.values())]
-    assert pictures == (drawn if wandb == "offline" else [])
-
-
-def test_no_sequence_of_a_task_is_read_twice_and_no_window_of_a_text_is_held_back(tiny, tmp_path: Path):
+def test_no_sequence_of_a_task_is_read_twice(tiny):
     few = (
         "data.tasks=[{task: {name: mqar, pairs: 2, queries: 2}}]",
         "eval={long_context: {length_factor: 0}, recall: {length_factors: []}}",
@@ -351,37 +316,13 @@ def test_no_sequence_of_a_task_is_read_twice_and_no_window_of_a_text_is_held_bac
     config = tiny(*few, "eval.sequences=8", "eval.diagnostics={sequences: 16, queries: 4}")
     store = prepare(config.data)
     assert len(np.unique(diagnostic_sequences(store, config, config.eval.diagnostics).sequences, axis=0)) == 8
-    (text := tmp_path / "text.txt").write_text("A text of few words. " * 400)
-    config = tiny(f"eval.diagnostics={{text: {text}, sequences: 4, queries: 4}}")
-    measurement = Diagnostics(config, store := prepare(config.data))
-    measured = series_measured(
-        measurement,
-        Decoder(config.model, store.vocab_size, config.data.seq_len),
-        Device(torch.device("cpu"), False),
-        int,
-    )
-    assert all((units.rows["part"] == "").all() for entry in measured for units in entry.points)
-
-
-def test_windows_of_a_text_are_spread_over_it(tiny, tmp_path: Path):
-    store, path, length = prepare(tiny().data), tmp_path / "text.txt", 40
-    path.write_text(" ".join(f"word{number}" for number in range(400)))
-    tokens = np.array([store.end_of_text, *store.tokenizer().encode(path.read_text()).ids])
-    options = DiagnosticsConfig(text=str(path), sequences=3)
-    held_out = sequences_of_text(store.tokenizer(), store.end_of_text, options, length)
-    windows = (len(tokens) - 1) // length
-    assert windows > 10
-    starts = [number * windows // 3 * length for number in range(3)]
-    assert (held_out.sequences == [tokens[start : start + length + 1] for start in starts]).all()
 
 
 def test_runs_checkpoints_exports_and_models_without_training_are_described(arguments: list[str], tmp_path: Path):
     run, out = tmp_path / "runs" / "relu", tmp_path / "numbers.json"
     options = ["name=relu", "model.normalizer=relu", "data.seq_len=64", "eval.long_context.length_factor=0", ASKED]
     assert lm("train", *arguments, *options).returncode == 0
-    assert [path.name for path in sorted((run / "evaluations").glob("diagnostics.*"))] == [
-        f"diagnostics.step-000008.{suffix}" for suffix in ("csv", "png")
-    ]
+    assert [path.name for path in (run / "evaluations").glob("diagnostics.*")] == ["diagnostics.step-000008.csv"]
     (logged,) = [line for line in metrics(run) if "diagnostics/effective keys" in line]
     assert logged["step"] == 8
 
@@ -411,13 +352,11 @@ def test_runs_checkpoints_exports_and_models_without_training_are_described(argu
             in lm("diagnose", str(source), "--checkpoint", "8").stderr
         )
 
-    bare, text = save_model(load_model(run).decoder, tmp_path / "bare", run / "tokenizer.json"), tmp_path / "text.txt"
-    text.write_text("A text of few words. " * 60)
+    bare = save_model(load_model(run).decoder, tmp_path / "bare", run / "tokenizer.json")
     assert "name a configuration of text" in lm("diagnose", str(bare)).stderr
-    result = lm("diagnose", str(bare), f"eval.diagnostics={{text: {text}, sequences: 12, queries: 4}}", "-o", str(out))
+    result = lm("diagnose", str(bare), str(run / "config.yaml"), "eval.diagnostics.queries=4", "-o", str(out))
     assert result.returncode == 0, result.stderr
     assert {row["step"] for row in strict(out)} == {0}
-    assert all(row["low"] is None for row in strict(out)), "windows of one text are one document"
 
 
 @pytest.mark.parametrize(
@@ -426,9 +365,7 @@ def test_runs_checkpoints_exports_and_models_without_training_are_described(argu
         ("eval.diagnostics.length_factor=0.9", "makes sequences of 29 tokens, in which no query sees the 32 keys"),
         ("eval.diagnostics.length_factor=4000", "needs held-out documents of 128,001 tokens, the longest has "),
         ("eval.diagnostics.statistics=[]", "names nothing"),
-        ("eval.diagnostics.text=nowhere.txt", "nowhere.txt: No such file or directory"),
         ("eval.sequences=3", "can't be changed in lm diagnose"),
-        ("eval.diagnostics=null", "eval.diagnostics = null: leaves nothing to describe"),
     ],
 )
 def test_what_can_not_be_described_is_said_in_one_line(override: str, said: str, arguments: list[str], tmp_path: Path):
