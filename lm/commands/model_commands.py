@@ -30,9 +30,6 @@ RunsAndOverrides = Annotated[
         "eval.sequences=512",
     ),
 ]
-Suite = Annotated[
-    str, typer.Option(help="quick, full, or a YAML file with an `eval` block [default: the run's own `eval` block]")
-]
 NeedleOption = Annotated[
     bool,
     typer.Option(
@@ -61,7 +58,6 @@ InitialValues = Annotated[
 def eval_(
     arguments: RunsAndOverrides,
     checkpoint: Checkpoint = "last",
-    suite: Suite = "",
     needle: NeedleOption = False,
     tasks: TasksOption = "",
     normalizer: Annotated[
@@ -89,7 +85,7 @@ def eval_(
     options += [override("eval.tasks", tasks.split(","))] if tasks else []
     try:
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            results = evaluate_runs(folders, checkpoint, suite, options + overrides, normalizer, length)
+            results = evaluate_runs(folders, checkpoint, options + overrides, normalizer, length)
     except KeyboardInterrupt:
         print("stopped; what was measured is kept, and the same command goes on from there", file=sys.stderr)
         raise
@@ -247,13 +243,18 @@ def export(
 def generate(
     source: Source,
     prompt: Annotated[str, typer.Option(help="text to continue")] = "",
-    max_new_tokens: Annotated[int, typer.Option(help="largest number of tokens to generate")] = 200,
-    temperature: Annotated[float, typer.Option(help="divides the logits; 0: always the most probable token")] = 1.0,
-    top_k: Annotated[int | None, typer.Option(help="sample from the k most probable tokens only")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="sample from the most probable tokens whose probabilities sum to this")
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=10**7, help="largest number of tokens to generate")] = 200,
+    temperature: Annotated[
+        float, typer.Option(min=0, max=1e6, help="divides the logits; 0: always the most probable token")
+    ] = 1.0,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, max=10**9, help="sample from the k most probable tokens only")
     ] = None,
-    seed: Annotated[int, typer.Option(help="seed of the sampling")] = 0,
+    top_p: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="sample from the most probable tokens whose probabilities sum to this"),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="seed of the sampling")] = 0,
     checkpoint: Checkpoint = "last",
     allow_plugin: AllowPlugin = None,
 ) -> None:

@@ -95,15 +95,13 @@ def train(*configuration: Given, verbose: bool = False) -> Path:
     return config.run_folder
 
 
-def evaluate(*arguments: Given, checkpoint: str | int = "last", suite: str = "", verbose: bool = False) -> pd.DataFrame:
+def evaluate(*arguments: Given, checkpoint: str | int = "last", verbose: bool = False) -> pd.DataFrame:
     """Measure trained models as `lm eval` does; evaluations that were measured before are not measured again.
 
     Args:
         arguments: run folders, or model folders and a configuration of the text to measure them on; then overrides as
             in `train`.
         checkpoint: `last`, `best` or a step.
-        suite: `quick` (fewer sequences), `full` (more settings and evaluations) or a YAML file with an `eval` block;
-            empty: the run's own.
         verbose: whether progress is printed.
 
     Returns:
@@ -114,7 +112,7 @@ def evaluate(*arguments: Given, checkpoint: str | int = "last", suite: str = "",
     """
     folders, overrides = paths_and_overrides(_arguments(arguments), "no run folder given, e.g. runs/softmax")
     with _silence_unless(verbose):
-        records = evaluate_runs(folders, str(checkpoint), suite, overrides)
+        records = evaluate_runs(folders, str(checkpoint), overrides)
     return frame(evaluation_block(record.evaluation, _folder_columns(record.folder)) for record in records)
 
 

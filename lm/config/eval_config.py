@@ -14,8 +14,6 @@ from lm.config.task_config import TASKS, Task
 from lm.errors import Problem
 from lm.schema import Plain, block_of, key, optional, section, sections, to_plain, variants
 
-Suite = Literal["quick", "full"]
-SUITES: tuple[Suite, ...] = get_args(Suite)
 COMMANDS = ("train", "eval", "diagnose")  # commands that use the keys of `eval.diagnostics`
 AUTO_LENGTH_FACTOR = 8.0  # the longest sequences of `length_factor: auto`, in training lengths
 MAX_FACTOR = 65536  # largest length of a sequence, in training lengths
@@ -23,8 +21,6 @@ MAX_FACTOR = 65536  # largest length of a sequence, in training lengths
 MAX_OVERRUN = 7
 MAX_SEQUENCES = 10**6
 MAX_TOKENS = 2**28  # most tokens in all sequences of one length: their losses and ids take 3 GiB
-# in the suite `full`, with YaRN
-SCALINGS: list[Plain] = ["as_trained", {"name": "theta", "factor": 50.0}, "interpolation", "ntk"]
 
 
 @dataclass
@@ -60,7 +56,6 @@ class EvaluationConfig(Timing):
     # the key that is empty or 0 while the evaluation is off; "" if a class overrides `wanted`
     switch_key: ClassVar[str] = ""
     needs_text: ClassVar[bool] = True  # true if a model that was trained on symbols alone can't be measured
-    quick_suite: ClassVar[dict[str, int]] = {}  # the largest value of each key in the suite `quick`
 
     def wanted(self, data: DataConfig) -> bool:
         """Whether these options switch the evaluation on for a model trained on `data`."""
@@ -90,12 +85,6 @@ class EvaluationConfig(Timing):
             reason += f", and {overrun} tokens after the sequence are read" * bool(overrun)
             yield Problem(key, value, reason, "leave longer sequences out, or train with model.position=rope")
 
-    def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
-        """The changes that `lm eval --suite full` makes to this block, as {key: new value}; only changes that the model
-        supports.
-        """
-        return {}
-
 
 def empty_sequence_problems(path: str, factors: list[float], data: DataConfig) -> Iterator[Problem]:
     """Yield a problem of the key `path` for each of `factors` that gives sequences of less than one token."""
@@ -117,7 +106,6 @@ def lengths_from_factors(factors: list[float], data: DataConfig) -> list[int]:
 class LongContextConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.held_out:LongContext"
     switch_key: ClassVar[str] = "length_factor"
-    quick_suite: ClassVar[dict[str, int]] = {"sequences": 4}
     length_factor: float | Literal["auto"] = key(
         8.0,
         "sequence length, in training lengths; 0: off; auto: the first of 8, 4, 2 ... that two held-out documents are "
@@ -145,12 +133,6 @@ class LongContextConfig(EvaluationConfig):
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
         yield from empty_sequence_problems("length_factor", [self.longest_factor], data)
         yield from super().conflicts(data, model)
-
-    def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
-        if not model.position.rotates:
-            return {}
-        yarn = "yarn" if model.scales_with_q else {"name": "yarn", "temperature": False}
-        return {"inference": [{"rope": scaling} for scaling in (*SCALINGS, yarn)]}
 
 
 @dataclass
@@ -183,7 +165,6 @@ class ByLengthConfig(EvaluationConfig):
 class TextsConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.held_out:OtherTexts"
     switch_key: ClassVar[str] = "of"
-    quick_suite: ClassVar[dict[str, int]] = {"sequences": 32}
     of: dict[str, Source] = variants(
         SOURCES, "texts beside the held-out one, e.g. {code: {name: files, paths: [code]}}", many=dict
     )
@@ -202,7 +183,6 @@ class TextsConfig(EvaluationConfig):
 class RecallConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.answers:Recall"
     needs_text: ClassVar[bool] = False
-    quick_suite: ClassVar[dict[str, int]] = {"sequences": 16}
     tasks: list[Task] = variants(
         TASKS, "tasks to ask for, e.g. [passkey, {name: needle, needles: 3}]; empty: those of data.tasks"
     )
@@ -240,7 +220,6 @@ class RecallConfig(EvaluationConfig):
 class NeedleConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.needle:NeedleMeasurement"
     switch_key: ClassVar[str] = "length_factors"
-    quick_suite: ClassVar[dict[str, int]] = {"trials": 10}
     length_factors: list[float] = key(
         [], "context lengths, in training lengths, e.g. [1, 2, 4, 8, 16]; []: off", gt=0, le=MAX_FACTOR
     )
@@ -272,10 +251,6 @@ class NeedleConfig(EvaluationConfig):
     def extent(self, data: DataConfig) -> tuple[str, float, int, int]:
         return "length_factors", max(*self.length_factors, self.heads_at or 0), self.trials, MAX_OVERRUN
 
-    def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
-        is_possible = not data.symbolic and not model.position.has_last_position
-        return {"length_factors": [1, 2, 4, 8, 16], "heads_at": 4.0} if is_possible else {}
-
 
 @dataclass
 class TasksConfig(EvaluationConfig):
@@ -294,7 +269,6 @@ Statistics = Literal["concentration", "sparsity", "limits"]
 class DiagnosticsConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.diagnostics:Diagnostics"
     needs_text: ClassVar[bool] = False
-    quick_suite: ClassVar[dict[str, int]] = {"sequences": 4}
     statistics: list[Statistics] = key(
         ["concentration", "sparsity"], f"families of statistics: {', '.join(get_args(Statistics))}"
     )
@@ -399,15 +373,3 @@ class EvalConfig:
             return {"sequences": self.sequences}
         plain = to_plain(self.kinds[kind]) if kind in self.kinds else {}
         return {name: value for name, value in plain.items() if value is not None and name not in TIMING_KEYS}
-
-    def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
-        validation_changes = {"sequences": min(32, self.sequences)} if name == "quick" else {}
-        return validation_changes | {
-            kind: changes
-            for kind, options in self.kinds.items()
-            if (
-                changes := options.full_suite(data, model)
-                if name == "full"
-                else {key: min(maximum, getattr(options, key)) for key, maximum in options.quick_suite.items()}
-            )
-        }

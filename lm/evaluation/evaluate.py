@@ -9,11 +9,9 @@ from pathlib import Path
 import torch
 
 from lm.config.data_config import DataConfig, TokenizerFile
-from lm.config.eval_config import SUITES
-from lm.config.load import load_config, merge, overrides_in, parse, read_yaml
+from lm.config.load import load_config, merge, overrides_in, parse
 from lm.config.training_config import OptimConfig, TrainerConfig
 from lm.config.tree import Config
-from lm.config.yaml_text import resolve_interpolations
 from lm.data.prepare import check_sequences, prepare, store_with_fingerprint
 from lm.data.store import Store
 from lm.errors import ConfigError, DataError, Problem, RunError
@@ -33,7 +31,6 @@ FOREIGN = "hf:"  # before the folder of a model that runs in transformers
 def evaluate_runs(
     folders: list[Path],
     checkpoint: str = "last",
-    suite: str = "",
     overrides: Sequence[str] = (),
     normalizer: str = "softmax",
     length: int | None = None,
@@ -45,12 +42,10 @@ def evaluate_runs(
     Args:
         folders: run folders and model folders; and configurations (YAML files) of a text to measure model folders on.
         checkpoint: `last`, `best` or a step; for a single run also a path.
-        suite: `quick`, `full` or a YAML file with the section `eval`; empty: `eval` as in the run's configuration.
-        overrides: changes `key=value` of keys that `lm eval` reads, made after the suite's.
+        overrides: changes `key=value` of keys that `lm eval` reads.
         normalizer: the normalizer of models `hf:FOLDER`, which run in transformers; length: their training length.
 
-    Raises LMError: not a run, no such checkpoint, other data than the model was trained on, no such suite, a
-    missing package.
+    Raises LMError: not a run, no such checkpoint, other data than the model was trained on, a missing package.
     """
     changes, models = overrides_in("eval", [*overrides]), {}
     if foreign := [folder for folder in folders if str(folder).startswith(FOREIGN)]:
@@ -59,7 +54,7 @@ def evaluate_runs(
         models = {path: load_measured(Path(str(path).removeprefix(FOREIGN)), normalizer, length) for path in foreign}
 
     def changed(config: Config) -> Config:
-        return parse(merge(merge(to_plain(config), suite_changes(suite, config)), changes))
+        return parse(merge(to_plain(config), changes))
 
     return evaluate_sources(folders, checkpoint, changed, models)
 
@@ -115,24 +110,6 @@ def measured_config(source: Path, model: LoadedModel | None, files: Sequence[Pat
         reason = f"it is measured on its own held-out text, not on that of {files[0]}; leave that out"
         raise RunError(f"{source}: of a run: {reason}")
     return text_config(model, files) if files else config
-
-
-def suite_changes(name: str, config: Config) -> dict[str, Plain]:
-    """Changes that the suite `name` (as in `evaluate_runs`) makes to a configuration. Raises ConfigError: no such
-    suite, or a suite file with more than an `eval` block."""
-    if not name or name in SUITES:
-        models = [config.model_in(phase) for phase in range(len(config.plan))]  # the checkpoint may be of any phase
-        model = next((model for model in models if not model.scales_with_q), models[0])
-        return {"eval": config.eval.suite(name, config.data, model)} if name else {}
-    path = Path(name)
-    if path.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"--suite {name}: choose {', '.join(SUITES)} or name a YAML file with an `eval` block")
-    plain = resolve_interpolations(read_yaml(path))
-    if list(plain) != ["eval"]:
-        raise ConfigError(
-            f"{path}: a suite holds an `eval` block and nothing else, this one: {', '.join(plain) or 'nothing'}"
-        )
-    return plain
 
 
 def evaluate_model(

@@ -44,15 +44,16 @@ def generate(decoder: Decoder, prompt: list[int], max_new_tokens: int, sampling:
 
 def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """A token id sampled from next-token logits (V,) fp32. Raises RunError if the logits are not finite."""
-    if not logits.isfinite().all():
+    scaled = logits / (sampling.temperature or 1.0)
+    if not scaled.isfinite().all():
         raise RunError(
-            "the model's logits are not finite: its weights are too large to compute with; use those of an earlier "
+            "the model's logits are not finite, divided by the temperature: raise --temperature, or take an earlier "
             "checkpoint"
         )
     if sampling.temperature == 0:
         return int(logits.argmax())
     order = logits.argsort(descending=True)[: sampling.top_k]
-    probabilities = (logits[order] / sampling.temperature).softmax(-1)
+    probabilities = scaled[order].softmax(-1)
     if sampling.top_p is not None:
         # the most probable token always stays
         probabilities = probabilities[: int((probabilities.cumsum(-1) < sampling.top_p).sum()) + 1]
@@ -64,24 +65,8 @@ def generate_text(source: Path, checkpoint: str, prompt: str, max_new_tokens: in
 
     Raises:
         RunError: no model to load at `source`, or no tokenizer with it.
-        ConfigError: options out of range, a prompt that the tokenizer has no tokens for, or more tokens than learned
-            positions.
+        ConfigError: a prompt that the tokenizer has no tokens for, or more tokens than learned positions.
     """
-    temperature, top_k, top_p, seed = vars(sampling).values()
-    limits = (
-        ("--max-new-tokens", max_new_tokens, 1 <= max_new_tokens <= 10**7, "must be from 1 to 10,000,000"),
-        (
-            "--temperature",
-            temperature,
-            temperature == 0 or 1e-6 <= temperature <= 1e6,
-            "must be 0, or from 1e-6 to 1e6",
-        ),
-        ("--top-k", top_k, top_k is None or 1 <= top_k <= 10**9, "must be from 1 to 1e9"),
-        ("--top-p", top_p, top_p is None or 0 < top_p <= 1, "must be above 0 and at most 1"),
-        ("--seed", seed, 0 <= seed < 2**63, "must be from 0 to 2^63 - 1"),
-    )
-    if problems := [Problem(name, value, reason) for name, value, is_valid, reason in limits if not is_valid]:
-        raise ConfigError(problems)
     model = load(source, checkpoint)
     tokenizer, start = model.tokenizer_and_start()
     encoding, unknown_token = encoding_of(tokenizer, prompt), getattr(tokenizer.model, "unk_token", None)

@@ -13,7 +13,6 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from lm.attention.layout import AttentionLayout
 from lm.attention.options import Options
 from lm.config.data_config import FullLength
 from lm.config.eval_config import Timing, lengths_from_factors
@@ -36,7 +35,6 @@ from lm.evaluation.held_out import (
     validation_sequences,
 )
 from lm.files import json_bytes, new_folder
-from lm.model.attention_stream import paired_attention_blocks
 from lm.model.causality import check_causality
 from lm.model.cross_entropy import token_kl, token_nll
 from lm.model.decoder import Decoder
@@ -49,11 +47,9 @@ from lm.runs.evaluations import NATS, Evaluation, rows
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, TOKENIZER, command_line, step_path
 from lm.runs.loading import LoadedModel, load
 from lm.runs.manifest import write_files
-from lm.runs.metric import Axis, Metric
+from lm.runs.metric import Metric
 from lm.runs.record import arm
 from lm.schema import Plain, to_plain
-
-DRIFT_SEQUENCES = 4  # sequences of each length whose attention weights are compared
 
 
 def swap_sequences(store: Store, config: Config) -> list[HeldOut]:
@@ -83,9 +79,8 @@ class SwapMeasurement(Measurement):
     RoPE.
 
     Each length has series by position of the loss before and after (nats per token) and of KL(before || after) of
-    next-token distributions (nats). For tasks over symbols these are means over answer tokens. Each length also has a
-    series of each layer's `attention_drift`. The change of loss and the KL have series by length, with intervals over
-    documents.
+    next-token distributions (nats). For tasks over symbols these are means over answer tokens. The change of loss and
+    the KL have series by length, with intervals over documents.
     """
 
     kind = "swap"
@@ -124,8 +119,6 @@ class SwapMeasurement(Measurement):
                     about, columns["values"] = replace(about, axis=POSITIONS), columns["values"].mean(0)
                 names = [about.name] * np.size(columns["values"]) if about.name else []
                 blocks.append(rows(about, task=label, names=names, **columns))
-            drift = attention_drift(*models, sequences, device)
-            blocks.append(rows(ATTENTION_DRIFT, drift, x=[*range(len(drift))], task=label))
             for quantity, numbers in zip(changes, (after - before, kl), strict=True):
                 means, units = sequences.sequence_means(numbers), sequences.units(self.fingerprint, None, True)
                 changes[quantity].append(rows(self._by_length(quantity), means, units, [sequences.length]))
@@ -140,7 +133,6 @@ class SwapMeasurement(Measurement):
         )  # fmt: skip
 
 
-ATTENTION_DRIFT = Metric("", "", "lower", quantity="attention drift", axis=Axis("layer", "", "of layer", log=False))
 # by metric, its name in the metrics log
 _LOG_NAMES = {"loss before": "loss_before", "loss after": "loss_after", "KL divergence": "kl"}
 
@@ -163,28 +155,6 @@ def token_losses_and_kl(
 
     numbers = by_sequence([old, new], held_out.lengths, (3, held_out.length), device, measure, progress)
     return numbers.swapaxes(0, 1).astype("f8")
-
-
-def attention_drift(old: Decoder, new: Decoder, held_out: HeldOut, device: Device) -> np.ndarray:
-    """Half the L1 distance between both models' attention weights, a mean over queries and heads: (layers,) float64.
-
-    It is 0 for equal attention, and at most 1 for weights that sum to one and are not negative. Layers above the first
-    also see the changes of lower layers. Only the first `DRIFT_SEQUENCES` sequences are read. All ranks call it.
-    """
-    layers, count = old.config.n_layer, min(DRIFT_SEQUENCES, len(held_out.sequences))
-
-    def measure(indices: list[int]) -> Tensor:
-        drift = torch.zeros(len(indices), layers, dtype=torch.float64)
-        for row, index in enumerate(indices):  # one at a time: attention weights are large
-            with device.autocast():
-                for old_block, new_block in paired_attention_blocks(
-                    [old, new], held_out.batch([index]).to(device.device)
-                ):
-                    distance = (old_block.weights - new_block.weights).abs().sum((0, 2, 3), dtype=torch.float64).mean()
-                    drift[row, old_block.layer] += float(distance) / 2 / held_out.length
-        return drift.float()
-
-    return by_sequence([old, new], [held_out.length] * count, (layers,), device, measure).mean(0, dtype=np.float64)
 
 
 # ---------------------------------------------------------------- lm swap
@@ -282,14 +252,6 @@ def _notes(old: Decoder, new: Decoder, config: Config, destination: Path, init: 
         notes.append(
             f"note: {old.config.normalizer.label()} has no factor on q.k{layers} that {label} could match: parameters "
             "have their initial values; --init fit chooses them"
-        )
-    layout = AttentionLayout.full(old.seq_len).select(slice(old.seq_len - 1, old.seq_len), old.seq_len)
-    visible = [[normalizer.visible(layout) for normalizer in decoder.normalizers()] for decoder in (old, new)]
-    changed = [str(layer) for layer, pair in enumerate(zip(*visible, strict=True)) if not torch.equal(*pair)]
-    if changed:
-        notes.append(
-            f"layers {', '.join(changed)} see other keys at the training length than before, which changes the loss, "
-            "too; --to layers keeps those of single layers"
         )
     options = config.model.normalizer
     values = {name: to_plain(options)[name] for name in ("name", *options.non_defaults())}

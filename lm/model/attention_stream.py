@@ -73,7 +73,8 @@ def attention_blocks(
     indices = indices if queries is None else indices[list(queries)]
     if not len(indices):
         return
-    block = block or block_size([decoder], batch)
+    n_head = max(normalizer.layer.n_head for normalizer in decoder.normalizers())
+    block = block or max(1, BLOCK_WEIGHTS // (n_head * batch.tokens.numel()))
     x, context = decoder.embed(batch.tokens, None if length else batch_layout(batch), length=length)
     for layer, (module, normalizer) in enumerate(zip(decoder.blocks, decoder.normalizers(), strict=True)):
         captured_inputs: list[AttentionInputs] = []
@@ -89,21 +90,3 @@ def attention_blocks(
                 layer, normalizer, block_queries, block_layout, scores, layer_inputs if with_inputs else None
             )
         del layer_inputs, scores  # before the next layer's are computed
-
-
-def paired_attention_blocks(decoders: Sequence[Decoder], batch: Batch) -> Iterator[tuple[QueryBlock, ...]]:
-    """Yield several decoders' attention on a batch, as a tuple of one `QueryBlock` per decoder for each layer and group
-    of queries.
-
-    Raises ValueError: the decoders have different numbers of layers.
-    """
-    block = block_size(decoders, batch)
-    return zip(*(attention_blocks(decoder, batch, block=block) for decoder in decoders), strict=True)
-
-
-def block_size(decoders: Sequence[Decoder], batch: Batch) -> int:
-    """The largest number of queries, at least 1, whose attention weights in a layer are at most `BLOCK_WEIGHTS` in each
-    decoder.
-    """
-    n_head = max(normalizer.layer.n_head for decoder in decoders for normalizer in decoder.normalizers())
-    return max(1, BLOCK_WEIGHTS // (n_head * batch.tokens.numel()))

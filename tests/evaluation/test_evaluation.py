@@ -191,19 +191,13 @@ def test_lm_eval_gives_the_callbacks_numbers_and_takes_overrides(tiny):
     assert "length_factor: 4.0" in before
 
 
-def test_what_was_measured_before_is_not_measured_again(tiny, tmp_path):
+def test_what_was_measured_before_is_not_measured_again(tiny):
     config = tiny("name=cached")
     train(config)
-    quick = tmp_path / "quick.yaml"
-    quick.write_text("eval: {sequences: 3, long_context: {sequences: 2}}")
+    quick = ["eval.sequences=3", "eval.long_context.sequences=2"]
     runs = [
-        evaluate_runs([config.run_folder], suite=suite, overrides=overrides)
-        for suite, overrides in (
-            (str(quick), []),
-            (str(quick), []),
-            ("", []),
-            (str(quick), ["trainer.precision=bf16-mixed"]),
-        )
+        evaluate_runs([config.run_folder], overrides=overrides)
+        for overrides in (quick, quick, [], [*quick, "trainer.precision=bf16-mixed"])
     ]
     assert [result.cached for run in runs for result in run] == [False, False, True, True, False, False, False, False]
     assert runs[0][0].evaluation.content() == runs[1][0].evaluation.content()
@@ -271,8 +265,6 @@ def test_lm_eval_refuses_what_would_measure_another_model(tiny, tmp_path):
         find_checkpoint(config.run_folder, "5")
     with pytest.raises(RunError, match="not a run folder"):
         evaluate_runs([tmp_path])
-    with pytest.raises(ConfigError, match="choose quick, full or name a YAML file"):
-        evaluate_runs([config.run_folder], suite="quik")
     result = lm("eval", str(config.run_folder), "eval.sequences=0")
     assert (result.returncode, result.stderr) == (2, "error: eval.sequences = 0: must be >= 1 and <= 1000000\n")
 

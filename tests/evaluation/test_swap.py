@@ -23,7 +23,6 @@ from lm.errors import RunError
 from lm.evaluation.held_out import HeldOut
 from lm.evaluation.swap import (
     SwapMeasurement,
-    attention_drift,
     swap_lines,
     swap_run,
     swap_sequences,
@@ -177,25 +176,6 @@ def test_kl_is_that_of_the_definition():
     assert token_kl(p, capped, p, capped).abs().max() == 0
     (gradient,) = torch.autograd.grad(divergences.sum(), q, retain_graph=True)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected.sum(), q)[0], atol=1e-4, rtol=1e-3)
-
-
-def test_attention_drift_is_half_the_l1_distance_of_the_weights(tiny, monkeypatch: pytest.MonkeyPatch):
-    old = decoder(tiny)
-    new = with_normalizer(old, opt.SSMax(init=1.0))
-    sequences = held_out(40, count=2)
-    expected, calls = 0.0, []
-    hook = old.normalizers()[0].register_forward_pre_hook(lambda _, arguments: calls.append(arguments))
-    for row in sequences.sequences:
-        old(torch.from_numpy(row[None, :-1]))
-        q, k, _, places = calls.pop()
-        a, b = (model.normalizers()[0].weights(q, k, places) for model in (old, new))
-        expected += float((a - b).detach().abs().sum(-1).mean() / 2) / 2
-    hook.remove()
-    monkeypatch.setattr("lm.model.attention_stream.BLOCK_WEIGHTS", 500)  # several blocks of queries
-    drift = attention_drift(old, new, sequences, HERE)
-    assert drift[0] == pytest.approx(expected, abs=1e-5)
-    assert 0.01 < drift[0] < 1
-    assert attention_drift(old, old, sequences, HERE).tolist() == [0.0, 0.0]
 
 
 def sharp(tiny) -> Decoder:
@@ -380,14 +360,6 @@ def test_a_swap_in_training_prints_what_lm_swap_prints(tiny, capsys: pytest.Capt
         *(f"factor on the scores at n = {n}: 1 -> {factor}" for n, factor in ((16, 2.77), (32, 3.47))),
     ]
     assert lines[first + 4].startswith("warning: the factor on the scores is 2.8 times the old one at n = 16")
-
-
-def test_a_swap_says_in_which_layers_other_keys_are_seen(trained: Path, tmp_path: Path):
-    changes = "model.normalizer.of=[{name: window, size: 64}, {name: window, size: 8}]"
-    result = command("swap", str(trained), "--to", "layers", changes, "-o", str(tmp_path / "out"))
-    assert "layers 1 see other keys at the training length than before" in result.stdout
-    assert "factor on the scores at n = 32: 1 -> 1" in result.stdout.splitlines()
-    assert "other keys" not in command("swap", str(trained), "--to", "ssmax", "-o", str(tmp_path / "ssmax")).stdout
 
 
 def test_an_earlier_checkpoint_and_an_export_can_be_swapped_and_swapped_back(trained: Path, tmp_path: Path):

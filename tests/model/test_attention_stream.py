@@ -18,7 +18,7 @@ from lm.config import normalizers as kinds
 from lm.config.inference_config import InferenceSetting, Interpolation
 from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
-from lm.model.attention_stream import attention_blocks, paired_attention_blocks
+from lm.model.attention_stream import attention_blocks
 from lm.model.blocks import AttentionInputs
 from lm.model.decoder import Decoder, batch_layout
 from lm.model.swapped import for_inference
@@ -127,22 +127,6 @@ def by_layer(decoder: Decoder) -> list[list]:
     for chunk in attention_blocks(decoder, batch(), block=9):
         layers.setdefault(chunk.layer, []).append(chunk)
     return list(layers.values())
-
-
-@torch.no_grad()
-def test_models_in_lockstep_give_the_same_layer_and_queries(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.model.attention_stream.BLOCK_WEIGHTS", 2 * 2 * LENGTH * 7)
-    decoders = [make_decoder(opt.Softmax()), make_decoder(opt.Relu2(n="sum"))]
-    single_blocks = [list(attention_blocks(decoder, batch())) for decoder in decoders]
-    pairs = list(paired_attention_blocks(decoders, batch()))
-    assert len(pairs) == 2 * math.ceil(LENGTH / 7)
-    for index, pair in enumerate(pairs):
-        assert pair[0].layer == pair[1].layer
-        assert torch.equal(pair[0].queries, pair[1].queries)
-        for chunk, by_itself in zip(pair, (blocks[index] for blocks in single_blocks), strict=True):
-            assert torch.equal(chunk.weights, by_itself.weights)
-    with pytest.raises(ValueError, match="argument 2"):
-        list(paired_attention_blocks([make_decoder(opt.Softmax()), make_decoder(opt.Softmax(), n_layer=3)], batch()))
 
 
 @torch.no_grad()

@@ -2,6 +2,8 @@
 
 import contextlib
 import io
+import itertools
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,8 +64,10 @@ def test_a_temperature_divides_the_logits(temperature: float):
     assert (counts / 4000).tolist() == pytest.approx(expected.tolist(), abs=0.03)
 
 
-@pytest.mark.parametrize("temperature", [0, 1.0])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("value", "temperature"),
+    [*itertools.product((math.nan, math.inf), (0, 1.0)), (1.0, math.nan), (1.0, 1e-300)],
+)
 def test_logits_that_are_not_finite_are_an_error(value: float, temperature: float):
     with pytest.raises(RunError, match="logits are not finite"):
         sample(torch.tensor([0.0, value]), Sampling(temperature), torch.Generator())
@@ -77,10 +81,6 @@ def test_lm_generate_writes_text_as_it_comes(tiny):
     assert results[0].stdout == results[1].stdout
     assert results[0].stdout.startswith("a word")
     assert len(results[0].stdout) > 20
-    wrong = lm("generate", folder, "--temperature", "-1", "--top-p", "2")
-    assert wrong.returncode == 2
-    assert "--temperature = -1.0: must be 0, or from 1e-6 to 1e6" in wrong.stderr
-    assert "--top-p = 2.0: must be above 0 and at most 1" in wrong.stderr
 
 
 def test_a_prompt_that_the_model_has_no_token_for_is_refused(monkeypatch):
@@ -95,16 +95,15 @@ def test_a_prompt_that_the_model_has_no_token_for_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("--temperature", "nan"),
-        ("--temperature", "1e-300"),
         *((name, "9" * 30) for name in ("--max-new-tokens", "--top-k", "--seed")),
-        ("--top-p", "0"),
+        ("--temperature", "-1"),
+        ("--top-p", "2"),
     ],
 )
 def test_an_option_of_generate_that_no_sampling_has_is_an_error_of_one_line(option: str, value: str):
     result = lm("generate", "nowhere", f"{option}={value}")
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
-    assert result.stderr.startswith(f"error: {option} = ")
+    assert result.stderr.startswith(f"error: invalid value for '{option}'")
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
