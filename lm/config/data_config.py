@@ -1,7 +1,7 @@
 """The keys of `data`: sources, tokenizers, tasks, lengths, and options that turn them into sequences."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -12,49 +12,18 @@ from lm.files import expand_home
 from lm.schema import key, sections, variant
 
 
-class SequenceLengths:
-    """Base class of options that set one sequence length for each training step; every step has `optim.batch_tokens`
-    tokens.
-    """
-
-    name: ClassVar[str]
-    allows_shorter: ClassVar[bool] = True  # true if sequences may be shorter than `data.seq_len`
-    # {length: fraction of steps that have it}; empty if lengths are not drawn at random
-    weights: ClassVar[Mapping[int, float]] = {}
-
-    def length_by_step(self, seq_len: int, max_steps: int) -> dict[int, int]:
-        """Return {step: sequence length that is used from this step on}; empty if the step alone does not determine the
-        length.
-        """
-        return {}
-
-    def lengths(self) -> tuple[str, Iterable[int]]:
-        """Return the key that lists sequence lengths, and these lengths, each of which must divide `data.seq_len`."""
-        return "", ()
-
-    def conflicts(self, seq_len: int) -> Iterator[Problem]:
-        """Yield a problem if a length is below 2 or does not divide `seq_len`, the key `data.seq_len`."""
-        key, lengths = self.lengths()
-        if non_divisors := [length for length in lengths if length < 2 or seq_len % length]:
-            reason = f"does not divide data.seq_len = {seq_len} into sequences of 2 tokens or more"
-            yield Problem(f"data.lengths.{key}", non_divisors[0], reason, "give divisors of data.seq_len")
-
-
 @dataclass
-class FullLength(SequenceLengths):
+class FullLength:
     """The sequence length `data.seq_len` at every step."""
 
     name: ClassVar[str] = "full"
-    allows_shorter: ClassVar[bool] = False
-
-    def length_by_step(self, seq_len: int, max_steps: int) -> dict[int, int]:
-        return {0: seq_len}
+    weights: ClassVar[Mapping[int, float]] = {}
 
 
 @dataclass
-class MixedLengths(SequenceLengths):
+class MixedLengths:
     """A sequence length drawn at random for each step: a length with weight w is used in a fraction w of the steps, and
-    of the tokens.
+    of the tokens. Every step has `optim.batch_tokens` tokens.
     """
 
     name: ClassVar[str] = "mixed"
@@ -66,34 +35,8 @@ class MixedLengths(SequenceLengths):
         if abs((total := sum(self.weights.values())) - 1) > 1e-6:
             yield Problem("weights", self.weights, f"sum to {total:g}, not to 1", "e.g. {64: 0.5, 128: 0.5}")
 
-    def lengths(self) -> tuple[str, Iterable[int]]:
-        return "weights", self.weights
 
-
-@dataclass
-class Curriculum(SequenceLengths):
-    """Sequence lengths by schedule: a length listed at fraction f of the run is used from step round(f *
-    `trainer.max_steps`) on.
-    """
-
-    name: ClassVar[str] = "curriculum"
-    starts: dict[float, int] = key(
-        {}, "{fraction of the run: length}, from 0.0 on, divisors of data.seq_len, e.g. {0.0: 64, 0.5: 256}"
-    )
-
-    def length_by_step(self, seq_len: int, max_steps: int) -> dict[int, int]:
-        return {round(fraction * max_steps): length for fraction, length in sorted(self.starts.items())}
-
-    def problems(self) -> Iterator[Problem]:
-        if 0 not in self.starts or not all(0 <= fraction < 1 for fraction in self.starts):
-            reason = "lengths must start at fractions of the run of 0 or more and below 1, one of them at 0.0"
-            yield Problem("starts", self.starts, reason, "e.g. {0.0: 64, 0.5: 256}")
-
-    def lengths(self) -> tuple[str, Iterable[int]]:
-        return "starts", self.starts.values()
-
-
-LENGTHS: dict[str, type[SequenceLengths]] = {v.name: v for v in (FullLength, MixedLengths, Curriculum)}
+LENGTHS = {v.name: v for v in (FullLength, MixedLengths)}
 
 
 # ---------------------------------------------------------------- sources and tokenizers
@@ -297,7 +240,7 @@ class WeightedTask:
     task: Task = variant(
         TASKS,
         "mqar",
-        "what makes the sequences; `needle` and `passkey` are in text, the others over symbols of their own",
+        "what makes the sequences; `needle` and `passkey` are in text, `mqar` is over symbols of its own",
     )
 
 
@@ -309,11 +252,10 @@ class DataConfig:
         WeightedTask, "synthetic tasks that make some or all of the training sequences (lm/data/tasks.py)"
     )
     seq_len: int = key(256, "tokens in a training sequence", {"on_resume": "branch"}, ge=2, le=MAX_SEQ_LEN)
-    lengths: SequenceLengths = variant(
+    lengths: FullLength | MixedLengths = variant(
         LENGTHS,
         "full",
-        "tokens in the sequences of a step: `full`, seq_len; `mixed`, divisors of it drawn for each step by weight; "
-        "`curriculum`, one after the other",
+        "tokens in the sequences of a step: `full`, seq_len; `mixed`, divisors of it drawn for each step by weight",
     )
     documents: Literal["pack", "isolate"] = key(
         "pack", "`isolate`: no attention across documents in a sequence, and n counts within each"

@@ -54,7 +54,9 @@ def check(config: Config) -> Iterator[Problem]:
     ):
         reason = "must be the name of a folder: printable, at most 100 characters, without a path"
         yield Problem("name", config.name, reason, "set name, and runs for the folder that holds it")
-    yield from data.lengths.conflicts(data.seq_len)
+    if non_divisors := [length for length in data.lengths.weights if length < 2 or data.seq_len % length]:
+        reason = f"does not divide data.seq_len = {data.seq_len} into sequences of 2 tokens or more"
+        yield Problem("data.lengths.weights", non_divisors[0], reason, "give divisors of data.seq_len")
     yield from check_phases(config)
     yield from check_tasks(config)
     yield from _batch_problems(config)
@@ -136,7 +138,7 @@ def check_phases(config: Config) -> Iterator[Problem]:
         yield Problem(path, phases[-1].until, "the last phase must end at 1", "set it to 1")
     if phases[0].seq_len:
         yield Problem("phases[0].seq_len", phases[0].seq_len, "is data.seq_len in the first phase", "set data.seq_len")
-    if any(phase.seq_len for phase in phases) and config.data.lengths.allows_shorter:
+    if any(phase.seq_len for phase in phases) and config.data.lengths.weights:
         reason = "draws the length of each step, and phases change it, too"
         yield Problem("data.lengths", config.data.lengths.name, reason, "drop it, or phases[].seq_len")
     for index, phase in enumerate(phases):

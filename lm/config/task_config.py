@@ -142,69 +142,6 @@ class MQAR(Task):
 
 
 @dataclass
-class Copy(Task):
-    """Copying (after arXiv 2402.01032): a string among filler, a mark, and the string again, which is the answer.
-
-    Symbols: symbols of strings, then filler, then the mark. Filler has other symbols than strings, so the string occurs
-    nowhere else.
-
-    Training and test share no string: its hash decides to which of them it belongs.
-    """
-
-    name: ClassVar[str] = "copy"
-    symbols: int = key(32, "different symbols in strings", ge=2, le=MAX_SYMBOLS)
-    filler: int = key(32, "different symbols of filler", ge=1, le=MAX_SYMBOLS)
-    span: int = key(16, "symbols in a string", ge=4, le=MAX_SYMBOLS)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.symbols + self.filler + 1
-
-    def entropy(self, length: int) -> float:
-        """Entropy of the string, its position and the filler."""
-        n_filler = max(0, length - 2 * self.span)
-        return self.span * log(self.symbols) + log(n_filler + 1) + n_filler * log(self.filler)
-
-
-@dataclass
-class Maximum(Task):
-    """Maximum retrieval (after arXiv 2410.01104): items among filler, then a mark, then the payload of the item of
-    highest priority.
-
-    An item is a priority and a payload. Symbols: priorities from low to high, then payloads, then filler, then the
-    mark. Priorities and payloads of a sequence all differ, so the answer occurs only in its item and at the end.
-
-    Training and test share no list of (priority, payload) in the order of the sequence: its hash decides to which of
-    them it belongs.
-    """
-
-    name: ClassVar[str] = "max"
-    priorities: int = key(64, "different priorities", ge=1, le=MAX_SYMBOLS)
-    payloads: int = key(32, "different payloads", ge=1, le=MAX_SYMBOLS)
-    filler: int = key(32, "different symbols of filler", ge=1, le=MAX_SYMBOLS)
-    items: int = key(8, "items in a sequence", ge=1, le=MAX_SYMBOLS)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.priorities + self.payloads + self.filler + 1
-
-    @property
-    def chance(self) -> Chance | None:
-        return Chance.for_questions(self.items, 1)
-
-    def entropy(self, length: int) -> float:
-        """Entropy of the items and the filler; the items' positions are not counted."""
-        list_entropy = _log_arrangements(self.priorities, self.items) + _log_arrangements(self.payloads, self.items)
-        return list_entropy + max(0, length - 1 - 2 * self.items) * log(self.filler)
-
-    def problems(self) -> Iterator[Problem]:
-        limits = {"priorities": self.priorities, "payloads": self.payloads}
-        yield from (
-            Problem("items", self.items, f"is more than {name} = {n}") for name, n in limits.items() if n < self.items
-        )
-
-
-@dataclass
 class Needle(Task):
     """A needle in a haystack (arXiv 2501.19399, 2505.17083): sentences "The special magic CITY number is: NUMBER." in
     text of the corpus.
@@ -250,7 +187,7 @@ class Passkey(Task):
         return log(9 * 10**4)
 
 
-TASKS = {v.name: v for v in (MQAR, Copy, Maximum, Needle, Passkey)}
+TASKS = {v.name: v for v in (MQAR, Needle, Passkey)}
 
 
 def task_names(tasks: list[dict[str, Plain]]) -> list[str]:

@@ -8,8 +8,6 @@ or several shorter ones.
 """
 
 import signal
-from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 from multiprocessing import active_children
@@ -22,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lm.config.data_config import DataConfig, SequenceLengths
+from lm.config.data_config import DataConfig
 from lm.config.task_config import Task
 from lm.config.tree import Config
 from lm.data.store import Split, Store
@@ -31,7 +29,8 @@ from lm.errors import ConfigError, Problem, RunError
 from lm.machine import stop_signals_blocked
 
 SLOTS_PER_BLOCK = 1024  # slots that `StratifiedSampler` assigns to streams in one draw
-_SAMPLER_SEED = 2**61  # seed word that separates the draws of a sampler from the draws of epochs
+# seed words that separate the draws of a sampler, of a mixture's sources (each adds its index), and of lengths
+_SAMPLER_SEED, _SOURCE_SEED, _LENGTH_SEED = 2**61, 2**62, 2**63
 
 
 def group_indices(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -48,8 +47,8 @@ class StratifiedSampler:
 
     A stream with a fraction w of all weights draws one due time in each interval of 1 / w slots. Slots go to streams in
     the order of due times. The stream gets t w of the first t slots, with an error of at most 1 + w times the number of
-    streams. As due times are random, no stream always fills the same slots of a step. `Lengths` uses this class to
-    assign steps to lengths instead.
+    streams. As due times are random, no stream always fills the same slots of a step. `TrainSequences` assigns steps to
+    lengths in the same way.
 
     Args:
         weights: a weight above 0 for each stream; they need not sum to 1.
@@ -93,42 +92,10 @@ def _assignment_of_block(weights: tuple[float, ...], seed_words: tuple[int, ...]
     return np.stack((streams[order], stream_slots[order]))
 
 
-# ---------------------------------------------------------------- lengths of sequences
-
-
-_LENGTH_SEED = 2**63  # seed word that separates the draws of lengths from the draws of sequences
-
-
-class Lengths:
-    """Gives the sequence length of each training step, in tokens, by `data.lengths`: by a schedule of steps, or at
-    random in proportion to weights. All sequences of a step have one length.
-    """
-
-    def __init__(self, options: SequenceLengths, seq_len: int, max_steps: int, seed_words: tuple[int, ...]):
-        length_by_step, self.sampler = options.length_by_step(seq_len, max_steps), None
-        self.steps, self.lengths = [*length_by_step], [*length_by_step.values()]
-        if not length_by_step:
-            self.lengths = sorted(options.weights)
-            weights = [options.weights[length] for length in self.lengths]
-            self.sampler = StratifiedSampler(weights, (*seed_words, _LENGTH_SEED))
-        self.shortest = min(self.lengths)
-
-    def __call__(self, step: int) -> int:
-        """Return the length, in tokens, of the sequences of `step` (0-based)."""
-        if self.sampler is None:
-            return self.lengths[bisect_right(self.steps, step) - 1]
-        return self.lengths[self.sampler.assign(np.array([step]))[0, 0]]
-
-    def fractions(self, steps: int) -> dict[int, float]:
-        """Return {length: fraction of the tokens of the first `steps` steps that are in sequences of this length}."""
-        return {length: count / steps for length, count in sorted(Counter(map(self, range(steps))).items())}
-
-
 # ---------------------------------------------------------------- batches
 
 
 IGNORED = -1  # the target of a token whose prediction does not count
-_SOURCE_SEED = 2**62  # seed word of a mixture's first source; each source adds its index, so that its draws are its own
 
 
 class Batch(NamedTuple):
@@ -248,24 +215,27 @@ class TrainSequences:
         slots_per_step: slots of `seq_len` tokens in one optimizer step, over all processes.
         data: the sources' weights, the tasks, and the lengths of sequences. A step has the same text whatever its
             sequence length. No token is padding.
-        max_steps: number of steps of the run; a curriculum changes the sequence length at fractions of this number.
     """
 
-    def __init__(self, store: Store, data: DataConfig, slots_per_step: int, seed: int, max_steps: int = 1):
+    def __init__(self, store: Store, data: DataConfig, slots_per_step: int, seed: int):
         self.store, self.data, self.seq_len, self.slots_per_step = store, data, data.seq_len, slots_per_step
         self.seed_words = (int(store.fingerprint, 16), seed)
-        self.length = Lengths(data.lengths, self.seq_len, max_steps, self.seed_words)
+        length_weights = dict(sorted(data.lengths.weights.items())) or {self.seq_len: 1.0}
+        self.lengths = [*length_weights]
+        self.length_sampler = StratifiedSampler([*length_weights.values()], (*self.seed_words, _LENGTH_SEED))
         weights, self.streams = self._streams(seed)
-        self.sampler = StratifiedSampler(weights, self.seed_words) if len(self.streams) > 1 else None
+        self.sampler = StratifiedSampler(weights, self.seed_words)
+
+    def length(self, step: int) -> int:
+        """Return the length, in tokens, of all sequences of `step` (0-based)."""
+        return self.lengths[self.length_sampler.assign(np.array([step]))[0, 0]]
 
     def _streams(self, seed: int) -> tuple[list[float], list[TaskStream | TextStream]]:
         tasks = [weighted.task for weighted in self.data.tasks]
         weights, streams, text_weight = [weighted.weight for weighted in self.data.tasks], [], self.data.text_weight
         text = Text(self.store) if any(task.vocab_size is None for task in tasks) else None
         for number, task in enumerate(tasks):
-            streams.append(
-                TaskStream(task, integer_hash((seed, number)) % 2**32, self.seq_len, self.length.shortest, text)
-            )
+            streams.append(TaskStream(task, integer_hash((seed, number)) % 2**32, self.seq_len, self.lengths[0], text))
         if not text_weight:  # tasks alone; the sources of a store without text are the tasks
             return weights, streams
         split, first = self.store.train, 0
@@ -283,7 +253,7 @@ class TrainSequences:
         """
         length, stop = self.length(step), self.slots_per_step if count is None else first + count
         slots = step * self.slots_per_step + np.arange(first, stop)
-        streams, stream_slots = self.sampler.assign(slots) if self.sampler else (np.zeros_like(slots), slots)
+        streams, stream_slots = self.sampler.assign(slots)
         sequences = np.empty((len(slots), self.seq_len // length, length + 1), np.int64)
         answers = np.ones((len(slots), self.seq_len // length, length), bool)
         for number in np.unique(streams):
@@ -309,9 +279,7 @@ def train_sequences(store: Store, config: Config, slots_per_step: int | None = N
     data = config.data
     slots_per_step = slots_per_step or config.optim.batch_tokens // data.seq_len
     try:
-        return TrainSequences(
-            store, data, slots_per_step, config.seed if data.seed is None else data.seed, config.trainer.max_steps
-        )
+        return TrainSequences(store, data, slots_per_step, config.seed if data.seed is None else data.seed)
     except TaskError as error:
         names = ", ".join(weighted.task.name for weighted in data.tasks)
         raise ConfigError(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 
 from lm.config.data_config import END_OF_TEXT
-from lm.config.task_config import MQAR, TEST_DIVISOR, Copy, Maximum, Needle, Passkey, Task
+from lm.config.task_config import MQAR, TEST_DIVISOR, Needle, Passkey, Task
 from lm.data.tokenizer import decode, encoding_of, prefixes_space, special_token_mask
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class Text:
         return split.take(np.array([start]), count)[0]
 
 
-# ---------------------------------------------------------------- tasks over symbols
+# ---------------------------------------------------------------- recall over symbols
 
 
 def mqar(task: MQAR, draw: Draw, length: int, text: Text | None = None) -> Example:
@@ -225,34 +225,6 @@ def _keys_and_values(task: MQAR, pairs: int, draw: Draw) -> tuple[np.ndarray, np
         values[pair] = order[value_number]
         is_free[:, value_number] = False
     return keys, values
-
-
-def copy(task: Copy, draw: Draw, length: int, text: Text | None = None) -> Example:
-    n_filler = length - 2 * task.span
-    require_room(n_filler, f"a string of {task.span} and its copy", length)
-    tokens = task.symbols + draw.integers(task.filler, length + 1)
-    start, answer_start = draw.integer(n_filler + 1), length + 1 - task.span
-    for _ in draw.attempts():
-        string = draw.integers(task.symbols, task.span)
-        if draw.accepts(*string):
-            break
-    tokens[start : start + task.span] = tokens[answer_start:] = string
-    tokens[answer_start - 1] = task.vocab_size - 1
-    return Example(tokens, span(answer_start, task.span), span(start, task.span), span(start, task.span))
-
-
-def maximum(task: Maximum, draw: Draw, length: int, text: Text | None = None) -> Example:
-    require_room(length - 1 - 2 * task.items, f"{task.items} items, the mark and the answer", length)
-    tokens = task.priorities + task.payloads + draw.integers(task.filler, length + 1)
-    starts = draw.block_starts(length - 1, [2] * task.items)
-    for _ in draw.attempts():
-        priorities, payloads = draw.order(task.priorities, task.items), draw.order(task.payloads, task.items)
-        if draw.accepts(*priorities, *payloads):
-            break
-    tokens[starts], tokens[starts + 1] = priorities, task.priorities + payloads
-    best_item = int(priorities.argmax())
-    tokens[-2], tokens[-1] = task.vocab_size - 1, tokens[starts[best_item] + 1]
-    return Example(tokens, span(length), span(starts[best_item] + 1), span(starts[best_item], 2))
 
 
 # ---------------------------------------------------------------- tasks in text
@@ -370,8 +342,6 @@ def haystack(
 # Functions that make a sequence of exactly length + 1 tokens by a task's options, or raise NoRoom.
 GENERATORS: dict[type[Task], Callable[[Task, Draw, int, Text | None], Example]] = {
     MQAR: mqar,
-    Copy: copy,
-    Maximum: maximum,
     Needle: needle,
     Passkey: passkey,
 }

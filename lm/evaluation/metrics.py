@@ -81,7 +81,7 @@ def measured(config: Config, name: str) -> tuple[type[Measurement], Metric]:
 def _training_metrics(config: Config) -> list[Metric]:
     conditions = {
         "train/z_loss": config.optim.z_loss,
-        "sequence_length": config.data.lengths.allows_shorter,
+        "sequence_length": bool(config.data.lengths.weights),
         "train/skipped": config.optim.on_nonfinite == "skip",
         "swap/": len(config.phases) > 1 and config.eval.swap_lengths,
     }

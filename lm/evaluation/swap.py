@@ -225,7 +225,7 @@ def swap_run(
         facts["init"] = init if init == "fit" else getattr(config.model.normalizer, "init", None)
         notes = _notes(old, new, config, destination, facts["init"])
         if init == "fit":
-            # the first steps of a curriculum are short
+            # not of the lengths of data.lengths
             full_length = replace(config, data=replace(config.data, lengths=FullLength()))
             sequences = train_sequences(store, full_length, max(1, FIT_TOKENS // config.data.seq_len))
             batches = [sequences.batch(step).to(device.device) for step in range(FIT_BATCHES)]

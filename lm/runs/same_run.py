@@ -44,15 +44,6 @@ def config_problems(
         if effect in ("same", "branch") and not _is_moved_path(config, key, value, trained):
             reason = f"the checkpoint was trained with {as_written(trained)}"
             problems.append(Problem(key, value, reason, remedy if effect == "same" else f"{in_new_run} name=..."))
-    lengths, seq_len = config.data.lengths, config.data.seq_len
-    old_lengths, new_lengths = (
-        {start: length for start, length in lengths.length_by_step(seq_len, steps).items() if start < step}
-        for steps in (training_config.trainer.max_steps, config.trainer.max_steps)
-    )
-    if lengths == training_config.data.lengths and old_lengths != new_lengths:
-        reason = f"begins the lengths of data.lengths at other steps than {path} was trained with"
-        remedy = f"set it to {training_config.trainer.max_steps}"
-        problems.append(Problem("trainer.max_steps", config.trainer.max_steps, reason, remedy))
     return problems + _phase_problems(config, training_config, metadata["phase"], step, path)
 
 

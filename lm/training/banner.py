@@ -11,7 +11,6 @@ import torch
 
 import lm
 from lm.config.tree import Config
-from lm.data.batches import train_sequences
 from lm.data.store import Store
 from lm.evaluation.held_out import unigram_loss, validation_sequences
 from lm.model.decoder import Decoder
@@ -136,7 +135,6 @@ def environment(
         "command": command_line(),
     }
     level, level_name = unigram_loss(store, config.data)
-    lengths = train_sequences(store, config).length
     return {
         **facts,
         "data_fingerprint": store.fingerprint,
@@ -154,11 +152,6 @@ def environment(
         },
         "parameters": count_parameters(start.decoder),
         "flops_per_token": flops_per_token(start.decoder),
-        **(
-            {"sequence_lengths": lengths.fractions(config.trainer.max_steps)}
-            if config.data.lengths.allows_shorter
-            else {}
-        ),
         "tokens_total": config.trainer.max_steps * config.optim.batch_tokens,
         "wandb_id": old_facts.get("wandb_id") or os.urandom(6).hex(),
         "starts": [

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from lm.data.batches import IGNORED, Batch, train_sequences
+from lm.data.batches import IGNORED, Batch
 from lm.errors import Diverged
 from lm.machine import unblock_stop_signals
 from lm.model.decoder import Decoder
@@ -47,9 +47,7 @@ class LanguageModel(L.LightningModule):
         self.decoder.recomputes = config.trainer.activation_checkpointing
         if run.machine.compiles:
             use_compile_cache()
-            self.decoder.compile_blocks(
-                len(train_sequences(run.store, config).length.fractions(config.trainer.max_steps))
-            )
+            self.decoder.compile_blocks(len(config.data.lengths.weights) or 1)
         self.accumulation = config.rank_sequences // config.micro_batch
         # loss, z-loss (nats) and targets of this rank's micro-batches so far; (3,) float64 on the device
         self.sums: Tensor | None = None

@@ -51,7 +51,7 @@ class Metrics(StepCallback):
 
     def __init__(self, run: RunContext):
         super().__init__(run)
-        self.has_lengths = run.config.data.lengths.allows_shorter or any(phase.seq_len for phase in run.config.phases)
+        self.has_lengths = bool(run.config.data.lengths.weights) or any(phase.seq_len for phase in run.config.phases)
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Start the clock at the seconds of training so far, which the checkpoint holds, and measure speed from this

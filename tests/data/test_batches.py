@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from texts import tokens_of
 
 from lm.config.data_config import (
-    Curriculum,
     DataConfig,
     Files,
     MixedLengths,
@@ -268,19 +267,6 @@ def test_mixed_lengths_have_their_weights_and_are_a_function_of_seed_and_step(st
     )
 
 
-def test_the_lengths_of_a_curriculum_begin_at_their_fraction_of_the_run(store):
-    sequences = TrainSequences(
-        store, DataConfig(seq_len=64, lengths=Curriculum({0.0: 16, 0.25: 32, 0.5: 64})), 4, 1, max_steps=40
-    )
-    assert [sequences.length(step) for step in range(40)] == 10 * [16] + 10 * [32] + 20 * [64]
-    assert sequences.length.fractions(40) == {16: 0.25, 32: 0.25, 64: 0.5}
-    assert sequences.length.fractions(15) == {16: 2 / 3, 32: 1 / 3}
-    repeated = TrainSequences(
-        store, DataConfig(seq_len=64, lengths=Curriculum({0.0: 16, 0.25: 32, 0.75: 16})), 4, 1, max_steps=40
-    )
-    assert repeated.length.fractions(40) == {16: 0.5, 32: 0.5}
-
-
 @pytest.mark.parametrize(
     ("lengths", "problem"),
     [
@@ -295,15 +281,8 @@ def test_the_lengths_of_a_curriculum_begin_at_their_fraction_of_the_run(store):
             r"^data\.lengths\.weights = {8: 0\.4, 32: 0\.5}: sum to 0\.9, not to 1; e\.g\.",
         ),
         ("{name: mixed, weights: {8: -0.5, 32: 1.5}}", r"^data\.lengths\.weights = .*: must be > 0$"),
-        ("{name: curriculum}", r"^data\.lengths\.starts = {}: lengths must start at fractions"),
-        ("{name: curriculum, starts: {0.0: 16, .nan: 32}}", r"^data\.lengths\.starts = {0\.0: 16, nan: 32}: "),
-        ("{name: curriculum, starts: {0.0: 16, 1.0: 32}}", "of 0 or more and below 1, one of them at 0.0"),
         ("{name: full, length: 4}", r"^data\.lengths\.length = 4: unknown key"),
-        (
-            "32",
-            r"^data\.lengths = 32: must be a name or a block with a 'name'; choose from: full, mixed, "
-            r"curriculum$",
-        ),
+        ("32", r"^data\.lengths = 32: must be a name or a block with a 'name'; choose from: full, mixed$"),
         ("halves", r"^data\.lengths\.name = 'halves': unknown name; choose from: full"),
     ],
 )

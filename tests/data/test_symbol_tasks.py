@@ -1,17 +1,13 @@
-"""Tasks over symbols: what stands in a sequence of each, and what training and test sequences share."""
+"""Associative recall: what stands in a sequence, and what training and test sequences share."""
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from texts import occurrences
 
-from lm.config.task_config import MQAR, Copy, Maximum
+from lm.config.task_config import MQAR
 from lm.data.tasks import example
 
 INDICES, SUBSETS = st.integers(0, 2**32 - 1), st.sampled_from(["train", "test"])
-
-
-# ---------------------------------------------------------------- associative recall
 
 
 @given(index=INDICES, subset=SUBSETS, length=st.integers(32, 200), queries=st.integers(1, 8))
@@ -85,30 +81,3 @@ def test_varied_recall_trains_on_fewer_pairs_and_tests_on_all():
 
     assert pair_counts(200, "train") == set(range(1, 9))
     assert pair_counts(50, "test") == {8}
-
-
-# ---------------------------------------------------------------- the other tasks of symbols
-
-
-@given(index=INDICES, subset=SUBSETS, length=st.integers(32, 120))
-@settings(max_examples=60, deadline=None)
-def test_a_copied_string_stands_twice_and_no_symbol_of_it_elsewhere(index: int, subset: str, length: int):
-    task = Copy()
-    sequence = example(task, 1, index, length, subset)
-    (start, stop), (begin, end) = sequence.questions[0], sequence.evidence[0]
-    assert occurrences(sequence.tokens, sequence.tokens[start:stop]) == 2
-    assert sequence.tokens[start - 1] == task.vocab_size - 1
-    rest = np.delete(sequence.tokens, [*range(begin, end), *range(start - 1, stop)])
-    assert (rest >= task.symbols).all()
-    assert (rest < task.vocab_size - 1).all()
-
-
-@given(index=INDICES, subset=SUBSETS, length=st.integers(17, 120))
-@settings(max_examples=60, deadline=None)
-def test_the_largest_is_what_is_asked_for(index: int, subset: str, length: int):
-    task = Maximum()
-    tokens = example(task, 1, index, length, subset).tokens
-    items = np.flatnonzero(tokens < task.priorities)
-    assert len(items) == len(set(tokens[items])) == task.items
-    assert tokens[-1] == tokens[items[tokens[items].argmax()] + 1]
-    assert (tokens == tokens[-1]).sum() == 2

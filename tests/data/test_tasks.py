@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from lm.config.data_config import DataConfig, Files, TrainedTokenizer
 from lm.config.load import load_config
-from lm.config.task_config import MQAR, Copy, Maximum, Needle, Passkey, Task
+from lm.config.task_config import MQAR, Needle, Passkey, Task
 from lm.data.prepare import prepare
 from lm.data.tasks import Draw, Example, TaskError, Text, check_task, example
 from lm.errors import ConfigError, DataError
@@ -25,10 +25,8 @@ SYMBOLIC = [
     MQAR(varied=True),
     MQAR(keys=8, values=8),
     MQAR(keys=16, values=16, joined=True),
-    Copy(),
-    Maximum(),
 ]
-FEW = Copy(symbols=2, filler=1, span=4)  # with few different sequences
+FEW = MQAR(keys=4, values=4, filler=1, pairs=2, queries=2)  # with few different sequences
 TEXTUAL = [Needle(), Needle(needles=2, distractors=2), Needle(depth=0.5), Passkey()]
 CONTROLS = [Needle(absent=True), Needle(needles=2, distractors=2, absent=True)]
 INDICES, SEEDS, SUBSETS = st.integers(0, 2**32 - 1), st.integers(0, 2**31 - 1), st.sampled_from(["train", "test"])
@@ -108,8 +106,6 @@ PINNED = {
     "mqar-varied=True": "7b27dca9de65f911",
     "mqar-keys=8-values=8": "ae7a7406f7b61258",
     "mqar-keys=16-values=16-joined=True": "6990adac98ade3fc",
-    "copy": "01da7d28bf05964b",
-    "max": "39f69f39d245b9a3",
 }
 
 
@@ -135,27 +131,19 @@ def test_a_sequence_too_short_says_how_long_it_must_be(task: Task, text: Text):
         example(task, 1, 0, 2, "train", text)
 
 
-@pytest.mark.parametrize(
-    ("task", "length"),
-    [
-        (FEW, 9),
-        (FEW, 16),
-        (Maximum(priorities=8, payloads=16, filler=1, items=1), 3),
-    ],
-    ids=lambda value: label(value) if isinstance(value, Task) else str(value),
-)
-def test_the_entropy_of_sequences_is_that_of_many_draws(task: Task, length: int):
+def test_the_entropy_of_sequences_is_that_of_many_draws():
+    task = MQAR(keys=8, values=16, filler=1, pairs=1, queries=1)  # no position and no query is drawn
     draws = [
-        example(task, 1, index, length, "test" if index % 8 == 0 else "train").tokens.tobytes() for index in range(4000)
+        example(task, 1, index, 3, "test" if index % 8 == 0 else "train").tokens.tobytes() for index in range(4000)
     ]
     counts = np.array(list(Counter(draws).values())) / 4000
-    assert -(counts * np.log(counts)).sum() == pytest.approx(task.entropy(length), rel=0.1)
+    assert -(counts * np.log(counts)).sum() == pytest.approx(task.entropy(3), rel=0.1)
 
 
 def test_test_sequences_that_can_not_all_differ_are_refused():
-    count = round(FEW.n_distinct(16, "test"))
+    count = int(FEW.n_distinct(16, "test"))
     check_task(FEW, 1, 16, "test", count)
-    with pytest.raises(TaskError, match=f"5,000 test sequences can't all differ: there are about {count}"):
+    with pytest.raises(TaskError, match="5,000 test sequences can't all differ: there are about 18"):
         check_task(FEW, 1, 16, "test", 5000)
     symbols = [
         "data.seq_len=16",
@@ -164,17 +152,17 @@ def test_test_sequences_that_can_not_all_differ_are_refused():
         "eval.swap_lengths=[1]",
         "data.source=package",
     ]
-    task = "data.tasks=[{task: {name: copy, symbols: 2, filler: 1, span: 4}}]"
+    task = "data.tasks=[{task: {name: mqar, keys: 4, values: 4, filler: 1, pairs: 2, queries: 2}}]"
     load_config([TINY, *symbols, task, f"eval.sequences={count}"])
     with pytest.raises(
         ConfigError,
-        match=rf"^eval\.sequences = 5000: can't all differ: copy has about {count} test sequences of 16",
+        match=r"^eval\.sequences = 5000: can't all differ: mqar has about 18 test sequences of 16",
     ):
         load_config([TINY, *symbols, task, "eval.sequences=5000"])
 
 
 @pytest.mark.parametrize(
-    "task", ["{name: mqar, keys: 1, values: 1, pairs: 1, queries: 1}", "{name: copy, symbols: 2, span: 100}"]
+    "task", ["{name: mqar, keys: 1, values: 1, pairs: 1, queries: 1}", "{name: mqar, keys: 99, values: 99, pairs: 99}"]
 )
 def test_a_run_whose_task_has_no_sequences_is_refused_in_one_line(tmp_path: Path, task: str):
     overrides = [
@@ -185,7 +173,7 @@ def test_a_run_whose_task_has_no_sequences_is_refused_in_one_line(tmp_path: Path
         "data.source=package",
     ]
     data = load_config([TINY, *overrides, f"data.tasks=[{{task: {task}}}]", "eval.sequences=1"]).data
-    with pytest.raises(DataError, match=r"^data\.tasks: (mqar|copy): .*; change data\.seq_len or the task's options$"):
+    with pytest.raises(DataError, match=r"^data\.tasks: mqar: .*; change data\.seq_len or the task's options$"):
         prepare(data)
     assert not list(tmp_path.rglob("manifest.json"))
 

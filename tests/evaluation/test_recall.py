@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,10 @@ from folders import curve, curves_of, same, series, series_measured, weights
 
 from lm.config.load import load_config
 from lm.config.model_config import ModelConfig
-from lm.config.task_config import MQAR, TEST_DIVISOR, Copy, Maximum, Needle, Task
+from lm.config.task_config import MQAR, TEST_DIVISOR, Needle, Passkey, Task
 from lm.data.batches import IGNORED, Batch, MicroBatches, train_sequences
 from lm.data.prepare import prepare
-from lm.data.tasks import Example, example, integer_hash
+from lm.data.tasks import Draw, Example, Text, example, span
 from lm.errors import ConfigError
 from lm.evaluation import answers
 from lm.evaluation.answers import Answers, Recall, read_answers
@@ -45,17 +46,35 @@ def sequences(task: Task, length: int, count: int) -> list[Example]:
     return [example(task, 0, index, length, "test") for index in range(count)]
 
 
-@pytest.mark.parametrize(
-    ("task", "length"), [(MQAR(keys=16, values=16), 50), (Copy(), 40), (MQAR(joined=True, keys=8, values=9), 64)]
+def copies(task: Task, length: int, count: int) -> list[Example]:
+    """Sequences of the task's symbols that end as they begin: an answer of six tokens."""
+    drawn = [Draw(0, "test", index).integers(task.vocab_size, length + 1) for index in range(count)]
+    return [
+        Example(np.append(tokens[:-6], tokens[:6]), span(length - 5, 6), span(0, 6), span(0, 6)) for tokens in drawn
+    ]
+
+
+CASES = pytest.mark.parametrize(
+    ("task", "length", "make"),
+    [
+        (MQAR(keys=16, values=16), 50, sequences),
+        (MQAR(joined=True, keys=8, values=9), 64, sequences),
+        (MQAR(keys=16, values=16), 40, copies),
+    ],
 )
-def test_answers_equal_the_full_computation(task: Task, length: int, monkeypatch: pytest.MonkeyPatch):
+
+
+@CASES
+def test_answers_equal_the_full_computation(
+    task: Task, length: int, make: Callable[..., list[Example]], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("lm.evaluation.held_out.EVAL_TOKENS", 150)
     decoder = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, init_std=0.3, dropout=0.5), task.vocab_size, 16)
-    answers = read_answers(decoder, sequences(task, length, 7), CPU)
+    answers = read_answers(decoder, examples := make(task, length, 7), CPU)
     assert decoder.training
     decoder.eval()
     nll, right, whole = [], [], []
-    for sequence in sequences(task, length, 7):
+    for sequence in examples:
         logits = decoder.logits(torch.from_numpy(sequence.tokens[None, :-1]))[0]
         losses = F.cross_entropy(logits, torch.from_numpy(sequence.tokens[1:]), reduction="none").detach().numpy()
         hits = logits.argmax(-1).numpy() == sequence.tokens[1:]
@@ -79,15 +98,14 @@ def greedy(decoder: Decoder, tokens: np.ndarray, answers: np.ndarray) -> np.ndar
 
 
 @pytest.mark.parametrize("normalizer", ["softmax", "{name: ssmax, n: sample}", "linear", "{name: window, size: 9}"])
-@pytest.mark.parametrize(
-    ("task", "length"),
-    [
-        (MQAR(keys=16, values=16), 50),
-        (MQAR(joined=True, keys=8, values=9), 64),
-        (Copy(symbols=4, span=6), 40),
-    ],
-)
-def test_a_roll_out_is_greedy_decoding(task: Task, length: int, normalizer: str, monkeypatch: pytest.MonkeyPatch):
+@CASES
+def test_a_roll_out_is_greedy_decoding(
+    task: Task,
+    length: int,
+    make: Callable[..., list[Example]],
+    normalizer: str,
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr("lm.evaluation.held_out.EVAL_TOKENS", 190)
     config = build(
         ModelConfig,
@@ -96,8 +114,7 @@ def test_a_roll_out_is_greedy_decoding(task: Task, length: int, normalizer: str,
         [],
     )
     decoder = Decoder(config, task.vocab_size, 16).eval()
-    answers = read_answers(decoder, sequences(task, length, 7), CPU)
-    examples = sequences(task, length, 7)
+    answers = read_answers(decoder, examples := make(task, length, 7), CPU)
     with torch.no_grad():
         expected = [
             greedy(decoder, sample.tokens, sample.answers) == sample.tokens[1:][sample.answers] for sample in examples
@@ -115,14 +132,11 @@ def test_a_wrong_answer_stays_in_the_sequence():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "task", [MQAR(pairs=8, queries=8), MQAR(pairs=8, queries=3), Maximum(items=5), Needle(needles=2, distractors=3)]
-)
+@pytest.mark.parametrize("task", [MQAR(pairs=8, queries=8), MQAR(pairs=8, queries=3), Needle(needles=2, distractors=3)])
 def test_chance_is_what_picking_among_the_answers_shown_gives(task: Task):
     rng, rights = np.random.default_rng(0), {"given": [], "own": []}
     answer_count, question_count = {
         "mqar": lambda: (task.pairs, task.queries),
-        "max": lambda: (task.items, 1),
         "needle": lambda: (5, 2),
     }[task.name]()
     for _ in range(4_000):
@@ -205,20 +219,20 @@ class Chained(torch.nn.Module):
 
 
 def test_a_whole_answer_needs_each_of_its_tokens(tiny):
-    task, end = Copy(symbols=8, filler=8, span=4), 33
-    options = "eval.recall={length_factors: [1], sequences: 10}"
-    config = tiny("data.tasks=[{task: {name: copy, symbols: 8, filler: 8, span: 4}}]", SYMBOLS[1], options)
-    decoder = Knowing(task.vocab_size, {(0, end - 1), (3, end - 4), (3, end - 2)})
-    recall = Recall(config, prepare(config.data))
+    options = "eval.recall={tasks: [passkey], length_factors: [1], sequences: 10}"
+    config = tiny("data.seq_len=128", SYMBOLS[1], options)
+    recall, end = Recall(config, store := prepare(config.data)), 129
+    count = sum(example(Passkey(), 0, index, 128, "test", Text(store)).answers.sum() for index in range(10))
+    decoder = Knowing(store.vocab_size, {(0, end - 1), (3, end - 4), (3, end - 2)})
     whole, tokens, _ = series_measured(recall, decoder, CPU, lambda units: None)
-    assert (whole.metric, whole.means.tolist(), tokens.means.tolist()) == ("accuracy", [0.8], [37 / 40])
+    assert (whole.metric, whole.means.tolist(), tokens.means.tolist()) == ("accuracy", [0.8], [1 - 3 / count])
     (sample,) = whole.points
     assert sample.values.tolist() == [0, 1, 1, 0, 1, 1, 1, 1, 1, 1]
     assert sample.weights.tolist() == [1] * 10
     assert interval_of(whole.points[0].rows, whole.means[0]).as_list() == pytest.approx(
         [0.8, 0.490162, 0.943318], abs=1e-5
     )
-    assert (whole.x.tolist(), whole.task) == ([32], "copy")
+    assert (whole.x.tolist(), whole.task) == ([128], "passkey")
 
 
 def test_a_roll_out_stands_beside_where_a_sequence_asks_several_questions(tiny):
@@ -284,13 +298,13 @@ def test_needles_are_asked_of_a_model_of_text(tiny, tmp_path: Path):
 
 def test_what_recall_can_not_measure_is_refused(tiny):
     no_long_context = "eval.long_context.length_factor=0"
-    assert "eval.recall.tasks[0] = 'copy': is over symbols, and this model knows none" in refused(
-        "eval.recall.tasks=[copy]"
+    assert "eval.recall.tasks[0] = 'mqar': is over symbols, and this model knows none" in refused(
+        "eval.recall.tasks=[mqar]"
     )
     assert "eval.recall.tasks[0] = 'needle': is in text, and this model knows symbols alone" in refused(
         RECALL, no_long_context, "eval.recall.tasks=[needle]"
     )
-    assert "has 65 symbols, the model 24" in refused(RECALL, no_long_context, "eval.recall.tasks=[copy]")
+    assert "has 160 symbols, the model 24" in refused(RECALL, no_long_context, "eval.recall.tasks=[mqar]")
     assert "unknown name" in refused("eval.recall.tasks=[nedle]")
     config = tiny(
         NEEDLE, "eval.recall.length_factors=[0.5]", "data.seq_len=128", "optim.batch_tokens=1024", no_long_context
@@ -308,10 +322,9 @@ def test_what_recall_can_not_measure_is_refused(tiny):
 
 
 def test_sequences_of_tasks_are_a_function_of_the_step_however_they_are_read(tiny):
-    config = tiny(*SYMBOLS, "data.lengths={name: curriculum, starts: {0.0: 16, 0.5: 32}}")
+    config = tiny(*SYMBOLS, "data.lengths={name: mixed, weights: {16: 0.5, 32: 0.5}}")
     store = prepare(config.data)
     sequences = train_sequences(store, config)
-    assert [sequences.length(step) for step in (0, 3, 4, 7)] == [16, 16, 32, 32]
     contents = set()
     for step in range(8):
         batch = sequences.batch(step)
@@ -323,16 +336,17 @@ def test_sequences_of_tasks_are_a_function_of_the_step_however_they_are_read(tin
         assert torch.equal(torch.cat([micro_batch.tokens for micro_batch in micro_batches]), batch.tokens)
         assert torch.equal(torch.cat([micro_batch.targets for micro_batch in micro_batches]), batch.targets)
         contents |= {sequence.numpy().tobytes() for sequence in batch.tokens}
-    assert len(contents) == 4 * 16 + 4 * 8
+    assert len(contents) == 8 * 256 / 32 + sum(8 for step in range(8) if sequences.length(step) == 16)
 
 
 def test_a_run_trains_on_training_sequences_alone(tiny):
-    config = tiny("data.tasks=[{task: {name: copy, span: 4}}]", SYMBOLS[1])
+    config = tiny(RECALL.replace("values: 8", "values: 64, held_out: pairs"), SYMBOLS[1])
     sequences = train_sequences(prepare(config.data), config)
-    targets = torch.cat([sequences.batch(step).targets for step in range(8)])
-    assert not any(integer_hash(row[row != IGNORED].numpy()) % TEST_DIVISOR == 0 for row in targets), (
-        "these strings are for test sequences"
-    )
+    for step in range(8):
+        batch = sequences.batch(step)
+        is_answer = batch.targets != IGNORED
+        keys, values = batch.tokens[is_answer], batch.targets[is_answer] - 8
+        assert ((keys + values) % TEST_DIVISOR != 0).all(), "these pairs are for test sequences"
 
 
 def test_the_loss_is_the_mean_over_the_targets(tiny, tmp_path: Path):
@@ -379,7 +393,8 @@ def test_validation_is_the_loss_of_the_answers_to_test_sequences(tiny, tmp_path:
 
 def test_validation_sequences_are_dealt_to_the_nearest_whole_number(tiny):
     shares = (
-        "data.tasks=[{weight: 0.7, task: copy}, {weight: 0.2, task: max}, {weight: 0.1, task: {name: copy, span: 4}}]"
+        "data.tasks=[{weight: 0.7, task: mqar}, {weight: 0.2, task: {name: mqar, queries: 4}}, "
+        "{weight: 0.1, task: {name: mqar, queries: 1}}]"
     )
     config = tiny(shares, SYMBOLS[1], "eval.sequences=10")
     assert np.bincount(validation_sequences(prepare(config.data), config).sources).tolist() == [7, 2, 1]
@@ -387,17 +402,17 @@ def test_validation_sequences_are_dealt_to_the_nearest_whole_number(tiny):
 
 def test_validation_sequences_follow_the_weights_of_tasks_over_symbols(tiny):
     shares = (
-        "data.tasks=[{weight: 0.75, task: {name: copy, span: 4}}, {weight: 0.2, task: {name: copy, span: 5}}, "
-        "{weight: 0.05, task: max}]"
+        "data.tasks=[{weight: 0.75, task: {name: mqar, queries: 4}}, {weight: 0.2, task: {name: mqar, queries: 5}}, "
+        "{weight: 0.05, task: {name: mqar, queries: 1}}]"
     )
     config = tiny(shares, SYMBOLS[1], "eval.sequences=40")
     validation = Validation(config, store := prepare(config.data))
     decoder = Decoder(config.model, store.vocab_size, 32)
     whole, *sources = series_measured(validation, decoder, CPU, lambda count: None)
     units = [(result.task, len(result.points[0].values)) for result in sources]
-    assert units == [("copy (span 4)", 30), ("copy (span 5)", 8), ("max", 2)], "and no bits per byte"
+    assert units == [(f"mqar (queries {n})", count) for n, count in ((4, 30), (5, 8), (1, 2))], "and no bits per byte"
     assert [*whole.references] == ["unigram cross-entropy, at most"], "the store counts tasks alike"
-    sequence = example(Copy(span=5), 0, 7, 32, "test")
+    sequence = example(MQAR(queries=5), 0, 7, 32, "test")
     held_out = validation.held_out
     assert (held_out.sequences[37] == sequence.tokens).all()
     assert (held_out.target_mask[37] == sequence.answers).all()

@@ -376,7 +376,7 @@ def test_a_fit_takes_sequences_of_the_training_length_and_any_normalizer_with_pa
 ):
     config = tiny(
         "name=short",
-        "data.lengths={name: curriculum, starts: {0: 8, 0.5: 32}}",
+        "data.lengths={name: mixed, weights: {8: 0.5, 32: 0.5}}",
         "model.normalizer=cosine",
         "eval.sequences=8",
     )

@@ -38,8 +38,8 @@ def test_what_a_run_is_comes_first_with_its_tasks_phases_and_doubts(printed):
     assert lines["note"].startswith("text is read more than 16 times: ")
     assert lines["optimizer"] == "muon, lr 0.01, cosine, warm-up of 2 steps"
     assert lines["seed"] == "1, 7 for the order of the batches"
-    symbolic = printed("data.tasks=[{task: copy}]", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]")
-    assert symbolic["tasks"] == "copy 100%"
+    symbolic = printed("data.tasks=[{task: mqar}]", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]")
+    assert symbolic["tasks"] == "mqar 100%"
     assert "note" not in symbolic
     assert "epochs" not in symbolic["tokens"]
     text = printed("phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]")["phases"]

@@ -54,7 +54,7 @@ SCENARIOS = {
     "twice in a row": (["model.dropout=0.2", "trainer.micro_batch=2"], (3, 6)),
     "mixed lengths": (["data.lengths={name: mixed, weights: {8: 0.5, 32: 0.5}}", "trainer.micro_batch=2"], (3,)),
     "isolated documents": (
-        ["data.lengths={name: curriculum, starts: {0.0: 16, 0.5: 32}}", "data.documents=isolate"],
+        ["data.lengths={name: mixed, weights: {16: 0.5, 32: 0.5}}", "data.documents=isolate"],
         (3,),
     ),
     "bf16": (["trainer.precision=bf16-mixed"], (3,)),
