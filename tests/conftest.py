@@ -27,7 +27,6 @@ from lm.config.load import load_config
 from lm.config.tree import Config
 from lm.experiments.loop import Children, Devices
 from lm.experiments.procedure import Run, log_path
-from lm.report.pictures import Picture
 
 ROOT = Path(__file__).parent.parent
 os.environ.setdefault("WANDB_MODE", "disabled")
@@ -223,7 +222,6 @@ PAINTING = "matplotlib.backend_bases.FigureCanvasBase.print_figure"
 PIXEL = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
-FILE = Picture.file
 
 
 def unpainted(canvas: FigureCanvasBase, file: str | Path | io.StringIO | io.BytesIO, **options: object) -> None:
@@ -238,14 +236,9 @@ def unpainted(canvas: FigureCanvasBase, file: str | Path | io.StringIO | io.Byte
 
 @pytest.fixture(autouse=True)
 def paint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures are painted where a test looks at one: it uses `painted`. A PNG, beside an SVG of the same panels, isn't
-    even drawn.
-    """
+    """Pictures are painted where a test looks at one: it uses `painted`."""
     if "painted" not in request.fixturenames:
         monkeypatch.setattr(FigureCanvasBase, "print_figure", unpainted)
-        monkeypatch.setattr(
-            Picture, "file", lambda picture, suffix: PIXEL if suffix == ".png" else FILE(picture, suffix)
-        )
 
 
 @pytest.fixture

@@ -16,7 +16,9 @@ from lm.config import load as configuration
 from lm.evaluation.answers import ACCURACY, by_length
 from lm.evaluation.held_out import LongContext
 from lm.report.comparison import ArmComparison, Difference, compare_runs
-from lm.report.html import PICTURE, write_comparison
+from lm.report.comparison_pictures import drawn_runs
+from lm.report.html import run_sections, write_comparison
+from lm.report.pictures import Picture
 from lm.runs.evaluations import load_evaluation, rows, units_frame, validation_rows
 from lm.runs.record import read_run
 from lm.statistics.intervals import Interval
@@ -198,7 +200,6 @@ class ReportFiles(NamedTuple):
     """The files of a report."""
 
     html: Path
-    png: Path
     markdown: Path
     csv: Path
     latex: Path
@@ -207,7 +208,13 @@ class ReportFiles(NamedTuple):
 def write_report(folders: list[Path], out: Path) -> ReportFiles:
     """The report of runs, in a folder."""
     page = write_comparison(compare_runs([read_run(folder) for folder in folders]), out)
-    return ReportFiles(page, *(out / name for name in (PICTURE, "table.md", "table.csv", "table.tex")))
+    return ReportFiles(page, *(out / name for name in ("table.md", "table.csv", "table.tex")))
+
+
+def pictures(comparison: ArmComparison) -> list[Picture]:
+    """The pictures of a comparison's page."""
+    sections = run_sections(comparison.names, drawn_runs(comparison), comparison)
+    return [block.content for section in sections for block in section.blocks if block.kind == "picture"]
 
 
 def compared(*folders: Path) -> tuple[ArmComparison, dict[tuple[str, ...], Difference]]:

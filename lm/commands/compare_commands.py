@@ -199,15 +199,15 @@ def noise(
 def report(runs: RunFolders, out: ReportFolder = None, baseline: Baseline = None) -> None:
     """Write the report of one run, or compare several.
 
-    Writes report.html, the picture overview.png, and tables as CSV, Markdown and LaTeX.
+    Writes the page report.html, its pictures as SVG, and tables as CSV, Markdown and LaTeX.
     """
     from lm.report.comparison import compare_runs
     from lm.report.comparison_tables import comparison_notes, comparison_tables
-    from lm.report.html import PICTURE, write_comparison
+    from lm.report.html import write_comparison
     from lm.report.tables import print_tables
     from lm.runs.record import read_run
 
     comparison = compare_runs([read_run(folder) for folder in runs], baseline)
     page = write_comparison(comparison, out or (runs[0] if len(runs) == 1 else runs[0].parent) / "report")
     print_tables(*comparison_tables(comparison), notes=comparison_notes(comparison))
-    print(f"report: {page}\npicture: {page.parent / PICTURE}")
+    print(f"report: {page}")

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from matplotlib.colors import LogNorm, SymLogNorm
 from torch import Tensor
 
 from lm.config.load import overrides_in
@@ -104,7 +105,10 @@ def attention_picture(models: Sequence[ShownModel]) -> Picture:
         [model.maps.weights[layer, head].ravel() for model in models for layer, head in model.heads]
     )
     shown_weights = shown_weights[np.isfinite(shown_weights)]
-    top, scale = float(np.abs(shown_weights).max(initial=0.0)) or 1.0, "signed" if (shown_weights < 0).any() else "log"
+    top = float(np.abs(shown_weights).max(initial=0.0)) or 1.0
+    low, is_signed = top / 10**DECADES, (shown_weights < 0).any()
+    norm = SymLogNorm(low, vmin=-top, vmax=top) if is_signed else LogNorm(low, top)
+    colours = {"shows_values": False, "colours": "RdBu_r" if is_signed else "viridis", "unit": "weight"}
     column_counts = [math.ceil(math.sqrt(len(model.heads))) for model in models]
     row_count = max(math.ceil(len(model.heads) / columns) for model, columns in zip(models, column_counts, strict=True))
     grids: list[np.ndarray] = []  # (rows, columns) of each model, with maps and None
@@ -112,8 +116,8 @@ def attention_picture(models: Sequence[ShownModel]) -> Picture:
         labels, axis_note, maps = _labels(model), "" if len(model.tokens) <= MAX_LABELS else ", token (character)", []
         for layer, head in model.heads:
             title = "\n".join([model.name, model.amount] * (not maps) + [f"layer {layer}, head {head}"])
-            weights, axes = model.maps.weights[layer, head], (f"key{axis_note}", labels, labels)
-            maps.append(Map(title, *axes, weights, top, top / 10**DECADES, False, f"query{axis_note}", scale, "weight"))
+            weights = model.maps.weights[layer, head]
+            maps.append(Map(title, f"key{axis_note}", labels, labels, weights, norm, f"query{axis_note}", **colours))
         grids.append(np.array(maps + [None] * (row_count * columns - len(maps)), object).reshape(row_count, columns))
     side = 4.2 if min(len(model.tokens) for model in models) <= MAX_LABELS else 2.9
     same_tokens = all(model.tokens == models[0].tokens for model in models)
@@ -177,7 +181,7 @@ def show_attention(
     table_path = table_path or models[0].source / "attention.csv"
     picture = attention_picture(models)
     files = {table_path: table_bytes([cell for model in models for cell in cells_of(model)], table_path)}
-    files |= {table_path.with_suffix(suffix): picture.file(suffix) for suffix in (".png", ".svg")}
+    files |= {table_path.with_suffix(".png"): picture.png, table_path.with_suffix(".svg"): picture.svg.encode()}
     write_together(files)
     return [*(f"{model.name}: {model.amount}" for model in models), *map(str, files)]
 

@@ -443,7 +443,7 @@ def _tuning_panel(results: SizeResults, key_index: int, ticks: dict[float, str])
     """Draw the values of tuning runs as a function of one tuned key, with means over seeds at the best values of the
     other tuned keys.
     """
-    experiment, tuning_runs, traces, rings = results.experiment, results.tuning_runs, [], []
+    experiment, tuning_runs, traces = results.experiment, results.tuning_runs, []
     chosen_rates = {arm: rates[0] for arm, rates in results.choice.rates_of_final_runs.items()}
     arm_costs = experiment.costs_of(tuning_runs, results.size)
     for index, name in enumerate(results.arm_names):
@@ -467,12 +467,13 @@ def _tuning_panel(results: SizeResults, key_index: int, ticks: dict[float, str])
         best_means = {x: experiment.cost(min(costs)) for x, costs in means.items()}
         traces.append(Trace(index, f"{name}, mean", np.array([*best_means]), np.array([*best_means.values()]), "mean"))
         x = key_values(chosen_rates[name])[key_index] if name in chosen_rates else None
-        rings += [(x, best_means[x], index)] if x in best_means else []
+        if x in best_means:
+            traces.append(Trace(index, f"{name}, chosen", np.array([x]), np.array([best_means[x]]), "chosen"))
     label = "validation loss (nats per token)"
     if experiment.choice_metric != SELECTION:
         label = _quantity_label(experiment)
     label += f", {experiment.data_words(experiment.choice_metric, 'selection')}"
-    return Panel("Tuning runs", _key_label(experiment, key_index), label, traces, ticks, log=10, rings=rings)
+    return Panel("Tuning runs", _key_label(experiment, key_index), label, traces, ticks, log=10)
 
 
 def _differences_panel(results: SizeResults, key_index: int, ticks: dict[float, str]) -> Panel:

@@ -24,7 +24,7 @@ _MISSING_VALUE = "-"  # stands for the value of a key that a run does not have
 # prefixes of the keys in which a comparison of normalizers may differ
 _NORMALIZER_PREFIXES = ("model.normalizer.", "phases", "swap.")
 SHAPES = ("number", "bins", "points")  # the order of sections in a report
-UNIT_COLUMNS = ["about", "sample", "value", "weight", "group"]  # what an interval takes
+UNIT_COLUMNS = ["about", "sample", "value", "weight", "group", "until"]  # what an interval takes
 Arms = Mapping[str, list[RunRecord]]  # an arm's runs, which differ in their seed only, in the order of seeds, by label
 
 

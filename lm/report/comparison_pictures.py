@@ -4,11 +4,11 @@ head, and the metrics that training logs by layer and head."""
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
+from matplotlib.colors import Normalize
 
 from lm.report.comparison import (
     UNIT_COLUMNS,
@@ -18,7 +18,7 @@ from lm.report.comparison import (
     shown_interval,
     training_lengths,
 )
-from lm.report.pictures import Map, Panel, Picture, Trace, plain_ticks, token_unit
+from lm.report.pictures import Map, Panel, Picture, Trace
 from lm.report.tables import printable, with_unit
 from lm.runs.evaluations import mean, number, point_means
 from lm.runs.folder import DIVERGED, Curve
@@ -32,14 +32,11 @@ FIRST_DRAWN_POSITION = 16  # position at which a picture by position begins
 MAX_TASKS_WITHOUT_MAP = 3  # fractions of more tasks than this, such as a needle at several depths, are drawn as a map
 NATS = "nats per token"
 LOSSES = {"train/loss": ("Training loss (train/loss)", NATS), "val/loss": ("Validation loss (val/loss)", NATS)}
-MAX_POINTS = 250  # most points of a curve in a picture
-SETTLING_FRACTION = 0.1  # fraction of training after which values count for the ends of the y axis
+MAX_POINTS = 60  # most points of a curve in a picture; of more, neighbours are merged
+SETTLING_FRACTION = 0.1  # fraction of a curve after which its values count for the ends of the y axis
+TOKENS_SEEN = "tokens seen"
 _PARAMETER_METRIC = re.compile(r"normalizer/(.+)/layer(\d+)/(head\d+|rms)")
-
-
-POINT = ["name", "arm", "x"]  # columns that tell points of an arm's curves apart
-PointKey = tuple[int, str, float]
-Bands = Mapping[PointKey, Interval | None]  # the interval of the mean at each point
+PointKey = tuple[int, str, float]  # number of a name in `metric_names`, arm, and x
 
 
 class DrawnRun(NamedTuple):
@@ -61,27 +58,36 @@ def drawn_runs(comparison: ArmComparison) -> list[DrawnRun]:
     ]
 
 
-def overview(comparison: ArmComparison, pictures: Sequence[Picture | None] | None = None) -> Picture:
-    """Join `pictures` into one; None: those of losses while training and of each section with an axis."""
-    if pictures is None:
-        training = curves(comparison.names, drawn_runs(comparison), LOSSES, comparison)
-        pictures = [training, *axis_pictures(comparison)]
-    pictures = [*filter(None, pictures)]
-    diverged = {arm: sum(run.state == DIVERGED for run in runs) for arm, runs in comparison.arms.items()}
-    arms = [
-        f"{arm} ({seed_count_text(len(runs))}{f', {diverged[arm]} diverged' * bool(diverged[arm])})"
-        for arm, runs in comparison.arms.items()
-    ]
-    panels = [panel for picture in pictures for panel in picture.panels]
-    if len(comparison.arms) == 1:
-        panels = [panel for panel in panels if panel]
-    elif pictures and len(pictures[0].panels) % 2:  # a line's values and differences, two panels, stand in one row
-        panels.insert(len(pictures[0].panels), None)
-    return Picture(
-        panels or [Panel("While training", "tokens seen", "loss", [])],
-        arms,
-        " ".join(picture.caption for picture in pictures),
-    )
+def _trace(run: DrawnRun, curve: Curve, colour: int, label: str, kind: Literal["seed", "mean"] = "seed") -> Trace:
+    """The curve of a logged metric as a function of tokens seen, which include the tokens that the run's initial
+    weights had seen. Of more than `MAX_POINTS` points, neighbours are replaced by their mean.
+    """
+    count, tokens = len(curve.tokens), curve.tokens + run.record.tokens_before
+    groups = np.array_split(np.arange(count), min(count, MAX_POINTS) or 1)
+    x, y = (np.array([values[group].mean() for group in groups if len(group)]) for values in (tokens, curve.values))
+    return Trace(colour, label, x, y, kind)
+
+
+def _combined(label: str, traces: Sequence[Trace], combine: Callable[..., np.ndarray]) -> list[Trace]:
+    """A thick line, such as the mean of an arm's traces; none unless all have the same x."""
+    if len({trace.x.tobytes() for trace in traces}) != 1:
+        return []
+    return [Trace(traces[0].arm, label, traces[0].x, combine([trace.y for trace in traces], axis=0), "mean")]
+
+
+def _y_range(title: str, arrays: Sequence[np.ndarray], level: float | None) -> tuple[tuple[float, float] | None, str]:
+    """The range (low, high) of the y axis, cut off above the reference level if there is one, and a note on higher
+    values; the range is None without a finite value.
+    """
+    values = np.concatenate([np.empty(0), *arrays])
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return None, ""
+    low, high = values.min(), values.max()
+    top = high if level is None else min(high, max(1.08 * level, 1.5 * low))
+    padding = 0.06 * (top - low) or 0.1
+    note = f"{title} above {top:.4g} (highest: {high:.4g}) is not shown." if top < high else ""
+    return (low - padding, top + padding), note
 
 
 # ---------------------------------------------------------------- while training
@@ -100,82 +106,45 @@ def curves(
         titles: titles and labels of the y axis of the metrics, by their names in the log.
         comparison: comparison of the finished runs, from which the reference level is read; None: no level is drawn.
     """
-    curves_by_name = {
-        name: [(run, curve) for run in runs if len((curve := _curve_by_tokens_seen(run, name)).tokens)]
-        for name in titles
-    }
-    max_tokens = max((curve.tokens[-1] for run_curves in curves_by_name.values() for _, curve in run_curves), default=1)
-    unit, x_label = token_unit(max_tokens)
     swaps = [(run.record, step) for run in runs for step, _ in run.record.phases[1:]]
     swap_tokens = {step * (record.flat.get("optim.batch_tokens") or 0) + record.tokens_before for record, step in swaps}
-    level = comparison and comparison.level(NATS)
-    panels, single_point_titles, clip_notes = [], [], []
-    for name, run_curves in curves_by_name.items():
-        curve_length = max((len(curve.tokens) for _, curve in run_curves), default=0)
-        if curve_length < 2 and name != "train/loss":
-            single_point_titles += [titles[name][0]] if curve_length else []
+    marks = {tokens: "normalizer swapped" * (index == 0) for index, tokens in enumerate(sorted(swap_tokens))}
+    panels, notes = [], []
+    for name, (title, y_label) in titles.items():
+        traces = [
+            (run, _trace(run, curve, names.index(run.arm), f"{run.arm}, seed {run.seed}"))
+            for run in runs
+            if len((curve := run.record.curve(name)).tokens)
+        ]
+        if max((len(trace.x) for _, trace in traces), default=0) < 2:
             continue
-        traces, settled_values, drawn, is_loss = [], [], [], name in LOSSES
-        all_diverged = all(run.state == DIVERGED for run, _ in run_curves)  # then the ends of the y axis hide nothing
-        for run, curve in run_curves:
-            window = max(1, len(curve.tokens) // 50) // 2 * 2 + 1 if name == "train/loss" else 1
-            losses = pd.Series(curve.values).where(np.isfinite(curve.values))
-            stride = max(1, len(curve.tokens) // MAX_POINTS)
-            y = losses.rolling(window, center=True, min_periods=1).mean().where(losses.notna()).to_numpy()
-            arm_index, label = names.index(run.arm), f"{run.arm}, seed {run.seed}"
-            drawn.append((run, curve.tokens[::stride] / unit, y[::stride]))
-            traces.append(Trace(arm_index, label, *drawn[-1][1:], "seed"))
-            start_tokens = run.record.tokens_before
-            is_settled = curve.tokens - start_tokens > SETTLING_FRACTION * (max_tokens - start_tokens)
-            if all_diverged or run.state != DIVERGED:
-                settled_values += y[(is_settled | all_diverged) & np.isfinite(y)].tolist()
-            if run.state == DIVERGED:
-                traces.append(Trace(arm_index, label, curve.tokens[-1:] / unit, curve.values[-1:], "diverged"))
-        for arm_index, arm in enumerate(names):
-            arm_curves = [(x, y) for run, x, y in drawn if run.arm == arm and run.state == "finished"]
-            if len({x.tobytes() for x, _ in arm_curves}) == 1:
-                label = f"{arm}, mean of {seed_count_text(len(arm_curves))}"
-                mean = np.mean([y for _, y in arm_curves], axis=0)
-                traces.append(Trace(arm_index, label, arm_curves[0][0], mean, "mean"))
-        low, high = (min(settled_values), max(settled_values)) if settled_values else (0.0, 1.0)
-        top = min(high, max(1.08 * level[1], 1.3 * low)) if level and is_loss and not all_diverged else high
-        clip_notes += [f"{titles[name][0]} above {top:.2f} (highest: {high:.4g}) is not shown."] if top < high else []
-        y_padding = 0.06 * (top - low) or 0.1
-        levels = {level[1]: f"{level[0]} {level[1]:.2f}"} if level and is_loss and low < level[1] < top else {}
-        marks = {tokens / unit: "normalizer swapped" * (index == 0) for index, tokens in enumerate(sorted(swap_tokens))}
-        panels.append(
-            Panel(
-                titles[name][0],
-                x_label,
-                titles[name][1],
-                traces,
-                y_range=(low - y_padding, top + y_padding),
-                marks=marks,
-                levels=levels,
-            )
-        )
-    kinds = {trace.kind for panel in panels for trace in panel.traces}
-    if not kinds:
+        converged = [trace.y for run, trace in traces if run.state != DIVERGED]
+        settled = [y[int(SETTLING_FRACTION * len(y)) :] for y in converged]
+        level = comparison.level(NATS) if comparison and converged and name in LOSSES else None
+        y_range, note = _y_range(title, settled or [trace.y for _, trace in traces], level and level[1])
+        means = []
+        for arm in dict.fromkeys(run.arm for run in runs):
+            finished = [trace for run, trace in traces if run.arm == arm and run.state == "finished"]
+            means += _combined(f"{arm}, mean of {seed_count_text(len(finished))}", finished, np.mean)
+        ends = [
+            Trace(trace.arm, trace.label, trace.x[-1:], trace.y[-1:], "diverged")
+            for run, trace in traces
+            if run.state == DIVERGED
+        ]
+        is_drawn = level and y_range and y_range[0] < level[1] < y_range[1]
+        levels = {level[1]: f"{level[0]} {level[1]:.2f}"} if is_drawn else {}
+        lines = [*(trace for _, trace in traces), *ends, *means]
+        panels.append(Panel(title, TOKENS_SEEN, y_label, lines, y_range=y_range, marks=marks, levels=levels))
+        notes.append(note)
+    if not panels:
         return None
+    kinds = {trace.kind for panel in panels for trace in panel.traces}
     caption = "Thin: single seeds. " if max(Counter(run.arm for run in runs).values()) > 1 else ""
     caption += "Thick: mean over the seeds of an arm that have finished. " if "mean" in kinds else ""
-    caption += "Training loss is a centred moving mean. " if panels[0].traces else ""
+    caption += f"Of more than {MAX_POINTS} logged steps, points are means over neighbours. "
     caption += "Held-out losses are of all held-out text, the part that selects included." if len(panels) > 1 else ""
     caption += " Crosses at the top: where a run diverged." if "diverged" in kinds else ""
-    caption += (
-        f" Without a curve, because it was measured once: {', '.join(single_point_titles)}."
-        if single_point_titles
-        else ""
-    )
-    return Picture(panels, names, " ".join([caption.strip(), *clip_notes]))
-
-
-def _curve_by_tokens_seen(run: DrawnRun, name: str) -> Curve:
-    """The curve of a logged metric as a function of tokens seen, which include the tokens that the run's initial
-    weights had seen.
-    """
-    curve = run.record.curve(name)
-    return replace(curve, tokens=curve.tokens + run.record.tokens_before)
+    return Picture(panels, names, " ".join([caption.strip(), *filter(None, notes)]))
 
 
 # ---------------------------------------------------------------- sections
@@ -190,157 +159,106 @@ def axis_pictures(comparison: ArmComparison) -> list[Picture | None]:
     """A picture for each section of its metrics along their axis: for each name, panels of values and of paired
     differences to the baseline. None if there is no axis, or a single place and no level to compare it with.
     """
-    rows = comparison.rows
-    paired = comparison.paired(rows)
-    values, differences = _shared_points(rows), _shared_points(paired)
-    drawn = (values, _value_bands(comparison, values)), (differences, _difference_bands(paired, differences))
+
+    def value_interval(key: PointKey, units: pd.DataFrame, values: np.ndarray) -> Interval | None:
+        """The interval of an arm's mean at a point or, of a single run, in a bin."""
+        (name, arm, x), about = key, units["about"].iloc[0]
+        if about.control:
+            return None
+        if units["until"].isna().any():
+            cell = comparison.cells.get((comparison.metric_names[name], number(x), arm))
+            return cell and cell.interval
+        return interval_of(units, float(values[0])) if len(values) == 1 else None
+
+    def difference_interval(key: PointKey, units: pd.DataFrame, values: np.ndarray) -> Interval | None:
+        return shown_interval(paired_interval(units, values), units["about"].iloc[0])
+
+    drawn = (
+        _traces(comparison, comparison.rows, value_interval),
+        _traces(comparison, comparison.paired(comparison.rows), difference_interval),
+    )
     return [_axis_picture(comparison, section, *drawn) for section in comparison.sections]
 
 
-def _shared_points(rows: pd.DataFrame) -> pd.DataFrame:
-    """Each run's mean at the points or bins at which all runs of an arm have one. Bins that begin before
-    `FIRST_DRAWN_POSITION` are left out, except the last.
+def _traces(
+    comparison: ArmComparison,
+    rows: pd.DataFrame,
+    interval: Callable[[PointKey, pd.DataFrame, np.ndarray], Interval | None],
+) -> dict[int, list[Trace]]:
+    """Traces by the number of their name: each run's means at the points or bins that all runs of its arm have, and the
+    mean over runs with its interval. Bins that begin before `FIRST_DRAWN_POSITION` are left out, except the last.
     """
-    means, of_arm = point_means(rows)[[*POINT, "until", "run", "shape", "about", "value"]], ["name", "arm"]
-    n_runs = means.groupby(of_arm)["run"].transform("nunique")
-    means = means[means.groupby([*of_arm, "x", "until"], dropna=False)["run"].transform("size") == n_runs]
-    first = means.groupby(of_arm)["x"].transform("max").clip(upper=FIRST_DRAWN_POSITION)
-    return means[(means["shape"] == "points") | ((means["shape"] == "bins") & (means["x"] >= first))]
+    rows = rows[rows["shape"] != "number"]
+    means, curve = point_means(rows), ["name", "arm"]
+    n_runs = means.groupby(curve)["run"].transform("nunique")
+    means = means[means.groupby([*curve, "x", "until"], dropna=False)["run"].transform("size") == n_runs]
+    first = means.groupby(curve)["x"].transform("max").clip(upper=FIRST_DRAWN_POSITION)
+    means = means[(means["shape"] == "points") | (means["x"] >= first)]
+    indices, units = rows.groupby([*curve, "x"], sort=False).indices, rows[UNIT_COLUMNS]
+    traces: dict[int, list[Trace]] = {}
+    for (name, arm), of_arm in means.groupby(curve, sort=False):
+        table = of_arm.pivot(index="x", columns="run", values="value")  # (points, runs)
+        ends = of_arm.groupby("x")["until"].first().to_numpy()
+        x = np.where(np.isnan(ends), table.index, np.sqrt(table.index * ends))
+        keys = [(name, arm, at) for at in table.index]
+        intervals = [
+            interval(key, units.iloc[indices[key]], values) for key, values in zip(keys, table.to_numpy(), strict=True)
+        ]
+        arm_index, averages = comparison.names.index(arm), table.mean(axis=1, skipna=False).to_numpy()
+        traces.setdefault(name, []).extend(
+            Trace(arm_index, f"{arm}, seed {comparison.runs[run].seeds[-1]}", x, y.to_numpy(), "seed")
+            for run, y in table.items()
+        )
+        bounds, label = (None, None, ""), f"{arm}, mean of {seed_count_text(len(table.columns))}"
+        if any(intervals):
+            pairs = zip(intervals, averages, strict=True)
+            ends = [(of.low, of.high) if of and of.bounded else (average, average) for of, average in pairs]
+            noise_source = next(of.noise_source for of in intervals if of and of.noise_source)
+            bounds = *np.array(ends).T, noise_source
+        traces[name].append(Trace(arm_index, label, x, averages, "mean", *bounds))
+    return traces
 
 
-def _value_bands(comparison: ArmComparison, points: pd.DataFrame) -> Bands:
-    """Intervals of an arm's mean at points and, of a single run, in bins."""
-    units, bands = _units_by_point(comparison.rows), {}
-    for key, means in points.groupby(POINT, sort=False):
-        index, arm, x = key
-        name, about, values = comparison.metric_names[index], means["about"].iloc[0], means["value"].to_numpy()
-        if about.control:
-            continue
-        if name.shape == "points":
-            bands[key] = (cell := comparison.cells.get((name, number(x), arm))) and cell.interval
-        elif len(values) == 1:
-            bands[key] = interval_of(units(key), float(values[0]))
-    return bands
-
-
-def _difference_bands(paired: pd.DataFrame, points: pd.DataFrame) -> Bands:
-    """Intervals of mean differences at points and in bins."""
-    units = _units_by_point(paired)
-    return {
-        key: shown_interval(paired_interval(units(key), means["value"].to_numpy()), means["about"].iloc[0])
-        for key, means in points.groupby(POINT, sort=False)
-    }
-
-
-def _units_by_point(rows: pd.DataFrame) -> Callable[[PointKey], pd.DataFrame]:
-    indices, units = rows.groupby(POINT, sort=False).indices, rows[UNIT_COLUMNS]
-    return lambda key: units.iloc[indices[key]]
-
-
-def _axis_picture(
-    comparison: ArmComparison, section: pd.DataFrame, *drawn: tuple[pd.DataFrame, Bands]
-) -> Picture | None:
+def _axis_picture(comparison: ArmComparison, section: pd.DataFrame, *drawn: dict[int, list[Trace]]) -> Picture | None:
+    """The picture of a section. `drawn`: traces of values, and of differences, by the number of their name."""
     title, shape, about = section[["title", "shape", "about"]].iloc[0]
-    metrics, names, panels, sentences = section["about"].unique(), comparison.names, [], []
+    metrics, panels = section["about"].unique(), []
     if shape == "number" or (section["place"].nunique() < 2 and not any(metric.references for metric in metrics)):
         return None
-    caption = f"{about.caption[:1].upper()}{about.caption[1:]}."
-    caption += " Thin: single seeds; thick: their mean." if max(map(len, comparison.arms.values())) > 1 else ""
-    for index in section["name"].unique():
-        name, of_name = comparison.metric_names[index], section["about"][section["name"] == index].unique()
-        traces, paired_traces = (
-            [
-                trace
-                for _, means in points[points["name"] == index].groupby("arm", sort=False)
-                for trace in _seed_traces(comparison, means, bands)
-            ]
-            for points, bands in drawn
-        )
-        panel_title, y_range = f"{title}: {', '.join((name.quantity, *name.labels))}", (-0.03, 1.03)
+    sentences = [f"{about.caption[:1].upper()}{about.caption[1:]}."]
+    if max(map(len, comparison.arms.values())) > 1:
+        sentences.append("Thin: single seeds; thick: their mean.")
+    lengths = training_lengths(section)
+    words = f"training length{'s' * (len(lengths) > 1)} {', '.join(map(number, lengths))}"
+    axis = {"log": 2 if about.axis.log else 0, "marks": {length: words * (length == lengths[0]) for length in lengths}}
+    level = None if about.better == "higher" else comparison.level(about.unit)
+    for index, of_name in section.groupby("name", sort=False):
+        name = comparison.metric_names[index]
+        values, differences = (traces.get(index, []) for traces in drawn)
+        panel_title, y_range, note = f"{title}: {', '.join((name.quantity, *name.labels))}", (-0.03, 1.03), ""
         if about.unit != "fraction":
-            y_range, clip_note = _y_range(comparison, section, traces)
-            sentences.append(clip_note)
-        nonfinite_arms = dict.fromkeys(names[trace.arm] for trace in traces if not np.isfinite(trace.y).all())
-        if nonfinite_arms:
-            sentences.append(f"Not finite at some places: {', '.join((*name.labels, *nonfinite_arms))}.")
-        for kind, of_kind in (("Bands", traces), ("Bands of differences", paired_traces)):
-            sources = (trace.noise_source for trace in of_kind if trace.noise_source)
+            ends = [end for trace in values for end in (trace.y, trace.low, trace.high) if end is not None]
+            y_range, note = _y_range(", ".join((name.quantity, *name.labels)), ends, level and level[1])
+        sentences.append(note)
+        infinite = dict.fromkeys(comparison.names[trace.arm] for trace in values if not np.isfinite(trace.y).all())
+        if infinite:
+            sentences.append(f"Not finite at some places: {', '.join((*name.labels, *infinite))}.")
+        for kind, traces in (("Bands", values), ("Bands of differences", differences)):
+            sources = dict.fromkeys(trace.noise_source for trace in traces if trace.noise_source)
             sentences += [f"{kind}: 95% intervals over {source}, each alone." for source in sources]
-        levels = {level: f"{label} {level:.3g}" for metric in of_name for label, level in metric.references}
-        panels.append(replace(_axis_panel(section, panel_title, name.quantity, traces), y_range=y_range, levels=levels))
-        panel_title += f": paired difference to {names[0]}"
-        panel = _axis_panel(section, panel_title, "difference", paired_traces)
-        panels.append(replace(panel, zero_line=True) if paired_traces else None)
+        levels = {level: f"{label} {level:.3g}" for of in of_name["about"].unique() for label, level in of.references}
+        y_label = with_unit(name.quantity, about.unit)
+        panels.append(Panel(panel_title, about.axis.label, y_label, values, y_range=y_range, levels=levels, **axis))
+        if comparison.baseline:
+            panel_title += f": paired difference to {comparison.baseline}"
+            y_label = with_unit("difference", about.unit)
+            panel = Panel(panel_title, about.axis.label, y_label, differences, zero_line=True, **axis)
+            panels.append(panel if differences else None)
     if any(metric.interval and metric.units == "questions" for metric in metrics):
         sentences.append(f"Intervals are {WILSON_NOTE}.")
     sentences += [f"Dotted, if any: {about.levels}."] if about.levels else []
     sentences += [f"From position {FIRST_DRAWN_POSITION}."] if shape == "bins" else []
-    return Picture(panels, names, " ".join([caption, *dict.fromkeys(filter(None, sentences))]))
-
-
-def _seed_traces(comparison: ArmComparison, means: pd.DataFrame, intervals: Bands) -> list[Trace]:
-    """A trace of each run of an arm, and of their mean with its interval at each point."""
-    table = means.pivot(index="x", columns="run", values="value")  # (points, runs)
-    x, ends = table.index.to_numpy(), means.sort_values("x")["until"].to_numpy()[:: len(table.columns)]
-    mean, bounds, noise_source = table.to_numpy().mean(1), (None, None), ""
-    name, arm = means[["name", "arm"]].iloc[0]
-    bands = [intervals.get((name, arm, at)) for at in x]
-    if any(bands):
-        bands = [interval or Interval(y, y, y) for interval, y in zip(bands, mean, strict=True)]
-        bounds = np.array([interval.picture_values() for interval in bands]).T[1:]
-        noise_source = next(interval.noise_source for interval in bands if interval.noise_source)
-    x = np.where(np.isnan(ends), x, np.sqrt(x * ends))
-    index, label = comparison.names.index(arm), f"{arm}, mean of {seed_count_text(len(table.columns))}"
-    seeds = [
-        Trace(index, f"{arm}, seed {comparison.runs[run].seeds[-1]}", x, y.to_numpy(), "seed")
-        for run, y in table.items()
-    ]
-    return [*seeds, Trace(index, label, x, mean, "mean", *bounds, noise_source=noise_source)]
-
-
-def _axis_panel(section: pd.DataFrame, title: str, quantity: str, traces: Sequence[Trace]) -> Panel:
-    """A panel of traces along the section's axis, with vertical marks at training lengths. `quantity` labels the y
-    axis.
-    """
-    about, x = section["about"].iloc[0], np.concatenate([trace.x for trace in traces] or [np.ones(1)])
-    octaves = [2**power for power in range(31) if x.min() <= 2**power <= x.max()]
-    ticks = plain_ticks(octaves if section["shape"].iloc[0] == "bins" else sorted(set(x.tolist())))
-    marks = {float(length): f"training length {length:,}" for length in training_lengths(section)}
-    label, log = with_unit(quantity, about.unit), 2 if about.axis.log else 0
-    return Panel(title, about.axis.label, label, traces, ticks, log, marks=marks)
-
-
-def _y_range(
-    comparison: ArmComparison, section: pd.DataFrame, traces: Sequence[Trace]
-) -> tuple[tuple[float, float] | None, str]:
-    """The range (low, high) of the y axis, cut off above the metric's reference level, and a note on arms with values
-    above the range.
-
-    The range is None and the note empty if no value is finite, there is no reference level, or higher is better.
-    """
-    about = section["about"].iloc[0]
-    level, length = comparison.level(about.unit), max(training_lengths(section), default=0)
-    arrays = [
-        (trace.arm, array[np.isfinite(array)])
-        for trace in traces
-        for array in (trace.y, trace.low, trace.high)
-        if array is not None
-    ]
-    values = np.concatenate([np.empty(0), *(array for _, array in arrays)])
-    if not len(values) or level is None or about.better == "higher":
-        return None, ""
-    low = values.min()
-    short = np.concatenate([trace.y[trace.x <= length] for trace in traces])
-    lowest = min(short[np.isfinite(short)], default=low)
-    top = max(min(values.max(), max(1.08 * level[1], 1.6 * lowest)), low + 1e-3)
-    padding = 0.06 * (top - low)
-    peaks: dict[int, float] = {}
-    for arm, array in arrays:
-        peaks[arm] = max(peaks.get(arm, low), array.max(initial=low))
-    left = [
-        f"{comparison.names[arm]} (highest: {peak:.4g})" for arm, peak in sorted(peaks.items()) if peak > top + padding
-    ]
-    return (low - padding, top + padding), f"Leaving the picture: {'; '.join(left)}." if left else ""
+    return Picture(panels, comparison.names, " ".join(dict.fromkeys(filter(None, sentences))))
 
 
 def heat_maps(comparison: ArmComparison) -> list[Picture]:
@@ -350,10 +268,12 @@ def heat_maps(comparison: ArmComparison) -> list[Picture]:
     is_drawn = np.array([about.unit == "fraction" and not about.control for about in rows["about"]], bool)
     means, pictures = point_means(rows[is_drawn]), []
     for (kind, quantity, setting), group in means.groupby(["kind", "quantity", "setting"], sort=False):
-        if group.groupby("arm")["task"].nunique().max() > MAX_TASKS_WITHOUT_MAP:
+        n_tasks = group.groupby("arm")["task"].nunique().max()
+        if n_tasks > MAX_TASKS_WITHOUT_MAP:
             caption = f"{kind}: {', '.join(filter(None, (quantity, setting)))}. Mean over the seeds of an arm."
             maps = [_fraction_map(arm, of_arm) for arm, of_arm in group.groupby("arm", sort=False)]
-            pictures.append(Picture(maps, comparison.names, caption, columns=3))
+            size = 12.8 / min(3, len(maps)), max(1.2 + 0.36 * n_tasks, 2.2)
+            pictures.append(Picture(maps, comparison.names, caption, columns=3, panel_size=size))
     return pictures
 
 
@@ -361,9 +281,8 @@ def _fraction_map(arm: str, means: pd.DataFrame) -> Map:
     """A heat map of an arm: a row for each task, a column for each point, cells with means over runs."""
     about, tasks = means["about"].iloc[0], means["task"].unique()
     table = mean(means, ["task", "x"]).pivot(index="task", columns="x", values="value").reindex(tasks)
-    values = table.to_numpy()
-    top = 1.0 if about.interval else float(np.nanmax(values))
-    return Map(arm, about.axis.label, list(plain_ticks(table.columns).values()), list(tasks), values, top)
+    top = 1.0 if about.interval else float(np.nanmax(table))
+    return Map(arm, about.axis.label, [number(x) for x in table], list(tasks), table.to_numpy(), Normalize(0, top))
 
 
 # ---------------------------------------------------------------- what is logged by layer and head
@@ -371,12 +290,10 @@ def _fraction_map(arm: str, means: pd.DataFrame) -> Map:
 
 def parameter_curves(log_lines: list[dict[str, Plain]]) -> dict[tuple[str, int], dict[str, Curve]]:
     """Curves of the normalizers' parameters by (parameter, layer), then by `head3` or `rms` (root mean square)."""
-    names = dict.fromkeys(name for log_line in log_lines for name in log_line)
     curves: dict[tuple[str, int], dict[str, Curve]] = {}
-    for match in sorted(
-        filter(None, map(_PARAMETER_METRIC.fullmatch, names)), key=lambda match: (match[1], int(match[2]))
-    ):
-        curves.setdefault((match[1], int(match[2])), {})[match[3]] = logged_curve(log_lines, match[0])
+    for name in dict.fromkeys(name for log_line in log_lines for name in log_line):
+        if match := _PARAMETER_METRIC.fullmatch(name):
+            curves.setdefault((match[1], int(match[2])), {})[match[3]] = logged_curve(log_lines, name)
     return curves
 
 
@@ -384,52 +301,25 @@ def parameter_picture(names: Sequence[str], runs: Sequence[DrawnRun]) -> Picture
     """The picture of the normalizers' parameters in training; None if there are none.
 
     Each arm has a colour and thin lines, and a thick line for the median of these; with a single run, each layer has a
-    colour. Neighbouring points of a curve are merged to `MAX_POINTS` or fewer.
+    colour.
     """
-    entries = [(run, *key, by_head) for run in runs for key, by_head in parameter_curves(run.record.log_lines).items()]
-    if not entries:
+    is_alone, traces = len(runs) == 1, dict[str, list[Trace]]()
+    for run in runs:
+        for (parameter, layer), by_head in parameter_curves(run.record.log_lines).items():
+            for head, curve in by_head.items():
+                label = f"{run.arm}, seed {run.seed}, layer{layer}/{head}"
+                colour, kind = (layer, "mean") if is_alone else (names.index(run.arm), "seed")
+                traces.setdefault(parameter, []).append(_trace(run, curve, colour, label, kind))
+    if not traces:
         return None
-    last_tokens = max(
-        curve.tokens[-1] + run.record.tokens_before for run, *_, by_head in entries for curve in by_head.values()
-    )
-    unit, x_label = token_unit(last_tokens)
-    if len(runs) == 1:
-        names = [f"layer {layer}" for layer in range(1 + max(layer for _, _, layer, _ in entries))]
-    traces: dict[str, list[Trace]] = {}
-    for run, parameter, layer, by_head in entries:
-        colour_index = layer if len(runs) == 1 else names.index(run.arm)
-        for head, curve in by_head.items():
-            points = _merge_points((curve.tokens + run.record.tokens_before) / unit, curve.values)
-            label = f"{run.arm}, seed {run.seed}, layer{layer}/{head}"
-            traces.setdefault(parameter, []).append(Trace(colour_index, label, *points, "seed"))
-    medians = {parameter: _median_traces(names, lines) if len(runs) > 1 else [] for parameter, lines in traces.items()}
-    panels = [
-        Panel(f"Parameter {name} of the normalizer", x_label, "value", [*traces[name], *medians[name]])
-        for name in sorted(traces)
-    ]
-    note = " Thick: the median of an arm's lines." if any(medians.values()) else ""
+    panels = []
+    for parameter, lines in traces.items():
+        medians = []
+        for index, arm in () if is_alone else enumerate(names):
+            of_arm = [trace for trace in lines if trace.arm == index]
+            medians += _combined(f"{arm}, median", of_arm, np.median) if len(of_arm) > 1 else []
+        panels.append(Panel(f"Parameter {parameter} of the normalizer", TOKENS_SEEN, "value", [*lines, *medians]))
+    if is_alone:
+        names = [f"layer {layer}" for layer in range(runs[0].record.flat["model.n_layer"])]
+    note = "" if is_alone else " Thick: the median of an arm's lines."
     return Picture(panels, names, f"Parameters of the normalizers. A line for each seed, layer and head.{note}")
-
-
-def _median_traces(names: Sequence[str], traces: Sequence[Trace]) -> list[Trace]:
-    """The median trace of each arm that has several traces, all with the same x (tokens seen)."""
-    by_arm = {name: [trace for trace in traces if trace.arm == arm] for arm, name in enumerate(names)}
-    return [
-        Trace(
-            arm_traces[0].arm,
-            f"{name}, median",
-            arm_traces[0].x,
-            np.median([trace.y for trace in arm_traces], axis=0),
-            "mean",
-        )
-        for name, arm_traces in by_arm.items()
-        if len(arm_traces) > 1 and len({trace.x.tobytes() for trace in arm_traces}) == 1
-    ]
-
-
-def _merge_points(x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Merge neighbouring points into at most `MAX_POINTS` points, whose y is the median; return their x and y."""
-    group_size = -(-len(x) // MAX_POINTS)
-    groups = np.split(np.arange(len(x)), range(group_size, len(x), group_size))
-    with np.errstate(invalid="ignore"):
-        return np.array([x[group].mean() for group in groups]), np.array([np.median(values[group]) for group in groups])

@@ -22,7 +22,6 @@ from lm.report.comparison_pictures import (
     curves,
     drawn_runs,
     heat_maps,
-    overview,
     parameter_picture,
 )
 from lm.report.comparison_tables import (
@@ -51,7 +50,7 @@ TEXT_NOTE = (
     "learning rates and checkpoints. The others, the report text or reporting documents, give the numbers by which "
     "arms are compared."
 )
-PAGE, PICTURE = "report.html", "overview.png"
+PAGE = "report.html"
 BlockKind = Literal["note", "warning", "list", "table", "picture", "code", "details"]
 
 
@@ -248,13 +247,14 @@ def page_files(parts: list[PagePart], folder: Path) -> dict[Path, bytes]:
             contents[folder / f"{block.name}.csv"] = to_csv((block.content,)).encode()
             contents[folder / f"{block.name}.tex"] = to_latex((block.content,)).encode()
         elif isinstance(block.content, Picture):
-            contents |= {folder / f"{block.name}{suffix}": block.content.file(suffix) for suffix in (".svg", ".csv")}
+            contents[folder / f"{block.name}.svg"] = block.content.svg.encode()
+            contents[folder / f"{block.name}.csv"] = block.content.csv.encode()
     return contents | {folder / PAGE: page(parts).encode()}
 
 
 def write_comparison(comparison: ArmComparison, folder: Path) -> Path:
-    """Write the report of a comparison, or of a single run, into `folder`: the page, its tables and pictures, all
-    tables in one file of each format, and a picture of all curves. Returns the path of the page.
+    """Write the report of a comparison, or of a single run, into `folder`: the page, its tables and pictures, and all
+    tables in one file of each format. Returns the path of the page.
 
     Raises RunError: the report can't be written.
     """
@@ -273,11 +273,7 @@ def write_comparison(comparison: ArmComparison, folder: Path) -> Path:
     sections = [summary, *run_sections(comparison.names, runs, comparison), commands]
     run_names = f": {', '.join(printable(run.name) for run in comparison.runs)}" if len(comparison.arms) == 1 else ""
     part = PagePart(" vs ".join(comparison.arms) + run_names, sections, introduction([comparison.runs]))
-    pictures = [
-        block.content for section in sections for block in section.blocks if block.name.endswith(("curves", "-picture"))
-    ]
     contents = page_files([part], folder) | {
-        folder / PICTURE: overview(comparison, pictures).file(".png"),
         folder / "table.md": to_markdown(tables, notes).encode(),
         folder / "table.csv": to_csv(tables).encode(),
         folder / "table.tex": to_latex(tables).encode(),

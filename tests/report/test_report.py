@@ -11,15 +11,8 @@ from lm.config.normalizers import label as normalizer_label
 from lm.errors import RunError
 from lm.report.comparison import Difference, compare_runs
 from lm.report.comparison_tables import OWN_SEEDS_NOTE, comparison_notes, comparison_tables, run_facts
-from lm.report.pictures import Panel, Picture
 from lm.report.tables import Column, numeral, signed_text
 from lm.runs.record import read_run
-
-
-@pytest.fixture(autouse=True)
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports without their picture: nothing is asked of it here."""
-    monkeypatch.setattr("lm.report.html.overview", lambda *_: Picture([Panel("", "", "", [])], []))
 
 
 def test_paired_differences_find_what_was_built_in(pair):

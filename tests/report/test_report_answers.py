@@ -16,12 +16,13 @@ from reported import (
     compared,
     edit,
     fraction_right,
+    pictures,
     write_answers,
     write_report,
     write_rows,
 )
 
-from lm.report.comparison_pictures import heat_maps, overview
+from lm.report.comparison_pictures import heat_maps
 from lm.runs.record import read_run
 from lm.statistics.intervals import Interval, effective_trials, wilson
 
@@ -83,7 +84,7 @@ def test_needles_by_depth_and_length_are_a_map_for_each_arm(tmp_path):
     (picture,) = heat_maps(compared(*folders)[0])
     assert [panel.title for panel in picture.panels] == ["softmax", "ssmax"]
     for panel, exact in zip(picture.panels, (0.3, 0.8), strict=True):  # the mean over two seeds, and one
-        assert (panel.rows, list(panel.columns), panel.top) == ([*losses], ["64", "512"], 1)
+        assert (panel.rows, list(panel.columns), panel.norm.vmax) == ([*losses], ["64", "512"], 1)
         assert panel.values == pytest.approx(np.array([[1, exact - loss] for loss in losses.values()]))
     write_rows(folders[2], "needle", pd.concat(rows[:3]))
     assert heat_maps(compared(folders[2])[0]) == [], "lines show as few"
@@ -121,13 +122,14 @@ def levels(folder: Path) -> list[dict[str, float]]:
 def test_chance_is_read_with_the_answers_and_drawn(tmp_path):
     folder = build_run(tmp_path, "soft", asked={64: 0.9})
     assert levels(folder) == [{"chance": 0.3397}, {"chance, roll-out": 0.125}, {}, {}], "one needle is no choice"
-    assert "chance, picking among the answers shown and not yet given" in overview(compared(folder)[0]).caption
+    (picture,) = [picture for picture in pictures(compared(folder)[0]) if picture.caption.startswith("Accuracy")]
+    assert "chance, picking among the answers shown and not yet given" in picture.caption
     edit(folder, "needle", lambda rows: with_levels(rows, ("chance", 0.25), first=True))
     assert levels(folder)[2:] == [{"chance": 0.25}, {}]
     for kind in ("recall", "needle"):
         edit(folder, kind, with_levels)
-    titles = [panel.title for panel in overview(compared(folder)[0]).panels]
-    assert not any(title.startswith("Accuracy") for title in titles), "one length without a level is no picture"
+    captions = [picture.caption for picture in pictures(compared(folder)[0])]
+    assert not any(caption.startswith("Accuracy") for caption in captions), "one length without a level is no picture"
 
 
 def test_answers_of_several_seeds_have_the_wider_interval(tmp_path):

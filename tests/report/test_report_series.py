@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from reported import build_run, compared, edit, write_report, write_rows
+from reported import build_run, compared, edit, pictures, write_report, write_rows
 
-from lm.report.comparison_pictures import overview
 from lm.report.comparison_tables import comparison_tables, run_facts
 from lm.runs.evaluations import rows, units_frame
 from lm.runs.metric import Axis, Metric
@@ -82,21 +81,14 @@ def test_a_made_up_kind_of_evaluation_is_reported(folders, tmp_path):
 
 
 def test_a_made_up_kind_has_panels_for_what_is_over_an_axis(folders):
-    picture = overview(compared(*folders)[0])
-    for folder in folders:
-        next(folder.glob("evaluations/probe.*")).unlink()
-    titles = [[panel.title for panel in figure.panels] for figure in (overview(compared(*folders)[0]), picture)]
-    made_up = ["Sparsity of attention: sparsity, as trained", "Reach by depth: reach, books, as trained"]
-    difference = "paired difference to softmax"
-    assert titles[1] == [
-        *titles[0],
-        made_up[0],
-        f"{made_up[0]}: {difference}",
-        made_up[1],
-        f"{made_up[1]}: {difference}",
-    ]
-    assert "Reach by depth. Bands: 95% intervals over sequences, 1 seed, each alone." in picture.caption
-    assert "From position 16." in picture.caption
+    *_, sparsity, reach = pictures(compared(*folders)[0])
+    for picture, title in (
+        (sparsity, "Sparsity of attention: sparsity, as trained"),
+        (reach, "Reach by depth: reach, books, as trained"),
+    ):
+        assert [panel.title for panel in picture.panels] == [title, f"{title}: paired difference to softmax"]
+    assert "Reach by depth. Bands: 95% intervals over sequences, 1 seed, each alone." in reach.caption
+    assert "From position 16." in sparsity.caption
 
 
 def test_a_point_that_is_not_finite_is_said_and_has_no_interval(folders, tmp_path):

@@ -14,7 +14,7 @@ import lm
 from lm.errors import RunError
 from lm.experiments.run_outcome import Outcome
 from lm.report.comparison import arm_label, compare_runs
-from lm.report.comparison_pictures import overview
+from lm.report.comparison_pictures import LOSSES, curves, drawn_runs
 from lm.report.comparison_tables import run_facts
 from lm.report.html import write_comparison
 from lm.runs.evaluations import load_evaluation
@@ -167,7 +167,7 @@ def test_a_diverged_run_is_called_so_everywhere(tiny, tmp_path, capsys):
         assert re.search(f"- gone: {how}", table)
         assert re.search(f"gone: {how}", page)
         assert "| seeds | diverged |" in table
-        panel = overview(comparison).panels[0]
+        panel = curves(comparison.names, drawn_runs(comparison), LOSSES, comparison).panels[0]
         assert [trace.kind for trace in panel.traces].count("diverged") == 1
         shown = read_run(folders[-1]).curve("train/loss").values[20:]  # of the diverged run alone, or of the other
         assert all(panel.y_range[0] < loss < panel.y_range[1] for loss in shown)
