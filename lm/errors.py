@@ -1,6 +1,8 @@
 """Errors that a user can act on: the command line prints their text and exits with a non-zero status."""
 
+import difflib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -57,6 +59,16 @@ def abbreviated(text: str, limit: int = 300) -> str:
     return line if len(line) <= limit else f"{line[: limit - 4]} ..."
 
 
+def suggest(word: str, names: Iterable[str]) -> str:
+    """Return advice on an unknown `word`: the most similar of `names`, or else all of them. A method `suggestions` of
+    `names` gives further ones, such as those of installed plugins.
+    """
+    names = [*getattr(names, "suggestions", names.__iter__)()]
+    matches = [name for name in names if name.startswith(f"{word} ")]  # of a metric at several lengths, say
+    matches = matches or difflib.get_close_matches(str(word), names, n=1)
+    return f"did you mean '{matches[0]}'?" if matches else f"choose from: {', '.join(names)}"
+
+
 def terminal_text(text: str) -> str:
     """Return `text` with control characters, such as the escape character of a terminal, written as `\\x1b`, and those
     that reverse or break a line as `\\u202e`. Tabs and line ends stay."""
@@ -105,6 +117,16 @@ class Problem:
     def __str__(self) -> str:
         text = f"{abbreviated(self.path)} = {abbreviated(as_written(self.value))}: {self.reason}"
         return f"{text}; {self.remedy}" if self.remedy else text
+
+
+class Unavailable(KeyError):
+    """Raised if a block's name refers to a plugin that may not be imported, can't be imported or is invalid; holds
+    reason and remedy.
+    """
+
+    def __init__(self, reason: str, remedy: str):
+        super().__init__(reason)
+        self.reason, self.remedy = reason, remedy
 
 
 class ConfigError(LMError):

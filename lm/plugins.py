@@ -17,8 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+from lm.errors import Unavailable
 from lm.files import file_sha256, sources_sha256
-from lm.schema import Unavailable
 
 GROUP = "lm.normalizers"  # the entry-point group in which packages declare normalizers
 PAGE = "docs/normalizers-own.md"  # the documentation page that states the requirements

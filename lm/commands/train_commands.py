@@ -30,7 +30,8 @@ def config(arguments: Configuration = [], reference: Reference = False, schema: 
 
     If something is wrong with it, print every problem instead and exit with status 2.
     """
-    from lm.config.load import load_config, reference_markdown, to_yaml
+    from lm.config.load import load_config, to_yaml
+    from lm.config.reference import reference_markdown
     from lm.errors import ConfigError
     from lm.runs.folder import with_shape_of
 
@@ -118,9 +119,8 @@ def normalizers(
     The whole table is docs/normalizers.md.
     """
     from lm.attention.catalogue import ENTRIES
-    from lm.config.normalizers import description
-    from lm.errors import ConfigError
-    from lm.schema import suggest
+    from lm.config.reference import description
+    from lm.errors import ConfigError, suggest
 
     if name and name not in ENTRIES:
         raise ConfigError(f"{name}: no normalizer of lm's; {suggest(name, ENTRIES)}")

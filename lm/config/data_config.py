@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from lm.config.task_config import TASKS, Task
 from lm.errors import Problem
 from lm.files import expand_home
-from lm.schema import key, sections, variant
+from lm.schema import key, section, variant
 
 
 @dataclass
@@ -169,8 +169,8 @@ class Mixture:
     """
 
     name: ClassVar[str] = "mixture"
-    of: list[WeightedSource] = sections(
-        WeightedSource, "the sources and their weights; other weights do not make another store"
+    of: list[WeightedSource] = section(
+        WeightedSource, "the sources and their weights; other weights do not make another store", default=[]
     )
 
     def problems(self) -> Iterator[Problem]:
@@ -248,8 +248,10 @@ class WeightedTask:
 class DataConfig:
     source: Source | Mixture = variant({**SOURCES, Mixture.name: Mixture}, "package", "where the text comes from")
     tokenizer: TokenizerOptions = variant(TOKENIZERS, "train", "text to tokens")
-    tasks: list[WeightedTask] = sections(
-        WeightedTask, "synthetic tasks that make some or all of the training sequences (lm/data/tasks.py)"
+    tasks: list[WeightedTask] = section(
+        WeightedTask,
+        "synthetic tasks that make some or all of the training sequences (lm/data/tasks.py)",
+        default=[],
     )
     seq_len: int = key(256, "tokens in a training sequence", {"on_resume": "branch"}, ge=2, le=MAX_SEQ_LEN)
     lengths: FullLength | MixedLengths = variant(

@@ -12,7 +12,7 @@ from lm.config.inference_config import InferenceSetting, ThetaFactor, check_infe
 from lm.config.model_config import ModelConfig
 from lm.config.task_config import TASKS, Task
 from lm.errors import Problem
-from lm.schema import Plain, block_of, key, optional, section, sections, to_plain, variants
+from lm.schema import Plain, key, section, to_plain, variant
 
 COMMANDS = ("train", "eval", "diagnose")  # commands that use the keys of `eval.diagnostics`
 AUTO_LENGTH_FACTOR = 8.0  # the longest sequences of `length_factor: auto`, in training lengths
@@ -116,10 +116,10 @@ class LongContextConfig(EvaluationConfig):
     sequences: int = key(
         32, "sequences, spread over the held-out documents that are long enough", ge=1, le=MAX_SEQUENCES
     )
-    inference: list[InferenceSetting] = sections(
+    inference: list[InferenceSetting] = section(
         InferenceSetting,
         "inference settings there, each measured",
-        (InferenceSetting(), InferenceSetting(ThetaFactor())),
+        default=[InferenceSetting(), InferenceSetting(ThetaFactor())],
     )
 
     @property
@@ -143,8 +143,8 @@ class ByLengthConfig(EvaluationConfig):
         [], "tokens in a sequence, each a divisor of the longest, e.g. [32, 64, 128]; []: off", ge=2
     )
     sequences: int = key(128, "sequences of the longest length, spread over the held-out text", ge=1, le=MAX_SEQUENCES)
-    inference: list[InferenceSetting] = sections(
-        InferenceSetting, "inference settings, each measured", (InferenceSetting(),)
+    inference: list[InferenceSetting] = section(
+        InferenceSetting, "inference settings, each measured", default=[InferenceSetting()]
     )
 
     def problems(self) -> Iterator[Problem]:
@@ -165,8 +165,8 @@ class ByLengthConfig(EvaluationConfig):
 class TextsConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.held_out:OtherTexts"
     switch_key: ClassVar[str] = "of"
-    of: dict[str, Source] = variants(
-        SOURCES, "texts beside the held-out one, e.g. {code: {name: files, paths: [code]}}", many=dict
+    of: dict[str, Source] = variant(
+        SOURCES, {}, "texts beside the held-out one, e.g. {code: {name: files, paths: [code]}}"
     )
     sequences: int = key(256, "sequences of seq_len tokens of each, spread over it", ge=1, le=MAX_SEQUENCES)
 
@@ -183,15 +183,15 @@ class TextsConfig(EvaluationConfig):
 class RecallConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.answers:Recall"
     needs_text: ClassVar[bool] = False
-    tasks: list[Task] = variants(
-        TASKS, "tasks to ask for, e.g. [passkey, {name: needle, needles: 3}]; empty: those of data.tasks"
+    tasks: list[Task] = variant(
+        TASKS, [], "tasks to ask for, e.g. [passkey, {name: needle, needles: 3}]; empty: those of data.tasks"
     )
     length_factors: list[float] = key(
         [1.0, 2.0, 4.0, 8.0, 16.0], "sequence lengths, in training lengths; []: off", gt=0, le=MAX_FACTOR
     )
     sequences: int = key(128, "sequences of each task and length", ge=1, le=MAX_SEQUENCES)
-    inference: list[InferenceSetting] = sections(
-        InferenceSetting, "inference settings, each measured", (InferenceSetting(),)
+    inference: list[InferenceSetting] = section(
+        InferenceSetting, "inference settings, each measured", default=[InferenceSetting()]
     )
 
     def wanted(self, data: DataConfig) -> bool:
@@ -238,8 +238,8 @@ class NeedleConfig(EvaluationConfig):
         gt=0,
         le=MAX_FACTOR,
     )
-    inference: list[InferenceSetting] = sections(
-        InferenceSetting, "inference settings, each measured", (InferenceSetting(),)
+    inference: list[InferenceSetting] = section(
+        InferenceSetting, "inference settings, each measured", default=[InferenceSetting()]
     )
 
     def problems(self) -> Iterator[Problem]:
@@ -279,8 +279,8 @@ class DiagnosticsConfig(EvaluationConfig):
     queries: int = key(
         64, "queries of each sequence, spread evenly over the logarithm of the number of keys", ge=1, le=MAX_SEQUENCES
     )
-    inference: list[InferenceSetting] = sections(
-        InferenceSetting, "inference settings, each measured", (InferenceSetting(),)
+    inference: list[InferenceSetting] = section(
+        InferenceSetting, "inference settings, each measured", default=[InferenceSetting()]
     )
 
     def wanted(self, data: DataConfig) -> bool:
@@ -327,29 +327,26 @@ class EvalConfig:
     long_context: LongContextConfig = section(
         LongContextConfig, "loss by position, beyond the training length or within it"
     )
-    by_length: ByLengthConfig | None = optional(
-        ByLengthConfig, "loss on the same held-out tokens, cut into sequences of several lengths"
+    by_length: ByLengthConfig | None = section(
+        ByLengthConfig, "loss on the same held-out tokens, cut into sequences of several lengths", default=None
     )
-    texts: TextsConfig | None = optional(
-        TextsConfig, "loss on texts beside the held-out one, each by its name: text/NAME/loss"
+    texts: TextsConfig | None = section(
+        TextsConfig, "loss on texts beside the held-out one, each by its name: text/NAME/loss", default=None
     )
     recall: RecallConfig = section(RecallConfig, "accuracy on synthetic tasks, by length")
     needle: NeedleConfig = section(NeedleConfig, "needles in a haystack, by length and depth")
-    diagnostics: DiagnosticsConfig | None = optional(
+    diagnostics: DiagnosticsConfig | None = section(
         DiagnosticsConfig,
         "statistics of attention weights, also of the untrained model and of shuffled scores",
         {"acts_in": COMMANDS},
+        default=None,
     )
 
     @classmethod
     @cache
     def kind_names(cls) -> list[str]:
         """Names of the kinds of evaluation, the validation first."""
-        return [
-            "validation",
-            *(spec.name for spec in fields(cls) if (block := block_of(spec)) and issubclass(block, EvaluationConfig)),
-            "tasks",
-        ]
+        return ["validation", *(spec.name for spec in fields(cls) if "blocks" in spec.metadata), "tasks"]
 
     @property
     def kinds(self) -> dict[str, EvaluationConfig]:

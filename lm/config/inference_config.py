@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from lm.attention.options import Options
+from lm.attention.options import Options, yaml_scalar
 from lm.config.model_config import Position, divide_low_frequencies
 from lm.config.normalizers import with_changes
 from lm.errors import Problem
-from lm.schema import key, variant, yaml_scalar
+from lm.schema import key, variant
 
 FACTOR_HELP = "s; null: the sequence's length in training lengths"
 

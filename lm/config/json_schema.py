@@ -1,45 +1,35 @@
-"""The configuration as a JSON Schema (draft 2020-12), for editors: keys, types, bounds and descriptions of a YAML
-file.
-"""
+"""The configuration as a JSON Schema (draft 2020-12), for editors: keys, types, bounds, descriptions of a YAML file."""
 
 import types
 import typing
-from collections.abc import Mapping
 from dataclasses import Field
 
 from lm.config.normalizers import Catalogue, Layers
 from lm.config.tree import Config
-from lm.schema import BOUNDS, Plain, fields
+from lm.schema import Plain, fields
 
 Schema = dict[str, Plain]
-
 TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", dict: "object", types.NoneType: "null"}
+BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
 INTERPOLATION: Schema = {"type": "string", "pattern": r"\$\{"}  # `${...}` may take the place of any value
 OUTSIDE_NAME: Schema = {"type": "string", "pattern": ":"}  # the name of a plugin: `package.module:Class`
 
 
 def configuration_schema() -> Schema:
-    """The JSON Schema of a configuration file, with each block under `$defs`; it can't express contradictions between
-    keys.
-    """
+    """Return the JSON Schema of a configuration file, each block under `$defs`, without contradictions between keys."""
     definitions: dict[str, Schema] = {}
     root = _block(Config, definitions)
-    base = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
-    properties = next(iter(definitions.values()))["properties"]
-    properties["base"] = {**base, "description": "files whose keys these are laid on"}
-    dialect = "https://json-schema.org/draft/2020-12/schema"
-    return {"$schema": dialect, "title": "A configuration of lm", **root, "$defs": definitions}
+    base = {"anyOf": [{"type": "string"}, {"type": "array"}], "description": "files whose keys these are laid on"}
+    next(iter(definitions.values()))["properties"]["base"] = base
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **root, "$defs": definitions}
 
 
-def _block(schema: type, definitions: dict[str, Schema], name: str | None = None) -> Schema:
-    """A reference to the JSON Schema, in `definitions`, of a block whose keys are the fields of `schema`; if `name` is
-    given, a key `name` has this value.
-    """
-    # classes of the same name in different modules stay apart
+def _block(schema: type, definitions: dict[str, Schema]) -> Schema:
+    """Return a reference to the JSON Schema, in `definitions`, of a block whose keys are the fields of `schema`."""
     title = f"{schema.__module__.rpartition('.')[2]}.{schema.__name__}"
     if title not in definitions:
         definitions[title] = {}  # for a block that contains itself
-        properties = {"name": {"const": name}} if name else {}
+        properties = {"name": {"const": schema.name}} if hasattr(schema, "name") else {}
         for spec in fields(schema):
             properties[spec.name] = {"description": spec.metadata["help"], **_value(spec, definitions)}
         definitions[title] = {"type": "object", "properties": properties, "additionalProperties": False}
@@ -47,51 +37,36 @@ def _block(schema: type, definitions: dict[str, Schema], name: str | None = None
 
 
 def _value(spec: Field, definitions: dict[str, Schema]) -> Schema:
-    table, block, container = (spec.metadata.get(name) for name in ("table", "schema", "many"))
-    if table is None and block is None:
-        return _interpolable(_type(spec.type, spec.metadata["limits"]))
-    value = _block(block, definitions) if block else _variant(table, spec.metadata.get("default"), definitions)
-    if container is dict:
-        return {"type": "object", "additionalProperties": value}
-    if container is list:
-        items = {"type": "array", "items": value}
-        return items if block else {"anyOf": [items, value]}
-    return {"anyOf": [value, {"type": "null"}]} if "optional" in spec.metadata else {"allOf": [value]}
-
-
-def _interpolable(value: Schema) -> Schema:
-    """Extend the JSON Schema `value` to accept an interpolation `${...}` as well."""
-    return {"anyOf": [value, INTERPOLATION]}
-
-
-def _variant(table: Mapping[str, type], default: str | None, definitions: dict[str, Schema]) -> Schema:
-    """The JSON Schema of a choice of a class in `table`: its name, or a block of its options; a block without `name`
-    means `default`.
-    """
-    options: list[Plain] = [{"enum": list(table)}, INTERPOLATION] if table else [INTERPOLATION]
-    for name, schema in table.items():
-        reference = _block(schema, definitions, name)
-        options.append(reference if name == default else {**reference, "required": ["name"]})
-    if Layers.name in table:
-        layer_table = {name: schema for name, schema in table.items() if name != Layers.name}
-        options.append({"type": "array", "items": _variant(layer_table, None, definitions), "minItems": 1})
-    if isinstance(table, Catalogue):  # plugins may be named, too
+    """Return the JSON Schema of a field: of its plain value, or of its block, name, list or map of blocks."""
+    blocks, default = spec.metadata.get("blocks"), spec.metadata.get("default")
+    if not blocks:
+        return _type(spec.type, spec.metadata["limits"])
+    options = [
+        _block(schema, definitions) | ({} if name in ("", default) else {"required": ["name"]})
+        for name, schema in blocks.items()
+    ]
+    options += [INTERPOLATION, *([{"enum": [*blocks]}] if "" not in blocks else [])]
+    if isinstance(blocks, Catalogue):  # plugins may be named, too
         options += [OUTSIDE_NAME, {"type": "object", "properties": {"name": OUTSIDE_NAME}, "required": ["name"]}]
-    return {"anyOf": options}
+    if isinstance(default, dict):
+        return {"type": "object", "additionalProperties": {"anyOf": options}}
+    if isinstance(default, list) or Layers.name in blocks:
+        options.append({"type": "array", "items": {"anyOf": [*options]}, "minItems": int(default != [])})
+    return {"anyOf": [*options, {"type": "null"}] if default is None else options}
 
 
 def _type(hint: type, limits: dict[str, float]) -> Schema:
-    """The JSON Schema of a value of type `hint` within `limits`; in a list or map, each item must be within
-    `limits`.
-    """
+    """Return the JSON Schema of a value of type `hint`; its numbers, also in a list or map, must be within `limits`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return {"anyOf": [_type(argument, limits) for argument in arguments]}
     if origin is typing.Literal:
-        return {"enum": list(arguments)}
-    if origin is list:
-        return {"type": "array", "items": _interpolable(_type(arguments[0], limits))}
-    if origin is dict:
-        return {"type": "object", "additionalProperties": _interpolable(_type(arguments[1], limits))}
-    bounds = {BOUNDS[name][2]: bound for name, bound in limits.items()} if hint in (int, float) else {}
-    return {"type": TYPES[hint], **bounds}
+        value = {"enum": [*arguments]}
+    elif origin is list:
+        value = {"type": "array", "items": _type(arguments[0], limits)}
+    elif origin is dict:
+        value = {"type": "object", "additionalProperties": _type(arguments[1], limits)}
+    else:
+        bounds = limits.items() if hint in (int, float) else ()
+        value = {"type": TYPES[hint]} | {BOUNDS[name]: bound for name, bound in bounds}
+    return {"anyOf": [value, INTERPOLATION]}

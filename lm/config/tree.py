@@ -17,7 +17,7 @@ from lm.config.normalizers import Layers
 from lm.config.training_config import LogConfig, OptimConfig, Phase, TrainerConfig
 from lm.files import expand_home
 from lm.removed_keys import without_removed
-from lm.schema import Effect, Plain, build, effect, flatten, key, reference, section, sections, to_plain
+from lm.schema import Effect, Plain, build, effect, flatten, key, section, to_plain
 
 
 @dataclass
@@ -67,10 +67,11 @@ class Config:
     )
     data: DataConfig = section(DataConfig, "corpus, tokenizer and sequences")
     model: ModelConfig = section(ModelConfig, "the decoder", {"affects": "model"})
-    phases: list[Phase] = sections(
+    phases: list[Phase] = section(
         Phase,
         "swap the normalizer during training; empty: `model.normalizer` throughout",
-        effect={"on_resume": "ahead"},
+        {"on_resume": "ahead"},
+        default=[],
     )
     optim: OptimConfig = section(OptimConfig, "optimizer and schedule")
     trainer: TrainerConfig = section(TrainerConfig, "steps, devices and precision", {"affects": "execution"})
@@ -271,9 +272,8 @@ def recorded_per_start() -> tuple[str, ...]:
     """Paths of keys that distinguish arms and may change on resume; environment.json records their values at each start
     of a run.
     """
-    return tuple(
-        path for path, *_ in reference(Config) if distinguishes_arms(path) and effect_of(path).on_resume == "free"
-    )
+    paths = flatten(to_plain(Config(), whole=True))
+    return tuple(path for path in paths if distinguishes_arms(path) and effect_of(path).on_resume == "free")
 
 
 def function_options(model: ModelConfig) -> dict[str, Plain]:

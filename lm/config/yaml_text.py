@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from omegaconf._yaml import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
-from lm.errors import ConfigError, abbreviated, as_written, one_line
-from lm.schema import Plain, map_values, single_values
+from lm.errors import ConfigError, Problem, abbreviated, as_written, one_line
+from lm.plain import Plain, map_values, single_values
 
 MAX_BYTES = 2**19  # size of a text
 MAX_NODES = 10_000  # keys and values in a text, with aliases expanded
@@ -131,13 +131,14 @@ MAX_INTERPOLATIONS = 16
 
 def resolve_interpolations(plain: dict[str, Plain]) -> dict[str, Plain]:
     """Resolve the interpolations `${...}` in the values of `plain`, a configuration that a user wrote, and return the
-    new configuration.
+    new configuration. A value `???` must have been replaced.
 
     Configurations of checkpoints and exports are never resolved: `${...}` could read the user's environment variables.
 
-    Raises ConfigError: an interpolation can't be resolved, or there are too many to expand in a reasonable time.
+    Raises ConfigError: a value is missing, or an interpolation can't be resolved, or there are too many to expand in a
+    reasonable time.
     """
-    texts = [value for value in single_values(plain) if isinstance(value, str) and "${" in value]
+    texts = [value for value in single_values(plain) if isinstance(value, str) and ("${" in value or value == "???")]
     if not texts:
         return plain
     if sum(text.count("${") for text in texts) > MAX_INTERPOLATIONS:
@@ -146,7 +147,12 @@ def resolve_interpolations(plain: dict[str, Plain]) -> dict[str, Plain]:
             "out"
         )
     try:
-        result = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
+        config = OmegaConf.create(plain)
+        if missing := OmegaConf.missing_keys(config):
+            raise ConfigError(
+                [Problem(path, "???", "must be given", "replace ??? by a value") for path in sorted(missing)]
+            )
+        result = OmegaConf.to_container(config, resolve=True)
     except (OmegaConfBaseException, RecursionError, ValueError) as error:
         reason = (
             one_line(error)

@@ -7,7 +7,7 @@ from itertools import chain
 import torch
 
 from lm.config.tree import Config
-from lm.errors import ConfigError, Problem
+from lm.errors import ConfigError, Problem, suggest
 from lm.evaluation.answers import Recall
 from lm.evaluation.diagnostics import Diagnostics
 from lm.evaluation.downstream import DownstreamTasks
@@ -19,7 +19,6 @@ from lm.model.decoder import Decoder
 from lm.runs.evaluations import NATS, REPORTING
 from lm.runs.folder import PEAK_MEMORY
 from lm.runs.metric import Metric
-from lm.schema import suggest
 
 PER_HEAD = "layerL/headH"
 

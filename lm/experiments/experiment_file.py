@@ -20,7 +20,7 @@ from lm.config.load import (
 from lm.config.normalizers import OPTIONS
 from lm.config.tree import Config, ExperimentConfig, differences, distinguishes_arms, effect_of
 from lm.data.prepare import vocab_size_of
-from lm.errors import ConfigError, DataError, Problem, as_written
+from lm.errors import ConfigError, DataError, Problem, as_written, suggest
 from lm.evaluation.metrics import measured
 from lm.experiments.experiment import Arm, Experiment, Swap, Tune, config_hash
 from lm.experiments.judging import PrimaryMetric
@@ -29,7 +29,7 @@ from lm.model.spec import count_steps
 from lm.plugins import PLUGINS
 from lm.runs.folder import SWAPPED
 from lm.runs.same_run import config_problems
-from lm.schema import Plain, build, cross_key_problems, flatten, key, optional, section, suggest, to_plain
+from lm.schema import Plain, build, cross_key_problems, flatten, key, section, to_plain
 from lm.statistics.tuning import MIN_TUNING_SEEDS, Rate
 
 _JUDGED = "the runs that choose a rate must not judge it"
@@ -69,7 +69,7 @@ class _FileKeys:
 class _ArmKeys:
     """The keys of an arm that are no configuration keys, except `from`."""
 
-    swap: Swap | None = optional(Swap, "the normalizer that is put into the weights")
+    swap: Swap | None = section(Swap, "the normalizer that is put into the weights", default=None)
     train: bool = key(True, "whether the arm is trained")
     step: int | None = key(None, "the step of the other arm from which it goes on", ge=1)
 

@@ -16,7 +16,7 @@ import pandas as pd
 from pandas.api.extensions import ExtensionDtype
 from pandas.io.common import get_handle
 
-from lm.errors import ConfigError, Problem, RunError, one_line
+from lm.errors import ConfigError, Problem, RunError, one_line, suggest
 from lm.experiments.judging import (
     DIVERGED,
     FINISHED,
@@ -29,7 +29,7 @@ from lm.experiments.judging import (
     SizeArm,
     judge,
 )
-from lm.schema import Plain, build, suggest
+from lm.schema import Plain, build
 from lm.statistics.intervals import is_unlearned
 from lm.statistics.tuning import (
     MIN_TUNING_SEEDS,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lm.config.model_config import LinearScaling, Llama3Scaling, Rope, TrainedScaling, YarnScaling
 from lm.errors import RunError, abbreviated, as_written
-from lm.schema import Plain, convert, type_name
+from lm.plain import Plain, convert, type_name
 
 # Fields that change nothing about the logits of text in evaluation mode, of every architecture here.
 # About the file; what a forward pass returns or keeps; training and other heads; tokens, which the tokenizer knows (the

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from lm.attention.options import yaml_scalar
 from lm.config import normalizers as kinds
 from lm.config.tree import distinguishes_arms
 from lm.errors import RunError
@@ -17,7 +18,6 @@ from lm.report.tables import plain_text, printable
 from lm.runs.evaluations import at_places, mean, measured, number, point_means, reporting
 from lm.runs.metric import Metric
 from lm.runs.record import RunRecord
-from lm.schema import yaml_scalar
 from lm.statistics.intervals import MIN_DOCUMENTS, Interval, over_documents, over_questions, over_seeds
 
 _MISSING_VALUE = "-"  # stands for the value of a key that a run does not have

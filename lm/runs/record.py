@@ -15,6 +15,7 @@ from typing import Literal
 
 import numpy as np
 
+from lm.attention.options import yaml_scalar
 from lm.config.eval_config import EvalConfig
 from lm.config.model_config import POSITIONS
 from lm.config.tree import canonical, distinguishes_arms, recorded_per_start
@@ -39,7 +40,7 @@ from lm.runs.folder import (
     require_run,
 )
 from lm.runs.manifest import read_file
-from lm.schema import Plain, build_named, flatten, yaml_scalar
+from lm.schema import Plain, build_named, flatten
 
 
 def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:

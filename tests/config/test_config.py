@@ -13,13 +13,14 @@ from conftest import lm, thinned
 from lm.attention import catalogue
 from lm.config.data_config import Files
 from lm.config.load import load_config, merge, parse, to_yaml
+from lm.config.reference import reference
 from lm.config.tree import Config
 from lm.config.yaml_text import override, parse_yaml
 from lm.errors import ConfigError
 from lm.experiments.experiment_file import read_experiment
 from lm.model.decoder import Decoder
 from lm.model.swapped import for_inference
-from lm.schema import key_field, reference, to_plain
+from lm.schema import fields_at, to_plain
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -27,12 +28,12 @@ CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 
 def has_names(path: str) -> bool:
     """Whether a key's block has a `name`, which picks its options."""
-    metadata = key_field(Config, path).metadata
-    return "table" in metadata and "many" not in metadata
+    metadata = fields_at(Config, path)[-1].metadata
+    return "" not in metadata.get("blocks", [""]) and not isinstance(metadata["default"], list | dict)
 
 
 def default_name(path: str) -> str:
-    return key_field(Config, path).metadata["default"]
+    return fields_at(Config, path)[-1].metadata["default"]
 
 
 def problems(*arguments: str) -> dict[str, str]:
@@ -94,7 +95,7 @@ def test_a_value_of_three_question_marks_must_be_given_whatever_the_key(tmp_path
     (tmp_path / "a.yaml").write_text("data: {source: {name: files, paths: ['???']}, tasks: [{task: {name: '???'}}]}")
     with pytest.raises(ConfigError) as error:
         load_config(["configs/softmax.yaml", str(tmp_path / "a.yaml")])
-    assert {"data.source.paths", "data.tasks[0].task.name"} <= {problem.path for problem in error.value.problems}
+    assert {"data.source.paths[0]", "data.tasks[0].task.name"} <= {problem.path for problem in error.value.problems}
 
 
 def test_too_many_devices_are_refused_by_their_own_key():
@@ -450,9 +451,12 @@ def test_an_option_of_another_block_of_that_key_is_said_to_be_that():
         load_config(["name=x", "model.normalizer={name: softmax, bias: true}"])
 
 
-def test_a_dotted_key_in_a_file_is_answered_with_its_block(tmp_path):
-    (tmp_path / "mine.yaml").write_text("optim.schedule.final_fraction: 0.2\n")
-    with pytest.raises(ConfigError, match=r"unknown key; nest it: optim: \{schedule: \{final_fraction: \.\.\.\}\}$"):
+def test_a_dotted_key_in_a_file_is_the_key_of_its_block(tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text("optim.schedule.final_fraction: 0.2\noptim: {lr: 0.1}\n")
+    optim = load_config([str(tmp_path / "mine.yaml")]).optim
+    assert (optim.schedule.final_fraction, optim.lr) == (0.2, 0.1)
+    (tmp_path / "mine.yaml").write_text("optim.lr: 0.2\noptim: {lr: 0.1}\n")
+    with pytest.raises(ConfigError, match=r"optim\.lr: given twice in one block; drop one$"):
         load_config([str(tmp_path / "mine.yaml")])
 
 

@@ -17,10 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lm.config.load import load_config, parse, to_yaml
+from lm.config.reference import reference
 from lm.config.tree import Config
 from lm.errors import ConfigError
 from lm.machine import peak_process_bytes
-from lm.schema import Plain, reference, to_plain
+from lm.schema import Plain, to_plain
 
 SECONDS = 5
 GROWTH = 400 * 10**6  # bytes that the process may grow by

@@ -10,10 +10,11 @@ import yaml
 from conftest import ROOT
 
 from lm.config.load import load_config, nest_keys, parse, read_overrides
+from lm.config.reference import reference
 from lm.config.tree import Config, canonical
 from lm.errors import ConfigError
 from lm.removed_keys import REMOVED_KEYS, without_removed
-from lm.schema import Plain, fields, flatten, reference, to_plain
+from lm.schema import Plain, fields, flatten, to_plain
 
 GENERATED = ("config.md", "normalizers.md")  # each lists all keys
 ROOTS = [spec.name for spec in fields(Config)]

@@ -25,9 +25,9 @@ from typer.main import get_command
 
 from lm.cli import app
 from lm.config.load import load_config
+from lm.config.reference import reference
 from lm.config.tree import Config
 from lm.errors import ConfigError, RunError
-from lm.schema import reference
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 DOCUMENTS = [*(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md")), *PAGES]

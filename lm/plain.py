@@ -1,0 +1,112 @@
+"""Plain data, as YAML and JSON hold them: values, lists and maps; and dataclasses as such data."""
+
+import math
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+
+from lm.attention.options import yaml_scalar
+
+Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
+
+
+def is_block(value: Plain) -> bool:
+    """Return whether `value` may be a block: a map with texts as keys. One of other keys, such as numbers, isn't."""
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+
+
+def join_path(path: str, name: str) -> str:
+    """Return the dotted path of the key `name` in the block at `path`, which is empty for the outermost block."""
+    return f"{path}.{name}" if path else str(name)
+
+
+def items(value: Plain, path: str = "") -> Iterator[tuple[str, Plain]]:
+    """Yield (path, item) for each item of a list or map at `path`; another value is its own only item."""
+    if isinstance(value, list):
+        yield from ((f"{path}[{index}]", item) for index, item in enumerate(value))
+    elif isinstance(value, dict):
+        yield from ((join_path(path, name), item) for name, item in value.items())
+    else:
+        yield path, value
+
+
+def single_values(value: Plain) -> Iterator[Plain]:
+    """Yield the single values in nested lists and maps; if `value` is neither list nor map, yield `value`."""
+    for _, item in items(value):
+        yield from single_values(item) if isinstance(item, list | dict) else (item,)
+
+
+def map_values(value: Plain, change: Callable[[Plain], Plain]) -> Plain:
+    """Return plain data in which `change` has replaced each key and each value that is neither list nor map."""
+    if isinstance(value, dict):
+        return {change(name): map_values(item, change) for name, item in value.items()}
+    return [map_values(item, change) for item in value] if isinstance(value, list) else change(value)
+
+
+def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
+    """Flatten nested blocks into {key path: value}; the path of a block in a list contains its index (`a[0].b`)."""
+    if not plain or not (is_block(plain) or (isinstance(plain, list) and isinstance(plain[0], dict))):
+        return {path: plain}
+    return {key: value for item_path, item in items(plain, path) for key, value in flatten(item, item_path).items()}
+
+
+def convert(hint: type, value: Plain):
+    """Return `value` as type `hint` (only int becomes float); MISSING if types differ, an int exceeds 64 bits, a float
+    isn't finite, or a text has a NUL, which no file name can hold.
+    """
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return next((v for v in (convert(arg, value) for arg in args) if v is not MISSING), MISSING)
+    if origin is typing.Literal:
+        return value if any(value == arg and type(value) is type(arg) for arg in args) else MISSING
+    if origin is list and isinstance(value, list):
+        content = [convert(args[0], item) for item in value]
+        return MISSING if MISSING in content else content
+    if origin is dict and isinstance(value, dict):
+        parts = [convert(list[arg], [*part]) for arg, part in zip(args, (value, value.values()), strict=True)]
+        return MISSING if MISSING in parts else dict(zip(*parts, strict=True))
+    if type(value) is int and -(2**63) <= value < 2**63 and hint in (int, float):
+        return hint(value)
+    is_odd = type(value) is int or (type(value) is float and not math.isfinite(value)) or "\0" in str(value)
+    return value if type(value) is hint and not is_odd else MISSING
+
+
+def type_name(hint: type) -> str:
+    """Return a type in words for users, e.g. `an integer or null`."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return " | ".join(map(yaml_scalar, args))
+    words = {list: "a list ({} each)", dict: "a map ({}: {})"}.get(origin) or " or ".join("{}" for _ in args)
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "a map"}
+    return words.format(*map(type_name, args)) or names.get(hint, "null")
+
+
+def to_plain(config, whole: bool = False) -> dict[str, Plain]:
+    """Return a configuration, a dataclass of keys (`lm.attention.options.key`), as nested plain data.
+
+    A block that its name selects has this name as a key. Keys made with `omit_default` are left out while they have
+    their default, unless `whole` is true.
+    """
+    specs = fields(config)
+    plain = {"name": config.name} if hasattr(config, "name") and all(spec.name != "name" for spec in specs) else {}
+    for spec in specs:
+        value = getattr(config, spec.name)
+        if whole or not spec.metadata.get("omit_default") or value != default_of(spec):
+            plain[spec.name] = map_values(value, lambda item: to_plain(item, whole) if is_dataclass(item) else item)
+    return plain
+
+
+def default_of(spec: Field) -> object:
+    """Return the default of a dataclass's field."""
+    return spec.default if spec.default is not MISSING else spec.default_factory()
+
+
+def yaml_flow(value: Plain) -> str:
+    """Return a value as YAML on one line; a block that has only a `name` is written as this name."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(yaml_flow, value))}]"
+    if isinstance(value, dict):
+        text = ", ".join(f"{name}: {yaml_flow(item)}" for name, item in value.items())
+        return value["name"] if list(value) == ["name"] else "{" + text + "}"
+    return yaml_scalar(value)
