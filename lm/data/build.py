@@ -1,9 +1,9 @@
-"""Builds a token store: scans documents, trains the tokenizer, encodes parts of the text, joins them, and renames the
-store's folder at the end.
+"""Builds a token store: scans documents, trains the tokenizer, encodes the text shard by shard, and renames the store's
+folder at the end.
 
-All is written in a hidden folder beside the store. A part has the tokens of some 64 MB of text, and appears when it is
-whole. After an interruption the next call keeps the tokenizer and the whole parts of the same documents, and makes all
-else again: the store has the same bytes as after a preparation without interruption.
+All is written in a hidden folder beside the store. A shard has the tokens of some 64 MB of text; the list of its
+documents that are left out is written last, and shows that the shard is whole. After an interruption the next call
+keeps the tokenizer and the whole shards of the same documents: the store has the same bytes as without interruption.
 """
 
 import json
@@ -25,11 +25,21 @@ from lm.config.data_config import END_OF_TEXT, DataConfig, Tokens, TrainedTokeni
 from lm.config.task_config import Task
 from lm.data.encoding import Document, Tokenized, encode_all, split_long_words, split_text
 from lm.data.sources import labels, reader, streamed_documents
-from lm.data.store import MANIFEST, SPLITS, TOKENIZER, SourceCounts, SplitWriter, finish_store, write_file
+from lm.data.store import (
+    MANIFEST,
+    NOUN,
+    SPLITS,
+    TOKENIZER,
+    SourceCounts,
+    finish_store,
+    shard_path,
+    token_dtype,
+    write_store_file,
+)
 from lm.data.tasks import STORE_SEED, SUBSETS, Subset, TaskError, check_task, example, symbol_tokenizer
 from lm.data.text_files import Unreadable
 from lm.data.token_files import Vocabulary
-from lm.data.tokenizer import load_tokenizer, origin, token_bytes, tokenizer_of, train_tokenizer, vocab_size
+from lm.data.tokenizer import load_tokenizer, origin, tokenizer_of, train_tokenizer, vocab_size
 from lm.errors import DataError
 from lm.files import json_bytes, replacing, sealed, sync_folder
 from lm.progress import Progress
@@ -38,10 +48,8 @@ from lm.schema import Plain
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-PART_BYTES = 64 << 20  # bytes of text whose tokens are in a part; it ends with a document
-PART_NAME = "part-"  # beginning of the names of parts
-NOUN = "the token store (make room, or set data.root to another folder)"  # what errors of writing call a part
-JOIN_BYTES = 512 << 10  # bytes of a part that are joined to the store at a time
+SHARD_BYTES = 64 << 20  # bytes of text whose tokens are in a shard; it ends with a document
+OMITTED_NAME = "omitted-"  # beginning of the names of the lists of documents left out, one a shard
 TASK_SEQUENCES = 64  # sequences of each task that a store without text holds in each split
 # limits of `_answer_counts`: answers per symbol, sequences per task
 MIN_ANSWERS_PER_SYMBOL, MAX_COUNTED_SEQUENCES = 16, 8192
@@ -90,22 +98,22 @@ def build_store(data: DataConfig, spec: dict[str, Plain], target: Path, progress
     entries of `spec`.
 
     Raises:
-        DataError: a source is too small, changed meanwhile or can't be read. If a part is whole, the hidden folder
+        DataError: a source is too small, changed meanwhile or can't be read. If a shard is whole, the hidden folder
             stays, and the next call continues.
     """
     folder = partial_folder(target)
-    store = folder / "store"
     try:
-        shutil.rmtree(store, ignore_errors=True)
-        store.mkdir(parents=True)
-        facts = _build_symbol_store(data, store) if data.symbolic else _build_text_store(data, store, progress)
-        write_file(store / MANIFEST, json_bytes(sealed(spec | facts)))
-        sync_folder(store)
+        folder.mkdir(exist_ok=True)
+        store, facts = _build_symbol_store(data, folder) if data.symbolic else _build_text_store(data, folder, progress)
+        for path in store.iterdir():
+            if path.name not in facts["files"]:
+                path.unlink()
+        write_store_file(store / MANIFEST, json_bytes(sealed(spec | facts)))
         os.rename(store, target)
         sync_folder(target.parent)
     except Exception:
-        # With a whole part the next call continues: the cause of the error may be a network or a full disk.
-        if not any(folder.glob(f"*/{PART_NAME}*")):
+        # With a whole shard the next call continues: the cause of the error may be a network or a full disk.
+        if not any(folder.glob(f"*/{OMITTED_NAME}*")):
             shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
@@ -116,135 +124,101 @@ def partial_folder(target: Path) -> Path:
     return target.with_name(f".{target.name}.partial")
 
 
-def _build_text_store(data: DataConfig, store: Path, progress: Progress) -> dict[str, Plain]:
-    """Write all files of a store of text except the manifest. Returns the manifest's entries that describe these
-    files.
+def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> tuple[Path, dict[str, Plain]]:
+    """Write all files of a store of text except the manifest, in a folder in `folder` that is named by the documents.
+    Returns this folder, and the manifest's entries that describe the files.
     """
     # The licences first: the hub may be out of reach hours later.
     licences = [reader(weighted.source).licence(weighted.source) for weighted in data.sources]
     tokenizer_origin = origin(data.tokenizer)
-    scan = _scan(data, store.parent, progress)
+    scan = _scan(data, folder, progress)
     arrays = (scan.hashes, scan.n_bytes, scan.sources, scan.assignment)
-    folder = store.parent / blake2b(b"".join(map(np.ndarray.tobytes, arrays)), digest_size=8).hexdigest()
-    folder.mkdir(exist_ok=True)
-    if not (folder / TOKENIZER).exists():
+    store = folder / blake2b(b"".join(map(np.ndarray.tobytes, arrays)), digest_size=8).hexdigest()
+    store.mkdir(exist_ok=True)
+    if not (store / TOKENIZER).exists():
         if isinstance(data.tokenizer, TrainedTokenizer):
             with progress.bytes("tokenizer", int(scan.n_bytes[scan.assignment == TRAIN].sum())) as advance:
-                tokenizer = train_tokenizer(_training_texts(data, store.parent, scan, advance), data.tokenizer)
+                tokenizer = train_tokenizer(_training_texts(data, folder, scan, advance), data.tokenizer)
         else:
             tokenizer = tokenizer_of(data.tokenizer)
-        with replacing(folder / TOKENIZER, NOUN) as file:
-            file.write(tokenizer.to_str(pretty=True).encode())
-    shutil.copyfile(folder / TOKENIZER, store / TOKENIZER)
-    end_of_text = data.tokenizer.end_of_text
-    tokenizer = load_tokenizer(store / TOKENIZER, end_of_text)
-    size, end_id = vocab_size(tokenizer), tokenizer.token_to_id(end_of_text)
-    parts = _write_parts(data, folder, scan, tokenizer, progress)
-    total_bytes = int(scan.n_bytes[scan.is_stored].sum())
-    with ExitStack() as stack:
-        writers = {name: stack.enter_context(closing(SplitWriter(store, name, size, end_id))) for name in SPLITS}
-        _join(parts, scan.assignment[scan.is_stored] == VAL, end_id, writers)
-        counts = {name: writer.counts for name, writer in writers.items()}
-        total_counts, bytes_per_token = sum(counts.values()), token_bytes(tokenizer)
-        is_exact = bytes_per_token is not None and int(total_counts @ bytes_per_token.astype(np.int64)) == total_bytes
-        if not is_exact:
-            bytes_per_token = np.full(size, total_bytes / max(1, total_counts.sum() - total_counts[end_id]), np.float32)
-            bytes_per_token[end_id] = 0
-        sources = {}
-        for name, assignment in zip(SPLITS, (TRAIN, VAL), strict=True):
-            chosen = scan.sources[scan.assignment == assignment], scan.n_bytes[scan.assignment == assignment]
-            documents, n_bytes = (np.bincount(chosen[0], weights, len(licences)) for weights in (None, chosen[1]))
-            sources[name] = [
-                SourceCounts(label, licence, 0, int(count), int(size_of_source))
-                for label, licence, count, size_of_source in zip(
-                    labels(data), licences, documents, n_bytes, strict=True
-                )
-            ]
-        facts = finish_store(
-            store, writers, sources, counts, end_of_text, bytes_per_token, "exact" if is_exact else "corpus mean"
+        write_store_file(store / TOKENIZER, tokenizer.to_str(pretty=True).encode())
+    tokenizer = load_tokenizer(store / TOKENIZER, data.tokenizer.end_of_text)
+    _write_shards(data, store, scan, tokenizer, progress)
+    sources = {}
+    for name, assignment in zip(SPLITS, (TRAIN, VAL), strict=True):
+        is_chosen = scan.assignment == assignment
+        documents, n_bytes = (
+            np.bincount(scan.sources[is_chosen], weights, len(licences)) for weights in (None, scan.n_bytes[is_chosen])
         )
-    return {
+        facts = zip(labels(data), licences, documents, n_bytes, strict=True)
+        sources[name] = [SourceCounts(label, licence, 0, int(n), int(size)) for label, licence, n, size in facts]
+    return store, {
         "licence": "; ".join(dict.fromkeys(licences)),
         "left_out": {"blank": scan.omissions.blank, "copies": int((scan.assignment == COPY).sum())},
         "unreadable": scan.omissions.unreadable,
         **({"tokenizer_origin": tokenizer_origin} if tokenizer_origin else {}),
-        **facts,
+        **finish_store(store, tokenizer, data.tokenizer.end_of_text, sources),
     }
 
 
-def _write_parts(data: DataConfig, folder: Path, scan: Scan, tokenizer: "Tokenizer", progress: Progress) -> list[Path]:
-    """Encode the documents of the parts that are missing in `folder`, which is in the folder of streams. Returns the
-    paths of all parts, in order.
+def _write_shards(data: DataConfig, store: Path, scan: Scan, tokenizer: "Tokenizer", progress: Progress) -> None:
+    """Encode the documents of the shards that are not whole in the folder `store`, which is in the folder of streams.
 
     Documents that the tokenizer does not give back become `OMITTED` in the scan, or are an error, by `data.on_error`.
     """
     is_stored, n_bytes = scan.is_stored, np.where(scan.is_stored, scan.n_bytes, 0)
-    part_of = (np.cumsum(n_bytes) - n_bytes) // PART_BYTES  # (documents,)
-    paths = {number: folder / f"{PART_NAME}{number:05d}" for number in np.unique(part_of[is_stored]).tolist()}
-    is_missing = is_stored & ~np.isin(part_of, [number for number, path in paths.items() if path.exists()])
+    shard_of = (np.cumsum(n_bytes) - n_bytes) // SHARD_BYTES  # (documents,)
+    lists = {number: store / f"{OMITTED_NAME}{number:05d}.json" for number in np.unique(shard_of[is_stored]).tolist()}
+    is_missing = is_stored & ~np.isin(shard_of, [number for number, path in lists.items() if path.exists()])
     with progress.bytes("encode", int(n_bytes.sum()), int(n_bytes[~is_missing].sum())) as advance:
-        documents = _scanned_documents(data, folder.parent, scan, is_missing) if is_missing.any() else iter(())
+        documents = _scanned_documents(data, store.parent, scan, is_missing) if is_missing.any() else iter(())
         with closing(encode_all(documents, tokenizer, data.tokenizer.end_of_text)) as tokenized:
-            for number, group in groupby(tokenized, key=lambda item: part_of[item[0].index]):
-                _write_part(paths[number], group, data.on_error, advance)
+            for number, group in groupby(tokenized, key=lambda item: shard_of[item[0].index]):
+                paths = {TRAIN: shard_path(store, "train", number), VAL: shard_path(store, "val", number)}
+                omitted = _write_shard(paths, scan.assignment, group, data.on_error, advance)
+                write_store_file(lists[number], json_bytes(omitted))
     splits = np.unique(scan.assignment[is_stored])
-    for path in filter(Path.exists, map(_omitted_path, paths.values())):
+    for path in lists.values():
         for index, problem in json.loads(path.read_text(encoding="utf-8")):
             scan.assignment[index] = OMITTED
             scan.omissions.skip(Unreadable(problem))
     if not np.isin(splits, scan.assignment).all():
         reason = "gives no document of the training text, or of the held-out text, back"
         raise DataError(f"data.tokenizer: {reason}; {scan.omissions.unreadable['first'][-1]}")
-    return list(paths.values())
 
 
-def _omitted_path(path: Path) -> Path:
-    return path.with_name(f"omitted-{path.name}.json")
-
-
-def _write_part(path: Path, tokenized: Iterator[Tokenized], on_error: str, advance: Callable[[int], None]) -> None:
-    """Write the tokens of documents to `path`, which appears when it is whole, and before it a list of the documents
-    that the tokenizer does not give back: [index, reason] each. Raises the first such error if `on_error` is
-    `fail`.
+def _write_shard(
+    paths: dict[int, Path],
+    assignment: np.ndarray,
+    tokenized: Iterator[Tokenized],
+    on_error: str,
+    advance: Callable[[int], None],
+) -> list[Plain]:
+    """Write the tokens of documents to the file of their split in `paths`. Returns [index, reason] of each document
+    that the tokenizer does not give back, or raises the first such error if `on_error` is `fail`.
     """
-    omitted: dict[int, Unreadable] = {}
-    with replacing(path, NOUN) as file:
-        start = end = 0  # of the document in the file
+    omitted: dict[int, str] = {}
+    with ExitStack() as stack:
+        files = {split: stack.enter_context(replacing(path, NOUN)) for split, path in paths.items()}
         for document, tokens in tokenized:
             advance(document.n_bytes)
-            start = end if document.is_first_piece else start
+            file = files[assignment[document.index]]
+            if document.is_first_piece:
+                start = file.tell()
             if isinstance(tokens, Unreadable):
                 if on_error == "fail":
                     raise tokens
-                omitted.setdefault(document.index, tokens)
-                end = file.seek(start)
+                omitted.setdefault(document.index, str(tokens))
+                file.seek(start)
                 file.truncate()
             elif document.index not in omitted:
-                end += file.write(tokens)
-        if omitted:
-            with replacing(_omitted_path(path), NOUN) as list_file:
-                list_file.write(json_bytes([[index, str(error)] for index, error in omitted.items()]))
+                file.write(tokens)
+    return [[index, problem] for index, problem in omitted.items()]
 
 
-def _join(parts: list[Path], held_out: np.ndarray, end_of_text: int, writers: dict[str, SplitWriter]) -> None:
-    """Write the tokens of the parts to the two splits. `held_out`: whether each stored document is in the split `val`,
-    (documents,) bool. A document begins at each `end_of_text`.
-    """
-    n_documents, dtype = 0, writers["train"].dtype
-    for path in parts:
-        with open(path, "rb") as file:
-            while block := file.read(JOIN_BYTES):
-                tokens = np.frombuffer(block, dtype)
-                document_numbers = n_documents + np.cumsum(tokens == end_of_text)  # from 1
-                in_val = held_out[document_numbers - 1]
-                writers["train"].add(tokens[~in_val])
-                writers["val"].add(tokens[in_val])
-                n_documents = int(document_numbers[-1])
-
-
-def _build_symbol_store(data: DataConfig, folder: Path) -> dict[str, Plain]:
-    """Write all files, except the manifest, of a store without text, for tasks over symbols. Returns the manifest's
-    entries, in which `unigram_cross_entropy` is of the tasks' answers alone."""
+def _build_symbol_store(data: DataConfig, folder: Path) -> tuple[Path, dict[str, Plain]]:
+    """Write all files, except the manifest, of a store without text, for tasks over symbols, in a folder in `folder`.
+    Returns this folder and the manifest's entries, in which `unigram_cross_entropy` is of the tasks' answers alone."""
     tasks, licence, length = [weighted.task for weighted in data.tasks], "none needed: made up", data.seq_len
     for task in tasks:
         try:
@@ -253,28 +227,22 @@ def _build_symbol_store(data: DataConfig, folder: Path) -> dict[str, Plain]:
         except TaskError as error:
             raise DataError(f"data.tasks: {task.name}: {error}; change data.seq_len or the task's options") from None
     tokenizer = symbol_tokenizer(tasks)
-    n_symbols = vocab_size(tokenizer)
-    write_file(folder / TOKENIZER, tokenizer.to_str(pretty=True).encode())
+    n_symbols, counts = vocab_size(tokenizer), {}
+    store = folder / "symbols"
+    store.mkdir(exist_ok=True)
+    write_store_file(store / TOKENIZER, tokenizer.to_str(pretty=True).encode())
+    for name, subset in zip(SPLITS, SUBSETS, strict=True):
+        sequences = [
+            [n_symbols - 1, *example(task, STORE_SEED, index, length, subset).tokens]
+            for task, index in product(tasks, range(TASK_SEQUENCES))
+        ]
+        write_store_file(shard_path(store, name, 0), np.array(sequences, token_dtype(n_symbols)).tobytes())
+        min_answers = MIN_ANSWERS_PER_SYMBOL * n_symbols if subset == "train" else 0
+        counts[name] = _answer_counts(tasks, length, subset, n_symbols, min_answers)
     # a byte a symbol
     sources = [SourceCounts(task.name, licence, 0, TASK_SEQUENCES, TASK_SEQUENCES * (length + 1)) for task in tasks]
-    counts: dict[str, np.ndarray] = {}
-    with ExitStack() as stack:
-        writers = {
-            name: stack.enter_context(closing(SplitWriter(folder, name, n_symbols, n_symbols - 1))) for name in SPLITS
-        }
-        for subset, (name, writer) in zip(SUBSETS, writers.items(), strict=True):
-            for task, index in product(tasks, range(TASK_SEQUENCES)):
-                writer.add(
-                    np.array([n_symbols - 1, *example(task, STORE_SEED, index, length, subset).tokens], writer.dtype)
-                )
-            counts[name] = _answer_counts(
-                tasks, length, subset, n_symbols, MIN_ANSWERS_PER_SYMBOL * n_symbols if subset == "train" else 0
-            )
-        sources_by_split = dict.fromkeys(SPLITS, sources)
-        facts = finish_store(
-            folder, writers, sources_by_split, counts, END_OF_TEXT, np.ones(n_symbols, np.float32), "one a symbol"
-        )
-    return {"licence": licence, "left_out": {}, "unreadable": {"count": 0, "first": []}, **facts}
+    facts = finish_store(store, tokenizer, END_OF_TEXT, dict.fromkeys(SPLITS, sources), counts)
+    return store, {"licence": licence, "left_out": {}, "unreadable": {"count": 0, "first": []}, **facts}
 
 
 def _answer_counts(tasks: list[Task], length: int, subset: Subset, n_symbols: int, min_answers: int) -> np.ndarray:

@@ -8,28 +8,27 @@ and a manifest.
                                              (V,)
     manifest.json                            origin, sizes, and sha256 of every file; written last
 
-Each document is the end-of-text token followed by the tokens of its text. A split is cut into shards of `shard_tokens`
-tokens: a document may begin in one shard and end in the next. The documents of each source are contiguous, in the order
+Each document is the end-of-text token followed by the tokens of its text. A split has a shard for some 64 MB
+of text (in older stores, for 2^28 tokens). The documents of each source are contiguous, in the order
 of the sources (`Split.sources`).
 """
 
 import hashlib
 import io
-import os
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm.data.tokenizer import load_tokenizer
+from lm.data.tokenizer import load_tokenizer, token_bytes, vocab_size
 from lm.errors import DataError, RunError, one_line
-from lm.files import FileHashes, file_sha256, read_json, unsealed
+from lm.files import FileHashes, file_sha256, read_json, unsealed, write_together
 from lm.progress import Progress
 from lm.schema import Plain
 
@@ -57,9 +56,7 @@ class SourceCounts:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """The training or held-out tokens of a store. Files are mapped from disk at first use, and again after
-    unpickling.
-    """
+    """The training or held-out tokens of a store. Files are mapped from disk at first use."""
 
     path: Path  # absolute, without suffix
     dtype: str
@@ -69,20 +66,19 @@ class Split:
     unigram_cross_entropy: float  # loss by token frequencies of the training split (see the function), nats per token
     longest: int  # tokens of the longest document, its end-of-text token included
     sources: tuple[SourceCounts, ...]  # the counts of each source, in order
-    shard_tokens: int  # tokens in each shard but the last
+    shard_starts: dict[str, int]  # {name of a shard's file, in order: index of its first token}
 
-    @cached_property
+    @property
     def shards(self) -> list[np.ndarray]:
-        """The token ids of each shard file: read-only arrays (tokens,) mapped from disk."""
-        sizes = [min(self.shard_tokens, self.n_tokens - begin) for begin in range(0, self.n_tokens, self.shard_tokens)]
-        return [np.memmap(shard_path(self.path, n), self.dtype, "r", shape=(size,)) for n, size in enumerate(sizes)]
+        """The token ids of each shard: read-only arrays (tokens,) mapped from disk."""
+        return [_mapped(self.path.with_name(name), self.dtype) for name in self.shard_starts]
 
-    @cached_property
+    @property
     def offsets(self) -> np.ndarray:
         """The index of each document's first token, followed by the split's number of tokens: int64 (n_documents + 1,),
         read-only.
         """
-        return np.load(self.path.with_suffix(".offsets.npy"), mmap_mode="r")
+        return _mapped(self.path.with_suffix(".offsets.npy"))
 
     @property
     def lengths(self) -> np.ndarray:
@@ -97,25 +93,27 @@ class Split:
 
     def tokens_at(self, index: np.ndarray) -> np.ndarray:
         """Return the tokens at the indices `index`, in the shape of `index` and the store's dtype."""
-        if len(self.shards) == 1:
-            return np.asarray(self.shards[0])[index]
-        shard, position = np.divmod(index, self.shard_tokens)
-        tokens = np.empty(index.shape, self.dtype)
-        for number in np.unique(shard):
-            in_shard = shard == number
-            tokens[in_shard] = np.asarray(self.shards[number])[position[in_shard]]
+        names, starts = [*self.shard_starts], np.array([*self.shard_starts.values()])
+        shard_numbers, tokens = np.searchsorted(starts, index, "right") - 1, np.empty(index.shape, self.dtype)
+        for number in np.unique(shard_numbers):
+            in_shard = shard_numbers == number
+            shard = _mapped(self.path.with_name(names[number]), self.dtype)
+            tokens[in_shard] = np.asarray(shard)[index[in_shard] - starts[number]]
         return tokens
 
     def document(self, index: int) -> np.ndarray:
         """Return the tokens of document `index`, the end-of-text token first: int64 (tokens,)."""
         return self.tokens_at(np.arange(*self.offsets[index : index + 2])).astype(np.int64)
 
-    def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in vars(self).items() if name not in ("shards", "offsets")}
+
+@lru_cache(maxsize=512)  # a process may have 1,024 files open
+def _mapped(path: Path, dtype: str | None = None) -> np.ndarray:
+    """Return the content of a file of tokens in `dtype`, or of an .npy file, mapped from disk: read-only (n,)."""
+    return np.memmap(path, dtype, "r") if dtype else np.load(path, mmap_mode="r")
 
 
-def shard_path(split: Path, number: int) -> Path:
-    return split.with_name(f"{split.name}-{number:05d}.bin")
+def shard_path(folder: Path, split: str, number: int) -> Path:
+    return folder / f"{split}-{number:05d}.bin"
 
 
 def manifests(root: Path, folders: str = "*") -> Iterator[tuple[Path, dict[str, Plain]]]:
@@ -156,10 +154,10 @@ class Store:
             if (n_bytes := sum(files[name]["bytes"] for name in unchecked)) > LONG_CHECK_BYTES:
                 Progress().say(f"{path}: checking the sha256 of {n_bytes / 1e9:,.1f} GB, once")
             _check_files(path, files, hashes.sha256)
-            token_bytes = np.load(path / TOKEN_BYTES)
+            byte_counts = np.load(path / TOKEN_BYTES)
             splits = [_open_split(path, name, manifest) for name in SPLITS]
             end_of_text = manifest["end_of_text"]["id"]
-            return cls(path, fingerprint(files), manifest["vocab_size"], end_of_text, token_bytes, manifest, *splits)
+            return cls(path, fingerprint(files), manifest["vocab_size"], end_of_text, byte_counts, manifest, *splits)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise _damaged_error(path, f"{path / MANIFEST}: does not describe the store ({one_line(error)})") from None
         finally:
@@ -219,9 +217,12 @@ def _read_manifest(folder: Path) -> dict[str, Plain]:
 
 
 def _open_split(path: Path, name: str, manifest: Mapping[str, Plain]) -> Split:
-    entries = manifest["splits"][name]
+    entries, itemsize = manifest["splits"][name], np.dtype(manifest["dtype"]).itemsize
     sources = tuple(SourceCounts(**source) for source in entries["sources"])
-    options = {**entries, "sources": sources, "shard_tokens": manifest["shard_tokens"]}
+    shard_starts, n_tokens = {}, 0
+    for file in sorted(file for file in manifest["files"] if file.startswith(f"{name}-")):
+        shard_starts[file], n_tokens = n_tokens, n_tokens + manifest["files"][file]["bytes"] // itemsize
+    options = {**entries, "sources": sources, "shard_starts": shard_starts}
     return Split(path.absolute() / name, manifest["dtype"], **options)
 
 
@@ -254,118 +255,87 @@ def _damaged_error(folder: Path, problem: object) -> DataError:
 # ---------------------------------------------------------------- writing a store, each file synchronised to disk
 
 
-SHARD_TOKENS = 2**28  # 512 MiB of uint16
+NOUN = "the token store (make room, or set data.root to another folder)"  # what errors of writing call a file
+BLOCK_BYTES = 512 << 10  # bytes of a shard that are read at a time
 
 
-class SplitWriter:
-    """Writes one split, document by document, and counts its tokens; memory holds 8 bytes per document."""
-
-    def __init__(self, folder: Path, name: str, vocab_size: int, end_of_text: int):
-        self.path, self.end_of_text = folder / name, end_of_text
-        self.dtype, self.shard_tokens = np.dtype(token_dtype(vocab_size)), SHARD_TOKENS
-        self.counts = np.zeros(vocab_size, np.int64)
-        self.starts = array("q")  # index of each document's first token
-        self.n_tokens = 0
-        self.files: dict[str, Plain] = {}  # manifest entries of finished shards
-        self.file: BinaryIO | None = None
-
-    def close(self) -> None:
-        if self.file:
-            self.file.close()
-
-    def add(self, tokens: np.ndarray) -> None:
-        """Append tokens: documents, each beginning with the end-of-text token, or further tokens of the document
-        written last.
-        """
-        while len(tokens):
-            shard_part, tokens = np.split(tokens, [self.shard_tokens - self.n_tokens % self.shard_tokens])
-            if self.file is None:
-                self.file = open(shard_path(self.path, len(self.files)), "wb", 1 << 20)  # noqa: SIM115 (`close` closes it)
-                self.sha256 = hashlib.sha256()
-            self.file.write(shard_part)
-            self.counts += np.bincount(shard_part, minlength=len(self.counts))
-            self.sha256.update(shard_part)
-            self.starts.extend((np.flatnonzero(shard_part == self.end_of_text) + self.n_tokens).tolist())
-            self.n_tokens += len(shard_part)
-            if self.n_tokens % self.shard_tokens == 0:
-                self._finish_shard()
-
-    def finish(self, sources: list[SourceCounts]) -> tuple[dict[str, Plain], dict[str, Plain]]:
-        """Finish the split on disk. Returns two maps of manifest entries, the counts (of the split and of each source)
-        and the files.
-        """
-        if self.file:
-            self._finish_shard()
-        offsets = np.append(np.array(self.starts, "<i8"), self.n_tokens)
-        ends = offsets[np.cumsum([0, *(source.n_documents for source in sources)])]
-        entries = {
-            "n_tokens": self.n_tokens,
-            "n_documents": len(self.starts),
-            "n_bytes": sum(source.n_bytes for source in sources),
-            "longest": int(np.diff(offsets).max(initial=0)),
-            "sources": [
-                vars(source) | {"n_tokens": int(count)} for source, count in zip(sources, np.diff(ends), strict=True)
-            ],
-        }
-        return entries, self.files | write_file(self.path.with_name(f"{self.path.name}.offsets.npy"), npy(offsets))
-
-    def _finish_shard(self) -> None:
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.files[shard_path(self.path, len(self.files)).name] = {
-            "bytes": self.file.tell(),
-            "sha256": self.sha256.hexdigest(),
-        }
-        self.file.close()
-        self.file = None
+def write_store_file(path: Path, content: bytes) -> None:
+    write_together({path: content}, NOUN)
 
 
 def finish_store(
     folder: Path,
-    writers: dict[str, SplitWriter],
-    sources: dict[str, list[SourceCounts]],
-    counts: dict[str, np.ndarray],
+    tokenizer: "Tokenizer",
     end_of_text: str,
-    bytes_per_token: np.ndarray,
-    origin: str,
+    sources: dict[str, list[SourceCounts]],
+    counts: Mapping[str, np.ndarray] | None = None,
 ) -> dict[str, Plain]:
-    """Finish the splits and write the file of `bytes_per_token`. Returns the manifest's entries on vocabulary, splits
-    and files.
+    """Write the offsets of the documents whose shards are in `folder`, and the bytes of each token. Returns the
+    manifest's entries on vocabulary, splits and files.
 
-    counts: for each split, how often each token is predicted, (V,); origin: how `bytes_per_token` was obtained, e.g.
-    `exact`.
+    Args:
+        sources: the numbers of documents and bytes of each source in each split.
+        counts: for each split, how often each token is predicted, (V,); None: as often as it occurs. Tokens have a byte
+            each if `counts` are given.
     """
-    splits, files, train = {}, write_file(folder / TOKENIZER, (folder / TOKENIZER).read_bytes()), writers["train"]
-    for name, writer in writers.items():
-        splits[name], entries = writer.finish(sources[name])
-        splits[name]["unigram_cross_entropy"] = unigram_cross_entropy(counts[name], counts["train"])
-        files |= entries
+    size, end_id = vocab_size(tokenizer), tokenizer.token_to_id(end_of_text)
+    splits: dict[str, dict[str, Plain]] = {}
+    token_counts: dict[str, np.ndarray] = {}
+    for name in SPLITS:
+        token_counts[name], offsets = _counts_and_offsets(folder, name, size, end_id)
+        write_store_file(folder / f"{name}.offsets.npy", npy(offsets))
+        source_ends = offsets[np.cumsum([0, *(source.n_documents for source in sources[name])])]
+        splits[name] = {
+            "n_tokens": int(offsets[-1]),
+            "n_documents": len(offsets) - 1,
+            "n_bytes": sum(source.n_bytes for source in sources[name]),
+            "longest": int(np.diff(offsets).max(initial=0)),
+            "sources": [
+                vars(source) | {"n_tokens": int(n_tokens)}
+                for source, n_tokens in zip(sources[name], np.diff(source_ends), strict=True)
+            ],
+        }
+    for name in SPLITS:
+        predicted = counts or token_counts
+        splits[name]["unigram_cross_entropy"] = unigram_cross_entropy(predicted[name], predicted["train"])
+    total_counts, n_bytes = sum(token_counts.values()), sum(split["n_bytes"] for split in splits.values())
+    bytes_per_token, origin = token_bytes(tokenizer), "exact"
+    if counts:
+        bytes_per_token, origin = np.ones(size, np.float32), "one a symbol"
+    elif bytes_per_token is None or int(total_counts @ bytes_per_token.astype(np.int64)) != n_bytes:
+        origin = "corpus mean"
+        bytes_per_token = np.full(size, n_bytes / max(1, total_counts.sum() - total_counts[end_id]), np.float32)
+        bytes_per_token[end_id] = 0
+    write_store_file(folder / TOKEN_BYTES, npy(bytes_per_token))
+    patterns = (TOKENIZER, TOKEN_BYTES, *(f"{name}{end}" for name in SPLITS for end in ("-*.bin", ".offsets.npy")))
+    paths = sorted(path for pattern in patterns for path in folder.glob(pattern) if path.stat().st_size)
     return {
-        "vocab_size": len(train.counts),
-        "end_of_text": {"token": end_of_text, "id": train.end_of_text},
-        "dtype": token_dtype(len(train.counts)),
-        "shard_tokens": train.shard_tokens,
+        "vocab_size": size,
+        "end_of_text": {"token": end_of_text, "id": end_id},
+        "dtype": token_dtype(size),
         "token_bytes": origin,
         "splits": splits,
-        "files": files | write_file(folder / TOKEN_BYTES, npy(bytes_per_token)),
+        "files": {path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)} for path in paths},
     }
 
 
-def write_file(path: Path, content: bytes) -> dict[str, Plain]:
-    """Write `content` to `path` and sync it to disk. Returns the file's manifest entry {name: its size in bytes and
-    sha256}.
+def _counts_and_offsets(folder: Path, name: str, size: int, end_of_text: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return how often each of `size` tokens occurs in a split, int64 (size,), and the index of each document's first
+    token, followed by the number of tokens, int64 (documents + 1,). A document begins at each `end_of_text`.
     """
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return {path.name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}}
+    counts, starts, n_tokens = np.zeros(size, np.int64), array("q"), 0
+    for path in sorted(folder.glob(f"{name}-*.bin")):
+        with open(path, "rb") as file:
+            while block := file.read(BLOCK_BYTES):
+                tokens = np.frombuffer(block, token_dtype(size))
+                counts += np.bincount(tokens, minlength=size)
+                starts.extend((np.flatnonzero(tokens == end_of_text) + n_tokens).tolist())
+                n_tokens += len(tokens)
+    return counts, np.append(np.array(starts, "<i8"), n_tokens)
 
 
 def npy(values: np.ndarray) -> bytes:
-    """Return `values` as the bytes of a .npy file. `write_file` writes these bytes, as `np.save` hides the error of a
-    full disk.
-    """
+    """Return `values` as the bytes of a .npy file."""
     buffer = io.BytesIO()
     np.save(buffer, values)
     return buffer.getvalue()

@@ -64,11 +64,11 @@ def n_grams(store: Store, split: Split) -> list[tuple[int, ...]]:
     return [tuple(tokens[n : n + N_GRAM]) for tokens in documents for n in range(len(tokens) - N_GRAM + 1)]
 
 
-@pytest.mark.parametrize("shard_tokens", [2**28, 500])
+@pytest.mark.parametrize("shard_bytes", [2**28, 1000])
 def test_the_overlap_is_the_fraction_of_held_out_n_grams_that_training_text_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_tokens: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
 ):
-    monkeypatch.setattr("lm.data.store.SHARD_TOKENS", shard_tokens)
+    monkeypatch.setattr("lm.data.build.SHARD_BYTES", shard_bytes)
     monkeypatch.setattr("lm.data.inspect._BLOCK_TOKENS", 300)
     quoted = "a sentence that every second document quotes, word by word and to its very end"
     texts = [f"{text} {quoted if n % 2 else ''} {n}" for n, text in enumerate(TEXTS)] + ["short", "also"]

@@ -12,7 +12,7 @@ from texts import TEXTS, files_config, start, state, stored_texts, tokens_of, wr
 
 from lm.config.data_config import DataConfig, Files, Mixture, TrainedTokenizer, WeightedSource
 from lm.config.tree import Config
-from lm.data.build import _write_part
+from lm.data.build import TRAIN, VAL, _write_shard
 from lm.data.encoding import Document
 from lm.data.prepare import check_sequences, prepare
 from lm.data.store import Store
@@ -205,9 +205,8 @@ def test_input_that_changes_while_it_is_read_is_noticed(data: DataConfig, monkey
 
 
 SMALL_STEPS = {
-    "lm.data.build.PART_BYTES": 100_000,
+    "lm.data.build.SHARD_BYTES": 100_000,
     "lm.data.encoding.BATCH_BYTES": 50_000,
-    "lm.data.store.SHARD_TOKENS": 20_000,
 }
 SMALL = "import time, lm.data.build, lm.data.encoding, lm.data.store\n" + "".join(
     f"{name} = {value}\n" for name, value in SMALL_STEPS.items()
@@ -225,18 +224,18 @@ def contents(store: Store) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in store.path.iterdir()}
 
 
-def test_a_killed_prepare_goes_on_from_its_whole_parts_to_the_same_bytes(
+def test_a_killed_prepare_goes_on_from_its_whole_shards_to_the_same_bytes(
     large: Path, tmp_path: Path, small_steps: None, capfd: pytest.CaptureFixture
 ):
     data = DataConfig(Files([str(large)]), TrainedTokenizer(300), root=str(tmp_path / "whole"))
     expected = prepare(data)
-    assert len(expected.train.shards) > 5
+    assert len(expected.train.shards) > 3
     after_three = (
-        "write, written = lm.data.build._write_part, []\n"
-        "def write_part(*arguments):\n"
-        "    write(*arguments), written.append(1)\n"
-        "    if len(written) == 3: print('three', flush=True), time.sleep(60)\n"
-        "lm.data.build._write_part = write_part\n"
+        "write, written = lm.data.build.write_store_file, []\n"
+        "def write_file(path, content):\n"
+        "    write(path, content), written.append(path.name)\n"
+        "    if path.name == 'omitted-00002.json': print('three', flush=True), time.sleep(60)\n"
+        "lm.data.build.write_store_file = write_file\n"
     )
     root = tmp_path / "killed"
     process = start(f"{SMALL}{after_three}lm.data.encoding.usable_cores = lambda: 2\nprepare(data)", large, root)
@@ -244,10 +243,10 @@ def test_a_killed_prepare_goes_on_from_its_whole_parts_to_the_same_bytes(
     process.kill()
     process.communicate()
     (partial,) = root.glob(".*.partial")
-    (parts,) = {path.parent for path in partial.glob("*/part-*")}
-    assert sorted(path.name for path in parts.glob("part-*")) == ["part-00000", "part-00001", "part-00002"]
+    lists = sorted(partial.glob("*/omitted-*"))
+    assert [path.name for path in lists] == ["omitted-00000.json", "omitted-00001.json", "omitted-00002.json"]
     assert not list(root.glob("[!.]*"))
-    (parts / "part-00001").unlink()
+    lists[1].unlink()
     capfd.readouterr()
     store = prepare(dataclasses.replace(data, root=str(root)), progress=True)
     output = capfd.readouterr().err
@@ -281,7 +280,7 @@ def test_a_prepare_killed_at_any_moment_leaves_no_store_that_looks_whole(
     assert contents(prepare(dataclasses.replace(data, root=str(tmp_path / "same")))) == contents(expected)
 
 
-def test_a_part_has_no_piece_of_a_document_that_is_left_out(tmp_path: Path):
+def test_a_shard_has_no_piece_of_a_document_that_is_left_out(tmp_path: Path):
     def tokens(*ids: int) -> np.ndarray:
         return np.array(ids, "<u2")
 
@@ -292,9 +291,10 @@ def test_a_part_has_no_piece_of_a_document_that_is_left_out(tmp_path: Path):
         (Document("d", 1, 1, is_first_piece=False), tokens(3)),
         (Document("e", 1, 2), tokens(0, 4)),
     ]
-    _write_part(tmp_path / "part", iter(pieces), "skip", lambda n_bytes: None)
-    assert np.fromfile(tmp_path / "part", "<u2").tolist() == [0, 1, 0, 4]
-    assert json.loads((tmp_path / "omitted-part.json").read_text()) == [[1, "why"]]
+    paths = {TRAIN: tmp_path / "train", VAL: tmp_path / "val"}
+    omitted = _write_shard(paths, np.array([TRAIN, TRAIN, VAL]), iter(pieces), "skip", lambda n_bytes: None)
+    assert omitted == [[1, "why"]]
+    assert [np.fromfile(path, "<u2").tolist() for path in paths.values()] == [[0, 1], [0, 4]]
 
 
 def test_the_store_is_the_same_for_any_number_of_threads(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
