@@ -307,6 +307,8 @@ def find_tokenizer_json(path: Path) -> str | None:
     try:
         from transformers import AutoTokenizer, GPT2Tokenizer
 
+        for file in filter(Path.is_file, map(path.joinpath, SENTENCEPIECE)):
+            _check_sentencepiece(file)
         vocabulary = (
             dict(json.loads((path / VOCABULARY).read_text(encoding="utf-8"))) if (path / VOCABULARY).is_file() else {}
         )
@@ -329,6 +331,20 @@ def find_tokenizer_json(path: Path) -> str | None:
     if merges is not None and (reason := _missing_merges(vocabulary.keys() - added_tokens, merges)):
         raise DataError(f"{path}: {reason}")
     return content
+
+
+def _check_sentencepiece(path: Path) -> None:
+    """Raise ValueError unless a sentencepiece file has all its parts: one that was cut between two tokens is valid."""
+    from google.protobuf.message import DecodeError
+    from sentencepiece import sentencepiece_model_pb2
+
+    try:
+        model = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
+        is_whole = model.HasField("trainer_spec") and model.HasField("normalizer_spec")  # they follow the tokens
+    except DecodeError:
+        is_whole = False
+    if not is_whole:
+        raise ValueError(f"{path.name} is no sentencepiece model, or was cut short; fetch it again")
 
 
 def require_tokenizer_json(path: Path) -> str:

@@ -319,6 +319,29 @@ def test_a_vocabulary_of_merges_that_was_cut_short_is_refused(gpt2_files: Path, 
     assert tokenizer_of(PretrainedTokenizer(str(gpt2_files))).token_to_id("<mask>") == 400
 
 
+@pytest.mark.parametrize(("name", "kind"), [("tokenizer.model", "Llama"), ("spiece.model", "T5")])
+def test_a_sentencepiece_model_that_was_cut_short_is_refused(tmp_path: Path, name: str, kind: str):
+    import sentencepiece
+    from sentencepiece import sentencepiece_model_pb2
+
+    (tmp_path / "text").write_text("\n".join(TEXTS))
+    options = {"vocab_size": 350, "byte_fallback": True, "minloglevel": 2, "hard_vocab_limit": False}
+    options["model_type"] = "bpe" if kind == "Llama" else "unigram"
+    sentencepiece.SentencePieceTrainer.train(input=tmp_path / "text", model_prefix=tmp_path / "model", **options)
+    (folder := tmp_path / "model").mkdir()
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": f"{kind}Tokenizer"}))
+    content = (tmp_path / "model.model").read_bytes()
+    (folder / name).write_bytes(content)
+    spec = PretrainedTokenizer(str(folder), end_of_text="</s>")
+    assert tokenizer_of(spec).get_vocab_size() > 280
+    pieces = sentencepiece_model_pb2.ModelProto.FromString(content).pieces
+    between_tokens = len(sentencepiece_model_pb2.ModelProto(pieces=pieces[:280]).SerializeToString())
+    for size in (between_tokens, len(content) // 2, len(content) - 1):
+        (folder / name).write_bytes(content[:size])
+        with pytest.raises(DataError, match=f"{name} is no sentencepiece model, or was cut short; fetch it again"):
+            tokenizer_of(spec)
+
+
 # ---------------------------------------------------------------- bad files
 
 
