@@ -48,6 +48,7 @@ class Losses(Results):
         ranked: whether lines stand in the order of their losses in the setting that rates were tuned on, in a picture,
             too.
         beside: columns of another experiment, by their headings: words for a line.
+        intervals: whether the verdicts' differences and intervals are drawn.
         transfers: settings whose change from `tuned_on` is compared between pairs, as one family of its own.
     """
 
@@ -66,6 +67,7 @@ class Losses(Results):
     ranked: bool = False
     beside: Mapping[str, Callable[[str], str]] = field(default_factory=dict)
     transfers: tuple[str, ...] = ()
+    intervals: bool = False
 
     @property
     def place(self) -> str:
@@ -251,13 +253,15 @@ class Losses(Results):
         return markdown(lines)
 
     def drawn(self) -> bytes | None:
-        """The picture, docs/PLACE.svg: the losses of ranked lines, or the differences of pairs by position; None
-        without rows.
+        """The picture, docs/PLACE.svg: the losses of ranked lines, the verdicts' intervals, or the differences of pairs
+        by position; None without rows.
 
         Lines are means over seeds, bands their 95 % intervals at each position alone.
         """
         if self.ranked:
             return self._overview()
+        if self.intervals:
+            return self._differences()
         if not self.rows:
             return None
         columns = [column for column, (_, metric, *_) in self.columns.items() if metric.startswith("mean ")]
@@ -342,6 +346,26 @@ class Losses(Results):
             filled = f"; filled: better or worse than it by more than {self.matters:g}" if self.pairs else ""
             axes.set_xlabel(f"loss, nats (broken: {baseline}{filled})")
             figure.legend(loc="outside upper center", ncols=len(columns), frameon=False)
+            return saved(figure)
+
+    def _differences(self) -> bytes:
+        """A row for each pair, a panel for each deciding setting: the difference with its interval, and the margin as a
+        band.
+        """
+        size = (2.2 + 1.9 * len(self.deciding) if len(self.deciding) > 1 else 6, 1.0 + 0.24 * len(self.pairs))
+        with canvas(1, len(self.deciding), size, sharey=True, sharex=True, squeeze=False) as (figure, panels):
+            for axes, column in zip(panels[0], self.deciding, strict=True):
+                axes.axvspan(-self.matters, self.matters, color="0.9", linewidth=0)
+                axes.axvline(0, color="0.3", linewidth=0.8)
+                for row, pair in enumerate(self.pairs):
+                    interval = self.verdicts[*pair, column].interval
+                    axes.plot([interval.low, interval.high], [row, row], color=COLOURS[0], linewidth=2)
+                    axes.plot(interval.mean, row, "o", color=COLOURS[0], markersize=5)
+                axes.set_title(column if " " in column else f"{column} tokens", fontsize=9)
+            panels[0, 0].set_yticks(range(len(self.pairs)), [self.labels[line] for line, _ in self.pairs])
+            panels[0, 0].set_ylim(len(self.pairs) - 0.5, -0.5)
+            baseline = self.labels[self.pairs[0][1]]
+            figure.supxlabel(f"loss minus that of {baseline}, nats (grey: at most {self.matters:g})", fontsize=9)
             return saved(figure)
 
     def _curves(self, line: str, column: str) -> pd.DataFrame:

@@ -212,6 +212,7 @@ SHOWN = (
         "256",
         0.01,
         transfers=("32, not fine-tuned", "512, not fine-tuned", "32", "512"),
+        intervals=True,
     ),
     Losses("when-to-swap-text", "when-to-swap.md", WHEN, against("ssmax", WHEN), AT_256 | AT_2048, trends=WHEN_TRENDS),
     TEXT_ALL,
@@ -236,6 +237,7 @@ SHOWN = (
             0.005,
             corpus,
             counts_tokens=True,
+            intervals=True,
         )
         for corpus in ("speeches", "code")
     ),
