@@ -1,7 +1,6 @@
 """What a run prints first names all that it is, in derived quantities."""
 
 import os
-import re
 import subprocess
 
 import pytest
@@ -26,24 +25,17 @@ def printed(tiny):
     return banner_of
 
 
-def test_what_a_run_is_comes_first_with_its_tasks_phases_and_doubts(printed):
+def test_what_a_run_is_comes_first_with_its_phases(printed):
     plain = printed("trainer.max_steps=8")
     assert [*plain][:4] == ["run", "model", "", "normalizer"]
-    assert {"phases", "tasks"}.isdisjoint(plain)
+    assert "phases" not in plain
     assert plain["tokens"].endswith(", 0.035 a parameter (0.03 epochs)")
-    assert plain["note"].startswith("fewer than 5 tokens a parameter: ")
-    assert "note" not in printed("trainer.max_steps=3000", "eval.every=3000")
-    lines = printed("trainer.max_steps=30000", "eval.every=30000", "optim.optimizer=muon", "data.seed=7")
-    assert float(re.search(r"\(([\d.]+) epochs\)", lines["tokens"])[1]) > 16
-    assert lines["note"].startswith("text is read more than 16 times: ")
+    lines = printed("optim.optimizer=muon")
     assert lines["optimizer"] == "muon, lr 0.01, cosine, warm-up of 2 steps"
-    assert lines["seed"] == "1, 7 for the order of the batches"
     symbolic = printed("data.tasks=[{task: mqar}]", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]")
-    assert symbolic["tasks"] == "mqar 100%"
-    assert "note" not in symbolic
     assert "epochs" not in symbolic["tokens"]
     text = printed("phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]")["phases"]
-    assert text.startswith("[softmax to step 4], then ssmax to step 8")
+    assert text == "softmax to step 4, then ssmax to step 8"
     assert "base = train (32)" in printed("model.normalizer=log_n")["normalizer"]
 
 

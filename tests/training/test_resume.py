@@ -314,10 +314,9 @@ def selection_losses(folder: Path) -> dict[int, float]:
 DIVIDED = ["data.val_fraction=0.5", "eval.sequences=64", "eval.long_context.length_factor=0"]
 
 
-def test_the_best_checkpoint_is_chosen_on_the_documents_that_select(tiny, capsys: pytest.CaptureFixture):
+def test_the_best_checkpoint_is_chosen_on_the_documents_that_select(tiny):
     config = tiny("name=chosen", *DIVIDED, "eval.every=1")
     train(config)
-    assert "best.ckpt" not in capsys.readouterr().out
     chosen_by, by_step = selection_losses(config.run_folder), validations(config.run_folder)
     best = load_checkpoint(config.run_folder / "checkpoints" / "best.ckpt")["lm"]["best"]
     assert best["step"] == min(chosen_by, key=chosen_by.get)
@@ -335,8 +334,6 @@ def test_the_best_checkpoint_is_chosen_on_the_documents_that_select(tiny, capsys
     assert curve(config.run_folder, "val/loss") == [
         (step, pytest.approx(curves_of(validation)[0].means[0])) for step, validation in sorted(by_step.items())
     ]
-    train(tiny("name=undivided", "data.val_fraction=0.05", "trainer.max_steps=2", "eval.long_context.length_factor=0"))
-    assert "too few held-out documents to choose best.ckpt on some of them" in capsys.readouterr().out
 
 
 def test_a_best_loss_on_other_sequences_such_as_all_of_them_is_not_compared(tiny):
