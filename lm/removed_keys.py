@@ -18,6 +18,7 @@ HASHED_KEYS: dict[str, object] = {
     "eval.recall.tasks[][passkey].filler": "grass",
     "eval.recall.tasks[][passkey].absent": False,
     "eval.needle.finetune": {"steps": 0},
+    "optim.on_nonfinite": "stop",
 }
 # {path of a key, `*` for any part of it: its default}; these keys are in no hash
 REMOVED_KEYS: dict[str, object] = HASHED_KEYS | {

@@ -218,9 +218,7 @@ def differences(a: Path, b: Path) -> list[str]:
             "val/loss",
             "swap/loss_after",
             "train/grad_norm",
-            "train/grad_norm/layer1",
             "lr",
-            "train/skipped",
         )
         if curve(a, name) != curve(b, name)
     ]
@@ -230,7 +228,7 @@ def differences(a: Path, b: Path) -> list[str]:
     states = [saved_state(checkpoint) for checkpoint in (first, second)]
     if states[0].keys() != states[1].keys() or not all(same(states[0][name], states[1][name]) for name in states[0]):
         names.append("optimizer state")
-    facts = ("step", "phase", "best", "skipped", "skipped_in_a_row", "nll_since_line", "targets_since_line")
+    facts = ("step", "phase", "best", "nll_since_line", "targets_since_line")
     if [first["lm"][key] for key in facts] != [second["lm"][key] for key in facts]:
         names.append("facts")
     return names

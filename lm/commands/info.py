@@ -11,7 +11,6 @@ from packaging.requirements import Requirement
 import lm
 from lm.attention.compiler import cpp_compiler
 from lm.config.training_config import LogConfig
-from lm.errors import LMError
 from lm.machine import usable_cores
 from lm.model.device import native_bf16_hardware
 from lm.schema import Plain
@@ -56,7 +55,7 @@ def facts() -> dict[str, Plain]:
             "torch.compile": f"yes, with {compiler}" if compiler else "no: neither g++ nor clang++",
             "Triton": triton,
         },
-        "wandb": _wandb(),
+        "wandb": wandb_mode(LogConfig()),
         "extras": missing_requirements(),
     }
 
@@ -66,13 +65,6 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _wandb() -> str:
-    try:
-        return wandb_mode(LogConfig())
-    except LMError as error:
-        return str(error)
 
 
 def missing_requirements() -> dict[str, list[str]]:

@@ -131,11 +131,6 @@ class OptimConfig:
         gt=0,
     )
     grad_clip: float = key(1.0, "largest norm of the gradient; 0: no clipping", ge=0)
-    on_nonfinite: Literal["stop", "skip"] = key(
-        "stop",
-        "at a loss or gradient that is not finite: stop and name the place, or skip the step's update and count it",
-        {"on_resume": "free"},
-    )
     warmup_steps: int = key(
         100, "steps of linear warm-up; of a shorter run all are", {"on_resume": "branch"}, ge=0, le=10**9
     )

@@ -32,7 +32,6 @@ TRAINING = (  # logged in training
     Metric("elapsed_s", "s", "lower", "time of training, without evaluations and checkpoints"),
     Metric(PEAK_MEMORY, "bytes", "lower", "largest memory so far: of the process, or of tensors on the GPU"),
     Metric("sequence_length", "tokens", "none", "length of the step's sequences"),
-    Metric("train/skipped", "steps", "lower", "steps so far whose update was skipped, as it was not finite"),
     Metric(f"normalizer/{{NAME}}/{PER_HEAD}", "", "none", "parameter of a normalizer with one value a head"),
     Metric("normalizer/{NAME}/layerL/rms", "", "none", "root mean square of another parameter of a normalizer"),
     Metric("swap/loss_before", NATS, "lower", "loss before a swap between phases"),
@@ -81,7 +80,6 @@ def _training_metrics(config: Config) -> list[Metric]:
     conditions = {
         "train/z_loss": config.optim.z_loss,
         "sequence_length": bool(config.data.lengths.weights),
-        "train/skipped": config.optim.on_nonfinite == "skip",
         "swap/": len(config.phases) > 1 and config.eval.swap_lengths,
     }
     metrics: list[Metric] = []

@@ -82,7 +82,6 @@ def environment(
         "threads": torch.get_num_threads(),
         "world_size": config.world_size,
         "max_steps": config.trainer.max_steps,
-        "on_nonfinite": config.optim.on_nonfinite,
         "command": command_line(),
     }
     return {

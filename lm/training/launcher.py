@@ -11,7 +11,6 @@ from typing import Literal
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem, RunError
 
-RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")  # environment variables
 # environment variable with the id of the process that starts the run's other processes
 STARTER_VARIABLE = "LM_STARTED_BY"
 
@@ -44,11 +43,8 @@ def this_process(config: Config) -> Process:
         process = Process(_number("SLURM_PROCID"), "srun")
         expected = {"SLURM_NTASKS": n_processes, "SLURM_NTASKS_PER_NODE": devices, "SLURM_NNODES": num_nodes}
     else:
-        # LOCAL_RANK=0 alone would have Lightning wait for processes that nobody starts
-        is_stray = {name: bool(os.environ.get(name, "").strip("0")) for name in RANKS}
-        is_stray["LOCAL_RANK"] |= n_processes > 1 and "LOCAL_RANK" in os.environ
-        if stray := next(filter(is_stray.get, RANKS), None):
-            raise _variable_error(stray, "no launcher of several processes gave this rank: there is no WORLD_SIZE")
+        if "LOCAL_RANK" in os.environ:  # Lightning would wait for processes that nobody starts
+            raise _variable_error("LOCAL_RANK", "no launcher gave this rank: there is no WORLD_SIZE")
         if num_nodes > 1:
             reason, remedy = "needs a launcher on each machine", "use torchrun, see docs/running.md"
             raise ConfigError([Problem("trainer.num_nodes", num_nodes, reason, remedy)])

@@ -18,7 +18,7 @@ from lm.runs.checkpoints import CHECKPOINT_FORMAT
 from lm.training.lightning_import import L
 from lm.training.optimizers import OPTIMIZER_STATES, make_optimizer, set_learning_rates, state_after_swap
 from lm.training.run_context import RunContext
-from lm.training.starting import PhaseStart, RunState
+from lm.training.starting import PhaseStart
 
 # Lightning's counters of optimizer steps in a checkpoint, by their keys
 STEP_COUNTS, LOGGED_STEPS = "epoch_loop.automatic_optimization.optim_progress", "epoch_loop.state_dict"
@@ -95,10 +95,11 @@ class LanguageModel(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip gradients by their global norm, or skip (or stop at) a step with a loss or gradient that is not finite.
-        All ranks call it.
+        """Clip gradients by their global norm. All ranks call it.
 
         All values that the host needs are copied from the device in one transfer, the step's only synchronization.
+
+        Raises Diverged: the loss or the gradient is not finite.
         """
         optim, state = self.config.optim, self.start.state
         trained_parameters = [p for p in self.decoder.parameters() if p.grad is not None]
@@ -113,12 +114,15 @@ class LanguageModel(L.LightningModule):
             torch._foreach_mul_([p.grad for p in trained_parameters], factor)
             norm, grad_norm = norm * factor, grad_norm * factor
         self.grad_norm, self.stop = grad_norm, stop > 0
-        if math.isfinite(grad_norm) and math.isfinite(nll):
-            state.count_step(nll, z_loss, n_targets)
-            torch.nn.utils.clip_grads_with_norm_(trained_parameters, optim.grad_clip or math.inf, norm)
-        else:
-            reason = f"the loss is {nll / n_targets:g}, the gradient's norm {grad_norm:g}"
-            skip_or_stop(self.decoder, state, optim.on_nonfinite, self.global_step + 1, reason)
+        if not (math.isfinite(grad_norm) and math.isfinite(nll)):
+            step = self.global_step + 1
+            message = f"step {step}: the loss is {nll / n_targets:g}, the gradient's norm {grad_norm:g}"
+            message += f" ({_gradients_in_words(self.decoder)}); checkpoints up to the last saved are intact"
+            advice = "lower optim.lr or raise optim.warmup_steps, in a run of another name"
+            advice += "".join(f"; or its cause is code from outside: {check}" for check in PLUGINS.checks())
+            raise Diverged(f"{message}: {advice}", step)
+        state.count_step(nll, z_loss, n_targets)
+        torch.nn.utils.clip_grads_with_norm_(trained_parameters, optim.grad_clip or math.inf, norm)
 
     def _sums_over_ranks(self) -> Tensor:
         """Sums over all ranks, (4,) float64: loss, z-loss (nats), targets, number of ranks asked to stop. Resets this
@@ -167,34 +171,6 @@ class LanguageModel(L.LightningModule):
             checkpoint["state_dict"] = self.state_dict()
             (optimizer,) = checkpoint[OPTIMIZER_STATES]
             checkpoint[OPTIMIZER_STATES] = [{**optimizer, "state": state_after_swap(optimizer["state"])}]
-
-
-# ---------------------------------------------------------------- steps whose loss or gradient is not finite
-
-
-MAX_SKIPPED = 10  # consecutive steps that may be skipped before the run stops
-
-
-def skip_or_stop(decoder: Decoder, state: RunState, policy: str, step: int, reason: str) -> None:
-    """Skip the update of step `step` (1-based), whose loss or gradient is not finite, or stop the run. `policy`:
-    `optim.on_nonfinite`.
-
-    Raises Diverged: the policy is `stop`, or too many consecutive steps were skipped.
-    """
-    state.skipped += 1
-    state.skipped_in_a_row += 1
-    message = f"step {step}: {reason} ({_gradients_in_words(decoder)})"
-    if policy == "stop":
-        advice = (
-            "lower optim.lr or raise optim.warmup_steps, in a run of another name; or skip such steps: "
-            "optim.on_nonfinite=skip"
-        )
-        advice += "".join(f"; or its cause is code from outside: {check}" for check in PLUGINS.checks())
-        raise Diverged(f"{message}; checkpoints up to the last saved are intact: {advice}", step)
-    if state.skipped_in_a_row >= MAX_SKIPPED:
-        raise Diverged(f"{message}, the {state.skipped_in_a_row}th step in a row; the last checkpoint is intact", step)
-    for parameter in decoder.parameters():
-        parameter.grad = None  # the optimizer then leaves the parameter and its moments as they are
 
 
 def _gradients_in_words(decoder: Decoder) -> str:

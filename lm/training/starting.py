@@ -170,8 +170,6 @@ class RunState:
     """
 
     best: Best | None = None  # the lowest validation so far
-    skipped: int = 0  # steps whose update was skipped
-    skipped_in_a_row: int = 0  # number of consecutive skipped steps up to the last step
     # losses (nats) and targets over all ranks since the last logged line
     nll_since_line: float = 0.0
     z_loss_since_line: float = 0.0
@@ -193,18 +191,14 @@ class RunState:
         return self.best is not None and self.best.step == step
 
     def count_step(self, nll: float, z_loss: float, targets: int) -> None:
-        """Add a step that was not skipped to the sums since the last logged line; `nll`, `z_loss`: sums over its
-        targets (nats).
-        """
-        self.skipped_in_a_row = 0
+        """Add a step to the sums since the last logged line; `nll`, `z_loss`: sums over its targets (nats)."""
         self.nll_since_line += nll
         self.z_loss_since_line += z_loss
         self.targets_since_line += targets
 
     def take_mean_losses(self) -> tuple[float, float]:
-        """Mean loss and z-loss (nats per target) since the last call, over all ranks; NaN if every step was skipped."""
-        targets = self.targets_since_line or math.nan
-        means = self.nll_since_line / targets, self.z_loss_since_line / targets
+        """Mean loss and z-loss (nats per target) since the last call, over all ranks."""
+        means = self.nll_since_line / self.targets_since_line, self.z_loss_since_line / self.targets_since_line
         self.nll_since_line, self.z_loss_since_line, self.targets_since_line = 0.0, 0.0, 0
         return means
 

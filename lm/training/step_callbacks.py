@@ -81,7 +81,6 @@ class Metrics(StepCallback):
                 "elapsed_s": round(elapsed_s, 3),
                 PEAK_MEMORY: peak_memory_bytes(module.device),
                 **({"sequence_length": module.sequence_length} if self.has_lengths else {}),
-                **({"train/skipped": state.skipped} if self.config.optim.on_nonfinite == "skip" else {}),
                 **(normalizer_parameters(module.decoder) if trainer.is_global_zero else {}),
             }
         )

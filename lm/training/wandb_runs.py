@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 
 from lm.config.training_config import LogConfig
 from lm.config.tree import Config
-from lm.errors import ConfigError, Problem, RunError, one_line
+from lm.errors import RunError, one_line
 from lm.schema import Plain
 from lm.statistics.tuning import rate_text
 
 if TYPE_CHECKING:
     import wandb
 
-WANDB_MODES = ("online", "offline", "disabled")
 # longest wait for wandb's server before a run is logged offline, and for unsent data at the end
 WANDB_SECONDS = 60.0
 
@@ -28,20 +27,14 @@ def wandb_mode(log: LogConfig, in_experiment: bool = False) -> str:
     means disabled for runs of an experiment, as an experiment has many runs and a report of its own, and offline for
     other runs.
 
-    Raises ConfigError: wandb is not disabled, and WANDB_MODE, which wandb itself reads, too, is set to a word that is
-    no mode.
     """
-    mode = os.environ.get("WANDB_MODE")  # empty, as some containers set it, is unset
-    if log.wandb == "disabled" or "wandb" not in log.to:
+    if "wandb" not in log.to:
         return "disabled"
-    if mode and mode not in WANDB_MODES:
-        reason, remedy = f"must be {' or '.join(WANDB_MODES)}", "set it in the environment, or unset it"
-        raise ConfigError([Problem("WANDB_MODE", mode, reason, remedy)])
-    if log.wandb != "auto":
-        return log.wandb
-    return mode or (
-        "online" if os.environ.get("WANDB_API_KEY") or _netrc_has_key() else "disabled" if in_experiment else "offline"
-    )
+    # an empty variable, as some containers set it, is unset
+    if mode := log.wandb if log.wandb != "auto" else os.environ.get("WANDB_MODE"):
+        return mode
+    has_key = os.environ.get("WANDB_API_KEY") or _netrc_has_key()
+    return "online" if has_key else "disabled" if in_experiment else "offline"
 
 
 def _netrc_has_key() -> bool:
@@ -122,7 +115,6 @@ def send_report(
         runs: a row for each run of the experiment, whose `wandb_id` becomes a link where wandb is online.
 
     Raises:
-        ConfigError: an unknown WANDB_MODE.
         RunError: wandb can't be started, or fails.
     """
     run_id = hashlib.sha256(f"{name} {folder.resolve()}".encode()).hexdigest()[:12]

@@ -56,7 +56,6 @@ def test_every_start_says_what_it_used(tiny, tmp_path):
         "world_size",
         "max_steps",
         "command",
-        "on_nonfinite",
     }
     assert first.keys() == second.keys() == keys | {"step", "time"}
     assert {key: environment[key] for key in keys} == {key: second[key] for key in keys}

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, lm
-from folders import alive, curve, losses, same, series, weights
-from jobs import train_poisoned
+from folders import alive, curve, losses, series, weights
 from processes import command, forked, ranks, start, within
 
 from lm.config.training_config import OPTIMIZERS
@@ -201,19 +200,3 @@ def test_results_that_can_not_be_written_leave_the_ranks_in_step(arguments: list
     ranks(2, command, "train", *arguments, "name=unwritten", "trainer.devices=2", "resume=auto")
     assert "validation/failed" in (runs / "metrics.jsonl").read_text()
     assert (runs / "checkpoints" / "best.ckpt").exists()
-
-
-@pytest.mark.slow
-def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(arguments: list[str], tmp_path: Path):
-    """The loss is of one rank alone, so the ranks must agree; both then go on with equal weights."""
-    options = [
-        "name=poisoned",
-        "trainer.devices=2",
-        "optim.on_nonfinite=skip",
-        "trainer.checkpoint_every=1",
-        "trainer.keep_checkpoints=9",
-    ]
-    ranks(2, train_poisoned, *arguments, *options)
-    folder = tmp_path / "runs" / "poisoned"
-    assert [skipped for _, skipped in curve(folder, "train/skipped")] == [0, 0, 1, 1, 1, 1, 1, 1]
-    assert same(weights(folder, "step-000002.ckpt"), weights(folder, "step-000003.ckpt"))

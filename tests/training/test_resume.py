@@ -20,7 +20,6 @@ from folders import (
     kill_after,
     losses,
     metrics,
-    poison,
     rewritten,
     series,
     swap_to,
@@ -105,17 +104,6 @@ FOR_OPTIMIZERS |= {name: ([swap_to("ssmax"), *SCENARIOS["twice in a row"][0]], k
 def test_a_run_of_another_optimizer_resumed_is_bitwise_the_same(tiny, record_property, optimizer: str, scenario: str):
     options, kills = FOR_OPTIMIZERS[scenario]
     check(tiny, record_property, optimizer, scenario, [f"optim.optimizer={optimizer}", *options], kills)
-
-
-@rows()
-def test_a_run_that_skipped_steps_resumed_is_bitwise_the_same(
-    tiny, record_property, monkeypatch: pytest.MonkeyPatch, name: str
-):
-    poison(monkeypatch, {2, 3, 4, 7}, "gradient")
-    parts = check(
-        tiny, record_property, name, "skipped steps", [f"model.normalizer={name}", "optim.on_nonfinite=skip"], (3,)
-    )
-    assert load_checkpoint(parts / "checkpoints" / "last.ckpt")["lm"]["skipped"] == 4
 
 
 @cells(SWAPS)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from folders import curve, losses, metrics, poison, same, series, weights
+from folders import curve, losses, metrics, poison, series
 
 from lm.config.load import parse
 from lm.errors import RunError
@@ -217,23 +217,6 @@ def test_a_step_that_is_not_finite_stops_the_run_and_says_where(tiny, monkeypatc
     with pytest.raises(RunError, match=rf"step 6: the loss is .* \({place}"):
         train(tiny("name=blown"))
     assert load_checkpoint(tiny("name=blown").run_folder / "checkpoints" / "last.ckpt")["lm"]["step"] == 4
-
-
-def test_a_step_that_is_not_finite_can_be_left_out_and_is_counted(tiny, monkeypatch: pytest.MonkeyPatch):
-    poison(monkeypatch, {3, 6}, "gradient")
-    config = tiny("name=skipped", "optim.on_nonfinite=skip", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=9")
-    assert train(config) == 0
-    folder = config.run_folder
-    assert [line["train/skipped"] for line in metrics(folder) if "lr" in line] == [0, 0, 1, 1, 1, 2, 2, 2]
-    assert same(weights(folder, "step-000002.ckpt"), weights(folder, "step-000003.ckpt"))
-    assert not same(weights(folder, "step-000003.ckpt"), weights(folder, "step-000004.ckpt"))
-    assert load_checkpoint(folder / "checkpoints" / "last.ckpt")["lm"]["skipped"] == 2
-
-
-def test_steps_that_are_never_finite_stop_the_run_after_all(tiny, monkeypatch: pytest.MonkeyPatch):
-    poison(monkeypatch, set(range(100)), "gradient")
-    with pytest.raises(RunError, match="the 10th step in a row"):
-        train(tiny("name=hopeless", "optim.on_nonfinite=skip", "trainer.max_steps=20"))
 
 
 # ---------------------------------------------------------------- parts
