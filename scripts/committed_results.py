@@ -141,7 +141,4 @@ def verdict_words(verdict: Verdict, factor: float = 100, digits: int = 1) -> str
     """
     mean, low, high = (factor * value for value in verdict.interval.as_list())
     interval = f"[{low:+.{digits}f}, {high:+.{digits}f}] " if math.isfinite(low) and low < high else ""
-    return (
-        f"{mean:+.{digits}f} "
-        f"{interval}*{replace(verdict, margin_text=f'{factor * float(verdict.margin_text):g}').statement}*"
-    )
+    return f"{mean:+.{digits}f} {interval}*{replace(verdict, margin=factor * verdict.margin).statement}*"

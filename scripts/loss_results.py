@@ -1,7 +1,7 @@
 """An experiment on text in docs/: its tables, its picture and its verdicts."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -13,7 +13,6 @@ from pages import canvas, saved
 
 from lm.report.pictures import COLOURS
 from lm.statistics.intervals import over_seeds
-from lm.statistics.tokens import tokens_to_reach
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
 AGAIN = "the baseline again"  # the side of costs that shows their noise
@@ -238,7 +237,7 @@ class Losses(Results):
         )
         level = math.ceil(curves.iloc[:, -1].max() * 100) / 100
         tokens = {
-            key: tokens_to_reach(curves.columns, curve, level, "lower")
+            key: tokens_to_reach(curves.columns, curve, level)
             for key, curve in zip(curves.index, curves.to_numpy(), strict=True)
         }
         logs = np.log(pd.Series(tokens)).unstack(0)
@@ -377,6 +376,17 @@ class Losses(Results):
         data = data[(data.metric == metric.removeprefix("mean ")) & (data.setting == setting)]
         runs = data[(data.arm == arm) & (data.rate == next(iter(self.by_rate(line, column))))]
         return runs.pivot(index="x", columns="seed", values="value")
+
+
+def tokens_to_reach(tokens: Sequence[int], losses: Sequence[float], level: float) -> float:
+    """The number of training tokens at which a loss first reaches `level`, interpolated linearly in log tokens between
+    the first evaluation that has reached it and the evaluation before; losses that are not finite are left out.
+    """
+    evaluations = [(count, loss) for count, loss in zip(tokens, losses, strict=True) if math.isfinite(loss)]
+    index = next(index for index, (_, loss) in enumerate(evaluations) if loss <= level)
+    (tokens_before, loss_before), (tokens_after, loss_after) = evaluations[index - 1 : index + 1]
+    fraction = (loss_before - level) / (loss_before - loss_after)
+    return math.exp(math.log(tokens_before) + fraction * math.log(tokens_after / tokens_before))
 
 
 def _place(line: str, setting: str) -> tuple[str, str]:

@@ -185,9 +185,7 @@ class Recall(Results):
             percentage_cells(axes, values)
             for row, arm in enumerate(self.arms):
                 verdict = self.verdicts.get((arm, self.rates(arm)[0], self.deciding[0]))
-                statement = (
-                    "baseline" if verdict is None else replace(verdict, margin_text=f"{100 * self.matters:g}").statement
-                )
+                statement = "baseline" if verdict is None else replace(verdict, margin=100 * self.matters).statement
                 words = statement.partition(":")[0]
                 lowest = 100 * self._best(arm)[:, -1].min()
                 axes.text(

@@ -1,6 +1,5 @@
 """`lm compare`: plan experiments, train their runs under a live table, judge them, and write the results."""
 
-import math
 import shlex
 import statistics
 import sys
@@ -245,17 +244,14 @@ def plan_lines(procedure: Procedure, slots: Slots) -> Iterator[str]:
 
 def _seed_count_words(primary: PrimaryMetric, alpha: float) -> str:
     """Say how many seeds are needed to find a difference of interest."""
-    runs = "single runs" if primary.reach is None else "the logarithms of single runs"
-    margin, effect = primary.matters, f"a difference of {primary.matters:g}"
-    if primary.reach is not None:
-        margin, effect = math.log1p(primary.matters), f"a factor of {1 + primary.matters:g} in {primary.quantity_name}"
+    margin = primary.matters
     seed_counts = ", ".join(
         f"{seeds_needed(deviation, margin, alpha)} if it is {deviation:.3g}"
         for deviation in (margin / 2, margin, 2 * margin)
     )
     return (
-        f"seeds to find {effect} with probability {POWER:g} go by the standard deviation of differences between "
-        f"{runs}: {seed_counts}"
+        f"seeds to find a difference of {margin:g} with probability {POWER:g} go by the standard deviation of "
+        f"differences between single runs: {seed_counts}"
     )
 
 

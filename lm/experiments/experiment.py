@@ -160,12 +160,12 @@ class Experiment:
     @property
     def choice_metric(self) -> str:
         """The name, in tables, of the metric by which learning rates are chosen."""
-        return SELECTION if self.tune.metric == SELECTION else self.primary.quantity_name
+        return SELECTION if self.tune.metric == SELECTION else self.primary.metric
 
-    def data_words(self, quantity: str, part: Literal["selection", "report"]) -> str:
-        """Name the data that a quantity is measured on: `all questions` if it is the primary metric and one of
+    def data_words(self, metric: str, part: Literal["selection", "report"]) -> str:
+        """Name the data that a metric is measured on: `all questions` if it is the primary metric and one of
         questions, else the held-out text that chooses rates (`selection`) or reports results (`report`)."""
-        is_primary = quantity == self.primary.quantity_name
+        is_primary = metric == self.primary.metric
         return "all questions" if is_primary and self.metric.units == "questions" else f"{part} text"
 
     @cached_property
@@ -177,15 +177,11 @@ class Experiment:
         """Convert a value of the metric by which rates are chosen into a cost to be minimized; infinite values stay
         infinite.
         """
-        higher_is_better = (
-            self.tune.metric == "primary" and self.primary.reach is None and self.primary.better == "higher"
-        )
+        higher_is_better = self.tune.metric == "primary" and self.primary.better == "higher"
         return -value if higher_is_better and math.isfinite(value) else value
 
     def choice_value(self, run: TuningRun) -> float | None:
-        """A tuning run's value for the choice of a rate; None if unknown, infinite if the run diverged or never reached
-        `primary.reach`.
-        """
+        """A tuning run's value for the choice of a rate; None if unknown, infinite if the run diverged."""
         return run.selection_value if self.tune.metric == SELECTION else run.primary_value
 
     def costs_of(self, runs: Iterable[TuningRun], size: str) -> dict[str, dict[Rate, list[float]]]:

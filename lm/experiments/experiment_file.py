@@ -7,7 +7,6 @@ from operator import attrgetter
 from pathlib import Path
 
 from lm.config import presets
-from lm.config.eval_config import ValidationTiming
 from lm.config.load import (
     merge,
     merge_bases,
@@ -111,7 +110,7 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
         raise ConfigError(problems)
     base, changes, table, tune = merge_bases(base, file, "base"), read_overrides(overrides), (), keys.tune
     if tune.table is not None:
-        table = read_tuning_table(file.parent / tune.table, keys.primary.quantity_name)
+        table = read_tuning_table(file.parent / tune.table, keys.primary.metric)
         if wrong_keys := {run.key for run in table} - {tune.heading}:
             reason = f"the table {tune.table} is of {', '.join(sorted(wrong_keys))}"
             raise ConfigError([Problem("tune.key", tune.heading, reason)])
@@ -335,22 +334,15 @@ def _check_start(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
 
 def _check_metric(experiment: Experiment, config: Config) -> None:
     """Check that a run's evaluations log the primary metric by sequence, and that the other keys of `primary` fit this
-    metric. With `primary.reach`, a level of the metric, it must be measured more than once. Raises ConfigError.
+    metric. Raises ConfigError.
     """
-    primary, steps, problems = experiment.primary, config.trainer.max_steps, []
-    measurement, metric = measured(config, primary.metric)
+    primary, problems, metric = experiment.primary, [], measured(config, experiment.primary.metric)[1]
     if metric.better not in (primary.better, "none"):
         reason = f"of {metric.name}, {metric.better} is better"
         problems.append(Problem("primary.better", primary.better, reason, f"write {metric.better}"))
-    name, level = ("matters", primary.matters) if primary.reach is None else ("reach", primary.reach)
-    if metric.unit == "fraction" and level > 1:
+    if metric.unit == "fraction" and primary.matters > 1:
         reason = f"{metric.name} lies between 0 and 1"
-        problems.append(Problem(f"primary.{name}", level, reason, "give a fraction, such as 0.25"))
-    timing = measurement.options_of(config)
-    if primary.reach is not None and sum(timing.is_due(step, steps) for step in range(1, steps + 1)) < 2:
-        key = "eval.every" if isinstance(timing, ValidationTiming) else f"eval.{measurement.kind}.at"
-        reason = f"{metric.name} is measured once, at the last step"
-        problems.append(Problem("primary.reach", primary.reach, reason, f"measure it on the way: {key}"))
+        problems.append(Problem("primary.matters", primary.matters, reason, "give a fraction, such as 0.25"))
     if problems:
         raise ConfigError(problems)
 

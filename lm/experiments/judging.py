@@ -13,7 +13,6 @@ import pandas as pd
 from lm.schema import Plain, key
 from lm.statistics.intervals import Estimate, Interval, over_seeds, over_seeds_and_documents
 from lm.statistics.joint import Family
-from lm.statistics.tokens import factor, log_tokens
 from lm.statistics.tuning import Rate, rate_cell, rate_text, read_rate
 from lm.statistics.verdicts import (
     MAX_SEEDS,
@@ -31,7 +30,7 @@ from lm.statistics.verdicts import (
 
 FINISHED, UNFINISHED, DIVERGED = RUN_STATES = "finished", "unfinished", "diverged"
 # intervals in `Judgement.entries`; a CSV has columns for their ends even if all are empty
-INTERVALS = ("difference", "factor", "alone")
+INTERVALS = ("difference", "alone")
 RUN_KEY = ["size", "arm", "rate", "seed"]  # columns that tell the runs of a frame apart
 FRAME_COLUMNS = [*RUN_KEY, "state", "note", "unlearned", "value", "weight", "group"]  # as `judge` describes them
 SizeArm = tuple[str, str]  # size and arm
@@ -45,22 +44,10 @@ class PrimaryMetric:
 
     metric: str = key("val/loss", "name in the metrics log, as `lm eval` gives it, e.g. val/loss")
     better: Literal["lower", "higher"] = key("lower", "which direction is better")
-    matters: float = key(
-        0.01, "smallest difference of interest, in the metric's unit; of `reach` relative: 0.1 is 10 %", gt=0
-    )
+    matters: float = key(0.01, "smallest difference of interest, in the metric's unit", gt=0)
     spread: float | None = key(
         None, "standard deviation of differences between single runs that the plan expects; null: unknown", gt=0
     )
-    reach: float | None = key(
-        None, "compare the tokens at which the metric first reaches this; null: its values at the end"
-    )
-
-    @property
-    def quantity_name(self) -> str:
-        """The name that tables give the compared quantity, which is the metric, or the tokens until the metric reaches
-        `reach`.
-        """
-        return self.metric if self.reach is None else f"tokens to {self.metric} {self.reach:g}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +99,7 @@ def judge(frame: pd.DataFrame, question: Question) -> "Judgement":
         state, note: one of RUN_STATES; how the run diverged, or that it finished and did not learn, in words.
         unlearned: the level that the run is not better than, such as chance, in words; empty: it has learned, or there
             is no level.
-        value, weight: the metric and the weight of the unit; or the tokens to `primary.reach`, with weight 1.
+        value, weight: the metric and the weight of the unit.
         group: the unit's document; missing: units are not parts of documents.
     """
     numbers = frame.groupby(RUN_KEY, sort=False, dropna=False).ngroup().to_numpy()
@@ -176,17 +163,8 @@ class Judgement:
 
     @cached_property
     def verdicts(self) -> dict[SizeArm, Verdict]:
-        """Verdicts on all arms but the baseline, by size and arm.
-
-        With `primary.reach`, a level of the metric, an interval is of a ratio: the arm's training tokens up to that
-        level, divided by the baseline's.
-        """
-        primary, baseline = self.primary, self.question.arms[0]
-        results = verdicts(self.comparisons, primary.matters, primary.reach is not None)
-        for size, arm in results if primary.reach is not None else ():
-            verdict = results[size, arm]
-            intervals = {name: factor(getattr(verdict, name)) for name in ("interval", "single_interval")}
-            results[size, arm] = replace(verdict, **intervals)
+        """Verdicts on all arms but the baseline, by size and arm."""
+        baseline, results = self.question.arms[0], verdicts(self.comparisons, self.primary.matters)
         for size_arm in filter(results.__contains__, self.question.exploratory):
             results[size_arm] = replace(results[size_arm], exploratory=True)
         # the finished runs that did not learn: their loss ends above the unigram cross-entropy
@@ -217,7 +195,7 @@ class Judgement:
         question, rates, baseline = self.question, self.question.rates[size], self.question.arms[0]
         if rates is None or not {arm, baseline} <= rates.keys():
             return Comparison((), obstacle=UNTUNED if rates is not None else _incomplete(0, len(question.seeds)))
-        counts_tokens, pair = self.primary.reach is not None, (rates[arm], rates[baseline])
+        pair = rates[arm], rates[baseline]
         arm_runs, baseline_runs = self._runs_at_all_rates(size, arm)
         # the rates of the baseline that the arm was trained at, too; all, if the arm starts from the baseline's weights
         shared_rates = (baseline_runs if arm in question.sources else arm_runs).keys()
@@ -232,15 +210,10 @@ class Judgement:
             is_finished = [is_finished[0] & is_finished[1]] * 2
         sides = [runs[:, mask] for runs, mask in zip(sides, is_finished, strict=True)]
         values = [self._values[runs] for runs in sides]
-        if counts_tokens:
-            values = [np.array([[*map(log_tokens, row)] for row in array.tolist()]) for array in values]
         if question.target is not None:
             values[1] = np.full_like(values[1], question.target)
         differences = _differences(*values)
         n_seeds, n_missing = differences.shape[2], max(len(mask) - mask.sum() for mask in is_finished)
-        if not obstacle and counts_tokens and (words := self._unreached_words({arm: sides[0], baseline: sides[1]})):
-            obstacle = "not reached", words, "runs have no number of tokens"
-            differences, place = differences[place][np.isfinite(differences[place])], (0, 0)
         if not obstacle and n_missing:
             obstacle = _incomplete(n_seeds, n_seeds + n_missing)
         if not obstacle and n_seeds >= MIN_SEEDS:
@@ -249,11 +222,11 @@ class Judgement:
                 words = f"no run of either arm is better than {', '.join(levels)}"
                 obstacle = "not learned", words, words
         document_estimate = None
-        if not counts_tokens and not question.unpaired and n_seeds:
+        if not question.unpaired and n_seeds:
             document_estimate = self._document_estimate(*sides)
         return Comparison(
             differences, place, sum(rate in shared_rates for rate in baseline_runs) or None, question.all_pairs,
-            higher_is_better=not counts_tokens and self.primary.better == "higher", bounds=self._bounds,
+            higher_is_better=self.primary.better == "higher", bounds=self._bounds,
             unpaired_values=tuple(values) if question.unpaired else None, document_estimate=document_estimate,
             obstacle=obstacle,
         )  # fmt: skip
@@ -288,12 +261,12 @@ class Judgement:
         return "unstable", f"{words}: {_some([*self.runs['note'][diverged]])}", words
 
     def _usable_runs(self, runs: RunsByRate, judged_rate: Rate | None) -> RunsByRate:
-        """Return the runs of an arm by rate, without rates at which a run diverged or never reached `primary.reach`.
-        The rate at which the arm is judged and the rate that tuning chose are always kept.
+        """Return the runs of an arm by rate, without rates at which a run diverged. The rate at which the arm is judged
+        and the rate that tuning chose are always kept.
         """
 
         def has_no_value(run: int) -> bool:
-            return self._states[run] != UNFINISHED and self._values[run] == math.inf
+            return self._states[run] == DIVERGED
 
         permanent_rates = judged_rate, next(iter(runs))
         return {
@@ -318,29 +291,10 @@ class Judgement:
         and whose values all lie within 0 and 1 is an accuracy; other metrics have no bounds.
         """
         finite = self._values[np.isfinite(self._values)]
-        if (
-            self.primary.better == "lower"
-            or self.primary.reach is not None
-            or not ((finite >= 0) & (finite <= 1)).all()
-        ):
+        if self.primary.better == "lower" or not ((finite >= 0) & (finite <= 1)).all():
             return None
         target = self.question.target
         return (0.0, 1.0) if self.question.unpaired else (-1.0, 1.0) if target is None else (-target, 1.0 - target)
-
-    def _unreached_words(self, runs_by_arm: dict[str, np.ndarray]) -> str:
-        """Count in words the runs of each arm that never reached `primary.reach`, or reached it by the first
-        evaluation; empty if none.
-        """
-        primary, words = self.primary, []
-        for arm, runs in runs_by_arm.items():
-            tokens = self._values[runs.ravel()]
-            if unreached_count := (tokens == math.inf).sum():
-                reason = f"did not reach {primary.metric} {primary.reach:g}"
-                words.append(f"{unreached_count} of {len(tokens)} runs of {arm} {reason}")
-            if early_count := (tokens == 0).sum():
-                reason = f"had reached {primary.reach:g} at the first evaluation"
-                words.append(f"{early_count} of {len(tokens)} runs of {arm} {reason}")
-        return "; ".join(words)
 
     def entries(self) -> list[dict[str, Plain]]:
         """List an entry for each size and arm: rate, finished runs, means of the primary metric, verdict, difference
@@ -348,9 +302,7 @@ class Judgement:
 
         A `target` has no entry. Means are over the seeds of `common_seeds`. An arm with several rates also has a mean
         at each rate, over ended runs, null if one diverged. A difference has an interval over seeds that holds together
-        with all others, one that holds by itself (`alone`), and one over seeds and documents. With `primary.reach`,
-        means are geometric means of tokens, null if a run had 0 or infinite tokens. `reached` counts the runs with
-        finite tokens, and factors replace differences.
+        with all others, one that holds by itself (`alone`), and one over seeds and documents.
         """
         arms = self.question.arms[self.question.target is not None :]
         return [self._entry(size, arm, self.common_seeds[size]) for size in self.question.rates for arm in arms]
@@ -367,28 +319,26 @@ class Judgement:
         return common
 
     def _entry(self, size: str, arm: str, common_seeds: np.ndarray) -> dict[str, Plain]:
-        question, runs, counts_tokens = self.question, self.judged_runs(size, arm), self.primary.reach is not None
+        question, runs = self.question, self.judged_runs(size, arm)
         values, is_finished = self._values[_slice(runs)], self._is_finished[_slice(runs)]
         common_values = values[is_finished & common_seeds[: len(runs)]] if question.is_paired else values[is_finished]
         entry: dict[str, Plain] = {
             "size": size, "arm": arm, "rate": rate_cell((question.rates[size] or {}).get(arm)),
             "runs": int(is_finished.sum()), "of": len(runs) or len(question.seeds),
-            "mean": _mean(common_values, counts_tokens),
+            "mean": _mean(common_values),
         }  # fmt: skip
         if len(runs_by_rate := self.runs_by_arm.get((size, arm), {})) > 1:
             entry["means_by_rate"] = {
                 rate_text(rate): _mean(
-                    np.array([self._values[run] for run in rate_runs if self._states[run] != UNFINISHED]), counts_tokens
+                    np.array([self._values[run] for run in rate_runs if self._states[run] != UNFINISHED])
                 )
                 for rate, rate_runs in runs_by_rate.items()
             }
-        if counts_tokens:
-            entry["reached"] = int(np.isfinite(values[is_finished]).sum())
         if arm != question.arms[0]:
             verdict = self.verdicts[size, arm]
             entry |= {"verdict": verdict.label, "words": verdict.words, "reason": verdict.reason}
             intervals = {
-                "factor" if counts_tokens else "difference": verdict.interval,
+                "difference": verdict.interval,
                 "alone": verdict.single_interval,
                 "over_seeds_and_documents": verdict.document_interval,
             }
@@ -403,7 +353,7 @@ class Judgement:
         these, on the expected `primary.spread`. With fewer than MIN_SEEDS seeds a sentence says that there is no
         verdict.
         """
-        primary, counts_tokens, alpha = self.primary, self.primary.reach is not None, self.question.alpha
+        primary, margin, alpha = self.primary, self.primary.matters, self.question.alpha
         if seed_count < MIN_SEEDS:
             yield f"NO VERDICT: a verdict takes {MIN_SEEDS} seeds, not {seed_count}: add seeds"
             return
@@ -419,14 +369,11 @@ class Judgement:
             unknown = "before seeds have ended, as the file expects no primary.spread"
             yield f"power: not known {unknown if spread is None else 'as all seeds agree'}"
             return
-        margin = math.log1p(primary.matters) if counts_tokens else primary.matters
-        effect = f"a factor of {1 + primary.matters:g}" if counts_tokens else f"a difference of {primary.matters:g}"
         probability = power(seed_count, spread, margin, alpha)
-        smallest = smallest_difference(seed_count, spread, alpha=alpha)
-        smallest = f"a factor of {math.exp(smallest):.3g}" if counts_tokens else f"{smallest:.2g}"
         yield (
-            f"power: {seed_count} seeds find {effect} with probability {probability:.2f}, by a spread of "
-            f"{spread:.2g} ({source}); with probability {POWER:g} they find {smallest}"
+            f"power: {seed_count} seeds find a difference of {margin:g} with probability {probability:.2f}, by a "
+            f"spread of {spread:.2g} ({source}); with probability {POWER:g} they find "
+            f"{smallest_difference(seed_count, spread, alpha=alpha):.2g}"
         )
         if probability < 0.5:
             needed_seeds = seeds_needed(spread, margin, alpha) or f"more than {MAX_SEEDS}"
@@ -459,10 +406,6 @@ def _differences(arm_values: np.ndarray, baseline_values: np.ndarray) -> np.ndar
         return arm_values[:, None, :count] - baseline_values[:, :count]
 
 
-def _mean(values: np.ndarray, geometric: bool) -> float | None:
-    """The arithmetic or geometric mean; None without values, if a value is not finite, or if a value of a geometric
-    mean is 0.
-    """
-    if not len(values) or not np.isfinite(values).all() or (geometric and not values.all()):
-        return None
-    return float(np.exp(np.log(values).mean())) if geometric else float(values.mean())
+def _mean(values: np.ndarray) -> float | None:
+    """The mean; None without values, or if a value is not finite."""
+    return float(values.mean()) if len(values) and np.isfinite(values).all() else None

@@ -25,8 +25,7 @@ from lm.errors import ConfigError, RunError, one_line
 from lm.experiments.experiment import Experiment
 from lm.experiments.experiment_folder import host_name
 from lm.experiments.procedure import LOG_FOLDER, Procedure, Run, commands, log_path, next_runs
-from lm.experiments.run_outcome import SELECTION, Outcome
-from lm.experiments.summary import value_text
+from lm.experiments.run_outcome import Outcome
 from lm.files import locked_folder, read_json, write_json
 from lm.machine import STOP_SIGNALS, process_start, start_child
 from lm.model.device import count_gpus, visible_gpus
@@ -577,11 +576,9 @@ class ExperimentTrainer:
         Both are measured on the held-out documents by which rates are chosen; for an accuracy, on all questions. Return
         `finished` if no such document is left."""
         experiment = self.procedure.experiment
-        name = experiment.primary.quantity_name
+        name = experiment.choice_metric if run.stage == "tune" else experiment.primary.metric
         try:
-            if (experiment.choice_metric if run.stage == "tune" else name) == SELECTION:
-                return f"selection loss {numeral(outcome.mean(SELECTION, True))}"
-            value = value_text(experiment.primary, self.procedure.compared_value(outcome, True))
+            value = numeral(outcome.mean(name, selection=True))
         except NoDocuments:  # a line on progress must not end the experiment
             return "finished"
         return f"{name} ({experiment.data_words(name, 'selection')}) {value}"

@@ -106,13 +106,13 @@ def noise_sentences(noise: dict[str, Plain]) -> Iterator[str]:
 
 def experiment_noise(judgement: Judgement) -> str:
     """A sentence on the noise of an experiment's final runs, each arm at the rate at which it is judged; empty while no
-    arm has two, and where tokens are compared.
+    arm has two.
     """
     size_arms = [size_arm for size_arm in judgement.runs_by_arm if judgement.judged_runs(*size_arm)]
     values = [judgement.judged_values(*size_arm) for size_arm in size_arms]
     index = pd.MultiIndex.from_tuples(size_arms, names=("size", "arm")) if size_arms else None
     noise = noise_of(pd.DataFrame(values, index).replace(math.inf, math.nan), True) if size_arms else None
-    if not noise or judgement.primary.reach is not None:
+    if not noise:
         return ""
     paired = noise["paired_differences"]
     words = f", differences paired by seed by {_spread_words(paired)}" if paired else ""

@@ -20,12 +20,10 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION
 from lm.experiments.summary import (
     differences_by_rate,
-    has_reached,
     measured_words,
     summary_entries,
     summary_table,
     trend_table,
-    value_text,
 )
 from lm.report.comparison import ArmComparison
 from lm.report.comparison_pictures import LOSSES, DrawnRun
@@ -36,7 +34,6 @@ from lm.statistics.intervals import Interval, over_seeds
 from lm.statistics.tuning import EXTENSIONS, Rate, key_values, rate_text
 
 MAX_NAMES = 8  # largest number of runs that a sentence names
-FACTOR = Column("factor", kind="mean", decimals=2)
 BASIS_NOTE = (
     "All at the last step, on the report text. A mean is over the seeds that all arms have "
     "finished, a difference over all that its two arms have finished. The interval on other text of the kind covers "
@@ -59,7 +56,7 @@ class SizeResults:
     Attributes:
         verdicts: the verdict on each arm but the baseline, by name.
         final: the final runs that are known, ordered by seed and arm.
-        values: the number by which each finished run is compared (`Procedure.compared_value`), by arm and seed.
+        values: the primary metric of each finished run, by arm and seed.
         title_suffix: words after titles, such as `, small`.
     """
 
@@ -72,7 +69,8 @@ class SizeResults:
         self.verdicts = {name: judgement.verdicts[size, name] for name in self.arm_names[1:]}
         self.final = procedure.final_runs(size)
         finished_runs = [run for run in self.final if run.outcome.state == "finished"]
-        self.values = {(run.arm, run.seed): procedure.compared_value(run.outcome) for run in finished_runs}
+        metric = self.experiment.primary.metric
+        self.values = {(run.arm, run.seed): run.outcome.mean(metric, selection=False) for run in finished_runs}
 
     @cached_property
     def begun_runs(self) -> list[DrawnRun]:
@@ -178,12 +176,6 @@ def question(experiment: Experiment) -> str:
     """Phrase the question that the experiment asks about its arms and its baseline, by the primary metric."""
     baseline, *names = (arm.name for arm in experiment.arms)
     primary, subject = experiment.primary, f"{'Does' if len(names) == 1 else 'Do'} {_join_names(names)}"
-    if primary.reach is not None:
-        value = f"{primary.metric} {primary.reach:g}"
-        return (
-            f"{subject} take fewer or more tokens to reach {value} than {baseline}, by more than a factor of "
-            f"{1 + primary.matters:g}?"
-        )
     direction = f"({primary.better.capitalize()} is better.)"
     return f"{subject} change {primary.metric} by more than {primary.matters:g}, compared with {baseline}? {direction}"
 
@@ -192,14 +184,10 @@ def answers(sizes: list[SizeResults]) -> list[Answer]:
     """The verdict on each arm in each size, as cards for the page; all intervals are drawn on one scale."""
     verdicts = [(results, arm, verdict) for results in sizes for arm, verdict in results.verdicts.items()]
     primary, baseline = sizes[0].experiment.primary, sizes[0].arm_names[0]
-    margin, is_factor = primary.matters, primary.reach is not None
-    scale, marks = (np.log, [1.0, 1 / (1 + margin), 1 + margin]) if is_factor else (np.asarray, [0.0, -margin, margin])
-    column, effect_name = (
-        (FACTOR, f"Factor: tokens, of those of {baseline}") if is_factor else (DIFFERENCE, f"Difference to {baseline}")
-    )
+    marks = [0.0, -primary.matters, primary.matters]
     bounded_intervals = [verdict.interval for *_, verdict in verdicts if verdict.interval and verdict.interval.bounded]
-    ends = scale([value for interval in bounded_intervals for value in interval.as_list()] + marks)
-    lowest, width = ends.min(), np.ptp(ends) or 1.0
+    ends = [value for interval in bounded_intervals for value in interval.as_list()] + marks
+    lowest, width = min(ends), np.ptp(ends) or 1.0
     cards = []
     for results, arm, verdict in verdicts:
         name, effect = f"{arm}{results.title_suffix}", ()
@@ -208,17 +196,17 @@ def answers(sizes: list[SizeResults]) -> list[Answer]:
             continue
         if interval := verdict.interval:
             positions = (
-                (4 + 92 * (scale([*interval.as_list(), *marks]) - lowest) / width).round(2).tolist()
+                (4 + 92 * (np.array([*interval.as_list(), *marks]) - lowest) / width).round(2).tolist()
                 if interval.bounded
                 else None
             )
-            mark_labels = tuple(f"{mark:.3g}" if is_factor else f"{mark:+g}" if mark else "0" for mark in marks)
+            mark_labels = tuple(f"{mark:+g}" if mark else "0" for mark in marks)
             # the words end with seeds
             noise_source = "" if interval.noise_source == f"{verdict.seeds} seeds" else interval.noise_source
             effect = (
-                effect_name,
-                column.text(interval.mean),
-                column.ends(interval),
+                f"Difference to {baseline}",
+                DIFFERENCE.text(interval.mean),
+                DIFFERENCE.ends(interval),
                 noise_source,
                 positions,
                 mark_labels,
@@ -231,18 +219,14 @@ def answers(sizes: list[SizeResults]) -> list[Answer]:
 
 def _margin_words(experiment: Experiment) -> str:
     """Explain the drawn intervals, and the shaded area of effects that do not matter."""
-    margin, is_factor = experiment.primary.matters, experiment.primary.reach is not None
-    area = f"factors of less than {1 + margin:g}" if is_factor else f"differences below {margin:g}"
-    scale = ", on a logarithmic scale" if is_factor else ""
-    intervals = f"Dots and bars: effects with their intervals, which hold together{scale}."
-    return f"{intervals} Shaded: {area}, which do not matter."
+    intervals = "Dots and bars: effects with their intervals, which hold together."
+    return f"{intervals} Shaded: differences below {experiment.primary.matters:g}, which do not matter."
 
 
 def _family_words(experiment: Experiment) -> str:
     """Name the test that compares arms, and the comparisons for whose number p values and intervals are adjusted."""
     arms, sizes, primary = len(experiment.arms) - 1, len(experiment.sizes), experiment.primary
-    differences = "differences" if primary.reach is None else "differences of log tokens"
-    test = f"Student t intervals of paired {differences} over seeds"
+    test = "Student t intervals of paired differences over seeds"
     coverage = ": all intervals hold together with 95%, and each word follows from its interval"
     caveat = "They assume that seeds scatter alike to both sides: one-sided noise of one arm is not covered"
     caveat += ", but where no difference was found." if primary.better == "higher" else "."
@@ -252,7 +236,7 @@ def _family_words(experiment: Experiment) -> str:
         f"{arms * sizes} comparisons with {experiment.arms[0].name} ({arms} arms{f', {sizes} sizes' * (sizes > 1)})"
     )
     adjustment = f"p values and intervals are adjusted by their joint distribution{coverage}."
-    return f"Family: {comparisons} on {primary.quantity_name}, by {test}. {adjustment} {caveat}"
+    return f"Family: {comparisons} on {primary.metric}, by {test}. {adjustment} {caveat}"
 
 
 def _caveats(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
@@ -263,13 +247,9 @@ def _caveats(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
     for results in sizes:
         prefix = f"{results.size}: " if results.size else ""
         values = [(run, experiment.choice_value(run)) for run in results.tuning_runs]
-        for event, diverged in (
-            ("diverged", True),
-            (f"did not reach {experiment.choice_metric.removeprefix('tokens to ')}", False),
-        ):
-            runs = [run for run, value in values if value == math.inf and run.diverged == diverged]
-            if names := _join_names([f"{run.arm} at {rate_text(run.rate)} seed {run.seed}" for run in runs]):
-                infinite_caveats.append(f"{prefix}tuning runs that {event}: {names}")
+        diverged = [f"{run.arm} at {rate_text(run.rate)} seed {run.seed}" for run, value in values if value == math.inf]
+        if diverged:
+            infinite_caveats.append(f"{prefix}tuning runs that diverged: {_join_names(diverged)}")
         if results.choice.rates is None:
             ended_count = sum(value is not None for _, value in values)
             progress = f"{ended_count} of the {len(values)} tuning runs known so far have ended"
@@ -325,10 +305,10 @@ def _tuning_words(results: SizeResults) -> str | None:
 
 
 def seeds_table(results: SizeResults) -> Table:
-    """A table of the primary metric of every final run, and of its difference or ratio to the baseline's run of the
-    same seed.
+    """A table of the primary metric of every final run, and of its difference to the baseline's run of the same
+    seed.
     """
-    primary = results.experiment.primary
+    metric = results.experiment.primary.metric
     baseline = results.arm_names[0]
     seeds = results.experiment.seeds
     values = results.values
@@ -337,20 +317,16 @@ def seeds_table(results: SizeResults) -> Table:
     for arm in results.arm_names:
         arm_seeds = [(arm, seed) for seed in seeds]
         words = [
-            value_text(primary, values[arm_seed]) if arm_seed in values else states.get(arm_seed, "no rate")
+            numeral(values[arm_seed]) if arm_seed in values else states.get(arm_seed, "no rate")
             for arm_seed in arm_seeds
         ]
-        columns.append((Column(arm, primary.quantity_name), words))
+        columns.append((Column(arm, metric), words))
     for arm in results.arm_names[1:]:
         value_pairs = [(values.get((arm, seed)), values.get((baseline, seed))) for seed in seeds]
-        if primary.reach is None:
-            cells = [None if None in pair else signed_text(pair[0] - pair[1]) for pair in value_pairs]
-            columns.append((Column(f"{arm} - {baseline}", primary.metric), cells))
-        else:
-            ratios = [f"{pair[0] / pair[1]:.3g}" if all(map(has_reached, pair)) else None for pair in value_pairs]
-            columns.append((Column(f"{arm} / {baseline}", primary.quantity_name), ratios))
-    basis = results.experiment.data_words(primary.quantity_name, "report")
-    return Table(f"Every seed{results.title_suffix} ({basis})", primary.quantity_name, tuple(columns))
+        cells = [None if None in pair else signed_text(pair[0] - pair[1]) for pair in value_pairs]
+        columns.append((Column(f"{arm} - {baseline}", metric), cells))
+    basis = results.experiment.data_words(metric, "report")
+    return Table(f"Every seed{results.title_suffix} ({basis})", metric, tuple(columns))
 
 
 def crossed_table(results: SizeResults) -> Table | None:
@@ -360,14 +336,14 @@ def crossed_table(results: SizeResults) -> Table | None:
     experiment = results.experiment
     procedure = results.procedure
     choice = results.choice
-    baseline = results.arm_names[0]
+    baseline, metric = results.arm_names[0], experiment.primary.metric
     finished_runs: dict[tuple[str, Rate], list[Run]] = {}
     for run in procedure.crossed_runs(results.size):
         finished_runs.setdefault((run.arm, run.rate), []).extend([run] if run.outcome.state == "finished" else [])
     if not finished_runs:
         return None
     values = {
-        arm_rate: {run.seed: procedure.compared_value(run.outcome) for run in runs}
+        arm_rate: {run.seed: run.outcome.mean(metric, selection=False) for run in runs}
         for arm_rate, runs in finished_runs.items()
     }
 
@@ -396,13 +372,11 @@ def crossed_table(results: SizeResults) -> Table | None:
             choice_means,
         ),
     ]
-    if experiment.primary.reach is None:
-        means = [mean(seed_values.values()) for seed_values in values.values()]
-        quantity_name = experiment.primary.quantity_name
-        columns.append((Column(f"mean {quantity_name}", experiment.data_words(quantity_name, "report")), means))
-        unit = "95% interval over seeds, alone"
-        differences = [rate_difference(*arm_rate) for arm_rate in finished_runs]
-        columns.append((Column(f"difference to {baseline}, both at this rate", unit, "difference"), differences))
+    means = [mean(seed_values.values()) for seed_values in values.values()]
+    columns.append((Column(f"mean {metric}", experiment.data_words(metric, "report")), means))
+    unit = "95% interval over seeds, alone"
+    differences = [rate_difference(*arm_rate) for arm_rate in finished_runs]
+    columns.append((Column(f"difference to {baseline}, both at this rate", unit, "difference"), differences))
     return Table(f"Final seeds at the rates of both arms{results.title_suffix}", "", tuple(columns))
 
 
@@ -427,12 +401,7 @@ def rates_picture(results: SizeResults) -> Picture | None:
     means_words = " of the best other values" if len(experiment.tune.keys) > 1 else ""
     caption = f"Tuning runs: dots are single seeds, lines their means{means_words}, rings the rates that were chosen."
     if any(trace.kind == "diverged" for panel in panels for trace in panel.traces):
-        unreached_words = (
-            ", or did not reach the value"
-            if primary.reach is not None and experiment.choice_metric != SELECTION
-            else ""
-        )
-        caption += f" Crosses at the top: a seed diverged there{unreached_words}, and the rate is not chosen."
+        caption += " Crosses at the top: a seed diverged there, and the rate is not chosen."
     if any(panel.zero_line for panel in panels):
         caption += " Differences: of the tuning seeds, once every tuning run has ended. Shaded: those below "
         caption += f"{primary.matters:g}."
@@ -485,8 +454,7 @@ def _differences_panel(results: SizeResults, key_index: int, ticks: dict[float, 
         value_differences: dict[float, list[float]] = {}
         for rate, differences in differences_by_rate(results.procedure, results.size, arm).items():
             value_differences.setdefault(key_values(rate)[key_index], []).extend(filter(math.isfinite, differences))
-        scale = np.asarray if primary.reach is None else np.expm1
-        value_differences = {x: scale(values).tolist() for x, values in value_differences.items() if values}
+        value_differences = {x: values for x, values in value_differences.items() if values}
         label, means = f"{arm.name} - {baseline}", np.array([np.mean(values) for values in value_differences.values()])
         traces.append(
             _dots(
@@ -497,7 +465,7 @@ def _differences_panel(results: SizeResults, key_index: int, ticks: dict[float, 
         )
         traces.append(Trace(index, f"{label}, mean", np.array([*value_differences]), means, "mean"))
     title = f"Difference to {baseline}, both at the same rate"
-    label = f"{_difference_label(experiment)}, {experiment.data_words(primary.quantity_name, 'selection')}"
+    label = f"{_quantity_label(experiment)}, {experiment.data_words(primary.metric, 'selection')}"
     return Panel(
         title, _key_label(experiment, key_index), label, traces, ticks, log=10, zero_line=True, margin=primary.matters
     )
@@ -514,15 +482,8 @@ def _key_label(experiment: Experiment, key_index: int) -> str:
 
 
 def _quantity_label(experiment: Experiment) -> str:
-    """The primary metric, or the tokens to reach a level of it, in words."""
-    metric, reach = experiment.metric, experiment.primary.reach
-    quantity = metric.quantity.rpartition("/")[2].replace("_", " ")
-    return with_unit(quantity, metric.unit) if reach is None else f"tokens until {quantity} {reach:g}"
-
-
-def _difference_label(experiment: Experiment) -> str:
-    label = _quantity_label(experiment)
-    return label if experiment.primary.reach is None else f"relative difference of {label}"
+    """The primary metric in words."""
+    return with_unit(experiment.metric.quantity.rpartition("/")[2].replace("_", " "), experiment.metric.unit)
 
 
 def differences_picture(sizes: list[SizeResults]) -> Picture | None:
@@ -536,8 +497,6 @@ def differences_picture(sizes: list[SizeResults]) -> Picture | None:
         differences = np.array(results.judgement.comparisons[results.size, arm].differences)
         interval = results.verdicts[arm].interval
         ends = interval and np.array(interval.as_list())
-        if experiment.primary.reach is not None:
-            differences, ends = np.expm1(differences), interval and ends - 1
         x = x_labels.index(results.size if by_size else arm) + (0.16 * (arm_index - len(names) / 2) if by_size else 0.0)
         label = ", ".join(filter(None, (results.size, arm)))
         traces += (
@@ -549,7 +508,7 @@ def differences_picture(sizes: list[SizeResults]) -> Picture | None:
     if not traces:
         return None
     title = f"Difference to {names[0]}" + (" by size" if by_size else "")
-    label = f"{_difference_label(experiment)}, {experiment.data_words(experiment.primary.quantity_name, 'report')}"
+    label = f"{_quantity_label(experiment)}, {experiment.data_words(experiment.primary.metric, 'report')}"
     panel = Panel(title, "", label, traces, dict(enumerate(x_labels)), zero_line=True, margin=margin)
     rates_part = " and rates" if any(results.choice.crossed for results in sizes) else ""
     caption = (

@@ -234,7 +234,6 @@ class Procedure:
         outcome = TuningOutcome({}, tuple(experiment.tune.rates) if arms else ())
         for source in self._untuned_sources(arms):
             runs.setdefault(source.name, {}).update(self._runs_at(size, source, "tune", (rates[source.name],), rates))
-        metric = experiment.primary.metric if experiment.tune.metric == "primary" else SELECTION
         while outcome.missing:
             for arm in arms:
                 runs.setdefault(arm.name, {}).update(self._runs_at(size, arm, "tune", outcome.missing, rates))
@@ -242,7 +241,7 @@ class Procedure:
             if not all(run.outcome.ended for run in chain(*runs_by_arm.values())):
                 return outcome
             for arm_runs in runs_by_arm.values():
-                check_comparable(arm_runs, metric)
+                check_comparable(arm_runs, experiment.choice_metric)
             costs = {name: self._costs(runs[name]) for name in runs_by_arm}
             outcome = tuning_outcome(experiment.tune.axes, costs, partial(self._is_possible_rate, size, arms))
         return outcome
@@ -293,7 +292,7 @@ class Procedure:
                 selection = primary = None
                 if run.outcome.ended:
                     selection = run.outcome.mean(SELECTION, selection=True)
-                    primary = self.compared_value(run.outcome, selection=True)
+                    primary = run.outcome.mean(experiment.primary.metric, selection=True)
                 words = settings_words(run.config, keys.keys, arm.source)
                 runs.append(TuningRun(size, name, keys.heading, run.rate, run.seed, selection, primary, words))
         return runs
@@ -384,22 +383,22 @@ class Procedure:
             tuple(arm.name for arm in experiment.arms),
             experiment.seeds,
             {size: self.choice(size).rates for size in experiment.sizes},
-            all_pairs=experiment.primary.quantity_name != experiment.choice_metric,
+            all_pairs=experiment.primary.metric != experiment.choice_metric,
             sources={arm.name: self.sources(arm) for arm in experiment.arms if arm.source},
             exploratory=self.exploratory,
             rate_heading=experiment.tune.heading,
-            measured_on=experiment.data_words(experiment.primary.quantity_name, "report"),
+            measured_on=experiment.data_words(experiment.primary.metric, "report"),
         )
         return judge(pd.concat(blocks) if blocks else pd.DataFrame(columns=FRAME_COLUMNS), question)
 
     def _units(self, run: Run) -> pd.DataFrame:
         """The rows of a run for `judge`, by sequence, on the held-out documents for reports. There is a single row if
-        the run has not finished, if its sequences are not from documents, or if `primary.reach` is compared.
+        the run has not finished, or if its sequences are not from documents.
         """
-        outcome, primary, has_finished = run.outcome, self.experiment.primary, run.outcome.state == "finished"
-        units = pd.DataFrame({"value": [self.compared_value(outcome)], "weight": 1.0, "group": None})
-        if has_finished and primary.reach is None and not run.config.data.symbolic:
-            measured = part_of(outcome.units(primary.metric), "reports")
+        outcome, metric, has_finished = run.outcome, self.experiment.primary.metric, run.outcome.state == "finished"
+        units = pd.DataFrame({"value": [outcome.mean(metric, selection=False)], "weight": 1.0, "group": None})
+        if has_finished and not run.config.data.symbolic:
+            measured = part_of(outcome.units(metric), "reports")
             units = measured if (measured["part"] == "reports").any() else units
         note = outcome.divergence if outcome.state == "diverged" else outcome.not_learned_text if has_finished else ""
         names = {"size": run.size, "arm": run.arm, "rate": rate_cell(run.rate), "seed": run.seed}
@@ -422,24 +421,11 @@ class Procedure:
         counts = planned | known
         return {arm.name: counts.get((arm.name, "tune"), 0) + counts.get((arm.name, "final"), 0) for arm in arms}
 
-    def compared_value(self, outcome: Outcome, selection: bool = False) -> float:
-        """The number by which a run is compared, on the documents for reports or, with `selection`, those by which
-        rates are chosen. It is the primary metric, or the tokens at which this metric first reached `primary.reach` (0
-        if by the first evaluation, infinite if never). The number is infinite for a run that has not finished."""
-        primary = self.experiment.primary
-        if primary.reach is None:
-            return outcome.mean(primary.metric, selection)
-        return outcome.tokens_to_reach(primary.reach, primary.better, selection)
-
     def choice_value(self, outcome: Outcome) -> float:
         """A run's value of the metric that chooses rates, on the held-out documents for this choice; infinite unless
         the run finished.
         """
-        return (
-            self.compared_value(outcome, True)
-            if self.experiment.tune.metric == "primary"
-            else outcome.mean(SELECTION, True)
-        )
+        return outcome.mean(self.experiment.choice_metric, selection=True)
 
     def _costs(self, runs_by_rate: dict[Rate, list[Run]]) -> dict[Rate, list[float]]:
         """Costs that the chosen rate minimizes (`Experiment.cost`): for each rate a list over seeds."""

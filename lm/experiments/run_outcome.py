@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Literal
 
 import pandas as pd
 
@@ -44,7 +43,6 @@ from lm.runs.metric import Metric
 from lm.runs.record import RunRecord, RunStatus, divergence, loss_above_unigram, read_run, start_setting, tokens_before
 from lm.schema import Plain, to_plain
 from lm.statistics.intervals import is_unlearned
-from lm.statistics.tokens import tokens_to_reach
 
 SELECTION = "val/loss"  # validation loss: chooses learning rates, unless `tune.metric` is primary
 _RUN_FACTS = {
@@ -71,8 +69,6 @@ class Outcome:
     # are enough
     required_options: dict[str, dict[str, Plain]] = field(default_factory=dict)
     planned: Config | None = None  # the configuration of the run that the folder must hold; None: any
-    # results of `tokens_to_reach`
-    _reached_tokens: dict[bool, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def log(self) -> Log:
@@ -253,36 +249,10 @@ class Outcome:
                         f"{self.folder} measures again"
                     )
 
-    def tokens_to_reach(self, level: float, better: Literal["lower", "higher"], selection: bool) -> float:
-        """Tokens at which the metric first reached `level`, on the documents for reports or, with `selection`, those by
-        which rates are chosen. Only evaluations on the sequences of the last evaluation count. Returns 0 if the first
-        evaluation had reached `level`, and infinity if no evaluation had, or the run has not finished."""
-        if self.state != "finished":
-            return math.inf
-        if selection not in self._reached_tokens:
-            part, history = "selects" if selection else "reports", self._history
-            points = [(tokens, weighted_mean(part_of(units, part))) for tokens, units in history]
-            self._reached_tokens[selection] = tokens_to_reach(*zip(*points, strict=True), level, better)
-        return self._reached_tokens[selection]
-
-    @cached_property
-    def _history(self) -> list[tuple[int, pd.DataFrame]]:
-        """The evaluations of the metric up to the last step on the sequences of the last one, each as the tokens seen
-        since the start of the run or its branch, and the units (`units`)."""
-        last = self.measurement(self.metric)
-        files = evaluation_files(self.folder)
-        paths = [path for (kind, step), path in sorted(files.items()) if kind == last.kind and step <= self.last_step]
-        branch = read_environment(self.folder).get("branched_from") if (self.folder / ENVIRONMENT).is_file() else None
-        branch_tokens, identity = (branch or {}).get("tokens", 0), _identity_of(last, self.metric)
-        return [
-            (evaluation.tokens_seen - branch_tokens, unit_rows(evaluation.frame, self.metric))
-            for evaluation in self._read(paths).values()
-            if evaluation.tokens_seen > branch_tokens and _identity_of(evaluation, self.metric) == identity
-        ]
-
     def identity(self, metric: str) -> tuple[str, ...]:
         """Fingerprint of the data, and hash of the sequences on which a metric was measured at the last step."""
-        return _identity_of(self.measurement(metric), metric)
+        evaluation = self.measurement(metric)
+        return evaluation.data_fingerprint, *unit_rows(evaluation.frame, metric)["sequences"].head(1)
 
     def mean(self, metric: str, selection: bool) -> float:
         """The mean of a metric over the documents for reports or, with `selection`, those by which rates are chosen;
@@ -290,10 +260,6 @@ class Outcome:
         if self.state != "finished":
             return math.inf
         return weighted_mean(part_of(self.units(metric), "selects" if selection else "reports"))
-
-
-def _identity_of(evaluation: Evaluation, metric: str) -> tuple[str, ...]:
-    return evaluation.data_fingerprint, *unit_rows(evaluation.frame, metric)["sequences"].head(1)
 
 
 # ---------------------------------------------------------------- the planned run

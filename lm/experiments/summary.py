@@ -10,27 +10,25 @@ from operator import attrgetter
 import numpy as np
 
 from lm.experiments.experiment import Arm
-from lm.experiments.judging import Judgement, PrimaryMetric
+from lm.experiments.judging import Judgement
 from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import SELECTION
-from lm.experiments.tuning_table import NOT_REACHED, values_by_arm_and_rate
+from lm.experiments.tuning_table import values_by_arm_and_rate
 from lm.report.tables import Cell, Column, FilledColumn, Table, numeral, print_tables
 from lm.runs.evaluations import json_value, number
 from lm.runs.folder import DIVERGED, ENVIRONMENT
 from lm.schema import Plain
 from lm.statistics.intervals import Interval, trend
-from lm.statistics.tokens import factor, log_tokens
 from lm.statistics.tuning import Rate, mean_loss, rate_cell, rate_text
 
 MAX_PRINTED = 500  # lines of a table that a terminal shows
 
 
 def summary_entries(procedure: Procedure, judgement: Judgement | None = None) -> list[dict[str, Plain]]:
-    """The entries of `Judgement.entries`. To the entry of each arm but the baseline, its mean difference (with
-    `primary.reach`, factor) to the baseline in tuning runs is added, by rate. `judgement`: the verdicts, if they are
-    known already.
+    """The entries of `Judgement.entries`. To the entry of each arm but the baseline, its mean difference to the
+    baseline in tuning runs is added, by rate. `judgement`: the verdicts, if they are known already.
     """
-    judgement, is_factor = judgement or procedure.judgement(), procedure.experiment.primary.reach is not None
+    judgement = judgement or procedure.judgement()
     entries, arms = judgement.entries(), {arm.name: arm for arm in procedure.experiment.arms[1:]}
     for entry in (entry for entry in entries if entry["arm"] in arms):
         tuning_differences = differences_by_rate(procedure, entry["size"], arms[entry["arm"]])
@@ -39,17 +37,14 @@ def summary_entries(procedure: Procedure, judgement: Judgement | None = None) ->
             for rate, differences in tuning_differences.items()
             if differences
         }
-        name, scale = ("factors_by_rate", math.exp) if is_factor else ("differences_by_rate", float)
-        entry[name] = {rate: scale(mean) if math.isfinite(mean) else None for rate, mean in means.items()}
+        entry["differences_by_rate"] = {rate: mean if math.isfinite(mean) else None for rate, mean in means.items()}
     return entries
 
 
 def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[Rate, list[float]]:
     """The differences of tuning runs, arm minus baseline, as a list over seeds for each rate that both have. {} before
     rates are chosen, or if the arm is not tuned. A run's value is the primary metric on the documents by which rates
-    are chosen. With `primary.reach`, it is the logarithm of the tokens. A difference is infinite if one run has an
-    infinite value: the run diverged, or reached `primary.reach` never or by its first evaluation. Seeds with two
-    infinite values are left out."""
+    are chosen. A difference is infinite if one run diverged. Seeds of which both diverged are left out."""
     experiment = procedure.experiment
     baseline = experiment.arms[0].name
     tuning_values = values_by_arm_and_rate(procedure.tuning_runs(size), size, attrgetter("primary_value"))
@@ -58,8 +53,6 @@ def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[Rate,
     primary = experiment.primary
 
     def comparable_value(value: float) -> float:
-        if primary.reach is not None:
-            return log_tokens(value)
         return -value if value == math.inf and primary.better == "higher" else value
 
     arm_values, base_values = (
@@ -83,8 +76,7 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
     def column(name: str, cells: list[Cell], unit: str = "", kind: str = "number") -> list[FilledColumn]:
         return [(Column(name, unit, kind), cells)] if any(cell is not None for cell in cells) else []
 
-    question, primary = judgement.question, judgement.primary
-    baseline = question.arms[0]
+    question, baseline = judgement.question, judgement.question.arms[0]
     columns = column("size", [entry["size"] or None for entry in entries], kind="label")
     columns += column("arm", [entry["arm"] for entry in entries], kind="label")
     # first, so that it is in sight on a narrow screen
@@ -93,19 +85,14 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
         question.rate_heading, [None if entry["rate"] is None else rate_text(entry["rate"]) for entry in entries]
     )
     columns += column("seeds", [f"{entry['runs']} of {entry['of']}" for entry in entries])
-    kind = "mean" if primary.reach is None else "geometric mean,"
     omits_finished_runs = any(entry["runs"] > sum(judgement.common_seeds[entry["size"]]) for entry in entries)
     basis = ", ".join(filter(None, (question.measured_on, "common seeds" * omits_finished_runs)))
+    columns += column(f"mean {judgement.primary.metric}", [numeral(entry["mean"]) for entry in entries], basis)
     columns += column(
-        f"{kind} {primary.quantity_name}", [value_text(primary, entry["mean"]) for entry in entries], basis
-    )
-    if primary.reach is not None:
-        columns += column("have reached it", [f"{entry['reached']} of {entry['runs']}" for entry in entries])
-    name, kind = (
-        (f"difference to {baseline}", "difference") if primary.reach is None else (f"factor to {baseline}", "mean")
-    )
-    columns += column(
-        name, [verdict and verdict.interval for verdict in verdicts], "interval over seeds, all together 95%", kind
+        f"difference to {baseline}",
+        [verdict and verdict.interval for verdict in verdicts],
+        "interval over seeds, all together 95%",
+        "difference",
     )
     intervals = [verdict and verdict.document_interval for verdict in verdicts]
     pairs = [
@@ -147,22 +134,6 @@ def print_verdicts(judgement: Judgement, entries: list[dict[str, Plain]], title:
     print(*notes, sep="\n", end="\n" * len(notes))
 
 
-def has_reached(tokens: float | None) -> bool:
-    """Whether the `tokens` to `primary.reach` are neither infinite (never reached) nor 0 (reached by the first
-    evaluation).
-    """
-    return tokens is not None and 0 < tokens < math.inf
-
-
-def value_text(primary: PrimaryMetric, value: float | None) -> str | None:
-    """Format the number by which a run is compared. Tokens become a whole number, or words if `has_reached` is
-    false.
-    """
-    if primary.reach is None or value is None:
-        return numeral(value)
-    return f"{value:,.0f}" if has_reached(value) else "at the first evaluation" if value == 0 else NOT_REACHED
-
-
 def measured_words(procedure: Procedure) -> str:
     """Describe the primary metric as finished runs record it, by its name, the place on its axis where it is measured
     (such as a sequence length), and its unit. Before a run has finished, return its name alone."""
@@ -188,12 +159,10 @@ def measured_words(procedure: Procedure) -> str:
 def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]:
     """The trend over sizes of each arm's difference to the baseline, at the judged rates. It is the change with each
     doubling of non-embedding parameters, or of tokens if all sizes have equally many parameters. Only seeds that the
-    arm and the baseline have finished in every size count. With `primary.reach` it is the factor by which each doubling
-    multiplies the ratio of the arm's tokens to the baseline's tokens. Intervals are not adjusted for their number.
+    arm and the baseline have finished in every size count. Intervals are not adjusted for their number.
     Empty with one size.
     """
-    experiment, primary = procedure.experiment, procedure.experiment.primary
-    (baseline, *arms), sizes = (arm.name for arm in experiment.arms), list(experiment.sizes)
+    (baseline, *arms), sizes = (arm.name for arm in procedure.experiment.arms), list(procedure.experiment.sizes)
     if len(sizes) < 2:
         return []
     finished_runs = ((run for run in procedure.final_runs(size) if run.outcome.state == "finished") for size in sizes)
@@ -211,12 +180,11 @@ def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]
         if not all(judgement.judged_runs(size, name) for size in sizes for name in (arm, baseline)):
             continue
         values = np.array([[judgement.judged_values(size, name) for size in sizes] for name in (arm, baseline)])
-        with np.errstate(invalid="ignore", divide="ignore"):
-            differences = np.subtract(*(np.log(values) if primary.reach is not None else values))
+        with np.errstate(invalid="ignore"):
+            differences = np.subtract(*values)
         differences = differences[:, np.isfinite(differences).all(0)]
         if differences.shape[1] > 1:
             interval = trend(differences, np.array(amounts[amount_name]))
-            interval = factor(interval) if primary.reach is not None else interval
             sample = f"{len(sizes)} sizes, {differences.shape[1]} seeds"
             entries.append(
                 {
@@ -233,10 +201,8 @@ def trend_table(procedure: Procedure, judgement: Judgement) -> Table | None:
     """The table of `trends`, a row for each arm; None without trends."""
     if not (entries := trends(procedure, judgement)):
         return None
-    baseline, is_factor = judgement.question.arms[0], judgement.primary.reach is not None
     changes = [Interval(*(math.nan if value is None else value for value in entry["change"])) for entry in entries]
-    title = f"factor to {baseline} is multiplied by" if is_factor else f"difference to {baseline} changes by"
-    change = Column(title, "95% interval, alone", "mean" if is_factor else "difference", 3 if is_factor else 4)
+    change = Column(f"difference to {judgement.question.arms[0]} changes by", "95% interval, alone", "difference")
     samples = (Column("over", kind="label"), [entry["over"] for entry in entries])
     arms = (Column("arm", kind="label"), [entry["arm"] for entry in entries])
     return Table(f"With each doubling of {entries[0]['with_each_doubling_of']}", "", (arms, samples, (change, changes)))
@@ -246,27 +212,24 @@ def tuning_table_rows(procedure: Procedure) -> list[dict[str, Plain]]:
     """The rows of `tuning.csv`, one for each tuning run, as `tune.table` reads them; runs that have not ended have no
     values.
     """
-    primary = procedure.experiment.primary
-    metric = primary.quantity_name
+    metric = procedure.experiment.primary.metric
 
-    def cell(value: float | None, infinite_word: str = DIVERGED) -> Plain:
-        return value if value is None or math.isfinite(value) else infinite_word
+    def cell(value: float | None) -> Plain:
+        return value if value is None or math.isfinite(value) else DIVERGED
 
     rows = []
     for run in (run for size in procedure.experiment.sizes for run in procedure.tuning_runs(size)):
         rows.append({"size": run.size, "arm": run.arm, "key": run.key, "rate": rate_cell(run.rate), "seed": run.seed})
         rows[-1][SELECTION] = cell(run.selection_value)
         if metric != SELECTION:
-            rows[-1][metric] = cell(
-                run.primary_value, DIVERGED if run.diverged or primary.reach is None else NOT_REACHED
-            )
+            rows[-1][metric] = cell(run.primary_value)
         rows[-1]["configuration"] = run.configuration
     return rows
 
 
 def tuning_means(procedure: Procedure) -> list[dict[str, Plain]]:
     """Means of the metric by which rates are chosen, by size (if the experiment has sizes), arm and rate of tuning
-    runs; null where a run diverged, never reached `primary.reach`, or has not ended."""
+    runs; null where a run diverged or has not ended."""
     experiment, values = procedure.experiment, defaultdict[tuple[str, str, Rate], list[float]](list)
     for run in (run for size in experiment.sizes for run in procedure.tuning_runs(size)):
         value = experiment.choice_value(run)

@@ -15,8 +15,6 @@ from lm.runs.folder import DIVERGED
 from lm.schema import Plain, flatten, to_plain
 from lm.statistics.tuning import Rate, key_values, read_rate
 
-NOT_REACHED = "not reached"  # in place of the number of tokens of a run that never reached `primary.reach`
-
 
 @dataclass(frozen=True)
 class TuningRun:
@@ -25,15 +23,11 @@ class TuningRun:
     key: str  # the configuration keys that are tuned, as `Tune.heading` gives them
     rate: Rate
     seed: int
-    # values of SELECTION (val/loss) and of the compared quantity (`PrimaryMetric.quantity_name`), on the data that
-    # choose rates; infinite: the run diverged, or never reached `primary.reach`; None: not known
+    # values of SELECTION (val/loss) and of the primary metric, on the data that choose rates; infinite: the run
+    # diverged; None: not known
     selection_value: float | None
     primary_value: float | None
     configuration: str  # the settings of the run, as `settings_words` gives them
-
-    @property
-    def diverged(self) -> bool:
-        return self.selection_value == math.inf
 
 
 def read_tuning_table(path: Path, metric: str) -> tuple[TuningRun, ...]:
@@ -46,7 +40,7 @@ def read_tuning_table(path: Path, metric: str) -> tuple[TuningRun, ...]:
 
     def number(line: dict[str, str], column: str) -> float | None:
         text = line.get(column) or ""
-        value = math.inf if text in (DIVERGED, NOT_REACHED) else float(text or 0)
+        value = math.inf if text == DIVERGED else float(text or 0)
         if math.isnan(value):
             raise ValueError
         return value if text else None

@@ -29,7 +29,7 @@ _NOT_0 = 1e-9  # end of an interval that leaves out 0 and says no more
 
 VerdictKind = Literal[
     "better", "worse", "difference below margin", "no difference above margin", "undecided", "incomplete",
-    "not reached", "unstable", "not tuned", "not learned",
+    "unstable", "not tuned", "not learned",
 ]  # fmt: skip
 Obstacle = tuple[VerdictKind, str, str]  # what keeps an arm from an answer: kind, reason, and reason in a few words
 UNTUNED: Obstacle = (
@@ -220,7 +220,7 @@ class Verdict:
     # the interval over seeds and documents; None where there are too few seeds or documents
     document_interval: Interval | None = None
     exploratory: bool = False  # whether the plan was changed after results were known, so that p is too small
-    margin_text: str = ""  # the smallest difference of interest, in words
+    margin: float = math.nan  # the smallest difference of interest
     exceeds_margin: bool = False  # whether every difference in the interval is at least the margin
     open_reason: str = ""  # the reason why there is no answer, in a few words; empty if there is an answer
     seeds: int = 0  # number of seeds that the verdict rests on; 0: nothing was tested
@@ -240,9 +240,9 @@ class Verdict:
         if self.open_reason:
             return f"{self.kind}: {self.open_reason}"
         if self.kind in ("better", "worse"):
-            return f"{self.kind}{' by more' if self.exceeds_margin else ', perhaps by less'} than {self.margin_text}"
+            return f"{self.kind}{' by more' if self.exceeds_margin else ', perhaps by less'} than {self.margin:g}"
         article = "a " if self.kind == "difference below margin" else ""
-        return f"{article}{self.kind.removesuffix('margin')}{self.margin_text}"
+        return f"{article}{self.kind.removesuffix('margin')}{self.margin:g}"
 
     @property
     def words(self) -> str:
@@ -257,7 +257,7 @@ def seed_count_text(count: int) -> str:
     return f"{count} seed{'' if count == 1 else 's'}"
 
 
-def verdicts(comparisons: Mapping[Name, Comparison], matters: float, ratio: bool = False) -> dict[Name, Verdict]:
+def verdicts(comparisons: Mapping[Name, Comparison], matters: float) -> dict[Name, Verdict]:
     """The verdict on each arm (or pair of an arm and one of the experiment's `sizes`), all comparisons taken as one
     family.
 
@@ -269,20 +269,15 @@ def verdicts(comparisons: Mapping[Name, Comparison], matters: float, ratio: bool
     Args:
         comparisons: the comparison of each arm with the baseline, by name.
         matters: smallest difference of interest, in the metric's unit, fixed before any run.
-        ratio: differences are of natural logarithms, and `matters` is relative: 0.1 is a factor of 1.1 or 1 / 1.1.
 
     Raises ValueError unless `matters` is above 0 and finite.
     """
     if not 0 < matters < math.inf:
         raise ValueError("the smallest difference of interest must be above 0 and finite")
-    margin, margin_text, null = (
-        (math.log1p(matters), f"a factor of {1 + matters:g}", "1") if ratio else (matters, f"{matters:g}", "0")
-    )
     stacks = stacked(comparisons.values())
     family = family_of(stacks)
     by_place = chain.from_iterable(
-        zip(places, _stack_verdicts(stack, members, margin, margin_text, null, family), strict=True)
-        for stack, members, places in stacks
+        zip(places, _stack_verdicts(stack, members, matters, family), strict=True) for stack, members, places in stacks
     )
     return dict(zip(comparisons, (verdict for _, verdict in sorted(by_place, key=lambda pair: pair[0])), strict=True))
 
@@ -346,10 +341,8 @@ def family_of(stacks: Iterable[Stack]) -> Family:
     return Family.of_groups(count, groups)
 
 
-def _stack_verdicts(
-    stack: Comparison, members: list[Comparison], margin: float, margin_text: str, null: str, family: Family
-) -> Iterator[Verdict]:
-    """The verdicts on the comparisons of a stack. `null`: in words, the difference of arms that are equal."""
+def _stack_verdicts(stack: Comparison, members: list[Comparison], margin: float, family: Family) -> Iterator[Verdict]:
+    """The verdicts on the comparisons of a stack."""
     seeds, is_paired = stack.by_rates.shape[-1], stack.unpaired_values is None
     rows, exact_p, source = [[math.nan] * 8] * len(members), [None] * len(members), ""
     if seeds > 1:
@@ -367,7 +360,7 @@ def _stack_verdicts(
         mean, low, high, low_alone, high_alone, joint_p, error, degrees = row
         interval = single_interval = needed_seeds = document_interval = None
         obstacle = member.obstacle
-        if seeds > 1 and not (obstacle and obstacle[0] == "not reached"):  # of these runs some seeds alone have values
+        if seeds > 1:
             interval = Interval(mean, low, high, source)
             single_interval = Interval(mean, low_alone, high_alone, source)
         if seeds > 1 and judged_finite:
@@ -386,11 +379,11 @@ def _stack_verdicts(
             reason = "a difference at another of the learning rates, all of which a verdict is on, is not finite"
             obstacle = "undecided", reason, "another learning rate has no finite difference"
         kind, reason, open_reason = obstacle or _answer(
-            stack, interval, joint_p, error == 0, needed_seeds, margin, margin_text, null, family.alpha
+            stack, interval, joint_p, error == 0, needed_seeds, margin, family.alpha
         )
         yield Verdict(
             kind, reason, interval, 1.0 if obstacle else joint_p, needed_seeds, single_interval,
-            None if obstacle else member_exact_p, document_interval, margin_text=margin_text, open_reason=open_reason,
+            None if obstacle else member_exact_p, document_interval, margin=margin, open_reason=open_reason,
             exceeds_margin=not obstacle and max(low, -high) >= margin, seeds=0 if obstacle else seeds,
         )  # fmt: skip
 
@@ -402,8 +395,6 @@ def _answer(
     is_tied: bool,
     needed_seeds: tuple[int | None, ...],
     margin: float,
-    margin_text: str,
-    null: str,
     alpha: float,
 ) -> Obstacle:
     """The kind of verdict that follows from an interval; its reason, and what leaves it open in a few words."""
@@ -417,23 +408,23 @@ def _answer(
     assumption = "" if is_tied else ", if seeds scatter alike to both sides"
     is_within = -margin < interval.low and interval.high < margin
     if interval.low > 0 or interval.high < 0:
-        finding = f"the interval leaves out {null}"
+        finding = "the interval leaves out 0"
         test = f"(p = {p:.2g}{method}{assumption})"
         if is_within:
-            return "difference below margin", f"{finding} and lies within {margin_text} {test}", ""
+            return "difference below margin", f"{finding} and lies within {margin:g} {test}", ""
         if max(interval.low, -interval.high) >= margin:
-            finding += f" and every difference below {margin_text}"
+            finding += f" and every difference below {margin:g}"
         is_better = (interval.mean > 0) == stack.higher_is_better
         return "better" if is_better else "worse", f"{finding} {test}", ""
     if is_within:
-        reason = f"the interval holds {null} and lies within {margin_text}{method}"
+        reason = f"the interval holds 0 and lies within {margin:g}{method}"
         return "no difference above margin", f"{reason}{'' if stack.bounds else assumption}", ""
     if is_tied and not interval.bounded:
         remark = "" if interval.mean == 0 else f", which so few can't bring to {ALPHA:g}"
         reason = f"{tie}: p = {p:.2g} by the {exact_test}{remark}"
         return "undecided", reason, "all seeds agree, and are too few"
     rates = ", over all rates that the arms were trained at," if stack.n_rates != (1, 1) else ""
-    finding = f"the interval{rates} holds {null}, and differences of more than {margin_text}"
+    finding = f"the interval{rates} holds 0, and differences of more than {margin:g}"
     fewest = stack.fewest_agreeing_seeds(margin, alpha)
     if seeds < fewest:
         blindness = f"an arm may fail in some seeds and in none of {seeds}: to leave this out takes at least {fewest}"
@@ -443,7 +434,7 @@ def _answer(
             f"more than {MAX_SEEDS:,}" if number is None else f"{number:,}" for number in needed_seeds
         )
         unit = "seeds" if is_paired else "seeds an arm"
-        finding += f"; to find one of {margin_text} 4 times in 5 takes {expected} {unit}"
+        finding += f"; to find one of {margin:g} 4 times in 5 takes {expected} {unit}"
         if fewest != most:
             finding += f" ({fewest} to {most}, as the spread itself is known from few)"
     return "undecided", finding, "the interval is too wide"

@@ -133,9 +133,8 @@ def send_report(
     for verdict in (verdict for verdict in verdicts if "verdict" in verdict):  # all but the baseline
         arm = " ".join(filter(None, (verdict["size"], verdict["arm"])))
         summary[f"verdict {arm}"] = verdict["words"]
-        effect = "factor" if "factor" in verdict else "difference"
-        for end, value in zip(("", " low", " high"), verdict.get(effect) or (), strict=False):
-            summary |= {} if value is None else {f"{effect} {arm}{end}": value}
+        for end, value in zip(("", " low", " high"), verdict["difference"] or (), strict=False):
+            summary |= {} if value is None else {f"difference {arm}{end}": value}
     try:
         base_url = (run.url or "").rpartition("/")[0]
         linked = [row | {"wandb": f"{base_url}/{row['wandb_id']}"} if base_url else row for row in runs]

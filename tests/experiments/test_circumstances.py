@@ -69,7 +69,6 @@ def test_as_it_was_planned_nothing_is_said(tmp_path, overrides):
     ("changes", "arms", "words"),
     [
         ({"primary": {"matters": 0.2}}, ["ssmax"], "primary.matters was 0.05, is 0.2"),
-        ({"primary": {"matters": 0.05, "reach": 4.95}}, ["ssmax"], "primary.reach was null, is 4.95"),
         ({"seeds": [1, 2, 3, 7]}, ["ssmax"], "seeds was [1, 2, 3], is [1, 2, 3, 7]"),
         ({"seeds": [1, 2]}, ["ssmax"], "seeds was [1, 2, 3], is [1, 2]"),
         ({"arms": MORE}, ["log_n"], "log_n: added"),

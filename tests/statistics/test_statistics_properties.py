@@ -83,10 +83,3 @@ def test_a_claim_pays_for_each_rate_that_the_seeds_may_choose_among(rates: int, 
     assert verdict(0.04).kind not in ("better", "worse")
     assert verdict(0.04).p == pytest.approx(0.04 * rates)
     assert verdict(0.9 * 0.05 / rates).kind == claimed
-
-
-@pytest.mark.parametrize(("ratio", "alike"), [(1.098, True), (1.102, False), (1 / 1.098, True), (1 / 1.102, False)])
-def test_a_margin_that_is_a_factor_ends_at_that_factor(ratio: float, alike: bool):
-    differences = np.log(ratio) + 1e-5 * centred(6, 0)
-    verdict_kind = verdicts({"arm": Comparison(list(differences))}, 0.1, ratio=True)["arm"].kind
-    assert (verdict_kind == "difference below margin") == alike
