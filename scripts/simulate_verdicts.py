@@ -102,7 +102,7 @@ def _size(world: World, random: np.random.Generator) -> tuple[list[pd.DataFrame]
         for rate, (number, arm) in product(choice.missing, enumerate(world.arms)):
             mean = world.expected(number, rate) + shifts[number]
             losses[arm][rate] = list(mean + shared + world.run_noise(random, rate, 2))
-        choice = tuning_outcome([GRID], losses)
+        choice = tuning_outcome(GRID, losses)
     crossed = crossed_rates("base", choice.rates)
     # final runs: by document on the text that reports, and their means on the text that selects
     by_seed, by_document = draw(SEED, seeds, 1), draw(DOCUMENT, DOCUMENTS)

@@ -32,11 +32,7 @@ class ExperimentConfig:
     stage: Literal["tune", "final"] | None = key(
         None, "`tune`: the run helps to choose a learning rate; `final`: it is judged"
     )
-    rate: float | str | None = key(
-        None,
-        "value of the tuned key, of a run of a tuned experiment; of several keys `0.002 / 0.1`, with `any` for one "
-        "that the arm lacks",
-    )
+    rate: float | None = key(None, "value of the tuned key, of a run of a tuned experiment")
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """`lm compare`: plan experiments, train their runs under a live table, judge them, and write the results."""
 
+import math
 import shlex
 import statistics
 import sys
@@ -11,6 +12,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+import pandas as pd
 from rich.console import Console, RenderableType
 from rich.live import Live
 
@@ -38,19 +40,15 @@ from lm.experiments.run_outcome import SELECTION
 from lm.experiments.summary import (
     measured_words,
     print_verdicts,
-    summary_entries,
     trend_table,
     trends,
-    tuning_means,
-    tuning_table_rows,
 )
 from lm.files import json_bytes, read_json, write_together
 from lm.report.html import PAGE
 from lm.report.tables import csv_text, numeral, print_tables, table_from_rows, to_rich
-from lm.runs.folder import ENVIRONMENT, METRICS, RESOLVED_FILE, last_logged, read_environment
+from lm.runs.folder import DIVERGED, ENVIRONMENT, METRICS, RESOLVED_FILE, last_logged, read_environment
 from lm.runs.record import starts
 from lm.schema import Plain
-from lm.statistics.tuning import rate_text
 from lm.statistics.verdicts import POWER, seeds_needed
 from lm.training.wandb_runs import send_report
 
@@ -197,13 +195,10 @@ def plan_lines(procedure: Procedure, slots: Slots) -> Iterator[str]:
     for (size, arm), run_cost in run_costs.items():
         name = " ".join(filter(None, (size, arm)))
         yield f"  {name}: {run_cost.parameters / 1e6:.2f} M parameters, {run_cost.tokens / 1e6:.2f} M tokens a run"
-    tuning = f"{tune.heading} as chosen from {tune.table}" if tune.table else "no tuning"
+    tuning = f"{tune.key} as chosen from {tune.table}" if tune.table else "no tuning"
     if tune.grid:
-        axes = [
-            f"{key} over {', '.join(f'{x:g}' for x in axis)}" for key, axis in zip(tune.keys, tune.axes, strict=True)
-        ]
-        combinations = f" ({len(tune.rates)} together)" if len(axes) > 1 else ""
-        tuning = f"tuning {' and '.join(axes)}{combinations} with seeds {', '.join(map(str, tune.seeds))}"
+        rates, seeds = ", ".join(f"{rate:g}" for rate in tune.grid), ", ".join(map(str, tune.seeds))
+        tuning = f"tuning {tune.key} over {rates} with seeds {seeds}"
     yield f"{tuning}; final seeds {', '.join(map(str, experiment.seeds))}"
     counts = {(size, arm): count for size in experiment.sizes for arm, count in procedure.n_runs(size).items()}
     untrained = sum(counts[size, arm.name] for size, arm in experiment.size_arms if not arm.trained)
@@ -297,8 +292,7 @@ def duration(seconds: float) -> str:
 
 def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
     """Print the verdicts. Write verdicts, tuning results and report into the experiment's folder, either all files or
-    none. Returns the entries of `summary_entries`. Raises LMError: no run has ended, or a run's file can't be read for
-    the report.
+    none. Returns `Judgement.entries`. Raises LMError: no run has ended, or a run's file can't be read.
     """
     experiment, failed_runs = procedure.experiment, failures(procedure)
     if not any(run.outcome.ended for run in procedure.known_runs()):
@@ -310,7 +304,7 @@ def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
             reason = "none of the runs that the file now asks for has ended"
         raise RunError(f"{experiment.folder}: {reason}; {remedy}")
     judgement = procedure.judgement()
-    entries, notes = summary_entries(procedure, judgement), procedure.notes()
+    entries, notes = judgement.entries(), procedure.notes()
     verdicts = {"primary": vars(experiment.primary), "notes": notes, "arms": entries}
     if size_trends := trends(procedure, judgement):
         verdicts["trends"] = size_trends
@@ -318,15 +312,18 @@ def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
         experiment.folder / f"{VERDICTS}.json": json_bytes(verdicts),
         experiment.folder / f"{VERDICTS}.csv": csv_text(entries, intervals=INTERVALS).encode(),
     }
-    if tuning_rows := tuning_table_rows(procedure):
-        files[experiment.folder / f"{TUNING}.csv"] = csv_text(tuning_rows).encode()
+    tuning = pd.concat(map(procedure.tuning_runs, experiment.sizes))
+    if len(tuning):
+        files[experiment.folder / f"{TUNING}.csv"] = tuning.replace(math.inf, DIVERGED).to_csv(index=False).encode()
         metric = experiment.choice_metric
-        means = [
-            row | {"rate": rate_text(row["rate"]), metric: numeral(row[metric])} for row in tuning_means(procedure)
+        means = tuning.fillna(math.inf).groupby(["size", "arm", "rate"], sort=False)[metric].mean()
+        rows = [
+            ({"size": size} if size else {}) | {"arm": arm, "rate": f"{rate:g}"} | {metric: numeral(mean)}
+            for (size, arm, rate), mean in means.replace(math.inf, math.nan).items()
         ]
         title = f"tuning: mean {metric} ({experiment.data_words(metric, 'selection')})"
-        print_tables(table_from_rows(title, means, dict.fromkeys(("rate", metric), "number")))
-    rate_note = f", each arm at its own {experiment.tune.heading}" * experiment.is_tuned
+        print_tables(table_from_rows(title, rows, dict.fromkeys(("rate", metric), "number")))
+    rate_note = f", each arm at its own {experiment.tune.key}" * experiment.is_tuned
     print_verdicts(judgement, entries, f"{measured_words(procedure)}{rate_note}")
     for note in notes:
         print(note)

@@ -6,13 +6,14 @@ import hashlib
 import json
 import math
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
 from typing import Literal
 
+import pandas as pd
 import torch
 
 from lm.config.load import merge, nest_keys, parse
@@ -22,7 +23,6 @@ from lm.errors import Problem
 from lm.evaluation.metrics import measured
 from lm.experiments.judging import PrimaryMetric
 from lm.experiments.run_outcome import SELECTION
-from lm.experiments.tuning_table import TuningRun, values_by_arm_and_rate
 from lm.files import expand_home
 from lm.model.decoder import Decoder
 from lm.model.spec import count_parameters, flops_per_token
@@ -30,7 +30,7 @@ from lm.plugins import PLUGINS
 from lm.removed_keys import hashed_defaults
 from lm.runs.metric import Metric
 from lm.schema import Plain, flatten, key, to_plain
-from lm.statistics.tuning import MIN_TUNING_SEEDS, Rate, grid_rates, key_values
+from lm.statistics.tuning import MIN_TUNING_SEEDS, Rate
 
 SHARED_SETTINGS = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
 _UNCACHED_KEYS = ("name", "runs", "seed")  # keys on which no other key of a configuration depends
@@ -66,15 +66,11 @@ class Arm:
 
 @dataclass
 class Tune:
-    """The choice of each arm's learning rate, or of its values of other configuration keys, from a grid or from a table
+    """The choice of each arm's learning rate, or of its value of another configuration key, from a grid or from a table
     of tuning runs.
     """
 
-    grid: list[int | float] | list[list[int | float]] = key(
-        [],
-        "its values, e.g. [1e-3, 2e-3, 4e-3], of several keys a list for each; []: the arms are taken as they are",
-        gt=0,
-    )
+    grid: list[int | float] = key([], "its values, e.g. [1e-3, 2e-3, 4e-3]; []: the arms are taken as they are", gt=0)
     table: str | None = key(
         None, "a file as `tuning.csv`, relative to the experiment's, of which rates are chosen instead of a grid"
     )
@@ -82,41 +78,15 @@ class Tune:
     metric: Literal["val/loss", "primary"] = key(
         "val/loss", "what its value is chosen by: the validation loss, or the primary metric"
     )
-    key: str | list[str] = key(
-        "optim.lr", "the configuration key that is tuned, or a list of keys that are tuned together"
-    )
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return (self.key,) if isinstance(self.key, str) else tuple(self.key)
-
-    @property
-    def axes(self) -> list[list[int | float]]:
-        """The grid as one list of values for each tuned key; [] without a grid."""
-        return [self.grid] if self.grid and isinstance(self.key, str) else self.grid
-
-    @property
-    def rates(self) -> list[Rate]:
-        """The rates to try: all combinations of the grid's values, with one value for each tuned key; [] without a
-        grid.
-        """
-        return grid_rates(self.axes) if self.grid else []
-
-    @property
-    def heading(self) -> str:
-        return " / ".join(self.keys)
+    key: str = key("optim.lr", "the configuration key that is tuned")
 
     def problems(self) -> list[Problem]:
         """What is wrong with the grid, beside single values."""
         if not self.grid:
             return []
-        problems, is_list = [], isinstance(self.key, list)
-        each_words = f" for each of {', '.join(self.keys)}" * is_list
-        if len(self.axes) != len(self.keys) or any(isinstance(values, list) != is_list for values in self.grid):
-            remedy = "" if is_list else "of several keys name them all: `key: [KEY, ...]`"
-            problems.append(Problem("grid", self.grid, f"must be a list of values{each_words}", remedy))
-        elif any(len(set(values)) < len(values) or len(values) < 2 for values in self.axes):
-            problems.append(Problem("grid", self.grid, f"must be at least 2 different values{each_words}"))
+        problems = []
+        if len(set(self.grid)) < max(2, len(self.grid)):
+            problems.append(Problem("grid", self.grid, "must be at least 2 different values"))
         if len(set(self.seeds)) < MIN_TUNING_SEEDS:
             problems.append(Problem("seeds", self.seeds, f"tuning needs at least {MIN_TUNING_SEEDS} seeds"))
         if self.table is not None:
@@ -140,7 +110,8 @@ class Experiment:
     # file, overrides: the file that was read, and the `key=value` texts that change its base configuration
     file: Path
     overrides: tuple[str, ...]
-    table: tuple[TuningRun, ...] = ()  # the runs that the file `tune.table` lists
+    # the runs that the file `tune.table` lists, as `Procedure.tuning_runs` gives them; None without this file
+    table: pd.DataFrame | None = field(default=None, repr=False, compare=False)
     # configuration keys for the measurement of finished runs at their last step, in addition to the evaluations during
     # training
     evaluate: dict[str, Plain] = field(default_factory=dict)
@@ -155,7 +126,7 @@ class Experiment:
     @property
     def is_tuned(self) -> bool:
         """Whether each arm has its own learning rate, from a grid or a table."""
-        return bool(self.tune.grid or self.table)
+        return bool(self.tune.grid or self.tune.table)
 
     @property
     def choice_metric(self) -> str:
@@ -180,23 +151,15 @@ class Experiment:
         higher_is_better = self.tune.metric == "primary" and self.primary.better == "higher"
         return -value if higher_is_better and math.isfinite(value) else value
 
-    def choice_value(self, run: TuningRun) -> float | None:
-        """A tuning run's value for the choice of a rate; None if unknown, infinite if the run diverged."""
-        return run.selection_value if self.tune.metric == SELECTION else run.primary_value
-
-    def costs_of(self, runs: Iterable[TuningRun], size: str) -> dict[str, dict[Rate, list[float]]]:
-        """The costs (`Experiment.cost`) of a size's tuning runs, for each arm and rate as a list in ascending order of
+    def costs(self, tuning_runs: pd.DataFrame) -> dict[str, dict[Rate, list[float]]]:
+        """The costs of tuning runs that have ended (`Experiment.cost`), by arm and rate as a list in ascending order of
         seeds.
         """
-        values = values_by_arm_and_rate(runs, size, self.choice_value)
-        return {
-            arm: {rate: [self.cost(value) for value in by_seed] for rate, by_seed in rates.items()}
-            for arm, rates in values.items()
-        }
-
-    def tuned_keys(self, rate: Rate | None) -> dict[str, Plain]:
-        """The value in `rate` of each tuned key."""
-        return {} if rate is None else dict(zip(self.tune.keys, key_values(rate), strict=True))
+        costs: dict[str, dict[Rate, list[float]]] = {}
+        ended_runs = tuning_runs.dropna(subset=[self.choice_metric]).sort_values("seed")
+        for arm, rate, value in ended_runs[["arm", "rate", self.choice_metric]].itertuples(index=False):
+            costs.setdefault(arm, {}).setdefault(rate, []).append(self.cost(value))
+        return costs
 
     @property
     def folder(self) -> Path:
@@ -214,7 +177,8 @@ class Experiment:
     @property
     def any_rate(self) -> Rate | None:
         """An example of a rate: the first one of the grid or of the table; None without tuning."""
-        return self.tune.rates[0] if self.tune.grid else self.table[0].rate if self.table else None
+        rates = self.tune.grid if self.table is None else self.table["rate"].tolist()
+        return next(iter(rates), None)
 
     def example_config(self, size: str, arm: Arm) -> Config:
         """An example of an arm's configuration, for checks and counts before runs are known: a run named `any`, of the
@@ -224,11 +188,17 @@ class Experiment:
     def plain(
         self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]
     ) -> dict[str, Plain]:
-        """The plain configuration of one run; `rate` holds the values of the tuned keys, and `changes` override all
-        other settings.
+        """The plain configuration of one run; `rate` is the value of the tuned key, and `changes` override all other
+        settings.
         """
         plain = self.base
-        for block in (self.sizes[size], arm.changes, nest_keys(self.tuned_keys(rate)), {"seed": seed}, changes):
+        for block in (
+            self.sizes[size],
+            arm.changes,
+            nest_keys({} if rate is None else {self.tune.key: rate}),
+            {"seed": seed},
+            changes,
+        ):
             plain = merge(plain, block)
         return plain
 

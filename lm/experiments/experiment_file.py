@@ -1,10 +1,12 @@
 """Read an experiment's file, and check it: its arms, what they are compared on, and its tuning table."""
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from operator import attrgetter
 from pathlib import Path
+
+import pandas as pd
 
 from lm.config import presets
 from lm.config.load import (
@@ -23,13 +25,13 @@ from lm.errors import ConfigError, DataError, Problem, as_written, suggest
 from lm.evaluation.metrics import measured
 from lm.experiments.experiment import Arm, Experiment, Swap, Tune, config_hash
 from lm.experiments.judging import PrimaryMetric
-from lm.experiments.tuning_table import read_tuning_table
+from lm.experiments.run_outcome import SELECTION
 from lm.model.spec import count_steps
 from lm.plugins import PLUGINS
-from lm.runs.folder import SWAPPED
+from lm.runs.folder import DIVERGED, SWAPPED
 from lm.runs.same_run import config_problems
 from lm.schema import Plain, build, cross_key_problems, flatten, key, section, to_plain
-from lm.statistics.tuning import MIN_TUNING_SEEDS, Rate
+from lm.statistics.tuning import MIN_TUNING_SEEDS
 
 _JUDGED = "the runs that choose a rate must not judge it"
 TOKENS_KEY = "trainer.tokens_per_parameter"
@@ -57,10 +59,9 @@ class _FileKeys:
             problems.append(Problem("seeds", self.seeds, "must be different seeds, at least one"))
         if self.tune.grid and (shared := sorted({*self.seeds} & {*self.tune.seeds})):
             problems.append(Problem("tune.seeds", shared, "are also final seeds", _JUDGED))
-        for name in self.tune.keys:
-            if name in _EXPERIMENT_KEYS or not distinguishes_arms(name):
-                remedy = "name a key of the optimizer, such as optim.lr"
-                problems.append(Problem("tune.key", name, "is nothing that training depends on", remedy))
+        if self.tune.key in _EXPERIMENT_KEYS or not distinguishes_arms(self.tune.key):
+            remedy = "name a key of the optimizer, such as optim.lr"
+            problems.append(Problem("tune.key", self.tune.key, "is nothing that training depends on", remedy))
         return problems
 
 
@@ -108,12 +109,8 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
         problems.append(Problem("arms", [*arms], "needs a baseline and at least one other arm"))
     if problems:
         raise ConfigError(problems)
-    base, changes, table, tune = merge_bases(base, file, "base"), read_overrides(overrides), (), keys.tune
-    if tune.table is not None:
-        table = read_tuning_table(file.parent / tune.table, keys.primary.metric)
-        if wrong_keys := {run.key for run in table} - {tune.heading}:
-            reason = f"the table {tune.table} is of {', '.join(sorted(wrong_keys))}"
-            raise ConfigError([Problem("tune.key", tune.heading, reason)])
+    base, changes, tune = merge_bases(base, file, "base"), read_overrides(overrides), keys.tune
+    table = None if tune.table is None else _tuning_table(file.parent / tune.table, keys.primary.metric)
     experiment = Experiment(
         file.stem, merge(base, changes), tuple(arms.values()), sizes or {"": {}}, tuple(keys.seeds), tune,
         keys.primary, file, tuple(overrides), table, nest_keys(keys.evaluate or {}),
@@ -234,7 +231,7 @@ def _check(experiment: Experiment) -> None:
     """Check the configurations of all arms in all sizes, and the tuning table. Raises ConfigError, which lists all
     problems.
     """
-    problems: list[Problem | str] = [*_check_table(experiment)]
+    problems: list[Problem | str] = [] if experiment.table is None else [*_check_table(experiment)]
     try:
         overrides_in("eval", experiment.evaluate_overrides)
     except ConfigError as error:
@@ -347,20 +344,48 @@ def _check_metric(experiment: Experiment, config: Config) -> None:
         raise ConfigError(problems)
 
 
-def _check_table(experiment: Experiment) -> Iterator[Problem]:
-    """Check that a tuning table has ended runs of every tuned arm in every size, at several rates with several seeds,
-    which are those of the baseline at shared rates. None of the seeds may be in `experiment.seeds`, the seeds of the
-    runs that are judged.
+# ---------------------------------------------------------------- tuning tables
+
+
+def _tuning_table(path: Path, metric: str) -> pd.DataFrame:
+    """Read the tuning runs that a tuning table lists, as `Procedure.tuning_runs` gives them.
+
+    metric: the column of the primary metric, which may be missing.
+
+    Raises ConfigError: the file does not exist, or is no tuning table.
     """
-    file, baseline = experiment.tune.table, experiment.arms[0].name
-    if shared_seeds := sorted({*experiment.seeds} & {run.seed for run in experiment.table}):
+    try:
+        table = pd.read_csv(path, dtype=str, keep_default_na=False)
+        for name in {SELECTION, metric}:
+            texts = table[name] if name in table or name == SELECTION else pd.Series("", table.index)
+            table[name] = texts.replace({DIVERGED: "inf", "": "nan"}).map(float)  # exact, unlike pandas' own reading
+        table["rate"], table["seed"] = table["rate"].map(float), table["seed"].map(int)
+        if not table["rate"].between(0, math.inf, inclusive="neither").all():
+            raise ValueError
+        return table[[*dict.fromkeys(("size", "arm", "key", "rate", "seed", SELECTION, metric))]]
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror} (tune.table)") from None
+    except (KeyError, ValueError, TypeError):
+        columns = f"size, arm, key, rate above 0, seed and {SELECTION}, which is a number or `{DIVERGED}`"
+        raise ConfigError(
+            f"{path}: is no tuning table: it needs columns {columns}, as in tuning.csv, which `lm compare` writes"
+        ) from None
+
+
+def _check_table(experiment: Experiment) -> Iterator[Problem]:
+    """Check that a tuning table is of the tuned key, and has ended runs of every tuned arm in every size, at several
+    rates with several seeds, which are those of the baseline at shared rates. None of the seeds may be in
+    `experiment.seeds`, the seeds of the runs that are judged.
+    """
+    table, file, baseline = experiment.table, experiment.tune.table, experiment.arms[0].name
+    if wrong_keys := {*table["key"]} - {experiment.tune.key}:
+        yield Problem("tune.key", experiment.tune.key, f"the table {file} is of {', '.join(sorted(wrong_keys))}")
+    if shared_seeds := sorted({*experiment.seeds} & {*table["seed"]}):
         yield Problem("tune.table", shared_seeds, "are final seeds", _JUDGED)
-    seeds: dict[tuple[str, str], dict[Rate, list[int]]] = {}  # seeds of each arm and size at each rate
-    for run in sorted(experiment.table, key=attrgetter("seed")):
-        if experiment.choice_value(run) is not None:  # it has ended
-            seeds.setdefault((run.size, run.arm), {}).setdefault(run.rate, []).append(run.seed)
-    for size, arm in experiment.size_arms if experiment.table else ():
-        own, base = seeds.get((size, arm.name), {}), seeds.get((size, baseline), {})
+    ended = table.dropna(subset=[experiment.choice_metric]).sort_values("seed")
+    seeds = ended.groupby(["size", "arm", "rate"])["seed"].agg(tuple)
+    for size, arm in experiment.size_arms:
+        own, base = (seeds.get((size, name), pd.Series(dtype=object)) for name in (arm.name, baseline))
         is_complete = len(own) > 1 and all(
             len({*values}) >= MIN_TUNING_SEEDS and base.get(rate, values) == values for rate, values in own.items()
         )

@@ -19,6 +19,7 @@ from lm.evaluation.metrics import measured
 from lm.experiments.experiment import SHARED_SETTINGS, Experiment, cost, deciding_keys, omitted_keys
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure
+from lm.experiments.run_outcome import SELECTION
 from lm.files import json_bytes, locked_folder, plain_sha256, read_json, write_new
 from lm.machine import process_start, this_machine, threads_per_process
 from lm.model.device import count_gpus, resolve_compile, resolve_precision
@@ -187,7 +188,7 @@ def _machine_settings(experiment: Experiment, jobs: int) -> dict[str, Plain]:
     config, tune = experiment.first_config, experiment.tune
     accelerator = "gpu" if count_gpus(config) else "cpu"
     precision = resolve_precision(config, accelerator, {}).value
-    runs = len(experiment.seeds) + len(tune.rates) * len(tune.seeds)
+    runs = len(experiment.seeds) + len(tune.grid) * len(tune.seeds)
     flops = cost(config, vocab_size_of(config.data) or 1).flops
     processes = jobs * (1 if accelerator == "gpu" else config.trainer.devices)  # a run takes a slot for each GPU
     return {
@@ -217,11 +218,9 @@ def plan_of(experiment: Experiment) -> dict[str, dict]:
         options = measurement.eval.measured_options(measured(measurement, primary.metric)[0].kind)
         shared |= {_name(size, f"{primary.metric}: {key}"): value for key, value in options.items()}
     shared |= {f"tune.{key}": value for key, value in vars(experiment.tune).items()}
-    if experiment.table:
-        rows = sorted(
-            f"{run.size} {run.arm} {run.key} {run.rate} {run.seed} {run.selection_value} {run.primary_value}"
-            for run in experiment.table
-        )
+    if experiment.table is not None:
+        table = experiment.table[["size", "arm", "key", "rate", "seed", SELECTION, primary.metric]].astype(object)
+        rows = sorted(" ".join(map(str, row)) for row in table.where(table.notna(), None).to_numpy())
         shared["tune.table"] = f"{experiment.tune.table} {plain_sha256(rows)[:8]}"
     arms = {}
     for size, arm in experiment.size_arms:

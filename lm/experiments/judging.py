@@ -13,7 +13,7 @@ import pandas as pd
 from lm.schema import Plain, key
 from lm.statistics.intervals import Estimate, Interval, over_seeds, over_seeds_and_documents
 from lm.statistics.joint import Family
-from lm.statistics.tuning import Rate, rate_cell, rate_text, read_rate
+from lm.statistics.tuning import Rate
 from lm.statistics.verdicts import (
     MAX_SEEDS,
     MIN_SEEDS,
@@ -95,7 +95,7 @@ def judge(frame: pd.DataFrame, question: Question) -> "Judgement":
         rates. The rows of a run are consecutive, its units in the same order in all runs. Runs are ordered by seed
         within a rate, rates within an arm: the one that tuning chose is first. Columns:
 
-        size, arm, rate, seed: of the run; rates as `rate_cell` gives them.
+        size, arm, rate, seed: of the run.
         state, note: one of RUN_STATES; how the run diverged, or that it finished and did not learn, in words.
         unlearned: the level that the run is not better than, such as chance, in words; empty: it has learned, or there
             is no level.
@@ -158,7 +158,7 @@ class Judgement:
         starts = np.flatnonzero(np.diff(groups, prepend=-1))
         keys = zip(*(self.runs[name].iloc[starts] for name in RUN_KEY[:-1]), strict=True)
         for (size, arm, cell), (start, stop) in zip(keys, pairwise([*starts.tolist(), len(self.runs)]), strict=True):
-            by_arm.setdefault((size, arm), {})[None if pd.isna(cell) else read_rate(cell)] = range(start, stop)
+            by_arm.setdefault((size, arm), {})[None if pd.isna(cell) else cell] = range(start, stop)
         return by_arm
 
     @cached_property
@@ -323,13 +323,13 @@ class Judgement:
         values, is_finished = self._values[_slice(runs)], self._is_finished[_slice(runs)]
         common_values = values[is_finished & common_seeds[: len(runs)]] if question.is_paired else values[is_finished]
         entry: dict[str, Plain] = {
-            "size": size, "arm": arm, "rate": rate_cell((question.rates[size] or {}).get(arm)),
+            "size": size, "arm": arm, "rate": (question.rates[size] or {}).get(arm),
             "runs": int(is_finished.sum()), "of": len(runs) or len(question.seeds),
             "mean": _mean(common_values),
         }  # fmt: skip
         if len(runs_by_rate := self.runs_by_arm.get((size, arm), {})) > 1:
             entry["means_by_rate"] = {
-                rate_text(rate): _mean(
+                f"{rate:g}": _mean(
                     np.array([self._values[run] for run in rate_runs if self._states[run] != UNFINISHED])
                 )
                 for rate, rate_runs in runs_by_rate.items()

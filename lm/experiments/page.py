@@ -2,9 +2,7 @@
 behind the verdicts.
 """
 
-import math
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -16,12 +14,10 @@ from lm.experiments.experiment import Experiment
 from lm.experiments.judging import Judgement
 from lm.experiments.loop import failures
 from lm.experiments.noise import experiment_noise
-from lm.experiments.procedure import Procedure, Run
+from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import SELECTION
 from lm.experiments.summary import (
-    differences_by_rate,
     measured_words,
-    summary_entries,
     summary_table,
     trend_table,
 )
@@ -30,8 +26,7 @@ from lm.report.comparison_pictures import LOSSES, DrawnRun
 from lm.report.html import Answer, PagePart, PageSection, introduction, page_files, run_details, run_sections
 from lm.report.pictures import Panel, Picture, Trace
 from lm.report.tables import DIFFERENCE, Column, FilledColumn, Table, numeral, signed_text, with_unit
-from lm.statistics.intervals import Interval, over_seeds
-from lm.statistics.tuning import EXTENSIONS, Rate, key_values, rate_text
+from lm.statistics.tuning import EXTENSIONS
 
 MAX_NAMES = 8  # largest number of runs that a sentence names
 BASIS_NOTE = (
@@ -115,7 +110,7 @@ def experiment_files(
 
 def _page_part(procedure: Procedure, prefix: str, judgement: Judgement | None) -> PagePart:
     experiment, judgement = procedure.experiment, judgement or procedure.judgement()
-    entries = summary_entries(procedure, judgement)
+    entries = judgement.entries()
     sizes = [SizeResults(procedure, size, judgement) for size in experiment.sizes]
     summary = PageSection("Summary")
     summary.add("note", f"Decides: {measured_words(procedure)}.")
@@ -149,7 +144,6 @@ def _size_sections(results: SizeResults, prefix: str) -> list[PageSection]:
     name = results.experiment.primary.metric
     titles = LOSSES if name == SELECTION else LOSSES | {name: (name, _quantity_label(results.experiment))}
     tuning.add("picture", rates_picture(results), f"{prefix}rates")
-    tuning.add("table", crossed_table(results), f"{prefix}final-rates")
     tuning.add("note", _tuning_words(results))
     tuning.add("note", CROSSED_RATES_NOTE if results.choice.crossed else None)
     return run_sections(
@@ -246,13 +240,12 @@ def _caveats(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
     experiment, caveats, infinite_caveats = procedure.experiment, [], []
     for results in sizes:
         prefix = f"{results.size}: " if results.size else ""
-        values = [(run, experiment.choice_value(run)) for run in results.tuning_runs]
-        diverged = [f"{run.arm} at {rate_text(run.rate)} seed {run.seed}" for run, value in values if value == math.inf]
-        if diverged:
-            infinite_caveats.append(f"{prefix}tuning runs that diverged: {_join_names(diverged)}")
+        values = results.tuning_runs[experiment.choice_metric]
+        diverged = results.tuning_runs[np.isinf(values)][["arm", "rate", "seed"]].itertuples(index=False)
+        if names := _join_names([f"{arm} at {rate:g} seed {seed}" for arm, rate, seed in diverged]):
+            infinite_caveats.append(f"{prefix}tuning runs that diverged: {names}")
         if results.choice.rates is None:
-            ended_count = sum(value is not None for _, value in values)
-            progress = f"{ended_count} of the {len(values)} tuning runs known so far have ended"
+            progress = f"{values.notna().sum()} of the {len(values)} tuning runs known so far have ended"
             final_words = (
                 "arms that start from others have no final runs yet"
                 if results.choice.crossed
@@ -286,17 +279,17 @@ def _tuning_words(results: SizeResults) -> str | None:
     chosen.
     """
     experiment, tuning_runs, choice = results.experiment, results.tuning_runs, results.choice
-    if not tuning_runs or not choice.rates_of_final_runs:
+    if not len(tuning_runs) or not choice.rates_of_final_runs:
         return None
     tune, extension = experiment.tune, f"a best rate at an edge extends the grid, at most {EXTENSIONS} times"
-    seeds = ", ".join(map(str, sorted({run.seed for run in tuning_runs})))
-    rates = ", ".join(map(rate_text, sorted({run.rate for run in tuning_runs})))
-    origin = f"from {tune.table}" if tune.table else f"planned: {', '.join(map(rate_text, tune.rates))}; {extension}"
+    seeds = ", ".join(map(str, sorted({*tuning_runs["seed"]})))
+    rates = ", ".join(f"{rate:g}" for rate in sorted({*tuning_runs["rate"]}))
+    origin = f"from {tune.table}" if tune.table else f"planned: {', '.join(map('{:g}'.format, tune.grid))}; {extension}"
     extremum = "lowest" if experiment.cost(1.0) > 0 else "highest"
-    choices = ", ".join(f"{arm} {rate_text(arm_rates[0])}" for arm, arm_rates in choice.rates_of_final_runs.items())
+    choices = ", ".join(f"{arm} {arm_rates[0]:g}" for arm, arm_rates in choice.rates_of_final_runs.items())
     metric = f"{experiment.choice_metric} ({experiment.data_words(experiment.choice_metric, 'selection')})"
     return (
-        f"{tune.heading} was chosen for each arm by the {extremum} mean {metric} over seeds {seeds} at {rates} "
+        f"{tune.key} was chosen for each arm by the {extremum} mean {metric} over seeds {seeds} at {rates} "
         f"({origin}): {choices}."
     )
 
@@ -329,156 +322,48 @@ def seeds_table(results: SizeResults) -> Table:
     return Table(f"Every seed{results.title_suffix} ({basis})", metric, tuple(columns))
 
 
-def crossed_table(results: SizeResults) -> Table | None:
-    """A table of the means of final runs by rate, for arms whose final seeds are trained at several rates; None without
-    such arms.
-    """
-    experiment = results.experiment
-    procedure = results.procedure
-    choice = results.choice
-    baseline, metric = results.arm_names[0], experiment.primary.metric
-    finished_runs: dict[tuple[str, Rate], list[Run]] = {}
-    for run in procedure.crossed_runs(results.size):
-        finished_runs.setdefault((run.arm, run.rate), []).extend([run] if run.outcome.state == "finished" else [])
-    if not finished_runs:
-        return None
-    values = {
-        arm_rate: {run.seed: run.outcome.mean(metric, selection=False) for run in runs}
-        for arm_rate, runs in finished_runs.items()
-    }
-
-    def rate_difference(arm: str, rate: Rate) -> Interval | None:
-        baseline_values = values.get((baseline, rate), {}) if arm != baseline else {}
-        differences = [
-            value - baseline_values[seed] for seed, value in values[arm, rate].items() if seed in baseline_values
-        ]
-        return over_seeds(np.array(differences)).interval() if len(differences) > 1 else None
-
-    def mean(numbers: Collection[float]) -> str | None:
-        return numeral(float(np.mean([*numbers]))) if numbers else None
-
-    uses_by_rate = {arm: {rates[0]: "chosen by tuning"} for arm, rates in choice.rates_of_final_runs.items()}
-    for arm, rate in (choice.rates or {}).items() if choice.settled else ():
-        if arm in uses_by_rate:
-            uses_by_rate[arm][rate] = ", ".join(filter(None, (uses_by_rate[arm].get(rate), "judged")))
-    choice_means = [mean([procedure.choice_value(run.outcome) for run in runs]) for runs in finished_runs.values()]
-    columns: list[FilledColumn] = [
-        (Column("arm", kind="label"), [arm for arm, _ in finished_runs]),
-        (Column(experiment.tune.heading), [rate_text(rate) for _, rate in finished_runs]),
-        (Column("use", kind="words"), [uses_by_rate[arm].get(rate) for arm, rate in finished_runs]),
-        (Column("seeds"), [f"{len(runs)} of {len(experiment.seeds)}" for runs in finished_runs.values()]),
-        (
-            Column(f"mean {experiment.choice_metric}", experiment.data_words(experiment.choice_metric, "selection")),
-            choice_means,
-        ),
-    ]
-    means = [mean(seed_values.values()) for seed_values in values.values()]
-    columns.append((Column(f"mean {metric}", experiment.data_words(metric, "report")), means))
-    unit = "95% interval over seeds, alone"
-    differences = [rate_difference(*arm_rate) for arm_rate in finished_runs]
-    columns.append((Column(f"difference to {baseline}, both at this rate", unit, "difference"), differences))
-    return Table(f"Final seeds at the rates of both arms{results.title_suffix}", "", tuple(columns))
-
-
 # ---------------------------------------------------------------- pictures
 
 
 def rates_picture(results: SizeResults) -> Picture | None:
-    """A picture of tuning results by rate. Each tuned key has a panel of values of the metric by which rates are
-    chosen. If there are differences to the baseline at the same rate, a second panel shows them. None before a tuning
-    run has ended.
+    """A picture of the values of tuning runs by rate, in the metric by which rates are chosen; None before a tuning run
+    has ended.
     """
-    experiment, tuning_runs, primary = results.experiment, results.tuning_runs, results.experiment.primary
-    if not any(experiment.choice_value(run) is not None for run in tuning_runs):
+    experiment, metric, tuning_runs = results.experiment, results.experiment.choice_metric, results.tuning_runs
+    if tuning_runs[metric].isna().all():
         return None
-    panels: list[Panel] = []
-    for key_index, key in enumerate(experiment.tune.keys):
-        ticks = {value: f"{value:g}" for value in sorted({key_values(run.rate)[key_index] for run in tuning_runs})}
-        key_panels = _tuning_panel(results, key_index, ticks), _differences_panel(results, key_index, ticks)
-        key_suffix = f", by {key}" if len(experiment.tune.keys) > 1 else ""
-        drawn_panels = [panel for panel in key_panels if any(len(trace.x) for trace in panel.traces)]
-        panels += [replace(panel, title=f"{panel.title}{key_suffix}") for panel in drawn_panels]
-    means_words = " of the best other values" if len(experiment.tune.keys) > 1 else ""
-    caption = f"Tuning runs: dots are single seeds, lines their means{means_words}, rings the rates that were chosen."
-    if any(trace.kind == "diverged" for panel in panels for trace in panel.traces):
-        caption += " Crosses at the top: a seed diverged there, and the rate is not chosen."
-    if any(panel.zero_line for panel in panels):
-        caption += " Differences: of the tuning seeds, once every tuning run has ended. Shaded: those below "
-        caption += f"{primary.matters:g}."
-    return Picture(panels, results.arm_names, caption)
-
-
-def _tuning_panel(results: SizeResults, key_index: int, ticks: dict[float, str]) -> Panel:
-    """Draw the values of tuning runs as a function of one tuned key, with means over seeds at the best values of the
-    other tuned keys.
-    """
-    experiment, tuning_runs, traces = results.experiment, results.tuning_runs, []
     chosen_rates = {arm: rates[0] for arm, rates in results.choice.rates_of_final_runs.items()}
-    arm_costs = experiment.costs_of(tuning_runs, results.size)
+    traces = []
     for index, name in enumerate(results.arm_names):
-        values = [
-            (run.rate, value)
-            for run in tuning_runs
-            if run.arm == name and (value := experiment.choice_value(run)) is not None
-        ]
-        values = [(key_values(rate)[key_index], value) for rate, value in values]
-        traces.append(_dots(index, f"{name}, single seeds", [pair for pair in values if math.isfinite(pair[1])]))
-        crosses = np.array([x for x, value in values if not math.isfinite(value)])
-        traces += (
-            [Trace(index, f"{name}, diverged", crosses, np.full(len(crosses), np.nan), "diverged")]
-            if len(crosses)
-            else []
-        )
-        means: dict[float, list[float]] = {}
-        for rate, costs in sorted(arm_costs.get(name, {}).items()):
-            if all(map(math.isfinite, costs)):
-                means.setdefault(key_values(rate)[key_index], []).append(float(np.mean(costs)))
-        best_means = {x: experiment.cost(min(costs)) for x, costs in means.items()}
-        traces.append(Trace(index, f"{name}, mean", np.array([*best_means]), np.array([*best_means.values()]), "mean"))
-        x = key_values(chosen_rates[name])[key_index] if name in chosen_rates else None
-        if x in best_means:
-            traces.append(Trace(index, f"{name}, chosen", np.array([x]), np.array([best_means[x]]), "chosen"))
-    label = "validation loss (nats per token)"
-    if experiment.choice_metric != SELECTION:
-        label = _quantity_label(experiment)
-    label += f", {experiment.data_words(experiment.choice_metric, 'selection')}"
-    return Panel("Tuning runs", _key_label(experiment, key_index), label, traces, ticks, log=10)
-
-
-def _differences_panel(results: SizeResults, key_index: int, ticks: dict[float, str]) -> Panel:
-    """Draw the differences of tuning runs, each arm minus the baseline at the same rate, as a function of one tuned
-    key.
-    """
-    experiment, primary, baseline, traces = results.experiment, results.experiment.primary, results.arm_names[0], []
-    for index, arm in enumerate(experiment.arms[1:], 1):
-        value_differences: dict[float, list[float]] = {}
-        for rate, differences in differences_by_rate(results.procedure, results.size, arm).items():
-            value_differences.setdefault(key_values(rate)[key_index], []).extend(filter(math.isfinite, differences))
-        value_differences = {x: values for x, values in value_differences.items() if values}
-        label, means = f"{arm.name} - {baseline}", np.array([np.mean(values) for values in value_differences.values()])
-        traces.append(
-            _dots(
-                index,
-                f"{label}, single seeds",
-                [(x, value) for x, values in value_differences.items() for value in values],
-            )
-        )
-        traces.append(Trace(index, f"{label}, mean", np.array([*value_differences]), means, "mean"))
-    title = f"Difference to {baseline}, both at the same rate"
-    label = f"{_quantity_label(experiment)}, {experiment.data_words(primary.metric, 'selection')}"
-    return Panel(
-        title, _key_label(experiment, key_index), label, traces, ticks, log=10, zero_line=True, margin=primary.matters
+        runs = tuning_runs[tuning_runs["arm"] == name]
+        values, is_diverged = runs[["rate", metric]].to_numpy(), np.isinf(runs[metric])
+        traces.append(_dots(index, f"{name}, single seeds", values[np.isfinite(runs[metric])]))
+        if is_diverged.any():
+            crosses = runs["rate"][is_diverged].to_numpy()
+            traces.append(Trace(index, f"{name}, diverged", crosses, np.full(len(crosses), np.nan), "diverged"))
+        means = runs.groupby("rate")[metric].mean()
+        means = means[np.isfinite(means)]
+        traces.append(Trace(index, f"{name}, mean", means.index.to_numpy(), means.to_numpy(), "mean"))
+        if (rate := chosen_rates.get(name)) in means:
+            traces.append(Trace(index, f"{name}, chosen", np.array([rate]), np.array([means[rate]]), "chosen"))
+    label = "validation loss (nats per token)" if metric == SELECTION else _quantity_label(experiment)
+    name = "learning rate" if experiment.tune.key == "optim.lr" else experiment.tune.key.rpartition(".")[2]
+    panel = Panel(
+        "Tuning runs",
+        f"{name.replace('_', ' ')} ({experiment.tune.key})",
+        f"{label}, {experiment.data_words(metric, 'selection')}",
+        traces,
+        {rate: f"{rate:g}" for rate in sorted({*tuning_runs["rate"]})},
+        log=10,
     )
+    caption = "Tuning runs: dots are single seeds, lines their means, rings the rates that were chosen."
+    if np.isinf(tuning_runs[metric]).any():
+        caption += " Crosses at the top: a seed diverged there, and the rate is not chosen."
+    return Picture([panel], results.arm_names, caption)
 
 
-def _dots(arm_index: int, label: str, points: list[tuple[float, float]]) -> Trace:
+def _dots(arm_index: int, label: str, points: Sequence[tuple[float, float]]) -> Trace:
     return Trace(arm_index, label, *np.array(points).reshape(-1, 2).T, "dots")
-
-
-def _key_label(experiment: Experiment, key_index: int) -> str:
-    """A tuned key in words, with the key."""
-    key = experiment.tune.keys[key_index]
-    return f"{'learning rate' if key == 'optim.lr' else key.rpartition('.')[2].replace('_', ' ')} ({key})"
 
 
 def _quantity_label(experiment: Experiment) -> str:

@@ -3,6 +3,7 @@ needs, and the verdicts on finished runs.
 """
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -20,7 +21,6 @@ from lm.errors import ConfigError, RunError
 from lm.experiments.experiment import Arm, Experiment, Swap, config_hash
 from lm.experiments.judging import FRAME_COLUMNS, Judgement, Question, SizeArm, judge
 from lm.experiments.run_outcome import SELECTION, Outcome, describe_values, run_differences
-from lm.experiments.tuning_table import TuningRun, differing_keys, settings_words
 from lm.files import write_text
 from lm.plugins import package_of
 from lm.runs.evaluations import part_of
@@ -31,9 +31,7 @@ from lm.statistics.tuning import (
     TuningOutcome,
     best_rate,
     crossed_rates,
-    rate_cell,
     rate_choice,
-    rate_text,
     tuning_outcome,
 )
 
@@ -69,7 +67,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        rate = "" if self.rate is None else f"at {rate_text(self.rate)}"
+        rate = "" if self.rate is None else f"at {self.rate:g}"
         return " ".join(filter(None, (self.size, self.arm, rate, f"seed {self.config.seed}")))
 
 
@@ -145,8 +143,8 @@ class Procedure:
             return self._configs[run_key]
         folder, start = self._folder / size, dict[str, str]()
         config = self.experiment.config(size, arm, seed, rate, {"runs": str(folder), "name": "run"})
-        values = "_".join(f"{value:g}" for value in self.experiment.tuned_keys(rate).values())
-        stem = "-".join(filter(None, (arm.name, values, f"seed{seed}")))
+        value = "" if rate is None else f"{rate:g}"
+        stem = "-".join(filter(None, (arm.name, value, f"seed{seed}")))
         if source_config and arm.swap and arm.trained:
             options, defaults = (to_plain(part) for part in (config.model.normalizer, type(config.model.normalizer)()))
             option_words = [
@@ -172,7 +170,7 @@ class Procedure:
             for name, path in start.items()
         }
         digest = config_hash(replace(config, **hashed_start))
-        place = ExperimentConfig(self.experiment.name, arm.name, size or None, stage, rate_cell(rate))
+        place = ExperimentConfig(self.experiment.name, arm.name, size or None, stage, rate)
         return self._configs.setdefault(run_key, replace(config, **start, name=f"{stem}-{digest}", experiment=place))
 
     @cached_property
@@ -228,10 +226,10 @@ class Procedure:
         from.
         """
         experiment = self.experiment
-        if experiment.table:
-            costs = experiment.costs_of(experiment.table, size)
+        if experiment.table is not None:
+            costs = experiment.costs(self.tuning_runs(size))
             return rate_choice({arm.name: costs[arm.name] for arm in arms})
-        outcome = TuningOutcome({}, tuple(experiment.tune.rates) if arms else ())
+        outcome = TuningOutcome({}, tuple(experiment.tune.grid) if arms else ())
         for source in self._untuned_sources(arms):
             runs.setdefault(source.name, {}).update(self._runs_at(size, source, "tune", (rates[source.name],), rates))
         while outcome.missing:
@@ -243,7 +241,7 @@ class Procedure:
             for arm_runs in runs_by_arm.values():
                 check_comparable(arm_runs, experiment.choice_metric)
             costs = {name: self._costs(runs[name]) for name in runs_by_arm}
-            outcome = tuning_outcome(experiment.tune.axes, costs, partial(self._is_possible_rate, size, arms))
+            outcome = tuning_outcome(experiment.tune.grid, costs, partial(self._is_possible_rate, size, arms))
         return outcome
 
     def _runs_at(
@@ -279,45 +277,41 @@ class Procedure:
             return True
         return False
 
-    def tuning_runs(self, size: str) -> list[TuningRun]:
-        """List the tuning runs of a size; with a tuning table, the runs that the table lists."""
-        experiment, runs = self.experiment, []
-        if experiment.table:
-            names = [arm.name for arm in experiment.arms]
-            table_runs = (run for run in experiment.table if run.size == size and run.arm in names)
-            return sorted(table_runs, key=lambda run: names.index(run.arm))
+    def tuning_runs(self, size: str) -> pd.DataFrame:
+        """The tuning runs of a size, or those that the tuning table lists, in rows of `tuning.csv`.
+
+        Columns are size, arm, key and rate, seed, and the means of SELECTION and of the primary metric on the data that
+        choose rates: infinite if the run diverged, missing if it has not ended or does not say.
+        """
+        experiment, metrics = self.experiment, dict.fromkeys((SELECTION, self.experiment.primary.metric))
+        names = {arm.name: place for place, arm in enumerate(experiment.arms)}
+        if experiment.table is not None:
+            table = experiment.table[(experiment.table["size"] == size) & experiment.table["arm"].isin(names)]
+            return table.sort_values("arm", key=lambda column: column.map(names), kind="stable", ignore_index=True)
+        rows = []
         for name, by_rate in self.choice(size).runs.items():
-            arm, keys = self._arms[name], experiment.tune
-            for run in (run for rate in sorted(by_rate) for run in by_rate[rate] if arm.is_tuned):
-                selection = primary = None
-                if run.outcome.ended:
-                    selection = run.outcome.mean(SELECTION, selection=True)
-                    primary = run.outcome.mean(experiment.primary.metric, selection=True)
-                words = settings_words(run.config, keys.keys, arm.source)
-                runs.append(TuningRun(size, name, keys.heading, run.rate, run.seed, selection, primary, words))
-        return runs
+            for run in chain(*(by_rate[rate] for rate in sorted(by_rate if self._arms[name].is_tuned else ()))):
+                ended, outcome = run.outcome.ended, run.outcome
+                means = [outcome.mean(metric, selection=True) if ended else math.nan for metric in metrics]
+                rows.append([size, name, experiment.tune.key, run.rate, run.seed, *means])
+        frame = pd.DataFrame(rows, columns=["size", "arm", "key", "rate", "seed", *metrics])
+        return frame.astype(dict.fromkeys(metrics, float))
 
     def notes(self) -> list[str]:
         """Sentences on what limits the verdicts: changes since the plan, and arms whose tuning, rates, runs, tokens
         or seeds differ.
         """
         experiment, notes = self.experiment, list[str]()
-        for size, arm in experiment.size_arms if experiment.table else ():
-            if not arm.is_tuned:
-                continue
-            config = experiment.example_config(size, arm)
-            words = settings_words(config, experiment.tune.keys, arm.source)
-            tuned = {run.configuration for run in experiment.table if (run.size, run.arm) == (size, arm.name)}
-            if keys := sorted({key for other_words in tuned for key in differing_keys(words, other_words)}):
-                name = " ".join(filter(None, (size, arm.name)))
-                notes.append(f"{name}: rates were tuned for another configuration: {', '.join(keys)} differ")
         notes += self.plan_notes
         notes += run_differences((run.arm, run.outcome) for run in self.known_runs())
         for size in experiment.sizes:
             choice, prefix = self.choice(size), f"{size}: " if size else ""
             for arm, arm_rates in choice.crossed.items():
-                name, rates = ", ".join(filter(None, (arm, size))), " and ".join(map(rate_text, sorted(arm_rates)))
-                judged = f"; judged at {rate_text(choice.rates[arm])}" if choice.settled and choice.rates else ""
+                name, rates = (
+                    ", ".join(filter(None, (arm, size))),
+                    " and ".join(f"{rate:g}" for rate in sorted(arm_rates)),
+                )
+                judged = f"; judged at {choice.rates[arm]:g}" if choice.settled and choice.rates else ""
                 reason = "as tuning chose different rates for the arms"
                 notes.append(f"{name}: final seeds are trained at {rates}, {reason}{judged}")
             runs = [run for run in self.final_runs(size) if run.outcome.state == "finished"]
@@ -352,12 +346,6 @@ class Procedure:
         rates = self.choice(size).rates or {}
         return _by_seed(runs[rates[arm]] for arm, runs in self.runs_by_rate(size).items() if arm in rates)
 
-    def crossed_runs(self, size: str) -> list[Run]:
-        """The final runs of arms whose seeds are trained at several rates, in the order of seeds, then arms, then
-        rates.
-        """
-        return _by_seed(chain(*(runs.values() for runs in self.runs_by_rate(size).values() if len(runs) > 1)))
-
     def known_runs(self) -> list[Run]:
         """All runs that the experiment needs, as far as they are known: tuning runs first, each run after its
         source.
@@ -386,7 +374,7 @@ class Procedure:
             all_pairs=experiment.primary.metric != experiment.choice_metric,
             sources={arm.name: self.sources(arm) for arm in experiment.arms if arm.source},
             exploratory=self.exploratory,
-            rate_heading=experiment.tune.heading,
+            rate_heading=experiment.tune.key,
             measured_on=experiment.data_words(experiment.primary.metric, "report"),
         )
         return judge(pd.concat(blocks) if blocks else pd.DataFrame(columns=FRAME_COLUMNS), question)
@@ -401,7 +389,7 @@ class Procedure:
             measured = part_of(outcome.units(metric), "reports")
             units = measured if (measured["part"] == "reports").any() else units
         note = outcome.divergence if outcome.state == "diverged" else outcome.not_learned_text if has_finished else ""
-        names = {"size": run.size, "arm": run.arm, "rate": rate_cell(run.rate), "seed": run.seed}
+        names = {"size": run.size, "arm": run.arm, "rate": run.rate, "seed": run.seed}
         words = {"note": note and f"{run.label}: {note}", "unlearned": outcome.unlearned_level if has_finished else ""}
         frame = units.assign(**names, state=outcome.state, **words)[FRAME_COLUMNS]
         return frame.astype({"rate": object, "group": object})  # so that frames of all runs can be joined
@@ -416,7 +404,7 @@ class Procedure:
             first_arms = [arm for arm in arms if arm.trained and not arm.source]
             sources = self._untuned_sources(arm for arm in arms if arm.is_tuned)
             for arm in arms:
-                planned[arm.name, "tune"] = len(tune.seeds) * (len(tune.rates) if arm.is_tuned else int(arm in sources))
+                planned[arm.name, "tune"] = len(tune.seeds) * (len(tune.grid) if arm.is_tuned else int(arm in sources))
                 planned[arm.name, "final"] = n_seeds * (2 if len(first_arms) > 1 and arm in first_arms else 1)
         counts = planned | known
         return {arm.name: counts.get((arm.name, "tune"), 0) + counts.get((arm.name, "final"), 0) for arm in arms}

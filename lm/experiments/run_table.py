@@ -35,11 +35,7 @@ from lm.statistics.tuning import (
     MIN_TUNING_SEEDS,
     Rate,
     best_rate,
-    key_values,
-    rate_cell,
     rate_choice,
-    rate_text,
-    read_rate,
 )
 
 Direction = Literal["lower", "higher"]
@@ -275,7 +271,7 @@ def _check_seeds(
         of_arm = runs[(runs["size"] == size) & (runs["arm"] == arm)]
         present = of_arm["seed"][(of_arm["rate"] == rate) | (of_arm["rate"].isna() & pd.isna(rate))]
         missing = [str(seed) for seed in seeds if seed not in {*present} and (is_paired or seed in {*of_arm["seed"]})]
-        at_rate = "" if pd.isna(rate) else f" at {rate_text(read_rate(rate))}"
+        at_rate = "" if pd.isna(rate) else f" at {rate:g}"
         needed = "every arm needs the same seeds, or --unpaired" if is_paired else "each rate needs it"
         name = ", ".join(filter(None, (arm, size)))
         raise RunError(f"{source}: {name}: no seed {', '.join(missing)}{at_rate}; {needed}")
@@ -344,7 +340,7 @@ def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
     if not has_weight.all():  # a run without weights has equal ones
         run_has_weight = has_weight.groupby([runs[name] for name in RUN_KEY], dropna=False).transform("any")
         runs["weight"] = runs["weight"].where(run_has_weight, 1.0)
-    runs["rate"] = runs["rate"].map(_finite_rate, na_action="ignore")
+    runs["rate"] = pd.to_numeric(runs["rate"], errors="coerce").replace([math.inf, -math.inf], math.nan)
     total_weight = runs.groupby(RUN_KEY, dropna=False)["weight"].transform("sum")
     for name, is_wrong in (
         ("arm", runs["arm"].isna() | (runs["arm"] == "")),
@@ -375,17 +371,6 @@ def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
         remedy = f"they differ in {differing}: choose by a condition, or judge apart by it" if differing else ""
         lines = f"{len(duplicates)} lines are of arm {run['arm']}, seed {run['seed']}"
         raise RunError(f"{source}: {lines}; {remedy or 'drop all but one'}")
-
-
-def _finite_rate(cell: float | str) -> float | str:
-    """Convert a rate in a table into the number or text of `rate_cell`; NaN if one of its values is not a finite
-    number.
-    """
-    try:
-        rate = read_rate(cell)
-        return rate_cell(rate) if all(map(math.isfinite, key_values(rate))) else math.nan
-    except (TypeError, ValueError):
-        return math.nan
 
 
 def split_by_use(runs: pd.DataFrame, source: str) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -438,7 +423,7 @@ def _judged_rates(
     by_arm: dict[SizeArm, list[Rate | None]] = {}
     known = frame.drop_duplicates(["size", "arm", "rate"])
     for size, arm, cell in zip(known["size"], known["arm"], known["rate"], strict=True):
-        by_arm.setdefault((size, arm), []).append(None if pd.isna(cell) else read_rate(cell))
+        by_arm.setdefault((size, arm), []).append(None if pd.isna(cell) else cell)
     for (size, arm), arm_rates in by_arm.items():
         costs = tuning_costs.get((size, arm), {})
         if len(costs) < 2:
@@ -448,13 +433,13 @@ def _judged_rates(
             rates[size][arm] = arm_rates[0]
         elif (tuned := rate_choice({arm: costs}).rates.get(arm)) is not None:
             if tuned not in arm_rates:
-                raise RunError(f"{source}: {arm}: {rate_text(tuned)} is the best rate, but no line at it reports")
+                raise RunError(f"{source}: {arm}: {tuned:g} is the best rate, but no line at it reports")
             costs = final_costs.get((size, arm), costs)
             rates[size][arm] = best_rate(costs, arm_rates) if {*arm_rates} <= costs.keys() else tuned
             order = [tuned, *(rate for rate in arm_rates if rate != tuned)]
             of_arm = frame["rate"][(frame["size"] == size) & (frame["arm"] == arm)]
             codes, cells = pd.factorize(of_arm, use_na_sentinel=False)
-            by_cell = [order.index(None if pd.isna(cell) else read_rate(cell)) for cell in cells]
+            by_cell = [order.index(None if pd.isna(cell) else cell) for cell in cells]
             places[of_arm.index] = np.array(by_cell)[codes]
     return rates, places
 
@@ -466,12 +451,12 @@ def _check_tuning(rows: pd.DataFrame, source: str) -> None:
     for _, of_size in rows.groupby("size"):
         tuned = of_size[of_size.groupby("arm")["rate"].transform("nunique") > 1]
         for arm, rate, seed in tuned[tuned["state"] == UNFINISHED][["arm", "rate", "seed"]].head(1).to_numpy():
-            reason = f"{arm} at {rate_text(rate)}, seed {seed}, has not ended"
+            reason = f"{arm} at {rate:g}, seed {seed}, has not ended"
             raise RunError(f"{source}: {reason}: the rate can't be chosen yet")
         runs, seeds = {*zip(tuned["arm"], tuned["rate"], tuned["seed"], strict=True)}, tuned["seed"].unique()
         for run in product(tuned["arm"].unique(), tuned["rate"].unique(), seeds):
             if run not in runs:
-                reason = f"{run[0]} at {rate_text(run[1])} has no run of seed {run[2]}, others have"
+                reason = f"{run[0]} at {run[1]:g} has no run of seed {run[2]}, others have"
                 remedy = "a run that diverged before it was measured takes a line with state diverged"
                 raise RunError(f"{source}: arms are tuned at the same rates and seeds: {reason}; {remedy}")
         if runs and len(seeds) < MIN_TUNING_SEEDS:
@@ -484,5 +469,5 @@ def _costs(rows: pd.DataFrame, primary: PrimaryMetric) -> Costs:
     rows = rows.assign(value=rows["value"].mask(rows["state"] == DIVERGED, sign * math.inf) * rows["weight"])
     sums = rows.groupby(RUN_KEY, sort=False)[["value", "weight"]].sum()
     for (size, arm, cell, _), cost in (sign * sums["value"] / sums["weight"]).items():
-        costs.setdefault((size, arm), {}).setdefault(read_rate(cell), []).append(cost)
+        costs.setdefault((size, arm), {}).setdefault(cell, []).append(cost)
     return costs

@@ -3,74 +3,23 @@ runs.
 """
 
 import math
-from collections import defaultdict
 from dataclasses import replace
-from operator import attrgetter
 
 import numpy as np
 
-from lm.experiments.experiment import Arm
 from lm.experiments.judging import Judgement
 from lm.experiments.procedure import Procedure
-from lm.experiments.run_outcome import SELECTION
-from lm.experiments.tuning_table import values_by_arm_and_rate
 from lm.report.tables import Cell, Column, FilledColumn, Table, numeral, print_tables
 from lm.runs.evaluations import json_value, number
-from lm.runs.folder import DIVERGED, ENVIRONMENT
+from lm.runs.folder import ENVIRONMENT
 from lm.schema import Plain
 from lm.statistics.intervals import Interval, trend
-from lm.statistics.tuning import Rate, mean_loss, rate_cell, rate_text
 
 MAX_PRINTED = 500  # lines of a table that a terminal shows
 
 
-def summary_entries(procedure: Procedure, judgement: Judgement | None = None) -> list[dict[str, Plain]]:
-    """The entries of `Judgement.entries`. To the entry of each arm but the baseline, its mean difference to the
-    baseline in tuning runs is added, by rate. `judgement`: the verdicts, if they are known already.
-    """
-    judgement = judgement or procedure.judgement()
-    entries, arms = judgement.entries(), {arm.name: arm for arm in procedure.experiment.arms[1:]}
-    for entry in (entry for entry in entries if entry["arm"] in arms):
-        tuning_differences = differences_by_rate(procedure, entry["size"], arms[entry["arm"]])
-        means = {
-            rate_text(rate): float(np.mean(differences))
-            for rate, differences in tuning_differences.items()
-            if differences
-        }
-        entry["differences_by_rate"] = {rate: mean if math.isfinite(mean) else None for rate, mean in means.items()}
-    return entries
-
-
-def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[Rate, list[float]]:
-    """The differences of tuning runs, arm minus baseline, as a list over seeds for each rate that both have. {} before
-    rates are chosen, or if the arm is not tuned. A run's value is the primary metric on the documents by which rates
-    are chosen. A difference is infinite if one run diverged. Seeds of which both diverged are left out."""
-    experiment = procedure.experiment
-    baseline = experiment.arms[0].name
-    tuning_values = values_by_arm_and_rate(procedure.tuning_runs(size), size, attrgetter("primary_value"))
-    if not arm.is_tuned or not {arm.name, baseline} <= tuning_values.keys() or not procedure.choice(size).rates:
-        return {}
-    primary = experiment.primary
-
-    def comparable_value(value: float) -> float:
-        return -value if value == math.inf and primary.better == "higher" else value
-
-    arm_values, base_values = (
-        {rate: [*map(comparable_value, values)] for rate, values in tuning_values[name].items()}
-        for name in (arm.name, baseline)
-    )
-    return {
-        rate: [
-            a - b
-            for a, b in zip(arm_values[rate], base_values[rate], strict=True)
-            if math.isfinite(a) or math.isfinite(b)
-        ]
-        for rate in sorted(arm_values.keys() & base_values.keys())
-    }
-
-
 def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Table:
-    """The table of the entries that `summary_entries` gives, a row for each size and arm."""
+    """The table of `Judgement.entries`, a row for each size and arm."""
     verdicts = [judgement.verdicts.get((entry["size"], entry["arm"])) for entry in entries]
 
     def column(name: str, cells: list[Cell], unit: str = "", kind: str = "number") -> list[FilledColumn]:
@@ -82,7 +31,7 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
     # first, so that it is in sight on a narrow screen
     columns += column("verdict", [verdict and verdict.words for verdict in verdicts], kind="words")
     columns += column(
-        question.rate_heading, [None if entry["rate"] is None else rate_text(entry["rate"]) for entry in entries]
+        question.rate_heading, [None if entry["rate"] is None else f"{entry['rate']:g}" for entry in entries]
     )
     columns += column("seeds", [f"{entry['runs']} of {entry['of']}" for entry in entries])
     omits_finished_runs = any(entry["runs"] > sum(judgement.common_seeds[entry["size"]]) for entry in entries)
@@ -114,7 +63,7 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
 
 
 def print_verdicts(judgement: Judgement, entries: list[dict[str, Plain]], title: str) -> None:
-    """Print the entries of `summary_entries` as a table of numbers, and below the table each verdict with its
+    """Print the entries of a judgement as a table of numbers, and below the table each verdict with its
     reason. Of more than MAX_PRINTED entries the first are printed.
     """
     omission = (
@@ -206,37 +155,3 @@ def trend_table(procedure: Procedure, judgement: Judgement) -> Table | None:
     samples = (Column("over", kind="label"), [entry["over"] for entry in entries])
     arms = (Column("arm", kind="label"), [entry["arm"] for entry in entries])
     return Table(f"With each doubling of {entries[0]['with_each_doubling_of']}", "", (arms, samples, (change, changes)))
-
-
-def tuning_table_rows(procedure: Procedure) -> list[dict[str, Plain]]:
-    """The rows of `tuning.csv`, one for each tuning run, as `tune.table` reads them; runs that have not ended have no
-    values.
-    """
-    metric = procedure.experiment.primary.metric
-
-    def cell(value: float | None) -> Plain:
-        return value if value is None or math.isfinite(value) else DIVERGED
-
-    rows = []
-    for run in (run for size in procedure.experiment.sizes for run in procedure.tuning_runs(size)):
-        rows.append({"size": run.size, "arm": run.arm, "key": run.key, "rate": rate_cell(run.rate), "seed": run.seed})
-        rows[-1][SELECTION] = cell(run.selection_value)
-        if metric != SELECTION:
-            rows[-1][metric] = cell(run.primary_value)
-        rows[-1]["configuration"] = run.configuration
-    return rows
-
-
-def tuning_means(procedure: Procedure) -> list[dict[str, Plain]]:
-    """Means of the metric by which rates are chosen, by size (if the experiment has sizes), arm and rate of tuning
-    runs; null where a run diverged or has not ended."""
-    experiment, values = procedure.experiment, defaultdict[tuple[str, str, Rate], list[float]](list)
-    for run in (run for size in experiment.sizes for run in procedure.tuning_runs(size)):
-        value = experiment.choice_value(run)
-        values[run.size, run.arm, run.rate].append(math.inf if value is None else value)
-    means = {size_arm_rate: mean_loss(costs) for size_arm_rate, costs in values.items()}
-    return [
-        ({"size": size} if size else {})
-        | {"arm": arm, "rate": rate_cell(rate), experiment.choice_metric: mean if math.isfinite(mean) else None}
-        for (size, arm, rate), mean in means.items()
-    ]

@@ -50,8 +50,7 @@ def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
         The frame. Columns of the run: name, folder, experiment with its arm, size, stage and rate, seed, git commit,
             and `state` (finished,
         unfinished or diverged). Without an experiment `arm` is the normalizer with its options. `rate` is the value of
-        the tuned key, or optim.lr if no key is tuned. The `rate` of several keys is text, `0.002 / 0.1`, with `any` for
-        a key that the arm lacks.
+        the tuned key, or optim.lr if no key is tuned.
 
         Columns of the measurement: step, tokens seen by then, kind of evaluation, metric by its name in metrics.jsonl,
             quantity (such as

@@ -11,7 +11,6 @@ from lm.config.training_config import LogConfig
 from lm.config.tree import Config
 from lm.errors import RunError, one_line
 from lm.schema import Plain
-from lm.statistics.tuning import rate_text
 
 if TYPE_CHECKING:
     import wandb
@@ -152,7 +151,7 @@ def experiment_labels(config: Config) -> dict[str, str | list[str] | None]:
     run = config.experiment
     if not run.name:
         return {"group": None, "job_type": None, "tags": []}
-    rate = None if run.rate is None else rate_text(run.rate)
+    rate = None if run.rate is None else f"{run.rate:g}"
     labels = {"arm": run.arm, "size": run.size, "seed": config.seed, "rate": rate}
     return {
         "group": "/".join(filter(None, (run.name, run.size))),

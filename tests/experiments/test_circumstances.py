@@ -15,7 +15,6 @@ from lm.errors import RunError
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import PLAN, open_experiment, plan_of
 from lm.experiments.procedure import Procedure
-from lm.experiments.summary import summary_entries
 from lm.files import read_json
 from lm.runs.evaluations import evaluation_files, load_evaluation
 from lm.runs.folder import CONFIG, ENVIRONMENT, RESOLVED_FILE
@@ -52,7 +51,9 @@ def started(folder: Path, overrides: list[str], **changes: object) -> Procedure:
 
 def exploratory(procedure: Procedure) -> list[str]:
     """The arms whose verdicts are."""
-    return [line["arm"] for line in summary_entries(procedure) if line.get("verdict", "").startswith("exploratory: ")]
+    return [
+        line["arm"] for line in procedure.judgement().entries() if line.get("verdict", "").startswith("exploratory: ")
+    ]
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from trials import procedure_of
 from lm.errors import ConfigError
 from lm.experiments.experiment import config_hash
 from lm.experiments.procedure import Procedure, Run, commands
-from lm.experiments.summary import summary_entries
 from lm.files import read_json
 from lm.report.frame import results as lm_results
 from lm.runs.evaluations import evaluation_path, load_evaluation
@@ -73,7 +72,7 @@ def test_a_run_is_swapped_trained_and_measured_once(tmp_path, arguments):
     )
     assert Path(trained.config.init_from).parent.name == "swapped"
     assert "started_from" in read_json(trained.config.run_folder / "environment.json")
-    _, as_it_is_line, trained_line = summary_entries(procedure)
+    _, as_it_is_line, trained_line = procedure.judgement().entries()
     assert as_it_is_line["mean"] != trained_line["mean"]
 
     other = {"eval.by_length": {"lengths": [8, 32], "sequences": 8}}

@@ -22,7 +22,7 @@ from scipy.stats import ttest_1samp
 from lm.config.load import to_yaml
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.summary import summary_entries, trends
+from lm.experiments.summary import trends
 from lm.runs.evaluations import REPORTING
 from lm.runs.folder import CONFIG, DIVERGED, METRICS
 from lm.runs.manifest import read_file
@@ -113,7 +113,7 @@ def test_the_question_and_its_answers_come_first_and_every_table_and_picture_is_
     page = write_page([procedure], tmp_path / "out")
     words = text_of(page)
     assert words.index("Do ssmax and log_n change val/loss by more than 0.02, compared with softmax?") < 100
-    _, ssmax, log_n = summary_entries(procedure)
+    _, ssmax, log_n = procedure.judgement().entries()
     assert ssmax["verdict"] == "better"
     for line in (ssmax, log_n):
         assert re.search(

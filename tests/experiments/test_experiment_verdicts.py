@@ -20,11 +20,10 @@ from lm.evaluation.answers import Recall, by_length
 from lm.experiments.compare import plan_lines
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.loop import Slots
-from lm.experiments.page import CROSSED_RATES_NOTE, SizeResults, _caveats, crossed_table
+from lm.experiments.page import SizeResults, _caveats
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.summary import differences_by_rate, measured_words, summary_entries, tuning_means, tuning_table_rows
+from lm.experiments.summary import measured_words
 from lm.report.frame import results
-from lm.report.tables import csv_text
 from lm.runs.evaluations import selection_mask, units_frame
 from lm.runs.folder import CONFIG, ENVIRONMENT
 from lm.statistics.intervals import over_seeds_and_documents
@@ -76,11 +75,12 @@ def test_the_primary_metric_may_choose_the_rates_and_solved_everywhere_is_no_edg
     assert "tune: softmax at 0.02 seed 101: recall/passkey 64 (all questions) 0.5000, " in out, (
         "what chooses is said as a run ends"
     )
-    assert "selection loss" not in out
     assert "final: ssmax at 0.02 seed 1: recall/passkey 64 (all questions) 1.0000, " in out
     assert procedure.choice("").rates == {"softmax": 2e-2, "ssmax": 2e-2}, "by the loss both would be at the edge"
-    assert [line[OF_RECALL["metric"]] for line in tuning_means(procedure)] == [0.2, 0.5, 0.1, 1.0, 1.0, 1.0]
-    (procedure.experiment.folder / "tuning.csv").write_text(csv_text(tuning_table_rows(procedure)))
+    tuning_runs = procedure.tuning_runs("")
+    means = tuning_runs.groupby(["arm", "rate"], sort=False)[OF_RECALL["metric"]].mean()
+    assert [*means] == [0.2, 0.5, 0.1, 1.0, 1.0, 1.0]
+    tuning_runs.to_csv(procedure.experiment.folder / "tuning.csv", index=False)
     table = {"table": str(procedure.experiment.folder / "tuning.csv"), "metric": "primary"}
     (folder := tmp_path / "again").mkdir()
     assert (
@@ -125,7 +125,7 @@ def test_means_are_over_the_seeds_that_all_arms_have_finished(tmp_path):
     for run in procedure.known_runs():
         if (run.arm, run.seed) != ("ssmax", 3):
             finish(run, {1: 5.0, 2: 6.0, 3: 8.0}[run.seed] - 0.1 * (run.arm == "ssmax"))
-    soft, scalable = summary_entries(procedure)
+    soft, scalable = procedure.judgement().entries()
     assert (soft["mean"], scalable["mean"]) == pytest.approx((5.5, 5.4))
     assert (soft["runs"], scalable["runs"]) == (3, 2)
     expected = "arms have finished different seeds, means are over those in common: 1, 2, 3 (softmax); 1, 2 (ssmax)"
@@ -142,7 +142,7 @@ def test_the_second_interval_is_over_the_documents_that_report(tmp_path):
     report = np.flatnonzero(~selection_mask(FINGERPRINT, np.arange(40))).tolist()
     differences = np.stack([(by_run["ssmax", seed] - by_run["softmax", seed])[report] for seed in (1, 2, 3)])
     expected = over_seeds_and_documents(differences, np.ones(len(report)), np.array(report)).interval()
-    assert summary_entries(procedure)[1]["over_seeds_and_documents"] == pytest.approx(expected.as_list(), abs=1e-5)
+    assert procedure.judgement().entries()[1]["over_seeds_and_documents"] == pytest.approx(expected.as_list(), abs=1e-5)
     assert expected.noise_source == f"3 seeds and {len(report)} documents"
 
 
@@ -161,26 +161,10 @@ def test_rates_are_chosen_on_the_documents_that_select_and_judged_on_those_that_
             values = np.array([by_part[bool(part)] for part in selects_document])
             evaluated(run, "validation", run.outcome.last_step, validation(values, 32))
     assert procedure.choice("").rates == {"softmax": 2e-3, "ssmax": 2e-3}
-    tuning = {
-        run.rate: (run.selection_value, run.primary_value) for run in procedure.tuning_runs("") if run.arm == "softmax"
-    }
-    assert tuning == {
-        rate: pytest.approx((5 + distance,) * 2) for rate, distance in ((1e-3, 1), (2e-3, 0), (4e-3, 1), (8e-3, 2))
-    }
-    softmax, ssmax = summary_entries(procedure)
+    tuning = procedure.tuning_runs("").query("arm == 'softmax'").groupby("rate")["val/loss"].mean().to_dict()
+    assert tuning == pytest.approx({1e-3: 6, 2e-3: 5, 4e-3: 6, 8e-3: 7})
+    softmax, ssmax = procedure.judgement().entries()
     assert (softmax["mean"], ssmax["mean"], ssmax["difference"][0]) == pytest.approx((6.0, 5.9, -0.1))
-    assert [*ssmax["differences_by_rate"].values()] == pytest.approx([-1.1] * 4)
-
-
-def test_differences_are_at_the_rates_of_both_infinite_where_one_diverged_and_none_where_both_did(tmp_path):
-    procedure = experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]})
-    diverged = {("ssmax", 4e-3, 101), ("ssmax", 4e-3, 102), ("softmax", 4e-3, 102)}
-    finish_all(
-        procedure,
-        lambda run: math.inf if (run.arm, run.rate, run.seed) in diverged else loss(run) + (run.rate - 2e-3) ** 2 * 1e5,
-    )
-    differences = differences_by_rate(procedure, "", procedure.experiment.arms[1])
-    assert differences == {rate: pytest.approx([0.001, 0.002], abs=1e-6) for rate in (1e-3, 2e-3)} | {4e-3: [math.inf]}
 
 
 ABOVE = "final loss above the unigram cross-entropy (6.2500 > 6.0000)"
@@ -194,7 +178,7 @@ def unlike(folder: Path, *training_losses: float, final: float = 6.25) -> tuple[
     for run in procedure.known_runs():
         finish(run, 5.0 + 1e-3 * run.seed if run.arm == "softmax" else final, unigram=6.0)
         logged(run, *(training_losses if run.arm == "ssmax" else (9.0, 5.0)))
-    return procedure, summary_entries(procedure)[1]
+    return procedure, procedure.judgement().entries()[1]
 
 
 @pytest.mark.parametrize(
@@ -243,7 +227,7 @@ def test_without_a_run_below_the_unigram_cross_entropy_nothing_is_compared(tmp_p
     procedure = experiment(tmp_path)
     for run in procedure.known_runs():
         finish(run, losses[run.arm == "ssmax"] + 1e-3 * run.seed * (run.arm == "ssmax"), unigram=6.0)
-    line = summary_entries(procedure)[1]
+    line = procedure.judgement().entries()[1]
     assert line["verdict"] == verdict
     if verdict == "not learned":
         reason = "no run of either arm is better than the unigram cross-entropy (6)"
@@ -269,7 +253,7 @@ def test_accuracies_at_chance_are_not_compared(tmp_path, accuracies, verdict):
     procedure = experiment(tmp_path, base=base, primary=OF_RECALL)
     for run in procedure.known_runs():
         finish(run, 5.0, recall(accuracies[run.arm == "ssmax"], ("chance", 0.25)))
-    line = summary_entries(procedure)[1]
+    line = procedure.judgement().entries()[1]
     assert line["verdict"] == verdict
     assert (verdict == "not learned") == ("is better than chance (0.25)" in line["words"])
 
@@ -279,18 +263,18 @@ def test_an_arm_that_is_measured_as_it_is_can_be_worse_than_single_tokens(tmp_pa
     procedure = experiment(tmp_path, arms=arms)
     for run in procedure.known_runs():
         finish(run, 5.0 + 1e-3 * run.seed if run.arm == "softmax" else 7.0, unigram=6.0)
-    assert summary_entries(procedure)[1]["verdict"] == "worse"
+    assert procedure.judgement().entries()[1]["verdict"] == "worse"
 
 
 def test_a_rate_at_which_nothing_is_learned_is_a_bad_rate(tmp_path):
     procedure = experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]})
     finish_all(procedure, lambda run: 9.2 if run.rate == 1e-3 else loss(run) + 50 * abs(run.rate - 2e-3))
     assert procedure.choice("").rates == {"softmax": 2e-3, "ssmax": 2e-3}
-    assert {trial.selection_value for trial in procedure.tuning_runs("") if trial.rate == 1e-3} == {9.2}
+    assert {*procedure.tuning_runs("").query("rate == 1e-3")["val/loss"]} == {9.2}
 
 
 def test_before_tuning_has_ended_no_seed_has(tmp_path):
-    line = summary_entries(experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3]}))[1]
+    line = experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3]}).judgement().entries()[1]
     assert (line["verdict"], line["reason"]) == ("incomplete", "0 of 3 seeds have ended")
 
 
@@ -311,7 +295,7 @@ def test_where_tuning_chose_different_rates_both_arms_are_trained_at_both(tmp_pa
     final = [run for run in procedure.known_runs() if run.stage == "final"]
     assert len(final) == len({run.config.run_folder for run in final}) == 4 * 5
     assert all(run.outcome.state == "finished" for run in final)
-    line = summary_entries(procedure)[1]
+    line = procedure.judgement().entries()[1]
     assert line["difference"][0] == pytest.approx(3e-4, abs=1e-5)
     assert line["difference"][2] < 1e-3, "the tuned rates alone: better by 0.02"
     assert line["verdict"] == "difference below margin"
@@ -339,7 +323,7 @@ def test_an_arm_is_trained_at_the_baselines_rate_and_the_baseline_at_all(tmp_pat
     procedure = finish_all(experiment(tmp_path, arms=arms, tune=tune), loss)
     crossed = {"softmax": (2e-3, 4e-3, 8e-3), "ssmax": (4e-3, 2e-3), "log_n": (8e-3, 2e-3), "sigmoid": (2e-3,)}
     assert procedure.choice("").rates_of_final_runs == crossed
-    softmax, ssmax, *_ = summary_entries(procedure)
+    softmax, ssmax, *_ = procedure.judgement().entries()
     assert (softmax["rate"], ssmax["rate"]) == (8e-3, 4e-3)
     assert ssmax["difference"][0] == pytest.approx(0.0502, abs=1e-6), "from the baseline at its best"
     assert ssmax["difference"][1] < -0.04, "at the rates of both SSMax is better: it is not shown to be worse"
@@ -355,7 +339,11 @@ def test_a_run_that_diverges_at_a_rate_neither_chosen_nor_judged_is_left_out(tmp
                 else misled(run) - 0.1 * (run.arm == "ssmax")
             )
 
-        return summary_entries(finish_all(experiment(tmp_path / f"{lost_run[0]}-{lost_run[1]:g}", tune=GRID), loss))[1]
+        return (
+            finish_all(experiment(tmp_path / f"{lost_run[0]}-{lost_run[1]:g}", tune=GRID), loss)
+            .judgement()
+            .entries()[1]
+        )
 
     for name in ("ssmax-0.002", "softmax-0.002", "ssmax-0.004"):
         (tmp_path / name).mkdir()
@@ -372,9 +360,11 @@ def test_while_runs_at_the_others_rate_are_missing_nothing_is_claimed(tmp_path):
     for run in reopened.known_runs():
         if run.stage == "final" and (run.arm, run.rate) != ("softmax", 4e-3):
             finish(run, misled(run))
-    line = summary_entries(Procedure(procedure.experiment))[1]
+    line = Procedure(procedure.experiment).judgement().entries()[1]
     assert (line["verdict"], line["reason"]) == ("incomplete", "0 of 3 seeds have ended")
-    assert summary_entries(Procedure(procedure.experiment))[0]["rate"] == 2e-3, "the tuned one, until all have ended"
+    assert Procedure(procedure.experiment).judgement().entries()[0]["rate"] == 2e-3, (
+        "the tuned one, until all have ended"
+    )
 
 
 def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(tmp_path):
@@ -421,20 +411,8 @@ def test_a_baseline_that_diverges_at_a_third_arms_rate_is_unstable_and_no_error(
         return math.nan if is_lost else 5 - 0.1 * ((run.arm, run.rate) == ("softmax", 2e-3)) - 0.001 * run.seed
 
     tune = {"grid": [1e-3, 2e-3, 4e-3, 8e-3, 16e-3], "seeds": [101, 102]}
-    _, ssmax, log_n = summary_entries(finish_all(experiment(tmp_path, arms=arms, tune=tune), loss))
+    _, ssmax, log_n = finish_all(experiment(tmp_path, arms=arms, tune=tune), loss).judgement().entries()
     assert (ssmax["verdict"], log_n["verdict"]) == ("unstable", "unstable")
-
-
-def test_the_page_of_crossed_rates_has_arms_that_are_not_trained(tmp_path):
-    arms = {
-        "softmax": {},
-        "ssmax": {"model.normalizer": "ssmax"},
-        "as-it-is": {"from": "softmax", "swap": {"to": "ssmax"}, "train": False},
-    }
-    procedure = finish_all(experiment(tmp_path, arms=arms, tune=GRID), lambda run: misled(run) - 0.001 * run.seed)
-    assert procedure.choice("").crossed
-    assert "as-it-is" not in str(crossed_table(SizeResults(procedure, "", procedure.judgement())).rows)
-    assert "loss" not in CROSSED_RATES_NOTE, "`tune.metric: primary` may be no loss"
 
 
 def test_there_is_a_page_and_a_plan_at_each_step_where_arms_start_from_others_that_are_trained_at_the_rates_of_both(
@@ -444,20 +422,15 @@ def test_there_is_a_page_and_a_plan_at_each_step_where_arms_start_from_others_th
     procedure, plans = experiment(tmp_path, arms=arms, tune=GRID), []
     while unfinished := [run for run in procedure.known_runs() if not run.outcome.ended]:
         choice, results = procedure.choice(""), SizeResults(procedure, "", procedure.judgement())
-        seeds = (
-            [cells for column, cells in crossed_table(results).contents if column.name == "seeds"]
-            if choice.crossed
-            else []
-        )
-        plans.append((choice.rates is None, [*map(str, seeds)], _caveats(procedure, [results])[0].partition("; ")[2]))
+        plans.append((choice.rates is None, [*choice.crossed], _caveats(procedure, [results])[0].partition("; ")[2]))
         assert list(plan_lines(procedure, Slots(1)))
         for run in unfinished:
             finish(run, misled(run))
     assert plans == [
         (True, [], "there are no final runs yet"),
-        (True, [str(["0 of 3"] * 4)], "final runs at the rates of several arms have not all ended"),
-        (True, [str(["3 of 3"] * 4)], "arms that start from others have no final runs yet"),
-        (False, [str(["3 of 3"] * 4)], ""),
+        (True, ["softmax", "ssmax"], "final runs at the rates of several arms have not all ended"),
+        (True, ["softmax", "ssmax"], "arms that start from others have no final runs yet"),
+        (False, ["softmax", "ssmax"], ""),
     ]
 
 
@@ -482,25 +455,10 @@ def test_an_arm_is_tuned_that_starts_from_one_without_a_rate_of_its_own(tmp_path
         for run in unfinished:
             finish(run, 5 + abs((run.rate or 0) - 2e-2) + 0.001 * run.seed)
     assert procedure.choice("").rates == dict.fromkeys(arms, 2e-2)
-    assert {run.arm for run in procedure.tuning_runs("")} == {"softmax", "more", "longer"}, "others choose no rate"
+    assert {*procedure.tuning_runs("")["arm"]} == {"softmax", "more", "longer"}, "others choose no rate"
     assert procedure.n_runs("") == {"softmax": 9, "swapped": 5, "more": 9, "cooled": 5, "longer": 9}
     assert sum(procedure.n_runs("").values()) == len(procedure.known_runs())
     assert n_planned == procedure.n_runs("")
-
-
-def test_a_run_that_diverged_is_worse_by_infinity_where_more_is_better(tmp_path):
-    base = {
-        "base": str(ROOT / "tests" / "tiny.yaml"),
-        "eval.recall": {"tasks": ["passkey"], "length_factors": [0.5, 2], "sequences": 4},
-    }
-    procedure = experiment(
-        tmp_path, base=base, primary=OF_RECALL, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]}
-    )
-    for run in procedure.known_runs():
-        is_lost = (run.arm, run.rate) == ("ssmax", 4e-3)
-        finish(run, math.inf if is_lost else 5 + abs(run.rate - 2e-3), recall(0.75 if run.arm == "ssmax" else 0.5))
-    differences = differences_by_rate(procedure, "", procedure.experiment.arms[1])
-    assert differences == {1e-3: [0.25] * 2, 2e-3: [0.25] * 2, 4e-3: [-math.inf] * 2}
 
 
 def test_the_noise_of_an_experiments_final_runs_is_measured_in_its_folder(tmp_path):

@@ -24,7 +24,6 @@ from lm.experiments.experiment_folder import open_experiment, start
 from lm.experiments.loop import RunsFailed, Slots, Stopped, forget_failures
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION, Outcome
-from lm.experiments.summary import summary_entries
 from lm.runs.evaluations import evaluation_path, weighted_mean
 from lm.training.train import train
 
@@ -72,7 +71,7 @@ def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, 
     assert procedure.choice("").rates == {
         arm: min(by_rate, key=lambda rate: sum(by_rate[rate])) for arm, by_rate in losses.items()
     }
-    soft, scalable = summary_entries(procedure)
+    soft, scalable = procedure.judgement().entries()
     assert (soft["runs"], scalable["runs"], scalable["verdict"]) == (2, 2, "incomplete")
     assert scalable["difference"][0] == pytest.approx(scalable["mean"] - soft["mean"], abs=1e-6)
 
@@ -113,7 +112,7 @@ def test_what_was_stopped_goes_on_and_what_failed_is_said(tmp_path, overrides):
     with pytest.raises(RunError, match="2 runs failed"):
         jobs.train_all()
     assert labels[3:] == ["ssmax seed 1", "ssmax seed 2"]
-    assert {line["arm"]: line["runs"] for line in summary_entries(procedure)} == {"softmax": 2, "ssmax": 0}
+    assert {line["arm"]: line["runs"] for line in procedure.judgement().entries()} == {"softmax": 2, "ssmax": 0}
 
 
 def test_a_run_whose_last_evaluation_failed_has_failed_and_the_others_go_on(tmp_path, overrides, monkeypatch):
@@ -175,7 +174,7 @@ def test_a_run_that_diverges_is_counted_and_not_trained_again(tmp_path, override
     assert [run.outcome.state for run in procedure.known_runs()] == ["finished", "diverged"] * 2
     assert re.search(r"final: wild seed 1: diverged \(\S.*finite.*\), \d+ s; ", capsys.readouterr().out)
     launching(procedure, lambda run: pytest.fail(f"{run.label} is trained again")).train_all()
-    _, wild = summary_entries(procedure)
+    _, wild = procedure.judgement().entries()
     assert wild["verdict"] == "unstable"
     assert wild["reason"].startswith("2 final runs diverged: wild seed 1: "), wild["reason"]
 
@@ -183,7 +182,7 @@ def test_a_run_that_diverges_is_counted_and_not_trained_again(tmp_path, override
 def test_a_run_that_did_not_learn_says_so_as_it_ends(tmp_path, overrides, capsys):
     procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1]), overrides))
     launching(procedure, lambda run: finish(run, 9.5, unigram=9.0) or 0).train_all()
-    expected = "selection loss 9.5000, did not learn: final loss above the unigram cross-entropy (9.5000 > 9.0000), "
+    expected = "val/loss (selection text) 9.5000, did not learn: final loss above the unigram cross-entropy (9.5000 > "
     assert expected in capsys.readouterr().out
 
 
@@ -267,10 +266,10 @@ def test_runs_measured_on_other_sequences_are_not_compared(tmp_path, overrides):
             rf"lm eval {folders[0]}$"
         )
         with pytest.raises(RunError, match=message):
-            summary_entries(Procedure(read_experiment(path, overrides)))
+            Procedure(read_experiment(path, overrides)).judgement().entries()
     for folder in folders:
         assert lm("eval", str(folder)).returncode == 0
-    assert len(summary_entries(Procedure(read_experiment(path, overrides)))) == 2
+    assert len(Procedure(read_experiment(path, overrides)).judgement().entries()) == 2
 
 
 def test_runs_on_other_text_are_not_mixed_in(tmp_path, overrides):
@@ -308,7 +307,7 @@ def test_an_experiment_without_tuning_needs_no_text_to_choose_on(tmp_path, overr
     procedure = start(written(tmp_path, tune=None, seeds=[1, 2, 3]), overrides)
     launching(procedure, here).train_all()
     assert "final: softmax seed 1: finished, " in capsys.readouterr().out
-    assert all(line["mean"] for line in summary_entries(procedure))
+    assert all(line["mean"] for line in procedure.judgement().entries())
 
 
 def test_the_plan_needs_no_text_and_prepares_none(tmp_path, overrides):

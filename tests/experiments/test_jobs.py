@@ -20,7 +20,6 @@ from lm.errors import RunError
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.loop import ExperimentTrainer, Slots, Stopped, forget_failures, read_failure
 from lm.experiments.procedure import Procedure
-from lm.experiments.summary import summary_entries
 from lm.files import read_json
 from lm.machine import process_start
 from lm.runs.folder import last_logged
@@ -196,7 +195,7 @@ def test_killed_at_random_the_same_work_ends_with_the_same_numbers(file, overrid
     ):
         assert metrics_but_times(killed_run.config.run_folder) == metrics_but_times(undisturbed_run.config.run_folder)
         assert same(weights(killed_run.config.run_folder), weights(undisturbed_run.config.run_folder))
-    assert summary_entries(Procedure(killed.experiment)) == summary_entries(Procedure(undisturbed.experiment))
+    assert Procedure(killed.experiment).judgement().entries() == Procedure(undisturbed.experiment).judgement().entries()
 
 
 def metrics_but_times(folder: Path) -> list[dict]:

@@ -18,7 +18,6 @@ from waiting import wait_until
 import lm
 from lm.errors import ConfigError, LMError, RunError
 from lm.experiments.experiment_folder import open_experiment
-from lm.experiments.summary import summary_entries
 from lm.runs.folder import read_config
 from lm.training.banner import git_state
 
@@ -60,7 +59,7 @@ def test_the_long_table_holds_what_the_verdict_follows_from(experiment, tmp_path
     final = table.query("stage == 'final' and metric == 'val/loss' and part == 'reports'")
     means = final.groupby(["arm", "seed"]).apply(lambda lines: np.average(lines["value"], weights=lines["weight"]))
     verdict = compared.verdicts.set_index("arm").loc["ssmax"]
-    base, other = summary_entries(open_experiment(file, overrides))
+    base, other = open_experiment(file, overrides).judgement().entries()
     assert [base["mean"], other["mean"]] == pytest.approx(means.groupby("arm").mean().tolist(), abs=1e-6)
     assert verdict["verdict"] == other["verdict"]
     assert compared.report.is_file()

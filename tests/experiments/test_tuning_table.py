@@ -12,8 +12,6 @@ from fabricated import finish_all
 from lm.errors import ConfigError
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.summary import summary_entries, tuning_means, tuning_table_rows
-from lm.experiments.tuning_table import differing_keys
 from lm.report.tables import csv_text
 
 FILE = {
@@ -51,7 +49,7 @@ def on_a_grid(tmp_path_factory) -> Procedure:
 def table(tmp_path, on_a_grid) -> Path:
     """Its table, beside the file of another experiment."""
     path = tmp_path / "rates.csv"
-    path.write_text(csv_text(tuning_table_rows(on_a_grid)))
+    path.write_text(on_a_grid.tuning_runs("").to_csv(index=False))
     return path
 
 
@@ -59,22 +57,12 @@ def test_a_table_chooses_the_rates_that_the_grid_chose(tmp_path, table, on_a_gri
     assert on_a_grid.choice("").rates == BEST
     by_table = finish_all(experiment(tmp_path, tune={"table": "rates.csv"}), loss)
     assert by_table.choice("").rates == BEST
-    assert by_table.tuning_runs("") == on_a_grid.tuning_runs("")
-    assert tuning_means(by_table) == tuning_means(on_a_grid)
+    assert by_table.tuning_runs("").equals(on_a_grid.tuning_runs(""))
     assert {run.stage for run in by_table.known_runs()} == {"final"}
     assert {run.config.name for run in by_table.known_runs()} < {run.config.name for run in on_a_grid.known_runs()}
-    assert summary_entries(by_table) == summary_entries(on_a_grid)
+    assert by_table.judgement().entries() == on_a_grid.judgement().entries()
     assert by_table.notes() == on_a_grid.notes()
-    assert {line["seed"] for line in tuning_table_rows(on_a_grid)} == {101, 102}
-
-
-def test_a_table_of_an_older_version_may_have_former_defaults_of_removed_keys():
-    older = "optim.lr=0.01; optim.optimizer.name=muon; optim.optimizer.ns_steps=5; optim.optimizer.nesterov=True"
-    assert differing_keys(older, "optim.lr=0.01; optim.optimizer.name=muon") == []
-    assert differing_keys(older.replace("=5", "=6"), "optim.optimizer.name=muon") == [
-        "optim.lr",
-        "optim.optimizer.ns_steps",
-    ]
+    assert {*on_a_grid.tuning_runs("")["seed"]} == {101, 102}
 
 
 def test_final_seeds_choose_no_rates(tmp_path, table):
@@ -84,30 +72,6 @@ def test_final_seeds_choose_no_rates(tmp_path, table):
         experiment(tmp_path, tune={"table": "rates.csv"}, seeds=[1, 2, 102])
 
 
-def test_rates_in_a_table_of_an_arm_that_is_not_tuned_are_left_out(tmp_path, table):
-    table.write_text(
-        "".join(line for line in table.read_text().splitlines(True) if not ("log_n" in line and ",102," in line))
-    )
-    arms = FILE["arms"] | {"log_n": {"from": "softmax", "swap": {"to": "log_n"}, "train": False}}
-    lines = summary_entries(
-        finish_all(experiment(tmp_path, arms=arms, tune={"table": "rates.csv"}), lambda run: 5 + 1e-3 * run.seed)
-    )
-    assert [len(line["differences_by_rate"]) for line in lines[1:]] == [4, 0]
-
-
-def test_a_table_of_another_configuration_is_said(tmp_path, table):
-    table = experiment(
-        tmp_path,
-        "model.n_embd=64",
-        "trainer.max_steps=12",
-        "trainer.precision=auto",
-        "log.every=5",
-        tune={"table": "rates.csv"},
-    )
-    reason = "rates were tuned for another configuration: model.n_embd, trainer.max_steps differ"
-    assert table.notes()[: len(BEST)] == [f"{arm}: {reason}" for arm in BEST]
-
-
 def test_an_arm_at_the_edge_of_the_table_is_not_tuned(tmp_path, table):
     lines = [line for line in table.read_text().splitlines() if ",0.08," not in line]
     table.write_text("\n".join(lines) + "\n")
@@ -115,7 +79,7 @@ def test_an_arm_at_the_edge_of_the_table_is_not_tuned(tmp_path, table):
     seeds = len(procedure.experiment.seeds)
     assert procedure.n_runs("")["ssmax"] == 0
     assert sum(procedure.n_runs("").values()) == len(procedure.known_runs()) >= 2 * seeds
-    _, scalable, log_n = summary_entries(finish_all(procedure, loss))
+    _, scalable, log_n = finish_all(procedure, loss).judgement().entries()
     assert (scalable["verdict"], scalable["rate"]) == ("not tuned", None)
     assert log_n["verdict"] != "not tuned"
 
@@ -145,13 +109,11 @@ def test_a_run_that_diverged_is_in_the_table(tmp_path, table):
             lambda text: text.replace("ssmax,optim.lr,0.02,102,", "ssmax,optim.lr,0.02,103,"),
             "has not 2 rates of ssmax with the same seeds as softmax, 2 or more",
         ),
-        (lambda text: text.replace("arm,", "arms,"), "rates.csv: line 2 is of no tuning table: it needs size, arm"),
-        (
-            lambda text: text.replace(",0.02,", ",-0.02,"),
-            r"line \d+ is of no tuning table: .* a rate above 0",
-        ),
-        (lambda text: text.replace(",101,", ",101,four"), r"rates.csv: line \d+ is of no tuning table"),
-        (lambda text: "\x00" + text, r"rates.csv: line \d is of no tuning table"),
+        (lambda text: text.replace("arm,", "arms,"), "rates.csv: is no tuning table: it needs columns size, arm"),
+        (lambda text: text.replace(",0.02,", ",-0.02,"), r"is no tuning table: .* rate above 0"),
+        (lambda text: text.replace(",101,", ",101,four"), "rates.csv: is no tuning table"),
+        (lambda text: "\x00" + text, "rates.csv: is no tuning table"),
+        (lambda text: "", "rates.csv: is no tuning table"),
     ],
 )
 def test_a_wrong_table_is_refused_in_words(tmp_path, table, change, message):
@@ -171,4 +133,4 @@ def test_a_grid_that_would_leave_the_key_s_range_ends_not_tuned(tmp_path):
     procedure = experiment(tmp_path, tune={"key": "optim.optimizer.beta1", "grid": [0.3, 0.6], "seeds": [101, 102]})
     finish_all(procedure, lambda run: 2 - run.rate)
     assert {run.rate for run in procedure.known_runs()} == {0.3, 0.6}
-    assert [line["verdict"] for line in summary_entries(procedure)[1:]] == ["not tuned"] * 2
+    assert [line["verdict"] for line in procedure.judgement().entries()[1:]] == ["not tuned"] * 2

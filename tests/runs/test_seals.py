@@ -23,7 +23,6 @@ from lm.errors import RunError
 from lm.evaluation.evaluation_kind import Measurement
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.summary import summary_entries, tuning_table_rows
 from lm.model.device import Device
 from lm.runs.evaluations import MEASURING_PACKAGES, evaluation_path, measuring_code
 from lm.runs.folder import CONFIG, DIVERGED, METRICS, check_log
@@ -78,9 +77,9 @@ def file_of(run: Run, step: int | None = None) -> Path:
     return evaluation_path(run.config.run_folder, "validation", run.outcome.last_step if step is None else step)
 
 
-def copied(procedure: Procedure, step: int | None = None) -> None:
+def copied(procedure: Procedure) -> None:
     """The baseline's numbers in place of an arm's, as `cp` does."""
-    shutil.copy(file_of(ours(procedure, "softmax"), step), file_of(ours(procedure), step))
+    shutil.copy(file_of(ours(procedure, "softmax")), file_of(ours(procedure)))
 
 
 def moved(procedure: Procedure) -> None:
@@ -88,17 +87,17 @@ def moved(procedure: Procedure) -> None:
     shutil.copy(file_of(ours(procedure), 4), file_of(ours(procedure)))
 
 
-def lowered(procedure: Procedure, step: int | None = None) -> None:
+def lowered(procedure: Procedure) -> None:
     """Every value lower by 1."""
-    path = file_of(ours(procedure), step)
+    path = file_of(ours(procedure))
     head, _, table = path.read_text().partition("\n")
     before = pd.read_csv(StringIO(table))
     path.write_text(f"{head}\n{before.assign(value=before['value'] - 1).to_csv(index=False)}")
 
 
-def resealed(procedure: Procedure, step: int | None = None) -> None:
+def resealed(procedure: Procedure) -> None:
     """Every value lower by 1, with a line in the manifest."""
-    lowered(procedure, step)
+    lowered(procedure)
     record(ours(procedure).config.run_folder)
 
 
@@ -192,10 +191,11 @@ def test_nothing_is_judged_on_what_was_changed_after_it_was_measured(
 ):
     stage, edit = case
     procedure = opened(Path(shutil.copytree(originals[stage], tmp_path / "copy")))
-    assert summary_entries(procedure)
+    assert procedure.judgement().entries()
     edit(procedure)  # of the runs the first: of tuning, if there is any
+    edited = Procedure(procedure.experiment)
     with pytest.raises(RunError, match=EDITS[edit]) as error:
-        (tuning_table_rows if stage == "tune" else summary_entries)(Procedure(procedure.experiment))
+        edited.tuning_runs("") if stage == "tune" else edited.judgement()
     assert "\n" not in str(error.value)
 
 
@@ -206,25 +206,6 @@ def test_a_log_that_was_read_before_its_run_saved_again_is_no_altered_one(tmp_pa
         file.write(json.dumps({"step": 8, "tokens": 8, "lr": 0.1}) + "\n")
     save(run.config.run_folder, run.outcome.last_step)
     check_log(run.config.run_folder, log.content)
-
-
-@pytest.mark.parametrize("edit", [copied, lowered], ids=lambda edit: edit.__name__)
-def test_so_are_the_evaluations_on_the_way_to_a_value(tmp_path, edit: Callable[[Procedure, int], None]):
-    procedure = finished(tmp_path, primary={"reach": 5.5})
-    assert summary_entries(procedure)
-    edit(procedure, 4)
-    with pytest.raises(
-        RunError,
-        match=r"validation\.step-000004\.csv: .*; bring it back: the checkpoint of its step is no longer there",
-    ):
-        summary_entries(Procedure(procedure.experiment))
-
-
-def test_a_resealed_evaluation_on_the_way_is_compared_with_the_log(tmp_path):
-    procedure = finished(tmp_path, primary={"reach": 5.5})
-    resealed(procedure, 4)
-    with pytest.raises(RunError, match=r"step-000004\.csv: val/loss is 5\.0000, metrics\.jsonl says 6\.0000: delete"):
-        summary_entries(Procedure(procedure.experiment))
 
 
 PLACES = {  # of a run, and of another in its place: stage, arm, rate, seed
@@ -244,7 +225,7 @@ WAYS += [("another seed", way) for way in ("link", "copy of all but config.yaml"
 def test_a_folder_holds_the_run_that_its_name_says(tmp_path, originals: dict[str, Path], case: tuple[str, str]):
     """Another run in its place gave another interval, without a word."""
     procedure = opened(Path(shutil.copytree(originals["tune"], tmp_path / "copy")))
-    assert summary_entries(procedure)
+    assert procedure.judgement().entries()
     place, way = case
     folders = {(run.stage, run.arm, run.rate, run.seed): run.config.run_folder for run in procedure.known_runs()}
     folder, other = (folders[run] for run in PLACES[place])
@@ -257,7 +238,7 @@ def test_a_folder_holds_the_run_that_its_name_says(tmp_path, originals: dict[str
     with pytest.raises(
         RunError, match=rf"is of another run than {folder.name}: name {other.name} \(planned: "
     ) as error:
-        summary_entries(Procedure(procedure.experiment))
+        Procedure(procedure.experiment).judgement().entries()
     assert "\n" not in str(error.value)
 
 
