@@ -337,6 +337,16 @@ def test_packed_documents_beside_padding_stay_apart(kernel: str, normalizer: opt
 
 
 @torch.no_grad()
+def test_a_configuration_asks_for_weights_and_hidden_states(tmp_path: Path):
+    _, folder = moved(shape(opt.SSMax()), 64, tmp_path)
+    flags = {"output_attentions": True, "output_hidden_states": True}
+    out = of_transformers(folder, "eager", **flags)(tokens()[:, :20])
+    expected = of_transformers(folder, "eager")(tokens()[:, :20], **flags)
+    assert [len(out.attentions), len(out.hidden_states)] == [3, 4]
+    torch.testing.assert_close([*out.attentions, *out.hidden_states], [*expected.attentions, *expected.hidden_states])
+
+
+@torch.no_grad()
 def test_a_vocabulary_grows_with_its_tables_of_values(tmp_path: Path):
     _, folder = moved(shape(opt.SSMax(), value_residual="embedding"), 64, tmp_path)
     model, sample = of_transformers(folder), tokens()[:, :50]
