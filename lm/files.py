@@ -4,22 +4,19 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from lm.errors import DataError, RunError, one_line
-from lm.machine import process_start, this_machine
 from lm.schema import Plain
 
 UNFINISHED = "unfinished"  # part of the names of files and folders that are being written
-ABANDONED_FILE_SECONDS = 86_400.0  # age at which an unfinished file of another machine counts as abandoned
+ABANDONED_FILE_SECONDS = 86_400.0  # age at which an unfinished file counts as abandoned
 
 
 def expand_home(path: str | os.PathLike) -> Path:
@@ -37,8 +34,8 @@ def expand_home(path: str | os.PathLike) -> Path:
 @contextmanager
 def temporary_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
     """A context that yields an empty file in the folder of `path`, open for writing, and the file's path. The file is
-    deleted at the end, unless the caller renamed it. Unfinished files left in the folder by processes that have ended
-    are deleted, too.
+    deleted at the end, unless the caller renamed it. Unfinished files that killed processes left there a day ago are
+    deleted, too.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary_path = new_temporary_path(path)
@@ -51,38 +48,22 @@ def temporary_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
 
 
 def new_temporary_path(path: Path) -> Path:
-    """Return a new path beside `path` for what will be renamed to it; its name identifies this machine and process.
+    """Return a new path beside `path` for what will be renamed to it.
 
     The umask decides the mode of what is made there, which `tempfile` would not heed.
     """
     name = os.fsencode(path.name)[:100].decode(errors="ignore")  # file systems limit the bytes of a name
-    process = f"{_machine_hash()}-{os.getpid()}-{process_start(os.getpid())}"
-    return path.parent / f".{name}-{UNFINISHED}-{process}-{secrets.token_hex(4)}"
+    return path.parent / f".{name}-{UNFINISHED}-{secrets.token_hex(8)}"
 
 
 def _delete_abandoned(new_path: Path) -> None:
-    """Delete unfinished files and folders left by processes that have ended. Only the folder of `new_path` is searched;
-    `new_path` is a file or folder that this process has just made.
-
-    Files of other machines are deleted if they are `ABANDONED_FILE_SECONDS` older than `new_path`. For files of this
-    machine the process id and start time in the name tell whether the process has ended, since file locks would not
-    work on all file systems.
+    """Delete unfinished files and folders beside `new_path`, which was just made, if they are
+    `ABANDONED_FILE_SECONDS` older: a process that was killed has left them.
     """
-    pattern = re.compile(rf"\..+-{UNFINISHED}-([0-9a-f]{{8}})-(\d+)-(\w+)-\w{{8}}")
-    for leftover in new_path.parent.glob(f".*-{UNFINISHED}-*"):
+    for leftover in new_path.parent.glob(f".*-{UNFINISHED}-{'[0-9a-f]' * 16}"):
         with suppress(OSError):  # another process has deleted it meanwhile
-            if match := pattern.fullmatch(leftover.name):
-                machine, pid, start_time = match.groups()
-                is_local, age = machine == _machine_hash(), new_path.stat().st_mtime - leftover.stat().st_mtime
-                if (is_local and process_start(int(pid)) != start_time) or (
-                    not is_local and age > ABANDONED_FILE_SECONDS
-                ):
-                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-
-
-@cache
-def _machine_hash() -> str:
-    return hashlib.sha256(this_machine().encode()).hexdigest()[:8]
+            if new_path.stat().st_mtime - leftover.stat().st_mtime > ABANDONED_FILE_SECONDS:
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
 @contextmanager
@@ -165,7 +146,7 @@ def check_new(path: Path) -> None:
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A context that yields an empty temporary folder, which is renamed to `path` at the end, or deleted if an error
-    occurs. Unfinished folders left beside `path` by processes that have ended are deleted, too.
+    occurs. Unfinished folders that killed processes left beside `path` a day ago are deleted, too.
 
     Raises RunError: `path` exists and is not empty, or can't be made.
     """

@@ -167,9 +167,3 @@ def _version_of(reference: str, plugin_class: type) -> str:
         return distribution or "unknown"
     digest = file_sha256(Path(source))[:12]  # an editable distribution changes without a new version
     return f"source sha256 {digest}" + f" ({distribution})" * bool(distribution)
-
-
-def matches_version(recorded: str, present: str) -> bool:
-    """Return whether the plugin version `present` matches the one `recorded` in a run; older runs recorded only
-    the name and version of the distribution that installed the plugin."""
-    return present == recorded or present.endswith(f" ({recorded})")

@@ -73,7 +73,6 @@ def metrics(arguments: Annotated[list[str] | None, Configuration.__metadata__[0]
 
 def configs(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="print this preset's file")] = None,
-    copy: Annotated[Path | None, typer.Option("--copy", metavar="DIR", help="copy them to DIR/configs")] = None,
 ) -> None:
     """List the presets: configurations, recipes and experiments, or print one.
 
@@ -82,9 +81,6 @@ def configs(
     from lm.config import presets
     from lm.errors import ConfigError
 
-    if copy:
-        print(presets.copy_presets(copy))
-        return
     if name:
         file = presets.find(name)
         file = file if file.is_file() else presets.find(name, "experiments")

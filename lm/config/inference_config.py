@@ -134,26 +134,22 @@ class InferenceSetting:
         )
 
     def normalizers(self, trained_normalizers: list[Options], path: str) -> tuple[list[Options], list[Problem]]:
-        """Return the normalizer options as changed by this setting, and problems of the changes. `path` is the path of
-        the key `normalizer`."""
-        problems: list[Problem] = []
-        normalizers = [with_changes(options, self.normalizer, path, problems) for options in trained_normalizers]
-        problems += [
-            Problem(f"{path}.{name}", self.normalizer[name], "no normalizer of this model has this option", "drop it")
-            for name in self.missing_options(trained_normalizers)
-        ]
-        return normalizers, list({problem.path: problem for problem in problems}.values())
+        """Return the normalizer options as changed by this setting, and its problems; `path` is the setting's path.
 
-    def temperature_problems(self, normalizers: list[Options], path: str) -> list[Problem]:
-        """Return a problem if YaRN's temperature is on but some normalizer's scores do not scale with q. `path` is the
-        key path of this setting."""
-        unscaled_layers = [
-            layer for options in normalizers for layer in options.layer_options() if not layer.scales_with_q
-        ]
-        if not unscaled_layers or not getattr(self.rope, "temperature", False):
-            return []
-        reason = f"is a factor on queries, and none on the scores of {unscaled_layers[0].name}"
-        return [Problem(f"{path}.rope.temperature", True, reason, "set it to false")]
+        YaRN's temperature is one, if it is on and some normalizer's scores do not scale with q.
+        """
+        problems: list[Problem] = []
+        key_path = f"{path}.normalizer"
+        normalizers = [with_changes(options, self.normalizer, key_path, problems) for options in trained_normalizers]
+        for name in self.missing_options(trained_normalizers):
+            reason = "no normalizer of this model has this option"
+            problems.append(Problem(f"{key_path}.{name}", self.normalizer[name], reason, "drop it"))
+        layers = [layer for options in trained_normalizers for layer in options.layer_options()]
+        unscaled_names = [layer.name for layer in layers if not layer.scales_with_q]
+        if unscaled_names and getattr(self.rope, "temperature", False):
+            reason = f"is a factor on queries, and none on the scores of {unscaled_names[0]}"
+            problems.append(Problem(f"{path}.rope.temperature", True, reason, "set it to false"))
+        return normalizers, list({problem.path: problem for problem in problems}.values())
 
     def missing_options(self, normalizers: list[Options]) -> list[str]:
         """Names of normalizer options in this setting that none of `normalizers` has."""

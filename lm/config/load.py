@@ -63,7 +63,7 @@ def check(config: Config) -> Iterator[Problem]:
         conflicts = []
         # checked even if the evaluation is off, as other values are
         for index, setting in enumerate(getattr(options, "inference", [])):
-            conflicts += setting.normalizers(normalizers, f"inference[{index}].normalizer")[1]
+            conflicts += setting.normalizers(normalizers, f"inference[{index}]")[1]
         conflicts += options.conflicts(data, model) if options.wanted(data) else ()
         yield from (
             replace(conflict, path=f"eval.{kind}.{conflict.path}".replace("tasks.tasks", "tasks"))
@@ -191,8 +191,7 @@ def load_config(arguments: list[str], merge_model_keys: MergeModelKeys | None = 
     merge_model_keys: called as (`init_from`, keys of the files, overrides) if `init_from` is set. It returns the keys
     of files and overrides, merged with the keys that the model in `init_from` determines, such as its shape.
 
-    Raises ConfigError: an argument can't be read. If all can be, one message has every problem that `parse` finds, or,
-    if it finds none, those of `refuse_unused_temperatures`.
+    Raises ConfigError: an argument can't be read. If all can be, one message has every problem that `parse` finds.
     """
     if not arguments:
         raise ConfigError("no configuration given: name a YAML file, e.g. configs/softmax.yaml")
@@ -215,22 +214,7 @@ def load_config(arguments: list[str], merge_model_keys: MergeModelKeys | None = 
     if tree.get("name") in (None, ""):  # 0 and false stay, for `parse` to refuse them as names
         tree["name"] = Path(files[0]).stem if files else "run"
     with PLUGINS.trusted():
-        config = parse(resolve_interpolations(tree))
-    refuse_unused_temperatures(config)
-    return config
-
-
-def refuse_unused_temperatures(config: Config) -> None:
-    """Raise ConfigError if an inference setting has YaRN's temperature and some normalizer's scores would not scale
-    with it. `parse` doesn't refuse that, as it also reads the configurations of trained models."""
-    normalizers = [phase.normalizer for phase in config.plan]
-    if problems := [
-        problem
-        for kind, options in config.eval.kinds.items()
-        for index, setting in enumerate(getattr(options, "inference", []))
-        for problem in setting.temperature_problems(normalizers, f"eval.{kind}.inference[{index}]")
-    ]:
-        raise ConfigError(problems)
+        return parse(resolve_interpolations(tree))
 
 
 def load_normalizer(name: str, overrides: list[str]) -> Options:

@@ -1,13 +1,11 @@
 """Presets: the configurations, recipes and experiments that come with the package, found by name."""
 
 import os
-import shutil
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 
 import lm
-from lm.errors import ConfigError
 
 # subfolders to search for a preset, by kind
 _SUBFOLDERS = {"experiments": ("experiments", ""), "": ("", "recipes", "models", "data")}
@@ -69,22 +67,3 @@ def suggestion(path: Path) -> str:
     known_names = [*files, *(form for name, _ in names() for form in (name, name.rpartition("/")[2]))]
     matches = get_close_matches(str(path.with_suffix("")), known_names, n=1)
     return f"; did you mean '{matches[0]}'?" if matches else "; lm configs lists presets"
-
-
-def copy_presets(parent: Path) -> Path:
-    """Copy all presets, with the .csv tables of tuning runs that experiments name, into the new folder `parent`/configs
-    and return it.
-
-    Raises ConfigError: the folder exists already, or can't be written.
-    """
-    destination = parent / "configs"
-    try:
-        destination.mkdir(parents=True)
-        for path in filter(Path.is_file, folder().rglob("*")):
-            (copy := destination / path.relative_to(folder())).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copy)  # the umask decides the modes, which `copytree` would take over
-    except FileExistsError:
-        raise ConfigError(f"{destination}: is there already; name another folder") from None
-    except OSError as error:
-        raise ConfigError(f"{destination}: can't be written: {error.strerror or error}") from None
-    return destination

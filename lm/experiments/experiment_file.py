@@ -16,7 +16,6 @@ from lm.config.load import (
     overrides_in,
     read_overrides,
     read_yaml,
-    refuse_unused_temperatures,
 )
 from lm.config.normalizers import OPTIONS
 from lm.config.tree import Config, ExperimentConfig, differences, distinguishes_arms, effect_of
@@ -242,8 +241,6 @@ def _check(experiment: Experiment) -> None:
         try:
             config = configs[size, arm.name] = experiment.example_config(size, arm)
             measured_config = experiment.measurement_config(config)
-            for checked_config in (config, measured_config):
-                refuse_unused_temperatures(checked_config)
             if not problems:
                 _check_metric(experiment, measured_config)
         except ConfigError as error:

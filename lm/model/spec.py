@@ -14,7 +14,7 @@ from lm.config.model_config import ModelConfig
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem
 from lm.model.decoder import Decoder, is_normalizer_parameter
-from lm.plugins import PLUGINS, matches_version
+from lm.plugins import PLUGINS
 from lm.schema import Plain, build, cross_key_problems, key, section
 
 
@@ -70,11 +70,7 @@ class ModelSpec:
         recorded.
         """
         versions = PLUGINS.versions(self.plugins).items()
-        return [
-            (name, self.plugins[name], version)
-            for name, version in versions
-            if not matches_version(self.plugins[name], version)
-        ]
+        return [(name, self.plugins[name], version) for name, version in versions if self.plugins[name] != version]
 
     def decoder(self) -> Decoder:
         """Return a decoder whose parameters are not initialised, so that weights can be loaded into it."""

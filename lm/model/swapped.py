@@ -145,8 +145,8 @@ def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:
     Raises ConfigError: `setting` changes an option that no normalizer has or that training fixed, or it has YaRN's
     temperature although a layer's scores don't scale with q.
     """
-    (normalizer,), problems = setting.normalizers([decoder.config.normalizer], "normalizer")
-    if problems := problems + setting.temperature_problems([decoder.config.normalizer], "inference"):
+    (normalizer,), problems = setting.normalizers([decoder.config.normalizer], "inference")
+    if problems:
         raise ConfigError(problems)
     inference_decoder = copy.deepcopy(
         decoder, {id(tensor): tensor for tensor in (*decoder.parameters(), *decoder.buffers())}

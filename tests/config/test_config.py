@@ -12,6 +12,7 @@ from conftest import lm, thinned
 
 from lm.attention import catalogue
 from lm.config.data_config import Files
+from lm.config.inference_config import InferenceSetting, YaRNScaling
 from lm.config.load import load_config, merge, parse, to_yaml
 from lm.config.reference import reference
 from lm.config.tree import Config
@@ -226,11 +227,9 @@ def test_a_temperature_of_rope_is_refused_where_the_normalizer_would_undo_it():
         load_config(inference("true"))
     linear = "model.normalizer={name: linear, features: identity, n: visible}"  # a factor on q is one on its scores
     assert load_config([*inference("true"), linear]).eval.long_context.inference[0].label == "yarn"
-    trained = to_plain(load_config(inference("false")))
-    trained["eval"]["long_context"]["inference"][0]["rope"]["temperature"] = True
-    # an older run
+    config = load_config(inference("false"))
     with pytest.raises(ConfigError, match=r"inference\.rope\.temperature = true: .* scores of cosine; set it to false"):
-        for_inference(Decoder((config := parse(trained)).model, 300, 32), config.eval.long_context.inference[0])
+        for_inference(Decoder(config.model, 300, 32), InferenceSetting(YaRNScaling()))
 
 
 @pytest.mark.parametrize("name", ["0", "false", "{}"])

@@ -106,13 +106,6 @@ def test_every_preset_is_listed_and_can_be_named(tmp_path, monkeypatch):
     assert read_experiment(Path("recall"), []).name == "recall"
 
 
-def test_presets_are_copied_to_a_new_folder_alone(tmp_path):
-    copied = presets.copy_presets(tmp_path)
-    assert {path.name for path in copied.rglob("*")} == {path.name for path in (ROOT / "configs").rglob("*")}
-    with pytest.raises(ConfigError, match="is there already"):
-        presets.copy_presets(tmp_path)
-
-
 def test_the_wheel_has_every_package_and_every_preset():
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     folders = {
