@@ -244,7 +244,7 @@ def test_numbers_beside_the_needle_make_a_chance(tiny):
     assert exact == [{"chance": 1 / 4}, {}, {"chance": 1 / 4}, {"chance": 1 / 4}, {}], (
         "the control shows none that is right"
     )
-    assert [row.value for row in rows_of(evaluation) if row.metric == "exact: chance"] == [1 / 4, 1 / 4]
+    assert [row["value"] for row in rows_of(evaluation) if row["quantity"] == "exact: chance"] == [1 / 4, 1 / 4]
 
 
 def test_needles_are_asked_for_under_each_setting(tiny):

@@ -279,7 +279,7 @@ def test_the_result_is_plain_has_rows_and_scores_and_is_the_same_each_time(tiny)
         "given and own answers, of either task"
     )
     metrics = ["accuracy", "accuracy: chance", "accuracy: chance, roll-out", "token accuracy", "loss of answers"]
-    assert list(dict.fromkeys(row.metric for row in rows_of(first))) == metrics
+    assert list(dict.fromkeys(row["quantity"] for row in rows_of(first))) == metrics
     assert recall.work_units == 12
 
 
