@@ -3,9 +3,6 @@
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
-from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -35,7 +32,7 @@ from lm.report.tables import (
 )
 from lm.runs.folder import DIVERGED, peak_memory, training_seconds
 from lm.runs.metric import Metric
-from lm.runs.record import RunRecord, differing_settings, starts
+from lm.runs.record import RunRecord, differing_settings
 from lm.schema import Plain, flatten
 
 BETTER_SIDE = {"lower": "below zero", "higher": "above zero", "none": ""}  # side on which differences are improvements
@@ -48,7 +45,6 @@ OWN_SEEDS_NOTE = (
     "that both arms have"
 )
 AGREEMENT_TEXTS = {True: "yes", False: "NO", None: "unknown"}  # how tables show `Fact.agrees`
-TimeSpan = tuple[datetime, datetime]
 
 
 def comparison_tables(comparison: ArmComparison) -> tuple[Table, ...]:
@@ -62,23 +58,15 @@ def comparison_tables(comparison: ArmComparison) -> tuple[Table, ...]:
 def _section_table(comparison: ArmComparison, section: pd.DataFrame) -> Table:
     title, shape = section[["title", "shape"]].iloc[0]
     runs_by_row = section.groupby(["subject", "setting", "arm"], sort=False)["run"].unique().to_dict()
-    settings = dict.fromkeys(key[:2] for key in runs_by_row)
-    rows = [(*key, arm) for key, arm in product(settings, comparison.arms) if (*key, arm) in runs_by_row]
-    runs = [[comparison.runs[run] for run in runs_by_row[row]] for row in rows]
+    settings, arm_order = list(dict.fromkeys(row[:2] for row in runs_by_row)), list(comparison.arms)
+    rows = sorted(runs_by_row, key=lambda row: (settings.index(row[:2]), arm_order.index(row[2])))
     subjects, setting_names, arms = (list(texts) for texts in zip(*rows, strict=True))
     labels = {"arm": arms, "task": subjects, "inference setting": setting_names}
     columns: list[FilledColumn] = [(Column(name, kind="label"), texts) for name, texts in labels.items() if any(texts)]
-    columns.append((Column("seeds"), [str(len(of_row)) for of_row in runs]))
-    diverged = [sum(run.state == DIVERGED for run in of_row) for of_row in runs]
+    columns.append((Column("seeds"), [str(len(runs_by_row[row])) for row in rows]))
+    diverged = [sum(comparison.runs[run].state == DIVERGED for run in runs_by_row[row]) for row in rows]
     columns += [(Column("diverged"), [str(count) for count in diverged])] if any(diverged) else []
     levels: list[FilledColumn] = []
-    if shape == "number":
-        counts = {
-            "params": lambda run: run.environment_entry("parameters.total"),
-            "tokens": lambda run: run.tokens_seen,
-        }
-        for name, count in counts.items():
-            columns.append((Column(name, "M"), [_mean_text([count(run) for run in of_row], 1e6) for of_row in runs]))
     for quantity, means in section.groupby("quantity", sort=False):
         with_units = means[means["sample"].notna()]
         about = (means if with_units.empty else with_units)["about"].iloc[0]
@@ -116,21 +104,9 @@ def _mean_columns(
         heading = f"{place}, {starts[place] / lengths[0]:g}x" if is_point and len(lengths) == 1 else place
         if not is_point or section["quantity"].nunique() > 1:
             heading = f"{quantity} {heading}".strip()
-        columns.append(
-            (Column(heading, unit, **options), [cell and (cell.interval or numeral(cell.mean)) for cell in of_place])
-        )
+        texts = [cell and (cell.interval or numeral(cell.mean)) for cell in of_place]
+        columns.append((Column(heading, unit, **options), texts))
     return columns
-
-
-def _mean_text(values: Sequence[float | None], unit: float = 1.0, decimals: int | None = None) -> str | None:
-    """The mean of the values that are not None, divided by `unit`, as text with four digits or `decimals` decimals;
-    None without values.
-    """
-    numbers = [value for value in values if value is not None]
-    if not numbers:
-        return None
-    mean = np.mean(numbers) / unit
-    return four_digit_text(mean) if decimals is None else f"{mean:.{decimals}f}"
 
 
 def _unit(unit: str) -> str:
@@ -178,40 +154,22 @@ def comparison_notes(comparison: ArmComparison) -> list[str]:
 # ---------------------------------------------------------------- what a run took
 
 
-def cost_table(arms: Arms, concurrent_runs: Sequence[RunRecord], title: str = "What a run took") -> Table:
-    """A table of the mean costs of a run, one row per arm. `concurrent_runs`: all runs that may have been under way at
-    the same time.
-    """
-    training_spans = {run.folder: _training_span(run) for run in concurrent_runs}
-    uses_cpu = [str(run.setting("device") or "cpu").startswith("cpu") for runs in arms.values() for run in runs]
-    memory_unit = (
-        "GiB, whole process"
-        if all(uses_cpu)
-        else "GiB, whole process on a CPU"
-        if any(uses_cpu)
-        else "GiB, tensors on the GPU"
-    )
-    costs = [[_costs(run, training_spans, memory_unit) for run in runs] for runs in arms.values()]
+def cost_table(arms: Arms, title: str = "What a run took") -> Table:
+    """A table of the mean costs of a run, one row per arm, without costs that no run folder records."""
+    means = [pd.DataFrame([_costs(run) for run in runs], dtype=float).mean() for runs in arms.values()]
     columns: list[FilledColumn] = [
         (Column("arm", kind="label"), [*arms]),
         (Column("runs"), [str(len(runs)) for runs in arms.values()]),
     ]
-    for name, unit in costs[0][0]:
-        cells = [
-            _mean_text([cost[name, unit] for cost in by_run], decimals=1 if name == "concurrent runs" else None)
-            for by_run in costs
-        ]
+    for name, unit in means[0].index:
+        cells = [None if np.isnan(cost[name, unit]) else four_digit_text(cost[name, unit]) for cost in means]
         columns += [(Column(name, unit), cells)] if any(cells) else []
     devices = [", ".join(dict.fromkeys(plain_text(run.setting("device")) for run in runs)) for runs in arms.values()]
     return Table(title, "", (*columns, (Column("device", kind="words"), devices)))
 
 
-def _costs(
-    run: RunRecord, training_spans: Mapping[Path, TimeSpan | None], memory_unit: str
-) -> dict[tuple[str, str], float | None]:
-    """A run's costs by (name, unit), None where the run folder records none. `training_spans`: start and end of
-    training by run folder.
-    """
+def _costs(run: RunRecord) -> dict[tuple[str, str], float | None]:
+    """A run's costs by (name, unit), None where the run folder records none."""
     seconds, memory = training_seconds(run.log_lines), peak_memory(run.log_lines)
     # the run's own, as the seconds are
     tokens = run.tokens_seen and run.tokens_seen - (run.environment_entry("branched_from.tokens") or 0)
@@ -219,14 +177,6 @@ def _costs(
     total, normalizer, flops = (
         run.environment_entry(name) for name in ("parameters.total", "parameters.normalizer", "flops_per_token")
     )
-    concurrency = None
-    # how many other runs were under way at a time, on average over this run's span
-    if own_span := training_spans[run.folder]:
-        other_spans = [span for folder, span in training_spans.items() if span and folder != run.folder]
-        shared_seconds = sum(
-            max(0.0, (min(own_span[1], stop) - max(own_span[0], start)).total_seconds()) for start, stop in other_spans
-        )
-        concurrency = shared_seconds / (own_span[1] - own_span[0]).total_seconds()
     return {
         ("parameters", "M"): total and total / 1e6,
         ("in the normalizer", "parameters, at the start"): normalizer,
@@ -234,21 +184,8 @@ def _costs(
         ("training", "TFLOP a run"): flops and tokens and flops * tokens / 1e12,
         ("training time", "s a run"): seconds,
         ("speed", "tokens/s"): tokens / seconds if tokens and seconds else None,
-        ("peak memory", memory_unit): memory and memory / 2**30,
-        ("concurrent runs", "others of this page, mean"): concurrency,
+        ("peak memory", "GiB, of the process on a CPU, of tensors on a GPU"): memory and memory / 2**30,
     }
-
-
-def _training_span(run: RunRecord) -> TimeSpan | None:
-    """Start and end of a run's training since it was last started or resumed; None if the run folder does not record
-    them.
-    """
-    run_starts = starts(run.environment)
-    seconds = training_seconds(run.log_lines, run_starts[-1]["step"]) if run_starts else None
-    if not seconds or not run_starts[-1].get("time"):
-        return None
-    start = datetime.fromisoformat(run_starts[-1]["time"])
-    return start, start + timedelta(seconds=seconds)
 
 
 # ---------------------------------------------------------------- what runs share and what differs
@@ -282,17 +219,6 @@ def run_facts(comparison: ArmComparison) -> list[Fact]:
         total, normalizer = run.environment_entry("parameters.total"), run.environment_entry("parameters.normalizer")
         return None if total is None or normalizer is None else total - normalizer
 
-    def steps(run: RunRecord) -> str:
-        return (
-            f"{plain_text(run.evaluations[0].step if run.evaluations else None)} / "
-            f"{plain_text(run.flat.get('trainer.max_steps'))}"
-        )
-
-    def parameters(run: RunRecord) -> str:
-        return " / ".join(
-            plain_text(run.environment_entry(f"parameters.{name}")) for name in ("total", "non_embedding", "normalizer")
-        )
-
     def tasks(run: RunRecord) -> str | None:
         return "; ".join(_settings_text(entry) for entry in run.config["data"].get("tasks") or []) or None
 
@@ -302,7 +228,6 @@ def run_facts(comparison: ArmComparison) -> list[Fact]:
     seed_lists = {tuple(run.seeds for run in runs) for runs in arms.values()}
     differences = [(printable(run.name), differing_settings(run.environment)) for run in comparison.runs]
     differing_starts = ". ".join(f"{name}: {'; '.join(settings)}" for name, settings in differences if settings)
-    inference_settings = filter(None, dict.fromkeys(name.setting for name in comparison.metric_names))
     conditions = [
         fact("tokens seen", lambda run: run.tokens_seen),
         fact("tokens in the weights started from", lambda run: run.tokens_before),
@@ -330,13 +255,8 @@ def run_facts(comparison: ArmComparison) -> list[Fact]:
     ]
     other_facts = [
         *(Fact(f"normalizer: {arm}", None, _normalizer_text(runs[0])) for arm, runs in arms.items()),
-        fact("training length (tokens)", lambda run: run.flat["data.seq_len"]),
         *(fact(name, comparison.by_run(section, _sequences_text)) for name, section in sections.items()),
-        Fact("inference settings", None, ", ".join(inference_settings) or "none"),
-        fact("data", text_words),
         *([fact("tasks", tasks)] if any(map(tasks, comparison.runs)) else []),
-        fact("steps: evaluated / planned", steps),
-        fact("parameters: total / non-embedding / normalizer", parameters),
         fact("torch.compile", lambda run: run.setting("compile")),
         fact("versions", lambda run: _settings_text(run.environment.get("versions"))),
     ]
@@ -409,24 +329,13 @@ def _settings_text(settings: Plain) -> str | None:
 
 
 def _normalizer_text(run: RunRecord) -> str:
-    """Text on the normalizer of each training phase of a run: formula, source, options and the meaning of n."""
+    """Text on the normalizer of each training phase of a run: formula, source and options."""
     phases = []
     for step, options in run.phases:
-        entry = catalogue.ENTRIES.get(options["name"])
-        normalizer = kinds.options_from_plain(options)
-        n = str(options.get("n", ""))
-        formula = (normalizer.formula() if normalizer else str(options["name"])) + (
-            f" ({entry.source})" if entry else ""
-        )
-        option_text = ", ".join(
-            f"{key}={_option_text(value)}" for key, value in options.items() if key not in ("name", "n")
-        )
-        n_meanings = {
-            "visible": "keys the query sees (its position + 1)",
-            "sample": "length of the sequence or document",
-        }
-        n_text = f"n = {n_meanings.get(n, n.removeprefix('fixed:') + ' for every query')}" if n else ""
-        phases.append((f"from step {step}: " if step else "") + "; ".join(filter(None, (formula, option_text, n_text))))
+        entry, normalizer = catalogue.ENTRIES.get(options["name"]), kinds.options_from_plain(options)
+        formula = normalizer.formula() if normalizer else str(options["name"])
+        source = f" ({entry.source})" if entry else ""
+        phases.append(f"{f'from step {step}: ' if step else ''}{formula}{source}; {_option_text(options)}")
     return "; then ".join(phases)
 
 

@@ -39,8 +39,7 @@ from lm.schema import Plain
 
 COST_NOTE = (
     "Means over runs. Training time is that of the steps, without evaluations. Speeds can be compared only on one "
-    "device and with as many concurrent runs: how many of the runs on this page were under way at a time is known from "
-    "their starts, what else the machine did is not. FLOPs are computed, not measured."
+    "device with the same load: runs that are under way at once share it. FLOPs are computed, not measured."
 )
 ONE_SEED_NOTE = (
     "One seed: intervals cover the choice of text alone. Another seed can move a difference several times as far."
@@ -221,8 +220,7 @@ def run_sections(
     for table in tables[len(pictures) :]:
         measured.add("table", table, f"{prefix}measured-differences")
     measured.add("list", comparison.missing_notes)
-    records = [run.record for run in runs]
-    cost.add("table", cost_table(comparison.arms, records, f"What a run took{suffix}"), f"{prefix}cost")
+    cost.add("table", cost_table(comparison.arms, f"What a run took{suffix}"), f"{prefix}cost")
     cost.add("note", COST_NOTE)
     if comparison.config_diff:
         shared.add("table", configuration_table(comparison, is_omitted), f"{prefix}configuration")
