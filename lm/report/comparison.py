@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -145,23 +146,17 @@ class ArmComparison:
     def differences(self) -> list[Difference]:
         """The differences to the baseline, at the last place measured in both arms, else in either arm."""
         units = self.units[self.units["sample"].notna() & ~is_control(self.units)]
-        indices = units.groupby(["name", "place", "arm"], sort=False).indices
-        paired = self.paired(units)
-        paired_indices = paired.groupby(["name", "place", "arm"], sort=False).indices
-        nothing = np.zeros(0, int)
+        indices = units.groupby(["name", "arm"], sort=False).indices
+        names = dict.fromkeys(name for section in self.sections for name in section["name"])
         found = []
-        for arm in list(self.arms)[1:] if self.baseline else ():
-            for section in self.sections:
-                for name in section["name"].unique():
-                    labels = [place for place in places(section) if (name, place, arm) in indices]
-                    base_labels = [place for place in places(section) if (name, place, self.baseline) in indices]
-                    if not labels and not base_labels:
-                        continue
-                    both = [place for place in labels if place in base_labels]
-                    place = (both or [place for place in places(section) if place in (*labels, *base_labels)])[-1]
-                    sides = [units.iloc[indices.get((name, place, label), nothing)] for label in (arm, self.baseline)]
-                    pairs = paired.iloc[paired_indices.get((name, place, arm), nothing)]
-                    found.append(self._difference(arm, self.metric_names[name], sides, pairs))
+        for arm, name in product(list(self.arms)[1:] if self.baseline else (), names):
+            sides = [units.iloc[indices.get((name, label), [])] for label in (arm, self.baseline)]
+            shared = set(sides[0]["place"]) & set(sides[1]["place"])
+            order = {place: at for side in sides for place, at in zip(side["place"], side["order"], strict=True)}
+            if order:
+                last = max(shared or order, key=order.get)
+                at_last = [side[side["place"] == last] for side in sides]
+                found.append(self._difference(arm, self.metric_names[name], at_last))
         return found
 
     def paired(self, rows: pd.DataFrame) -> pd.DataFrame:
@@ -176,9 +171,8 @@ class ArmComparison:
         is_paired = ~is_base & unit.isin(baseline.index)
         return rows[is_paired].assign(value=lambda arm: arm["value"] - baseline[unit[is_paired]].to_numpy())
 
-    def _difference(self, arm: str, name: Name, sides: list[pd.DataFrame], paired: pd.DataFrame) -> Difference:
-        """The difference of an arm at a place. `sides`: units of the arm, then of the baseline; `paired`: those of
-        both, as differences."""
+    def _difference(self, arm: str, name: Name, sides: list[pd.DataFrame]) -> Difference:
+        """The difference of an arm at a place. `sides`: units of the arm, then of the baseline."""
         example = pd.concat(sides).iloc[0]
         about = example["about"]
         if example["logged"] and name.shape != "bins":
@@ -189,14 +183,12 @@ class ArmComparison:
             subject = (
                 ", ".join(filter(None, (name.quantity, name.subject))) + place + (name.setting and f", {name.setting}")
             )
-        interval, note = self._interval_and_note(arm, sides, paired)
+        interval, note = self._interval_and_note(arm, sides)
         if interval and not interval.bounded:
             note = "all sequences, or all seeds, agree: their spread gives no interval"
         return Difference(arm, name, about, subject, shown_interval(interval, about), note)
 
-    def _interval_and_note(
-        self, arm: str, sides: list[pd.DataFrame], paired: pd.DataFrame
-    ) -> tuple[Interval | None, str]:
+    def _interval_and_note(self, arm: str, sides: list[pd.DataFrame]) -> tuple[Interval | None, str]:
         for label, units in zip((arm, self.baseline), sides, strict=True):
             if units.empty:
                 return None, f"{label} was not evaluated on it"
@@ -207,6 +199,7 @@ class ArmComparison:
             return None, "not measured on the same tokens: the evaluation sequences or positions differ"
         if not np.isfinite(units["value"]).all():
             return None, "not finite on some sequences"
+        paired = self.paired(units)
         n_seeds = paired["seeds"].nunique()
         if not n_seeds:
             return None, "no seed in common: a difference could be that of the seeds"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import pandas as pd
 from rich import box, markup
 from rich.console import Console
 from rich.table import Table as RichTable
@@ -215,40 +216,14 @@ def table_bytes(lines: Sequence[dict[str, Plain]], path: Path) -> bytes:
 
 
 def to_latex(tables: tuple[Table, ...]) -> str:
-    """LaTeX text with a booktabs tabular for each table; units stand on a second line of the headings."""
+    """LaTeX text with a booktabs tabular for each table."""
     blocks = ["% needs \\usepackage{booktabs}"]
     for table in tables:
-        names, units = (
-            [getattr(column, name).translate(_ESCAPES) for column in table.columns] for name in ("name", "unit")
-        )
-        # a line for each part of a unit
-        units = [unit and f"\\shortstack{{({unit})}}".replace(", ", ",\\\\ ") for unit in units]
-        lines = [
-            f"% {table.title.translate(_ESCAPES)}",
-            f"\\begin{{tabular}}{{l{'r' * (len(names) - 1)}}}",
-            "\\toprule",
-        ]
-        lines += [" & ".join(names) + " \\\\", " & ".join(units) + " \\\\", "\\midrule"]
-        lines += [" & ".join(_tex_cell(*pair) for pair in row) + " \\\\" for row in table.rows]
-        blocks.append("\n".join([*lines, "\\bottomrule", "\\end{tabular}"]))
-    return "\n\n".join(blocks) + "\n"
-
-
-_NAMES = {"\\": "backslash", "~": "asciitilde", "^": "asciicircum", "<": "less", ">": "greater", "|": "bar"}
-_ESCAPES = str.maketrans(
-    {letter: f"\\text{word}{{}}" for letter, word in _NAMES.items()} | {letter: f"\\{letter}" for letter in "&%$#_{}"}
-)
-
-
-def _tex_cell(column: Column, cell: Cell) -> str:
-    if isinstance(cell, Interval) and cell.bounded:
-        mean, low, high = (f"${column.text(value)}$" for value in cell.as_list())
-        return (
-            f"\\shortstack{{{mean}\\\\{{\\scriptsize [{low}, {high}]}}}}"
-            if column.kind == "mean"
-            else f"{mean} [{low}, {high}]"
-        )
-    return column.cell_text(cell).translate(_ESCAPES)
+        rows = [[column.cell_text(cell) for column, cell in row] for row in table.rows]
+        frame = pd.DataFrame(rows, columns=[column.heading for column in table.columns])
+        alignment = f"l{'r' * (len(table.columns) - 1)}"
+        blocks.append(f"% {table.title}\n{frame.to_latex(index=False, escape=True, column_format=alignment)}")
+    return "\n\n".join(blocks)
 
 
 # ---------------------------------------------------------------- terminal
@@ -292,9 +267,8 @@ def to_rich(table: Table) -> RichTable:
             rich_table.add_column(escape(heading), min_width=8, overflow="fold")
         else:
             width = max(MIN_WRAP_WIDTH, *map(len, texts), 0)
-            name, *units = heading.partition(" over ")  # what an interval covers stays on one line
-            wrapped_heading = textwrap.fill(name, width, break_long_words=False) + "".join(units).replace(" ", "\n", 1)
-            rich_table.add_column(escape(wrapped_heading), justify="right")
+            heading = textwrap.fill(heading, width, break_long_words=False)
+            rich_table.add_column(escape(heading), justify="right")
     for row in zip(*columns, strict=True):
         rich_table.add_row(*row)
     return rich_table
