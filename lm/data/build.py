@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm.config.data_config import END_OF_TEXT, DataConfig, Tokens, TrainedTokenizer
+from lm.config.data_config import END_OF_TEXT, DataConfig, Files, Tokens, TrainedTokenizer
 from lm.config.task_config import Task
 from lm.data.encoding import Document, Tokenized, encode_all, split_long_words, split_text
 from lm.data.sources import labels, reader, streamed_documents
@@ -37,7 +37,7 @@ from lm.data.store import (
     write_store_file,
 )
 from lm.data.tasks import STORE_SEED, SUBSETS, Subset, TaskError, check_task, example, symbol_tokenizer
-from lm.data.text_files import Unreadable
+from lm.data.text_files import Unreadable, description
 from lm.data.token_files import Vocabulary
 from lm.data.tokenizer import load_tokenizer, origin, tokenizer_of, train_tokenizer, vocab_size
 from lm.errors import DataError
@@ -101,7 +101,11 @@ def build_store(data: DataConfig, spec: dict[str, Plain], target: Path, progress
         DataError: a source is too small, changed meanwhile or can't be read. If a shard is whole, the hidden folder
             stays, and the next call continues.
     """
-    folder = partial_folder(target)
+    folder = target.with_name(f".{target.name}.partial")
+    progress.say(f"{target}: {'finishing an interrupted' if folder.exists() else 'preparing a new'} token store")
+    for label, weighted in zip(labels(data), data.sources, strict=True):
+        if isinstance(weighted.source, Files) and not data.symbolic:
+            progress.say(f"{label}: {description(weighted.source)}")
     try:
         folder.mkdir(exist_ok=True)
         store, facts = _build_symbol_store(data, folder) if data.symbolic else _build_text_store(data, folder, progress)
@@ -119,19 +123,11 @@ def build_store(data: DataConfig, spec: dict[str, Plain], target: Path, progress
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def partial_folder(target: Path) -> Path:
-    """Return the hidden folder in which the store `target` is prepared."""
-    return target.with_name(f".{target.name}.partial")
-
-
 def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> tuple[Path, dict[str, Plain]]:
     """Write all files of a store of text except the manifest, in a folder in `folder` that is named by the documents.
     Returns this folder, and the manifest's entries that describe the files.
     """
-    # The licences first: the hub may be out of reach hours later.
-    licences = [reader(weighted.source).licence(weighted.source) for weighted in data.sources]
-    tokenizer_origin = origin(data.tokenizer)
-    scan = _scan(data, folder, progress)
+    tokenizer_origin, scan = origin(data.tokenizer), _scan(data, folder, progress)
     arrays = (scan.hashes, scan.n_bytes, scan.sources, scan.assignment)
     store = folder / blake2b(b"".join(map(np.ndarray.tobytes, arrays)), digest_size=8).hexdigest()
     store.mkdir(exist_ok=True)
@@ -148,15 +144,15 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> tup
     for name, assignment in zip(SPLITS, (TRAIN, VAL), strict=True):
         is_chosen = scan.assignment == assignment
         documents, n_bytes = (
-            np.bincount(scan.sources[is_chosen], weights, len(licences)) for weights in (None, scan.n_bytes[is_chosen])
+            np.bincount(scan.sources[is_chosen], weights, len(data.sources))
+            for weights in (None, scan.n_bytes[is_chosen])
         )
-        facts = zip(labels(data), licences, documents, n_bytes, strict=True)
-        sources[name] = [SourceCounts(label, licence, 0, int(n), int(size)) for label, licence, n, size in facts]
+        facts = zip(labels(data), documents, n_bytes, strict=True)
+        sources[name] = [SourceCounts(label, 0, int(count), int(size)) for label, count, size in facts]
     return store, {
-        "licence": "; ".join(dict.fromkeys(licences)),
         "left_out": {"blank": scan.omissions.blank, "copies": int((scan.assignment == COPY).sum())},
         "unreadable": scan.omissions.unreadable,
-        **({"tokenizer_origin": tokenizer_origin} if tokenizer_origin else {}),
+        "tokenizer_origin": tokenizer_origin,
         **finish_store(store, tokenizer, data.tokenizer.end_of_text, sources),
     }
 
@@ -219,7 +215,7 @@ def _write_shard(
 def _build_symbol_store(data: DataConfig, folder: Path) -> tuple[Path, dict[str, Plain]]:
     """Write all files, except the manifest, of a store without text, for tasks over symbols, in a folder in `folder`.
     Returns this folder and the manifest's entries, in which `unigram_cross_entropy` is of the tasks' answers alone."""
-    tasks, licence, length = [weighted.task for weighted in data.tasks], "none needed: made up", data.seq_len
+    tasks, length = [weighted.task for weighted in data.tasks], data.seq_len
     for task in tasks:
         try:
             for subset in SUBSETS:
@@ -240,9 +236,9 @@ def _build_symbol_store(data: DataConfig, folder: Path) -> tuple[Path, dict[str,
         min_answers = MIN_ANSWERS_PER_SYMBOL * n_symbols if subset == "train" else 0
         counts[name] = _answer_counts(tasks, length, subset, n_symbols, min_answers)
     # a byte a symbol
-    sources = [SourceCounts(task.name, licence, 0, TASK_SEQUENCES, TASK_SEQUENCES * (length + 1)) for task in tasks]
+    sources = [SourceCounts(task.name, 0, TASK_SEQUENCES, TASK_SEQUENCES * (length + 1)) for task in tasks]
     facts = finish_store(store, tokenizer, END_OF_TEXT, dict.fromkeys(SPLITS, sources), counts)
-    return store, {"licence": licence, "left_out": {}, "unreadable": {"count": 0, "first": []}, **facts}
+    return store, {"left_out": {}, "unreadable": {"count": 0, "first": []}, **facts}
 
 
 def _answer_counts(tasks: list[Task], length: int, subset: Subset, n_symbols: int, min_answers: int) -> np.ndarray:

@@ -2,15 +2,14 @@
 the store.
 """
 
-import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm.config.data_config import DataConfig, TrainedTokenizer
 from lm.data import tokenizer
-from lm.data.build import build_store, partial_folder
-from lm.data.sources import labels, reader, source_identity
+from lm.data.build import build_store
+from lm.data.sources import labels, source_identity
 from lm.data.store import STORE_FORMAT, Store, fingerprint, manifests
 from lm.errors import ConfigError, DataError, Problem, one_line
 from lm.files import locked, plain_sha256
@@ -61,7 +60,6 @@ def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
                 spec = _store_identity(data)  # sources may have changed while another process prepared
                 target = _store_folder(data, spec)
                 if not target.exists():  # another process may have built the store meanwhile
-                    _announce(data, target, progress)
                     build_store(data, spec, target, progress)
     except KeyboardInterrupt:
         progress.say("stopped; the same command continues from what is done")
@@ -111,7 +109,7 @@ def store_with_fingerprint(data: DataConfig, store_fingerprint: str) -> Store | 
 
 
 def summary(store: Store) -> str:
-    """Describe a store in one line: size, omissions, bytes per token, held-out fraction and licence. For a store
+    """Describe a store in one line: size, omissions, bytes per token, and held-out fraction. For a store
     without text, the line has the names of the tasks and the number of symbols instead."""
     train, val, manifest = store.train, store.val, store.manifest
     if manifest["token_bytes"] == "one a symbol":
@@ -123,16 +121,11 @@ def summary(store: Store) -> str:
     if unreadable["count"]:
         size = f"{unreadable['count']:,} files, documents or rows"
         omissions.append(f"{size} unreadable, the first: {unreadable['first'][0]}")
-    val_fraction = manifest["val_fraction"]
-    has_split = any(source.get("validation_split") or source.get("validation_files") for source in manifest["source"])
-    is_near = has_split or val_fraction / 2 <= val.n_bytes / n_bytes <= 2 * val_fraction
-    remark = f" (data.val_fraction = {val_fraction:g}: documents are held out whole, and theirs are too large for that)"
     return (
         f"{store.path}: {train.n_documents + val.n_documents:,} documents"
         + f" ({', '.join(omissions)})" * bool(omissions)
         + f", {n_tokens:,} tokens of a vocabulary of {store.vocab_size:,}, {n_bytes / n_tokens:.2f} bytes a token; "
-        f"held out: {val.n_documents:,} documents, {val.n_bytes / n_bytes:.1%} of the text{'' if is_near else remark}; "
-        f"licence: {manifest['licence']}"
+        f"held out: {val.n_documents:,} documents, {val.n_bytes / n_bytes:.1%} of the text"
     )
 
 
@@ -186,16 +179,3 @@ def _store_folder(data: DataConfig, spec: dict[str, Plain]) -> Path:
     tasks = dict.fromkeys(weighted.task.name for weighted in data.tasks)
     name = "+".join(tasks) if data.symbolic else "-".join(labels(data))
     return data.folder / f"{name[:60]}-{plain_sha256(spec)[:12]}"
-
-
-def _announce(data: DataConfig, target: Path, progress: Progress) -> None:
-    folder = partial_folder(target)
-    progress.say(f"{target}: {'finishing an interrupted' if folder.exists() else 'preparing a new'} token store")
-    for name, weighted in zip(labels(data), data.sources, strict=True):
-        if description := reader(weighted.source).description(weighted.source):
-            progress.say(f"{name}: {description}")
-    for path in sorted(target.parent.glob(".*.partial")):
-        if (path.parent / path.name[1:].removesuffix(".partial")).exists():
-            shutil.rmtree(path, ignore_errors=True)  # its store was renamed, and the process ended before this
-        elif path != folder:
-            progress.say(f"note: {path} is an unfinished store of another configuration; delete it if it is not wanted")

