@@ -212,9 +212,6 @@ def export(
     format: Annotated[
         Literal["lm", "hf"], typer.Option(help="lm: a model folder; hf: a folder that transformers loads")
     ] = "lm",
-    push: Annotated[
-        str | None, typer.Option(metavar="NAME", help="also upload the folder to the Hugging Face hub under this name")
-    ] = None,
     allow_plugin: AllowPlugin = None,
 ) -> None:
     """Export a trained model.
@@ -222,10 +219,6 @@ def export(
     Writes safetensors, JSON and the tokenizer to a folder that `lm.load` and all commands accept as a model, or one
     that transformers loads (docs/pretrained.md).
     """
-    if push is not None:
-        from lm.huggingface.exporting import check_hub_name
-
-        check_hub_name(push)
     if format == "hf":
         from lm.huggingface.exporting import export_for_transformers
 
@@ -234,10 +227,6 @@ def export(
         from lm.runs.loading import export
 
         print(export(source, checkpoint, out))
-    if push is not None:
-        from lm.huggingface.exporting import upload
-
-        print(upload(out, push))
 
 
 def generate(

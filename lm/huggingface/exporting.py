@@ -14,7 +14,7 @@ from lm.config.inference_config import AS_TRAINED
 from lm.config.load import to_yaml
 from lm.config.tree import function_options
 from lm.data.tokenizer import TOKENIZER_CONFIG, parse_tokenizer
-from lm.errors import DataError, RunError, with_cause
+from lm.errors import RunError
 from lm.files import new_folder, replacing, write_together
 from lm.huggingface.architectures import ARCHITECTURES, FULL_ATTENTION, HEAD, SLIDING_ATTENTION, Architecture
 from lm.huggingface.exported_code import code_files
@@ -64,33 +64,19 @@ def model_card(loaded_model: LoadedModel, kind: str) -> str:
 
 
 def _training_section(loaded_model: LoadedModel) -> str:
+    """Return where the weights come from, and the configuration that trained them."""
     origin = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in loaded_model.origin.items())
-    origin_note = f"The weights were imported: {origin}." if origin else ""
-    config, environment = loaded_model.config, loaded_model.environment
-    swap, label = environment.get("swap"), loaded_model.spec.model.normalizer.label()
-    if config is None or not loaded_model.stamp["step"]:  # imported, or swapped without training
-        swap_note = (
-            f"The weights are those of {swap['from']}, whose {swap['normalizer']} was replaced by {label}."
-            if swap
-            else ""
-        )
-        return " ".join(filter(None, (origin_note, swap_note))) or "No training run is behind these weights."
-    rows = {
-        "steps": f"{loaded_model.stamp['step']:,} of {config.trainer.max_steps:,}",
-        "tokens": f"{loaded_model.stamp['tokens_seen']:,}",
-        "data fingerprint": str(loaded_model.stamp["data_fingerprint"])[:16],
-        "precision": str(environment.get("precision", "not recorded")),
-        "started from": (environment.get("started_from") or {}).get("path") or config.init_from or "random weights",
-    }
-    if branch := environment.get("branched_from"):
-        rows["branched from"] = f"step {branch['step']:,} of {branch['path']}"
+    config, swap = loaded_model.config, loaded_model.environment.get("swap")
+    texts = [f"The weights were imported: {origin}."] if origin else []
     if swap:  # the configuration names the new normalizer alone
-        rows["normalizer"] = f"{swap['normalizer']}, replaced by {label} after training"
-    text = (
-        f"{_table(rows)}\n\n<details><summary>The whole "
-        f"configuration</summary>\n\n```yaml\n{to_yaml(config)}```\n\n</details>"
-    )
-    return f"{origin_note}\n\n{text}" if origin_note else text
+        label = loaded_model.spec.model.normalizer.label()
+        texts.append(f"The weights are those of {swap['from']}, whose {swap['normalizer']} was replaced by {label}.")
+    if config is not None and loaded_model.stamp["step"]:
+        steps = f"{loaded_model.stamp['step']:,} of {config.trainer.max_steps:,} steps"
+        texts.append(f"Trained for {steps}, {loaded_model.stamp['tokens_seen']:,} tokens.")
+        summary = "<details><summary>The whole configuration</summary>"
+        texts.append(f"{summary}\n\n```yaml\n{to_yaml(config)}```\n\n</details>")
+    return "\n\n".join(texts) or "No training run is behind these weights."
 
 
 def _table(rows: dict[str, str]) -> str:
@@ -331,33 +317,3 @@ def _lm_tensors(loaded_model: LoadedModel) -> dict[str, Tensor]:
     if loaded_model.spec.model.tied:
         del state["head.weight"]
     return {HEAD if name == "head.weight" else f"model.{name}": value for name, value in state.items()}
-
-
-def check_hub_name(name: str) -> None:
-    """Check that `name` is valid for a model on the hub. Raises DataError if it is not."""
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        raise DataError(
-            f"--push {name}: not a name of the hub; it is NAME or OWNER/NAME, of letters, digits, `-`, `_` and `.`"
-        ) from None
-
-
-def upload(folder: Path, name: str) -> str:
-    """Upload a folder to the hub as the model `name`, which is created if the hub lacks it; returns the model's
-    address.
-
-    Raises DataError: no network, no permission, or an invalid name.
-    """
-    from huggingface_hub import HfApi
-
-    try:
-        api = HfApi()
-        address = api.create_repo(name, exist_ok=True)
-        api.upload_folder(repo_id=name, folder_path=folder)
-    except Exception as error:  # many kinds: offline, no such user, no permission
-        remedy = f"the folder is written: once that is mended, `hf upload {name} {folder}`"
-        raise DataError(f"{name}: the hub does not take it: {with_cause(error, 200)}; {remedy}") from None
-    return str(address)

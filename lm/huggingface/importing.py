@@ -217,16 +217,7 @@ def open_pretrained(source: str, revision: str | None, tokenizer: Path | None) -
     if revision and path.exists():
         raise ConfigError([Problem("--revision", revision, f"{source} is on this machine, not on the hub", "drop it")])
     if path.is_file():
-        reason = f"not a folder with a {CONFIG}; text and token ids are read by lm prepare"
-        if path.suffix == ".gguf":
-            arguments = f"{str(path.parent)!r}, gguf_file={path.name!r}"
-            reason = (
-                "a GGUF file; transformers writes the folder OUT, which lm import reads: "
-                f"model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained({arguments})); "
-                f"model.load_state_dict(AutoModelForCausalLM.from_pretrained({arguments}).state_dict()); "
-                "model.save_pretrained('OUT')"
-            )
-        raise RunError(f"{path}: {reason}")
+        raise RunError(f"{path}: not a folder with a {CONFIG}; text and token ids are read by lm prepare")
     if not path.is_dir():
         path = downloaded(source, revision, ["*.json", "*.safetensors", "*.txt", "*.model"])
         origin["commit"] = path.name

@@ -45,7 +45,7 @@ def require_run(folder: Path, *files: str) -> None:
     """Check that `folder` is a run folder with `files`. Raises RunError otherwise; the message says what `folder` is,
     and what to do.
     """
-    if (folder / "config.json").is_file() or (folder.suffix == ".gguf" and folder.is_file()):
+    if (folder / "config.json").is_file():
         reason = "a model in transformers' format; run lm import on it, or name what it was exported from"
     elif not folder.is_dir():
         siblings = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []

@@ -144,7 +144,7 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> LoadedModel
         raise RunError(f"{path}: not a run folder, of which a checkpoint ({checkpoint}) could be chosen")
     if (path / DESCRIPTION).is_file():
         return _load_model(path)
-    if path.is_dir() or path.suffix == ".gguf":
+    if path.is_dir():
         require_run(path)
         if not (path / CHECKPOINTS).is_dir() and not (path / CONFIG).is_file():
             raise RunError(f"{path}: neither a run folder (it has no {CONFIG}) nor a model folder (no {DESCRIPTION})")

@@ -176,12 +176,9 @@ def test_a_run_from_a_model_has_phases(saved: Path, base: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("command", ["train", "eval"])
 def test_a_model_that_was_not_imported_is_said_to_be_one(command: str, base: Path, tmp_path: Path):
-    path = tmp_path / ("model.gguf" if command == "train" else "folder")
-    if path.suffix:
-        path.write_bytes(b"GGUF")
-    else:
-        path.mkdir()
-        (path / "config.json").write_text("{}")
+    path = tmp_path / "folder"
+    path.mkdir()
+    (path / "config.json").write_text("{}")
     result = lm(*map(str, ["train", base, f"init_from={path}"] if command == "train" else ["eval", path, base]))
     assert result.returncode == 1
     assert result.stderr.startswith(f"error: {path}: a model in transformers' format; run lm import on it, or ")
