@@ -151,8 +151,8 @@ def judge(
     The table has the columns arm, seed and value, or columns that options name, and optionally rate, part, size, unit,
     metric and others (docs/experiments.md).
     """
+    from lm.experiments.judging import print_verdicts
     from lm.experiments.run_table import judge_table
-    from lm.experiments.summary import print_verdicts
     from lm.files import json_bytes
 
     judgement = judge_table(table, metric, better, matters, baseline, where, by or (), arm, seed, target, unpaired)

@@ -21,7 +21,7 @@ from lm.errors import RunError
 from lm.experiments.experiment import SHARED_SETTINGS, Cost, Experiment, cost
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import LOCK, experiment_lock, holder_words, is_measured, open_experiment, start
-from lm.experiments.judging import INTERVALS, PrimaryMetric
+from lm.experiments.judging import INTERVALS, PrimaryMetric, print_verdicts
 from lm.experiments.loop import (
     Cluster,
     Engine,
@@ -34,18 +34,12 @@ from lm.experiments.loop import (
     slots_of,
 )
 from lm.experiments.noise import experiment_noise
-from lm.experiments.page import experiment_files, question
+from lm.experiments.page import experiment_files, question, trend_table, trends
 from lm.experiments.procedure import Procedure, Run, commands
 from lm.experiments.run_outcome import SELECTION
-from lm.experiments.summary import (
-    measured_words,
-    print_verdicts,
-    trend_table,
-    trends,
-)
 from lm.files import json_bytes, read_json, write_together
 from lm.report.html import PAGE
-from lm.report.tables import csv_text, numeral, print_tables, table_from_rows, to_rich
+from lm.report.tables import csv_text, numeral, print_tables, table_from_rows, to_rich, with_unit
 from lm.runs.folder import DIVERGED, ENVIRONMENT, METRICS, RESOLVED_FILE, last_logged, read_environment
 from lm.runs.record import starts
 from lm.schema import Plain
@@ -294,7 +288,7 @@ def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
     """Print the verdicts. Write verdicts, tuning results and report into the experiment's folder, either all files or
     none. Returns `Judgement.entries`. Raises LMError: no run has ended, or a run's file can't be read.
     """
-    experiment, failed_runs = procedure.experiment, failures(procedure)
+    experiment, primary, failed_runs = procedure.experiment, procedure.experiment.primary, failures(procedure)
     if not any(run.outcome.ended for run in procedure.known_runs()):
         reason, remedy = "no run has ended yet", procedure.other_runs or "leave --report-only out to train"
         if failed_runs:
@@ -305,7 +299,7 @@ def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
         raise RunError(f"{experiment.folder}: {reason}; {remedy}")
     judgement = procedure.judgement()
     entries, notes = judgement.entries(), procedure.notes()
-    verdicts = {"primary": vars(experiment.primary), "notes": notes, "arms": entries}
+    verdicts = {"primary": vars(primary), "notes": notes, "arms": entries}
     if size_trends := trends(procedure, judgement):
         verdicts["trends"] = size_trends
     files = {
@@ -324,14 +318,14 @@ def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
         title = f"tuning: mean {metric} ({experiment.data_words(metric, 'selection')})"
         print_tables(table_from_rows(title, rows, dict.fromkeys(("rate", metric), "number")))
     rate_note = f", each arm at its own {experiment.tune.key}" * experiment.is_tuned
-    print_verdicts(judgement, entries, f"{measured_words(procedure)}{rate_note}")
+    print_verdicts(judgement, entries, f"{with_unit(primary.metric, experiment.metric.unit)}{rate_note}")
     for note in notes:
         print(note)
     for run, failure in failed_runs:
         print(f"failed: {run.stage}: {run.label}: {failure} ({failure.log}); --retry tries again")
     write_together(files | experiment_files([procedure], experiment.folder / REPORT, judgement), "verdicts and report")
-    if table := trend_table(procedure, judgement):
-        print_tables(table)
+    if size_trends:
+        print_tables(trend_table(size_trends, experiment.arms[0].name))
     print(f"verdicts: {experiment.folder / VERDICTS}.json")
     print(f"report: {experiment.folder / REPORT / PAGE}")
     return entries

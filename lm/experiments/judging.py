@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
+from lm.report.tables import Cell, Column, FilledColumn, Table, numeral, print_tables
 from lm.schema import Plain, key
 from lm.statistics.intervals import Estimate, Interval, over_seeds, over_seeds_and_documents
 from lm.statistics.joint import Family
@@ -31,6 +32,7 @@ from lm.statistics.verdicts import (
 FINISHED, UNFINISHED, DIVERGED = RUN_STATES = "finished", "unfinished", "diverged"
 # intervals in `Judgement.entries`; a CSV has columns for their ends even if all are empty
 INTERVALS = ("difference", "alone")
+MAX_PRINTED = 500  # lines of a table that a terminal shows
 RUN_KEY = ["size", "arm", "rate", "seed"]  # columns that tell the runs of a frame apart
 FRAME_COLUMNS = [*RUN_KEY, "state", "note", "unlearned", "value", "weight", "group"]  # as `judge` describes them
 SizeArm = tuple[str, str]  # size and arm
@@ -409,3 +411,66 @@ def _differences(arm_values: np.ndarray, baseline_values: np.ndarray) -> np.ndar
 def _mean(values: np.ndarray) -> float | None:
     """The mean; None without values, or if a value is not finite."""
     return float(values.mean()) if len(values) and np.isfinite(values).all() else None
+
+
+# ---------------------------------------------------------------- verdicts as a table and in words
+
+
+def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Table:
+    """The table of `Judgement.entries`, a row for each size and arm."""
+    verdicts = [judgement.verdicts.get((entry["size"], entry["arm"])) for entry in entries]
+
+    def column(name: str, cells: list[Cell], unit: str = "", kind: str = "number") -> list[FilledColumn]:
+        return [(Column(name, unit, kind), cells)] if any(cell is not None for cell in cells) else []
+
+    question, baseline = judgement.question, judgement.question.arms[0]
+    columns = column("size", [entry["size"] or None for entry in entries], kind="label")
+    columns += column("arm", [entry["arm"] for entry in entries], kind="label")
+    # first, so that it is in sight on a narrow screen
+    columns += column("verdict", [verdict and verdict.words for verdict in verdicts], kind="words")
+    columns += column(
+        question.rate_heading, [None if entry["rate"] is None else f"{entry['rate']:g}" for entry in entries]
+    )
+    columns += column("seeds", [f"{entry['runs']} of {entry['of']}" for entry in entries])
+    omits_finished_runs = any(entry["runs"] > sum(judgement.common_seeds[entry["size"]]) for entry in entries)
+    basis = ", ".join(filter(None, (question.measured_on, "common seeds" * omits_finished_runs)))
+    columns += column(f"mean {judgement.primary.metric}", [numeral(entry["mean"]) for entry in entries], basis)
+    columns += column(
+        f"difference to {baseline}",
+        [verdict and verdict.interval for verdict in verdicts],
+        "interval over seeds, all together 95%",
+        "difference",
+    )
+    columns += column(
+        "on other text of the kind",
+        [verdict and verdict.document_interval for verdict in verdicts],
+        "interval over seeds and documents, all together 95%",
+        "difference",
+    )
+    columns += column(
+        "p", [f"{verdict.p:.2g}" if verdict and verdict.seeds else None for verdict in verdicts], "adjusted"
+    )
+    exact_p = [None if verdict is None or verdict.p_exact is None else f"{verdict.p_exact:.2g}" for verdict in verdicts]
+    columns += column("p of the sign-flip test", exact_p, "adjusted")
+    return Table("Summary", "", tuple(columns))
+
+
+def print_verdicts(judgement: Judgement, entries: list[dict[str, Plain]], title: str) -> None:
+    """Print the entries of a judgement as a table of numbers, and below the table each verdict with its
+    reason. Of more than MAX_PRINTED entries the first are printed.
+    """
+    omission = (
+        f"printed: the first {MAX_PRINTED:,} of {len(entries):,} lines; lm judge --json and verdicts.json hold all"
+    )
+    notes = [omission] if len(entries) > MAX_PRINTED else []
+    entries = entries[:MAX_PRINTED]
+    table = summary_table(judgement, entries)
+    number_columns = tuple((column, cells) for column, cells in table.contents if column.kind != "words")
+    print_tables(replace(table, title=title, contents=number_columns))
+    for entry in entries:
+        if "verdict" in entry:
+            arm = " ".join(filter(None, (entry["size"], entry["arm"])))
+            open_question = judgement.verdicts[entry["size"], entry["arm"]].open_reason
+            reason = entry["reason"].removeprefix(open_question).lstrip(":; ")  # the verdict's words end with it
+            print(": ".join(filter(None, (arm, entry["words"], reason))))
+    print(*notes, sep="\n", end="\n" * len(notes))

@@ -2,38 +2,34 @@
 behind the verdicts.
 """
 
+import math
 from collections.abc import Sequence
-from functools import cached_property
-from itertools import product
 from pathlib import Path
 
 import numpy as np
 
 from lm.config.tree import effect_of
 from lm.experiments.experiment import Experiment
-from lm.experiments.judging import Judgement
+from lm.experiments.judging import FINISHED, Judgement, summary_table
 from lm.experiments.loop import failures
 from lm.experiments.noise import experiment_noise
 from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import SELECTION
-from lm.experiments.summary import (
-    measured_words,
-    summary_table,
-    trend_table,
-)
 from lm.report.comparison import ArmComparison
 from lm.report.comparison_pictures import LOSSES, DrawnRun
 from lm.report.html import Answer, PagePart, PageSection, introduction, page_files, run_details, run_sections
 from lm.report.pictures import Panel, Picture, Trace
 from lm.report.tables import DIFFERENCE, Column, FilledColumn, Table, numeral, signed_text, with_unit
+from lm.runs.evaluations import json_value
+from lm.schema import Plain
+from lm.statistics.intervals import Interval, trend
 from lm.statistics.tuning import EXTENSIONS
 
 MAX_NAMES = 8  # largest number of runs that a sentence names
 BASIS_NOTE = (
     "All at the last step, on the report text. A mean is over the seeds that all arms have "
     "finished, a difference over all that its two arms have finished. The interval on other text of the kind covers "
-    "seeds and documents together. It is never shorter than the interval over seeds, and is left out where all are "
-    "equal."
+    "seeds and documents together. It is never shorter than the interval over seeds."
 )
 CROSSED_RATES_NOTE = (
     "Tuning seeds are few: where they chose different rates, an arm's final seeds are trained at its own rate and at "
@@ -42,50 +38,6 @@ CROSSED_RATES_NOTE = (
     "it is so at each of its own against the baseline at one of the same, and the intervals of the summary cover which "
     "of the rates is an arm's best."
 )
-
-
-class SizeResults:
-    """The results of one of an experiment's `sizes`: its tuning runs, its final runs, which are judged, and the
-    verdicts.
-
-    Attributes:
-        verdicts: the verdict on each arm but the baseline, by name.
-        final: the final runs that are known, ordered by seed and arm.
-        values: the primary metric of each finished run, by arm and seed.
-        title_suffix: words after titles, such as `, small`.
-    """
-
-    def __init__(self, procedure: Procedure, size: str, judgement: Judgement):
-        self.procedure, self.experiment, self.size, self.judgement = procedure, procedure.experiment, size, judgement
-        self.title_suffix = f", {size}" if size else ""
-        self.tuning_runs = procedure.tuning_runs(size)
-        self.choice = procedure.choice(size)
-        self.arm_names = [arm.name for arm in procedure.experiment.arms]
-        self.verdicts = {name: judgement.verdicts[size, name] for name in self.arm_names[1:]}
-        self.final = procedure.final_runs(size)
-        finished_runs = [run for run in self.final if run.outcome.state == "finished"]
-        metric = self.experiment.primary.metric
-        self.values = {(run.arm, run.seed): run.outcome.mean(metric, selection=False) for run in finished_runs}
-
-    @cached_property
-    def begun_runs(self) -> list[DrawnRun]:
-        """The final runs that have begun, whether they have finished, diverged or neither."""
-        states = [(run, run.outcome.state) for run in self.final if run.has_begun]
-        return [
-            DrawnRun(run.arm, run.seed, state, run.outcome.record, f"{run.label} ({state})") for run, state in states
-        ]
-
-    @cached_property
-    def comparison(self) -> ArmComparison | None:
-        """The comparison of the arms that have finished runs, on the held-out documents for reports (not those by which
-        learning rates are chosen); None without finished runs."""
-        finished_runs = [run for run in self.begun_runs if run.state == "finished"]
-        arms = {
-            name: [run.record for run in finished_runs if run.arm == name]
-            for name in dict.fromkeys(run.arm for run in finished_runs)
-        }
-        arms = {name: arms[name] for name in self.arm_names if name in arms}
-        return ArmComparison(tuple(self.arm_names), arms) if arms else None
 
 
 # ---------------------------------------------------------------- the page
@@ -110,45 +62,67 @@ def experiment_files(
 
 def _page_part(procedure: Procedure, prefix: str, judgement: Judgement | None) -> PagePart:
     experiment, judgement = procedure.experiment, judgement or procedure.judgement()
-    entries = judgement.entries()
-    sizes = [SizeResults(procedure, size, judgement) for size in experiment.sizes]
+    entries, metric = judgement.entries(), experiment.metric
+    prefixes = {size: f"{prefix}{size}-" if size else prefix for size in experiment.sizes}
     summary = PageSection("Summary")
-    summary.add("note", f"Decides: {measured_words(procedure)}.")
+    summary.add("note", f"Decides: {with_unit(experiment.primary.metric, metric.unit)}.")
     summary.add("note", _family_words(experiment))
     summary.add("note", (noise := experiment_noise(judgement)) and f"{noise[:1].upper()}{noise[1:]}.")
-    summary.add("warning", _caveats(procedure, sizes))
+    summary.add("warning", _caveats(procedure))
     summary.add("table", summary_table(judgement, entries), f"{prefix}summary")
     summary.add("note", BASIS_NOTE if any(entry["runs"] for entry in entries) else None)
-    summary.add("picture", differences_picture(sizes), f"{prefix}differences")
-    summary.add("table", trend_table(procedure, judgement), f"{prefix}trends")
-    for results in sizes:
-        summary.add(
-            "table",
-            seeds_table(results) if results.final else None,
-            f"{prefix}{results.size}{'-' * bool(results.size)}seeds",
-        )
-    sections, commands = [summary], PageSection("Commands")
+    summary.add("picture", differences_picture(experiment, judgement), f"{prefix}differences")
+    if size_trends := trends(procedure, judgement):
+        summary.add("table", trend_table(size_trends, experiment.arms[0].name), f"{prefix}trends")
+    for size in experiment.sizes:
+        summary.add("table", seeds_table(judgement, size), f"{prefixes[size]}seeds")
+    sections, commands, records = [summary], PageSection("Commands"), []
     commands.add("code", experiment.command)
-    for results in sizes:
-        sections += _size_sections(results, f"{prefix}{results.size}-" if results.size else prefix)
-        for run in results.begun_runs:
+    for size, size_prefix in prefixes.items():
+        runs = _begun_runs(procedure, size)
+        sections += _size_sections(procedure, size, runs, size_prefix)
+        records.append([run.record for run in runs])
+        for run in runs:
             commands.add("details", run_details(run))
-    words = introduction([[run.record for run in results.begun_runs] for results in sizes])
+    margin_note = (
+        "Dots and bars: effects with their intervals, which hold together. Shaded: differences below "
+        f"{experiment.primary.matters:g}, which do not matter."
+    )
     return PagePart(
-        experiment.name, [*sections, commands], words, question(experiment), answers(sizes), _margin_words(experiment)
+        experiment.name,
+        [*sections, commands],
+        introduction(records),
+        question(experiment),
+        answers(judgement),
+        margin_note,
     )
 
 
-def _size_sections(results: SizeResults, prefix: str) -> list[PageSection]:
-    tuning, suffix = PageSection(f"Learning rates{results.title_suffix}"), results.title_suffix
-    name = results.experiment.primary.metric
-    titles = LOSSES if name == SELECTION else LOSSES | {name: (name, _quantity_label(results.experiment))}
-    tuning.add("picture", rates_picture(results), f"{prefix}rates")
-    tuning.add("note", _tuning_words(results))
-    tuning.add("note", CROSSED_RATES_NOTE if results.choice.crossed else None)
-    return run_sections(
-        results.arm_names, results.begun_runs, results.comparison, prefix, suffix, titles, tuning, _is_name
-    )
+def _begun_runs(procedure: Procedure, size: str) -> list[DrawnRun]:
+    """The final runs of a size that have begun, whether they have finished, diverged or neither."""
+    states = [(run, run.outcome.state) for run in procedure.final_runs(size) if run.has_begun]
+    return [DrawnRun(run.arm, run.seed, state, run.outcome.record, f"{run.label} ({state})") for run, state in states]
+
+
+def _size_sections(procedure: Procedure, size: str, runs: list[DrawnRun], prefix: str) -> list[PageSection]:
+    experiment, suffix = procedure.experiment, _suffix(size)
+    names = tuple(arm.name for arm in experiment.arms)
+    # on the held-out documents for reports, not those by which learning rates are chosen
+    finished = {name: [run.record for run in runs if run.arm == name and run.state == "finished"] for name in names}
+    arms = {name: records for name, records in finished.items() if records}
+    comparison = ArmComparison(names, arms) if arms else None
+    name = experiment.primary.metric
+    titles = LOSSES if name == SELECTION else LOSSES | {name: (name, _quantity_label(experiment))}
+    tuning = PageSection(f"Learning rates{suffix}")
+    tuning.add("picture", rates_picture(procedure, size), f"{prefix}rates")
+    tuning.add("note", _tuning_words(procedure, size))
+    tuning.add("note", CROSSED_RATES_NOTE if procedure.choice(size).crossed else None)
+    return run_sections(names, runs, comparison, prefix, suffix, titles, tuning, _is_name)
+
+
+def _suffix(size: str) -> str:
+    """Words after a title, such as `, small`."""
+    return f", {size}" if size else ""
 
 
 def _is_name(key: str) -> bool:
@@ -174,47 +148,29 @@ def question(experiment: Experiment) -> str:
     return f"{subject} change {primary.metric} by more than {primary.matters:g}, compared with {baseline}? {direction}"
 
 
-def answers(sizes: list[SizeResults]) -> list[Answer]:
+def answers(judgement: Judgement) -> list[Answer]:
     """The verdict on each arm in each size, as cards for the page; all intervals are drawn on one scale."""
-    verdicts = [(results, arm, verdict) for results in sizes for arm, verdict in results.verdicts.items()]
-    primary, baseline = sizes[0].experiment.primary, sizes[0].arm_names[0]
-    marks = [0.0, -primary.matters, primary.matters]
-    bounded_intervals = [verdict.interval for *_, verdict in verdicts if verdict.interval and verdict.interval.bounded]
-    ends = [value for interval in bounded_intervals for value in interval.as_list()] + marks
+    margin, effect_name = judgement.primary.matters, f"Difference to {judgement.question.arms[0]}"
+    marks, labels = [0.0, -margin, margin], ("0", f"{-margin:+g}", f"{margin:+g}")
+    intervals = [verdict.interval for verdict in judgement.verdicts.values()]
+    ends = [end for interval in intervals if interval and interval.bounded for end in interval.as_list()] + marks
     lowest, width = min(ends), np.ptp(ends) or 1.0
     cards = []
-    for results, arm, verdict in verdicts:
-        name, effect = f"{arm}{results.title_suffix}", ()
-        if results.choice.rates is None:
+    for (size, arm), verdict in judgement.verdicts.items():
+        name, effect, interval = f"{arm}{_suffix(size)}", (), verdict.interval
+        if judgement.question.rates[size] is None:
             cards.append(Answer(name, "no verdict yet", "Rates are being tuned."))
             continue
-        if interval := verdict.interval:
-            positions = (
-                (4 + 92 * (np.array([*interval.as_list(), *marks]) - lowest) / width).round(2).tolist()
-                if interval.bounded
-                else None
-            )
-            mark_labels = tuple(f"{mark:+g}" if mark else "0" for mark in marks)
+        if interval:
+            positions = (4 + 92 * (np.array([*interval.as_list(), *marks]) - lowest) / width).round(2).tolist()
             # the words end with seeds
             noise_source = "" if interval.noise_source == f"{verdict.seeds} seeds" else interval.noise_source
-            effect = (
-                f"Difference to {baseline}",
-                DIFFERENCE.text(interval.mean),
-                DIFFERENCE.ends(interval),
-                noise_source,
-                positions,
-                mark_labels,
-            )
+            value, ends = DIFFERENCE.text(interval.mean), DIFFERENCE.ends(interval)
+            effect = effect_name, value, ends, noise_source, positions if interval.bounded else None, labels
         tone = {"better": "good", "worse": "bad", "unstable": "bad", "not learned": "bad"}.get(verdict.kind, "")
         reason = "" if verdict.reason == verdict.open_reason else f"{verdict.reason[:1].upper()}{verdict.reason[1:]}."
         cards.append(Answer(name, verdict.words, reason, tone, *effect))
     return cards
-
-
-def _margin_words(experiment: Experiment) -> str:
-    """Explain the drawn intervals, and the shaded area of effects that do not matter."""
-    intervals = "Dots and bars: effects with their intervals, which hold together."
-    return f"{intervals} Shaded: differences below {experiment.primary.matters:g}, which do not matter."
 
 
 def _family_words(experiment: Experiment) -> str:
@@ -233,52 +189,45 @@ def _family_words(experiment: Experiment) -> str:
     return f"Family: {comparisons} on {primary.metric}, by {test}. {adjustment} {caveat}"
 
 
-def _caveats(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
+def _caveats(procedure: Procedure) -> list[str]:
     """List what a reader must know beside the numbers: unfinished, diverged and failed runs, ongoing tuning, arms
     without a rate, notes.
     """
-    experiment, caveats, infinite_caveats = procedure.experiment, [], []
-    for results in sizes:
-        prefix = f"{results.size}: " if results.size else ""
-        values = results.tuning_runs[experiment.choice_metric]
-        diverged = results.tuning_runs[np.isinf(values)][["arm", "rate", "seed"]].itertuples(index=False)
+    experiment, caveats = procedure.experiment, []
+    for size in experiment.sizes:
+        prefix, choice, tuning_runs = f"{size}: " if size else "", procedure.choice(size), procedure.tuning_runs(size)
+        values = tuning_runs[experiment.choice_metric]
+        diverged = tuning_runs[np.isinf(values)][["arm", "rate", "seed"]].itertuples(index=False)
         if names := _join_names([f"{arm} at {rate:g} seed {seed}" for arm, rate, seed in diverged]):
-            infinite_caveats.append(f"{prefix}tuning runs that diverged: {names}")
-        if results.choice.rates is None:
+            caveats.append(f"{prefix}tuning runs that diverged: {names}")
+        if choice.rates is None:
             progress = f"{values.notna().sum()} of the {len(values)} tuning runs known so far have ended"
-            final_words = (
-                "arms that start from others have no final runs yet"
-                if results.choice.crossed
-                else "there are no final runs yet"
-            )
-            final_words = (
-                final_words if results.choice.settled else "final runs at the rates of several arms have not all ended"
-            )
-            caveats.append(f"{prefix}tuning goes on: {progress}; {final_words}")
+            words = "arms that start from others have no final runs yet" if choice.crossed else "no final runs yet"
+            words = words if choice.settled else "final runs at the rates of several arms have not all ended"
+            caveats.append(f"{prefix}tuning goes on: {progress}; {words}")
             continue
-        if edge_names := _join_names([name for name in results.arm_names if name not in results.choice.rates]):
+        if edge_names := _join_names([arm.name for arm in experiment.arms if arm.name not in choice.rates]):
             reason = "the best is at an edge of a grid that may not grow again, or every rate diverged"
             caveats.append(f"{prefix}no rate for {edge_names}: {reason}")
-        runs_by_state: dict[str, list[str]] = {}
-        for run in results.final:
-            runs_by_state.setdefault(run.outcome.state, []).append(f"{run.arm} seed {run.seed}")
-        if unfinished_names := runs_by_state.get("unfinished"):
-            names = f": {_join_names(unfinished_names)}" if len(unfinished_names) <= MAX_NAMES else ""
-            caveats.append(f"{prefix}{len(unfinished_names)} of {len(results.final)} final runs have not ended{names}")
-        if "diverged" in runs_by_state:
-            caveats.append(f"{prefix}diverged, counted and in no mean: {_join_names(runs_by_state['diverged'])}")
-    caveats += [
-        *infinite_caveats,
-        *(f"failed: {run.stage} run {run.label}: {failure}" for run, failure in failures(procedure)),
-    ]
+        final = procedure.final_runs(size)
+        names = {
+            state: [f"{run.arm} seed {run.seed}" for run in final if run.outcome.state == state]
+            for state in ("unfinished", "diverged")
+        }
+        if unfinished := names["unfinished"]:
+            listed = f": {_join_names(unfinished)}" if len(unfinished) <= MAX_NAMES else ""
+            caveats.append(f"{prefix}{len(unfinished)} of {len(final)} final runs have not ended{listed}")
+        if names["diverged"]:
+            caveats.append(f"{prefix}diverged, counted and in no mean: {_join_names(names['diverged'])}")
+    caveats += [f"failed: {run.stage} run {run.label}: {failure}" for run, failure in failures(procedure)]
     return caveats + procedure.notes()
 
 
-def _tuning_words(results: SizeResults) -> str | None:
+def _tuning_words(procedure: Procedure, size: str) -> str | None:
     """Explain how rates were chosen, and name the chosen rates; None without tuning runs, or before rates are
     chosen.
     """
-    experiment, tuning_runs, choice = results.experiment, results.tuning_runs, results.choice
+    experiment, tuning_runs, choice = procedure.experiment, procedure.tuning_runs(size), procedure.choice(size)
     if not len(tuning_runs) or not choice.rates_of_final_runs:
         return None
     tune, extension = experiment.tune, f"a best rate at an edge extends the grid, at most {EXTENSIONS} times"
@@ -297,44 +246,88 @@ def _tuning_words(results: SizeResults) -> str | None:
 # ---------------------------------------------------------------- tables
 
 
-def seeds_table(results: SizeResults) -> Table:
-    """A table of the primary metric of every final run, and of its difference to the baseline's run of the same
-    seed.
+def seeds_table(judgement: Judgement, size: str) -> Table | None:
+    """A table of the primary metric of every judged run of a size, and of its difference to the baseline's run of the
+    same seed; None without runs.
     """
-    metric = results.experiment.primary.metric
-    baseline = results.arm_names[0]
-    seeds = results.experiment.seeds
-    values = results.values
-    states = {(run.arm, run.seed): run.outcome.state for run in results.final}
-    columns: list[FilledColumn] = [(Column("seed", kind="label"), list(map(str, seeds)))]
-    for arm in results.arm_names:
-        arm_seeds = [(arm, seed) for seed in seeds]
-        words = [
-            numeral(values[arm_seed]) if arm_seed in values else states.get(arm_seed, "no rate")
-            for arm_seed in arm_seeds
-        ]
-        columns.append((Column(arm, metric), words))
-    for arm in results.arm_names[1:]:
-        value_pairs = [(values.get((arm, seed)), values.get((baseline, seed))) for seed in seeds]
-        cells = [None if None in pair else signed_text(pair[0] - pair[1]) for pair in value_pairs]
-        columns.append((Column(f"{arm} - {baseline}", metric), cells))
-    basis = results.experiment.data_words(metric, "report")
-    return Table(f"Every seed{results.title_suffix} ({basis})", metric, tuple(columns))
+    question, metric = judgement.question, judgement.primary.metric
+    baseline, *arms = question.arms
+    runs = {arm: judgement.judged_runs(size, arm) for arm in question.arms}
+    if not any(map(len, runs.values())):
+        return None
+    columns: list[FilledColumn] = [(Column("seed", kind="label"), list(map(str, question.seeds)))]
+    for arm in question.arms:
+        pairs = judgement.runs.iloc[runs[arm]][["state", "value"]].itertuples(index=False)
+        words = [numeral(value) if state == FINISHED else state for state, value in pairs]
+        columns.append((Column(arm, metric), words or ["no rate"] * len(question.seeds)))
+    for arm in arms if len(runs[baseline]) else ():
+        pairs = zip(judgement.judged_values(size, arm), judgement.judged_values(size, baseline), strict=False)
+        cells = [signed_text(a - b) if np.isfinite([a, b]).all() else None for a, b in pairs]
+        columns.append((Column(f"{arm} - {baseline}", metric), cells or [None] * len(question.seeds)))
+    return Table(f"Every seed{_suffix(size)} ({question.measured_on})", metric, tuple(columns))
+
+
+def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]:
+    """The trend over sizes of each arm's difference to the baseline, at the judged rates. It is the change with each
+    doubling of non-embedding parameters, or of tokens if all sizes have equally many parameters. Only seeds that the
+    arm and the baseline have finished in every size count. Intervals are not adjusted for their number.
+    Empty with one size.
+    """
+    (baseline, *arms), sizes = (arm.name for arm in procedure.experiment.arms), list(procedure.experiment.sizes)
+    if len(sizes) < 2:
+        return []
+    finished = ((run for run in procedure.final_runs(size) if run.outcome.state == FINISHED) for size in sizes)
+    records = [next((run.outcome.record for run in runs if run.has_begun), None) for runs in finished]
+    if None in records:
+        return []
+    parameters = [record.environment_entry("parameters.non_embedding") for record in records]
+    amounts = {"parameters": parameters, "tokens": [record.tokens_seen for record in records]}
+    amount_name = next((name for name, counts in amounts.items() if None not in counts and len(set(counts)) > 1), None)
+    entries = []
+    for arm in arms if amount_name else ():
+        if not all(judgement.judged_runs(size, name) for size in sizes for name in (arm, baseline)):
+            continue
+        values = np.array([[judgement.judged_values(size, name) for size in sizes] for name in (arm, baseline)])
+        with np.errstate(invalid="ignore"):
+            differences = np.subtract(*values)
+        differences = differences[:, np.isfinite(differences).all(0)]
+        if differences.shape[1] > 1:
+            interval = trend(differences, np.array(amounts[amount_name]))
+            sample = f"{len(sizes)} sizes, {differences.shape[1]} seeds"
+            entries.append(
+                {
+                    "arm": arm,
+                    "with_each_doubling_of": amount_name,
+                    "over": sample,
+                    "change": json_value(interval.as_list()),
+                }
+            )
+    return entries
+
+
+def trend_table(entries: list[dict[str, Plain]], baseline: str) -> Table:
+    """The table of `trends`, a row for each arm."""
+    changes = [Interval(*(math.nan if value is None else value for value in entry["change"])) for entry in entries]
+    change = Column(f"difference to {baseline} changes by", "95% interval, alone", "difference")
+    samples = (Column("over", kind="label"), [entry["over"] for entry in entries])
+    arms = (Column("arm", kind="label"), [entry["arm"] for entry in entries])
+    return Table(f"With each doubling of {entries[0]['with_each_doubling_of']}", "", (arms, samples, (change, changes)))
 
 
 # ---------------------------------------------------------------- pictures
 
 
-def rates_picture(results: SizeResults) -> Picture | None:
+def rates_picture(procedure: Procedure, size: str) -> Picture | None:
     """A picture of the values of tuning runs by rate, in the metric by which rates are chosen; None before a tuning run
     has ended.
     """
-    experiment, metric, tuning_runs = results.experiment, results.experiment.choice_metric, results.tuning_runs
+    experiment, tuning_runs = procedure.experiment, procedure.tuning_runs(size)
+    metric, names = experiment.choice_metric, [arm.name for arm in experiment.arms]
     if tuning_runs[metric].isna().all():
         return None
-    chosen_rates = {arm: rates[0] for arm, rates in results.choice.rates_of_final_runs.items()}
+    chosen_rates = {arm: rates[0] for arm, rates in procedure.choice(size).rates_of_final_runs.items()}
     traces = []
-    for index, name in enumerate(results.arm_names):
+    for index, name in enumerate(names):
         runs = tuning_runs[tuning_runs["arm"] == name]
         values, is_diverged = runs[["rate", metric]].to_numpy(), np.isinf(runs[metric])
         traces.append(_dots(index, f"{name}, single seeds", values[np.isfinite(runs[metric])]))
@@ -359,7 +352,7 @@ def rates_picture(results: SizeResults) -> Picture | None:
     caption = "Tuning runs: dots are single seeds, lines their means, rings the rates that were chosen."
     if np.isinf(tuning_runs[metric]).any():
         caption += " Crosses at the top: a seed diverged there, and the rate is not chosen."
-    return Picture([panel], results.arm_names, caption)
+    return Picture([panel], names, caption)
 
 
 def _dots(arm_index: int, label: str, points: Sequence[tuple[float, float]]) -> Trace:
@@ -371,38 +364,30 @@ def _quantity_label(experiment: Experiment) -> str:
     return with_unit(experiment.metric.quantity.rpartition("/")[2].replace("_", " "), experiment.metric.unit)
 
 
-def differences_picture(sizes: list[SizeResults]) -> Picture | None:
+def differences_picture(experiment: Experiment, judgement: Judgement) -> Picture | None:
     """A picture of differences to the baseline with their intervals, by arm, or by size if there are several sizes;
     None without runs.
     """
-    experiment, by_size, traces = sizes[0].experiment, len(sizes) > 1, []
-    names, margin = sizes[0].arm_names, experiment.primary.matters
-    x_labels = [results.size for results in sizes] if by_size else names[1:]
-    for results, (arm_index, arm) in product(sizes, enumerate(names[1:], 1)):
-        differences = np.array(results.judgement.comparisons[results.size, arm].differences)
-        interval = results.verdicts[arm].interval
-        ends = interval and np.array(interval.as_list())
-        x = x_labels.index(results.size if by_size else arm) + (0.16 * (arm_index - len(names) / 2) if by_size else 0.0)
-        label = ", ".join(filter(None, (results.size, arm)))
-        traces += (
-            [_dots(arm_index, f"{label}, single seeds", [(x, value) for value in differences])]
-            if len(differences)
-            else []
-        )
-        traces += [_bar(arm_index, label, x + 0.06, ends.tolist())] if interval and interval.bounded else []
+    names, sizes, traces = judgement.question.arms, [*judgement.question.rates], []
+    by_size, margin = len(sizes) > 1, judgement.primary.matters
+    x_labels = sizes if by_size else names[1:]
+    for (size, arm), verdict in judgement.verdicts.items():
+        differences, index = judgement.comparisons[size, arm].differences, names.index(arm)
+        x = sizes.index(size) + 0.16 * (index - len(names) / 2) if by_size else float(index - 1)
+        label = ", ".join(filter(None, (size, arm)))
+        if len(differences):
+            traces.append(_dots(index, f"{label}, single seeds", [(x, value) for value in differences]))
+        if verdict.interval and verdict.interval.bounded:
+            y, low, high = (np.array([value]) for value in verdict.interval.as_list())
+            traces.append(Trace(index, label, np.array([x + 0.06]), y, "interval", low, high))
     if not traces:
         return None
     title = f"Difference to {names[0]}" + (" by size" if by_size else "")
     label = f"{_quantity_label(experiment)}, {experiment.data_words(experiment.primary.metric, 'report')}"
     panel = Panel(title, "", label, traces, dict(enumerate(x_labels)), zero_line=True, margin=margin)
-    rates_part = " and rates" if any(results.choice.crossed for results in sizes) else ""
+    rates_part = " and rates" * any(len(rates) > 1 for rates in judgement.runs_by_arm.values())
     caption = (
         f"Dots: single seeds. Bars: mean with its Student t interval over seeds{rates_part}; all of them hold "
         "together with 95%."
     )
     return Picture([panel], names, f"{caption} Shaded: differences below {margin:g}.")
-
-
-def _bar(arm_index: int, label: str, x: float, interval: list[float]) -> Trace:
-    y, low, high = (np.array([value]) for value in interval)
-    return Trace(arm_index, label, np.array([x]), y, "interval", low, high)

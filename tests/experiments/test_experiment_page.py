@@ -21,8 +21,8 @@ from scipy.stats import ttest_1samp
 
 from lm.config.load import to_yaml
 from lm.experiments.experiment_file import read_experiment
+from lm.experiments.page import trends
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.summary import trends
 from lm.runs.evaluations import REPORTING
 from lm.runs.folder import CONFIG, DIVERGED, METRICS
 from lm.runs.manifest import read_file

@@ -20,9 +20,8 @@ from lm.evaluation.answers import Recall, by_length
 from lm.experiments.compare import plan_lines
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.loop import Slots
-from lm.experiments.page import SizeResults, _caveats
+from lm.experiments.page import _caveats
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.summary import measured_words
 from lm.report.frame import results
 from lm.runs.evaluations import selection_mask, units_frame
 from lm.runs.folder import CONFIG, ENVIRONMENT
@@ -95,29 +94,6 @@ def test_the_primary_metric_may_choose_the_rates_and_solved_everywhere_is_no_edg
     assert by_loss.judgement().question.all_pairs, (
         "where the loss chooses the rates, every pair of rates must show a difference in recall"
     )
-
-
-@pytest.mark.parametrize(
-    ("metric", "finished", "words"),
-    [
-        ("recall/passkey 64", 3, "recall/passkey 64: accuracy in sequences of 64 tokens, 2 times the training length"),
-        (
-            "recall/passkey 16",
-            1,
-            "recall/passkey 16: accuracy in sequences of 16 tokens, 0.5 times the training length",
-        ),
-        ("recall/passkey 64", 0, "recall/passkey 64"),
-        ("val/loss", 3, "val/loss, in nats per token"),
-    ],
-)
-def test_what_is_measured_is_said_with_the_length_where_it_is(tmp_path, metric, finished, words):
-    recall_options = {"tasks": ["passkey"], "length_factors": [0.5, 2], "sequences": 4}
-    base = {"base": str(ROOT / "tests" / "tiny.yaml"), "eval.recall": recall_options}
-    primary = {"metric": metric} if metric == "val/loss" else OF_RECALL | {"metric": metric}
-    procedure = experiment(tmp_path, base=base, seeds=[1, 2, 3], primary=primary)
-    for run in procedure.known_runs()[:finished]:
-        finish(run, 5.0, recall(0.9))
-    assert measured_words(procedure) == words
 
 
 def test_means_are_over_the_seeds_that_all_arms_have_finished(tmp_path):
@@ -421,13 +397,13 @@ def test_there_is_a_page_and_a_plan_at_each_step_where_arms_start_from_others_th
     arms = {"softmax": {}, "ssmax": {"model.normalizer": "ssmax"}, "more": {"from": "softmax", "trainer.max_steps": 6}}
     procedure, plans = experiment(tmp_path, arms=arms, tune=GRID), []
     while unfinished := [run for run in procedure.known_runs() if not run.outcome.ended]:
-        choice, results = procedure.choice(""), SizeResults(procedure, "", procedure.judgement())
-        plans.append((choice.rates is None, [*choice.crossed], _caveats(procedure, [results])[0].partition("; ")[2]))
+        choice = procedure.choice("")
+        plans.append((choice.rates is None, [*choice.crossed], _caveats(procedure)[0].partition("; ")[2]))
         assert list(plan_lines(procedure, Slots(1)))
         for run in unfinished:
             finish(run, misled(run))
     assert plans == [
-        (True, [], "there are no final runs yet"),
+        (True, [], "no final runs yet"),
         (True, ["softmax", "ssmax"], "final runs at the rates of several arms have not all ended"),
         (True, ["softmax", "ssmax"], "arms that start from others have no final runs yet"),
         (False, ["softmax", "ssmax"], ""),

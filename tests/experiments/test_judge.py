@@ -15,8 +15,8 @@ from prose import blocks
 
 import lm
 from lm.errors import ConfigError, RunError
+from lm.experiments.judging import MAX_PRINTED
 from lm.experiments.run_table import judge_table
-from lm.experiments.summary import MAX_PRINTED, summary_table
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import recompute
@@ -380,16 +380,6 @@ def test_the_example_of_the_page_judges_an_export_of_wandb(tmp_path, monkeypatch
     exec(code, names := {})
     assert names["verdicts"]["verdict"].tolist()[1:] == ["better"]
     assert Path("runs.csv").is_file()
-
-
-@pytest.mark.parametrize("spread", [0.0, 1.0])
-def test_the_interval_on_other_text_has_a_column_where_documents_add_to_it(spread: float):
-    runs = [(arm, seed, unit) for arm in ("a", "b") for seed in range(1, 6) for unit in range(20)]
-    effects = [(arm == "b") * (1 + spread * (unit % 2 - 0.5) + 0.001 * seed) for arm, seed, unit in runs]
-    table = pd.DataFrame(runs, columns=["arm", "seed", "unit"]).assign(value=effects)
-    judgement = judge_table(table, matters=0.1)
-    columns = [column.name for column, _ in summary_table(judgement, judgement.entries()).contents]
-    assert ("on other text of the kind" in columns) == bool(spread)
 
 
 @pytest.mark.parametrize(
