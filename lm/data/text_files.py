@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 READ_BYTES = 1 << 14  # bytes read at a time
 ROWS = 256  # rows of a dataset read at a time
 UTF8_REMEDY = "convert it to UTF-8 (e.g. iconv -f latin1 -t utf-8)"
+UTF16_REMEDY = UTF8_REMEDY.replace("latin1", "utf-16")
 
 
 class Unreadable(DataError):
@@ -137,15 +138,16 @@ PARQUET_ROWS = 32  # rows of a parquet file in memory at a time
 
 
 def file_documents(source: Files, on_error: OnError, vocabulary: object = None) -> Documents:
-    """Yield the documents of files. Raises DataError at their end if the separator occurs in none of the text files."""
-    paths = expand(source)
-    is_split = not source.separator or not any(_reader_of(path, source) is _read_txt for path in paths)
-    for document, location in read_files(paths, source, on_error):
+    """Yield the documents of files. Raises DataError at their end if the separator occurs in no text file."""
+    is_split = not source.separator
+    for document, location in read_files(expand(source), source, on_error):
         is_split = is_split or _LATER_DOCUMENT in location
         yield document, location
     if not is_split:
         remedy = "set one that stands between documents, or drop it; in YAML \\n is a line end in double quotes alone"
-        raise DataError(f"data.source.separator: {source.separator!r} occurs in none of the text files; {remedy}")
+        raise DataError(
+            f"data.source.separator: {source.separator!r} occurs in no text file, and rows are not split; {remedy}"
+        )
 
 
 def files_identity(source: Files, root: Path, hashes: FileHashes) -> dict[str, Plain]:
@@ -273,6 +275,9 @@ def _read_txt(path: Path, source: Files, on_error: OnError, parse: Parse) -> Doc
             with report_unreadable(on_error):
                 text = _decode(content, begin, str(path))
                 content.clear()  # a long document is in memory once
+                if not begin and source.column in _first_row(text):
+                    reason = f"holds JSON lines with the column '{source.column}'"
+                    raise Unreadable(f"{path}: {reason}, whose syntax would be trained on; name it .jsonl")
                 yield text, f"{path}{_LATER_DOCUMENT}{begin:,} on" if begin else str(path)
 
 
@@ -303,11 +308,14 @@ def _decode(content: bytes | bytearray, begin: int, location: str) -> str:
     """
     n_mark_bytes = len(codecs.BOM_UTF8) if begin == 0 and content.startswith(codecs.BOM_UTF8) else 0
     try:
-        return str(memoryview(content)[n_mark_bytes:], "utf-8")
+        text = str(memoryview(content)[n_mark_bytes:], "utf-8")
     except UnicodeDecodeError as error:
         is_utf16 = begin == 0 and content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        remedy = UTF8_REMEDY.replace("latin1", "utf-16") if is_utf16 else UTF8_REMEDY
+        remedy = UTF16_REMEDY if is_utf16 else UTF8_REMEDY
         raise Unreadable(f"{location}: not UTF-8 at byte {begin + n_mark_bytes + error.start}; {remedy}") from None
+    if content.count(0) > len(content) // 8:  # half the bytes of English in UTF-16 are zero, and each is UTF-8
+        raise Unreadable(f"{location}: {content.count(0):,} bytes are zero, as in UTF-16; {UTF16_REMEDY}")
+    return text
 
 
 def _read_jsonl(path: Path, source: Files, on_error: OnError, parse: Parse) -> Documents:
@@ -326,6 +334,13 @@ def _read_jsonl(path: Path, source: Files, on_error: OnError, parse: Parse) -> D
                 yield document, location
     if not begin:  # a file of 0 bytes among others is counted as a blank document
         yield parse(None, str(path)), str(path)
+
+
+def _first_row(text: str) -> dict[str, Plain]:
+    """Return the first line of a text if it is a JSON object, as in JSON lines; else {}."""
+    with suppress(Unreadable):
+        return _json_object(text.partition("\n")[0], "") if text.startswith("{") else {}
+    return {}
 
 
 def _json_object(text: str, location: str) -> dict[str, Plain]:
