@@ -145,12 +145,9 @@ class AnswerMeasurement(Measurement):
     sequence lengths (the option `length_factors`, in training lengths)."""
 
     count_key: ClassVar[str]  # the option with the number of sequences or questions of a task and length
+    in_fp32, fixed_lengths = True, True
     tasks: dict[str, Task]  # by name
     haystack: Text | None  # the corpus that fills sequences of its tasks; None: all tasks are over symbols
-
-    @classmethod
-    def sequences_of(cls, config: Config, metric: str) -> dict[str, Plain]:
-        return config.eval.measured_options(cls.kind)
 
     @property
     def work_units(self) -> int:
@@ -167,9 +164,6 @@ class AnswerMeasurement(Measurement):
             reason, value = f"{task.name} in sequences of {length:,}: {error}", getattr(self.eval_config, key)
             remedy = "leave that length out, or ask for fewer"
             raise ConfigError([Problem(f"eval.{self.kind}.{key}", value, reason, remedy)]) from error
-
-    def precision(self, device: Device) -> str:
-        return "32"  # answers are measured in fp32, whatever the precision of training
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -255,10 +249,7 @@ class Recall(AnswerMeasurement):
 
     @property
     def options(self) -> dict[str, Plain]:
-        tasks: list[Plain] = [to_plain(task) for task in self.tasks.values()]
-        return self.with_settings(
-            seed=QUESTION_SEED, tasks=tasks, lengths=self.lengths, sequences=self.eval_config.sequences
-        )
+        return super().options | {"tasks": [to_plain(task) for task in self.tasks.values()]}
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
         models = product(self.inference_models(decoder), self.tasks)

@@ -108,7 +108,7 @@ class Diagnostics(Measurement):
     nothing about training. A result that holds for shuffled scores, too, follows from the distribution of the scores.
     """
 
-    kind = KIND
+    kind, in_fp32 = KIND, True
     logged = (
         Metric("diagnostics/{STATISTIC}", meaning="statistic of attention weights, mean over heads", units="documents"),
     )
@@ -127,32 +127,18 @@ class Diagnostics(Measurement):
 
     def __init__(self, config: Config, store: Store):
         super().__init__(config, store)
-        self.held_out = diagnostic_sequences(store, config, self.eval_config)
+        self.held_out = [diagnostic_sequences(store, config, self.eval_config)]
 
     @property
     def options(self) -> dict[str, Plain]:
-        length, options = self.held_out.length, self.plain_eval_config
-        facts = {"sequences": len(self.held_out.sequences), "sequences_asked": options["sequences"], "length": length}
-        facts |= {"sequences_sha256": self.held_out.sha256, "query_indices": query_indices(length, options["queries"])}
-        facts["documents"] = self.config.data.documents
-        return {
-            "seq_len": self.config.data.seq_len,
-            **options,
-            **facts,
-            "least_keys": MIN_KEYS,
-            "untrained_seed": self.config.seed,
-        }
-
-    def precision(self, device: Device) -> str:
-        return "32"
+        return super().options | {"untrained_seed": self.config.seed}
 
     def cacheable(self, frame: pd.DataFrame) -> bool:
         return True  # a number that is not finite is undefined, not an error
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
-        return diagnostic_blocks(
-            decoder, self.held_out, self.eval_config, device, self.config.seed, self.fingerprint, progress
-        )
+        (sequences,), seed = self.held_out, self.config.seed
+        return diagnostic_blocks(decoder, sequences, self.eval_config, device, seed, self.fingerprint, progress)
 
 
 def diagnostic_blocks(

@@ -3,14 +3,12 @@ exported model.
 """
 
 import contextlib
-import difflib
 import hashlib
 import importlib
 import importlib.metadata
 import io
 import logging
 import math
-import random
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -26,9 +24,9 @@ from lm.data.store import Store
 from lm.errors import ConfigError, LMError, Problem, RunError, one_line
 from lm.evaluation.evaluation_kind import Advance, Measurement
 from lm.files import expand_home
-from lm.huggingface.exporting import exported_form, transformers_model
+from lm.huggingface.exporting import transformers_model
 from lm.model.decoder import Decoder
-from lm.model.device import Device, all_reduce_sum, preserved_random_state
+from lm.model.device import Device, all_reduce_sum
 from lm.model.spec import ModelSpec
 from lm.runs.evaluations import rows, units_frame
 from lm.runs.loading import LoadedModel
@@ -72,7 +70,7 @@ class DownstreamTasks(Measurement):
     """Tasks of lm-eval as an evaluation: each metric of a task, with values by document if the metric is
     their mean.
 
-    Raises ConfigError when constructed: no such task, or the model can't be exported for transformers.
+    Raises ConfigError when constructed: no such task.
     """
 
     kind = "tasks"
@@ -90,15 +88,6 @@ class DownstreamTasks(Measurement):
     def __init__(self, config: Config, store: Store):
         super().__init__(config, store)
         self.names, self.manager = find_tasks(self.eval_config.tasks)
-        with torch.device("meta"):
-            last_model = config.model_in(len(config.plan) - 1)
-            decoder = Decoder(last_model, store.vocab_size, config.data.seq_len, seed=None)
-        try:
-            exported_form(self._loaded_model(decoder))
-        except RunError as error:
-            raise ConfigError(
-                [Problem("eval.tasks", self.eval_config.tasks, one_line(error), "set it to []")]
-            ) from None
 
     def _loaded_model(self, decoder: Decoder) -> LoadedModel:
         tokenizer = self.config.data.tokenizer
@@ -107,13 +96,8 @@ class DownstreamTasks(Measurement):
 
     @property
     def options(self) -> dict[str, Plain]:
-        options = {
-            "seq_len": self.config.data.seq_len,
-            **self.plain_eval_config,
-            "lm_eval": importlib.metadata.version("lm_eval"),
-        }
-        end_tokens = self.config.data.tokenizer.end_tokens
-        return options | ({"end_tokens": [*end_tokens]} if end_tokens else {})
+        end_tokens = [*self.config.data.tokenizer.end_tokens]
+        return super().options | {"lm_eval": importlib.metadata.version("lm_eval"), "end_tokens": end_tokens}
 
     @property
     def work_units(self) -> int:
@@ -140,7 +124,9 @@ class DownstreamTasks(Measurement):
                 progress(1)
             return torch.zeros(1)
 
-        with _quiet(), _restored_random_state():
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        # lm-eval's progress bars are for terminals alone
+        with contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO()):
             all_reduce_sum(device, measure_tasks)  # all ranks fail together
         if device.world > 1:
             shared = [blocks]
@@ -182,25 +168,15 @@ def find_tasks(tasks: list[str]) -> tuple[list[str], "TaskManager"]:
     """
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_defaults=not all(task.endswith(TASK_FILES) for task in tasks))
-    problems, names = [], []
+    manager, names = TaskManager(include_defaults=not all(task.endswith(TASK_FILES) for task in tasks)), []
     for task in tasks:
-        if task.endswith(TASK_FILES):
-            matches = [str(path)] if (path := expand_home(task)).is_file() else []
-        else:
-            matches = [task] if task in manager.all_tasks else sorted(manager.match_tasks([task]))
-        names += [name for name in matches if name not in names]
-        if not matches:
-            close_names = difflib.get_close_matches(task, manager.all_tasks, 3, cutoff=0.8)
-            remedy = (
-                f"did you mean {' or '.join(close_names)}?"
-                if close_names
-                else "`lm-eval ls tasks` lists them; yours: the path of a YAML file"
-            )
-            problems.append(Problem("eval.tasks", task, "no such task", remedy))
-    if problems:
-        raise ConfigError(problems)
-    return names, manager
+        path = expand_home(task)
+        found = [str(path)] if path.is_file() else sorted(manager.match_tasks([task]))
+        if not found:
+            remedy = "`lm-eval ls tasks` lists them; yours: the path of a YAML file"
+            raise ConfigError([Problem("eval.tasks", task, "no such task", remedy)])
+        names += found
+    return [*dict.fromkeys(names)], manager
 
 
 def _results(adapter: "HFLM", name: str, manager: "TaskManager", limit: int | None) -> dict[str, Plain] | None:
@@ -220,28 +196,3 @@ def _results(adapter: "HFLM", name: str, manager: "TaskManager", limit: int | No
         raise
     except Exception as error:  # all that a task's file, code and data can raise
         raise RunError(f"{name}: lm-eval failed: {type(error).__name__}: {one_line(error)}") from error
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """A context without lm-eval's warnings, and without its progress bars where no terminal shows them."""
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _restored_random_state() -> Iterator[None]:
-    """A context that restores the random states of Python, numpy and torch, which lm-eval seeds."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 (lm-eval seeds this one)
-    try:
-        with preserved_random_state():
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002

@@ -6,20 +6,18 @@ a run folder.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from importlib import import_module
 from itertools import product
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import pandas as pd
 
-from lm.config.eval_config import TIMING_KEYS, Timing
+from lm.config.eval_config import Timing
 from lm.config.tree import Config
 from lm.data.store import Store
 from lm.errors import RunError
-from lm.files import plain_sha256
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.swapped import applicable_settings, for_inference
@@ -29,7 +27,10 @@ from lm.runs.checkpoints import weights_sha256
 from lm.runs.evaluations import Evaluation, evaluation_path, joined, json_value, measuring_code
 from lm.runs.manifest import read_file, write_files
 from lm.runs.metric import Metric
-from lm.schema import Plain, to_plain
+from lm.schema import Plain
+
+if TYPE_CHECKING:
+    from lm.evaluation.held_out import HeldOut
 
 Advance = Callable[[int], None]  # called with the units of work done since the last call
 
@@ -49,6 +50,9 @@ class Measurement(ABC):
 
     kind: ClassVar[str]  # key of the evaluation's options in `eval`
     logged: ClassVar[tuple[Metric, ...]] = ()  # what it logs, with words in braces in names for what differs
+    in_fp32: ClassVar[bool] = False  # whether it measures in fp32, whatever the precision of training
+    fixed_lengths: ClassVar[bool] = False  # whether it measures the same sequences whatever the training length is
+    held_out: Sequence["HeldOut"] = ()  # the held-out sequences that it reads, if it reads any
 
     def __init__(self, config: Config, store: Store | None):
         self.config, self.store = config, store
@@ -75,12 +79,13 @@ class Measurement(ABC):
     @classmethod
     def options_of(cls, config: Config) -> Timing:
         """The evaluation's options in a configuration, including those that set when it runs during training."""
-        return config.eval.kinds[cls.kind]
+        return config.eval.kinds.get(cls.kind, Timing())
 
     @classmethod
     def sequences_of(cls, config: Config, metric: str) -> dict[str, Plain]:
         """What decides the sequences that a metric is measured on. Arms that differ in it can't be compared."""
-        return {"data.seq_len": config.data.seq_len, **config.eval.measured_options(cls.kind)}
+        length = {} if cls.fixed_lengths else {"data.seq_len": config.data.seq_len}
+        return length | config.eval.measured_options(cls.kind)
 
     @property
     def eval_config(self) -> Timing:
@@ -88,28 +93,17 @@ class Measurement(ABC):
         return self.options_of(self.config)
 
     @property
-    def plain_eval_config(self) -> dict[str, Plain]:
-        """The evaluation's options in the configuration, without those that set when it runs during training and how
-        long it may take.
-        """
-        return {name: value for name, value in to_plain(self.eval_config).items() if name not in TIMING_KEYS}
-
-    def with_settings(self, **fields: Plain) -> dict[str, Plain]:
-        """Options of an evaluation under several inference settings: the training length, `fields`, and the
-        settings.
-        """
-        settings: list[Plain] = [to_plain(setting) for setting in self.eval_config.inference]
-        return {"seq_len": self.config.data.seq_len, **fields, "inference": settings}
-
-    @property
-    @abstractmethod
     def options(self) -> dict[str, Plain]:
-        """All options that, beside the weights, precision and data, decide the result; the result records them."""
+        """What decides the result beside the keys of `eval`, the weights, precision and data; the result records it."""
+        data = self.config.data
+        sha256: list[Plain] = [sequences.sha256 for sequences in self.held_out]
+        return {"seq_len": data.seq_len, "documents": data.documents, "sequences_sha256": sha256}
 
     @property
     def work_units(self) -> int:
         """The sum of all counts with which `measure` calls `progress`, such as the number of sequences."""
-        return len(self.held_out.sequences) * len(getattr(self.eval_config, "inference", [None]))
+        count = sum(len(sequences.sequences) for sequences in self.held_out)
+        return count * len(getattr(self.eval_config, "inference", [None]))
 
     def inference_models(self, decoder: Decoder) -> Iterator[tuple[str, Decoder]]:
         """The label of each inference setting that is for the decoder's normalizer, and the decoder under it."""
@@ -128,14 +122,17 @@ class Measurement(ABC):
         """
         return bool(np.isfinite(frame["value"][frame["weight"] > 0]).all())
 
-    def precision(self, device: Device) -> str:
-        """Name of the precision that the evaluation computes in, as results record it."""
-        return device.precision
-
-    @property
-    def code(self) -> dict[str, str]:
-        """Digests of the code that the result depends on: lm, and plugin packages that define normalizers."""
-        return {"lm": measuring_code(), **PLUGINS.code(self.config.normalizer_names)}
+    def facts(self, weights: str, device: Device) -> dict[str, Plain]:
+        """What decides the result of `weights` (a sha256), by the fields of an `Evaluation`."""
+        facts = {
+            "options": self.options,
+            "asked": self.config.eval.measured_options(self.kind),
+            "data_fingerprint": self.fingerprint,
+            "precision": "32" if self.in_fp32 else device.precision,
+            "weights_sha256": weights,
+            "code": {"lm": measuring_code(), **PLUGINS.code(self.config.normalizer_names)},
+        }
+        return json_value(facts)
 
     def evaluate(
         self, decoder: Decoder, device: Device, step: int, tokens_seen: int, progress: Advance = ignore
@@ -143,12 +140,9 @@ class Measurement(ABC):
         """Measure a decoder trained for `step` steps and `tokens_seen` tokens, and return the result. All ranks call
         it.
         """
-        weights = weights_sha256(decoder.state_dict())
+        facts = self.facts(weights_sha256(decoder.state_dict()), device)
         frame = joined(self.measure(decoder, device, progress))
-        return Evaluation(
-            self.kind, step, tokens_seen, self.config.data.seq_len, self.fingerprint, self.options,
-            self.precision(device), weights, frame, self.config.eval.measured_options(self.kind), self.code,
-        )  # fmt: skip
+        return Evaluation(self.kind, step, tokens_seen, self.config.data.seq_len, frame=frame, **facts)
 
     def write(self, run: Path, evaluation: Evaluation) -> Path:
         """Write a result to its file in a run folder, and return the file's path."""
@@ -158,8 +152,8 @@ class Measurement(ABC):
         return path
 
     def cached(self, run: Path, weights: str, device: Device, step: int) -> Evaluation | None:
-        """The result of `weights` (a sha256) in a run folder's file of `step`. None if there is none, if it was
-        measured with other code, options, data or precision, or if a note says that it is damaged.
+        """The result of `weights` (a sha256) in a run folder's file of `step`. None if there is none, if other facts
+        decided it, or if a note says that it is damaged.
         """
         path = evaluation_path(run, self.kind, step)
         if not path.is_file():
@@ -169,11 +163,8 @@ class Measurement(ABC):
         except (RunError, ValueError):
             Progress().say(f"note: {path}: not as it was written: measured again")
             return None
-        names = ("code", "options", "data_fingerprint", "precision", "weights_sha256")
-        measured = [getattr(evaluation, name) for name in names]
-        asked = [self.code, json_value(self.options), self.fingerprint, self.precision(device), weights]
-        is_same = plain_sha256(measured) == plain_sha256(asked) and self.cacheable(evaluation.frame)
-        return replace(evaluation, asked=self.config.eval.measured_options(self.kind)) if is_same else None
+        is_same = all(getattr(evaluation, name) == value for name, value in self.facts(weights, device).items())
+        return evaluation if is_same and self.cacheable(evaluation.frame) else None
 
 
 def measurement_types(config: Config, kinds: Iterable[str] | None = None) -> list[type[Measurement]]:

@@ -305,17 +305,7 @@ class Validation(Measurement):
 
     def __init__(self, config: Config, store: Store):
         super().__init__(config, store)
-        self.held_out = validation_sequences(store, config)
-
-    @property
-    def trained_mask(self) -> np.ndarray:
-        """Mask, (N,) bool, of the sequences of sources that are trained on, or of all sequences if no source is trained
-        on.
-        """
-        data = self.config.data
-        untrained = [] if data.symbolic else [number for number, source in enumerate(data.sources) if not source.weight]
-        mask = ~np.isin(self.held_out.sources, untrained)
-        return mask | (not mask.any())
+        self.held_out = [validation_sequences(store, config)]
 
     @classmethod
     def options_of(cls, config: Config) -> ValidationTiming:
@@ -343,16 +333,18 @@ class Validation(Measurement):
     def options(self) -> dict[str, Plain]:
         data = self.config.data
         # which the store's fingerprint leaves out
-        weights = [item.weight for item in (data.tasks if data.symbolic else data.sources)]
-        options = {"seq_len": self.held_out.length, "sequences_sha256": self.held_out.sha256}
-        return {**options, "documents": data.documents, **({"weights": weights} if len(weights) > 1 else {})}
+        return super().options | {"weights": [item.weight for item in (data.tasks if data.symbolic else data.sources)]}
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
-        sequences, mask = self.held_out, self.trained_mask
+        (sequences,), data = self.held_out, self.config.data
+        # the sequences of sources that are trained on, or all if none is
+        untrained = [] if data.symbolic else [number for number, source in enumerate(data.sources) if not source.weight]
+        mask = ~np.isin(sequences.sources, untrained)
+        mask |= not mask.any()
         nll = nll_by_token(decoder, sequences, device, progress=progress)
         means = sequences.sequence_means(nll)
-        bits = None if self.config.data.symbolic else bits_per_byte(nll, sequences, mask)
-        unigram, level = unigram_loss(self.store, self.config.data)
+        bits = None if data.symbolic else bits_per_byte(nll, sequences, mask)
+        unigram, level = unigram_loss(self.store, data)
         units = sequences.units(self.fingerprint, mask, counts=True)
         blocks = [validation_rows(means[mask], bits, unigram, sequences.length, units, level)]
         for number, name in enumerate(self.parts(self.config)):
@@ -390,33 +382,23 @@ class OtherTexts(Measurement):
         base = DataConfig(
             tokenizer=tokenizer, val_fraction=1.0, on_error=data.on_error, root=data.root, deduplicate=False
         )
-        self.held_out: dict[str, HeldOut] = {}
+        self.held_out = []
         self.stores: dict[str, Store] = {}  # of each text, all of it held out, with the run's tokenizer
         for name, source in self.eval_config.of.items():
             try:
                 text = self.stores[name] = prepare(replace(base, source=source))
             except DataError as error:
                 raise DataError(f"eval.texts.of.{name}: {error}") from None
-            sequences = self.held_out[name] = spread_sequences(text, config, data.seq_len, self.eval_config.sequences)
-            if not len(sequences.sequences):
+            self.held_out.append(spread_sequences(text, config, data.seq_len, self.eval_config.sequences))
+            if not len(self.held_out[-1].sequences):
                 reason = f"has {text.val.n_tokens:,} tokens, and a sequence needs {data.seq_len + 1:,}"
                 remedy = "name a longer text, or leave it out"
                 raise ConfigError([Problem(f"eval.texts.of.{name}", text.path.name, reason, remedy)])
 
-    @property
-    def options(self) -> dict[str, Plain]:
-        sha256 = {name: sequences.sha256 for name, sequences in self.held_out.items()}
-        data = self.config.data
-        return {"seq_len": data.seq_len, "sequences_sha256": sha256, "documents": data.documents}
-
-    @property
-    def work_units(self) -> int:
-        return sum(len(sequences.sequences) for sequences in self.held_out.values())
-
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
         blocks, (loss, bits) = [], self.logged
-        for name, sequences in self.held_out.items():
-            nll, fingerprint = nll_by_token(decoder, sequences, device, progress), self.stores[name].fingerprint
+        for (name, text), sequences in zip(self.stores.items(), self.held_out, strict=True):
+            nll, fingerprint = nll_by_token(decoder, sequences, device, progress), text.fingerprint
             selection = selection_mask(fingerprint, sequences.document_labels)
             splits = selection.any() and not selection.all()  # else too few documents to divide: all report
             units = sequences.units(fingerprint if splits else "")
@@ -447,14 +429,10 @@ class LongContext(Measurement):
 
     def __init__(self, config: Config, store: Store):
         super().__init__(config, store)
-        self.held_out = long_sequences(store, config)
-
-    @property
-    def options(self) -> dict[str, Plain]:
-        return self.with_settings(length=self.held_out.length, sequences_sha256=self.held_out.sha256)
+        self.held_out = [long_sequences(store, config)]
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
-        sequences, blocks = self.held_out, []
+        (sequences,), blocks = self.held_out, []
         about, units = replace(self.logged[0], amount=sequences.amount), sequences.units(self.fingerprint)
         for label, model in self.inference_models(decoder):
             nll = nll_by_token(model, sequences, device, progress)
@@ -472,7 +450,7 @@ class ByLength(Measurement):
     longest length, with a value for each length.
     """
 
-    kind = "by_length"
+    kind, fixed_lengths = "by_length", True
     logged = (
         Metric("by_length/loss {LENGTH} {SETTING}", NATS, "lower", "loss on the same text, cut into sequences", "loss",
             "documents", True, LENGTHS, "Loss by sequence length", "stretches of held-out text",
@@ -483,10 +461,6 @@ class ByLength(Measurement):
     def names(cls, config: Config) -> dict[str, Sequence[object]]:
         options = cls.options_of(config)
         return {"SETTING": setting_words(options.inference), "LENGTH": sorted(options.lengths)}
-
-    @classmethod
-    def sequences_of(cls, config: Config, metric: str) -> dict[str, Plain]:
-        return config.eval.measured_options(cls.kind)
 
     def __init__(self, config: Config, store: Store):
         """Raises ConfigError: the held-out text is shorter than the longest length."""
@@ -499,31 +473,17 @@ class ByLength(Measurement):
                 [Problem("eval.by_length.lengths", longest, reason, "leave it out, or hold out more text")]
             )
         isolate = config.data.documents == "isolate"
-        # by length: the sequences into which the stretches of text are cut, stretch by stretch
-        self.held_out = {
-            length: HeldOut.take(store, np.add.outer(starts, np.arange(0, longest, length)).ravel(), length, isolate)
+        # of each length the sequences into which the stretches of text are cut, stretch by stretch
+        self.held_out = [
+            HeldOut.take(store, np.add.outer(starts, np.arange(0, longest, length)).ravel(), length, isolate)
             for length in self.lengths
-        }
-
-    @property
-    def stretches(self) -> HeldOut:
-        """Return held-out text in sequences of the longest length, from which the shorter ones are cut."""
-        return self.held_out[self.lengths[-1]]
-
-    @property
-    def options(self) -> dict[str, Plain]:
-        documents = self.config.data.documents
-        return self.with_settings(lengths=self.lengths, sequences_sha256=self.stretches.sha256, documents=documents)
-
-    @property
-    def work_units(self) -> int:
-        return sum(len(cut.sequences) for cut in self.held_out.values()) * len(self.eval_config.inference)
+        ]
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
-        stretches, blocks = self.stretches, []
+        stretches, blocks = self.held_out[-1], []
         about, units = replace(self.logged[0], amount=stretches.amount), stretches.units(self.fingerprint)
         for label, model in self.inference_models(decoder):
-            losses = [nll_by_token(model, cut, device, progress) for cut in self.held_out.values()]
+            losses = [nll_by_token(model, cut, device, progress) for cut in self.held_out]
             by_stretch = [nll.reshape(len(units), -1).mean(1, dtype=np.float64) for nll in losses]
             words = label * (len(self.eval_config.inference) > 1)
             names = [about.named(LENGTH=length, SETTING=words).name for length in self.lengths]

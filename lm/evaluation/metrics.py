@@ -1,22 +1,23 @@
 """The metrics of metrics.jsonl: their names, units, directions and meanings, and those that a configuration logs."""
 
-from collections.abc import Iterator
+import hashlib
 from dataclasses import replace
 from itertools import chain
 
-import torch
+import numpy as np
+import pandas as pd
 
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem, suggest
 from lm.evaluation.answers import Recall
 from lm.evaluation.diagnostics import Diagnostics
 from lm.evaluation.downstream import DownstreamTasks
-from lm.evaluation.evaluation_kind import Measurement
+from lm.evaluation.evaluation_kind import Advance, Measurement
 from lm.evaluation.held_out import ByLength, LongContext, OtherTexts, Validation
-from lm.evaluation.logged_metrics import LoggedMetrics
 from lm.evaluation.needle import NeedleMeasurement
 from lm.model.decoder import Decoder
-from lm.runs.evaluations import NATS, REPORTING
+from lm.model.device import Device
+from lm.runs.evaluations import NATS, REPORTING, rows, units_frame
 from lm.runs.folder import PEAK_MEMORY
 from lm.runs.metric import Metric
 
@@ -38,26 +39,49 @@ TRAINING = (  # logged in training
     Metric("swap/loss_after", NATS, "lower", "loss after it, on the same sequences"),
     Metric("swap/kl", NATS, "lower", "divergence of the new distribution from the old"),
 )  # fmt: skip
-MEASUREMENTS = (Validation, LongContext, ByLength, OtherTexts, Recall, NeedleMeasurement, DownstreamTasks, Diagnostics)
+
+
+class LoggedMetrics(Measurement):
+    """The values that callbacks of `trainer.callbacks` gave to `self.log` last: one number a run for each metric."""
+
+    kind = "callbacks"
+    logged = (
+        Metric("{NAME}", meaning="what a callback of `trainer.callbacks` gives to self.log", units="questions",
+            title="Metrics of callbacks", measured_on="runs", amount="one value a run"),
+    )  # fmt: skip
+    values: dict[str, float]  # by name; set before each measurement
+
+    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
+        (metric,), blocks = self.logged, []
+        for name, value in self.values.items():
+            # one value, which pairs with that of another run
+            units = units_frame(hashlib.sha256(name.encode()).hexdigest(), np.zeros(1, int))
+            blocks.append(rows(replace(metric, quantity=name), np.array([[value]]), units, names=[name]))
+        return blocks
+
+
+MEASUREMENTS = (  # by their order in the list of metrics; of callbacks last, as it has metrics of any name
+    Validation, LongContext, ByLength, OtherTexts, Recall, NeedleMeasurement, DownstreamTasks, Diagnostics,
+    LoggedMetrics,
+)  # fmt: skip
 
 
 def metrics_of(config: Config) -> list[Metric]:
-    """The metrics that a run of `config` logs. Words stay in capitals where names are known only to the model
-    (layers, heads) or to lm-eval.
+    """The metrics that a run of `config` logs, and those of any normalizer's parameters. Words stay in capitals where
+    names are known only to the model (layers, heads, parameters) or to lm-eval.
     """
     return [*_training_metrics(config), *chain(*(kind.metrics(config) for kind in _measurements(config)))]
 
 
 def is_own_name(name: str) -> bool:
     """Whether lines of metrics.jsonl have lm's own value of this name, which no callback from outside may log."""
-    own = chain(TRAINING, *(kind.logged for kind in MEASUREMENTS))
+    own = chain(TRAINING, *(kind.logged for kind in MEASUREMENTS[:-1]))
     return name in ("step", "tokens") or any(metric.logs(name) for metric in own)
 
 
 def _measurements(config: Config) -> list[type[Measurement]]:
-    asked = config.eval.measurement_classes(config.data)
-    outside = [LoggedMetrics] * bool(config.trainer.callbacks)  # last: it has metrics of any name
-    return [*(measurement for measurement in MEASUREMENTS if measurement.kind in asked), *outside]
+    asked = [*config.eval.measurement_classes(config.data), *[LoggedMetrics.kind] * bool(config.trainer.callbacks)]
+    return [measurement for measurement in MEASUREMENTS if measurement.kind in asked]
 
 
 def measured(config: Config, name: str) -> tuple[type[Measurement], Metric]:
@@ -79,27 +103,11 @@ def measured(config: Config, name: str) -> tuple[type[Measurement], Metric]:
 def _training_metrics(config: Config) -> list[Metric]:
     conditions = {
         "train/z_loss": config.optim.z_loss,
-        "sequence_length": bool(config.data.lengths.weights),
+        "sequence_length": config.data.lengths.weights,
         "swap/": len(config.phases) > 1 and config.eval.swap_lengths,
     }
-    metrics: list[Metric] = []
-    parameters = dict.fromkeys(_parameter_names(config))
-    for metric in TRAINING:
-        if "{" in metric.name:
-            metrics += [replace(metric, name=name) for name in parameters if metric.matches(name)]
-        elif all(on for prefix, on in conditions.items() if metric.name.startswith(prefix)):
-            metrics.append(metric)
-    return metrics
-
-
-def _parameter_names(config: Config) -> Iterator[str]:
-    for phase in range(len(config.phases) or 1):
-        with torch.device("meta"):
-            decoder = Decoder(config.model_in(phase), 1, config.data.seq_len, seed=None)
-        for normalizer in decoder.normalizers():
-            for name, parameter in normalizer.named_parameters():
-                has_heads = "." not in name and parameter.shape == (normalizer.layer.n_head,)
-                yield f"normalizer/{name}/{PER_HEAD if has_heads else 'layerL/rms'}"
+    off = tuple(prefix for prefix, is_on in conditions.items() if not is_on)
+    return [metric for metric in TRAINING if not metric.name.startswith(off)]
 
 
 _HEAD = f"""# Metrics
@@ -115,7 +123,7 @@ the [documents that report](verdicts.md#glossary) alone: their names end with `{
 def markdown() -> str:
     """The page docs/metrics.md: the table of all metrics."""
     lines = [_HEAD]
-    for metric in (*TRAINING, *chain(*(kind.logged for kind in (*MEASUREMENTS, LoggedMetrics)))):
+    for metric in (*TRAINING, *chain(*(kind.logged for kind in MEASUREMENTS))):
         lines.append(
             f"| `{metric.pattern}` | {metric.unit} | {metric.better} | {metric.meaning} | {'yes' * metric.decides} |"
         )

@@ -32,7 +32,6 @@ from lm.model.device import Device
 from lm.progress import Progress
 from lm.runs.evaluations import rows, units_frame
 from lm.runs.metric import Metric
-from lm.schema import Plain
 
 EXACT_COLUMN = 0  # index in `SCORED` of `exact`
 HEADS_DEPTH = 0.5  # depth of the needles that heads' attention is measured on
@@ -168,10 +167,6 @@ class NeedleMeasurement(AnswerMeasurement):
         self.heads_length = round((options.heads_at or 0) * config.data.seq_len)
         if options.heads_at:
             self.check_fits(task, self.heads_length, "heads_at")
-
-    @property
-    def options(self) -> dict[str, Plain]:
-        return {"seq_len": self.config.data.seq_len, "seed": QUESTION_SEED, **self.plain_eval_config}
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
         blocks, head_blocks = [], []

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lm.attention.options import Options
 from lm.config.data_config import FullLength
-from lm.config.eval_config import Timing, lengths_from_factors
+from lm.config.eval_config import lengths_from_factors
 from lm.config.load import merge, overrides_in, parse, to_yaml
 from lm.config.tree import Config
 from lm.config.yaml_text import override
@@ -89,19 +89,10 @@ class SwapMeasurement(Measurement):
         super().__init__(config, store)
         self.old_decoder, self.held_out = old, swap_sequences(store, config)
 
-    @classmethod
-    def options_of(cls, config: Config) -> Timing:
-        return Timing()  # at every swap, not at times in training
-
     @property
     def options(self) -> dict[str, Plain]:
         label, weights = self.old_decoder.config.normalizer.label(), weights_sha256(self.old_decoder.state_dict())
-        sequences: list[Plain] = [held_out.sha256 for held_out in self.held_out]
-        return {"before": label, "weights_before_sha256": weights, "sequences_sha256": sequences}
-
-    @property
-    def work_units(self) -> int:
-        return sum(len(held_out.sequences) for held_out in self.held_out)
+        return super().options | {"before": label, "weights_before_sha256": weights}
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
         models, blocks, seq_len = [self.old_decoder.to(device.device), decoder], [], self.config.data.seq_len

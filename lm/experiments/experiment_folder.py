@@ -14,7 +14,7 @@ from lm.config.load import merge
 from lm.data.prepare import prepare, vocab_size_of
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError, as_written
-from lm.evaluation.held_out import Validation
+from lm.evaluation.held_out import validation_sequences
 from lm.evaluation.metrics import measured
 from lm.experiments.experiment import SHARED_SETTINGS, Experiment, cost, deciding_keys, omitted_keys
 from lm.experiments.experiment_file import read_experiment
@@ -165,7 +165,7 @@ def _check_held_out_text(experiment: Experiment, store: Store) -> None:
     config = experiment.first_config
     if config.data.symbolic:
         return
-    labels = Validation(config, store).held_out.document_labels
+    labels = validation_sequences(store, config).document_labels
     chosen = selection_mask(store.fingerprint, labels)
     for use, mask in {"report": ~chosen, "choose learning rates": chosen | (not experiment.is_tuned)}.items():
         if not mask.any():

@@ -6,8 +6,7 @@ from typing import ClassVar
 
 from lm.errors import RunError, one_line
 from lm.evaluation.evaluation_kind import Measurement
-from lm.evaluation.logged_metrics import LoggedMetrics
-from lm.evaluation.metrics import is_own_name
+from lm.evaluation.metrics import LoggedMetrics, is_own_name
 from lm.evaluation.swap import SwapMeasurement, swap_lines
 from lm.model.decoder import Decoder
 from lm.model.device import peak_memory_bytes

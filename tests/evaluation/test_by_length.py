@@ -35,7 +35,7 @@ def test_each_length_is_the_mean_loss_of_the_same_tokens_after_a_context_cut_the
     measurement, units = ByLength(config, store), []
     (curve,) = series_measured(measurement, decoder, CPU, units.append)
     assert sum(units) == measurement.work_units == 5 * (1 + 4 + 2)
-    tokens = measurement.stretches.sequences.astype(np.int64)  # (stretches, 65)
+    tokens = measurement.held_out[-1].sequences.astype(np.int64)  # (stretches, 65)
     assert (tokens[:, 1:-1] == store.end_of_text).any()
     for column, length in enumerate((16, 32, 64)):
         losses = []

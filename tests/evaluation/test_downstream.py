@@ -115,14 +115,12 @@ def test_two_processes_measure_as_one(tiny, tasks, arguments: list[str]):
 
 
 def test_what_cannot_be_measured_is_told_in_one_line_before_training_or_without_a_result(tiny, tasks):
-    for overrides, words in (
-        (["eval.tasks=[nowhere.yaml]"], r"eval\.tasks = 'nowhere\.yaml': no such task; `lm-eval ls tasks` lists them"),
-        ([f"eval.tasks=[{tasks['choice']}]", "model.normalizer=entmax15"], "code for transformers is written for the"),
+    config = tiny("name=refused", "eval.tasks=[nowhere.yaml]")
+    with pytest.raises(
+        ConfigError, match=r"eval\.tasks = 'nowhere\.yaml': no such task; `lm-eval ls tasks` lists them"
     ):
-        config = tiny("name=refused", *overrides)
-        with pytest.raises(ConfigError, match=words):
-            train(config)
-        assert not config.run_folder.exists()
+        train(config)
+    assert not config.run_folder.exists()
     config = tiny("name=broken", "trainer.max_steps=4")
     train(config)
     Path(tasks["choice"]).with_suffix(".jsonl").unlink()

@@ -127,7 +127,7 @@ def test_positions_sequences_and_buckets_agree(tiny):
     for curve in curves:
         assert curve.means == pytest.approx([units.values.mean() for units in curve.points])
     first, second = curves
-    nll = nll_by_token(decoder.eval(), LongContext(config, store).held_out, CPU)
+    nll = nll_by_token(decoder.eval(), LongContext(config, store).held_out[0], CPU)
     assert first.overall_mean == pytest.approx(nll.mean(), abs=1e-5)
     ends = zip(first.x.astype(int), first.until.astype(int), strict=True)
     assert first.means == pytest.approx([nll[:, start:stop].mean() for start, stop in ends], abs=1e-5)
@@ -139,7 +139,7 @@ def test_sequences_may_be_shorter_than_those_of_training(tiny):
     store = prepare(config.data)
     decoder = Decoder(config.model, store.vocab_size, config.data.seq_len)
     measurement = LongContext(config, store)
-    assert measurement.held_out.sequences.shape == (3, config.data.seq_len // 2 + 1)
+    assert measurement.held_out[0].sequences.shape == (3, config.data.seq_len // 2 + 1)
     assert [
         curve.until[-1] for curve in series_measured(measurement, decoder, CPU, lambda units: None) if curve.bins
     ] == [

@@ -413,7 +413,7 @@ def test_validation_sequences_follow_the_weights_of_tasks_over_symbols(tiny):
     assert units == [(f"mqar (queries {n})", count) for n, count in ((4, 30), (5, 8), (1, 2))], "and no bits per byte"
     assert [*whole.references] == ["unigram cross-entropy, at most"], "the store counts tasks alike"
     sequence = example(MQAR(queries=5), 0, 7, 32, "test")
-    held_out = validation.held_out
+    (held_out,) = validation.held_out
     assert (held_out.sequences[37] == sequence.tokens).all()
     assert (held_out.target_mask[37] == sequence.answers).all()
     counts = held_out.target_mask.sum(1)

@@ -69,8 +69,8 @@ def test_each_text_is_measured_in_training_by_its_name_and_whole(tiny, verse: Pa
 def test_documents_are_divided_into_those_that_select_and_report_where_there_are_enough(tiny, verse: Path, code: Path):
     config = tiny(OFF, asked(verse, code))
     texts = OtherTexts(config, prepare(config.data))
-    assert len(set(texts.held_out["code"].document_labels.tolist())) > 3
-    assert set(texts.held_out["verse"].document_labels.tolist()) == {0}
+    assert len(set(texts.held_out[1].document_labels.tolist())) > 3
+    assert set(texts.held_out[0].document_labels.tolist()) == {0}
     train(tiny("name=run", OFF, asked(verse, code)))
     decoder = load(tiny("name=run").run_folder).decoder
     from lm.model.device import Device
@@ -97,7 +97,7 @@ def test_documents_of_a_text_are_isolated_where_those_of_training_are(tiny, vers
         decoder = Decoder(config.model, store.vocab_size, config.data.seq_len, seed=1)
         measured = series_measured(texts, decoder, Device(torch.device("cpu"), False), lambda n: None)
         losses.append({curve.task: curve.points[0].values for curve in measured if curve.points})
-    has_boundary = (texts.held_out["code"].sequences[:, 1:-1] == store.end_of_text).any(1)
+    has_boundary = (texts.held_out[1].sequences[:, 1:-1] == store.end_of_text).any(1)
     assert ((losses[0]["code"] != losses[1]["code"]) == has_boundary).all()
     assert has_boundary.any()
     assert (losses[0]["verse"] == losses[1]["verse"]).all()
