@@ -62,7 +62,7 @@ def metrics(arguments: Annotated[list[str] | None, Configuration.__metadata__[0]
 
     logged = metrics_of(load_config(arguments, with_shape_of))
     cells = {
-        "metric": [metric.name for metric in logged],
+        "metric": [metric.pattern for metric in logged],
         "unit": [metric.unit for metric in logged],
         "better": [metric.better for metric in logged],
         "can decide": ["yes" * metric.decides for metric in logged],
