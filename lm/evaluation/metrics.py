@@ -103,7 +103,6 @@ def measured(config: Config, name: str) -> tuple[type[Measurement], Metric]:
 def _training_metrics(config: Config) -> list[Metric]:
     conditions = {
         "train/z_loss": config.optim.z_loss,
-        "sequence_length": config.data.lengths.weights,
         "swap/": len(config.phases) > 1 and config.eval.swap_lengths,
     }
     off = tuple(prefix for prefix, is_on in conditions.items() if not is_on)

@@ -19,7 +19,6 @@ from lm.machine import keep_freed_memory, threads_per_process, without_garbage_c
 from lm.model.device import Machine, resolve_compile, resolve_device, resolve_precision
 from lm.model.spec import flops_per_token
 from lm.progress import StepProgress
-from lm.report.evaluation_tables import print_results
 from lm.runs.checkpoints import best_step, link_checkpoint
 from lm.runs.evaluations import evaluation_files, evaluation_path, logged_means
 from lm.runs.folder import (
@@ -44,12 +43,11 @@ from lm.schema import Plain
 from lm.training.banner import banner, environment
 from lm.training.launcher import Process
 from lm.training.lightning_import import L
-from lm.training.loggers import log, make_loggers
+from lm.training.loggers import MetricsFile, log, make_loggers
 from lm.training.outside import outside_objects
 from lm.training.run_context import RunContext
 from lm.training.starting import Best, resume_or_branch, start_new_run
 from lm.training.trainer import final_divergence, train_phases
-from lm.training.wandb_runs import wandb_mode
 
 
 def fit(
@@ -72,7 +70,6 @@ def fit(
     is_main = process.rank == 0  # the process that writes files
     all_measurements = measurements(config, store)
     accelerator, device = resolve_device(config)
-    mode = wandb_mode(config.log, bool(config.experiment.name))
     torch.set_num_threads(config.trainer.threads or threads_per_process(config.trainer.devices))
     if accelerator == "cpu":
         # or Lightning would set another number of threads, in the processes that it starts, too
@@ -92,7 +89,7 @@ def fit(
             raise RunError(f"{checkpoint}: {reason}; {remedy}")
         if is_main:
             link_names(checkpoint, start.state.best)
-            _evaluate_missing(config, all_measurements, checkpoint, mode, old_facts)
+            _evaluate_missing(config, all_measurements, checkpoint, old_facts)
         return 0
     precision = resolve_precision(config, accelerator, old_facts)
     flops = flops_per_token(start.decoder) * config.optim.batch_tokens * config.trainer.max_steps
@@ -106,7 +103,7 @@ def fit(
         print(banner(config, store, start, machine), *notes, sep="\n", flush=True)
     # wandb imports much as it starts; a logger that can't start leaves the run as it was
     with without_garbage_collection():
-        loggers = make_loggers(mode, config, facts, is_main)
+        loggers = make_loggers(config, facts, is_main)
     if is_main:
         folder = config.run_folder
         for path in reversed(step_paths(folder / CHECKPOINTS)):
@@ -170,22 +167,18 @@ def truncate_after(run: Path, step: int) -> None:
 
 
 def _evaluate_missing(
-    config: Config, all_measurements: list[Measurement], checkpoint: Path, mode: str, facts: dict[str, Plain]
+    config: Config, all_measurements: list[Measurement], checkpoint: Path, facts: dict[str, Plain]
 ) -> None:
-    """Make and log evaluations that a complete run lacks because it was killed after its last step."""
+    """Make evaluations that a complete run lacks because it was killed after its last step, and log them in
+    metrics.jsonl.
+    """
     folder, step = config.run_folder, config.trainer.max_steps
     due = [measurement for measurement in all_measurements if measurement.eval_config.is_due(step, step)]
     if missing := [each for each in due if not evaluation_path(folder, each.kind, step).exists()]:
-        results = evaluate_model(folder, load(checkpoint), missing, open_device(config, facts))
         truncate_metrics(folder / METRICS, step)  # a line that the kill cut short
-        loggers = make_loggers(mode, config, facts, is_main=True)
-        for evaluation in (result.evaluation for result in results):
-            log(loggers, {"step": step, "tokens": evaluation.tokens_seen, **logged_means(evaluation)})
-            for logger in loggers:
-                logger.log_evaluation(evaluation)
-        for logger in loggers:
-            logger.close()
-        print_results(results, folder / EVALUATIONS)
+        for result in evaluate_model(folder, load(checkpoint), missing, open_device(config, facts)):
+            tokens = result.evaluation.tokens_seen
+            log([MetricsFile(folder / METRICS)], {"step": step, "tokens": tokens, **logged_means(result.evaluation)})
     how = final_divergence(folder, step)
     advice = f"raise trainer.max_steps to go on, or evaluate it with other options: lm eval {folder} KEY=VALUE"
     print(f"{folder}: complete at step {step}{how and f', diverged: {how}'}; {advice}")

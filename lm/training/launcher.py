@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lm.config.tree import Config
-from lm.errors import ConfigError, Problem, RunError
+from lm.errors import ConfigError, Problem
 
 # environment variable with the id of the process that starts the run's other processes
 STARTER_VARIABLE = "LM_STARTED_BY"
@@ -86,18 +86,13 @@ def end_with_parent(process: Process) -> None:
 
     Children of a killed parent would otherwise wait minutes for its tensors. Called in the parent, it only records the
     parent's id.
-
-    Raises RunError: the parent has ended already.
     """
     if process.launcher != "lightning":
         return
-    starter, parent = os.environ.get(STARTER_VARIABLE), os.getppid()
     if not process.is_child:
         os.environ[STARTER_VARIABLE] = str(os.getpid())
-    elif starter == str(parent):
-        threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
-    elif starter:
-        raise RunError("the process that started this one has ended; go on with resume=auto")
+    elif starter := os.environ.get(STARTER_VARIABLE):
+        threading.Thread(target=_end_after, args=(int(starter),), daemon=True).start()
 
 
 def _end_after(parent: int) -> None:

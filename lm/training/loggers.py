@@ -13,7 +13,7 @@ from lm.runs.folder import METRICS
 from lm.schema import Plain, to_plain
 from lm.training.lightning_import import L
 from lm.training.outside import outside_objects
-from lm.training.wandb_runs import experiment_labels, finish_wandb_run, start_wandb_run
+from lm.training.wandb_runs import experiment_labels, finish_wandb_run, start_wandb_run, wandb_mode
 
 if TYPE_CHECKING:
     import wandb
@@ -161,12 +161,11 @@ class WandbRun(Mirror, WandbLogger):
         self.attempt(finish_wandb_run, self.experiment)
 
 
-def make_loggers(mode: str, config: Config, environment: dict[str, Plain], is_main: bool) -> list[RunLogger]:
+def make_loggers(config: Config, environment: dict[str, Plain], is_main: bool) -> list[RunLogger]:
     """Start and return the loggers of a run: those from outside that `log.to` names, and on the first process
     metrics.jsonl and wandb before them.
 
     Args:
-        mode: wandb's mode, as `wandb_mode` returns it.
         environment: the content of environment.json, whose `wandb_id` lets a resumed run continue its wandb run.
 
     Raises:
@@ -177,7 +176,7 @@ def make_loggers(mode: str, config: Config, environment: dict[str, Plain], is_ma
     for logger in outside:
         logger.attempt(logger.log_hyperparams, to_plain(config))
     loggers: list[RunLogger] = [MetricsFile(config.run_folder / METRICS)] * is_main
-    if is_main and mode != "disabled":
+    if is_main and (mode := wandb_mode(config.log, bool(config.experiment.name))) != "disabled":
         facts = to_plain(config) | {fact: environment[fact] for fact in WANDB_FACTS}
         # one text to group runs by, also of a list of normalizers and of phases
         facts["normalizer"] = ", then ".join(phase.normalizer.label() for phase in config.plan)

@@ -1,5 +1,5 @@
-"""The LightningModule that computes loss, gradient and update of each optimizer step, and the content of its
-checkpoints.
+"""The LightningModule that computes loss, gradient and update of each optimizer step, the content of its checkpoints,
+and the LightningDataModule that gives each step its batch.
 """
 
 import math
@@ -8,7 +8,7 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from lm.data.batches import IGNORED, Batch
+from lm.data.batches import IGNORED, Batch, TrainLoader, train_loader, train_sequences
 from lm.errors import Diverged
 from lm.machine import unblock_stop_signals
 from lm.model.decoder import Decoder
@@ -51,7 +51,6 @@ class LanguageModel(L.LightningModule):
         self.accumulation = config.rank_sequences // config.micro_batch
         # loss, z-loss (nats) and targets of this rank's micro-batches so far; (3,) float64 on the device
         self.sums: Tensor | None = None
-        self.sequence_length = config.data.seq_len
 
     def configure_callbacks(self) -> list[L.Callback]:
         """Return no callbacks. Unblock stop signals, which this process blocked while Lightning started others: it is
@@ -179,3 +178,29 @@ def _gradients_in_words(decoder: Decoder) -> str:
     bad_names = [name for name, finite in is_finite.items() if not finite]
     others = f"and {len(bad_names) - 1} of {len(is_finite) - 1} others"
     return f"not finite in {bad_names[0]} {others}" if bad_names else "finite in each parameter"
+
+
+class StepData(L.LightningDataModule):
+    """Gives this rank's micro-batches of each step, a function of data fingerprint, seed and step."""
+
+    def __init__(self, run: RunContext, phase: int):
+        super().__init__()
+        self.run, self.config = run, run.config.in_phase(phase)
+        self.loader: TrainLoader | None = None  # None before training has begun
+
+    def train_dataloader(self) -> TrainLoader:
+        """The loader from the step on at which training starts or continues, which Lightning has restored."""
+        # Lightning has just set a handler of SIGTERM, by which a run ends without a checkpoint and with status 0.
+        self.run.stop.listen()
+        config = self.config
+        self.loader = train_loader(
+            train_sequences(self.run.store, config),
+            rank=self.trainer.global_rank,
+            world=config.world_size,
+            micro_batch=config.micro_batch,
+            first_step=self.trainer.global_step,
+            max_steps=config.trainer.max_steps,
+            workers=config.data.workers,
+            pin_memory=self.trainer.strategy.root_device.type == "cuda",
+        )
+        return self.loader

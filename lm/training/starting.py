@@ -125,13 +125,10 @@ def _weights_problems(config: Config, decoder: Decoder, source: Decoder, path: P
     the decoder `source` at `path`; constants (`Normalizer.constants`) are compared by their values.
     """
     problems, positions = [], (decoder.config.position, source.config.position)
-    if any(position.has_last_position for position in positions):
-        if positions[0] != positions[1]:
-            reason = f"{path} has {positions[1].label}, and learned positions are weights"
-            problems.append(Problem("model.position", positions[0].name, reason, "set it to that"))
-        elif decoder.seq_len != source.seq_len:
-            reason = f"{path} has learned positions for {source.seq_len}"
-            problems.append(Problem("data.seq_len", decoder.seq_len, reason, "set it to that"))
+    is_learned = any(position.has_last_position for position in positions)
+    if is_learned and (positions[0] != positions[1] or decoder.seq_len != source.seq_len):
+        reason = f"{path} has {positions[1].label} for {source.seq_len} tokens, and learned positions are weights"
+        problems.append(Problem("model.position", positions[0].name, reason, "set it and data.seq_len to that"))
     setting = "phases[0].normalizer" if config.phases else "model.normalizer"
     for pair in zip(decoder.normalizers(), source.normalizers(), strict=True):
         options = [to_plain(normalizer.options, whole=True) | normalizer.constants() for normalizer in pair]
@@ -358,9 +355,6 @@ def resume_or_branch(
         notes = [f"note: the learning rate jumps from {rates[0]:.4g} to {rates[1]:.4g} at step {step + 1}{factor}"]
     if is_own(config.run_folder, path):
         check_log(run, read_metrics(run / METRICS).content or b"", step)  # a missing log counts as an empty one
-        if old_steps != steps and config.optim.schedule.name != "constant":
-            schedule = config.optim.schedule.name
-            notes.insert(0, f"note: {schedule} now ends at step {steps}, it was headed for {old_steps}")
         if any(step_of(other) > step for other in step_paths(path.parent)):
             later = "checkpoints, metrics and evaluations of later steps are deleted"
             notes.insert(0, f"note: back to step {step}; {later}")

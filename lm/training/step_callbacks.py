@@ -49,10 +49,6 @@ class Metrics(StepCallback):
     memory, and the normalizers' parameters.
     """
 
-    def __init__(self, run: RunContext):
-        super().__init__(run)
-        self.has_lengths = bool(run.config.data.lengths.weights) or any(phase.seq_len for phase in run.config.phases)
-
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Start the clock at the seconds of training so far, which the checkpoint holds, and measure speed from this
         step.
@@ -80,7 +76,7 @@ class Metrics(StepCallback):
                 "tokens_per_s": round(speed, 1),
                 "elapsed_s": round(elapsed_s, 3),
                 PEAK_MEMORY: peak_memory_bytes(module.device),
-                **({"sequence_length": module.sequence_length} if self.has_lengths else {}),
+                "sequence_length": module.sequence_length,
                 **(normalizer_parameters(module.decoder) if trainer.is_global_zero else {}),
             }
         )

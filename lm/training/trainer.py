@@ -11,11 +11,10 @@ from lm.runs.record import divergence
 from lm.training.checkpointing import AtomicCheckpointIO, Checkpoints
 from lm.training.evaluation_callbacks import EVALUATION_CALLBACKS, CallbackMetrics, SwapEffect, Validation
 from lm.training.lightning_import import L, MisconfigurationException, SIGTERMException
-from lm.training.module import LanguageModel
+from lm.training.module import LanguageModel, StepData
 from lm.training.run_context import RunContext
 from lm.training.starting import PhaseStart, start_from_checkpoint
 from lm.training.step_callbacks import Metrics, ProgressBar, StopOnSignal
-from lm.training.step_data import StepData
 
 
 def train_phases(run: RunContext, start: PhaseStart, checkpoint: Path | None) -> int:

@@ -275,16 +275,7 @@ def test_more_steps_may_be_asked_for_when_resuming(tiny, capsys: pytest.CaptureF
     last, output = tiny("name=longer").run_folder / "checkpoints" / "last.ckpt", capsys.readouterr().out
     assert f"goes on from step 8 of 12: {last}\n" in output
     jump = "the learning rate jumps from 0.001603 to 0.004109 at step 9, by a factor of 2.56"
-    assert f"note: cosine now ends at step 12, it was headed for 8\nnote: {jump}\n" in output
-    stable = "optim.schedule={name: wsd, decay_fraction: 0.25}"
-    train(tiny("name=stable", stable, "trainer.checkpoint_every=4", "trainer.keep_checkpoints=2"))
-    train(
-        replace(
-            tiny("name=stable", stable, "trainer.max_steps=16"),
-            resume=str(tiny("name=stable").run_folder / "checkpoints/step-000004.ckpt"),
-        )
-    )
-    assert "note: wsd now ends at step 16, it was headed for 8\n" in capsys.readouterr().out
+    assert f"note: {jump}\n" in output
 
 
 def validations(folder: Path) -> dict[int, Evaluation]:

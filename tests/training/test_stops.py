@@ -22,10 +22,9 @@ from lm.errors import RunError
 from lm.machine import STOP_SIGNALS
 from lm.runs.checkpoints import link_checkpoint, load_checkpoint
 from lm.training.checkpointing import Checkpoints
-from lm.training.module import LanguageModel
+from lm.training.module import LanguageModel, StepData
 from lm.training.run_context import StopRequest
 from lm.training.step_callbacks import Metrics
-from lm.training.step_data import StepData
 from lm.training.train import train
 
 
