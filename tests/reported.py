@@ -1,5 +1,6 @@
 """Run folders as the trainer writes them, made up for the tests of reports."""
 
+import csv
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -197,18 +198,20 @@ def write_rows(
 
 
 class ReportFiles(NamedTuple):
-    """The files of a report."""
+    """Files of a report."""
 
     html: Path
-    markdown: Path
     csv: Path
-    latex: Path
+
+    @property
+    def rows(self) -> list[dict[str, str]]:
+        """The rows of its table of all measurements."""
+        return list(csv.DictReader(self.csv.open()))
 
 
 def write_report(folders: list[Path], out: Path) -> ReportFiles:
     """The report of runs, in a folder."""
-    page = write_comparison(compare_runs([read_run(folder) for folder in folders]), out)
-    return ReportFiles(page, *(out / name for name in ("table.md", "table.csv", "table.tex")))
+    return ReportFiles(write_comparison(compare_runs([read_run(folder) for folder in folders]), out), out / "table.csv")
 
 
 def pictures(comparison: ArmComparison) -> list[Picture]:

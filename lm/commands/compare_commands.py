@@ -199,7 +199,7 @@ def noise(
 def report(runs: RunFolders, out: ReportFolder = None, baseline: Baseline = None) -> None:
     """Write the report of one run, or compare several.
 
-    Writes the page report.html, its pictures as SVG, and tables as CSV, Markdown and LaTeX.
+    Writes the page report.html, its pictures as SVG, and its tables as CSV and LaTeX.
     """
     from lm.report.comparison import compare_runs
     from lm.report.comparison_tables import comparison_notes, comparison_tables

@@ -145,7 +145,7 @@ class ArmComparison:
     @cached_property
     def differences(self) -> list[Difference]:
         """The differences to the baseline, at the last place measured in both arms, else in either arm."""
-        units = self.units[self.units["sample"].notna() & ~is_control(self.units)]
+        units = self.units[self.units["sample"].notna() & ~self.units["control"]]
         indices = units.groupby(["name", "arm"], sort=False).indices
         names = dict.fromkeys(name for section in self.sections for name in section["name"])
         found = []
@@ -163,7 +163,7 @@ class ArmComparison:
         """Rows of the other arms whose `value` is the difference to the baseline's run of the same seeds, by unit: on
         the same sequence at the same point. Units that only one of the two has, and controls, are left out.
         """
-        rows = rows[rows["sample"].notna() & ~is_control(rows)]
+        rows = rows[rows["sample"].notna() & ~rows["control"]]
         keys = ["name", "x", "until", "seeds", "data_fingerprint", "sequences", "sample"]
         unit = rows.groupby(keys, sort=False, dropna=False).ngroup()
         is_base = rows["arm"] == self.baseline
@@ -278,11 +278,6 @@ class ArmComparison:
         metrics = [about for section in self.sections for about in section["about"].unique() if about.unit == unit]
         levels = (level for about in metrics for level in about.references)
         return next((level for level in levels if np.isfinite(level[1])), None)
-
-
-def is_control(rows: pd.DataFrame) -> np.ndarray:
-    """Whether each row is of a metric that only shows that a measurement works."""
-    return np.array([about.control for about in rows["about"].cat.categories], bool)[rows["about"].cat.codes]
 
 
 def places(section: pd.DataFrame) -> list[str]:

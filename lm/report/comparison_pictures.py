@@ -240,9 +240,6 @@ def _axis_picture(comparison: ArmComparison, section: pd.DataFrame, *drawn: dict
             ends = [end for trace in values for end in (trace.y, trace.low, trace.high) if end is not None]
             y_range, note = _y_range(", ".join((name.quantity, *name.labels)), ends, level and level[1])
         sentences.append(note)
-        infinite = dict.fromkeys(comparison.names[trace.arm] for trace in values if not np.isfinite(trace.y).all())
-        if infinite:
-            sentences.append(f"Not finite at some places: {', '.join((*name.labels, *infinite))}.")
         for kind, traces in (("Bands", values), ("Bands of differences", differences)):
             sources = dict.fromkeys(trace.noise_source for trace in traces if trace.noise_source)
             sentences += [f"{kind}: 95% intervals over {source}, each alone." for source in sources]
@@ -264,9 +261,10 @@ def _axis_picture(comparison: ArmComparison, section: pd.DataFrame, *drawn: dict
 def heat_maps(comparison: ArmComparison) -> list[Picture]:
     """Pictures of heat maps of fractions of more than `MAX_TASKS_WITHOUT_MAP` tasks, such as accuracy by needle depth
     and length. Each map shows an arm's mean over seeds."""
-    rows = comparison.all_rows[(comparison.all_rows["title"] == "") & (comparison.all_rows["shape"] == "points")]
-    is_drawn = np.array([about.unit == "fraction" and not about.control for about in rows["about"]], bool)
-    means, pictures = point_means(rows[is_drawn]), []
+    rows, pictures = comparison.all_rows, []
+    is_fraction = np.array([about.unit == "fraction" for about in rows["about"]], bool)
+    is_drawn = is_fraction & (rows["title"] == "") & (rows["shape"] == "points") & ~rows["control"]
+    means = point_means(rows[is_drawn])
     for (kind, quantity, setting), group in means.groupby(["kind", "quantity", "setting"], sort=False):
         n_tasks = group.groupby("arm")["task"].nunique().max()
         if n_tasks > MAX_TASKS_WITHOUT_MAP:

@@ -137,17 +137,14 @@ def comparison_notes(comparison: ArmComparison) -> list[str]:
     seeds = comparison.means.groupby(["name", "arm"])["seeds"].agg(frozenset)
     differ_in_seeds = (seeds.groupby("name").nunique() > 1).any()
     lines += [OWN_SEEDS_NOTE] * bool(comparison.differences and differ_in_seeds)
-    arms: dict[tuple[str, str, str], list[str]] = {}  # arms by note and subject
-    for difference in comparison.differences:
-        absence = "" if difference.interval else " is not given"
-        arms.setdefault((difference.note, absence, difference.subject), []).append(difference.arm)
-    subjects: dict[tuple[str, str, str], list[str]] = {}
-    for (note, absence, subject), labels in arms.items():
-        subjects.setdefault((", ".join(labels), absence, note), []).append(subject)
-    lines += [
-        f"difference of {labels} in {'; '.join(names)}{absence}: {note}"
-        for (labels, absence, note), names in subjects.items()
-    ]
+    found = pd.DataFrame(
+        [(of.note, "" if of.interval else " is not given", of.subject, of.arm) for of in comparison.differences],
+        columns=["note", "absence", "subject", "arms"],
+    )
+    # arms by note and subject, then subjects by note and arms
+    found = found.groupby(["note", "absence", "subject"], sort=False)["arms"].agg(", ".join).reset_index()
+    for (arms, absence, note), subjects in found.groupby(["arms", "absence", "note"], sort=False)["subject"]:
+        lines.append(f"difference of {arms} in {'; '.join(subjects)}{absence}: {note}")
     return [*lines, *comparison.missing_notes]
 
 
@@ -304,24 +301,14 @@ def _sequences_text(rows: pd.DataFrame) -> str | None:
 
 def text_words(run: RunRecord) -> str:
     """A run's text or tasks by name, and the size of text; sequences of symbols are made anew."""
-    names = [] if run.symbolic else _text_names(run.config["data"].get("source"))
-    names += [entry["task"]["name"] for entry in run.config["data"].get("tasks") or []]
+    source = {} if run.symbolic else flatten(run.config["data"].get("source"))
+    names = [name for key, name in source.items() if name and key.rpartition(".")[2] in ("package", "dataset", "paths")]
+    words = [str(part) for name in names for part in (name if isinstance(name, list) else [name])]
+    words += [entry["task"]["name"] for entry in run.config["data"].get("tasks") or []]
     entries = {"training tokens": "train_tokens", "documents": "documents"}
-    counts = {words: run.environment_entry(f"data.{name}") for words, name in entries.items()}
-    sizes = [] if run.symbolic else [f"{count:,} {words}" for words, count in counts.items() if count]
-    return printable(", ".join([*names, *sizes]))
-
-
-def _text_names(source: Plain) -> list[str]:
-    """Names of a source of text, or of the sources of a mixture."""
-    if isinstance(source, list):
-        return [name for item in source for name in _text_names(item)]
-    if not isinstance(source, dict):
-        return []
-    names = [source[key] for key in ("package", "dataset", "paths") if source.get(key)]
-    if names:
-        return [str(path) for name in names for path in (name if isinstance(name, list) else [name])]
-    return [name for value in source.values() for name in _text_names(value)]
+    counts = {unit: run.environment_entry(f"data.{name}") for unit, name in entries.items()}
+    sizes = [] if run.symbolic else [f"{count:,} {unit}" for unit, count in counts.items() if count]
+    return printable(", ".join([*words, *sizes]))
 
 
 def _settings_text(settings: Plain) -> str | None:
@@ -329,23 +316,11 @@ def _settings_text(settings: Plain) -> str | None:
 
 
 def _normalizer_text(run: RunRecord) -> str:
-    """Text on the normalizer of each training phase of a run: formula, source and options."""
+    """Text on the normalizer of each training phase of a run: formula, source, and options that aren't the defaults."""
     phases = []
     for step, options in run.phases:
         entry, normalizer = catalogue.ENTRIES.get(options["name"]), kinds.options_from_plain(options)
         formula = normalizer.formula() if normalizer else str(options["name"])
         source = f" ({entry.source})" if entry else ""
-        phases.append(f"{f'from step {step}: ' if step else ''}{formula}{source}; {_option_text(options)}")
+        phases.append(f"{f'from step {step}: ' if step else ''}{formula}{source}; {kinds.label(options)}")
     return "; then ".join(phases)
-
-
-def _option_text(value: Plain) -> str:
-    """The value of a normalizer's option as text. A normalizer within the value is written as its name with its options
-    in parentheses.
-    """
-    if isinstance(value, list):
-        return ", ".join(map(_option_text, value))
-    if not isinstance(value, dict):
-        return plain_text(value)
-    options = ", ".join(f"{key}={_option_text(option)}" for key, option in value.items() if key != "name")
-    return " ".join(filter(None, (str(value.get("name", "")), options and f"({options})")))

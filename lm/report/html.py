@@ -33,7 +33,7 @@ from lm.report.comparison_tables import (
     text_words,
 )
 from lm.report.pictures import COLOURS, DARK_COLOURS, GREY, GRID, INK, PAPER, Picture, dark_style
-from lm.report.tables import Table, four_digit_text, plain_text, printable, to_csv, to_latex, to_markdown
+from lm.report.tables import Table, four_digit_text, plain_text, printable, to_csv, to_latex
 from lm.runs.record import RunRecord
 from lm.schema import Plain
 
@@ -243,7 +243,7 @@ def page_files(parts: list[PagePart], folder: Path) -> dict[Path, bytes]:
     for block in (block for part in parts for section in part.sections for block in section.blocks if block.name):
         if isinstance(block.content, Table):
             contents[folder / f"{block.name}.csv"] = to_csv((block.content,)).encode()
-            contents[folder / f"{block.name}.tex"] = to_latex((block.content,)).encode()
+            contents[folder / f"{block.name}.tex"] = to_latex(block.content).encode()
         elif isinstance(block.content, Picture):
             contents[folder / f"{block.name}.svg"] = block.content.svg.encode()
             contents[folder / f"{block.name}.csv"] = block.content.csv.encode()
@@ -251,12 +251,12 @@ def page_files(parts: list[PagePart], folder: Path) -> dict[Path, bytes]:
 
 
 def write_comparison(comparison: ArmComparison, folder: Path) -> Path:
-    """Write the report of a comparison, or of a single run, into `folder`: the page, its tables and pictures, and all
-    tables in one file of each format. Returns the path of the page.
+    """Write the report of a comparison, or of a single run, into `folder`: the page, its tables and pictures, and
+    `table.csv` with all measurements. Returns the path of the page.
 
     Raises RunError: the report can't be written.
     """
-    tables, notes, runs = comparison_tables(comparison), comparison_notes(comparison), drawn_runs(comparison)
+    runs = drawn_runs(comparison)
     summary, commands = PageSection("Summary"), PageSection("Runs")
     warnings = [ONE_SEED_NOTE] * any(
         difference.interval and difference.interval.noise_source.endswith(", 1 seed")
@@ -265,16 +265,14 @@ def write_comparison(comparison: ArmComparison, folder: Path) -> Path:
     if comparison.warning:
         warnings.append(f"{comparison.warning} A difference below can't be put down to the normalizer alone.")
     summary.add("warning", warnings + [note for note in comparison.missing_notes if ": diverged: " in note])
-    summary.add("list", [note for note in notes if note not in (comparison.warning, *comparison.missing_notes)])
+    notes = [comparison.warning, *comparison.missing_notes]
+    summary.add("list", [note for note in comparison_notes(comparison) if note not in notes])
     for run in runs:
         commands.add("details", run_details(run))
     sections = [summary, *run_sections(comparison.names, runs, comparison), commands]
     run_names = f": {', '.join(printable(run.name) for run in comparison.runs)}" if len(comparison.arms) == 1 else ""
     part = PagePart(" vs ".join(comparison.arms) + run_names, sections, introduction([comparison.runs]))
-    contents = page_files([part], folder) | {
-        folder / "table.md": to_markdown(tables, notes).encode(),
-        folder / "table.csv": to_csv(tables).encode(),
-        folder / "table.tex": to_latex(tables).encode(),
-    }
+    table = to_csv(comparison_tables(comparison)).encode()
+    contents = page_files([part], folder) | {folder / "table.csv": table}
     write_together(contents, "the report")
     return folder / PAGE

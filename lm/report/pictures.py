@@ -12,6 +12,7 @@ from typing import Literal
 
 import matplotlib
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.collections import QuadMesh
 from matplotlib.colors import Normalize
@@ -21,7 +22,6 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import EngFormatter
 from matplotlib.transforms import Transform
 
-from lm.report.tables import csv_text
 from lm.runs.evaluations import number
 
 GREY, INK, PAPER, GRID, SHADE = "#555555", "#1a1a1a", "#ffffff", "#e6e6e6", "#f0f0f0"
@@ -183,18 +183,19 @@ class Picture:
         """The picture's numbers as CSV text, one line per point or map cell: panel, label, kind, x, y and the ends of
         the interval.
         """
-        columns, lines = ("panel", "of", "kind", "x", "y", "low", "high"), []
+        rows: list[tuple[str | float, ...]] = []
         for panel in filter(None, self.panels):
             if isinstance(panel, Map):
                 for (row, column), value in np.ndenumerate(panel.values):
-                    lines.append((panel.title, panel.rows[row], "map", panel.columns[column], f"{value:.6g}"))
+                    rows.append((panel.title, panel.rows[row], "map", panel.columns[column], value))
                 continue
             for trace in panel.traces:
-                bounds = () if trace.low is None else (trace.low, trace.high)
-                for x, *values in zip(trace.x, trace.y, *bounds, strict=True):
-                    numbers = (panel.ticks.get(x, f"{x:.8g}"), *(f"{value:.6g}" for value in values))
-                    lines.append((panel.title, trace.label, trace.kind, *numbers))
-        return csv_text([dict(zip(columns, line, strict=False)) for line in lines], columns)
+                ends = () if trace.low is None else (trace.low, trace.high)
+                for x, *values in zip(trace.x, trace.y, *ends, strict=True):
+                    rows.append((panel.title, trace.label, trace.kind, panel.ticks.get(x, x), *values))
+        columns = ["panel", "of", "kind", "x", "y", "low", "high"]
+        table = pd.DataFrame([dict(zip(columns, row, strict=False)) for row in rows], columns=columns)
+        return table.to_csv(index=False, float_format="%.8g", lineterminator="\n")
 
 
 def dark_style() -> str:

@@ -1,4 +1,4 @@
-"""Tables as Markdown, CSV, LaTeX (booktabs) and terminal text, which show the same numbers, and number formats."""
+"""Tables as CSV, LaTeX (booktabs) and terminal text, which show the same numbers, and number formats."""
 
 import csv
 import io
@@ -132,23 +132,6 @@ def signed_text(value: float) -> str:
 # ---------------------------------------------------------------- formats
 
 
-def to_markdown(tables: tuple[Table, ...], notes: list[str]) -> str:
-    """The tables in Markdown, one after the other, then the notes as a list."""
-    blocks = []
-    for table in tables:
-        heads = [column.heading for column in table.columns]
-        lines = [
-            heads,
-            ["---", *["---:"] * (len(heads) - 1)],
-            *([column.cell_text(cell) for column, cell in row] for row in table.rows),
-        ]
-        rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
-        blocks.append("\n".join([table.title, "", *rows]))
-    if notes:
-        blocks.append("\n".join(f"- {note}" for note in notes))
-    return "\n\n".join(blocks) + "\n"
-
-
 def to_csv(tables: tuple[Table, ...]) -> str:
     """CSV text of all tables: a line for each measured cell that is no label, with its row's labels, its value, and its
     interval.
@@ -215,15 +198,12 @@ def table_bytes(lines: Sequence[dict[str, Plain]], path: Path) -> bytes:
     return json_bytes(json_value(list(lines))) if path.suffix == ".json" else csv_text(lines).encode()
 
 
-def to_latex(tables: tuple[Table, ...]) -> str:
-    """LaTeX text with a booktabs tabular for each table."""
-    blocks = ["% needs \\usepackage{booktabs}"]
-    for table in tables:
-        rows = [[column.cell_text(cell) for column, cell in row] for row in table.rows]
-        frame = pd.DataFrame(rows, columns=[column.heading for column in table.columns])
-        alignment = f"l{'r' * (len(table.columns) - 1)}"
-        blocks.append(f"% {table.title}\n{frame.to_latex(index=False, escape=True, column_format=alignment)}")
-    return "\n\n".join(blocks)
+def to_latex(table: Table) -> str:
+    """LaTeX text with the table as a tabular of booktabs."""
+    rows = [[column.cell_text(cell) for column, cell in row] for row in table.rows]
+    frame = pd.DataFrame(rows, columns=[column.heading for column in table.columns])
+    alignment = f"l{'r' * (len(table.columns) - 1)}"
+    return f"% needs \\usepackage{{booktabs}}\n{frame.to_latex(index=False, escape=True, column_format=alignment)}"
 
 
 # ---------------------------------------------------------------- terminal

@@ -179,8 +179,8 @@ CURVE = ["evaluation", "about", "task", "setting"]  # equal in the rows of one c
 def measured(evaluations: Sequence["Evaluation"]) -> pd.DataFrame:
     """The rows of evaluations as one frame, with `about` as a category, and with `FACTS` about them as columns.
 
-    More columns are `evaluation`, its number; `quantity` and `title` of the metric; `subject`, the task with the
-    options that tell it from others of its name; `logged`, whether training logs the mean of the row's point; and
+    More columns are `evaluation`, its number; `quantity`, `title` and `control` of the metric; `subject`, the task with
+    the options that tell it from others of its name; `logged`, whether training logs the mean of the row's point; and
     `shape`, which is `number` without an axis, `bins` if points are ranges of the axis, else `points`.
     """
     rows = joined([evaluation.frame for evaluation in evaluations])
@@ -199,6 +199,7 @@ def measured(evaluations: Sequence["Evaluation"]) -> pd.DataFrame:
         "seq_len": columns["seq_len"].astype(int),
         "about": pd.Categorical.from_codes(codes, pd.Index(metrics, dtype=object)),
         "subject": [subjects[str(definitions[pair])] for pair in tasks],
+        "control": np.array([of.control for of in metrics], bool)[codes],
         "logged": np.array([logged[pair] for pair in names], bool),
         "shape": np.select([rows["x"].isna(), rows["until"].notna()], ["number", "bins"], "points").astype(object),
     }

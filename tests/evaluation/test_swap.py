@@ -310,10 +310,8 @@ def test_lm_swap_makes_a_run_folder_of_its_own_and_leaves_the_source_alone(train
     after = series(out, "validation", 40)[0].overall_mean
     assert after == pytest.approx(means["loss after", "sequences of 32"], abs=1e-5)
     assert command("report", str(trained), str(out), "-o", str(tmp_path / "report")).returncode == 0
-    assert (
-        "| softmax -> ssmax after training (init match) | 1 |"
-        in (tmp_path / "report/table.md").read_text().partition("Change of loss")[2]
-    )
+    table = (tmp_path / "report/table.csv").read_text()
+    assert "softmax -> ssmax after training (init match)" in table.partition("Change of loss")[2]
     refusal = command("swap", str(trained), "--to", "ssmax", "-o", str(out))
     assert (refusal.returncode, refusal.stderr) == (1, f"error: {out}: exists already; choose another\n")
     assert not list(tmp_path.glob(".out*"))
