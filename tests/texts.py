@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 import pyarrow
@@ -17,7 +16,7 @@ import pytest
 from lm.config.data_config import DataConfig, Files, Hub, Package, Source, TrainedTokenizer
 from lm.data.sources import reader
 from lm.data.store import Split, Store
-from lm.data.text_files import OnError, Unreadable
+from lm.data.text_files import Unreadable
 from lm.data.token_files import Vocabulary
 from lm.data.tokenizer import END_OF_TEXT, train_tokenizer
 from lm.errors import DataError
@@ -75,20 +74,20 @@ def state(folder: Path) -> list[tuple[str, int, int]]:
     return sorted((str(path), path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.rglob("*"))
 
 
-def fail(error: Unreadable) -> NoReturn:
-    raise error
+def documents(source: Source, vocabulary: Vocabulary | None = None) -> Iterator[str | np.ndarray]:
+    """The documents of a source. Raises the first error."""
+    for document, _ in reader(source).documents(source, vocabulary):
+        if isinstance(document, Unreadable):
+            raise document
+        yield document
 
 
-def documents(
-    source: Source, on_error: OnError = fail, vocabulary: Vocabulary | None = None
-) -> Iterator[str | np.ndarray]:
-    return (document for document, _ in reader(source).documents(source, on_error, vocabulary))
-
-
-def skipping(source: Files | Hub) -> tuple[list[str], list[Unreadable]]:
+def skipping(source: Source, vocabulary: Vocabulary | None = None) -> tuple[list[str | np.ndarray], list[Unreadable]]:
     """The documents that can be read, and the errors of the others."""
-    errors: list[Unreadable] = []
-    return list(documents(source, on_error=errors.append)), errors
+    read: tuple[list, list] = [], []
+    for document, _ in reader(source).documents(source, vocabulary):
+        read[isinstance(document, Unreadable)].append(document)
+    return read
 
 
 def one_line_error(source: Files | Hub | Package) -> str:

@@ -342,11 +342,14 @@ def _documents(data: DataConfig, folder: Path, omissions: Omissions) -> Iterator
     for index, weighted in enumerate(data.sources):
         for source in filter(None, (weighted.source, reader(weighted.source).held_out(weighted.source))):
             if getattr(source, "streaming", False):
-                documents = streamed_documents(source, folder / f"stream-{n_readings}", omissions.skip)
+                documents = streamed_documents(source, folder / f"stream-{n_readings}")
             else:
-                documents = reader(source).documents(source, omissions.skip, vocabulary if is_ids[index] else None)
+                documents = reader(source).documents(source, vocabulary if is_ids[index] else None)
             n_readings += 1
             for content, location in documents:
+                if isinstance(content, Unreadable):
+                    omissions.skip(content)
+                    continue
                 if not is_ids[index]:
                     n_bytes = len(encoded := content.encode())
                 else:  # ids among texts are hashed as text, to find copies

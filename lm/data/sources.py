@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from lm.config.data_config import DataConfig, Files, Hub, Package, Source, Tokens
 from lm.data import text_files, token_files
-from lm.data.text_files import ROWS, Documents, OnError, Unreadable, check_column, column_texts, files_in
+from lm.data.text_files import Documents, Unreadable, dataset_documents, files_in
 from lm.data.token_files import Vocabulary
 from lm.errors import DataError, with_cause
 from lm.files import FileHashes, plain_sha256, replacing
@@ -37,14 +37,13 @@ class SourceReader:
     options.
 
     `documents` yields (document, location) in a fixed order, blank ones included. A document is a text, or an array of
-    ids, (tokens,) uint32, for `Tokens`; its location is the file or dataset and the place in it. The further arguments
-    of `documents` are `on_error`, and for `Tokens` the tokenizer's vocabulary. It calls `on_error` with the error of
-    each file, document or row that can't be read; if the call returns, `documents` skips this item. A file damaged
-    part-way yields the documents before the damage. All functions raise DataError with the file, dataset or row and the
-    reason.
+    ids, (tokens,) uint32, for `Tokens`; its location is the file or dataset and the place in it. In place of a file,
+    document or row that can't be read, `documents` yields an `Unreadable`. A file damaged part-way yields the documents
+    before the damage. The further argument is for `Tokens` the tokenizer's vocabulary. All functions raise DataError
+    with the file, dataset or row and the reason.
     """
 
-    documents: Callable[[Source, OnError, Vocabulary | None], Documents]
+    documents: Callable[[Source, Vocabulary | None], Documents]
     # identifies the documents, by `data.root` and cached hashes of files
     identity: Callable[[Source, Path, FileHashes], dict[str, Plain]]
     held_out: Callable[[Source], Source | None] = lambda source: None  # the source's own held-out documents as a source
@@ -129,9 +128,9 @@ PACKAGES = {
 }
 
 
-def _package_documents(source: Package, on_error: OnError, vocabulary: None) -> Documents:
+def _package_documents(source: Package, vocabulary: None) -> Documents:
     files = Files(suffixes=[".txt", ".py"])
-    return text_files.read_files(list(PACKAGES[source.package].paths().values()), files, on_error)
+    return text_files.read_files(list(PACKAGES[source.package].paths().values()), files)
 
 
 def _package_identity(source: Package, root: Path, hashes: FileHashes) -> dict[str, Plain]:
@@ -147,41 +146,27 @@ def _package_identity(source: Package, root: Path, hashes: FileHashes) -> dict[s
 # `datasets`
 
 
-def _hub_documents(source: Hub, on_error: OnError, vocabulary: None) -> Documents:
+def _hub_documents(source: Hub, vocabulary: None) -> Documents:
     location = f"data.source.dataset: '{source.dataset}' ({source.split})"
     with _library_errors(source):
-        dataset = _dataset(source)
-        if (names := dataset.column_names) is not None:
-            check_column(location, source.column, names)
-            dataset = dataset.select_columns([source.column])
-        tables = dataset.with_format("arrow").iter(ROWS)  # arrow: a row that isn't UTF-8 can be left out alone
-        yield from islice(column_texts(tables, source.column, location, on_error), source.max_documents)
+        documents = dataset_documents(_dataset(source), source.column, location)
+        yield from islice(documents, source.max_documents)
 
 
-def streamed_documents(source: Hub, path: Path, on_error: OnError) -> Documents:
+def streamed_documents(source: Hub, path: Path) -> Documents:
     """Yield a streamed source's documents and their locations. The first call downloads them and writes them, and the
     errors of rows that can't be read, to the file `path`, which appears when it is whole. Later calls read it.
     """
     if path.exists():
         with gzip.open(path) as stream:
             for text, location in map(json.loads, stream):
-                if text is None:
-                    on_error(Unreadable(location))
-                else:
-                    yield text, location
+                yield Unreadable(location) if text is None else text, location
         return
-
-    def write(text: str | None, location: str) -> None:
-        stream.write(json.dumps((text, location), ensure_ascii=False).encode() + b"\n")
-
-    def skip(error: Unreadable) -> None:
-        on_error(error)
-        write(None, str(error))
-
     with replacing(path) as file, gzip.GzipFile(fileobj=file, mode="wb", compresslevel=1) as stream:
-        for text, location in _hub_documents(source, skip, None):
-            write(text, location)
-            yield text, location
+        for content, location in _hub_documents(source, None):
+            line = (None, str(content)) if isinstance(content, Unreadable) else (content, location)
+            stream.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            yield content, location
 
 
 def _hub_held_out(source: Hub) -> Hub | None:

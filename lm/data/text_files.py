@@ -1,10 +1,9 @@
 """Reads documents from local files: plain text and .jsonl (.ndjson), also compressed, and .parquet.
 
-lm/data/sources.py and lm/data/token_files.py use `column_texts`, `Unreadable` and `report_unreadable`, too.
+lm/data/sources.py and lm/data/token_files.py read rows of datasets and files of token ids with parts of this module.
 """
 
 import codecs
-import difflib
 import glob
 import io
 import json
@@ -12,7 +11,8 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,40 +25,46 @@ from lm.schema import Plain
 
 if TYPE_CHECKING:
     import pyarrow
+    from datasets import Dataset, IterableDataset
 
 READ_BYTES = 1 << 14  # bytes read at a time
 ROWS = 256  # rows of a dataset read at a time
-UTF8_REMEDY = "convert it to UTF-8 (e.g. iconv -f latin1 -t utf-8)"
-UTF16_REMEDY = UTF8_REMEDY.replace("latin1", "utf-16")
+PARQUET_ROWS = 32  # rows of a parquet file in memory at a time
+UTF8_REMEDY = "convert it to UTF-8 (iconv -f ENCODING -t utf-8)"
 
 
 class Unreadable(DataError):
     """Raised for a file, document or row that can't be read."""
 
 
-OnError = Callable[[Unreadable], None]
+# A document, or the error in place of one, and its location: the file and the place in it.
+Documents = Iterator[tuple[str | np.ndarray | Unreadable, str]]
 # makes a document of a value; the str names its location in errors
 Parse = Callable[[Plain | np.ndarray, str], str | np.ndarray]
-Documents = Iterator[tuple[str | np.ndarray, str]]  # documents, each with its location: the file and the place in it
-Reader = Callable[["Path", Files, OnError, Parse], Documents]
 
 
-@contextmanager
-def report_unreadable(on_error: OnError, location: str = "") -> Iterator[None]:
-    """A context for reading documents: if `Unreadable` is raised within it, the context ends and calls `on_error` with
-    the error. OSErrors and pyarrow's errors become `Unreadable` with the name of the file, or of a part of it, in
-    `location`, unless that is empty.
-    """
+def parsed(parse: Callable[..., str | np.ndarray], value: object, location: str) -> str | np.ndarray | Unreadable:
+    """Return the document that `parse` makes of `value`, or the `Unreadable` that it raises."""
     try:
-        yield
+        return parse(value, location)
     except Unreadable as error:
-        on_error(error)
-    except Exception as error:
-        import pyarrow
+        return error
 
-        if not location or not isinstance(error, OSError | pyarrow.ArrowException):
-            raise
-        on_error(unreadable_error(location, error))
+
+def with_last_error(documents: Documents, location: str) -> Documents:
+    """Yield `documents`; if reading them fails, the last one is an `Unreadable`, which names `location`, a file or a
+    part of one.
+    """
+    import pyarrow
+
+    try:
+        yield from documents
+    except Unreadable as error:
+        yield error, location
+    except (OSError, pyarrow.ArrowException) as error:
+        reason = os.strerror(error.errno) if getattr(error, "errno", None) else one_line(error)
+        remedy = "mend it, remove it, or set data.on_error=skip"
+        yield Unreadable(f"{location}: can't be read: {reason}; {remedy}"), location
 
 
 def text_of(value: Plain | np.ndarray, location: str) -> str:
@@ -75,72 +81,71 @@ def text_of(value: Plain | np.ndarray, location: str) -> str:
     return value
 
 
+# ---------------------------------------------------------------- tables
+
+
+def dataset_documents(
+    dataset: "Dataset | IterableDataset", column: str, location: str, parse: Parse = text_of
+) -> Documents:
+    """Yield the documents in a column of a dataset of the `datasets` library."""
+    if (names := dataset.column_names) is not None:
+        check_column(location, column, names)
+        dataset = dataset.select_columns([column])
+    # arrow: a row that isn't UTF-8 can be left out alone
+    yield from column_texts(dataset.with_format("arrow").iter(ROWS), column, location, parse)
+
+
 def column_texts(
     tables: "Iterable[pyarrow.Table | pyarrow.RecordBatch]",
     column: str,
     location: str,
-    on_error: OnError,
-    offset: int = 0,
     parse: Parse = text_of,
+    offset: int = 0,
 ) -> Documents:
     """Yield the documents in a column of tables. `offset`: number of the file's rows before these tables, for row
     numbers in errors.
     """
+
+    def document(scalar: "pyarrow.Scalar", location: str) -> str | np.ndarray:
+        items = getattr(scalar, "values", None)  # for a struct, `values` is a method
+        is_whole = str(getattr(items, "type", "")).startswith(("int", "uint"))
+        try:
+            value = items.to_numpy(zero_copy_only=False) if is_whole else scalar.as_py()
+        except UnicodeDecodeError:
+            raise Unreadable(f"{location} is not UTF-8; {UTF8_REMEDY}") from None
+        return parse(value, location)
+
     row_number = offset
     for table in tables:
         check_column(location, column, table.schema.names)
         for scalar in table.column(column):
             row_number += 1
             row = f"{location}: row {row_number}: column '{column}'"
-            with report_unreadable(on_error):
-                yield parse(_cell_value(scalar, row), row), row
-
-
-def _cell_value(scalar: "pyarrow.Scalar", location: str) -> Plain | np.ndarray:
-    """Return the value of a table's cell as a Python value; a list of whole numbers as an array (numbers,).
-
-    Raises Unreadable: the value is or contains a text that is not UTF-8, or Python has no such value, such as a date
-    after 9999.
-    """
-    items = getattr(scalar, "values", None)  # for a struct, `values` is a method
-    is_whole = str(getattr(items, "type", "")).startswith(("int", "uint"))
-    try:
-        return items.to_numpy(zero_copy_only=False) if is_whole else scalar.as_py()
-    except UnicodeDecodeError:
-        raise Unreadable(f"{location} is not UTF-8; {UTF8_REMEDY}") from None
-    except (ValueError, OverflowError) as error:
-        raise Unreadable(
-            f"{location} can't be read: {one_line(error)}; remove the row or set data.source.column"
-        ) from None
+            yield parsed(document, scalar, row), row
 
 
 def check_column(location: str, column: str, names: list[str]) -> None:
     """Raise Unreadable unless `names` hold `column` exactly once."""
-    known_names = ", ".join(dict.fromkeys(names)) or "(no columns)"
-    if column not in names:
-        raise Unreadable(f"{location}: no column '{column}'; set data.source.column to one of: {known_names}")
-    if names.count(column) > 1:
-        raise Unreadable(f"{location}: {names.count(column)} columns are named '{column}'; rename all but one")
-
-
-def unreadable_error(location: str, error: Exception) -> Unreadable:
-    """Return an `Unreadable` for the `error` raised by reading `location`, a file or a part of one."""
-    reason = os.strerror(error.errno) if getattr(error, "errno", None) else one_line(error)
-    return Unreadable(f"{location}: can't be read: {reason}; mend it, remove it, or set data.on_error=skip")
+    if (count := names.count(column)) != 1:
+        listing = ", ".join(dict.fromkeys(names)) or "(no columns)"
+        number = f"{count} columns" if count else "no column"
+        raise Unreadable(f"{location}: {number} '{column}'; set data.source.column to one of: {listing}")
 
 
 # ---------------------------------------------------------------- local files
 
 
-SUPPORTED = "those of data.source.suffixes, .jsonl, .ndjson (also .gz, .zst), .json of JSON lines, and .parquet"
+SUPPORTED = (
+    "files of data.source.suffixes, .jsonl, .ndjson (also .gz, .zst), .json of JSON lines, and .parquet; token ids are "
+    "read by data.source={name: tokens, ...}"
+)
 _LATER_DOCUMENT = ": document from byte "  # in the location of a document after a separator
-PARQUET_ROWS = 32  # rows of a parquet file in memory at a time
 
 
-def file_documents(source: Files, on_error: OnError, vocabulary: object = None) -> Documents:
+def file_documents(source: Files, vocabulary: object = None) -> Documents:
     """Yield the documents of files. Raises DataError at their end if the separator occurs in no text file."""
     is_split = not source.separator
-    for document, location in read_files(expand(source), source, on_error):
+    for document, location in read_files(expand(source), source):
         is_split = is_split or _LATER_DOCUMENT in location
         yield document, location
     if not is_split:
@@ -163,42 +168,41 @@ def files_identity(source: Files, root: Path, hashes: FileHashes) -> dict[str, P
 
 
 def expand(source: Files) -> list[Path]:
-    """Return the files that `source.paths` names, sorted, without duplicates; folders are searched recursively.
+    """Return the files that `source.paths` names, as `files_named` does."""
+    return files_named(source.paths, partial(_is_read, source), SUPPORTED)
 
-    Raises DataError: a path does not exist, matches nothing, is empty or has a suffix that can't be read.
+
+def files_named(paths: list[str], is_read: Callable[[Path, bool], bool], supported: str) -> list[Path]:
+    """Return the files that `paths` name, sorted, without duplicates; folders are searched recursively.
+
+    Args:
+        is_read: whether a file (path, true if a folder of it is named) is read; other files in folders are passed over.
+        supported: what is read, in words.
+
+    Raises DataError: a path does not exist, matches nothing, or is a file that is not read.
     """
     matches: set[Path] = set()
-    for path in map(expand_home, source.paths):
-        files = [path] if path.exists() else map(Path, glob.glob(str(path), recursive=True))
-        files = [file for file in files if file.is_file()]
+    for path in map(expand_home, paths):
         if path.is_dir():
-            files = [file for file in files_in(path) if _is_read(file, source)]
-        elif path.is_file() and path.stat().st_size == 0:
-            raise DataError(f"{path}: is empty; remove it from data.source.paths")
+            files = [file for file in files_in(path) if is_read(file, True)]
+        else:
+            files = [path] if path.exists() else map(Path, glob.glob(str(path), recursive=True))
+            files = [file for file in files if file.is_file()]
+        if wrong := [file for file in files if not is_read(file, path.is_dir())]:
+            raise DataError(f"{wrong[0]}: can't read files of this kind; data.source.paths takes {supported}")
         if not files:
-            remedy = f"; files that are read: {SUPPORTED}" if path.is_dir() else near_name(path)
-            raise DataError(f"{path}: holds, matches or is no file that is read (data.source.paths){remedy}")
+            reason = f"holds, matches or is no file that is read (data.source.paths): {supported}"
+            raise DataError(f"{path}: {reason}")
         matches.update(files)
-    for path in matches:
-        if not _reader_of(path, source):
-            remedy = "token ids are read by data.source={name: tokens, ...}"
-            raise DataError(f"{path}: can't read files of this kind; data.source.paths takes {SUPPORTED}; {remedy}")
     unique = {path.resolve(): path for path in sorted(matches, reverse=True)}
     return sorted(unique.values())
-
-
-def near_name(path: Path) -> str:
-    """Return the most similar name in a missing file's folder as advice; empty if there is none."""
-    names = [neighbour.name for neighbour in path.parent.iterdir()] if path.parent.is_dir() else []
-    matches = difflib.get_close_matches(path.name, names, n=1)
-    return f"; did you mean '{path.parent / matches[0]}'?" if matches else ""
 
 
 def description(source: Files) -> str:
     """Say how many files are read, and how many in folders are not, by suffix. Raises DataError as `expand` does."""
     folders = filter(Path.is_dir, map(expand_home, source.paths))
     ignored = Counter(
-        _suffix(file) or "no suffix" for path in folders for file in files_in(path) if not _is_read(file, source)
+        _suffix(file) or "no suffix" for path in folders for file in files_in(path) if not _is_read(source, file, True)
     )
     listing = ", ".join(f"{suffix} {count:,}" for suffix, count in ignored.most_common(8))
     remedy = f" ({listing}); data.source.suffixes names what is read as text" if ignored else ""
@@ -211,8 +215,12 @@ def files_in(folder: Path) -> Iterator[Path]:
 
     Raises DataError: a folder can't be read. Without this error the folder's files would be left out unnoticed.
     """
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename}: the folder can't be read: {error.strerror}; make it readable")
+
     entered_paths: set[str] = set()
-    for path, folders, names in os.walk(folder, onerror=_unreadable_folder, followlinks=True):
+    for path, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         if (real_path := os.path.realpath(path)) in entered_paths:
             folders.clear()
             continue
@@ -222,39 +230,35 @@ def files_in(folder: Path) -> Iterator[Path]:
         yield from (file for file in files if file.is_file() or not file.exists())
 
 
-def _unreadable_folder(error: OSError) -> None:
-    raise DataError(f"{error.filename}: the folder can't be read: {error.strerror}; make it readable")
-
-
 def _suffix(path: Path) -> str:
     """Return a file's suffix in lower case, for a compressed file both, such as `.json.gz`."""
     is_compressed = path.suffix.lower() in (".gz", ".zst")
     return ((Path(path.stem).suffix if is_compressed else "") + path.suffix).lower()
 
 
-def _is_read(path: Path, source: Files) -> bool:
-    """Return whether a file in a folder is read. A plain .json file is read if it is named: most describe others."""
-    return _suffix(path) != ".json" and _reader_of(path, source) is not None
+def _is_read(source: Files, path: Path, in_folder: bool) -> bool:
+    """Return whether a file is read. A plain .json file is read if it is named: most in folders describe others."""
+    return _reader_of(path, source) is not None and not (in_folder and _suffix(path) == ".json")
 
 
-def _reader_of(path: Path, source: Files) -> Reader | None:
+def _reader_of(path: Path, source: Files) -> Callable[[Path, Files, Parse], Documents] | None:
     """Return the function that reads a file by its suffix, in upper or lower case; None for a suffix that is not
     supported.
     """
     suffix = _suffix(path).removesuffix(".gz").removesuffix(".zst")
-    reader = _read_txt if suffix in map(str.lower, source.suffixes) else READERS.get(suffix)
-    return None if suffix != path.suffix.lower() and reader is _read_parquet else reader
+    if suffix in map(str.lower, source.suffixes):
+        return _read_txt
+    if suffix in (".jsonl", ".ndjson", ".json"):
+        return _read_jsonl
+    return _read_parquet if _suffix(path) == ".parquet" else None
 
 
-def read_files(paths: list[Path], source: Files, on_error: OnError, parse: Parse = text_of) -> Documents:
+def read_files(paths: list[Path], source: Files, parse: Parse = text_of) -> Documents:
     """Yield the documents of files, whose suffixes tell their formats; `parse` turns the value of a row's column into a
     document.
-
-    `on_error` is called with the error of each file, document or row that can't be read.
     """
     for path in paths:
-        with report_unreadable(on_error, str(path)):
-            yield from _reader_of(path, source)(path, source, on_error, parse)
+        yield from with_last_error(_reader_of(path, source)(path, source, parse), str(path))
 
 
 def _open_decompressed(path: Path) -> io.BufferedReader:
@@ -269,16 +273,21 @@ def _open_decompressed(path: Path) -> io.BufferedReader:
     return io.BufferedReader(pyarrow.input_stream(pyarrow.OSFile(os.fsencode(path)), compression), READ_BYTES)
 
 
-def _read_txt(path: Path, source: Files, on_error: OnError, parse: Parse) -> Documents:
+def _read_txt(path: Path, source: Files, parse: Parse) -> Documents:
+    begin = 0
+
+    def document(content: bytearray, location: str) -> str:
+        text = _decode(begin, content, location)
+        if not begin and source.column in _first_row(text):
+            reason = f"holds JSON lines with the column '{source.column}'"
+            raise Unreadable(f"{path}: {reason}, whose syntax would be trained on; name it .jsonl")
+        return text
+
     with _open_decompressed(path) as file:
         for begin, content in _split_at_separator(file, source.separator.encode()):
-            with report_unreadable(on_error):
-                text = _decode(content, begin, str(path))
-                content.clear()  # a long document is in memory once
-                if not begin and source.column in _first_row(text):
-                    reason = f"holds JSON lines with the column '{source.column}'"
-                    raise Unreadable(f"{path}: {reason}, whose syntax would be trained on; name it .jsonl")
-                yield text, f"{path}{_LATER_DOCUMENT}{begin:,} on" if begin else str(path)
+            text = parsed(document, content, str(path))
+            content.clear()  # a long document is in memory once
+            yield text, f"{path}{_LATER_DOCUMENT}{begin:,} on" if begin else str(path)
 
 
 def _split_at_separator(file: io.BufferedReader, separator: bytes) -> Iterator[tuple[int, bytearray]]:
@@ -302,7 +311,7 @@ def _split_at_separator(file: io.BufferedReader, separator: bytes) -> Iterator[t
     yield begin, content
 
 
-def _decode(content: bytes | bytearray, begin: int, location: str) -> str:
+def _decode(begin: int, content: bytes | bytearray, location: str) -> str:
     """Decode the bytes `content`, found at byte `begin` of a file, as UTF-8 without a byte order mark; line ends stay
     unchanged.
     """
@@ -310,28 +319,29 @@ def _decode(content: bytes | bytearray, begin: int, location: str) -> str:
     try:
         text = str(memoryview(content)[n_mark_bytes:], "utf-8")
     except UnicodeDecodeError as error:
-        is_utf16 = begin == 0 and content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        remedy = UTF16_REMEDY if is_utf16 else UTF8_REMEDY
-        raise Unreadable(f"{location}: not UTF-8 at byte {begin + n_mark_bytes + error.start}; {remedy}") from None
+        place = begin + n_mark_bytes + error.start
+        raise Unreadable(f"{location}: not UTF-8 at byte {place}; {UTF8_REMEDY}") from None
     if content.count(0) > len(content) // 8:  # half the bytes of English in UTF-16 are zero, and each is UTF-8
-        raise Unreadable(f"{location}: {content.count(0):,} bytes are zero, as in UTF-16; {UTF16_REMEDY}")
+        raise Unreadable(f"{location}: {content.count(0):,} bytes are zero, as in UTF-16; {UTF8_REMEDY}")
     return text
 
 
-def _read_jsonl(path: Path, source: Files, on_error: OnError, parse: Parse) -> Documents:
+def _read_jsonl(path: Path, source: Files, parse: Parse) -> Documents:
     begin = 0
+
+    def document(line: bytes, location: str) -> str | np.ndarray:
+        row = _json_object(_decode(begin, line, location), location)
+        check_column(location, source.column, list(row))
+        return parse(row[source.column], f"{location}: column '{source.column}'")
+
     with _open_decompressed(path) as file:
         for number, line in enumerate(iter(file.readline, b""), 1):
-            location, document = f"{path}: line {number}", None
-            with report_unreadable(on_error):
-                if (text := _decode(line, begin, location)).strip():
-                    row = _json_object(text, location)
-                    check_column(location, source.column, list(row))
-                    document = parse(row[source.column], f"{location}: column '{source.column}'")
+            location = f"{path}: line {number}"
+            content = parsed(document, line, location) if line.strip() else None
             begin += len(line)
-            line = text = row = None  # a long document is in memory once
-            if document is not None:
-                yield document, location
+            line = None  # a long document is in memory once
+            if content is not None:
+                yield content, location
     if not begin:  # a file of 0 bytes among others is counted as a blank document
         yield parse(None, str(path)), str(path)
 
@@ -353,7 +363,7 @@ def _json_object(text: str, location: str) -> dict[str, Plain]:
     return row
 
 
-def _read_parquet(path: Path, source: Files, on_error: OnError, parse: Parse) -> Documents:
+def _read_parquet(path: Path, source: Files, parse: Parse) -> Documents:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
@@ -366,16 +376,6 @@ def _read_parquet(path: Path, source: Files, on_error: OnError, parse: Parse) ->
         offset = 0
         for group_number in range(file.num_row_groups):
             batches = file.iter_batches(PARQUET_ROWS, [group_number], [source.column], use_threads=False)
-            location = f"{path}: row group {group_number + 1} of {file.num_row_groups}"
-            with report_unreadable(on_error, location):
-                yield from column_texts(batches, source.column, str(path), on_error, offset, parse)
+            documents = column_texts(batches, source.column, str(path), parse, offset)
+            yield from with_last_error(documents, f"{path}: row group {group_number + 1} of {file.num_row_groups}")
             offset += file.metadata.row_group(group_number).num_rows
-
-
-# `_read_txt`: `Files.suffixes`
-READERS: dict[str, Reader] = {
-    ".jsonl": _read_jsonl,
-    ".ndjson": _read_jsonl,
-    ".json": _read_jsonl,
-    ".parquet": _read_parquet,
-}

@@ -14,17 +14,16 @@ from pathlib import Path
 import numpy as np
 
 from lm.config.data_config import Files, TokenizerOptions, Tokens
-from lm.data import text_files
 from lm.data.text_files import (
-    ROWS,
     Documents,
-    OnError,
     Unreadable,
-    check_column,
-    column_texts,
+    dataset_documents,
+    expand,
     files_in,
-    report_unreadable,
-    unreadable_error,
+    files_named,
+    parsed,
+    read_files,
+    with_last_error,
 )
 from lm.data.tokenizer import decode, encode, special_token_mask, token_bytes, tokenizer_of, vocab_size
 from lm.errors import DataError
@@ -144,27 +143,18 @@ def _id_array(ids: Plain | np.ndarray, location: str) -> np.ndarray:
 # ---------------------------------------------------------------- sources of ids
 
 
-def token_documents(source: Tokens, on_error: OnError, vocabulary: Vocabulary) -> Documents:
+def token_documents(source: Tokens, vocabulary: Vocabulary) -> Documents:
     files, read = FORMATS[source.format]
     for path in files(source):
-        with report_unreadable(on_error, str(path)):
-            yield from read(path, source, vocabulary, on_error)
-
-
-def _parts(path: Path) -> list[Path]:
-    """Return the files in a folder, or the path of a file."""
-    return sorted(files_in(path)) if path.is_dir() else [path]
+        yield from with_last_error(read(path, source, vocabulary), str(path))
 
 
 def held_out(source: Tokens) -> Tokens | None:
     """Return a source of the files in `validation_paths`, all of whose documents are held out; None if there are no
     such files.
     """
-    return (
-        dataclasses.replace(source, paths=source.validation_paths, validation_paths=[])
-        if source.validation_paths
-        else None
-    )
+    paths = source.validation_paths
+    return dataclasses.replace(source, paths=paths, validation_paths=[]) if paths else None
 
 
 def tokens_identity(source: Tokens, root: Path, hashes: FileHashes) -> dict[str, Plain]:
@@ -174,27 +164,15 @@ def tokens_identity(source: Tokens, root: Path, hashes: FileHashes) -> dict[str,
 
     def hash_files(token_source: Tokens | None) -> list[Plain]:
         paths = FORMATS[source.format][0](token_source) if token_source else []
-        return [{"path": str(path), "sha256": hashes.sha256(path)} for part in map(_parts, paths) for path in part]
+        files = [file for path in paths for file in (sorted(files_in(path)) if path.is_dir() else [path])]
+        return [{"path": str(path), "sha256": hashes.sha256(path)} for path in files]
 
-    column = {"column": source.column} if source.format in ("column", "saved") else {}
     return {
         "format": source.format,
         "files": hash_files(source),
         "validation_files": hash_files(held_out(source)),
-        **column,
+        **({"column": source.column} if source.format in ("column", "saved") else {}),
     }
-
-
-def _bin_files(source: Tokens) -> list[Path]:
-    """Return a source's .bin files. Other files in folders are ignored; raises DataError if the source names another
-    file.
-    """
-    folders = set(filter(Path.is_dir, map(expand_home, source.paths)))
-    paths = text_files.expand(Files(source.paths, [".bin"]))
-    files = [path for path in paths if path.suffix.lower() == ".bin"]
-    if wrong := [path for path in paths if path not in files and (not files or folders.isdisjoint(path.parents))]:
-        raise DataError(f"{wrong[0]}: is no .bin file, which data.source.format={source.format} reads")
-    return files
 
 
 # ---------------------------------------------------------------- streams: documents are separated by end of text
@@ -213,7 +191,7 @@ def _read_header(path: Path) -> tuple[int, int, int]:
     return tuple(header[:3].tolist()) if len(header) == HEADER_NUMBERS else (0, 0, 0)
 
 
-def _read_nanogpt(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Documents:
+def _read_nanogpt(path: Path, source: Tokens, vocabulary: Vocabulary) -> Documents:
     """Yield the documents of a file of uint16 ids without a header, in which the end-of-text token follows each
     document.
     """
@@ -233,10 +211,10 @@ def _read_nanogpt(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: 
     if size % 4 == 0 and len(high_halves) >= 64 and high_halves.max() < 16 <= low_halves.max():
         reason = "every second id is below 16, as in ids of 4 bytes, and 2 are read"
         raise Unreadable(f"{path}: {reason}; write them to Parquet, for data.source.format=column")
-    yield from _split_stream(path, ids, vocabulary, on_error, border_offset=1)
+    yield from _split_stream(path, ids, vocabulary, border_offset=1)
 
 
-def _read_modded(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Documents:
+def _read_modded(path: Path, source: Tokens, vocabulary: Vocabulary) -> Documents:
     """Yield the documents of a file with a header, in which the end-of-text token precedes each document."""
     *header, count = _read_header(path)
     size = path.stat().st_size
@@ -250,14 +228,10 @@ def _read_modded(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: O
         raise Unreadable(
             f"{path}: has {size:,} bytes, not the {expected_size:,} of {count:,} ids that its header says: damaged"
         )
-    yield from _split_stream(
-        path, np.memmap(path, dtype, "r", 4 * HEADER_NUMBERS), vocabulary, on_error, border_offset=0
-    )
+    yield from _split_stream(path, np.memmap(path, dtype, "r", 4 * HEADER_NUMBERS), vocabulary, border_offset=0)
 
 
-def _split_stream(
-    path: Path, ids: np.ndarray, vocabulary: Vocabulary, on_error: OnError, border_offset: int
-) -> Documents:
+def _split_stream(path: Path, ids: np.ndarray, vocabulary: Vocabulary, border_offset: int) -> Documents:
     """Yield the documents of an array of ids, in which the end-of-text token follows (`border_offset` 1) or precedes
     (0) each document.
     """
@@ -269,17 +243,28 @@ def _split_stream(
     for end in chain(chain.from_iterable((indices + border_offset).tolist() for indices in borders), [len(ids)]):
         if end > begin:
             number += 1
-            with report_unreadable(on_error):
-                location = f"{path}: document {number:,}, from id {begin:,} on"
-                yield vocabulary.document(ids[begin:end], location), location
+            location = f"{path}: document {number:,}, from id {begin:,} on"
+            yield parsed(vocabulary.document, ids[begin:end], location), location
         begin = end
 
 
-# ---------------------------------------------------------------- columns of ids
+# ---------------------------------------------------------------- formats
 
 
-def _read_column(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Documents:
-    return text_files.read_files([path], Files([str(path)], [], source.column), on_error, vocabulary.document)
+def _is_bin(path: Path, in_folder: bool) -> bool:
+    return path.suffix.lower() == ".bin"
+
+
+def _bin_files(source: Tokens) -> list[Path]:
+    return files_named(source.paths, _is_bin, f".bin files, which data.source.format={source.format} reads")
+
+
+def _column_files(source: Tokens) -> list[Path]:
+    return expand(Files(source.paths, []))
+
+
+def _read_column(path: Path, source: Tokens, vocabulary: Vocabulary) -> Documents:
+    return read_files([path], Files([str(path)], [], source.column), vocabulary.document)
 
 
 def _saved_folders(source: Tokens) -> list[Path]:
@@ -291,24 +276,17 @@ def _saved_folders(source: Tokens) -> list[Path]:
     return paths
 
 
-def _read_saved(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Documents:
+def _read_saved(path: Path, source: Tokens, vocabulary: Vocabulary) -> Documents:
     import datasets
 
-    try:
-        dataset = datasets.load_from_disk(os.fspath(path))
-        check_column(str(path), source.column, dataset.column_names)
-        tables = dataset.select_columns([source.column]).with_format("arrow").iter(ROWS)
-        yield from column_texts(tables, source.column, str(path), on_error, parse=vocabulary.document)
-    except DataError:
-        raise
-    except Exception as error:  # the library has no common base class
-        raise unreadable_error(str(path), error) from None
+    dataset = datasets.load_from_disk(os.fspath(path))
+    yield from dataset_documents(dataset, source.column, str(path), vocabulary.document)
 
 
 # {format: (lists a source's files or folders, reads the documents of one of them)}
-FORMATS: dict[str, tuple[Callable[[Tokens], list[Path]], Callable[[Path, Tokens, Vocabulary, OnError], Documents]]] = {
+FORMATS: dict[str, tuple[Callable[[Tokens], list[Path]], Callable[[Path, Tokens, Vocabulary], Documents]]] = {
     "nanogpt": (_bin_files, _read_nanogpt),
     "modded-nanogpt": (_bin_files, _read_modded),
-    "column": (lambda source: text_files.expand(Files(source.paths, [])), _read_column),
+    "column": (_column_files, _read_column),
     "saved": (_saved_folders, _read_saved),
 }

