@@ -7,7 +7,6 @@ import io
 import os
 import re
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Annotated, NoReturn, TextIO
 
@@ -148,11 +147,7 @@ def main() -> None:
         sys.exit(1)
     except OSError as error:
         _discard_output()
-        _exit_with_error(
-            _plugin_message(error)
-            or (f"{error.filename}: " if error.filename else "") + (error.strerror or str(error)),
-            1,
-        )
+        _exit_with_error((f"{error.filename}: " if error.filename else "") + (error.strerror or str(error)), 1)
     except BaseException as error:
         if not (isinstance(error, Exception) or panicked(error)) or not (text := _failure_message(error)):
             raise
@@ -172,39 +167,25 @@ def _usage_message(error: UsageError) -> str:
 _MEMORY_REMEDIES = {  # by command: how to lower its use of memory
     "train": "lower trainer.micro_batch, set trainer.activation_checkpointing=true, or lower data.seq_len or the "
     "model's size",
-    "eval": "lower the lengths of eval.*, or their sequences",
-    "diagnose": "lower eval.diagnostics.length_factor",
-    "swap": "lower data.seq_len or eval.sequences",
     "generate": "shorten the prompt, or lower --max-new-tokens",
 }
 
 
 def _failure_message(error: BaseException) -> str:
-    """Return a one-line message if `error` comes from a lack of memory, a Rust library or, certainly or perhaps, a
-    plugin.
-
-    Return an empty text if the cause is a bug of lm instead.
+    """Return a one-line message if `error` comes from a lack of memory, a Rust library or a plugin; an empty text if
+    its cause is a bug of lm.
     """
     if out_of_memory(error):
         requested_memory = re.search(r"allocate ([\d.]+ ?\w+)", str(error))
         remedy = _MEMORY_REMEDIES.get(sys.argv[1], "") if len(sys.argv) > 1 else ""
         text = "out of memory" + (f" (asked for {requested_memory[1]})" if requested_memory else "")
-        return f"{text}: {remedy or 'use a machine with more'}"
+        return f"{text}: {remedy or 'measure fewer or shorter sequences, or use a machine with more'}"
     if panicked(error):
         return f"a library that lm uses failed: {one_line(error)}"
-    if text := _plugin_message(error):
-        return text
-    if checks := PLUGINS.checks():  # a plugin may have returned a value that lm can't use
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"{type(error).__name__}: {one_line(error)} ({frame.filename}:{frame.lineno})"
-        return f"{text}; the cause may be code from outside: check it with {' and '.join(checks)}"
+    failure, command = PLUGINS.failure(error)
+    if failure:
+        return f"{failure}: {type(error).__name__}: {one_line(error)}; check it with {command}"
     return ""
-
-
-def _plugin_message(error: BaseException) -> str:
-    """Return a one-line message if a plugin raised `error`; else an empty string."""
-    failure, check_command = PLUGINS.failure(error)
-    return f"{failure}: {type(error).__name__}: {one_line(error)}; check it with {check_command}" if failure else ""
 
 
 def _discard_output() -> None:

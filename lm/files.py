@@ -94,28 +94,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_new(path: Path, content: bytes) -> bool:
-    """Write a file unless it exists. If several processes call this, also on machines that share the folder, exactly
-    one writes the file.
-
-    The file appears whole: a temporary file is hard-linked to `path`, which succeeds for one process only. On a file
-    system without hard links, the file is opened for exclusive creation, and is empty for an instant.
-
-    Returns:
-        True if this call has written the file.
-
-    Raises RunError: the file can't be written.
+    """Write a file unless it exists; return whether this call has written it. If several processes call this, also on
+    machines that share the folder, exactly one writes the file. Raises RunError: the file can't be written.
     """
     try:
-        with temporary_file(path) as (file, temporary_path):
+        with path.open("xb") as file:
             file.write(content)
-            file.flush()
-            try:
-                os.link(temporary_path, path)
-            except FileExistsError:
-                raise
-            except OSError:
-                with path.open("xb") as new_file:
-                    new_file.write(content)
         return True
     except FileExistsError:
         return False

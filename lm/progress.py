@@ -56,9 +56,6 @@ class Progress:
     def bytes(self, name: str, total: int | None, n_done: int = 0) -> Iterator[Callable[[int], None]]:
         """A context that shows progress over `total` bytes (None if unknown), of which `n_done` were done before.
         Yields a function f(n_bytes) that adds newly done bytes."""
-        done = f", {n_done:,} of them done before" * bool(n_done)
-        if self.prints_lines:
-            self.say(f"{name}: {total:,} bytes{done}" if total else name)
         columns = progress.DownloadColumn(), progress.TransferSpeedColumn(), progress.TimeRemainingColumn()
         start = last_line = time.monotonic()
         n_new = 0  # bytes done since the start

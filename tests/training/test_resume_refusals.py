@@ -24,7 +24,6 @@ from lm.files import (
     new_temporary_path,
     temporary_file,
     write_json,
-    write_new,
     write_text,
     write_together,
 )
@@ -54,7 +53,6 @@ WRITERS = {
     "replacing": lambda folder: write_text(folder / "other", "new"),
     "together": lambda folder: write_together({folder / "other": b"new"}),
     "json": lambda folder: write_json(folder / "other", {}),
-    "new": lambda folder: write_new(folder / "other", b"new"),
     "folder": _fill,
     "checkpoint": lambda folder: save_checkpoint({"state_dict": {}, "lm": {"step": 1}}, folder / "other"),
 }
