@@ -33,11 +33,6 @@ def test_compare_refuses_the_configuration_of_one_run():
     assert line.endswith(f"train it with lm train {CONFIGURATION}, or name it as an experiment's base")
 
 
-def test_compare_refuses_folders(tmp_path: Path):
-    line = error_of("compare", str(tmp_path), status=2)
-    assert line == f"error: {tmp_path}: Is a directory"
-
-
 @pytest.mark.parametrize("command", ["report", "eval", "export", "generate"])
 def test_commands_on_runs_refuse_the_folder_of_an_experiment(tmp_path: Path, command: str):
     folder = tmp_path / "mine"

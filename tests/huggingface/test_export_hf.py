@@ -26,7 +26,6 @@ from lm.attention import catalogue as opt
 from lm.attention.catalogue import ENTRIES
 from lm.attention.layout import AttentionLayout
 from lm.config.data_config import TrainedTokenizer
-from lm.config.load import to_yaml
 from lm.config.model_config import GAUBlock, Learned, LinearScaling, ModelConfig, NoPosition, Rope
 from lm.config.normalizers import SINGLE, Layers
 from lm.data.batches import Batch
@@ -114,18 +113,6 @@ def test_a_run_is_exported_with_its_tokenizer_and_a_card(tiny, tmp_path: Path):
         assert phrase in card, card
 
 
-def test_the_card_of_weights_without_a_training_run_says_where_they_come_from(tiny, tmp_path: Path):
-    config = tiny("name=run", "model.normalizer=softmax", "eval.swap_lengths=[1]")
-    train(config)
-    assert lm("export", str(config.run_folder), "-o", str(tmp_path / "folder")).returncode == 0
-    (tmp_path / "text.yaml").write_text(to_yaml(tiny("name=run", "eval.swap_lengths=[1]")))
-    options = ["--to", "ssmax", "-o", str(tmp_path / "swapped"), "eval.long_context.length_factor=0"]
-    swapped = lm("swap", str(tmp_path / "folder"), str(tmp_path / "text.yaml"), *options)
-    assert swapped.returncode == 0, swapped.stderr
-    card = (exported(tmp_path / "swapped", tmp_path / "hf") / "README.md").read_text()
-    assert f"The weights are those of {tmp_path / 'folder'}, whose softmax was replaced by ssmax." in card
-
-
 @pytest.mark.parametrize("end_tokens", [["</s>"], ["<end>", "</s>"], []])
 @pytest.mark.parametrize("normalizer", ["softmax", "ssmax"])
 def test_transformers_stops_at_the_tokens_that_end_documents(normalizer: str, end_tokens: list[str], tmp_path: Path):
@@ -148,19 +135,6 @@ def test_transformers_stops_at_the_tokens_that_end_documents(normalizer: str, en
     )
     if normalizer == "softmax":
         assert imported(out, tmp_path / "again").spec.end_tokens == end_tokens
-
-
-def test_a_model_like_qwen_2_with_words_of_its_own_is_exported_with_code_of_its_own(tiny, tmp_path: Path):
-    """AutoTokenizer would cut and normalize text as Qwen 2 does."""
-    config = tiny("name=run", "model.normalizer=softmax", "model.qkv_bias=true", "trainer.max_steps=1", "eval.every=1")
-    train(config)
-    source, out = load(config.run_folder), exported(config.run_folder, tmp_path / "hf")
-    assert json.loads((out / "config.json").read_text())["model_type"] == "lm_decoder"
-    text = "12345 words of cafe\u0301"
-    assert (
-        AutoTokenizer.from_pretrained(out, trust_remote_code=True)(text).input_ids[1:]
-        == source.tokenizer.encode(text).ids
-    )
 
 
 @pytest.mark.parametrize(
@@ -545,26 +519,6 @@ def test_the_code_keeps_the_rules_of_backends_that_bring_their_own_attention(tmp
     _, folder = moved(shape(opt.Sink()), 64, tmp_path / "sink")
     with pytest.raises(ValueError, match="ours does not compute sink; set it to eager or sdpa"):
         of_transformers(folder, "ours")(sample)
-
-
-def test_what_is_no_model_is_said_to_be_none(tmp_path: Path):
-    _, folder = moved(shape(opt.SSMax()), 64, tmp_path)
-    (tmp_path / "empty").mkdir()
-    for source, reason in (
-        (folder, "a model in transformers' format"),
-        (tmp_path / "empty", "neither a run folder"),
-    ):
-        result = lm("export", str(source), "-o", str(tmp_path / "out"))
-        assert (result.returncode, result.stderr.count("\n")) == (1, 1)
-        assert reason in result.stderr
-
-
-@pytest.mark.parametrize("case", ["qassmax", "window"])
-@torch.no_grad()
-def test_code_of_its_own_computes_in_float64(case: str, tmp_path: Path):
-    decoder, folder = moved(OWN_CODE[case], 64, tmp_path)
-    model, sample = of_transformers(folder, dtype=torch.float64), tokens()[:, :64]
-    torch.testing.assert_close(model(sample).logits.float(), decoder.logits(sample), rtol=0, atol=1e-4)
 
 
 REFUSED = {

@@ -4,8 +4,6 @@ computes.
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -37,7 +35,6 @@ from transformers.models.smollm3 import SmolLM3ForCausalLM
 from lm.config.data_config import TrainedTokenizer
 from lm.config.tree import function_options
 from lm.data.tokenizer import train_tokenizer
-from lm.errors import RunError
 from lm.evaluation.generation import Sampling, generate, generate_text
 from lm.huggingface.architectures import ARCHITECTURES
 from lm.huggingface.fields import IRRELEVANT_FIELDS, REQUIRED_VALUES, Fields
@@ -241,23 +238,6 @@ def test_files_of_the_released_gpt2_have_no_prefix_and_hold_masks(tmp_path: Path
         2,
         f"error: --length = 300: {tmp_path / 'hf'} has learned positions for 600; drop it\n",
     )
-
-
-@pytest.mark.parametrize("kinds", [None, ["full_attention", "sliding_attention"]])
-def test_windows_without_a_size_are_those_of_transformers(kinds: list[str] | None, tmp_path: Path):
-    """A `sliding_window` of null is no window; absent, it is 4096."""
-    fields = {"use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 2, "layer_types": kinds}
-    assert ARCHITECTURES["qwen2"].read(Fields(fields, tmp_path)).model.normalizer.layer_option(1).size == 4096
-    if kinds is None:
-        config = Qwen2Config(**fields, sliding_window=None)
-        assert config.layer_types == ["full_attention"] * 2
-        assert (
-            ARCHITECTURES["qwen2"].read(Fields(fields | {"sliding_window": None}, tmp_path)).model.normalizer.name
-            == "softmax"
-        )
-    else:
-        with pytest.raises(RunError, match="sliding_window = null: layer_types lists sliding_attention"):
-            ARCHITECTURES["qwen2"].read(Fields(fields | {"sliding_window": None}, tmp_path))
 
 
 def test_half_precision_is_widened_and_the_length_can_be_chosen(tmp_path: Path):
@@ -496,27 +476,3 @@ def test_what_is_no_model_is_said(source: str, reason: str, tmp_path: Path):
     assert (result.returncode, result.stderr.count("\n")) == (1, 1), result.stderr
     assert reason in result.stderr
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_an_import_holds_a_few_tensors_not_the_model(tmp_path: Path):
-    """At most 1.5 times the weights in fp32, here of 100 MB, more than the process had before."""
-    fields = OTHERS["smollm2"][1] | {
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 8,
-        "vocab_size": 4000,
-    }
-    save(tmp_path / "hf", "llama", fields)
-    code = f"""
-import re, pathlib, lm.runs.loading
-from lm.huggingface.importing import import_model
-def peak(): return int(re.search("VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) * 1024
-before = peak()
-import_model("{tmp_path / "hf"}", pathlib.Path("{tmp_path / "out"}"))
-print(peak() - before)
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    size = (tmp_path / "out" / "model.safetensors").stat().st_size
-    assert size > 90e6
-    assert int(result.stdout.split()[-1]) < 1.5 * size

@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -154,22 +153,6 @@ def test_what_is_learned_is_saved_and_read_again_by_the_same_lines(tmp_path: Pat
         ValueError, match=r"was saved with \{'name': 'ssmax'\}, attn_implementation lm_log_n is \{'name': 'log_n'\}"
     ):
         lm.huggingface.add_normalizer_parameters(other)
-
-
-def test_what_was_learned_is_read_from_the_hub_as_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    model = llama(tmp_path, "lm_ssmax", "random")
-    model.save_pretrained(tmp_path / "learned")
-    reloaded = LlamaForCausalLM.from_pretrained(tmp_path / "learned", attn_implementation="lm_ssmax")
-    reloaded.config._name_or_path, reloaded.config._commit_hash = "me/learned", "abc"
-    calls = []
-    monkeypatch.setattr(
-        huggingface_hub,
-        "snapshot_download",
-        lambda name, revision, **options: calls.append((name, revision)) or tmp_path / "learned",
-    )
-    lm.huggingface.add_normalizer_parameters(reloaded)
-    assert calls == [("me/learned", "abc")]
-    assert torch.equal(reloaded.eval()(tokens()).logits, model.eval()(tokens()).logits)
 
 
 @torch.no_grad()

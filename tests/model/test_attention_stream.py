@@ -3,7 +3,6 @@ held.
 """
 
 import math
-import weakref
 
 import pytest
 import torch
@@ -15,13 +14,10 @@ from lm.attention import catalogue
 from lm.attention import catalogue as opt
 from lm.attention.options import Options
 from lm.config import normalizers as kinds
-from lm.config.inference_config import InferenceSetting, Interpolation
 from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
 from lm.model.attention_stream import attention_blocks
-from lm.model.blocks import AttentionInputs
 from lm.model.decoder import Decoder, batch_layout
-from lm.model.swapped import for_inference
 from scripts.tensor_memory import TensorMemory
 
 VOCAB, LENGTH, SIZE = 50, 37, 8
@@ -129,15 +125,6 @@ def by_layer(decoder: Decoder) -> list[list]:
     return list(layers.values())
 
 
-@torch.no_grad()
-def test_a_copy_for_another_inference_setting_gives_its_own_attention():
-    decoder = make_decoder(opt.LogN(base=8.0))
-    copy = for_inference(decoder, InferenceSetting(Interpolation(factor=2.0), {"clip": True}))
-    gives_what_the_layers_give(copy, batch())
-    weights, copy_weights = (next(iter(attention_blocks(model, batch()))).weights for model in (decoder, copy))
-    assert (weights - copy_weights).abs().max() > 1e-3
-
-
 def test_n_sample_follows_the_given_length():
     decoder = make_decoder(opt.SSMax(n="sample"))
     with torch.no_grad():
@@ -157,21 +144,3 @@ def test_no_tensor_grows_with_the_square_of_the_length(name: str, monkeypatch: p
         for _ in attention_blocks(decoder, Batch(tokens, tokens, None)):
             pass
     assert memory.peak_bytes < 4 * 2 * length * length  # the weights of both heads
-
-
-@torch.no_grad()
-def test_a_layers_queries_and_keys_are_freed_before_the_next_layer_is_computed(monkeypatch: pytest.MonkeyPatch):
-    decoder, alive = make_decoder(opt.SSMax(), n_layer=3), []
-
-    def gone() -> None:
-        assert all(reference() is None for reference in alive)
-
-    def watched(x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> AttentionInputs:
-        alive.extend(weakref.ref(tensor) for tensor in (q, k))
-        return AttentionInputs(x, q, k, v)
-
-    monkeypatch.setattr("lm.model.blocks.AttentionInputs", watched)
-    for block in decoder.blocks[1:]:
-        block.register_forward_pre_hook(lambda *_: gone())
-    assert [chunk.layer for chunk in attention_blocks(decoder, batch())] == [0, 1, 2]
-    assert len(alive) == 6

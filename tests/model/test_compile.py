@@ -1,9 +1,6 @@
 """Compilation: one graph for all layers that are alike, kept for later processes, and only where it pays."""
 
-import json
 import os
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -137,51 +134,6 @@ def test_compiled_code_lies_where_the_user_says_or_else_in_the_cache_of_this_cpu
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ, "torch's default"
 
 
-COUNTED = """
-import json, sys
-from lm.config.load import load_config
-from lm.training.train import train
-assert train(load_config(sys.argv[1:])) == 0
-from torch._dynamo.utils import counters
-print(json.dumps({name: counters[of][name] for of, names in {
-    "inductor": ["fxgraph_cache_hit", "fxgraph_cache_miss"],
-    "aot_autograd": ["autograd_cache_hit", "autograd_cache_miss"]
-}.items() for name in names}))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["32", "bf16-mixed"])
-def test_a_second_process_finds_all_code_that_the_first_has_compiled(arguments: list[str], tmp_path, precision: str):
-    results, environment = [], {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
-    options = [
-        "trainer.compile=true",
-        f"trainer.precision={precision}",
-        "trainer.max_steps=2",
-        "model.normalizer=ssmax",
-    ]
-    for seed in (1, 2):
-        command = [sys.executable, "-c", COUNTED, *arguments, *options, f"seed={seed}", f"name=seed{seed}"]
-        result = subprocess.run(
-            command,
-            env=environment | {"XDG_CACHE_HOME": str(tmp_path)},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=500,
-            check=False,
-        )
-        assert result.returncode == 0, result.stderr
-        results.append(json.loads(result.stdout.splitlines()[-1]))
-    first, second = results
-    for cache in ("fxgraph_cache", "autograd_cache"):
-        assert first[f"{cache}_miss"] > 0
-        assert (second[f"{cache}_miss"], second[f"{cache}_hit"]) == (0, first[f"{cache}_miss"] + first[f"{cache}_hit"])
-    assert [path.name for path in (tmp_path / "lm").iterdir()] == [
-        path.name for path in (tmp_path / "lm").glob("compiled-*")
-    ]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [[], ["model.dropout=0.2", "trainer.micro_batch=4"]], ids=["plain", "dropout, micro-batches"]
@@ -195,28 +147,3 @@ def test_a_compiled_run_that_was_killed_and_resumed_is_the_same_to_the_bit(tiny,
     torch._dynamo.reset()
     assert train(killed_run) == 0
     assert differences(whole_run.run_folder, killed_run.run_folder) == []
-
-
-WITHOUT_TRAINING = """
-import sys, torch
-from lm.attention.layout import AttentionLayout
-from lm.config.load import load_config
-from lm.model.decoder import Decoder
-for name in ("ssmax", "entmax15", "sigmoid"):
-    model = load_config(["name=x", f"model.normalizer={name}", "model.n_layer=1", "model.n_embd=32",
-        "model.n_head=2"]).model
-    for device in ("meta", "cpu"):
-        with torch.device(device):
-            decoder = Decoder(model, 300, 64, seed=None if device == "meta" else 0)
-    decoder(torch.zeros(1, 64, dtype=torch.int64), AttentionLayout.from_document_lengths([40, 24]))
-print("torch._dynamo" in sys.modules)
-"""
-
-
-@pytest.mark.slow
-def test_a_model_that_is_not_compiled_imports_no_compiler():
-    """Which takes as long as all else that `lm generate` imports."""
-    result = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TRAINING], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert result.stdout == "False\n", result.stderr

@@ -1,7 +1,5 @@
 """The loss head: cross-entropy without the tokens x vocabulary matrix of logits."""
 
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -111,31 +109,3 @@ def test_loss_and_evaluation_never_hold_tokens_times_vocabulary(monkeypatch: pyt
         training_loss(hidden, head, targets)[0].backward()
         token_nll(hidden, head, targets)
     assert memory.peak_bytes < 4096 * 1000
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "call", ["token_nll(x, head, targets)", "token_kl(x, head, x, head)", "training_loss(x, head, targets)"]
-)
-def test_memory_does_not_grow_with_the_chunks(call: str):
-    """Where small results lie between the chunks, glibc does not use the memory of one for the next: in some processes,
-    not in others.
-    """
-    code = f"""
-import torch
-from lm.machine import peak_process_bytes
-from lm.model.cross_entropy import *
-from lm.model.cross_entropy import Head
-hidden, targets, head = torch.randn(32768, 64), torch.randint(4096, (32768,)), Head(64, 4096, None)
-torch.set_grad_enabled({call.startswith("training")})
-run = lambda x, targets: {call}
-run(hidden[:512].requires_grad_(), targets[:512])
-before = peak_process_bytes()
-run(hidden, targets)
-print(peak_process_bytes() - before)
-"""
-    command = [sys.executable, "-c", code]
-    growth = [
-        int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout) for _ in range(6)
-    ]
-    assert max(growth) < 96 * 2**20, "a few chunks of 16 MiB may lie apart; all logits are 512 MiB"

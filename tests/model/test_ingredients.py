@@ -6,13 +6,12 @@ import math
 
 import pytest
 import torch
-from conftest import thinned
 from folders import curve, losses
 from torch import Tensor
 
 from lm.attention.catalogue import Relu2, Softmax, SSMax
 from lm.attention.options import Options
-from lm.config.model_config import Learned, ModelConfig
+from lm.config.model_config import GAUBlock, Learned, ModelConfig
 from lm.config.training_config import OptimConfig
 from lm.data.batches import Batch
 from lm.errors import ConfigError
@@ -66,32 +65,12 @@ def tokens(count: int = 1) -> Tensor:
 def test_all_other_parameters_start_as_without_it(ingredient: str):
     changes = {"n_kv_head": 2} if "value_residual" in ingredient else {}
     plain, other = dict(model(**changes).named_parameters()), dict(model(**INGREDIENTS[ingredient]).named_parameters())
-    changed_names = {
-        name for name, parameter in other.items() if name not in plain or not torch.equal(parameter, plain[name])
-    }
+    changed = {name for name, parameter in plain.items() if not torch.equal(parameter, other[name])}
     expected = {
         "out_init": {name for name in plain if name.endswith(".out.weight")},
-        "embedding_norm, rms": {"embedding_norm.weight"},
-        "embedding_norm, layer": {"embedding_norm.weight"},
-        "logit_softcap": set(),
-        "value_residual, first_layer": {"blocks.1.attention.value_mix"},
-        "value_residual, embedding": {
-            *(f"value_embedding.{layer}.weight" for layer in (0, 1)),
-            *(f"blocks.{layer}.attention.value_mix" for layer in (0, 1)),
-        },
-        "differential": {
-            f"blocks.{layer}.attention.difference.{name}" for layer in (0, 1) for name in ("lambdas", "norm.weight")
-        },
-        "differential, v2": {
-            f"blocks.{layer}.attention.{name}.weight" for layer in (0, 1) for name in ("qkv", "difference.factor")
-        },
-        "exclusive": set(),
-        "output_gate, 12 inputs": {f"blocks.{layer}.attention.gate.weight" for layer in (0, 1)},
-        "output_gate, head": {f"blocks.{layer}.attention.gate.weight" for layer in (0, 1)},
-        "output_gate, element": {f"blocks.{layer}.attention.gate.weight" for layer in (0, 1)},
+        "differential, v2": {f"blocks.{layer}.attention.qkv.weight" for layer in (0, 1)},  # of twice the queries
     }
-    assert changed_names == expected[ingredient]
-    assert plain.keys() <= other.keys()
+    assert changed == expected.get(ingredient, set())
 
 
 @each
@@ -133,8 +112,7 @@ def test_it_is_kept_by_swaps_and_model_folders(ingredient: str, tmp_path):
     ],
 )
 def test_a_gated_attention_unit_has_it_too(ingredient: str):
-    options = {"block": ModelConfig.__dataclass_fields__["block"].metadata["table"]["gau"](key_size=16), "n_head": 1}
-    decoder = trained(ingredient, **options)
+    decoder = trained(ingredient, block=GAUBlock(key_size=16), n_head=1)
     decoder.loss(Batch.of(tokens(3))).backward()
     assert all(parameter.grad is not None for parameter in decoder.parameters())
 
@@ -298,35 +276,6 @@ def test_embeddings_of_values_are_parameters_of_the_embedding_and_cost_no_produc
 def test_what_has_no_effect_is_refused(tiny, options: list[str], expected: str):
     with pytest.raises(ConfigError, match=expected):
         tiny(*options)
-
-
-ALL = [
-    "model.out_init=zero",
-    "model.embedding_norm=rms",
-    "model.logit_softcap=15",
-    "optim.z_loss=1e-4",
-    "optim.optimizer=muon",
-]
-SETTINGS = {
-    "compiled": ["trainer.compile=true"],
-    "bf16": ["trainer.precision=bf16-mixed"],
-    "isolated documents, dropout, micro-batches": [
-        "data.documents=isolate",
-        "model.dropout=0.1",
-        "trainer.micro_batch=2",
-    ],
-}
-
-
-@pytest.mark.parametrize("setting", thinned(SETTINGS, ["isolated documents, dropout, micro-batches"]))
-@pytest.mark.parametrize("kind", thinned(["first_layer", "embedding"], ["first_layer"]))
-def test_a_run_with_all_of_them_learns(tiny, setting: str, kind: str):
-    phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]"
-    config = tiny("name=all", phases, *ALL, f"model.value_residual={kind}", *SETTINGS[setting])
-    assert train(config) == 0
-    values = losses(config.run_folder)
-    assert values[0] == pytest.approx(math.log(400), rel=0.02)
-    assert values[-1] < values[0] - 0.3
 
 
 def test_logits_are_capped_in_fp32_whatever_autocast_says():

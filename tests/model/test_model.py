@@ -15,7 +15,7 @@ from lm.attention import catalogue
 from lm.attention import catalogue as opt
 from lm.attention.layout import AttentionLayout
 from lm.config import normalizers as kinds
-from lm.config.inference_config import InferenceSetting, Interpolation, ThetaFactor
+from lm.config.inference_config import InferenceSetting, Interpolation
 from lm.config.load import parse, to_yaml
 from lm.config.model_config import GAUBlock, Learned, ModelConfig, NoPosition, Rope
 from lm.data.batches import Batch
@@ -115,17 +115,6 @@ def test_the_low_frequency_pairs_of_p_rope_are_not_rotated():
     assert torch.equal(part[0], fastest[0][:, :8])
 
 
-def test_theta_factor_multiplies_theta():
-    positions = torch.arange(100)
-    scaled = rope_rotation(positions, 64, Rope(theta=1e4), ThetaFactor(50.0))
-    expected = rope_rotation(positions, 64, Rope(theta=5e5))
-    assert torch.equal(scaled[0], expected[0])
-    decoder = Decoder(small(), 50, 16)
-    tokens, scaled_model = torch.randint(50, (1, 16)), for_inference(decoder, InferenceSetting(ThetaFactor(50.0)))
-    assert torch.equal(scaled_model(tokens), Decoder(small(position=Rope(theta=5e5)), 50, 16)(tokens))
-    assert not torch.allclose(scaled_model(tokens), decoder(tokens))
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("block", ["grouped", "gau"])
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
@@ -168,11 +157,6 @@ def test_options_that_training_has_not_fixed_change_no_parameter(name: str):
             }
         )
     assert shapes[0] == shapes[1]
-
-
-def test_options_fixed_by_training_are_refused_in_an_inference_setting():
-    with pytest.raises(ConfigError, match=r"normalizer\.bias = true: decides whether there is a b"):
-        for_inference(Decoder(small(normalizer=opt.SSMax()), 50, 16), InferenceSetting(normalizer={"bias": True}))
 
 
 def test_learned_positions_refuse_longer_sequences():

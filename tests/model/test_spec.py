@@ -16,7 +16,7 @@ from lm.errors import RunError
 from lm.files import read_json
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
-from lm.model.swapped import for_inference, with_normalizer
+from lm.model.swapped import for_inference
 from lm.runs.folder import DESCRIPTION
 from lm.runs.loading import MODEL_FORMAT, save_model
 from lm.schema import to_plain
@@ -57,16 +57,6 @@ def test_a_model_without_text_needs_no_tokenizer(tmp_path: Path):
     model = lm.load(save_model(Decoder(MODEL, 70, 32), tmp_path / "model"))
     assert model.tokenizer is None
     assert command("generate", str(tmp_path / "model")).stderr.count("no tokenizer.json") == 1
-
-
-def test_the_normalizer_of_a_saved_model_is_swapped(saved: Path, tokenizer: Path, tmp_path: Path):
-    old = lm.load(saved).decoder
-    new = lm.load(save_model(with_normalizer(old, opt.Softmax()), tmp_path / "swapped", tokenizer)).decoder
-    assert isinstance(new.config.normalizer, opt.Softmax)
-    parameters = dict(new.named_parameters())
-    assert all(
-        torch.equal(parameters[name], value) for name, value in old.named_parameters() if ".normalizer." not in name
-    )
 
 
 def test_a_run_starts_from_a_saved_model(saved: Path, tiny):

@@ -20,7 +20,6 @@ import matplotlib
 import prose
 import pytest
 from conftest import ROOT
-from test_house import ROOMS
 from typer.main import get_command
 
 from lm.cli import app
@@ -164,17 +163,6 @@ def test_the_readme_leads_to_the_index_and_the_index_to_every_document():
     assert {path.name for path in PAGES} - {"README.md"} == set(links)
 
 
-def test_the_layout_of_the_code_is_in_the_order_of_imports():
-    _, _, table = (ROOT / "CONTRIBUTING.md").read_text().partition("## How the code is laid out")
-    names = [
-        name
-        for line in table.splitlines()
-        if line.startswith("| `")
-        for name in re.findall(r"`([\w.]+)`", line.split("|")[1])
-    ]
-    assert [name.removesuffix(".py") for name in names] == list(ROOMS)
-
-
 @pytest.mark.parametrize("path", [*DOCUMENTS[:2], ROOT / "CHANGELOG.md", *prose.PAGES], ids=lambda path: path.name)
 def test_sentences_are_short(path: Path):
     longest = 30 if path.name == "CHANGELOG.md" else prose.LONGEST
@@ -198,15 +186,6 @@ def test_files_of_the_repository_exist(path: Path):
 def test_commands_have_their_options(path: Path):
     problems = {shlex.join(words): wrong_command(words) for words in commands(path.read_text())}
     assert {words: wrong for words, wrong in problems.items() if wrong} == {}
-
-
-@documents
-def test_scripts_have_their_options(path: Path):
-    calls = re.findall(r"(?:python|bash) (scripts/\S+?\.(?:py|sh))([^`\n#]*)", path.read_text())
-    options = [(script, option) for script, rest in calls for option in re.findall(r"(?<= )--[a-z0-9-]+", rest)]
-    texts = {script: (ROOT / script).read_text() for script, _ in options}
-    texts["scripts/bench.py"] = (ROOT / "scripts/bench.py").read_text() + (ROOT / "scripts/bench_data.py").read_text()
-    assert [(script, option) for script, option in options if f'"{option}"' not in texts[script]] == []
 
 
 @documents

@@ -4,7 +4,6 @@ its own subject.
 
 import ast
 import json
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -159,19 +158,6 @@ def test_no_two_modules_have_one_name():
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_can_be_read_in_one_sitting(name: str):
     assert len(MODULES[name].read_text().splitlines()) <= LARGEST
-
-
-@pytest.mark.parametrize(
-    ("what", "most"),
-    [
-        (r"csv\.(writer|DictWriter)\(", 1),
-        (r"from rich\.table import", 1),
-        (r"^(import|from) matplotlib", 2),
-        (r"^class (Arm|Comparison)\b", 2),
-    ],
-)
-def test_a_mechanism_stands_in_one_place(what: str, most: int):
-    assert 0 < sum(bool(re.search(what, path.read_text(), re.MULTILINE)) for path in MODULES.values()) <= most
 
 
 HEAVY = ("lightning", "wandb", "datasets", "transformers", "matplotlib.pyplot")
