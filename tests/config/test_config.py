@@ -410,8 +410,12 @@ def test_a_dotted_key_in_a_file_is_the_key_of_its_block(tmp_path: Path):
             "did you mean eval.long_context.length_factor or eval.diagnostics.length_factor?",
         ),
         ("lengths=full", "did you mean data.lengths or eval.by_length.lengths?"),
+        ("model.normalizer={name: ssmax, n: 128}", "quote it in the YAML (row length n: `visible` keys, length of the"),
+        ("model.normalizer={name: ssmax, n: '128'}", "write fixed:128"),
+        ("data.lengths={name:mixed}", "write a space after the colon"),
+        ("model.normalizer={name: p_n, window: 3}", "unknown key; there are none"),
     ],
 )
-def test_a_key_without_its_block_is_offered_with_it(override: str, advice: str):
+def test_advice_on_a_wrong_key_or_value_names_the_right_one(override: str, advice: str):
     (message,) = problems(override).values()
     assert advice in message
