@@ -63,7 +63,8 @@ def with_last_error(documents: Documents, location: str) -> Documents:
         yield error, location
     except (OSError, pyarrow.ArrowException) as error:
         reason = os.strerror(error.errno) if getattr(error, "errno", None) else one_line(error)
-        remedy = "mend it, remove it, or set data.on_error=skip"
+        remedy = "decompress it (zstd -d --long=31)" if "too much memory" in reason else "mend it"
+        remedy += ", remove it, or set data.on_error=skip"
         yield Unreadable(f"{location}: can't be read: {reason}; {remedy}"), location
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import huggingface_hub
 import pyarrow
 import pytest
 from texts import TEXTS, documents, one_line_error, skipping, stored_texts, write_parquet
@@ -12,7 +13,9 @@ from lm.data import sources as module
 from lm.data.prepare import prepare, summary
 from lm.data.sources import source_identity
 from lm.data.store import Store
+from lm.data.tokenizer import downloaded
 from lm.errors import DataError
+from lm.huggingface.exporting import upload
 
 
 @pytest.fixture
@@ -148,10 +151,18 @@ def test_a_saved_dataset_reads_like_any_other(hub: Hub, tmp_path: Path):
 # ---------------------------------------------------------------- no network
 
 
-def test_an_unpinned_dataset_takes_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def unreachable(source: Hub) -> None:
-        raise ConnectionError("Couldn't reach the hub")
+def test_an_error_of_the_hub_says_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("Couldn't reach the hub") from OSError("the proxy refuses")
 
     monkeypatch.setattr(module, "_builder", unreachable)
-    with pytest.raises(DataError, match=r"Couldn't reach the hub; pin data\.source\.revision to a commit, and prepare"):
-        prepared(Hub(dataset="someone/something", split="train"), tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", unreachable)
+    for read, remedy in (
+        (lambda: prepared(Hub(dataset="a/b", split="train"), tmp_path), "; pin data.source.revision to a commit, and"),
+        (lambda: downloaded("a/b", None, []), ""),
+        (lambda: upload(tmp_path, "a/b"), "; the folder is written"),
+    ):
+        with pytest.raises(DataError) as error:
+            read()
+        assert f"Couldn't reach the hub (the proxy refuses){remedy}" in str(error.value)

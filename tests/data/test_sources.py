@@ -259,6 +259,10 @@ BAD_FILES = {
     "broken.txt.gz": (b"hello", ["broken.txt.gz", "can't be read"]),
     "cut.txt.gz": (gzip.compress(b"hello" * 1000)[:-9], ["can't be read", "runcated"]),
     "broken.jsonl.zst": (b"hello, world", ["can't be read"]),
+    "long.txt.zst": (  # with a window of 2^31 bytes, as `zstd --long=31` makes
+        bytes.fromhex("28b52ffd00a8310000") + b"a text",
+        ["too much memory for decoding; decompress it (zstd -d --long=31)"],
+    ),
 }
 
 
