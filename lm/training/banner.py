@@ -29,7 +29,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     epochs = tokens * config.data.text_weight / store.train.n_tokens
     device = "cuda" if machine.accelerator == "gpu" else "cpu"
     kernels = dict.fromkeys(normalizer.route(device) for normalizer in decoder.normalizers())
-    phases = zip(config.phases, config.phase_ends, strict=False)
+    phases, reading = zip(config.phases, config.phase_ends, strict=False), config.in_phase(start.phase)
     lines = {
         "run": f"{config.run_folder}  (lm {lm.__version__})",
         "model": f"{parameters['total']:,} parameters, {parameters['non_embedding']:,} without embedding and head, "
@@ -44,7 +44,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         "tokens": f"{steps:,} steps x {optim.batch_tokens:,} = {tokens:,}, {token_ratio:.3g} a parameter"
         + ("" if config.data.symbolic else f" ({epochs:.2f} epochs)"),
         "device": f"{config.world_size} x {machine.device}, precision {machine.precision}, compile "
-        f"{machine.compilation}, micro-batches of {config.in_phase(start.phase).micro_batch} sequences",
+        f"{machine.compilation}, micro-batches of {reading.micro_batch * reading.data.seq_len:,} tokens",
         "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all",
         "optimizer": f"{optim.optimizer.name}, lr {optim.lr:g}, {optim.schedule.name}, warm-up of "
         f"{optim.warmup(steps)} steps",

@@ -34,6 +34,8 @@ def test_what_a_run_is_comes_first_with_its_phases(printed):
     assert lines["optimizer"] == "muon, lr 0.01, cosine, warm-up of 2 steps"
     symbolic = printed("data.tasks=[{task: mqar}]", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]")
     assert "epochs" not in symbolic["tokens"]
+    lengths = "data.lengths={name: mixed, weights: {8: 0.5, 32: 0.5}}"  # a slot of 32 tokens holds 4 sequences of 8
+    assert printed(lengths, "trainer.micro_batch=4")["device"].endswith(", micro-batches of 128 tokens")
     text = printed("phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]")["phases"]
     assert text == "softmax to step 4, then ssmax to step 8"
     assert "base = train (32)" in printed("model.normalizer=log_n")["normalizer"]
