@@ -402,7 +402,9 @@ def test_a_dotted_key_in_a_file_is_the_key_of_its_block(tmp_path: Path):
     [
         ("lr=1e-3", "did you mean optim.lr?"),
         ("max_steps=3", "did you mean trainer.max_steps?"),
-        ("beta1=0.9", "choose from: name, runs"),
+        ("beta1=0.9", "did you mean optim.optimizer.beta1?"),
+        ("optim.weight_decay=0", "did you mean optim.optimizer.weight_decay or optim.groups.matrices.weight_decay?"),
+        ("xxxx=1", "choose from: name, runs"),
         ("n_head=3", "did you mean model.n_head?"),
         ("seqlen=64", "did you mean data.seq_len?"),
         (
