@@ -130,9 +130,11 @@ def build(schema: type, data: Plain, path: str, problems: list[Problem], choices
 
 def _key_advice(schema: type, name: str, choices: Blocks, path: str) -> str:
     """Return advice on an unknown key of the block at `path`: other choices of it, or blocks within it, may have it."""
+    if ":" in name:
+        return "write a space after the colon"
     if owners := [choice for choice, options in choices.items() if fields_at(options, name)]:
         return f"it is an option of {', '.join(owners)}, not of {schema.name}"
-    paths = [*_paths(schema)]
+    paths = [*dict.fromkeys(_paths(schema))]
     match = difflib.get_close_matches(name, [path.rpartition(".")[2] for path in paths], n=1)
     found = [join_path(path, inner) for inner in paths if inner.rpartition(".")[2] in match]
     if match and match[0] not in paths and len(found) <= 3:
@@ -141,12 +143,12 @@ def _key_advice(schema: type, name: str, choices: Blocks, path: str) -> str:
 
 
 def _paths(schema: type) -> Iterator[str]:
-    """Yield the path of each key of `schema` that a user may set, and of those in its blocks, without choices."""
+    """Yield the path of each key of `schema` that a user may set, and of those in its blocks, but for lists and maps."""
     for spec in fields(schema):
         yield spec.name
-        blocks, default = spec.metadata.get("blocks", ()), spec.metadata.get("default")
-        if "" in blocks and not isinstance(default, list) and spec.metadata["by_user"]:
-            yield from (f"{spec.name}.{inner}" for inner in _paths(blocks[""]))
+        if not isinstance(spec.metadata.get("default"), list | dict) and spec.metadata.get("by_user", True):
+            for block in spec.metadata.get("blocks", {}).values():
+                yield from (f"{spec.name}.{inner}" for inner in _paths(block))
 
 
 def _field_value(spec: Field, value: Plain, path: str, problems: list[Problem]):
@@ -169,7 +171,9 @@ def _field_value(spec: Field, value: Plain, path: str, problems: list[Problem]):
     if blocks:
         return None if value is default is None else _block(blocks, default, value, path, problems)
     if (result := convert(spec.type, value)) is MISSING:
-        return refuse(f"must be {type_name(spec.type)}", "quote it in the YAML" * (spec.type is str))
+        return refuse(
+            f"must be {type_name(spec.type)}", f"quote it in the YAML ({spec.metadata['help']})" * (spec.type is str)
+        )
     limits, numbers = spec.metadata["limits"], [item for item in single_values(result) if type(item) in (int, float)]
     if not all(BOUNDS[name][1](number, limit) for name, limit in limits.items() for number in numbers):
         return refuse(f"must be {limits_text(limits)}")
