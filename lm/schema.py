@@ -143,7 +143,7 @@ def _key_advice(schema: type, name: str, choices: Blocks, path: str) -> str:
 
 
 def _paths(schema: type) -> Iterator[str]:
-    """Yield the path of each key of `schema` that a user may set, and of those in its blocks, but for lists and maps."""
+    """Yield the path of each key of `schema` that a user may set, and of those in blocks, but for lists and maps."""
     for spec in fields(schema):
         yield spec.name
         if not isinstance(spec.metadata.get("default"), list | dict) and spec.metadata.get("by_user", True):
