@@ -15,7 +15,6 @@ from lm.data.sources import source_identity
 from lm.data.store import Store
 from lm.data.tokenizer import downloaded
 from lm.errors import DataError
-from lm.huggingface.exporting import upload
 
 
 @pytest.fixture
@@ -157,11 +156,9 @@ def test_an_error_of_the_hub_says_its_cause(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(module, "_builder", unreachable)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", unreachable)
     for read, remedy in (
         (lambda: prepared(Hub(dataset="a/b", split="train"), tmp_path), "; pin data.source.revision to a commit, and"),
         (lambda: downloaded("a/b", None, []), ""),
-        (lambda: upload(tmp_path, "a/b"), "; the folder is written"),
     ):
         with pytest.raises(DataError) as error:
             read()
