@@ -20,7 +20,7 @@ from lm.data.store import Store
 from lm.data.tasks import Example, TaskError, Text, check_task, example
 from lm.errors import ConfigError, Problem
 from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
-from lm.evaluation.held_out import LENGTHS, by_sequence, setting_words, tokens_sha256
+from lm.evaluation.held_out import LENGTHS, by_sequence, by_setting, setting_words, tokens_sha256
 from lm.model.blocks import DecodingCache
 from lm.model.cross_entropy import argmax_tokens, token_nll
 from lm.model.decoder import Decoder
@@ -188,16 +188,10 @@ def accuracy(metric: Metric, questions: int, chance: float | None, options: str,
     return replace(metric, amount=f"{questions:,} different ones a length", references=references, options=options)
 
 
-def by_length(
-    metric: Metric, lengths: list[int], samples: Sequence[Sample], names: Sequence[str] = (), **fields: str
-) -> pd.DataFrame:
-    """Rows of a metric with a sample at each length. `names`: the metric's names in metrics.jsonl, if it is there.
-    `fields`: `task` and `setting` of `rows`.
-    """
-    points = zip(samples, lengths, names or [""] * len(samples), strict=True)
-    return pd.concat(
-        rows(metric, *sample, [length], names=[name] * bool(name), **fields) for sample, length, name in points
-    )
+def by_length(metric: Metric, lengths: list[int], samples: Sequence[Sample], **fields: str) -> pd.DataFrame:
+    """Rows of a metric with a sample at each length. `fields`: `task` and `setting` of `rows`."""
+    points = zip(samples, lengths, strict=True)
+    return pd.concat(rows(metric, *sample, [length], **fields) for sample, length in points)
 
 
 def sequence_sample(sha256: str, sequence_index: np.ndarray, values: np.ndarray) -> Sample:
@@ -268,13 +262,11 @@ class Recall(AnswerMeasurement):
         )
         task_options, chance = to_plain(task), task.chance
         fields, options = {"task": task_options.pop("name"), "setting": setting}, json.dumps(task_options)
-        words = setting * (len(self.eval_config.inference) > 1)
-        names = [metric.named(TASK=name, LENGTH=length, SETTING=words).name for length in self.lengths]
-        questions = int(whole[0][1]["weight"].sum())
-        about = accuracy(metric, questions, chance and chance.teacher_forced, options)
-        yield by_length(about, self.lengths, whole, names, **fields)
+        metric, questions = by_setting(metric, self.eval_config.inference), int(whole[0][1]["weight"].sum())
+        about = accuracy(metric.named(TASK=name), questions, chance and chance.teacher_forced, options)
+        yield by_length(about, self.lengths, whole, **fields)
         if any(units["weight"].max() > 1 for _, units in whole):  # else a roll-out has the same accuracy
-            about = accuracy(metric, questions, chance and chance.rollout, options, f"chance, {ROLL_OUT}")
+            about = accuracy(ACCURACY, questions, chance and chance.rollout, options, f"chance, {ROLL_OUT}")
             yield by_length(about, self.lengths, rolled_out, **fields | {"setting": f"{setting}, {ROLL_OUT}"})
         about = Metric("", "fraction", "higher", "", "token accuracy", "questions", axis=LENGTHS, options=options)
         yield by_length(about, self.lengths, token, **fields)

@@ -228,8 +228,7 @@ def _model_rows(
             units = units_frame(held_out.sha256, held_out.document_labels, count, fingerprint)
             total = np.where(count, mean(array, (1, 2, 3)), 0.0)[:, None]
         is_logged = statistic.in_reports and model == trained
-        names, name = [f"{KIND}/{statistic.name}"] * is_logged, "diagnostics/{STATISTIC}" * is_logged
-        yield block(statistic, model, total, metric={"name": name}, units=units, names=names)
+        yield block(statistic, model, total, metric={"name": "diagnostics/{STATISTIC}" * is_logged}, units=units)
     for statistic, model, of, b, _ in fits:
         yield block(statistic, model, mean(b), of)
 

@@ -155,9 +155,8 @@ class DownstreamTasks(Measurement):
                 quantity=name, units="documents" * by_document, interval=by_document, title="Downstream tasks",
                 measured_on="documents of downstream tasks", amount=f"{len(answers):,} of {task}{cut_note}",
             )  # fmt: skip
-            names = [about.named(TASK=task, METRIC=name).name]
             measured = (values[:, None], units) if by_document else (float(mean),)
-            yield rows(about, *measured, task=task, names=names)
+            yield rows(about, *measured, task=task)
 
 
 def find_tasks(tasks: list[str]) -> tuple[list[str], "TaskManager"]:

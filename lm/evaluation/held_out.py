@@ -266,6 +266,11 @@ def setting_words(settings: Sequence[InferenceSetting]) -> list[str]:
     return [setting.label for setting in settings] if len(settings) > 1 else [""]
 
 
+def by_setting(metric: Metric, settings: Sequence[InferenceSetting]) -> Metric:
+    """The metric, whose name has no setting if there is one setting."""
+    return metric if len(settings) > 1 else metric.named(SETTING="")
+
+
 POSITIONS = Axis("position in the sequence", "tokens", "at positions")
 LENGTHS = Axis("sequence length", "tokens", "in sequences of")
 
@@ -349,9 +354,8 @@ class Validation(Measurement):
         blocks = [validation_rows(means[mask], bits, unigram, sequences.length, units, level)]
         for number, name in enumerate(self.parts(self.config)):
             if (part := sequences.sources == number).any():
-                units, metric = sequences.units(self.fingerprint, part, counts=True), self.logged[1]
-                names = [metric.named(PART=name).name]
-                blocks.append(rows(metric, means[part], units, task=name, names=names))
+                units = sequences.units(self.fingerprint, part, counts=True)
+                blocks.append(rows(self.logged[1], means[part], units, task=name))
         return blocks
 
 
@@ -406,8 +410,7 @@ class OtherTexts(Measurement):
                 (loss, sequences.sequence_means(nll), units),
                 (bits, bits_per_byte(nll, sequences)),
             ):
-                about = replace(metric, amount=sequences.amount)
-                blocks.append(rows(about, *values, task=name, names=[metric.named(NAME=name).name]))
+                blocks.append(rows(replace(metric, amount=sequences.amount), *values, task=name))
         return blocks
 
 
@@ -437,8 +440,7 @@ class LongContext(Measurement):
         for label, model in self.inference_models(decoder):
             nll = nll_by_token(model, sequences, device, progress)
             columns = by_position(sequences, nll, self.config.data.seq_len)
-            names = [about.named(SETTING=label).name] * len(columns["x"])
-            blocks.append(rows(about, units=units, setting=label, names=names, **columns))
+            blocks.append(rows(about, units=units, setting=label, **columns))
             bits = Metric(better="lower", quantity="bits per byte")
             blocks.append(rows(bits, bits_per_byte(nll, sequences), setting=label))
         return blocks
@@ -482,10 +484,9 @@ class ByLength(Measurement):
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
         stretches, blocks = self.held_out[-1], []
         about, units = replace(self.logged[0], amount=stretches.amount), stretches.units(self.fingerprint)
+        about = by_setting(about, self.eval_config.inference)
         for label, model in self.inference_models(decoder):
             losses = [nll_by_token(model, cut, device, progress) for cut in self.held_out]
             by_stretch = [nll.reshape(len(units), -1).mean(1, dtype=np.float64) for nll in losses]
-            words = label * (len(self.eval_config.inference) > 1)
-            names = [about.named(LENGTH=length, SETTING=words).name for length in self.lengths]
-            blocks.append(rows(about, np.stack(by_stretch, 1), units, self.lengths, setting=label, names=names))
+            blocks.append(rows(about, np.stack(by_stretch, 1), units, self.lengths, setting=label))
         return blocks

@@ -56,7 +56,7 @@ class LoggedMetrics(Measurement):
         for name, value in self.values.items():
             # one value, which pairs with that of another run
             units = units_frame(hashlib.sha256(name.encode()).hexdigest(), np.zeros(1, int))
-            blocks.append(rows(replace(metric, quantity=name), np.array([[value]]), units, names=[name]))
+            blocks.append(rows(replace(metric, quantity=name), np.array([[value]]), units))
         return blocks
 
 

@@ -202,8 +202,7 @@ class NeedleMeasurement(AnswerMeasurement):
             samples = [_pooled_sample(depth_cells) for depth_cells in zip(*map(cells.get, names), strict=True)]
             about = accuracy(metric, self.eval_config.trials, self._chance(self.tasks[names[0]]), options)
             fields = {"task": f"needle{', control without it' * metric.control}", "setting": setting}
-            log_names = [metric.named(LENGTH=length, SETTING=setting).name for length in self.lengths]
-            yield by_length(about, self.lengths, samples, log_names, **fields)
+            yield by_length(about, self.lengths, samples, **fields)
         for name, task in self.tasks.items():
             for column, (quantity, unit) in enumerate(SCORED):
                 chance, is_fraction = self._chance(task) if quantity == "exact" else None, unit == "fraction"

@@ -108,8 +108,7 @@ class SwapMeasurement(Measurement):
                 if sequences.answers is None:
                     columns = by_position(sequences, numbers, seq_len)
                     about, columns["values"] = replace(about, axis=POSITIONS), columns["values"].mean(0)
-                names = [about.name] * np.size(columns["values"]) if about.name else []
-                blocks.append(rows(about, task=label, names=names, **columns))
+                blocks.append(rows(about, task=label, **columns))
             for quantity, numbers in zip(changes, (after - before, kl), strict=True):
                 means, units = sequences.sequence_means(numbers), sequences.units(self.fingerprint, None, True)
                 changes[quantity].append(rows(self._by_length(quantity), means, units, [sequences.length]))

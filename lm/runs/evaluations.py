@@ -87,19 +87,21 @@ def rows(
     until: Sequence[float] = (),
     task: str = "",
     setting: str = "",
-    names: Sequence[str] = (),
 ) -> pd.DataFrame:
-    """Rows of a frame (`COLUMNS`), with the Metric itself as `about`.
+    """Rows of a frame (`COLUMNS`), with the Metric itself as `about`. The task, the setting, the metric's quantity and
+    a length x stand for the words in braces in its name.
 
     Args:
         values: (units, points), or (points,) for means alone.
         units: the units, as `units_frame` gives them; None: means alone.
         x, until: the points of the axis; for bins their starts and ends.
-        names: the metric's name in metrics.jsonl at each point; empty: its quantity, as it is not logged there.
     """
     values = np.atleast_2d(values) if units is None else values
     n_units, n_points = values.shape
-    points = {"metric": names or [metric.quantity] * n_points, "x": x, "until": until or [np.nan] * n_points}
+    words = dict.fromkeys(("TASK", "NAME", "PART"), task or metric.quantity) | {"SETTING": setting}
+    words |= dict.fromkeys(("STATISTIC", "METRIC"), metric.quantity)
+    names = [metric.named(**words, LENGTH=point).name or metric.quantity for point in x]
+    points = {"metric": names, "x": x, "until": until or [np.nan] * n_points}
     columns: dict[str, object] = {name: np.repeat(column, n_units) for name, column in points.items()}
     if units is None:
         columns |= {"sequences": "", "sample": np.nan, "group": np.nan, "part": "", "weight": 1.0}
@@ -329,9 +331,9 @@ def validation_rows(
     about, bits = (replace(VALIDATION_METRICS[index], amount=amount) for index in (0, 2))
     if units is None:
         about = replace(about, interval=False)
-    blocks = [rows(replace(about, references=references), np.reshape(loss, (-1, 1)), units, names=[LOSS])]
+    blocks = [rows(replace(about, references=references), np.reshape(loss, (-1, 1)), units)]
     if bits_per_byte is not None:
-        blocks.append(rows(bits, bits_per_byte, names=[BITS_PER_BYTE]))
+        blocks.append(rows(bits, bits_per_byte))
     return pd.concat(blocks, ignore_index=True)
 
 

@@ -57,8 +57,9 @@ class Metric:
         return bool(self.units)
 
     def named(self, **words: object) -> "Metric":
-        """The metric with `words` in place of the words in braces in its name."""
-        return replace(self, name=self.name.format(**words).strip())
+        """The metric with `words` in place of these words in braces in its name; others stay."""
+        name = re.sub(r"\{(\w+)\}", lambda word: str(words.get(word[1], word[0])), self.name)
+        return replace(self, name=name.strip())
 
     def logs(self, name: str) -> bool:
         """Whether training logs it, and logs it as `name`."""

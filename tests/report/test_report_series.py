@@ -31,7 +31,7 @@ def probe(rng: np.random.Generator, level: float) -> pd.DataFrame:
     points = replace(sparsity, name="", unit="tokens", quantity="reach", axis=depth, caption="reach by depth", **words)
     return pd.concat(
         [
-            rows(number, **measured("n", 1), names=["probe/sparsity"]),
+            rows(number, **measured("n", 1)),
             rows(bins, **measured("b", 3), x=[0, 64, 128], until=[64, 128, 256]),
             *(rows(points, **measured(f"p{x}", 1, 10 + int(2 * x)), x=[x], task="books") for x in (0.0, 0.5)),
         ],

@@ -32,7 +32,7 @@ def by_position() -> pd.DataFrame:
     )  # fmt: skip
     values = np.array([[1.0, 2.0], [3.0, np.nan], [5.0, 6.0]])
     units = units_frame("abc", np.array([0, 0, 1]), fingerprint="data")
-    return rows(about, values, units, [0, 4], [4, 16], "books", "as trained", ["probe/loss"] * 2)
+    return rows(about, values, units, [0, 4], [4, 16], "books", "as trained")
 
 
 def scalar() -> pd.DataFrame:
