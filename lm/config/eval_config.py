@@ -218,7 +218,7 @@ class RecallConfig(EvaluationConfig):
 
 @dataclass
 class NeedleConfig(EvaluationConfig):
-    measurement: ClassVar[str] = "lm.evaluation.needle:NeedleMeasurement"
+    measurement: ClassVar[str] = "lm.evaluation.answers:NeedleMeasurement"
     switch_key: ClassVar[str] = "length_factors"
     length_factors: list[float] = key(
         [], "context lengths, in training lengths, e.g. [1, 2, 4, 8, 16]; []: off", gt=0, le=MAX_FACTOR

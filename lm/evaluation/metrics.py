@@ -9,12 +9,11 @@ import pandas as pd
 
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem, suggest
-from lm.evaluation.answers import Recall
+from lm.evaluation.answers import NeedleMeasurement, Recall
 from lm.evaluation.diagnostics import Diagnostics
 from lm.evaluation.downstream import DownstreamTasks
 from lm.evaluation.evaluation_kind import Advance, Measurement
 from lm.evaluation.held_out import ByLength, LongContext, OtherTexts, Validation
-from lm.evaluation.needle import NeedleMeasurement
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.runs.evaluations import NATS, REPORTING, rows, units_frame
