@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -15,14 +16,13 @@ from lm.config.load import to_yaml
 from lm.config.tree import function_options
 from lm.data.tokenizer import TOKENIZER_CONFIG, parse_tokenizer
 from lm.errors import RunError
-from lm.files import new_folder, replacing, write_together
+from lm.files import new_folder, write_together
 from lm.huggingface.architectures import ARCHITECTURES, FULL_ATTENTION, HEAD, SLIDING_ATTENTION, Architecture
 from lm.huggingface.exported_code import code_files
 from lm.huggingface.fields import Fields
 from lm.huggingface.importing import CONFIG, LM_MODEL_TYPE, WEIGHTS_FILE
 from lm.model.rope import frequencies
 from lm.model.spec import ModelSpec
-from lm.runs.checkpoints import TensorSignature, write_weights
 from lm.runs.folder import TOKENIZER
 from lm.runs.loading import LoadedModel, load
 from lm.schema import Plain, to_plain
@@ -102,12 +102,7 @@ def export_for_transformers(source: Path, checkpoint: str, target: Path) -> Path
         architecture, config, tensors = exported_form(loaded_model)
     except RunError as error:
         raise RunError(f"{source}: {error}; without --format hf it is exported for lm") from None
-    descriptions: dict[str, TensorSignature] = {
-        name: (torch.float32, tuple(value.shape)) for name, value in tensors.items()
-    }
     with new_folder(target) as folder:
-        with replacing(folder / WEIGHTS_FILE, "the weights") as file:
-            write_weights(file, descriptions, ((name, value.float()) for name, value in tensors.items()))
         files = {CONFIG: _json(config), "README.md": model_card(loaded_model, config["model_type"])}
         if architecture is None:
             normalizers = loaded_model.decoder.normalizers()
@@ -116,7 +111,11 @@ def export_for_transformers(source: Path, checkpoint: str, target: Path) -> Path
             tokenizer_text = (loaded_model.folder / TOKENIZER).read_text(encoding="utf-8")
             files[TOKENIZER] = add_start_token(tokenizer_text, loaded_model.spec.end_of_text)
             files[TOKENIZER_CONFIG] = _json(_tokenizer_config(loaded_model.spec))
-        write_together({folder / name: content.encode() for name, content in files.items()})
+        # copies: safetensors refuses views, and what layers share
+        weights = {name: value.float().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
+        contents = {name: content.encode() for name, content in files.items()}
+        contents[WEIGHTS_FILE] = safetensors.torch.save(weights, {"format": "pt"})
+        write_together({folder / name: content for name, content in contents.items()})
     return target
 
 

@@ -27,7 +27,6 @@ from lm.files import check_new, read_json
 from lm.huggingface.architectures import ARCHITECTURES, HEAD, Architecture, MappedParameter
 from lm.huggingface.fields import Fields
 from lm.model.spec import ModelSpec
-from lm.runs.checkpoints import TensorSignature
 from lm.runs.folder import TOKENIZER
 from lm.runs.loading import write_model
 from lm.schema import Plain, to_plain
@@ -201,12 +200,10 @@ def import_model(
     except ConfigError as error:
         raise RunError(f"{model.path}: describes a model that can't be built: {one_line(error)}") from None
     parameters = _checked_parameters(architecture, spec, fields, model.tensors)
-    descriptions: dict[str, TensorSignature] = {
-        parameter.name: (torch.float32, parameter.shape) for parameter in parameters
-    }
     origin = {**model.origin, "architecture": kind, "max_position_embeddings": positions}
     tokenizer_bytes = None if tokenizer_text is None else tokenizer_text.encode()
-    write_model(target, spec, descriptions, _parameter_values(parameters, model.tensors), tokenizer_bytes, None, origin)
+    tensors = dict(_parameter_values(parameters, model.tensors))
+    write_model(target, spec, tensors, tokenizer_bytes, None, origin)
     _print_summary(target, kind, spec, token_count, sum(math.prod(parameter.shape) for parameter in parameters))
     return spec
 

@@ -1,16 +1,13 @@
-"""Checkpoint and weights files, which are written atomically, checked by the manifest before use, and read without
-executing anything.
+"""Checkpoint files, which are written atomically, checked by the manifest before use, and read without executing
+anything.
 """
 
 import hashlib
-import json
-import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -21,38 +18,6 @@ from lm.runs.folder import BEST, CHECKPOINTS, log_entry, step_paths
 from lm.runs.manifest import add_entries, check_file, entries_of, entry
 from lm.schema import Plain
 
-_DTYPE_NAMES = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.bool: "BOOL",
-}
-
-TensorSignature = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape of a tensor
-
-
-def write_weights(
-    file: BinaryIO, signatures: Mapping[str, TensorSignature], tensors: Iterable[tuple[str, Tensor]]
-) -> None:
-    """Write tensors to a safetensors file.
-
-    `signatures` has the dtype and shape of each tensor by name; `tensors` must be in the same order. The file format is
-    described in https://huggingface.co/docs/safetensors.
-    """
-    header, end = {"__metadata__": {"format": "pt"}}, 0
-    for name, (dtype, shape) in signatures.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    header_bytes = json.dumps(header, separators=(",", ":")).encode()
-    header_bytes += b" " * (-len(header_bytes) % 8)
-    file.write(len(header_bytes).to_bytes(8, "little") + header_bytes)
-    for (name, tensor), (expected_name, signature) in zip(tensors, signatures.items(), strict=True):
-        assert (name, tensor.dtype, tuple(tensor.shape)) == (expected_name, *signature), f"{name} is not as described"
-        file.write(_tensor_bytes(tensor))
-
 
 def weights_sha256(weights: Mapping[str, Tensor]) -> str:
     """The sha256 over names, dtypes, shapes and values of all tensors, sorted by name. Tensors are copied to the CPU
@@ -61,12 +26,8 @@ def weights_sha256(weights: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, value in sorted(weights.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(_tensor_bytes(value.cpu()))
+        digest.update(memoryview(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
     return digest.hexdigest()
-
-
-def _tensor_bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 # ---------------------------------------------------------------- checkpoints

@@ -5,7 +5,7 @@ model folders.
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,10 +21,10 @@ from lm.config.inference_config import AS_TRAINED
 from lm.config.tree import Config
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError, RunError, one_line, out_of_memory, terminal_text
-from lm.files import expand_home, file_sha256, json_bytes, new_folder, replacing
+from lm.files import expand_home, file_sha256, json_bytes, new_folder
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
-from lm.runs.checkpoints import TensorSignature, load_checkpoint, write_weights
+from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import (
     CHECKPOINTS,
     CONFIG,
@@ -40,7 +40,7 @@ from lm.runs.folder import (
     step_path,
     step_paths,
 )
-from lm.runs.manifest import MANIFEST, add_entries, check_file, entries_of, entry, write_files
+from lm.runs.manifest import MANIFEST, check_file, entries_of, write_files
 from lm.runs.same_run import trained_config
 from lm.schema import Plain, to_plain
 
@@ -51,8 +51,7 @@ MODEL_FORMAT = 6  # version of lm.json; FORMAT_WITHOUT_MANIFEST is read, too
 def write_model(
     out: Path,
     spec: ModelSpec,
-    signatures: Mapping[str, TensorSignature],
-    tensors: Iterable[tuple[str, Tensor]],
+    tensors: Mapping[str, Tensor],
     tokenizer: bytes | None,
     training: dict[str, Plain] | None,
     origin: dict[str, Plain] | None,
@@ -60,20 +59,17 @@ def write_model(
     """Write a model to the folder `out` atomically; returns `out`. `origin` says where an imported model came from.
 
     Args:
-        signatures: dtype and shape of each parameter by name; a tied head is stored once, as the embedding.
-        tensors: names and CPU tensors of all parameters, in the order of `signatures`; they are taken one at a time.
+        tensors: all parameters by name, on the CPU; a tied head is stored once, as the embedding.
         tokenizer: content of the model's tokenizer.json; None: the model has no text.
         training: metadata of the training run; None: the model has no training run.
 
     Raises RunError: `out` holds something, or can't be written.
     """
     with new_folder(out) as folder:
-        with replacing(folder / WEIGHTS, "the weights") as file:
-            write_weights(file, signatures, tensors)
-        add_entries(folder, entry(WEIGHTS, file_sha256(folder / WEIGHTS), (training or {}).get("step", 0)))
         description = {"format": MODEL_FORMAT, "spec": to_plain(spec), "training": training, "origin": origin or {}}
         files = {DESCRIPTION: json_bytes(description)} | ({} if tokenizer is None else {TOKENIZER: tokenizer})
-        write_files(folder, files)
+        files[WEIGHTS] = safetensors.torch.save({**tensors}, {"format": "pt"})
+        write_files(folder, files, (training or {}).get("step", 0))
     return out
 
 
@@ -308,13 +304,10 @@ def _write_decoder(
     origin: dict[str, Plain],
 ) -> Path:
     """Write a decoder as the model folder `out`, with a tied head stored once, as the embedding. Returns `out`."""
-    state = {
-        name: value
-        for name, value in sorted(decoder.state_dict().items())
+    tensors = {
+        name: value.cpu().clone()  # safetensors refuses what layers share
+        for name, value in decoder.state_dict().items()
         if name != "head.weight" or not spec.model.tied
     }
-    signatures = {name: (value.dtype, tuple(value.shape)) for name, value in state.items()}
-    tensors = ((name, value.cpu()) for name, value in state.items())
-    return write_model(
-        out, spec, signatures, tensors, tokenizer_file.read_bytes() if tokenizer_file else None, training, origin
-    )
+    tokenizer = tokenizer_file.read_bytes() if tokenizer_file else None
+    return write_model(out, spec, tensors, tokenizer, training, origin)
