@@ -7,11 +7,9 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable
 from typing import Annotated, NoReturn, TextIO
 
 import typer
-from typer.core import TyperGroup
 
 from lm import __version__
 from lm.commands import compare_commands, model_commands, train_commands
@@ -19,47 +17,10 @@ from lm.errors import LMError, one_line, out_of_memory, panicked, terminal_text
 from lm.machine import stop_with_parent
 from lm.plugins import PLUGINS
 
-# Classes of typer's parser, which newer versions of typer contain and older ones take from click.
+# A class of typer's parser, which newer versions of typer contain and older ones take from click.
 UsageError = typer.BadParameter.__bases__[0]
-HelpFormatter = typer.Context.formatter_class
-
-_GROUPS = {  # the functions of the commands under each heading of `lm --help`, in order
-    "Compare": (compare_commands.compare, compare_commands.judge, compare_commands.noise, compare_commands.report),
-    "Train": (
-        train_commands.train,
-        train_commands.prepare,
-        train_commands.config,
-        train_commands.metrics,
-        train_commands.configs,
-    ),
-    "Measure and look": (model_commands.eval_, model_commands.diagnose, model_commands.generate),
-    "Change models, bring them in and out": (model_commands.swap, model_commands.import_, model_commands.export),
-    "Normalizers and this installation": (
-        train_commands.normalizers,
-        train_commands.check_normalizer,
-        train_commands.info,
-    ),
-}
-COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
-    heading: {command.__name__.rstrip("_").replace("_", "-"): command for command in commands}
-    for heading, commands in _GROUPS.items()
-}
-
-
-class GroupedCommands(TyperGroup):
-    """The command group `lm`, whose help lists the commands under the headings of `COMMANDS`."""
-
-    def format_commands(self, ctx: typer.Context, formatter: HelpFormatter) -> None:
-        """Write a section of the help for each heading of `COMMANDS`."""
-        limit = formatter.width - 6 - max(map(len, self.commands))
-        for heading, commands in COMMANDS.items():
-            names = [*commands, *(["data"] if heading == "Train" else [])]
-            with formatter.section(heading):
-                formatter.write_dl([(name, self.commands[name].get_short_help_str(limit)) for name in names])
-
 
 app = typer.Typer(
-    cls=GroupedCommands,
     help=(
         "Train small language models with different attention normalizers, and compare them.\n\n\b\n"
         "  lm compare quickstart-recall --jobs 2       # a first experiment, with verdicts and a report\n"
@@ -74,9 +35,14 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-for _commands in COMMANDS.values():
-    for _name, _command in _commands.items():
-        app.command(_name)(_command)
+for _command in (  # in the order of `lm --help`
+    *(compare_commands.compare, compare_commands.judge, compare_commands.noise, compare_commands.report),
+    *(train_commands.train, train_commands.prepare, train_commands.config, train_commands.metrics),
+    *(train_commands.configs, model_commands.eval_, model_commands.diagnose, model_commands.generate),
+    *(model_commands.swap, model_commands.import_, model_commands.export),
+    *(train_commands.normalizers, train_commands.check_normalizer, train_commands.info),
+):
+    app.command(_command.__name__.rstrip("_").replace("_", "-"))(_command)
 
 
 def _print_version(is_requested: bool) -> None:

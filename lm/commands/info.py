@@ -1,4 +1,4 @@
-"""Facts about this installation: versions, devices, kernels, wandb, extras."""
+"""Facts about this installation: versions, devices, kernels, wandb."""
 
 import platform
 from collections.abc import Mapping
@@ -6,7 +6,6 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-from packaging.requirements import Requirement
 
 import lm
 from lm.attention.compiler import cpp_compiler
@@ -17,7 +16,6 @@ from lm.schema import Plain
 from lm.training.banner import git_state
 from lm.training.wandb_runs import wandb_mode
 
-DISTRIBUTION = "lm-normalizers"
 PACKAGES = (
     "torch",
     "lightning",
@@ -34,7 +32,7 @@ PACKAGES = (
 
 def facts() -> dict[str, Plain]:
     """Collect the facts that `lm info` prints, by heading: lm (version, commit, folder), versions, devices, kernels,
-    wandb, extras.
+    wandb.
     """
     (commit, dirty), compiler = git_state(), cpp_compiler()
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
@@ -56,7 +54,6 @@ def facts() -> dict[str, Plain]:
             "Triton": triton,
         },
         "wandb": wandb_mode(LogConfig()),
-        "extras": missing_requirements(),
     }
 
 
@@ -65,31 +62,6 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def missing_requirements() -> dict[str, list[str]]:
-    """Map each extra to its requirements of which no suitable version is installed; {} if lm is not an installed
-    distribution.
-    """
-    try:
-        distribution = metadata.distribution(DISTRIBUTION)
-    except metadata.PackageNotFoundError:
-        return {}
-    requirements = [Requirement(text) for text in distribution.requires or []]
-    return {
-        extra: [
-            f"{requirement.name}{requirement.specifier}"
-            for requirement in requirements
-            if requirement.marker
-            and requirement.marker.evaluate({"extra": extra})
-            and not requirement.marker.evaluate({"extra": ""})
-            and requirement.name != DISTRIBUTION
-            and not (
-                (version := _version(requirement.name)) and requirement.specifier.contains(version, prereleases=True)
-            )
-        ]
-        for extra in distribution.metadata.get_all("Provides-Extra") or []
-    }
 
 
 def fact_lines(content: Mapping[str, Plain]) -> list[str]:
@@ -101,9 +73,7 @@ def fact_lines(content: Mapping[str, Plain]) -> list[str]:
             continue
         output.append(f"{title}:")
         for name, value in block.items():
-            if title == "extras":
-                value = f"missing: {', '.join(value)}" if value else "installed"
-            elif isinstance(value, list):
+            if isinstance(value, list):
                 value = ", ".join(value) or None
             output.append(f"  {name}: {'none' if value is None else value}")
     return output

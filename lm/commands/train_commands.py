@@ -98,8 +98,7 @@ def configs(
 def info(as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False) -> None:
     """Print what this installation is and can use.
 
-    Versions, devices, kernels, wandb, and what is missing of each extra: the first thing to put into a report of a
-    problem.
+    Versions, devices, kernels, wandb: the first thing to put into a report of a problem.
     """
     from lm.commands.info import fact_lines, facts
 

@@ -86,6 +86,15 @@ class EvaluationConfig(Timing):
             yield Problem(key, value, reason, "leave longer sequences out, or train with model.position=rope")
 
 
+@dataclass
+class InferenceConfig(EvaluationConfig):
+    """Base class of the options of an evaluation under one or several inference settings."""
+
+    inference: list[InferenceSetting] = section(
+        InferenceSetting, "inference settings, each measured", default=[InferenceSetting()]
+    )
+
+
 def empty_sequence_problems(path: str, factors: list[float], data: DataConfig) -> Iterator[Problem]:
     """Yield a problem of the key `path` for each of `factors` that gives sequences of less than one token."""
     return (
@@ -103,7 +112,7 @@ def lengths_from_factors(factors: list[float], data: DataConfig) -> list[int]:
 
 
 @dataclass
-class LongContextConfig(EvaluationConfig):
+class LongContextConfig(InferenceConfig):
     measurement: ClassVar[str] = "lm.evaluation.held_out:LongContext"
     switch_key: ClassVar[str] = "length_factor"
     length_factor: float | Literal["auto"] = key(
@@ -136,16 +145,13 @@ class LongContextConfig(EvaluationConfig):
 
 
 @dataclass
-class ByLengthConfig(EvaluationConfig):
+class ByLengthConfig(InferenceConfig):
     measurement: ClassVar[str] = "lm.evaluation.held_out:ByLength"
     switch_key: ClassVar[str] = "lengths"
     lengths: list[int] = key(
         [], "tokens in a sequence, each a divisor of the longest, e.g. [32, 64, 128]; []: off", ge=2
     )
     sequences: int = key(128, "sequences of the longest length, spread over the held-out text", ge=1, le=MAX_SEQUENCES)
-    inference: list[InferenceSetting] = section(
-        InferenceSetting, "inference settings, each measured", default=[InferenceSetting()]
-    )
 
     def problems(self) -> Iterator[Problem]:
         if len(set(self.lengths)) < len(self.lengths):
@@ -180,7 +186,7 @@ class TextsConfig(EvaluationConfig):
 
 
 @dataclass
-class RecallConfig(EvaluationConfig):
+class RecallConfig(InferenceConfig):
     measurement: ClassVar[str] = "lm.evaluation.answers:Recall"
     needs_text: ClassVar[bool] = False
     tasks: list[Task] = variant(
@@ -190,9 +196,6 @@ class RecallConfig(EvaluationConfig):
         [1.0, 2.0, 4.0, 8.0, 16.0], "sequence lengths, in training lengths; []: off", gt=0, le=MAX_FACTOR
     )
     sequences: int = key(128, "sequences of each task and length", ge=1, le=MAX_SEQUENCES)
-    inference: list[InferenceSetting] = section(
-        InferenceSetting, "inference settings, each measured", default=[InferenceSetting()]
-    )
 
     def wanted(self, data: DataConfig) -> bool:
         return bool(self.length_factors and (data.tasks or self.tasks))
@@ -217,7 +220,7 @@ class RecallConfig(EvaluationConfig):
 
 
 @dataclass
-class NeedleConfig(EvaluationConfig):
+class NeedleConfig(InferenceConfig):
     measurement: ClassVar[str] = "lm.evaluation.answers:NeedleMeasurement"
     switch_key: ClassVar[str] = "length_factors"
     length_factors: list[float] = key(
@@ -237,9 +240,6 @@ class NeedleConfig(EvaluationConfig):
         "length, in training lengths, at which every head's attention to the needle is measured; null: off",
         gt=0,
         le=MAX_FACTOR,
-    )
-    inference: list[InferenceSetting] = section(
-        InferenceSetting, "inference settings, each measured", default=[InferenceSetting()]
     )
 
     def problems(self) -> Iterator[Problem]:
@@ -266,7 +266,7 @@ Statistics = Literal["concentration", "sparsity", "limits"]
 
 
 @dataclass
-class DiagnosticsConfig(EvaluationConfig):
+class DiagnosticsConfig(InferenceConfig):
     measurement: ClassVar[str] = "lm.evaluation.diagnostics:Diagnostics"
     needs_text: ClassVar[bool] = False
     statistics: list[Statistics] = key(
@@ -278,9 +278,6 @@ class DiagnosticsConfig(EvaluationConfig):
     sequences: int = key(16, "held-out sequences, spread over the held-out text", ge=1, le=MAX_SEQUENCES)
     queries: int = key(
         64, "queries of each sequence, spread evenly over the logarithm of the number of keys", ge=1, le=MAX_SEQUENCES
-    )
-    inference: list[InferenceSetting] = section(
-        InferenceSetting, "inference settings, each measured", default=[InferenceSetting()]
     )
 
     def wanted(self, data: DataConfig) -> bool:

@@ -164,19 +164,6 @@ class OptimConfig:
         optimizer_decay = self.optimizer.weight_decay if group in DECAYED_GROUPS else 0.0
         return optimizer_decay if group_decay is None else group_decay
 
-    def problems(self) -> Iterator[Problem]:
-        excessive_decays = {}
-        for name, group in vars(self.groups).items():
-            key = "optimizer.weight_decay" if group.weight_decay is None else f"groups.{name}.weight_decay"
-            if (product := self.lr * group.lr_factor * self.weight_decay(name)) > 1:
-                reason = (
-                    f"times the learning rate of {name} is {product:.3g}: a step would take more than the whole "
-                    "of a weight"
-                )
-                remedy = "lower either; the product must be at most 1"
-                excessive_decays.setdefault(key, Problem(key, self.weight_decay(name), reason, remedy))
-        yield from excessive_decays.values()
-
 
 @dataclass
 class Phase:

@@ -129,13 +129,12 @@ def _matches(package: str, patterns: list[str]) -> list[Path]:
     return [path for pattern in patterns for path in folder.glob(pattern)]
 
 
-def test_info_tells_versions_devices_kernels_and_extras():
+def test_info_tells_versions_devices_and_kernels():
     content = json.loads(json.dumps(facts()))
-    assert list(content) == ["lm", "versions", "devices", "kernels", "wandb", "extras"]
+    assert list(content) == ["lm", "versions", "devices", "kernels", "wandb"]
     assert content["lm"]["version"] == lm.__version__
     assert content["versions"]["torch"]
     assert content["devices"]["cores"] >= 1
-    assert all(isinstance(names, list) for names in content["extras"].values())
 
 
 def test_normalizers_are_a_line_each_and_one_is_described():
