@@ -200,10 +200,12 @@ def _read_nanogpt(path: Path, source: Tokens, vocabulary: Vocabulary) -> Documen
     if not (size := path.stat().st_size):
         raise Unreadable(f"{path}: is empty; remove it")
     with open(path, "rb") as file:
-        first_bytes = file.read(8)
+        first_bytes = file.read(64)
     for start, kind in OTHER_FORMATS.items():
         if first_bytes.startswith(start):
             raise Unreadable(f"{path}: is {kind}")
+    if len(first_bytes) == 64 and not first_bytes.translate(None, bytes(range(9, 127))):
+        raise Unreadable(f"{path}: is text; name it .txt, or .jsonl, and set data.source={{name: files, ...}}")
     if size % 2:
         raise Unreadable(f"{path}: has {size:,} bytes, not 2 for each id: damaged, or of another format")
     ids = np.memmap(path, "<u2", "r")

@@ -208,6 +208,7 @@ def refused_files(folder: Path, ids: list[list[int]]) -> dict[str, tuple[str, Ca
             f"other {start}": ("nanogpt", lambda start=start: changed(nanogpt(folder, ids), start.__add__), ": is ")
             for start in OTHER_FORMATS
         },
+        "text": ("nanogpt", lambda: changed(nanogpt(folder, ids), lambda content: b"some text " * 20), ": is text"),
         "padded": ("column", lambda: jsonl(folder, [*ids[:3], [5, 6] + [0] * 9]),
             "line 4: column 'input_ids': ends in 9 times the special token <|endoftext|> (id 0): padding"),
         "padded on the left": ("column", lambda: parquet(folder, [[0] * 9 + [5, 6], *ids[:3]]), "row 1: column "
@@ -234,7 +235,7 @@ def refused_files(folder: Path, ids: list[list[int]]) -> dict[str, tuple[str, Ca
             "begins with -1999096831 16777216"),
         "cut": ("modded-nanogpt", lambda: changed(modded(folder, ids), lambda content: content[:-2]),
             "that its header says"),
-        "text": ("column", row(b'{"input_ids": "a"}'), "line 1: column 'input_ids' does not hold"),
+        "text in a column": ("column", row(b'{"input_ids": "a"}'), "line 1: column 'input_ids' does not hold"),
         "numbers": ("column", row(b'{"input_ids": [0.5]}'), "does not hold a list of token ids"),
         "lists": ("column", row(b'{"input_ids": [[1], [1, 2]]}'), "does not hold a list"),
         "struct": ("column", lambda: structs(folder), "row 1: column 'input_ids' does not hold a list of token ids"),
