@@ -89,11 +89,14 @@ class AttentionLayout:
         """The layout of `count` queries behind `start` cached keys, as a mask for softmax kernels shows it.
 
         mask: (B, 1, T, S), bool or additive, in which padding and other documents are hidden; None: one document.
-        Raises ValueError: the mask is not causal over whole documents.
+        Raises ValueError: the mask is not causal over whole documents, or has a bias.
         """
         if mask is None:
             return cls.continuing(start, count, start + count, device)
-        visible = (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)[:, 0]  # (B, T, S)
+        visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        if mask.dtype != torch.bool and bool(mask.masked_fill(~visible, 0).any()):
+            raise ValueError("lm's normalizers add no bias to scores: this mask has one; use a model without it")
+        visible = visible[:, 0]  # (B, T, S)
         positions = visible.sum(-1) - 1
         if count == visible.size(2):  # padding, which does not see itself, gets position 0
             is_token = visible.diagonal(dim1=1, dim2=2)

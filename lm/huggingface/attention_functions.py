@@ -49,6 +49,7 @@ REFUSED_ARGUMENTS = ("softcap", "s_aux", "sinks", "position_bias", "indices", "b
 POSITION_DEPENDENT_NORMALIZERS = ("qassmax", "linear")
 # Fields of a configuration, or its `rope_parameters`, with which a model multiplies queries by a function of position.
 GROWING_SCALE_FIELDS = ("llama_4_scaling_beta", "attn_temperature_tuning")
+GROWING_SCALE_TYPES = ("beam",)  # types of models that do so whatever their configuration says
 OWN_ATTENTION_MESSAGE = "{} computes attention by itself, or has none, whatever attn_implementation says"
 WEIGHT_FILE_PATTERNS = ["*.safetensors", INDEX]
 
@@ -90,10 +91,11 @@ def _correct_attn_implementation(
         if not model.is_backend_compatible():
             raise ValueError(OWN_ATTENTION_MESSAGE.format(type(model).__name__))
         rope_fields = getattr(model.config, "rope_parameters", None) or {}
-        for field in GROWING_SCALE_FIELDS:
-            if rope_fields.get(field) or getattr(model.config, field, None):
-                reason = f"multiplies queries by a function of position, and {requested_attention} would act on top"
-                raise ValueError(f"{type(model).__name__} {reason}; set {field} to 0 in its configuration")
+        growing = [name for name in GROWING_SCALE_FIELDS if rope_fields.get(name) or getattr(model.config, name, None)]
+        if growing or model.config.model_type in GROWING_SCALE_TYPES:
+            reason = f"multiplies queries by a function of position, and {requested_attention} would act on top"
+            remedy = f"set {growing[0]} to 0 in its configuration" if growing else "use another model"
+            raise ValueError(f"{type(model).__name__} {reason}; {remedy}")
         layer_types = getattr(model.config, "layer_types", None) or [SLIDING_ATTENTION]
         if getattr(model.config, "sliding_window", None) and {*layer_types} == {SLIDING_ATTENTION}:
             reason = f"has a sliding window in each layer, and {requested_attention} acts on layers without one"
