@@ -21,10 +21,7 @@ ReportFolder = Annotated[
 ]
 Baseline = Annotated[
     str | None,
-    typer.Option(
-        help="the arm that the others are compared with: its label, its normalizer or one of its runs [default: the "
-        "first]"
-    ),
+    typer.Option(help="the arm that the others are compared with: its label or one of its runs [default: the first]"),
 ]
 Metric = Annotated[str, typer.Option(help="one of several in the column metric, or the column that has the values")]
 Where = Annotated[str, typer.Option(metavar="CONDITION", help="lines to take, e.g. \"x == 2048 and stage == 'final'\"")]

@@ -2,10 +2,11 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -236,18 +237,13 @@ class ArmComparison:
             return ""
         keys = _keys_besides_normalizer(self.config_diff)
         warnings = [f"The arms differ in more than the normalizer: {', '.join(keys)}."] if keys else []
-        agreement, tokens = shared_value(self.arms, lambda run: run.tokens_before)
+        agreement, tokens = self.shared([run.tokens_before for run in self.runs])
         if agreement is False:
             warnings.append(f"They started from weights that had seen different numbers of tokens: {tokens}.")
-        agreement, tokens_seen = shared_value(self.arms, lambda run: run.tokens_seen)
+        agreement, tokens = self.shared([run.tokens_seen for run in self.runs])
         if agreement is False:
-            warnings.append(f"The runs have not seen the same number of tokens: {tokens_seen}.")
-        for section in self.sections:
-            agreement, tokens = shared_value(self.arms, self.tokens_seen(section))
-            if agreement is False and tokens != tokens_seen:
-                measured_on = section["about"].iloc[0].measured_on
-                warnings.append(f"They were measured on {measured_on} after different numbers of tokens: {tokens}.")
-        return " ".join(dict.fromkeys(warnings))  # several sections may give the same warning
+            warnings.append(f"The runs have not seen the same number of tokens: {tokens}.")
+        return " ".join(warnings)
 
     @property
     def missing_notes(self) -> list[str]:
@@ -259,14 +255,28 @@ class ArmComparison:
         pairs = dict.fromkeys((arm, about.measured_on) for arm, about in zip(mixed["arm"], mixed["about"], strict=True))
         return [*notes, *(f"{arm}: the {of} of its runs differ: no mean over them" for arm, of in pairs)]
 
-    def by_run(self, section: pd.DataFrame, words: Callable[[pd.DataFrame], str]) -> Callable[[RunRecord], str | None]:
-        """A function that gives `words` for the rows of a run in a section; None without rows."""
-        texts = {run: words(rows) for run, rows in section.groupby("run")}
-        by_folder = {run.folder: texts.get(number) for number, run in enumerate(self.runs)}
-        return lambda run: by_folder[run.folder]
+    def shared(self, values: Sequence[object]) -> tuple[bool | None, str]:
+        """Whether the `values` of all runs are equal (None if equal, but unrecorded for some), and the value as text,
+        by arm if arms differ.
+        """
+        texts: dict[str, dict[str, None]] = {}
+        arms = (label for label, runs in self.arms.items() for _ in runs)
+        for arm, value in zip(arms, values, strict=True):
+            texts.setdefault(arm, {})[plain_text(value)] = None
+        recorded = {plain_text(value) for value in values if value is not None}
+        agreement = False if len(recorded) > 1 else None if None in values else True
+        arm_texts = {arm: ", ".join(of_arm) for arm, of_arm in texts.items()}
+        if len(set(arm_texts.values())) == 1:
+            return agreement, next(iter(arm_texts.values()))
+        return agreement, "; ".join(f"{arm}: {text}" for arm, text in arm_texts.items())
 
-    def tokens_seen(self, section: pd.DataFrame) -> Callable[[RunRecord], str | None]:
-        """Number of tokens, as text, that a run had seen when the numbers in a section were measured."""
+    def by_run(self, section: pd.DataFrame, words: Callable[[pd.DataFrame], str | None]) -> list[str | None]:
+        """The `words` for the rows of each run in a section; None for a run without rows."""
+        texts = {run: words(rows) for run, rows in section.groupby("run")}
+        return [texts.get(number) for number in range(len(self.runs))]
+
+    def tokens_seen(self, section: pd.DataFrame) -> list[str | None]:
+        """Number of tokens, as text, that each run had seen when the numbers in a section were measured."""
         return self.by_run(
             section, lambda rows: ", ".join(f"{tokens:,}" for tokens in sorted(set(rows["tokens_seen"])))
         )
@@ -347,44 +357,25 @@ def seeds_shown(seeds: tuple[int, ...]) -> str:
     return " after ".join(map(str, reversed(seeds)))
 
 
-def shared_value(arms: Arms, value: Callable[[RunRecord], object]) -> tuple[bool | None, str]:
-    """Whether `value(run)` is equal for all runs (None if equal, but unrecorded for some), and the value as text, by
-    arm if arms differ.
-    """
-    texts = {label: list(dict.fromkeys(plain_text(value(run)) for run in runs)) for label, runs in arms.items()}
-    distinct_texts = set().union(*texts.values())
-    recorded_texts = distinct_texts - {plain_text(None)}
-    agreement = False if len(recorded_texts) > 1 else None if recorded_texts != distinct_texts else True
-    arm_texts = {label: ", ".join(arm_texts) for label, arm_texts in texts.items()}
-    if len(set(arm_texts.values())) == 1:
-        return agreement, next(iter(arm_texts.values()))
-    return agreement, "; ".join(f"{label}: {text}" for label, text in arm_texts.items())
-
-
 # ---------------------------------------------------------------- arms
 
 
 def compare_runs(records: list[RunRecord], baseline: str | None = None) -> ArmComparison:
-    """Group runs into arms and compare the arms with the baseline arm. `baseline` is this arm's label, else the name of
-    one of its runs, else its normalizer's name; None: the first arm.
+    """Group runs into arms and compare the arms with the baseline arm. `baseline` is this arm's label, or the name of
+    one of its runs; None: the first arm.
 
-    Raises RunError: there are no runs, or `baseline` matches no arm or several arms.
+    Raises RunError: there are no runs, or `baseline` is neither.
     """
     records = [*{record.folder.resolve(): record for record in records}.values()]
     if not records:
         raise RunError("no run folders given")
     arms = _group_into_arms(records)
     if baseline is not None:
-        names = {
-            label: ([label], [run.name for run in runs], [runs[0].flat["model.normalizer.name"]])
-            for label, runs in arms.items()
-        }
-        candidates = ([label for label in arms if baseline in names[label][kind]] for kind in range(3))
-        matches = next(filter(None, candidates), [])
-        if len(matches) != 1:
-            reason = "is the name of several arms" if matches else "no such run or arm"
-            raise RunError(f"baseline '{baseline}': {reason}; choose from: {', '.join(matches or arms)}")
-        arms = {matches[0]: arms[matches[0]]} | arms
+        by_run = {run.name: label for label, runs in arms.items() for run in runs}
+        label = baseline if baseline in arms else by_run.get(baseline)
+        if label is None:
+            raise RunError(f"baseline '{baseline}': no such run or arm; choose from: {', '.join(arms)}")
+        arms = {label: arms[label]} | arms
     return ArmComparison(tuple(arms), arms)
 
 
@@ -397,29 +388,20 @@ def _group_into_arms(records: list[RunRecord]) -> dict[str, list[RunRecord]]:
         counts[key, record.seeds] += 1
     runs_by_arm = [sorted(group, key=lambda run: run.seeds) for group in groups.values()]
     labels = [arm_label(runs[0]) for runs in runs_by_arm]
-    if len(set(labels)) < len(labels):
-        keys = _keys_besides_normalizer(_config_diff(dict(enumerate(runs_by_arm))))
-        keys = keys if len(keys) <= 3 else []  # more keys would make long labels: the runs' names tell the arms apart
+    keys = _keys_besides_normalizer(_config_diff(dict(enumerate(runs_by_arm))))
+    keys = keys if len(keys) <= 3 else []  # more keys would make long labels: the runs' names tell the arms apart
 
-        def setting_suffixes(run: RunRecord) -> list[str]:
-            # `init_from` and `branch_from` are paths in `config`, which stand as their last part, and arms in `flat`
-            settings = {key: run.config.get(key, run.flat.get(key)) for key in keys}
-            texts = {
-                key: value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else value
-                for key, value in settings.items()
-            }
-            return [
-                f"{key.split('.')[-1]}={value}"
-                for key, value in texts.items()
-                if value or key not in ("init_from", "branch_from")
-            ]
+    def settings(run: RunRecord) -> list[str]:
+        # `init_from` and `branch_from` are paths in `config`, which stand as their last part, and arms in `flat`
+        values = {key: run.config.get(key, run.flat.get(key)) for key in keys}
+        return [f"{key.split('.')[-1]}={Path(str(value)).name}" for key, value in values.items() if value is not None]
 
-        for suffixes in (setting_suffixes, lambda run: [run.name], lambda run: [str(run.folder)]):
-            repeats = Counter(labels)
-            labels = [
-                ", ".join([label, *suffixes(runs[0])]) if repeats[label] > 1 else label
-                for label, runs in zip(labels, runs_by_arm, strict=True)
-            ]
+    for suffixes in (settings, lambda run: [run.name], lambda run: [str(run.folder)]):
+        repeats = Counter(labels)
+        labels = [
+            ", ".join([label, *suffixes(runs[0])]) if repeats[label] > 1 else label
+            for label, runs in zip(labels, runs_by_arm, strict=True)
+        ]
     return dict(zip(map(printable, labels), runs_by_arm, strict=True))
 
 

@@ -17,7 +17,6 @@ from lm.report.comparison import (
     Name,
     places,
     seeds_shown,
-    shared_value,
     training_lengths,
 )
 from lm.report.tables import (
@@ -206,58 +205,49 @@ def run_facts(comparison: ArmComparison) -> list[Fact]:
     """Facts on the settings of all runs and on how the runs were measured, beginning with the conditions of a fair
     comparison.
     """
-    arms = comparison.arms
+    runs, arms = comparison.runs, comparison.arms
     sections = {section["about"].iloc[0].measured_on: section for section in comparison.sections}
-
-    def fact(name: str, value: Callable[[RunRecord], object]) -> Fact:
-        return Fact(name, *shared_value(arms, value))
-
-    def parameters_outside_normalizer(run: RunRecord) -> int | None:
-        total, normalizer = run.environment_entry("parameters.total"), run.environment_entry("parameters.normalizer")
-        return None if total is None or normalizer is None else total - normalizer
-
-    def tasks(run: RunRecord) -> str | None:
-        return "; ".join(_settings_text(entry) for entry in run.config["data"].get("tasks") or []) or None
-
-    # equal commits with uncommitted changes need not be equal code
-    is_same_code, code = shared_value(arms, lambda run: run.commits)
-    schedule = ("optim.lr", "optim.warmup_steps", "optim.schedule.")  # prefixes of the keys of the schedule
-    seed_lists = {tuple(run.seeds for run in runs) for runs in arms.values()}
-    differences = [(printable(run.name), differing_settings(run.environment)) for run in comparison.runs]
-    differing_starts = ". ".join(f"{name}: {'; '.join(settings)}" for name, settings in differences if settings)
-    conditions = [
-        fact("tokens seen", lambda run: run.tokens_seen),
-        fact("tokens in the weights started from", lambda run: run.tokens_before),
-        *(
-            fact(f"tokens seen, {name}", comparison.tokens_seen(section))
-            for name, section in list(sections.items())[1:]
-        ),
-        fact("data fingerprint", lambda run: run.environment_entry("data_fingerprint")),
-        *(
-            fact(f"{name} (sha256)", comparison.by_run(section, _sequences_sha256))
-            for name, section in sections.items()
-        ),
-        fact("tokens in a step", lambda run: run.flat.get("optim.batch_tokens")),
-        fact("steps", lambda run: run.flat.get("trainer.max_steps")),
-        Fact("seeds", len(seed_lists) == 1, shared_value(arms, lambda run: seeds_shown(run.seeds))[1]),
-        fact(
-            "learning rate and schedule",
-            lambda run: ", ".join(f"{key}={run.flat[key]}" for key in run.flat if key.startswith(schedule)),
-        ),
-        fact("parameters outside the normalizer", parameters_outside_normalizer),
-        fact("precision", lambda run: run.setting("precision")),
-        fact("device", lambda run: run.setting("device")),
-        Fact("what each start of a run used", not differing_starts, differing_starts or "the same at every start"),
-        Fact("code", None if is_same_code and "uncommitted" in code else is_same_code, code),
+    by_run = [_conditions(run) for run in runs]
+    values = {name: [conditions[name] for conditions in by_run] for name in by_run[0]}
+    later = list(sections.items())[1:]  # at the first section, runs had seen their number of tokens
+    values |= {f"tokens seen, {name}": comparison.tokens_seen(section) for name, section in later}
+    values |= {f"{name} (sha256)": comparison.by_run(of, _sequences_sha256) for name, of in sections.items()}
+    facts = {name: Fact(name, *comparison.shared(of_runs)) for name, of_runs in values.items()}
+    seed_lists = {tuple(run.seeds for run in of_arm) for of_arm in arms.values()}
+    facts["seeds"] = replace(facts["seeds"], agrees=len(seed_lists) == 1)
+    if facts["code"].agrees and "uncommitted" in facts["code"].value:  # equal commits need not be equal code
+        facts["code"] = replace(facts["code"], agrees=None)
+    differences = [(printable(run.name), differing_settings(run.environment)) for run in runs]
+    starts = ". ".join(f"{name}: {'; '.join(settings)}" for name, settings in differences if settings)
+    values = {name: comparison.by_run(section, _sequences_text) for name, section in sections.items()}
+    values["torch.compile"] = [run.setting("compile") for run in runs]
+    versions = [run.environment.get("versions") or {} for run in runs]
+    values["versions"] = [", ".join(f"{name} {of[name]}" for name in of) or None for of in versions]
+    return [
+        *facts.values(),
+        Fact("what each start of a run used", not starts, starts or "the same at every start"),
+        *(Fact(f"normalizer: {arm}", None, _normalizer_text(of_arm[0]), False) for arm, of_arm in arms.items()),
+        *(Fact(name, *comparison.shared(of_runs), condition=False) for name, of_runs in values.items()),
     ]
-    other_facts = [
-        *(Fact(f"normalizer: {arm}", None, _normalizer_text(runs[0])) for arm, runs in arms.items()),
-        *(fact(name, comparison.by_run(section, _sequences_text)) for name, section in sections.items()),
-        *([fact("tasks", tasks)] if any(map(tasks, comparison.runs)) else []),
-        fact("torch.compile", lambda run: run.setting("compile")),
-        fact("versions", lambda run: _settings_text(run.environment.get("versions"))),
-    ]
-    return conditions + [replace(fact, condition=False) for fact in other_facts]
+
+
+def _conditions(run: RunRecord) -> dict[str, Plain]:
+    """Settings and counts of a run in which the runs of a fair comparison agree."""
+    total, normalizer = run.environment_entry("parameters.total"), run.environment_entry("parameters.normalizer")
+    scheduled = [key for key in run.flat if key.startswith(("optim.lr", "optim.warmup_steps", "optim.schedule."))]
+    return {
+        "tokens seen": run.tokens_seen,
+        "tokens in the weights started from": run.tokens_before,
+        "data fingerprint": run.environment_entry("data_fingerprint"),
+        "tokens in a step": run.flat.get("optim.batch_tokens"),
+        "steps": run.flat.get("trainer.max_steps"),
+        "seeds": seeds_shown(run.seeds),
+        "learning rate and schedule": ", ".join(f"{key}={run.flat[key]}" for key in scheduled),
+        "parameters outside the normalizer": None if None in (total, normalizer) else total - normalizer,
+        "precision": run.setting("precision"),
+        "device": run.setting("device"),
+        "code": run.commits,
+    }
 
 
 def facts_table(comparison: ArmComparison) -> Table:
@@ -309,10 +299,6 @@ def text_words(run: RunRecord) -> str:
     counts = {unit: run.environment_entry(f"data.{name}") for unit, name in entries.items()}
     sizes = [] if run.symbolic else [f"{count:,} {unit}" for unit, count in counts.items() if count]
     return printable(", ".join([*words, *sizes]))
-
-
-def _settings_text(settings: Plain) -> str | None:
-    return ", ".join(f"{key} {plain_text(value)}" for key, value in flatten(settings).items()) if settings else None
 
 
 def _normalizer_text(run: RunRecord) -> str:

@@ -92,16 +92,11 @@ class Panel:
     levels: Mapping[float, str] = field(default_factory=dict)  # words at horizontal reference lines, by y
 
     @property
-    def averaged_arms(self) -> set[int]:
-        """The arms that have a mean."""
-        return {trace.arm for trace in self.traces if trace.kind == "mean"}
-
-    @property
     def is_crowded(self) -> bool:
         """Whether more arms have a mean than there are colours; if so, their means are drawn without seeds and without
         intervals.
         """
-        return len(self.averaged_arms) > len(COLOURS)
+        return len({trace.arm for trace in self.traces if trace.kind == "mean"}) > len(COLOURS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,7 +257,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     for trace in panel.traces:
         if not panel.is_crowded:
             _draw_trace(axes, trace)
-        elif trace.kind != "seed" or trace.arm not in panel.averaged_arms:
+        elif trace.kind != "seed":
             _draw_trace(axes, replace(trace, low=None, high=None))
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
     # room for the words at the top of vertical lines

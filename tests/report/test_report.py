@@ -176,22 +176,6 @@ def test_the_baseline_is_chosen_by_run_arm_or_normalizer(pair):
         compare_runs(records, "sofmax")
 
 
-def test_a_baseline_s_label_comes_before_the_normalizer_of_another_arm(tmp_path):
-    phases = [{"until": 0.5, "normalizer": {"name": "softmax"}}, {"until": 1, "normalizer": {"name": "ssmax"}}]
-    folders = [
-        build_run(tmp_path, "phased", phases=phases),
-        build_run(tmp_path, "soft"),
-        build_run(tmp_path, "fast", optim={"lr": 0.002}),
-    ]
-    records = [read_run(folder) for folder in folders]
-    assert compare_runs(records[:2], "softmax").names[0] == "softmax"
-    with pytest.raises(
-        RunError, match="'softmax': is the name of several arms; choose from: softmax -> ssmax at step 100, "
-    ):
-        compare_runs(records, "softmax")
-    assert compare_runs(records, "fast").names[0] == "softmax, lr=0.002"
-
-
 def test_buckets_that_miss_the_range_say_their_own_positions(tmp_path):
     folders = [build_run(tmp_path, "soft", align=False), build_run(tmp_path, "scalable", "ssmax", align=False)]
     difference = compare_runs([read_run(folder) for folder in folders]).differences[1]
