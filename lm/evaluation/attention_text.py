@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from matplotlib.colors import LogNorm, SymLogNorm
 from torch import Tensor
 
 from lm.config.load import overrides_in
@@ -27,7 +26,7 @@ from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
 from lm.model.swapped import applicable_settings, for_inference
 from lm.progress import Progress
-from lm.report.pictures import Map, Picture
+from lm.report.pictures import Map, Picture, colour_scale
 from lm.report.tables import table_bytes
 from lm.runs.evaluations import number
 from lm.runs.loading import LoadedModel, load
@@ -106,9 +105,7 @@ def attention_picture(models: Sequence[ShownModel]) -> Picture:
     )
     shown_weights = shown_weights[np.isfinite(shown_weights)]
     top = float(np.abs(shown_weights).max(initial=0.0)) or 1.0
-    low, is_signed = top / 10**DECADES, (shown_weights < 0).any()
-    norm = SymLogNorm(low, vmin=-top, vmax=top) if is_signed else LogNorm(low, top)
-    colours = {"shows_values": False, "colours": "RdBu_r" if is_signed else "viridis", "unit": "weight"}
+    norm = colour_scale(top / 10**DECADES, top, "signed" if (shown_weights < 0).any() else "log")
     column_counts = [math.ceil(math.sqrt(len(model.heads))) for model in models]
     row_count = max(math.ceil(len(model.heads) / columns) for model, columns in zip(models, column_counts, strict=True))
     grids: list[np.ndarray] = []  # (rows, columns) of each model, with maps and None
@@ -117,7 +114,9 @@ def attention_picture(models: Sequence[ShownModel]) -> Picture:
         for layer, head in model.heads:
             title = "\n".join([model.name, model.amount] * (not maps) + [f"layer {layer}, head {head}"])
             weights = model.maps.weights[layer, head]
-            maps.append(Map(title, f"key{axis_note}", labels, labels, weights, norm, f"query{axis_note}", **colours))
+            maps.append(
+                Map(title, f"key{axis_note}", labels, labels, weights, norm, f"query{axis_note}", False, "weight")
+            )
         grids.append(np.array(maps + [None] * (row_count * columns - len(maps)), object).reshape(row_count, columns))
     side = 4.2 if min(len(model.tokens) for model in models) <= MAX_LABELS else 2.9
     same_tokens = all(model.tokens == models[0].tokens for model in models)

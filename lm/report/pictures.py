@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.collections import QuadMesh
-from matplotlib.colors import Normalize
+from matplotlib.colors import LogNorm, Normalize, SymLogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
@@ -99,6 +99,13 @@ class Panel:
         return len({trace.arm for trace in self.traces if trace.kind == "mean"}) > len(COLOURS)
 
 
+def colour_scale(low: float, top: float, kind: Literal["linear", "log", "signed"] = "linear") -> Normalize:
+    """The scale of a map's colours: linear, logarithmic, or logarithmic on both sides of 0 from `low` to `top`."""
+    if kind == "signed":
+        return SymLogNorm(low, vmin=-top, vmax=top)
+    return (LogNorm if kind == "log" else Normalize)(low, top)
+
+
 @dataclass(frozen=True, eq=False)
 class Map:
     """A heat map: values over two axes as colours."""
@@ -109,10 +116,9 @@ class Map:
     columns: Sequence[str]
     rows: Sequence[str]
     values: np.ndarray  # (rows, columns); a cell without a finite value has no colour
-    norm: Normalize  # the scale of colours, to whose ends values are clipped
+    norm: Normalize  # the `colour_scale`, to whose ends values are clipped
     y_label: str = ""
     shows_values: bool = True  # whether the values stand in the cells; else maps of one `norm` share a colour bar
-    colours: str = "viridis"
     unit: str = ""  # label of the colour bar
 
 
@@ -321,7 +327,8 @@ def _draw_map(axes: Axes, panel: Map, size: tuple[float, float]) -> QuadMesh:
     norm, is_large = panel.norm, max(panel.values.shape) > MAX_CELLS
     edges = [np.arange(count + 1) - 0.5 for count in panel.values.T.shape]
     values = np.clip(panel.values, norm.vmin, norm.vmax)
-    mesh = axes.pcolormesh(*edges, values, norm=norm, cmap=panel.colours, rasterized=is_large)
+    colours = "RdBu_r" if isinstance(norm, SymLogNorm) else "viridis"
+    mesh = axes.pcolormesh(*edges, values, norm=norm, cmap=colours, rasterized=is_large)
     axes.invert_yaxis()
     axes.grid(visible=False)
     for (row, column), value in np.ndenumerate(panel.values) if panel.shows_values else ():

@@ -105,7 +105,7 @@ def test_a_pattern_of_normalizers_is_shown_by_names_and_options(tmp_path):
     pattern = {"name": "layers", "of": [{"name": "window", "size": 2}, {"name": "ssmax", "bias": False}]}
     comparison, _ = compared(build_run(tmp_path, "both", normalizer=pattern))
     (value,) = (fact.value for fact in run_facts(comparison) if fact.name.startswith("normalizer: "))
-    assert value.endswith("layers (window (size=2), ssmax (bias=false))")
+    assert value.endswith("layers (window (size=2), ssmax)")
 
 
 def test_a_run_that_was_made_longer_is_another_arm_than_one_of_that_length(tmp_path):
