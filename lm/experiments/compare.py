@@ -1,4 +1,4 @@
-"""`lm compare`: plan experiments, train their runs under a live table, judge them, and write the results."""
+"""`lm compare`: plan experiments, train their runs, judge them, and write the results."""
 
 import math
 import shlex
@@ -6,15 +6,13 @@ import statistics
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 
 import pandas as pd
-from rich.console import Console, RenderableType
-from rich.live import Live
 
 from lm.data.prepare import prepare, vocab_size_of
 from lm.errors import RunError
@@ -30,17 +28,15 @@ from lm.experiments.loop import (
     Slots,
     failures,
     forget_failures,
-    gpu_words,
     slots_of,
 )
 from lm.experiments.noise import experiment_noise
 from lm.experiments.page import experiment_files, question, trend_table, trends
 from lm.experiments.procedure import Procedure, Run, commands
-from lm.experiments.run_outcome import SELECTION
 from lm.files import json_bytes, read_json, write_together
 from lm.report.html import PAGE
-from lm.report.tables import csv_text, numeral, print_tables, table_from_rows, to_rich, with_unit
-from lm.runs.folder import DIVERGED, ENVIRONMENT, METRICS, RESOLVED_FILE, last_logged, read_environment
+from lm.report.tables import csv_text, numeral, print_tables, table_from_rows, with_unit
+from lm.runs.folder import DIVERGED, ENVIRONMENT, METRICS, RESOLVED_FILE, read_environment
 from lm.runs.record import starts
 from lm.schema import Plain
 from lm.statistics.verdicts import POWER, seeds_needed
@@ -171,9 +167,7 @@ def _train_runs(procedure: Procedure, options: TrainingOptions, slots: Slots) ->
     """Train the runs of an experiment. Raises RunsFailed."""
     if options.retry:
         forget_failures(procedure)
-    trainer = ExperimentTrainer(procedure, slots, options.cluster(procedure.experiment.folder))
-    with live_table(trainer):
-        trainer.train_all()
+    ExperimentTrainer(procedure, slots, options.cluster(procedure.experiment.folder)).train_all()
 
 
 # ---------------------------------------------------------------- the plan
@@ -348,41 +342,3 @@ def _send_report(procedure: Procedure, entries: list[dict[str, Plain]]) -> None:
     ]
     log, page = experiment.first_config.log, experiment.folder / REPORT / PAGE
     send_report(log, experiment.name, experiment.folder, facts, entries, runs, page)
-
-
-# ---------------------------------------------------------------- the live table of runs
-
-
-def running_table(trainer: ExperimentTrainer, logged: dict[Path, dict[str, Plain]]) -> RenderableType:
-    """A table of the runs that train now, with step, validation loss and devices. `logged` keeps the last value of each
-    metric by run folder, as the end of a log may have no validation loss any more.
-    """
-    rows = []
-    for run, devices in [*trainer.pending.values()]:
-        folder = run.config.run_folder
-        values = logged[folder] = logged.get(folder, {}) | last_logged(folder / METRICS)
-        loss, steps = values.get(SELECTION), f"{values.get('step', 0)} of {run.outcome.last_step}"
-        row = {"stage": run.stage, "run": run.label, "step": steps, SELECTION: "" if loss is None else f"{loss:.4f}"}
-        rows.append(row | ({"on": gpu_words(devices)} if devices else {}))
-    return to_rich(table_from_rows("", rows, {SELECTION: "number"}))
-
-
-@contextmanager
-def live_table(trainer: ExperimentTrainer) -> Iterator[None]:
-    """Show `running_table` on standard output during the body, if the output is a terminal and `log.progress` is auto
-    or bar. Printed text goes above the table, which is removed at the end."""
-    # while rich is live it replaces sys.stdout, which makes control characters visible, also those of rich
-    console = Console(file=getattr(sys.stdout, "rich_proxied_file", sys.stdout))
-    progress = trainer.procedure.experiment.first_config.log.progress
-    if not (sys.stdout.isatty() and console.is_interactive and progress in ("auto", "bar")):
-        yield
-        return
-    table = partial(running_table, trainer, {})
-    live = Live(get_renderable=table, console=console, refresh_per_second=1, transient=True)
-    with suppress(OSError):  # the terminal was closed
-        live.start()
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            live.stop()

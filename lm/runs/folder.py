@@ -116,7 +116,6 @@ def step_paths(folder: Path) -> list[Path]:
 
 # log key of the peak on rank 0 so far: bytes of tensors on the GPU, of the whole process on the CPU
 PEAK_MEMORY = "peak_memory_bytes"
-_TAIL_BYTES = 1 << 16  # bytes that `last_logged` reads
 DIVERGED = "diverged"  # key of the last line of a run that stopped at values that are not finite; its value says why
 
 
@@ -199,19 +198,6 @@ def peak_memory(lines: list[dict[str, Plain]]) -> int | None:
     logged.
     """
     return max((line[PEAK_MEMORY] for line in lines if line.get(PEAK_MEMORY)), default=None)
-
-
-def last_logged(path: Path) -> dict[str, Plain]:
-    """The last value of each metric in the last `_TAIL_BYTES` of a log that may still grow; {} if the log can't be
-    read.
-    """
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            lines = file.read().split(b"\n")  # the first and the last may be cut, and are then no JSON
-    except OSError:
-        return {}
-    return {name: value for line in filter(None, map(parse_line, lines)) for name, value in line.items()}
 
 
 def curve(lines: list[dict[str, Plain]], name: str) -> Curve:

@@ -22,7 +22,7 @@ from lm.experiments.loop import ExperimentTrainer, Slots, Stopped, forget_failur
 from lm.experiments.procedure import Procedure
 from lm.files import read_json
 from lm.machine import process_start
-from lm.runs.folder import last_logged
+from lm.runs.folder import METRICS, read_metrics
 from lm.training.train import starting_checkpoint, train
 
 
@@ -123,7 +123,7 @@ def at_work(folder: Path) -> dict[Path, int]:
 
 def logged_steps(folder: Path) -> int:
     """The last step in a run's log."""
-    return last_logged(folder / "metrics.jsonl").get("step", 0)
+    return max((line["step"] for line in read_metrics(folder / METRICS).lines), default=0)
 
 
 @pytest.mark.slow  # 2 min
