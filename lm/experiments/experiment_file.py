@@ -18,9 +18,9 @@ from lm.config.load import (
     read_yaml,
 )
 from lm.config.normalizers import OPTIONS
-from lm.config.tree import Config, ExperimentConfig, differences, distinguishes_arms, effect_of
+from lm.config.tree import Config, ExperimentConfig, distinguishes_arms
 from lm.data.prepare import vocab_size_of
-from lm.errors import ConfigError, DataError, Problem, as_written, suggest
+from lm.errors import ConfigError, DataError, Problem, suggest
 from lm.evaluation.metrics import measured
 from lm.experiments.experiment import Arm, Experiment, Swap, Tune, config_hash
 from lm.experiments.judging import PrimaryMetric
@@ -257,8 +257,8 @@ def _check(experiment: Experiment) -> None:
 
 
 def _check_arms(experiment: Experiment, configs: dict[str, Config]) -> Iterator[Problem]:
-    """Check that the arms of a size, of these configurations, differ, read the same data, are measured on the same
-    sequences, and fit the arms they start from.
+    """Check that the arms of a size, of these configurations, differ, read the same data, and are measured on the same
+    sequences, and that branches fit the arms they continue.
     """
     metric, names = experiment.primary.metric, dict[str, str]()
     baseline = configs[experiment.arms[0].name]
@@ -267,9 +267,8 @@ def _check_arms(experiment: Experiment, configs: dict[str, Config]) -> Iterator[
         identity = f"{arm.source} {arm.branch_step} {arm.swap} {arm.trained} {config_hash(config)}"
         if (name := names.setdefault(identity, arm.name)) != arm.name:
             yield Problem(path, arm.changes, f"is the same as {name}", "change it, or drop it")
-        if arm.source:
-            check = _check_start if arm.branch_step is None else _check_branch
-            yield from check(arm, config, configs[arm.source])
+        if arm.branch_step is not None:
+            yield from _check_branch(arm, config, configs[arm.source])
         data = [f"data.{key}" for key in _STORE_KEYS if getattr(baseline.data, key) != getattr(config.data, key)]
         if data:
             remedy = f"give all arms one value of {', '.join(data)}"
@@ -305,25 +304,6 @@ def _check_branch(arm: Arm, config: Config, source: Config) -> Iterator[Problem]
     metadata = {"step": step, "phase": source.phase_at(step - 1)}
     for problem in config_problems(config, source, metadata, Path(arm.source), branches=True):
         yield replace(problem, path=f"arms.{arm.name}.{problem.path}")
-
-
-def _check_start(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
-    """Check that an arm has the model of the arm whose weights it starts from, with the same normalizer unless `swap`
-    replaces it.
-    """
-    if not arm.swap and config.plan[0].normalizer != source.plan[-1].normalizer:
-        reason = f"has another normalizer than {arm.source}, whose weights it starts from"
-        remedy = "swap it: `swap: {to: ...}`, or in during training: `phases`"
-        yield Problem(f"arms.{arm.name}.from", arm.source, reason, remedy)
-    plains = ({"model": to_plain(side.model, whole=True)} for side in (config, source))
-    changes = {
-        path: values
-        for path, values in differences(*plains).items()
-        if effect_of(path).affects == "model" and not path.startswith(("model.normalizer", "model.position"))
-    }
-    for path, (value, source_value) in changes.items():
-        reason = f"is {as_written(source_value)} in {arm.source}, whose weights it starts from"
-        yield Problem(f"arms.{arm.name}.{path}", value, reason, "set it to that")
 
 
 def _check_metric(experiment: Experiment, config: Config) -> None:

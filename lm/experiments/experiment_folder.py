@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from lm.config.load import merge
@@ -253,35 +254,23 @@ def _changes(plan: dict[str, dict], present: dict[str, dict]) -> dict[str, list[
     """What differs between two plans, in words, by SIZE/ARM; changes of what all verdicts depend on have the name "".
     A list of what the primary metric is measured on may grow: others are measured beside it.
     """
-    sides = [
-        {"": side["shared"]} | {name: omitted_keys() | keys for name, keys in side["arms"].items()}
-        for side in (plan, present)
-    ]
+    sides = [{"": side["shared"]} | side["arms"] for side in (plan, present)]
 
     def is_same(key: str, was: Plain, now: Plain) -> bool:
         is_longer = ": " in key and isinstance(was, list) and isinstance(now, list) and all(item in now for item in was)
         return was == now or is_longer
 
     changes = {}
-    for name in dict.fromkeys((*sides[0], *sides[1])):
-        was, now = (side.get(name) for side in sides)
-        changes[name] = ["added" if was is None else "left out"]
-        if was and now:
-            pairs = {key: (was.get(key), now.get(key)) for key in (was | now)}
-            changes[name] = [
-                f"{key} was {as_written(old)}, is {as_written(new)}"
-                for key, (old, new) in pairs.items()
-                if not is_same(key, old, new)
-            ]
+    for name in dict.fromkeys(chain(*sides)):
+        was, now = (omitted_keys() | side.get(name, {}) for side in sides)
+        changes[name] = [
+            f"{key} was {as_written(was.get(key))}, is {as_written(now.get(key))}"
+            for key in was | now
+            if not is_same(key, was.get(key), now.get(key))
+        ]
+        if not all(name in side for side in sides):
+            changes[name] = ["added" if name in sides[1] else "left out"]
     return {name: words for name, words in changes.items() if words}
-
-
-def _arm_words(changes: dict[str, list[str]], arm_count: int) -> list[str]:
-    """Join arms with the same changes; without names if these are all arms."""
-    names: dict[str, list[str]] = {}
-    for name, words in changes.items():
-        names.setdefault(", ".join(words), []).append(name)
-    return [words if len(arms) == arm_count > 1 else f"{', '.join(arms)}: {words}" for words, arms in names.items()]
 
 
 def _compare_with_plan(procedure: Procedure, recorded: dict[str, Plain]) -> None:
@@ -303,16 +292,18 @@ def _compare_with_plan(procedure: Procedure, recorded: dict[str, Plain]) -> None
     changes, sources = _changes(plan, present), {arm.name: arm.source for arm in experiment.arms}
     shared = changes.pop("", [])
     tuning = [words for words in shared if words.startswith("tune.")]
-    general = [words for words in shared if words not in tuning]
+    words = [words for words in shared if words not in tuning]
 
     def is_changed(size: str, arm: str) -> bool:
         return bool(arm) and (_name(size, arm) in changes or is_changed(size, sources[arm]))
 
-    has_left_out = any(name not in present["arms"] for name in changes)
-    baseline_changed = any(is_changed(size, experiment.arms[0].name) for size in experiment.sizes)
-    concerns_all = general or has_left_out or baseline_changed
+    concerns_all = words or changes.keys() - present["arms"].keys()
+    concerns_all = concerns_all or any(is_changed(size, experiment.arms[0].name) for size in experiment.sizes)
     procedure.exploratory = frozenset(pair for pair in every_arm if concerns_all or is_changed(*pair))
-    words = general + _arm_words(changes, len(present["arms"]))
+    names: dict[str, list[str]] = {}
+    for name, arm_words in changes.items():
+        names.setdefault(", ".join(arm_words), []).append(name)
+    words += [f"{', '.join(arms)}: {text}" for text, arms in names.items()]
     lines = {"exploratory: changed since the plan": words, "changed since the plan": tuning}
     procedure.plan_notes = [f"{start}: {'; '.join(entries)}" for start, entries in lines.items() if entries]
 

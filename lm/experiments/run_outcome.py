@@ -41,7 +41,7 @@ from lm.runs.folder import (
 from lm.runs.manifest import read_file
 from lm.runs.metric import Metric
 from lm.runs.record import RunRecord, RunStatus, divergence, loss_above_unigram, read_run, start_setting, tokens_before
-from lm.schema import Plain, to_plain
+from lm.schema import Plain
 from lm.statistics.intervals import is_unlearned
 
 SELECTION = "val/loss"  # validation loss: chooses learning rates, unless `tune.metric` is primary
@@ -266,28 +266,22 @@ class Outcome:
 
 
 def check_planned(planned: Config, checkpoint: Path) -> None:
-    """Check that a folder holds the run that is planned for it: by config.yaml and by the last checkpoint, it has the
-    same name, seed, arm, size, stage and rate. Raises RunError: the folder was copied, renamed or linked."""
-    folder = planned.run_folder
-    texts = {folder / CONFIG: read_file(folder, CONFIG) if (folder / CONFIG).is_file() else ""}
+    """Check that a folder holds the run that is planned for it: config.yaml and the last checkpoint have its name,
+    which ends in a hash of its configuration.
+
+    Raises RunError: the folder was copied, renamed or linked.
+    """
+    path = planned.run_folder / CONFIG
+    texts = {path: read_file(planned.run_folder, CONFIG) if path.is_file() else ""}
     texts[checkpoint] = load_metadata(checkpoint)["config"] if checkpoint.exists() else ""
-    expected = _identity(to_plain(planned))
     for path, text in texts.items():
-        found = _identity(parse_yaml(text, str(path))) if text else {}
-        if differing := {name: value for name, value in found.items() if value not in (None, expected[name])}:
-            words = ", ".join(f"{name} {value} (planned: {expected[name]})" for name, value in differing.items())
+        found = parse_yaml(text, str(path)) if text else {}
+        name = found.get("name") if isinstance(found, dict) else None
+        if name not in (None, planned.name):
             raise RunError(
-                f"{path}: is of another run than {planned.run_folder.name}: {words}; bring back the folder of that "
-                "run, or delete this one and it is trained again"
+                f"{path}: is of another run than {planned.name}: name {name} (planned: {planned.name}); bring back the "
+                "folder of that run, or delete this one and it is trained again"
             )
-
-
-def _identity(plain: Plain) -> dict[str, Plain]:
-    """What tells a run of an experiment from its other runs, in a plain configuration."""
-    plain = plain if isinstance(plain, dict) else {}
-    block = plain.get("experiment") if isinstance(plain.get("experiment"), dict) else {}
-    own, of_experiment = ("name", "seed"), ("arm", "size", "stage", "rate")
-    return {name: plain.get(name) for name in own} | {name: block.get(name) for name in of_experiment}
 
 
 # ---------------------------------------------------------------- differences between runs

@@ -21,14 +21,6 @@ def test_an_experiment_is_valid(file: Path):
         ({"arms": {"softmax": {}}}, "arms = .*needs a baseline and at least one other arm"),
         ({"arms": {"a": {}, "b": {}}}, "arms.b = {}: is the same as a"),
         ({"arms": {"a": {"from": "a"}, "b": {}}}, "arms.a.from = 'a': is no earlier arm"),
-        (
-            {"arms": {"a": {}, "b": {"from": "a", "model.normalizer": "ssmax"}}},
-            "arms.b.from = 'a': has another normalizer than a",
-        ),
-        (
-            {"arms": {"a": {}, "b": {"from": "a", "model.n_embd": 16}}},
-            "arms.b.model.n_embd = 16: is 32 in a, whose weights it starts from",
-        ),
         ({"arms": {"a": {}, "b": {"seed": 3}}}, "arms.b.seed = 3: is set by the experiment"),
         ({"arms": {"a": {}, "b": {"from": "a", "init_from": "x"}}}, "arms.b.init_from = 'x': is set by the experiment"),
         ({"arms": {"a": {}, "b": {"data.val_fraction": 0.3}}}, "arms.b = .*reads other data than the baseline"),
