@@ -128,7 +128,7 @@ def finish_all(procedure: Procedure, loss: Callable[[Run], float]) -> Procedure:
     return procedure
 
 
-def write_page(procedures: list[Procedure], folder: Path) -> Path:
-    """Write the page of experiments into a folder, as `lm compare --out` does; returns its path."""
-    write_together(experiment_files(procedures, folder), "the report")
+def write_page(procedure: Procedure, folder: Path) -> Path:
+    """Write the page of an experiment into a folder; returns its path."""
+    write_together(experiment_files(procedure, folder), "the report")
     return folder / PAGE

@@ -49,9 +49,6 @@ def compare(
     anew: Annotated[
         bool, typer.Option("--anew", help="train although the runs that are there have other overrides")
     ] = False,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="folder of the reports [default: each experiment's own]")
-    ] = None,
     commands: Annotated[
         bool, typer.Option("--commands", help="print a command for each run that can start now, train nothing")
     ] = False,
@@ -81,12 +78,11 @@ def compare(
     elif plan or report_only:
         modes |= {
             "--retry": retry,
-            "--out": out and plan,
             "--anew": anew and report_only,
             "--jobs": jobs and report_only,
         }
     elif commands:
-        modes |= {"--out": out, "--jobs-per-gpu": jobs_per_gpu > 1}
+        modes |= {"--jobs-per-gpu": jobs_per_gpu > 1}
     if len(options := [name for name, is_on in modes.items() if is_on]) > 1:
         raise ConfigError(f"{' and '.join(options)} exclude each other")
     if not submit and (
@@ -102,7 +98,7 @@ def compare(
         print_commands(files, overrides, training_options)
     else:
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
-            compare_experiments(files, overrides, training_options, plan, report_only, out)
+            compare_experiments(files, overrides, training_options, plan, report_only)
         for path in files if as_json else ():
             print((read_experiment(path, overrides).folder / f"{VERDICTS}.json").read_text(encoding="utf-8"), end="")
 

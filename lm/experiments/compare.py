@@ -4,7 +4,7 @@ import math
 import shlex
 import statistics
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass
@@ -78,23 +78,16 @@ def compare_experiments(
     options: TrainingOptions,
     plan_only: bool = False,
     report_only: bool = False,
-    report_folder: Path | None = None,
 ) -> None:
     """Print the plans of experiments, then train and judge the experiments, one after the other.
 
     Args:
         plan_only: print the plans alone.
         report_only: print no plans and train nothing, but judge the runs that exist.
-        report_folder: a folder for one report of all experiments.
 
     Raises LMError: an experiment's file is wrong, or runs failed.
     """
     is_working, experiments = not plan_only and not report_only, [read_experiment(path, overrides) for path in files]
-    names = Counter(experiment.name for experiment in experiments)
-    if report_folder and max(names.values()) > 1:
-        raise RunError(
-            f"--out {report_folder}: several experiments are named {names.most_common(1)[0][0]}; report them one by one"
-        )
     # Slots are counted before text is prepared: too few raise ConfigError.
     slots = [Slots(1) if report_only else options.slots(experiment) for experiment in experiments]
     with ExitStack() as stack:
@@ -111,7 +104,7 @@ def compare_experiments(
             print("\n".join(plan_lines(procedure, own_slots)), flush=True)
         if plan_only:
             return
-        failure_words, judged_procedures = [], []
+        failure_words = []
         for procedure, own_slots in zip(procedures, slots, strict=True):
             if is_working:
                 try:
@@ -120,16 +113,12 @@ def compare_experiments(
                     failure_words.append(str(error))
                     if not any(run.outcome.ended for run in procedure.known_runs()):
                         continue  # there is nothing to judge
-            judged_procedures.append(procedure)
             entries = _write_verdicts(procedure)
             if is_working:
                 try:
                     _send_report(procedure, entries)
                 except RunError as error:  # later experiments are trained all the same
                     failure_words.append(str(error))
-        if report_folder and judged_procedures:
-            write_together(experiment_files(judged_procedures, report_folder), "the report")
-            print(f"report of all experiments: {report_folder / PAGE}")
         if failure_words:
             raise RunsFailed("; ".join(failure_words))
 
@@ -317,7 +306,7 @@ def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
         print(note)
     for run, failure in failed_runs:
         print(f"failed: {run.stage}: {run.label}: {failure} ({failure.log}); --retry tries again")
-    write_together(files | experiment_files([procedure], experiment.folder / REPORT, judgement), "verdicts and report")
+    write_together(files | experiment_files(procedure, experiment.folder / REPORT, judgement), "verdicts and report")
     if size_trends:
         print_tables(trend_table(size_trends, experiment.arms[0].name))
     print(f"verdicts: {experiment.folder / VERDICTS}.json")

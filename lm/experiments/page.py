@@ -1,4 +1,4 @@
-"""The report page of one or several experiments: question and verdicts first, then the tables, pictures and facts
+"""The report page of an experiment: question and verdicts first, then the tables, pictures and facts
 behind the verdicts.
 """
 
@@ -43,37 +43,27 @@ CROSSED_RATES_NOTE = (
 # ---------------------------------------------------------------- the page
 
 
-def experiment_files(
-    procedures: list[Procedure], folder: Path, judgement: Judgement | None = None
-) -> dict[Path, bytes]:
-    """The content of each file of a report on experiments (the page, its tables and its pictures), by path in `folder`.
-    With several experiments, the name of a table or picture file begins with the name of its experiment.
+def experiment_files(procedure: Procedure, folder: Path, judgement: Judgement | None = None) -> dict[Path, bytes]:
+    """The content of each file of the report on an experiment (the page, its tables and its pictures), by path in
+    `folder`.
 
-    judgement: the verdicts on a single procedure, if they are known already.
+    judgement: the verdicts, if they are known already.
 
     Raises LMError: run folders can't be read or compared.
     """
-    prefixes = [f"{procedure.experiment.name}-" if len(procedures) > 1 else "" for procedure in procedures]
-    return page_files(
-        [_page_part(procedure, prefix, judgement) for procedure, prefix in zip(procedures, prefixes, strict=True)],
-        folder,
-    )
-
-
-def _page_part(procedure: Procedure, prefix: str, judgement: Judgement | None) -> PagePart:
     experiment, judgement = procedure.experiment, judgement or procedure.judgement()
     entries, metric = judgement.entries(), experiment.metric
-    prefixes = {size: f"{prefix}{size}-" if size else prefix for size in experiment.sizes}
+    prefixes = {size: f"{size}-" if size else "" for size in experiment.sizes}
     summary = PageSection("Summary")
     summary.add("note", f"Decides: {with_unit(experiment.primary.metric, metric.unit)}.")
     summary.add("note", _family_words(experiment))
     summary.add("note", (noise := experiment_noise(judgement)) and f"{noise[:1].upper()}{noise[1:]}.")
     summary.add("warning", _caveats(procedure))
-    summary.add("table", summary_table(judgement, entries), f"{prefix}summary")
+    summary.add("table", summary_table(judgement, entries), "summary")
     summary.add("note", BASIS_NOTE if any(entry["runs"] for entry in entries) else None)
-    summary.add("picture", differences_picture(experiment, judgement), f"{prefix}differences")
+    summary.add("picture", differences_picture(experiment, judgement), "differences")
     if size_trends := trends(procedure, judgement):
-        summary.add("table", trend_table(size_trends, experiment.arms[0].name), f"{prefix}trends")
+        summary.add("table", trend_table(size_trends, experiment.arms[0].name), "trends")
     for size in experiment.sizes:
         summary.add("table", seeds_table(judgement, size), f"{prefixes[size]}seeds")
     sections, commands, records = [summary], PageSection("Commands"), []
@@ -88,14 +78,9 @@ def _page_part(procedure: Procedure, prefix: str, judgement: Judgement | None) -
         "Dots and bars: effects with their intervals, which hold together. Shaded: differences below "
         f"{experiment.primary.matters:g}, which do not matter."
     )
-    return PagePart(
-        experiment.name,
-        [*sections, commands],
-        introduction(records),
-        question(experiment),
-        answers(judgement),
-        margin_note,
-    )
+    sections = [*sections, commands]
+    words, cards = introduction(records), answers(judgement)
+    return page_files([PagePart(experiment.name, sections, words, question(experiment), cards, margin_note)], folder)
 
 
 def _begun_runs(procedure: Procedure, size: str) -> list[DrawnRun]:

@@ -298,9 +298,7 @@ class Procedure:
         return frame.astype(dict.fromkeys(metrics, float))
 
     def notes(self) -> list[str]:
-        """Sentences on what limits the verdicts: changes since the plan, and arms whose tuning, rates, runs, tokens
-        or seeds differ.
-        """
+        """Sentences on what limits the verdicts: changes since the plan, and arms whose runs, rates or tokens differ."""
         experiment, notes = self.experiment, list[str]()
         notes += self.plan_notes
         notes += run_differences((run.arm, run.outcome) for run in self.known_runs())
@@ -318,11 +316,6 @@ class Procedure:
             if words := describe_values([(run.arm, f"{run.outcome.total_tokens:,}") for run in runs]):
                 words = f"with those of their sources: {words}"
                 notes.append(f"{prefix}arms have seen different numbers of tokens, {words}")
-            seeds: dict[str, str] = {}
-            for run in runs:
-                seeds[run.arm] = ", ".join(filter(None, (seeds.get(run.arm), str(run.seed))))
-            if words := describe_values([*seeds.items()]):
-                notes.append(f"{prefix}arms have finished different seeds, means are over those in common: {words}")
         return notes
 
     def sources(self, arm: Arm) -> list[str]:

@@ -14,14 +14,12 @@ import pandas as pd
 from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
 from lm.errors import RunError
-from lm.plugins import PLUGINS
 from lm.runs.checkpoints import load_metadata
 from lm.runs.evaluations import (
     Evaluation,
     chance_level,
     evaluation_files,
     load_evaluation,
-    measuring_code,
     part_of,
     unit_rows,
     weighted_mean,
@@ -315,12 +313,6 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
     if dirty_count:
         subject = f"{dirty_count} of {len(finished_runs)} runs"
         sentences.append(f"{subject} are of a git tree with uncommitted changes: their code is not known")
-    prefix = "measuring code of "
-    measured = {name.removeprefix(prefix): values for name, values in facts.items() if name.startswith(prefix)}
-    codes = {name: {digest for _, digest in values} for name, values in measured.items()}
-    present = {"lm": measuring_code(), **PLUGINS.code(codes)}
-    if any(len(codes[name]) == 1 and codes[name] != {digest} for name, digest in present.items() if name in codes):
-        sentences.append("runs were measured by other code than today's; lm eval RUN measures them again")
     return sentences
 
 
