@@ -298,7 +298,7 @@ class Procedure:
         return frame.astype(dict.fromkeys(metrics, float))
 
     def notes(self) -> list[str]:
-        """Sentences on what limits the verdicts: changes since the plan, and arms whose runs, rates or tokens differ."""
+        """Sentences on what limits the verdicts: changes since the plan; arms whose runs, rates or tokens differ."""
         experiment, notes = self.experiment, list[str]()
         notes += self.plan_notes
         notes += run_differences((run.arm, run.outcome) for run in self.known_runs())

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -61,9 +62,8 @@ def judge_table(
     """Judge the arms of a table of runs. Arguments and errors are those of `lm.judge`, where `condition` is named
     `where` and `split_columns` is named `by`."""
     problems: list[Problem] = []
-    primary = build(PrimaryMetric, {"metric": metric, "matters": matters}, "", problems)
-    if better not in (None, *get_args(Direction)):
-        problems.append(Problem("better", better, f"must be {' or '.join(get_args(Direction))}"))
+    direction = {} if better is None else {"better": better}
+    primary = build(PrimaryMetric, {"metric": metric, "matters": matters} | direction, "", problems)
     if target is not None and not math.isfinite(target):
         problems.append(Problem("target", target, "must be a finite number"))
     if target is not None and (baseline is not None or unpaired):
@@ -93,9 +93,9 @@ def judge_table(
         unpaired, is_paired = True, False
     arms, sizes = (baseline, *(arm for arm in reported if arm != baseline)), dict.fromkeys(frame["size"])
     seeds = sorted(set(frame["seed"]), key=lambda seed: (isinstance(seed, str), seed))
-    for _, of_size in (pair for part in (frame, selecting) for pair in part.groupby("size")):
-        for _, of_stage in of_size.groupby("stage", dropna=False) if "stage" in of_size else [("", of_size)]:
-            _check_units(of_stage, source)
+    keys = ["size", "stage"] if "stage" in rows else ["size"]
+    for _, of_stage in (pair for part in (frame, selecting) for pair in part.groupby(keys, dropna=False)):
+        _check_units(of_stage, source)
     _check_seeds(frame, product(sizes, arms[target is not None :]), seeds, is_paired, source)
     rates, rate_places = _judged_rates(frame, selecting, primary, source)
     for by_arm in rates.values() if target is not None else ():
@@ -142,14 +142,13 @@ def read_runs(
     rows = rows.astype({name: object for name in rows.columns if isinstance(rows[name].dtype, ExtensionDtype)})
     metric = metric or (str(rows["metric"].iloc[0]) if "metric" in rows else "value")
     primary = replace(primary, metric=metric, better=_direction(rows, better, source))
-    split_columns = tuple(split_columns) or tuple(
-        name for name in ("size",) if name in rows and rows[name].notna().any()
-    )
+    has_sizes = "size" in rows and bool(rows["size"].notna().any())
+    split_columns = [*split_columns] or ["size"] * has_sizes
     labels = [
-        [f"{name} {value}" if split_columns != ("size",) else str(value) for value in rows[name]]
+        [str(value) if split_columns == ["size"] else f"{name} {value}" for value in rows[name]]
         for name in split_columns
     ]
-    size = [", ".join(words) for words in zip(*labels, strict=True)]
+    size = [", ".join(words) for words in zip(*labels, strict=True)] if labels else ""
     blank = pd.Series(math.nan, rows.index, dtype=object)
     units = rows.get("sample", rows.get("unit", blank))  # a column that tells the evaluation units of a run apart
     group = rows.get("group", units).map(str, na_action="ignore").fillna(units.map(str, na_action="ignore"))
@@ -157,7 +156,7 @@ def read_runs(
     rate = rows["rate"] if "rate" in rows and "rate" not in split_columns else math.nan
     weight = rows.get("weight", math.nan)
     runs = rows.assign(
-        size=size if split_columns else "", arm=rows["arm"].map(str, na_action="ignore"), rate=rate, state=state,
+        size=size, arm=rows["arm"].map(str, na_action="ignore"), rate=rate, state=state,
         weight=weight,
         sample=units.map(str), group=group, chance=pd.to_numeric(rows.get("chance", blank), errors="coerce"),
     )  # fmt: skip
@@ -259,22 +258,19 @@ def _check_seeds(
     """Raise RunError unless every arm of a size has runs, of all seeds at each of its rates. Arms that are not paired
     have seeds of their own.
     """
-    runs = frame.drop_duplicates(RUN_KEY)
-    by_rate, by_arm = (runs.groupby(RUN_KEY[:count], dropna=False, sort=False)["seed"] for count in (3, 2))
-    known = {*zip(runs["size"], runs["arm"], strict=True)}
+    known = defaultdict[SizeArm, dict[Rate, set[Plain]]](dict)
+    for (size, arm, rate), own in frame.groupby(RUN_KEY[:3], dropna=False, sort=False)["seed"].agg(set).items():
+        known[size, arm][rate] = own
     for size, arm in size_arms:
-        if (size, arm) not in known:
-            raise RunError(f"{source}: {', '.join(filter(None, (arm, size)))}: no line")
-    is_short = by_rate.transform("size") < (len(seeds) if is_paired else by_arm.transform("nunique"))
-    if is_short.any():
-        size, arm, rate, _ = runs[is_short].iloc[0][RUN_KEY]
-        of_arm = runs[(runs["size"] == size) & (runs["arm"] == arm)]
-        present = of_arm["seed"][(of_arm["rate"] == rate) | (of_arm["rate"].isna() & pd.isna(rate))]
-        missing = [str(seed) for seed in seeds if seed not in {*present} and (is_paired or seed in {*of_arm["seed"]})]
-        at_rate = "" if pd.isna(rate) else f" at {rate:g}"
-        needed = "every arm needs the same seeds, or --unpaired" if is_paired else "each rate needs it"
-        name = ", ".join(filter(None, (arm, size)))
-        raise RunError(f"{source}: {name}: no seed {', '.join(missing)}{at_rate}; {needed}")
+        name, by_rate = ", ".join(filter(None, (arm, size))), known[size, arm]
+        if not by_rate:
+            raise RunError(f"{source}: {name}: no line")
+        needed = {*seeds} if is_paired else set().union(*by_rate.values())
+        for rate, own in by_rate.items():
+            if missing := [str(seed) for seed in seeds if seed in needed - own] if len(own) < len(needed) else []:
+                at_rate = "" if pd.isna(rate) else f" at {rate:g}"
+                remedy = "every arm needs the same seeds, or --unpaired" if is_paired else "each rate needs it"
+                raise RunError(f"{source}: {name}: no seed {', '.join(missing)}{at_rate}; {remedy}")
 
 
 def _unlearned_levels(frame: pd.DataFrame, better: str) -> pd.Series:
@@ -408,7 +404,7 @@ def _check_units(rows: pd.DataFrame, source: str) -> None:
 
 def _judged_rates(
     frame: pd.DataFrame, selecting: pd.DataFrame, primary: PrimaryMetric, source: str
-) -> tuple[dict[str, dict[str, Rate | None]], pd.Series]:
+) -> tuple[dict[str, dict[str, Rate | None]], np.ndarray]:
     """Return the rate at which each arm of a size is judged, without arms for which tuning found no rate; and the place
     of each row's rate among those of its arm, where the rate that tuning chose is first. Raises RunError: arms were
     tuned differently, no row chooses one of several rates, or no run has the tuned rate.
@@ -419,7 +415,7 @@ def _judged_rates(
     if "stage" in selecting:
         final_costs = _costs(frame, primary) | _costs(selecting[~is_tuning], primary)
     _check_tuning(selecting[is_tuning], source)
-    places, rates = pd.Series(0, frame.index), {size: {} for size in frame["size"].unique()}
+    rates, places = {size: {} for size in frame["size"].unique()}, []
     by_arm: dict[SizeArm, list[Rate | None]] = {}
     known = frame.drop_duplicates(["size", "arm", "rate"])
     for size, arm, cell in zip(known["size"], known["arm"], known["rate"], strict=True):
@@ -436,12 +432,9 @@ def _judged_rates(
                 raise RunError(f"{source}: {arm}: {tuned:g} is the best rate, but no line at it reports")
             costs = final_costs.get((size, arm), costs)
             rates[size][arm] = best_rate(costs, arm_rates) if {*arm_rates} <= costs.keys() else tuned
-            order = [tuned, *(rate for rate in arm_rates if rate != tuned)]
-            of_arm = frame["rate"][(frame["size"] == size) & (frame["arm"] == arm)]
-            codes, cells = pd.factorize(of_arm, use_na_sentinel=False)
-            by_cell = [order.index(None if pd.isna(cell) else cell) for cell in cells]
-            places[of_arm.index] = np.array(by_cell)[codes]
-    return rates, places
+            places += [(size, arm, rate, arm_rates.index(rate) + 1) for rate in arm_rates if rate != tuned]
+    by_rate = pd.DataFrame(places, columns=["size", "arm", "rate", "place"]).astype({"rate": float})
+    return rates, frame[["size", "arm", "rate"]].merge(by_rate, how="left")["place"].fillna(0).to_numpy(float)
 
 
 def _check_tuning(rows: pd.DataFrame, source: str) -> None:
