@@ -322,13 +322,11 @@ def _hashes_to_hold_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: 
         bytes_by_hash.append((distinct_hashes, np.bincount(inverse, sizes)))  # bytes of all documents with a hash
         large_hashes.append(distinct_hashes[bytes_by_hash[-1][1] > max(fraction, 0.5) * sizes.sum()])
     for hashes, sizes in bytes_by_hash:
-        target_bytes = fraction * sizes.sum()
-        max_hashes = len(hashes) - 1
-        is_small = ~np.isin(hashes, np.concatenate(large_hashes))
+        is_small, target_bytes = ~np.isin(hashes, np.concatenate(large_hashes)), fraction * sizes.sum()
         if not is_small.all():
-            hashes, sizes = hashes[is_small], sizes[is_small]
-            target_bytes, max_hashes = min(target_bytes, sizes.sum() / 2), len(hashes)
-        smallest_hashes.append(hashes[: max(0, min(max_hashes, 1 + np.searchsorted(np.cumsum(sizes), target_bytes)))])
+            target_bytes = min(target_bytes, sizes[is_small].sum() / 2)
+        count = 1 + np.searchsorted(np.cumsum(sizes[is_small]), target_bytes)
+        smallest_hashes.append(hashes[is_small][: max(0, min(len(hashes) - 1, count))])
     return np.concatenate(smallest_hashes)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from lm.data.store import token_dtype
 from lm.data.text_files import Unreadable
-from lm.data.tokenizer import decode, encode, prefixes_space, special_token_mask, token_bytes, vocab_size, words
+from lm.data.tokenizer import decode, encode, prefixes_space, special_token_mask, token_bytes, vocab_size
 from lm.machine import usable_cores
 
 if TYPE_CHECKING:
@@ -97,12 +97,8 @@ class Encoder:
                 "fallback, without a normalizer or prefix space"
             )
         if self.is_special[tokens].any():
-            index = int(self.is_special[tokens].argmax())
-            context = decode(self.tokenizer, tokens[max(0, index - 3) : index + 4].tolist(), special=True)
-            return (
-                f"the text {context!a} has the special token {self.tokenizer.id_to_token(int(tokens[index]))!r} in it "
-                "as a word; use a tokenizer whose special tokens text can't become, such as <|endoftext|>"
-            )
+            token = self.tokenizer.id_to_token(int(tokens[self.is_special[tokens]][0]))
+            return f"the text has the special token {token!r} in it as a word; use a tokenizer that keeps it as text"
         return ""
 
 
@@ -114,7 +110,7 @@ def can_cut_between_words(tokenizer: "Tokenizer") -> bool:
         return False
     added_tokens = tokenizer.get_added_tokens_decoder().values()
     text = "ab cd 12 Ef. gh, ij\nkl.\nmn"
-    word_starts = {begin for _, (begin, _) in words(tokenizer, text)}
+    word_starts = {begin for _, (begin, _) in tokenizer.pre_tokenizer.pre_tokenize_str(text)}
     cuts = {cut.start() for cut in _BETWEEN_WORDS.finditer(text)}
     return cuts <= word_starts and not any(
         re.search(r"\s", token.content) or token.lstrip or token.rstrip for token in added_tokens

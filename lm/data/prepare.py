@@ -10,9 +10,9 @@ from lm.config.data_config import DataConfig, TrainedTokenizer
 from lm.data import tokenizer
 from lm.data.build import build_store
 from lm.data.sources import labels, source_identity
-from lm.data.store import STORE_FORMAT, Store, fingerprint, manifests
-from lm.errors import ConfigError, DataError, Problem, one_line
-from lm.files import locked, plain_sha256
+from lm.data.store import MANIFEST, STORE_FORMAT, Store, fingerprint
+from lm.errors import ConfigError, DataError, Problem, RunError, one_line
+from lm.files import locked, plain_sha256, read_json
 from lm.progress import Progress
 from lm.schema import Plain, to_plain
 
@@ -101,8 +101,9 @@ def store_with_fingerprint(data: DataConfig, store_fingerprint: str) -> Store | 
     """Open the store in `data.root` with this `Store.fingerprint`, whether or not its sources still exist; None if
     there is none.
     """
-    for path, manifest in manifests(data.folder):
-        with suppress(KeyError, TypeError, AttributeError):  # a damaged manifest, or a file of another kind
+    for path in sorted(data.folder.glob(f"*/{MANIFEST}")):
+        with suppress(RunError, KeyError, TypeError, AttributeError):  # a damaged manifest, or a file of another kind
+            manifest = read_json(path)
             if manifest["format"] == STORE_FORMAT and fingerprint(manifest["files"]) == store_fingerprint:
                 return Store.open(path.parent)
     return None

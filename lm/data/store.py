@@ -16,9 +16,8 @@ of the sources (`Split.sources`).
 import hashlib
 import io
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -111,15 +110,6 @@ def _mapped(path: Path, dtype: str | None = None) -> np.ndarray:
 
 def shard_path(folder: Path, split: str, number: int) -> Path:
     return folder / f"{split}-{number:05d}.bin"
-
-
-def manifests(root: Path, folders: str = "*") -> Iterator[tuple[Path, dict[str, Plain]]]:
-    """Yield (path, content) of the manifest of each store in `root` whose folder's name matches the glob `folders`;
-    skip damaged ones.
-    """
-    for path in sorted(root.glob(f"{folders}/{MANIFEST}")):
-        with suppress(RunError):
-            yield path, read_json(path)
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,22 +212,18 @@ def _open_split(path: Path, name: str, manifest: Mapping[str, Plain]) -> Split:
 
 
 def _check_files(folder: Path, files: Mapping[str, Mapping[str, Plain]], sha256: Callable[[Path], str]) -> None:
-    """Check the sizes and, by `sha256`, the hashes of files, in several threads. Raises DataError if a file was altered
+    """Check the hashes of files, by `sha256`, in several threads. Raises DataError if a file was altered
     or can't be read.
     """
 
     def check(name: str) -> None:
-        path, entry = folder / name, files[name]
         try:
-            size = path.stat().st_size
-            is_equal = size == entry["bytes"] and sha256(path) == entry["sha256"]
-        except OSError as error:
-            raise _damaged_error(folder, f"{path}: can't be read: {error.strerror}") from None
-        if not is_equal:
-            change = "was altered (its sha256 differs)"
-            if size != entry["bytes"]:
-                change = f"has {size:,} bytes, not {entry['bytes']:,}"
-            raise _damaged_error(folder, f"{path}: {change}")
+            if sha256(folder / name) == files[name]["sha256"]:
+                return
+            problem = f"{folder / name}: was altered (its sha256 differs)"
+        except (OSError, DataError) as error:
+            problem = one_line(error)
+        raise _damaged_error(folder, problem)
 
     with ThreadPoolExecutor() as threads:
         list(threads.map(check, files))

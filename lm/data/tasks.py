@@ -243,97 +243,104 @@ GRASS_FILLER = " The grass is green. The sky is blue. The sun is yellow. Here we
 def needle(task: Needle, draw: Draw, length: int, text: Text | None = None) -> Example:
     n_cities = task.needles + task.distractors
     cities = [CITIES[city] for city in draw.order(len(CITIES), n_cities)]
-    openings = [text.encode_before_number(f" The special magic {city} number is:") for city in cities]
-    questions = [
-        text.encode_before_number(f"\nWhat is the special magic {city} number? The special magic {city} number is:")
-        for city in cities
-    ]
-    full_stop = text.encode(".")
-    cities_in_text = range(task.needles if task.absent else 0, n_cities)
-    order = draw.order(task.needles)  # the order of the questions
-
-    def build(numbers: list[np.ndarray]) -> Example:
-        sentences = [np.concatenate((openings[index], numbers[index], full_stop)) for index in cities_in_text]
-        answered_questions = [(questions[index], numbers[index]) for index in order]
-        depth = None if task.absent else task.depth
-        sequence, answers, starts = haystack(draw, length, sentences, answered_questions, depth, text.filler)
-        # start of the sentence, start and stop of the number in it, stop of the sentence
-        bounds = np.zeros((n_cities, 4), np.int64)
-        for index, begin in zip(cities_in_text, starts, strict=True):
-            bounds[index] = begin + np.cumsum([0, len(openings[index]), len(numbers[index]), len(full_stop)])
-        return Example(sequence, answers, bounds[order, 1:3], bounds[order][:, [0, 3]])
-
-    occurrences = [1 + (index in cities_in_text) if index < task.needles else 1 for index in range(n_cities)]
-    return without_leaks(draw, text, 7, occurrences, build)
+    sentences = {
+        index: [text.encode_before_number(f" The special magic {cities[index]} number is:"), text.encode(".")]
+        for index in range(task.needles if task.absent else 0, n_cities)
+    }
+    form = "\nWhat is the special magic {0} number? The special magic {0} number is:"
+    questions = {
+        index: text.encode_before_number(form.format(cities[index])) for index in draw.order(task.needles).tolist()
+    }
+    depth = None if task.absent else task.depth
+    return hidden_numbers(draw, length, text, 7, n_cities, sentences, questions, text.filler, depth)
 
 
 def passkey(task: Passkey, draw: Draw, length: int, text: Text | None = None) -> Example:
-    phrases = [
-        *(text.encode_before_number(part) for part in (" The pass key is", ". Remember it.")),
-        text.encode(" is the pass key."),
-    ]
+    pieces = [text.encode_before_number(piece) for piece in (" The pass key is", ". Remember it.")]
+    pieces.append(text.encode(" is the pass key."))
     question = text.encode_before_number(" What is the pass key? The pass key is")
     grass_tokens = text.encode(GRASS_FILLER)
 
     def filler(draw: Draw, count: int) -> np.ndarray:
         return np.resize(grass_tokens, count)
 
-    def build(numbers: list[np.ndarray]) -> Example:
-        (number,) = numbers
-        sentence = np.concatenate((phrases[0], number, phrases[1], number, phrases[2]))
-        sequence, answers, starts = haystack(draw, length, [sentence], [(question, number)], None, filler)
-        evidence = span(starts + len(phrases[0]), len(number))
-        return Example(sequence, answers, evidence, span(starts, len(sentence)))
-
-    return without_leaks(draw, text, 5, [3], build)
+    return hidden_numbers(draw, length, text, 5, 1, {0: pieces}, {0: question}, filler)
 
 
-def without_leaks(
-    draw: Draw, text: Text, digits: int, occurrences: list[int], build: Callable[[list[np.ndarray]], Example]
+def hidden_numbers(
+    draw: Draw,
+    length: int,
+    text: Text,
+    digits: int,
+    n_numbers: int,
+    sentences: dict[int, list[np.ndarray]],
+    questions: dict[int, np.ndarray],
+    filler: Callable[[Draw, int], np.ndarray],
+    depth: float | None = None,
 ) -> Example:
-    """Draw random numbers of `digits` digits, and return the sequence that `build` makes of their tokens. Numbers are
-    drawn again until number i occurs exactly `occurrences[i]` times in the sequence's text."""
+    """Hide `n_numbers` random numbers in text, and ask for some of them. Numbers are drawn again until each stands in
+    its sentence and its answer alone.
+
+    Args:
+        digits: of each number.
+        sentences: {number: pieces of its sentence, between which it stands}.
+        questions: {number: its question}, in the order in which they are asked at the end.
+        filler: returns so many tokens of text, into which the sentences are put.
+        depth: fraction of filler before the first sentence; None: random, as for other sentences.
+    """
     for _ in draw.attempts():
         numbers: list[int] = []
-        while len(numbers) < len(occurrences):
+        while len(numbers) < n_numbers:
             number = 10 ** (digits - 1) + draw.integer(9 * 10 ** (digits - 1))
             if draw.accepts(number) and number not in numbers:
                 numbers.append(number)
-        sequence = build([text.encode_number(number) for number in numbers])
+        sequence = _haystack(
+            draw, length, [text.encode_number(number) for number in numbers], sentences, questions, filler, depth
+        )
         decoded_text = text.decode(sequence.tokens)
-        if all(decoded_text.count(str(number)) == count for number, count in zip(numbers, occurrences, strict=True)):
+        if all(
+            decoded_text.count(str(number)) == len(sentences.get(index, " ")) - 1 + (index in questions)
+            for index, number in enumerate(numbers)
+        ):
             break
     return sequence
 
 
-def haystack(
+def _haystack(
     draw: Draw,
     length: int,
-    sentences: list[np.ndarray],
-    answered_questions: list[tuple[np.ndarray, np.ndarray]],
-    depth: float | None,
+    numbers: list[np.ndarray],
+    sentences: dict[int, list[np.ndarray]],
+    questions: dict[int, np.ndarray],
     filler: Callable[[Draw, int], np.ndarray],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Insert `sentences` into `filler`, append questions with answers; return the sequence (length + 1,), the answers'
-    spans (Q, 2) and the sentences' starts, int64. `depth` is the fraction of filler before `sentences[0]`; if None, it
-    is random, as for other sentences.
-
-    Raises NoRoom: no room for the sentences and questions.
+    depth: float | None,
+) -> Example:
+    """Return the sequence of `hidden_numbers` for the tokens of its numbers. Raises NoRoom: no room for the sentences
+    and questions.
     """
-    ending = [part for pair in answered_questions for part in pair]
-    n_filler = length + 1 - sum(map(len, [*sentences, *ending]))
+    whole_sentences = [
+        np.concatenate([pieces[0], *(part for piece in pieces[1:] for part in (numbers[index], piece))])
+        for index, pieces in sentences.items()
+    ]
+    ending = [part for index, question in questions.items() for part in (question, numbers[index])]
+    n_filler = length + 1 - sum(map(len, [*whole_sentences, *ending]))
     require_room(n_filler, "the needles and their questions", length)
     depths = draw.integers(n_filler + 1, len(sentences))  # tokens of filler before each sentence
     if depth is not None and sentences:
         depths[0] = round(depth * n_filler)
-    order, widths = np.argsort(depths, kind="stable"), np.array([len(sentence) for sentence in sentences], np.int64)
+    order, widths = np.argsort(depths, kind="stable"), np.array([*map(len, whole_sentences)], np.int64)
     starts = np.empty_like(depths)
     starts[order] = depths[order] + np.cumsum(widths[order]) - widths[order]
-    sentence_tokens = np.concatenate([np.empty(0, np.int64), *(sentences[index] for index in order)])
+    sentence_tokens = np.concatenate([np.empty(0, np.int64), *(whole_sentences[index] for index in order)])
     body = np.insert(filler(draw, n_filler), np.repeat(depths[order], widths[order]), sentence_tokens)
     # from the end of a question to the end of its answer
     answers = (len(body) + np.cumsum([len(part) for part in ending])).reshape(-1, 2)
-    return np.concatenate((body, *ending)), answers, starts
+    spans = np.zeros((2, len(numbers), 2), np.int64)  # of each number in its sentence, and of its sentence
+    for index, start, width in zip(sentences, starts, widths, strict=True):
+        number_start = len(sentences[index][0])
+        spans[:, index] = start + np.array([[number_start, number_start + len(numbers[index])], [0, width]])
+    evidence, needles = spans[:, list(questions)]
+    return Example(np.concatenate((body, *ending)), answers, evidence, needles)
 
 
 # ---------------------------------------------------------------- any task

@@ -31,7 +31,7 @@ from lm.files import FileHashes, expand_home
 from lm.schema import Plain
 
 TOKENIZER_REMEDY = "set data.tokenizer to the one that made the ids"
-_BLOCK = 2**22  # ids that are checked together
+_BLOCK = 2**22  # ids of a file that are searched together
 _CHECKED_IDS = 2**12  # ids of a document whose decoded text is checked
 # The first bytes of files of other formats; a .bin file of nanoGPT has ids alone.
 OTHER_FORMATS = {
@@ -71,17 +71,12 @@ class Vocabulary:
         document.
         """
         ids = _id_array(ids, location)
-        for begin in range(0, len(ids), _BLOCK):
-            block = ids[begin : begin + _BLOCK]
-            is_wrong = (block < 0) | (block >= len(self.known))
-            is_wrong |= ~self.known[np.where(is_wrong, 0, block)]
-            if is_wrong.any():
-                index = begin + int(is_wrong.argmax())
-                reason = (
-                    f"token {index:,} has the id {ids[index]}, which a tokenizer of the ids 0 to "
-                    f"{len(self.known) - 1:,} does not have"
-                )
-                raise Unreadable(f"{location}: {reason}; {TOKENIZER_REMEDY}")
+        is_wrong = (ids < 0) | (ids >= len(self.known))
+        is_wrong |= ~self.known[np.where(is_wrong, 0, ids)]
+        if is_wrong.any():
+            index = int(is_wrong.argmax())
+            reason = f"a tokenizer of the ids 0 to {len(self.known) - 1:,} does not have"
+            raise Unreadable(f"{location}: token {index:,} has the id {ids[index]}, which {reason}; {TOKENIZER_REMEDY}")
         for place, end in (("begins", ids), ("ends", ids[::-1])):
             if len(ids) > 1 and end[0] == end[1] != self.unknown_id and self.is_special[end[0]]:
                 n_equal = int((end != end[0]).argmax()) or len(end)
@@ -122,9 +117,7 @@ class Vocabulary:
         """Return the number of UTF-8 bytes of the decoded text of `ids`."""
         if self.bytes is None:
             return len(self.utf8_text(ids))
-        return int(
-            sum(self.bytes[ids[begin : begin + _BLOCK]].sum(dtype=np.float64) for begin in range(0, len(ids), _BLOCK))
-        )
+        return int(self.bytes[ids].sum(dtype=np.float64))
 
 
 def _id_array(ids: Plain | np.ndarray, location: str) -> np.ndarray:

@@ -50,36 +50,50 @@ def library_errors(failure: str, remedy: str = "") -> Iterator[None]:
 
 
 def tokenizer_identity(spec: TokenizerOptions) -> dict[str, Plain]:
-    """Return plain data that identifies a tokenizer: its options and the sha256 of its files. Raises DataError if a
+    """Return plain data that identifies a tokenizer: its options and the sha256 of its file. Raises DataError if the
     file is missing.
     """
-    if isinstance(spec, PretrainedTokenizer):  # from the hub or a folder
-        content, _ = pretrained(spec)
-        return {
-            "name": spec.name,
-            "end_of_text": spec.end_of_text,
-            "sha256": hashlib.sha256(content.encode()).hexdigest(),
-        }
-    # `end_tokens` end generation only
-    options = {name: value for name, value in to_plain(spec).items() if name != "end_tokens"}
     if isinstance(spec, TrainedTokenizer):
-        options["special_tokens"] = []  # a key of earlier versions, whose stores are found
-    if isinstance(spec, TokenizerFile):
-        options["path"] = hashlib.sha256(read_tokenizer_file(Path(spec.path), "data.tokenizer.path")).hexdigest()
-    return options
+        return to_plain(spec) | {"special_tokens": []}  # a key of earlier versions, whose stores are found
+    key = "path" if isinstance(spec, TokenizerFile) else "sha256"
+    sha256 = hashlib.sha256(_content(spec)[0]).hexdigest()
+    return {"name": spec.name, "end_of_text": spec.end_of_text, key: sha256}
 
 
 def origin(spec: TokenizerOptions) -> dict[str, Plain]:
     """Return the model's name and the commit for a tokenizer that comes from the hub; {} for other tokenizers."""
-    commit = pretrained(spec)[1] if isinstance(spec, PretrainedTokenizer) else ""
+    commit = _content(spec)[1] if isinstance(spec, PretrainedTokenizer) else ""
     return {"model": spec.model, "commit": commit} if commit else {}
 
 
-def tokenizer_of(spec: TokenizerOptions) -> "Tokenizer":
-    """Load the tokenizer whose files or pretrained model `spec` names. Raises DataError if the files can't be read."""
-    if isinstance(spec, PretrainedTokenizer):
-        return _parse_named(pretrained(spec)[0], spec.end_of_text, spec.model, "data.tokenizer.model")
-    return load_tokenizer(Path(spec.path), spec.end_of_text)
+def tokenizer_of(spec: TokenizerFile | PretrainedTokenizer) -> "Tokenizer":
+    """Load the tokenizer whose file or pretrained model `spec` names. Raises DataError if the file can't be read."""
+    source, key = (spec.path, "path") if isinstance(spec, TokenizerFile) else (spec.model, "model")
+    return _parse_named(_content(spec)[0], spec.end_of_text, source, f"data.tokenizer.{key}")
+
+
+def _content(spec: TokenizerFile | PretrainedTokenizer) -> tuple[bytes, str]:
+    """Return the bytes of a tokenizer.json, and the model's commit on the hub, or "" for a local file or folder.
+
+    Raises DataError: there is no such file, folder or model, it has no tokenizer, or the hub can't be reached.
+    """
+    if isinstance(spec, TokenizerFile):
+        return _file_content(Path(spec.path)), ""
+    folder, commit = expand_home(spec.model), ""
+    if not os.path.exists(folder):
+        patterns = [TOKENIZER_FILE, *CLASS_FILES, "special_tokens_map.json", *OLDER_FILES]
+        folder = downloaded(spec.model, spec.revision, patterns, " (data.tokenizer.model)")
+        commit = folder.name
+    elif spec.revision:
+        raise DataError(f"{folder}: is on this machine, not on the hub; set data.tokenizer.revision to null")
+    return require_tokenizer_json(folder).encode(), commit
+
+
+def _file_content(path: Path) -> bytes:
+    try:
+        return expand_home(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: can't read the tokenizer: {error.strerror} (data.tokenizer.path)") from None
 
 
 def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer":
@@ -118,8 +132,7 @@ def load_tokenizer(path: Path, end_of_text: str) -> "Tokenizer":
     Raises DataError: the file is missing or invalid, uses BPE dropout, has an id of `MAX_VOCAB` or above, two tokens of
     one id, or no token `end_of_text`.
     """
-    content = read_tokenizer_file(path, "data.tokenizer.path")
-    return _parse_named(content, end_of_text, str(path), "data.tokenizer.path")
+    return _parse_named(_file_content(path), end_of_text, str(path), "data.tokenizer.path")
 
 
 def _parse_named(content: str | bytes, end_of_text: str, source: str, key: str) -> "Tokenizer":
@@ -193,21 +206,7 @@ def decode(tokenizer: "Tokenizer", tokens: Sequence[int], special: bool = False)
 
 def prefixes_space(tokenizer: "Tokenizer") -> bool:
     """Return whether the tokenizer puts something, mostly a space, before a text that begins with a letter."""
-    text = "x"
-    with library_errors("data.tokenizer: can't cut text into words", "; use another tokenizer"):
-        if tokenizer.normalizer is not None:
-            text = tokenizer.normalizer.normalize_str(text)
-        if tokenizer.pre_tokenizer is not None:
-            text = "".join(word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text))
-    return len(text) > 1
-
-
-def words(tokenizer: "Tokenizer", text: str) -> list[tuple[str, tuple[int, int]]]:
-    """Return (word, (start, stop)) for each word into which the pre-tokenizer cuts a text. Raises DataError if the
-    library can't cut it.
-    """
-    with library_errors("data.tokenizer: can't cut text into words", "; use another tokenizer"):
-        return tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    return len("".join(encoding_of(tokenizer, "x").tokens)) > 1
 
 
 def special_token_mask(tokenizer: "Tokenizer") -> np.ndarray:
@@ -247,21 +246,6 @@ TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 VOCABULARY, SENTENCEPIECE = "vocab.json", ("tokenizer.model", "spiece.model")
 OLDER_FILES = (VOCABULARY, "merges.txt", *SENTENCEPIECE, "vocab.txt")
 CLASS_FILES = (TOKENIZER_CONFIG, "config.json")  # files in which transformers finds the class of a tokenizer
-
-
-def pretrained(spec: PretrainedTokenizer) -> tuple[str, str]:
-    """Return the text of a pretrained model's tokenizer.json, and the model's commit on the hub, or "" for a local
-    folder.
-
-    Raises DataError: there is no such folder or model, it has no tokenizer, or the hub can't be reached.
-    """
-    if os.path.exists(folder := expand_home(spec.model)):
-        if spec.revision:
-            raise DataError(f"{folder}: is on this machine, not on the hub; set data.tokenizer.revision to null")
-        return require_tokenizer_json(folder), ""
-    patterns = [TOKENIZER_FILE, *CLASS_FILES, "special_tokens_map.json", *OLDER_FILES]
-    folder = downloaded(spec.model, spec.revision, patterns, " (data.tokenizer.model)")
-    return require_tokenizer_json(folder), folder.name
 
 
 def downloaded(name: str, revision: str | None, patterns: list[str], suffix: str = "") -> Path:
@@ -367,13 +351,3 @@ def _missing_merges(tokens: Iterable[str], pairs: Iterable[Sequence[str]]) -> st
     missing = [token for token in tokens if len(token) > 1 and token not in merged and not _WITHOUT_MERGE.match(token)]
     reason = f"no merge makes {len(missing):,} of the vocabulary's tokens, such as {missing[0]!r}" if missing else ""
     return reason and f"{reason}: the file of merges was cut short, or is another vocabulary's; fetch it again"
-
-
-def read_tokenizer_file(path: Path, key: str) -> bytes:
-    """Return the bytes of a tokenizer's file. Raises DataError with the file, the reason and the configuration key
-    `key`.
-    """
-    try:
-        return expand_home(path).read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: can't read the tokenizer: {error.strerror} ({key})") from None

@@ -217,7 +217,7 @@ def test_a_special_token_that_text_becomes_is_refused(data: DataConfig, tmp_path
     ids = json.loads(Path(spec.path).read_text())["model"]["vocab"]
     assert special in ids, "the case is none otherwise"
     spec = TokenizerFile(spec.path, special) if as_end else spec
-    with pytest.raises(DataError, match=f"the text '.*' has the special token '{special}' in it as a word") as error:
+    with pytest.raises(DataError, match=f"the text has the special token '{special}' in it as a word") as error:
         prepare(dataclasses.replace(data, tokenizer=spec))
     assert "\n" not in str(error.value)
 
