@@ -2,7 +2,6 @@
 
 import hashlib
 import pickle
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -49,31 +48,28 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return prepare(data)
 
 
+class CountedSplit:
+    """A split whose token i is i, so that sequences tell where they come from."""
+
+    take = Split.take
+
+    def __init__(self, sizes: list[int]):
+        self.n_tokens, self.offsets = sum(sizes), np.cumsum([0, *sizes])
+        self.sources = (SourceCounts("all", self.n_tokens, len(sizes), 0),)
+
+    def tokens_at(self, index: np.ndarray) -> np.ndarray:
+        return index
+
+
 class Counted:
-    """A store whose token i is i, so that sequences tell where they come from."""
+    """A store of such a split."""
 
     def __init__(self, n_tokens: int, fingerprint: str = "ab" * 32):
-        self.fingerprint, self.train = fingerprint, counted_split([n_tokens])
+        self.fingerprint, self.train = fingerprint, CountedSplit([n_tokens])
 
 
 def stream(n_tokens: int, seq_len: int, seed: int) -> TextStream:
     return TrainSequences(Counted(n_tokens), DataConfig(seq_len=seq_len), 1, seed).streams[0]
-
-
-def counted_split(sizes: list[int]) -> Split:
-    split = Split(
-        Path("nowhere"),
-        "<u4",
-        sum(sizes),
-        len(sizes),
-        0,
-        0.0,
-        max(sizes),
-        (SourceCounts("all", "", sum(sizes), len(sizes), 0),),
-        sum(sizes),
-    )
-    split.__dict__.update(shards=[np.arange(sum(sizes), dtype=np.uint32)], offsets=np.cumsum([0, *sizes]))
-    return split
 
 
 def whole(batch: Batch) -> torch.Tensor:
@@ -201,7 +197,7 @@ def test_epochs_seeds_and_stores_give_different_orders():
 @given(n_tokens=st.integers(1, 2000), seq_len=st.integers(1, 100), limit=st.integers(1, 50))
 @settings(max_examples=200, deadline=None)
 def test_validation_sequences_are_spread_evenly_and_share_no_target(n_tokens: int, seq_len: int, limit: int):
-    split = counted_split([n_tokens])
+    split = CountedSplit([n_tokens])
     starts = validation_starts(split, seq_len, limit)
     batch = split.take(starts, seq_len + 1)
     assert batch.shape == (min(limit, (n_tokens - 1) // seq_len), seq_len + 1)
@@ -214,7 +210,7 @@ def test_validation_sequences_are_spread_evenly_and_share_no_target(n_tokens: in
 @given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=12), length=st.integers(1, 30), limit=st.integers(1, 40))
 @settings(max_examples=300, deadline=None)
 def test_long_windows_lie_within_documents_spread_evenly_over_all_there_are(sizes: list[int], length: int, limit: int):
-    split = counted_split(sizes)
+    split = CountedSplit(sizes)
     starts, all_starts = long_starts(split, length, limit), long_starts(split, length, 10**6)
     fitting = [(size - 1) // length for size in sizes]
     assert len(all_starts) == sum(fitting)
