@@ -106,22 +106,23 @@ def attention_picture(models: Sequence[ShownModel]) -> Picture:
     shown_weights = shown_weights[np.isfinite(shown_weights)]
     top = float(np.abs(shown_weights).max(initial=0.0)) or 1.0
     norm = colour_scale(top / 10**DECADES, top, "signed" if (shown_weights < 0).any() else "log")
-    column_counts = [math.ceil(math.sqrt(len(model.heads))) for model in models]
-    row_count = max(math.ceil(len(model.heads) / columns) for model, columns in zip(models, column_counts, strict=True))
-    grids: list[np.ndarray] = []  # (rows, columns) of each model, with maps and None
-    for model, columns in zip(models, column_counts, strict=True):
-        labels, axis_note, maps = _labels(model), "" if len(model.tokens) <= MAX_LABELS else ", token (character)", []
+    columns = math.ceil(math.sqrt(max(len(model.heads) for model in models)))  # of each model
+    maps: list[list[Map]] = []
+    for model in models:
+        labels, axis_note = _labels(model), "" if len(model.tokens) <= MAX_LABELS else ", token (character)"
+        maps.append([])
         for layer, head in model.heads:
-            title = "\n".join([model.name, model.amount] * (not maps) + [f"layer {layer}, head {head}"])
+            title = "\n".join([model.name, model.amount] * (not maps[-1]) + [f"layer {layer}, head {head}"])
+            axes = f"key{axis_note}", labels, labels
             weights = model.maps.weights[layer, head]
-            maps.append(
-                Map(title, f"key{axis_note}", labels, labels, weights, norm, f"query{axis_note}", False, "weight")
-            )
-        grids.append(np.array(maps + [None] * (row_count * columns - len(maps)), object).reshape(row_count, columns))
+            maps[-1].append(Map(title, *axes, weights, norm, f"query{axis_note}", False, "weight"))
+    cells: list[Map | None] = []
+    for start in range(0, max(map(len, maps)), columns):
+        rows = [of_model[start : start + columns] for of_model in maps]
+        cells += [cell for row in rows for cell in row + [None] * (columns - len(row))]
     side = 4.2 if min(len(model.tokens) for model in models) <= MAX_LABELS else 2.9
     same_tokens = all(model.tokens == models[0].tokens for model in models)
-    cells = np.concatenate(grids, axis=1).ravel().tolist()
-    return Picture(cells, [], "", sum(column_counts), (side, side), shared="xy" if same_tokens else "x")
+    return Picture(cells, [], "", columns * len(maps), (side, side), shared="xy" if same_tokens else "x")
 
 
 def _labels(model: ShownModel) -> list[str]:

@@ -199,38 +199,34 @@ def _model_rows(
             if any(np.isfinite(array).any() for array in arrays.values()):
                 yield from ((statistic, name, array) for name, array in arrays.items())
 
-    def block(
-        statistic: Statistic | QuerySums, model: str, values: np.ndarray | float, of: str = "",
-        metric: dict[str, object] | None = None, **fields: object,
-    ) -> pd.DataFrame:  # fmt: skip
-        """Rows of a statistic, or of the number `of` it, which has no unit. `metric`: fields of the Metric."""
-        has_units, unit = fields.get("units") is not None, "" if of else statistic.unit
-        about = {"units": "documents" * has_units, "interval": has_units, "control": model != trained, **(metric or {})}
-        about = Metric(unit=unit, quantity=of or statistic.name, **about)
-        return rows(about, np.asarray(values, "f8"), setting=model, **fields)
+    def metric(statistic: Statistic | QuerySums, model: str, **fields: object) -> Metric:
+        plain = {"unit": statistic.unit, "quantity": statistic.name, "control": model != trained}
+        return Metric(**plain | fields)
 
-    def by_head(
-        statistic: Statistic | QuerySums, model: str, means: np.ndarray, of: str = ""
-    ) -> Iterator[pd.DataFrame]:
-        for layer, row in enumerate(means):
-            yield block(statistic, model, row, of, {"axis": HEADS}, x=[*range(len(row))], task=f"layer {layer}")
+    def by_head(about: Metric, model: str, values: np.ndarray) -> Iterator[pd.DataFrame]:
+        for layer, row in enumerate(values):
+            yield rows(replace(about, axis=HEADS), row, x=[*range(len(row))], task=f"layer {layer}", setting=model)
 
     fits = []
     for statistic, model, array in measured(statistic for statistic in statistics if statistic.has_exponent):
-        n, of = models[model].n, f"exponent of {statistic.name.removeprefix('ln ')}"
+        n, name = models[model].n, f"exponent of {statistic.name.removeprefix('ln ')}"
         b, r_squared = exponent(array, np.where(n <= values.train_length, n, np.nan), statistic.log)
-        fits += [(statistic, model, of, b, r_squared)] if np.isfinite(b).any() else []
+        about = metric(statistic, model, unit="", quantity=name)
+        fits += [(about, model, b, r_squared)] if np.isfinite(b).any() else []
 
+    documents = {"units": "documents", "interval": True}
     for statistic, model, array in measured([*statistics, *UNDEFINED_FRACTIONS, *measures.query_sums]):
-        units, total = None, mean(array)
+        is_logged = statistic.in_reports and model == trained
+        about = metric(statistic, model, name="diagnostics/{STATISTIC}" * is_logged)
         count = np.isfinite(array).sum((1, 2, 3)) if array.ndim == 4 else np.zeros(0)
         if count.any():
             units = units_frame(held_out.sha256, held_out.document_labels, count, fingerprint)
-            total = np.where(count, mean(array, (1, 2, 3)), 0.0)[:, None]
-        is_logged = statistic.in_reports and model == trained
-        yield block(statistic, model, total, metric={"name": "diagnostics/{STATISTIC}" * is_logged}, units=units)
-    for statistic, model, of, b, _ in fits:
-        yield block(statistic, model, mean(b), of)
+            means = np.where(count, mean(array, (1, 2, 3)), 0.0)[:, None]
+            yield rows(replace(about, **documents), means, units, setting=model)
+        else:
+            yield rows(about, mean(array), setting=model)
+    for about, model, b, _ in fits:
+        yield rows(about, mean(b), setting=model)
 
     for statistic, model, array in measured(statistics if bins else []):
         display = {
@@ -239,22 +235,18 @@ def _model_rows(
             "amount": f"{held_out.amount}, {len(measures.queries)} queries each",
             "caption": f"{statistic.name} of attention weights, mean over heads",
         }
-        metric, units = {"axis": VISIBLE_KEYS, **(display if statistic.in_reports else {})}, held_out.units(fingerprint)
-        points, n = [], models[model].n[:, :, None]
+        about = metric(statistic, model, axis=VISIBLE_KEYS, **documents, **(display if statistic.in_reports else {}))
+        units, n = held_out.units(fingerprint), models[model].n[:, :, None]
         for (first, last), x in zip(bins, bin_middles(bins), strict=True):
-            means = mean(np.where((n >= first) & (n <= last), array, np.nan), (1, 2, 3))[:, None]
-            weights = np.isfinite(means[:, 0])
-            point = units.assign(weight=weights.astype(float))
-            points.append(
-                block(statistic, model, np.where(weights[:, None], means, 0.0), "", metric, units=point, x=[x])
-            )
-        yield pd.concat(points)
+            means = mean(np.where((n >= first) & (n <= last), array, np.nan), (1, 2, 3))
+            point = units.assign(weight=np.isfinite(means).astype(float))
+            yield rows(about, np.nan_to_num(means)[:, None], point, [x], setting=model)
 
     for statistic, model, array in measured([*statistics, *measures.query_sums, *UNDEFINED_FRACTIONS]):
-        yield from by_head(statistic, model, mean(array, (0, 3)) if array.ndim == 4 else array)
-    for statistic, model, of, b, r_squared in fits:
-        yield from by_head(statistic, model, b, of)
-        yield from by_head(statistic, model, r_squared, f"R^2 of the {of}")
+        yield from by_head(metric(statistic, model), model, mean(array, (0, 3)) if array.ndim == 4 else array)
+    for about, model, b, r_squared in fits:
+        yield from by_head(about, model, b)
+        yield from by_head(replace(about, quantity=f"R^2 of the {about.quantity}"), model, r_squared)
 
 
 # ---------------------------------------------------------------- lm diagnose

@@ -225,11 +225,6 @@ def swap_run(
         path = destination / measurement.write(folder, evaluation).relative_to(folder)
         _write_run(folder, config, model, new.cpu(), {**environment, "command": command_line(), "swap": facts})
     model_lines, warning = swap_lines(old, new, evaluation.step)
-    measured_lengths = {held_out.length for held_out in measurement.held_out}
-    asked_lengths = lengths_from_factors(config.eval.swap_lengths, config.data)
-    if missing := [f"{length:,}" for length in asked_lengths if length not in measured_lengths]:
-        reason = "the task does not fit into" if config.data.symbolic else "no held-out document, or no position, has"
-        model_lines.append(f"not measured: {', '.join(missing)} tokens (eval.swap_lengths), which {reason}")
     return SwapResult(evaluation, path, model_lines, notes, warning)
 
 
