@@ -337,14 +337,6 @@ def validation_rows(
     return pd.concat(blocks, ignore_index=True)
 
 
-def checkpoint_selection_mask(fingerprint: str, documents: np.ndarray) -> np.ndarray:
-    """Mask, (sequences,) bool, of validation sequences that choose the best checkpoint: `selection_mask`, or all if it
-    selects none.
-    """
-    selection = selection_mask(fingerprint, documents)
-    return selection if selection.any() else ~selection
-
-
 def selection_loss(evaluation: "Evaluation") -> tuple[float, str]:
     """Validation loss (nats per token) on the sequences on which the best checkpoint is chosen, and the hash of these
     sequences.
@@ -442,13 +434,11 @@ def _read_table(table: str, metrics: list[Metric]) -> pd.DataFrame:
 
 def _metric_numbers(about: np.ndarray) -> tuple[np.ndarray, list[Metric]]:
     """The number of each row's metric, (rows,), and the metrics."""
-    ids = np.fromiter(map(id, about), np.int64, len(about))
-    _, firsts, inverse = np.unique(ids, return_index=True, return_inverse=True)
+    objects, _ = pd.factorize(np.fromiter(map(id, about), np.int64, len(about)))  # hashes of metrics are slow
     numbers: dict[Metric, int] = {}
-    by_object = np.zeros(len(firsts), int)
-    for index in np.argsort(firsts):
-        by_object[index] = numbers.setdefault(about[firsts[index]], len(numbers))
-    return by_object[inverse], [*numbers]
+    firsts = np.unique(objects, return_index=True)[1]
+    by_object = np.array([numbers.setdefault(metric, len(numbers)) for metric in about[firsts]], int)
+    return by_object[objects], [*numbers]
 
 
 def evaluation_path(run: Path, kind: str, step: int) -> Path:
@@ -457,17 +447,10 @@ def evaluation_path(run: Path, kind: str, step: int) -> Path:
 
 
 def evaluation_files(run: Path) -> dict[tuple[str, int], Path]:
-    """The evaluation files of a run folder, by kind and step. Raises RunError: an earlier version wrote them all."""
-    files: dict[str, dict[tuple[str, int], Path]] = {".csv": {}, ".json": {}}
-    for path in (run / EVALUATIONS).glob("*.step-*"):
-        if path.suffix in files and (match := re.fullmatch(r"(.+)\.step-(\d+)", path.stem)):
-            files[path.suffix][match[1], int(match[2])] = path
-    if files[".json"] and not files[".csv"]:
-        old = next(iter(files[".json"].values()))
-        raise RunError(
-            f"{old}: an earlier version wrote it, as all evaluations of the run; lm eval {run} makes them again"
-        )
-    return files[".csv"]
+    """The evaluation files of a run folder, by kind and step."""
+    paths = (run / EVALUATIONS).glob("*.step-*.csv")
+    names = ((re.fullmatch(r"(.+)\.step-(\d+)", path.stem), path) for path in paths)
+    return {(name[1], int(name[2])): path for name, path in names if name}
 
 
 def load_evaluation(path: Path) -> Evaluation:

@@ -104,15 +104,6 @@ def test_corrupt_files_are_named(pair, name, words, damage):
     assert "\n" not in str(error.value)
 
 
-def test_evaluations_of_an_older_version_are_refused(pair):
-    for path in pair[0].glob("evaluations/*.csv"):
-        path.rename(path.with_suffix(".json"))
-    with pytest.raises(
-        RunError, match=rf"\.json: an earlier version wrote it, .*; lm eval {pair[0]} makes them again$"
-    ):
-        read_run(pair[0])
-
-
 @pytest.mark.parametrize("kept", [(), ("validation",), ("long_context",)])
 def test_missing_evaluations_are_reported(tmp_path, kept):
     folders = [build_run(tmp_path, "soft", evaluations=kept), build_run(tmp_path, "scalable", "ssmax")]

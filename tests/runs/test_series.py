@@ -10,14 +10,15 @@ from fabricated import EMPTY, evaluation_of, keep
 
 from lm.report.frame import evaluation_block, frame
 from lm.runs.evaluations import (
+    LOSS,
     at_places,
-    checkpoint_selection_mask,
     load_evaluation,
     measured,
     overall_means,
     point_means,
     reporting,
     rows,
+    selection_loss,
     selection_mask,
     units_frame,
 )
@@ -106,10 +107,11 @@ def test_about_a_third_of_the_documents_select_and_always_the_same():
     )
 
 
-@pytest.mark.parametrize("selects_all", [True, False])
-def test_where_a_part_would_be_empty_all_sequences_choose_the_best_checkpoint(selects_all: bool):
-    (document,) = np.flatnonzero(selection_mask("fingerprint", np.arange(40)) == selects_all)[:1]
-    assert checkpoint_selection_mask("fingerprint", np.full(5, document)).all()
+@pytest.mark.parametrize("part", ["selects", "reports", ""])
+def test_where_a_part_is_empty_all_sequences_choose_the_best_checkpoint(part: str):
+    units = units_frame("abc", np.arange(3)).assign(part=part)
+    loss = rows(Metric(LOSS, quantity=LOSS, units="documents"), np.array([[1.0], [2.0], [6.0]]), units)
+    assert selection_loss(evaluation_of(loss))[0] == 3
 
 
 def test_the_long_table_has_the_document_of_each_unit_at_each_place():

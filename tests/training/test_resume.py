@@ -36,10 +36,10 @@ from lm.errors import RunError
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.evaluations import (
     Evaluation,
-    checkpoint_selection_mask,
     evaluation_files,
     load_evaluation,
     selection_loss,
+    selection_mask,
 )
 from lm.runs.folder import step_paths
 from lm.runs.loading import load
@@ -302,7 +302,7 @@ def test_the_best_checkpoint_is_chosen_on_the_documents_that_select(tiny):
     assert best["loss"] == pytest.approx(chosen_by[best["step"]], abs=1e-6)
     validation = by_step[best["step"]]
     (units,) = curves_of(validation)[0].points
-    selects = checkpoint_selection_mask(validation.data_fingerprint, units.groups.astype(int))
+    selects = selection_mask(validation.data_fingerprint, units.groups.astype(int))
     assert 0 < selects.sum() < len(selects) == 64
     samples = validation.frame[validation.frame["sample"].notna()]  # beside them stands the mean of bits per byte
     assert selects.tolist() == (samples["part"] == "selects").tolist()
