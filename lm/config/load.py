@@ -13,7 +13,6 @@ from lm.attention.options import Options
 from lm.config import presets
 from lm.config.eval_config import empty_sequence_problems
 from lm.config.normalizers import OPTIONS, Layers
-from lm.config.training_config import WSDRate
 from lm.config.tree import Config
 from lm.config.yaml_text import (
     MAX_BYTES,
@@ -92,17 +91,8 @@ def _batch_problems(config: Config) -> Iterator[Problem]:
 
 
 def check_steps(config: Config) -> Iterator[Problem]:
-    """Yield problems of keys that need more steps than the run has: lengths, warm-up, decay and phases."""
-    optim = config.optim
-    steps = config.trainer.max_steps
-    phases = config.phases
-    phase_ends = config.phase_ends
-    if (
-        isinstance(optim.schedule, WSDRate)
-        and optim.warmup(steps) + round(optim.schedule.decay_fraction * steps) > steps
-    ):
-        reason = f"leaves less than optim.warmup_steps = {optim.warmup_steps} of {steps} steps for the warm-up"
-        yield Problem("optim.schedule.decay_fraction", optim.schedule.decay_fraction, reason, "lower one of them")
+    """Yield problems of phases that need more steps than the run has."""
+    steps, phases, phase_ends = config.trainer.max_steps, config.phases, config.phase_ends
     for index, phase in enumerate(phases):
         path, start = f"phases[{index}]", phase_ends[index - 1] if index else 0
         if index and phase.until <= phases[index - 1].until:
@@ -174,7 +164,6 @@ def check_tasks(config: Config) -> Iterator[Problem]:
 
 
 MergeModelKeys = Callable[[str, dict[str, Plain], dict[str, Plain]], dict[str, Plain]]
-MAX_INHERITANCE = 50  # most files in a chain in which each inherits from the next
 # Keys of one block that exclude each other: if `changes` has the first and not the second, `merge` drops the second
 # from `base`.
 ALTERNATIVES = {
@@ -287,18 +276,14 @@ def read_yaml(
         raise ConfigError(f"{path}: no such configuration file{heir}{presets.suggestion(path)}") from None
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
         raise ConfigError(f"{abbreviated(str(path))}: {getattr(error, 'strerror', None) or one_line(error)}") from None
-    hint = "" if path.suffix in (".yaml", ".yml") else "; data.source names text and token ids (lm prepare --help)"
-    try:
-        plain = parse_yaml(content, str(path))
-    except ConfigError as error:
-        raise ConfigError(f"{error}{hint}") from None
+    plain = parse_yaml(content, str(path))
     plain = {} if plain is None else plain
     if isinstance(plain, dict) and "arms" in plain:
         if heirs:
             raise ConfigError(f"{path}: an experiment, not a configuration that {heirs[-1].name} can have as its base")
         return plain  # its base may be a block, which is no base of a configuration; callers refuse its arms
     if not isinstance(plain, dict):
-        raise ConfigError(f"{path}: must hold keys and values, not {abbreviated(as_written(plain), 40)}{hint}")
+        raise ConfigError(f"{path}: must hold keys and values, not {abbreviated(as_written(plain), 40)}")
     cache[resolved_path] = merge_bases(nest_keys(plain), path, "base", (*heirs, resolved_path), cache)
     return cache[resolved_path]
 
@@ -323,8 +308,6 @@ def merge_bases(
     names = bases if isinstance(bases, list) else [bases]
     if not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{path}: {Problem(key, bases, 'must be a file or a list of files')}")
-    if names and len(heirs) > MAX_INHERITANCE:
-        raise ConfigError(f"{path}: is inherited from through more than {MAX_INHERITANCE} files by `base:`")
     tree: dict[str, Plain] = {}
     for name in names:
         tree = merge(tree, read_yaml(presets.find(name, parent=path.parent), heirs, cache))
@@ -338,7 +321,7 @@ def read_overrides(overrides: list[str]) -> dict[str, Plain]:
     blocks: list[dict[str, Plain]] = []
     for override in overrides:
         (path, sign, text), shown = override.partition("="), abbreviated(override, 80)
-        if not sign or not all(path.split(".")) or path.count(".") >= MAX_DEPTH:
+        if not sign or not all(path.split(".")):
             raise ConfigError(f"{shown}: not an override; write key=value, e.g. optim.lr=3e-4")
         # of other types, an empty value is null
         is_empty = not text and (specs := fields_at(Config, path)) and specs[-1].type is str

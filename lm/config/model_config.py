@@ -266,9 +266,6 @@ class GAUBlock:
         return f"gated attention units of width {self.value_dims(model)}"
 
     def model_problems(self, model: "ModelConfig") -> Iterator[Problem]:
-        if self.value_dims(model) < 1:
-            reason = f"gives no values in a model of model.n_embd = {model.n_embd}"
-            yield Problem("block.expansion", self.expansion, reason, f"set it to {1 / model.n_embd:.2g} or more")
         if model.n_head != 1:
             yield Problem("n_head", model.n_head, "a gated attention unit has one head", "set model.n_head=1")
         defaults = {spec.name: spec.default for spec in fields(model)}

@@ -437,12 +437,11 @@ def _read_windows(fields: Fields, default_size: int | None, layers: list[bool]) 
         raise fields.refusal(
             "layer_types", f"must list {FULL_ATTENTION} or {SLIDING_ATTENTION} for each of the {n_layers} layers"
         )
-    if SLIDING_ATTENTION in layer_types and not has_windows:
-        raise fields.refusal("layer_types", f"lists {SLIDING_ATTENTION}, and use_sliding_window is not true")
-    if SLIDING_ATTENTION in layer_types and size is None:
-        raise fields.refusal("sliding_window", f"layer_types lists {SLIDING_ATTENTION}")
     if SLIDING_ATTENTION not in layer_types:
         return Softmax()
+    if not has_windows or size is None:
+        needed = "use_sliding_window must be true, and sliding_window a size"
+        raise fields.refusal("layer_types", f"lists {SLIDING_ATTENTION}: {needed}")
     normalizers = [Window(size=size) if kind == SLIDING_ATTENTION else Softmax() for kind in layer_types]
     return normalizers[0] if {*layer_types} == {SLIDING_ATTENTION} else Layers(of=normalizers)
 

@@ -36,53 +36,33 @@ QWEN2_WORDS = (  # pattern by which Qwen 2 cuts text into words
 
 
 def model_card(loaded_model: LoadedModel, kind: str) -> str:
-    """Return the text of a model card, in Markdown, with the header that the hub reads.
+    """Return the text of a model card, in Markdown with the header that the hub reads: what the model is, where its
+    weights come from, and the configuration that trained them.
 
     kind: `model_type` of the exported model.
     """
-    spec, model = loaded_model.spec, loaded_model.spec.model
-    parameters = sum(value.numel() for value in loaded_model.decoder.parameters())
-    rows = {
-        "architecture": f"{kind}, {model.n_layer} layers, width {model.n_embd}, {model.block.label(model)}",
-        "heads": f"{model.n_head}, of keys and values {model.kv_heads}, of size {model.key_dims}",
-        "parameters": f"{parameters:,}",
-        "positions": model.position.label,
-        "attention": model.normalizer.label(),
-        "training length": f"{spec.seq_len:,} tokens",
-        "vocabulary": f"{spec.vocab_size:,}",
-    }
+    spec, model, config = loaded_model.spec, loaded_model.spec.model, loaded_model.config
+    label, step = model.normalizer.label(), loaded_model.stamp.get("step")
+    texts = [
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---",
+        f"# {loaded_model.folder.resolve().name}",
+        f"{kind}: {model.n_layer} layers of width {model.n_embd}, {model.position.label}, attention {label}.",
+        f"Trained on sequences of {spec.seq_len:,} tokens.",
+    ]
     if loaded_model.tokenizer is not None:
-        rows["documents start with"] = f"`{spec.end_of_text}`, which the tokenizer puts before a text, as in training"
+        texts.append(f"Documents start with `{spec.end_of_text}`, which the tokenizer puts before a text.")
     if kind == LM_MODEL_TYPE:
-        rows["code"] = (
-            "`modeling_lm.py` and lm's modules in this folder: "
-            "`AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`"
-        )
-    header = "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---"
-    name, training = f"# {loaded_model.folder.resolve().name}", _training_section(loaded_model)
-    return "\n\n".join((header, name, _table(rows), "## Training", training)) + "\n"
-
-
-def _training_section(loaded_model: LoadedModel) -> str:
-    """Return where the weights come from, and the configuration that trained them."""
-    origin = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in loaded_model.origin.items())
-    config, swap = loaded_model.config, loaded_model.environment.get("swap")
-    texts = [f"The weights were imported: {origin}."] if origin else []
-    if swap:  # the configuration names the new normalizer alone
-        label = loaded_model.spec.model.normalizer.label()
+        call = "`AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`"
+        texts.append(f"Its code is `modeling_lm.py` and lm's modules in this folder: {call}.")
+    if origin := ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in loaded_model.origin.items()):
+        texts.append(f"The weights were imported: {origin}.")
+    if swap := loaded_model.environment.get("swap"):  # the configuration names the new normalizer alone
         texts.append(f"The weights are those of {swap['from']}, whose {swap['normalizer']} was replaced by {label}.")
-    if config is not None and loaded_model.stamp["step"]:
-        steps = f"{loaded_model.stamp['step']:,} of {config.trainer.max_steps:,} steps"
-        texts.append(f"Trained for {steps}, {loaded_model.stamp['tokens_seen']:,} tokens.")
+    if config is not None and step:
+        texts.append(f"Trained for {step:,} steps, {loaded_model.stamp['tokens_seen']:,} tokens.")
         summary = "<details><summary>The whole configuration</summary>"
         texts.append(f"{summary}\n\n```yaml\n{to_yaml(config)}```\n\n</details>")
-    return "\n\n".join(texts) or "No training run is behind these weights."
-
-
-def _table(rows: dict[str, str]) -> str:
-    """A table in Markdown, with bars in values escaped, as in <|endoftext|>: they would end the cell."""
-    lines = ("| {} | {} |".format(name, value.replace("|", "\\|")) for name, value in rows.items())
-    return "\n".join(["| | |", "|---|---|", *lines])
+    return "\n\n".join(texts) + "\n"
 
 
 # ---------------------------------------------------------------- the model
@@ -129,8 +109,6 @@ def exported_form(loaded_model: LoadedModel) -> tuple[Architecture | None, dict[
         architecture, config = plain_model
         tensors = _transformers_tensors(architecture, config, loaded_model)
     else:
-        if problem := _reason_not_computed(loaded_model):
-            raise RunError(problem)
         architecture, config, tensors = None, _lm_config(loaded_model), _lm_tensors(loaded_model)
     return architecture, {**config, **_token_id_fields(loaded_model)}, tensors
 
@@ -273,31 +251,23 @@ MODEL_FIELDS = (
 LM_CONFIG_FIELDS = {"model_type": LM_MODEL_TYPE, "architectures": ["LmForCausalLM"], "auto_map": AUTO_MAP}
 
 
-def _reason_not_computed(loaded_model: LoadedModel) -> str:
-    """The reason why modeling_lm.py does not compute the model, in words; empty if it does."""
-    layer_options = [normalizer.options for normalizer in loaded_model.decoder.normalizers()]
-    if names := [options.name for options in layer_options if getattr(options, "n", "") == "sample"]:
-        return (
-            f"normalizer.n = sample of {names[0]} is a length that generation in transformers does not know; "
-            "visible and fixed:N are"
-        )
-    if len(sizes := {options.size for options in layer_options if options.name == Window.name}) > 1:
-        return f"transformers has windows of one size a model, not of {' and '.join(map(str, sorted(sizes)))}"
-    return ""
-
-
 def _lm_config(loaded_model: LoadedModel) -> dict[str, Plain]:
     """Return the config.json fields of an export with modeling_lm.py: the arguments of that module's class
-    `LmConfig`.
+    `LmConfig`. Raises RunError: transformers can't compute the model; the error says why.
     """
     spec, normalizers, rope_fields = loaded_model.spec, loaded_model.decoder.normalizers(), {}
     model, rope = spec.model, spec.model.position
+    if names := [options.name for options in model.normalizer.layer_options() if getattr(options, "n", "") == "sample"]:
+        reason = "is a length that generation in transformers does not know; visible and fixed:N are"
+        raise RunError(f"normalizer.n = sample of {names[0]} {reason}")
     if rope.rotates:
         radians = frequencies(model.key_dims, rope, AS_TRAINED, spec.seq_len, spec.seq_len).tolist()
         rope_fields = {"rope_frequencies": radians, "rope_amplitude": rope.scaling.amplitude}
     window_sizes = [
         normalizer.options.size if normalizer.options.name == Window.name else None for normalizer in normalizers
     ]
+    if len(sizes := {*window_sizes} - {None}) > 1:
+        raise RunError(f"transformers has windows of one size a model, not of {' and '.join(map(str, sorted(sizes)))}")
     return {
         **LM_CONFIG_FIELDS, **{name: getattr(model, name) for name in MODEL_FIELDS}, **rope_fields,
         "vocab_size": spec.vocab_size, "seq_len": spec.seq_len, "block": model.block.name,

@@ -37,14 +37,12 @@ IRRELEVANT_FIELDS = frozenset(_IRRELEVANT.split())
 REQUIRED_VALUES: dict[str, tuple[Plain, str]] = {
     "auto_map": (None, "names code in the folder, which is never executed"),
     "quantization_config": (None, "quantised weights are not read; give the model they were made from"),
-    "is_encoder_decoder": (False, "only decoders are read"),
-    "add_cross_attention": (False, "only decoders without an encoder are read"),
-    "cross_attention_hidden_size": (None, "only decoders without an encoder are read"),
-    "tie_encoder_decoder": (False, "only decoders are read"),
-    "rope_interleaved": (False, "RoPE pairs the first half of a head's dimensions with the second here"),
-    "rope_traditional": (False, "RoPE pairs the first half of a head's dimensions with the second here"),
-    "use_mrope": (False, "positions are one number a token here"),
     "pruned_heads": ({}, "heads that were left out are not read"),
+    "cross_attention_hidden_size": (None, "only decoders are read"),
+    **dict.fromkeys(
+        ("is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder"), (False, "only decoders are read")
+    ),
+    **dict.fromkeys(("rope_interleaved", "rope_traditional", "use_mrope"), (False, "RoPE of this kind is not read")),
 }
 
 

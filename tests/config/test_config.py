@@ -130,7 +130,6 @@ def test_a_text_in_place_of_a_block_without_a_name_is_refused_by_the_key_that_wa
             "eval.long_context.inference=[{rope: {name: theta, factor: 1e-4}}]",
             "eval.long_context.inference[0].rope.factor",
         ),
-        ("optim.schedule={name: wsd, decay_fraction: 0.95}", "optim.schedule.decay_fraction"),
         ("optim.batch_tokens=1000", "optim.batch_tokens"),
         ("trainer.micro_batch=5", "trainer.micro_batch"),
         ("data.source=files", "data.source.paths"),

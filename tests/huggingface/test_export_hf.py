@@ -106,7 +106,7 @@ def test_a_run_is_exported_with_its_tokenizer_and_a_card(tiny, tmp_path: Path):
     card = (out / "README.md").read_text()
     for phrase in (
         "library_name: transformers",
-        "documents start with | `<\\|endoftext\\|>`, which",
+        "Documents start with `<|endoftext|>`, which",
         "Trained for ",
         "normalizer:",
     ):
