@@ -261,9 +261,8 @@ def heat_maps(comparison: ArmComparison) -> list[Picture]:
     """Pictures of heat maps of fractions of more than `MAX_TASKS_WITHOUT_MAP` tasks, such as accuracy by needle depth
     and length. Each map shows an arm's mean over seeds."""
     rows, pictures = comparison.all_rows, []
-    is_fraction = np.array([about.unit == "fraction" for about in rows["about"]], bool)
-    is_drawn = is_fraction & (rows["title"] == "") & (rows["shape"] == "points") & ~rows["control"]
-    means = point_means(rows[is_drawn])
+    is_fraction = (rows["unit"] == "fraction") & ~rows["control"]
+    means = point_means(rows[is_fraction & (rows["title"] == "") & (rows["shape"] == "points")])
     for (kind, quantity, setting), group in means.groupby(["kind", "quantity", "setting"], sort=False):
         n_tasks = group.groupby("arm")["task"].nunique().max()
         if n_tasks > MAX_TASKS_WITHOUT_MAP:

@@ -87,9 +87,8 @@ def evaluation_block(evaluation: Evaluation, run_values: dict[str, Any]) -> pd.D
     """The rows of an evaluation. `run_values`: the run's columns, which all of these rows share."""
     rows = measured([evaluation])
     about, has_unit = rows["about"], rows["sample"].notna()
-    measured_in = {name: [getattr(metric, name) for metric in about] for name in ("unit", "better")}
     levels = {metric: chance_level(metric)[1] for metric in about.cat.categories}
-    columns = run_values | measured_in | {"task": rows["subject"], "tokens": rows["tokens_seen"]}
+    columns = run_values | {"task": rows["subject"], "tokens": rows["tokens_seen"]}
     columns["chance"] = [levels[metric] for metric in about]
     columns["part"] = rows["part"].mask((rows["part"] == "") & has_unit, "reports")
     # a number of which only the mean is stored has neither sequences nor a weight

@@ -37,6 +37,7 @@ PLOT_SETTINGS = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlelocation": "left",
+    "axes.formatter.useoffset": False,
     "axes.grid": True,
     "grid.color": GRID,
     "grid.linewidth": 0.7,
@@ -51,8 +52,8 @@ DARK_COLOURS = {  # colours of SVG files and pages for readers who prefer dark p
     **dict(zip(COLOURS, ("#4d90ec", "#ff774d", "#38e58e", "#ae7db2", "#ecd529", "#aad0ff"), strict=False)),
 }  # fmt: skip
 MARKERS = "osD^vP*"
-# of seven arms each; dotted lines are reference levels
-DASHES = ("-", "--", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (9, 3)), (0, (2, 1)), (0, (9, 2, 3, 2)))
+# dash patterns, each of seven arms; dotted lines are reference levels
+DASHES = ("-", "--", "-.", (0, (6, 1, 1, 1, 1, 1)))
 
 Style = dict[str, str | float | tuple[int, tuple[int, ...]]]  # keyword arguments of matplotlib's `plot`
 
@@ -255,7 +256,6 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     if panel.log:
         axes.set_xscale("log", base=panel.log)
     axes.xaxis.set_major_formatter(lambda x, _: _tick_text(x, panel.log == 2))
-    axes.ticklabel_format(axis="y", useOffset=False)
     if panel.margin:
         axes.axhspan(-panel.margin, panel.margin, color=SHADE, zorder=0)
     if panel.zero_line:
@@ -285,8 +285,6 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     for y, text in panel.levels.items():
         axes.axhline(y, color=GREY, linestyle=":", linewidth=1)
         _write_note(axes, text, (1, y), (-4, 3), axes.get_yaxis_transform(), "right")
-    if not any(len(trace.x) for trace in panel.traces):
-        axes.text(0.5, 0.5, "nothing to draw", transform=axes.transAxes, ha="center", va="center", color=GREY)
 
 
 def _tick_text(value: float, is_binary: bool) -> str:
@@ -352,7 +350,7 @@ def _wrap_title(title: str) -> str:
 def arm_style(arm: int) -> Style:
     """Colour, marker and dashes of an arm: no two of the arms 0 to 48 have colour and marker in common."""
     round_number = arm // len(COLOURS)
-    marker, dashes = MARKERS[(arm + round_number) % 7], DASHES[round_number % len(DASHES)]
+    marker, dashes = MARKERS[(arm + round_number) % 7], DASHES[round_number % 4]
     return {"color": COLOURS[arm % 7], "marker": marker, "linestyle": dashes, "linewidth": 1.8}
 
 

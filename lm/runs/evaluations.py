@@ -181,9 +181,10 @@ CURVE = ["evaluation", "about", "task", "setting"]  # equal in the rows of one c
 def measured(evaluations: Sequence["Evaluation"]) -> pd.DataFrame:
     """The rows of evaluations as one frame, with `about` as a category, and with `FACTS` about them as columns.
 
-    More columns are `evaluation`, its number; `quantity`, `title` and `control` of the metric; `subject`, the task with
-    the options that tell it from others of its name; `logged`, whether training logs the mean of the row's point; and
-    `shape`, which is `number` without an axis, `bins` if points are ranges of the axis, else `points`.
+    More columns are `evaluation`, its number; `quantity`, `title`, `unit`, `better` and `control` of the metric;
+    `subject`, the task with the options that tell it from others of its name; `logged`, whether training logs the mean
+    of the row's point; and `shape`, which is `number` without an axis, `bins` if points are ranges of the axis, else
+    `points`.
     """
     rows = joined([evaluation.frame for evaluation in evaluations])
     rows = rows.astype({name: object for name, kind in COLUMNS.items() if kind is object})
@@ -195,7 +196,8 @@ def measured(evaluations: Sequence["Evaluation"]) -> pd.DataFrame:
     subjects = dict(zip(distinct, task_names([*distinct.values()]), strict=True))
     logged = {(code, name): metrics[code].logs(name) for code, name in set(names)}
     columns = {name: np.array([getattr(of, name) for of in evaluations], object)[numbers] for name in FACTS}
-    columns |= {name: np.array([getattr(of, name) for of in metrics], object)[codes] for name in ("quantity", "title")}
+    of_metric = ("quantity", "title", "unit", "better")
+    columns |= {name: np.array([getattr(of, name) for of in metrics], object)[codes] for name in of_metric}
     columns |= {
         "evaluation": numbers,
         "seq_len": columns["seq_len"].astype(int),
