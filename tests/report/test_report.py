@@ -7,7 +7,6 @@ import yaml
 from manifests import put
 from reported import build_run, compared, edit, write_report
 
-from lm.config.normalizers import label as normalizer_label
 from lm.errors import RunError
 from lm.report.comparison import Difference, compare_runs
 from lm.report.comparison_tables import OWN_SEEDS_NOTE, comparison_notes, comparison_tables, run_facts
@@ -151,12 +150,6 @@ def test_the_formula_is_that_of_the_options(tmp_path, normalizer, formula):
 
 
 def test_labels_tell_arms_apart(tmp_path):
-    assert (
-        normalizer_label({"name": "ssmax", "scale": "none", "bias": False, "init": "match", "n": "visible"})
-        == "ssmax (scale=none)"
-    )
-    assert normalizer_label({"name": "ssmax", "init": 1.0, "bias": True}) == "ssmax (bias=true, init=1.0)"
-    assert normalizer_label({"name": "new", "temperature": 2}) == "new (temperature=2)"
     folders = [
         build_run(tmp_path, "a"),
         build_run(tmp_path, "b", optim={"lr": 0.002}),

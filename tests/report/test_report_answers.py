@@ -1,13 +1,11 @@
 """Accuracy in reports: recall and needles, by sequence length."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 from fabricated import validation
-from folders import curves_of
 from reported import (
     answers,
     asked,
@@ -58,12 +56,6 @@ def test_answers_have_intervals_and_paired_differences_at_the_longest_sequences(
     assert "accuracy, mqar in sequences of 512" in differences[RECALL].subject
     assert differences[RECALL].note.startswith("paired by sequence, Student t over 16 sequences")
     assert differences[NEEDLE].note.startswith("paired by sequence, Student t over 10 sequences")
-    files = write_report(folders, tmp_path / "out")
-    labels = "ssmax", "mqar", "as trained"
-    of_ssmax = [row for row in files.rows if (row["arm"], row["task"], row["inference setting"]) == labels]
-    assert [row["value"] for row in of_ssmax] == ["1", "0.900", "0.800"], "seeds, and by length"
-    assert "+0.5000" in [row["value"] for row in files.rows if row["quantity"] == "difference"]
-    assert b"Accuracy" in files.html.read_bytes()
 
 
 def test_needles_by_depth_and_length_are_a_map_for_each_arm(tmp_path):
@@ -104,28 +96,18 @@ def weighed(rows: pd.DataFrame, values: list[float], weights: list[int]) -> None
     rows.loc[range(len(values)), ["value", "weight"]] = np.array([values, weights], float).T
 
 
-def with_levels(rows: pd.DataFrame, *levels: tuple[str, float], first: bool = False) -> pd.DataFrame:
-    """Rows with other reference levels, all or those of the first metric."""
-    metric = rows["about"].iloc[0]
-    return rows.assign(
-        about=[replace(about, references=levels) if about == metric or not first else about for about in rows["about"]]
-    )
-
-
-def levels(folder: Path) -> list[dict[str, float]]:
-    curves = (curve for evaluation in read_run(folder).evaluations for curve in curves_of(evaluation))
-    return [curve.references for curve in curves if curve.unit == "fraction"]
-
-
-def test_chance_is_read_with_the_answers_and_drawn(tmp_path):
+def test_chance_is_drawn(tmp_path):
     folder = build_run(tmp_path, "soft", asked={64: 0.9})
-    assert levels(folder) == [{"chance": 0.3397}, {"chance, roll-out": 0.125}, {}, {}], "one needle is no choice"
     (picture,) = [picture for picture in pictures(compared(folder)[0]) if picture.caption.startswith("Accuracy")]
     assert "chance, picking among the answers shown and not yet given" in picture.caption
-    edit(folder, "needle", lambda rows: with_levels(rows, ("chance", 0.25), first=True))
-    assert levels(folder)[2:] == [{"chance": 0.25}, {}]
+    assert [panel.levels for panel in picture.panels] == [
+        {0.3397: "chance 0.34"},
+        {0.125: "chance, roll-out 0.125"},
+        {},
+        {},
+    ]
     for kind in ("recall", "needle"):
-        edit(folder, kind, with_levels)
+        edit(folder, kind, lambda rows: rows.assign(about=[replace(of, references=()) for of in rows["about"]]))
     captions = [picture.caption for picture in pictures(compared(folder)[0])]
     assert not any(caption.startswith("Accuracy") for caption in captions), "one length without a level is no picture"
 
@@ -177,9 +159,6 @@ def test_differences_are_at_the_longest_sequences_that_both_were_asked_in(tmp_pa
     difference = compared(*folders)[1][RECALL]
     assert difference.interval.mean == pytest.approx(-0.4)
     assert "in sequences of 64" in difference.subject
-    metrics = {row["metric"]: row["value"] for row in write_report(folders, tmp_path / "out").rows}
-    assert metrics["accuracy, mqar in sequences of 64, as trained"] == "-0.4000"
-    assert not any("sequences of 512" in metric for metric in metrics)
 
 
 def test_tasks_are_named_over_all_runs(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from reported import build_run, compared, edit, pictures, write_report, write_rows
+from reported import build_run, compared, pictures, write_report, write_rows
 
 from lm.report.comparison_tables import comparison_tables, run_facts
 from lm.runs.evaluations import rows, units_frame
@@ -85,14 +85,3 @@ def test_a_made_up_kind_has_panels_for_what_is_over_an_axis(folders):
         assert [panel.title for panel in picture.panels] == [title, f"{title}: paired difference to softmax"]
     assert "Reach by depth. Bands: 95% intervals over sequences, 1 seed, each alone." in reach.caption
     assert "From position 16." in sparsity.caption
-
-
-def test_a_point_that_is_not_finite_is_said_and_has_no_interval(folders, tmp_path):
-    def spoil(rows: pd.DataFrame) -> None:
-        rows.loc[rows.index[(rows["task"] == "books") & (rows["x"] == 0)][0], "value"] = np.nan
-
-    edit(folders[1], "probe", spoil)
-    files = write_report(folders, tmp_path / "out")
-    cells = {(row["table"], row["arm"], row["quantity"]): row for row in files.rows}
-    assert cells["Reach by depth", "ssmax", "0"]["value"] == "not finite"
-    assert b"nan" not in files.csv.read_bytes()
