@@ -105,16 +105,7 @@ def test_a_part_of_one_document_is_trained_on(tmp_path: Path):
             "{name: mixture, of: [{weight: 0.5}, {weight: 0.4}]}",
             r"data\.source\.of = \[0\.5, 0\.4\]: the weights sum to 0\.9, not to 1",
         ),
-        (
-            "{name: mixture, of: [{weight: 1.5}, {weight: -0.5}]}",
-            r"data\.source\.of\[1\]\.weight = -0\.5: must be >= 0",
-        ),
         ("{name: mixture}", r"data\.source\.of = \[\]: no sources given"),
-        (
-            "{name: mixture, of: [{source: {name: mixture}}]}",
-            r"data\.source\.of\[0\]\.source\.name = 'mixture': unknown name",
-        ),
-        ("{name: mixture, of: [{source: files}]}", r"data\.source\.of\[0\]\.source\.paths = \[\]: no files given"),
         (
             "{name: mixture, of: [{source: {name: package, packages: sympy}}]}",
             r"of\[0\]\.source\.packages.*did you mean 'package'",
@@ -163,7 +154,7 @@ def mixed(tmp_path: Path) -> DataConfig:
     damaged = write_parquet(folder / "b.parquet", {"text": LETTERS}).read_bytes()
     (folder / "b.parquet").write_bytes(damaged[:200] + b"\xff" * 40 + damaged[240:-20])
     (folder / "latin.txt").write_bytes("café".encode("latin-1"))
-    (folder / "utf16.txt").write_bytes("a text".encode("utf-16"))
+    (folder / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
     rows = [json.dumps({"text": text}).encode() for text in TEXTS[25:28]]
     (folder / "rows.jsonl").write_bytes(
         b"\n".join([rows[0], b"{", rows[1], b'{"text": "caf\xe9"}', b'{"text": 3}', b"[1]", rows[2]])
@@ -179,7 +170,7 @@ def test_what_can_not_be_read_is_left_out_counted_and_listed(mixed: DataConfig):
     for place in (
         "b.parquet",
         "latin.txt: not UTF-8",
-        "utf16.txt",
+        "gone.txt: can't be read: No such file or directory; mend it, remove it, or set data.on_error=skip",
         "rows.jsonl: line 2",
         "rows.jsonl: line 4: not UTF-8",
         "line 5",
@@ -188,18 +179,6 @@ def test_what_can_not_be_read_is_left_out_counted_and_listed(mixed: DataConfig):
         assert any(place in line for line in unreadable["first"])
     assert "7 files, documents or rows unreadable, the first:" in summary(store)
     assert len([line for line in store_description(store, 0) if line.startswith("unreadable   ")]) == 7
-
-
-def test_a_link_to_nothing_is_refused_or_left_out_and_counted(tmp_path: Path):
-    folder = write_texts(tmp_path / "texts", TEXTS)
-    (folder / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
-    with pytest.raises(
-        DataError,
-        match=r"gone\.txt: can't be read: No such file or directory; mend it, remove it, or set data\.on_error=skip",
-    ):
-        prepare(files_config(folder, tmp_path))
-    store = prepare(files_config(folder, tmp_path, on_error="skip"))
-    assert (sorted(stored_texts(store)), store.manifest["unreadable"]["count"]) == (sorted(TEXTS), 1)
 
 
 def test_sequences_are_drawn_from_each_part_by_its_weight_whatever_their_sizes(tmp_path: Path):

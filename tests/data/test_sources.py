@@ -58,7 +58,7 @@ def test_no_paths_blank_ones_and_suffixes_of_other_formats_are_refused():
     ] == ["txt", ".gz", ".JSONL", ".a.b", ""]
 
 
-@pytest.mark.parametrize("separator", ["\n\n", "\r\n\r\n", ".\n"])
+@pytest.mark.parametrize("separator", ["\n\n", "\r\n\r\n"])
 def test_line_ends_of_a_separator_are_those_of_unix_and_of_windows(tmp_path: Path, separator: str):
     plain = separator.replace("\r", "").join(f"text {n}\r\nof lines\r" + "." * (n % 5000) for n in range(200))
     (tmp_path / "a.txt").write_bytes(plain.encode())
@@ -105,11 +105,6 @@ def test_compressed_json_is_json_lines_and_plain_json_if_it_is_named(tmp_path: P
     ).startswith("1 files read, 2 ignored (.csv.gz 1, .json 1); ")
     (tmp_path / "rows.json").write_text(rows)
     assert list(documents(Files([str(tmp_path / "rows.json")]))) == TEXTS
-    (tmp_path / "list.json").write_text(json.dumps([{"text": "a"}]))
-    assert "holds list, not a JSON object; write one object a line" in one_line_error(
-        Files([str(tmp_path / "list.json")])
-    )
-    assert [problem.value for problem in Files(["a"], suffixes=[".json"]).problems()] == [".json"]
 
 
 def test_empty_files_among_others_are_blank_and_compressed_ones_are_damaged(tmp_path: Path):
@@ -244,19 +239,15 @@ BAD_FILES = {
         '\ufeff{"text": "é"}'.encode("utf-16-be"),
         ["line 1: not UTF-8 at byte 0", "iconv"],
     ),
-    "late.txt": (b"x" * (1 << 20) + b"\xff", [f"not UTF-8 at byte {1 << 20}"]),
-    "cut.txt": ("é".encode()[:1], ["not UTF-8 at byte 0"]),
     "latin.jsonl": ('{"text": "a"}\n{"text": "é"}'.encode("latin-1"), ["line 2", "not UTF-8 at byte 24", "iconv"]),
     "report.pdf": (b"%PDF", ["report.pdf", ".jsonl"]),
     "packed.parquet.gz": (b"PAR1", ["can't read files of this kind"]),
     "broken.jsonl": (b'{"text": "a"}\n{"text": \n', ["line 2", "not valid JSON"]),
     "deep.jsonl": (b"[" * 200_000, ["line 1", "not valid JSON"]),
-    "list.jsonl": (b'[{"text": "a"}]', ["line 1", "list", "one object a line"]),
     "column.jsonl": (b'{"body": "a", "id": 1}', ["line 1", "no column 'text'", "body, id"]),
     "number.jsonl": (b'{"text": "a"}\n\n{"text": 5}', ["line 3", "holds int"]),
     "surrogate.jsonl": (b'{"text": "\\ud83d"}', ["line 1", "surrogate"]),
     "broken.parquet": (b"PAR1" + b"\0" * 50 + b"PAR1", ["broken.parquet", "can't be read"]),
-    "broken.txt.gz": (b"hello", ["broken.txt.gz", "can't be read"]),
     "cut.txt.gz": (gzip.compress(b"hello" * 1000)[:-9], ["can't be read", "runcated"]),
     "broken.jsonl.zst": (b"hello, world", ["can't be read"]),
     "long.txt.zst": (  # with a window of 2^31 bytes, as `zstd --long=31` makes
@@ -304,22 +295,6 @@ def test_damaged_documents_of_a_file_with_a_separator_are_left_out_alone(tmp_pat
     ]
 
 
-def test_bad_lines_are_left_out_alone_with_their_bytes(tmp_path: Path):
-    lines = [
-        b'{"text": "a"}\n',
-        b'{"text": "\xff"}\n',
-        b"{\n",
-        b'{"text": 1}\n',
-        b"[]\n",
-        b'{"body": ""}\n',
-        b'{"text": "b"}',
-    ]
-    (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
-    texts, errors = skipping(Files([str(tmp_path)]))
-    assert texts == ["a", "b"]
-    assert len(errors) == 5
-
-
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
 def test_of_a_truncated_file_what_comes_before_is_kept(tmp_path: Path, kind: str, suffix: str):
@@ -334,12 +309,6 @@ def test_of_a_truncated_file_what_comes_before_is_kept(tmp_path: Path, kind: str
     assert len("".join(texts)) > 0.5 * len("".join(ENTRIES)) - 200_000
     assert str(path) in str(error)
     assert "runcated" in str(error)
-    assert str(path) not in [os.path.realpath(link) for link in Path("/proc/self/fd").glob("*")], (
-        "closed, though the error is kept"
-    )
-    if kind == "txt":
-        texts, (error,) = skipping(Files([str(path)]))
-        assert texts == []
 
 
 def test_of_a_damaged_parquet_file_the_other_row_groups_are_kept(tmp_path: Path):

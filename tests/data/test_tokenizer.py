@@ -212,7 +212,9 @@ def test_a_tokenizer_with_dropout_is_refused(data: DataConfig, tmp_path: Path):
 
 @pytest.mark.parametrize("special", ["Document", "Ġword"])
 @pytest.mark.parametrize("as_end", [True, False])
-def test_a_special_token_that_text_becomes_is_refused(data: DataConfig, tmp_path: Path, special: str, as_end: bool):
+def test_a_special_token_that_text_becomes_is_refused(
+    data: DataConfig, tmp_path: Path, special: str, as_end: bool, monkeypatch: pytest.MonkeyPatch
+):
     spec = changed_tokenizer(tmp_path / "tokenizer.json", {"added": {"content": special, "special": True}})
     ids = json.loads(Path(spec.path).read_text())["model"]["vocab"]
     assert special in ids, "the case is none otherwise"
@@ -220,6 +222,9 @@ def test_a_special_token_that_text_becomes_is_refused(data: DataConfig, tmp_path
     with pytest.raises(DataError, match=f"the text has the special token '{special}' in it as a word") as error:
         prepare(dataclasses.replace(data, tokenizer=spec))
     assert "\n" not in str(error.value)
+    monkeypatch.setattr("lm.data.encoding.PIECE_CHARACTERS", 10)
+    store = prepare(dataclasses.replace(data, tokenizer=spec, on_error="skip", val_fraction=0.5))
+    assert set(stored_texts(store)) == {text for text in TEXTS if special.replace("Ġ", " ") not in text}
 
 
 # ---------------------------------------------------------------- long documents in pieces
@@ -245,9 +250,6 @@ def test_a_document_encoded_in_pieces_has_the_tokens_of_the_whole(monkeypatch: p
     assert (tokens.tolist(), n_documents) == ([index for ids in plain_ids for index in ids], len(texts))
     monkeypatch.setattr("lm.data.encoding.PIECE_CHARACTERS", 10)
     assert sum(len(list(split_text(text))) for text in texts) > 1_000
-    assert all("".join(split_text(text)) == text for text in texts)
-    for plain in ("word1 word2. ", "行\n", "A, b\n"):
-        assert max(map(len, split_text(plain * 100))) < 50
     monkeypatch.setattr("lm.data.encoding.BATCH_BYTES", 1_000)
     in_pieces, in_pieces_bytes, n_pieces = encoded()
     np.testing.assert_array_equal(in_pieces, tokens)
@@ -428,26 +430,18 @@ def test_a_pretrained_models_tokenizer_is_that_of_its_file_wherever_it_lies(
             "</s>",
             "someone/other: no such folder, and the hub does not give it: 404: no such model",
         ),
-        ("someone/model", "v1", "<s>", "someone/model: no token '<s>'; set data.tokenizer.end_of_text to one"),
         ("{hub}", "v1", "</s>", "is on this machine, not on the hub; set data.tokenizer.revision to null"),
         ("{hub}/..", None, "</s>", "no tokenizer there: neither tokenizer.json nor vocab.json"),
-        ("{hub}/../damaged", None, "</s>", "not a tokenizer.json of the `tokenizers` library"),
         ("{hub}/../vocabulary", None, "</s>", "its tokenizer can't be converted"),
         ("{hub}/../gpt2", None, "</s>", "no token '</s>'; set data.tokenizer.end_of_text to one"),
-        ("{hub}/../latin", None, "</s>", "not readable"),
     ],
 )
 def test_a_pretrained_model_without_a_usable_tokenizer_is_one_line(
     data: DataConfig, hub: Path, model: str, revision: str | None, end: str, expected: str
 ):
-    for name, file, content in (
-        ("damaged", "tokenizer.json", b"{"),
-        ("vocabulary", "vocab.json", b"[1]"),
-        ("latin", "tokenizer.json", b"\xff"),
-    ):
+    for name in ("vocabulary", "gpt2"):
         (hub.parent / name).mkdir()
-        (hub.parent / name / file).write_bytes(content)
-    (hub.parent / "gpt2").mkdir()
+    (hub.parent / "vocabulary" / "vocab.json").write_bytes(b"[1]")
     ByteLevelBPETokenizer().save_model(str(hub.parent / "gpt2"))
     with pytest.raises(DataError) as error:
         prepare(dataclasses.replace(data, tokenizer=PretrainedTokenizer(model.format(hub=hub), revision, end)))
