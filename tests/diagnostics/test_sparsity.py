@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm.diagnostics.attention_rows import score_moments
 from lm.diagnostics.sparsity import (
     decay_sparsity,
     exp_sparsity,
@@ -104,23 +103,3 @@ def test_sparsity_is_of_visible_keys_and_does_not_change_with_a_factor():
     )
     a = normal(5, 100).softmax(-1)
     torch.testing.assert_close(100 * of(a) ** 2, 1 / a.square().sum(-1))
-
-
-def test_moments_are_of_visible_keys():
-    scores, visible = normal(3, 1000).exp() + 50, torch.arange(1000) < 600
-    moments, visible_scores = score_moments(scores, visible), scores[:, :600]
-    standard = (visible_scores - visible_scores.mean(-1, keepdim=True)) / visible_scores.std(
-        -1, keepdim=True, correction=0
-    )
-    torch.testing.assert_close(moments.mean, visible_scores.mean(-1))
-    torch.testing.assert_close(moments.std, visible_scores.std(-1, correction=0))
-    torch.testing.assert_close(moments.skew, (standard**3).mean(-1))
-    torch.testing.assert_close(moments.excess_kurtosis, (standard**4).mean(-1) - 3)
-    assert (moments.skew > 1).all()
-    gaussian = score_moments(normal(200_000), torch.tensor(True).expand(200_000))
-    assert (gaussian.skew.abs() < 0.05, gaussian.excess_kurtosis.abs() < 0.1) == (True, True)
-    for scores in (torch.ones(8), torch.arange(8.0) * 1e-30):  # equal, or but for what a square in fp32 holds
-        equal = score_moments(scores, torch.ones(8, dtype=torch.bool))
-        assert equal.std == 0
-        assert equal.skew.isnan()
-        assert equal.excess_kurtosis.isnan()

@@ -15,19 +15,16 @@ from folders import curve, curves_of, same, series, series_measured, weights
 
 from lm.config.load import load_config
 from lm.config.model_config import ModelConfig
-from lm.config.task_config import MQAR, TEST_DIVISOR, Needle, Passkey, Task
-from lm.data.batches import IGNORED, Batch, MicroBatches, train_sequences
+from lm.config.task_config import MQAR, Needle, Task
+from lm.data.batches import IGNORED, MicroBatches, train_sequences
 from lm.data.prepare import prepare
-from lm.data.tasks import Draw, Example, Text, example, span
+from lm.data.tasks import Draw, Example, example, span
 from lm.errors import ConfigError
 from lm.evaluation import answers
 from lm.evaluation.answers import Answers, Recall, read_answers
 from lm.evaluation.held_out import Validation, validation_sequences
-from lm.model.blocks import DecodingCache
-from lm.model.cross_entropy import Head
 from lm.model.decoder import Decoder
 from lm.model.device import Device
-from lm.report.comparison import interval_of
 from lm.report.evaluation_tables import rows_of
 from lm.schema import build
 from lm.training.train import train
@@ -122,15 +119,6 @@ def test_a_roll_out_is_greedy_decoding(
     assert answers.rolled_out_hits.tolist() == np.concatenate(expected).tolist()
 
 
-def test_a_wrong_answer_stays_in_the_sequence():
-    """Answers that follow from the answer before: right under teacher forcing, lost after one mistake in a roll-out."""
-    task = MQAR(keys=4, values=4, filler=4, pairs=4, queries=4)
-    decoder = Chained(task, mistaken=2)
-    answers = read_answers(decoder, sequences(task, 24, 3), CPU)
-    assert answers.whole_answers(answers.hits).tolist() == [True, True, False, True] * 3
-    assert answers.whole_answers(answers.rolled_out_hits).tolist() == [True, True, False, False] * 3
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("task", [MQAR(pairs=8, queries=8), MQAR(pairs=8, queries=3), Needle(needles=2, distractors=3)])
 def test_chance_is_what_picking_among_the_answers_shown_gives(task: Task):
@@ -154,95 +142,6 @@ def test_chance_is_what_picking_among_the_answers_shown_gives(task: Task):
         )
     assert task.chance.teacher_forced == pytest.approx(np.mean(rights["given"]), abs=0.02)
     assert task.chance.rollout == pytest.approx(np.mean(rights["own"]), abs=0.02)
-
-
-class Knowing(torch.nn.Module):
-    """A decoder that knows the next token, but for those in `wrong` (sequence, position of the target)."""
-
-    takes_settings = False
-
-    def __init__(self, size: int, wrong: set[tuple[int, int]]):
-        super().__init__()
-        self.config = ModelConfig()
-        self.wrong, self.head, self.done = wrong, Head(size, size), 0
-        self.head.weight = torch.nn.Parameter(10 * torch.eye(size))
-
-    def hidden(self, batch: Batch, first: int = 0) -> torch.Tensor:
-        self.rows, self.said = batch.tokens, batch.targets.clone()
-        for row, position in self.wrong:
-            self.said[row, position - 1] = (self.said[row, position - 1] + 1) % self.head.weight.size(0)
-        return F.one_hot(self.said[:, first:], self.head.weight.size(0)).float()
-
-    def forward(self, tokens: torch.Tensor, cache: DecodingCache, first: int = 0) -> torch.Tensor:
-        """Says what it said in `hidden`, whatever its own answers are."""
-        start, cache.seen = cache.seen, cache.seen + tokens.size(1)
-        if not start:
-            cache.states[self] = (tokens.unsqueeze(1) == self.rows[:, : tokens.size(1)]).all(-1).int().argmax(1)
-        return F.one_hot(self.said[cache.states[self], start + first : cache.seen], self.head.weight.size(0)).float()
-
-
-class Chained(torch.nn.Module):
-    """A decoder that misses one question, and after a wrong answer in the sequence the next."""
-
-    takes_settings = False
-
-    def __init__(self, task: MQAR, mistaken: int):
-        super().__init__()
-        self.config = ModelConfig()
-        self.task, self.mistaken, self.head = task, mistaken, Head(task.vocab_size, task.vocab_size)
-        self.head.weight = torch.nn.Parameter(10 * torch.eye(task.vocab_size))
-
-    def hidden(self, batch: Batch, first: int = 0) -> torch.Tensor:
-        self.right = torch.cat((batch.tokens, batch.targets[:, -1:]), 1)  # (B, T + 1)
-        return self._said(batch.tokens, torch.arange(len(batch.tokens)))[:, first:]
-
-    def forward(self, tokens: torch.Tensor, cache: DecodingCache, first: int = 0) -> torch.Tensor:
-        start, cache.seen = cache.seen, cache.seen + tokens.size(1)
-        before = cache.states.get(self)
-        cache.states[self] = tokens if before is None else torch.cat((before, tokens), 1)
-        stored = cache.states[self]
-        rows = (stored[:, None, :10] == self.right[:, :10]).all(-1).int().argmax(1)  # told apart by their first tokens
-        return self._said(stored, rows)[:, start + first :]
-
-    def _said(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        right = self.right[rows][:, 1 : tokens.size(1) + 1]
-        spoiled = torch.zeros_like(right, dtype=torch.bool)
-        first = self.right.size(1) - 2 * self.task.queries  # of the questions: key, value by turns
-        for question in range(self.task.queries):
-            position = first + 2 * question  # of the key, where its value is predicted
-            if position >= tokens.size(1):
-                break
-            spoiled[:, position] = question == self.mistaken or (
-                tokens[:, position - 1] != self.right[rows][:, position - 1]
-            ) & (question > 0)
-        return F.one_hot(torch.where(spoiled, (right + 1) % self.task.vocab_size, right), self.task.vocab_size).float()
-
-
-def test_a_whole_answer_needs_each_of_its_tokens(tiny):
-    options = "eval.recall={tasks: [passkey], length_factors: [1], sequences: 10}"
-    config = tiny("data.seq_len=128", SYMBOLS[1], options)
-    recall, end = Recall(config, store := prepare(config.data)), 129
-    count = sum(example(Passkey(), 0, index, 128, "test", Text(store)).answers.sum() for index in range(10))
-    decoder = Knowing(store.vocab_size, {(0, end - 1), (3, end - 4), (3, end - 2)})
-    whole, tokens, _ = series_measured(recall, decoder, CPU, lambda units: None)
-    assert (whole.metric, whole.means.tolist(), tokens.means.tolist()) == ("accuracy", [0.8], [1 - 3 / count])
-    (sample,) = whole.points
-    assert sample.values.tolist() == [0, 1, 1, 0, 1, 1, 1, 1, 1, 1]
-    assert sample.weights.tolist() == [1] * 10
-    assert interval_of(whole.points[0].rows, whole.means[0]).as_list() == pytest.approx(
-        [0.8, 0.490162, 0.943318], abs=1e-5
-    )
-    assert (whole.x.tolist(), whole.task) == ([128], "passkey")
-
-
-def test_a_roll_out_stands_beside_where_a_sequence_asks_several_questions(tiny):
-    recall = Recall(config := tiny(*SYMBOLS, "eval.recall={length_factors: [1], sequences: 4}"), prepare(config.data))
-    curves = series_measured(recall, Decoder(config.model, recall.store.vocab_size, 32), CPU, lambda units: None)
-    assert [(result.metric, result.setting) for result in curves[:2]] == [
-        ("accuracy", "as trained"),
-        ("accuracy", "as trained, roll-out"),
-    ]
-    assert curves[0].points[0].weights.tolist() == [4] * 4
 
 
 def test_answers_given_the_correct_ones_and_after_ones_own_stand_under_their_names(tiny, monkeypatch):
@@ -337,16 +236,6 @@ def test_sequences_of_tasks_are_a_function_of_the_step_however_they_are_read(tin
         assert torch.equal(torch.cat([micro_batch.targets for micro_batch in micro_batches]), batch.targets)
         contents |= {sequence.numpy().tobytes() for sequence in batch.tokens}
     assert len(contents) == 8 * 256 / 32 + sum(8 for step in range(8) if sequences.length(step) == 16)
-
-
-def test_a_run_trains_on_training_sequences_alone(tiny):
-    config = tiny(RECALL.replace("values: 8", "values: 64, held_out: pairs"), SYMBOLS[1])
-    sequences = train_sequences(prepare(config.data), config)
-    for step in range(8):
-        batch = sequences.batch(step)
-        is_answer = batch.targets != IGNORED
-        keys, values = batch.tokens[is_answer], batch.targets[is_answer] - 8
-        assert ((keys + values) % TEST_DIVISOR != 0).all(), "these pairs are for test sequences"
 
 
 def test_the_loss_is_the_mean_over_the_targets(tiny, tmp_path: Path):

@@ -38,7 +38,7 @@ from lm.runs.checkpoints import load_checkpoint
 from lm.runs.loading import load
 from lm.runs.record import read_run
 from lm.statistics.intervals import Interval
-from lm.training.optimizers import make_optimizer, named_state, saved_state, state_after_swap
+from lm.training.optimizers import saved_state
 from lm.training.train import train
 
 HERE = Device(torch.device("cpu"), bf16=False)
@@ -136,23 +136,6 @@ def test_a_swap_keeps_every_weight_around_the_normalizer(tiny, start: str):
 
 
 # ---------------------------------------------------------------- the optimizer's state
-
-
-def test_the_optimizer_keeps_what_it_knows_of_untouched_parameters(tiny):
-    old, new = decoder(tiny), decoder(tiny, opt.SSMax())
-    optimizer = make_optimizer(old, tiny().optim)
-    old.loss(Batch.of(torch.randint(400, (2, 33)))).backward()
-    optimizer.step()
-    state = named_state(optimizer)
-    fresh = make_optimizer(new, tiny().optim)
-    fresh.load_state_dict({"state": state_after_swap(state)})
-    before, after = (dict(model.named_parameters()) for model in (old, new))
-    for name, parameter in after.items():
-        if is_normalizer_parameter(name):
-            assert not fresh.state[parameter]
-        else:
-            assert torch.equal(fresh.state[parameter]["exp_avg"], optimizer.state[before[name]]["exp_avg"])
-    assert state_after_swap(named_state(fresh)).keys() == state.keys()
 
 
 # ---------------------------------------------------------------- measuring a swap
@@ -446,29 +429,6 @@ def test_a_phase_changes_the_normalizer_and_nothing_else(tiny):
     assert steps == {1, 5}  # new parameters start afresh, the others go on
     means = {result.metric: result.means for result in series(swapped_run, "swap", 4)}
     assert means["KL divergence"].tolist() == [0.0] * 3
-
-
-def test_new_runs_start_from_other_weights(trained: Path, tiny, tmp_path: Path, capsys: pytest.CaptureFixture):
-    swap(trained, tmp_path / "out")
-    config = tiny(
-        "name=next",
-        "model.normalizer=ssmax",
-        f"init_from={tmp_path / 'out'}",
-        "optim.warmup_steps=0",
-        "trainer.checkpoint_every=1",
-    )
-    train(config)
-    assert "weights from" in capsys.readouterr().out
-    assert dict(curve(config.run_folder))[1] < dict(curve(trained))[1] - 0.5
-    train(
-        tiny(
-            "name=next",
-            "resume=auto",
-            "model.normalizer=ssmax",
-            f"init_from={tmp_path / 'out'}",
-            "optim.warmup_steps=0",
-        )
-    )
 
 
 def test_a_swap_to_the_same_normalizer_follows_what_was_learned(tiny, tmp_path: Path):
