@@ -41,7 +41,7 @@ def evaluate_runs(
 
     Args:
         folders: run folders and model folders; and configurations (YAML files) of a text to measure model folders on.
-        checkpoint: `last`, `best` or a step; for a single run also a path.
+        checkpoint: `last`, `best` or a step.
         overrides: changes `key=value` of keys that `lm eval` reads.
         normalizer: the normalizer of models `hf:FOLDER`, which run in transformers; length: their training length.
 

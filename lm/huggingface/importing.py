@@ -203,7 +203,7 @@ def import_model(
     origin = {**model.origin, "architecture": kind, "max_position_embeddings": positions}
     tokenizer_bytes = None if tokenizer_text is None else tokenizer_text.encode()
     tensors = dict(_parameter_values(parameters, model.tensors))
-    write_model(target, spec, tensors, tokenizer_bytes, None, origin)
+    write_model(target, spec, tensors, tokenizer_bytes, origin=origin)
     _print_summary(target, kind, spec, token_count, sum(math.prod(parameter.shape) for parameter in parameters))
     return spec
 

@@ -416,10 +416,7 @@ def arm_label(run: RunRecord) -> str:
         first_normalizer = {key: value for key, value in first_normalizer.items() if key != "init"}
     names = [
         kinds.label(first_normalizer),
-        *(
-            f"{', '.join(filter(None, (kinds.label(normalizer), changes)))} at step {step}"
-            for (step, normalizer), changes in zip(later_phases, run.phase_changes[1:], strict=True)
-        ),
+        *(f"{kinds.label(normalizer)} at step {step}" for step, normalizer in later_phases),
     ]
     if replaced_label := run.environment_entry("swap.normalizer"):
         swap_init = run.environment_entry("swap.init")

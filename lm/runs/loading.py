@@ -21,7 +21,7 @@ from lm.config.inference_config import AS_TRAINED
 from lm.config.tree import Config
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError, RunError, one_line, out_of_memory, terminal_text
-from lm.files import expand_home, file_sha256, json_bytes, new_folder
+from lm.files import expand_home, json_bytes, new_folder
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
 from lm.runs.checkpoints import load_checkpoint
@@ -32,7 +32,6 @@ from lm.runs.folder import (
     ENVIRONMENT,
     FORMAT_WITHOUT_MANIFEST,
     TOKENIZER,
-    is_own,
     read_description,
     read_environment,
     require_run,
@@ -51,15 +50,15 @@ MODEL_FORMAT = 6  # version of lm.json; FORMAT_WITHOUT_MANIFEST is read, too
 def write_model(
     out: Path,
     spec: ModelSpec,
-    tensors: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
     tokenizer: bytes | None,
-    training: dict[str, Plain] | None,
-    origin: dict[str, Plain] | None,
+    training: dict[str, Plain] | None = None,
+    origin: dict[str, Plain] | None = None,
 ) -> Path:
     """Write a model to the folder `out` atomically; returns `out`. `origin` says where an imported model came from.
 
     Args:
-        tensors: all parameters by name, on the CPU; a tied head is stored once, as the embedding.
+        weights: all parameters by name, on any device; a tied head is stored once, as the embedding.
         tokenizer: content of the model's tokenizer.json; None: the model has no text.
         training: metadata of the training run; None: the model has no training run.
 
@@ -68,7 +67,9 @@ def write_model(
     with new_folder(out) as folder:
         description = {"format": MODEL_FORMAT, "spec": to_plain(spec), "training": training, "origin": origin or {}}
         files = {DESCRIPTION: json_bytes(description)} | ({} if tokenizer is None else {TOKENIZER: tokenizer})
-        files[WEIGHTS] = safetensors.torch.save({**tensors}, {"format": "pt"})
+        names = [name for name in weights if name != "head.weight" or not spec.model.tied]
+        copies = {name: weights[name].cpu().clone() for name in names}  # safetensors refuses what layers share
+        files[WEIGHTS] = safetensors.torch.save(copies, {"format": "pt"})
         write_files(folder, files, (training or {}).get("step", 0))
     return out
 
@@ -235,23 +236,15 @@ def _folder_of_files(path: Path) -> Path:
 
 
 def find_checkpoint(folder: Path, checkpoint: str) -> Path:
-    """The path of a checkpoint of the run in `folder`; `checkpoint` is `last`, `best`, a step, or a path.
+    """The path of a checkpoint of the run in `folder`; `checkpoint` is `last`, `best` or a step.
 
-    Raises RunError: there is no such checkpoint (the message lists the saved steps), or the checkpoint belongs to
-    another run.
+    Raises RunError: there is no such checkpoint; the message lists the saved steps.
     """
-    checkpoints = folder / CHECKPOINTS
-    if checkpoint in ("last", "best"):
-        path = checkpoints / f"{checkpoint}.ckpt"
-    elif checkpoint.isdecimal():
-        path = step_path(checkpoints, int(checkpoint))
-    else:
-        path = expand_home(checkpoint)
+    is_step, checkpoints = checkpoint.isdecimal(), folder / CHECKPOINTS
+    path = step_path(checkpoints, int(checkpoint)) if is_step else checkpoints / f"{checkpoint}.ckpt"
     if not path.is_file():
         steps = ", ".join(str(step_of(path)) for path in step_paths(checkpoints)) or "none"
         raise RunError(f"{path}: no such checkpoint; steps saved in {folder}: {steps}")
-    if not is_own(folder, path) and file_sha256(path) not in {line["sha256"] for line in entries_of(folder)}:
-        raise RunError(f"{path}: not a checkpoint of {folder}: its sha256 is not in {MANIFEST} there")
     return path
 
 
@@ -264,9 +257,8 @@ def export(source: Path, checkpoint: str, out: Path) -> Path:
     """
     model = load(source, checkpoint)
     training = model.metadata if model.config else None
-    return _write_decoder(
-        model.decoder, model.spec, out, model.folder / TOKENIZER if model.tokenizer else None, training, model.origin
-    )
+    tokenizer = (model.folder / TOKENIZER).read_bytes() if model.tokenizer else None
+    return write_model(out, model.spec, model.decoder.state_dict(), tokenizer, training, model.origin)
 
 
 def save_model(
@@ -292,22 +284,5 @@ def save_model(
         reason = f"has {tokens} tokens, the model {decoder.vocab_size}"
         raise RunError(f"{tokenizer}: {reason}: give the one that it was trained with")
     check_finite(decoder.state_dict(), out)
-    return _write_decoder(decoder, ModelSpec.from_decoder(decoder, end_of_text), out, tokenizer, None, {})
-
-
-def _write_decoder(
-    decoder: Decoder,
-    spec: ModelSpec,
-    out: Path,
-    tokenizer_file: Path | None,
-    training: dict[str, Plain] | None,
-    origin: dict[str, Plain],
-) -> Path:
-    """Write a decoder as the model folder `out`, with a tied head stored once, as the embedding. Returns `out`."""
-    tensors = {
-        name: value.cpu().clone()  # safetensors refuses what layers share
-        for name, value in decoder.state_dict().items()
-        if name != "head.weight" or not spec.model.tied
-    }
-    tokenizer = tokenizer_file.read_bytes() if tokenizer_file else None
-    return write_model(out, spec, tensors, tokenizer, training, origin)
+    spec, content = ModelSpec.from_decoder(decoder, end_of_text), tokenizer.read_bytes() if tokenizer else None
+    return write_model(out, spec, decoder.state_dict(), content)

@@ -17,19 +17,14 @@ import numpy as np
 
 from lm.attention.options import yaml_scalar
 from lm.config.eval_config import EvalConfig
-from lm.config.model_config import POSITIONS
 from lm.config.tree import canonical, distinguishes_arms, recorded_per_start
 from lm.config.yaml_text import parse_yaml
-from lm.errors import RunError
 from lm.files import plain_sha256
-from lm.runs.checkpoints import load_metadata
 from lm.runs.evaluations import LOSS, UNIGRAM, UNIGRAM_BOUND, Evaluation, last_evaluations, weighted_mean
 from lm.runs.folder import (
-    CHECKPOINTS,
     CONFIG,
     DIVERGED,
     ENVIRONMENT,
-    LAST,
     METRICS,
     Curve,
     Log,
@@ -40,7 +35,7 @@ from lm.runs.folder import (
     require_run,
 )
 from lm.runs.manifest import read_file
-from lm.schema import Plain, build_named, flatten
+from lm.schema import Plain, flatten
 
 
 def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
@@ -224,20 +219,6 @@ class RunRecord:
         return [(start, phase["normalizer"]) for start, phase in zip(start_steps, phases, strict=True)]
 
     @property
-    def phase_changes(self) -> list[str]:
-        """For each training phase, what else it changes than the normalizer, in words; empty texts without phases."""
-        texts = []
-        for phase in self.config.get("phases") or [{}]:
-            position, length, factor = (phase.get(name) for name in ("position", "seq_len", "lr_factor"))
-            words = [
-                build_named(POSITIONS, position, "position").label if position else "",
-                f"sequences of {length:,} tokens" if length else "",
-                f"rates x {factor:g}" if factor else "",
-            ]
-            texts.append(", ".join(filter(None, words)))
-        return texts
-
-    @property
     def seeds(self) -> tuple[int, ...]:
         """Seeds of the runs that trained the initial weights, then the run's own seeds. Runs of two arms with equal
         seeds are paired.
@@ -307,11 +288,7 @@ def read_run(
     folder = Path(folder)
     require_run(folder, CONFIG, ENVIRONMENT)
     config, environment = parse_yaml(read_file(folder, CONFIG), CONFIG), read_environment(folder)
-    log, checkpoint = log or read_metrics(folder / METRICS), folder / CHECKPOINTS / LAST
-    # the manifest would say so, too, but its sha256 of a large file takes seconds
-    run_id = load_metadata(checkpoint).get("wandb_id") if checkpoint.is_file() else None
-    if run_id and environment.get("wandb_id") not in (None, run_id):
-        raise RunError(f"{checkpoint}: is a checkpoint of another run than {folder / ENVIRONMENT}; bring it back")
+    log = log or read_metrics(folder / METRICS)
     if log.content is not None:
         check_log(folder, log.content)
     differences = differing_settings(environment)

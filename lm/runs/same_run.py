@@ -78,24 +78,11 @@ def _phase_problems(config: Config, training_config: Config, phase: int, step: i
                 "init_from=OUT in a run of another name"
             )
             problems.append(Problem(f"{setting}.normalizer", planned.normalizer.label(), reason, remedy))
-        new, old = (
-            {
-                "position": side.model_in(index).position,
-                "seq_len": side.in_phase(index).data.seq_len,
-                "lr_factor": side.plan[index].lr_factor,
-                "warmup_steps": side.plan[index].warmup_steps,
-            }
-            for side in (config, training_config)
-        )
+        new, old = (to_plain(phase, whole=True) for phase in (planned, trained))
         problems += [
-            Problem(
-                f"{setting}.{name}",
-                getattr(value, "label", value),
-                f"the checkpoint was trained with {getattr(old[name], 'label', old[name])}",
-            )
-            for name, value in new.items()
-            # position and length of the first phase are compared as keys of model and data
-            if value != old[name] and (index or name not in ("position", "seq_len"))
+            Problem(f"{setting}.{name}", new[name], f"the checkpoint was trained with {as_written(old[name])}")
+            for name in ("position", "seq_len", "lr_factor", "warmup_steps")
+            if new[name] != old[name]
         ]
         end, trained_end = config.phase_ends[index], training_config.phase_ends[index]
         if step < config.trainer.max_steps and (end < step if index == phase else end != trained_end):

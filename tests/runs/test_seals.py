@@ -276,8 +276,7 @@ def test_what_was_measured_by_other_code_is_measured_again(tmp_path, monkeypatch
         load_config([str(ROOT / "tests" / "tiny.yaml"), "data.source.paths=[.]"]), SimpleNamespace(fingerprint="data")
     )
     device = Device(torch.device("cpu"), False)
-    facts = {"code": probe.code, "options": {}, "data_fingerprint": "data", "precision": "32"}
-    evaluation = replace(evaluation_of(EMPTY, "long_context", weights="w"), **facts)
+    evaluation = replace(evaluation_of(EMPTY, "long_context", weights="w"), **probe.facts("w", device))
     probe.write(tmp_path, evaluation)
     assert probe.cached(tmp_path, "w", device, 8).code == {"lm": measuring_code()}
     monkeypatch.setattr("lm.evaluation.evaluation_kind.measuring_code", lambda: "other")

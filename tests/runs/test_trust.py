@@ -213,13 +213,9 @@ def test_a_checkpoint_is_read_by_torch_alone(run: Path):
     assert same(content["state_dict"], lm.load(run).decoder.state_dict())
 
 
-def test_a_checkpoint_outside_a_run_folder_is_read_and_is_one_of_its_run_by_the_manifest(run: Path, tmp_path: Path):
+def test_a_checkpoint_outside_a_run_folder_is_read(run: Path, tmp_path: Path):
     kept = shutil.copy(run / "checkpoints" / "step-000002.ckpt", tmp_path / "kept.ckpt")
     assert lm.load(kept).metadata["step"] == 2
-    (result,) = evaluate_runs([run], str(kept))
-    assert result.evaluation.step == 2
-    with pytest.raises(RunError, match=r"kept\.ckpt: not a checkpoint of .*/b: its sha256 is not in manifest\.jsonl"):
-        evaluate_runs([run.parent / "b"], str(kept))
 
 
 def test_an_export_of_lm_0_11_is_read(run: Path, capsys: pytest.CaptureFixture):
