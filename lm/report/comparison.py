@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -411,13 +411,11 @@ def arm_label(run: RunRecord) -> str:
 
     Phases read `softmax -> ssmax at step 175`.
     """
-    (_, first_normalizer), *later_phases = run.phases
+    (_, first_normalizer), *_ = run.phases
     if run.config.get("init_from"):  # the weights that the run started from have replaced the initial values
         first_normalizer = {key: value for key, value in first_normalizer.items() if key != "init"}
-    names = [
-        kinds.label(first_normalizer),
-        *(f"{kinds.label(normalizer)} at step {step}" for step, normalizer in later_phases),
-    ]
+    changes = [(step, after) for (_, before), (step, after) in pairwise(run.phases) if after != before]
+    names = [kinds.label(first_normalizer), *(f"{kinds.label(after)} at step {step}" for step, after in changes)]
     if replaced_label := run.environment_entry("swap.normalizer"):
         swap_init = run.environment_entry("swap.init")
         names = [f"{replaced_label}", f"{names[0]} after training{f' (init {swap_init})' if swap_init else ''}"]
