@@ -300,10 +300,12 @@ class LmModel(LmPreTrainedModel):
         """Hidden states (B, T, C) of tokens (B, T), after the last norm.
 
         Args:
-            attention_mask: (B, S), 0 for padding, any other number for a token; or a mask for each type of layer, which
-                generation makes for a cache of fixed size.
+            attention_mask: (B, S), 0 for padding, any other number for a token; (B, 1, T, S), causal over whole
+                documents; or a mask for each type of layer, which generation makes for a cache of fixed size.
             position_ids: (1, T) or (B, T), 0-based in each document; None: counted from `attention_mask` and the cached
                 tokens.
+
+        Raises ValueError for a mask (B, 1, T, S) with gaps, a prefix or a bias, or beside layers with a window.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -315,8 +317,14 @@ class LmModel(LmPreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         cached_length = past_key_values.get_seq_length() if past_key_values is not None else 0
-        documents = None
-        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+        documents = mask_layout = None
+        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
+            if self.config.sliding_window is not None:
+                reason = "a mask (B, 1, T, S) takes the windows from layers that have one"
+                raise ValueError(f"{reason}: give attention_mask (B, S), or a mask for each type of layer")
+            mask_layout = AttentionLayout.from_mask(attention_mask, int(cached_length), x.size(1), x.device)
+            position_ids = mask_layout.positions if position_ids is None else position_ids
+        elif isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
             if position_ids is None:
                 position_ids = ((attention_mask != 0).cumsum(-1) - 1).clamp(min=0)[
                     :, cached_length : cached_length + x.size(1)
@@ -344,7 +352,9 @@ class LmModel(LmPreTrainedModel):
         if use_cache if use_cache is not None else getattr(self.config, "use_cache", True) and not self.training:
             past_key_values = DynamicCache(config=self.config) if past_key_values is None else past_key_values
         layout = AttentionLayout(position_ids, position_ids, position_ids[:, -1:] + 1, causal=False)
-        if not self.is_softmax:  # other normalizers take the mask from the layout
+        if mask_layout is not None:
+            layout = mask_layout
+        elif not self.is_softmax:  # other normalizers take the mask from the layout
             layout = AttentionLayout.from_mask(masks[FULL], int(cached_length), x.size(1), x.device)
         x = self.embedding_norm(x)
         if self.position is not None:

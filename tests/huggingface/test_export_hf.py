@@ -271,6 +271,13 @@ def test_code_of_its_own_computes_our_logits_whole_packed_padded_and_cached(case
         near(model(sample).logits, logits)
         for mask in (None, torch.ones_like(sample), (positions == 0).cumsum(-1)):  # the last numbers documents
             near(model(sample, position_ids=positions, attention_mask=mask).logits, packed)
+        visible = (positions == 0).cumsum(-1)[:, :, None] == (positions == 0).cumsum(-1)[:, None]
+        own_mask = {"attention_mask": visible[:, None].tril()}
+        if model.config.sliding_window is None:
+            near(model(sample, **own_mask).logits, packed)
+        else:
+            with pytest.raises(ValueError, match="takes the windows from layers that have one"):
+                model(sample, **own_mask)
         near(model(sample, attention_mask=padding).logits[0, 30:], unpadded)
         out = model(sample[:, :60], use_cache=True)
         parts = [out.logits]
