@@ -35,10 +35,6 @@ class Interval:
         """
         return bool(np.isfinite([self.low, self.high]).all() and self.low < self.high)
 
-    def picture_values(self) -> list[float]:
-        """The interval as pictures draw it, [mean, low, high]; [mean, mean, mean] if it is not `bounded`."""
-        return self.as_list() if self.bounded else [self.mean] * 3
-
     def as_list(self) -> list[float]:
         """The interval as result files hold it, [mean, low, high]."""
         return [self.mean, self.low, self.high]
@@ -240,33 +236,22 @@ def bounded_ends(values: np.ndarray, low: float, high: float, tail: float) -> tu
 
 
 def _upper_end(values: np.ndarray, high: float, tail: float) -> np.ndarray:
-    """The upper ends of `bounded_ends`, by false position (Illinois)."""
-    below, above = values.mean(-1), np.full(values.shape[:-1], float(high))
-    values, power = np.sort(np.concatenate([values, above[..., None]], axis=-1)), 1 / values.shape[-1]
+    """The upper ends of `bounded_ends`."""
+    from scipy.optimize.elementwise import find_root  # imported here as in `Estimate.half_width`
 
-    def excess(end: np.ndarray) -> np.ndarray:
+    *shape, count = values.shape
+    means, power = values.mean(-1).ravel(), 1 / (count + 1)
+    rows = np.sort(np.concatenate([values, np.full((*shape, 1), float(high))], axis=-1)).reshape(-1, count + 1)
+
+    def excess(end: np.ndarray, row: np.ndarray) -> np.ndarray:
         """The n-th root of an end's tail, which is linear in the end where values agree, above that of `tail`."""
-        residuals = values - end[..., None]
+        residuals = rows[row] - end[:, None]
         positive, negative = np.maximum(residuals, 0), np.maximum(-residuals, 0)
-        first = positive[..., positive.shape[-1] - (positive > 0).sum(-1).max() :]
-        return _probability_of_more(first, negative[..., : (negative > 0).sum(-1).max()]) ** power - tail**power
+        first = positive[:, positive.shape[1] - (positive > 0).sum(1).max() :]
+        return _probability_of_more(first, negative[:, : (negative > 0).sum(1).max()]) ** power - tail**power
 
-    excess_below, excess_above = excess(below), np.full(above.shape, -(tail**power))
-    was_below = None
-    for _ in range(12):
-        slope = excess_below - excess_above
-        middle = np.divide(above * excess_below - below * excess_above, slope, out=np.array(below), where=slope > 0)
-        found = excess(middle)
-        is_below = found > 0
-        stays = (
-            1.0 if was_below is None else np.where(is_below == was_below, 0.5, 1.0)
-        )  # that neither end stays for ever
-        excess_above, excess_below = (
-            np.where(is_below, stays * excess_above, found),
-            np.where(is_below, found, stays * excess_below),
-        )
-        below, above, was_below = np.where(is_below, middle, below), np.where(is_below, above, middle), is_below
-    return middle
+    ends = find_root(excess, (means, np.full(len(means), float(high))), args=(np.arange(len(means)),)).x
+    return np.where(means < high, ends, means).reshape(shape)
 
 
 def _probability_of_more(first: np.ndarray, second: np.ndarray) -> np.ndarray:

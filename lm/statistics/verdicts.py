@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 from scipy.optimize import brentq
-from scipy.special import chdtri, nctdtr, ndtri, stdtrit
+from scipy.special import chdtri, nctdtr, stdtrit
 
 from lm.statistics.intervals import ALPHA, Estimate, Interval, bounded_ends, over_seeds, welch
 from lm.statistics.joint import MAX_CORRELATION, Family, mean_correlation
@@ -528,25 +528,13 @@ def seeds_needed(spread: float, difference: float, alpha: float = ALPHA, arms: f
 
     Arguments are those of `power`; of unpaired runs, it is the number of seeds of each arm.
     """
-    # The square of `root` is the number of seeds of a test that knows the spread, and so needs fewer.
-    root = _normal_quantiles(alpha) * spread / abs(difference) if difference else math.inf
-    candidates = range(max(MIN_SEEDS, math.floor(min(root, MAX_SEEDS) ** 2)), MAX_SEEDS + 1)
     effect = abs(difference) / spread if spread and arms == 1 else 0.0
 
     def suffices(seeds: int) -> bool:
-        if effect:
+        if effect:  # numbers of seeds that arms of a table share
             return _smallest_effect(seeds, alpha, arms) <= effect
         return power(seeds, spread, difference, alpha, arms) >= POWER
 
-    width = 4  # few numbers are tried, as the first candidate is near
-    while width < len(candidates) and not suffices(candidates[width - 1]):
-        width *= 2
-    index = bisect_left(
-        candidates, True, lo=width // 2 if width > 4 else 0, hi=min(width, len(candidates)), key=suffices
-    )
-    return candidates[index] if index < len(candidates) else None
-
-
-@lru_cache
-def _normal_quantiles(alpha: float) -> float:
-    return float(ndtri(1 - alpha / 2) + ndtri(POWER))
+    counts = range(MIN_SEEDS, MAX_SEEDS + 1)
+    index = bisect_left(counts, True, key=suffices)
+    return counts[index] if index < len(counts) else None
