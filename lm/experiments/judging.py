@@ -450,8 +450,6 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
     columns += column(
         "p", [f"{verdict.p:.2g}" if verdict and verdict.seeds else None for verdict in verdicts], "adjusted"
     )
-    exact_p = [None if verdict is None or verdict.p_exact is None else f"{verdict.p_exact:.2g}" for verdict in verdicts]
-    columns += column("p of the sign-flip test", exact_p, "adjusted")
     return Table("Summary", "", tuple(columns))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from lm.config.tree import effect_of
 from lm.experiments.experiment import Experiment
-from lm.experiments.judging import FINISHED, Judgement, summary_table
+from lm.experiments.judging import DIVERGED, FINISHED, Judgement, summary_table
 from lm.experiments.loop import failures
 from lm.experiments.noise import experiment_noise
 from lm.experiments.procedure import Procedure
@@ -23,9 +23,7 @@ from lm.report.tables import DIFFERENCE, Column, FilledColumn, Table, numeral, s
 from lm.runs.evaluations import json_value
 from lm.schema import Plain
 from lm.statistics.intervals import Interval, trend
-from lm.statistics.tuning import EXTENSIONS
 
-MAX_NAMES = 8  # largest number of runs that a sentence names
 BASIS_NOTE = (
     "All at the last step, on the report text. A mean is over the seeds that all arms have "
     "finished, a difference over all that its two arms have finished. The interval on other text of the kind covers "
@@ -175,35 +173,16 @@ def _family_words(experiment: Experiment) -> str:
 
 
 def _caveats(procedure: Procedure) -> list[str]:
-    """List what a reader must know beside the numbers: unfinished, diverged and failed runs, ongoing tuning, arms
-    without a rate, notes.
-    """
+    """List what a reader must know beside the verdicts: runs that diverged or failed, and notes."""
     experiment, caveats = procedure.experiment, []
     for size in experiment.sizes:
-        prefix, choice, tuning_runs = f"{size}: " if size else "", procedure.choice(size), procedure.tuning_runs(size)
-        values = tuning_runs[experiment.choice_metric]
-        diverged = tuning_runs[np.isinf(values)][["arm", "rate", "seed"]].itertuples(index=False)
-        if names := _join_names([f"{arm} at {rate:g} seed {seed}" for arm, rate, seed in diverged]):
-            caveats.append(f"{prefix}tuning runs that diverged: {names}")
-        if choice.rates is None:
-            progress = f"{values.notna().sum()} of the {len(values)} tuning runs known so far have ended"
-            words = "arms that start from others have no final runs yet" if choice.crossed else "no final runs yet"
-            words = words if choice.settled else "final runs at the rates of several arms have not all ended"
-            caveats.append(f"{prefix}tuning goes on: {progress}; {words}")
-            continue
-        if edge_names := _join_names([arm.name for arm in experiment.arms if arm.name not in choice.rates]):
-            reason = "the best is at an edge of a grid that may not grow again, or every rate diverged"
-            caveats.append(f"{prefix}no rate for {edge_names}: {reason}")
-        final = procedure.final_runs(size)
-        names = {
-            state: [f"{run.arm} seed {run.seed}" for run in final if run.outcome.state == state]
-            for state in ("unfinished", "diverged")
-        }
-        if unfinished := names["unfinished"]:
-            listed = f": {_join_names(unfinished)}" if len(unfinished) <= MAX_NAMES else ""
-            caveats.append(f"{prefix}{len(unfinished)} of {len(final)} final runs have not ended{listed}")
-        if names["diverged"]:
-            caveats.append(f"{prefix}diverged, counted and in no mean: {_join_names(names['diverged'])}")
+        prefix, tuning_runs = f"{size}: " if size else "", procedure.tuning_runs(size)
+        diverged = tuning_runs[np.isinf(tuning_runs[experiment.choice_metric])]
+        names = [f"{run.arm} at {run.rate:g} seed {run.seed}" for run in diverged.itertuples()]
+        caveats += [f"{prefix}tuning runs that diverged: {_join_names(names)}"] * bool(names)
+        final_runs = [run for run in procedure.final_runs(size) if run.outcome.state == DIVERGED]
+        names = [f"{run.arm} seed {run.seed}" for run in final_runs]
+        caveats += [f"{prefix}diverged, counted and in no mean: {_join_names(names)}"] * bool(names)
     caveats += [f"failed: {run.stage} run {run.label}: {failure}" for run, failure in failures(procedure)]
     return caveats + procedure.notes()
 
@@ -215,16 +194,14 @@ def _tuning_words(procedure: Procedure, size: str) -> str | None:
     experiment, tuning_runs, choice = procedure.experiment, procedure.tuning_runs(size), procedure.choice(size)
     if not len(tuning_runs) or not choice.rates_of_final_runs:
         return None
-    tune, extension = experiment.tune, f"a best rate at an edge extends the grid, at most {EXTENSIONS} times"
     seeds = ", ".join(map(str, sorted({*tuning_runs["seed"]})))
     rates = ", ".join(f"{rate:g}" for rate in sorted({*tuning_runs["rate"]}))
-    origin = f"from {tune.table}" if tune.table else f"planned: {', '.join(map('{:g}'.format, tune.grid))}; {extension}"
     extremum = "lowest" if experiment.cost(1.0) > 0 else "highest"
     choices = ", ".join(f"{arm} {arm_rates[0]:g}" for arm, arm_rates in choice.rates_of_final_runs.items())
     metric = f"{experiment.choice_metric} ({experiment.data_words(experiment.choice_metric, 'selection')})"
     return (
-        f"{tune.key} was chosen for each arm by the {extremum} mean {metric} over seeds {seeds} at {rates} "
-        f"({origin}): {choices}."
+        f"{experiment.tune.key} was chosen for each arm by the {extremum} mean {metric} over seeds {seeds} at {rates}: "
+        f"{choices}."
     )
 
 
