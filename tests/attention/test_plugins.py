@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -208,6 +209,16 @@ def test_a_name_that_is_no_normalizer_is_refused_in_one_line(powers: Path, argum
     with pytest.raises(ConfigError, match=said) as error:
         load_config([*arguments, f"model.normalizer={{name: '{name}'}}"])
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_installed_entry_points_are_read_once(arguments: list[str], monkeypatch: pytest.MonkeyPatch):
+    """Reading them takes 10 ms, and each unknown name of a list looks for them."""
+    reads, read = [], metadata.entry_points
+    monkeypatch.setattr(metadata, "entry_points", lambda group: reads.append(group) or read(group=group))
+    monkeypatch.setattr(PLUGINS, "_entry_points", None)
+    with pytest.raises(ConfigError, match="unknown name"):
+        load_config([*arguments, "model.normalizer=[unknown1, unknown2, unknown3]"])
+    assert len(reads) == 1
 
 
 @pytest.mark.parametrize(

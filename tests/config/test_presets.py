@@ -100,6 +100,7 @@ def test_every_preset_is_listed_and_can_be_named(tmp_path, monkeypatch):
     assert all(listed.values()), "the comment at the top of each file says what it is"
     lines = command("configs", COLUMNS="").stdout.splitlines()
     assert [line.split(maxsplit=1)[1] for line in lines] == [*listed.values()], "a pipe gets whole descriptions"
+    assert command("configs", "ssmax").stdout.endswith((ROOT / "configs" / "ssmax.yaml").read_text())
     for name in listed:
         experiment = name.startswith("experiments/")
         assert presets.find(name, "experiments" if experiment else "").is_file()

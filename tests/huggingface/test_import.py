@@ -107,6 +107,8 @@ OTHERS: dict[str, tuple[str, dict]] = {
     "biases of attention alone": ("llama", LLAMA_SIZES | {"attention_bias": True,
         "rope_parameters": YARN | {"attention_factor": 1.2}}),
     "biases of the mlp alone": ("llama", LLAMA_SIZES | {"mlp_bias": True}),
+    "fields that change no logits": ("llama", LLAMA_SIZES | {"unsloth_fixed": True, "unsloth_version": "2026.11",
+        "use_flash_attn": False, "rope_traditional": False, "logit_scale": None}),
     "yarn as deepseek writes it": ("llama", LLAMA_SIZES | {
         "rope_parameters": YARN | {"factor": None, "mscale": 1.0, "mscale_all_dim": 1.0, "finetuned": True}}),
     "two scales of yarn": ("llama", LLAMA_SIZES | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}}),
