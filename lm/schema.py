@@ -15,10 +15,7 @@ from dataclasses import fields as declared_fields
 
 from lm.attention.options import key as key
 from lm.errors import ConfigError, Problem, Unavailable, suggest
-from lm.plain import Plain as Plain
-from lm.plain import convert, is_block, items, join_path, single_values, type_name
-from lm.plain import flatten as flatten
-from lm.plain import to_plain as to_plain
+from lm.plain import Plain, convert, flatten, is_block, items, join_path, single_values, to_plain, type_name  # noqa: F401
 from lm.removed_keys import removed_defaults
 
 # {bound of a number, or of each number in a list or map: (sign, test)}
@@ -107,9 +104,8 @@ def effect(schema: type, path: str) -> Effect | None:
 
 
 def build(schema: type, data: Plain, path: str, problems: list[Problem], choices: Blocks | None = None):
-    """Return an instance of `schema` made from plain `data` at `path`; append what is wrong to `problems`.
-
-    choices: the {name: dataclass} from which the block's name selected `schema`, for advice on unknown keys.
+    """Return an instance of `schema` made from plain `data` at `path`; append what is wrong to `problems`. For advice,
+    `choices` are the {name: dataclass} from which the block's name selected `schema`.
     """
     specs, values = {spec.name: spec for spec in fields(schema)}, {}
     if not isinstance(data, Mapping):
@@ -171,9 +167,8 @@ def _field_value(spec: Field, value: Plain, path: str, problems: list[Problem]):
     if blocks:
         return None if value is default is None else _block(blocks, default, value, path, problems)
     if (result := convert(spec.type, value)) is MISSING:
-        return refuse(
-            f"must be {type_name(spec.type)}", f"quote it in the YAML ({spec.metadata['help']})" * (spec.type is str)
-        )
+        remedy = f"quote it in the YAML ({spec.metadata['help']})" * (spec.type is str)
+        return refuse(f"must be {type_name(spec.type)}", remedy)
     limits, numbers = spec.metadata["limits"], [item for item in single_values(result) if type(item) in (int, float)]
     if not all(BOUNDS[name][1](number, limit) for name, limit in limits.items() for number in numbers):
         return refuse(f"must be {limits_text(limits)}")

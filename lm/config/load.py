@@ -91,28 +91,18 @@ def _batch_problems(config: Config) -> Iterator[Problem]:
 
 
 def check_steps(config: Config) -> Iterator[Problem]:
-    """Yield problems of phases that need more steps than the run has."""
-    steps, phases, phase_ends = config.trainer.max_steps, config.phases, config.phase_ends
-    for index, phase in enumerate(phases):
-        path, start = f"phases[{index}]", phase_ends[index - 1] if index else 0
-        if index and phase.until <= phases[index - 1].until:
-            continue  # `check_phases` reports it
-        if phase_ends[index] <= start:
-            reason = f"leaves the phase no step of trainer.max_steps = {steps}"
-            yield Problem(f"{path}.until", phase.until, reason, "raise it, or train for more steps")
-        elif phase.warmup_steps > phase_ends[index] - start:
-            reason = f"is more than the {phase_ends[index] - start} steps of the phase"
-            yield Problem(f"{path}.warmup_steps", phase.warmup_steps, reason, "lower it")
+    """Yield a problem for each phase without a step."""
+    for index, (start, end) in enumerate(pairwise([0, *config.phase_ends])):
+        if end <= start:
+            path, steps = f"phases[{index}].until", config.trainer.max_steps
+            reason = f"leaves the phase no step after step {start} of trainer.max_steps = {steps}"
+            yield Problem(path, config.plan[index].until, reason, "raise it, or train for more steps")
 
 
 def check_phases(config: Config) -> Iterator[Problem]:
     phases = config.phases
     if not phases:
         return
-    for index, (old_phase, phase) in enumerate(pairwise(phases)):
-        if phase.until <= old_phase.until:
-            reason = f"is not after phases[{index}].until = {old_phase.until}"
-            yield Problem(f"phases[{index + 1}].until", phase.until, reason, "raise it")
     if phases[-1].until != 1:
         path = f"phases[{len(phases) - 1}].until"
         yield Problem(path, phases[-1].until, "the last phase must end at 1", "set it to 1")
