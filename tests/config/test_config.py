@@ -96,13 +96,6 @@ def test_a_value_of_three_question_marks_must_be_given_whatever_the_key(tmp_path
     assert {"data.source.paths[0]", "data.tasks[0].task.name"} <= {problem.path for problem in error.value.problems}
 
 
-def test_a_text_in_place_of_a_block_without_a_name_is_refused_by_the_key_that_was_given():
-    messages = problems(
-        "data.seq_len=32", "data=my/corpus", "optim.groups.head={lr_factor: 2}", "optim.groups.head=large"
-    )
-    assert messages.keys() == {"data", "optim.groups.head"}
-
-
 @pytest.mark.parametrize(
     ("override", "path"),
     [
@@ -157,13 +150,6 @@ def test_a_command_line_has_no_comments(text: str):
     assert load_config(["softmax", f"data.root={text}"]).data.root == text.strip(" '")
     with pytest.raises(ConfigError, match=r"optim\.lr = '0\.1 #3': must be a number"):
         load_config(["softmax", "optim.lr=0.1 #3"])
-
-
-def test_needles_leave_room_for_what_is_read_after_them_before_learned_positions_end():
-    learned = "name=x", "model.position=learned", "eval.long_context.length_factor=0", "data.seq_len=256"
-    said = problems(*learned, "eval.needle.length_factors=[1]")["eval.needle.length_factors"]
-    assert "learned positions end at the training length, and 7 tokens after the sequence are read" in said
-    assert load_config([*learned, "eval.needle.length_factors=[0.97]"])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """What a process may use of its machine, and what it has used."""
 
-import gc
 import os
 import signal
 import subprocess
@@ -11,7 +10,7 @@ from conftest import ROOT
 from folders import alive
 
 import lm
-from lm.machine import start_child, threads_per_process, usable_cores, without_garbage_collection
+from lm.machine import start_child, threads_per_process, usable_cores
 
 
 def test_cores_are_those_that_the_process_may_use(monkeypatch):
@@ -70,14 +69,6 @@ def test_a_child_is_stopped_when_its_parent_is_killed_before_or_after_it_begins(
     )
     command = [sys.executable, "-c", print_environment]
     assert start_child(command, subprocess.PIPE, None).communicate()[0] == b"False\n"
-
-
-def test_the_collector_of_cycles_rests_during_imports_and_is_afterwards_as_before():
-    with without_garbage_collection():
-        with pytest.raises(ImportError), without_garbage_collection():
-            raise ImportError
-        assert not gc.isenabled(), "the inner one turns it on"
-    assert gc.isenabled()
 
 
 INHERITED = """

@@ -92,20 +92,6 @@ def test_a_prompt_that_the_model_has_no_token_for_is_refused(monkeypatch):
         list(generate_text(Path(), "last", "1 hello 2", 3, Sampling()))
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        *((name, "9" * 30) for name in ("--max-new-tokens", "--top-k", "--seed")),
-        ("--temperature", "-1"),
-        ("--top-p", "2"),
-    ],
-)
-def test_an_option_of_generate_that_no_sampling_has_is_an_error_of_one_line(option: str, value: str):
-    result = lm("generate", "nowhere", f"{option}={value}")
-    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
-    assert result.stderr.startswith(f"error: invalid value for '{option}'")
-
-
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_generated_control_characters_reach_a_file_and_no_terminal(monkeypatch, is_terminal: bool):
     stream = io.StringIO()

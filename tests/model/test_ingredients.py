@@ -241,21 +241,6 @@ def test_differential_attention_starts_with_drawn_vectors_that_no_optimizer_take
     assert len(model(differential=True, normalizer=SSMax()).normalizers()[0].s) == 8
 
 
-def test_embeddings_of_values_are_parameters_of_the_embedding_and_cost_no_products():
-    plain, first, embedding = (model(n_kv_head=2, value_residual=kind) for kind in (None, "first_layer", "embedding"))
-    assert count_parameters(embedding)["non_embedding"] == count_parameters(plain)["non_embedding"] + 2
-    assert count_parameters(embedding)["total"] == count_parameters(plain)["total"] + 2 + 2 * V * 24
-    assert flops_per_token(embedding) == flops_per_token(plain)
-    assert flops_per_token(first) == flops_per_token(plain) + 6 * C * 24
-    groups = {
-        group["name"]: [name for name, _ in group["params"]] for group in parameter_groups(embedding, OptimConfig())
-    }
-    assert groups["embedding"] == ["embedding.weight", "value_embedding.0.weight", "value_embedding.1.weight"]
-    assert "blocks.0.attention.value_mix" in groups["vectors"]
-    spread = [float(table.weight.detach().std()) for table in embedding.value_embedding]
-    assert spread == pytest.approx([0.02 * C**0.5] * 2, rel=0.1)
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

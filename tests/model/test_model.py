@@ -374,14 +374,3 @@ def test_p_n_is_one_table_for_all_layers_and_starts_as_softmax():
     model.loss(Batch.of(tokens)).backward()
     assert abs(first.p.grad[0]) < 1e-8  # one key: nothing to weigh
     assert (first.p.grad[1:].abs() > 1e-8).all()
-
-
-def test_normalizers_drawn_anew_leave_all_other_parameters(tiny):
-    model = Decoder(tiny("model.bias=true", "model.norm=layer", "model.normalizer={name: qassmax}").model, 400, 32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(2)
-    model.initialise(3, normalizers_only=True)
-    changed_names = {name for name, parameter in model.named_parameters() if not (parameter == 2).all()}
-    assert changed_names
-    assert all(name.endswith(".hidden.weight") for name in changed_names)
