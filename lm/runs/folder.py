@@ -14,9 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lm.attention.catalogue import ENTRIES
 from lm.config.load import merge, parse
-from lm.config.normalizers import Layers
 from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, RunError, one_line, suggest
@@ -54,7 +52,7 @@ def require_run(folder: Path, *files: str) -> None:
     elif (folder / RESOLVED_FILE).is_file():
         advice = f"name runs below it, or judge all of them: lm compare {folder.resolve().name}.yaml --report-only"
         reason = f"the folder of an experiment, not of a run; {advice}"
-    elif absent_names := [name for name in files if not (folder / name).is_file()]:
+    elif absent_names := [name for name in files if not (folder / name).exists()]:
         reason = f"not a run folder: it has no {' and no '.join(absent_names)}"
     else:
         return
@@ -218,9 +216,8 @@ def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[s
     run's configuration.
 
     Shape and tokenizer are taken only from a model folder that records no training run, such as an imported model, or a
-    swap of it. The model's normalizer, if lm defines it, is the default if neither `file_keys` nor `overrides` name a
-    normalizer or phases of training. If the model has tokens that end a document (`end_tokens`), its start token is
-    added to them, as it ends the document before.
+    swap of it, and never its normalizer, whose code a configuration alone may name. If the model has tokens that end a
+    document (`end_tokens`), its start token is added to them, as it ends the document before.
 
     Raises RunError: the folder's description is damaged, or its path names a user who does not exist (`~name`).
     """
@@ -229,13 +226,6 @@ def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[s
     if not spec:
         return merge(file_keys, overrides)
     model, start, end_tokens = spec["model"], spec["end_of_text"], spec.get("end_tokens", [])
-    normalizer = model["normalizer"]
-    # A configuration may import the normalizers that it names. A model folder may not: a normalizer outside lm is not
-    # taken from it.
-    entries = normalizer["of"] if normalizer["name"] == Layers.name else [normalizer]
-    is_builtin = all(entry["name"] in ENTRIES for entry in entries)
-    has_phases = file_keys.get("phases") or overrides.get("phases")
-    default_keys = {"model": {"normalizer": normalizer}} if is_builtin and not has_phases else {}
     data_keys: dict[str, Plain] = {"seq_len": spec["seq_len"]} if model["position"]["name"] == "learned" else {}
     if (folder / TOKENIZER).is_file():
         tokenizer = {"name": "file", "path": str(folder / TOKENIZER), "end_of_text": start}
@@ -246,7 +236,7 @@ def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[s
         "model": {name: value for name, value in model.items() if name not in NON_SHAPE_KEYS},
         "data": data_keys,
     }
-    return merge(merge(merge(default_keys, file_keys), shape_keys), overrides)
+    return merge(merge(file_keys, shape_keys), overrides)
 
 
 def _untrained_spec(folder: Path) -> dict[str, Plain]:

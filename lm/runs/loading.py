@@ -27,7 +27,6 @@ from lm.model.spec import ModelSpec
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import (
     CHECKPOINTS,
-    CONFIG,
     DESCRIPTION,
     ENVIRONMENT,
     FORMAT_WITHOUT_MANIFEST,
@@ -142,9 +141,7 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> LoadedModel
     if (path / DESCRIPTION).is_file():
         return _load_model(path)
     if path.is_dir():
-        require_run(path)
-        if not (path / CHECKPOINTS).is_dir() and not (path / CONFIG).is_file():
-            raise RunError(f"{path}: neither a run folder (it has no {CONFIG}) nor a model folder (no {DESCRIPTION})")
+        require_run(path, CHECKPOINTS)
         path = find_checkpoint(path, checkpoint)
     content, folder = load_checkpoint(path), _folder_of_files(path)
     environment = read_environment(folder) if (folder / ENVIRONMENT).is_file() else {}

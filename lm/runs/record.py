@@ -2,7 +2,6 @@
 arms apart.
 """
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -67,12 +66,9 @@ def differing_settings(environment: dict[str, Plain]) -> list[str]:
     """A text for each setting that differs between a run's launch and its resumptions, such as `precision 32, from step
     500 bf16-mixed`.
     """
-    entries = starts(environment)
-    names = dict.fromkeys(name for start in entries for name in start if name not in ("step", "time", "command"))
-    differing_names = [
-        name for name in names if len({json.dumps(start[name]) for start in entries if start.get(name) is not None}) > 1
-    ]
-    return [f"{name} {start_setting(environment, name)}" for name in differing_names]
+    names = dict.fromkeys(name for start in starts(environment) for name in start)
+    settings = {name: start_setting(environment, name) for name in names if name not in ("step", "time", "command")}
+    return [f"{name} {value}" for name, value in settings.items() if ", from step " in str(value)]
 
 
 def arm_definition(config: dict[str, Plain], environment: dict[str, Plain]) -> dict[str, Plain]:
@@ -133,13 +129,8 @@ def divergence(lines: list[dict[str, Plain]], validation: Evaluation | None) -> 
         return "final val/loss is not finite"
     losses = curve(lines, "train/loss").values
     losses = losses[np.isfinite(losses)]
-    if (
-        not (reason_above_unigram := loss_above_unigram(validation))
-        or not len(losses)
-        or losses[-1] - losses.min() <= MIN_LOSS_RISE
-    ):
-        return ""
-    return f"{reason_above_unigram}, training loss rose from {losses.min():.4f} to {losses[-1]:.4f}"
+    reason, has_risen = loss_above_unigram(validation), len(losses) and losses[-1] - losses.min() > MIN_LOSS_RISE
+    return f"{reason}, training loss rose from {losses.min():.4f} to {losses[-1]:.4f}" if reason and has_risen else ""
 
 
 def has_ended(config: dict[str, Plain], evaluations: Iterable[Evaluation]) -> bool:

@@ -143,5 +143,5 @@ def test_a_run_a_checkpoint_and_an_export_give_the_same_model(tiny, tmp_path: Pa
     (tmp_path / "exported" / "model.safetensors").write_bytes(b"x")
     with pytest.raises(RunError, match=r"model.safetensors: was altered"):
         lm.load(tmp_path / "exported")
-    with pytest.raises(RunError, match="neither a run folder"):
+    with pytest.raises(RunError, match="not a run folder: it has no checkpoints"):
         lm.load(tmp_path)
