@@ -18,6 +18,7 @@ HASHED_KEYS: dict[str, object] = {
     "eval.recall.tasks[][passkey].filler": "grass",
     "eval.recall.tasks[][passkey].absent": False,
     "eval.needle.finetune": {"steps": 0},
+    "eval.diagnostics.by_position": False,
     "optim.on_nonfinite": "stop",
 }
 # {path of a key, `*` for any part of it: its default}; these keys are in no hash
@@ -40,6 +41,7 @@ REMOVED_KEYS: dict[str, object] = HASHED_KEYS | {
     "eval.*.max_seconds": None,
     "eval.*.inference[].rope[yarn].fast": 32.0,
     "eval.*.inference[].rope[yarn].slow": 1.0,
+    "eval.diagnostics.text": None,
     "eval.diagnostics.top_k": [8, 64],
     "eval.diagnostics.nearest": [16, 64],
     "eval.diagnostics.limits": {

@@ -65,6 +65,7 @@ def test_runs_of_an_earlier_version_are_gone_on_with_and_its_plan_is_unchanged(t
         ),
         (["sotu", "recipes/modern"], "c4a4fc18"),
         (["sotu", "model.position={name: rope, scaling: {name: yarn, factor: 4, original: 64}}"], "40d72aae"),
+        (["sotu", "eval.diagnostics={at: [1.0]}"], "4d7dad43"),
     ],
 )
 def test_keys_that_leave_change_no_hash(arguments: list[str], digest: str):
