@@ -35,11 +35,11 @@ class Diverged(RunError):
         self.step = step
 
 
-def one_line(error: BaseException, limit: int | None = 300) -> str:
-    """Return an exception's text on one line, cut to `limit` characters (None: uncut), or its class's name if the text
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """Return an exception's text on one line, cut to `limit` characters, or its class's name if the text
     is empty.
     """
-    return " ".join(str(error).split())[:limit] or type(error).__name__
+    return abbreviated(str(error), limit) or type(error).__name__
 
 
 def with_cause(error: BaseException, limit: int = 300) -> str:

@@ -20,8 +20,8 @@ ABANDONED_FILE_SECONDS = 86_400.0  # age at which an unfinished file counts as a
 
 
 def expand_home(path: str | os.PathLike) -> Path:
-    """Return `path` with a leading `~` or `~USER` replaced by the home folder. Raises RunError: there is no such
-    user, or it is no path.
+    """Return `path` with a leading `~` or `~USER` replaced by the home folder. Raises RunError: no such user, or no
+    path.
     """
     try:
         return Path(path).expanduser()
@@ -95,7 +95,7 @@ def write_text(path: Path, text: str) -> None:
 
 def write_new(path: Path, content: bytes) -> bool:
     """Write a file unless it exists; return whether this call has written it. If several processes call this, also on
-    machines that share the folder, exactly one writes the file. Raises RunError: the file can't be written.
+    machines that share the folder, exactly one writes the file.
     """
     try:
         with path.open("xb") as file:
@@ -103,8 +103,6 @@ def write_new(path: Path, content: bytes) -> bool:
         return True
     except FileExistsError:
         return False
-    except OSError as error:
-        raise RunError(f"{path}: can't save the file: {error.strerror}") from None
 
 
 def write_together(contents: Mapping[Path, bytes], noun: str = "the file") -> None:
@@ -120,11 +118,8 @@ def write_together(contents: Mapping[Path, bytes], noun: str = "the file") -> No
 
 def check_new(path: Path) -> None:
     """Raise RunError if `path` exists and is not an empty folder."""
-    try:
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise RunError(f"{path}: exists already; choose another")
-    except OSError as error:
-        raise RunError(f"{path}: can't make the folder: {error.strerror}") from None
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise RunError(f"{path}: exists already; choose another")
 
 
 @contextmanager
@@ -132,17 +127,14 @@ def new_folder(path: Path) -> Iterator[Path]:
     """A context that yields an empty temporary folder, which is renamed to `path` at the end, or deleted if an error
     occurs. Unfinished folders that killed processes left beside `path` a day ago are deleted, too.
 
-    Raises RunError: `path` exists and is not empty, or can't be made.
+    Raises RunError: `path` exists and is not empty, or can't be written.
     """
     check_new(path)
+    temporary_folder = new_temporary_path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary_folder = new_temporary_path(path)
         temporary_folder.mkdir()
         _delete_abandoned(temporary_folder)
-    except OSError as error:
-        raise RunError(f"{path}: can't make the folder: {error.strerror}") from None
-    try:
         yield temporary_folder
         os.replace(temporary_folder, path)
         sync_folder(path.parent)

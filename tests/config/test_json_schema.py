@@ -1,6 +1,4 @@
-"""The JSON Schema of the configuration: what it takes and refuses is what loading takes and refuses, contradictions
-between keys aside.
-"""
+"""The JSON Schema of the configuration: it takes what loading takes, and refuses wrong keys, names and values."""
 
 import json
 from pathlib import Path
