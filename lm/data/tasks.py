@@ -383,8 +383,7 @@ def check_task(task: Task, seed: int, length: int, subset: Subset, count: int, t
     """
     example(task, seed, 0, length, subset, text)
     if count > (n_distinct := task.n_distinct(length, subset)):
-        subset_name = "test" if subset == "test" else "training"
-        raise TaskError(f"{count:,} {subset_name} sequences can't all differ: there are about {n_distinct:,.0f}")
+        raise TaskError(f"{count:,} {subset} sequences can't all differ: there are about {n_distinct:,.0f}")
 
 
 def symbol_tokenizer(tasks: list[Task]) -> "Tokenizer":

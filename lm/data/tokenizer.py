@@ -67,9 +67,16 @@ def origin(spec: TokenizerOptions) -> dict[str, Plain]:
 
 
 def tokenizer_of(spec: TokenizerFile | PretrainedTokenizer) -> "Tokenizer":
-    """Load the tokenizer whose file or pretrained model `spec` names. Raises DataError if the file can't be read."""
+    """Load the tokenizer whose file or pretrained model `spec` names, as `parse_tokenizer` does. Raises DataError if
+    the file can't be read.
+    """
     source, key = (spec.path, "path") if isinstance(spec, TokenizerFile) else (spec.model, "model")
-    return _parse_named(_content(spec)[0], spec.end_of_text, source, f"data.tokenizer.{key}")
+    content = _content(spec)[0]
+    with library_errors(f"{source}: {NO_TOKENIZER}", f" (data.tokenizer.{key})"):
+        try:
+            return parse_tokenizer(content, spec.end_of_text)
+        except DataError as error:
+            raise DataError(f"{source}: {error}") from None
 
 
 def _content(spec: TokenizerFile | PretrainedTokenizer) -> tuple[bytes, str]:
@@ -78,7 +85,10 @@ def _content(spec: TokenizerFile | PretrainedTokenizer) -> tuple[bytes, str]:
     Raises DataError: there is no such file, folder or model, it has no tokenizer, or the hub can't be reached.
     """
     if isinstance(spec, TokenizerFile):
-        return _file_content(Path(spec.path)), ""
+        try:
+            return expand_home(spec.path).read_bytes(), ""
+        except OSError as error:
+            raise DataError(f"{spec.path}: can't read the tokenizer: {error.strerror} (data.tokenizer.path)") from None
     folder, commit = expand_home(spec.model), ""
     if not os.path.exists(folder):
         patterns = [TOKENIZER_FILE, *CLASS_FILES, "special_tokens_map.json", *OLDER_FILES]
@@ -87,13 +97,6 @@ def _content(spec: TokenizerFile | PretrainedTokenizer) -> tuple[bytes, str]:
     elif spec.revision:
         raise DataError(f"{folder}: is on this machine, not on the hub; set data.tokenizer.revision to null")
     return require_tokenizer_json(folder).encode(), commit
-
-
-def _file_content(path: Path) -> bytes:
-    try:
-        return expand_home(path).read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: can't read the tokenizer: {error.strerror} (data.tokenizer.path)") from None
 
 
 def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer":
@@ -132,18 +135,7 @@ def load_tokenizer(path: Path, end_of_text: str) -> "Tokenizer":
     Raises DataError: the file is missing or invalid, uses BPE dropout, has an id of `MAX_VOCAB` or above, two tokens of
     one id, or no token `end_of_text`.
     """
-    return _parse_named(_file_content(path), end_of_text, str(path), "data.tokenizer.path")
-
-
-def _parse_named(content: str | bytes, end_of_text: str, source: str, key: str) -> "Tokenizer":
-    """Make a tokenizer as `parse_tokenizer` does; errors name the `source` of its `content`, and the configuration
-    `key`.
-    """
-    with library_errors(f"{source}: {NO_TOKENIZER}", f" ({key})"):
-        try:
-            return parse_tokenizer(content, end_of_text)
-        except DataError as error:
-            raise DataError(f"{source}: {error}") from None
+    return tokenizer_of(TokenizerFile(str(path), end_of_text))
 
 
 def parse_tokenizer(content: str | bytes, end_of_text: str) -> "Tokenizer":

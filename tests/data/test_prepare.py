@@ -394,7 +394,7 @@ def test_memory_holds_a_long_document_a_few_times_at_most(tmp_path: Path, suffix
         lines = [words[:length], *(f"{number} {words[:20_000]}" for number in range(10))]
         entries = lines if suffix == "txt" else [json.dumps({"text": line}) for line in lines]
         (tmp_path / name / f"lines.{suffix}").write_text("\n".join(entries))
-    script = MEMORY.replace('{folder}"]', '{folder}"], separator="\\n"')
+    script = MEMORY if suffix == "jsonl" else MEMORY.replace('{folder}"]', '{folder}"], separator="\\n"')
     out, err = start(
         script, tmp_path, tmp_path / "stores", TOKENIZERS_PARALLELISM="false", MALLOC_ARENA_MAX="1"
     ).communicate(timeout=300)
