@@ -60,11 +60,6 @@ def top(
     """Take the options that come before any command."""
 
 
-data = typer.Typer(help="Inspect token stores. `lm prepare` makes them, from text or token ids.", no_args_is_help=True)
-data.command("inspect")(train_commands.inspect_data)
-app.add_typer(data, name="data")
-
-
 class TerminalStream:
     """A text stream whose `write` makes control characters visible (`terminal_text`); all commands print into one.
 

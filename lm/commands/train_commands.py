@@ -181,22 +181,6 @@ def prepare(arguments: Configuration) -> None:
     prepare(configuration.data, progress=True)
 
 
-def inspect_data(
-    arguments: Annotated[
-        list[str],
-        typer.Argument(metavar="STORE|CONFIG|KEY=VALUE", help="a token store, or the configuration it is built from"),
-    ],
-    samples: Annotated[int, typer.Option(help="how many documents of each source to print", min=0)] = 2,
-) -> None:
-    """Verify a token store and summarize its contents.
-
-    Compares every file with its checksum; prints counts, document lengths and samples.
-    """
-    from lm.data.inspect import inspect
-
-    inspect(arguments, samples)
-
-
 def train(arguments: Configuration, allow_plugin: AllowPlugin = None) -> None:
     """Train a model.
 

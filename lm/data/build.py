@@ -39,7 +39,7 @@ from lm.data.store import (
 from lm.data.tasks import STORE_SEED, SUBSETS, Subset, TaskError, check_task, example, symbol_tokenizer
 from lm.data.text_files import Unreadable, description
 from lm.data.token_files import Vocabulary
-from lm.data.tokenizer import load_tokenizer, origin, tokenizer_of, train_tokenizer, vocab_size
+from lm.data.tokenizer import load_tokenizer, tokenizer_of, train_tokenizer, vocab_size
 from lm.errors import DataError
 from lm.files import json_bytes, replacing, sealed, sync_folder
 from lm.progress import Progress
@@ -127,7 +127,7 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> tup
     """Write all files of a store of text except the manifest, in a folder in `folder` that is named by the documents.
     Returns this folder, and the manifest's entries that describe the files.
     """
-    tokenizer_origin, scan = origin(data.tokenizer), _scan(data, folder, progress)
+    scan = _scan(data, folder, progress)
     arrays = (scan.hashes, scan.n_bytes, scan.sources, scan.assignment)
     store = folder / blake2b(b"".join(map(np.ndarray.tobytes, arrays)), digest_size=8).hexdigest()
     store.mkdir(exist_ok=True)
@@ -152,7 +152,6 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> tup
     return store, {
         "left_out": {"blank": scan.omissions.blank, "copies": int((scan.assignment == COPY).sum())},
         "unreadable": scan.omissions.unreadable,
-        "tokenizer_origin": tokenizer_origin,
         **finish_store(store, tokenizer, data.tokenizer.end_of_text, sources),
     }
 

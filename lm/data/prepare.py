@@ -72,16 +72,6 @@ def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
     return target
 
 
-def open_prepared(data: DataConfig) -> Store:
-    """Open the token store of a configuration. Raises DataError if it was not prepared or is damaged, or a source can't
-    be read.
-    """
-    folder = _store_folder(data, _store_identity(data))
-    if not folder.exists():
-        raise DataError(f"{folder}: there is no token store of this configuration yet; make it with `lm prepare`")
-    return Store.open(folder)
-
-
 def vocab_size_of(data: DataConfig) -> int | None:
     """Return the vocabulary size of the token store, or, if no store is prepared, of the tokenizer; None if the
     tokenizer can't be read.
@@ -89,7 +79,7 @@ def vocab_size_of(data: DataConfig) -> int | None:
     if data.symbolic:
         return max(weighted.task.vocab_size for weighted in data.tasks) + 1  # plus the end-of-text token
     with suppress(DataError):
-        return open_prepared(data).vocab_size
+        return Store.open(_store_folder(data, _store_identity(data))).vocab_size
     if isinstance(data.tokenizer, TrainedTokenizer):
         return data.tokenizer.vocab_size
     with suppress(DataError):

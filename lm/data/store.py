@@ -16,7 +16,7 @@ of the sources (`Split.sources`).
 import hashlib
 import io
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -127,17 +127,17 @@ class Store:
 
     @classmethod
     def open(cls, path: Path) -> "Store":
-        """Open the store in the folder `path` and check its format, and the size and sha256 of every file.
+        """Open the store in the folder `path` and check its format, and the sha256 of every file.
 
         Hashes are cached in the parent folder (`FileHashes`), and computed again if a file's size, times or inode
-        change. `verify` always reads the files.
+        change.
 
         Raises DataError: a file is missing, truncated or altered, or the manifest does not describe it.
         """
         manifest, hashes = _read_manifest(path), FileHashes(path.parent)
         try:
             files = manifest["files"]
-            _check_files(path, files, hashes.sha256)
+            _check_files(path, files, hashes)
             byte_counts = np.load(path / TOKEN_BYTES)
             splits = [_open_split(path, name, manifest) for name in SPLITS]
             end_of_text = manifest["end_of_text"]["id"]
@@ -146,10 +146,6 @@ class Store:
             raise _damaged_error(path, f"{path / MANIFEST}: does not describe the store ({one_line(error)})") from None
         finally:
             hashes.save()
-
-    def verify(self) -> None:
-        """Read every file and check its sha256. Raises DataError if a file was altered."""
-        _check_files(self.path, self.manifest["files"], file_sha256)
 
     def tokenizer(self) -> "Tokenizer":
         return load_tokenizer(self.path / TOKENIZER, self.manifest["end_of_text"]["token"])
@@ -211,17 +207,17 @@ def _open_split(path: Path, name: str, manifest: Mapping[str, Plain]) -> Split:
     return Split(path.absolute() / name, manifest["dtype"], **options)
 
 
-def _check_files(folder: Path, files: Mapping[str, Mapping[str, Plain]], sha256: Callable[[Path], str]) -> None:
-    """Check the hashes of files, by `sha256`, in several threads. Raises DataError if a file was altered
+def _check_files(folder: Path, files: Mapping[str, Mapping[str, Plain]], hashes: FileHashes) -> None:
+    """Check the hashes of files, in several threads. Raises DataError if a file was altered
     or can't be read.
     """
 
     def check(name: str) -> None:
         try:
-            if sha256(folder / name) == files[name]["sha256"]:
+            if hashes.sha256(folder / name) == files[name]["sha256"]:
                 return
             problem = f"{folder / name}: was altered (its sha256 differs)"
-        except (OSError, DataError) as error:
+        except DataError as error:
             problem = one_line(error)
         raise _damaged_error(folder, problem)
 

@@ -56,14 +56,8 @@ def tokenizer_identity(spec: TokenizerOptions) -> dict[str, Plain]:
     if isinstance(spec, TrainedTokenizer):
         return to_plain(spec) | {"special_tokens": []}  # a key of earlier versions, whose stores are found
     key = "path" if isinstance(spec, TokenizerFile) else "sha256"
-    sha256 = hashlib.sha256(_content(spec)[0]).hexdigest()
+    sha256 = hashlib.sha256(_content(spec)).hexdigest()
     return {"name": spec.name, "end_of_text": spec.end_of_text, key: sha256}
-
-
-def origin(spec: TokenizerOptions) -> dict[str, Plain]:
-    """Return the model's name and the commit for a tokenizer that comes from the hub; {} for other tokenizers."""
-    commit = _content(spec)[1] if isinstance(spec, PretrainedTokenizer) else ""
-    return {"model": spec.model, "commit": commit} if commit else {}
 
 
 def tokenizer_of(spec: TokenizerFile | PretrainedTokenizer) -> "Tokenizer":
@@ -71,7 +65,7 @@ def tokenizer_of(spec: TokenizerFile | PretrainedTokenizer) -> "Tokenizer":
     the file can't be read.
     """
     source, key = (spec.path, "path") if isinstance(spec, TokenizerFile) else (spec.model, "model")
-    content = _content(spec)[0]
+    content = _content(spec)
     with library_errors(f"{source}: {NO_TOKENIZER}", f" (data.tokenizer.{key})"):
         try:
             return parse_tokenizer(content, spec.end_of_text)
@@ -79,24 +73,23 @@ def tokenizer_of(spec: TokenizerFile | PretrainedTokenizer) -> "Tokenizer":
             raise DataError(f"{source}: {error}") from None
 
 
-def _content(spec: TokenizerFile | PretrainedTokenizer) -> tuple[bytes, str]:
-    """Return the bytes of a tokenizer.json, and the model's commit on the hub, or "" for a local file or folder.
+def _content(spec: TokenizerFile | PretrainedTokenizer) -> bytes:
+    """Return the bytes of a tokenizer.json.
 
     Raises DataError: there is no such file, folder or model, it has no tokenizer, or the hub can't be reached.
     """
     if isinstance(spec, TokenizerFile):
         try:
-            return expand_home(spec.path).read_bytes(), ""
+            return expand_home(spec.path).read_bytes()
         except OSError as error:
             raise DataError(f"{spec.path}: can't read the tokenizer: {error.strerror} (data.tokenizer.path)") from None
-    folder, commit = expand_home(spec.model), ""
+    folder = expand_home(spec.model)
     if not os.path.exists(folder):
         patterns = [TOKENIZER_FILE, *CLASS_FILES, "special_tokens_map.json", *OLDER_FILES]
         folder = downloaded(spec.model, spec.revision, patterns, " (data.tokenizer.model)")
-        commit = folder.name
     elif spec.revision:
         raise DataError(f"{folder}: is on this machine, not on the hub; set data.tokenizer.revision to null")
-    return require_tokenizer_json(folder).encode(), commit
+    return require_tokenizer_json(folder).encode()
 
 
 def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer":

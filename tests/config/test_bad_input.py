@@ -95,7 +95,7 @@ def test_a_prompt_is_utf_8_whatever_the_locale(monkeypatch: pytest.MonkeyPatch):
     assert prompts == ["café \ufffd"]
 
 
-@pytest.mark.parametrize("command", ["report", "eval", "generate", "export", "data inspect", "config"])
+@pytest.mark.parametrize("command", ["report", "eval", "generate", "export", "config"])
 def test_a_loop_of_links_is_an_error_of_one_line(command: str, tmp_path: Path):
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
@@ -104,13 +104,13 @@ def test_a_loop_of_links_is_an_error_of_one_line(command: str, tmp_path: Path):
         tmp_path,
         lm(*command.split(), str(loop), *options),
         "loop",
-        status=2 if command in ("data inspect", "config") else 1,
+        status=2 if command == "config" else 1,
     )
 
 
 @pytest.mark.parametrize(
     "command",
-    [*([name] for name in get_command(app).commands if name != "data"), ["data", "inspect"], []],
+    [*([name] for name in get_command(app).commands), []],
     ids=" ".join,
 )
 def test_a_wrong_command_line_is_one_line(command: list[str]):

@@ -17,7 +17,6 @@ from lm.config.load import load_config
 from lm.config.task_config import Needle
 from lm.config.tree import Config
 from lm.data.batches import TrainSequences, train_sequences
-from lm.data.inspect import store_description
 from lm.data.prepare import check_sequences, prepare, summary
 from lm.data.store import Split, Store
 from lm.errors import ConfigError, DataError
@@ -178,7 +177,6 @@ def test_what_can_not_be_read_is_left_out_counted_and_listed(mixed: DataConfig):
     ):
         assert any(place in line for line in unreadable["first"])
     assert "7 files, documents or rows unreadable, the first:" in summary(store)
-    assert len([line for line in store_description(store, 0) if line.startswith("unreadable   ")]) == 7
 
 
 def test_sequences_are_drawn_from_each_part_by_its_weight_whatever_their_sizes(tmp_path: Path):
