@@ -89,6 +89,8 @@ class Split:
 
     def tokens_at(self, index: np.ndarray) -> np.ndarray:
         """Return the tokens at the indices `index`, in the shape of `index` and the store's dtype."""
+        if len(self.shard_starts) == 1:
+            return np.asarray(self.shards[0])[index]
         names, starts = [*self.shard_starts], np.array([*self.shard_starts.values()])
         shard_numbers, tokens = np.searchsorted(starts, index, "right") - 1, np.empty(index.shape, self.dtype)
         for number in np.unique(shard_numbers):
