@@ -26,7 +26,7 @@ _MISSING_VALUE = "-"  # stands for the value of a key that a run does not have
 # prefixes of the keys in which a comparison of normalizers may differ
 _NORMALIZER_PREFIXES = ("model.normalizer.", "phases", "swap.")
 SHAPES = ("number", "bins", "points")  # the order of sections in a report
-UNIT_COLUMNS = ["about", "sample", "value", "weight", "group", "until"]  # what an interval takes
+UNIT_COLUMNS = ["about", "sample", "value", "weight", "group"]  # what an interval takes
 Arms = Mapping[str, list[RunRecord]]  # an arm's runs, which differ in their seed only, in the order of seeds, by label
 
 
@@ -259,16 +259,13 @@ class ArmComparison:
         """Whether the `values` of all runs are equal (None if equal, but unrecorded for some), and the value as text,
         by arm if arms differ.
         """
-        texts: dict[str, dict[str, None]] = {}
-        arms = (label for label, runs in self.arms.items() for _ in runs)
-        for arm, value in zip(arms, values, strict=True):
-            texts.setdefault(arm, {})[plain_text(value)] = None
         recorded = {plain_text(value) for value in values if value is not None}
         agreement = False if len(recorded) > 1 else None if None in values else True
-        arm_texts = {arm: ", ".join(of_arm) for arm, of_arm in texts.items()}
-        if len(set(arm_texts.values())) == 1:
-            return agreement, next(iter(arm_texts.values()))
-        return agreement, "; ".join(f"{arm}: {text}" for arm, text in arm_texts.items())
+        texts = pd.Series(map(plain_text, values), [label for label, runs in self.arms.items() for _ in runs])
+        by_arm = texts.groupby(level=0, sort=False).agg(lambda of_arm: ", ".join(of_arm.unique()))
+        if by_arm.nunique() == 1:
+            return agreement, by_arm.iloc[0]
+        return agreement, "; ".join(f"{arm}: {text}" for arm, text in by_arm.items())
 
     def by_run(self, section: pd.DataFrame, words: Callable[[pd.DataFrame], str | None]) -> list[str | None]:
         """The `words` for the rows of each run in a section; None for a run without rows."""
@@ -285,16 +282,16 @@ class ArmComparison:
         """Name and value of a finite reference level, such as the unigram cross-entropy, of a metric measured in
         `unit`; else None.
         """
-        metrics = [about for section in self.sections for about in section["about"].unique() if about.unit == unit]
-        levels = (level for about in metrics for level in about.references)
-        return next((level for level in levels if np.isfinite(level[1])), None)
+        metrics = [about for about in self.means["about"].unique() if about.unit == unit]
+        levels = [level for about in metrics for level in about.references if np.isfinite(level[1])]
+        return next(iter(levels), None)
 
 
-def places(section: pd.DataFrame) -> list[str]:
-    """Labels of the places of a section: points in ascending order, ranges by their end divided by the training
-    length."""
-    order = dict(zip(section["place"], section["order"], strict=True))
-    return sorted(order, key=order.get)
+def places(section: pd.DataFrame) -> dict[str, float]:
+    """Labels of the places of a section, with where they start: points in ascending order, ranges by their end divided
+    by the training length."""
+    section = section.drop_duplicates("place").sort_values("order", kind="stable")
+    return dict(zip(section["place"], section["x"], strict=True))
 
 
 def training_lengths(section: pd.DataFrame) -> list[int]:
@@ -428,16 +425,19 @@ def _config_diff(arms: Mapping[object, list[RunRecord]]) -> dict[str, tuple[str,
     A null value (off) counts as a missing key: an older run without a key does not differ from a newer run that leaves
     it off.
     """
-    keys = dict.fromkeys(key for runs in arms.values() for run in runs for key in run.flat)
-    diff = {}
-    for key in keys.keys() - {"name", "seed"}:
-        values = [
+    keys = dict.fromkeys(
+        key for runs in arms.values() for run in runs for key in run.flat if key not in ("name", "seed")
+    )
+    texts = {
+        key: tuple(
             ", ".join(dict.fromkeys(printable(yaml_scalar(run.flat.get(key, _MISSING_VALUE))) for run in runs))
             for runs in arms.values()
-        ]
-        if len({_MISSING_VALUE if value == "null" else value for value in values}) > 1:
-            diff[key] = tuple(values)
-    return {key: diff[key] for key in keys if key in diff}
+        )
+        for key in keys
+        if key not in ("name", "seed")
+    }
+    off = {"null": _MISSING_VALUE}
+    return {key: of_arms for key, of_arms in texts.items() if len({off.get(text, text) for text in of_arms}) > 1}
 
 
 def _keys_besides_normalizer(config_diff: Iterable[str]) -> list[str]:

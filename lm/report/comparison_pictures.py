@@ -35,7 +35,7 @@ MAX_POINTS = 60  # most points of a curve in a picture; of more, neighbours are 
 SETTLING_FRACTION = 0.1  # fraction of a curve after which its values count for the ends of the y axis
 TOKENS_SEEN = "tokens seen"
 _PARAMETER_METRIC = re.compile(r"normalizer/(.+)/layer(\d+)/(head\d+|rms)")
-PointKey = tuple[int, str, float]  # number of a name in `metric_names`, arm, and x
+PointKey = tuple[int, str, float, float]  # number of a name in `metric_names`, arm, start and end of the bin
 
 
 class DrawnRun(NamedTuple):
@@ -65,13 +65,6 @@ def _trace(run: DrawnRun, curve: Curve, colour: int, label: str, kind: Literal["
     groups = np.array_split(np.arange(count), min(count, MAX_POINTS) or 1)
     x, y = (np.array([values[group].mean() for group in groups if len(group)]) for values in (tokens, curve.values))
     return Trace(colour, label, x, y, kind)
-
-
-def _combined(label: str, traces: Sequence[Trace], combine: Callable[..., np.ndarray]) -> list[Trace]:
-    """A thick line, such as the mean of an arm's traces; none unless all have the same x."""
-    if len({trace.x.tobytes() for trace in traces}) != 1:
-        return []
-    return [Trace(traces[0].arm, label, traces[0].x, combine([trace.y for trace in traces], axis=0), "mean")]
 
 
 def _y_range(title: str, arrays: Sequence[np.ndarray], level: float | None) -> tuple[tuple[float, float] | None, str]:
@@ -124,7 +117,12 @@ def curves(
         means = []
         for arm in dict.fromkeys(run.arm for run in runs):
             finished = [trace for run, trace in traces if run.arm == arm and run.state == "finished"]
-            means += _combined(f"{arm}, mean of {seed_count_text(len(finished))}", finished, np.mean)
+            if len({trace.x.tobytes() for trace in finished}) == 1:
+                label, y = (
+                    f"{arm}, mean of {seed_count_text(len(finished))}",
+                    np.mean([of.y for of in finished], axis=0),
+                )
+                means.append(Trace(names.index(arm), label, finished[0].x, y, "mean"))
         ends = [
             Trace(trace.arm, trace.label, trace.x[-1:], trace.y[-1:], "diverged")
             for run, trace in traces
@@ -161,11 +159,12 @@ def axis_pictures(comparison: ArmComparison) -> list[Picture | None]:
 
     def value_interval(key: PointKey, units: pd.DataFrame, values: np.ndarray) -> Interval | None:
         """The interval of an arm's mean at a point or, of a single run, in a bin."""
-        (name, arm, x), about = key, units["about"].iloc[0]
+        (index, arm, x, _), about = key, units["about"].iloc[0]
+        name = comparison.metric_names[index]
         if about.control:
             return None
-        if units["until"].isna().any():
-            cell = comparison.cells.get((comparison.metric_names[name], number(x), arm))
+        if name.shape == "points":
+            cell = comparison.cells.get((name, number(x), arm))
             return cell and cell.interval
         return interval_of(units, float(values[0])) if len(values) == 1 else None
 
@@ -188,18 +187,18 @@ def _traces(
     mean over runs with its interval. Bins that begin before `FIRST_DRAWN_POSITION` are left out, except the last.
     """
     rows = rows[rows["shape"] != "number"]
-    means, curve = point_means(rows), ["name", "arm"]
-    n_runs = means.groupby(curve)["run"].transform("nunique")
-    means = means[means.groupby([*curve, "x", "until"], dropna=False)["run"].transform("size") == n_runs]
-    first = means.groupby(curve)["x"].transform("max").clip(upper=FIRST_DRAWN_POSITION)
-    means = means[(means["shape"] == "points") | (means["x"] >= first)]
-    indices, units = rows.groupby([*curve, "x"], sort=False).indices, rows[UNIT_COLUMNS]
+    rows = rows.assign(until=rows["until"].fillna(rows["x"]))  # a point is a bin without width
+    indices, units = rows.groupby(["name", "arm", "x", "until"], sort=False).indices, rows[UNIT_COLUMNS]
     traces: dict[int, list[Trace]] = {}
-    for (name, arm), of_arm in means.groupby(curve, sort=False):
-        table = of_arm.pivot(index="x", columns="run", values="value")  # (points, runs)
-        ends = of_arm.groupby("x")["until"].first().to_numpy()
-        x = np.where(np.isnan(ends), table.index, np.sqrt(table.index * ends))
-        keys = [(name, arm, at) for at in table.index]
+    for (name, arm), of_arm in point_means(rows).groupby(["name", "arm"], sort=False):
+        table = of_arm.pivot(index=["x", "until"], columns="run", values="value")  # (points, runs)
+        starts, ends = (table.index.get_level_values(level).to_numpy() for level in ("x", "until"))
+        is_shared = of_arm.groupby(["x", "until"]).size().to_numpy() == table.shape[1]
+        is_drawn = (starts == ends) | (starts >= min(FIRST_DRAWN_POSITION, starts.max()))
+        table, x = table[is_shared & is_drawn], np.sqrt(starts * ends)[is_shared & is_drawn]
+        if table.empty:
+            continue
+        keys = [(name, arm, *place) for place in table.index]
         intervals = [
             interval(key, units.iloc[indices[key]], values) for key, values in zip(keys, table.to_numpy(), strict=True)
         ]
@@ -296,8 +295,7 @@ def parameter_curves(log_lines: list[dict[str, Plain]]) -> dict[tuple[str, int],
 def parameter_picture(names: Sequence[str], runs: Sequence[DrawnRun]) -> Picture | None:
     """The picture of the normalizers' parameters in training; None if there are none.
 
-    Each arm has a colour and thin lines, and a thick line for the median of these; with a single run, each layer has a
-    colour.
+    Each arm has a colour; with a single run, each layer has one.
     """
     is_alone, traces = len(runs) == 1, dict[str, list[Trace]]()
     for run in runs:
@@ -308,14 +306,7 @@ def parameter_picture(names: Sequence[str], runs: Sequence[DrawnRun]) -> Picture
                 traces.setdefault(parameter, []).append(_trace(run, curve, colour, label, kind))
     if not traces:
         return None
-    panels = []
-    for parameter, lines in traces.items():
-        medians = []
-        for index, arm in () if is_alone else enumerate(names):
-            of_arm = [trace for trace in lines if trace.arm == index]
-            medians += _combined(f"{arm}, median", of_arm, np.median) if len(of_arm) > 1 else []
-        panels.append(Panel(f"Parameter {parameter} of the normalizer", TOKENS_SEEN, "value", [*lines, *medians]))
+    panels = [Panel(f"Parameter {name} of the normalizer", TOKENS_SEEN, "value", traces[name]) for name in traces]
     if is_alone:
         names = [f"layer {layer}" for layer in range(runs[0].record.flat["model.n_layer"])]
-    note = "" if is_alone else " Thick: the median of an arm's lines."
-    return Picture(panels, names, f"Parameters of the normalizers. A line for each seed, layer and head.{note}")
+    return Picture(panels, names, "Parameters of the normalizers. A line for each seed, layer and head.")

@@ -1,7 +1,7 @@
 """The tables and notes of a comparison: means, differences, costs, and the facts that runs share or differ in."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -65,47 +65,38 @@ def _section_table(comparison: ArmComparison, section: pd.DataFrame) -> Table:
     columns.append((Column("seeds"), [str(len(runs_by_row[row])) for row in rows]))
     diverged = [sum(comparison.runs[run].state == DIVERGED for run in runs_by_row[row]) for row in rows]
     columns += [(Column("diverged"), [str(count) for count in diverged])] if any(diverged) else []
-    levels: list[FilledColumn] = []
+    levels, lengths = list[FilledColumn](), training_lengths(section)
     for quantity, means in section.groupby("quantity", sort=False):
-        with_units = means[means["sample"].notna()]
-        about = (means if with_units.empty else with_units)["about"].iloc[0]
+        about, has_units = means["about"].iloc[0], means["sample"].notna().any()
         names = [Name(title, shape, quantity, subject, setting) for subject, setting, _ in rows]
-        cells = {
-            place: [comparison.cells.get((name, place, arm)) for name, arm in zip(names, arms, strict=True)]
-            for place in places(section)
-        }
-        columns += _mean_columns(section, about, quantity, cells)
+        for place, start in places(section).items():
+            cells = [comparison.cells.get((name, place, arm)) for name, arm in zip(names, arms, strict=True)]
+            heading = place
+            if shape == "points" and len(lengths) == 1:
+                heading = f"{place}, {start / lengths[0]:g}x"
+            if shape != "points" or section["quantity"].nunique() > 1:
+                heading = f"{quantity} {heading}".strip()
+            columns.append(_mean_column(heading, about, cells))
         if shape == "number":
             unit = _unit(about.unit)
-            if len(with_units) and any(len(of_arm) > 1 for of_arm in comparison.arms.values()):
-                spreads = [numeral(cell and cell.spread) for cell in cells[""]]
+            if has_units and any(len(of_arm) > 1 for of_arm in comparison.arms.values()):
+                spreads = [numeral(cell and cell.spread) for cell in cells]
                 columns.append((Column("sd over seeds", unit), spreads))
             for level in dict(about.references):
-                values = [numeral(cell and dict(cell.about.references).get(level)) for cell in cells[""]]
+                values = [numeral(cell and dict(cell.about.references).get(level)) for cell in cells]
                 levels.append((Column(level, unit), values))
     title += " in training lengths" if shape == "bins" else ""
     return Table(title, _unit(section["about"].iloc[0].unit), (*columns, *levels))
 
 
-def _mean_columns(
-    section: pd.DataFrame, about: Metric, quantity: str, cells: Mapping[str, Sequence[MeanOfArm | None]]
-) -> list[FilledColumn]:
-    """A column for each place of the means of a metric, at points with their intervals."""
-    is_point = section["shape"].iloc[0] == "points"
-    lengths, starts = training_lengths(section), dict(zip(section["place"], section["x"], strict=True))
-    sources = [cell.interval.noise_source for of_place in cells.values() for cell in of_place if cell and cell.interval]
+def _mean_column(heading: str, about: Metric, cells: Sequence[MeanOfArm | None]) -> FilledColumn:
+    """A column of the means of a metric at a place, with their intervals if they have any."""
+    sources = dict.fromkeys(cell.interval.noise_source for cell in cells if cell and cell.interval)
     unit, options = _unit(about.unit), {}
     if sources:
-        unit += f", 95% interval over {' or over '.join(dict.fromkeys(sources))}, alone"
+        unit += f", 95% interval over {' or over '.join(sources)}, alone"
         options = {"kind": "mean", "decimals": 3 if about.unit == "fraction" else 4}
-    columns = []
-    for place, of_place in cells.items():
-        heading = f"{place}, {starts[place] / lengths[0]:g}x" if is_point and len(lengths) == 1 else place
-        if not is_point or section["quantity"].nunique() > 1:
-            heading = f"{quantity} {heading}".strip()
-        texts = [cell and (cell.interval or numeral(cell.mean)) for cell in of_place]
-        columns.append((Column(heading, unit, **options), texts))
-    return columns
+    return Column(heading, unit, **options), [cell and (cell.interval or numeral(cell.mean)) for cell in cells]
 
 
 def _unit(unit: str) -> str:

@@ -155,21 +155,21 @@ def inline(picture: Picture) -> Markup:
 def trained_words(runs: Sequence[RunRecord]) -> str:
     """What runs trained, in words: parameters, steps, tokens and text; empty without runs."""
 
-    def extent(counts: Iterable[Plain]) -> str:
-        texts = [four_digit_text(count / 1e6) for count in sorted({count for count in counts if count})]
-        return " to ".join(dict.fromkeys([*texts[:1], *texts[-1:]])) or "an unknown number of"
+    def listed(values: Iterable[Plain]) -> str:
+        return " or ".join(dict.fromkeys(map(plain_text, values)))
+
+    def millions(counts: Iterable[int | None]) -> str:
+        return listed(count and four_digit_text(count / 1e6) for count in counts)
 
     if not runs:
         return ""
     steps, sizes, lengths = (
-        " or ".join(plain_text(value) for value in dict.fromkeys(run.flat.get(key) for run in runs))
-        for key in ("trainer.max_steps", "optim.batch_tokens", "data.seq_len")
+        listed(run.flat.get(key) for run in runs) for key in ("trainer.max_steps", "optim.batch_tokens", "data.seq_len")
     )
-    texts = dict.fromkeys(text_words(run) for run in runs)
     return (
-        f"Trained: {extent(run.environment_entry('parameters.total') for run in runs)} million parameters, on "
-        f"{extent(run.tokens_seen for run in runs)} million tokens in {steps} steps of {sizes}, in sequences of "
-        f"{lengths}. Data: {'; or '.join(texts)}."
+        f"Trained: {millions(run.environment_entry('parameters.total') for run in runs)} million parameters, on "
+        f"{millions(run.tokens_seen for run in runs)} million tokens in {steps} steps of {sizes}, in sequences of "
+        f"{lengths}. Data: {listed(map(text_words, runs))}."
     )
 
 
