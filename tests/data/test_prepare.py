@@ -21,19 +21,6 @@ from lm.evaluation.held_out import long_sequences
 # ---------------------------------------------------------------- the prepared store
 
 
-def test_decoding_the_store_gives_every_document_back_byte_for_byte(data: DataConfig):
-    store = prepare(data)
-    assert sorted(stored_texts(store)) == sorted(TEXTS)
-    assert store.train.n_bytes + store.val.n_bytes == sum(len(text.encode()) for text in TEXTS)
-
-
-def test_text_that_spells_the_end_of_text_token_stays_text(data: DataConfig):
-    store = prepare(data)
-    tokens = np.concatenate((tokens_of(store.train), tokens_of(store.val)))
-    assert (tokens == store.end_of_text).sum() == len(TEXTS)
-    assert store.end_of_text == 0
-
-
 def test_split_facts_agree_with_the_tokens(data: DataConfig):
     store = prepare(data)
     for split in (store.train, store.val):

@@ -1,7 +1,6 @@
 """Synthetic tasks: exact lengths and depths, no leaks, the same sequences everywhere, and tasks in text."""
 
 import hashlib
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -129,15 +128,6 @@ def test_seeds_parts_and_indices_give_different_sequences(task: Task):
 def test_a_sequence_too_short_says_how_long_it_must_be(task: Task, text: Text):
     with pytest.raises(ValueError, match=r"need sequences of at least \d+ tokens, not 2"):
         example(task, 1, 0, 2, "train", text)
-
-
-def test_the_entropy_of_sequences_is_that_of_many_draws():
-    task = MQAR(keys=8, values=16, filler=1, pairs=1, queries=1)  # no position and no query is drawn
-    draws = [
-        example(task, 1, index, 3, "test" if index % 8 == 0 else "train").tokens.tobytes() for index in range(4000)
-    ]
-    counts = np.array(list(Counter(draws).values())) / 4000
-    assert -(counts * np.log(counts)).sum() == pytest.approx(task.entropy(3), rel=0.1)
 
 
 def test_test_sequences_that_can_not_all_differ_are_refused():
