@@ -179,16 +179,9 @@ def check_log(run: Path, content: bytes, step: float = math.inf) -> None:
         raise RunError(f"{path}: {reason}; {remedy}: branch_from={checkpoint} name=...")
 
 
-def training_seconds(lines: list[dict[str, Plain]], after_step: int = 0) -> float | None:
-    """Seconds spent in training steps after `after_step`, over all starts of the run, without evaluations; None if the
-    log lacks times.
-    """
-    step_times = [(line["step"], line["elapsed_s"]) for line in lines if line.get("elapsed_s")]
-    return (
-        step_times[-1][1] - max((seconds for step, seconds in step_times if step <= after_step), default=0.0)
-        if step_times
-        else None
-    )
+def training_seconds(lines: list[dict[str, Plain]]) -> float | None:
+    """Seconds spent in training steps over all starts of the run, without evaluations; None if the log lacks times."""
+    return next((line["elapsed_s"] for line in reversed(lines) if line.get("elapsed_s")), None)
 
 
 def peak_memory(lines: list[dict[str, Plain]]) -> int | None:

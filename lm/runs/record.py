@@ -15,7 +15,6 @@ from typing import Literal
 import numpy as np
 
 from lm.attention.options import yaml_scalar
-from lm.config.eval_config import EvalConfig
 from lm.config.tree import canonical, distinguishes_arms, recorded_per_start
 from lm.config.yaml_text import parse_yaml
 from lm.files import plain_sha256
@@ -290,14 +289,6 @@ def read_run(
         gaps.append(f"no {METRICS}, or an empty one: no training curve")
     evaluations, evaluation_gaps = last_evaluations(folder, config, known_evaluations)
     gaps += evaluation_gaps
-    for evaluation in evaluations[1:]:
-        first_result = evaluations[0]
-        # Other kinds, such as a swap, have steps of their own.
-        if evaluation.step != first_result.step and evaluation.kind in EvalConfig.kind_names():
-            gaps.append(
-                f"the {first_result.name} is of step {first_result.step:,}, the {evaluation.name} of step "
-                f"{evaluation.step:,}"
-            )
     last_step = max((evaluation.step for evaluation in evaluations), default=-1)
     last = [evaluation for evaluation in evaluations if evaluation.step == last_step]
     validation = next((evaluation for evaluation in last if (evaluation.frame["metric"] == LOSS).any()), None)

@@ -2,19 +2,14 @@
 
 from pathlib import Path
 
-import pytest
 from manifests import edited
 from reported import build_run, compared
 
-from lm.config.tree import ExperimentConfig
-from lm.evaluation.swap import swap_run
 from lm.files import read_json
 from lm.report.comparison import compare_runs
 from lm.report.comparison_tables import comparison_notes, run_facts
 from lm.runs import record
-from lm.runs.folder import read_config
 from lm.runs.record import read_run
-from lm.schema import to_plain
 from lm.training.train import train
 
 
@@ -116,51 +111,6 @@ def test_a_run_that_was_made_longer_is_another_arm_than_one_of_that_length(tmp_p
 
 
 # ---------------------------------------------------------------- where weights come from
-
-
-@pytest.mark.slow
-def test_runs_from_weights_of_one_arm_are_paired_by_seed(tiny, tmp_path, monkeypatch: pytest.MonkeyPatch):
-    runs, overrides = tmp_path / "runs", ["eval.swap_lengths=[1]"]
-    for seed in (1, 2):
-        assert (
-            train(
-                tiny(
-                    f"name=base-{seed}",
-                    f"seed={seed}",
-                    "trainer.max_steps=2",
-                    "experiment.name=e",
-                    "experiment.arm=base",
-                )
-            )
-            == 0
-        )
-        swap_run(runs / f"base-{seed}", "last", "ssmax", None, runs / f"swapped-{seed}", overrides)
-        assert read_config(runs / f"swapped-{seed}").experiment == ExperimentConfig(), (
-            "a swap by hand is no run of the experiment"
-        )
-        for name, normalizer, source in (("soft", "softmax", "base"), ("scalable", "ssmax", "swapped")):
-            options = (
-                f"init_from={runs}/{source}-{seed}",
-                f"model.normalizer={normalizer}",
-                "trainer.max_steps=2",
-                f"seed={seed}",
-            )
-            assert train(tiny(f"name={name}-{seed}", *options)) == 0
-    folders = [runs / f"{name}-{seed}" for name in ("soft", "scalable") for seed in (1, 2)]
-    assert arms(*folders) == [["soft-1", "soft-2"], ["scalable-1", "scalable-2"]]
-    assert compared(*folders)[0].differences[0].interval.noise_source == "2 seeds"
-    sources = [read_json(folder / "environment.json")["started_from"] for folder in folders]
-    assert [source["seeds"] for source in sources] == [[1], [2], [1], [2]]
-    assert len({source["arm"] for source in sources}) == 2
-    assert sources[0]["arm"] == record.arm(
-        to_plain(read_config(runs / "base-1")), read_json(runs / "base-1" / "environment.json")
-    )
-    assert train(tiny("name=third", f"init_from={folders[0]}", "trainer.max_steps=2")) == 0
-    third = record.read_run(runs / "third")
-    assert third.tokens_before == 2 * third.tokens_seen, "those that the weights it started from had started with, too"
-    monkeypatch.setattr("lm.evaluation.swap.FIT_BATCHES", 1)
-    swap_run(runs / "base-1", "last", "ssmax", "fit", runs / "fit", overrides)
-    assert arms(runs / "swapped-1", runs / "swapped-2", runs / "fit") == [["swapped-1", "swapped-2"], ["fit"]]
 
 
 def test_a_swap_from_other_weights_or_with_other_first_values_is_another_arm():

@@ -2,22 +2,19 @@
 tokenizer.
 """
 
-import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from conftest import ROOT, lm
-from folders import kill_after, series
+from folders import series
 from manifests import edited
-from texts import write_texts
 
 from lm.config.data_config import TrainedTokenizer
 from lm.config.load import load_config
-from lm.config.model_config import Learned, ModelConfig
+from lm.config.model_config import ModelConfig
 from lm.data.prepare import prepare
 from lm.data.tokenizer import train_tokenizer
 from lm.model.decoder import Decoder
@@ -56,31 +53,6 @@ def test_a_model_is_evaluated_on_the_text_of_a_configuration(saved: Path, base: 
     assert load(saved).config is None
 
 
-def test_a_loss_of_other_weights_of_a_mixture_is_measured_again(saved: Path, corpus: Path, tmp_path: Path):
-    other = write_texts(tmp_path / "other", ["12 34 56 78 " * 300 + str(number) for number in range(20)])
-    losses = []
-    for weights in ((0.5, 0.5), (1.0, 0.0)):
-        parts = [
-            {"source": {"name": "files", "paths": [str(path)]}, "weight": w}
-            for path, w in zip((corpus, other), weights, strict=True)
-        ]
-        data = {"source": {"name": "mixture", "of": parts}, "val_fraction": 0.2, "root": str(tmp_path / "stores")}
-        (tmp_path / "mix.yaml").write_text(yaml.safe_dump({"data": data}))
-        result = lm(
-            "eval",
-            str(saved),
-            str(tmp_path / "mix.yaml"),
-            "eval.long_context.length_factor=0",
-            "-o",
-            str(tmp_path / "out.json"),
-        )
-        assert result.returncode == 0, result.stderr
-        assert "(cached)" not in result.stdout
-        rows = json.loads((tmp_path / "out.json").read_text())
-        losses.append(next(row["value"] for row in rows if row["metric"] == "val/loss" and not row["where"]))
-    assert losses[0] != losses[1]
-
-
 def test_a_model_is_swapped_on_the_text_of_a_configuration_and_trained_from(saved: Path, base: Path, tmp_path: Path):
     out = tmp_path / "swapped"
     result = lm("swap", str(saved), str(base), "--to", "ssmax", "--init", "match", "-o", str(out), "eval.sequences=4")
@@ -113,56 +85,6 @@ def test_a_model_is_swapped_on_the_text_of_a_configuration_and_trained_from(save
         reason = "was altered, or is of another folder (its sha256 is not in manifest.jsonl)"
         expected = f"error: {out}/config.yaml: {reason}; bring it back\n"
         assert (refusal.returncode, refusal.stderr) == (1, expected), content
-
-
-def test_a_resumed_run_from_a_model_with_room_for_more_tokens_is_as_long_as_it_was(
-    saved: Path, base: Path, tmp_path: Path
-):
-    """Its vocabulary counts, not the tokenizer's, of which the steps would be other ones
-    (`trainer.tokens_per_parameter`).
-    """
-    arguments = [
-        str(base),
-        f"init_from={saved}",
-        f"runs={tmp_path}",
-        "name=run",
-        "data.seq_len=32",
-        "eval.sequences=4",
-        "eval.every=99",
-    ]
-    arguments += [
-        "optim.batch_tokens=32",
-        "trainer.tokens_per_parameter=0.021",
-        "trainer.checkpoint_every=9",
-        "resume=auto",
-    ]
-    assert lm("train", *arguments).returncode == 0
-    steps = load(tmp_path / "run").metadata["step"]
-    parameters = sum(p.numel() for p in load(saved).decoder.parameters())
-    assert steps == -(-0.021 * parameters // 32) > -(-0.021 * (parameters - 2 * 10 * 32) // 32)
-    kill_after(tmp_path / "run", 9)
-    resumed = lm("train", *arguments)
-    assert (resumed.returncode, "the learning rate jumps" in resumed.stdout) == (0, False), resumed.stderr
-    assert load(tmp_path / "run").metadata["step"] == steps
-
-
-def test_overrides_take_back_what_a_model_can_not_do(base: Path, saved: Path, tmp_path: Path):
-    model_config = ModelConfig(n_layer=1, n_head=1, n_embd=8, position=Learned())
-    model = save_model(Decoder(model_config, 300, 48), tmp_path / "learned", saved.parent / "model" / "tokenizer.json")
-    refusal = lm("eval", str(model), str(base))  # sequences of 4 training lengths, with RoPE's theta
-    assert (refusal.returncode, "eval.long_context.length_factor = 4.0" in refusal.stderr) == (2, True), refusal.stderr
-    no_long_context = ["eval.long_context.length_factor=0", "eval.sequences=4"]
-    assert (result := lm("eval", str(model), str(base), *no_long_context)).returncode == 0, result.stderr
-    assert result.stdout.count("tokens of a vocabulary") == 1  # the text, once
-    diagnosed = lm(
-        "diagnose", str(model), str(base), "eval.diagnostics.sequences=2", "eval.diagnostics.length_factor=1"
-    )
-    assert diagnosed.returncode == 0, diagnosed.stderr
-    out = tmp_path / "swapped"
-    swapped = lm(
-        "swap", str(model), str(base), "--to", "ssmax", "-o", str(out), *no_long_context, "eval.swap_lengths=[1]"
-    )
-    assert (swapped.returncode, swapped.stdout.count("tokens of a vocabulary")) == (0, 1), swapped.stderr
 
 
 def test_a_run_from_a_model_has_phases(saved: Path, base: Path, tmp_path: Path):

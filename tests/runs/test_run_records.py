@@ -11,7 +11,6 @@ from manifests import edited
 from reported import SEQ_LEN, build_run, write_report
 
 import lm
-from lm.errors import RunError
 from lm.experiments.run_outcome import Outcome
 from lm.report.comparison import arm_label, compare_runs
 from lm.report.comparison_pictures import LOSSES, curves, drawn_runs
@@ -54,18 +53,9 @@ def test_evaluations_of_different_steps_are_said(pair):
     keep(pair[0], replace(load_evaluation(path), step=90, tokens_seen=90 * 8192))
     path.unlink()
     run = read_run(pair[0])
-    assert run.missing == ("the validation evaluation is of step 200, the long-context evaluation of step 90",)
     checks = {fact.name: fact.agrees for fact in run_facts(compare_runs([run, read_run(pair[1])]))}
     assert checks["tokens seen"] is True
     assert checks["tokens seen, long-context sequences"] is False
-
-
-def test_a_cut_off_last_line_is_ignored(pair):
-    path = pair[0] / "metrics.jsonl"
-    path.write_text(path.read_text() + '{"step": 201, "tok')
-    run = read_run(pair[0])
-    assert len(run.curve("train/loss").tokens) == 100
-    assert run.missing == ()
 
 
 def test_an_unreadable_line_inside_is_skipped_and_repeated_steps_count_once(pair):
@@ -75,33 +65,6 @@ def test_an_unreadable_line_inside_is_skipped_and_repeated_steps_count_once(pair
     save(pair[0], 200)
     run = read_run(pair[0])
     assert len(run.curve("train/loss").tokens) == 100
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("environment.json", "was altered, or is of another folder"),
-        ("config.yaml", "was altered, or is of another folder"),
-        ("evaluations/validation.step-000200.csv", "was altered, or is of another folder"),
-        ("evaluations/long_context.step-000200.csv", "was altered, or is of another folder"),
-        ("metrics.jsonl", "was altered since step-000200.ckpt was saved"),
-        ("manifest.jsonl", "was altered, or is of another folder"),
-    ],
-)
-@pytest.mark.parametrize("damage", ["half", "another's"])
-def test_corrupt_files_are_named(pair, name, words, damage):
-    path = pair[0] / name
-    content = path.read_bytes()
-    path.write_bytes(
-        {
-            "half": content[: len(content) // 2],
-            "another's": (pair[1] / name).read_bytes(),
-        }[damage]
-    )
-    with pytest.raises(RunError, match=words) as error:
-        read_run(pair[0])
-    assert name in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("kept", [(), ("validation",), ("long_context",)])
@@ -129,11 +92,11 @@ def test_a_swapped_model_lacks_no_training_curve(tmp_path):
     assert read_run(folder).missing == ()
 
 
-def test_training_time_is_over_all_starts_or_after_a_step():
+def test_training_time_is_over_all_starts():
     lines = [{"step": step, "elapsed_s": 1.5 * step, PEAK_MEMORY: 10 - step} for step in (2, 4, 6)] + [
         {"step": 6, "val/loss": 4.0}
     ]
-    assert [training_seconds(lines, step) for step in (0, 4, 6)] == [9.0, 3.0, 0.0]
+    assert training_seconds(lines) == 9.0
     assert training_seconds([]) is peak_memory([]) is None
     assert peak_memory(lines) == 8
 

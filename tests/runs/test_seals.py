@@ -24,7 +24,7 @@ from lm.evaluation.evaluation_kind import Measurement
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.model.device import Device
-from lm.runs.evaluations import MEASURING_PACKAGES, evaluation_path, measuring_code
+from lm.runs.evaluations import evaluation_path, measuring_code
 from lm.runs.folder import CONFIG, DIVERGED, METRICS, check_log
 from lm.runs.manifest import MANIFEST
 from lm.runs.record import read_run
@@ -246,22 +246,6 @@ def test_a_run_is_reported_without_its_checkpoints(tmp_path):
     folder = two_runs(tmp_path)[0]
     shutil.rmtree(folder / "checkpoints")
     assert read_run(folder).missing == ()
-
-
-@pytest.fixture(scope="module")
-def package(tmp_path_factory) -> Path:
-    """A copy of the package's source."""
-    return Path(shutil.copytree(ROOT / "lm", tmp_path_factory.mktemp("code") / "lm"))
-
-
-@pytest.mark.parametrize(
-    "room", sorted({path.name for path in (ROOT / "lm").iterdir() if (path / "__init__.py").is_file()})
-)
-def test_a_changed_source_file_of_what_measures_is_other_code(package: Path, room: str):
-    before = measuring_code.__wrapped__(package)
-    path = sorted((package / room).glob("*.py"))[-1]
-    path.write_text(path.read_text() + "\n# changed\n")
-    assert (measuring_code.__wrapped__(package) != before) == (room in MEASURING_PACKAGES)
 
 
 def test_what_was_measured_by_other_code_is_measured_again(tmp_path, monkeypatch):

@@ -108,21 +108,6 @@ def test_a_task_over_symbols_goes_on_from_weights_that_know_these_symbols_and_fr
         train(config("other", 32, f"init_from={before.run_folder}"))
 
 
-def test_another_optimizer_at_resume_is_one_difference_and_not_one_for_each_of_its_options(tiny):
-    assert train(tiny(*SIZES, "name=run")) == 0
-    with pytest.raises(ConfigError) as error:
-        train(
-            tiny(
-                *SIZES,
-                "name=run",
-                "resume=auto",
-                "optim.optimizer=muon",
-                "optim.schedule={name: wsd, decay_fraction: 0.1}",
-            )
-        )
-    assert [problem.path for problem in error.value.problems] == ["optim.optimizer.name", "optim.schedule.name"]
-
-
 def test_a_checkpoint_that_is_not_there_is_said_with_those_that_are(tiny):
     run = tiny(*SIZES, "name=run", "trainer.checkpoint_every=1")
     assert train(run) == 0

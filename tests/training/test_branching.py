@@ -14,10 +14,8 @@ from folders import EVERY_STEP, curve, metrics, same, weights
 from trials import written
 
 from lm.errors import ConfigError, RunError
-from lm.experiments.compare import costs
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import start
-from lm.experiments.procedure import Procedure
 from lm.files import read_json
 from lm.report.comparison import compare_runs
 from lm.runs.checkpoints import load_checkpoint
@@ -184,16 +182,6 @@ def test_a_step_that_is_not_saved_is_named_with_those_that_are(tiny, trunk: Path
         train(branched(tiny, trunk, 3, f"branch_from={trunk.parent / 'weights'}"))
 
 
-def test_the_error_on_another_schedule_at_resume_names_the_way(tiny, trunk: Path):
-    options = ["model.dropout=0.2", "model.normalizer=ssmax", *EVERY_STEP, "optim.schedule=wsd"]
-    with pytest.raises(
-        ConfigError, match=r"optim\.schedule\.name = 'wsd'.*new run: branch_from=\S+/last\.ckpt name=\.\.\."
-    ):
-        train(tiny("name=trunk", *options, "resume=auto"))
-    # the advice can be followed
-    train(tiny("name=cool", *options, "trainer.max_steps=10", f"branch_from={trunk}/checkpoints/last.ckpt"))
-
-
 # ---------------------------------------------------------------- arms
 
 
@@ -231,16 +219,6 @@ def test_arms_branch_seed_by_seed_from_a_step_of_an_earlier_arm(arguments: list[
         assert yaml.safe_load((cool / "config.yaml").read_text())["branch_from"].endswith(
             f"{long.name}/checkpoints/step-000006.ckpt"
         )
-
-
-def test_the_plan_counts_a_branch_from_its_step_on(arguments: list[str], tmp_path: Path):
-    short = {**HORIZONS["long"], "trainer.max_steps": 4}
-    cool = {**HORIZONS["cool"], "trainer.checkpoint_every": 2}
-    file = written(tmp_path, arms={"long": HORIZONS["long"], "cool": cool, "short": short}, tune=None)
-    costs_of_arms = costs(
-        Procedure(read_experiment(file, [*arguments[1:], "trainer.keep_checkpoints=9", "eval.every=2"]))
-    )
-    assert costs_of_arms["", "cool"] == costs_of_arms["", "short"]
 
 
 @pytest.mark.parametrize(

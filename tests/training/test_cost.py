@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import lm, thinned
-from folders import differences, kill_after, metrics
+from conftest import thinned
+from folders import differences, kill_after
 
 from lm.config.tree import Config
 from lm.data.batches import Batch
@@ -71,29 +71,3 @@ def test_activation_checkpointing_changes_no_bit(tiny, model: str):
     kill_after(recomputed.run_folder, 4)
     assert train(recomputed) == 0
     assert differences(plain.run_folder, recomputed.run_folder) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [["trainer.compile=true"], ["trainer.devices=2"]], ids=["compiled", "two processes"])
-def test_activation_checkpointing_goes_with_compilation_and_several_processes(
-    arguments: list[str], tmp_path, how: list[str]
-):
-    for name, options in {"plain": [], "recomputed": [RECOMPUTED]}.items():
-        result = lm("train", *arguments, *how, *options, f"name={name}", process=True)
-        assert result.returncode == 0, result.stderr
-    plain_losses, recomputed_losses = (
-        [line["train/loss"] for line in metrics(tmp_path / "runs" / name) if "lr" in line]
-        for name in ("plain", "recomputed")
-    )
-    assert plain_losses == pytest.approx(recomputed_losses, rel=1e-5)
-
-
-def test_vectors_of_tokens_for_values_are_looked_up_layer_by_layer(tiny):
-    peaks = []
-    for depth in (2, 8):
-        decoder = Decoder(tiny("model.value_residual=embedding", f"model.n_layer={depth}").model, 400, 32, 1)
-        tokens = torch.zeros(1, 4096, dtype=torch.long)
-        with torch.no_grad(), TensorMemory() as memory:
-            decoder(tokens)
-        peaks.append(memory.peak_bytes)
-    assert peaks[1] - peaks[0] < 4096 * 32 * 4, "those of one layer"

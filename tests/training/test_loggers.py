@@ -113,38 +113,6 @@ def test_a_wandb_key_without_a_network_is_logged_offline(tiny, capsys: pytest.Ca
     assert "wandb:" not in output.err
 
 
-@pytest.mark.slow
-def test_a_server_that_vanishes_while_training_ends_no_run_late(
-    tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-):
-    """Without a limit wandb retries for days."""
-    runs, start = [], wandb.init
-
-    def lost(run: wandb.Run) -> None:
-        assert 0 < run.settings.finish_timeout <= 60
-        assert run.settings.finish_timeout_raises
-        raise TimeoutError
-
-    def init(**options: object) -> wandb.Run:
-        # a server that is there at the start only takes part in nothing else
-        run = start(**options | {"mode": "offline"})
-        runs.append(run)
-        monkeypatch.setattr(type(run), "finish", lost)
-        return run
-
-    monkeypatch.setattr(wandb, "init", init)
-    for name, value in {"WANDB_MODE": "", "WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}.items():
-        monkeypatch.setenv(name, value)
-    config = tiny("name=lost", "log.wandb=online", "trainer.max_steps=4")
-    assert train(config) == 0
-    monkeypatch.undo()
-    (run,) = runs
-    run.finish()
-    (file,) = config.run_folder.glob("wandb/*run-*/run-*.wandb")
-    message = "wandb: the server has not taken everything within 60 s; all is kept, to be sent later: wandb sync "
-    assert f"{message}{file.parent}\n" in capsys.readouterr().out
-
-
 def tensorboard(folder: Path) -> str:
     """`log.to` with Lightning's logger for TensorBoard, which writes to `folder`."""
     pytest.importorskip("tensorboard")
@@ -299,19 +267,6 @@ def test_the_runs_of_an_experiment_are_links_where_wandb_is_online(tmp_path: Pat
         LogConfig(wandb="offline"), "trial", tmp_path, {}, [], [{"run": "softmax seed 1", "wandb_id": "0a1b"}], page
     )
     assert sent["runs"].data == [["softmax seed 1", "0a1b", "https://wandb.ai/me/lm/runs/0a1b"]]
-
-
-def test_tensorboard_has_what_metrics_jsonl_has(tiny, tmp_path: Path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    config = tiny("name=run", tensorboard(tmp_path / "events"), "eval.long_context.length_factor=0")
-    train(config)
-    events = EventAccumulator(str(next((tmp_path / "events").rglob("events.*")).parent))
-    events.Reload()
-    lines = [line for line in read_metrics(config.run_folder / METRICS)[0] if "train/loss" in line]
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
-        (line["step"], pytest.approx(line["train/loss"], rel=1e-6)) for line in lines
-    ]
 
 
 def test_a_resumed_run_goes_on_with_its_wandb_run(placed: Config, server: Sent):

@@ -7,15 +7,12 @@ from torch import Tensor, nn
 from lm.config.training_config import Muon, OptimConfig
 from lm.config.tree import Config
 from lm.model.decoder import Decoder, group_of, projections
-from lm.model.swapped import with_normalizer
 from lm.runs.checkpoints import load_checkpoint
 from lm.training.optimizers import (
     BATCH_ELEMENTS,
     make_optimizer,
-    named_state,
     orthogonal_approximation,
     saved_state,
-    state_after_swap,
 )
 from lm.training.train import train
 
@@ -127,42 +124,6 @@ def test_all_other_parameters_get_exactly_adamw_s_update(tiny):
     optimized, reference = (dict(decoder.named_parameters()) for decoder in decoders)
     for name, parameter in optimized.items():
         assert torch.equal(parameter, reference[name]) == (group_of(name, parameter) != "matrices"), name
-
-
-def test_a_swap_keeps_the_momentum_of_matrices(tiny):
-    config = tiny("model.normalizer=ssmax")
-    optim = OptimConfig(optimizer=Muon())
-    decoder, optimizer = made(config, optim)
-    give_gradients(decoder, 0)
-    optimizer.step()
-    new = with_normalizer(decoder, tiny("model.normalizer=softmax").model.normalizer)
-    after = make_optimizer(new, optim)
-    after.load_state_dict({"state": state_after_swap(named_state(optimizer))})
-    state_after, state_before = named_state(after), named_state(optimizer)
-    assert state_after.keys() == {name for name, _ in new.named_parameters()}
-    for name, state in state_after.items():
-        assert state.keys() == state_before[name].keys()
-        assert all(torch.equal(value, state_before[name][key]) for key, value in state.items())
-    assert state_after["blocks.1.mlp.out.weight"]["momentum_buffer"].any()
-
-
-def test_parameters_without_a_gradient_stay_as_they_are(tiny):
-    """As in a step that is skipped because its gradient is not finite."""
-    decoder, optimizer = made(tiny(), OptimConfig(optimizer=Muon()))
-    give_gradients(decoder, 0)
-    optimizer.step()
-    weights = {name: parameter.clone() for name, parameter in decoder.named_parameters()}
-    state = {
-        name: {key: value.clone() for key, value in values.items()} for name, values in named_state(optimizer).items()
-    }
-    decoder.zero_grad()
-    optimizer.step()
-    assert all(torch.equal(parameter, weights[name]) for name, parameter in decoder.named_parameters())
-    assert all(
-        torch.equal(value, state[name][key])
-        for name, values in named_state(optimizer).items()
-        for key, value in values.items()
-    )
 
 
 def test_a_run_keeps_its_state_in_fp32(tiny):

@@ -6,7 +6,6 @@ import torch
 from lm.config.training_config import ConstantRate, CosineRate, OptimConfig, WSDRate
 from lm.errors import ConfigError
 from lm.model.decoder import Decoder, projections
-from lm.runs.checkpoints import load_checkpoint
 from lm.training.optimizers import GROUPS, make_optimizer, parameter_groups, set_learning_rates
 from lm.training.train import train
 
@@ -59,15 +58,6 @@ def test_groups_have_their_own_rate_and_decay(tiny):
     rate = config.optim.lr_at(4, 8)
     warm = rate / 4  # a quarter of the new normalizer's own warm-up
     assert [group["lr"] for group in optimizer.param_groups] == [rate, rate / 2, rate, rate, warm]
-
-
-def test_a_group_without_a_learning_rate_stays_as_it_was(tiny):
-    config = tiny("name=frozen", "optim.groups.head={lr_factor: 0}")
-    train(config)
-    weights = load_checkpoint(config.run_folder / "checkpoints" / "last.ckpt")["state_dict"]
-    start = Decoder(config.model, weights["head.weight"].size(0), 32, config.seed)
-    assert torch.equal(weights["head.weight"], start.head.weight)
-    assert not torch.equal(weights["embedding.weight"], start.embedding.weight)
 
 
 @pytest.mark.parametrize(

@@ -380,18 +380,6 @@ def test_going_back_where_the_best_weights_are_gone_finds_a_new_best(tiny):
     assert load_checkpoint(checkpoints / "best.ckpt")["lm"]["step"] in (7, 8)
 
 
-def test_a_run_taken_back_to_a_swap_measures_the_new_one(tiny):
-    train(tiny("name=plan", swap_to("ssmax"), *EVERY_STEP))
-    boundary = tiny("name=plan").run_folder / "checkpoints" / "step-000004.ckpt"
-    train(tiny("name=plan", swap_to("log_n"), *EVERY_STEP, f"resume={boundary}"))
-    train(tiny("name=straight", swap_to("log_n"), *EVERY_STEP))
-    folders = [tiny(f"name={name}").run_folder for name in ("plan", "straight")]
-    assert not differences(*folders)
-    evaluations = [(folder / "evaluations" / "swap.step-000004.csv").read_text() for folder in folders]
-    assert evaluations[0] == evaluations[1]
-    assert "loss before" in evaluations[0]
-
-
 def test_the_last_the_best_and_the_ends_of_phases_are_kept(tiny):
     phases = "phases=[{until: 0.2, normalizer: softmax}, {until: 1, normalizer: ssmax}]"
     options = ["trainer.max_steps=20", "trainer.checkpoint_every=6", "trainer.keep_checkpoints=2", "eval.every=1"]

@@ -23,7 +23,6 @@ from lm.machine import STOP_SIGNALS
 from lm.runs.checkpoints import link_checkpoint, load_checkpoint
 from lm.training.checkpointing import Checkpoints
 from lm.training.module import LanguageModel, StepData
-from lm.training.run_context import StopRequest
 from lm.training.step_callbacks import Metrics
 from lm.training.train import train
 
@@ -149,19 +148,6 @@ def environment(pid: int) -> bytes:
     with suppress(OSError):  # it has just ended
         return Path(f"/proc/{pid}/environ").read_bytes()
     return b""
-
-
-@pytest.mark.parametrize("ignored", [False, True], ids=["heard", "started by nohup"])
-def test_a_terminal_that_hangs_up_twice_asks_for_one_stop(ignored: bool):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
-    try:
-        with StopRequest() as stop:
-            for _ in range(2):
-                os.kill(os.getpid(), signal.SIGHUP)
-            assert stop.signal == (0 if ignored else signal.SIGHUP)
-        assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if ignored else signal.SIG_DFL)
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.slow

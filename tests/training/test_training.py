@@ -246,16 +246,6 @@ def test_what_came_after_the_resumed_step_is_cut_back(tmp_path: Path):
     assert [p.name for p in (tmp_path / "evaluations").iterdir()] == ["validation.step-000002.csv"]
 
 
-@pytest.mark.parametrize(
-    "damaged", [b'{"st', b"", b"[]", b'{"loss": 1}', b'{"step": "1"}', b'{"step": 1, "text": "\xff"}', b"\x00\x00"]
-)
-def test_a_damaged_line_in_the_middle_costs_that_line_alone(tmp_path: Path, damaged: bytes):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n' + damaged + b'\n{"step": 2}\n{"step": 3}\n')
-    truncate_after(tmp_path, 2)
-    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
-
-
 def test_sequences_of_several_lengths_are_trained_and_logged(tiny):
     mixed = "data.lengths={name: mixed, weights: {8: 0.5, 32: 0.5}}"
     config = tiny("name=mixed", mixed, "trainer.max_steps=12", "model.normalizer={name: relu2, n: sample}")
