@@ -60,26 +60,6 @@ def test_groups_have_their_own_rate_and_decay(tiny):
     assert [group["lr"] for group in optimizer.param_groups] == [rate, rate / 2, rate, rate, warm]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (
-            ["optim.optimizer.weight_decay=0.6"],
-            r"optim\.optimizer\.weight_decay = 0\.6: times the learning rate of matrices is 1\.2: ",
-        ),
-        (
-            ["optim.groups.vectors={lr_factor: 2, weight_decay: 0.3}"],
-            r"optim\.groups\.vectors\.weight_decay = 0\.3: .* of vectors is 1\.2: ",
-        ),
-    ],
-)
-def test_decay_of_more_than_a_weight_is_refused(tiny, options, words):
-    with pytest.raises(ConfigError, match=words) as error:
-        tiny("optim.lr=2", *options)
-    assert str(error.value).count("at most 1") == 1
-    tiny("optim.lr=2", "optim.optimizer.weight_decay=0.5")
-
-
 @pytest.mark.parametrize("options", [[], ["model.n_kv_head=1"]])
 def test_slices_are_of_the_projections_they_are_named_for(tiny, options: list[str]):
     model, projected = decoder(tiny, *options), {}
