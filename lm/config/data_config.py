@@ -158,7 +158,7 @@ SOURCES = {v.name: v for v in (Package, Files, Hub, Tokens)}
 
 @dataclass
 class WeightedSource:
-    weight: float = key(1.0, "fraction of the training sequences of text; the weights of all sources sum to 1", ge=0)
+    weight: float = key(1.0, "fraction of the training sequences of text; the weights of all sources sum to 1", gt=0)
     source: Source = variant(SOURCES, "package", "where the text comes from")
 
 

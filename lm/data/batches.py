@@ -242,10 +242,9 @@ class TrainSequences:
             return weights, streams
         split, first = self.store.train, 0
         for number, (source, weighted_source) in enumerate(zip(split.sources, self.data.sources, strict=True)):
-            if weighted_source.weight:
-                seed_words = self.seed_words if len(split.sources) == 1 else (*self.seed_words, _SOURCE_SEED + number)
-                weights.append(text_weight * weighted_source.weight)
-                streams.append(TextStream(split, first, source.n_tokens, self.seq_len, seed_words))
+            seed_words = self.seed_words if len(split.sources) == 1 else (*self.seed_words, _SOURCE_SEED + number)
+            weights.append(text_weight * weighted_source.weight)
+            streams.append(TextStream(split, first, source.n_tokens, self.seq_len, seed_words))
             first += source.n_tokens
         return weights, streams
 

@@ -131,11 +131,7 @@ def check_sequences(store: Store, config: "Config", fixing_model: str = "", key:
     """
     data, texts = config.data, [("training text", store.train.n_tokens), ("held-out text", store.val.n_tokens)]
     if len(data.sources) > 1 and data.text_weight:  # otherwise sources' weights draw no sequence
-        texts += [
-            (f"training text of {source.label}", source.n_tokens)
-            for weighted, source in zip(data.sources, store.train.sources, strict=False)
-            if weighted.weight
-        ]
+        texts += [(f"training text of {source.label}", source.n_tokens) for source in store.train.sources]
     name, n_tokens = min(texts, key=lambda text: text[1])
     if n_tokens <= data.seq_len:
         reason = f"a sequence needs {data.seq_len + 1:,} tokens, the {name} has {n_tokens:,}"

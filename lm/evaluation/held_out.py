@@ -235,14 +235,10 @@ def nll_by_token(decoder: Decoder, held_out: HeldOut, device: Device, progress: 
     return by_sequence([decoder], held_out.lengths, (held_out.length,), device, measure, progress)
 
 
-def bits_per_byte(nll: np.ndarray, held_out: HeldOut, selection: slice | np.ndarray = slice(None)) -> float:
-    """The sum of -log2 p of the predicted tokens of the sequences `selection`, divided by the number of UTF-8 bytes of
-    these tokens.
-    """
-    n_bytes = (held_out.token_bytes[held_out.sequences[selection, 1:]] * held_out.target_mask[selection]).sum(
-        dtype=np.float64
-    )
-    return float(nll[selection].sum(dtype=np.float64) / math.log(2) / n_bytes)
+def bits_per_byte(nll: np.ndarray, held_out: HeldOut) -> float:
+    """The sum of -log2 p of the predicted tokens, divided by the number of UTF-8 bytes of these tokens."""
+    n_bytes = (held_out.token_bytes[held_out.sequences[:, 1:]] * held_out.target_mask).sum(dtype=np.float64)
+    return float(nll.sum(dtype=np.float64) / math.log(2) / n_bytes)
 
 
 def bucket_edges(seq_len: int, length: int) -> np.ndarray:
@@ -288,10 +284,10 @@ def unigram_loss(store: Store, data: DataConfig) -> tuple[float | None, str]:
 
     The loss is an upper bound if sources or tasks have weights other than their fractions of the store. A token's
     probability in the mixture is at least its probability in the store times the least ratio of weight to fraction. The
-    loss is None if a source, a task or all text has weight 0.
+    loss is None if all text has weight 0.
     """
     weights = np.array([weighted.weight for weighted in (data.tasks if data.symbolic else data.sources)])
-    if not weights.all() or not (data.symbolic or data.text_weight):
+    if not (data.symbolic or data.text_weight):
         return None, UNIGRAM
     fractions = np.array([source.n_tokens for source in store.train.sources]) / store.train.n_tokens
     log_ratios = np.log(fractions / weights)
@@ -342,16 +338,12 @@ class Validation(Measurement):
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
         (sequences,), data = self.held_out, self.config.data
-        # the sequences of sources that are trained on, or all if none is
-        untrained = [] if data.symbolic else [number for number, source in enumerate(data.sources) if not source.weight]
-        mask = ~np.isin(sequences.sources, untrained)
-        mask |= not mask.any()
         nll = nll_by_token(decoder, sequences, device, progress=progress)
         means = sequences.sequence_means(nll)
-        bits = None if data.symbolic else bits_per_byte(nll, sequences, mask)
+        bits = None if data.symbolic else bits_per_byte(nll, sequences)
         unigram, level = unigram_loss(self.store, data)
-        units = sequences.units(self.fingerprint, mask, counts=True)
-        blocks = [validation_rows(means[mask], bits, unigram, sequences.length, units, level)]
+        units = sequences.units(self.fingerprint, counts=True)
+        blocks = [validation_rows(means, bits, unigram, sequences.length, units, level)]
         for number, name in enumerate(self.parts(self.config)):
             if (part := sequences.sources == number).any():
                 units = sequences.units(self.fingerprint, part, counts=True)
