@@ -13,7 +13,8 @@ import lightning as L
 from lm.config.data_config import END_OF_TEXT
 from lm.config.load import parse
 from lm.data.prepare import prepare
-from lm.evaluation.evaluation_kind import Measurement, measurements
+from lm.evaluation.evaluation_kind import Measurement
+from lm.evaluation.metrics import measurements
 from lm.model.device import Device
 from lm.model.logits_model import LogitsModel
 from lm.runs.evaluations import logged_means

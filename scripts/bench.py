@@ -32,7 +32,8 @@ from lm.config import normalizers as kinds
 from lm.config.model_config import ModelConfig
 from lm.config.training_config import OPTIMIZERS, AdamW, OptimConfig
 from lm.data.batches import Batch
-from lm.evaluation.held_out import HeldOut, nll_by_token
+from lm.evaluation.evaluation_kind import HeldOut
+from lm.evaluation.held_out import nll_by_token
 from lm.machine import peak_process_bytes
 from lm.model.decoder import Decoder
 from lm.model.device import Device

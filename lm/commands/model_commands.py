@@ -135,7 +135,7 @@ def diagnose(
     if text is None and (layer or head):
         raise ConfigError(f"--{'layer' if layer else 'head'}: of the maps that --text draws; give a text, too")
     if text is None:
-        from lm.evaluation.diagnostics import diagnose
+        from lm.evaluation.evaluate import diagnose
 
         _print_evaluations(diagnose(sources, checkpoint, overrides), out)
     else:

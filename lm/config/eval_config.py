@@ -48,11 +48,10 @@ TIMING_KEYS = tuple(spec.name for spec in fields(Timing))
 
 @dataclass
 class EvaluationConfig(Timing):
-    """Base class of the options of one kind of evaluation, such as recall: which class measures it, when, and with
-    which settings.
+    """Base class of the options of one kind of evaluation, such as recall: when it is measured, and with which
+    settings.
     """
 
-    measurement: ClassVar[str]  # "module:Class" of the `lm.evaluation.evaluation_kind.Measurement` that measures it
     # the key that is empty or 0 while the evaluation is off; "" if a class overrides `wanted`
     switch_key: ClassVar[str] = ""
     needs_text: ClassVar[bool] = True  # true if a model that was trained on symbols alone can't be measured
@@ -113,7 +112,6 @@ def lengths_from_factors(factors: list[float], data: DataConfig) -> list[int]:
 
 @dataclass
 class LongContextConfig(InferenceConfig):
-    measurement: ClassVar[str] = "lm.evaluation.held_out:LongContext"
     switch_key: ClassVar[str] = "length_factor"
     length_factor: float | Literal["auto"] = key(
         8.0,
@@ -146,7 +144,6 @@ class LongContextConfig(InferenceConfig):
 
 @dataclass
 class ByLengthConfig(InferenceConfig):
-    measurement: ClassVar[str] = "lm.evaluation.held_out:ByLength"
     switch_key: ClassVar[str] = "lengths"
     lengths: list[int] = key(
         [], "tokens in a sequence, each a divisor of the longest, e.g. [32, 64, 128]; []: off", ge=2
@@ -169,7 +166,6 @@ class ByLengthConfig(InferenceConfig):
 
 @dataclass
 class TextsConfig(EvaluationConfig):
-    measurement: ClassVar[str] = "lm.evaluation.held_out:OtherTexts"
     switch_key: ClassVar[str] = "of"
     of: dict[str, Source] = variant(
         SOURCES, {}, "texts beside the held-out one, e.g. {code: {name: files, paths: [code]}}"
@@ -187,7 +183,6 @@ class TextsConfig(EvaluationConfig):
 
 @dataclass
 class RecallConfig(InferenceConfig):
-    measurement: ClassVar[str] = "lm.evaluation.answers:Recall"
     needs_text: ClassVar[bool] = False
     tasks: list[Task] = variant(
         TASKS, [], "tasks to ask for, e.g. [passkey, {name: needle, needles: 3}]; empty: those of data.tasks"
@@ -221,7 +216,6 @@ class RecallConfig(InferenceConfig):
 
 @dataclass
 class NeedleConfig(InferenceConfig):
-    measurement: ClassVar[str] = "lm.evaluation.answers:NeedleMeasurement"
     switch_key: ClassVar[str] = "length_factors"
     length_factors: list[float] = key(
         [], "context lengths, in training lengths, e.g. [1, 2, 4, 8, 16]; []: off", gt=0, le=MAX_FACTOR
@@ -256,7 +250,6 @@ class NeedleConfig(InferenceConfig):
 class TasksConfig(EvaluationConfig):
     """The options of downstream tasks; `eval` has them as keys of its own, without a block."""
 
-    measurement: ClassVar[str] = "lm.evaluation.downstream:DownstreamTasks"
     switch_key: ClassVar[str] = "tasks"
     tasks: list[str] = key([], "`eval.tasks`")
     limit: int | None = key(None, "`eval.tasks_limit`")
@@ -267,7 +260,6 @@ Statistics = Literal["concentration", "sparsity", "limits"]
 
 @dataclass
 class DiagnosticsConfig(InferenceConfig):
-    measurement: ClassVar[str] = "lm.evaluation.diagnostics:Diagnostics"
     needs_text: ClassVar[bool] = False
     statistics: list[Statistics] = key(
         ["concentration", "sparsity"], f"families of statistics: {', '.join(get_args(Statistics))}"
@@ -352,12 +344,9 @@ class EvalConfig:
         blocks["tasks"] = TasksConfig(tasks=self.tasks, limit=self.tasks_limit)
         return {kind: options for kind, options in blocks.items() if options is not None}
 
-    def measurement_classes(self, data: DataConfig) -> dict[str, str]:
-        """Map each kind of evaluation that is on for a model trained on `data` to its measuring class, `module:Class`;
-        validation first.
-        """
-        measurements = {kind: options.measurement for kind, options in self.kinds.items() if options.wanted(data)}
-        return {"validation": "lm.evaluation.held_out:Validation"} | measurements
+    def wanted_kinds(self, data: DataConfig) -> list[str]:
+        """The kinds of evaluation that are on for a model trained on `data`; the validation first."""
+        return ["validation", *(kind for kind, options in self.kinds.items() if options.wanted(data))]
 
     def measured_options(self, kind: str) -> dict[str, Plain]:
         """The options that determine the numbers that `kind` measures, by key: null options and the keys of `Timing`

@@ -25,8 +25,8 @@ from lm.data.store import Store
 from lm.data.tasks import Example, TaskError, Text, check_task, example
 from lm.diagnostics.attention_rows import HEADS
 from lm.errors import ConfigError, Problem
-from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
-from lm.evaluation.held_out import LENGTHS, by_sequence, by_setting, setting_words, tokens_sha256
+from lm.evaluation.evaluation_kind import Advance, Measurement, ignore, tokens_sha256
+from lm.evaluation.held_out import LENGTHS, by_sequence, by_setting, setting_words
 from lm.model.attention_stream import attention_blocks
 from lm.model.blocks import DecodingCache
 from lm.model.cross_entropy import argmax_tokens, token_nll

@@ -19,8 +19,7 @@ from lm.data.batches import Batch
 from lm.data.tokenizer import encoding_of
 from lm.diagnostics.attention_rows import AttentionRows
 from lm.errors import ConfigError, RunError
-from lm.evaluation.diagnostics import changed_config
-from lm.evaluation.evaluate import open_device, text_config
+from lm.evaluation.evaluate import changed_config, open_device, text_config
 from lm.files import write_together
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder

@@ -2,18 +2,15 @@
 shuffled scores.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
-from lm.config.eval_config import DiagnosticsConfig, EvalConfig, LongContextConfig
-from lm.config.load import merge, overrides_in, parse
+from lm.config.eval_config import DiagnosticsConfig
 from lm.config.tree import Config
 from lm.data.batches import long_starts
 from lm.data.store import Store
@@ -39,16 +36,14 @@ from lm.diagnostics.concentration import concentration_statistics
 from lm.diagnostics.limits import limit_statistics
 from lm.diagnostics.sparsity import sparsity_statistics
 from lm.errors import ConfigError, Problem
-from lm.evaluation.evaluate import evaluate_sources
-from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
-from lm.evaluation.held_out import HeldOut, by_sequence, spread_sequences, validation_sequences
+from lm.evaluation.evaluation_kind import Advance, HeldOut, Measurement, ignore
+from lm.evaluation.held_out import by_sequence, spread_sequences, validation_sequences
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.swapped import applicable_settings, for_inference
-from lm.report.evaluation_tables import EvaluationResult
 from lm.runs.evaluations import rows, units_frame
 from lm.runs.metric import Metric
-from lm.schema import Plain, to_plain
+from lm.schema import Plain
 
 KIND = "diagnostics"
 SHUFFLED, UNTRAINED = "shuffled scores", "untrained weights"
@@ -247,34 +242,3 @@ def _model_rows(
     for about, model, b, r_squared in fits:
         yield from by_head(about, model, b)
         yield from by_head(replace(about, quantity=f"R^2 of the {about.quantity}"), model, r_squared)
-
-
-# ---------------------------------------------------------------- lm diagnose
-
-
-def diagnose(sources: list[Path], checkpoint: str = "last", overrides: Sequence[str] = ()) -> list[EvaluationResult]:
-    """Measure diagnostics of models, keep the results in evaluations/ as `lm eval` does, and return them.
-
-    Args:
-        sources: run folders, checkpoints, exports and other model folders, and configurations of the text that model
-            folders are measured on. A model folder without a training run needs such a configuration.
-        checkpoint: the checkpoint of run folders: `last`, `best` or a step.
-        overrides: `key=value` of keys that act in `lm diagnose`, such as eval.diagnostics.sequences=32.
-
-    Raises LMError: no model at a source, other data than the model was trained on.
-    """
-    changes = overrides_in("diagnose", [*overrides])
-    return evaluate_sources(sources, checkpoint, partial(changed_config, changes), kinds=[KIND])
-
-
-def changed_config(changes: dict[str, Plain], config: Config) -> Config:
-    """A configuration with `changes`, of whose `eval` only the validation and the diagnostics are left, as others may
-    not be for the model.
-    """
-    alone = EvalConfig(
-        sequences=config.eval.sequences,
-        long_context=LongContextConfig(length_factor=0),
-        diagnostics=config.eval.diagnostics,
-    )
-    changed = merge(to_plain(replace(config, eval=alone)), changes)
-    return parse(merge(changed, {"eval": {"diagnostics": {}}}))

@@ -1,21 +1,24 @@
-"""`lm eval`: measure checkpoints of runs on their held-out text, and models without a training run on the text of a
-configuration.
+"""`lm eval` and `lm diagnose`: measure checkpoints of runs on their held-out text, and models without a training run on
+the text of a configuration.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from lm.config.data_config import DataConfig, TokenizerFile
+from lm.config.eval_config import EvalConfig, LongContextConfig
 from lm.config.load import load_config, merge, overrides_in, parse
 from lm.config.training_config import OptimConfig, TrainerConfig
 from lm.config.tree import Config
 from lm.data.prepare import check_sequences, prepare, store_with_fingerprint
 from lm.data.store import Store
 from lm.errors import ConfigError, DataError, Problem, RunError
-from lm.evaluation.evaluation_kind import Measurement, measurement_types, measurements
+from lm.evaluation.evaluation_kind import Measurement
+from lm.evaluation.metrics import measurement_types, measurements
 from lm.machine import threads_per_process
 from lm.model.device import Device, resolve_device, resolve_precision
 from lm.progress import Progress
@@ -92,6 +95,34 @@ def evaluate_sources(
         device = open_device(config, environment)
         results += evaluate_model(folder, model, measurements(config, store, kinds), device)
     return results
+
+
+def diagnose(sources: list[Path], checkpoint: str = "last", overrides: Sequence[str] = ()) -> list[EvaluationResult]:
+    """Measure diagnostics of models, keep the results in evaluations/ as `lm eval` does, and return them.
+
+    Args:
+        sources: run folders, checkpoints, exports and other model folders, and configurations of the text that model
+            folders are measured on. A model folder without a training run needs such a configuration.
+        checkpoint: the checkpoint of run folders: `last`, `best` or a step.
+        overrides: `key=value` of keys that act in `lm diagnose`, such as eval.diagnostics.sequences=32.
+
+    Raises LMError: no model at a source, other data than the model was trained on.
+    """
+    changes = overrides_in("diagnose", [*overrides])
+    return evaluate_sources(sources, checkpoint, partial(changed_config, changes), kinds=["diagnostics"])
+
+
+def changed_config(changes: dict[str, Plain], config: Config) -> Config:
+    """A configuration with `changes`, of whose `eval` only the validation and the diagnostics are left, as others may
+    not be for the model.
+    """
+    alone = EvalConfig(
+        sequences=config.eval.sequences,
+        long_context=LongContextConfig(length_factor=0),
+        diagnostics=config.eval.diagnostics,
+    )
+    changed = merge(to_plain(replace(config, eval=alone)), changes)
+    return parse(merge(changed, {"eval": {"diagnostics": {}}}))
 
 
 def measured_config(source: Path, model: LoadedModel | None, files: Sequence[Path]) -> Config:

@@ -1,21 +1,22 @@
-"""A kind of evaluation: the options that decide its results, the frame that it measures, and the file of its result in
-a run folder.
-
-`lm.config.eval_config` names the class that measures each kind.
+"""A kind of evaluation: the held-out sequences that it reads, what decides its results, the frame that it measures, and
+the file of its result in a run folder.
 """
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib import import_module
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
 
 from lm.config.eval_config import Timing
 from lm.config.tree import Config
+from lm.data.batches import Batch
 from lm.data.store import Store
 from lm.errors import RunError
 from lm.model.decoder import Decoder
@@ -24,13 +25,10 @@ from lm.model.swapped import applicable_settings, for_inference
 from lm.plugins import PLUGINS
 from lm.progress import Progress
 from lm.runs.checkpoints import weights_sha256
-from lm.runs.evaluations import Evaluation, evaluation_path, joined, json_value, measuring_code
+from lm.runs.evaluations import Evaluation, evaluation_path, joined, json_value, measuring_code, units_frame
 from lm.runs.manifest import read_file, write_files
 from lm.runs.metric import Metric
 from lm.schema import Plain
-
-if TYPE_CHECKING:
-    from lm.evaluation.held_out import HeldOut
 
 Advance = Callable[[int], None]  # called with the units of work done since the last call
 
@@ -39,6 +37,89 @@ def ignore(units: int) -> None:
     """Do nothing. A measurement whose progress is not displayed calls this function as its progress callback (type
     `Advance`).
     """
+
+
+def tokens_sha256(sequences: Iterable[np.ndarray]) -> str:
+    """A hash of token ids, one sequence after the other."""
+    return hashlib.sha256(np.concatenate(list(sequences)).astype("<i8").tobytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out sequences that are the same for every run and checkpoint."""
+
+    sequences: np.ndarray  # (N, length + 1) token ids
+    token_bytes: np.ndarray  # (V,) number of UTF-8 bytes that each token stands for
+    # (N,) index of the held-out document that each sequence begins in; None: sequences are independent
+    documents: np.ndarray | None = None
+    sources: np.ndarray | None = None  # (N,) index of the source or task of each sequence; None: not known
+    answers: np.ndarray | None = None  # (N, length) bool, which predictions count; None: all
+    # the token that begins a document, if documents in a sequence don't see each other; else None
+    end_of_text: int | None = None
+
+    @cached_property
+    def sha256(self) -> str:
+        """A hash of the token ids."""
+        return tokens_sha256(self.sequences)
+
+    @property
+    def length(self) -> int:
+        """Predicted tokens in a sequence."""
+        return self.sequences.shape[1] - 1
+
+    @property
+    def lengths(self) -> list[int]:
+        """Predicted tokens in each sequence, (N,)."""
+        return [self.length] * len(self.sequences)
+
+    @property
+    def amount(self) -> str:
+        """The number and length of the sequences in words, as in `Shown`."""
+        return f"{len(self.sequences):,} of {self.length:,} tokens"
+
+    @property
+    def document_labels(self) -> np.ndarray:
+        """Labels (N,), equal for sequences of one document."""
+        return np.arange(len(self.sequences)) if self.documents is None else self.documents
+
+    @property
+    def target_mask(self) -> np.ndarray:
+        """Mask, (N, length) bool, of the predictions that means include: predictions of answer tokens in tasks, else
+        all predictions.
+        """
+        return np.ones((len(self.sequences), self.length), bool) if self.answers is None else self.answers
+
+    def batch(self, indices: list[int]) -> Batch:
+        """A batch of the sequences at `indices`."""
+        return Batch.of(
+            self.sequences[indices], None if self.answers is None else self.answers[indices], self.end_of_text
+        )
+
+    def units(self, fingerprint: str, mask: np.ndarray | None = None, counts: bool = False) -> pd.DataFrame:
+        """The sequences as units of a frame (`units_frame`), all or those where `mask` is true.
+
+        With `counts`, their weights are the numbers of predictions that count, else all are equal.
+        """
+        weights, labels, sha256 = self.target_mask.sum(1) if counts else None, self.document_labels, self.sha256
+        if mask is None or mask.all():
+            return units_frame(sha256, labels, weights, fingerprint)
+        sha256 = hashlib.sha256(f"{sha256} {np.flatnonzero(mask).tolist()}".encode()).hexdigest()
+        return units_frame(sha256, labels[mask], None if weights is None else weights[mask], fingerprint)
+
+    def sequence_means(self, values: np.ndarray) -> np.ndarray:
+        """The mean of each sequence, (N, 1), of `values`, (N, length), over `target_mask`."""
+        return values.mean(1, dtype=np.float64, where=self.target_mask)[:, None]
+
+    @classmethod
+    def take(cls, store: Store, starts: np.ndarray, length: int, isolate: bool = False) -> "HeldOut":
+        """The sequences of `length` + 1 tokens that begin at `starts` in the held-out split; with `isolate` no document
+        sees another.
+        """
+        sequences = store.val.take(starts, length + 1)
+        ends = np.cumsum([source.n_tokens for source in store.val.sources])
+        sources = np.searchsorted(ends, starts, "right")
+        documents = np.searchsorted(store.val.offsets, starts, "right") - 1
+        return cls(sequences, store.token_bytes, documents, sources, end_of_text=store.end_of_text if isolate else None)
 
 
 class Measurement(ABC):
@@ -52,7 +133,7 @@ class Measurement(ABC):
     logged: ClassVar[tuple[Metric, ...]] = ()  # what it logs, with words in braces in names for what differs
     in_fp32: ClassVar[bool] = False  # whether it measures in fp32, whatever the precision of training
     fixed_lengths: ClassVar[bool] = False  # whether it measures the same sequences whatever the training length is
-    held_out: Sequence["HeldOut"] = ()  # the held-out sequences that it reads, if it reads any
+    held_out: Sequence[HeldOut] = ()  # the held-out sequences that it reads, if it reads any
 
     def __init__(self, config: Config, store: Store | None):
         self.config, self.store = config, store
@@ -165,29 +246,3 @@ class Measurement(ABC):
             return None
         is_same = all(getattr(evaluation, name) == value for name, value in self.facts(weights, device).items())
         return evaluation if is_same and self.cacheable(evaluation.frame) else None
-
-
-def measurement_types(config: Config, kinds: Iterable[str] | None = None) -> list[type[Measurement]]:
-    """Import the classes of the measurements that `config.eval` asks for, the validation first; `kinds` as in
-    `measurements`.
-
-    Raises RunError: a package that a measurement needs is not installed.
-    """
-    class_paths = [
-        name.split(":")
-        for kind, name in config.eval.measurement_classes(config.data).items()
-        if kinds is None or kind in kinds
-    ]
-    types = [getattr(import_module(module), attribute) for module, attribute in class_paths]
-    for measurement in types:
-        measurement.require()
-    return types
-
-
-def measurements(config: Config, store: Store, kinds: Iterable[str] | None = None) -> list[Measurement]:
-    """The measurements that `config.eval` asks for, the validation first; with `kinds` only measurements of these
-    kinds.
-
-    Raises LMError: the store does not hold the data that a measurement needs, or a package is not installed.
-    """
-    return [measurement(config, store) for measurement in measurement_types(config, kinds)]

@@ -2,11 +2,9 @@
 by length.
 """
 
-import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -19,13 +17,13 @@ from lm.config.eval_config import ValidationTiming
 from lm.config.inference_config import InferenceSetting
 from lm.config.task_config import task_names
 from lm.config.tree import Config
-from lm.data.batches import Batch, long_starts, validation_starts
+from lm.data.batches import long_starts, validation_starts
 from lm.data.prepare import prepare
 from lm.data.sources import labels as source_labels
 from lm.data.store import TOKENIZER, Store
 from lm.data.tasks import STORE_SEED, example
 from lm.errors import ConfigError, DataError, Problem
-from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
+from lm.evaluation.evaluation_kind import Advance, HeldOut, Measurement, ignore
 from lm.model.cross_entropy import token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, eval_mode
@@ -37,91 +35,12 @@ from lm.runs.evaluations import (
     VALIDATION_METRICS,
     rows,
     selection_mask,
-    units_frame,
     validation_rows,
 )
 from lm.runs.metric import Axis, Metric
 from lm.schema import Plain, to_plain
 
 EVAL_TOKENS = 16384  # the most tokens in one forward pass, if a sequence has no more
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """Held-out sequences that are the same for every run and checkpoint."""
-
-    sequences: np.ndarray  # (N, length + 1) token ids
-    token_bytes: np.ndarray  # (V,) number of UTF-8 bytes that each token stands for
-    # (N,) index of the held-out document that each sequence begins in; None: sequences are independent
-    documents: np.ndarray | None = None
-    sources: np.ndarray | None = None  # (N,) index of the source or task of each sequence; None: not known
-    answers: np.ndarray | None = None  # (N, length) bool, which predictions count; None: all
-    # the token that begins a document, if documents in a sequence don't see each other; else None
-    end_of_text: int | None = None
-
-    @cached_property
-    def sha256(self) -> str:
-        """A hash of the token ids."""
-        return tokens_sha256(self.sequences)
-
-    @property
-    def length(self) -> int:
-        """Predicted tokens in a sequence."""
-        return self.sequences.shape[1] - 1
-
-    @property
-    def lengths(self) -> list[int]:
-        """Predicted tokens in each sequence, (N,)."""
-        return [self.length] * len(self.sequences)
-
-    @property
-    def amount(self) -> str:
-        """The number and length of the sequences in words, as in `Shown`."""
-        return f"{len(self.sequences):,} of {self.length:,} tokens"
-
-    @property
-    def document_labels(self) -> np.ndarray:
-        """Labels (N,), equal for sequences of one document."""
-        return np.arange(len(self.sequences)) if self.documents is None else self.documents
-
-    @property
-    def target_mask(self) -> np.ndarray:
-        """Mask, (N, length) bool, of the predictions that means include: predictions of answer tokens in tasks, else
-        all predictions.
-        """
-        return np.ones((len(self.sequences), self.length), bool) if self.answers is None else self.answers
-
-    def batch(self, indices: list[int]) -> Batch:
-        """A batch of the sequences at `indices`."""
-        return Batch.of(
-            self.sequences[indices], None if self.answers is None else self.answers[indices], self.end_of_text
-        )
-
-    def units(self, fingerprint: str, mask: np.ndarray | None = None, counts: bool = False) -> pd.DataFrame:
-        """The sequences as units of a frame (`units_frame`), all or those where `mask` is true.
-
-        With `counts`, their weights are the numbers of predictions that count, else all are equal.
-        """
-        weights, labels, sha256 = self.target_mask.sum(1) if counts else None, self.document_labels, self.sha256
-        if mask is None or mask.all():
-            return units_frame(sha256, labels, weights, fingerprint)
-        sha256 = hashlib.sha256(f"{sha256} {np.flatnonzero(mask).tolist()}".encode()).hexdigest()
-        return units_frame(sha256, labels[mask], None if weights is None else weights[mask], fingerprint)
-
-    def sequence_means(self, values: np.ndarray) -> np.ndarray:
-        """The mean of each sequence, (N, 1), of `values`, (N, length), over `target_mask`."""
-        return values.mean(1, dtype=np.float64, where=self.target_mask)[:, None]
-
-    @classmethod
-    def take(cls, store: Store, starts: np.ndarray, length: int, isolate: bool = False) -> "HeldOut":
-        """The sequences of `length` + 1 tokens that begin at `starts` in the held-out split; with `isolate` no document
-        sees another.
-        """
-        sequences = store.val.take(starts, length + 1)
-        ends = np.cumsum([source.n_tokens for source in store.val.sources])
-        sources = np.searchsorted(ends, starts, "right")
-        documents = np.searchsorted(store.val.offsets, starts, "right") - 1
-        return cls(sequences, store.token_bytes, documents, sources, end_of_text=store.end_of_text if isolate else None)
 
 
 def validation_sequences(store: Store, config: Config) -> HeldOut:
@@ -166,23 +85,16 @@ def long_sequences(store: Store, config: Config) -> HeldOut:
         while length > 1 and (store.val.lengths > length).sum() < min_documents:
             length = max(1, length // 2)
     if length >= longest:
-        max_factor = (longest - 1) / seq_len
-        alternative = f"{int(max_factor * 10) / 10:g} or less, or to " if max_factor >= 1 else ""
         reason = (
             f"with data.seq_len = {seq_len} it needs a held-out document of {length + 1:,} tokens, the longest "
             f"has {longest:,}"
         )
-        remedy = f"set it to {alternative}0 to train without this evaluation"
+        remedy = "set it to auto, or to 0 to train without this evaluation"
         raise ConfigError([Problem("eval.long_context.length_factor", options.length_factor, reason, remedy)])
     return HeldOut.take(store, long_starts(store.val, length, options.sequences), length)
 
 
 # ---------------------------------------------------------------- values of each sequence
-
-
-def tokens_sha256(sequences: Iterable[np.ndarray]) -> str:
-    """A hash of token ids, one sequence after the other."""
-    return hashlib.sha256(np.concatenate(list(sequences)).astype("<i8").tobytes()).hexdigest()
 
 
 def by_sequence(

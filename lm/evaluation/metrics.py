@@ -1,6 +1,9 @@
-"""The metrics of metrics.jsonl: their names, units, directions and meanings, and those that a configuration logs."""
+"""All measurements, and the metrics of metrics.jsonl: their names, units, directions and meanings, and those that a
+configuration logs.
+"""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -8,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from lm.config.tree import Config
+from lm.data.store import Store
 from lm.errors import ConfigError, Problem, suggest
 from lm.evaluation.answers import NeedleMeasurement, Recall
 from lm.evaluation.diagnostics import Diagnostics
@@ -59,10 +63,30 @@ class LoggedMetrics(Measurement):
         return blocks
 
 
-MEASUREMENTS = (  # by their order in the list of metrics; of callbacks last, as it has metrics of any name
-    Validation, LongContext, ByLength, OtherTexts, Recall, NeedleMeasurement, DownstreamTasks, Diagnostics,
+MEASUREMENTS = (  # in the order in which they are made; of callbacks last, as it has metrics of any name
+    Validation, LongContext, ByLength, OtherTexts, Recall, NeedleMeasurement, Diagnostics, DownstreamTasks,
     LoggedMetrics,
 )  # fmt: skip
+
+
+def measurement_types(config: Config, kinds: Sequence[str] | None = None) -> list[type[Measurement]]:
+    """The classes of the measurements that `config.eval` asks for, the validation first; with `kinds` of these alone.
+
+    Raises RunError: a package that a measurement needs is not installed.
+    """
+    wanted = [kind for kind in config.eval.wanted_kinds(config.data) if kinds is None or kind in kinds]
+    types = [measurement for measurement in MEASUREMENTS if measurement.kind in wanted]
+    for measurement in types:
+        measurement.require()
+    return types
+
+
+def measurements(config: Config, store: Store, kinds: Sequence[str] | None = None) -> list[Measurement]:
+    """The measurements of `measurement_types`.
+
+    Raises LMError: the store does not hold the data that a measurement needs, or a package is not installed.
+    """
+    return [measurement(config, store) for measurement in measurement_types(config, kinds)]
 
 
 def metrics_of(config: Config) -> list[Metric]:
@@ -79,7 +103,7 @@ def is_own_name(name: str) -> bool:
 
 
 def _measurements(config: Config) -> list[type[Measurement]]:
-    asked = [*config.eval.measurement_classes(config.data), *[LoggedMetrics.kind] * bool(config.trainer.callbacks)]
+    asked = [*config.eval.wanted_kinds(config.data), *[LoggedMetrics.kind] * bool(config.trainer.callbacks)]
     return [measurement for measurement in MEASUREMENTS if measurement.kind in asked]
 
 

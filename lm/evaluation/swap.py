@@ -24,11 +24,10 @@ from lm.data.store import Store
 from lm.data.tasks import NoRoom
 from lm.errors import ConfigError, Problem
 from lm.evaluation.evaluate import measured_config, model_on_text, open_device, open_store
-from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
+from lm.evaluation.evaluation_kind import Advance, HeldOut, Measurement, ignore
 from lm.evaluation.held_out import (
     LENGTHS,
     POSITIONS,
-    HeldOut,
     by_position,
     by_sequence,
     task_sequences,

@@ -181,7 +181,7 @@ class Procedure:
         required, experiment = {}, self.experiment
         for size, arm in experiment.size_arms if experiment.evaluate else ():
             config = experiment.measurement_config(experiment.example_config(size, arm))
-            kinds = config.eval.measurement_classes(config.data)
+            kinds = config.eval.wanted_kinds(config.data)
             required[size, arm.name] = {kind: config.eval.measured_options(kind) for kind in kinds}
         return required
 

@@ -502,4 +502,4 @@ def _wanted_kinds(config: dict[str, Plain]) -> set[str]:
     problems = []
     eval_config = build(EvalConfig, config.get("eval") or {}, "eval", problems)
     data_config = build(DataConfig, config.get("data") or {}, "data", problems)
-    return set() if problems else set(eval_config.measurement_classes(data_config))
+    return set() if problems else set(eval_config.wanted_kinds(data_config))

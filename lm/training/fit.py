@@ -13,7 +13,8 @@ from lm.config.tree import Config
 from lm.data.store import Store
 from lm.errors import Diverged, RunError
 from lm.evaluation.evaluate import evaluate_model, open_device
-from lm.evaluation.evaluation_kind import Measurement, measurements
+from lm.evaluation.evaluation_kind import Measurement
+from lm.evaluation.metrics import measurements
 from lm.files import UNFINISHED, json_bytes
 from lm.machine import keep_freed_memory, threads_per_process, without_garbage_collection
 from lm.model.device import Machine, resolve_compile, resolve_device, resolve_precision

@@ -16,7 +16,7 @@ from lm.config.training_config import Group
 from lm.config.tree import Config, differences, effect_of
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError, as_written
-from lm.evaluation.evaluation_kind import measurement_types
+from lm.evaluation.metrics import measurement_types
 from lm.model.causality import check_causality
 from lm.model.decoder import Decoder, group_of
 from lm.model.device import resolve_device
@@ -75,7 +75,7 @@ def check_before_data(
             raise ConfigError(problems)
     _check_trainable(config)
     check_causality(config)
-    measurement_types(config)  # imports what the evaluations need
+    measurement_types(config)  # a missing package is reported before data are prepared
     if checkpoint or not config.init_from:
         return config, None
     source, shape = load(config.init_from), _shape(config, 0)

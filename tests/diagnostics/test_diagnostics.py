@@ -35,7 +35,8 @@ from lm.diagnostics.attention_rows import (
     shuffling_numbers,
 )
 from lm.evaluation.diagnostics import diagnostic_blocks, diagnostic_sequences, families
-from lm.evaluation.held_out import LENGTHS, HeldOut
+from lm.evaluation.evaluation_kind import HeldOut
+from lm.evaluation.held_out import LENGTHS
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder, batch_layout
 from lm.model.device import Device

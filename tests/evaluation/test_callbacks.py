@@ -13,7 +13,8 @@ import torch
 from conftest import ROOT
 
 from lm.data.prepare import prepare
-from lm.evaluation.held_out import HeldOut, nll_by_token
+from lm.evaluation.evaluation_kind import HeldOut
+from lm.evaluation.held_out import nll_by_token
 from lm.model.blocks import DecodingCache
 from lm.model.decoder import Decoder
 from lm.model.device import Device

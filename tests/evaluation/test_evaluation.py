@@ -24,8 +24,8 @@ from lm.config.model_config import ModelConfig
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
 from lm.evaluation.evaluate import evaluate_runs
+from lm.evaluation.evaluation_kind import HeldOut
 from lm.evaluation.held_out import (
-    HeldOut,
     LongContext,
     bits_per_byte,
     bucket_edges,

@@ -20,7 +20,7 @@ from lm.config import normalizers as kinds
 from lm.data.batches import Batch
 from lm.data.prepare import prepare
 from lm.errors import RunError
-from lm.evaluation.held_out import HeldOut
+from lm.evaluation.evaluation_kind import HeldOut
 from lm.evaluation.swap import (
     SwapMeasurement,
     swap_lines,
