@@ -31,7 +31,7 @@ class Plugin(NamedTuple):
 
     options: type  # the dataclass of its options, whose `name` is `package.module:Class`
     implementation: type  # the imported class
-    version: str  # the sha256 of its source file, with name and version of its distribution if it has one
+    version: str  # the sha256 of its source file
     code_digest: str  # digest of the Python and C++ files of its package, computed at its import
 
 
@@ -75,19 +75,14 @@ class Plugins:
             KeyError: `name` is no `package.module:Class` and no entry point.
             Unavailable: importing the plugin is not permitted or fails, or `options_of` refuses it.
         """
-        if ":" in name and not all(name.split(":", 1)):
-            raise Unavailable("names no class", "write package.module:Class")
         reference = name if ":" in name else self.installed()[name]  # nothing is imported
         module = reference.partition(":")[0]
         is_allowed = any(f"{module}.".startswith(f"{package}.") for package in self._allowed_packages)
         if reference not in self._plugins:
             if not self._is_trusting and not is_allowed:
-                package, allowed_packages = package_of(module), ", ".join(sorted(self._allowed_packages))
-                remedy = (
-                    f"if you trust it: --allow-plugin {package}, in Python PLUGINS.allow(['{package}']) of lm.plugins"
-                )
-                remedy += f"; allowed is {allowed_packages}" if allowed_packages else ""
-                raise Unavailable("is code from outside, which a file names", remedy)
+                package = package_of(module)
+                remedy = f"--allow-plugin {package}, in Python PLUGINS.allow(['{package}']) of lm.plugins"
+                raise Unavailable("is code from outside, which a file names", f"if you trust it: {remedy}")
             self._plugins[reference] = _import_plugin(reference, options_of)
         return self._plugins[reference].options
 
@@ -153,17 +148,8 @@ def _import_plugin(reference: str, options_of: OptionsOf) -> Plugin:
         raise Unavailable("is in no file", "write it into a module")
     try:
         digest = sources_sha256(getattr(package, "__path__", None) or [package.__file__])
-        return Plugin(named_options, plugin_class, _version_of(reference, plugin_class), digest)
+        source = inspect.getsourcefile(plugin_class)
+        version = f"source sha256 {file_sha256(Path(source))[:12]}" if source else "unknown"
+        return Plugin(named_options, plugin_class, version, digest)
     except OSError as error:
         raise Unavailable(f"can't be read: {error}", "install its package in a folder, not in an archive") from None
-
-
-def _version_of(reference: str, plugin_class: type) -> str:
-    """Return the sha256 of a plugin's source file, with name and version of the distribution that installed it."""
-    names = metadata.packages_distributions().get(package_of(reference), ())
-    distribution = f"{names[0]} {metadata.version(names[0])}" if names else ""
-    source = inspect.getsourcefile(plugin_class)
-    if not source:
-        return distribution or "unknown"
-    digest = file_sha256(Path(source))[:12]  # an editable distribution changes without a new version
-    return f"source sha256 {digest}" + f" ({distribution})" * bool(distribution)

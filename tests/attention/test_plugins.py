@@ -276,10 +276,7 @@ def test_an_installed_package_gives_a_bare_name(powers: Path, arguments: list[st
     config = load_config([*arguments, "model.normalizer={name: power, power: 1.5}"])
     assert config.model.normalizer.name == NAME
     assert config.model.normalizer.label() == f"{NAME} (power=1.5)"
-    folder = trained(arguments, "model.normalizer=power")
-    assert json.loads((folder / ENVIRONMENT).read_text())["versions"][NAME].endswith(" (powers 1.2)"), (
-        "it may be edited where it is installed from"
-    )
+    forget("powers")
     with pytest.raises(ConfigError, match="--allow-plugin powers"):
         parse({"name": "x", "model": {"normalizer": "power"}})
 
