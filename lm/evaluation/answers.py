@@ -274,7 +274,8 @@ class Recall(AnswerMeasurement):
         about = accuracy(metric.named(TASK=name), questions, chance and chance.teacher_forced, options)
         yield by_length(about, self.lengths, whole, **fields)
         if any(units["weight"].max() > 1 for _, units in whole):  # else a roll-out has the same accuracy
-            about = accuracy(ACCURACY, questions, chance and chance.rollout, options, f"chance, {ROLL_OUT}")
+            about = replace(metric, name="")
+            about = accuracy(about, questions, chance and chance.rollout, options, f"chance, {ROLL_OUT}")
             yield by_length(about, self.lengths, rolled_out, **fields | {"setting": f"{setting}, {ROLL_OUT}"})
         about = Metric("", "fraction", "higher", "", "token accuracy", "questions", axis=LENGTHS, options=options)
         yield by_length(about, self.lengths, token, **fields)
