@@ -231,26 +231,6 @@ def test_accuracies_at_chance_are_not_compared(tmp_path, accuracies, verdict):
     assert (verdict == "not learned") == ("is better than chance (0.25)" in line["words"])
 
 
-def test_an_arm_that_is_measured_as_it_is_can_be_worse_than_single_tokens(tmp_path):
-    arms = {"softmax": {}, "as-it-is": {"from": "softmax", "swap": {"to": "ssmax"}, "train": False}}
-    procedure = experiment(tmp_path, arms=arms)
-    for run in procedure.known_runs():
-        finish(run, 5.0 + 1e-3 * run.seed if run.arm == "softmax" else 7.0, unigram=6.0)
-    assert procedure.judgement().entries()[1]["verdict"] == "worse"
-
-
-def test_a_rate_at_which_nothing_is_learned_is_a_bad_rate(tmp_path):
-    procedure = experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]})
-    finish_all(procedure, lambda run: 9.2 if run.rate == 1e-3 else loss(run) + 50 * abs(run.rate - 2e-3))
-    assert procedure.choice("").rates == {"softmax": 2e-3, "ssmax": 2e-3}
-    assert {*procedure.tuning_runs("").query("rate == 1e-3")["val/loss"]} == {9.2}
-
-
-def test_before_tuning_has_ended_no_seed_has(tmp_path):
-    line = experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3]}).judgement().entries()[1]
-    assert (line["verdict"], line["reason"]) == ("incomplete", "0 of 3 seeds have ended")
-
-
 GRID = {"grid": [1e-3, 2e-3, 4e-3, 8e-3], "seeds": [101, 102]}
 
 
@@ -371,21 +351,6 @@ def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(t
     )
     spread = np.std([0.05, -0.05, 0.01], ddof=1)
     assert f"by a spread of {spread:.2g} (the seeds that have ended)" in said(finished)[0]
-
-
-def test_a_baseline_that_diverges_at_a_third_arms_rate_is_unstable_and_no_error(tmp_path):
-    best = {"softmax": 4e-3, "ssmax": 8e-3, "log_n": 2e-3}
-    arms = {arm: {"model.normalizer": arm} for arm in best}
-
-    def loss(run: Run) -> float:
-        if run.stage == "tune":
-            return 5 + abs(float(np.log2(run.rate / best[run.arm])))
-        is_lost = (run.arm, run.rate, run.seed) == ("softmax", 4e-3, 1)
-        return math.nan if is_lost else 5 - 0.1 * ((run.arm, run.rate) == ("softmax", 2e-3)) - 0.001 * run.seed
-
-    tune = {"grid": [1e-3, 2e-3, 4e-3, 8e-3, 16e-3], "seeds": [101, 102]}
-    _, ssmax, log_n = finish_all(experiment(tmp_path, arms=arms, tune=tune), loss).judgement().entries()
-    assert (ssmax["verdict"], log_n["verdict"]) == ("unstable", "unstable")
 
 
 def test_there_is_a_plan_at_each_step_where_arms_start_from_others_that_are_trained_at_the_rates_of_both(

@@ -286,11 +286,6 @@ def test_a_run_without_weights_has_equal_ones():
     pd.testing.assert_frame_equal(lm.judge(UNITS.assign(weight=[None, 3.0] * 15)), lm.judge(UNITS))
 
 
-def test_one_seed_has_columns_for_the_ends_of_an_interval_too():
-    table = lm.judge(RUNS[RUNS["seed"] == 1])
-    assert table[["difference", "difference low", "difference high"]].isna().all(axis=None)
-
-
 @pytest.mark.parametrize(
     ("column", "names"),
     [("arm", ["a", "None"]), ("arm", ["a", "NA"]), ("variant", ["a", "null"]), ("variant", ["false", "true"])],

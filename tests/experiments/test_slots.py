@@ -18,8 +18,7 @@ from trials import procedure_of, written
 
 from lm.config.load import load_config
 from lm.errors import ConfigError, RunError
-from lm.experiments.experiment_file import read_experiment
-from lm.experiments.loop import Devices, ExperimentTrainer, Slots, slots_of
+from lm.experiments.loop import ExperimentTrainer, Slots, slots_of
 from lm.experiments.procedure import Procedure, Run
 from lm.model.device import count_gpus, visible_gpus
 
@@ -72,47 +71,6 @@ def test_the_users_own_devices_are_handed_out_and_no_others(gpus, tmp_path, coun
     assert visible_gpus() == names
     slots = slots_of(opened(tmp_path).experiment, None, 1)
     assert (slots.gpus, slots.n_slots) == (names, max(1, len(names)))
-
-
-def replayed(slots: Slots, runs: list[tuple[str, str]], ending: list[int]) -> list[Devices]:
-    """The GPUs of each run, started in their order as soon as there are slots; those under way end in the order of the
-    numbers `ending`.
-    """
-    under_way, placed = list[Devices](), []
-    for number, place in enumerate(runs):
-        while (devices := slots.devices(*place, under_way)) is None:
-            under_way.pop(ending[number] % len(under_way))
-        under_way.append(devices)
-        placed.append(devices)
-        counts = Counter(gpu for devices in under_way for gpu in devices)
-        assert max(counts.values(), default=0) <= slots.slots_per_gpu, counts
-        assert sum(max(1, len(devices)) for devices in under_way) <= slots.n_slots
-        assert len(set(devices)) == len(devices) == slots.gpus_per_run.get(place, 0)
-    return placed
-
-
-@pytest.mark.parametrize("jobs", [None, 3])
-@pytest.mark.parametrize("slots_per_gpu", [1, 2])
-def test_no_gpu_is_given_more_often_at_a_time_than_was_asked_for(gpus, tmp_path, jobs, slots_per_gpu):
-    gpus(4, "3,5,6,7")
-    experiment = opened(tmp_path, arms=WIDE).experiment
-    slots = slots_of(experiment, jobs, slots_per_gpu)
-    assert slots.n_slots == (jobs or 4 * slots_per_gpu)
-    assert slots.gpus_per_run == {("", "softmax"): 1, ("", "wide"): 2, ("", "ssmax"): 1, ("", "cpu"): 0}
-    places = [("", arm) for arm in WIDE] * 20
-    placed = replayed(slots, places, [7 * number**2 for number in range(len(places))])
-    assert {gpu for devices in placed for gpu in devices} <= {*slots.gpus[: slots.n_slots]}
-    assert placed[0] == ("3",)
-    assert placed[1] == ("5", "6"), "GPUs on which nobody works come first"
-
-
-@pytest.mark.parametrize(("slots_per_gpu", "jobs"), [(1, 1), (2, 2), (3, 2)])
-def test_the_commands_of_the_readme_work_on_a_machine_with_one_gpu(gpus, slots_per_gpu: int, jobs: int):
-    """They ask for two runs at a time, which share a GPU only where the user says so."""
-    gpus(1)
-    experiment = read_experiment(ROOT / "configs" / "experiments" / "quickstart-recall.yaml", [])
-    slots = slots_of(experiment, 2, slots_per_gpu)
-    assert (slots.n_slots, str(slots)) == (jobs, f"{jobs} at a time on GPU 0, {slots_per_gpu} on each (--jobs-per-gpu)")
 
 
 @pytest.mark.parametrize(
