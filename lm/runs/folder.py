@@ -64,8 +64,7 @@ def read_config(folder: Path) -> Config:
     altered.
     """
     require_run(folder, CONFIG)
-    expression = f"lm.config.load.to_yaml(lm.load({str(folder)!r}).config)"
-    content = read_file(folder, CONFIG, f"bring it back, or write what the checkpoint holds: {expression}")
+    content = read_file(folder, CONFIG)
     try:
         return parse(parse_yaml(content, CONFIG))
     except ConfigError as error:  # such as code of a normalizer that is not installed

@@ -142,7 +142,11 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> LoadedModel
         return _load_model(path)
     if path.is_dir():
         require_run(path, CHECKPOINTS)
-        path = find_checkpoint(path, checkpoint)
+        run, folder, is_step = path, path / CHECKPOINTS, checkpoint.isdecimal()
+        path = step_path(folder, int(checkpoint)) if is_step else folder / f"{checkpoint}.ckpt"
+        if not path.is_file():
+            steps = ", ".join(str(step_of(path)) for path in step_paths(folder)) or "none"
+            raise RunError(f"{path}: no such checkpoint; steps saved in {run}: {steps}")
     content, folder = load_checkpoint(path), _folder_of_files(path)
     environment = read_environment(folder) if (folder / ENVIRONMENT).is_file() else {}
     with _misfits_refused(path):
@@ -230,19 +234,6 @@ def check_finite(weights: Mapping[str, Tensor], path: Path) -> None:
 
 def _folder_of_files(path: Path) -> Path:
     return path if path.is_dir() else Path(os.path.realpath(path)).parent.parent  # raises nothing for a loop of links
-
-
-def find_checkpoint(folder: Path, checkpoint: str) -> Path:
-    """The path of a checkpoint of the run in `folder`; `checkpoint` is `last`, `best` or a step.
-
-    Raises RunError: there is no such checkpoint; the message lists the saved steps.
-    """
-    is_step, checkpoints = checkpoint.isdecimal(), folder / CHECKPOINTS
-    path = step_path(checkpoints, int(checkpoint)) if is_step else checkpoints / f"{checkpoint}.ckpt"
-    if not path.is_file():
-        steps = ", ".join(str(step_of(path)) for path in step_paths(checkpoints)) or "none"
-        raise RunError(f"{path}: no such checkpoint; steps saved in {folder}: {steps}")
-    return path
 
 
 def export(source: Path, checkpoint: str, out: Path) -> Path:

@@ -162,7 +162,6 @@ def truncate_after(run: Path, step: int) -> None:
     for (kind, evaluated_step), path in evaluation_files(run).items():
         if evaluated_step > step or (kind, evaluated_step) == ("swap", step):
             path.unlink()
-            path.with_suffix(".png").unlink(missing_ok=True)
     truncate_manifest(run, step)  # a kill before it leaves lines without files, one after it a log that is too long
     truncate_metrics(run / METRICS, step)
 

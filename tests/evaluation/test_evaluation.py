@@ -38,7 +38,7 @@ from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.swapped import for_inference
 from lm.runs.evaluations import load_evaluation
-from lm.runs.loading import find_checkpoint
+from lm.runs.loading import load
 from lm.training.train import train
 
 CPU = Device(torch.device("cpu"), bf16=False)
@@ -262,7 +262,7 @@ def test_lm_eval_refuses_what_would_measure_another_model(tiny, tmp_path):
     with pytest.raises(ConfigError, match=r"model\.n_head"):
         evaluate_runs([config.run_folder], overrides=["model.n_head=4"])
     with pytest.raises(RunError, match=r"steps saved in .*: 4, 8"):
-        find_checkpoint(config.run_folder, "5")
+        load(config.run_folder, 5)
     with pytest.raises(RunError, match="not a run folder"):
         evaluate_runs([tmp_path])
     result = lm("eval", str(config.run_folder), "eval.sequences=0")

@@ -325,16 +325,6 @@ def test_a_swapped_export_knows_its_data_and_its_tokenizer(run: Path, use, tmp_p
         )
 
 
-def test_an_altered_configuration_can_be_written_anew(run: Path):
-    file = run / "config.yaml"
-    file.write_text(file.read_text().replace("seed: ", "seed: 1"))
-    advice = r"bring it back, or write .*: lm\.config\.load\.to_yaml"
-    with pytest.raises(RunError, match=rf"config\.yaml: {ALTERED}; {advice}"):
-        evaluate_runs([run])
-    file.write_text(to_yaml(lm.load(run).config))
-    evaluate_runs([run])
-
-
 def test_an_edited_result_is_measured_again(run: Path, capsys: pytest.CaptureFixture):
     (first,) = evaluate_runs([run], overrides=["eval.sequences=5"])
     (second,) = evaluate_runs([run], overrides=["eval.sequences=5"])

@@ -226,7 +226,6 @@ def test_what_came_after_the_resumed_step_is_cut_back(tmp_path: Path):
     (tmp_path / "evaluations").mkdir()
     for step in (2, 3):
         (tmp_path / "evaluations" / f"validation.step-{step:06d}.csv").write_text("{}")
-    (tmp_path / "evaluations" / "validation.step-000003.png").write_text("")
     (tmp_path / "checkpoints").mkdir()
     for name in (
         ".gitignore",
