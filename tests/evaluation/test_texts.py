@@ -93,7 +93,7 @@ def test_documents_of_a_text_are_isolated_where_those_of_training_are(tiny, vers
 
     losses = []
     for documents in ("pack", "isolate"):
-        config = tiny(OFF, asked(verse, code).replace("16", "100"), f"data.documents={documents}")
+        config = tiny(OFF, asked(verse, code).replace("sequences: 16", "sequences: 100"), f"data.documents={documents}")
         texts = OtherTexts(config, store := prepare(config.data))
         decoder = Decoder(config.model, store.vocab_size, config.data.seq_len, seed=1)
         measured = series_measured(texts, decoder, Device(torch.device("cpu"), False), lambda n: None)
