@@ -76,28 +76,18 @@ def count_gpus(config: Config) -> int:
     """The number of GPUs that a run takes, 0 on the CPU. Raises ConfigError if the machine lacks the GPU or devices
     that it asks for.
     """
-    n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    accelerator = config.trainer.accelerator
+    accelerator, devices = config.trainer.accelerator, config.trainer.devices
+    n_gpus = torch.cuda.device_count() if accelerator != "cpu" and torch.cuda.is_available() else 0
     if accelerator == "gpu" and not n_gpus:
-        raise ConfigError(
-            [Problem("trainer.accelerator", "gpu", "no CUDA GPU is visible", "set trainer.accelerator=cpu")]
-        )
-    if accelerator == "cpu" or not n_gpus:
-        cores = os.cpu_count() or 1  # cores of the machine: SLURM may bind each process to a few
-        maximum = max(cores, 2)  # two processes on one core try DDP out
+        remedy = "set trainer.accelerator=cpu"
+        raise ConfigError([Problem("trainer.accelerator", "gpu", "no CUDA GPU is visible", remedy)])
+    cores = os.cpu_count() or 1  # cores of the machine: SLURM may bind each process to a few
+    maximum = n_gpus or max(cores, 2)  # two processes on one core try DDP out
+    if devices > maximum:
         reason = f"on a CPU each device is a process, and this machine has {cores} core{'s' * (cores > 1)}"
-    else:
-        maximum, reason = n_gpus, f"this process sees {n_gpus} GPU{'s' * (n_gpus > 1)}"
-    if config.trainer.devices > maximum:
-        remedy = (
-            " or, if the machine has more, run srun without --gpus-per-task and --gpu-bind"
-            if "SLURM_LOCALID" in os.environ
-            else ""
-        )
-        raise ConfigError(
-            [Problem("trainer.devices", config.trainer.devices, reason, f"set it to at most {maximum}{remedy}")]
-        )
-    return 0 if accelerator == "cpu" or not n_gpus else config.trainer.devices
+        reason = f"this process sees {n_gpus} GPU{'s' * (n_gpus > 1)}" if n_gpus else reason
+        raise ConfigError([Problem("trainer.devices", devices, reason, f"set it to at most {maximum}")])
+    return devices if n_gpus else 0
 
 
 def resolve_device(config: Config) -> tuple[str, str]:
@@ -174,10 +164,9 @@ def resolve_compile(
         return ResolvedSetting("false", "auto: steps on tasks alone compute less eager")
     run_threshold, total_threshold = MIN_RUN_FLOPS_TO_COMPILE[accelerator], MIN_TOTAL_FLOPS_TO_COMPILE[accelerator]
     saves_time = flops * runs >= total_threshold and flops >= run_threshold
-    cost_text = f"{flops:.1e} FLOP" + (f" a run, {runs} runs" if runs > 1 else "")
-    threshold_text = (f"{run_threshold:.0e} a run and " if runs > 1 else "") + f"{total_threshold:.0e}"
-    threshold_text += " in all" if runs > 1 else ""
-    return ResolvedSetting(str(saves_time).lower(), f"auto: {cost_text}; it pays from {threshold_text}")
+    thresholds = f"{run_threshold:.0e} a run and {total_threshold:.0e} in all"
+    reason = f"auto: {flops:.1e} FLOP a run, runs: {runs}; it pays from {thresholds}"
+    return ResolvedSetting(str(saves_time).lower(), reason)
 
 
 def use_compile_cache() -> None:
