@@ -11,6 +11,8 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
+import pandas as pd
+
 from lm.config.load import merge
 from lm.data.prepare import prepare, vocab_size_of
 from lm.data.store import Store
@@ -220,8 +222,10 @@ def plan_of(experiment: Experiment) -> dict[str, dict]:
         shared |= {_name(size, f"{primary.metric}: {key}"): value for key, value in options.items()}
     shared |= {f"tune.{key}": value for key, value in vars(experiment.tune).items()}
     if experiment.table is not None:
-        table = experiment.table[["size", "arm", "key", "rate", "seed", SELECTION, primary.metric]].astype(object)
-        rows = sorted(" ".join(map(str, row)) for row in table.where(table.notna(), None).to_numpy())
+        columns = ["size", "arm", "key", "rate", "seed", SELECTION, primary.metric]
+        # missing values as earlier versions wrote them
+        cells = experiment.table[columns].map(lambda cell: "None" if pd.isna(cell) else str(cell))
+        rows = sorted(" ".join(row) for row in cells.to_numpy())
         shared["tune.table"] = f"{experiment.tune.table} {plain_sha256(rows)[:8]}"
     arms = {}
     for size, arm in experiment.size_arms:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from types import FrameType
@@ -70,8 +70,7 @@ class Failure:
 def read_failure(experiment_folder: Path, run: Run) -> Failure | None:
     """Return the recorded failure of a run; interrupted runs have none. Raises RunError: the file is damaged."""
     path = log_path(experiment_folder, run, FAILURE_SUFFIX)
-    content = read_json(path) if path.exists() else {}
-    return Failure(*(content[spec.name] for spec in fields(Failure))) if content else None
+    return Failure(**read_json(path)) if path.exists() else None
 
 
 def failures(procedure: Procedure) -> list[tuple[Run, Failure]]:

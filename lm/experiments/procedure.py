@@ -390,17 +390,17 @@ class Procedure:
     def n_runs(self, size: str) -> dict[str, int]:
         """Count the runs of each arm in a size, by the grid and rates known so far. Before tuning has ended, two final
         rates are assumed for arms that may get several."""
-        arms, tune, n_seeds = self.experiment.arms, self.experiment.tune, len(self.experiment.seeds)
+        arms, tune, counts = self.experiment.arms, self.experiment.tune, dict[str, int]()
         known = Counter((run.arm, run.stage) for run in self.known_runs() if run.size == size)
-        planned = dict[tuple[str, str], int]()
-        if self.choice(size).rates is None:
-            first_arms = [arm for arm in arms if arm.trained and not arm.source]
-            sources = self._untuned_sources(arm for arm in arms if arm.is_tuned)
-            for arm in arms:
-                planned[arm.name, "tune"] = len(tune.seeds) * (len(tune.grid) if arm.is_tuned else int(arm in sources))
-                planned[arm.name, "final"] = n_seeds * (2 if len(first_arms) > 1 and arm in first_arms else 1)
-        counts = planned | known
-        return {arm.name: counts.get((arm.name, "tune"), 0) + counts.get((arm.name, "final"), 0) for arm in arms}
+        is_open = self.choice(size).rates is None
+        first_arms = [arm for arm in arms if arm.trained and not arm.source]
+        sources = self._untuned_sources(arm for arm in arms if arm.is_tuned)
+        for arm in arms:
+            n_rates = len(tune.grid) if arm.is_tuned else int(arm in sources)
+            n_final_rates = 2 if len(first_arms) > 1 and arm in first_arms else 1
+            counts[arm.name] = known[arm.name, "tune"] or is_open * len(tune.seeds) * n_rates
+            counts[arm.name] += known[arm.name, "final"] or is_open * len(self.experiment.seeds) * n_final_rates
+        return counts
 
     def choice_value(self, outcome: Outcome) -> float:
         """A run's value of the metric that chooses rates, on the held-out documents for this choice; infinite unless

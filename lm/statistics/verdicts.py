@@ -268,12 +268,8 @@ def verdicts(comparisons: Mapping[Name, Comparison], matters: float) -> dict[Nam
 
     Args:
         comparisons: the comparison of each arm with the baseline, by name.
-        matters: smallest difference of interest, in the metric's unit, fixed before any run.
-
-    Raises ValueError unless `matters` is above 0 and finite.
+        matters: smallest difference of interest, above 0, in the metric's unit, fixed before any run.
     """
-    if not 0 < matters < math.inf:
-        raise ValueError("the smallest difference of interest must be above 0 and finite")
     stacks = stacked(comparisons.values())
     family = family_of(stacks)
     by_place = chain.from_iterable(
