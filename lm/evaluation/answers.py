@@ -157,6 +157,12 @@ class AnswerMeasurement(Measurement):
     tasks: dict[str, Task]  # by name
     haystack: Text | None  # the corpus that fills sequences of its tasks; None: all tasks are over symbols
 
+    @classmethod
+    def names(cls, config: Config) -> dict[str, Sequence[object]]:
+        options = cls.options_of(config)
+        lengths = lengths_from_factors(options.length_factors, config.data)
+        return {"SETTING": [setting.label for setting in options.inference], "LENGTH": lengths}
+
     @property
     def work_units(self) -> int:
         count, settings = getattr(self.eval_config, self.count_key), len(self.eval_config.inference)
@@ -222,9 +228,8 @@ class Recall(AnswerMeasurement):
 
     @classmethod
     def names(cls, config: Config) -> dict[str, Sequence[object]]:
-        options = cls.options_of(config)
-        lengths = lengths_from_factors(options.length_factors, config.data)
-        return {"SETTING": setting_words(options.inference), "TASK": [*cls.tasks_of(config)], "LENGTH": lengths}
+        settings = setting_words(cls.options_of(config).inference)
+        return super().names(config) | {"SETTING": settings, "TASK": [*cls.tasks_of(config)]}
 
     @classmethod
     def tasks_of(cls, config: Config) -> dict[str, Task]:
@@ -391,12 +396,6 @@ class NeedleMeasurement(AnswerMeasurement):
             control=True,
         ),
     )
-
-    @classmethod
-    def names(cls, config: Config) -> dict[str, Sequence[object]]:
-        options = cls.options_of(config)
-        lengths = lengths_from_factors(options.length_factors, config.data)
-        return {"SETTING": [setting.label for setting in options.inference], "LENGTH": lengths}
 
     @classmethod
     def metrics(cls, config: Config) -> list[Metric]:

@@ -90,7 +90,6 @@ class ShownModel:
     source: Path  # the model's folder
     setting: str  # label of the inference setting
     tokens: list[str]  # the text of each token; the first one begins the document
-    characters: list[int]  # where each token begins in the text; 0 for the first one
     maps: Maps
     heads: list[tuple[int, int]]  # (layer, head) of the shown heads
 
@@ -108,7 +107,7 @@ def attention_picture(models: Sequence[ShownModel]) -> Picture:
     columns = math.ceil(math.sqrt(max(len(model.heads) for model in models)))  # of each model
     maps: list[list[Map]] = []
     for model in models:
-        labels, axis_note = _labels(model), "" if len(model.tokens) <= MAX_LABELS else ", token (character)"
+        labels, axis_note = _labels(model), "" if len(model.tokens) <= MAX_LABELS else ", token"
         maps.append([])
         for layer, head in model.heads:
             title = "\n".join([model.name, model.amount] * (not maps[-1]) + [f"layer {layer}, head {head}"])
@@ -125,15 +124,13 @@ def attention_picture(models: Sequence[ShownModel]) -> Picture:
 
 
 def _labels(model: ShownModel) -> list[str]:
-    """Axis labels: each token's text if there are at most `MAX_LABELS` tokens, else the token index (and character
-    index) of five cells.
-    """
+    """Axis labels: each token's text if there are at most `MAX_LABELS` tokens, else the token index of five cells."""
     count, size = len(model.tokens), model.maps.size
     if count <= MAX_LABELS:
         return [token_label(token) for token in model.tokens]
     labels = [""] * -(-count // size)
     for mark in np.linspace(0, count - 1, 5).round().astype(int) // size * size:
-        labels[mark // size] = f"{number(mark)} ({number(model.characters[mark])})"
+        labels[mark // size] = number(mark)
     return labels
 
 
@@ -222,7 +219,6 @@ def _shown_models(
         raise ConfigError(f"--text: {model.folder} has {len(shown_heads)} heads: choose some by --layer and --head")
     device = open_device(config, model.environment).device
     tokens = ["<start>"] + [text[begin:end] for begin, end in encoded.offsets]
-    characters = [0] + [begin for begin, _ in encoded.offsets]
     settings = applicable_settings(model.decoder, config.eval.diagnostics.inference)
     if not settings:
         raise RunError(f"{model.path}: no setting of eval.diagnostics.inference is for its normalizer; give another")
@@ -235,7 +231,7 @@ def _shown_models(
             amount = f"{len(ids):,} tokens, {len(text):,} characters; {len(shown_heads)} of {math.prod(shape)} heads"
             amount += f"; a cell is the largest of {maps.size} x {maps.size} weights" if maps.size > 1 else ""
             name = folder_name + (f", {setting.label}" if len(settings) > 1 else "")
-            yield ShownModel(name, amount, model.folder, setting.label, tokens, characters, maps, shown_heads)
+            yield ShownModel(name, amount, model.folder, setting.label, tokens, maps, shown_heads)
             advance(1)
 
 
@@ -250,6 +246,5 @@ def cells_of(model: ShownModel) -> Iterator[dict[str, Plain]]:
                 yield {
                     "run": str(model.source), "setting": model.setting, "layer": layer, "head": head,
                     "query": int(query), "key": int(key),
-                    "query_character": model.characters[query], "key_character": model.characters[key],
                     "query_token": model.tokens[query], "key_token": model.tokens[key], "weight": float(weight),
                 }  # fmt: skip

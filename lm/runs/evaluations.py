@@ -311,28 +311,26 @@ VALIDATION_METRICS = (
 
 
 def validation_rows(
-    loss: np.ndarray | float,
+    loss: np.ndarray,
     bits_per_byte: float | None,
     unigram: float | None,
     seq_len: int,
-    units: pd.DataFrame | None = None,
+    units: pd.DataFrame,
     level: str = UNIGRAM,
 ) -> pd.DataFrame:
     """The rows of the loss and, for text, of bits per byte on held-out sequences of the training length.
 
     Args:
-        loss: loss by sequence, (sequences,), or the mean alone.
+        loss: loss by sequence, (sequences,).
         bits_per_byte: bits per byte of the text; None: the tokens are symbols, which are no bytes.
         unigram: loss by token frequencies of the training text, nats per token; None: not known.
-        units: the sequences; None: only the means are known.
+        units: the sequences.
         level: the name of `unigram`: UNIGRAM, or UNIGRAM_BOUND for an upper bound.
     """
     target_note = "" if bits_per_byte is not None else ", nats per token of the answers"
-    amount = "" if units is None else f"{len(units):,} of {seq_len:,} tokens{target_note}"
+    amount = f"{len(units):,} of {seq_len:,} tokens{target_note}"
     references = () if unigram is None else ((level, unigram),)
     about, bits = (replace(VALIDATION_METRICS[index], amount=amount) for index in (0, 2))
-    if units is None:
-        about = replace(about, interval=False)
     blocks = [rows(replace(about, references=references), np.reshape(loss, (-1, 1)), units)]
     if bits_per_byte is not None:
         blocks.append(rows(bits, bits_per_byte))
