@@ -17,7 +17,7 @@ from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import SELECTION
 from lm.report.comparison import ArmComparison
 from lm.report.comparison_pictures import LOSSES, DrawnRun
-from lm.report.html import Answer, PagePart, PageSection, introduction, page_files, run_details, run_sections
+from lm.report.html import Answer, Page, PageSection, introduction, page_files, run_details, run_sections
 from lm.report.pictures import Panel, Picture, Trace
 from lm.report.tables import DIFFERENCE, Column, FilledColumn, Table, numeral, signed_text, with_unit
 from lm.runs.evaluations import json_value
@@ -78,7 +78,7 @@ def experiment_files(procedure: Procedure, folder: Path, judgement: Judgement | 
     )
     sections = [*sections, commands]
     words, cards = introduction(records), answers(judgement)
-    return page_files([PagePart(experiment.name, sections, words, question(experiment), cards, margin_note)], folder)
+    return page_files(Page(experiment.name, sections, words, question(experiment), cards, margin_note), folder)
 
 
 def _begun_runs(procedure: Procedure, size: str) -> list[DrawnRun]:

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of comparisons or experiments, and every file of a report."""
+"""One self-contained HTML page of a comparison or an experiment, and every file of a report."""
 
 import base64
 import hashlib
@@ -102,8 +102,8 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class PagePart:
-    """A comparison or an experiment on the page. `margin_note`: a note that explains the shaded region in the drawings
+class Page:
+    """A page on a comparison or an experiment. `margin_note`: a note that explains the shaded region in the drawings
     of its answers.
     """
 
@@ -115,8 +115,8 @@ class PagePart:
     margin_note: str = ""
 
 
-def page(parts: list[PagePart]) -> str:
-    """The HTML text of the page. The page loads no other files, all its text is escaped, and its only script sorts
+def html(page: Page) -> str:
+    """The HTML text of a page. The page loads no other files, all its text is escaped, and its only script sorts
     tables.
     """
     template, script = (
@@ -130,7 +130,7 @@ def page(parts: list[PagePart]) -> str:
         "; ".join(f"--{name}: {theme(colour)}" for name, colour in colours.items()) for theme in (str, DARK_COLOURS.get)
     )
     return environment.from_string(template).render(
-        parts=parts,
+        page=page,
         inline=inline,
         zip=zip,
         script=script,
@@ -233,21 +233,21 @@ def run_details(run: DrawnRun) -> tuple[str, str]:
     return f"{run.label}: {plain_text(run.record.environment_entry('command'))}", dump_yaml(run.record.config)
 
 
-def page_files(parts: list[PagePart], folder: Path) -> dict[Path, bytes]:
+def page_files(page: Page, folder: Path) -> dict[Path, bytes]:
     """Contents of the report's files, by path in `folder`: the page `report.html`, and files of each table and picture
     that has a name.
 
     Tables are written as CSV and as LaTeX, pictures as SVG and, with their numbers, as CSV.
     """
     contents: dict[Path, bytes] = {}
-    for block in (block for part in parts for section in part.sections for block in section.blocks if block.name):
+    for block in (block for section in page.sections for block in section.blocks if block.name):
         if isinstance(block.content, Table):
             contents[folder / f"{block.name}.csv"] = to_csv((block.content,)).encode()
             contents[folder / f"{block.name}.tex"] = to_latex(block.content).encode()
         elif isinstance(block.content, Picture):
             contents[folder / f"{block.name}.svg"] = block.content.svg.encode()
             contents[folder / f"{block.name}.csv"] = block.content.csv.encode()
-    return contents | {folder / PAGE: page(parts).encode()}
+    return contents | {folder / PAGE: html(page).encode()}
 
 
 def write_comparison(comparison: ArmComparison, folder: Path) -> Path:
@@ -271,8 +271,8 @@ def write_comparison(comparison: ArmComparison, folder: Path) -> Path:
         commands.add("details", run_details(run))
     sections = [summary, *run_sections(comparison.names, runs, comparison), commands]
     run_names = f": {', '.join(printable(run.name) for run in comparison.runs)}" if len(comparison.arms) == 1 else ""
-    part = PagePart(" vs ".join(comparison.arms) + run_names, sections, introduction([comparison.runs]))
+    page = Page(" vs ".join(comparison.arms) + run_names, sections, introduction([comparison.runs]))
     table = to_csv(comparison_tables(comparison)).encode()
-    contents = page_files([part], folder) | {folder / "table.csv": table}
+    contents = page_files(page, folder) | {folder / "table.csv": table}
     write_together(contents, "the report")
     return folder / PAGE
