@@ -312,7 +312,10 @@ def test_a_header_that_does_not_fit_its_lines_is_refused(tmp_path, text, said):
         lm.judge(tmp_path / "runs.csv")
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".xz", ".bz2", ".zip", ".zst", ".tar.gz"])
+COMPRESSED = [".gz", ".xz", ".bz2", ".zip", ".zst", ".tar.gz"]
+
+
+@pytest.mark.parametrize("suffix", ["", *COMPRESSED])
 def test_a_table_is_read_up_to_a_limit_of_its_text(tmp_path, monkeypatch, suffix):
     path = tmp_path / f"runs.csv{suffix}"
     RUNS.to_csv(path, index=False)
@@ -322,10 +325,15 @@ def test_a_table_is_read_up_to_a_limit_of_its_text(tmp_path, monkeypatch, suffix
         lm.judge(path)
 
 
-def test_a_damaged_compressed_table_is_one_line(tmp_path):
-    (tmp_path / "runs.csv.gz").write_bytes(b"\x1f\x8b\x08\x00")
-    with pytest.raises(RunError, match="no CSV table"):
-        lm.judge(tmp_path / "runs.csv.gz")
+@pytest.mark.parametrize("suffix", COMPRESSED)
+def test_a_damaged_compressed_table_is_one_line(tmp_path, suffix):
+    path = tmp_path / f"runs.csv{suffix}"
+    RUNS.to_csv(path, index=False)
+    content = path.read_bytes()
+    for damaged in (content[: len(content) // 2], b"\x1f\x8b\x08\x00", b"no archive"):
+        path.write_bytes(damaged)
+        with pytest.raises(RunError, match="no CSV table"):
+            lm.judge(path)
 
 
 @pytest.mark.parametrize(("arms", "seeds"), [(2, 15_000), (3_000, 3)])
