@@ -65,7 +65,7 @@ def suggest(word: str, names: Iterable[str]) -> str:
     """
     names = [*getattr(names, "suggestions", names.__iter__)()]
     matches = [name for name in names if name.startswith(f"{word} ")]  # of a metric at several lengths, say
-    matches = matches or difflib.get_close_matches(str(word), names, n=1)
+    matches = matches or difflib.get_close_matches(str(word).lower(), names, n=1)
     return f"did you mean '{matches[0]}'?" if matches else f"choose from: {', '.join(names) or 'nothing'}"
 
 

@@ -233,7 +233,10 @@ class AttentionBlock:
         """Yield the options of `model` that contradict this block, as problems with paths relative to `model`."""
         if model.head_size is None and model.n_embd % model.n_head:
             reason = f"is not a multiple of model.n_head = {model.n_head}"
-            yield Problem("n_embd", model.n_embd, reason, "make it one, or set model.head_size")
+            remedy = (
+                f"make it a multiple of {2 * model.n_head}, or set model.head_size"  # RoPE needs heads of even size
+            )
+            yield Problem("n_embd", model.n_embd, reason, remedy)
         if model.n_head % model.kv_heads:
             reason = f"does not divide model.n_head = {model.n_head}"
             yield Problem("n_kv_head", model.n_kv_head, reason)
@@ -421,7 +424,8 @@ class ModelConfig:
         name = "head_size" if self.head_size else "n_embd"
         name, owner = ("key_size", self.block) if hasattr(self.block, "key_size") else (name, self)
         path = name if owner is self else f"block.{name}"
-        return Problem(path, getattr(owner, name), reason, "make it even")
+        remedy = f"make it a multiple of {2 * self.n_head}" if name == "n_embd" else "make it even"
+        return Problem(path, getattr(owner, name), reason, remedy)
 
     def problems(self) -> Iterator[Problem]:
         key_dims, length_reason = self.key_dims, f"lists more than the {self.n_layer} layers of model.n_layer"

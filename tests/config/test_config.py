@@ -398,6 +398,12 @@ def test_a_dotted_key_in_a_file_is_the_key_of_its_block(tmp_path: Path):
         ("lengths=full", "did you mean data.lengths or eval.by_length.lengths?"),
         ("model.normalizer={name: ssmax, n: 128}", "quote it in the YAML (row length n: `visible` keys, length of the"),
         ("model.normalizer={name: ssmax, n: '128'}", "write fixed:128"),
+        ("model.normalizer=SSMax", "did you mean 'ssmax'?"),
+        ("model.n_head=3", "is not a multiple of model.n_head = 3; make it a multiple of 6, or"),
+        (
+            "model={n_head: 6, n_embd: 258}",
+            "gives heads of odd size 43, which RoPE can't rotate; make it a multiple of 12",
+        ),
         ("data.lengths={name:mixed}", "write a space after the colon"),
         ("model.normalizer={name: p_n, window: 3}", "unknown key; choose from: nothing"),
     ],
