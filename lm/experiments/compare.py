@@ -289,14 +289,16 @@ def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
         experiment.folder / f"{VERDICTS}.json": json_bytes(verdicts),
         experiment.folder / f"{VERDICTS}.csv": csv_text(entries, intervals=INTERVALS).encode(),
     }
-    tuning = pd.concat(map(procedure.tuning_runs, experiment.sizes))
-    if len(tuning):
+    if frames := [runs for runs in map(procedure.tuning_runs, experiment.sizes) if len(runs)]:
+        tuning = pd.concat(frames)
         files[experiment.folder / f"{TUNING}.csv"] = tuning.replace(math.inf, DIVERGED).to_csv(index=False).encode()
         metric = experiment.choice_metric
-        means = tuning.fillna(math.inf).groupby(["size", "arm", "rate"], sort=False)[metric].mean()
+        keys = [tuning[name] for name in ("size", "arm", "rate")]
+        means = tuning[metric].fillna(math.inf).groupby(keys, sort=False).mean()
         rows = [
-            ({"size": size} if size else {}) | {"arm": arm, "rate": f"{rate:g}"} | {metric: numeral(mean)}
-            for (size, arm, rate), mean in means.replace(math.inf, math.nan).items()
+            ({"size": size} if size else {})
+            | {"arm": arm, "rate": f"{rate:g}", metric: numeral(mean if math.isfinite(mean) else None)}
+            for (size, arm, rate), mean in means.items()
         ]
         title = f"tuning: mean {metric} ({experiment.data_words(metric, 'selection')})"
         print_tables(table_from_rows(title, rows, dict.fromkeys(("rate", metric), "number")))
