@@ -57,8 +57,6 @@ class Optimizer:
     """Base class of the options of optimizers, the rules by which gradients become updates."""
 
     name: ClassVar[str]
-    # a group that must have a trained parameter, or the optimizer is refused; "": no such group
-    needs: ClassVar[str] = ""
     # weight decay of the groups in DECAYED_GROUPS; 0 for an optimizer without this option
     weight_decay: ClassVar[float] = 0.0
 
@@ -82,7 +80,6 @@ class Muon(AdamW):
     options, for all other parameters."""
 
     name: ClassVar[str] = "muon"
-    needs: ClassVar[str] = "matrices"
     momentum: float = key(0.95, "decay of the mean of gradients that is orthogonalised", ge=0, lt=1)
 
     def relative_rate(self, outputs: int, inputs: int) -> float:

@@ -98,9 +98,10 @@ def _shape(config: Config, phase: int) -> Decoder:
 
 
 def _check_trainable(config: Config) -> None:
-    """Check that parameters are trained in each phase, in the group that the optimizer needs, and in each group that
-    `optim.groups` sets. Raises ConfigError otherwise."""
-    problems, groups, optimizer = [], set(), config.optim.optimizer
+    """Check that parameters are trained in each phase, and in each group that `optim.groups` sets. Raises ConfigError
+    otherwise.
+    """
+    problems, groups = [], set()
     for index, phase in enumerate(config.plan):
         freeze(shape := _shape(config, index), config.train_only)
         trained = {group_of(name, p) for name, p in shape.named_parameters() if p.requires_grad}
@@ -109,9 +110,6 @@ def _check_trainable(config: Config) -> None:
             setting = f"phases[{index}].normalizer" if config.phases else "model.normalizer"
             reason = f"{phase.normalizer.label()} has no parameters to train ({setting})"
             problems.append(Problem("train_only", config.train_only, reason, "drop train_only, or choose ssmax"))
-    if optimizer.needs and optimizer.needs not in groups:
-        reason = f"is for the parameters of the group {optimizer.needs}, and none of them is trained"
-        problems.append(Problem("optim.optimizer", optimizer.name, reason, "set it to adamw"))
     for name in GROUPS:
         if name not in groups and (options := getattr(config.optim.groups, name)) != Group():
             reason = "no trained parameter is in this group"

@@ -18,11 +18,6 @@ REFUSED = {
         ["model.normalizer=ssmax", "train_only=normalizer", "optim.groups.matrices.lr_factor=2"],
         r"optim\.groups\.matrices = .*: no trained parameter is in this group",
     ),
-    "Muon without a matrix to train": (
-        ["model.normalizer=ssmax", "train_only=normalizer", "optim.optimizer={name: muon, momentum: 0.5}"],
-        r"optim\.optimizer = 'muon': is for the parameters of the group matrices, and none of them is trained; set it "
-        r"to adamw",
-    ),
 }
 
 
