@@ -56,10 +56,7 @@ def evaluate_runs(
 
         models = {path: load_measured(Path(str(path).removeprefix(FOREIGN)), normalizer, length) for path in foreign}
 
-    def changed(config: Config) -> Config:
-        return parse(merge(to_plain(config), changes))
-
-    return evaluate_sources(folders, checkpoint, changed, models)
+    return evaluate_sources(folders, checkpoint, lambda config: parse(merge(to_plain(config), changes)), models)
 
 
 def evaluate_sources(
@@ -158,7 +155,7 @@ def evaluate_model(
         if not (cached := evaluation is not None):
             with Progress().bar(f"{folder.resolve().name}: {measurement.kind}", measurement.work_units) as advance:
                 evaluation = measurement.evaluate(decoder, device, stamp["step"], stamp["tokens_seen"], advance)
-        measurement.write(folder, evaluation)
+            measurement.write(folder, evaluation)
         results.append(EvaluationResult(folder, evaluation, cached))
     return results
 
