@@ -30,11 +30,12 @@ from lm.schema import Plain, build, build_named, cross_key_problems, effect, fie
 
 def check(config: Config) -> Iterator[Problem]:
     """Yield a problem for each missing value of a configuration and for each contradiction between keys that are valid
-    by themselves.
+    by themselves; where blocks contradict themselves, theirs alone, since others are computed from whole blocks.
     """
     data, model, trainer = config.data, config.model, config.trainer
-    block_problems = cross_key_problems(config)
-    yield from block_problems
+    if block_problems := cross_key_problems(config):
+        yield from block_problems
+        return
     if (
         Path(config.name).name != config.name
         or config.name in ("", "..")
@@ -58,7 +59,7 @@ def check(config: Config) -> Iterator[Problem]:
         yield from check_steps(config)
     yield from empty_sequence_problems("eval.swap_lengths", config.eval.swap_lengths, data)
     normalizers = [phase.normalizer for phase in config.plan]
-    for kind, options in config.eval.kinds.items() if not block_problems else ():  # whose settings would repeat them
+    for kind, options in config.eval.kinds.items():
         conflicts = []
         # checked even if the evaluation is off, as other values are
         for index, setting in enumerate(getattr(options, "inference", [])):

@@ -124,6 +124,7 @@ def test_a_value_of_three_question_marks_must_be_given_whatever_the_key(tmp_path
             "eval.long_context.inference[0].rope.factor",
         ),
         ("optim.batch_tokens=1000", "optim.batch_tokens"),
+        ("data.tasks=[{task: {name: mqar, pairs: 65}}]", "data.tasks[0].task.pairs"),
         ("trainer.micro_batch=5", "trainer.micro_batch"),
         ("data.source=files", "data.source.paths"),
         ("data.tokenizer=file", "data.tokenizer.path"),
