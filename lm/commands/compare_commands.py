@@ -16,7 +16,7 @@ ReportFolder = Annotated[
     typer.Option(
         "--out",
         "-o",
-        help="folder to write [default: the run's own folder; of several runs, `report` beside the first]",
+        help="folder to write [default: `report` in the run's folder; of several runs, beside the first]",
     ),
 ]
 Baseline = Annotated[
