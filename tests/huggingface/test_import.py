@@ -309,29 +309,6 @@ def test_text_ends_at_the_tokens_that_the_model_ends_it_with(
         assert "".join(generate_text(tmp_path / "out", "last", "the ", 9, Sampling())) == "the fox"
 
 
-def test_older_files_of_a_tokenizer_are_converted_whole_or_not_at_all(tokenizer: Tokenizer, tmp_path: Path):
-    save(tmp_path / "hf", *OTHERS["smollm2"])
-    model = json.loads(tokenizer.to_str())["model"]
-    (tmp_path / "hf" / "vocab.json").write_text(json.dumps(model["vocab"]))
-    (tmp_path / "hf" / "merges.txt").write_text("".join(f"{first} {second}\n" for first, second in model["merges"]))
-    tokens = {name: "<|endoftext|>" for name in ("bos_token", "eos_token", "unk_token")}
-    settings = tmp_path / "hf" / "tokenizer_config.json"
-    # makes a tokenizer of 3 tokens of them
-    settings.write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", **tokens}))
-    result = lm("import", str(tmp_path / "hf"), "-o", str(tmp_path / "out"))
-    reason = (
-        r"transformers leaves out \d+ of the \d+ tokens of its vocab\.json; is tokenizer_class in "
-        r"tokenizer_config\.json the right one\?\n"
-    )
-    assert result.returncode == 1
-    assert re.fullmatch(rf"error: {tmp_path / 'hf'}: its tokenizer can't be converted: {reason}", result.stderr), (
-        result.stderr
-    )
-    settings.write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer", **tokens}))
-    converted = imported(tmp_path / "hf", tmp_path / "out")
-    assert converted.tokenizer.encode("the lazy dog").ids == tokenizer.encode("the lazy dog").ids
-
-
 def test_options_that_a_source_has_no_use_for_are_refused(tmp_path: Path):
     save(tmp_path / "hf", *OTHERS["smollm2"])
     (tmp_path / "empty").mkdir()
