@@ -223,10 +223,11 @@ def _wandb_rows(project: str) -> pd.DataFrame:
 
 
 def _json_rows(content: bytes) -> pd.DataFrame:
+    read = partial(json.loads, object_pairs_hook=_with_names_once)
     try:
-        data = json.loads(content)
+        data = read(content)
     except ValueError:
-        data = [json.loads(line) for line in content.splitlines() if line.strip()]
+        data = [read(line) for line in content.splitlines() if line.strip()]
     if isinstance(data, dict):
         if all(isinstance(values, list) for values in data.values()):
             data = [{"arm": arm, "value": value} for arm, values in data.items() for value in values]
@@ -236,6 +237,13 @@ def _json_rows(content: bytes) -> pd.DataFrame:
     if not all(isinstance(row, dict) for row in rows):
         raise ValueError("a line is neither an object nor a number")
     return _flat_rows(rows)
+
+
+def _with_names_once(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):  # as two columns of one name in a CSV file: it is not known which is meant
+        raise ValueError(f"an object has two fields of one name, among {', '.join(fields)}")
+    return fields
 
 
 def _flat_rows(rows: list[dict[str, Plain]]) -> pd.DataFrame:

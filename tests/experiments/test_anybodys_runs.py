@@ -167,7 +167,10 @@ def test_questions_without_an_answer_are_refused(options, said, tmp_path):
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("text", ['{"arm": 1', "[[1]]", "[" * 100_000, '{"a": {}}\n3x'])
+TWICE = '{"arm": "a", "value": 1, "value": 2}'
+
+
+@pytest.mark.parametrize("text", ['{"arm": 1', "[[1]]", "[" * 100_000, '{"a": {}}\n3x', TWICE, f"[{TWICE}]"])
 def test_damaged_json_is_refused_in_one_line(text, tmp_path):
     (tmp_path / "runs.jsonl").write_text(text)
     with pytest.raises(LMError, match="no JSON table") as error:
