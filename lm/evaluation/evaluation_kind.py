@@ -229,7 +229,7 @@ class Measurement(ABC):
         """Write a result to its file in a run folder, and return the file's path."""
         path = evaluation_path(run, evaluation.kind, evaluation.step)
         files = {str(path.relative_to(run)): evaluation.content()}
-        write_files(run, files, evaluation.step, evaluation.weights_sha256, "the evaluation")
+        write_files(run, files, evaluation.step, evaluation.weights_sha256)
         return path
 
     def cached(self, run: Path, weights: str, device: Device, step: int) -> Evaluation | None:

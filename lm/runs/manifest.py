@@ -44,15 +44,13 @@ def add_entries(folder: Path, *entries: Entry) -> None:
         raise RunError(f"{folder / MANIFEST}: can't be written: {error.strerror}") from None
 
 
-def write_files(
-    folder: Path, contents: Mapping[str, bytes], step: int = 0, weights: str | None = None, noun: str = "the file"
-) -> None:
+def write_files(folder: Path, contents: Mapping[str, bytes], step: int = 0, weights: str | None = None) -> None:
     """Write files {name: content} of `folder` and their manifest lines; no file is replaced before all are written.
     Raises RunError as `replacing` does.
     """
     with ExitStack() as stack:
         for name, content in contents.items():
-            file = stack.enter_context(replacing(folder / name, noun))
+            file = stack.enter_context(replacing(folder / name))
             file.write(content)
             file.flush()  # a full disk shows here, while every file is still as it was
         hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}

@@ -281,14 +281,9 @@ def read_run(
     log = log or read_metrics(folder / METRICS)
     if log.content is not None:
         check_log(folder, log.content)
-    differences = differing_settings(environment)
-    gaps = [f"its starts differ: {'; '.join(differences)}"] if differences else []
-    if "starts" not in environment:
-        gaps.append("environment.json (of a model without its training run) does not say what each start used")
+    evaluations, gaps = last_evaluations(folder, config, known_evaluations)
     if not log.lines and not environment.get("swap"):  # swapped weights have no training curve
-        gaps.append(f"no {METRICS}, or an empty one: no training curve")
-    evaluations, evaluation_gaps = last_evaluations(folder, config, known_evaluations)
-    gaps += evaluation_gaps
+        gaps = [f"no {METRICS}, or an empty one: no training curve", *gaps]
     last_step = max((evaluation.step for evaluation in evaluations), default=-1)
     last = [evaluation for evaluation in evaluations if evaluation.step == last_step]
     validation = next((evaluation for evaluation in last if (evaluation.frame["metric"] == LOSS).any()), None)

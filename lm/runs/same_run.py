@@ -56,7 +56,7 @@ def _is_moved_path(config: Config, key: str, value: Plain, trained_value: Plain)
     """
     part_count = {"init_from": 1, "branch_from": 3}.get(key)
     return (
-        bool(config.experiment.name and part_count and value and trained_value)
+        bool(config.experiment.name and part_count)
         and Path(value).parts[-part_count:] == Path(trained_value).parts[-part_count:]
     )
 
