@@ -1,24 +1,18 @@
 """Opening an experiment whose folder has runs of other overrides, and the command that goes on with them."""
 
 import shlex
-from collections import Counter
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from conftest import lm
 from fabricated import finish_all
 from manifests import put
-from trials import TUNED, written
+from trials import written
 
-import lm.experiments.experiment as experiment_module
 from lm.config.load import to_yaml
 from lm.errors import RunError
-from lm.experiments.compare import plan_lines
-from lm.experiments.experiment import Experiment
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import PLAN, open_experiment, plan_of
-from lm.experiments.loop import Slots
 from lm.experiments.procedure import Procedure
 from lm.runs.folder import CONFIG, RESOLVED_FILE
 
@@ -73,28 +67,3 @@ def test_overrides_that_are_forgotten_are_said_with_the_command_that_has_them(
     open_experiment(path, data, anew=True)
     open_experiment(path, [*data, *SHORT, "log.every=7"])  # the same runs
     open_experiment(written(tmp_path, tune=tune, seeds=[7]), [*data, *SHORT])  # a file that was edited
-
-
-@pytest.mark.parametrize("tune", [None, TUNED["tune"]], ids=["untuned", "tuned"])
-def test_a_plan_takes_as_much_work_for_each_arm_however_many_there_are(tmp_path, runs, tune, monkeypatch):
-    calls: Counter[str] = Counter()
-
-    def counted(owner: type | ModuleType, name: str) -> None:
-        function = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *arguments: (calls.update([name]), function(*arguments))[1])
-
-    counted(experiment_module, "parse")
-    for owner, names in ((Experiment, ("config",)), (Procedure, ("run", "config"))):
-        for name in names:
-            counted(owner, name)
-    rates = len(tune["grid"]) if tune else 1
-    work = {}
-    for n_arms in (3, 6, 9):
-        calls.clear()
-        arms = {f"arm{number}": {"optim.z_loss": (number + 1) / 1000} for number in range(n_arms)}
-        procedure = open_experiment(written(tmp_path, tune=tune, arms=arms), ["data.source.paths=[.]", runs])
-        assert len(list(plan_lines(procedure, Slots(1)))) > n_arms
-        assert calls["parse"] == n_arms * rates, "once for each rate, the first of which is that of the base"
-        work[n_arms] = dict(calls)
-    for name in work[3]:
-        assert work[9][name] - work[6][name] == work[6][name] - work[3][name], f"{name}: not in proportion to the arms"

@@ -3,7 +3,6 @@ nothing.
 """
 
 import math
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from conftest import ROOT, lm
+from conftest import ROOT
 from fabricated import FINGERPRINT, evaluated, finish, finish_all, launching, logged, validation, write_page
 from manifests import put
 
@@ -78,13 +77,6 @@ def test_the_primary_metric_may_choose_the_rates_and_solved_everywhere_is_no_edg
     tuning_runs = procedure.tuning_runs("")
     means = tuning_runs.groupby(["arm", "rate"], sort=False)[OF_RECALL["metric"]].mean()
     assert [*means] == [0.2, 0.5, 0.1, 1.0, 1.0, 1.0]
-    tuning_runs.to_csv(procedure.experiment.folder / "tuning.csv", index=False)
-    table = {"table": str(procedure.experiment.folder / "tuning.csv"), "metric": "primary"}
-    (folder := tmp_path / "again").mkdir()
-    assert (
-        experiment(folder, base=base, seeds=[1, 2], primary=OF_RECALL, tune=table).choice("").rates
-        == procedure.choice("").rates
-    )
     assert not procedure.judgement().question.all_pairs
     (folder := tmp_path / "by-loss").mkdir()
     by_loss = experiment(
@@ -399,24 +391,12 @@ def test_an_arm_is_tuned_that_starts_from_one_without_a_rate_of_its_own(tmp_path
     assert n_planned == procedure.n_runs("")
 
 
-def test_the_noise_of_an_experiments_final_runs_is_measured_in_its_folder(tmp_path):
+def test_the_noise_of_an_experiments_final_runs_is_said_in_the_plan_and_on_the_page(tmp_path):
     grid, values = np.random.default_rng(0), {}
     procedure = finish_all(
         experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]}),
         lambda run: values.setdefault(run.config.run_folder, float(grid.normal(3.0, 0.1))),
     )
-    for run in procedure.known_runs():
-        put(run.config.run_folder / CONFIG, to_yaml(run.config))
-        put(run.config.run_folder / ENVIRONMENT, {"starts": [{"step": 0}]})
-    said = lm("noise", str(procedure.experiment.folder), "--metric", "val/loss", "--where", "stage == 'final'")
-    assert said.returncode == 0, said.stderr
-    n_final = len([*procedure.final_runs("")])
-    assert f"{n_final} runs" in said.stdout.splitlines()[0]
-    by_arm = defaultdict(list)
-    for run in procedure.final_runs(""):
-        by_arm[run.arm, run.rate].append(values[run.config.run_folder])
-    spread = math.sqrt(np.mean([np.var(of_arm, ddof=1) for of_arm in by_arm.values()]))
-    assert f"single runs scatter by {spread:.3g} (" in said.stdout
     judged = [procedure.judgement().judged_values("", arm) for arm in ("softmax", "ssmax")]
     noise = f"oise: single runs scatter by {math.sqrt(np.var(judged, axis=1, ddof=1).mean()):.3g} ("
     paired = f", differences paired by seed by {np.std(np.subtract(*judged), ddof=1):.3g} ("

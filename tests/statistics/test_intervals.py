@@ -55,13 +55,6 @@ def test_an_interval_over_documents_holds_the_truth_as_often_as_it_says(document
     assert 0.925 <= hits / trials <= 0.99
 
 
-def test_sequences_of_a_document_are_not_taken_for_independent():
-    values, labels = np.repeat(np.random.default_rng(0).normal(size=12), 10), np.repeat(np.arange(12), 10)
-    grouped, ungrouped = (over_documents(values, groups=groups) for groups in (labels, None))
-    assert grouped.high - grouped.low > 3 * (ungrouped.high - ungrouped.low)
-    assert (grouped.noise_source, ungrouped.noise_source) == ("documents, 1 seed", "sequences, 1 seed")
-
-
 def test_labels_weights_in_another_unit_and_units_without_weight_change_nothing():
     rng = np.random.default_rng(0)
     a, weights, labels = rng.normal(size=40), rng.integers(1, 9, 40).astype(float), np.arange(40) // 4
@@ -71,12 +64,6 @@ def test_labels_weights_in_another_unit_and_units_without_weight_change_nothing(
         (interval.mean, interval.low, interval.high), rel=1e-12
     )
     assert over_documents(a, weights, np.arange(40) + 7) == over_documents(a, weights) != interval
-
-
-def test_identical_units_differ_by_exactly_nothing():
-    values = np.random.default_rng(0).normal(4, 1, 50)
-    interval = over_documents(values - values)
-    assert (interval.mean, interval.low, interval.high) == (0.0, 0.0, 0.0)
 
 
 def test_values_that_are_not_finite_have_no_interval():

@@ -61,15 +61,6 @@ def test_unpaired_intervals_and_p_are_welchs_at_the_familys_level():
             assert verdict.p == pytest.approx(float(family.joint_p(test.pvalue)), rel=1e-9)
 
 
-def test_one_arm_against_a_number_has_the_one_sample_t_interval():
-    for values in random_tables(2):
-        verdict = verdicts({0: Comparison(values[0] - 3.28)}, 0.1)[0]
-        test = ttest_1samp(values[0], 3.28)
-        expected = np.array(test.confidence_interval()) - 3.28
-        assert verdict.interval.as_list()[1:] == pytest.approx(expected, rel=1e-9, abs=1e-7)
-        assert verdict.p == pytest.approx(test.pvalue, rel=1e-9)
-
-
 @pytest.mark.parametrize("arms", [2, 4, 9])
 def test_joint_p_of_arms_that_scatter_alike_is_dunnetts(arms: int):
     """Dunnett's test pools the spread of all arms. Where samples have the same spread, the statistics are the same."""
