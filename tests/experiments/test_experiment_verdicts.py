@@ -48,12 +48,11 @@ def experiment(folder: Path, **changes: object) -> Procedure:
 
 def recall(value: float, *levels: tuple[str, float]) -> dict[str, pd.DataFrame]:
     """Accuracy in sequences of 16 and of 64 tokens, half of and twice the training length."""
-    names = [f"recall/passkey {length}" for length in (16, 64)]
     samples = [
         (np.full((4, 1), value), units_frame(f"of {length}", np.arange(4), np.full(4, 8))) for length in (16, 64)
     ]
     about = replace(Recall.logged[0], title="", references=levels)
-    return {"recall": by_length(about, [16, 64], samples, task="passkey", names=names)}
+    return {"recall": by_length(about, [16, 64], samples, task="passkey")}
 
 
 OF_RECALL = {"metric": "recall/passkey 64", "better": "higher", "matters": 0.1}
