@@ -6,17 +6,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import lm
-from folders import series, series_measured
+from folders import series_measured
 
 from lm.attention.layout import AttentionLayout
 from lm.data.prepare import prepare
 from lm.errors import ConfigError
-from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.held_out import ByLength
 from lm.model.decoder import Decoder
 from lm.model.device import Device
-from lm.training.train import train
 
 CPU = Device(torch.device("cpu"), bf16=False)
 LENGTHS = "eval.by_length.lengths=[64, 16, 32]"
@@ -58,29 +55,6 @@ def test_each_length_is_the_mean_loss_of_the_same_tokens_after_a_context_cut_the
         assert curve.points[column].values == pytest.approx(expected.numpy(), abs=1e-5)
     assert curve.means == pytest.approx([units.values.mean() for units in curve.points])
     assert curve.x.tolist() == [16, 32, 64]
-
-
-def test_training_and_lm_eval_measure_it_under_each_inference_setting_and_a_report_compares_runs(tiny, tmp_path):
-    settings = "eval.by_length.inference=[{rope: as_trained}, {rope: interpolation}]"
-    held_out = "data.val_fraction=0.7", "eval.sequences=64"  # enough documents report
-    configs = [
-        tiny(f"name={name}", f"model.normalizer={name}", LENGTHS, settings, *held_out) for name in ("softmax", "ssmax")
-    ]
-    for config in configs:
-        train(config)
-    folders = [config.run_folder for config in configs]
-    as_trained, interpolated = series(folders[0], "by_length", 8)
-    assert as_trained.names == tuple(f"by_length/loss {length} as trained" for length in (16, 32, 64))
-    assert as_trained.means[:2] == pytest.approx(interpolated.means[:2], abs=1e-6), (
-        "within the training length of 32 nothing is interpolated"
-    )
-    assert as_trained.means[2] != interpolated.means[2]
-    results = [result for result in evaluate_runs(folders[:1]) if result.evaluation.kind == "by_length"]
-    assert results[0].cached
-    result = lm("report", *map(str, folders), "-o", str(tmp_path / "report"))
-    assert result.returncode == 0, result.stderr
-    table = (tmp_path / "report" / "table.csv").read_text()
-    assert any("Differences to softmax" in line and "by_length/loss 64" in line for line in table.splitlines())
 
 
 @pytest.mark.parametrize(
