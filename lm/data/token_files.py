@@ -39,6 +39,11 @@ OTHER_FORMATS = {
     b"PK\x03\x04": "a zip archive, as of np.savez or torch.save; write its ids alone, by tofile",
     b"\x1f\x8b\x08": "compressed by gzip; decompress it",
     b"\x28\xb5\x2f\xfd": "compressed by zstd; decompress it",
+    b"BZh": "compressed by bzip2; decompress it",
+    b"\xfd7zXZ": "compressed by xz; decompress it",
+    b"\x80\x04\x95": "a pickle; write its ids alone, by tofile",
+    b"\x80\x05\x95": "a pickle; write its ids alone, by tofile",
+    b"ARROW1": "an Arrow file; write its ids to Parquet, for data.source.format=column",
     b"PAR1": "a Parquet file; name it .parquet, and set data.source.format=column",
 }
 
