@@ -25,6 +25,7 @@ HASHED_KEYS: dict[str, object] = {
 REMOVED_KEYS: dict[str, object] = HASHED_KEYS | {
     "more_seeds": [],
     "primary.learned": None,
+    "primary.reach": None,
     "data.max_document_bytes": None,
     "data.prepare_workers": None,
     "data.tasks[].task[passkey].depth": None,

@@ -80,7 +80,7 @@ def build_run(
         "data_fingerprint": fingerprint,
         "parameters": {"total": 10_823_424 + n_normalizer, "non_embedding": 8_000_000, "normalizer": n_normalizer},
         "tokens_total": steps * 8192,
-        "data": {"train_tokens": 1_900_000, "documents": 200}, "symbolic": tree.data.symbolic,
+        "data": {"train_tokens": 1_900_000}, "symbolic": tree.data.symbolic,
         "starts": [
             {"step": 0, "time": "2026-01-01T00:00:00Z", "precision": "32", "compile": False, "device": "cpu",
              "git_commit": "0123456789abcdef", "git_dirty": False, "versions": {"torch": "2.13.0", "lm": "0.1.0"}},

@@ -74,7 +74,7 @@ class HeldOut:
 
     @property
     def amount(self) -> str:
-        """The number and length of the sequences in words, as in `Shown`."""
+        """The number and length of the sequences in words, as in `Metric.amount`."""
         return f"{len(self.sequences):,} of {self.length:,} tokens"
 
     @property
@@ -123,8 +123,8 @@ class HeldOut:
 
 
 class Measurement(ABC):
-    """Base class of all evaluations, which measure series of a decoder by a configuration's options and keep results in
-    run folders.
+    """Base class of all evaluations, which measure metrics of a decoder by a configuration's options, and keep results
+    in run folders.
 
     Raises LMError when constructed: the store does not hold the data that the evaluation needs.
     """

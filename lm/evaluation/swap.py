@@ -77,9 +77,9 @@ class SwapMeasurement(Measurement):
     """A comparison of a decoder before and after a swap of its normalizer, on identical tokens, without a change to
     RoPE.
 
-    Each length has series by position of the loss before and after (nats per token) and of KL(before || after) of
+    Each length has curves by position: of the loss before and after (nats per token), and of KL(before || after) of
     next-token distributions (nats). For tasks over symbols these are means over answer tokens. The change of loss and
-    the KL have series by length, with intervals over documents.
+    the KL have curves by length, with intervals over documents.
     """
 
     kind = "swap"

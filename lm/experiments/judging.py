@@ -122,9 +122,8 @@ class Judgement:
     """The verdicts on a frame of runs."""
 
     question: Question
-    runs: (
-        pd.DataFrame
-    )  # a row a run: the columns of the frame, `value` as the mean over units, infinite unless finished
+    # a row a run: the columns of the frame, `value` as the mean over units, infinite unless finished
+    runs: pd.DataFrame
     frame: pd.DataFrame
     units: list[slice]  # the rows of each run in `frame`
 
@@ -266,15 +265,11 @@ class Judgement:
         """Return the runs of an arm by rate, without rates at which a run diverged. The rate at which the arm is judged
         and the rate that tuning chose are always kept.
         """
-
-        def has_no_value(run: int) -> bool:
-            return self._states[run] == DIVERGED
-
         permanent_rates = judged_rate, next(iter(runs))
         return {
             rate: rate_runs
             for rate, rate_runs in runs.items()
-            if rate in permanent_rates or not any(map(has_no_value, rate_runs))
+            if rate in permanent_rates or all(self._states[run] != DIVERGED for run in rate_runs)
         }
 
     def _document_estimate(self, *sides: np.ndarray) -> Estimate | None:

@@ -434,7 +434,6 @@ def _config_diff(arms: Mapping[object, list[RunRecord]]) -> dict[str, tuple[str,
             for runs in arms.values()
         )
         for key in keys
-        if key not in ("name", "seed")
     }
     off = {"null": _MISSING_VALUE}
     return {key: of_arms for key, of_arms in texts.items() if len({off.get(text, text) for text in of_arms}) > 1}

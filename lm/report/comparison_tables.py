@@ -286,10 +286,8 @@ def text_words(run: RunRecord) -> str:
     names = [name for key, name in source.items() if name and key.rpartition(".")[2] in ("package", "dataset", "paths")]
     words = [str(part) for name in names for part in (name if isinstance(name, list) else [name])]
     words += [entry["task"]["name"] for entry in run.config["data"].get("tasks") or []]
-    entries = {"training tokens": "train_tokens", "documents": "documents"}
-    counts = {unit: run.environment_entry(f"data.{name}") for unit, name in entries.items()}
-    sizes = [] if run.symbolic else [f"{count:,} {unit}" for unit, count in counts.items() if count]
-    return printable(", ".join([*words, *sizes]))
+    count = None if run.symbolic else run.environment_entry("data.train_tokens")
+    return printable(", ".join([*words, *([f"{count:,} training tokens"] if count else [])]))
 
 
 def _normalizer_text(run: RunRecord) -> str:

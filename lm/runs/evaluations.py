@@ -387,7 +387,7 @@ class Evaluation:
     weights_sha256: str
     frame: pd.DataFrame  # (`COLUMNS`)
     asked: dict[str, Plain] = field(default_factory=dict)  # the keys of `eval` that asked for it
-    code: dict[str, str] = field(default_factory=dict)  # digests of the code that measured it (`Measurement.code`)
+    code: dict[str, str] = field(default_factory=dict)  # digests of the code that measured it
 
     @property
     def name(self) -> str:

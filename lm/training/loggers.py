@@ -136,7 +136,7 @@ class WandbRun(Mirror, WandbLogger):
         self.attempt(lambda: self.experiment.log({**metrics}, step=step))
 
     def log_evaluation(self, result: Evaluation) -> None:
-        """Log a chart of each series of an evaluation that has an axis and is shown in reports."""
+        """Log a chart of each curve of an evaluation that reports show along an axis."""
         self.attempt(self._log_charts, result)
 
     def _log_charts(self, result: Evaluation) -> None:

@@ -25,7 +25,6 @@ def wandb_mode(log: LogConfig, in_experiment: bool = False) -> str:
     `log.wandb: auto` means the mode in WANDB_MODE. If this is unset, it means online with credentials. Without them, it
     means disabled for runs of an experiment, as an experiment has many runs and a report of its own, and offline for
     other runs.
-
     """
     if "wandb" not in log.to:
         return "disabled"

@@ -148,7 +148,7 @@ def test_one_run_has_a_report_without_differences(pair, tmp_path):
 def test_the_page_begins_with_what_was_trained_and_on_which_text_numbers_are(pair, tmp_path):
     head = write_report(pair, tmp_path / "out").html.read_text().partition("<h2>")[0]
     words = "Trained: 10.82 million parameters, on 1.638 million tokens in 200 steps of 8,192, in sequences of 64. "
-    assert f"{words}Data: sotu, 1,900,000 training tokens, 200 documents." in head
+    assert f"{words}Data: sotu, 1,900,000 training tokens." in head
     assert "the selection text, chooses learning rates" in head
     assert "the report text" in head
 
