@@ -11,8 +11,9 @@ import numpy as np
 import pandas as pd
 
 from lm.report.tables import Cell, Column, FilledColumn, Table, numeral, print_tables
+from lm.runs.evaluations import json_value
 from lm.schema import Plain, key
-from lm.statistics.intervals import Estimate, Interval, over_seeds, over_seeds_and_documents
+from lm.statistics.intervals import Estimate, over_seeds, over_seeds_and_documents
 from lm.statistics.joint import Family
 from lm.statistics.tuning import Rate
 from lm.statistics.verdicts import (
@@ -339,7 +340,7 @@ class Judgement:
                 "alone": verdict.single_interval,
                 "over_seeds_and_documents": verdict.document_interval,
             }
-            entry |= {name: interval and _finite(interval) for name, interval in intervals.items()}
+            entry |= {name: interval and json_value(interval.as_list()) for name, interval in intervals.items()}
             entry |= {"p": verdict.p if verdict.seeds else None, "p_exact": verdict.p_exact}
             entry["seeds_needed"] = verdict.seeds_needed and [*verdict.seeds_needed]
         return entry
@@ -389,10 +390,6 @@ def _some(notes: list[str]) -> str:
 
 def _slice(runs: range) -> slice:
     return slice(runs.start, runs.stop)
-
-
-def _finite(interval: Interval) -> list[float | None]:
-    return [value if math.isfinite(value) else None for value in interval.as_list()]
 
 
 def _differences(arm_values: np.ndarray, baseline_values: np.ndarray) -> np.ndarray:

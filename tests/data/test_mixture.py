@@ -131,7 +131,7 @@ def test_a_small_source_is_refused_unless_it_is_filler_alone(tmp_path: Path):
 # ---------------------------------------------------------------- copies, short and long documents
 
 
-def test_copies_are_left_out_and_counted(tmp_path: Path, capfd: pytest.CaptureFixture):
+def test_copies_are_left_out_and_counted(tmp_path: Path):
     data = files_config(write_texts(tmp_path / "texts", [*TEXTS, *TEXTS[:7], *TEXTS[:2]]), tmp_path)
     store = prepare(data)
     assert sorted(stored_texts(store)) == sorted(TEXTS)

@@ -98,9 +98,7 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> str:
     return f": its file system has no locks ({os.strerror(errno.ENOLCK)})"
 
 
-def test_without_locks_training_goes_on_and_says_so_and_preparing_is_refused(
-    tiny, tmp_path: Path, without_locks: str, monkeypatch
-):
+def test_without_locks_training_goes_on_and_says_so_and_preparing_is_refused(tiny, tmp_path: Path, without_locks: str):
     config, fresh = tiny("name=a", "trainer.max_steps=2", "eval.long_context.length_factor=0"), tmp_path / "fresh"
     if not list(Path(config.data.root).glob("*/manifest.json")):
         with pytest.MonkeyPatch.context() as patched:
