@@ -17,8 +17,8 @@ from lm.evaluation.evaluation_kind import Measurement
 from lm.evaluation.metrics import measurements
 from lm.model.device import Device
 from lm.model.logits_model import LogitsModel
+from lm.plain import Plain
 from lm.runs.evaluations import logged_means
-from lm.schema import Plain
 
 __all__ = ["HeldOutText", "LongContextLoss", "NeedleRetrieval"]
 

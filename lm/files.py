@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from lm.errors import DataError, RunError, one_line
-from lm.schema import Plain
+from lm.plain import Plain
 
 UNFINISHED = "unfinished"  # part of the names of files and folders that are being written
 ABANDONED_FILE_SECONDS = 86_400.0  # age at which an unfinished file counts as abandoned

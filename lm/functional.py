@@ -29,8 +29,9 @@ from lm.attention.normalizer import LayerSpec, Normalizer
 from lm.attention.routes import AsModule
 from lm.config.normalizers import SINGLE
 from lm.errors import ConfigError, Problem
+from lm.plain import Plain
 from lm.plugins import PLUGINS
-from lm.schema import Plain, build_named
+from lm.schema import build_named
 
 Named = str | Mapping[str, Plain]
 Result = TypeVar("Result")

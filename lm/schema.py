@@ -15,7 +15,7 @@ from dataclasses import fields as declared_fields
 
 from lm.attention.options import key as key
 from lm.errors import ConfigError, Problem, Unavailable, suggest
-from lm.plain import Plain, convert, flatten, is_block, items, join_path, single_values, to_plain, type_name  # noqa: F401
+from lm.plain import Plain, convert, is_block, items, join_path, single_values, type_name
 from lm.removed_keys import removed_defaults
 
 # {bound of a number, or of each number in a list or map: (sign, test)}

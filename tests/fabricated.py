@@ -11,12 +11,12 @@ from lm.experiments.loop import ExperimentTrainer, Slots
 from lm.experiments.page import experiment_files
 from lm.experiments.procedure import Procedure, Run
 from lm.files import write_together
+from lm.plain import Plain
 from lm.report.html import PAGE
 from lm.runs.checkpoints import CHECKPOINT_FORMAT, link_checkpoint, save_checkpoint
 from lm.runs.evaluations import Evaluation, evaluation_path, joined, measuring_code, units_frame, validation_rows
 from lm.runs.folder import CHECKPOINTS, LAST, METRICS, step_path
 from lm.runs.manifest import write_files
-from lm.schema import Plain
 
 DOCUMENTS = 24
 FINGERPRINT = "fingerprint"

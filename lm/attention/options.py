@@ -18,7 +18,7 @@ def key(default, help: str, effect: Mapping[str, object] | None = None, *, omit_
     """Make a dataclass field for a configuration key with a default, a one-line description, an effect
     (`lm.schema.DeclaredEffect`) and bounds (`gt ge lt le`).
 
-    omit_default: `lm.schema.to_plain` leaves the key out while it has its default value. Use this for a new key in an
+    omit_default: `lm.plain.to_plain` leaves the key out while it has its default value. Use this for a new key in an
     existing block: the hashes of existing runs' configurations and arms then stay the same.
     """
     metadata = {"help": help, "effect": effect, "omit_default": omit_default, "limits": limits}

@@ -12,7 +12,7 @@ from lm.attention.compiler import cpp_compiler
 from lm.config.training_config import LogConfig
 from lm.machine import usable_cores
 from lm.model.device import native_bf16_hardware
-from lm.schema import Plain
+from lm.plain import Plain
 from lm.training.banner import git_state
 from lm.training.wandb_runs import wandb_mode
 

@@ -12,7 +12,8 @@ from lm.config.inference_config import InferenceSetting, ThetaFactor, check_infe
 from lm.config.model_config import ModelConfig
 from lm.config.task_config import TASKS, Task
 from lm.errors import Problem
-from lm.schema import Plain, key, section, to_plain, variant
+from lm.plain import Plain, to_plain
+from lm.schema import key, section, variant
 
 COMMANDS = ("train", "eval", "diagnose")  # commands that use the keys of `eval.diagnostics`
 AUTO_LENGTH_FACTOR = 8.0  # the longest sequences of `length_factor: auto`, in training lengths

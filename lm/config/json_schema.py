@@ -6,7 +6,8 @@ from dataclasses import Field
 
 from lm.config.normalizers import Catalogue, Layers
 from lm.config.tree import Config
-from lm.schema import Plain, fields
+from lm.plain import Plain
+from lm.schema import fields
 
 Schema = dict[str, Plain]
 TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", dict: "object", types.NoneType: "null"}

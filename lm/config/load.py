@@ -23,9 +23,9 @@ from lm.config.yaml_text import (
     resolve_interpolations,
 )
 from lm.errors import ConfigError, Problem, abbreviated, as_written, one_line
-from lm.plain import is_block
+from lm.plain import Plain, flatten, is_block, to_plain
 from lm.plugins import PLUGINS
-from lm.schema import Plain, build, build_named, cross_key_problems, effect, fields_at, flatten, to_plain
+from lm.schema import build, build_named, cross_key_problems, effect, fields_at
 
 
 def check(config: Config) -> Iterator[Problem]:

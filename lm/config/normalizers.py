@@ -9,9 +9,9 @@ from lm.attention.catalogue import ENTRIES, NORMALIZERS
 from lm.attention.normalizer import Normalizer
 from lm.attention.options import Options, label_text, yaml_scalar
 from lm.errors import Problem, Unavailable
-from lm.plain import yaml_flow
+from lm.plain import Plain, to_plain, yaml_flow
 from lm.plugins import PAGE, PLUGINS
-from lm.schema import Plain, build, cross_key_problems, fields, to_plain, variant
+from lm.schema import build, cross_key_problems, fields, variant
 
 
 def options_class(normalizer: type) -> type[Options]:

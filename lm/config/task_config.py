@@ -11,7 +11,8 @@ from math import exp, lgamma, log
 from typing import ClassVar, Literal
 
 from lm.errors import Problem
-from lm.schema import Plain, key
+from lm.plain import Plain
+from lm.schema import key
 
 MAX_SYMBOLS, MAX_VOCABULARY = 2**16, 2**20  # most symbols of one kind; most symbols of a task, joined pairs included
 MAX_PAIRS_TIMES_VALUES = 2**22  # most pairs x values in a sequence, which lm.data.tasks compares one by one

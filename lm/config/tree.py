@@ -16,8 +16,9 @@ from lm.config.model_config import ModelConfig
 from lm.config.normalizers import Layers
 from lm.config.training_config import LogConfig, OptimConfig, Phase, TrainerConfig
 from lm.files import expand_home
+from lm.plain import Plain, flatten, to_plain
 from lm.removed_keys import without_removed
-from lm.schema import Effect, Plain, build, effect, flatten, key, section, to_plain
+from lm.schema import Effect, build, effect, key, section
 
 
 @dataclass

@@ -42,8 +42,8 @@ from lm.data.token_files import Vocabulary
 from lm.data.tokenizer import load_tokenizer, tokenizer_of, train_tokenizer, vocab_size
 from lm.errors import DataError
 from lm.files import json_bytes, replacing, sealed, sync_folder
+from lm.plain import Plain
 from lm.progress import Progress
-from lm.schema import Plain
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

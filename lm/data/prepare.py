@@ -13,8 +13,8 @@ from lm.data.sources import labels, source_identity
 from lm.data.store import MANIFEST, STORE_FORMAT, Store, fingerprint
 from lm.errors import ConfigError, DataError, Problem, RunError, one_line
 from lm.files import locked, plain_sha256, read_json
+from lm.plain import Plain, to_plain
 from lm.progress import Progress
-from lm.schema import Plain, to_plain
 
 if TYPE_CHECKING:
     from lm.config.tree import Config  # imports torch, without which a store can be prepared

@@ -25,7 +25,7 @@ from lm.data.text_files import Documents, Unreadable, dataset_documents, files_i
 from lm.data.token_files import Vocabulary
 from lm.errors import DataError, with_cause
 from lm.files import FileHashes, plain_sha256, replacing
-from lm.schema import Plain
+from lm.plain import Plain
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder, IterableDataset

@@ -28,7 +28,7 @@ import numpy as np
 from lm.data.tokenizer import load_tokenizer, token_bytes, vocab_size
 from lm.errors import DataError, RunError, one_line
 from lm.files import FileHashes, file_sha256, read_json, unsealed, write_together
-from lm.schema import Plain
+from lm.plain import Plain
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

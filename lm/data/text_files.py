@@ -21,7 +21,7 @@ import numpy as np
 from lm.config.data_config import Files
 from lm.errors import DataError, one_line
 from lm.files import FileHashes, expand_home
-from lm.schema import Plain
+from lm.plain import Plain
 
 if TYPE_CHECKING:
     import pyarrow

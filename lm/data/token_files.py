@@ -28,7 +28,7 @@ from lm.data.text_files import (
 from lm.data.tokenizer import decode, encode, special_token_mask, token_bytes, tokenizer_of, vocab_size
 from lm.errors import DataError
 from lm.files import FileHashes, expand_home
-from lm.schema import Plain
+from lm.plain import Plain
 
 TOKENIZER_REMEDY = "set data.tokenizer to the one that made the ids"
 _BLOCK = 2**22  # ids of a file that are searched together

@@ -25,7 +25,7 @@ from lm.config.data_config import (
 )
 from lm.errors import DataError, LMError, one_line, panicked, with_cause
 from lm.files import expand_home
-from lm.schema import Plain, to_plain
+from lm.plain import Plain, to_plain
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer

@@ -32,9 +32,9 @@ from lm.model.blocks import DecodingCache
 from lm.model.cross_entropy import argmax_tokens, token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device
+from lm.plain import Plain, to_plain
 from lm.runs.evaluations import NATS, rows, units_frame
 from lm.runs.metric import Metric
-from lm.schema import Plain, to_plain
 
 Sample = tuple[np.ndarray, pd.DataFrame]  # (units, 1) values of sequences, and the sequences as `units_frame`
 QUESTION_SEED = 0  # seed of the sequences with questions, the same for every model

@@ -24,12 +24,12 @@ from lm.files import write_together
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
 from lm.model.swapped import applicable_settings, for_inference
+from lm.plain import Plain
 from lm.progress import Progress
 from lm.report.pictures import Map, Picture, colour_scale
 from lm.report.tables import table_bytes
 from lm.runs.evaluations import number
 from lm.runs.loading import LoadedModel, load
-from lm.schema import Plain
 
 
 @dataclass(frozen=True, eq=False)

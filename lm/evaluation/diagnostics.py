@@ -41,9 +41,9 @@ from lm.evaluation.held_out import by_sequence, spread_sequences, validation_seq
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.swapped import applicable_settings, for_inference
+from lm.plain import Plain
 from lm.runs.evaluations import rows, units_frame
 from lm.runs.metric import Metric
-from lm.schema import Plain
 
 KIND = "diagnostics"
 SHUFFLED, UNTRAINED = "shuffled scores", "untrained weights"

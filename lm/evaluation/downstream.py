@@ -28,10 +28,10 @@ from lm.huggingface.exporting import transformers_model
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum
 from lm.model.spec import ModelSpec
+from lm.plain import Plain
 from lm.runs.evaluations import rows, units_frame
 from lm.runs.loading import LoadedModel
 from lm.runs.metric import Metric
-from lm.schema import Plain
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

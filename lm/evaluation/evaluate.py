@@ -21,12 +21,13 @@ from lm.evaluation.evaluation_kind import Measurement
 from lm.evaluation.metrics import measurement_types, measurements
 from lm.machine import threads_per_process
 from lm.model.device import Device, resolve_device, resolve_precision
+from lm.plain import Plain, to_plain
 from lm.progress import Progress
 from lm.report.evaluation_tables import EvaluationResult
 from lm.runs.checkpoints import weights_sha256
 from lm.runs.folder import CONFIG, DESCRIPTION, ENVIRONMENT, TOKENIZER, read_config, read_environment
 from lm.runs.loading import LoadedModel, load
-from lm.schema import Plain, effect, to_plain
+from lm.schema import effect
 
 FOREIGN = "hf:"  # before the folder of a model that runs in transformers
 

@@ -22,13 +22,13 @@ from lm.errors import RunError
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.swapped import applicable_settings, for_inference
+from lm.plain import Plain
 from lm.plugins import PLUGINS
 from lm.progress import Progress
 from lm.runs.checkpoints import weights_sha256
 from lm.runs.evaluations import Evaluation, evaluation_path, joined, json_value, measuring_code, units_frame
 from lm.runs.manifest import read_file, write_files
 from lm.runs.metric import Metric
-from lm.schema import Plain
 
 Advance = Callable[[int], None]  # called with the units of work done since the last call
 

@@ -27,6 +27,7 @@ from lm.evaluation.evaluation_kind import Advance, HeldOut, Measurement, ignore
 from lm.model.cross_entropy import token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, eval_mode
+from lm.plain import Plain, to_plain
 from lm.runs.evaluations import (
     NATS,
     UNIGRAM,
@@ -38,7 +39,6 @@ from lm.runs.evaluations import (
     validation_rows,
 )
 from lm.runs.metric import Axis, Metric
-from lm.schema import Plain, to_plain
 
 EVAL_TOKENS = 16384  # the most tokens in one forward pass, if a sequence has no more
 

@@ -40,6 +40,7 @@ from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.spec import count_parameters
 from lm.model.swapped import fit_normalizers, score_factors, with_normalizer
+from lm.plain import Plain, to_plain
 from lm.plugins import PLUGINS
 from lm.runs.checkpoints import CHECKPOINT_FORMAT, link_checkpoint, save_checkpoint, weights_sha256
 from lm.runs.evaluations import NATS, Evaluation, rows
@@ -48,7 +49,6 @@ from lm.runs.loading import LoadedModel, load
 from lm.runs.manifest import write_files
 from lm.runs.metric import Metric
 from lm.runs.record import arm
-from lm.schema import Plain, to_plain
 
 
 def swap_sequences(store: Store, config: Config) -> list[HeldOut]:

@@ -34,11 +34,11 @@ from lm.experiments.noise import experiment_noise
 from lm.experiments.page import experiment_files, question, trend_table, trends
 from lm.experiments.procedure import Procedure, Run, commands
 from lm.files import json_bytes, read_json, write_together
+from lm.plain import Plain
 from lm.report.html import PAGE
 from lm.report.tables import csv_text, numeral, print_tables, table_from_rows, with_unit
 from lm.runs.folder import DIVERGED, ENVIRONMENT, METRICS, RESOLVED_FILE, read_environment
 from lm.runs.record import starts
-from lm.schema import Plain
 from lm.statistics.verdicts import POWER, seeds_needed
 from lm.training.wandb_runs import send_report
 

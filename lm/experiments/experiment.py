@@ -26,10 +26,11 @@ from lm.experiments.run_outcome import SELECTION
 from lm.files import expand_home
 from lm.model.decoder import Decoder
 from lm.model.spec import count_parameters, flops_per_token
+from lm.plain import Plain, flatten, to_plain
 from lm.plugins import PLUGINS
 from lm.removed_keys import hashed_defaults
 from lm.runs.metric import Metric
-from lm.schema import Plain, flatten, key, to_plain
+from lm.schema import key
 from lm.statistics.tuning import MIN_TUNING_SEEDS, Rate
 
 SHARED_SETTINGS = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share

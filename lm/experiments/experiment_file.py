@@ -26,10 +26,11 @@ from lm.experiments.experiment import Arm, Experiment, Swap, Tune, config_hash
 from lm.experiments.judging import PrimaryMetric
 from lm.experiments.run_outcome import SELECTION
 from lm.model.spec import count_steps
+from lm.plain import Plain, flatten, to_plain
 from lm.plugins import PLUGINS
 from lm.runs.folder import DIVERGED, SWAPPED
 from lm.runs.same_run import config_problems
-from lm.schema import Plain, build, cross_key_problems, flatten, key, section, to_plain
+from lm.schema import build, cross_key_problems, key, section
 from lm.statistics.tuning import MIN_TUNING_SEEDS
 
 _JUDGED = "the runs that choose a rate must not judge it"

@@ -26,10 +26,10 @@ from lm.experiments.run_outcome import SELECTION
 from lm.files import json_bytes, locked_folder, plain_sha256, read_json, write_new
 from lm.machine import process_start, this_machine, threads_per_process
 from lm.model.device import count_gpus, resolve_compile, resolve_precision
+from lm.plain import Plain, to_plain
 from lm.runs.evaluations import selection_mask
 from lm.runs.folder import CONFIG, EVALUATIONS, RESOLVED_FILE
 from lm.runs.manifest import read_file, write_files
-from lm.schema import Plain, to_plain
 
 LOCK = "compare.lock"  # file in the experiment's folder: names the machine and process that work on it
 # key of the plan in RESOLVED_FILE; the plan is null (unknown) if the file was written after final runs were measured

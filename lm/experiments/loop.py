@@ -29,10 +29,10 @@ from lm.experiments.run_outcome import Outcome
 from lm.files import locked_folder, read_json, write_json
 from lm.machine import STOP_SIGNALS, process_start, start_child
 from lm.model.device import count_gpus, visible_gpus
+from lm.plain import Plain
 from lm.report.tables import numeral
 from lm.runs.evaluations import NoDocuments
 from lm.runs.folder import ALREADY_TRAINING, CONFIG
-from lm.schema import Plain
 
 if TYPE_CHECKING:
     from submitit import Job

@@ -11,8 +11,8 @@ from scipy.special import chdtri
 from lm.errors import RunError
 from lm.experiments.judging import RUN_KEY, Judgement, PrimaryMetric
 from lm.experiments.run_table import read_runs, read_table, split_by_use
+from lm.plain import Plain
 from lm.report.frame import results
-from lm.schema import Plain
 from lm.statistics.verdicts import MAX_SEEDS, POWER, seeds_needed, smallest_difference
 
 _SEED_COUNTS = 3, 5, 10, 20  # numbers of seeds for which the smallest difference is given

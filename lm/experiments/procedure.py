@@ -22,10 +22,10 @@ from lm.experiments.experiment import Arm, Experiment, Swap, config_hash
 from lm.experiments.judging import FRAME_COLUMNS, Judgement, Question, SizeArm, judge
 from lm.experiments.run_outcome import SELECTION, Outcome, describe_values, run_differences
 from lm.files import write_text
+from lm.plain import Plain, to_plain
 from lm.plugins import package_of
 from lm.runs.evaluations import part_of
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, SWAPPED, step_path
-from lm.schema import Plain, to_plain
 from lm.statistics.tuning import (
     Rate,
     TuningOutcome,

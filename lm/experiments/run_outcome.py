@@ -14,6 +14,7 @@ import pandas as pd
 from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
 from lm.errors import RunError
+from lm.plain import Plain
 from lm.runs.checkpoints import load_metadata
 from lm.runs.evaluations import (
     Evaluation,
@@ -39,7 +40,6 @@ from lm.runs.folder import (
 from lm.runs.manifest import read_file
 from lm.runs.metric import Metric
 from lm.runs.record import RunRecord, RunStatus, divergence, loss_above_unigram, read_run, start_setting, tokens_before
-from lm.schema import Plain
 from lm.statistics.intervals import is_unlearned
 
 SELECTION = "val/loss"  # validation loss: chooses learning rates, unless `tune.metric` is primary

@@ -29,7 +29,8 @@ from lm.experiments.judging import (
     SizeArm,
     judge,
 )
-from lm.schema import Plain, build
+from lm.plain import Plain
+from lm.schema import build
 from lm.statistics.intervals import is_unlearned
 from lm.statistics.tuning import (
     MIN_TUNING_SEEDS,

@@ -27,7 +27,7 @@ from lm.huggingface.fields import (
 )
 from lm.model.decoder import projections
 from lm.model.spec import ModelSpec
-from lm.schema import Plain
+from lm.plain import Plain
 
 Plains = dict[str, Plain]
 MAX_LAYERS, MAX_SIZE = 10**4, 10**9

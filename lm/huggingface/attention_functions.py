@@ -34,7 +34,7 @@ from lm.errors import ConfigError, Problem
 from lm.functional import Named
 from lm.huggingface.architectures import SLIDING_ATTENTION
 from lm.huggingface.importing import INDEX, Shards
-from lm.schema import Plain
+from lm.plain import Plain
 
 LENGTH_FIELD = "lm_train_length"  # field of the configuration with the training length
 # in each attention, the module with the parameters; in the configuration, their normalizer

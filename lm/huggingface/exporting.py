@@ -23,9 +23,9 @@ from lm.huggingface.fields import Fields
 from lm.huggingface.importing import CONFIG, LM_MODEL_TYPE, WEIGHTS_FILE
 from lm.model.rope import frequencies
 from lm.model.spec import ModelSpec
+from lm.plain import Plain, to_plain
 from lm.runs.folder import TOKENIZER
 from lm.runs.loading import LoadedModel, load
-from lm.schema import Plain, to_plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast

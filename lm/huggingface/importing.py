@@ -27,9 +27,9 @@ from lm.files import check_new, read_json
 from lm.huggingface.architectures import ARCHITECTURES, HEAD, Architecture, MappedParameter
 from lm.huggingface.fields import Fields
 from lm.model.spec import ModelSpec
+from lm.plain import Plain, to_plain
 from lm.runs.folder import TOKENIZER
 from lm.runs.loading import write_model
-from lm.schema import Plain, to_plain
 
 WEIGHTS_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 READ_TYPES = ("F32", "F16", "BF16")

@@ -34,9 +34,10 @@ from lm.model.blocks import AttentionInputs, DecodingCache, ForwardContext
 from lm.model.cross_entropy import Head
 from lm.model.decoder import batch_layout
 from lm.model.spec import ModelSpec
+from lm.plain import to_plain
 from lm.plugins import PLUGINS
 from lm.runs.loading import LoadedModel
-from lm.schema import build_named, to_plain
+from lm.schema import build_named
 
 ATTENTION = "lm_measured"  # name of the attention function
 TOLERANCE = 1e-3  # largest difference of logits that rounding may make

@@ -16,7 +16,7 @@ from lm.attention.compiler import compiled_code_folder, cpp_compiler, cpu_flags
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem, RunError
 from lm.machine import peak_process_bytes
-from lm.schema import Plain
+from lm.plain import Plain
 
 # FLOPs above which torch.compile saves more time than it takes (docs/speed.md). MIN_TOTAL_FLOPS_TO_COMPILE is for all
 # runs together that share its code, MIN_RUN_FLOPS_TO_COMPILE for each of these runs, which must load that code.

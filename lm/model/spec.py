@@ -14,8 +14,9 @@ from lm.config.model_config import ModelConfig
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem
 from lm.model.decoder import Decoder, is_normalizer_parameter
+from lm.plain import Plain
 from lm.plugins import PLUGINS
-from lm.schema import Plain, build, cross_key_problems, key, section
+from lm.schema import build, cross_key_problems, key, section
 
 
 @dataclass
@@ -52,7 +53,7 @@ class ModelSpec:
 
     @classmethod
     def read(cls, plain: Plain) -> "ModelSpec":
-        """Return the spec that plain data (`lm.schema.to_plain`) describe. Raises ConfigError: the data are invalid, or
+        """Return the spec that plain data (`lm.plain.to_plain`) describe. Raises ConfigError: the data are invalid, or
         name a normalizer from outside lm whose import is not allowed or fails."""
         names = {spec.name for spec in fields(cls) if not spec.metadata.get("omit_default")}
         problems = (

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import pandas as pd
 
+from lm.plain import Plain
 from lm.report.comparison import (
     UNIT_COLUMNS,
     ArmComparison,
@@ -23,7 +24,6 @@ from lm.runs.evaluations import mean, number, point_means
 from lm.runs.folder import DIVERGED, Curve
 from lm.runs.folder import curve as logged_curve
 from lm.runs.record import RunRecord
-from lm.schema import Plain
 from lm.statistics.intervals import Interval
 from lm.statistics.verdicts import seed_count_text
 

@@ -9,6 +9,7 @@ import pandas as pd
 
 from lm.attention import catalogue
 from lm.config import normalizers as kinds
+from lm.plain import Plain, flatten
 from lm.report.comparison import (
     ArmComparison,
     Arms,
@@ -32,7 +33,6 @@ from lm.report.tables import (
 from lm.runs.folder import DIVERGED, peak_memory, training_seconds
 from lm.runs.metric import Metric
 from lm.runs.record import RunRecord, differing_settings
-from lm.schema import Plain, flatten
 
 BETTER_SIDE = {"lower": "below zero", "higher": "above zero", "none": ""}  # side on which differences are improvements
 REPORTING_NOTE = (

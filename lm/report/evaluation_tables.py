@@ -12,11 +12,11 @@ from typing import NamedTuple
 import pandas as pd
 
 from lm.errors import abbreviated
+from lm.plain import Plain
 from lm.report.comparison import interval_of
 from lm.report.tables import Column, FilledColumn, Table, numeral, print_tables, table_bytes
 from lm.runs.evaluations import CURVE, Evaluation, at_places, measured, number, overall_means, point_means
 from lm.runs.metric import Metric
-from lm.schema import Plain
 from lm.statistics.intervals import MIN_DOCUMENTS
 
 TOO_FEW_DOCUMENTS = f"no interval: fewer than {MIN_DOCUMENTS} documents"

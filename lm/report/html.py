@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from lm.config.yaml_text import dump_yaml
 from lm.files import write_together
+from lm.plain import Plain
 from lm.report.comparison import ArmComparison
 from lm.report.comparison_pictures import (
     LOSSES,
@@ -35,7 +36,6 @@ from lm.report.comparison_tables import (
 from lm.report.pictures import COLOURS, DARK_COLOURS, GREY, GRID, INK, PAPER, Picture, dark_style
 from lm.report.tables import Table, four_digit_text, plain_text, printable, to_csv, to_latex
 from lm.runs.record import RunRecord
-from lm.schema import Plain
 
 COST_NOTE = (
     "Means over runs. Training time is that of the steps, without evaluations. Speeds can be compared only on one "

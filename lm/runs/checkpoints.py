@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lm.errors import RunError, one_line
 from lm.files import file_sha256, new_temporary_path, replacing, sync_folder
+from lm.plain import Plain
 from lm.runs.folder import BEST, CHECKPOINTS, log_entry, step_paths
 from lm.runs.manifest import add_entries, check_file, entries_of, entry
-from lm.schema import Plain
 
 
 def weights_sha256(weights: Mapping[str, Tensor]) -> str:

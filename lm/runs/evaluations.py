@@ -23,10 +23,11 @@ from lm.config.eval_config import EvalConfig
 from lm.config.task_config import task_names
 from lm.errors import RunError, one_line
 from lm.files import sources_sha256
+from lm.plain import Plain
 from lm.runs.folder import CHECKPOINTS, EVALUATIONS, step_path
 from lm.runs.manifest import read_file
 from lm.runs.metric import Axis, Metric
-from lm.schema import Plain, build
+from lm.schema import build
 
 # The columns of a frame. A row is the value of a unit (such as a sequence) at a point of the metric's axis, or the mean
 # alone, without `sample`; the rows of a point are consecutive.

@@ -19,8 +19,8 @@ from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, RunError, one_line, suggest
 from lm.files import expand_home, read_json, write_text
+from lm.plain import Plain
 from lm.runs.manifest import Entry, check_file, entries_of, entry, parse_line, read_file
-from lm.schema import Plain
 
 CONFIG, ENVIRONMENT, METRICS, TOKENIZER = "config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json"
 CHECKPOINTS, EVALUATIONS = "checkpoints", "evaluations"

@@ -24,6 +24,7 @@ from lm.errors import ConfigError, RunError, one_line, out_of_memory, terminal_t
 from lm.files import expand_home, json_bytes, new_folder
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
+from lm.plain import Plain, to_plain
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import (
     CHECKPOINTS,
@@ -40,7 +41,6 @@ from lm.runs.folder import (
 )
 from lm.runs.manifest import MANIFEST, check_file, entries_of, write_files
 from lm.runs.same_run import trained_config
-from lm.schema import Plain, to_plain
 
 WEIGHTS = "model.safetensors"  # file in a model folder, beside DESCRIPTION
 MODEL_FORMAT = 6  # version of lm.json; FORMAT_WITHOUT_MANIFEST is read, too

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lm.errors import RunError
 from lm.files import file_sha256, replacing, write_text
-from lm.schema import Plain
+from lm.plain import Plain
 
 MANIFEST = "manifest.jsonl"
 

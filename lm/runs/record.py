@@ -18,6 +18,7 @@ from lm.attention.options import yaml_scalar
 from lm.config.tree import canonical, distinguishes_arms, recorded_per_start
 from lm.config.yaml_text import parse_yaml
 from lm.files import plain_sha256
+from lm.plain import Plain, flatten
 from lm.runs.evaluations import LOSS, UNIGRAM, UNIGRAM_BOUND, Evaluation, last_evaluations, weighted_mean
 from lm.runs.folder import (
     CONFIG,
@@ -33,7 +34,6 @@ from lm.runs.folder import (
     require_run,
 )
 from lm.runs.manifest import read_file
-from lm.schema import Plain, flatten
 
 
 def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:

@@ -9,8 +9,8 @@ from lm.config.normalizers import swap_arguments
 from lm.config.tree import Config, differences, effect_of
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, Problem, RunError, as_written, one_line
+from lm.plain import Plain, to_plain
 from lm.removed_keys import without_removed
-from lm.schema import Plain, to_plain
 
 
 def trained_config(metadata: dict[str, Plain], path: Path) -> Config:

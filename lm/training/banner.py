@@ -15,9 +15,9 @@ from lm.config.tree import Config
 from lm.data.store import Store
 from lm.model.device import Machine
 from lm.model.spec import count_parameters, flops_per_token
+from lm.plain import Plain
 from lm.plugins import PLUGINS
 from lm.runs.folder import command_line
-from lm.schema import Plain
 from lm.training.starting import PhaseStart
 
 

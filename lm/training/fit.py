@@ -19,6 +19,7 @@ from lm.files import UNFINISHED, json_bytes
 from lm.machine import keep_freed_memory, threads_per_process, without_garbage_collection
 from lm.model.device import Machine, resolve_compile, resolve_device, resolve_precision
 from lm.model.spec import flops_per_token
+from lm.plain import Plain
 from lm.progress import StepProgress
 from lm.runs.checkpoints import best_step, link_checkpoint
 from lm.runs.evaluations import evaluation_files, evaluation_path, logged_means
@@ -40,7 +41,6 @@ from lm.runs.folder import (
 )
 from lm.runs.loading import LoadedModel, load
 from lm.runs.manifest import truncate_manifest, write_files
-from lm.schema import Plain
 from lm.training.banner import banner, environment
 from lm.training.launcher import Process
 from lm.training.lightning_import import L

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from lm.config.tree import Config
 from lm.errors import RunError, one_line
+from lm.plain import Plain, to_plain
 from lm.runs.evaluations import LOSS, Evaluation, curves
 from lm.runs.folder import METRICS
-from lm.schema import Plain, to_plain
 from lm.training.lightning_import import L
 from lm.training.outside import outside_objects
 from lm.training.wandb_runs import experiment_labels, finish_wandb_run, start_wandb_run, wandb_mode

@@ -13,8 +13,8 @@ from lm.data.store import Store
 from lm.evaluation.evaluation_kind import Measurement
 from lm.machine import STOP_SIGNALS, unblock_stop_signals
 from lm.model.device import Device, Machine
+from lm.plain import Plain
 from lm.progress import StepProgress
-from lm.schema import Plain
 from lm.training.lightning_import import L
 from lm.training.loggers import log
 

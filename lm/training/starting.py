@@ -22,6 +22,7 @@ from lm.model.decoder import Decoder, group_of
 from lm.model.device import resolve_device
 from lm.model.spec import ModelSpec, with_steps
 from lm.model.swapped import with_model
+from lm.plain import Plain, to_plain
 from lm.runs.checkpoints import best_step, weights_sha256
 from lm.runs.folder import (
     CHECKPOINTS,
@@ -38,7 +39,6 @@ from lm.runs.folder import (
 from lm.runs.loading import LoadedModel, check_finite, load
 from lm.runs.record import arm, seeds, tokens_before
 from lm.runs.same_run import config_problems, trained_config
-from lm.schema import Plain, to_plain
 from lm.training.optimizers import GROUPS, freeze, saved_state
 
 # ---------------------------------------------------------------- checks that need no data

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lm.config.training_config import LogConfig
 from lm.config.tree import Config
 from lm.errors import RunError, one_line
-from lm.schema import Plain
+from lm.plain import Plain
 
 if TYPE_CHECKING:
     import wandb

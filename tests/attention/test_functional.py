@@ -17,7 +17,7 @@ from lm.attention.normalizer import Normalizer
 from lm.config.model_config import ModelConfig
 from lm.errors import ConfigError
 from lm.model.decoder import Decoder
-from lm.schema import to_plain
+from lm.plain import to_plain
 
 CASES = [
     *(entry() for entry in ENTRIES.values()),

@@ -7,8 +7,8 @@ import pytest
 from lm.config.tree import canonical, differences, function_options
 from lm.errors import ConfigError
 from lm.files import plain_sha256
+from lm.plain import to_plain
 from lm.runs.record import arm
-from lm.schema import to_plain
 from lm.training.train import train
 
 WRITTEN_OUT = [

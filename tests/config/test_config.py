@@ -18,7 +18,8 @@ from lm.errors import ConfigError
 from lm.experiments.experiment_file import read_experiment
 from lm.model.decoder import Decoder
 from lm.model.swapped import for_inference
-from lm.schema import fields_at, to_plain
+from lm.plain import to_plain
+from lm.schema import fields_at
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))

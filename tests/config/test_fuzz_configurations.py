@@ -21,7 +21,7 @@ from lm.config.reference import reference
 from lm.config.tree import Config
 from lm.errors import ConfigError
 from lm.machine import peak_process_bytes
-from lm.schema import Plain, to_plain
+from lm.plain import Plain, to_plain
 
 SECONDS = 5
 GROWTH = 400 * 10**6  # bytes that the process may grow by

@@ -9,7 +9,7 @@ from conftest import ROOT, lm
 from lm.config.load import parse, read_yaml
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError
-from lm.schema import Plain, to_plain
+from lm.plain import Plain, to_plain
 
 jsonschema = pytest.importorskip("jsonschema")
 

@@ -31,7 +31,7 @@ from lm.data.batches import (
 from lm.data.prepare import prepare
 from lm.data.store import SourceCounts, Split, Store
 from lm.errors import ConfigError
-from lm.schema import to_plain
+from lm.plain import to_plain
 
 SEQ_LEN, BATCH_SLOTS, STEPS = 16, 8, 50
 

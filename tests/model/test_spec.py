@@ -17,9 +17,9 @@ from lm.files import read_json
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
 from lm.model.swapped import for_inference
+from lm.plain import to_plain
 from lm.runs.folder import DESCRIPTION
 from lm.runs.loading import MODEL_FORMAT, save_model
-from lm.schema import to_plain
 from lm.training.train import train
 
 MODEL = ModelConfig(

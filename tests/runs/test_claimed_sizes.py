@@ -16,8 +16,8 @@ from lm.config.tree import Config
 from lm.errors import RunError
 from lm.machine import peak_process_bytes
 from lm.model.decoder import Decoder
+from lm.plain import to_plain
 from lm.runs.checkpoints import CHECKPOINT_FORMAT, save_checkpoint
-from lm.schema import to_plain
 
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32}
 
