@@ -14,13 +14,13 @@ from lm.files import write_together
 from lm.plain import Plain
 from lm.report.html import PAGE
 from lm.runs.checkpoints import CHECKPOINT_FORMAT, link_checkpoint, save_checkpoint
-from lm.runs.evaluations import Evaluation, evaluation_path, joined, measuring_code, units_frame, validation_rows
+from lm.runs.evaluations import Evaluation, evaluation_path, join_rows, measuring_code, units_frame, validation_rows
 from lm.runs.folder import CHECKPOINTS, LAST, METRICS, step_path
 from lm.runs.manifest import write_files
 
 DOCUMENTS = 24
 FINGERPRINT = "fingerprint"
-EMPTY = joined([])
+EMPTY = join_rows([])
 
 
 def finish(

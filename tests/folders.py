@@ -23,8 +23,8 @@ from lm.runs.evaluations import (
     CURVE,
     Evaluation,
     evaluation_path,
+    evaluation_rows,
     load_evaluation,
-    measured,
     overall_means,
     point_means,
 )
@@ -126,7 +126,7 @@ class Curve:
 def curves_of(evaluation: Evaluation) -> tuple[Curve, ...]:
     """What an evaluation measured."""
     curves = []
-    for (about, task, setting), rows in measured([evaluation]).groupby(CURVE[1:], sort=False, observed=True):
+    for (about, task, setting), rows in evaluation_rows([evaluation]).groupby(CURVE[1:], sort=False, observed=True):
         means, overall = point_means(rows), overall_means(rows)
         logged = dict(zip(overall["metric"], overall["value"], strict=True)) if rows["logged"].any() else {}
         points = [

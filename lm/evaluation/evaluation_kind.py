@@ -26,7 +26,7 @@ from lm.plain import Plain
 from lm.plugins import PLUGINS
 from lm.progress import Progress
 from lm.runs.checkpoints import weights_sha256
-from lm.runs.evaluations import Evaluation, evaluation_path, joined, json_value, measuring_code, units_frame
+from lm.runs.evaluations import Evaluation, evaluation_path, join_rows, json_value, measuring_code, units_frame
 from lm.runs.manifest import read_file, write_files
 from lm.runs.metric import Metric
 
@@ -222,7 +222,7 @@ class Measurement(ABC):
         it.
         """
         facts = self.facts(weights_sha256(decoder.state_dict()), device)
-        frame = joined(self.measure(decoder, device, progress))
+        frame = join_rows(self.measure(decoder, device, progress))
         return Evaluation(self.kind, step, tokens_seen, self.config.data.seq_len, frame=frame, **facts)
 
     def write(self, run: Path, evaluation: Evaluation) -> Path:

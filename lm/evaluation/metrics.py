@@ -107,7 +107,7 @@ def _measurements(config: Config) -> list[type[Measurement]]:
     return [measurement for measurement in MEASUREMENTS if measurement.kind in asked]
 
 
-def measured(config: Config, name: str) -> tuple[type[Measurement], Metric]:
+def find_metric(config: Config, name: str) -> tuple[type[Measurement], Metric]:
     """Return the metric `name`, and the evaluation of `config` that measures it for each sequence or question.
 
     Raises ConfigError: there is no such metric.

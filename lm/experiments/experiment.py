@@ -20,7 +20,7 @@ from lm.config.load import merge, nest_keys, parse
 from lm.config.tree import Config, effect_of
 from lm.config.yaml_text import override, resolve_interpolations
 from lm.errors import Problem
-from lm.evaluation.metrics import measured
+from lm.evaluation.metrics import find_metric
 from lm.experiments.judging import PrimaryMetric
 from lm.experiments.run_outcome import SELECTION
 from lm.files import expand_home
@@ -143,7 +143,7 @@ class Experiment:
     @cached_property
     def metric(self) -> Metric:
         """The primary metric as its measurement declares it."""
-        return measured(self.measurement_config(self.first_config), self.primary.metric)[1]
+        return find_metric(self.measurement_config(self.first_config), self.primary.metric)[1]
 
     def cost(self, value: float) -> float:
         """Convert a value of the metric by which rates are chosen into a cost to be minimized; infinite values stay

@@ -21,7 +21,7 @@ from lm.config.normalizers import OPTIONS
 from lm.config.tree import Config, ExperimentConfig, distinguishes_arms
 from lm.data.prepare import vocab_size_of
 from lm.errors import ConfigError, DataError, Problem, suggest
-from lm.evaluation.metrics import measured
+from lm.evaluation.metrics import find_metric
 from lm.experiments.experiment import Arm, Experiment, Swap, Tune, config_hash
 from lm.experiments.judging import PrimaryMetric
 from lm.experiments.run_outcome import SELECTION
@@ -285,7 +285,7 @@ def _check_arms(experiment: Experiment, configs: dict[str, Config]) -> Iterator[
 def _measured_sequences(experiment: Experiment, config: Config) -> dict[str, Plain]:
     """Return what decides the sequences that the primary metric of a run is measured on."""
     metric, config = experiment.primary.metric, experiment.measurement_config(config)
-    return measured(config, metric)[0].sequences_of(config, metric)
+    return find_metric(config, metric)[0].sequences_of(config, metric)
 
 
 def _check_branch(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
@@ -311,7 +311,7 @@ def _check_metric(experiment: Experiment, config: Config) -> None:
     """Check that a run's evaluations log the primary metric by sequence, and that the other keys of `primary` fit this
     metric. Raises ConfigError.
     """
-    primary, problems, metric = experiment.primary, [], measured(config, experiment.primary.metric)[1]
+    primary, problems, metric = experiment.primary, [], find_metric(config, experiment.primary.metric)[1]
     if metric.better not in (primary.better, "none"):
         reason = f"of {metric.name}, {metric.better} is better"
         problems.append(Problem("primary.better", primary.better, reason, f"write {metric.better}"))

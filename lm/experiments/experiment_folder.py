@@ -18,7 +18,7 @@ from lm.data.prepare import prepare, vocab_size_of
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError, as_written
 from lm.evaluation.held_out import validation_sequences
-from lm.evaluation.metrics import measured
+from lm.evaluation.metrics import find_metric
 from lm.experiments.experiment import SHARED_SETTINGS, Experiment, cost, deciding_keys, omitted_keys
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure
@@ -218,7 +218,7 @@ def plan_of(experiment: Experiment) -> dict[str, dict]:
     shared |= {f"primary.{key}": value for key, value in vars(primary).items() if key != "spread"}
     for size in experiment.sizes:
         measurement = experiment.measurement_config(configs[_name(size, baseline)])
-        options = measurement.eval.measured_options(measured(measurement, primary.metric)[0].kind)
+        options = measurement.eval.measured_options(find_metric(measurement, primary.metric)[0].kind)
         shared |= {_name(size, f"{primary.metric}: {key}"): value for key, value in options.items()}
     shared |= {f"tune.{key}": value for key, value in vars(experiment.tune).items()}
     if experiment.table is not None:

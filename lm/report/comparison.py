@@ -17,7 +17,7 @@ from lm.config import normalizers as kinds
 from lm.config.tree import distinguishes_arms
 from lm.errors import RunError
 from lm.report.tables import plain_text, printable
-from lm.runs.evaluations import at_places, mean, measured, number, point_means, reporting
+from lm.runs.evaluations import at_places, evaluation_rows, mean, number, point_means, reporting_rows
 from lm.runs.metric import Metric
 from lm.runs.record import RunRecord
 from lm.statistics.intervals import MIN_DOCUMENTS, Interval, over_documents, over_questions, over_seeds
@@ -86,11 +86,11 @@ class ArmComparison:
 
     @cached_property
     def all_rows(self) -> pd.DataFrame:
-        """The rows of `lm.runs.evaluations.reporting`, with `arm`, `run` (its number among `runs`), and `seeds`, the
-        number of its seeds among the sorted seeds of all runs.
+        """The `reporting_rows` of all evaluations, with `arm`, `run` (its number among `runs`), and `seeds`, the number
+        of its seeds among the sorted seeds of all runs.
         """
         run_numbers = np.repeat(np.arange(len(self.runs)), [len(run.evaluations) for run in self.runs])
-        rows = reporting(measured([evaluation for run in self.runs for evaluation in run.evaluations]))
+        rows = reporting_rows(evaluation_rows([evaluation for run in self.runs for evaluation in run.evaluations]))
         owner = run_numbers[rows["evaluation"]]
         labels = np.array([label for label, runs in self.arms.items() for _ in runs], object)
         all_seeds = sorted({run.seeds for run in self.runs})

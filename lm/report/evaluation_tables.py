@@ -15,7 +15,7 @@ from lm.errors import abbreviated
 from lm.plain import Plain
 from lm.report.comparison import interval_of
 from lm.report.tables import Column, FilledColumn, Table, numeral, print_tables, table_bytes
-from lm.runs.evaluations import CURVE, Evaluation, at_places, measured, number, overall_means, point_means
+from lm.runs.evaluations import CURVE, Evaluation, at_places, evaluation_rows, number, overall_means, point_means
 from lm.runs.metric import Metric
 from lm.statistics.intervals import MIN_DOCUMENTS
 
@@ -53,7 +53,7 @@ def rows_of(evaluation: Evaluation) -> list[dict[str, Plain]]:
     quantity: its name in reports; levels are named after it.
     curve: the task, if the row is a place of a metric that is printed without intervals; else None.
     """
-    measurements = measured([evaluation])
+    measurements = evaluation_rows([evaluation])
     units = at_places(measurements)
     indices = units.groupby([*CURVE, "place"], sort=False, observed=True).indices
     overall = {_curve_of(mean): mean for mean in overall_means(measurements).itertuples()}

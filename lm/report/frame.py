@@ -10,7 +10,7 @@ import pandas as pd
 from lm.errors import RunError
 from lm.files import expand_home
 from lm.report.comparison import arm_label
-from lm.runs.evaluations import Evaluation, chance_level, evaluation_files, load_evaluation, measured
+from lm.runs.evaluations import Evaluation, chance_level, evaluation_files, evaluation_rows, load_evaluation
 from lm.runs.folder import CONFIG, ENVIRONMENT, SWAPPED
 from lm.runs.record import RunRecord, read_run
 
@@ -85,7 +85,7 @@ def frame(blocks: Iterable[pd.DataFrame]) -> pd.DataFrame:
 
 def evaluation_block(evaluation: Evaluation, run_values: dict[str, Any]) -> pd.DataFrame:
     """The rows of an evaluation. `run_values`: the run's columns, which all of these rows share."""
-    rows = measured([evaluation])
+    rows = evaluation_rows([evaluation])
     about, has_unit = rows["about"], rows["sample"].notna()
     levels = {metric: chance_level(metric)[1] for metric in about.cat.categories}
     columns = run_values | {"task": rows["subject"], "tokens": rows["tokens_seen"]}

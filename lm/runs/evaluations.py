@@ -114,7 +114,7 @@ def rows(
     return pd.DataFrame(columns)[[*COLUMNS]]
 
 
-def joined(blocks: Sequence[pd.DataFrame]) -> pd.DataFrame:
+def join_rows(blocks: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """One frame of several blocks of rows, perhaps of none."""
     return pd.concat(blocks, ignore_index=True) if blocks else rows(Metric(), np.zeros(0), x=())
 
@@ -179,7 +179,7 @@ FACTS = ("kind", "step", "tokens_seen", "seq_len", "data_fingerprint")
 CURVE = ["evaluation", "about", "task", "setting"]  # equal in the rows of one curve, or of one number
 
 
-def measured(evaluations: Sequence["Evaluation"]) -> pd.DataFrame:
+def evaluation_rows(evaluations: Sequence["Evaluation"]) -> pd.DataFrame:
     """The rows of evaluations as one frame, with `about` as a category, and with `FACTS` about them as columns.
 
     More columns are `evaluation`, its number; `quantity`, `title`, `unit`, `better` and `control` of the metric;
@@ -187,7 +187,7 @@ def measured(evaluations: Sequence["Evaluation"]) -> pd.DataFrame:
     of the row's point; and `shape`, which is `number` without an axis, `bins` if points are ranges of the axis, else
     `points`.
     """
-    rows = joined([evaluation.frame for evaluation in evaluations])
+    rows = join_rows([evaluation.frame for evaluation in evaluations])
     rows = rows.astype({name: object for name, kind in COLUMNS.items() if kind is object})
     numbers = np.repeat(np.arange(len(evaluations)), [len(evaluation.frame) for evaluation in evaluations])
     codes, metrics = _metric_numbers(rows["about"].to_numpy())
@@ -223,8 +223,8 @@ def mean(rows: pd.DataFrame, keys: Sequence[str], weights: pd.Series | float = 1
     return rows.iloc[np.unique(codes, return_index=True)[1]].assign(value=means)
 
 
-def reporting(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a `measured` frame without held-out documents that choose checkpoints or learning rates.
+def reporting_rows(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a frame of `evaluation_rows` without held-out documents that choose checkpoints or learning rates.
 
     Names of metrics then say so, as metrics.jsonl has the mean over all held-out text by its name alone. A curve
     without a document for reports at some point keeps its means over all documents, without units.
@@ -240,8 +240,8 @@ def reporting(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def at_places(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a `measured` frame at the places that reports show. Bins are merged into ranges: a unit's value is
-    its mean over the bins within the range.
+    """The rows of a frame of `evaluation_rows` at the places that reports show. Bins are merged into ranges: a unit's
+    value is its mean over the bins within the range.
 
     Ranges are `within 1x`, `1x-2x`, ... of the training length. New columns are `place`, a label, and `order`, by which
     places are sorted.
@@ -268,7 +268,7 @@ def point_means(rows: pd.DataFrame) -> pd.DataFrame:
 
 def curves(evaluation: "Evaluation") -> Iterator[tuple[tuple[Metric, str, str], pd.DataFrame]]:
     """The means of each curve of an evaluation, or of each single number, by (metric, task, inference setting)."""
-    return iter(point_means(measured([evaluation])).groupby(CURVE[1:], observed=True, sort=False))
+    return iter(point_means(evaluation_rows([evaluation])).groupby(CURVE[1:], observed=True, sort=False))
 
 
 def overall_means(rows: pd.DataFrame) -> pd.DataFrame:
@@ -280,7 +280,7 @@ def overall_means(rows: pd.DataFrame) -> pd.DataFrame:
 
 def logged_means(evaluation: "Evaluation") -> dict[str, float]:
     """The means of an evaluation that training logs to metrics.jsonl, by metric name."""
-    rows = measured([evaluation])
+    rows = evaluation_rows([evaluation])
     means = overall_means(rows[rows["logged"]])
     return dict(zip(means["metric"], means["value"].tolist(), strict=True))
 

@@ -42,7 +42,7 @@ from lm.model.decoder import Decoder, batch_layout
 from lm.model.device import Device
 from lm.model.swapped import for_inference
 from lm.report.evaluation_tables import EvaluationResult, print_results
-from lm.runs.evaluations import joined, load_evaluation, units_frame
+from lm.runs.evaluations import join_rows, load_evaluation, units_frame
 from lm.runs.evaluations import rows as evaluation_rows
 from lm.runs.loading import load as load_model
 from lm.runs.loading import save_model
@@ -256,7 +256,7 @@ def test_a_description_is_of_the_model_the_untrained_one_and_shuffled_scores_und
     settings = [InferenceSetting(), InferenceSetting(ThetaFactor(factor=1e4), normalizer={"n": "fixed:2"})]
     config = DiagnosticsConfig(sequences=3, queries=16, statistics=["concentration"], inference=settings)
     blocks = diagnostic_blocks(decoder, held_out, config, Device(torch.device("cpu"), bf16=False), 7, "")
-    curves = curves_of(evaluation_of(joined(blocks), seq_len=train_length))
+    curves = curves_of(evaluation_of(join_rows(blocks), seq_len=train_length))
     measures = Measures(families(config), 2, 3, query_indices(length, 16), length)
     untrained = Decoder(decoder.config, VOCAB, train_length, seed=7)
     name, order = "effective keys", [shuffling_numbers(index, 16, length) for index in range(3)]

@@ -12,11 +12,11 @@ from lm.report.frame import evaluation_block, frame
 from lm.runs.evaluations import (
     LOSS,
     at_places,
+    evaluation_rows,
     load_evaluation,
-    measured,
     overall_means,
     point_means,
-    reporting,
+    reporting_rows,
     rows,
     selection_loss,
     selection_mask,
@@ -63,7 +63,7 @@ def test_a_file_and_back_is_the_same(made: Callable[[], pd.DataFrame], tmp_path:
 
 
 def test_means_are_over_units_and_over_bins_and_places_are_ranges_or_points():
-    frame = measured([evaluation_of(pd.concat([by_position(), by_length()], ignore_index=True), seq_len=8)])
+    frame = evaluation_rows([evaluation_of(pd.concat([by_position(), by_length()], ignore_index=True), seq_len=8)])
     assert frame.groupby("shape")["logged"].all().to_dict() == {"bins": True, "points": False}
     assert point_means(frame)["value"].tolist() == pytest.approx([3, np.nan, 0.5, 0.5], nan_ok=True)
     places = at_places(frame[frame["sample"] != 1])
@@ -80,7 +80,7 @@ def test_means_are_over_units_and_over_bins_and_places_are_ranges_or_points():
 def test_a_unit_of_weight_0_has_no_value(weights: list[int], mean: float):
     units = units_frame("abc", np.arange(3), np.array(weights))
     loss = rows(Metric(quantity="loss", units="documents"), np.array([[1], [7], [5]]), units)
-    assert point_means(measured([evaluation_of(loss)]))["value"].tolist() == pytest.approx([mean], nan_ok=True)
+    assert point_means(evaluation_rows([evaluation_of(loss)]))["value"].tolist() == pytest.approx([mean], nan_ok=True)
 
 
 @pytest.mark.parametrize("documents", [40, 1])
@@ -90,7 +90,7 @@ def test_reports_leave_out_documents_that_select_unless_all_do(documents: int):
     loss = rows(
         Metric(quantity="loss", units="documents"), np.arange(40.0)[:, None], units_frame("a", groups, None, "data")
     )
-    kept = reporting(measured([evaluation_of(loss)]))
+    kept = reporting_rows(evaluation_rows([evaluation_of(loss)]))
     assert set(kept["quantity"]) == {"loss of reporting documents" if documents > 1 else "loss"}
     expected = np.arange(40.0)[~selection_mask("data", groups)] if documents > 1 else [np.arange(40.0).mean()]
     assert kept["value"].tolist() == pytest.approx(expected)
