@@ -145,8 +145,9 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> LoadedModel
         run, folder, is_step = path, path / CHECKPOINTS, checkpoint.isdecimal()
         path = step_path(folder, int(checkpoint)) if is_step else folder / f"{checkpoint}.ckpt"
         if not path.is_file():
-            steps = ", ".join(str(step_of(path)) for path in step_paths(folder)) or "none"
-            raise RunError(f"{path}: no such checkpoint; steps saved in {run}: {steps}")
+            names = [name for name in ("last", "best") if (folder / f"{name}.ckpt").is_file()]
+            there = ", ".join([*names, *(str(step_of(path)) for path in step_paths(folder))]) or "none"
+            raise RunError(f"{run}: no checkpoint {checkpoint}; there is: {there}")
     content, folder = load_checkpoint(path), _folder_of_files(path)
     environment = read_environment(folder) if (folder / ENVIRONMENT).is_file() else {}
     with _misfits_refused(path):

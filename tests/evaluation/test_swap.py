@@ -405,7 +405,8 @@ def test_a_swap_that_makes_no_sense_is_one_line(
         "--to", "ssmax", "--init", "much"
     )
     assert "model.n_head = '4': can't be changed in lm swap" in refused("--to", "ssmax", "model.n_head=4")
-    assert "no such checkpoint; steps saved" in refused("--to", "ssmax", "--checkpoint", "7")
+    path = str(trained / "checkpoints" / "last.ckpt")
+    assert f"no checkpoint {path}; there is: last, best, " in refused("--to", "ssmax", "--checkpoint", path)
 
 
 # ---------------------------------------------------------------- phases and init_from
