@@ -1,5 +1,5 @@
 """`lm swap`: a copy of a trained model with another normalizer, and its effect on loss, next-token distributions and
-attention.
+the factors on scores.
 """
 
 import shlex

@@ -308,7 +308,7 @@ class Judgement:
 
     @cached_property
     def common_seeds(self) -> dict[str, np.ndarray]:
-        """For each size and seed, whether the size's means include the seed; this takes a finished run of every arm
+        """A mask of seeds by size: the seeds that the size's means include. That takes a finished run of every arm
         that has finished runs. If arms have seeds of their own, each mean is over an arm's own finished runs.
         """
         common = {size: np.ones(len(self.question.seeds), bool) for size in self.question.rates}

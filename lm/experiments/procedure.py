@@ -417,7 +417,7 @@ class Procedure:
 
 
 def next_runs(runs: Iterable[Run]) -> list[Run]:
-    """Those of the known runs that can be started: they have not ended, and the runs they start from have finished."""
+    """The known runs that can be started: they have not ended, and the runs that they start from have finished."""
     return [run for run in runs if not run.outcome.ended and (not run.source or run.source.outcome.state == "finished")]
 
 

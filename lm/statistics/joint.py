@@ -80,7 +80,7 @@ class Family:
 
     @cached_property
     def _ratios(self) -> list[Chebyshev]:
-        """For each group an interpolation of `joint_tail`: the logarithm of the ratio of minus the log of the
+        """An interpolation of `joint_tail` for each group: the logarithm of the ratio of minus the log of the
         probability that no comparison reaches a p to that of one comparison, as a function of the latter's log.
         """
 
