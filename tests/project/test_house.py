@@ -45,7 +45,7 @@ ROOMS = (
     "commands",
     "cli",
 )
-LARGEST = 700  # lines of a module; 600 once what is to leave has left
+LARGEST = 600  # lines of a module
 
 
 # Code tokens of each room; comments, docstrings and line ends are free. A change that needs more in one room takes it
