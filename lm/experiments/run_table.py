@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from numbers import Real
 from typing import Literal, get_args
 
 import numpy as np
@@ -64,7 +65,7 @@ def judge_table(
     problems: list[Problem] = []
     direction = {} if better is None else {"better": better}
     primary = build(PrimaryMetric, {"metric": metric, "matters": matters} | direction, "", problems)
-    if target is not None and not math.isfinite(target):
+    if target is not None and not (isinstance(target, Real) and math.isfinite(target)):
         problems.append(Problem("target", target, "must be a finite number"))
     if target is not None and (baseline is not None or unpaired):
         problems.append(Problem("target", target, "stands in place of a baseline", "leave baseline and unpaired out"))
@@ -158,11 +159,11 @@ def read_runs(
     runs = rows.assign(
         size=size, arm=rows["arm"].map(str, na_action="ignore"), rate=rate, state=state,
         weight=weight,
-        sample=units.map(str), group=group, chance=pd.to_numeric(rows.get("chance", blank), errors="coerce"),
+        sample=units.map(str), group=group, chance=rows.get("chance", blank),
     )  # fmt: skip
+    _check_rows(runs, source, [name for name in table.columns if name not in (*RUN_KEY, "value", "weight")])
     is_diverged = runs["state"] == DIVERGED
     runs["note"] = (runs["arm"] + " seed " + runs["seed"].astype(str) + f": {DIVERGED}").where(is_diverged, "")
-    _check_rows(runs, source, [name for name in table.columns if name not in (*RUN_KEY, "value", "weight")])
     return runs, primary
 
 
@@ -303,7 +304,7 @@ def _rows_to_judge(
     """
     if missing_names := [name for name in names if name not in table]:
         remedy = "; name the column of seeds, or judge runs without seeds --unpaired" * ("seed" in missing_names)
-        columns = ", ".join(map(str, table.columns))
+        columns = ", ".join(map(str, table.columns)) or "none"
         raise RunError(f"{source}: has no column {', '.join(missing_names)}; there is {columns}{remedy}")
     if not table.columns.is_unique:
         raise RunError(f"{source}: two columns are named {table.columns[table.columns.duplicated()][0]}")
@@ -334,19 +335,20 @@ def _rows_to_judge(
 
 
 def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
-    """Check the rows, and convert their values, weights and rates into numbers in place. Raises RunError: a number, arm
-    or seed is missing or invalid, or a run has several rows for one sequence. `columns`: those in which such rows
+    """Check the rows, and convert values, weights, rates and chances into numbers in place. Raises RunError: a number,
+    arm or seed is missing or invalid, or a run has several rows for one sequence. `columns`: those in which such rows
     differ are named in the error.
     """
     if unknown_states := {*map(str, runs["state"].unique())} - {*RUN_STATES}:
         raise RunError(f"{source}: state {', '.join(sorted(unknown_states))}; it is {', '.join(RUN_STATES)}")
-    has_rate, has_weight = runs["rate"].notna(), runs["weight"].notna()
+    has_rate, has_weight, has_chance = (runs[name].notna() for name in ("rate", "weight", "chance"))
     for name in ("value", "weight"):
         runs[name] = pd.to_numeric(runs[name], errors="coerce").astype(float)
     if not has_weight.all():  # a run without weights has equal ones
         run_has_weight = has_weight.groupby([runs[name] for name in RUN_KEY], dropna=False).transform("any")
         runs["weight"] = runs["weight"].where(run_has_weight, 1.0)
-    runs["rate"] = pd.to_numeric(runs["rate"], errors="coerce").replace([math.inf, -math.inf], math.nan)
+    for name in ("rate", "chance"):
+        runs[name] = pd.to_numeric(runs[name], errors="coerce").replace([math.inf, -math.inf], math.nan)
     total_weight = runs.groupby(RUN_KEY, dropna=False)["weight"].transform("sum")
     for name, is_wrong in (
         ("arm", runs["arm"].isna() | (runs["arm"] == "")),
@@ -354,6 +356,7 @@ def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
         ("finite value", ~np.isfinite(runs["value"]) & (runs["state"] == FINISHED)),
         (f"value below {_EXTREMES[1]:g}", (runs["value"].abs() > _EXTREMES[1]) & (runs["state"] == FINISHED)),
         ("finite rate", has_rate & runs["rate"].isna()),
+        ("finite chance", has_chance & runs["chance"].isna()),
         ("weight above 0", ~(runs["weight"] >= 0) | (total_weight == 0)),
         (
             "weight of 0 or from {:g} to {:g}".format(*_EXTREMES),

@@ -234,6 +234,9 @@ def test_units_are_averaged_and_paired_over():
         ),
         (blank("seed"), {}, "2 lines have no seed, the first of arm a, seed nan"),
         (RUNS.assign(rate=["1e-3", "0.1 / high"] * 3), {}, "3 lines have no finite rate, the first of arm a, seed 2"),
+        (RUNS.assign(chance=[0.5, "half"] * 3), {}, "3 lines have no finite chance, the first of arm a, seed 2"),
+        (RUNS.assign(arm=None), {}, "6 lines have no arm, the first of arm None, seed 1"),
+        (pd.DataFrame(), {}, "has no column arm, seed, value; there is none"),
         (RUNS.assign(weight=[0, "1"] * 3), {}, "3 lines have no weight above 0, the first of arm a, seed 1"),
         (UNITS.assign(weight=[None] + [1.0] * 29), {}, "a line has no weight above 0, the first of arm a, seed 1"),
         *(
