@@ -361,12 +361,14 @@ def test_the_command_says_which_seeds_a_mean_is_over_and_each_cause_once(tmp_pat
     assert "common" not in command("judge", str(tmp_path / "runs.csv")).stdout
 
 
-def test_an_empty_table_and_a_wrong_margin_are_refused(tmp_path):
+def test_an_empty_table_and_wrong_numbers_are_refused(tmp_path):
     (tmp_path / "empty.csv").write_text("")
     result = command("judge", str(tmp_path / "empty.csv"))
     assert (result.returncode, "empty.csv: no CSV table" in result.stderr) == (1, True)
     with pytest.raises(ConfigError, match="matters"):
         lm.judge(RUNS, matters=-1)
+    with pytest.raises(ConfigError, match="target = 'low': must be a finite number"):
+        lm.judge(RUNS, target="low")
 
 
 BOUNDS = ("", "__MIN", "__MAX")  # of each column that wandb exports
