@@ -255,6 +255,7 @@ SHOWN = (
         "recall-tuned", "retrieval.md", LABELS, "ssmax_fixed", (16384,), 0.25, tuned=True, picture="rows", ranked=True
     ),
     RECALL_ALL,
+    Recall("recall-blind", "retrieval.md", {arm: f"arm {arm}" for arm in "abcd"}, "a", (64,), 0.25, tuned=True),
     Recall("recall-after", "retrieval.md", RECALL_AFTER, "ssmax_fixed", (16384,), 0.25, rows="size", picture="curves"),
     Recall("when-to-swap", "when-to-swap.md", WHEN, "ssmax", (16384,), 0.25, trends=WHEN_TRENDS, picture="rows"),
     Recall(

@@ -120,7 +120,8 @@ def naive(weights: np.ndarray, visible: np.ndarray, first: int, query: int, sums
 UNNORMALIZED = {  # by map of scores, or name
     "exp": np.exp, "relu": lambda z: z.clip(0), "relu2": lambda z: z.clip(0) ** 2,
     "sigmoid": lambda z: 1 / (1 + np.exp(-z)),
-    "features": lambda z: z, "softpick": lambda z: np.abs(np.exp(z) - 1),
+    "features": lambda z: z, "softpick": lambda z: np.abs(np.exp(z) - 1), "lssa": lambda z: np.log1p(np.exp(z)),
+    "elastic": np.exp,
 }  # fmt: skip
 
 
