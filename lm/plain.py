@@ -110,3 +110,13 @@ def yaml_flow(value: Plain) -> str:
         text = ", ".join(f"{name}: {yaml_flow(item)}" for name, item in value.items())
         return value["name"] if list(value) == ["name"] else "{" + text + "}"
     return yaml_scalar(value)
+
+
+def json_value(value: object) -> Plain:
+    """`value` with lists in place of arrays and tuples, and with null for numbers that are not finite."""
+    if isinstance(value, dict):
+        return {name: json_value(item) for name, item in value.items()}
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, list | tuple):
+        return [json_value(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

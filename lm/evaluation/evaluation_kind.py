@@ -22,11 +22,11 @@ from lm.errors import RunError
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.swapped import applicable_settings, for_inference
-from lm.plain import Plain
+from lm.plain import Plain, json_value
 from lm.plugins import PLUGINS
 from lm.progress import Progress
 from lm.runs.checkpoints import weights_sha256
-from lm.runs.evaluations import Evaluation, evaluation_path, join_rows, json_value, measuring_code, units_frame
+from lm.runs.evaluations import Evaluation, evaluation_path, join_rows, measuring_code, units_frame
 from lm.runs.manifest import read_file, write_files
 from lm.runs.metric import Metric
 

@@ -10,9 +10,8 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
-from lm.plain import Plain
+from lm.plain import Plain, json_value
 from lm.report.tables import Cell, Column, FilledColumn, Table, numeral, print_tables
-from lm.runs.evaluations import json_value
 from lm.schema import key
 from lm.statistics.intervals import Estimate, over_seeds, over_seeds_and_documents
 from lm.statistics.joint import Family

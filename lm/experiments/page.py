@@ -15,13 +15,12 @@ from lm.experiments.loop import failures
 from lm.experiments.noise import experiment_noise
 from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import SELECTION
-from lm.plain import Plain
+from lm.plain import Plain, json_value
 from lm.report.comparison import ArmComparison
 from lm.report.comparison_pictures import LOSSES, DrawnRun
 from lm.report.html import Answer, Page, PageSection, introduction, page_files, run_details, run_sections
 from lm.report.pictures import Panel, Picture, Trace
 from lm.report.tables import DIFFERENCE, Column, FilledColumn, Table, numeral, signed_text, with_unit
-from lm.runs.evaluations import json_value
 from lm.statistics.intervals import Interval, trend
 
 BASIS_NOTE = (

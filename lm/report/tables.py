@@ -17,8 +17,7 @@ from rich.text import Text
 
 from lm.errors import terminal_text
 from lm.files import json_bytes
-from lm.plain import Plain
-from lm.runs.evaluations import json_value
+from lm.plain import Plain, json_value
 from lm.statistics.intervals import Interval
 
 NO_INTERVAL = "[no interval]"  # stands beside a mean whose interval is not `bounded`

@@ -23,7 +23,7 @@ from lm.config.eval_config import EvalConfig
 from lm.config.task_config import task_names
 from lm.errors import RunError, one_line
 from lm.files import sources_sha256
-from lm.plain import Plain
+from lm.plain import Plain, json_value
 from lm.runs.folder import CHECKPOINTS, EVALUATIONS, step_path
 from lm.runs.manifest import read_file
 from lm.runs.metric import Axis, Metric
@@ -162,15 +162,6 @@ def part_of(units: pd.DataFrame, part: Literal["selects", "reports"]) -> pd.Data
 def number(value: float) -> str:
     """An axis value as text; integers have thousands separators."""
     return f"{int(value):,}" if value == int(value) else f"{value:g}"
-
-
-def json_value(value: object) -> Plain:
-    """`value` with lists in place of arrays and tuples, and with null for numbers that are not finite."""
-    if isinstance(value, dict):
-        return {name: json_value(item) for name, item in value.items()}
-    if isinstance(value, np.ndarray | list | tuple):
-        return [json_value(item) for item in (value.tolist() if isinstance(value, np.ndarray) else value)]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # ---------------------------------------------------------------- several evaluations as one frame

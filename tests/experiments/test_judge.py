@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -410,3 +411,8 @@ def test_no_control_character_of_a_name_reaches_the_terminal(tmp_path, words):
     output = result.stdout + result.stderr
     assert re.search(r"\\x1b|\\x9b|\\u202e", output)
     assert all(letter.isprintable() or letter == "\n" for letter in output)
+
+
+def test_a_table_is_judged_without_torch():
+    code = "import sys, lm.experiments.run_table; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
