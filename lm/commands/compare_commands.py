@@ -171,7 +171,6 @@ def noise(
     where: Where = "",
     arm: ArmColumn = "arm",
     seed: SeedColumn = "seed",
-    by: Annotated[list[str] | None, typer.Option(metavar="COLUMN", help="measure each of its values apart")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what seeds find, by the spread of runs.
@@ -179,13 +178,17 @@ def noise(
     Prints the spread of runs that differ in their seed alone, and of differences between arms paired by seed; and the
     smallest difference that numbers of seeds find with probability 0.8.
     """
-    from lm.experiments.noise import noise_entries, noise_sentences
+    from lm.experiments.judging import noise_sentences
+    from lm.experiments.run_table import read_table, table_noise
     from lm.files import json_bytes
+    from lm.report.frame import results
 
-    entries = noise_entries(tables, metric, where, by or (), arm, seed, difference)
+    is_table = len(tables) == 1 and not tables[0].is_dir()
+    table, source = read_table(tables[0], arm) if is_table else results(*tables), ", ".join(map(str, tables))
+    entry = table_noise(table, source, metric, where, arm, seed, difference)
     if as_json:
-        print(json_bytes({"noise": entries}).decode(), end="")
-    for entry in () if as_json else entries:
+        print(json_bytes({"noise": [entry]}).decode(), end="")
+    else:
         print(*noise_sentences(entry), sep="\n")
 
 

@@ -19,7 +19,7 @@ from lm.errors import RunError
 from lm.experiments.experiment import SHARED_SETTINGS, Cost, Experiment, cost
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import LOCK, experiment_lock, holder_words, is_measured, open_experiment, start
-from lm.experiments.judging import INTERVALS, PrimaryMetric, print_verdicts
+from lm.experiments.judging import INTERVALS, PrimaryMetric, experiment_noise, print_verdicts
 from lm.experiments.loop import (
     Cluster,
     Engine,
@@ -30,7 +30,6 @@ from lm.experiments.loop import (
     forget_failures,
     slots_of,
 )
-from lm.experiments.noise import experiment_noise
 from lm.experiments.page import experiment_files, question, trend_table, trends
 from lm.experiments.procedure import Procedure, Run, commands
 from lm.files import json_bytes, read_json, write_together

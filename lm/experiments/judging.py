@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 import pandas as pd
+from scipy.special import chdtri
 
 from lm.plain import Plain, json_value
 from lm.report.tables import Cell, Column, FilledColumn, Table, numeral, print_tables
@@ -34,6 +35,7 @@ FINISHED, UNFINISHED, DIVERGED = RUN_STATES = "finished", "unfinished", "diverge
 # intervals in `Judgement.entries`; a CSV has columns for their ends even if all are empty
 INTERVALS = ("difference", "alone")
 MAX_PRINTED = 500  # lines of a table that a terminal shows
+NOISE_SEED_COUNTS = 3, 5, 10, 20  # numbers of seeds for which `noise_of` gives the smallest difference
 RUN_KEY = ["size", "arm", "rate", "seed"]  # columns that tell the runs of a frame apart
 FRAME_COLUMNS = [*RUN_KEY, "state", "note", "unlearned", "value", "weight", "group"]  # as `judge` describes them
 SizeArm = tuple[str, str]  # size and arm
@@ -464,3 +466,91 @@ def print_verdicts(judgement: Judgement, entries: list[dict[str, Plain]], title:
             reason = entry["reason"].removeprefix(open_question).lstrip(":; ")  # the verdict's words end with it
             print(": ".join(filter(None, (arm, entry["words"], reason))))
     print(*notes, sep="\n", end="\n" * len(notes))
+
+
+# ---------------------------------------------------------------- the noise of runs
+
+
+def noise_of(runs: pd.DataFrame, is_paired: bool, difference: float | None = None) -> dict[str, Plain] | None:
+    """The noise of runs, a line for each arm of a size and a column for each seed; None if no arm has two runs.
+
+    Spreads are standard deviations with 95 % intervals, pooled over arms: of single runs, and of differences between
+    two arms paired by seed, over the seeds that all arms of a size share. `is_paired`: whether seeds have names.
+    """
+    degrees = runs.count(axis=1) - 1
+    largest = float(runs.abs().max(axis=None))
+    single = _spread((degrees * runs.var(axis=1)).sum(), degrees.clip(lower=0).sum(), largest)
+    if not single:
+        return None
+    squares = paired_degrees = 0
+    for _, size_runs in runs.groupby("size") if is_paired else ():
+        shared = size_runs.dropna(axis=1).to_numpy()
+        if min(shared.shape) > 1:
+            residuals = shared - shared.mean(1, keepdims=True) - shared.mean(0) + shared.mean()
+            squares += 2 * (residuals**2).sum()
+            paired_degrees += (shared.shape[0] - 1) * (shared.shape[1] - 1)
+    paired = _spread(squares, paired_degrees, largest)
+    designs = {"paired by seed": (paired[0], 1)} if paired else {}  # spread and `arms` of `power`
+    designs |= {"unpaired": (math.sqrt(2) * single[0], 2), "against a number": (single[0], 1)}
+    designs = {name: design for name, design in designs.items() if design[0]}  # equal runs say nothing of others
+    noise = {
+        "runs": int(runs.count().sum()),
+        "single_runs": single,
+        "paired_differences": paired,
+        "smallest_difference": {
+            str(count): {name: float(smallest_difference(count, *spread)) for name, spread in designs.items()}
+            for count in (NOISE_SEED_COUNTS if designs else ())
+        },
+    }
+    if difference is not None and designs:
+        counts = {name: seeds_needed(spread, difference, arms=arms) for name, (spread, arms) in designs.items()}
+        noise["seeds_needed"] = {"difference": difference} | counts
+    return noise
+
+
+def noise_sentences(noise: dict[str, Plain]) -> Iterator[str]:
+    """Put the noise of runs into sentences. `noise`: what `noise_of` returns, and what it is of, with the key `of`."""
+    paired = noise["paired_differences"]
+    yield f"{noise['of']}: {noise['runs']} runs"
+    yield f"single runs scatter by {_spread_words(noise['single_runs'])}"
+    words = paired and f"differences paired by seed scatter by {_spread_words(paired)}"
+    yield words or "no arms share two seeds to pair runs by"
+    for count, smallest in noise["smallest_difference"].items():
+        found = ", ".join(f"{value:.3g} {name}" for name, value in smallest.items())
+        yield f"{count} seeds find a difference of {found}, with probability {POWER:g}"
+    if needed := noise.get("seeds_needed"):
+        counts = {name: count for name, count in needed.items() if name != "difference"}
+        words = ", ".join(f"{count or f'more than {MAX_SEEDS}'} {name}" for name, count in counts.items())
+        yield f"a difference of {needed['difference']:g} takes these seeds of each arm: {words}"
+
+
+def experiment_noise(judgement: Judgement) -> str:
+    """A sentence on the noise of an experiment's final runs, each arm at the rate at which it is judged; empty while no
+    arm has two.
+    """
+    size_arms = [size_arm for size_arm in judgement.runs_by_arm if judgement.judged_runs(*size_arm)]
+    values = [judgement.judged_values(*size_arm) for size_arm in size_arms]
+    index = pd.MultiIndex.from_tuples(size_arms, names=("size", "arm")) if size_arms else None
+    noise = noise_of(pd.DataFrame(values, index).replace(math.inf, math.nan), True) if size_arms else None
+    if not noise:
+        return ""
+    paired = noise["paired_differences"]
+    words = f", differences paired by seed by {_spread_words(paired)}" if paired else ""
+    return f"noise: single runs scatter by {_spread_words(noise['single_runs'])}{words}"
+
+
+def _spread(squares: float, degrees: int, largest: float) -> list[float] | None:
+    """The standard deviation of a sum of squares, and the ends of its 95 % interval; None without degrees. It is 0 up
+    to 1e-9 times the `largest` value, which is rounding.
+    """
+    if not degrees:
+        return None
+    squares *= math.sqrt(squares / degrees) > 1e-9 * largest
+    return np.sqrt(squares / np.array([degrees, *chdtri(degrees, [0.025, 0.975])])).tolist()
+
+
+def _spread_words(spread: list[float]) -> str:
+    value, low, high = spread
+    if not value:
+        return "0 (all are equal)"
+    return f"{value:.3g} (standard deviation; 95% interval {low:.3g} to {high:.3g}, alone)"

@@ -10,9 +10,8 @@ import numpy as np
 
 from lm.config.tree import effect_of
 from lm.experiments.experiment import Experiment
-from lm.experiments.judging import DIVERGED, FINISHED, Judgement, summary_table
+from lm.experiments.judging import DIVERGED, FINISHED, Judgement, experiment_noise, summary_table
 from lm.experiments.loop import failures
-from lm.experiments.noise import experiment_noise
 from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import SELECTION
 from lm.plain import Plain, json_value

@@ -4,7 +4,6 @@ import io
 import json
 import math
 import os
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,26 +22,19 @@ from lm.experiments.judging import (
     FINISHED,
     RUN_KEY,
     RUN_STATES,
-    UNFINISHED,
     Judgement,
     PrimaryMetric,
     Question,
     SizeArm,
     judge,
+    noise_of,
 )
 from lm.plain import Plain
 from lm.schema import build
 from lm.statistics.intervals import is_unlearned
-from lm.statistics.tuning import (
-    MIN_TUNING_SEEDS,
-    Rate,
-    best_rate,
-    rate_choice,
-)
+from lm.statistics.tuning import Rate
 
 Direction = Literal["lower", "higher"]
-# costs by size and arm, then by rate: one of each seed, infinite for a run that diverged
-Costs = dict[SizeArm, dict[Rate, list[float]]]
 _MAX_TABLE_BYTES = 2**28  # largest size of a table, after decompression
 _EXTREMES = 1e-30, 1e30  # of weights and values: squares and products of such numbers are finite and exact
 
@@ -74,39 +66,51 @@ def judge_table(
     source = "the table" if isinstance(table, pd.DataFrame) else str(table)
     table = table if isinstance(table, pd.DataFrame) else read_table(table, arm)
     is_paired = not unpaired and target is None
-    rows, primary = read_runs(table, source, primary, better, condition, split_columns, arm, seed, is_paired)
-    selecting, frame = split_by_use(rows, source)
-    known, reported = dict.fromkeys(rows["arm"]), dict.fromkeys(frame["arm"])
-    if missing := [arm for arm in known if arm not in reported]:  # without them the family would be smaller
-        reason = f"no line of {', '.join(missing)} reports, only lines that choose rates"
-        raise RunError(f"{source}: {reason}; add its final runs, or leave it out by a condition")
+    frame, primary = read_runs(table, source, primary, better, condition, split_columns, arm, seed, is_paired)
+    known = dict.fromkeys(frame["arm"])
     if target is not None:
         baseline = f"target {target}"
-        reported = {baseline: None, **reported}
-    elif baseline is None and "experiment" in rows and rows["experiment"].notna().any():
+        known = {baseline: None, **known}
+    elif baseline is None and "experiment" in frame and frame["experiment"].notna().any():
         reason = "name the baseline: runs of an experiment are in the order of their folders"
-        raise RunError(f"{source}: {reason}; {', '.join(reported)}")
-    baseline = next(iter(reported)) if baseline is None else baseline
-    if baseline not in reported or len(reported) < 2:
-        reason = f"no arm {baseline}" if baseline not in reported else "a verdict takes two arms"
-        raise RunError(f"{source}: {reason}; there is {', '.join(reported)}")
+        raise RunError(f"{source}: {reason}; {', '.join(known)}")
+    baseline = next(iter(known)) if baseline is None else baseline
+    if baseline not in known or len(known) < 2:
+        reason = f"no arm {baseline}" if baseline not in known else "a verdict takes two arms"
+        raise RunError(f"{source}: {reason}; there is {', '.join(known)}")
     if is_paired and frame.groupby(["size", "seed"])["arm"].nunique().max() == 1:  # no two arms share a seed
         unpaired, is_paired = True, False
-    arms, sizes = (baseline, *(arm for arm in reported if arm != baseline)), dict.fromkeys(frame["size"])
+    arms, sizes = (baseline, *(arm for arm in known if arm != baseline)), dict.fromkeys(frame["size"])
     seeds = sorted(set(frame["seed"]), key=lambda seed: (isinstance(seed, str), seed))
-    keys = ["size", "stage"] if "stage" in rows else ["size"]
-    for _, of_stage in (pair for part in (frame, selecting) for pair in part.groupby(keys, dropna=False)):
-        _check_units(of_stage, source)
+    for _, of_size in frame.groupby("size"):
+        _check_units(of_size, source)
+    rates = _rates(frame, source)
     _check_seeds(frame, product(sizes, arms[target is not None :]), seeds, is_paired, source)
-    rates, rate_places = _judged_rates(frame, selecting, primary, source)
     for by_arm in rates.values() if target is not None else ():
         by_arm[baseline] = None
-    by_unit, places = pd.factorize(frame["sample"], sort=True)[0], []
+    order = [pd.factorize(frame["sample"], sort=True)[0]]
     for name, values in (("seed", seeds), ("arm", arms), ("size", sizes)):
-        places.append(frame[name].map({value: place for place, value in enumerate(values)}))
-    order = np.lexsort((by_unit, places[0], rate_places, *places[1:]))
-    frame = frame.assign(unlearned=_unlearned_levels(frame, primary.better)).iloc[order]
+        order.append(frame[name].map({value: place for place, value in enumerate(values)}))
+    frame = frame.assign(unlearned=_unlearned_levels(frame, primary.better)).iloc[np.lexsort(order)]
     return judge(frame, Question(primary, arms, tuple(seeds), rates, unpaired=unpaired, target=target))
+
+
+def table_noise(
+    table: pd.DataFrame, source: str, metric: str, condition: str, arm: str, seed: str, difference: float | None
+) -> dict[str, Plain]:
+    """Measure the noise of the runs of a table, on the lines that satisfy `condition`. `source` names it in errors.
+
+    Runs that have not finished don't count. `arm` and `seed` name columns. `difference`: the seeds that find it are
+    counted. Raises RunError: the table is wrong, or no arm has two finished runs.
+    """
+    rows, primary = read_runs(table, source, PrimaryMetric(metric), None, condition, (), arm, seed, False)
+    rows = rows.query("state == 'finished'")
+    rows = rows.assign(value=rows["value"] * rows["weight"], rate=rows["rate"].map(str), seed=rows["seed"].map(str))
+    sums = rows.groupby(RUN_KEY, sort=False)[["value", "weight"]].sum()
+    runs = (sums["value"] / sums["weight"]).unstack("seed")  # (sizes, arms and rates; seeds)
+    if not (noise := noise_of(runs, seed in table, difference)):
+        raise RunError(f"{source}: no arm has two finished runs, which differ in their seed alone")
+    return {"of": f"{primary.metric} of {source}", "metric": primary.metric} | noise
 
 
 def read_runs(
@@ -122,6 +126,7 @@ def read_runs(
 ) -> tuple[pd.DataFrame, PrimaryMetric]:
     """Return the checked rows of the runs of a table, with the columns that docs/experiments.md names, and the metric.
 
+    Rows that chose a rate (`tune` in the column `stage`, or `selects` in the column `part`) are left out.
     The metric is that of the rows, with its direction. Unless `is_paired`, all runs are of one arm without a column
     `arm`, and each row is a run without a column `seed`. Other arguments and errors are those of `judge_table`.
     """
@@ -135,9 +140,13 @@ def read_runs(
     columns = {name: column for name, column in columns.items() if column in table or column not in optional}
     names = *split_columns, *columns.values()
     rows = _rows_to_judge(table, source, "" if value == metric else metric, condition, names)
+    for name, use in (("stage", "tune"), ("part", "selects")):
+        rows = rows[rows[name] != use] if name in rows else rows
+    if rows.empty:
+        raise RunError(f"{source}: no line reports: all are of runs that chose rates")
     rows = rows.assign(**({"arm": "runs"} | {name: rows[column] for name, column in columns.items()}))
     if "seed" not in columns:
-        keys = [name for name in (*split_columns, "size", "arm", "rate", "part", "stage") if name in rows]
+        keys = [name for name in (*split_columns, "size", "arm", "rate") if name in rows]
         rows["seed"] = rows.groupby([*dict.fromkeys(keys)], dropna=False).cumcount() + 1
     # columns of categories can't take other values, and texts in Arrow's memory are slow to read one by one
     rows = rows.astype({name: object for name in rows.columns if isinstance(rows[name].dtype, ExtensionDtype)})
@@ -266,22 +275,27 @@ def _direction(rows: pd.DataFrame, better: Direction | None, source: str) -> Dir
 def _check_seeds(
     frame: pd.DataFrame, size_arms: Iterable[SizeArm], seeds: list[Plain], is_paired: bool, source: str
 ) -> None:
-    """Raise RunError unless every arm of a size has runs, of all seeds at each of its rates. Arms that are not paired
-    have seeds of their own.
-    """
-    known = defaultdict[SizeArm, dict[Rate, set[Plain]]](dict)
-    for (size, arm, rate), own in frame.groupby(RUN_KEY[:3], dropna=False, sort=False)["seed"].agg(set).items():
-        known[size, arm][rate] = own
+    """Raise RunError unless every arm of a size has runs, and of all seeds if arms are paired."""
+    seeds_by_arm = frame.groupby(["size", "arm"], sort=False)["seed"].agg(set)
     for size, arm in size_arms:
-        name, by_rate = ", ".join(filter(None, (arm, size))), known[size, arm]
-        if not by_rate:
+        name = ", ".join(filter(None, (arm, size)))
+        if (size, arm) not in seeds_by_arm:
             raise RunError(f"{source}: {name}: no line")
-        needed = {*seeds} if is_paired else set().union(*by_rate.values())
-        for rate, own in by_rate.items():
-            if missing := [str(seed) for seed in seeds if seed in needed - own] if len(own) < len(needed) else []:
-                at_rate = "" if pd.isna(rate) else f" at {rate:g}"
-                remedy = "every arm needs the same seeds, or --unpaired" if is_paired else "each rate needs it"
-                raise RunError(f"{source}: {name}: no seed {', '.join(missing)}{at_rate}; {remedy}")
+        own = seeds_by_arm[size, arm]
+        if is_paired and len(own) < len(seeds):
+            missing = ", ".join(str(seed) for seed in seeds if seed not in own)
+            raise RunError(f"{source}: {name}: no seed {missing}; every arm needs the same seeds, or --unpaired")
+
+
+def _rates(frame: pd.DataFrame, source: str) -> dict[str, dict[str, Rate | None]]:
+    """Return the rate of each arm, by size. Raises RunError: an arm has several rates."""
+    rates = {size: {} for size in frame["size"].unique()}
+    known = frame[["size", "arm", "rate"]].drop_duplicates()
+    for size, arm, cell in known.itertuples(index=False):
+        if arm in rates[size]:
+            raise RunError(f"{source}: {arm} has several rates; choose one by --where, or judge them apart: --by rate")
+        rates[size][arm] = None if pd.isna(cell) else cell
+    return rates
 
 
 def _unlearned_levels(frame: pd.DataFrame, better: str) -> pd.Series:
@@ -372,33 +386,13 @@ def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
             raise RunError(
                 f"{source}: {subject} no {name}, the first of arm {run['arm']}, seed {run['seed']}; {remedy}"
             )
-    keys = [*RUN_KEY, "sample", *(name for name in ("part", "stage") if name in runs)]
-    if (is_duplicate := runs.duplicated(keys, keep=False)).any():
+    if (is_duplicate := runs.duplicated([*RUN_KEY, "sample"], keep=False)).any():
         run = runs[is_duplicate].iloc[0]
         duplicates = runs[is_duplicate & (runs["arm"] == run["arm"]) & (runs["seed"] == run["seed"])]
         differing = ", ".join(name for name in columns if duplicates[name].nunique(dropna=False) > 1)
         remedy = f"they differ in {differing}: choose by a condition, or judge apart by it" if differing else ""
         lines = f"{len(duplicates)} lines are of arm {run['arm']}, seed {run['seed']}"
         raise RunError(f"{source}: {lines}; {remedy or 'drop all but one'}")
-
-
-def split_by_use(runs: pd.DataFrame, source: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Split the rows into rows that choose rates and rows that are judged. Rows with `selects` in column `part` choose
-    rates; without such rows, rows with `tune` in column `stage` do. Raises RunError: a part is unknown, or no row is
-    left to be judged.
-    """
-    part = runs["part"].fillna("") if "part" in runs else pd.Series("", runs.index)
-    if unknown_parts := set(part) - {"", "selects", "reports"}:
-        raise RunError(f"{source}: part {', '.join(map(str, unknown_parts))}; it is selects or reports")
-    is_selecting, is_tuning = part == "selects", _is_tuning(runs)
-    reporting_rows = runs[~is_tuning & ~is_selecting]
-    if reporting_rows.empty:
-        raise RunError(f"{source}: no line reports")
-    return runs[is_selecting if is_selecting.any() else is_tuning], reporting_rows
-
-
-def _is_tuning(rows: pd.DataFrame) -> pd.Series:
-    return rows["stage"] == "tune" if "stage" in rows else pd.Series(False, rows.index)
 
 
 def _check_units(rows: pd.DataFrame, source: str) -> None:
@@ -413,67 +407,3 @@ def _check_units(rows: pd.DataFrame, source: str) -> None:
         hashes = pd.util.hash_pandas_object(units[columns], index=False)
         if hashes.groupby(run.ngroup()).sum().nunique() > 1:
             raise RunError(f"{source}: runs were not measured on the same units{reason}")
-
-
-def _judged_rates(
-    frame: pd.DataFrame, selecting: pd.DataFrame, primary: PrimaryMetric, source: str
-) -> tuple[dict[str, dict[str, Rate | None]], np.ndarray]:
-    """Return the rate at which each arm of a size is judged, without arms for which tuning found no rate; and the place
-    of each row's rate among those of its arm, where the rate that tuning chose is first. Raises RunError: arms were
-    tuned differently, no row chooses one of several rates, or no run has the tuned rate.
-    """
-    # runs of stage `tune` choose a rate; without them, all rows that select do
-    is_tuning = _is_tuning(selecting) if _is_tuning(selecting).any() else pd.Series(True, selecting.index)
-    tuning_costs, final_costs = _costs(selecting[is_tuning], primary), {}
-    if "stage" in selecting:
-        final_costs = _costs(frame, primary) | _costs(selecting[~is_tuning], primary)
-    _check_tuning(selecting[is_tuning], source)
-    rates, places = {size: {} for size in frame["size"].unique()}, []
-    by_arm: dict[SizeArm, list[Rate | None]] = {}
-    known = frame.drop_duplicates(["size", "arm", "rate"])
-    for size, arm, cell in zip(known["size"], known["arm"], known["rate"], strict=True):
-        by_arm.setdefault((size, arm), []).append(None if pd.isna(cell) else cell)
-    for (size, arm), arm_rates in by_arm.items():
-        costs = tuning_costs.get((size, arm), {})
-        if len(costs) < 2:
-            if len(arm_rates) > 1:
-                reason = f"{arm} has {len(arm_rates)} rates and no line that selects one"
-                raise RunError(f"{source}: {reason}: add a column part, or judge apart by rate")
-            rates[size][arm] = arm_rates[0]
-        elif (tuned := rate_choice({arm: costs}).rates.get(arm)) is not None:
-            if tuned not in arm_rates:
-                raise RunError(f"{source}: {arm}: {tuned:g} is the best rate, but no line at it reports")
-            costs = final_costs.get((size, arm), costs)
-            rates[size][arm] = best_rate(costs, arm_rates) if {*arm_rates} <= costs.keys() else tuned
-            places += [(size, arm, rate, arm_rates.index(rate) + 1) for rate in arm_rates if rate != tuned]
-    by_rate = pd.DataFrame(places, columns=["size", "arm", "rate", "place"]).astype({"rate": float})
-    return rates, frame[["size", "arm", "rate"]].merge(by_rate, how="left")["place"].fillna(0).to_numpy(float)
-
-
-def _check_tuning(rows: pd.DataFrame, source: str) -> None:
-    """Raise RunError unless all tuned arms of a size were tuned at the same rates with the same seeds, with at least
-    `MIN_TUNING_SEEDS` seeds, and tuning has ended.
-    """
-    for _, of_size in rows.groupby("size"):
-        tuned = of_size[of_size.groupby("arm")["rate"].transform("nunique") > 1]
-        for arm, rate, seed in tuned[tuned["state"] == UNFINISHED][["arm", "rate", "seed"]].head(1).to_numpy():
-            reason = f"{arm} at {rate:g}, seed {seed}, has not ended"
-            raise RunError(f"{source}: {reason}: the rate can't be chosen yet")
-        runs, seeds = {*zip(tuned["arm"], tuned["rate"], tuned["seed"], strict=True)}, tuned["seed"].unique()
-        for run in product(tuned["arm"].unique(), tuned["rate"].unique(), seeds):
-            if run not in runs:
-                reason = f"{run[0]} at {run[1]:g} has no run of seed {run[2]}, others have"
-                remedy = "a run that diverged before it was measured takes a line with state diverged"
-                raise RunError(f"{source}: arms are tuned at the same rates and seeds: {reason}; {remedy}")
-        if runs and len(seeds) < MIN_TUNING_SEEDS:
-            raise RunError(f"{source}: there is {len(seeds)} seed of tuning runs; tuning takes {MIN_TUNING_SEEDS}")
-
-
-def _costs(rows: pd.DataFrame, primary: PrimaryMetric) -> Costs:
-    """The costs that the chosen rate minimizes; runs without a rate have none."""
-    sign, costs = -1 if primary.better == "higher" else 1, Costs()
-    rows = rows.assign(value=rows["value"].mask(rows["state"] == DIVERGED, sign * math.inf) * rows["weight"])
-    sums = rows.groupby(RUN_KEY, sort=False)[["value", "weight"]].sum()
-    for (size, arm, cell, _), cost in (sign * sums["value"] / sums["weight"]).items():
-        costs.setdefault((size, arm), {}).setdefault(cell, []).append(cost)
-    return costs

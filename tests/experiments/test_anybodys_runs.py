@@ -195,14 +195,11 @@ def test_noise_is_the_spread_of_single_runs_and_of_pairs(tmp_path):
     assert "a difference of 0.3 takes these seeds of each arm: " in out
     nothing = command("noise", str(tmp_path / "runs.csv"), "--difference", "0").stdout
     assert "a difference of 0 takes these seeds of each arm: more than 1000 paired by seed" in nothing
-    pd.concat([table_of(values).assign(task=task) for task in "xy"]).to_csv(tmp_path / "tasks.csv", index=False)
-    entries = json.loads(command("noise", str(tmp_path / "tasks.csv"), "--by", "task", "--json").stdout)["noise"]
-    assert [entry["by"] for entry in entries] == ["task x", "task y"]
-    for entry in entries:
-        assert (entry["runs"], entry["single_runs"][0]) == (16, pytest.approx(single))
-        low, high = np.sqrt(7 / stats.chi2.ppf([0.975, 0.025], 7))
-        assert entry["paired_differences"] == pytest.approx([paired, paired * low, paired * high])
-        assert entry["smallest_difference"]["5"]["paired by seed"] == pytest.approx(smallest_difference(5, paired))
+    (entry,) = json.loads(command("noise", str(tmp_path / "runs.csv"), "--json").stdout)["noise"]
+    assert (entry["runs"], entry["single_runs"][0]) == (16, pytest.approx(single))
+    low, high = np.sqrt(7 / stats.chi2.ppf([0.975, 0.025], 7))
+    assert entry["paired_differences"] == pytest.approx([paired, paired * low, paired * high])
+    assert entry["smallest_difference"]["5"]["paired by seed"] == pytest.approx(smallest_difference(5, paired))
     equal = table_of({"a": np.array([1.1, 1.2, 1.3]), "b": np.array([1.0, 1.1, 1.2])})  # differ by rounding alone
     equal.to_csv(tmp_path / "equal.csv", index=False)
     out = command("noise", str(tmp_path / "equal.csv")).stdout

@@ -25,11 +25,8 @@ import recompute
 QUESTIONS = {
     "recall": (["--baseline", "softmax", "--by", "rate", "--by", "x"], "[2048]"),
     "recall-control": (["--baseline", "ssmax_fixed", "--by", "rate", "--by", "x"], "[2048, 8192]"),
-    "recall-tuned": (["--baseline", "ssmax_fixed"], "[16384]"),
-    "recall-all": (["--baseline", "softmax"], "[4096]"),
     "recall-after": (["--baseline", "ssmax_fixed"], "[16384]"),
     "when-to-swap": (["--baseline", "ssmax", "--by", "rate", "--by", "x"], "[16384]"),
-    "needle": (["--baseline", "ssmax_fixed"], "[4096]"),
 }
 
 
@@ -57,7 +54,7 @@ def test_committed_results_give_their_committed_verdicts(shown):
     assert len(line_of) == len(shown.verdicts)
     for (arm, row, length), verdict in shown.verdicts.items():
         by_size = shown.rows == "size"
-        line = line_of["" if shown.tuned else f"steps-{row}" if by_size else f"rate {row}, x {length}", arm]
+        line = line_of[f"steps-{row}" if by_size else f"rate {row}, x {length}", arm]
         assert (line["verdict"], line["reason"], line["p"]) == (
             verdict.kind,
             verdict.reason,
@@ -65,7 +62,6 @@ def test_committed_results_give_their_committed_verdicts(shown):
         )
         assert line["words"] == verdict.words
         assert line["difference"] == [value if np.isfinite(value) else None for value in verdict.interval.as_list()]
-        assert by_size or line["rate"] == (row if shown.tuned else None)
 
 
 RUNS = pd.DataFrame(
@@ -83,21 +79,6 @@ UNITS = pd.concat([RUNS.assign(unit=unit, value=RUNS["value"] + 0.1 * unit) for 
 def blank(column: str) -> pd.DataFrame:
     """Seed 2 has no entry in a column."""
     return RUNS.assign(**{column: RUNS[column].where(RUNS["seed"] != 2)})
-
-
-def grid(part: bool) -> pd.DataFrame:
-    """Runs at three rates, of which the middle one is the best for both arms; with `part` by other lines than those
-    that report.
-    """
-    rates = [
-        RUNS.assign(rate=rate, value=RUNS["value"] + worse) for rate, worse in ((1e-3, 0.2), (2e-3, 0.0), (4e-3, 0.3))
-    ]
-    table = pd.concat(rates)
-    return (
-        pd.concat([table.assign(part="selects"), table.assign(part="reports", value=table["value"] + 1)])
-        if part
-        else table
-    )
 
 
 def test_a_table_is_judged_as_an_experiment_is():
@@ -159,36 +140,16 @@ def test_columns_may_have_any_dtype():
         assert lm.judge(table)["words"].tolist() == expected
 
 
-def test_rates_are_chosen_on_the_lines_that_select():
-    assert lm.judge(grid(True))["rate"].tolist() == [2e-3, 2e-3]
-    assert lm.judge(grid(True))["mean"].tolist() == pytest.approx([5, 4.902])
-    edge = grid(True)
-    edge.loc[(edge["part"] == "selects") & (edge["arm"] == "b") & (edge["rate"] == 4e-3), "value"] = 1.0
-    assert lm.judge(edge)["verdict"].tolist()[1:] == ["not tuned"]
-
-
-def test_rates_are_chosen_by_weighted_means_in_the_better_direction():
-    table = grid(True)
-    assert lm.judge(table.assign(value=-table["value"]), better="higher")["rate"].tolist() == [2e-3, 2e-3]
-    light = table.assign(unit=1, weight=1.0, value=table["rate"] * 1e3)  # alone it is best at the lowest rate
-    assert lm.judge(pd.concat([table.assign(unit=0, weight=99.0), light]))["rate"].tolist() == [2e-3, 2e-3]
-
-
-def test_rates_are_chosen_by_whole_tuning_runs_whatever_the_index():
-    tuning = grid(True).assign(stage="tune", state="finished")
-    finals = pd.concat([grid(True).assign(stage="final", state="finished")])
-    finals.loc[(finals["part"] == "selects") & (finals["rate"] == 4e-3), "value"] = 0.0
-    table = pd.concat([tuning, finals])
-    assert lm.judge(table)["rate"].tolist() == lm.judge(table.reset_index(drop=True))["rate"].tolist() == [4e-3, 4e-3]
-    assert len(lm.judge(table.set_index(["arm", "seed"], drop=False))) == 2
-    at_best = (tuning["arm"] == "b") & (tuning["rate"] == 2e-3) & (tuning["seed"] == 2)
-    with pytest.raises(RunError, match=r"b at 0\.002, seed 2, has not ended: the rate can't be chosen yet"):
-        lm.judge(pd.concat([tuning.assign(state=tuning["state"].mask(at_best, "unfinished")), finals]))
-    with pytest.raises(RunError, match=r"b at 0\.002 has no run of seed 2, others have"):
-        lm.judge(pd.concat([tuning[~at_best], finals]))
-    # the family would be smaller
-    with pytest.raises(RunError, match=r"no line of c reports, only lines that choose rates"):
-        lm.judge(pd.concat([table, tuning[tuning["arm"] == "b"].assign(arm="c")]))
+def test_lines_of_runs_that_chose_rates_are_not_judged():
+    for column, choosing, reporting in (("stage", "tune", "final"), ("part", "selects", "reports")):
+        others = RUNS.assign(rate=2e-3, value=9.0)
+        table = pd.concat([RUNS.assign(rate=1e-3, **{column: reporting}), others.assign(**{column: choosing})])
+        assert lm.judge(table)["rate"].tolist() == [1e-3, 1e-3]
+        assert lm.judge(table)["difference"].tolist()[1:] == pytest.approx([-0.098])
+        with pytest.raises(RunError, match="no line reports"):
+            lm.judge(table[table[column] == choosing])
+    with pytest.raises(RunError, match="a has several rates; choose one by --where, or judge them apart: --by rate"):
+        lm.judge(pd.concat([RUNS.assign(rate=1e-3), RUNS.assign(rate=2e-3)]))
 
 
 def test_runs_of_an_experiment_are_compared_with_a_baseline_that_is_named():
@@ -249,15 +210,8 @@ def test_units_are_averaged_and_paired_over():
         (RUNS.assign(metric="loss"), {"metric": "los"}, "no metric los; did you mean 'loss'?"),
         (RUNS.assign(better=["lower", "higher"] * 3), {}, "better is higher, lower; of one metric it is"),
         (RUNS.assign(state="bogus"), {}, "state bogus; it is finished, unfinished, diverged"),
-        (grid(False), {}, "a has 3 rates and no line that selects one: add a column part, or judge apart by rate"),
-        (grid(True).query("arm == 'a' or rate != 0.001"), {}, "b at 0.001 has no run of seed 1, others have"),
-        (grid(True).query("part == 'reports' or seed == 1"), {}, "there is 1 seed of tuning runs; tuning takes 2"),
-        (grid(True).query("part == 'selects' or rate == 0.001"), {}, "a: 0.002 is the best rate, but no line at it"),
-        (RUNS.assign(part="all"), {}, "part all; it is selects or reports"),
-        (RUNS.assign(part="selects"), {}, "no line reports"),
         (UNITS.assign(weight=[2.0] + [1.0] * 29), {}, "not measured on the same units: a unit's weight or group"),
         (UNITS.assign(group=["x"] + ["y"] * 29), {}, "not measured on the same units: a unit's weight or group"),
-        (pd.concat([grid(True).assign(unit=0), grid(True)[:1].assign(unit=1)]), {}, "not measured on the same units"),
         (dict(arm=[1]), {}, "must be a CSV file or a pandas.DataFrame, not dict"),
     ],
 )
