@@ -133,8 +133,8 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> tup
     store.mkdir(exist_ok=True)
     if not (store / TOKENIZER).exists():
         if isinstance(data.tokenizer, TrainedTokenizer):
-            with progress.bytes("tokenizer", int(scan.n_bytes[scan.assignment == TRAIN].sum())) as advance:
-                tokenizer = train_tokenizer(_training_texts(data, folder, scan, advance), data.tokenizer)
+            with progress.bytes("tokenizer", int(scan.n_bytes[scan.assignment == TRAIN].sum())) as bar:
+                tokenizer = train_tokenizer(_training_texts(data, folder, scan, bar.update), data.tokenizer)
         else:
             tokenizer = tokenizer_of(data.tokenizer)
         write_store_file(store / TOKENIZER, tokenizer.to_str(pretty=True).encode())
@@ -165,12 +165,12 @@ def _write_shards(data: DataConfig, store: Path, scan: Scan, tokenizer: "Tokeniz
     shard_of = (np.cumsum(n_bytes) - n_bytes) // SHARD_BYTES  # (documents,)
     lists = {number: store / f"{OMITTED_NAME}{number:05d}.json" for number in np.unique(shard_of[is_stored]).tolist()}
     is_missing = is_stored & ~np.isin(shard_of, [number for number, path in lists.items() if path.exists()])
-    with progress.bytes("encode", int(n_bytes.sum()), int(n_bytes[~is_missing].sum())) as advance:
+    with progress.bytes("encode", int(n_bytes.sum()), int(n_bytes[~is_missing].sum())) as bar:
         documents = _scanned_documents(data, store.parent, scan, is_missing) if is_missing.any() else iter(())
         with closing(encode_all(documents, tokenizer, data.tokenizer.end_of_text)) as tokenized:
             for number, group in groupby(tokenized, key=lambda item: shard_of[item[0].index]):
                 paths = {TRAIN: shard_path(store, "train", number), VAL: shard_path(store, "val", number)}
-                omitted = _write_shard(paths, scan.assignment, group, data.on_error, advance)
+                omitted = _write_shard(paths, scan.assignment, group, data.on_error, bar.update)
                 write_store_file(lists[number], json_bytes(omitted))
     splits = np.unique(scan.assignment[is_stored])
     for path in lists.values():
@@ -269,13 +269,13 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
     omissions = Omissions(data.on_error)
     scanned = array("Q"), array("q"), array("H"), array("B")
     end_tokens, n_spelled = {*END_TOKENS, data.tokenizer.end_of_text}, Counter[tuple[int, str]]()
-    with progress.bytes("scan", None) as advance:
+    with progress.bytes("scan", None) as bar:
         for document, source, is_held_out in _documents(data, folder, omissions):
             for values, value in zip(scanned, (document.digest, document.n_bytes, source, is_held_out), strict=True):
                 values.append(value)
             if isinstance(document.content, str):
                 n_spelled.update({(source, token): document.content.count(token) for token in end_tokens})
-            advance(document.n_bytes)
+            bar.update(document.n_bytes)
     for (source, token), count in (+n_spelled).items():
         spelled = f"{labels(data)[source]}: {token} is spelled {count:,} times, and read as text"
         remedy = f'if it ends documents of .txt files, set data.source.separator, e.g. "\\n{token}\\n"'

@@ -223,7 +223,7 @@ def _shown_models(
     if not settings:
         raise RunError(f"{model.path}: no setting of eval.diagnostics.inference is for its normalizer; give another")
     folder_name = model.folder.resolve().name
-    with Progress().bar(f"{folder_name}: attention", len(settings)) as advance:
+    with Progress().bar(f"{folder_name}: attention", len(settings)) as bar:
         for setting in settings:
             decoder = for_inference(model.decoder, setting).to(device)
             with torch.autocast(device.type, enabled=False):
@@ -232,7 +232,7 @@ def _shown_models(
             amount += f"; a cell is the largest of {maps.size} x {maps.size} weights" if maps.size > 1 else ""
             name = folder_name + (f", {setting.label}" if len(settings) > 1 else "")
             yield ShownModel(name, amount, model.folder, setting.label, tokens, maps, shown_heads)
-            advance(1)
+            bar.update()
 
 
 def cells_of(model: ShownModel) -> Iterator[dict[str, Plain]]:

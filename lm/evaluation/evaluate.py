@@ -154,8 +154,8 @@ def evaluate_model(
         # of a model of transformers, no file says which normalizer it was given
         evaluation = measurement.cached(folder, weights, device, stamp["step"]) if decoder.takes_settings else None
         if not (cached := evaluation is not None):
-            with Progress().bar(f"{folder.resolve().name}: {measurement.kind}", measurement.work_units) as advance:
-                evaluation = measurement.evaluate(decoder, device, stamp["step"], stamp["tokens_seen"], advance)
+            with Progress().bar(f"{folder.resolve().name}: {measurement.kind}", measurement.work_units) as bar:
+                evaluation = measurement.evaluate(decoder, device, stamp["step"], stamp["tokens_seen"], bar.update)
             measurement.write(folder, evaluation)
         results.append(EvaluationResult(folder, evaluation, cached))
     return results

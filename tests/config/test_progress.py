@@ -1,52 +1,49 @@
-"""What is said of how far long work is, on a terminal, in a file and nowhere."""
+"""Progress of long work on a terminal and in a file."""
 
 import io
+import re
 
 import pytest
-from rich.console import Console
 
 from lm.progress import Progress, StepProgress
 
 
-def told(progress: Progress, terminal: bool) -> io.StringIO:
-    """What it writes from now on, as to a terminal or to a file."""
-    file = io.StringIO()
-    progress.console = Console(file=file, force_terminal=terminal, width=200, quiet=progress.console.quiet)
-    progress.prints_lines = progress.prints_lines and not terminal
-    return file
+class Terminal(io.StringIO):
+    """A stream that takes itself for a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
-def test_bytes_are_lines_in_a_file(monkeypatch: pytest.MonkeyPatch):
+def test_bytes_leave_a_line_in_a_file(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.progress.LINE_SECONDS", 0.0)
-    progress = Progress("lines")
-    file = told(progress, terminal=False)
-    with progress.bytes("encode", 4_000_000, 1_000_000) as advance:
-        advance(1_000_000)
-    line, last = file.getvalue().splitlines()
-    assert line.startswith("encode: 2 MB (50%), ")
-    assert last.startswith("encode: 1.0 MB in ")
+    with Progress().bytes("encode", 4_000_000, 1_000_000) as bar:
+        bar.update(1_000_000)
+    with Progress("none").bytes("encode", 4_000_000) as bar:
+        bar.update(1_000_000)
+    assert re.fullmatch(r"(encode 2.00M/4.00M \[00:00<00:00, .*B/s\]\n){2}", capsys.readouterr().err)
 
 
-def test_steps_are_a_line_every_twentieth_of_the_run_in_a_file():
+def test_steps_are_a_line_every_twentieth_of_the_run_in_a_file(capsys: pytest.CaptureFixture[str]):
     progress = StepProgress("lines", 100)
-    file = told(progress, terminal=False)
     progress.start(40)
     for step in range(41, 101):
-        progress.advance(step, 2.0, 1234.0)
+        progress.advance(step, *((2.0, 1234.0) if step % 10 else ()))
     progress.stop()
-    lines = file.getvalue().splitlines()
-    assert [line.split()[1] for line in lines] == [f"{step}/100" for step in (41, *range(45, 101, 5))]
-    assert "loss 2.0000  1,234 tokens/s  ETA 0 s" in lines[-1]
-    assert lines[0].endswith("1,234 tokens/s"), "one step, the first, says nothing of the others"
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[1] for line in lines] == [f"{step}/100" for step in range(45, 101, 5)]
+    assert lines[-1].endswith("step/s, loss 2.0000, 1,234 tokens/s]")
 
 
-def test_a_terminal_has_a_bar_that_leaves_nothing_and_lines_beside_it():
-    progress = StepProgress("bar", 10)
-    file = told(progress, terminal=True)
+def test_a_terminal_has_a_bar_that_leaves_nothing_and_lines_beside_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.stderr", stream := Terminal())
+    progress = StepProgress("auto", 10)
     progress.start(0)
     progress.advance(5, 2.0, 1234.0)
-    progress.say("step 5: measured")
+    progress.say("step 5: \x1bmeasured")
     progress.stop()
-    assert "5/10  loss 2.0000  1,234 tokens/s" in file.getvalue()
-    assert "step 5: measured" in file.getvalue()
-    assert file.getvalue().endswith("\x1b[2K")
+    text = stream.getvalue()
+    assert "| 5/10 [" in text
+    assert "loss 2.0000, 1,234 tokens/s" in text
+    assert "\rstep 5: \\x1bmeasured\n" in text
+    assert not text.rpartition("\r")[0].rpartition("\r")[2].strip(), "the bar is overwritten by spaces"
