@@ -16,7 +16,6 @@ from lm.errors import DataError, RunError, one_line
 from lm.plain import Plain
 
 UNFINISHED = "unfinished"  # part of the names of files and folders that are being written
-ABANDONED_FILE_SECONDS = 86_400.0  # age at which an unfinished file counts as abandoned
 
 
 def expand_home(path: str | os.PathLike) -> Path:
@@ -31,22 +30,6 @@ def expand_home(path: str | os.PathLike) -> Path:
         raise RunError(f"{path}: no such user") from None
 
 
-@contextmanager
-def temporary_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
-    """A context that yields an empty file in the folder of `path`, open for writing, and the file's path. The file is
-    deleted at the end, unless the caller renamed it. Unfinished files that killed processes left there a day ago are
-    deleted, too.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary_path = new_temporary_path(path)
-    try:
-        with temporary_path.open("xb") as file:
-            _delete_abandoned(temporary_path)
-            yield file, temporary_path
-    finally:
-        temporary_path.unlink(missing_ok=True)
-
-
 def new_temporary_path(path: Path) -> Path:
     """Return a new path beside `path` for what will be renamed to it.
 
@@ -54,16 +37,6 @@ def new_temporary_path(path: Path) -> Path:
     """
     name = os.fsencode(path.name)[:100].decode(errors="ignore")  # file systems limit the bytes of a name
     return path.parent / f".{name}-{UNFINISHED}-{secrets.token_hex(8)}"
-
-
-def _delete_abandoned(new_path: Path) -> None:
-    """Delete unfinished files and folders beside `new_path`, which was just made, if they are
-    `ABANDONED_FILE_SECONDS` older: a process that was killed has left them.
-    """
-    for leftover in new_path.parent.glob(f".*-{UNFINISHED}-{'[0-9a-f]' * 16}"):
-        with suppress(OSError):  # another process has deleted it meanwhile
-            if new_path.stat().st_mtime - leftover.stat().st_mtime > ABANDONED_FILE_SECONDS:
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
 @contextmanager
@@ -75,34 +48,27 @@ def replacing(path: Path, noun: str = "the file") -> Iterator[BinaryIO]:
 
     Raises RunError: the file can't be written (no permission, a full disk); the error names the path and the reason.
     """
+    temporary_path = new_temporary_path(path)
     try:
-        with temporary_file(path) as (file, temporary_path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary_path.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            os.replace(temporary_path, path)
+        os.replace(temporary_path, path)
         sync_folder(path.parent)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError, raised from the OSError
         cause = error if isinstance(error, OSError) else error.__context__
         reason = getattr(cause, "strerror", None) or one_line(error, 200)
         raise RunError(f"{path}: can't save {noun}: {reason}; what was there before is intact") from None
+    finally:
+        with suppress(OSError):
+            temporary_path.unlink()
 
 
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` in UTF-8, completely or not at all. Raises RunError with the file and the reason."""
     write_together({path: text.encode()})
-
-
-def write_new(path: Path, content: bytes) -> bool:
-    """Write a file unless it exists; return whether this call has written it. If several processes call this, also on
-    machines that share the folder, exactly one writes the file.
-    """
-    try:
-        with path.open("xb") as file:
-            file.write(content)
-        return True
-    except FileExistsError:
-        return False
 
 
 def write_together(contents: Mapping[Path, bytes], noun: str = "the file") -> None:
@@ -125,7 +91,7 @@ def check_new(path: Path) -> None:
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A context that yields an empty temporary folder, which is renamed to `path` at the end, or deleted if an error
-    occurs. Unfinished folders that killed processes left beside `path` a day ago are deleted, too.
+    occurs.
 
     Raises RunError: `path` exists and is not empty, or can't be written.
     """
@@ -134,7 +100,6 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary_folder.mkdir()
-        _delete_abandoned(temporary_folder)
         yield temporary_folder
         os.replace(temporary_folder, path)
         sync_folder(path.parent)
@@ -281,25 +246,18 @@ class FileHashes:
         with suppress(RunError):  # a missing or damaged cache: the files are hashed again
             self.hashes = read_json(self.path)
 
-    def cached(self, path: Path) -> str | None:
-        """Return the cached sha256 of a file; None if no hash is cached or the file has changed since."""
-        entry = self.hashes.get(str(path.resolve()))
-        with suppress(OSError):
-            if isinstance(entry, list) and entry[:-1] == _file_state(path):
-                return entry[-1]
-        return None
-
     def sha256(self, path: Path) -> str:
         """Return the sha256 of a file, from the cache if possible. Raises DataError if the file can't be read."""
         try:
-            if cached_hash := self.cached(path):
-                return cached_hash
-            file_state = _file_state(path)
+            name, file_state = str(path.resolve()), _file_state(path)
+            entry = self.hashes.get(name)
+            if isinstance(entry, list) and entry[:-1] == file_state:
+                return entry[-1]
             digest = file_sha256(path)
         except OSError as error:
             raise DataError(f"{path}: can't be read: {error.strerror}") from None
         if time.time_ns() - max(file_state[1:3]) > _SETTLED_NS:
-            self.hashes[str(path.resolve())] = [*file_state, digest]
+            self.hashes[name] = [*file_state, digest]
             self.is_changed = True
         return digest
 

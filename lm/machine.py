@@ -1,6 +1,4 @@
-"""Resources of this machine (cores, compiler, memory) for this process; identifiers of the machine and of its live
-processes.
-"""
+"""Resources of this machine for this process (cores, memory), its signals, and its child processes."""
 
 import ctypes
 import gc
@@ -8,7 +6,6 @@ import os
 import re
 import resource
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -110,19 +107,6 @@ def without_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def this_machine() -> str:
-    """Identify this machine: return the host name, and on Linux also the boot id and the PID namespace (each container
-    has its own).
-    """
-    identifiers = [socket.gethostname()]
-    with suppress(OSError):
-        identifiers += [
-            Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip(),
-            os.readlink("/proc/self/ns/pid"),
-        ]
-    return " ".join(identifiers)
 
 
 def process_start(pid: int) -> str:

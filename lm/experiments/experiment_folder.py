@@ -4,6 +4,7 @@ since its plan.
 
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,8 +24,8 @@ from lm.experiments.experiment import SHARED_SETTINGS, Experiment, cost, decidin
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import SELECTION
-from lm.files import json_bytes, locked_folder, plain_sha256, read_json, write_new
-from lm.machine import process_start, this_machine, threads_per_process
+from lm.files import json_bytes, locked_folder, plain_sha256, read_json
+from lm.machine import process_start, threads_per_process
 from lm.model.device import count_gpus, resolve_compile, resolve_precision
 from lm.plain import Plain, to_plain
 from lm.runs.evaluations import selection_mask
@@ -64,11 +65,15 @@ def experiment_lock(experiment_folder: Path) -> Iterator[None]:
             raise RunError(f"{experiment_folder}: {holder_words(experiment_folder)}") from None
         stack.callback(_remove_if_empty, experiment_folder)
         holder, pid = _lock_holder(path), os.getpid()
-        if holder.get("host") == host_name() and process_start(int(holder["pid"])) != holder["born"]:
-            path.unlink()
+        # a file that says nothing is of a process that was killed before it could write
+        if not holder or (holder.get("host") == host_name() and process_start(int(holder["pid"])) != holder["born"]):
+            path.unlink(missing_ok=True)
         record = {"host": host_name(), "pid": pid, "born": process_start(pid), "since": time.strftime("%F %T")}
-        if not write_new(path, json_bytes(record)):
-            raise RunError(f"{experiment_folder}: {holder_words(experiment_folder)}")
+        try:
+            with path.open("xb") as file:
+                file.write(json_bytes(record))
+        except FileExistsError:
+            raise RunError(f"{experiment_folder}: {holder_words(experiment_folder)}") from None
         stack.callback(path.unlink, missing_ok=True)
         yield
 
@@ -94,7 +99,7 @@ def _lock_holder(path: Path) -> dict[str, Plain]:
 
 
 def host_name() -> str:
-    return this_machine().split()[0]
+    return socket.gethostname()
 
 
 def _remove_if_empty(folder: Path) -> None:

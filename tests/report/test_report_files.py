@@ -8,8 +8,8 @@ import hashlib
 import io
 import json
 import re
-from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
@@ -18,7 +18,6 @@ from fabricated import save
 from reported import build_run, edit, plain, write_report
 from rich.console import Console
 
-from lm import files as lm_files
 from lm.errors import RunError
 from lm.report.comparison import compare_runs
 from lm.report.comparison_tables import comparison_notes, comparison_tables
@@ -161,14 +160,14 @@ def test_a_full_disk_leaves_the_report_that_was_there(pair, tmp_path, monkeypatc
     out = write_report(pair, tmp_path / "out").html.parent
     before = {path: path.read_bytes() for path in out.iterdir()}
     (pair[0] / "metrics.jsonl").unlink()  # another report
-    temporary_file = lm_files.temporary_file
+    open_file = Path.open
 
-    def full(path: Path) -> AbstractContextManager:
-        if path.name == "report.html":
+    def full(path: Path, mode: str = "r", **options: str) -> IO:
+        if path.name.startswith(".report.html-"):
             raise OSError(errno.ENOSPC, "No space left on device")
-        return temporary_file(path)
+        return open_file(path, mode, **options)
 
-    monkeypatch.setattr(lm_files, "temporary_file", full)
+    monkeypatch.setattr(Path, "open", full)
     with pytest.raises(RunError, match=r"report\.html: can't save the report: No space left on device"):
         write_report(pair, out)
     assert {path: path.read_bytes() for path in out.iterdir()} == before

@@ -18,11 +18,8 @@ from folders import EVERY_STEP, differences, swap_to, weights
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, DataError, RunError
 from lm.files import (
-    ABANDONED_FILE_SECONDS,
     locked_folder,
     new_folder,
-    new_temporary_path,
-    temporary_file,
     write_json,
     write_text,
     write_together,
@@ -56,24 +53,6 @@ WRITERS = {
     "folder": _fill,
     "checkpoint": lambda folder: save_checkpoint({"state_dict": {}, "lm": {"step": 1}}, folder / "other"),
 }
-
-
-@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
-def test_what_a_killed_process_left_a_day_ago_is_deleted_by_the_next_that_writes_there(
-    tmp_path: Path, write: Callable[[Path], object]
-):
-    old = time.time() - ABANDONED_FILE_SECONDS - 60
-    abandoned, fresh = (new_temporary_path(tmp_path / "x") for _ in range(2))
-    folder, notes = new_temporary_path(tmp_path / "folder"), tmp_path / ".x-unfinished-notes"
-    folder.mkdir()
-    for path in (abandoned, fresh, folder / "file", notes):
-        path.write_text("x")
-    for path in (abandoned, folder, notes):
-        os.utime(path, (old, old))
-    with temporary_file(tmp_path / "in use") as (_, file):
-        write(tmp_path)
-        assert file.exists()
-    assert {path for path in tmp_path.iterdir() if path.name.startswith(".")} == {fresh, notes}
 
 
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
