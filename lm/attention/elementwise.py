@@ -32,15 +32,6 @@ class ElementwiseNormalizer(DividedNormalizer):
         """The shift b of each query's logits, fp32, broadcastable to (B, H, T); None for 0."""
         return None
 
-    @property
-    def scores_are_logits(self) -> bool:
-        names = ("shift", "define_scores", "query_features", "key_features")
-        return all(getattr(type(self), name) is getattr(ElementwiseNormalizer, name) for name in names)
-
-    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        z, shift = logits(q, k), self.shift(layout)
-        return z if shift is None else z + shift.unsqueeze(-1).to(z.dtype)
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         if not layout.causal:
             return super().forward(q, k, v, layout)
@@ -56,6 +47,14 @@ class ElementwiseNormalizer(DividedNormalizer):
     def route(self, device: str = "cpu") -> str:
         reason = elementwise_sums.why_tiles(torch.device(device), torch.float32, self.layer.head_size)
         return f"tiles ({reason})" if reason else "Triton"
+
+
+class ShiftedNormalizer(ElementwiseNormalizer):
+    """Base of elementwise normalizers whose logits have a `shift`."""
+
+    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
+        z = logits(q, k)
+        return z + self.shift(layout).unsqueeze(-1).to(z.dtype)
 
 
 @dataclass
@@ -124,7 +123,7 @@ class Sigmoid(Options):
     n: str = key("visible", N_HELP)
 
 
-class SigmoidNormalizer(ElementwiseNormalizer):
+class SigmoidNormalizer(ShiftedNormalizer):
     schema = Sigmoid
     score_map = "sigmoid"
 
@@ -153,7 +152,7 @@ class Threshold(Options):
     n: str = key("visible", N_HELP)
 
 
-class ThresholdNormalizer(ElementwiseNormalizer):
+class ThresholdNormalizer(ShiftedNormalizer):
     """Weights relu(z - beta sqrt(2 ln n))^p over their sum: of n Gaussian logits about the same number exceed the
     threshold at every n. A query without such a key has weights 0.
     """

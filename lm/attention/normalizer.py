@@ -87,6 +87,13 @@ class Normalizer(torch.nn.Module, ABC):
         """
         return None
 
+    @property
+    def reads_input(self) -> bool:
+        """Whether scores depend on features of the layer's input, beside q and k."""
+        return any(
+            getattr(type(self), name) is not getattr(Normalizer, name) for name in ("query_features", "key_features")
+        )
+
     def append_features(self, x: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Append the features of the layer's input x, and return q (B, H, T, D + F) and k (B, K, T, D + F H / K). Each
         result has the wider dtype of its vectors and features, since sums over all tokens would accumulate the rounding
@@ -119,22 +126,10 @@ class Normalizer(torch.nn.Module, ABC):
 
     def scale_by_position(self) -> Tensor | None:
         """The factor c of the scores c q.k / sqrt(D) at each position of a training sequence, (H, L) float64; None if
-        scores have another form."""
-        return (
-            torch.ones(self.layer.n_head, self.layer.train_length, dtype=torch.float64)
-            if self.scores_are_logits
-            else None
-        )
-
-    @property
-    def scores_are_logits(self) -> bool:
-        """Whether scores are the logits z, as `define_scores` is the default and no features are appended to q and
-        k.
-        """
-        return all(
-            getattr(type(self), name) is getattr(Normalizer, name)
-            for name in ("define_scores", "query_features", "key_features")
-        )
+        scores have another form. By default it is 1 where scores are the default, without features."""
+        if type(self).define_scores is not Normalizer.define_scores or self.reads_input:
+            return None
+        return torch.ones(self.layer.n_head, self.layer.train_length, dtype=torch.float64)
 
     def row_length(self, layout: AttentionLayout) -> Tensor:
         """The row length n of each query, as the option `n` defines it: fp32, broadcastable to (B, H, T)."""

@@ -406,6 +406,7 @@ def _mlp(size: int, n_outputs: int, first_output: float) -> Module:
     """An MLP of two layers with 64 hidden units and GELU, whose outputs are all `first_output` at first."""
     nn = torch.nn
     layers = nn.Sequential(OrderedDict(hidden=nn.Linear(size, 64), gelu=nn.GELU(), out=nn.Linear(64, n_outputs)))
+    nn.init.normal_(layers.hidden.weight, 0.0, 1 / math.sqrt(size))
     for tensor in (layers.hidden.bias, layers.out.weight):
         nn.init.zeros_(tensor)
     nn.init.constant_(layers.out.bias, first_output)

@@ -41,8 +41,6 @@ LENGTH_FIELD = "lm_train_length"  # field of the configuration with the training
 NORMALIZER_ATTRIBUTE = "lm_normalizer"
 # attribute of an attention module: a list to which each call adds queries, keys and values of all heads
 RECORD = "lm_record"
-# the first two read the layer's input, the last has a table for all layers
-UNREGISTERED_NORMALIZERS = ("forget", "asentmax", "p_n")
 # arguments of attention functions that change what is computed
 REFUSED_ARGUMENTS = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
 # with RoPE, on absolute positions; not so for linear with `features: identity`
@@ -58,20 +56,19 @@ def register(normalizers: Mapping[str, Named] | None = None) -> None:
     """Register normalizers as attention functions of transformers.
 
     normalizers: {`attn_implementation`: normalizer}, e.g. {"lm_ssmax_b": {"name": "ssmax", "bias": True}}; None: all
-    except forget, asentmax and p_n, with their default options, as lm_NAME.
+    of lm's except forget, asentmax and p_n, with their default options, as lm_NAME.
 
-    Raises ConfigError for an unknown normalizer, for forget, asentmax or p_n, or for an option that the normalizer does
-    not have.
+    Raises ConfigError for an unknown normalizer or option, or for a normalizer that reads the layer's input or shares
+    parameters among layers, as forget, asentmax and p_n do.
     """
-    for name, normalizer in (
-        normalizers or {f"lm_{name}": name for name in ENTRIES if name not in UNREGISTERED_NORMALIZERS}
-    ).items():
-        functional.parameters(normalizer, 1, 2, 2)
+    for name, normalizer in (normalizers or {f"lm_{name}": name for name in ENTRIES}).items():
+        module = functional.make_module(normalizer, 1, 2, 2)
         options = {"name": normalizer} if isinstance(normalizer, str) else dict(normalizer)
-        if options["name"] in UNREGISTERED_NORMALIZERS:
-            raise ConfigError(
-                [Problem(name, options["name"], "is no function of one layer's queries and keys", "train it with lm")]
-            )
+        if module.reads_input or type(module).tie_parameters is not Normalizer.tie_parameters:
+            if not normalizers:
+                continue
+            reason = "is no function of one layer's queries and keys"
+            raise ConfigError([Problem(name, options["name"], reason, "train it with lm")])
         ALL_ATTENTION_FUNCTIONS.register(name, partial(_attend, options))
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, sdpa_mask)
     # Each model asks it when it is made or its attention is set; some never ask for the function itself.
@@ -215,11 +212,6 @@ def _attend(
                 f"{config._attn_implementation} has learned parameters: call "
                 "lm.huggingface.add_normalizer_parameters(model) once it is made"
             )
-    if (head_size := normalizer.layer.head_size) != query.size(-1):
-        raise ValueError(
-            f"heads of {type(module).__name__} have {query.size(-1)} dimensions, {config._attn_implementation} was set "
-            f"up for {head_size}; use a model whose configuration says so in head_dim"
-        )
     if not math.isclose(factor, 1.0):
         query = query.to(torch.promote_types(query.dtype, torch.float32)) * factor
     n_queries, n_keys = query.size(2), key.size(2)
@@ -239,5 +231,5 @@ def _attend(
     ):
         reason = "depends on positions: position_ids must count from each sequence's first token, padding left out"
         raise ValueError(f"{options['name']} {reason}")
-    output = normalizer.attend(query, *normalizer.expand_kv_heads(key, value), layout).to(value.dtype)
+    output = functional.attention(normalizer, query, key, value, positions=layout)
     return output.transpose(1, 2).contiguous(), None

@@ -50,17 +50,10 @@ GIVEN: dict[str, tuple[dict, Callable[[], AttentionLayout]]] = {
 }
 
 
-def inputs(normalizer: Normalizer, heads: int = HEADS) -> tuple[Tensor, ...]:
-    """x, q, k, v, leaves in fp64; x is unused by most."""
+def inputs(heads: int = HEADS) -> tuple[Tensor, ...]:
+    """x, q, k, v, leaves in fp64; most normalizers don't read x."""
     sizes = (HEADS, SIZE), (heads, SIZE), (heads, SIZE)
     return drawn(2, TOKENS, WIDTH, seed=4), *(drawn(2, h, TOKENS, d, seed=seed) for seed, (h, d) in enumerate(sizes))
-
-
-def reads_input(normalizer: Normalizer) -> bool:
-    return any(
-        getattr(normalizer, name)(torch.zeros(1, 1, WIDTH).double()) is not None
-        for name in ("query_features", "key_features")
-    )
 
 
 def defined(normalizer: Normalizer, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
@@ -88,24 +81,23 @@ def assert_same(actual: Tensor, expected: Tensor, leaves: list[Tensor]) -> None:
 @pytest.mark.parametrize("options", CASES, ids=lambda options: options.label())
 def test_attention_and_its_gradients_are_the_definition(options: opt.Options, given: str):
     normalizer, (arguments, layout) = randomized(options), GIVEN[given]
-    leaves, parameters = inputs(normalizer, heads=2), dict(normalizer.named_parameters())
-    x = {"x": leaves[0]} if reads_input(normalizer) else {}
-    out = L.attention(to_plain(options), *leaves[1:], parameters, train_length=TRAIN_LENGTH, **x, **arguments)
-    assert_same(out, defined(normalizer, *leaves, layout()), [*leaves, *parameters.values()])
+    leaves = inputs(heads=2)
+    out = L.attention(normalizer, *leaves[1:], x=leaves[0], **arguments)
+    assert_same(out, defined(normalizer, *leaves, layout()), [*leaves, *normalizer.parameters()])
 
 
 @pytest.mark.parametrize("options", CASES, ids=lambda options: options.label())
 def test_fewer_queries_than_keys_go_on_from_earlier_ones(options: opt.Options):
     normalizer = randomized(options)
-    x, q, k, v = inputs(normalizer)
-    parameters, last = dict(normalizer.named_parameters()), slice(TOKENS - 3, TOKENS)
-    if reads_input(normalizer):
-        with pytest.raises((ConfigError, RuntimeError)):
-            L.attention(to_plain(options), q[:, :, last], k, v, parameters, train_length=TRAIN_LENGTH)
+    x, q, k, v = inputs()
+    last = slice(TOKENS - 3, TOKENS)
+    if normalizer.reads_input:
+        with pytest.raises(ConfigError, match="reads the layer's input"):
+            L.attention(normalizer, q[:, :, last], k, v)
         return
-    out = L.attention(to_plain(options), q[:, :, last], k, v, parameters, train_length=TRAIN_LENGTH)
+    out = L.attention(normalizer, q[:, :, last], k, v)
     expected = defined(normalizer, x, q[:, :, last], k, v, AttentionLayout.continuing(TOKENS - 3, 3, TOKENS))
-    assert_same(out, expected, [q, k, v, *parameters.values()])
+    assert_same(out, expected, [q, k, v, *normalizer.parameters()])
 
 
 SCALED = [
@@ -117,12 +109,11 @@ SCALED = [
 
 @pytest.mark.parametrize("options", SCALED, ids=lambda options: options.label())
 def test_plain_softmax_of_scaled_queries_is_the_definition(options: opt.Options):
-    normalizer = randomized(options)
-    x, q, k, v = inputs(normalizer)
-    parameters, layout = dict(normalizer.named_parameters()), AttentionLayout.from_positions(packed())
-    scaled_q, scaled_k = L.scaled(to_plain(options), q, k, parameters, positions=packed(), train_length=TRAIN_LENGTH)
+    normalizer, layout = randomized(options), AttentionLayout.from_positions(packed())
+    x, q, k, v = inputs()
+    scaled_q, scaled_k = L.scaled(normalizer, q, k, positions=packed())
     weights = (scaled_q @ scaled_k.mT / SIZE**0.5).masked_fill(~layout.visible(), -torch.inf).softmax(-1)
-    assert_same(weights @ v, defined(normalizer, x, q, k, v, layout), [q, k, v, *parameters.values()])
+    assert_same(weights @ v, defined(normalizer, x, q, k, v, layout), [q, k, v, *normalizer.parameters()])
 
 
 @pytest.mark.parametrize("options", CASES, ids=lambda options: options.label())
@@ -130,84 +121,51 @@ def test_initial_parameters_are_those_of_a_model(options: opt.Options):
     model = ModelConfig(1, n_head=HEADS, n_embd=HEADS * SIZE, normalizer=options)
     (normalizer,) = Decoder(model, 10, TRAIN_LENGTH).normalizers()
     expected = dict(normalizer.named_parameters())
-    first = L.parameters(to_plain(options), HEADS, SIZE, TRAIN_LENGTH, HEADS * SIZE)
+    first = dict(L.make_module(to_plain(options), HEADS, SIZE, TRAIN_LENGTH, HEADS * SIZE).named_parameters())
     assert first.keys() == expected.keys()
     for name, parameter in expected.items():
         if name.endswith("hidden.weight"):
-            assert (first[name].shape, first[name].std()) == (
-                parameter.shape,
-                pytest.approx(parameter.std().item(), rel=0.3),
-            )
+            deviation = pytest.approx(parameter.std().item(), rel=0.3)
+            assert (first[name].shape, first[name].std().item()) == (parameter.shape, deviation)
         else:
             assert torch.equal(first[name], parameter)
 
 
 def test_queries_are_rounded_once_to_their_dtype():
     q, k = drawn(1, HEADS, TOKENS, SIZE, seed=0).bfloat16(), drawn(1, HEADS, TOKENS, SIZE, seed=1).bfloat16()
-    s = {"s": torch.full((HEADS,), 0.2)}
+    ssmax = L.make_module({"name": "ssmax", "init": 0.2}, HEADS, SIZE, TRAIN_LENGTH)
     exact = q.double() * (0.2 * torch.arange(1, TOKENS + 1).double().log()).view(-1, 1)
-    scaled_q, _ = L.scaled("ssmax", q, k, s)
+    scaled_q, _ = L.scaled(ssmax, q, k)
     assert scaled_q.dtype == torch.bfloat16
     torch.testing.assert_close(scaled_q.double(), exact, rtol=2**-8, atol=0)
 
 
 # as many sequences as heads: a parameter could be taken for another axis's
 Q = drawn(4, HEADS, 10, SIZE, seed=0).detach()
-S = torch.tensor([0.1, 0.5, 1.0, 2.0])
-FORGET = L.parameters("forget", HEADS, SIZE, 8, WIDTH)
 
 
 @pytest.mark.parametrize(
-    ("said", "name", "given", "options"),
+    ("said", "given", "options"),
     [
-        ("did you mean 'ssmax'", "ssmaxx", (Q, Q, Q), {}),
-        ("normalizer.n = 'wide'", {"name": "ssmax", "n": "wide"}, (Q, Q, Q), {}),
-        ("temperature = .*0.5.*: must be a number", {"name": "softmax", "temperature": torch.tensor(0.5)}, (Q, Q, Q),
-            {}),
-        (r"ssmax has the parameters .*'s': \(4,\).*, not \{\}", "ssmax", (Q, Q, Q), {}),
-        (r"'s': \(4,\).* not .*'s': \(4, 1\)", "ssmax", (Q, Q, Q, {"s": S[:, None]}), {}),
-        ("train_length = null", "log_n", (Q, Q, Q), {}),
-        ("train_length = 1: must be a whole number, 2 or more", "log_n", (Q, Q, Q), {"train_length": 1}),
-        ("reads the layer's input", "forget", (Q, Q, Q, FORGET), {}),
-        (r"x \(4, 9, 12\) must be \(B, T, C\)", "forget", (Q, Q, Q, FORGET), {"x": torch.zeros(4, 9, WIDTH)}),
-        ("at each query and key", "forget", (Q[:, :, :2], Q, Q, FORGET), {"x": torch.zeros(4, 2, WIDTH)}),
-        ("cu_seqlens must be whole", "softmax", (Q, Q, Q), {"cu_seqlens": torch.tensor([0, 15, 10, 40])}),
-        ("from 0 to the 40 tokens", "softmax", (Q, Q, Q), {"cu_seqlens": torch.tensor([0, 9])}),
-        ("from 0 on by 1", "softmax", (Q, Q, Q), {"positions": torch.tensor([0, 1, 2, 5, 6, 0, 1, 2, 3, 4])}),
-        (r"positions \(3, 10\) must be whole numbers for 10 queries", "softmax", (Q, Q, Q),
-            {"positions": torch.arange(10).expand(3, 10)}),
-        ("give positions or cu_seqlens", "softmax", (Q, Q, Q), {"positions": S, "cu_seqlens": S}),
-        ("10 queries are not the last of 9 tokens", "softmax", (Q, Q[:, :, 1:], Q[:, :, 1:]), {}),
-        ("H a multiple of K", "softmax", (Q, Q[:, :3], Q[:, :3]), {}),
-        (r"must be \(B, H, T, D\)", "softmax", (Q, Q, Q[:, :, 1:]), {}),
+        ("begin with 0", (Q, Q, Q), {"positions": torch.tensor([0, 1, 2, 5, 6, 0, 1, 2, 3, 4])}),
+        ("in 4 sequences of 10 queries", (Q, Q, Q), {"positions": torch.arange(10).expand(3, 10)}),
+        ("cu_seqlens, must begin with 0", (Q, Q, Q), {"cu_seqlens": torch.tensor([0, 9, 40])}),
+        ("10 queries are not the last of 9 tokens", (Q, Q[:, :, 1:], Q[:, :, 1:]), {}),
+        ("H a multiple of K", (Q, Q[:, :3], Q[:, :3]), {}),
+        (r"\(4, 10, 4, 16\) .* are not \(B, H, T, D\) .* for 4 heads", (Q.transpose(1, 2),) * 3, {}),
     ],
-)  # fmt: skip
-def test_what_fits_no_such_normalizer_sequences_or_heads_is_refused(
-    said: str, name: L.Named, given: tuple, options: dict
-):
-    with pytest.raises((ValueError, ConfigError), match=said):
-        L.attention(name, *given, **options)
+)
+def test_what_fits_no_sequences_or_heads_is_refused(said: str, given: tuple, options: dict):
+    with pytest.raises(ValueError, match=said):
+        L.attention(L.make_module("log_n", HEADS, SIZE, 8), *given, **options)
 
 
-def test_queries_are_scaled_for_softmax_alone():
+def test_unknown_names_and_options_and_queries_that_are_not_scaled_are_refused():
+    for said, name in (("did you mean 'ssmax'", "ssmaxx"), ("normalizer.n = 'wide'", {"name": "ssmax", "n": "wide"})):
+        with pytest.raises(ConfigError, match=said):
+            L.make_module(name, HEADS, SIZE, 8)
     with pytest.raises(ConfigError, match=r"relu2.*is no softmax of scaled queries"):
-        L.scaled("relu2", Q, Q)
-
-
-@pytest.mark.parametrize("sizes", [(4, 16, 1), (4, 16, 0), (0, 16, 8), (4, 0, 8), (4, 16, 8, 0), (4, 16, 8.0)])
-def test_parameters_are_made_of_sizes_that_a_layer_has(sizes: tuple):
-    with pytest.raises(ConfigError, match="must be a whole number"):
-        L.parameters("ssmax", *sizes)
-
-
-def test_a_call_leaves_the_callers_draws_as_they_are():
-    parameters = L.parameters("qassmax", HEADS, SIZE, 8)
-    L._cached_module.cache_clear()
-    torch.manual_seed(3)
-    expected = torch.rand(2)
-    torch.manual_seed(3)
-    L.attention("qassmax", Q.float(), Q.float(), Q.float(), parameters)
-    assert torch.equal(torch.rand(2), expected)
+        L.scaled(L.make_module("relu2", HEADS, SIZE, 8), Q, Q)
 
 
 @pytest.mark.parametrize("length", [20, 700])
@@ -215,18 +173,6 @@ def test_a_call_leaves_the_callers_draws_as_they_are():
 def test_outputs_have_the_dtype_of_the_values_under_autocast_too(options: opt.Options, length: int):
     normalizer = randomized(options).float()
     q, x = drawn(1, HEADS, length, SIZE, seed=0).float(), drawn(1, length, WIDTH, seed=1).float()
-    layer_inputs = (
-        {"x": x} if any(getattr(normalizer, name)(x) is not None for name in ("query_features", "key_features")) else {}
-    )
     for dtype in (torch.float32, torch.bfloat16):
         with torch.autocast("cpu", torch.bfloat16):
-            out = L.attention(
-                to_plain(options),
-                q,
-                q,
-                q.to(dtype),
-                dict(normalizer.named_parameters()),
-                train_length=TRAIN_LENGTH,
-                **layer_inputs,
-            )
-        assert out.dtype == dtype
+            assert L.attention(normalizer, q, q, q.to(dtype), x=x).dtype == dtype

@@ -124,7 +124,7 @@ OURS = {  # names of a part of lm's decoder, by those of nanoGPT's
     "ln_2": "mlp_norm",
     "c_fc": "up",
     "mlp.c_proj": "mlp.out",
-    "attention.s": "attention.normalizer.s",
+    "attention.ssmax": "attention.normalizer",
 }
 
 
@@ -235,9 +235,9 @@ def test_kernels_of_trainers_get_scaled_queries(trainer: str, monkeypatch: pytes
         stand_in(monkeypatch, "olmo_core.nn.attention.backend", FlashAttention2Backend=FlashAttention2Backend)
         module = executed(trainer)["SSMax"](head_dim=16, n_heads=4)
         out = module(tuple(x.transpose(1, 2) for x in (q, k, v)), cu_doc_lens=starts, max_doc_len=20).transpose(1, 2)
-    expected = L.attention("ssmax", q, k, v, {"s": module.s}, cu_seqlens=starts)
+    expected = L.attention(module.ssmax, q, k, v, cu_seqlens=starts)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
-    leaves, grad = [q, k, v, module.s], torch.randn_like(out)
+    leaves, grad = [q, k, v, module.ssmax.s], torch.randn_like(out)
     for actual, reference in zip(*(torch.autograd.grad(x, leaves, grad) for x in (out, expected)), strict=True):
         torch.testing.assert_close(actual, reference, rtol=0, atol=1e-4)
 

@@ -178,7 +178,8 @@ def test_a_models_own_scale_of_scores_is_kept_and_applied_in_fp32():
     module = SimpleNamespace(config=LlamaConfig(**SMALL))
     out, _ = ALL_ATTENTION_FUNCTIONS["lm_log_n"](module, q, k, v, None, scaling=0.7)
     wide = q.float() * 0.7 * 16**0.5, k.float(), v.float()
-    expected = lm.functional.attention("log_n", *wide, train_length=SMALL["max_position_embeddings"]).transpose(1, 2)
+    normalizer = lm.functional.make_module("log_n", 2, 16, SMALL["max_position_embeddings"])
+    expected = lm.functional.attention(normalizer, *wide).transpose(1, 2)
     torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=2**-7)
 
 
@@ -221,17 +222,18 @@ def test_parameters_fit_the_heads_of_latent_attention(kind: str):
         transformers.DeepseekV3Config(**LATENT), attn_implementation=f"lm_{kind}"
     )
     lm.huggingface.add_normalizer_parameters(model)
-    expected = lm.functional.parameters(kind, 4, 20, 64)  # a head has 12 dimensions without rotation, and 8 with
+    # a head has 12 dimensions without rotation, and 8 with
+    expected = dict(lm.functional.make_module(kind, 4, 20, 64).named_parameters())
     for layer in model.model.layers:
         added = getattr(layer.self_attn, NORMALIZER_ATTRIBUTE)
         shapes = {name: value.shape for name, value in added.named_parameters()}
         assert shapes == {name: value.shape for name, value in expected.items()}
         if kind == "cosine":
-            torch.testing.assert_close(added.g.data, expected["g"])
+            torch.testing.assert_close(added.g, expected["g"])
     assert model(tokens()).logits.isfinite().all()
     added = getattr(model.model.layers[0].self_attn, NORMALIZER_ATTRIBUTE)
     added.layer = replace(added.layer, head_size=8)
-    with pytest.raises(ValueError, match=r"heads of DeepseekV3Attention have 20 dimensions, lm_.* was set up for 8"):
+    with pytest.raises(ValueError, match=r"q \(2, 4, 60, 20\) .* for 4 heads of 8 dimensions"):
         model(tokens())
 
 
