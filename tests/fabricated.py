@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from lm.experiments.loop import ExperimentTrainer, Slots
+from lm.experiments.loop import ExperimentTrainer
 from lm.experiments.page import experiment_files
 from lm.experiments.procedure import Procedure, Run
 from lm.files import write_together
@@ -111,9 +111,9 @@ def logged(run: Run, *losses: float) -> None:
         save(run.config.run_folder, run.outcome.last_step)
 
 
-def launching(procedure: Procedure, launch: Callable[[Run], int], slots: Slots | None = None) -> ExperimentTrainer:
+def launching(procedure: Procedure, launch: Callable[[Run], int]) -> ExperimentTrainer:
     """The work on an experiment whose runs a function trains in place of a process; it returns the exit status."""
-    jobs = ExperimentTrainer(procedure, slots or Slots(1))
+    jobs = ExperimentTrainer(procedure, [()])
     jobs.trainer.train = lambda run, devices: (launch(run), 0.0)
     return jobs
 

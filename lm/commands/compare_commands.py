@@ -41,14 +41,11 @@ def compare(
     ],
     plan: Annotated[bool, typer.Option("--plan", help="print the plan alone")] = False,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="runs at a time, at most; of GPUs: slots [default: all GPUs; 1 on a CPU]")
+        int | None, typer.Option(min=1, help="runs at a time, at most [default: all GPUs; 1 on a CPU]")
     ] = None,
     jobs_per_gpu: Annotated[int, typer.Option(min=1, help="runs at a time on each GPU")] = 1,
     report_only: Annotated[bool, typer.Option("--report-only", help="judge what is there, train nothing")] = False,
     retry: Annotated[bool, typer.Option("--retry", help="try the runs that failed again")] = False,
-    anew: Annotated[
-        bool, typer.Option("--anew", help="train although the runs that are there have other overrides")
-    ] = False,
     commands: Annotated[
         bool, typer.Option("--commands", help="print a command for each run that can start now, train nothing")
     ] = False,
@@ -76,11 +73,7 @@ def compare(
     if submit:
         modes |= {"--jobs": jobs, "--jobs-per-gpu": jobs_per_gpu > 1}
     elif plan or report_only:
-        modes |= {
-            "--retry": retry,
-            "--anew": anew and report_only,
-            "--jobs": jobs and report_only,
-        }
+        modes |= {"--retry": retry, "--jobs": jobs and report_only}
     elif commands:
         modes |= {"--jobs-per-gpu": jobs_per_gpu > 1}
     if len(options := [name for name, is_on in modes.items() if is_on]) > 1:
@@ -93,7 +86,7 @@ def compare(
         raise ConfigError(f"{job_flags[0]} goes with --submit; how many runs train at a time on this machine is --jobs")
     if as_json and not report_only:
         raise ConfigError("--json goes with --report-only: training prints its progress")
-    training_options = TrainingOptions(jobs, retry, anew, jobs_per_gpu, submit, workers, job_options)
+    training_options = TrainingOptions(jobs, retry, jobs_per_gpu, submit, workers, job_options)
     if commands:
         print_commands(files, overrides, training_options)
     else:

@@ -6,10 +6,11 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, redirect_stdout, suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import pandas as pd
@@ -18,16 +19,17 @@ from lm.data.prepare import prepare, vocab_size_of
 from lm.errors import RunError
 from lm.experiments.experiment import SHARED_SETTINGS, Cost, Experiment, cost
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.experiment_folder import LOCK, experiment_lock, holder_words, is_measured, open_experiment, start
-from lm.experiments.judging import INTERVALS, PrimaryMetric, experiment_noise, print_verdicts
+from lm.experiments.experiment_folder import experiment_lock, is_measured, open_experiment, start
+from lm.experiments.judging import INTERVALS, experiment_noise, print_verdicts
 from lm.experiments.loop import (
     Cluster,
+    Devices,
     Engine,
     ExperimentTrainer,
     RunsFailed,
-    Slots,
     failures,
     forget_failures,
+    gpu_words,
     slots_of,
 )
 from lm.experiments.page import experiment_files, question, trend_table, trends
@@ -38,7 +40,6 @@ from lm.report.html import PAGE
 from lm.report.tables import csv_text, numeral, print_tables, table_from_rows, with_unit
 from lm.runs.folder import DIVERGED, ENVIRONMENT, METRICS, RESOLVED_FILE, read_environment
 from lm.runs.record import starts
-from lm.statistics.verdicts import POWER, seeds_needed
 from lm.training.wandb_runs import send_report
 
 VERDICTS, TUNING, REPORT = "verdicts", "tuning", "report"
@@ -48,21 +49,16 @@ VERDICTS, TUNING, REPORT = "verdicts", "tuning", "report"
 class TrainingOptions:
     """Options of `lm compare` that control the training of runs."""
 
-    jobs: int | None = None  # number of slots (`lm.experiments.loop.slots_of`); None: as many as the machine has
+    jobs: int | None = None  # largest number of runs at a time; None: as many as the machine has slots
     retry: bool = False  # whether to try failed runs again
-    # whether to train although the folder has only runs that were started with other overrides
-    anew: bool = False
-    slots_per_gpu: int = 1  # number of slots on each GPU
+    jobs_per_gpu: int = 1  # number of runs that share each GPU
     engine: Engine | None = None  # the scheduler whose jobs train the runs; None: processes of this machine train them
     workers: int = 1  # number of the scheduler's jobs at a time
     job_options: str = ""  # the options of each job, as `--job-options` gives them
 
-    def slots(self, experiment: Experiment) -> Slots:
-        """Return the `Slots` for an experiment's runs. Raises ConfigError: a run needs more GPUs or slots than there
-        are.
-        """
-        in_jobs = Slots(self.workers, place="each in a job")
-        return in_jobs if self.engine else slots_of(experiment, self.jobs, self.slots_per_gpu)
+    def slots(self, experiment: Experiment) -> list[Devices]:
+        """Return the slots for an experiment's runs. Raises ConfigError: a run needs more GPUs than there are."""
+        return [()] * self.workers if self.engine else slots_of(experiment, self.jobs, self.jobs_per_gpu)
 
     def cluster(self, folder: Path) -> Cluster | None:
         """Return the `Cluster` that trains an experiment's runs in jobs; None without a scheduler. Raises LMError as
@@ -86,40 +82,34 @@ def compare_experiments(
 
     Raises LMError: an experiment's file is wrong, or runs failed.
     """
-    is_working, experiments = not plan_only and not report_only, [read_experiment(path, overrides) for path in files]
-    # Slots are counted before text is prepared: too few raise ConfigError.
-    slots = [Slots(1) if report_only else options.slots(experiment) for experiment in experiments]
-    with ExitStack() as stack:
-        for folder in dict.fromkeys(experiment.folder for experiment in experiments if is_working):
-            stack.enter_context(experiment_lock(folder))
-        for path in files if options.engine else ():
-            _start_in_job(path, overrides, options)
-        open_procedure, anew = start if is_working else open_experiment, options.anew or plan_only
-        job_counts = [1 if options.engine else own_slots.n_slots for own_slots in slots]
-        procedures = [
-            open_procedure(path, overrides, job_count, anew) for path, job_count in zip(files, job_counts, strict=True)
-        ]
-        for procedure, own_slots in zip(procedures, slots, strict=True) if not report_only else ():
-            print("\n".join(plan_lines(procedure, own_slots)), flush=True)
+    failure_words = []
+    for path, experiment in [(path, read_experiment(path, overrides)) for path in files]:
+        if report_only:
+            _write_verdicts(open_experiment(path, overrides))
+            continue
+        slots = options.slots(experiment)  # before text is prepared: there may be too few GPUs
+        jobs = 1 if options.engine else len(slots)
         if plan_only:
-            return
-        failure_words = []
-        for procedure, own_slots in zip(procedures, slots, strict=True):
-            if is_working:
-                try:
-                    _train_runs(procedure, options, own_slots)
-                except RunsFailed as error:
-                    failure_words.append(str(error))
-                    if not any(run.outcome.ended for run in procedure.known_runs()):
-                        continue  # there is nothing to judge
+            print("\n".join(plan_lines(open_experiment(path, overrides, jobs), slots)))
+            continue
+        with experiment_lock(experiment.folder):
+            if options.engine:
+                _start_in_job(experiment, path, options)
+            procedure = start(path, overrides, jobs)
+            print("\n".join(plan_lines(procedure, slots)), flush=True)
+            try:
+                _train_runs(procedure, options, slots)
+            except RunsFailed as error:
+                failure_words.append(str(error))
+                if not any(run.outcome.ended for run in procedure.known_runs()):
+                    continue  # there is nothing to judge
             entries = _write_verdicts(procedure)
-            if is_working:
-                try:
-                    _send_report(procedure, entries)
-                except RunError as error:  # later experiments are trained all the same
-                    failure_words.append(str(error))
-        if failure_words:
-            raise RunsFailed("; ".join(failure_words))
+            try:
+                _send_report(procedure, entries)
+            except RunError as error:  # later experiments are trained all the same
+                failure_words.append(str(error))
+    if failure_words:
+        raise RunsFailed("; ".join(failure_words))
 
 
 def print_commands(files: list[Path], overrides: list[str], options: TrainingOptions) -> None:
@@ -128,30 +118,27 @@ def print_commands(files: list[Path], overrides: list[str], options: TrainingOpt
     """
     for path in files:
         with redirect_stdout(sys.stderr):  # messages on the text and on other processes are no commands
-            procedure = start(path, overrides, options.jobs or 1, options.anew)
+            procedure = start(path, overrides, options.jobs or 1)
             folder = procedure.experiment.folder
-            if (folder / LOCK).exists():
-                print(f"note: {folder}: {holder_words(folder)}")
-            elif options.retry:
+            if options.retry:
                 forget_failures(procedure)
-        for run in ExperimentTrainer(procedure, Slots(1)).free_runs():
+        for run in ExperimentTrainer(procedure, [()]).free_runs():
             python = [sys.executable, "-P", "-m", "lm"]  # -P: a folder `lm` in the current one is not the package
             shell_commands = [shlex.join([*python, *command]) for command in commands(run, folder)]
             print(" && ".join(shell_commands), flush=True)
 
 
-def _start_in_job(path: Path, overrides: list[str], options: TrainingOptions) -> None:
+def _start_in_job(experiment: Experiment, path: Path, options: TrainingOptions) -> None:
     """Prepare the training text of an experiment on this machine. If the experiment was never started, start it in a
     scheduler's job, so that precision, compilation and threads are chosen for the machines that train."""
-    experiment = open_experiment(path, overrides, 1, options.anew).experiment
     cluster = options.cluster(experiment.folder)
     prepare(experiment.first_config.data, progress=True)
     if not (experiment.folder / RESOLVED_FILE).exists():
         print(f"{experiment.name}: a first job settles precision, compilation and threads", flush=True)
-        cluster.result(cluster.submit(partial(start, path, overrides, 1, options.anew)))
+        cluster.result(cluster.submit(partial(start, path, [*experiment.overrides])))
 
 
-def _train_runs(procedure: Procedure, options: TrainingOptions, slots: Slots) -> None:
+def _train_runs(procedure: Procedure, options: TrainingOptions, slots: list[Devices]) -> None:
     """Train the runs of an experiment. Raises RunsFailed."""
     if options.retry:
         forget_failures(procedure)
@@ -161,10 +148,8 @@ def _train_runs(procedure: Procedure, options: TrainingOptions, slots: Slots) ->
 # ---------------------------------------------------------------- the plan
 
 
-def plan_lines(procedure: Procedure, slots: Slots) -> Iterator[str]:
-    """The lines of a plan: the runs, their resources, time and settings, the number of seeds that find a difference of
-    interest, and notes.
-    """
+def plan_lines(procedure: Procedure, slots: list[Devices]) -> Iterator[str]:
+    """The lines of a plan: the runs, their resources, time and settings, what the seeds find, and notes."""
     experiment, run_costs = procedure.experiment, costs(procedure)
     tune, primary = experiment.tune, experiment.primary
     yield f"experiment {experiment.name} in {experiment.folder}: " + ", ".join(arm.name for arm in experiment.arms)
@@ -190,17 +175,15 @@ def plan_lines(procedure: Procedure, slots: Slots) -> Iterator[str]:
         size_words = f", {tokens / 1e6:.1f} M tokens, {flops:.2e} FLOPs{growth}"
     yield f"{runs}{size_words}"
     known_runs, judgement = procedure.known_runs(), procedure.judgement()
-    words = _seed_count_words(primary, judgement.question.alpha)
     if times := run_times(known_runs, run_costs):
-        seconds = {size_arm: time * slots.slots_per_run(*size_arm) for size_arm, time in times.items()}
-        in_all = sum(count * seconds[size_arm] for size_arm, count in counts.items())
-        ended = sum(seconds[run.size, run.arm] for run in known_runs if run.outcome.ended)
-        left = duration(max(0.0, in_all - ended) / slots.n_slots)
+        in_all = sum(count * times[size_arm] for size_arm, count in counts.items())
+        ended = sum(times[run.size, run.arm] for run in known_runs if run.outcome.ended)
+        left = duration(max(0.0, in_all - ended) / len(slots))
         yield f"time: about {left} for what is left, by the runs that have ended"
     else:
         yield "time: known once the first run has ended"
     yield f"done: {sum(run.outcome.ended for run in known_runs)} of the {len(known_runs)} runs known so far"
-    yield f"primary metric {primary.metric}, {primary.better} is better; {words}"
+    yield f"primary metric {primary.metric}, {primary.better} is better; a difference of {primary.matters:g} matters"
     yield from judgement.power_sentences(len(experiment.seeds))
     yield from filter(None, [experiment_noise(judgement)])
     yield from procedure.notes()
@@ -208,22 +191,8 @@ def plan_lines(procedure: Procedure, slots: Slots) -> Iterator[str]:
     settings = [
         f"{key} {' or '.join({str(getattr(trainer, key)): 0 for trainer in trainers})}" for key in SHARED_SETTINGS
     ]
-    yield f"runs compute with {'; '.join(settings)}; {slots}"
-    if procedure.other_runs:
-        yield f"note: {procedure.other_runs}"
-
-
-def _seed_count_words(primary: PrimaryMetric, alpha: float) -> str:
-    """Say how many seeds are needed to find a difference of interest."""
-    margin = primary.matters
-    seed_counts = ", ".join(
-        f"{seeds_needed(deviation, margin, alpha)} if it is {deviation:.3g}"
-        for deviation in (margin / 2, margin, 2 * margin)
-    )
-    return (
-        f"seeds to find a difference of {margin:g} with probability {POWER:g} go by the standard deviation of "
-        f"differences between single runs: {seed_counts}"
-    )
+    gpus = gpu_words(dict.fromkeys(chain(*slots)))
+    yield f"runs compute with {'; '.join(settings)}; {len(slots)} at a time{f' on {gpus}' if gpus else ''}"
 
 
 def costs(procedure: Procedure) -> dict[tuple[str, str], Cost]:
@@ -272,7 +241,7 @@ def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
     """
     experiment, primary, failed_runs = procedure.experiment, procedure.experiment.primary, failures(procedure)
     if not any(run.outcome.ended for run in procedure.known_runs()):
-        reason, remedy = "no run has ended yet", procedure.other_runs or "leave --report-only out to train"
+        reason, remedy = "no run has ended yet", "".join(procedure.plan_notes[:1]) or "leave --report-only out to train"
         if failed_runs:
             reason = f"no run has a result; {len(failed_runs)} failed, the first with {failed_runs[0][1]}"
             remedy = "--retry tries again"

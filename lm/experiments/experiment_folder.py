@@ -3,11 +3,9 @@ since its plan.
 """
 
 import json
-import os
-import socket
-import time
+import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -24,15 +22,14 @@ from lm.experiments.experiment import SHARED_SETTINGS, Experiment, cost, decidin
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import SELECTION
-from lm.files import json_bytes, locked_folder, plain_sha256, read_json
-from lm.machine import process_start, threads_per_process
+from lm.files import json_bytes, locked_folder, plain_sha256
+from lm.machine import threads_per_process
 from lm.model.device import count_gpus, resolve_compile, resolve_precision
 from lm.plain import Plain, to_plain
 from lm.runs.evaluations import selection_mask
 from lm.runs.folder import CONFIG, EVALUATIONS, RESOLVED_FILE
 from lm.runs.manifest import read_file, write_files
 
-LOCK = "compare.lock"  # file in the experiment's folder: names the machine and process that work on it
 # key of the plan in RESOLVED_FILE; the plan is null (unknown) if the file was written after final runs were measured
 PLAN = "planned"
 _OVERRIDES = "overrides"  # key in RESOLVED_FILE of the overrides that the first start was given
@@ -43,85 +40,37 @@ _OTHER_NAME = "give the experiment's file another name, or set runs=..."
 
 
 @contextmanager
-def experiment_lock(experiment_folder: Path) -> Iterator[None]:
-    """Hold the lock of an experiment's folder during the body; the folder is created if it does not exist.
-
-    The operating system's lock of the folder ends with the process that holds it, but other machines may not see this
-    lock. The file LOCK names the process to all machines that see the folder. A LOCK file that a killed process of this
-    host has left behind is replaced.
-
-    Raises RunError: the folder can't be made, or another process works on the experiment, or may do so on another host.
-    The message names that process and a remedy.
+def experiment_lock(folder: Path) -> Iterator[None]:
+    """Hold the system's lock of an experiment's folder during the body, after making the folder; it ends with the
+    process. Raises RunError: the folder can't be made, or another process works on the experiment.
     """
-    path = experiment_folder / LOCK
     try:
-        experiment_folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunError(f"{experiment_folder}: can't make the folder: {error.strerror}") from None
-    with ExitStack() as stack:
+        raise RunError(f"{folder}: can't make the folder: {error.strerror}") from None
+    words = "another lm compare works on it; --report-only and --plan show how far it is"
+    with locked_folder(folder, words) as lock_problem:
+        if lock_problem:
+            print(f"note: {lock_problem}: start no other lm compare of this experiment", file=sys.stderr)
         try:
-            stack.enter_context(locked_folder(experiment_folder, ""))
-        except RunError:
-            raise RunError(f"{experiment_folder}: {holder_words(experiment_folder)}") from None
-        stack.callback(_remove_if_empty, experiment_folder)
-        holder, pid = _lock_holder(path), os.getpid()
-        # a file that says nothing is of a process that was killed before it could write
-        if not holder or (holder.get("host") == host_name() and process_start(int(holder["pid"])) != holder["born"]):
-            path.unlink(missing_ok=True)
-        record = {"host": host_name(), "pid": pid, "born": process_start(pid), "since": time.strftime("%F %T")}
-        try:
-            with path.open("xb") as file:
-                file.write(json_bytes(record))
-        except FileExistsError:
-            raise RunError(f"{experiment_folder}: {holder_words(experiment_folder)}") from None
-        stack.callback(path.unlink, missing_ok=True)
-        yield
-
-
-def holder_words(experiment_folder: Path) -> str:
-    """Describe the process that holds the lock of an experiment, and what the user can do."""
-    path = experiment_folder / LOCK
-    holder, words, remedy = _lock_holder(path), "another process works on it", ""
-    if holder:
-        words = f"process {holder['pid']} on {holder['host']} works on it since {holder['since']}"
-    if path.exists() and holder.get("host") != host_name():
-        remedy = f"; once that process is surely gone, delete {path}"
-    return f"{words}{remedy}; --report-only and --plan show how far it is"
-
-
-def _lock_holder(path: Path) -> dict[str, Plain]:
-    """Return what a LOCK file says: host, process ID, start time of the process, start of its work; {} if the file is
-    absent or damaged.
-    """
-    with suppress(RunError):
-        return read_json(path)
-    return {}
-
-
-def host_name() -> str:
-    return socket.gethostname()
-
-
-def _remove_if_empty(folder: Path) -> None:
-    with suppress(OSError):
-        folder.rmdir()
+            yield
+        finally:
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
 
 
 # ---------------------------------------------------------------- opening and starting an experiment
 
 
-def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False) -> Procedure:
+def open_experiment(path: Path, overrides: list[str], jobs: int = 1) -> Procedure:
     """Open an experiment as its file and run folders are now, without preparing, training or writing anything.
 
     If the file leaves precision, compilation or threads open, the settings of the first start hold. Before a first
     start they are resolved for this machine.
 
-    Args:
-        jobs: the number of runs at a time, on which the number of threads depends.
-        anew: open the experiment even if its folder has only runs that were started with other overrides.
+    jobs: the number of runs at a time, on which the number of threads depends.
 
-    Raises LMError: the file is wrong, the experiment's folder is a run folder, RESOLVED_FILE is damaged, or `anew` is
-    needed.
+    Raises LMError: the file is wrong, the experiment's folder is a run folder, or RESOLVED_FILE is damaged.
     """
     experiment = read_experiment(path, overrides)
     if (experiment.folder / CONFIG).exists():
@@ -134,18 +83,16 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
     }
     procedure = Procedure(replace(experiment, base=merge(experiment.base, {"trainer": open_settings})))
     _compare_with_plan(procedure, recorded)
-    if procedure.other_runs and not anew:
-        raise RunError(f"{experiment.folder}: {procedure.other_runs}; to train what is asked for now, add --anew")
     return procedure
 
 
-def start(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False) -> Procedure:
+def start(path: Path, overrides: list[str], jobs: int = 1) -> Procedure:
     """Start an experiment: prepare its text, and fix the settings that all its runs share.
 
     Raises LMError: as `open_experiment`; or the text can't be prepared, or is not that of the first runs.
     """
-    store = prepare(open_experiment(path, overrides, jobs, anew).experiment.first_config.data, progress=True)
-    procedure = open_experiment(path, overrides, jobs, True)  # the vocabulary is known now
+    store = prepare(open_experiment(path, overrides, jobs).experiment.first_config.data, progress=True)
+    procedure = open_experiment(path, overrides, jobs)  # the vocabulary is known now
     experiment, file = procedure.experiment, procedure.experiment.folder / RESOLVED_FILE
     _check_held_out_text(experiment, store)
     trainer, recorded, has_measured_runs = (
@@ -283,20 +230,22 @@ def _changes(plan: dict[str, dict], present: dict[str, dict]) -> dict[str, list[
 
 
 def _compare_with_plan(procedure: Procedure, recorded: dict[str, Plain]) -> None:
-    """Compare the present plan with the `recorded` one. Set the notes on what was changed since, the arms whose
-    verdicts are exploratory for that, and `Procedure.other_runs`. There are no notes before a final run was measured.
+    """Compare the present plan with the `recorded` one. Set the notes on what was changed since, and the arms whose
+    verdicts are exploratory for that. Before a final run was measured, the plan may change.
 
     A change of an arm concerns its own verdict and those of arms that start from its weights. All other changes, and
     those of the baseline, concern all verdicts; changes of tuning are noted alone.
     """
     experiment, plan, present = procedure.experiment, recorded.get(PLAN), plan_of(procedure.experiment)
-    procedure.other_runs = _other_runs_words(procedure, recorded)
+    if words := _other_runs_words(procedure, recorded):
+        procedure.plan_notes = [words]
     if plan == present or not is_measured(experiment):
         return
     every_arm = frozenset((size, arm.name) for size, arm in experiment.size_arms)
     if plan is None:
         note = f"exploratory: what was planned before the first run is not known: {RESOLVED_FILE} does not say"
-        procedure.plan_notes, procedure.exploratory = [note], every_arm
+        procedure.plan_notes.append(note)
+        procedure.exploratory = every_arm
         return
     changes, sources = _changes(plan, present), {arm.name: arm.source for arm in experiment.arms}
     shared = changes.pop("", [])
@@ -314,7 +263,7 @@ def _compare_with_plan(procedure: Procedure, recorded: dict[str, Plain]) -> None
         names.setdefault(", ".join(arm_words), []).append(name)
     words += [f"{', '.join(arms)}: {text}" for text, arms in names.items()]
     lines = {"exploratory: changed since the plan": words, "changed since the plan": tuning}
-    procedure.plan_notes = [f"{start}: {'; '.join(entries)}" for start, entries in lines.items() if entries]
+    procedure.plan_notes += [f"{start}: {'; '.join(entries)}" for start, entries in lines.items() if entries]
 
 
 def _other_runs_words(procedure: Procedure, recorded: dict[str, Plain]) -> str:

@@ -7,23 +7,22 @@ machine save a checkpoint and end; a scheduler's jobs go on.
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
 from lm.errors import ConfigError, RunError, one_line
 from lm.experiments.experiment import Experiment
-from lm.experiments.experiment_folder import host_name
 from lm.experiments.procedure import LOG_FOLDER, Procedure, Run, commands, log_path, next_runs
 from lm.experiments.run_outcome import Outcome
 from lm.files import locked_folder, read_json, write_json
@@ -44,7 +43,6 @@ Devices = tuple[str, ...]  # GPUs of a run, as CUDA_VISIBLE_DEVICES names them; 
 FAILURE_SUFFIX, JOB_SUFFIX = "failed.json", "job.json"
 JOBS_FOLDER = "workers"  # folder in the experiment's folder: scripts and output of submitit's jobs
 POLL_SECONDS = 1.0  # seconds between checks of a job
-RECORD_WAIT_SECONDS = 120.0  # seconds within which a job must see the record that names it
 
 
 # ---------------------------------------------------------------- runs that failed
@@ -88,67 +86,27 @@ def forget_failures(procedure: Procedure) -> None:
 # ---------------------------------------------------------------- slots of this machine
 
 
-@dataclass(frozen=True)
-class Slots:
-    """Places in which one `lm compare` trains runs at the same time. A run on the CPU takes one slot, a run on GPUs one
-    slot on each.
-    """
-
-    n_slots: int
-    gpus: Devices = ()  # GPUs that are handed out; (): all runs compute on the CPU
-    slots_per_gpu: int = 1  # number of slots on each GPU
-    # number of GPUs that a run takes, by size and arm; other runs take none
-    gpus_per_run: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    place: str = "on the CPU"  # where runs without GPUs are trained, in words
-
-    def slots_per_run(self, size: str, arm: str) -> int:
-        """Return the number of slots that a run of an arm takes."""
-        return max(1, self.gpus_per_run.get((size, arm), 0))
-
-    def devices(self, size: str, arm: str, busy_devices: list[Devices]) -> Devices | None:
-        """Choose the GPUs with the fewest runs for a run that starts while other runs occupy `busy_devices`. None while
-        too few slots are free."""
-        if sum(max(1, len(gpus)) for gpus in busy_devices) + self.slots_per_run(size, arm) > self.n_slots:
-            return None
-        run_counts, gpu_count = Counter(chain(*busy_devices)), self.gpus_per_run.get((size, arm), 0)
-        free_gpus = sorted(
-            (gpu for gpu in self.gpus if run_counts[gpu] < self.slots_per_gpu), key=run_counts.__getitem__
-        )
-        return tuple(free_gpus[:gpu_count]) if len(free_gpus) >= gpu_count else None
-
-    def __str__(self) -> str:
-        at_a_time = self.n_slots // max((1, *self.gpus_per_run.values()))
-        gpus = f"on {gpu_words(self.gpus[: self.n_slots])}, {self.slots_per_gpu} on each (--jobs-per-gpu)"
-        return f"{at_a_time} at a time {gpus if any(self.gpus_per_run.values()) else self.place}"
-
-
-def gpu_words(devices: Devices) -> str:
+def gpu_words(devices: Iterable[str]) -> str:
     """GPUs in words, e.g. `GPU 0, 1`, or the first 12 characters of each UUID; empty without GPUs."""
     words = ", ".join(name[:12] for name in devices)
-    return f"GPU {words}" if words and devices[0].isdigit() else words
+    return f"GPU {words}" if words[:1].isdigit() else words
 
 
-def slots_of(experiment: Experiment, jobs: int | None, slots_per_gpu: int) -> Slots:
-    """Return the slots for an experiment on this machine.
+def slots_of(experiment: Experiment, jobs: int | None, jobs_per_gpu: int) -> list[Devices]:
+    """Return a slot for each run that this machine trains at a time: the GPUs that the run sees, () on the CPU.
 
     Args:
-        jobs: largest number of slots; None: `slots_per_gpu` on each GPU, or one if all runs compute on the CPU.
-        slots_per_gpu: number of slots on each GPU. If any run takes a GPU, there are no slots without a GPU.
+        jobs: largest number of slots; None: `jobs_per_gpu` on each group of GPUs, or one if runs compute on the CPU.
+        jobs_per_gpu: number of runs that share each GPU.
 
-    Raises ConfigError: there are too few GPUs, or slots, for a run.
+    Raises ConfigError: there are too few GPUs for a run.
     """
+    n_gpus = max(count_gpus(experiment.example_config(size, arm)) for size, arm in experiment.size_arms)
+    if not n_gpus:
+        return [()] * (jobs or 1)
     gpus = visible_gpus()
-    gpu_counts = {
-        (size, arm.name): count_gpus(experiment.example_config(size, arm)) for size, arm in experiment.size_arms
-    }
-    max_gpus = max(gpu_counts.values())
-    if not max_gpus:
-        return Slots(jobs or 1)
-    slot_count = min(jobs or len(gpus) * slots_per_gpu, len(gpus) * slots_per_gpu)
-    if slot_count < max_gpus:
-        reason = f"a run of {max_gpus} GPUs (trainer.devices) takes {max_gpus} slots"
-        raise ConfigError(f"--jobs {jobs}: {reason}; raise it, or lower trainer.devices")
-    return Slots(slot_count, gpus, slots_per_gpu, gpu_counts)
+    groups = [gpus[first : first + n_gpus] for first in range(0, len(gpus) - n_gpus + 1, n_gpus)]
+    return (groups * jobs_per_gpu)[:jobs]
 
 
 # ---------------------------------------------------------------- processes of this machine
@@ -235,16 +193,16 @@ class Training:
         self._children: Children | None = None  # made in the job: its locks can't be pickled
 
     def __call__(self) -> tuple[int, float]:
-        """Train or continue the run, if its job record (`_job_record`) names this job. Returns exit status and seconds
-        of training. Of a job on several nodes each task calls this; the first swaps weights before, and measures after.
+        """Train or continue the run. Returns exit status and seconds of training. Of a job on several nodes each task
+        calls this; the first swaps weights before, and measures after.
         """
         from submitit import JobEnvironment
 
         self._children, rank = Children(self.experiment_folder), JobEnvironment().global_rank
         swapped_config = Path(self.run.config.init_from, CONFIG)
-        while (is_recorded := self._is_recorded_job()) and rank and self.run.swap and not swapped_config.exists():
+        while rank and self.run.swap and not swapped_config.exists():
             time.sleep(POLL_SECONDS)
-        return self._children.train(self.run, None, rank) if is_recorded else (128 + signal.SIGTERM, 0.0)
+        return self._children.train(self.run, None, rank)
 
     def checkpoint(self) -> "DelayedSubmission":
         """Let the run save a checkpoint and end. Returns the same job, which submitit queues again."""
@@ -254,18 +212,6 @@ class Training:
             self._children.stop()
             self._children.wait()
         return DelayedSubmission(Training(self.run, self.experiment_folder))
-
-    def _is_recorded_job(self) -> bool:
-        """Wait at most RECORD_WAIT_SECONDS for the run's job record to name this job; return whether it does. If `lm
-        compare` was killed before it recorded this job, the record may name a later job."""
-        from submitit import JobEnvironment
-
-        job_id, deadline = JobEnvironment().job_id, time.monotonic() + RECORD_WAIT_SECONDS
-        while not (is_named := _job_record(self.experiment_folder, self.run).get("id") == job_id):
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(POLL_SECONDS)
-        return is_named
 
 
 class Cluster:
@@ -312,7 +258,7 @@ class Cluster:
     @property
     def scheduler_name(self) -> str:
         """The name of the scheduler; `local` is followed by the name of this machine."""
-        return f"local on {host_name()}" if self.engine == "local" else self.engine
+        return f"local on {socket.gethostname()}" if self.engine == "local" else self.engine
 
     def submit(self, function: Callable[[], object], nodes: int = 1, devices: int = 1) -> "Job":
         """Submit a job that calls `function`, on several nodes once for each of the `devices` of each node. Returns the
@@ -427,6 +373,7 @@ class ExperimentTrainer:
     """Trains the runs that an experiment needs, until all have ended or no other run can be started.
 
     Args:
+        slots: the GPUs of each run that is trained at a time (`slots_of`).
         cluster: trains the runs in a scheduler's jobs; None: processes of this machine train them.
 
     Attributes:
@@ -434,7 +381,7 @@ class ExperimentTrainer:
         failed: the failures of runs, by run folder.
     """
 
-    def __init__(self, procedure: Procedure, slots: Slots, cluster: Cluster | None = None):
+    def __init__(self, procedure: Procedure, slots: list[Devices], cluster: Cluster | None = None):
         self.procedure, self.slots, self.folder = procedure, slots, procedure.experiment.folder
         self.cluster, self.trainer = cluster, cluster or Children(self.folder)
         self.pending: dict[Future, tuple[Run, Devices]] = {}
@@ -451,20 +398,20 @@ class ExperimentTrainer:
                 primary metric.
         """
         self._check_jobs()
-        pending = self.pending
-        with interruptible() as signals, ThreadPoolExecutor(self.slots.n_slots) as pool:
+        pending, free = self.pending, [*self.slots]
+        with interruptible() as signals, ThreadPoolExecutor(len(self.slots)) as pool:
             try:
                 while True:
-                    for run in self._startable_runs({run.config.run_folder for run, _ in pending.values()}):
-                        devices = self.slots.devices(run.size, run.arm, [devices for _, devices in pending.values()])
-                        if devices is None:
-                            # no later run starts first: else a run of several GPUs would wait for all smaller ones
-                            break
+                    startable = self._startable_runs({run.config.run_folder for run, _ in pending.values()})
+                    for run in islice(startable, len(free)):
+                        devices = free.pop(0)
                         pending[pool.submit(self.trainer.train, run, devices)] = run, devices
                     if not pending:
                         break
                     for future in wait(pending, None, FIRST_COMPLETED).done:
-                        self._report_end(*pending.pop(future), *future.result())
+                        run, devices = pending.pop(future)
+                        free.append(devices)
+                        self._report_end(run, devices, *future.result())
             except KeyboardInterrupt:
                 number, running_count = signals[-1] if signals else signal.SIGINT, len(pending)
                 self.stop()

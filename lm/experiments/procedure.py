@@ -101,10 +101,9 @@ class Procedure:
 
     def __init__(self, experiment: Experiment, read: Callable[..., Outcome] = Outcome):
         self.experiment, self._read = experiment, read
-        # what the experiment's recorded plan says (`lm.experiments.experiment_folder`): runs of other overrides, if
-        # there are none of those that are asked for; what was changed after a final run was measured; and the sizes
-        # and arms whose verdicts are exploratory for that
-        self.other_runs, self.plan_notes, self.exploratory = "", list[str](), frozenset[SizeArm]()
+        # what the experiment's recorded plan says (`lm.experiments.experiment_folder`): what differs from it, in
+        # sentences, and the sizes and arms whose verdicts are exploratory for that
+        self.plan_notes, self.exploratory = list[str](), frozenset[SizeArm]()
         self._arms = {arm.name: arm for arm in experiment.arms}
         self._folder = experiment.folder
         self._ended_outcomes: dict[Path, Outcome] = {}

@@ -85,7 +85,7 @@ def test_as_it_was_planned_nothing_is_said(tmp_path, overrides):
 )
 def test_what_was_changed_after_final_runs_were_measured_is_exploratory(tmp_path, overrides, changes, arms, words):
     started(tmp_path, overrides)
-    procedure = open_experiment(written(tmp_path, **SEEDS | changes), overrides, anew=True)
+    procedure = open_experiment(written(tmp_path, **SEEDS | changes), overrides)
     assert exploratory(procedure)[: len(arms)] == arms
     (line,) = [note for note in procedure.notes() if note.startswith("exploratory: changed since the plan: ")]
     assert words in line

@@ -10,7 +10,6 @@ from trials import procedure_of
 
 from lm.experiments import compare
 from lm.experiments.compare import costs, plan_lines, run_times
-from lm.experiments.loop import Slots
 from lm.experiments.procedure import Procedure
 
 
@@ -19,7 +18,7 @@ def test_time_is_that_of_the_runs_that_have_ended(tmp_path, monkeypatch):
     procedure = procedure_of(
         tmp_path, tune=None, seeds=[1, 2, 3], sizes={"small": {}, "large": {"trainer.max_steps": 16}}
     )
-    assert "time: known once the first run has ended" in plan_lines(procedure, Slots(2))
+    assert "time: known once the first run has ended" in plan_lines(procedure, [(), ()])
     runs = [run for run in procedure.known_runs() if (run.size, run.arm) == ("small", "softmax")]
     for number, run in enumerate(runs):
         finish(run, 5.0)
@@ -35,7 +34,7 @@ def test_time_is_that_of_the_runs_that_have_ended(tmp_path, monkeypatch):
     assert times["small", "ssmax"] == pytest.approx(60, rel=0.01), "by FLOPs"
     assert times["large", "softmax"] == pytest.approx(120, rel=0.01)
     # (9 x 60 s + 6 x 120 s - 3 x 60 s) / 2
-    assert "time: about 8 min for what is left, by the runs that have ended" in plan_lines(procedure, Slots(2))
+    assert "time: about 8 min for what is left, by the runs that have ended" in plan_lines(procedure, [(), ()])
 
 
 def test_an_arm_that_is_not_trained_has_no_tuning_runs(tmp_path):
@@ -46,7 +45,7 @@ def test_an_arm_that_is_not_trained_has_no_tuning_runs(tmp_path):
     procedure = procedure_of(
         tmp_path, seeds=[1, 2, 3], arms=arms, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]}
     )
-    lines = "\n".join(plan_lines(procedure, Slots(1)))
+    lines = "\n".join(plan_lines(procedure, [()]))
     assert "\n12 runs (3 of them are measured without training), " in lines
     assert procedure.n_runs("") == {"softmax": 9, "as-it-is": 3}
     assert len(finish_all(procedure, lambda run: 5 + abs(run.rate - 2e-3)).known_runs()) == 12

@@ -18,7 +18,6 @@ from lm.config.load import to_yaml
 from lm.evaluation.answers import Recall, by_length
 from lm.experiments.compare import plan_lines
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.loop import Slots
 from lm.experiments.procedure import Procedure, Run
 from lm.report.frame import results
 from lm.runs.evaluations import selection_mask, units_frame
@@ -313,7 +312,7 @@ def test_while_runs_at_the_others_rate_are_missing_nothing_is_claimed(tmp_path):
 
 def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(tmp_path):
     def said(procedure: Procedure) -> list[str]:
-        return [line for line in plan_lines(procedure, Slots(1)) if line.lower().startswith(("power", "low power"))]
+        return [line for line in plan_lines(procedure, [()]) if line.lower().startswith(("power", "low power"))]
 
     primary = {"metric": "val/loss", "matters": 0.02}
     assert said(experiment(tmp_path, primary=primary)) == [
@@ -330,7 +329,7 @@ def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(t
         "LOW POWER: the experiment will more likely than not leave such a difference undecided; probability 0.8 takes "
         "52 seeds"
     )
-    of_two = [*plan_lines(experiment(tmp_path, primary=primary | {"spread": 0.05}, seeds=[1, 2]), Slots(1))]
+    of_two = [*plan_lines(experiment(tmp_path, primary=primary | {"spread": 0.05}, seeds=[1, 2]), [()])]
     assert "NO VERDICT: a verdict takes 3 seeds, not 2: add seeds" in of_two
     noise = {("softmax", seed): 0.0 for seed in (1, 2, 3)} | {
         ("ssmax", 1): 0.05,
@@ -352,7 +351,7 @@ def test_there_is_a_plan_at_each_step_where_arms_start_from_others_that_are_trai
     while unfinished := [run for run in procedure.known_runs() if not run.outcome.ended]:
         choice = procedure.choice("")
         plans.append((choice.rates is None, choice.settled, [*choice.crossed]))
-        assert list(plan_lines(procedure, Slots(1)))
+        assert list(plan_lines(procedure, [()]))
         for run in unfinished:
             finish(run, misled(run))
     assert plans == [
@@ -399,7 +398,7 @@ def test_the_noise_of_an_experiments_final_runs_is_said_in_the_plan_and_on_the_p
     judged = [procedure.judgement().judged_values("", arm) for arm in ("softmax", "ssmax")]
     noise = f"oise: single runs scatter by {math.sqrt(np.var(judged, axis=1, ddof=1).mean()):.3g} ("
     paired = f", differences paired by seed by {np.std(np.subtract(*judged), ddof=1):.3g} ("
-    planned = next(line for line in plan_lines(procedure, Slots(1)) if "scatter" in line)
+    planned = next(line for line in plan_lines(procedure, [()]) if "scatter" in line)
     for sentence in (planned, write_page(procedure, tmp_path / "page").read_text()):
         assert noise in sentence
         assert paired in sentence

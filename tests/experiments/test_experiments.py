@@ -21,7 +21,7 @@ from lm.evaluation.metrics import metrics_of
 from lm.experiments.compare import TrainingOptions, compare_experiments, plan_lines
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import open_experiment, start
-from lm.experiments.loop import RunsFailed, Slots, Stopped, forget_failures
+from lm.experiments.loop import RunsFailed, Stopped, forget_failures
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION, Outcome
 from lm.runs.evaluations import evaluation_path, weighted_mean
@@ -356,7 +356,7 @@ def test_what_one_size_says_of_precision_is_its_own_and_the_plan_says_so(tmp_pat
     ]
     assert precisions == [32, 32, "bf16-mixed"], "b is as the first start settles it"
     sentence = "precision 32 or bf16-mixed; compile False; threads 1"
-    assert list(plan_lines(procedure, Slots(1)))[-1] == f"runs compute with {sentence}; 1 at a time on the CPU"
+    assert list(plan_lines(procedure, [()]))[-1] == f"runs compute with {sentence}; 1 at a time"
 
 
 def test_threads_are_shared_out_of_the_cores_that_the_job_may_use(tmp_path, overrides, monkeypatch):

@@ -18,7 +18,7 @@ from waiting import wait_until
 
 from lm.errors import RunError
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.loop import ExperimentTrainer, Slots, Stopped, forget_failures, read_failure
+from lm.experiments.loop import ExperimentTrainer, Stopped, forget_failures, read_failure
 from lm.experiments.procedure import Procedure
 from lm.files import read_json
 from lm.machine import process_start
@@ -94,7 +94,7 @@ def test_a_stopped_experiment_saves_its_runs(file, overrides):
     with pytest.raises(
         Stopped, match=r"stopped by SIGTERM: runs that saved and ended: 1; the same command goes on"
     ) as error:
-        ExperimentTrainer(procedure, Slots(1)).train_all()
+        ExperimentTrainer(procedure, [()]).train_all()
     stopper.join()
     assert error.value.exit_code == 128 + signal.SIGTERM
     assert (folder / "checkpoints" / "last.ckpt").exists()
@@ -104,8 +104,8 @@ WORK = """
 import sys
 from pathlib import Path
 from lm.experiments.experiment_folder import start
-from lm.experiments.loop import ExperimentTrainer, Slots
-ExperimentTrainer(start(Path(sys.argv[1]), sys.argv[2:], 2), Slots(2)).train_all()
+from lm.experiments.loop import ExperimentTrainer
+ExperimentTrainer(start(Path(sys.argv[1]), sys.argv[2:], 2), [(), ()]).train_all()
 """
 
 
