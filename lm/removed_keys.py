@@ -5,8 +5,10 @@ hashed, as before.
 import re
 from collections.abc import Iterator
 
+from lm.plain import Plain, flatten, items, join_path
+
 # {path of a key, as in docs/config.md: its default in 0.11.0}; names of runs have a hash of all keys of that version
-HASHED_KEYS: dict[str, object] = {
+HASHED_KEYS: dict[str, Plain] = {
     "data.min_document_bytes": 1,
     "data.tokenizer[train].special_tokens": [],
     "model.position.scaling[llama3].slow": 1.0,
@@ -22,7 +24,7 @@ HASHED_KEYS: dict[str, object] = {
     "optim.on_nonfinite": "stop",
 }
 # {path of a key, `*` for any part of it: its default}; these keys are in no hash
-REMOVED_KEYS: dict[str, object] = HASHED_KEYS | {
+REMOVED_KEYS: dict[str, Plain] = HASHED_KEYS | {
     "more_seeds": [],
     "primary.learned": None,
     "primary.reach": None,
@@ -63,10 +65,16 @@ REMOVED_KEYS: dict[str, object] = HASHED_KEYS | {
     "log.dynamics": ["gradient_norm"],
 }
 REMOVED_LOGGERS = ("csv", "trackio", "tensorboard")  # in `log.to`
+# names that earlier versions had, of tasks, lengths, tokenizers and texts, too
+REMOVED_NAMES = (
+    *REMOVED_LOGGERS,
+    *("copy", "max", "induction", "flip_flop", "curriculum", "documents", "fixed", "gpt2", "tiktoken"),
+    *("kjv", "moby", "shakespeare", "megatron"),
+)
 _PATTERNS = {re.compile(re.escape(path).replace(r"\*", r"[^.]*")): value for path, value in REMOVED_KEYS.items()}
 
 
-def removed_defaults(block_path: str, variant: str, name: str) -> list[object]:
+def removed_defaults(block_path: str, variant: str, name: str) -> list[Plain]:
     """Return the former default of a removed key as the only item of a list; [] if lm never had the key.
 
     Args:
@@ -79,7 +87,12 @@ def removed_defaults(block_path: str, variant: str, name: str) -> list[object]:
     return [value for pattern, value in _PATTERNS.items() if any(map(pattern.fullmatch, paths))]
 
 
-def hashed_defaults(plain: object, path: str = "") -> Iterator[tuple[str, object]]:
+def removed_name_advice(name: Plain) -> str:
+    """Return what an error says of a name beside those to choose from: that it has left, or nothing."""
+    return "; earlier versions had it, see CHANGELOG.md" if name in REMOVED_NAMES else ""
+
+
+def hashed_defaults(plain: Plain, path: str = "") -> Iterator[tuple[str, Plain]]:
     """Yield path and default of each key that blocks of a configuration (plain data) had in 0.11.0, and have no more.
     The hash of a configuration counts them, so that runs keep their names.
     """
@@ -88,16 +101,13 @@ def hashed_defaults(plain: object, path: str = "") -> Iterator[tuple[str, object
         for key, value in HASHED_KEYS.items():
             parent, _, name = key.rpartition(".")
             if parent in (block, f"{block}[{plain.get('name')}]"):
-                leaves = {f".{leaf}": item for leaf, item in value.items()} if isinstance(value, dict) else {"": value}
-                yield from ((f"{path}.{name}{leaf}", item) for leaf, item in leaves.items())
-        for name, value in plain.items():
-            yield from hashed_defaults(value, f"{path}.{name}" if path else str(name))
-    elif isinstance(plain, list):
-        for index, item in enumerate(plain):
-            yield from hashed_defaults(item, f"{path}[{index}]")
+                yield from flatten(value, f"{path}.{name}").items()
+    if isinstance(plain, dict | list):
+        for item_path, item in items(plain, path):
+            yield from hashed_defaults(item, item_path)
 
 
-def without_removed(plain: object, path: str = "") -> object:
+def without_removed(plain: Plain, path: str = "") -> Plain:
     """Return the configuration (plain data) of an older run without removed keys that have their former defaults.
 
     Removed keys of `log` and removed loggers, which change no result, are left out whatever they were.
@@ -107,7 +117,7 @@ def without_removed(plain: object, path: str = "") -> object:
     if not isinstance(plain, dict):
         return plain
     return {
-        name: without_removed(value, f"{path}.{name}" if path else str(name))
+        name: without_removed(value, join_path(path, name))
         for name, value in plain.items()
         if value not in (former := removed_defaults(path, str(plain.get("name", "")), name))
         and not (former and path == "log")

