@@ -13,7 +13,7 @@ import typer
 
 from lm import __version__
 from lm.commands import compare_commands, model_commands, train_commands
-from lm.errors import LMError, one_line, out_of_memory, panicked, terminal_text
+from lm.errors import LMError, one_line, out_of_memory, terminal_text
 from lm.machine import stop_with_parent
 from lm.plugins import PLUGINS
 
@@ -82,7 +82,8 @@ def main() -> None:
     exit status.
     """
     stop_with_parent()
-    # else Python ends with a search for reference cycles in all that torch has loaded: half a second
+    # Python would search all that torch has loaded for reference cycles, many times during its import and at the end
+    gc.set_threshold(100_000)
     atexit.register(gc.freeze)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # for é in an ASCII locale, and for file names that are not valid Unicode
@@ -103,26 +104,24 @@ def main() -> None:
             error.show()
             sys.exit(error.exit_code)
         _exit_with_error(_usage_message(error), error.exit_code)
-    except BrokenPipeError:  # the reader of stdout has ended, such as `head` in `lm ... | head`
-        _discard_output()
-        sys.exit(1)
     except OSError as error:
-        _discard_output()
+        if isinstance(sys.stdout, io.TextIOWrapper):  # at exit, Python would write again what could not be written
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # the reader of stdout has ended, such as `head` in `lm ... | head`
+            sys.exit(1)
         _exit_with_error((f"{error.filename}: " if error.filename else "") + (error.strerror or str(error)), 1)
-    except BaseException as error:
-        if not (isinstance(error, Exception) or panicked(error)) or not (text := _failure_message(error)):
+    except Exception as error:
+        if not (text := _failure_message(error)):
             raise
         _exit_with_error(text, 1)
 
 
 def _usage_message(error: UsageError) -> str:
     """Return a one-line message on a wrong command line, which says how keys are written where an option is unknown."""
-    text = " ".join(error.format_message().replace("Value error, ", "").split()).rstrip(".")
-    text = re.sub(r"\. Did (you mean .*\?)$", r" (did \1)", text)
-    parameters = error.ctx.command.params if error.ctx and type(error).__name__ == "NoSuchOption" else ()
-    if any("=VALUE" in (parameter.metavar or "") for parameter in parameters):
+    text = " ".join(error.format_message().split()).rstrip(".")
+    if type(error).__name__ == "NoSuchOption" and "=VALUE" in error.ctx.get_usage():
         text += "; keys are written as key=value, without dashes"
-    return f"{text[:1].lower()}{text[1:]}; see {error.ctx.command_path if error.ctx else 'lm'} --help"
+    return f"{text[:1].lower()}{text[1:]}; see {error.ctx.command_path} --help"
 
 
 _MEMORY_REMEDIES = {  # by command: how to lower its use of memory
@@ -133,29 +132,18 @@ _MEMORY_REMEDIES = {  # by command: how to lower its use of memory
 
 
 def _failure_message(error: BaseException) -> str:
-    """Return a one-line message if `error` comes from a lack of memory, a Rust library or a plugin; an empty text if
-    its cause is a bug of lm.
+    """Return a one-line message if `error` comes from a lack of memory or a plugin; an empty text if its cause is a
+    bug of lm.
     """
     if out_of_memory(error):
         requested_memory = re.search(r"allocate ([\d.]+ ?\w+)", str(error))
         remedy = _MEMORY_REMEDIES.get(sys.argv[1], "") if len(sys.argv) > 1 else ""
         text = "out of memory" + (f" (asked for {requested_memory[1]})" if requested_memory else "")
         return f"{text}: {remedy or 'measure fewer or shorter sequences, or use a machine with more'}"
-    if panicked(error):
-        return f"a library that lm uses failed: {one_line(error)}"
     failure, command = PLUGINS.failure(error)
     if failure:
         return f"{failure}: {type(error).__name__}: {one_line(error)}; check it with {command}"
     return ""
-
-
-def _discard_output() -> None:
-    """Discard output that could not be written to stdout, since the interpreter would try to write it again at exit."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            return
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _exit_with_error(text: str, status: int) -> NoReturn:

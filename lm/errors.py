@@ -130,15 +130,13 @@ class Unavailable(KeyError):
 
 
 class ConfigError(LMError):
-    """Raised for an invalid configuration; its text lists the problems, one per line, at most the first `max_lines`."""
+    """Raised for an invalid configuration; its text lists the problems, one per line."""
 
     exit_code = 2
-    max_lines = 30
 
     def __init__(self, problems: list[Problem] | list[str] | Problem | str):
         items = problems if isinstance(problems, list) else [problems]
         self.problems = [item for item in items if isinstance(item, Problem)]
         lines = [str(item) for item in items]
         head = f"{len(lines)} problems in the configuration:\n  " if len(lines) > 1 else ""
-        remainder = [f"... and {len(lines) - self.max_lines} more"] if len(lines) > self.max_lines else []
-        super().__init__(head + "\n  ".join(lines[: self.max_lines] + remainder))
+        super().__init__(head + "\n  ".join(lines))

@@ -1,7 +1,6 @@
 """Resources of this machine for this process (cores, memory), its signals, and its child processes."""
 
 import ctypes
-import gc
 import os
 import re
 import resource
@@ -94,19 +93,6 @@ def unblock_stop_signals() -> None:
     """
     numbers = os.environ.pop(_BLOCKED_VARIABLE, "").split()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [int(number) for number in numbers])
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """A context that turns Python's garbage collector off, then restores its state. It makes imports of large packages
-    faster: the collector would scan their objects many times and free nothing."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def process_start(pid: int) -> str:

@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from lm.commands.arguments import AllowPlugin
-from lm.machine import without_garbage_collection
 
 Configuration = Annotated[
     list[str],
@@ -187,10 +186,9 @@ def train(arguments: Configuration, allow_plugin: AllowPlugin = None) -> None:
     Everything about the run is written to its run folder, runs/NAME, where NAME is the name of the first YAML file
     (`run` if there is none) unless name=NAME is given. resume=auto continues a run from its last checkpoint.
     """
-    with without_garbage_collection():
-        from lm.config.load import load_config
-        from lm.runs.folder import with_shape_of
-        from lm.training.train import refuse_moved_run, train
+    from lm.config.load import load_config
+    from lm.runs.folder import with_shape_of
+    from lm.training.train import refuse_moved_run, train
 
     configuration = load_config(arguments, with_shape_of)
     if not any(argument.startswith("name=") for argument in arguments):

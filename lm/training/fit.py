@@ -16,7 +16,7 @@ from lm.evaluation.evaluate import evaluate_model, open_device
 from lm.evaluation.evaluation_kind import Measurement
 from lm.evaluation.metrics import measurements
 from lm.files import UNFINISHED, json_bytes
-from lm.machine import keep_freed_memory, threads_per_process, without_garbage_collection
+from lm.machine import keep_freed_memory, threads_per_process
 from lm.model.device import Machine, resolve_compile, resolve_device, resolve_precision
 from lm.model.spec import flops_per_token
 from lm.plain import Plain
@@ -102,9 +102,7 @@ def fit(
     callbacks = outside_objects("trainer.callbacks", config.trainer.callbacks, L.Callback)
     if is_main:
         print(banner(config, store, start, machine), *notes, sep="\n", flush=True)
-    # wandb imports much as it starts; a logger that can't start leaves the run as it was
-    with without_garbage_collection():
-        loggers = make_loggers(config, facts, is_main)
+    loggers = make_loggers(config, facts, is_main)  # one that can't start leaves the run as it was
     if is_main:
         folder = config.run_folder
         for path in reversed(step_paths(folder / CHECKPOINTS)):

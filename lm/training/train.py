@@ -10,7 +10,6 @@ from lm.data.batches import train_sequences
 from lm.data.prepare import check_sequences, prepare
 from lm.errors import RunError
 from lm.files import expand_home, locked_folder
-from lm.machine import without_garbage_collection
 from lm.model.spec import with_steps
 from lm.runs.checkpoints import load_checkpoint, load_metadata
 from lm.runs.folder import (
@@ -53,10 +52,9 @@ def train(config: Config) -> int:
                 key = f"phases[{index}].seq_len" if phase.seq_len else "data.seq_len"
                 check_sequences(store, config.in_phase(index), key=key)
                 train_sequences(store, config.in_phase(index))  # its tasks have room
-            with without_garbage_collection():
-                if config.trainer.callbacks or config.log.outside:
-                    import torchmetrics  # noqa: F401 (`self.log` needs it)
-                from lm.training.fit import fit  # Lightning takes seconds; errors above don't need it
+            if config.trainer.callbacks or config.log.outside:
+                import torchmetrics  # noqa: F401 (`self.log` needs it)
+            from lm.training.fit import fit  # Lightning takes seconds; errors above don't need it
 
             return fit(config, store, checkpoint, content, source, process)
         except BaseException:

@@ -58,7 +58,7 @@ def test_a_mistake_on_the_command_line_says_where_the_usage_is():
         result = lm(*arguments)
         assert result.returncode == 2
         assert re.fullmatch(r"error: .*; see lm( train| report)? --help\n", result.stderr)
-        assert arguments != ["trian"] or "'trian' (did you mean 'train'?); see" in result.stderr
+        assert arguments != ["trian"] or "'trian'. Did you mean 'train'?; see" in result.stderr
         assert "Traceback" not in result.stderr
 
 

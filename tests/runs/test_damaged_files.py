@@ -140,17 +140,3 @@ def test_a_tokenizer_that_fails_at_a_text_is_one_line_and_leaves_nothing(tmp_pat
     line = check(tmp_path, "train", str(ROOT / "tests" / "tiny.yaml"), *options, words=words)
     assert "Onig: Regex search error: retry-limit-in-match over; use another tokenizer, or other text" in line
     assert not list((tmp_path / "runs").glob("*"))
-
-
-def test_a_panic_of_any_library_is_one_line(monkeypatch: pytest.MonkeyPatch):
-    panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
-
-    def fail(**_: object) -> None:
-        raise panic("called `Option::unwrap()`\non a `None` value")
-
-    monkeypatch.setattr("lm.cli.app", fail)
-    result = lm("normalizers")
-    assert (result.returncode, result.stderr) == (
-        1,
-        "error: a library that lm uses failed: called `Option::unwrap()` on a `None` value\n",
-    )
