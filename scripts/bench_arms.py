@@ -20,7 +20,7 @@ from tensor_memory import TensorMemory
 from lm.config.tree import Config
 from lm.data.batches import Batch
 from lm.data.prepare import vocab_size_of
-from lm.experiments.experiment_file import read_experiment
+from lm.experiments.definition import read_experiment
 from lm.model.decoder import Decoder
 from lm.training.optimizers import make_optimizer
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import yaml
 from conftest import ROOT
 
-from lm.experiments.experiment_file import read_experiment
+from lm.experiments.definition import read_experiment
 from lm.experiments.procedure import Procedure
 
 TWO_ARMS = {

@@ -66,8 +66,9 @@ def compare(
     and interrupted ones resumed: the same command continues. Writes verdicts and a report (docs/experiments.md).
     """
     files, overrides = paths_and_overrides(arguments, "no experiment file given, e.g. configs/experiments/ssmax.yaml")
-    from lm.experiments.compare import VERDICTS, TrainingOptions, compare_experiments, print_commands
-    from lm.experiments.experiment_file import read_experiment
+    from lm.experiments.compare import TrainingOptions, compare_experiments, print_commands
+    from lm.experiments.definition import read_experiment
+    from lm.experiments.page import VERDICTS
 
     modes = {"--plan": plan, "--report-only": report_only, "--commands": commands, "--submit": submit}
     if submit:

@@ -23,9 +23,9 @@ from lm.config.load import load_config
 from lm.config.yaml_text import override
 from lm.errors import ConfigError, RunError
 from lm.evaluation.evaluate import evaluate_runs
-from lm.experiments.compare import REPORT, VERDICTS, TrainingOptions, compare_experiments
-from lm.experiments.experiment_folder import open_experiment
+from lm.experiments.compare import TrainingOptions, compare_experiments, open_experiment
 from lm.experiments.judging import INTERVALS
+from lm.experiments.page import REPORT, VERDICTS
 from lm.experiments.run_table import Direction, judge_table
 from lm.machine import start_child
 from lm.report.frame import evaluation_block, frame, results, run_columns

@@ -1,48 +1,58 @@
-"""`lm compare`: plan experiments, train their runs, judge them, and write the results."""
+"""`lm compare`: open or start experiments, print their plans, train their runs, and judge them.
 
-import math
+An experiment's folder holds what its first start settled for all runs, and what was planned before a final run.
+"""
+
+import json
 import shlex
 import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import redirect_stdout, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 
-import pandas as pd
+import torch
 
+from lm.config.load import merge
+from lm.config.tree import Config
 from lm.data.prepare import prepare, vocab_size_of
-from lm.errors import RunError
-from lm.experiments.experiment import SHARED_SETTINGS, Cost, Experiment, cost
-from lm.experiments.experiment_file import read_experiment
-from lm.experiments.experiment_folder import experiment_lock, is_measured, open_experiment, start
-from lm.experiments.judging import INTERVALS, experiment_noise, print_verdicts
+from lm.data.store import Store
+from lm.errors import ConfigError, Problem, RunError, as_written
+from lm.evaluation.held_out import validation_sequences
+from lm.experiments.definition import Experiment, deciding_keys, plan_of, read_experiment, size_name
+from lm.experiments.judging import experiment_noise
 from lm.experiments.loop import (
     Cluster,
     Devices,
     Engine,
     ExperimentTrainer,
     RunsFailed,
-    failures,
-    forget_failures,
     gpu_words,
     slots_of,
 )
-from lm.experiments.page import experiment_files, question, trend_table, trends
-from lm.experiments.procedure import Procedure, Run, commands
-from lm.files import json_bytes, read_json, write_together
-from lm.plain import Plain
-from lm.report.html import PAGE
-from lm.report.tables import csv_text, numeral, print_tables, table_from_rows, with_unit
-from lm.runs.folder import DIVERGED, ENVIRONMENT, METRICS, RESOLVED_FILE, read_environment
+from lm.experiments.page import send_experiment, write_verdicts
+from lm.experiments.procedure import Procedure, Run, commands, forget_failures
+from lm.files import json_bytes, locked_folder
+from lm.machine import threads_per_process
+from lm.model.decoder import Decoder
+from lm.model.device import count_gpus, resolve_compile, resolve_precision
+from lm.model.spec import count_parameters, flops_per_token
+from lm.plain import Plain, flatten, to_plain
+from lm.runs.evaluations import selection_mask
+from lm.runs.folder import CONFIG, EVALUATIONS, METRICS, RESOLVED_FILE, read_environment
+from lm.runs.manifest import read_file, write_files
 from lm.runs.record import starts
-from lm.training.wandb_runs import send_report
 
-VERDICTS, TUNING, REPORT = "verdicts", "tuning", "report"
+SHARED_SETTINGS = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
+# key of the plan in RESOLVED_FILE; the plan is null (unknown) if the file was written after final runs were measured
+PLAN = "planned"
+_OVERRIDES = "overrides"  # key in RESOLVED_FILE of the overrides that the first start was given
+_OTHER_NAME = "give the experiment's file another name, or set runs=..."
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,7 @@ def compare_experiments(
     failure_words = []
     for path, experiment in [(path, read_experiment(path, overrides)) for path in files]:
         if report_only:
-            _write_verdicts(open_experiment(path, overrides))
+            write_verdicts(open_experiment(path, overrides))
             continue
         slots = options.slots(experiment)  # before text is prepared: there may be too few GPUs
         jobs = 1 if options.engine else len(slots)
@@ -103,9 +113,9 @@ def compare_experiments(
                 failure_words.append(str(error))
                 if not any(run.outcome.ended for run in procedure.known_runs()):
                     continue  # there is nothing to judge
-            entries = _write_verdicts(procedure)
+            entries = write_verdicts(procedure)
             try:
-                _send_report(procedure, entries)
+                send_experiment(procedure, entries)
             except RunError as error:  # later experiments are trained all the same
                 failure_words.append(str(error))
     if failure_words:
@@ -143,6 +153,218 @@ def _train_runs(procedure: Procedure, options: TrainingOptions, slots: list[Devi
     if options.retry:
         forget_failures(procedure)
     ExperimentTrainer(procedure, slots, options.cluster(procedure.experiment.folder)).train_all()
+
+
+@contextmanager
+def experiment_lock(folder: Path) -> Iterator[None]:
+    """Hold the system's lock of an experiment's folder during the body, after making the folder; it ends with the
+    process. Raises RunError: the folder can't be made, or another process works on the experiment.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"{folder}: can't make the folder: {error.strerror}") from None
+    words = "another lm compare works on it; --report-only and --plan show how far it is"
+    with locked_folder(folder, words) as lock_problem:
+        if lock_problem:
+            print(f"note: {lock_problem}: start no other lm compare of this experiment", file=sys.stderr)
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
+
+
+# ---------------------------------------------------------------- opening and starting an experiment
+
+
+def open_experiment(path: Path, overrides: list[str], jobs: int = 1) -> Procedure:
+    """Open an experiment as its file and run folders are now, without preparing, training or writing anything.
+
+    If the file leaves precision, compilation or threads open, the settings of the first start hold. Before a first
+    start they are resolved for this machine.
+
+    jobs: the number of runs at a time, on which the number of threads depends.
+
+    Raises LMError: the file is wrong, the experiment's folder is a run folder, or RESOLVED_FILE is damaged.
+    """
+    experiment = read_experiment(path, overrides)
+    if (experiment.folder / CONFIG).exists():
+        raise RunError(f"{experiment.folder}: a run folder; {_OTHER_NAME}")
+    recorded = _first_start_record(experiment)
+    settings = recorded or _machine_settings(experiment, jobs)
+    trainer = experiment.base.get("trainer", {})  # sizes and arms may set these keys, too
+    open_settings = {
+        name: settings[name] for name in SHARED_SETTINGS if trainer.get(name) in ("auto", None) and name in settings
+    }
+    procedure = Procedure(replace(experiment, base=merge(experiment.base, {"trainer": open_settings})))
+    _compare_with_plan(procedure, recorded)
+    return procedure
+
+
+def start(path: Path, overrides: list[str], jobs: int = 1) -> Procedure:
+    """Start an experiment: prepare its text, and fix the settings that all its runs share.
+
+    Raises LMError: as `open_experiment`; or the text can't be prepared, or is not that of the first runs.
+    """
+    store = prepare(open_experiment(path, overrides, jobs).experiment.first_config.data, progress=True)
+    procedure = open_experiment(path, overrides, jobs)  # the vocabulary is known now
+    experiment, file = procedure.experiment, procedure.experiment.folder / RESOLVED_FILE
+    _check_held_out_text(experiment, store)
+    trainer, recorded, has_measured_runs = (
+        experiment.first_config.trainer,
+        _first_start_record(experiment),
+        is_measured(experiment),
+    )
+    plan = None if has_measured_runs else plan_of(experiment)
+    settings = {"data_fingerprint": store.fingerprint} | {name: getattr(trainer, name) for name in SHARED_SETTINGS}
+    settings |= recorded
+    # the plan may change before a final run is measured
+    if not recorded or (not has_measured_runs and settings.get(PLAN) != plan):
+        settings |= {_OVERRIDES: list(overrides), PLAN: plan}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_files(file.parent, {file.name: json_bytes(settings)})
+    if settings["data_fingerprint"] != store.fingerprint:
+        raise RunError(f"{file}: the text is not what the first runs were trained on; {_OTHER_NAME}")
+    return procedure
+
+
+def _check_held_out_text(experiment: Experiment, store: Store) -> None:
+    """Check that a held-out document is left to report results on and, with tuning, another to choose rates on.
+    Raises ConfigError.
+    """
+    config = experiment.first_config
+    if config.data.symbolic:
+        return
+    labels = validation_sequences(store, config).document_labels
+    chosen = selection_mask(store.fingerprint, labels)
+    for use, mask in {"report": ~chosen, "choose learning rates": chosen | (not experiment.is_tuned)}.items():
+        if not mask.any():
+            reason = f"none of the {len(set(labels.tolist()))} held-out documents is left to {use} on"
+            raise ConfigError(
+                [Problem("base.data.val_fraction", config.data.val_fraction, reason, "hold out more text")]
+            )
+
+
+def _first_start_record(experiment: Experiment) -> dict[str, Plain]:
+    """What the first start recorded in RESOLVED_FILE; {} before it. Raises RunError: the file was altered."""
+    folder, advice = experiment.folder, "bring it back: it holds what was planned before the first run"
+    return json.loads(read_file(folder, RESOLVED_FILE, advice)) if (folder / RESOLVED_FILE).exists() else {}
+
+
+def _machine_settings(experiment: Experiment, jobs: int) -> dict[str, Plain]:
+    """Settle `SHARED_SETTINGS` for this machine. Whether runs are compiled depends on the cost of a baseline run in
+    the first size, and on the number of baseline runs, which share compiled code.
+    """
+    config, tune = experiment.first_config, experiment.tune
+    accelerator = "gpu" if count_gpus(config) else "cpu"
+    precision = resolve_precision(config, accelerator, {}).value
+    runs = len(experiment.seeds) + len(tune.grid) * len(tune.seeds)
+    flops = cost(config, vocab_size_of(config.data) or 1).flops
+    processes = jobs * (1 if accelerator == "gpu" else config.trainer.devices)  # a run takes a slot for each GPU
+    return {
+        "precision": 32 if precision == "32" else precision,
+        "compile": resolve_compile(config, flops, accelerator, {}, runs).value == "true",
+        "threads": config.trainer.threads or threads_per_process(processes),
+    }
+
+
+# ---------------------------------------------------------------- what was changed since the plan
+
+
+def _run_configs(experiment: Experiment) -> list[Path]:
+    """The configurations in the experiment's folder, which are of runs that have begun."""
+    return [path for pattern in (f"*/{CONFIG}", f"*/*/{CONFIG}") for path in experiment.folder.glob(pattern)]
+
+
+def is_measured(experiment: Experiment) -> bool:
+    """Whether the experiment's folder has an evaluation of a final run, which is a run to be judged, of any
+    configuration.
+    """
+    return any(
+        any((path.parent / EVALUATIONS).glob("*.csv")) and b"stage: final" in path.read_bytes()
+        for path in _run_configs(experiment)
+    )
+
+
+@cache
+def _omitted_keys() -> dict[str, Plain]:
+    """The `deciding_keys` that `to_plain` omits while they have their default values, with these values."""
+    written_keys = flatten(to_plain(Config()))
+    default_keys = deciding_keys(to_plain(Config(), whole=True))
+    return {path: value for path, value in default_keys.items() if path not in written_keys}
+
+
+def _changes(plan: dict[str, dict], present: dict[str, dict]) -> dict[str, list[str]]:
+    """What differs between two plans, in words, by SIZE/ARM; changes of what all verdicts depend on have the name "".
+    A list of what the primary metric is measured on may grow: others are measured beside it.
+    """
+    sides = [{"": side["shared"]} | side["arms"] for side in (plan, present)]
+
+    def is_same(key: str, was: Plain, now: Plain) -> bool:
+        is_longer = ": " in key and isinstance(was, list) and isinstance(now, list) and all(item in now for item in was)
+        return was == now or is_longer
+
+    changes = {}
+    for name in dict.fromkeys(chain(*sides)):
+        was, now = (_omitted_keys() | side.get(name, {}) for side in sides)
+        changes[name] = [
+            f"{key} was {as_written(was.get(key))}, is {as_written(now.get(key))}"
+            for key in was | now
+            if not is_same(key, was.get(key), now.get(key))
+        ]
+        if not all(name in side for side in sides):
+            changes[name] = ["added" if name in sides[1] else "left out"]
+    return {name: words for name, words in changes.items() if words}
+
+
+def _compare_with_plan(procedure: Procedure, recorded: dict[str, Plain]) -> None:
+    """Compare the present plan with the `recorded` one. Set the notes on what was changed since, and the arms whose
+    verdicts are exploratory for that. Before a final run was measured, the plan may change.
+
+    A change of an arm concerns its own verdict and those of arms that start from its weights. All other changes, and
+    those of the baseline, concern all verdicts; changes of tuning are noted alone.
+    """
+    experiment, plan, present = procedure.experiment, recorded.get(PLAN), plan_of(procedure.experiment)
+    if words := _other_runs_words(procedure, recorded):
+        procedure.plan_notes = [words]
+    if plan == present or not is_measured(experiment):
+        return
+    every_arm = frozenset((size, arm.name) for size, arm in experiment.size_arms)
+    if plan is None:
+        note = f"exploratory: what was planned before the first run is not known: {RESOLVED_FILE} does not say"
+        procedure.plan_notes.append(note)
+        procedure.exploratory = every_arm
+        return
+    changes, sources = _changes(plan, present), {arm.name: arm.source for arm in experiment.arms}
+    shared = changes.pop("", [])
+    tuning = [words for words in shared if words.startswith("tune.")]
+    words = [words for words in shared if words not in tuning]
+
+    def is_changed(size: str, arm: str) -> bool:
+        return bool(arm) and (size_name(size, arm) in changes or is_changed(size, sources[arm]))
+
+    concerns_all = words or changes.keys() - present["arms"].keys()
+    concerns_all = concerns_all or any(is_changed(size, experiment.arms[0].name) for size in experiment.sizes)
+    procedure.exploratory = frozenset(pair for pair in every_arm if concerns_all or is_changed(*pair))
+    names: dict[str, list[str]] = {}
+    for name, arm_words in changes.items():
+        names.setdefault(", ".join(arm_words), []).append(name)
+    words += [f"{', '.join(arms)}: {text}" for text, arms in names.items()]
+    lines = {"exploratory: changed since the plan": words, "changed since the plan": tuning}
+    procedure.plan_notes += [f"{start}: {'; '.join(entries)}" for start, entries in lines.items() if entries]
+
+
+def _other_runs_words(procedure: Procedure, recorded: dict[str, Plain]) -> str:
+    """Say that the experiment's folder has none of the runs that are asked for, but runs that were started with other
+    overrides, and give the command that goes on with those; empty otherwise.
+    """
+    experiment, overrides = procedure.experiment, tuple(recorded.get(_OVERRIDES) or ())
+    is_other = recorded and overrides != experiment.overrides and _run_configs(experiment)
+    if not is_other or any(run.config.run_folder.is_dir() for run in procedure.known_runs()):
+        return ""
+    command = replace(experiment, overrides=overrides).command
+    return f"the runs here were started with other overrides; the command that goes on with them: {command}"
 
 
 # ---------------------------------------------------------------- the plan
@@ -195,6 +417,23 @@ def plan_lines(procedure: Procedure, slots: list[Devices]) -> Iterator[str]:
     yield f"runs compute with {'; '.join(settings)}; {len(slots)} at a time{f' on {gpus}' if gpus else ''}"
 
 
+@dataclass(frozen=True)
+class Cost:
+    """The resources that one run takes."""
+
+    parameters: int  # number of the model's parameters
+    tokens: int  # number of tokens that it is trained on
+    flops: int  # floating-point operations of its training
+
+
+def cost(config: Config, vocab_size: int, first_step: int = 0) -> Cost:
+    """The resources of a run that is trained from `first_step` on."""
+    with torch.device("meta"):
+        decoder = Decoder(config.model_in(0), vocab_size, config.data.seq_len, seed=None)
+    tokens = config.optim.batch_tokens * (config.trainer.max_steps - first_step)
+    return Cost(count_parameters(decoder)["total"], tokens, flops_per_token(decoder) * tokens)
+
+
 def costs(procedure: Procedure) -> dict[tuple[str, str], Cost]:
     """The resources of a run of each size and arm; {} if the size of the vocabulary is unknown before text is
     prepared.
@@ -230,74 +469,3 @@ def duration(seconds: float) -> str:
     """A time in words, such as `2 h 5 min`."""
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
-
-
-# ---------------------------------------------------------------- the results
-
-
-def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
-    """Print the verdicts. Write verdicts, tuning results and report into the experiment's folder, either all files or
-    none. Returns `Judgement.entries`. Raises LMError: no run has ended, or a run's file can't be read.
-    """
-    experiment, primary, failed_runs = procedure.experiment, procedure.experiment.primary, failures(procedure)
-    if not any(run.outcome.ended for run in procedure.known_runs()):
-        reason, remedy = "no run has ended yet", "".join(procedure.plan_notes[:1]) or "leave --report-only out to train"
-        if failed_runs:
-            reason = f"no run has a result; {len(failed_runs)} failed, the first with {failed_runs[0][1]}"
-            remedy = "--retry tries again"
-        elif is_measured(experiment):
-            reason = "none of the runs that the file now asks for has ended"
-        raise RunError(f"{experiment.folder}: {reason}; {remedy}")
-    judgement = procedure.judgement()
-    entries, notes = judgement.entries(), procedure.notes()
-    verdicts = {"primary": vars(primary), "notes": notes, "arms": entries}
-    if size_trends := trends(procedure, judgement):
-        verdicts["trends"] = size_trends
-    files = {
-        experiment.folder / f"{VERDICTS}.json": json_bytes(verdicts),
-        experiment.folder / f"{VERDICTS}.csv": csv_text(entries, intervals=INTERVALS).encode(),
-    }
-    if frames := [runs for runs in map(procedure.tuning_runs, experiment.sizes) if len(runs)]:
-        tuning = pd.concat(frames)
-        files[experiment.folder / f"{TUNING}.csv"] = tuning.replace(math.inf, DIVERGED).to_csv(index=False).encode()
-        metric = experiment.choice_metric
-        keys = [tuning[name] for name in ("size", "arm", "rate")]
-        means = tuning[metric].fillna(math.inf).groupby(keys, sort=False).mean()
-        rows = [
-            ({"size": size} if size else {})
-            | {"arm": arm, "rate": f"{rate:g}", metric: numeral(mean if math.isfinite(mean) else None)}
-            for (size, arm, rate), mean in means.items()
-        ]
-        title = f"tuning: mean {metric} ({experiment.data_words(metric, 'selection')})"
-        print_tables(table_from_rows(title, rows, dict.fromkeys(("rate", metric), "number")))
-    rate_note = f", each arm at its own {experiment.tune.key}" * experiment.is_tuned
-    print_verdicts(judgement, entries, f"{with_unit(primary.metric, experiment.metric.unit)}{rate_note}")
-    for note in notes:
-        print(note)
-    for run, failure in failed_runs:
-        print(f"failed: {run.stage}: {run.label}: {failure} ({failure.log}); --retry tries again")
-    write_together(files | experiment_files(procedure, experiment.folder / REPORT, judgement), "verdicts and report")
-    if size_trends:
-        print_tables(trend_table(size_trends, experiment.arms[0].name))
-    print(f"verdicts: {experiment.folder / VERDICTS}.json")
-    print(f"report: {experiment.folder / REPORT / PAGE}")
-    return entries
-
-
-def _send_report(procedure: Procedure, entries: list[dict[str, Plain]]) -> None:
-    """Send the report of an experiment to wandb. Raises RunError as `send_report` does."""
-    experiment, primary = procedure.experiment, procedure.experiment.primary
-    facts = {"question": question(experiment), "margin": primary.matters, "primary": vars(primary)}
-    facts |= {"arms": [arm.name for arm in experiment.arms], "seeds": [*experiment.seeds]}
-    runs = [
-        {
-            "stage": run.stage,
-            "run": run.label,
-            "state": run.outcome.state,
-            "wandb_id": read_json(run.config.run_folder / ENVIRONMENT).get("wandb_id"),
-        }
-        for run in procedure.known_runs()
-        if run.has_begun
-    ]
-    log, page = experiment.first_config.log, experiment.folder / REPORT / PAGE
-    send_report(log, experiment.name, experiment.folder, facts, entries, runs, page)

@@ -15,15 +15,25 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
 from lm.errors import ConfigError, RunError, one_line
-from lm.experiments.experiment import Experiment
-from lm.experiments.procedure import LOG_FOLDER, Procedure, Run, commands, log_path, next_runs
+from lm.experiments.definition import Experiment
+from lm.experiments.procedure import (
+    FAILURE,
+    LOG_FOLDER,
+    Failure,
+    Procedure,
+    Run,
+    commands,
+    log_path,
+    next_runs,
+    read_failure,
+)
 from lm.experiments.run_outcome import Outcome
 from lm.files import locked_folder, read_json, write_json
 from lm.machine import STOP_SIGNALS, process_start, start_child
@@ -39,48 +49,9 @@ if TYPE_CHECKING:
 
 Engine = Literal["slurm", "local"]
 Devices = tuple[str, ...]  # GPUs of a run, as CUDA_VISIBLE_DEVICES names them; (): it computes on the CPU
-# suffixes of files beside a run's log: why the run failed, and which job trains it
-FAILURE_SUFFIX, JOB_SUFFIX = "failed.json", "job.json"
+JOB_SUFFIX = "job.json"  # suffix of the file beside a run's log that says which job trains it
 JOBS_FOLDER = "workers"  # folder in the experiment's folder: scripts and output of submitit's jobs
 POLL_SECONDS = 1.0  # seconds between checks of a job
-
-
-# ---------------------------------------------------------------- runs that failed
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The failure of a run, which ended without a result."""
-
-    status: int  # the exit status of the run; if a signal killed it, minus the number of the signal
-    reason: str  # why the run failed: the last line of its output, the signal, or the measurement that is missing
-    log: str  # path of the file that holds all output of the run
-
-    def __str__(self) -> str:
-        return f"status {self.status}: {self.reason}" if self.status else self.reason
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether a signal stopped or killed the run, which the next start then continues."""
-        return self.status < 0 or self.status - 128 in STOP_SIGNALS
-
-
-def read_failure(experiment_folder: Path, run: Run) -> Failure | None:
-    """Return the recorded failure of a run; interrupted runs have none. Raises RunError: the file is damaged."""
-    path = log_path(experiment_folder, run, FAILURE_SUFFIX)
-    return Failure(**read_json(path)) if path.exists() else None
-
-
-def failures(procedure: Procedure) -> list[tuple[Run, Failure]]:
-    """The runs of an experiment that have failed, each with its failure."""
-    pairs = ((run, read_failure(procedure.experiment.folder, run)) for run in procedure.known_runs())
-    return [(run, failure) for run, failure in pairs if failure and not run.outcome.ended]
-
-
-def forget_failures(procedure: Procedure) -> None:
-    """Let the runs that failed be tried again."""
-    for run in procedure.known_runs():
-        log_path(procedure.experiment.folder, run, FAILURE_SUFFIX).unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------- slots of this machine
@@ -475,7 +446,7 @@ class ExperimentTrainer:
     def _report_end(self, run: Run, devices: Devices, status: int, seconds: float) -> None:
         """Print a line on a run that has ended, or record its failure."""
         outcome, title = replace(run.outcome), f"{run.stage}: {run.label}"  # the copy reads the files again
-        failure_path = log_path(self.folder, run, FAILURE_SUFFIX)
+        failure_path = log_path(self.folder, run, FAILURE)
         if not outcome.ended:
             failure = self.failed[run.config.run_folder] = self._failure(run, status, outcome)
             if not failure.interrupted:

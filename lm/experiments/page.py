@@ -1,5 +1,5 @@
-"""The report page of an experiment: question and verdicts first, then the tables, pictures and facts
-behind the verdicts.
+"""The results of an experiment: its verdicts in files and in print, and its page, where question and verdicts come
+first, then the tables, pictures and facts behind them.
 """
 
 import math
@@ -7,21 +7,45 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from lm.config.tree import effect_of
-from lm.experiments.experiment import Experiment
-from lm.experiments.judging import DIVERGED, FINISHED, Judgement, experiment_noise, summary_table
-from lm.experiments.loop import failures
-from lm.experiments.procedure import Procedure
+from lm.errors import RunError
+from lm.experiments.definition import Experiment
+from lm.experiments.judging import (
+    DIVERGED,
+    FINISHED,
+    INTERVALS,
+    Judgement,
+    experiment_noise,
+    print_verdicts,
+    summary_table,
+)
+from lm.experiments.procedure import Procedure, failures
 from lm.experiments.run_outcome import SELECTION
+from lm.files import json_bytes, read_json, write_together
 from lm.plain import Plain, json_value
 from lm.report.comparison import ArmComparison
 from lm.report.comparison_pictures import LOSSES, DrawnRun
-from lm.report.html import Answer, Page, PageSection, introduction, page_files, run_details, run_sections
+from lm.report.html import PAGE, Answer, Page, PageSection, introduction, page_files, run_details, run_sections
 from lm.report.pictures import Panel, Picture, Trace
-from lm.report.tables import DIFFERENCE, Column, FilledColumn, Table, numeral, signed_text, with_unit
+from lm.report.tables import (
+    DIFFERENCE,
+    Column,
+    FilledColumn,
+    Table,
+    csv_text,
+    numeral,
+    print_tables,
+    signed_text,
+    table_from_rows,
+    with_unit,
+)
+from lm.runs.folder import ENVIRONMENT
 from lm.statistics.intervals import Interval, trend
+from lm.training.wandb_runs import send_report
 
+VERDICTS, TUNING, REPORT = "verdicts", "tuning", "report"  # files and folder of results, without suffix
 BASIS_NOTE = (
     "All at the last step, on the report text. A mean is over the seeds that all arms have "
     "finished, a difference over all that its two arms have finished. The interval on other text of the kind covers "
@@ -34,6 +58,75 @@ CROSSED_RATES_NOTE = (
     "it is so at each of its own against the baseline at one of the same, and the intervals of the summary cover which "
     "of the rates is an arm's best."
 )
+
+
+# ---------------------------------------------------------------- the results
+
+
+def write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
+    """Print the verdicts. Write verdicts, tuning results and report into the experiment's folder, either all files or
+    none. Returns `Judgement.entries`. Raises LMError: no run has ended, or a run's file can't be read.
+    """
+    experiment, primary, failed_runs = procedure.experiment, procedure.experiment.primary, failures(procedure)
+    if not any(run.outcome.ended for run in procedure.known_runs()):
+        reason, remedy = "no run has ended yet", "".join(procedure.plan_notes[:1]) or "leave --report-only out to train"
+        if failed_runs:
+            reason = f"no run has a result; {len(failed_runs)} failed, the first with {failed_runs[0][1]}"
+            remedy = "--retry tries again"
+        raise RunError(f"{experiment.folder}: {reason}; {remedy}")
+    judgement = procedure.judgement()
+    entries, notes = judgement.entries(), procedure.notes()
+    verdicts = {"primary": vars(primary), "notes": notes, "arms": entries}
+    if size_trends := trends(procedure, judgement):
+        verdicts["trends"] = size_trends
+    files = {
+        experiment.folder / f"{VERDICTS}.json": json_bytes(verdicts),
+        experiment.folder / f"{VERDICTS}.csv": csv_text(entries, intervals=INTERVALS).encode(),
+    }
+    if frames := [runs for runs in map(procedure.tuning_runs, experiment.sizes) if len(runs)]:
+        tuning = pd.concat(frames)
+        files[experiment.folder / f"{TUNING}.csv"] = tuning.replace(math.inf, DIVERGED).to_csv(index=False).encode()
+        metric = experiment.choice_metric
+        keys = [tuning[name] for name in ("size", "arm", "rate")]
+        means = tuning[metric].fillna(math.inf).groupby(keys, sort=False).mean()
+        rows = [
+            ({"size": size} if size else {})
+            | {"arm": arm, "rate": f"{rate:g}", metric: numeral(mean if math.isfinite(mean) else None)}
+            for (size, arm, rate), mean in means.items()
+        ]
+        title = f"tuning: mean {metric} ({experiment.data_words(metric, 'selection')})"
+        print_tables(table_from_rows(title, rows, dict.fromkeys(("rate", metric), "number")))
+    rate_note = f", each arm at its own {experiment.tune.key}" * experiment.is_tuned
+    print_verdicts(judgement, entries, f"{with_unit(primary.metric, experiment.metric.unit)}{rate_note}")
+    for note in notes:
+        print(note)
+    for run, failure in failed_runs:
+        print(f"failed: {run.stage}: {run.label}: {failure} ({failure.log}); --retry tries again")
+    write_together(files | experiment_files(procedure, experiment.folder / REPORT, judgement), "verdicts and report")
+    if size_trends:
+        print_tables(trend_table(size_trends, experiment.arms[0].name))
+    print(f"verdicts: {experiment.folder / VERDICTS}.json")
+    print(f"report: {experiment.folder / REPORT / PAGE}")
+    return entries
+
+
+def send_experiment(procedure: Procedure, entries: list[dict[str, Plain]]) -> None:
+    """Send the report of an experiment to wandb. Raises RunError as `send_report` does."""
+    experiment, primary = procedure.experiment, procedure.experiment.primary
+    facts = {"question": question(experiment), "margin": primary.matters, "primary": vars(primary)}
+    facts |= {"arms": [arm.name for arm in experiment.arms], "seeds": [*experiment.seeds]}
+    runs = [
+        {
+            "stage": run.stage,
+            "run": run.label,
+            "state": run.outcome.state,
+            "wandb_id": read_json(run.config.run_folder / ENVIRONMENT).get("wandb_id"),
+        }
+        for run in procedure.known_runs()
+        if run.has_begun
+    ]
+    log, page = experiment.first_config.log, experiment.folder / REPORT / PAGE
+    send_report(log, experiment.name, experiment.folder, facts, entries, runs, page)
 
 
 # ---------------------------------------------------------------- the page
@@ -194,7 +287,7 @@ def _tuning_words(procedure: Procedure, size: str) -> str | None:
         return None
     seeds = ", ".join(map(str, sorted({*tuning_runs["seed"]})))
     rates = ", ".join(f"{rate:g}" for rate in sorted({*tuning_runs["rate"]}))
-    extremum = "lowest" if experiment.cost(1.0) > 0 else "highest"
+    extremum = "lowest" if experiment.choice_sign > 0 else "highest"
     choices = ", ".join(f"{arm} {arm_rates[0]:g}" for arm, arm_rates in choice.rates_of_final_runs.items())
     metric = f"{experiment.choice_metric} ({experiment.data_words(experiment.choice_metric, 'selection')})"
     return (

@@ -2,12 +2,11 @@
 needs, and the verdicts on finished runs.
 """
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -15,17 +14,18 @@ from pathlib import Path
 import pandas as pd
 
 from lm.config.load import to_yaml
-from lm.config.tree import Config, ExperimentConfig
+from lm.config.tree import Config
 from lm.config.yaml_text import override
 from lm.errors import ConfigError, RunError
-from lm.experiments.experiment import Arm, Experiment, Swap, config_hash
+from lm.experiments.definition import Arm, Experiment, Swap
 from lm.experiments.judging import FRAME_COLUMNS, Judgement, Question, SizeArm, judge
 from lm.experiments.run_outcome import SELECTION, Outcome, describe_values, run_differences
-from lm.files import write_text
+from lm.files import read_json, write_text
+from lm.machine import STOP_SIGNALS
 from lm.plain import Plain, to_plain
 from lm.plugins import package_of
 from lm.runs.evaluations import part_of
-from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, SWAPPED, step_path
+from lm.runs.folder import CONFIG, ENVIRONMENT
 from lm.statistics.tuning import (
     Rate,
     TuningOutcome,
@@ -35,6 +35,7 @@ from lm.statistics.tuning import (
     tuning_outcome,
 )
 
+FAILURE = "failed.json"  # suffix of the file beside a run's log that says why the run failed
 LOG_FOLDER = "logs"  # folder in the experiment's folder: output, configuration, job record and failure of each run
 
 
@@ -105,7 +106,6 @@ class Procedure:
         # sentences, and the sizes and arms whose verdicts are exploratory for that
         self.plan_notes, self.exploratory = list[str](), frozenset[SizeArm]()
         self._arms = {arm.name: arm for arm in experiment.arms}
-        self._folder = experiment.folder
         self._ended_outcomes: dict[Path, Outcome] = {}
         self._configs: dict[tuple, Config] = {}
         self._choices: dict[str, Choice] = {}
@@ -113,7 +113,11 @@ class Procedure:
     def run(self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, rates: dict[str, Rate | None]) -> Run:
         """Return the run of an arm at a rate. `rates`: the rates of the arms that it starts from, by arm."""
         source = self.run(size, self._arms[arm.source], stage, rates[arm.source], seed, rates) if arm.source else None
-        config = self.config(size, arm, stage, rate, seed, source and source.config)
+        run_key = size, arm.name, stage, rate, seed, source and source.config.name
+        config = self._configs.get(run_key)
+        if config is None:
+            config = self.experiment.run_config(size, arm, stage, rate, seed, source and source.config)
+            self._configs[run_key] = config
         outcome = self._ended_outcomes.get(config.run_folder)
         if source and source.outcome.state == "diverged":  # the run has no weights to start from
             outcome = source.outcome
@@ -130,47 +134,6 @@ class Procedure:
                 self._ended_outcomes[config.run_folder] = outcome
         overrides = tuple(self.experiment.evaluate_overrides)
         return Run(size, arm.name, stage, rate, seed, config, outcome, source, arm.swap, arm.trained, overrides)
-
-    def config(
-        self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, source_config: Config | None
-    ) -> Config:
-        """The configuration of a run, cached. `source_config`: the configuration of the run it starts from; None:
-        random weights.
-        """
-        run_key = size, arm.name, stage, rate, seed, source_config and source_config.run_folder
-        if run_key in self._configs:
-            return self._configs[run_key]
-        folder, start = self._folder / size, dict[str, str]()
-        config = self.experiment.config(size, arm, seed, rate, {"runs": str(folder), "name": "run"})
-        value = "" if rate is None else f"{rate:g}"
-        stem = "-".join(filter(None, (arm.name, value, f"seed{seed}")))
-        if source_config and arm.swap and arm.trained:
-            options, defaults = (to_plain(part) for part in (config.model.normalizer, type(config.model.normalizer)()))
-            option_words = [
-                f"{key}={value}"
-                for key, value in sorted(options.items())
-                if key not in ("name", "init") and value != defaults.get(key)
-            ]
-            words = " ".join([source_config.name, str(arm.swap), *option_words])
-            digest = hashlib.sha256(words.encode()).hexdigest()[:8]
-            start["init_from"] = str(folder / SWAPPED / f"{stem}-{digest}")
-        elif source_config and arm.branch_step is not None:
-            start["branch_from"] = str(step_path(source_config.run_folder / CHECKPOINTS, arm.branch_step))
-            start["init_from"] = source_config.init_from
-        elif source_config:
-            start["init_from"] = str(source_config.run_folder)
-        # In the hash, starting weights count by their path below the default folder of runs: an experiment may be
-        # moved.
-        default_folder = Path(Config().runs, self.experiment.name)
-        hashed_start = {
-            name: str(default_folder / Path(path).relative_to(self._folder))
-            if Path(path).is_relative_to(self._folder)
-            else path
-            for name, path in start.items()
-        }
-        digest = config_hash(replace(config, **hashed_start))
-        place = ExperimentConfig(self.experiment.name, arm.name, size or None, stage, rate)
-        return self._configs.setdefault(run_key, replace(config, **start, name=f"{stem}-{digest}", experiment=place))
 
     @cached_property
     def _required_options(self) -> dict[SizeArm, dict[str, dict[str, Plain]]]:
@@ -226,8 +189,12 @@ class Procedure:
         """
         experiment = self.experiment
         if experiment.table is not None:
-            costs = experiment.costs(self.tuning_runs(size))
-            return rate_choice({arm.name: costs[arm.name] for arm in arms})
+            ended = self.tuning_runs(size).dropna(subset=[experiment.choice_metric]).sort_values("seed")
+            costs: dict[str, dict[Rate, list[float]]] = {arm.name: {} for arm in arms}
+            for name, rate, value in ended[["arm", "rate", experiment.choice_metric]].itertuples(index=False):
+                if name in costs:
+                    costs[name].setdefault(rate, []).append(self._cost(value))
+            return rate_choice(costs)
         outcome = TuningOutcome({}, tuple(experiment.tune.grid) if arms else ())
         for source in self._untuned_sources(arms):
             runs.setdefault(source.name, {}).update(self._runs_at(size, source, "tune", (rates[source.name],), rates))
@@ -401,16 +368,17 @@ class Procedure:
             counts[arm.name] += known[arm.name, "final"] or is_open * len(self.experiment.seeds) * n_final_rates
         return counts
 
-    def choice_value(self, outcome: Outcome) -> float:
-        """A run's value of the metric that chooses rates, on the held-out documents for this choice; infinite unless
-        the run finished.
+    def _cost(self, value: float) -> float:
+        """The cost, which the chosen rate minimizes, of a value of the metric that chooses rates; infinite values stay
+        infinite.
         """
-        return outcome.mean(self.experiment.choice_metric, selection=True)
+        return self.experiment.choice_sign * value if math.isfinite(value) else value
 
     def _costs(self, runs_by_rate: dict[Rate, list[Run]]) -> dict[Rate, list[float]]:
-        """Costs that the chosen rate minimizes (`Experiment.cost`): for each rate a list over seeds."""
+        """The costs of runs on the held-out documents that choose rates, by rate as a list over seeds."""
+        metric = self.experiment.choice_metric
         return {
-            rate: [self.experiment.cost(self.choice_value(run.outcome)) for run in runs]
+            rate: [self._cost(run.outcome.mean(metric, selection=True)) for run in runs]
             for rate, runs in runs_by_rate.items()
         }
 
@@ -487,3 +455,41 @@ def commands(run: Run, experiment_folder: Path) -> list[list[str]]:
     if not run.trained or not outcome.is_measured:
         arguments.append(["eval", str(folder), *run.evaluate, *plugins])
     return arguments
+
+
+# ---------------------------------------------------------------- runs that failed
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failure of a run, which ended without a result."""
+
+    status: int  # the exit status of the run; if a signal killed it, minus the number of the signal
+    reason: str  # why the run failed: the last line of its output, the signal, or the measurement that is missing
+    log: str  # path of the file that holds all output of the run
+
+    def __str__(self) -> str:
+        return f"status {self.status}: {self.reason}" if self.status else self.reason
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal stopped or killed the run, which the next start then continues."""
+        return self.status < 0 or self.status - 128 in STOP_SIGNALS
+
+
+def read_failure(experiment_folder: Path, run: Run) -> Failure | None:
+    """Return the recorded failure of a run; interrupted runs have none. Raises RunError: the file is damaged."""
+    path = log_path(experiment_folder, run, FAILURE)
+    return Failure(**read_json(path)) if path.exists() else None
+
+
+def failures(procedure: Procedure) -> list[tuple[Run, Failure]]:
+    """The runs of an experiment that have failed, each with its failure."""
+    pairs = ((run, read_failure(procedure.experiment.folder, run)) for run in procedure.known_runs())
+    return [(run, failure) for run, failure in pairs if failure and not run.outcome.ended]
+
+
+def forget_failures(procedure: Procedure) -> None:
+    """Let the runs that failed be tried again."""
+    for run in procedure.known_runs():
+        log_path(procedure.experiment.folder, run, FAILURE).unlink(missing_ok=True)

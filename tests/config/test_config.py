@@ -15,7 +15,7 @@ from lm.config.reference import reference
 from lm.config.tree import Config
 from lm.config.yaml_text import override, parse_yaml
 from lm.errors import ConfigError
-from lm.experiments.experiment_file import read_experiment
+from lm.experiments.definition import read_experiment
 from lm.model.decoder import Decoder
 from lm.model.swapped import for_inference
 from lm.plain import to_plain

@@ -13,8 +13,7 @@ from lm.config.load import load_config
 from lm.config.tree import Config
 from lm.errors import ConfigError
 from lm.experiments.compare import costs
-from lm.experiments.experiment import config_hash
-from lm.experiments.experiment_file import read_experiment
+from lm.experiments.definition import config_hash, read_experiment
 from lm.experiments.procedure import Procedure
 from lm.model.decoder import Decoder
 from lm.model.spec import count_parameters, count_steps, with_steps

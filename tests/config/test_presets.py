@@ -16,7 +16,7 @@ from lm.commands.info import facts
 from lm.config import presets
 from lm.config.load import load_config
 from lm.errors import ConfigError
-from lm.experiments.experiment_file import read_experiment
+from lm.experiments.definition import read_experiment
 
 
 @pytest.mark.parametrize(

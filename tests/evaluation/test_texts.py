@@ -17,7 +17,7 @@ from lm.errors import ConfigError, DataError
 from lm.evaluation import held_out
 from lm.evaluation.evaluation_kind import HeldOut
 from lm.evaluation.held_out import OtherTexts, long_sequences
-from lm.experiments.experiment_file import read_experiment
+from lm.experiments.definition import read_experiment
 from lm.model.decoder import Decoder
 from lm.runs.evaluations import selection_mask
 from lm.runs.loading import load

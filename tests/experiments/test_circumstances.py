@@ -12,8 +12,8 @@ from trials import TWO_ARMS, written
 
 from lm.config.load import to_yaml
 from lm.errors import RunError
-from lm.experiments.experiment_file import read_experiment
-from lm.experiments.experiment_folder import PLAN, open_experiment, plan_of
+from lm.experiments.compare import PLAN, open_experiment
+from lm.experiments.definition import plan_of, read_experiment
 from lm.experiments.procedure import Procedure
 from lm.files import read_json
 from lm.runs.evaluations import evaluation_files, load_evaluation
@@ -146,7 +146,7 @@ def test_without_the_file_of_the_first_start_what_was_planned_is_not_known(tmp_p
 
 
 def test_before_anything_is_measured_the_plan_may_change(arguments, tmp_path):
-    from lm.experiments.experiment_folder import start
+    from lm.experiments.compare import start
 
     folder = start(written(tmp_path, tune=None), arguments[1:]).experiment.folder
     start(written(tmp_path, tune=None), [*arguments[1:], "log.progress=none"])
@@ -158,7 +158,7 @@ def test_before_anything_is_measured_the_plan_may_change(arguments, tmp_path):
 
 
 def test_a_margin_that_is_changed_in_the_recorded_plan_too_is_refused(arguments, tmp_path):
-    from lm.experiments.experiment_folder import start
+    from lm.experiments.compare import start
 
     file = start(written(tmp_path, tune=None), arguments[1:]).experiment.folder / RESOLVED_FILE
     file.write_text(file.read_text().replace('matters": 0.05', 'matters": 0.2'))

@@ -10,8 +10,8 @@ from manifests import put
 from trials import TWO_ARMS
 
 from lm.config.load import load_config, to_yaml
-from lm.experiments.experiment import config_hash
-from lm.experiments.experiment_folder import open_experiment
+from lm.experiments.compare import open_experiment
+from lm.experiments.definition import config_hash
 from lm.runs.folder import CONFIG, RESOLVED_FILE
 
 # What version 0.11.0 recorded of `ARMS`, whose base is tests/tiny.yaml: the folders of its runs, and its plan.

@@ -10,7 +10,7 @@ from fabricated import finish, finish_all
 from trials import procedure_of
 
 from lm.errors import ConfigError
-from lm.experiments.experiment import config_hash
+from lm.experiments.definition import config_hash
 from lm.experiments.procedure import Procedure, Run, commands
 from lm.files import read_json
 from lm.report.frame import results as lm_results

@@ -10,8 +10,8 @@ from manifests import put
 from trials import written
 
 from lm.config.load import to_yaml
-from lm.experiments.experiment_file import read_experiment
-from lm.experiments.experiment_folder import PLAN, open_experiment, plan_of
+from lm.experiments.compare import PLAN, open_experiment
+from lm.experiments.definition import plan_of, read_experiment
 from lm.experiments.procedure import Procedure
 from lm.runs.folder import CONFIG, RESOLVED_FILE
 
@@ -44,7 +44,7 @@ def command(error: str) -> list[str]:
 def test_overrides_that_are_forgotten_are_said_with_the_command_that_has_them(
     tmp_path, arguments, runs, tune, monkeypatch
 ):
-    monkeypatch.setattr("lm.experiments.compare.experiment_files", lambda *_: {})
+    monkeypatch.setattr("lm.experiments.page.experiment_files", lambda *_: {})
     path, data = written(tmp_path, tune=tune), arguments[1:]
     first = ended(path, [*data, *SHORT])
     note, *_ = open_experiment(path, data).notes()

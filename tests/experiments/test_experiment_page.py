@@ -20,7 +20,7 @@ from reported import build_run, write_report
 from scipy.stats import ttest_1samp
 
 from lm.config.load import to_yaml
-from lm.experiments.experiment_file import read_experiment
+from lm.experiments.definition import read_experiment
 from lm.experiments.page import trends
 from lm.experiments.procedure import Procedure, Run
 from lm.runs.evaluations import REPORTING

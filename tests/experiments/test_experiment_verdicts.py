@@ -17,7 +17,7 @@ from manifests import put
 from lm.config.load import to_yaml
 from lm.evaluation.answers import Recall, by_length
 from lm.experiments.compare import plan_lines
-from lm.experiments.experiment_file import read_experiment
+from lm.experiments.definition import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.report.frame import results
 from lm.runs.evaluations import selection_mask, units_frame

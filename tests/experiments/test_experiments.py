@@ -18,11 +18,10 @@ from lm.errors import ConfigError, Diverged, RunError
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.held_out import LongContext
 from lm.evaluation.metrics import metrics_of
-from lm.experiments.compare import TrainingOptions, compare_experiments, plan_lines
-from lm.experiments.experiment_file import read_experiment
-from lm.experiments.experiment_folder import open_experiment, start
-from lm.experiments.loop import RunsFailed, Stopped, forget_failures
-from lm.experiments.procedure import Procedure, Run
+from lm.experiments.compare import TrainingOptions, compare_experiments, open_experiment, plan_lines, start
+from lm.experiments.definition import read_experiment
+from lm.experiments.loop import RunsFailed, Stopped
+from lm.experiments.procedure import Procedure, Run, forget_failures
 from lm.experiments.run_outcome import SELECTION, Outcome
 from lm.runs.evaluations import evaluation_path, weighted_mean
 from lm.training.train import train
@@ -156,7 +155,7 @@ def test_an_experiment_that_fails_or_is_not_sent_does_not_keep_the_next_from_its
             raise RunError("the report is not sent")
 
     monkeypatch.setattr("lm.experiments.compare._train_runs", work)
-    monkeypatch.setattr("lm.experiments.compare.send_report", send)
+    monkeypatch.setattr("lm.experiments.page.send_report", send)
     with pytest.raises(RunsFailed, match="fails failed; the report is not sent"):
         compare_experiments(files, overrides, TrainingOptions())
     assert worked == [*names]
@@ -288,7 +287,7 @@ def test_runs_on_other_text_are_not_mixed_in(tmp_path, overrides):
 def test_held_out_documents_are_left_for_each_use(selecting: bool, changes: dict, tmp_path, overrides, monkeypatch):
     """Made-up draws: all held-out documents report, or all choose rates."""
     monkeypatch.setattr(
-        "lm.experiments.experiment_folder.selection_mask",
+        "lm.experiments.compare.selection_mask",
         lambda fingerprint, documents: np.full(len(documents), selecting),
     )
     use = "report" if selecting else "choose learning rates"
@@ -301,7 +300,7 @@ def test_held_out_documents_are_left_for_each_use(selecting: bool, changes: dict
 
 def test_an_experiment_without_tuning_needs_no_text_to_choose_on(tmp_path, overrides, monkeypatch, capsys):
     monkeypatch.setattr(
-        "lm.experiments.experiment_folder.selection_mask", lambda fingerprint, documents: np.zeros(len(documents), bool)
+        "lm.experiments.compare.selection_mask", lambda fingerprint, documents: np.zeros(len(documents), bool)
     )
     monkeypatch.setattr(
         "lm.runs.evaluations.selection_mask", lambda fingerprint, documents: np.zeros(len(documents), bool)
@@ -335,9 +334,7 @@ def test_the_plan_needs_no_text_and_prepares_none(tmp_path, overrides):
 def test_the_first_start_settles_an_experiment(tmp_path, overrides, monkeypatch):
     path, first = written(tmp_path), start(written(tmp_path), overrides).experiment
     content = (first.folder / "resolved.json").read_text()
-    monkeypatch.setattr(
-        "lm.experiments.experiment_folder._machine_settings", lambda *_: pytest.fail("was settled by the first")
-    )
+    monkeypatch.setattr("lm.experiments.compare._machine_settings", lambda *_: pytest.fail("was settled by the first"))
     assert start(path, [*overrides, "trainer.threads=null"], jobs=7).experiment.first_config.trainer.threads == 1
     assert (first.folder / "resolved.json").read_text() == content
     assert json.loads(content)["planned"]["shared"]["seeds"] == [1, 2]

@@ -17,9 +17,9 @@ from trials import written
 from waiting import wait_until
 
 from lm.errors import RunError
-from lm.experiments.experiment_file import read_experiment
-from lm.experiments.loop import ExperimentTrainer, Stopped, forget_failures, read_failure
-from lm.experiments.procedure import Procedure
+from lm.experiments.definition import read_experiment
+from lm.experiments.loop import ExperimentTrainer, Stopped
+from lm.experiments.procedure import Procedure, forget_failures, read_failure
 from lm.files import read_json
 from lm.machine import process_start
 from lm.runs.folder import METRICS, read_metrics
@@ -103,7 +103,7 @@ def test_a_stopped_experiment_saves_its_runs(file, overrides):
 WORK = """
 import sys
 from pathlib import Path
-from lm.experiments.experiment_folder import start
+from lm.experiments.compare import start
 from lm.experiments.loop import ExperimentTrainer
 ExperimentTrainer(start(Path(sys.argv[1]), sys.argv[2:], 2), [(), ()]).train_all()
 """

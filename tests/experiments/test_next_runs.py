@@ -9,7 +9,7 @@ import pytest
 from trials import TUNED, written
 
 from lm.config.tree import Config
-from lm.experiments.experiment_file import read_experiment
+from lm.experiments.definition import read_experiment
 from lm.experiments.procedure import Procedure, next_runs
 
 ARMS = {

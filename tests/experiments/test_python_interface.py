@@ -17,7 +17,7 @@ from waiting import wait_until
 
 import lm
 from lm.errors import ConfigError, LMError, RunError
-from lm.experiments.experiment_folder import open_experiment
+from lm.experiments.compare import open_experiment
 from lm.runs.folder import read_config
 from lm.training.banner import git_state
 

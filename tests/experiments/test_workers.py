@@ -20,7 +20,7 @@ from waiting import wait_until
 
 from lm.errors import ConfigError, RunError
 from lm.experiments import loop
-from lm.experiments.experiment_folder import experiment_lock, open_experiment, start
+from lm.experiments.compare import experiment_lock, open_experiment, start
 from lm.experiments.loop import Cluster, Training
 from lm.experiments.procedure import log_path
 from lm.files import read_json, write_json

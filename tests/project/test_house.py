@@ -162,7 +162,7 @@ def test_a_module_can_be_read_in_one_sitting(name: str):
 
 HEAVY = ("lightning", "wandb", "datasets", "transformers", "matplotlib.pyplot")
 LIGHT = ("lm", "lm.cli", "lm.config.load", "lm.config.tree", "lm.report.html", "lm.runs.record",
-    "lm.experiments.experiment_folder",
+    "lm.experiments.procedure",
          "lm.report.frame")  # fmt: skip
 
 

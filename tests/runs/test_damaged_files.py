@@ -13,7 +13,7 @@ from texts import write_texts, write_tokenizer
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from trials import written
 
-from lm.experiments.experiment_folder import start
+from lm.experiments.compare import start
 from lm.training.train import train
 
 SHORT = ["trainer.max_steps=4", "eval.sequences=64", "eval.long_context.length_factor=0"]

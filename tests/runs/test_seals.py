@@ -21,7 +21,7 @@ from reported import two_runs
 from lm.config.load import load_config, to_yaml
 from lm.errors import RunError
 from lm.evaluation.evaluation_kind import Measurement
-from lm.experiments.experiment_file import read_experiment
+from lm.experiments.definition import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.model.device import Device
 from lm.runs.evaluations import evaluation_path, measuring_code

@@ -1,0 +1,598 @@
+"""An experiment as its file defines it: base configuration, arms, seeds, tuning and primary metric. The file is read
+and checked here, and gives the configuration of each run.
+"""
+
+import hashlib
+import json
+import math
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, reduce
+from itertools import product
+from pathlib import Path
+from typing import Literal
+
+import pandas as pd
+
+from lm.config import presets
+from lm.config.load import merge, merge_bases, nest_keys, overrides_in, parse, read_overrides, read_yaml
+from lm.config.normalizers import OPTIONS
+from lm.config.tree import Config, ExperimentConfig, distinguishes_arms, effect_of
+from lm.config.yaml_text import override, resolve_interpolations
+from lm.data.prepare import vocab_size_of
+from lm.errors import ConfigError, DataError, Problem, suggest
+from lm.evaluation.metrics import find_metric
+from lm.experiments.judging import PrimaryMetric
+from lm.experiments.run_outcome import SELECTION
+from lm.files import expand_home, plain_sha256
+from lm.model.spec import count_steps
+from lm.plain import Plain, flatten, to_plain
+from lm.plugins import PLUGINS
+from lm.removed_keys import hashed_defaults
+from lm.runs.folder import CHECKPOINTS, DIVERGED, SWAPPED, step_path
+from lm.runs.metric import Metric
+from lm.schema import build, cross_key_problems, key, section
+from lm.statistics.tuning import MIN_TUNING_SEEDS, Rate
+
+_UNCACHED_KEYS = ("name", "runs", "seed")  # keys on which no other key of a configuration depends
+
+
+_JUDGED = "the runs that choose a rate must not judge it"
+TOKENS_KEY = "trainer.tokens_per_parameter"
+# keys of `data` that decide what the token store holds
+_STORE_KEYS = ("source", "tokenizer", "val_fraction", "deduplicate", "on_error")
+# configuration keys that the experiment sets in each run
+_EXPERIMENT_KEYS = ("seed", "data.seed", "name")
+_EXPERIMENT_KEYS += tuple(f"experiment.{spec.name}" for spec in fields(ExperimentConfig))
+_FOLDERS = ("logs", "report", SWAPPED, "workers")  # folders beside those of sizes, which have other names
+
+
+@dataclass(frozen=True)
+class Swap:
+    """The normalizer that an arm puts into the weights from which it starts, as `lm swap` does."""
+
+    to: str = key("", "the new normalizer; its options are the arm's `model.normalizer`")
+    init: str | float | None = key(
+        None, "initial values of its parameters: match, unit, fit or a number; null: its default"
+    )
+
+
+@dataclass(frozen=True)
+class Arm:
+    name: str
+    changes: dict[str, Plain]  # how the arm's configuration differs from the base
+    source: str = ""  # the earlier arm whose trained weights this arm starts from; empty: random weights
+    swap: Swap | None = None  # replaces the normalizer that the weights were trained with; None: no swap
+    trained: bool = True  # False: the swapped weights are measured without further training
+    # the step of `source` at which the arm branches off, with optimizer state and position in the data; None: no branch
+    branch_step: int | None = None
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether the arm gets its own learning rate; if not, it has the rate of the arm that it starts from."""
+        return self.trained and self.branch_step is None
+
+
+@dataclass
+class Tune:
+    """The choice of each arm's learning rate, or of its value of another configuration key, from a grid or from a table
+    of tuning runs.
+    """
+
+    grid: list[int | float] = key([], "its values, e.g. [1e-3, 2e-3, 4e-3]; []: the arms are taken as they are", gt=0)
+    table: str | None = key(
+        None, "a file as `tuning.csv`, relative to the experiment's, of which rates are chosen instead of a grid"
+    )
+    seeds: list[int] = key([101, 102], "seeds of the tuning runs; none of the final ones", ge=0, lt=2**31)
+    metric: Literal["val/loss", "primary"] = key(
+        "val/loss", "what its value is chosen by: the validation loss, or the primary metric"
+    )
+    key: str = key("optim.lr", "the configuration key that is tuned")
+
+    def problems(self) -> list[Problem]:
+        """What is wrong with the grid, beside single values."""
+        if not self.grid:
+            return []
+        problems = []
+        if len(set(self.grid)) < max(2, len(self.grid)):
+            problems.append(Problem("grid", self.grid, "must be at least 2 different values"))
+        if len(set(self.seeds)) < MIN_TUNING_SEEDS:
+            problems.append(Problem("seeds", self.seeds, f"tuning needs at least {MIN_TUNING_SEEDS} seeds"))
+        if self.table is not None:
+            problems.append(Problem("table", self.table, "the rates would be chosen twice", "give a grid or a table"))
+        return problems
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment as its file describes it; the first arm is the baseline."""
+
+    # the file's name without its suffix; names the experiment's folder, which lies in the base configuration's `runs`
+    name: str
+    base: dict[str, Plain]  # plain configuration that all arms share
+    arms: tuple[Arm, ...]
+    # changes of the configuration by size; an experiment without sizes has one size with an empty name
+    sizes: dict[str, dict[str, Plain]]
+    seeds: tuple[int, ...]
+    tune: Tune
+    primary: PrimaryMetric
+    # file, overrides: the file that was read, and the `key=value` texts that change its base configuration
+    file: Path
+    overrides: tuple[str, ...]
+    # the runs that the file `tune.table` lists, as `Procedure.tuning_runs` gives them; None without this file
+    table: pd.DataFrame | None = field(default=None, repr=False, compare=False)
+    # configuration keys for the measurement of finished runs at their last step, in addition to the evaluations during
+    # training
+    evaluate: dict[str, Plain] = field(default_factory=dict)
+    # parsed configurations, by the values of all keys except `_UNCACHED_KEYS`
+    _configs: dict[str, Config] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def command(self) -> str:
+        """The shell command that trains and judges the experiment, or continues it."""
+        return shlex.join(["lm", "compare", str(self.file), *self.overrides])
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether each arm has its own learning rate, from a grid or a table."""
+        return bool(self.tune.grid or self.tune.table)
+
+    @property
+    def choice_metric(self) -> str:
+        """The name, in tables, of the metric by which learning rates are chosen."""
+        return SELECTION if self.tune.metric == SELECTION else self.primary.metric
+
+    @property
+    def choice_sign(self) -> int:
+        """-1 if rates are chosen by a metric of which higher values are better, else 1."""
+        return -1 if self.tune.metric == "primary" and self.primary.better == "higher" else 1
+
+    def data_words(self, metric: str, part: Literal["selection", "report"]) -> str:
+        """Name the data that a metric is measured on: `all questions` if it is the primary metric and one of
+        questions, else the held-out text that chooses rates (`selection`) or reports results (`report`)."""
+        is_primary = metric == self.primary.metric
+        return "all questions" if is_primary and self.metric.units == "questions" else f"{part} text"
+
+    @cached_property
+    def metric(self) -> Metric:
+        """The primary metric as its measurement declares it."""
+        return find_metric(self.measurement_config(self.first_config), self.primary.metric)[1]
+
+    @property
+    def folder(self) -> Path:
+        return expand_home(self.first_config.runs) / self.name
+
+    @property
+    def first_config(self) -> Config:
+        """An example of the baseline's configuration, in the first size, as `example_config` gives it."""
+        return self.example_config(next(iter(self.sizes)), self.arms[0])
+
+    @property
+    def size_arms(self) -> list[tuple[str, Arm]]:
+        return [*product(self.sizes, self.arms)]
+
+    @property
+    def any_rate(self) -> Rate | None:
+        """An example of a rate: the first one of the grid or of the table; None without tuning."""
+        rates = self.tune.grid if self.table is None else self.table["rate"].tolist()
+        return next(iter(rates), None)
+
+    def example_config(self, size: str, arm: Arm) -> Config:
+        """An example of an arm's configuration, for checks and counts before runs are known: a run named `any`, of the
+        first seed, at the learning rate `any_rate`. Raises ConfigError: the configuration is wrong."""
+        return self.config(size, arm, self.seeds[0], self.any_rate, {"name": "any"})
+
+    def plain(
+        self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]
+    ) -> dict[str, Plain]:
+        """The plain configuration of one run; `rate` is the value of the tuned key, and `changes` override all other
+        settings.
+        """
+        tuned = nest_keys({} if rate is None else {self.tune.key: rate})
+        return reduce(merge, (self.base, self.sizes[size], arm.changes, tuned, {"seed": seed}, changes))
+
+    def config(self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]) -> Config:
+        """Build the configuration of one run from `plain`. Runs that differ only in `_UNCACHED_KEYS` share a parsed
+        configuration, also across copies of the experiment. Raises ConfigError.
+        """
+        plain = resolve_interpolations(self.plain(size, arm, seed, rate, changes))
+        own_keys = {name: plain[name] for name in _UNCACHED_KEYS if name in plain}
+        cache_key = repr({name: value for name, value in plain.items() if name not in own_keys})
+        if cache_key not in self._configs:
+            with PLUGINS.trusted():  # the user's file names the plugins
+                self._configs[cache_key] = parse(plain)
+        return replace(self._configs[cache_key], **own_keys)
+
+    def run_config(
+        self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, source: Config | None
+    ) -> Config:
+        """The configuration of a run, with its name, which ends in a hash, and the weights that it starts from.
+
+        source: the configuration of the run whose weights these are; None: random weights.
+        """
+        folder, start = self.folder / size, dict[str, str]()
+        config = self.config(size, arm, seed, rate, {"runs": str(folder), "name": "run"})
+        value = "" if rate is None else f"{rate:g}"
+        stem = "-".join(filter(None, (arm.name, value, f"seed{seed}")))
+        if source and arm.swap and arm.trained:
+            options, defaults = (to_plain(part) for part in (config.model.normalizer, type(config.model.normalizer)()))
+            option_words = [
+                f"{key}={value}"
+                for key, value in sorted(options.items())
+                if key not in ("name", "init") and value != defaults.get(key)
+            ]
+            words = " ".join([source.name, str(arm.swap), *option_words])
+            start["init_from"] = str(folder / SWAPPED / f"{stem}-{hashlib.sha256(words.encode()).hexdigest()[:8]}")
+        elif source and arm.branch_step is not None:
+            start["branch_from"] = str(step_path(source.run_folder / CHECKPOINTS, arm.branch_step))
+            start["init_from"] = source.init_from
+        elif source:
+            start["init_from"] = str(source.run_folder)
+        # In the hash, starting weights count by their path below the default folder of runs: an experiment may be
+        # moved.
+        hashed_start = {
+            name: str(Path(Config().runs, self.name) / Path(path).relative_to(self.folder))
+            if Path(path).is_relative_to(self.folder)
+            else path
+            for name, path in start.items()
+        }
+        digest = config_hash(replace(config, **hashed_start))
+        place = ExperimentConfig(self.name, arm.name, size or None, stage, rate)
+        return replace(config, **start, name=f"{stem}-{digest}", experiment=place)
+
+    def measurement_config(self, config: Config) -> Config:
+        """Return `config` with the entries of `self.evaluate` laid over it, to measure a run after training. Raises
+        ConfigError.
+        """
+        return parse(merge(to_plain(config), self.evaluate)) if self.evaluate else config
+
+    @property
+    def evaluate_overrides(self) -> list[str]:
+        """The keys of `evaluate` as `KEY=VALUE` arguments of `lm eval`."""
+        return [override(name, value) for name, value in self.evaluate.items()]
+
+
+def config_hash(config: Config) -> str:
+    """Hash all keys that decide what a run learns and how it is measured, to eight hexadecimal digits. A run with
+    another hash is another run. Null keys (off) are left out, so that new keys of a later version do not change the
+    hash. The paths `init_from` and `branch_from` are hashed as text, so `Experiment.run_config` first makes them
+    independent of where the experiment's folder lies.
+    """
+    text = json.dumps(deciding_keys(to_plain(config)), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def deciding_keys(plain: dict[str, Plain]) -> dict[str, Plain]:
+    """The dotted keys that decide what a run learns and how it is measured, without null values, and with the defaults
+    of keys that left since 0.11.0."""
+    areas = ("model", "training", "seed", "numerics", "evaluation")
+    keys = flatten(plain).items()
+    present = {path: value for path, value in keys if value is not None and effect_of(path).affects in areas}
+    return present | dict(hashed_defaults(plain))
+
+
+def plan_of(experiment: Experiment) -> dict[str, dict]:
+    """The present plan: keys that all verdicts depend on (`shared`), and the configuration of each arm and size
+    (`arms`, by SIZE/ARM).
+    """
+    primary, baseline, arms = experiment.primary, experiment.arms[0], {}
+    shared = {"seeds": sorted(experiment.seeds), "baseline": baseline.name}
+    # only the plan's power depends on `spread`
+    shared |= {f"primary.{key}": value for key, value in vars(primary).items() if key != "spread"}
+    for size in experiment.sizes:
+        measurement = experiment.measurement_config(experiment.config(size, baseline, 0, None, {"name": "any"}))
+        options = measurement.eval.measured_options(find_metric(measurement, primary.metric)[0].kind)
+        shared |= {size_name(size, f"{primary.metric}: {key}"): value for key, value in options.items()}
+    shared |= {f"tune.{key}": value for key, value in vars(experiment.tune).items()}
+    if experiment.table is not None:
+        rows = sorted(experiment.table.to_csv(index=False).splitlines())
+        shared["tune.table"] = f"{experiment.tune.table} {plain_sha256(rows)[:8]}"
+    for size, arm in experiment.size_arms:
+        start_keys = {"swap": arm.swap and vars(arm.swap), "train": arm.trained, "step": arm.branch_step}
+        keys = deciding_keys(to_plain(experiment.config(size, arm, 0, None, {"name": "any"})))
+        arms[size_name(size, arm.name)] = keys | ({"from": arm.source} | start_keys if arm.source else {})
+    return {"shared": shared, "arms": arms}
+
+
+def size_name(size: str, name: str) -> str:
+    """The name SIZE/NAME of something in a size; NAME in an experiment without sizes."""
+    return f"{size}/{name}" if size else name
+
+
+# ---------------------------------------------------------------- the file
+
+
+@dataclass
+class _FileKeys:
+    """The keys of an experiment's file."""
+
+    base: str | list[str] | dict = key({}, "a configuration file, a list of files, or a block of keys")
+    arms: dict = key({}, "by name, what each arm changes")
+    sizes: dict | None = key(None, "by name, what each size changes")
+    seeds: list[int] = key([1, 2, 3], "seeds of the final runs", ge=0, lt=2**31)
+    tune: Tune = section(Tune, "the learning rate of each arm")
+    primary: PrimaryMetric = section(PrimaryMetric, "what decides")
+    evaluate: dict | None = key(None, "keys of `eval` with which runs are measured after training")
+
+    def problems(self) -> list[Problem]:
+        problems = []
+        if len(set(self.seeds)) < len(self.seeds) or not self.seeds:
+            problems.append(Problem("seeds", self.seeds, "must be different seeds, at least one"))
+        if self.tune.grid and (shared := sorted({*self.seeds} & {*self.tune.seeds})):
+            problems.append(Problem("tune.seeds", shared, "are also final seeds", _JUDGED))
+        if self.tune.key in _EXPERIMENT_KEYS or not distinguishes_arms(self.tune.key):
+            remedy = "name a key of the optimizer, such as optim.lr"
+            problems.append(Problem("tune.key", self.tune.key, "is nothing that training depends on", remedy))
+        return problems
+
+
+@dataclass
+class _ArmKeys:
+    """The keys of an arm that are no configuration keys, except `from`."""
+
+    swap: Swap | None = section(Swap, "the normalizer that is put into the weights", default=None)
+    train: bool = key(True, "whether the arm is trained")
+    step: int | None = key(None, "the step of the other arm from which it goes on", ge=1)
+
+
+def read_experiment(file: Path, overrides: list[str]) -> Experiment:
+    """Read the experiment that a YAML file describes.
+
+    overrides: `key=value` texts, which change the base configuration of all arms.
+
+    Raises ConfigError: the file or an arm's configuration is wrong; one message lists the problems.
+    Raises DataError: `trainer.tokens_per_parameter` is set, and the size of the vocabulary is not known yet.
+    """
+    file = presets.find(file, "experiments")
+    try:
+        experiment = _with_steps(_experiment(file, overrides))
+        _check(experiment)
+    except ConfigError as error:
+        raise error if str(error).startswith(f"{file}: ") else ConfigError(f"{file}: {error}") from None
+    return experiment
+
+
+def _experiment(file: Path, overrides: list[str]) -> Experiment:
+    """Read the experiment that a file describes, without building the configurations of its arms."""
+    problems, plain = list[Problem](), read_yaml(file)
+    if "arms" not in plain:
+        remedy = f"train it with lm train {file}, or name it as an experiment's base"
+        raise ConfigError(f"{file}: no experiment: it has no `arms`; {remedy}")
+    keys = build(_FileKeys, plain, "", problems)
+    problems += cross_key_problems(keys)
+    base = nest_keys(keys.base) if isinstance(keys.base, dict) else {"base": keys.base}
+    arm_blocks, size_blocks = (_named_blocks(name, getattr(keys, name) or {}, problems) for name in ("arms", "sizes"))
+    arms: dict[str, Arm] = {}
+    for name, block in arm_blocks.items():
+        arms[name] = _arm(name, block, arms, file, problems)
+    sizes = {name: merge_bases(block, file, f"sizes.{name}.base") for name, block in size_blocks.items()}
+    if len(arms) < 2 and not problems:
+        problems.append(Problem("arms", [*arms], "needs a baseline and at least one other arm"))
+    if problems:
+        raise ConfigError(problems)
+    base, changes, tune = merge_bases(base, file, "base"), read_overrides(overrides), keys.tune
+    table = None if tune.table is None else _tuning_table(file.parent / tune.table, keys.primary.metric)
+    experiment = Experiment(
+        file.stem, merge(base, changes), tuple(arms.values()), sizes or {"": {}}, tuple(keys.seeds), tune,
+        keys.primary, file, tuple(overrides), table, nest_keys(keys.evaluate or {}),
+    )  # fmt: skip
+    blocks = {f"arms.{name}.": block for name, block in arm_blocks.items()}
+    blocks |= {f"sizes.{name}.": block for name, block in size_blocks.items()} | {"": changes}
+    if problems := [*_ineffective_keys(experiment, blocks)]:
+        raise ConfigError(problems)
+    return experiment
+
+
+def _ineffective_keys(experiment: Experiment, blocks: dict[str, dict[str, Plain]]) -> Iterator[Problem]:
+    """Yield a problem for each key of an arm, a size or the command line that no run has, as another value wins.
+
+    blocks: the keys of each, by the beginning of their path: `arms.NAME.`, `sizes.NAME.`, or empty for overrides.
+    """
+    plains = {}
+    for size, arm in experiment.size_arms:
+        names = (*_EXPERIMENT_KEYS, *(("init_from", "branch_from") if arm.source else ()))
+        changes = nest_keys(dict.fromkeys(names, "as the experiment sets it"))
+        plains[size, arm.name] = flatten(experiment.plain(size, arm, 0, experiment.any_rate, changes))
+    for start, block in blocks.items():
+        own = [plain for (size, arm), plain in plains.items() if start in ("", f"arms.{arm}.", f"sizes.{size}.")]
+        for path, value in flatten({name: value for name, value in block.items() if name != "base"}).items():
+            if value != {} and all(value != plain.get(path, plain.get(f"{path}.name")) for plain in own):
+                remedy = "drop it" if start else f"change it in {experiment.file.name}"
+                yield Problem(f"{start}{path}", value, "is set by the experiment, so this has no effect", remedy)
+
+
+def _arm(name: str, block: dict[str, Plain], earlier: dict[str, Arm], file: Path, problems: list[Problem]) -> Arm:
+    """Read an arm's block, and take the keys out of it that are no configuration keys; `earlier` are the arms before
+    it. Problems with it are added to `problems`. An unknown normalizer or initial value of `swap` is refused where the
+    configuration is parsed.
+    """
+    path, source = f"arms.{name}", block.pop("from", None)
+    start = build(_ArmKeys, {key: block.pop(key) for key in ("swap", "train", "step") if key in block}, path, problems)
+    changes, swap, source_name = merge_bases(block, file, f"{path}.base"), start.swap, str(source)
+
+    def refuse(key: str, value: Plain, reason: str, remedy: str) -> None:
+        problems.append(Problem(f"{path}.{key}", value, reason, remedy))
+
+    if source is not None and source_name not in earlier:
+        baseline_words = "the first arm is the baseline, which starts from random weights"
+        refuse("from", source, "is no earlier arm", suggest(source_name, earlier) if earlier else baseline_words)
+    if source is None and swap:
+        refuse("swap", to_plain(swap), "there are no weights to swap", "say of which arm: `from`")
+    if start.step is not None and (source is None or swap or not start.train):
+        remedy = "name the arm: `from`, and drop `swap` and `train`"
+        refuse("step", start.step, "goes on with the optimizer state of another arm", remedy)
+    if not start.train and not swap:
+        refuse("train", False, "would be the arm it starts from", "give a `swap`, or train it")
+    for key_path, value in flatten(block).items() if block and not start.train else ():
+        if not key_path.startswith("model.normalizer"):
+            refuse(key_path, value, "has no effect on an arm that is not trained", "drop it, or train the arm")
+    if (tokens := flatten(changes).get(TOKENS_KEY)) is not None:
+        refuse(TOKENS_KEY, tokens, "the arms of a size train equally long", "give it in base or sizes")
+    if swap:
+        normalizer = {"name": swap.to} | ({} if swap.init is None else {"init": swap.init})
+        with suppress(KeyError), PLUGINS.trusted():
+            init = OPTIONS[swap.to].first_init()
+            normalizer |= {"init": init} if init is not None and swap.init in (None, "fit") else {}
+        changes = merge(changes, {"model": {"normalizer": normalizer}})
+    # its changes are laid over its source's
+    if source_name in earlier and (start.step is not None or not start.train):
+        changes = merge(merge(earlier[source_name].changes, {} if start.train else {"phases": []}), changes)
+    return Arm(name, changes, "" if source is None else source_name, swap, start.train, start.step)
+
+
+def _named_blocks(key: str, value: dict, problems: list[Problem]) -> dict[str, dict[str, Plain]]:
+    """Return the nested keys of each arm or size by its name; an arm or size without keys (null) has {}.
+
+    key: the key in the file, `arms` or `sizes`, whose content is `value`. Problems with it are added to `problems`.
+    """
+    blocks = {}
+    for name, changes in value.items():
+        text = "" if isinstance(name, bool | None) else str(name)  # YAML reads on, yes and null as values
+        is_name = text[:1].isalnum() and len(text) <= 40 and all(char.isalnum() or char in "-_." for char in text)
+        if not is_name or (key == "sizes" and text in _FOLDERS):
+            reason = "must be a name of at most 40 letters, digits, '-', '_' and '.', which begins with no sign"
+            remedy = f"choose another, not {', '.join(_FOLDERS)}, or put it in quotes"
+            problems.append(Problem(f"{key}.{name}", name, reason, remedy))
+        elif not isinstance(changes, dict | None):
+            problems.append(Problem(f"{key}.{name}", changes, "must be a block of configuration keys"))
+        else:
+            blocks[text] = nest_keys(changes or {}, path=f"{key}.{name}.")
+    return blocks
+
+
+def _with_steps(experiment: Experiment) -> Experiment:
+    """Set `trainer.max_steps` to the baseline's number of steps, in each size for which `trainer.tokens_per_parameter`
+    is set. Returns the new experiment. Raises DataError: the size of the vocabulary is not known yet."""
+    sizes = dict(experiment.sizes)
+    for size, changes in experiment.sizes.items():
+        if flatten(merge(experiment.base, changes)).get(TOKENS_KEY) is None:
+            continue
+        with suppress(ConfigError):  # `_check` reports the error with size and arm
+            config = experiment.example_config(size, experiment.arms[0])
+            vocab_size, steps = vocab_size_of(config.data), config.trainer.max_steps
+            if not (steps or vocab_size):
+                reason = "needs the vocabulary, which is not known before the text is there"
+                remedy = "lm prepare makes it; or set trainer.max_steps"
+                raise DataError(f"{TOKENS_KEY} = {config.trainer.tokens_per_parameter:g}: {reason}: {remedy}")
+            steps = steps or count_steps(config, vocab_size)
+            sizes[size] = merge(changes, nest_keys({"trainer.max_steps": steps}))
+    return replace(experiment, sizes=sizes)
+
+
+def _check(experiment: Experiment) -> None:
+    """Check the configurations of all arms in all sizes, and the tuning table. Raises ConfigError, which lists all
+    problems.
+    """
+    problems: list[Problem | str] = [] if experiment.table is None else [*_check_table(experiment)]
+    primary = experiment.primary
+    try:
+        overrides_in("eval", experiment.evaluate_overrides)
+    except ConfigError as error:
+        problems += [replace(problem, path=f"evaluate.{problem.path}") for problem in error.problems]
+    names_by_problem: dict[str, list[str]] = {}
+    configs: dict[tuple[str, str], Config] = {}
+    for size, arm in experiment.size_arms:
+        try:
+            config = configs[size, arm.name] = experiment.example_config(size, arm)
+            metric = find_metric(experiment.measurement_config(config), primary.metric)[1]
+            if metric.better not in (primary.better, "none"):
+                reason = f"of {metric.name}, {metric.better} is better"
+                raise ConfigError([Problem("primary.better", primary.better, reason, f"write {metric.better}")])
+            if metric.unit == "fraction" and primary.matters > 1:
+                reason, remedy = f"{metric.name} lies between 0 and 1", "give a fraction, such as 0.25"
+                raise ConfigError([Problem("primary.matters", primary.matters, reason, remedy)])
+        except ConfigError as error:
+            name = ", ".join([f"arm {arm.name}", *([f"size {size}"] if size else [])])
+            for problem in error.problems or [str(error)]:
+                names_by_problem.setdefault(str(problem), []).append(name)
+    for text, names in names_by_problem.items():
+        is_general = len(names) == len(experiment.size_arms)
+        problems.append(text if is_general else f"{'; '.join(names)}: {text}")
+    for size in experiment.sizes if not problems else ():
+        problems += _check_arms(experiment, {arm.name: configs[size, arm.name] for arm in experiment.arms})
+    if problems:
+        raise ConfigError(list(dict.fromkeys(map(str, problems))))
+
+
+def _check_arms(experiment: Experiment, configs: dict[str, Config]) -> Iterator[Problem]:
+    """Check that the arms of a size, of these configurations, differ, read the same data, are measured on the same
+    sequences, and branch off at checkpoints that are kept.
+    """
+    metric, names = experiment.primary.metric, dict[str, str]()
+    baseline_sequences = _measured_sequences(experiment, configs[experiment.arms[0].name])
+    for arm in experiment.arms:
+        config, path = configs[arm.name], f"arms.{arm.name}"
+        identity = f"{arm.source} {arm.branch_step} {arm.swap} {arm.trained} {config_hash(config)}"
+        if (name := names.setdefault(identity, arm.name)) != arm.name:
+            yield Problem(path, arm.changes, f"is the same as {name}", "change it, or drop it")
+        if arm.branch_step is not None and arm.branch_step not in (kept := _kept_steps(configs[arm.source])):
+            reason = f"is no step that {arm.source} keeps a checkpoint of ({', '.join(map(str, kept))})"
+            remedy = "set trainer.checkpoint_every to a divisor of it, and raise trainer.keep_checkpoints"
+            yield Problem(f"{path}.step", arm.branch_step, reason, remedy)
+        sequences = _measured_sequences(experiment, config)
+        if other := [key for key, value in sequences.items() if value != baseline_sequences.get(key)]:
+            reason = f"measures {metric} on other sequences than the baseline ({', '.join(other)})"
+            remedy = (
+                "name a metric that all arms measure alike, such as by_length/loss, or set its options in `evaluate`"
+            )
+            yield Problem(path, arm.changes, reason, remedy)
+
+
+def _measured_sequences(experiment: Experiment, config: Config) -> dict[str, Plain]:
+    """Return what decides the sequences that the primary metric of a run is measured on, with the token store."""
+    metric, config = experiment.primary.metric, experiment.measurement_config(config)
+    store = {f"data.{name}": getattr(config.data, name) for name in _STORE_KEYS}
+    return store | find_metric(config, metric)[0].sequences_of(config, metric)
+
+
+def _kept_steps(config: Config) -> list[int]:
+    """The steps of which a run keeps checkpoints."""
+    last = config.trainer.max_steps
+    regular = [step for step in range(1, last + 1) if step % config.checkpoint_every == 0 or step == last]
+    return sorted({*regular[-config.trainer.keep_checkpoints :], *config.phase_ends[:-1]})
+
+
+def _tuning_table(path: Path, metric: str) -> pd.DataFrame:
+    """Read the tuning runs that a tuning table lists, as `Procedure.tuning_runs` gives them.
+
+    metric: the column of the primary metric, which may be missing.
+
+    Raises ConfigError: the file does not exist, or is no tuning table.
+    """
+    try:
+        table = pd.read_csv(path, dtype=str, keep_default_na=False)
+        for name in {SELECTION, metric}:
+            texts = table[name] if name in table or name == SELECTION else pd.Series("", table.index)
+            table[name] = texts.replace({DIVERGED: "inf", "": "nan"}).map(float)  # exact, unlike pandas' own reading
+        table["rate"], table["seed"] = table["rate"].map(float), table["seed"].map(int)
+        if not table["rate"].between(0, math.inf, inclusive="neither").all():
+            raise ValueError
+        return table[[*dict.fromkeys(("size", "arm", "key", "rate", "seed", SELECTION, metric))]]
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror} (tune.table)") from None
+    except (KeyError, ValueError, TypeError):
+        columns = f"size, arm, key, rate above 0, seed and {SELECTION}, which is a number or `{DIVERGED}`"
+        raise ConfigError(
+            f"{path}: is no tuning table: it needs columns {columns}, as in tuning.csv, which `lm compare` writes"
+        ) from None
+
+
+def _check_table(experiment: Experiment) -> Iterator[Problem]:
+    """Check that a tuning table is of the tuned key, and has ended runs of every tuned arm in every size, at several
+    rates with the same seeds, of which none is in `experiment.seeds`, the seeds of the runs that are judged.
+    """
+    table, file = experiment.table, experiment.tune.table
+    if wrong_keys := {*table["key"]} - {experiment.tune.key}:
+        yield Problem("tune.key", experiment.tune.key, f"the table {file} is of {', '.join(sorted(wrong_keys))}")
+    if shared_seeds := sorted({*experiment.seeds} & {*table["seed"]}):
+        yield Problem("tune.table", shared_seeds, "are final seeds", _JUDGED)
+    ended = table.dropna(subset=[experiment.choice_metric]).sort_values("seed")
+    seeds = ended.groupby(["size", "arm", "rate"])["seed"].agg(tuple)
+    for size, arm in experiment.size_arms:
+        own = seeds.get((size, arm.name), pd.Series(dtype=object))
+        if arm.is_tuned and (len(own) < 2 or own.nunique() > 1 or len({*own.iloc[0]}) < MIN_TUNING_SEEDS):
+            needed = f"2 rates of {arm.name} with the same seeds, {MIN_TUNING_SEEDS} or more"
+            remedy = "make it again by `lm compare` with a grid: it writes tuning.csv"
+            yield Problem("tune.table", file, f"has not {needed}{f', in {size}' if size else ''}", remedy)
