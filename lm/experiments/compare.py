@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from lm.data.prepare import prepare, vocab_size_of
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError, as_written
 from lm.evaluation.held_out import validation_sequences
-from lm.experiments.definition import Experiment, deciding_keys, plan_of, read_experiment, size_name
+from lm.experiments.definition import Experiment, plan_of, read_experiment, size_name
 from lm.experiments.judging import experiment_noise
 from lm.experiments.loop import (
     Cluster,
@@ -42,7 +42,7 @@ from lm.machine import threads_per_process
 from lm.model.decoder import Decoder
 from lm.model.device import count_gpus, resolve_compile, resolve_precision
 from lm.model.spec import count_parameters, flops_per_token
-from lm.plain import Plain, flatten, to_plain
+from lm.plain import Plain
 from lm.runs.evaluations import selection_mask
 from lm.runs.folder import CONFIG, EVALUATIONS, METRICS, RESOLVED_FILE, read_environment
 from lm.runs.manifest import read_file, write_files
@@ -287,34 +287,25 @@ def is_measured(experiment: Experiment) -> bool:
     )
 
 
-@cache
-def _omitted_keys() -> dict[str, Plain]:
-    """The `deciding_keys` that `to_plain` omits while they have their default values, with these values."""
-    written_keys = flatten(to_plain(Config()))
-    default_keys = deciding_keys(to_plain(Config(), whole=True))
-    return {path: value for path, value in default_keys.items() if path not in written_keys}
-
-
 def _changes(plan: dict[str, dict], present: dict[str, dict]) -> dict[str, list[str]]:
     """What differs between two plans, in words, by SIZE/ARM; changes of what all verdicts depend on have the name "".
     A list of what the primary metric is measured on may grow: others are measured beside it.
     """
-    sides = [{"": side["shared"]} | side["arms"] for side in (plan, present)]
+    sides, changes = [{"": side["shared"]} | side["arms"] for side in (plan, present)], {}
 
     def is_same(key: str, was: Plain, now: Plain) -> bool:
         is_longer = ": " in key and isinstance(was, list) and isinstance(now, list) and all(item in now for item in was)
         return was == now or is_longer
 
-    changes = {}
     for name in dict.fromkeys(chain(*sides)):
-        was, now = (_omitted_keys() | side.get(name, {}) for side in sides)
+        was, now = (side.get(name, {}) for side in sides)
         changes[name] = [
             f"{key} was {as_written(was.get(key))}, is {as_written(now.get(key))}"
             for key in was | now
             if not is_same(key, was.get(key), now.get(key))
         ]
-        if not all(name in side for side in sides):
-            changes[name] = ["added" if name in sides[1] else "left out"]
+        if not (was and now):
+            changes[name] = ["added" if now else "left out"]
     return {name: words for name, words in changes.items() if words}
 
 

@@ -394,23 +394,13 @@ def _by_seed(runs: Iterable[list[Run]]) -> list[Run]:
 
 
 def check_comparable(runs: list[Run], metric: str) -> None:
-    """Raise RunError unless finished runs measured a metric on the same sequences, each run with the options of its
-    configuration.
-    """
-    finished_runs = [run for run in runs if run.outcome.state == "finished"]
-    for run in finished_runs:
-        folder, problem = run.config.run_folder, ""
-        # with `evaluate`, `Outcome.is_measured` checks
-        for evaluation in run.outcome.evaluations if not run.evaluate else ():
-            is_asked = (evaluation.frame["metric"] == metric).any()
-            if is_asked and evaluation.asked not in ({}, run.config.eval.measured_options(evaluation.kind)):
-                problem = "with other options than the run is configured with"
-        if run.outcome.identity(metric) != finished_runs[0].outcome.identity(metric):
-            problem = problem or f"on other sequences than in {finished_runs[0].config.run_folder}"
-        if problem:
+    """Raise RunError unless finished runs measured a metric on the same sequences."""
+    first, *others = [run for run in runs if run.outcome.state == "finished"] or [None]
+    for run in others:
+        if run.outcome.identity(metric) != first.outcome.identity(metric):
+            folder, reason = run.config.run_folder, f"on other sequences than in {first.config.run_folder}"
             raise RunError(
-                f"{folder}: {metric} was measured {problem}; measure it again as the run is configured: lm eval "
-                f"{folder}"
+                f"{folder}: {metric} was measured {reason}; measure it again as configured: lm eval {folder}"
             )
 
 

@@ -168,11 +168,18 @@ class Outcome:
 
     @cached_property
     def is_measured(self) -> bool:
-        """Whether each evaluation in `required_options` was made at the last step, with the options required of it."""
-        return (
-            self.required_options.items()
-            <= {evaluation.kind: evaluation.asked for evaluation in self.evaluations}.items()
-        )
+        """Whether each evaluation in `required_options` was made at the last step with these options; without any,
+        whether `metric` was not measured with other options than those of the run.
+        """
+        if not self.required_options:
+            measurement = self.measurement(self.metric)
+            return measurement is None or self._has_own_options(measurement)
+        asked = {evaluation.kind: evaluation.asked for evaluation in self.evaluations}
+        return self.required_options.items() <= asked.items()
+
+    def _has_own_options(self, evaluation: Evaluation) -> bool:
+        """Whether an evaluation was made with the options of the planned run."""
+        return not self.planned or evaluation.asked in ({}, self.planned.eval.measured_options(evaluation.kind))
 
     @property
     def ended(self) -> bool:
@@ -210,42 +217,35 @@ class Outcome:
 
     @cached_property
     def _last_evaluations(self) -> dict[Path, Evaluation]:
-        """The evaluations of the last step by file. Raises RunError: a file was altered."""
+        """The evaluations of the last step by file. Unlike a report, a verdict takes no run without a log, as the
+        log says whether the run diverged. Raises RunError: a file was altered, or contradicts the log.
+        """
         files = [path for (_, step), path in evaluation_files(self.folder).items() if step == self.last_step]
-        return self._read(files)
-
-    def _read(self, files: list[Path]) -> dict[Path, Evaluation]:
-        """Read evaluations, and check that they agree with the log. Unlike a report, a verdict takes no run whose log
-        is missing, as the log says whether the run diverged."""
         evaluations = {path: load_evaluation(path) for path in files}
         if evaluations:
             check_log(self.folder, self.log.content or b"")
-        self._check_logged(evaluations)
+        for path, evaluation in evaluations.items():
+            if self._has_own_options(evaluation):
+                self._check_logged(path, evaluation)
         return evaluations
 
-    def _check_logged(self, evaluations: dict[Path, Evaluation]) -> None:
-        """Check that evaluations with the options of the run have the means that training has logged, up to the
-        rounding of other hardware. Raises RunError."""
-        logged = {(line.get("step"), name): value for line in self.log.lines for name, value in line.items()}
-        for path, evaluation in evaluations.items():
-            is_of_run = not self.planned or evaluation.asked in (
-                {},
-                self.planned.eval.measured_options(evaluation.kind),
-            )
-            frame = evaluation.frame
-            for name in [*frame["metric"].unique()] if is_of_run else []:
-                value = logged.get((evaluation.step, name))
-                if not isinstance(value, int | float):
-                    continue
-                rows = frame[frame["metric"] == name]
-                widths = (rows["until"] - rows["x"]).fillna(1.0)
-                mean = weighted_mean(rows.assign(weight=rows["weight"] * widths))
-                tolerance = 0.02 if rows["about"].iloc[0].unit == "fraction" else 1e-3 * max(1.0, abs(value))
-                if abs(mean - value) > tolerance:
-                    raise RunError(
-                        f"{path}: {name} is {mean:.4f}, {METRICS} says {value:.4f}: delete the file, and lm eval "
-                        f"{self.folder} measures again"
-                    )
+    def _check_logged(self, path: Path, evaluation: Evaluation) -> None:
+        """Check that an evaluation has the means that training has logged, up to the rounding of other hardware. Raises
+        RunError.
+        """
+        logged = {name: value for line in self.log.lines if line.get("step") == evaluation.step
+                  for name, value in line.items() if isinstance(value, int | float)}  # fmt: skip
+        frame = evaluation.frame
+        for name in {*frame["metric"]} & logged.keys():
+            rows, value = frame[frame["metric"] == name], logged[name]
+            widths = (rows["until"] - rows["x"]).fillna(1.0)
+            mean = weighted_mean(rows.assign(weight=rows["weight"] * widths))
+            tolerance = 0.02 if rows["about"].iloc[0].unit == "fraction" else 1e-3 * max(1.0, abs(value))
+            if abs(mean - value) > tolerance:
+                raise RunError(
+                    f"{path}: {name} is {mean:.4f}, {METRICS} says {value:.4f}: delete the file, and lm eval "
+                    f"{self.folder} measures again"
+                )
 
     def identity(self, metric: str) -> tuple[str, ...]:
         """Fingerprint of the data, and hash of the sequences on which a metric was measured at the last step."""

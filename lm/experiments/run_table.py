@@ -355,7 +355,7 @@ def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
     """
     if unknown_states := {*map(str, runs["state"].unique())} - {*RUN_STATES}:
         raise RunError(f"{source}: state {', '.join(sorted(unknown_states))}; it is {', '.join(RUN_STATES)}")
-    has_rate, has_weight, has_chance = (runs[name].notna() for name in ("rate", "weight", "chance"))
+    has_weight, has_chance = runs["weight"].notna(), runs["chance"].notna()
     for name in ("value", "weight"):
         runs[name] = pd.to_numeric(runs[name], errors="coerce").astype(float)
     if not has_weight.all():  # a run without weights has equal ones
@@ -369,7 +369,6 @@ def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
         ("seed", runs["seed"].isna()),
         ("finite value", ~np.isfinite(runs["value"]) & (runs["state"] == FINISHED)),
         (f"value below {_EXTREMES[1]:g}", (runs["value"].abs() > _EXTREMES[1]) & (runs["state"] == FINISHED)),
-        ("finite rate", has_rate & runs["rate"].isna()),
         ("finite chance", has_chance & runs["chance"].isna()),
         ("weight above 0", ~(runs["weight"] >= 0) | (total_weight == 0)),
         (

@@ -21,7 +21,7 @@ from lm.evaluation.metrics import metrics_of
 from lm.experiments.compare import TrainingOptions, compare_experiments, open_experiment, plan_lines, start
 from lm.experiments.definition import read_experiment
 from lm.experiments.loop import RunsFailed, Stopped
-from lm.experiments.procedure import Procedure, Run, forget_failures
+from lm.experiments.procedure import Procedure, Run, commands, forget_failures
 from lm.experiments.run_outcome import SELECTION, Outcome
 from lm.runs.evaluations import evaluation_path, weighted_mean
 from lm.training.train import train
@@ -255,22 +255,18 @@ def test_metrics_are_known_before_they_are_measured(tmp_path, overrides):
     assert {name for name in listed ^ patterns if not re.match(of_parameters, name)} == set()
 
 
-def test_runs_measured_on_other_sequences_are_not_compared(tmp_path, overrides):
+def test_runs_measured_on_other_sequences_are_measured_again(tmp_path, overrides, monkeypatch):
     path = written(tmp_path, tune=None, seeds=[1])
     procedure = Procedure(read_experiment(path, overrides))
     launching(procedure, here).train_all()
-    folders = [run.config.run_folder for run in procedure.known_runs()]
-    for folder in folders:  # one of the runs, then all alike
-        assert lm("eval", str(folder), "eval.sequences=32").returncode == 0
-        message = (
-            rf"{folders[0]}: val/loss was measured with other options than the run .* with; measure it again .*: "
-            rf"lm eval {folders[0]}$"
-        )
-        with pytest.raises(RunError, match=message):
-            Procedure(read_experiment(path, overrides)).judgement().entries()
-    for folder in folders:
-        assert lm("eval", str(folder)).returncode == 0
-    assert len(Procedure(read_experiment(path, overrides)).judgement().entries()) == 2
+    softmax, _ = [run.config.run_folder for run in procedure.known_runs()]
+    assert lm("eval", str(softmax), "eval.sequences=32").returncode == 0
+    again = Procedure(procedure.experiment)
+    assert [entry["runs"] for entry in again.judgement().entries()] == [0, 1]
+    assert commands(again.known_runs()[0], tmp_path) == [["eval", str(softmax)]], "as the run is configured"
+    monkeypatch.setattr(Outcome, "is_measured", True)
+    with pytest.raises(RunError, match=r"val/loss was measured on other sequences than in .*measure again: lm eval"):
+        Procedure(procedure.experiment).judgement()
 
 
 def test_runs_on_other_text_are_not_mixed_in(tmp_path, overrides):

@@ -195,7 +195,6 @@ def test_units_are_averaged_and_paired_over():
             "2 lines have no finite value, the first of arm a, seed 2; correct them, or write diverged",
         ),
         (blank("seed"), {}, "2 lines have no seed, the first of arm a, seed nan"),
-        (RUNS.assign(rate=["1e-3", "0.1 / high"] * 3), {}, "3 lines have no finite rate, the first of arm a, seed 2"),
         (RUNS.assign(chance=[0.5, "half"] * 3), {}, "3 lines have no finite chance, the first of arm a, seed 2"),
         (RUNS.assign(arm=None), {}, "6 lines have no arm, the first of arm None, seed 1"),
         (pd.DataFrame(), {}, "has no column arm, seed, value; there is none"),
