@@ -51,7 +51,6 @@ from lm.runs.record import starts
 SHARED_SETTINGS = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
 # key of the plan in RESOLVED_FILE; the plan is null (unknown) if the file was written after final runs were measured
 PLAN = "planned"
-_OVERRIDES = "overrides"  # key in RESOLVED_FILE of the overrides that the first start was given
 _OTHER_NAME = "give the experiment's file another name, or set runs=..."
 
 
@@ -65,16 +64,6 @@ class TrainingOptions:
     engine: Engine | None = None  # the scheduler whose jobs train the runs; None: processes of this machine train them
     workers: int = 1  # number of the scheduler's jobs at a time
     job_options: str = ""  # the options of each job, as `--job-options` gives them
-
-    def slots(self, experiment: Experiment) -> list[Devices]:
-        """Return the slots for an experiment's runs. Raises ConfigError: a run needs more GPUs than there are."""
-        return [()] * self.workers if self.engine else slots_of(experiment, self.jobs, self.jobs_per_gpu)
-
-    def cluster(self, folder: Path) -> Cluster | None:
-        """Return the `Cluster` that trains an experiment's runs in jobs; None without a scheduler. Raises LMError as
-        `Cluster` does.
-        """
-        return Cluster(folder, self.job_options, self.engine) if self.engine else None
 
 
 def compare_experiments(
@@ -97,18 +86,23 @@ def compare_experiments(
         if report_only:
             write_verdicts(open_experiment(path, overrides))
             continue
-        slots = options.slots(experiment)  # before text is prepared: there may be too few GPUs
+        # before text is prepared: there may be too few GPUs
+        slots = [()] * options.workers if options.engine else slots_of(experiment, options.jobs, options.jobs_per_gpu)
         jobs = 1 if options.engine else len(slots)
         if plan_only:
             print("\n".join(plan_lines(open_experiment(path, overrides, jobs), slots)))
             continue
         with experiment_lock(experiment.folder):
+            cluster = None
             if options.engine:
-                _start_in_job(experiment, path, options)
+                cluster = Cluster(experiment.folder, options.job_options, options.engine)
+                _start_in_job(experiment, path, cluster)
             procedure = start(path, overrides, jobs)
             print("\n".join(plan_lines(procedure, slots)), flush=True)
+            if options.retry:
+                forget_failures(procedure)
             try:
-                _train_runs(procedure, options, slots)
+                ExperimentTrainer(procedure, slots, cluster).train_all()
             except RunsFailed as error:
                 failure_words.append(str(error))
                 if not any(run.outcome.ended for run in procedure.known_runs()):
@@ -138,21 +132,16 @@ def print_commands(files: list[Path], overrides: list[str], options: TrainingOpt
             print(" && ".join(shell_commands), flush=True)
 
 
-def _start_in_job(experiment: Experiment, path: Path, options: TrainingOptions) -> None:
+def _start_in_job(experiment: Experiment, path: Path, cluster: Cluster) -> None:
     """Prepare the training text of an experiment on this machine. If the experiment was never started, start it in a
     scheduler's job, so that precision, compilation and threads are chosen for the machines that train."""
-    cluster = options.cluster(experiment.folder)
     prepare(experiment.first_config.data, progress=True)
     if not (experiment.folder / RESOLVED_FILE).exists():
         print(f"{experiment.name}: a first job settles precision, compilation and threads", flush=True)
         cluster.result(cluster.submit(partial(start, path, [*experiment.overrides])))
 
 
-def _train_runs(procedure: Procedure, options: TrainingOptions, slots: list[Devices]) -> None:
-    """Train the runs of an experiment. Raises RunsFailed."""
-    if options.retry:
-        forget_failures(procedure)
-    ExperimentTrainer(procedure, slots, options.cluster(procedure.experiment.folder)).train_all()
+# ---------------------------------------------------------------- opening and starting an experiment
 
 
 @contextmanager
@@ -173,9 +162,6 @@ def experiment_lock(folder: Path) -> Iterator[None]:
         finally:
             with suppress(OSError):  # it is not empty
                 folder.rmdir()
-
-
-# ---------------------------------------------------------------- opening and starting an experiment
 
 
 def open_experiment(path: Path, overrides: list[str], jobs: int = 1) -> Procedure:
@@ -221,7 +207,7 @@ def start(path: Path, overrides: list[str], jobs: int = 1) -> Procedure:
     settings |= recorded
     # the plan may change before a final run is measured
     if not recorded or (not has_measured_runs and settings.get(PLAN) != plan):
-        settings |= {_OVERRIDES: list(overrides), PLAN: plan}
+        settings[PLAN] = plan
         file.parent.mkdir(parents=True, exist_ok=True)
         write_files(file.parent, {file.name: json_bytes(settings)})
     if settings["data_fingerprint"] != store.fingerprint:
@@ -317,15 +303,12 @@ def _compare_with_plan(procedure: Procedure, recorded: dict[str, Plain]) -> None
     those of the baseline, concern all verdicts; changes of tuning are noted alone.
     """
     experiment, plan, present = procedure.experiment, recorded.get(PLAN), plan_of(procedure.experiment)
-    if words := _other_runs_words(procedure, recorded):
-        procedure.plan_notes = [words]
     if plan == present or not is_measured(experiment):
         return
     every_arm = frozenset((size, arm.name) for size, arm in experiment.size_arms)
     if plan is None:
         note = f"exploratory: what was planned before the first run is not known: {RESOLVED_FILE} does not say"
-        procedure.plan_notes.append(note)
-        procedure.exploratory = every_arm
+        procedure.plan_notes, procedure.exploratory = [note], every_arm
         return
     changes, sources = _changes(plan, present), {arm.name: arm.source for arm in experiment.arms}
     shared = changes.pop("", [])
@@ -343,19 +326,7 @@ def _compare_with_plan(procedure: Procedure, recorded: dict[str, Plain]) -> None
         names.setdefault(", ".join(arm_words), []).append(name)
     words += [f"{', '.join(arms)}: {text}" for text, arms in names.items()]
     lines = {"exploratory: changed since the plan": words, "changed since the plan": tuning}
-    procedure.plan_notes += [f"{start}: {'; '.join(entries)}" for start, entries in lines.items() if entries]
-
-
-def _other_runs_words(procedure: Procedure, recorded: dict[str, Plain]) -> str:
-    """Say that the experiment's folder has none of the runs that are asked for, but runs that were started with other
-    overrides, and give the command that goes on with those; empty otherwise.
-    """
-    experiment, overrides = procedure.experiment, tuple(recorded.get(_OVERRIDES) or ())
-    is_other = recorded and overrides != experiment.overrides and _run_configs(experiment)
-    if not is_other or any(run.config.run_folder.is_dir() for run in procedure.known_runs()):
-        return ""
-    command = replace(experiment, overrides=overrides).command
-    return f"the runs here were started with other overrides; the command that goes on with them: {command}"
+    procedure.plan_notes = [f"{start}: {'; '.join(entries)}" for start, entries in lines.items() if entries]
 
 
 # ---------------------------------------------------------------- the plan

@@ -476,14 +476,12 @@ class ExperimentTrainer:
         elif status:
             output = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
             reason = next((line for line in reversed(output) if line.strip()), "no output")[:300]
-        elif metric in outcome.unit_metrics:
+        elif len(outcome.units(metric)):
             reason = "an evaluation or checkpoint of its last step is missing after training"
         else:
             reason = f"primary.metric {metric} was not measured by sequence at the last step"
             if not outcome.failed_evaluations:
-                raise RunError(
-                    f"{folder}: {reason}; correct the file, measured were: {', '.join(outcome.unit_metrics)}"
-                )
+                raise RunError(f"{folder}: {reason}; correct the file: lm metrics names those that are")
             reasons = "; ".join(f"{kind}: {words}" for kind, words in outcome.failed_evaluations.items())
             reason += f" ({reasons}); lm eval {folder} measures it, without a limit of time"
         return Failure(status, reason, str(log))

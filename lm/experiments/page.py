@@ -38,7 +38,6 @@ from lm.report.tables import (
     numeral,
     print_tables,
     signed_text,
-    table_from_rows,
     with_unit,
 )
 from lm.runs.folder import ENVIRONMENT
@@ -69,7 +68,7 @@ def write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
     """
     experiment, primary, failed_runs = procedure.experiment, procedure.experiment.primary, failures(procedure)
     if not any(run.outcome.ended for run in procedure.known_runs()):
-        reason, remedy = "no run has ended yet", "".join(procedure.plan_notes[:1]) or "leave --report-only out to train"
+        reason, remedy = "no run of this file and these overrides has ended", "leave --report-only out to train"
         if failed_runs:
             reason = f"no run has a result; {len(failed_runs)} failed, the first with {failed_runs[0][1]}"
             remedy = "--retry tries again"
@@ -86,16 +85,6 @@ def write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
     if frames := [runs for runs in map(procedure.tuning_runs, experiment.sizes) if len(runs)]:
         tuning = pd.concat(frames)
         files[experiment.folder / f"{TUNING}.csv"] = tuning.replace(math.inf, DIVERGED).to_csv(index=False).encode()
-        metric = experiment.choice_metric
-        keys = [tuning[name] for name in ("size", "arm", "rate")]
-        means = tuning[metric].fillna(math.inf).groupby(keys, sort=False).mean()
-        rows = [
-            ({"size": size} if size else {})
-            | {"arm": arm, "rate": f"{rate:g}", metric: numeral(mean if math.isfinite(mean) else None)}
-            for (size, arm, rate), mean in means.items()
-        ]
-        title = f"tuning: mean {metric} ({experiment.data_words(metric, 'selection')})"
-        print_tables(table_from_rows(title, rows, dict.fromkeys(("rate", metric), "number")))
     rate_note = f", each arm at its own {experiment.tune.key}" * experiment.is_tuned
     print_verdicts(judgement, entries, f"{with_unit(primary.metric, experiment.metric.unit)}{rate_note}")
     for note in notes:
@@ -189,7 +178,6 @@ def _size_sections(procedure: Procedure, size: str, runs: list[DrawnRun], prefix
     titles = LOSSES if name == SELECTION else LOSSES | {name: (name, _quantity_label(experiment))}
     tuning = PageSection(f"Learning rates{suffix}")
     tuning.add("picture", rates_picture(procedure, size), f"{prefix}rates")
-    tuning.add("note", _tuning_words(procedure, size))
     tuning.add("note", CROSSED_RATES_NOTE if procedure.choice(size).crossed else None)
     return run_sections(names, runs, comparison, prefix, suffix, titles, tuning, _is_name)
 
@@ -264,36 +252,9 @@ def _family_words(experiment: Experiment) -> str:
 
 
 def _caveats(procedure: Procedure) -> list[str]:
-    """List what a reader must know beside the verdicts: runs that diverged or failed, and notes."""
-    experiment, caveats = procedure.experiment, []
-    for size in experiment.sizes:
-        prefix, tuning_runs = f"{size}: " if size else "", procedure.tuning_runs(size)
-        diverged = tuning_runs[np.isinf(tuning_runs[experiment.choice_metric])]
-        names = [f"{run.arm} at {run.rate:g} seed {run.seed}" for run in diverged.itertuples()]
-        caveats += [f"{prefix}tuning runs that diverged: {_join_names(names)}"] * bool(names)
-        final_runs = [run for run in procedure.final_runs(size) if run.outcome.state == DIVERGED]
-        names = [f"{run.arm} seed {run.seed}" for run in final_runs]
-        caveats += [f"{prefix}diverged, counted and in no mean: {_join_names(names)}"] * bool(names)
-    caveats += [f"failed: {run.stage} run {run.label}: {failure}" for run, failure in failures(procedure)]
+    """List what a reader must know beside the verdicts: runs that failed, and notes."""
+    caveats = [f"failed: {run.stage} run {run.label}: {failure}" for run, failure in failures(procedure)]
     return caveats + procedure.notes()
-
-
-def _tuning_words(procedure: Procedure, size: str) -> str | None:
-    """Explain how rates were chosen, and name the chosen rates; None without tuning runs, or before rates are
-    chosen.
-    """
-    experiment, tuning_runs, choice = procedure.experiment, procedure.tuning_runs(size), procedure.choice(size)
-    if not len(tuning_runs) or not choice.rates_of_final_runs:
-        return None
-    seeds = ", ".join(map(str, sorted({*tuning_runs["seed"]})))
-    rates = ", ".join(f"{rate:g}" for rate in sorted({*tuning_runs["rate"]}))
-    extremum = "lowest" if experiment.choice_sign > 0 else "highest"
-    choices = ", ".join(f"{arm} {arm_rates[0]:g}" for arm, arm_rates in choice.rates_of_final_runs.items())
-    metric = f"{experiment.choice_metric} ({experiment.data_words(experiment.choice_metric, 'selection')})"
-    return (
-        f"{experiment.tune.key} was chosen for each arm by the {extremum} mean {metric} over seeds {seeds} at {rates}: "
-        f"{choices}."
-    )
 
 
 # ---------------------------------------------------------------- tables

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 
 import pandas as pd
@@ -185,15 +184,6 @@ class Outcome:
     def ended(self) -> bool:
         """Whether nothing is left to train or to measure."""
         return self.state != "unfinished"
-
-    @property
-    def unit_metrics(self) -> list[str]:
-        """Names of the metrics that were measured by unit (such as a sequence) at the last step, not as a mean
-        alone.
-        """
-        frames = [evaluation.frame[evaluation.frame["sample"].notna()] for evaluation in self.evaluations]
-        pairs = [zip(frame["metric"], frame["about"], strict=True) for frame in frames]
-        return [name for name, about in dict.fromkeys(chain(*pairs)) if about.name and about.matches(name)]
 
     def measurement(self, metric: str) -> Evaluation | None:
         """The evaluation of the last step that measured a metric; None without one. Raises RunError: a file is

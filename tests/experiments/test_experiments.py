@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 from conftest import lm
 from fabricated import finish, finish_all, launching
@@ -20,7 +21,7 @@ from lm.evaluation.held_out import LongContext
 from lm.evaluation.metrics import metrics_of
 from lm.experiments.compare import TrainingOptions, compare_experiments, open_experiment, plan_lines, start
 from lm.experiments.definition import read_experiment
-from lm.experiments.loop import RunsFailed, Stopped
+from lm.experiments.loop import ExperimentTrainer, RunsFailed, Stopped
 from lm.experiments.procedure import Procedure, Run, commands, forget_failures
 from lm.experiments.run_outcome import SELECTION, Outcome
 from lm.runs.evaluations import evaluation_path, weighted_mean
@@ -144,17 +145,17 @@ def test_an_experiment_that_fails_or_is_not_sent_does_not_keep_the_next_from_its
     files = [written(tmp_path, tune=None, seeds=[1]).rename(tmp_path / f"{name}.yaml") for name in names]
     worked = []
 
-    def work(procedure: Procedure, *arguments: object) -> Procedure:
-        worked.append(procedure.experiment.name)
-        if procedure.experiment.name == "fails":
+    def work(trainer: ExperimentTrainer) -> None:
+        worked.append(trainer.procedure.experiment.name)
+        if worked[-1] == "fails":
             raise RunsFailed("fails failed")
-        return finish_all(procedure, lambda run: 5.0)
+        finish_all(trainer.procedure, lambda run: 5.0)
 
     def send(log: LogConfig, name: str, *arguments: object) -> None:
         if name == "is_not_sent":
             raise RunError("the report is not sent")
 
-    monkeypatch.setattr("lm.experiments.compare._train_runs", work)
+    monkeypatch.setattr(ExperimentTrainer, "train_all", work)
     monkeypatch.setattr("lm.experiments.page.send_report", send)
     with pytest.raises(RunsFailed, match="fails failed; the report is not sent"):
         compare_experiments(files, overrides, TrainingOptions())
@@ -220,7 +221,7 @@ def evaluations(outcome: Outcome, kind: str) -> tuple[Curve, ...]:
 
 def test_a_metric_that_is_not_measured_stops_the_experiment_with_its_first_run(tmp_path, overrides):
     path = written(tmp_path, tune=None, primary={"metric": "tasks/mine/acc"}, evaluate={"eval.tasks": ["mine"]})
-    wrong = r"primary\.metric tasks/mine/acc was not measured .*; correct the file, measured were: val/loss$"
+    wrong = r"primary\.metric tasks/mine/acc was not measured .*; correct the file: lm metrics"
     with pytest.raises(RunError, match=wrong):
         launching(Procedure(read_experiment(path, overrides)), lambda run: finish(run, 5.0) or 0).train_all()
 
@@ -245,7 +246,9 @@ def test_metrics_are_known_before_they_are_measured(tmp_path, overrides):
         read_experiment(written(tmp_path, tune=None, primary={"metric": "val/zzzzzzzzzzzzzzzzzz"}), all_overrides)
     names = str(error.value).partition("choose from: ")[2].split(", ")
     assert len(names) == 11
-    assert sorted(names) == sorted(run.outcome.unit_metrics)
+    frame = pd.concat([evaluation.frame for evaluation in run.outcome.evaluations])
+    pairs = set(zip(frame["metric"], frame["about"], frame["sample"].notna(), strict=True))
+    assert sorted(names) == sorted(name for name, about, has_units in pairs if has_units and about.matches(name))
     listed = metrics_of(run.config)
     assert sorted(metric.name for metric in listed if metric.decides) == sorted(names)
     logged = {name for line in run.outcome.log.lines for name in line} - {"step", "tokens"}
@@ -265,7 +268,7 @@ def test_runs_measured_on_other_sequences_are_measured_again(tmp_path, overrides
     assert [entry["runs"] for entry in again.judgement().entries()] == [0, 1]
     assert commands(again.known_runs()[0], tmp_path) == [["eval", str(softmax)]], "as the run is configured"
     monkeypatch.setattr(Outcome, "is_measured", True)
-    with pytest.raises(RunError, match=r"val/loss was measured on other sequences than in .*measure again: lm eval"):
+    with pytest.raises(RunError, match=r"val/loss was measured on other sequences than in .*lm eval"):
         Procedure(procedure.experiment).judgement()
 
 

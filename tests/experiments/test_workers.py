@@ -124,7 +124,7 @@ def test_a_second_compare_is_told_who_works_on_the_experiment(file, arguments):
         result = lm("compare", str(file), *arguments[1:])
         message = "another lm compare works on it; --report-only and --plan show how far it is"
         assert (result.returncode, result.stderr) == (1, f"error: {folder}: {message}\n")
-        assert "no run has ended yet" in lm("compare", str(file), *arguments[1:], "--report-only").stderr
+        assert "no run of this file" in lm("compare", str(file), *arguments[1:], "--report-only").stderr
         assert lm("compare", str(file), *arguments[1:], "--plan").returncode == 0
         assert len(lm("compare", str(file), *arguments[1:], "--commands").stdout.splitlines()) == 4
     with experiment_lock(folder):
