@@ -4,6 +4,7 @@
 with every problem of single keys, else with every contradiction between keys.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -16,14 +17,12 @@ from lm.config.normalizers import OPTIONS, Layers
 from lm.config.tree import Config
 from lm.config.yaml_text import (
     MAX_BYTES,
-    MAX_DEPTH,
     dump_yaml,
-    parse_override_value,
     parse_yaml,
     resolve_interpolations,
 )
 from lm.errors import ConfigError, Problem, abbreviated, as_written, one_line
-from lm.plain import Plain, flatten, is_block, to_plain
+from lm.plain import Plain, is_block, to_plain
 from lm.plugins import PLUGINS
 from lm.schema import build, build_named, cross_key_problems, effect, fields_at
 
@@ -36,12 +35,7 @@ def check(config: Config) -> Iterator[Problem]:
     if block_problems := cross_key_problems(config):
         yield from block_problems
         return
-    if (
-        Path(config.name).name != config.name
-        or config.name in ("", "..")
-        or not config.name.isprintable()
-        or len(config.name) > 100
-    ):
+    if not re.fullmatch(r"(?!\.\.?$)[^/]{1,100}", config.name) or not config.name.isprintable():
         reason = "must be the name of a folder: printable, at most 100 characters, without a path"
         yield Problem("name", config.name, reason, "set name, and runs for the folder that holds it")
     if non_divisors := [length for length in data.lengths.weights if length < 2 or data.seq_len % length]:
@@ -213,27 +207,18 @@ def parse(plain: dict[str, Plain]) -> Config:
     A key that is refused has its default in `config`, of which contradictions would say what nobody set.
     """
     problems: list[Problem] = []
-    config = build(Config, _with_phases_normalizers(plain), "", problems)
+    config = build(Config, plain, "", problems)
     if config.trainer.tokens_per_parameter and "max_steps" not in plain["trainer"]:
         config.trainer.max_steps = None  # not the default, beside tokens_per_parameter
-    if config.phases and (not isinstance(plain.get("model"), dict) or "normalizer" not in plain["model"]):
-        config.model.normalizer = config.phases[0].normalizer
+    model = plain.get("model") if config.phases else None
+    normalizer = config.model.normalizer
+    if config.phases and not (isinstance(model, dict) and "normalizer" in model):
+        normalizer = config.model.normalizer = config.phases[0].normalizer or normalizer
+    for phase in config.phases:
+        phase.normalizer = normalizer = phase.normalizer or normalizer
     if problems := problems or [*check(config)]:
         raise ConfigError(problems)
     return config
-
-
-def _with_phases_normalizers(plain: dict[str, Plain]) -> dict[str, Plain]:
-    """Give each phase that names no normalizer that of the phase before, the first the model's if it is given."""
-    phases = plain.get("phases") if isinstance(plain, dict) else None
-    if not isinstance(phases, list) or not all(isinstance(phase, dict) for phase in phases):
-        return plain
-    model = plain.get("model")
-    before, result = model.get("normalizer") if isinstance(model, dict) else None, []
-    for phase in phases:
-        before = phase.get("normalizer", before)
-        result.append(phase if before is None else {**phase, "normalizer": before})
-    return {**plain, "phases": result}
 
 
 def to_yaml(config: Config) -> str:
@@ -241,22 +226,14 @@ def to_yaml(config: Config) -> str:
     return dump_yaml(to_plain(config))
 
 
-def read_yaml(
-    path: Path, heirs: tuple[Path, ...] = (), cache: dict[Path, dict[str, Plain]] | None = None
-) -> dict[str, Plain]:
+def read_yaml(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Plain]:
     """Read the keys of a file, merged over the keys of its `base:` files (paths relative to the file's folder, else
-    names of presets).
-
-    `heirs` are the files that inherit from this file, each from the next; `cache` has the keys of files that were read
-    before, by path.
+    names of presets). `heirs` are the files that inherit from this file, each from the next.
 
     Raises ConfigError: a file can't be read or is not a configuration; the message names the file.
     """
-    cache = {} if cache is None else cache
     try:
         resolved_path = path.resolve()
-        if resolved_path in cache:
-            return cache[resolved_path]
         if resolved_path in heirs:
             raise ConfigError(f"{path}: inherits from itself through `base:`")
         with path.open("rb") as file:
@@ -267,41 +244,34 @@ def read_yaml(
         raise ConfigError(f"{path}: no such configuration file{heir}{presets.suggestion(path)}") from None
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
         raise ConfigError(f"{abbreviated(str(path))}: {getattr(error, 'strerror', None) or one_line(error)}") from None
-    plain = parse_yaml(content, str(path))
-    plain = {} if plain is None else plain
-    if isinstance(plain, dict) and "arms" in plain:
+    plain = parse_yaml(content, str(path)) or {}
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{path}: must hold keys and values, not {abbreviated(as_written(plain), 40)}")
+    if "arms" in plain:
         if heirs:
             raise ConfigError(f"{path}: an experiment, not a configuration that {heirs[-1].name} can have as its base")
         return plain  # its base may be a block, which is no base of a configuration; callers refuse its arms
-    if not isinstance(plain, dict):
-        raise ConfigError(f"{path}: must hold keys and values, not {abbreviated(as_written(plain), 40)}")
-    cache[resolved_path] = merge_bases(nest_keys(plain), path, "base", (*heirs, resolved_path), cache)
-    return cache[resolved_path]
+    return merge_bases(nest_keys(plain), path, "base", (*heirs, resolved_path))
 
 
 def merge_bases(
-    plain: dict[str, Plain],
-    path: Path,
-    key: str = "base",
-    heirs: tuple[Path, ...] = (),
-    cache: dict[Path, dict[str, Plain]] | None = None,
+    plain: dict[str, Plain], path: Path, key: str = "base", heirs: tuple[Path, ...] = ()
 ) -> dict[str, Plain]:
     """Merge the keys `plain` of a block of the file `path` over the keys of the files that the block's key `base`
     lists, and return them. Later files win. Each is named by its path, relative to the folder of `path`, or else is a
     preset.
 
-    key: the path of the key `base` in the file, for errors. `heirs` and `cache` are those of `read_yaml` for the files
-    in `base`.
+    key: the path of the key `base` in the file, for errors. `heirs` are those of `read_yaml` for the files in `base`.
 
     Raises ConfigError: `base` is not a file or a list of files, or one of them can't be read or is not a configuration.
     """
-    bases, cache = plain.get("base", []), {} if cache is None else cache
+    bases = plain.get("base", [])
     names = bases if isinstance(bases, list) else [bases]
     if not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{path}: {Problem(key, bases, 'must be a file or a list of files')}")
     tree: dict[str, Plain] = {}
     for name in names:
-        tree = merge(tree, read_yaml(presets.find(name, parent=path.parent), heirs, cache))
+        tree = merge(tree, read_yaml(presets.find(name, parent=path.parent), heirs))
     return merge(tree, {name: value for name, value in plain.items() if name != "base"})
 
 
@@ -316,30 +286,18 @@ def read_overrides(overrides: list[str]) -> dict[str, Plain]:
             raise ConfigError(f"{shown}: not an override; write key=value, e.g. optim.lr=3e-4")
         # of other types, an empty value is null
         is_empty = not text and (specs := fields_at(Config, path)) and specs[-1].type is str
-        blocks.append({path: "" if is_empty else parse_override_value(text, shown)})
+        blocks.append({path: "" if is_empty else parse_yaml(text, shown)})
     return nest_keys(*blocks)
 
 
-def nest_keys(*blocks: Mapping[str, Plain], path: str = "") -> dict[str, Plain]:
-    """Turn dotted keys into nested blocks and merge `blocks`, later ones winning: {"optim.lr": 1} becomes {"optim":
-    {"lr": 1}}.
-
-    path: the beginning of the keys' paths in errors, such as `arms.ssmax.`.
-
-    Raises ConfigError: a key has too many parts, or a block has one key twice.
+def nest_keys(*blocks: Mapping[str, Plain]) -> dict[str, Plain]:
+    """Turn dotted keys into nested blocks and merge them, later ones winning: {"optim.lr": 1} becomes {"optim": {"lr":
+    1}}.
     """
     tree: dict[str, Plain] = {}
     for block in blocks:
-        given: set[str] = set()
         for key, value in block.items():
-            names = str(key).split(".")
-            if len(names) > MAX_DEPTH:
-                raise ConfigError(f"{abbreviated(str(key), 80)}: not a configuration key")
-            paths = {*flatten(value, str(key))} if is_block(value) else {str(key)}
-            if repeated := sorted(paths & given):
-                raise ConfigError(f"{path}{repeated[0]}: given twice in one block; drop one")
-            given |= paths
-            for name in reversed(names):
+            for name in reversed(str(key).split(".")):
                 value = {name: value}
             tree = merge(tree, value)
     return tree
@@ -368,8 +326,7 @@ def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -
     another. A key set in `changes` removes the key that excludes it (`ALTERNATIVES`) from `base`: `max_steps` removes
     `tokens_per_parameter`, for example.
 
-    Raises ConfigError: `changes` has null where `base` has a block that can't be null, or a block where `base` has a
-    number.
+    Raises ConfigError: `changes` has null where `base` has a block that can't be null.
     """
     result = dict(base)
     for name, value in changes.items():
@@ -379,8 +336,6 @@ def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -
             result.pop(alternative, None)
         if value is None and is_block(old) and (not specs or specs[-1].metadata.get("default", "") is not None):
             raise ConfigError(Problem(path, None, "must be a block of keys", "leave it out, or give keys"))
-        if isinstance(old, int | float) and isinstance(value, dict):
-            raise ConfigError(Problem(path, old, "must be a block of keys"))
         if isinstance(value, str) and is_block(old) and effect(Config, f"{path}.name"):
             value = {"name": value}
         if isinstance(old, str) and isinstance(value, dict):

@@ -28,19 +28,10 @@ def find(argument: str | Path, kind: str = "", parent: str | Path = "") -> Path:
         kind: `experiments` for an experiment, empty for a configuration.
         parent: the folder that relative paths start from.
     """
-    name = Path(os.path.expanduser(argument))
-    path = Path(parent, name)
-    if (path.exists() and not path.is_dir()) or name.is_absolute() or ".." in name.parts or not name.name:
-        return path
-    relative_path = Path(*name.parts[1:]) if len(name.parts) > 1 and name.parts[0] == "configs" else name
-    relative_path = (
-        relative_path
-        if relative_path.suffix in (".yaml", ".yml")
-        else relative_path.with_name(f"{relative_path.name}.yaml")
-    )
-    return next(
-        (file for subfolder in _SUBFOLDERS[kind] if (file := folder() / subfolder / relative_path).is_file()), path
-    )
+    path = Path(parent, os.path.expanduser(argument))
+    name = str(argument).removeprefix("configs/").removesuffix(".yaml")
+    files = (folder() / subfolder / f"{name}.yaml" for subfolder in _SUBFOLDERS[kind])
+    return path if path.is_file() else next((file for file in files if file.is_file()), path)
 
 
 def is_override(argument: str) -> bool:

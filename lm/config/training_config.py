@@ -170,8 +170,8 @@ class Phase:
     """
 
     until: float = key(1.0, "where the phase ends, as a fraction of trainer.max_steps; 1 for the last", gt=0, le=1)
-    normalizer: Options = variant(
-        OPTIONS, "softmax", "how attention scores become weights, in this phase; not given: as in the phase before"
+    normalizer: Options | None = variant(
+        OPTIONS, None, "how attention scores become weights, in this phase; null: as in the phase before"
     )
     position: Position | None = variant(
         POSITIONS, None, "position information in this phase; null: as in the phase before", omit_default=True

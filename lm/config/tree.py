@@ -13,7 +13,6 @@ from typing import Literal
 from lm.config.data_config import DataConfig
 from lm.config.eval_config import EvalConfig
 from lm.config.model_config import ModelConfig
-from lm.config.normalizers import Layers
 from lm.config.training_config import LogConfig, OptimConfig, Phase, TrainerConfig
 from lm.files import expand_home
 from lm.plain import Plain, flatten, to_plain
@@ -179,9 +178,8 @@ def canonical(config: dict[str, Plain]) -> dict[str, Plain]:
     """Return a configuration (plain data, as in config.yaml) in a form in which configurations of one model have equal
     `model` blocks.
 
-    Null keys of `model` get the values that they stand for. A list of normalizers, which repeats over the layers,
-    becomes as short as possible. Removed keys at their former defaults are left out. No plugin is imported; the `model`
-    block of an invalid configuration is returned unchanged.
+    Null keys of `model` get the values that they stand for. Removed keys at their former defaults are left out. No
+    plugin is imported; the `model` block of an invalid configuration is returned unchanged.
     """
     model = config.get("model")
     if not isinstance(model, dict):
@@ -202,10 +200,7 @@ def canonical(config: dict[str, Plain]) -> dict[str, Plain]:
         for name, value in (model | resolved_values).items()
         if value is not None or name not in resolved_values
     }
-    result = {**config, "model": _with_shortest_list(model, model_config.n_layer)}
-    if isinstance(phases := config.get("phases"), list):
-        result["phases"] = [_with_shortest_list(phase, model_config.n_layer) for phase in phases]
-    return result
+    return {**config, "model": model}
 
 
 def differences(config_a: dict[str, Plain], config_b: dict[str, Plain]) -> dict[str, tuple[Plain, Plain]]:
@@ -228,23 +223,6 @@ def differences(config_a: dict[str, Plain], config_b: dict[str, Plain]) -> dict[
     }
     renamed_blocks = tuple(key.removesuffix("name") for key in changes if key.endswith(".name"))
     return {key: pair for key, pair in changes.items() if key.endswith(".name") or not key.startswith(renamed_blocks)}
-
-
-def _with_shortest_list(block: Plain, n_layer: int) -> Plain:
-    """Shorten a block's list of normalizers, repeated over the layers, to the shortest equivalent; other blocks are
-    returned unchanged.
-    """
-    normalizer = block.get("normalizer") if isinstance(block, dict) else None
-    normalizers = (
-        normalizer.get("of") if isinstance(normalizer, dict) and normalizer.get("name") == Layers.name else None
-    )
-    if not isinstance(normalizers, list) or not normalizers:
-        return block
-    by_layer = [normalizers[layer % len(normalizers)] for layer in range(n_layer)]
-    period = next(
-        size for size in range(1, n_layer + 1) if by_layer == [by_layer[layer % size] for layer in range(n_layer)]
-    )
-    return {**block, "normalizer": by_layer[0] if period == 1 else {**normalizer, "of": by_layer[:period]}}
 
 
 # ---------------------------------------------------------------- the effect of a key

@@ -13,7 +13,7 @@ from omegaconf._yaml import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from lm.errors import ConfigError, Problem, abbreviated, as_written, one_line
-from lm.plain import Plain, map_values, single_values
+from lm.plain import Plain, single_values
 
 MAX_BYTES = 2**19  # size of a text
 MAX_NODES = 10_000  # keys and values in a text, with aliases expanded
@@ -50,8 +50,17 @@ class _Dumper(yaml.SafeDumper):
             "tag:yaml.org,2002:str", text, style='"' if _UNICODE_LINE_BREAKS.search(text) else None
         )
 
+    def other(self, value: object) -> yaml.Node:
+        """Return the YAML node of a mapping, a path or a NumPy number, which another program gave."""
+        if isinstance(value, Mapping):
+            return self.represent_dict(value)
+        if isinstance(value, os.PathLike):
+            return self.text(os.fspath(value))
+        return self.represent_data(value.item()) if hasattr(value, "item") else self.represent_undefined(value)
+
 
 _Dumper.add_representer(str, _Dumper.text)
+_Dumper.add_multi_representer(object, _Dumper.other)
 
 
 def parse_yaml(text: str | bytes, source: str) -> Plain:
@@ -78,31 +87,20 @@ def parse_yaml(text: str | bytes, source: str) -> Plain:
         raise ConfigError(f"{source}: not valid YAML: {reason}") from None
 
 
-def parse_override_value(text: str, source: str) -> Plain:
-    """Parse an override's value as YAML in which # begins no comment. Raises ConfigError, naming `source`, if `text` is
-    not valid YAML.
-    """
-    letter = "\ue000"  # of private use, in place of #
-    try:
-        plain = parse_yaml(text.replace("#", letter), source)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace(letter, "#")) from None
-    return map_values(plain, lambda value: value.replace(letter, "#") if isinstance(value, str) else value)
-
-
 def dump_yaml(plain: Plain) -> str:
     """Write plain data as YAML, from which `parse_yaml` returns the same data."""
     return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def override(key: str, value: object) -> str:
-    """Return the override `KEY=VALUE` of a command line, with the value as YAML on one line; paths become texts.
+    """Return the override `KEY=VALUE` of a command line, with the value as YAML on one line; paths become texts, NumPy
+    numbers become numbers.
 
     Raises ConfigError: YAML can't represent the value.
     """
     try:
         text = yaml.dump(
-            _plain(value), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=math.inf
+            value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=math.inf
         )
     except yaml.YAMLError as error:
         raise ConfigError(
@@ -111,22 +109,7 @@ def override(key: str, value: object) -> str:
     return f"{key}=" + text.removesuffix("\n...\n").strip("\n")
 
 
-def _plain(value: object) -> object:
-    """Convert mappings, sequences, paths and NumPy numbers within a value to plain data."""
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    return value.item() if hasattr(value, "item") else value
-
-
 # ---------------------------------------------------------------- interpolation
-
-
-# most in a configuration; OmegaConf expands each one again at every use: at most some 3^(16 / 3) times
-MAX_INTERPOLATIONS = 16
 
 
 def resolve_interpolations(plain: dict[str, Plain]) -> dict[str, Plain]:
@@ -135,24 +118,18 @@ def resolve_interpolations(plain: dict[str, Plain]) -> dict[str, Plain]:
 
     Configurations of checkpoints and exports are never resolved: `${...}` could read the user's environment variables.
 
-    Raises ConfigError: a value is missing, or an interpolation can't be resolved, or there are too many to expand in a
-    reasonable time.
+    Raises ConfigError: a value is missing, or an interpolation can't be resolved.
     """
     texts = [value for value in single_values(plain) if isinstance(value, str) and ("${" in value or value == "???")]
     if not texts:
         return plain
-    if sum(text.count("${") for text in texts) > MAX_INTERPOLATIONS:
-        raise ConfigError(
-            f"the configuration has more than {MAX_INTERPOLATIONS} interpolations ${{...}}: write some of the values "
-            "out"
-        )
     try:
         config = OmegaConf.create(plain)
         if missing := OmegaConf.missing_keys(config):
             raise ConfigError(
                 [Problem(path, "???", "must be given", "replace ??? by a value") for path in sorted(missing)]
             )
-        result = OmegaConf.to_container(config, resolve=True)
+        return OmegaConf.to_container(config, resolve=True)
     except (OmegaConfBaseException, RecursionError, ValueError) as error:
         reason = (
             one_line(error)
@@ -164,6 +141,3 @@ def resolve_interpolations(plain: dict[str, Plain]) -> dict[str, Plain]:
         raise ConfigError(
             f"{abbreviated(key, 80)}: {reason} (an interpolation ${{...}} sees given keys only)"
         ) from None
-    if sum(1 for _ in single_values(result)) > MAX_NODES:
-        raise ConfigError(f"the configuration has more than {MAX_NODES:,} values once its interpolations are resolved")
-    return result

@@ -458,7 +458,7 @@ def _named_blocks(key: str, value: dict, problems: list[Problem]) -> dict[str, d
         elif not isinstance(changes, dict | None):
             problems.append(Problem(f"{key}.{name}", changes, "must be a block of configuration keys"))
         else:
-            blocks[text] = nest_keys(changes or {}, path=f"{key}.{name}.")
+            blocks[text] = nest_keys(changes or {})
     return blocks
 
 

@@ -13,7 +13,6 @@ from lm.training.train import train
 
 WRITTEN_OUT = [
     "model.head_size=16", "model.n_kv_head=4", "model.n_mlp=192", "model.qkv_bias=false", "model.mlp_bias=false",
-    "model.normalizer=[softmax, softmax]",
 ]  # fmt: skip
 SIZES = ["model.n_embd=64", "model.n_head=4", "model.n_layer=2", "model.normalizer=softmax"]
 
@@ -46,16 +45,6 @@ def test_differences_are_those_that_were_made(tiny, changes: list[str], found: d
         )
         == found
     )
-
-
-def test_lists_of_normalizers_are_equal_by_what_each_layer_gets(tiny):
-    listed = [
-        tiny(*SIZES, "model.n_layer=4", f"model.normalizer={pattern}")
-        for pattern in ("[window, ssmax]", "[window, ssmax, window, ssmax]")
-    ]
-    assert canonical(to_plain(listed[0])) == canonical(to_plain(listed[1]))
-    other = tiny(*SIZES, "model.n_layer=4", "model.normalizer=[window, ssmax, ssmax]")
-    assert canonical(to_plain(other)) != canonical(to_plain(listed[0]))
 
 
 def test_keys_that_were_added_later_leave_the_hashes_of_earlier_models_as_they_were(tiny):

@@ -61,10 +61,6 @@ def test_an_experiment_is_valid(file: Path):
             "arms.True = true: must be a name of .*, or put it in quotes",
         ),
         (
-            {"arms": {"a": {}, "b": {"optim.lr": 1e-3, "optim": {"lr": 2e-3}}}},
-            "arms.b.optim.lr: given twice in one block; drop one",
-        ),
-        (
             {
                 "base": {"base": str(ROOT / "configs/recall.yaml"), "data.source.name": "files"},
                 "primary": {"metric": "recall/mqar 64", "better": "higher", "matters": 0.1},
