@@ -5,9 +5,7 @@ An experiment's folder holds what its first start settled for all runs, and what
 
 import json
 import shlex
-import statistics
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
@@ -359,14 +357,16 @@ def plan_lines(procedure: Procedure, slots: list[Devices]) -> Iterator[str]:
         size_words = f", {tokens / 1e6:.1f} M tokens, {flops:.2e} FLOPs{growth}"
     yield f"{runs}{size_words}"
     known_runs, judgement = procedure.known_runs(), procedure.judgement()
-    if times := run_times(known_runs, run_costs):
-        in_all = sum(count * times[size_arm] for size_arm, count in counts.items())
-        ended = sum(times[run.size, run.arm] for run in known_runs if run.outcome.ended)
-        left = duration(max(0.0, in_all - ended) / len(slots))
-        yield f"time: about {left} for what is left, by the runs that have ended"
+    ended_runs = [run for run in known_runs if run.outcome.ended]
+    ended = [(seconds_of(run), run_costs[run.size, run.arm].flops) for run in ended_runs] if run_costs else []
+    if timed := [(seconds, run_flops) for seconds, run_flops in ended if seconds and run_flops]:
+        all_seconds, timed_flops = map(sum, zip(*timed, strict=True))
+        left_flops = flops - sum(run_flops for _, run_flops in ended)
+        left = duration(max(0.0, left_flops) * all_seconds / timed_flops / len(slots))
+        yield f"time: about {left} for what is left, by the FLOPs of the runs that have ended"
     else:
         yield "time: known once the first run has ended"
-    yield f"done: {sum(run.outcome.ended for run in known_runs)} of the {len(known_runs)} runs known so far"
+    yield f"done: {len(ended_runs)} of the {len(known_runs)} runs known so far"
     yield f"primary metric {primary.metric}, {primary.better} is better; a difference of {primary.matters:g} matters"
     yield from judgement.power_sentences(len(experiment.seeds))
     yield from filter(None, [experiment_noise(judgement)])
@@ -409,22 +409,13 @@ def costs(procedure: Procedure) -> dict[tuple[str, str], Cost]:
     return costs_of_arms
 
 
-def run_times(runs: list[Run], run_costs: dict[tuple[str, str], Cost]) -> dict[tuple[str, str], float]:
-    """Estimate the seconds that a run of each size and arm takes, by the finished ones among `runs` that were trained
-    in one go. Times of other sizes and arms are scaled by FLOPs. {} before the first trained run has finished."""
-    durations = defaultdict(list)
-    for run in runs:
-        folder = run.config.run_folder
-        with suppress(RunError, KeyError, ValueError, OSError):  # a folder that does not say
-            (start,) = starts(read_environment(folder)) if run.outcome.state == "finished" else ()
-            began = datetime.fromisoformat(start["time"]).timestamp()
-            durations[run.size, run.arm].append((folder / METRICS).stat().st_mtime - began)
-    measured = {size_arm: statistics.fmean(values) for size_arm, values in durations.items()}
-    reference = next((size_arm for size_arm in measured if size_arm in run_costs and run_costs[size_arm].flops), None)
-    return {
-        size_arm: measured.get(size_arm, measured[reference] * run_cost.flops / run_costs[reference].flops)
-        for size_arm, run_cost in (run_costs if reference else {}).items()
-    }
+def seconds_of(run: Run) -> float:
+    """The seconds that a finished run took; 0 if it was not trained in one go, or its folder does not say."""
+    folder = run.config.run_folder
+    with suppress(RunError, KeyError, ValueError, OSError):
+        (start,) = starts(read_environment(folder)) if run.outcome.state == "finished" else ()
+        return (folder / METRICS).stat().st_mtime - datetime.fromisoformat(start["time"]).timestamp()
+    return 0.0
 
 
 def duration(seconds: float) -> str:

@@ -39,8 +39,8 @@ NOISE_SEED_COUNTS = 3, 5, 10, 20  # numbers of seeds for which `noise_of` gives 
 RUN_KEY = ["size", "arm", "rate", "seed"]  # columns that tell the runs of a frame apart
 FRAME_COLUMNS = [*RUN_KEY, "state", "note", "unlearned", "value", "weight", "group"]  # as `judge` describes them
 SizeArm = tuple[str, str]  # size and arm
-# the runs of an arm by rate, as numbers of rows of `Judgement.runs`, a run a seed; the rate that tuning chose is first
-RunsByRate = dict[Rate | None, range]
+# the runs of an arm by rate, as numbers in `Judgement.runs`, a run a seed; the rate that tuning chose is first
+RunsByRate = dict[Rate | None, list[int]]
 
 
 @dataclass
@@ -117,7 +117,13 @@ def judge(frame: pd.DataFrame, question: Question) -> "Judgement":
         unit_values, unit_weights = values[units[number]], weights[units[number]]
         means[number] = (unit_values * unit_weights).sum() / unit_weights.sum()
     runs["value"] = np.where(runs["state"] == FINISHED, means, math.inf)
-    return Judgement(question, runs, frame, units)
+    runs_by_arm: dict[SizeArm, RunsByRate] = {}
+    for number, (size, arm, cell) in enumerate(zip(runs["size"], runs["arm"], runs["rate"], strict=True)):
+        by_rate = runs_by_arm.setdefault((size, arm), {})
+        by_rate.setdefault(None if pd.isna(cell) else cell, []).append(number)
+    columns = {name: runs[name].to_numpy() for name in ("state", "note", "unlearned", "value")}
+    unit_columns = {name: frame[name].to_numpy() for name in ("value", "weight", "group")}
+    return Judgement(question, columns, runs_by_arm, unit_columns, units)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,45 +131,19 @@ class Judgement:
     """The verdicts on a frame of runs."""
 
     question: Question
-    # a row a run: the columns of the frame, `value` as the mean over units, infinite unless finished
-    runs: pd.DataFrame
-    frame: pd.DataFrame
-    units: list[slice]  # the rows of each run in `frame`
+    # by column of the frame, an entry for each run; `value` is the mean over units, infinite unless finished
+    runs: dict[str, np.ndarray]
+    runs_by_arm: dict[SizeArm, RunsByRate]
+    unit_columns: dict[str, np.ndarray]  # value, weight and group of all units
+    units: list[slice]  # the units of each run
 
     @property
     def primary(self) -> PrimaryMetric:
         return self.question.primary
 
     @cached_property
-    def _values(self) -> np.ndarray:
-        return self.runs["value"].to_numpy()
-
-    @cached_property
-    def _unit_columns(self) -> list[np.ndarray]:
-        return [self.frame[name].to_numpy() for name in ("value", "weight", "group")]
-
-    @cached_property
-    def _states(self) -> list[str]:
-        return self.runs["state"].tolist()
-
-    @cached_property
     def _is_finished(self) -> np.ndarray:
-        return (self.runs["state"] == FINISHED).to_numpy()
-
-    @cached_property
-    def _unlearned(self) -> list[str]:
-        return self.runs["unlearned"].tolist()
-
-    @cached_property
-    def runs_by_arm(self) -> dict[SizeArm, RunsByRate]:
-        """The runs of each arm of a size, by rate."""
-        by_arm: dict[SizeArm, RunsByRate] = {}
-        groups = self.runs.groupby(RUN_KEY[:-1], sort=False, dropna=False).ngroup().to_numpy()
-        starts = np.flatnonzero(np.diff(groups, prepend=-1))
-        keys = zip(*(self.runs[name].iloc[starts] for name in RUN_KEY[:-1]), strict=True)
-        for (size, arm, cell), (start, stop) in zip(keys, pairwise([*starts.tolist(), len(self.runs)]), strict=True):
-            by_arm.setdefault((size, arm), {})[None if pd.isna(cell) else cell] = range(start, stop)
-        return by_arm
+        return self.runs["state"] == FINISHED
 
     @cached_property
     def verdicts(self) -> dict[SizeArm, Verdict]:
@@ -172,7 +152,7 @@ class Judgement:
         for size_arm in filter(results.__contains__, self.question.exploratory):
             results[size_arm] = replace(results[size_arm], exploratory=True)
         # the finished runs that did not learn: their loss ends above the unigram cross-entropy
-        has_note = set(self.runs.index[(self.runs["state"] == FINISHED) & (self.runs["note"] != "")])
+        has_note = {*np.flatnonzero(self._is_finished & (self.runs["note"] != ""))}
         for (size, arm), verdict in results.items() if has_note else ():
             runs_by_seed = zip(*filter(None, (self.judged_runs(size, name) for name in (baseline, arm))), strict=False)
             if notes := [self.runs["note"][run] for run in chain(*runs_by_seed) if run in has_note]:
@@ -184,16 +164,16 @@ class Judgement:
         """Comparisons of each arm with the baseline, by size and arm, from the runs so far."""
         return {size_arm: self._comparison(*size_arm) for size_arm in self.question.size_arms}
 
-    def judged_runs(self, size: str, arm: str) -> range:
+    def judged_runs(self, size: str, arm: str) -> list[int]:
         """The numbers of an arm's runs at the learning rate at which the arm is judged, ordered by seed; empty if no
         rate is chosen.
         """
         rates = self.question.rates[size] or {}
-        return self.runs_by_arm.get((size, arm), {}).get(rates[arm], range(0)) if arm in rates else range(0)
+        return self.runs_by_arm.get((size, arm), {}).get(rates[arm], []) if arm in rates else []
 
     def judged_values(self, size: str, arm: str) -> np.ndarray:
         """The values of `judged_runs`, infinite where a run has not finished."""
-        return self._values[_slice(self.judged_runs(size, arm))]
+        return self.runs["value"][self.judged_runs(size, arm)]
 
     def _comparison(self, size: str, arm: str) -> Comparison:
         question, rates, baseline = self.question, self.question.rates[size], self.question.arms[0]
@@ -213,7 +193,7 @@ class Judgement:
         if not question.unpaired:
             is_finished = [is_finished[0] & is_finished[1]] * 2
         sides = [runs[:, mask] for runs, mask in zip(sides, is_finished, strict=True)]
-        values = [self._values[runs] for runs in sides]
+        values = [self.runs["value"][runs] for runs in sides]
         if question.target is not None:
             values[1] = np.full_like(values[1], question.target)
         differences = _differences(*values)
@@ -222,7 +202,7 @@ class Judgement:
             obstacle = _incomplete(n_seeds, n_seeds + n_missing)
         if not obstacle and n_seeds >= MIN_SEEDS:
             runs = chain(sides[0][place[0]], sides[1][place[1]] if question.target is None else ())
-            if all(levels := dict.fromkeys(self._unlearned[run] for run in runs)):
+            if all(levels := dict.fromkeys(self.runs["unlearned"][run] for run in runs)):
                 words = f"no run of either arm is better than {', '.join(levels)}"
                 obstacle = "not learned", words, words
         document_estimate = None
@@ -257,12 +237,12 @@ class Judgement:
         """Say which of the runs at the judged rates (`pair`) and at the rates that tuning chose have diverged."""
         chosen = [next(iter(runs.values())) for runs in (arm_runs, baseline_runs)]
         runs = dict.fromkeys(chain(arm_runs[pair[0]], baseline_runs[pair[1]], *chosen))
-        diverged = [run for run in runs if self._states[run] == DIVERGED]
+        diverged = [run for run in runs if self.runs["state"][run] == DIVERGED]
         # before a run of the arm has ended, a diverged baseline says nothing of the arm
-        if not diverged or all(self._states[run] == UNFINISHED for run in chain(arm_runs[pair[0]], chosen[0])):
+        if not diverged or all(self.runs["state"][run] == UNFINISHED for run in chain(arm_runs[pair[0]], chosen[0])):
             return None
         words = f"{len(diverged)} final run{'s' * (len(diverged) > 1)} diverged"
-        return "unstable", f"{words}: {_some([*self.runs['note'][diverged]])}", words
+        return "unstable", f"{words}: {_some(self.runs['note'][diverged].tolist())}", words
 
     def _usable_runs(self, runs: RunsByRate, judged_rate: Rate | None) -> RunsByRate:
         """Return the runs of an arm by rate, without rates at which a run diverged. The rate at which the arm is judged
@@ -272,12 +252,12 @@ class Judgement:
         return {
             rate: rate_runs
             for rate, rate_runs in runs.items()
-            if rate in permanent_rates or all(self._states[run] != DIVERGED for run in rate_runs)
+            if rate in permanent_rates or all(self.runs["state"][run] != DIVERGED for run in rate_runs)
         }
 
     def _document_estimate(self, *sides: np.ndarray) -> Estimate | None:
         """The estimate over seeds and documents of paired runs (rates, seeds); None if units are not of documents."""
-        rows, (values, weights, groups) = self.units[sides[0][0, 0]], self._unit_columns
+        rows, (values, weights, groups) = self.units[sides[0][0, 0]], self.unit_columns.values()
         if pd.isna(groups[rows.start]):
             return None
         units = [np.array([[values[self.units[run]] for run in runs] for runs in side]) for side in sides]
@@ -290,7 +270,7 @@ class Judgement:
         """The bounds of differences, or of an arm's values where runs are unpaired. A metric of which more is better
         and whose values all lie within 0 and 1 is an accuracy; other metrics have no bounds.
         """
-        finite = self._values[np.isfinite(self._values)]
+        finite = self.runs["value"][np.isfinite(self.runs["value"])]
         if self.primary.better == "lower" or not ((finite >= 0) & (finite <= 1)).all():
             return None
         target = self.question.target
@@ -314,13 +294,13 @@ class Judgement:
         """
         common = {size: np.ones(len(self.question.seeds), bool) for size in self.question.rates}
         for size, arm in product(common, self.question.arms) if self.question.is_paired else ():
-            if (is_finished := self._is_finished[_slice(self.judged_runs(size, arm))]).any():
+            if (is_finished := self._is_finished[self.judged_runs(size, arm)]).any():
                 common[size] &= is_finished
         return common
 
     def _entry(self, size: str, arm: str, common_seeds: np.ndarray) -> dict[str, Plain]:
         question, runs = self.question, self.judged_runs(size, arm)
-        values, is_finished = self._values[_slice(runs)], self._is_finished[_slice(runs)]
+        values, is_finished = self.runs["value"][runs], self._is_finished[runs]
         common_values = values[is_finished & common_seeds[: len(runs)]] if question.is_paired else values[is_finished]
         entry: dict[str, Plain] = {
             "size": size, "arm": arm, "rate": (question.rates[size] or {}).get(arm),
@@ -330,7 +310,7 @@ class Judgement:
         if len(runs_by_rate := self.runs_by_arm.get((size, arm), {})) > 1:
             entry["means_by_rate"] = {
                 f"{rate:g}": _mean(
-                    np.array([self._values[run] for run in rate_runs if self._states[run] != UNFINISHED])
+                    self.runs["value"][[run for run in rate_runs if self.runs["state"][run] != UNFINISHED]]
                 )
                 for rate, rate_runs in runs_by_rate.items()
             }
@@ -388,10 +368,6 @@ def _incomplete(ended: int, planned: int) -> Obstacle:
 
 def _some(notes: list[str]) -> str:
     return f"{'; '.join(notes[:3])}{'; ...' * (len(notes) > 3)}"
-
-
-def _slice(runs: range) -> slice:
-    return slice(runs.start, runs.stop)
 
 
 def _differences(arm_values: np.ndarray, baseline_values: np.ndarray) -> np.ndarray:

@@ -271,7 +271,7 @@ def seeds_table(judgement: Judgement, size: str) -> Table | None:
         return None
     columns: list[FilledColumn] = [(Column("seed", kind="label"), list(map(str, question.seeds)))]
     for arm in question.arms:
-        pairs = judgement.runs.iloc[runs[arm]][["state", "value"]].itertuples(index=False)
+        pairs = zip(*(judgement.runs[name][runs[arm]] for name in ("state", "value")), strict=True)
         words = [numeral(value) if state == FINISHED else state for state, value in pairs]
         columns.append((Column(arm, metric), words or ["no rate"] * len(question.seeds)))
     for arm in arms if len(runs[baseline]) else ():
