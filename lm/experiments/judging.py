@@ -280,9 +280,8 @@ class Judgement:
         """List an entry for each size and arm: rate, finished runs, means of the primary metric, verdict, difference
         and intervals.
 
-        A `target` has no entry. Means are over the seeds of `common_seeds`. An arm with several rates also has a mean
-        at each rate, over ended runs, null if one diverged. A difference has an interval over seeds that holds together
-        with all others, one that holds by itself (`alone`), and one over seeds and documents.
+        A `target` has no entry. Means are over the seeds of `common_seeds`. A difference has an interval over seeds,
+        which holds together with all others, one that holds by itself (`alone`), and one over seeds and documents.
         """
         arms = self.question.arms[self.question.target is not None :]
         return [self._entry(size, arm, self.common_seeds[size]) for size in self.question.rates for arm in arms]
@@ -307,13 +306,6 @@ class Judgement:
             "runs": int(is_finished.sum()), "of": len(runs) or len(question.seeds),
             "mean": _mean(common_values),
         }  # fmt: skip
-        if len(runs_by_rate := self.runs_by_arm.get((size, arm), {})) > 1:
-            entry["means_by_rate"] = {
-                f"{rate:g}": _mean(
-                    self.runs["value"][[run for run in rate_runs if self.runs["state"][run] != UNFINISHED]]
-                )
-                for rate, rate_runs in runs_by_rate.items()
-            }
         if arm != question.arms[0]:
             verdict = self.verdicts[size, arm]
             entry |= {"verdict": verdict.label, "words": verdict.words, "reason": verdict.reason}

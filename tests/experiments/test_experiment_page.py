@@ -151,27 +151,9 @@ def test_diverged_and_unfinished_runs_are_said_and_in_no_mean(tmp_path, undrawn)
     assert {row["of"] for row in rows(page.parent / "curves.csv")} >= {"ssmax, seed 2", "ssmax, mean of 2 seeds"}
 
 
-def test_a_baseline_that_diverged_is_no_verdict_on_an_arm_without_runs(tmp_path, undrawn):
-    procedure = made(tmp_path, tune=None)
-    for run in procedure.known_runs():
-        if run.arm != "log_n":
-            diverge(run) if run.arm == "softmax" else finish(run, losses(run))
-    kinds = {arm: verdict.kind for (_, arm), verdict in procedure.judgement().verdicts.items()}
-    assert kinds == {"ssmax": "unstable", "log_n": "incomplete"}
-
-
 def test_a_page_before_anything_has_ended(tmp_path, undrawn):
     words = text_of(write_page(made(tmp_path), tmp_path / "out"))
     assert "ssmax no verdict yet Rates are being tuned." in words
-
-
-def test_while_tuning_goes_on_no_seed_is_compared_with_another(tmp_path, undrawn):
-    procedure = made(tmp_path)
-    for run in procedure.known_runs():
-        if (run.arm, run.seed) != ("softmax", 101):
-            finish(run, losses(run))
-    page = write_page(Procedure(procedure.experiment), tmp_path / "out")
-    assert {row["panel"] for row in rows(page.parent / "rates.csv")} == {"Tuning runs"}
 
 
 def test_sizes_have_sections(tmp_path, undrawn):

@@ -19,7 +19,7 @@ from lm.errors import ConfigError, Diverged, RunError
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.held_out import LongContext
 from lm.evaluation.metrics import metrics_of
-from lm.experiments.compare import TrainingOptions, compare_experiments, open_experiment, plan_lines, start
+from lm.experiments.compare import TrainingOptions, compare_experiments, open_experiment, start
 from lm.experiments.definition import read_experiment
 from lm.experiments.loop import ExperimentTrainer, RunsFailed, Stopped
 from lm.experiments.procedure import Procedure, Run, commands, forget_failures
@@ -179,13 +179,6 @@ def test_a_run_that_diverges_is_counted_and_not_trained_again(tmp_path, override
     assert wild["reason"].startswith("2 final runs diverged: wild seed 1: "), wild["reason"]
 
 
-def test_a_run_that_did_not_learn_says_so_as_it_ends(tmp_path, overrides, capsys):
-    procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1]), overrides))
-    launching(procedure, lambda run: finish(run, 9.5, unigram=9.0) or 0).train_all()
-    expected = "val/loss (selection text) 9.5000, did not learn: final loss above the unigram cross-entropy (9.5000 > "
-    assert expected in capsys.readouterr().out
-
-
 def test_a_run_has_ended_only_with_its_last_checkpoint_and_the_primary_metric(tmp_path, overrides):
     experiment = read_experiment(
         written(tmp_path, tune=None, seeds=[1]), [*overrides, "eval.long_context.length_factor=2"]
@@ -337,36 +330,6 @@ def test_the_first_start_settles_an_experiment(tmp_path, overrides, monkeypatch)
     assert start(path, [*overrides, "trainer.threads=null"], jobs=7).experiment.first_config.trainer.threads == 1
     assert (first.folder / "resolved.json").read_text() == content
     assert json.loads(content)["planned"]["shared"]["seeds"] == [1, 2]
-
-
-def test_what_one_size_says_of_precision_is_its_own_and_the_plan_says_so(tmp_path, overrides):
-    free = [override for override in overrides if not override.startswith("trainer.precision")]
-    path = written(
-        tmp_path, tune=None, sizes={"a": {"trainer.precision": 32}, "b": {}, "c": {"trainer.precision": "bf16-mixed"}}
-    )
-    procedure = open_experiment(path, [*free, "trainer.precision=auto"])
-    experiment = procedure.experiment
-    precisions = [
-        experiment.config(size, experiment.arms[0], 1, None, {"name": "any"}).trainer.precision
-        for size in experiment.sizes
-    ]
-    assert precisions == [32, 32, "bf16-mixed"], "b is as the first start settles it"
-    sentence = "precision 32 or bf16-mixed; compile False; threads 1"
-    assert list(plan_lines(procedure, [()]))[-1] == f"runs compute with {sentence}; 1 at a time"
-
-
-def test_threads_are_shared_out_of_the_cores_that_the_job_may_use(tmp_path, overrides, monkeypatch):
-    free = [*overrides, "trainer.threads=null"]
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(6))
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
-    assert open_experiment(written(tmp_path), free, jobs=2).experiment.first_config.trainer.threads == 3
-    assert (
-        open_experiment(written(tmp_path), [*free, "trainer.devices=2"], jobs=1).experiment.first_config.trainer.threads
-        == 3
-    )
-    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")
-    assert open_experiment(written(tmp_path), free, jobs=2).experiment.first_config.trainer.threads == 2
 
 
 def test_changes_of_what_is_trained_give_other_runs_and_changes_of_labels_do_not(tmp_path, overrides):

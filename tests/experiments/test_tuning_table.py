@@ -5,25 +5,15 @@ import math
 from pathlib import Path
 
 import pytest
-import yaml
-from conftest import ROOT
 from fabricated import finish_all
+from trials import procedure_of
 
 from lm.errors import ConfigError
-from lm.experiments.definition import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.report.tables import csv_text
 
-FILE = {
-    "base": str(ROOT / "tests" / "tiny.yaml"),
-    "arms": {
-        "softmax": {"model.normalizer": "softmax"},
-        "ssmax": {"model.normalizer": "ssmax"},
-        "log_n": {"model.normalizer": "log_n"},
-    },
-    "seeds": [1, 2, 3],
-    "tune": {"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]},
-}
+ARMS = {arm: {"model.normalizer": arm} for arm in ("softmax", "ssmax", "log_n")}
+GRID = {"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]}
 BEST = {"softmax": 2e-2, "ssmax": 4e-2, "log_n": 2e-2}
 
 
@@ -32,11 +22,9 @@ def loss(run: Run) -> float:
     return 5 - 0.1 * (run.arm == "ssmax") + 0.2 * math.log2(run.rate / BEST[run.arm]) ** 2 + 1e-3 * run.seed
 
 
-def experiment(folder: Path, *overrides: str, **changes: object) -> Procedure:
-    """The experiment of FILE with some keys changed, its runs in `folder`."""
-    path = folder / "trial.yaml"
-    path.write_text(yaml.safe_dump(FILE | changes, sort_keys=False))
-    return Procedure(read_experiment(path, ["data.source.paths=[.]", f"runs={folder / 'runs'}", *overrides]))
+def experiment(folder: Path, **changes: object) -> Procedure:
+    """An experiment of three arms and seeds, tuned on a grid, or a changed one."""
+    return procedure_of(folder, **({"arms": ARMS, "seeds": [1, 2, 3], "primary": None, "tune": GRID} | changes))
 
 
 @pytest.fixture(scope="module")
