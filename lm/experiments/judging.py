@@ -315,7 +315,7 @@ class Judgement:
                 "over_seeds_and_documents": verdict.document_interval,
             }
             entry |= {name: interval and json_value(interval.as_list()) for name, interval in intervals.items()}
-            entry |= {"p": verdict.p if verdict.seeds else None, "p_exact": verdict.p_exact}
+            entry["p"] = verdict.p if verdict.seeds else None
             entry["seeds_needed"] = verdict.seeds_needed and [*verdict.seeds_needed]
         return entry
 

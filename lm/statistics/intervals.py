@@ -59,10 +59,6 @@ class Estimate:
     # them
     floors: tuple["Estimate", ...] = ()
 
-    def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> "Estimate":
-        floors = tuple(floor[index] for floor in self.floors)
-        return Estimate(self.mean[index], self.error[index], self.degrees[index], self.noise_source, floors)
-
     def half_width(self, alpha: float = ALPHA) -> np.ndarray:
         """Half the length of the interval of each mean, (...,), which misses the true mean with probability `alpha`.
 
@@ -133,9 +129,7 @@ def is_unlearned(
     return bool((over_questions(values, weights, groups, mean).low if is_fraction else mean) <= level)
 
 
-def over_documents(
-    values: np.ndarray, weights: np.ndarray | None = None, groups: np.ndarray | None = None
-) -> Interval | None:
+def over_documents(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> Interval | None:
     """The weighted mean over units, such as sequences, with its 95 % interval by Student's t over the documents of the
     units.
 
@@ -146,24 +140,21 @@ def over_documents(
 
     Args:
         values: (units,), such as losses in nats per token, or differences between the losses of two models.
-        weights: (units,), such as the number of tokens of a unit; None: equal weights.
-        groups: (units,) labels; units of one label, such as a document's sequences, depend on each other. None: all
-            units are independent.
+        weights: (units,), such as the number of tokens of a unit.
+        groups: (units,) labels; units of one label, such as a document's sequences, depend on each other.
 
     Returns:
         None if fewer than `MIN_DOCUMENTS` documents have weight.
     """
-    values = np.asarray(values, dtype=float)
-    weights = np.ones(len(values)) if weights is None else np.asarray(weights, dtype=float)
-    labels = np.arange(len(values)) if groups is None else np.unique(groups, return_inverse=True)[1]
+    values, weights = np.asarray(values, dtype=float), np.asarray(weights, dtype=float)
+    labels = np.unique(groups, return_inverse=True)[1]
     if len(np.unique(labels[weights > 0])) < MIN_DOCUMENTS:
         return None
     noise_source = f"{'documents' if len(np.unique(labels)) < len(labels) else 'sequences'}, 1 seed"
     if not np.isfinite(values).all():
         return Interval(np.nan, np.nan, np.nan, noise_source)
     (mean,), variance, degrees = _mean_variance(values[:, None], weights, labels)
-    interval = _estimate(mean, variance[0], degrees, np.abs(values).max(), noise_source).interval()
-    return replace(interval, mean=float(np.average(values, weights=weights)))
+    return _estimate(mean, variance[0], degrees, np.abs(values).max(), noise_source).interval()
 
 
 def _mean_variance(values: np.ndarray, weights: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
@@ -212,7 +203,7 @@ def welch(values: np.ndarray, baseline_values: np.ndarray) -> Estimate:
     Returns:
         The estimate at each pair of rates, (..., the arm's rates, the baseline's rates).
     """
-    arm, baseline = over_seeds(values)[..., None], over_seeds(baseline_values)[..., None, :]
+    arm, baseline = over_seeds(values[..., None, :]), over_seeds(baseline_values[..., None, :, :])
     variances, counts = (arm.error**2, baseline.error**2), (values.shape[-1], baseline_values.shape[-1])
     variance = variances[0] + variances[1]
     with np.errstate(invalid="ignore", divide="ignore"):

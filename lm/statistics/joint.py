@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import starmap
 
 import numpy as np
 from numpy.polynomial import Chebyshev
@@ -52,8 +53,12 @@ class Family:
             (count, min(max(1, int(degrees)), _MAX_DEGREES), math.floor(correlation / _CORRELATION_STEP + 1e-9))
             for count, degrees, correlation in groups
         ]
-        used = tuple(sorted((count, degrees, step) for count, degrees, step in steps if count > 1 and step > 0))
-        return _family(n_comparisons - sum(count for count, *_ in used), used)
+        used = tuple(
+            (count, degrees, step * _CORRELATION_STEP)
+            for count, degrees, step in sorted(steps)
+            if count > 1 and step > 0
+        )
+        return cls(n_comparisons - sum(count for count, *_ in used), used)
 
     @property
     def size(self) -> int:
@@ -67,7 +72,7 @@ class Family:
             return p
         single = -np.log1p(-np.minimum(p, 1 - 1e-16))  # minus log of the probability that one comparison has no such p
         surprise = self.n_independent * single
-        for ratio in self._ratios:
+        for ratio in starmap(_log_ratio, self.groups):
             surprise = surprise + single * np.exp(ratio(np.clip(np.log(np.maximum(single, 1e-300)), *ratio.domain)))
         return np.where(p >= 1, 1.0, -np.expm1(-surprise))
 
@@ -78,24 +83,18 @@ class Family:
             return ALPHA
         return brentq(lambda alpha: float(self.joint_p(alpha)) - ALPHA, ALPHA / self.size * (1 - 1e-9), ALPHA)
 
-    @cached_property
-    def _ratios(self) -> list[Chebyshev]:
-        """An interpolation of `joint_tail` for each group: the logarithm of the ratio of minus the log of the
-        probability that no comparison reaches a p to that of one comparison, as a function of the latter's log.
-        """
-
-        def ratio(logs: np.ndarray, group: tuple[int, int, float]) -> list[float]:
-            return [math.log(-math.log1p(-joint_tail(-math.expm1(-math.exp(log)), *group))) - log for log in logs]
-
-        return [
-            Chebyshev.interpolate(ratio, 20, [math.log(_SMALLEST_P), math.log(min(7, 20 / group[0]))], args=(group,))
-            for group in self.groups
-        ]
-
 
 @lru_cache(maxsize=1 << 12)
-def _family(n_independent: int, groups: tuple[tuple[int, int, int], ...]) -> Family:
-    return Family(n_independent, tuple((count, degrees, step * _CORRELATION_STEP) for count, degrees, step in groups))
+def _log_ratio(count: int, degrees: float, correlation: float) -> Chebyshev:
+    """An interpolation of `joint_tail` for a group: the logarithm of the ratio of minus the log of the probability that
+    no comparison reaches a p to that of one comparison, as a function of the latter's log.
+    """
+
+    def ratio(logs: np.ndarray) -> list[float]:
+        tails = [joint_tail(-math.expm1(-math.exp(log)), count, degrees, correlation) for log in logs]
+        return [math.log(-math.log1p(-tail)) - log for tail, log in zip(tails, logs, strict=True)]
+
+    return Chebyshev.interpolate(ratio, 20, [math.log(_SMALLEST_P), math.log(min(7, 20 / count))])
 
 
 def joint_tail(p: float, count: int, degrees: float, correlation: float) -> float:

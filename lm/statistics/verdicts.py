@@ -22,8 +22,6 @@ POWER = 0.8  # probability with which a number of seeds must find a difference
 # fewest seeds of a verdict: a spread estimated from two seeds is off by a factor of up to 32 (95 %), from three by up
 # to 6
 MIN_SEEDS = 3
-MIN_SIGN_FLIP_SEEDS = 6  # seeds from which the sign-flip test can reach 0.05
-MAX_SIGN_FLIP_SEEDS = 30  # seeds up to which p of the sign-flip test is computed
 MAX_SEEDS = 1000  # number of seeds that `seeds_needed` counts to
 _NOT_0 = 1e-9  # end of an interval that leaves out 0 and says no more
 
@@ -168,34 +166,15 @@ class Comparison:
         It is at most `alpha` where `interval_ends(alpha)` leave out 0. For equal differences the sign-flip test gives
         p.
         """
-        return self._two_sided_p(self.estimates.p(1), self.estimates.p(-1))
-
-    @property
-    def exact_p(self) -> np.ndarray | None:
-        """Two-sided p of the sign-flip test that the arms' mean difference at their best rates is 0 (Fisher 1935).
-
-        It is exact where differences are symmetric about 0. None below `MIN_SIGN_FLIP_SEEDS` or above
-        `MAX_SIGN_FLIP_SEEDS` seeds, and of unpaired runs.
-        """
-        values = self.by_rates
-        if self.unpaired_values or not MIN_SIGN_FLIP_SEEDS <= values.shape[-1] <= MAX_SIGN_FLIP_SEEDS:
-            return None
-        return self._two_sided_p(sign_flip(-values), sign_flip(values))
-
-    def _two_sided_p(self, p_below: np.ndarray, p_above: np.ndarray) -> np.ndarray:
-        """Combine one-sided p, (the arm's rates, the baseline's rates), of the hypotheses that the difference is at
-        least 0 (`p_below`), and at most 0.
-        """
 
         def claim_p(p: np.ndarray, judged_pair: tuple[int, int], n_shared_rates: int | None) -> np.ndarray:
             shared_p = p[..., :n_shared_rates, :]
             corrected_p = shared_p if self.all_pairs else np.minimum(1.0, shared_p.shape[-2] * shared_p)
             return np.maximum(p[(..., *judged_pair)], combine_over_rates(corrected_p, self.all_pairs))
 
-        if self.higher_is_better:
-            p_below, p_above = p_above, p_below
-        p_better = claim_p(p_below, self.judged_pair, None)
-        p_worse = claim_p(p_above.swapaxes(-1, -2), self.judged_pair[::-1], self.n_shared_rates)
+        sign = -1 if self.higher_is_better else 1
+        p_better = claim_p(self.estimates.p(sign), self.judged_pair, None)
+        p_worse = claim_p(self.estimates.p(-sign).swapaxes(-1, -2), self.judged_pair[::-1], self.n_shared_rates)
         return np.minimum(1.0, 2 * np.minimum(p_better, p_worse))
 
 
@@ -214,9 +193,6 @@ class Verdict:
     # unknown
     seeds_needed: tuple[int | None, int | None, int | None] | None
     single_interval: Interval | None = None  # the 95 % interval of this difference by itself
-    # the same p by the sign-flip test, which assumes symmetric differences, not normal ones; None: too few or too many
-    # seeds
-    p_exact: float | None = None
     # the interval over seeds and documents; None where there are too few seeds or documents
     document_interval: Interval | None = None
     exploratory: bool = False  # whether the plan was changed after results were known, so that p is too small
@@ -340,19 +316,17 @@ def family_of(stacks: Iterable[Stack]) -> Family:
 def _stack_verdicts(stack: Comparison, members: list[Comparison], margin: float, family: Family) -> Iterator[Verdict]:
     """The verdicts on the comparisons of a stack."""
     seeds, is_paired = stack.by_rates.shape[-1], stack.unpaired_values is None
-    rows, exact_p, source = [[math.nan] * 8] * len(members), [None] * len(members), ""
+    rows, source = [[math.nan] * 8] * len(members), ""
     if seeds > 1:
         estimates, pair, source = stack.estimates, (..., *stack.judged_pair), stack.estimates.noise_source
         ends = *stack.interval_ends(family.alpha), *stack.interval_ends()
         columns = estimates.mean[pair], *ends, family.joint_p(stack.p), estimates.error[pair], estimates.degrees[pair]
         rows = zip(*(column.tolist() for column in columns), strict=True)
-        if (p := stack.exact_p) is not None:
-            exact_p = np.minimum(1.0, family.size * p).tolist()
     finite = np.isfinite(stack.by_rates)
     is_finite = zip(
         finite.all((1, 2, 3)).tolist(), finite[(..., *stack.judged_pair, slice(None))].all(1).tolist(), strict=True
     )
-    for member, row, member_exact_p, (all_finite, judged_finite) in zip(members, rows, exact_p, is_finite, strict=True):
+    for member, row, (all_finite, judged_finite) in zip(members, rows, is_finite, strict=True):
         mean, low, high, low_alone, high_alone, joint_p, error, degrees = row
         interval = single_interval = needed_seeds = document_interval = None
         obstacle = member.obstacle
@@ -379,7 +353,7 @@ def _stack_verdicts(stack: Comparison, members: list[Comparison], margin: float,
         )
         yield Verdict(
             kind, reason, interval, 1.0 if obstacle else joint_p, needed_seeds, single_interval,
-            None if obstacle else member_exact_p, document_interval, margin=margin, open_reason=open_reason,
+            document_interval, margin=margin, open_reason=open_reason,
             exceeds_margin=not obstacle and max(low, -high) >= margin, seeds=0 if obstacle else seeds,
         )  # fmt: skip
 
@@ -469,26 +443,6 @@ def combine_over_rates(values: np.ndarray, all_pairs: bool) -> np.ndarray:
         all_pairs: whether the claim must hold at every pair of rates; values are then not corrected.
     """
     return values.max((-2, -1)) if all_pairs else values.min(-2).max(-1)
-
-
-def sign_flip(values: np.ndarray) -> np.ndarray:
-    """One-sided p, (...,), of the hypothesis that a mean over seeds is not above 0; `values`: (..., seeds).
-
-    It is the fraction of the 2^seeds choices of signs that give at least the observed sum. Sums are made for each half
-    of the seeds, so that memory holds about 2^(seeds / 2) sums.
-    """
-    values = np.asarray(values, dtype=float)
-    *outer_shape, seeds = values.shape
-    if outer_shape:
-        return np.array([sign_flip(row) for row in values])
-    halves = np.array_split(values, 2)
-    first_sums, second_sums = (
-        (1 - 2 * (np.arange(2 ** len(half))[:, None] >> np.arange(len(half)) & 1)) @ half for half in halves
-    )
-    second_sums = np.sort(second_sums)
-    # equal sums stay equal when they are added in another order
-    threshold = values.sum() - 1e-12 * np.abs(values).sum()
-    return (len(second_sums) - np.searchsorted(second_sums, threshold - first_sums)).sum() / 2**seeds
 
 
 def power(seeds: int, spread: float, difference: float, alpha: float = ALPHA, arms: float = 1) -> float:

@@ -21,7 +21,7 @@ from lm.statistics.intervals import (
 def test_the_mean_of_alike_units_has_students_interval():
     values = np.random.default_rng(0).normal(4, 1, (17, 3))
     expected = ttest_1samp(values, 0).confidence_interval(0.95)
-    ends = np.array([over_documents(column).as_list()[1:] for column in values.T])
+    ends = np.array([over_documents(column, np.ones(17), np.arange(17)).as_list()[1:] for column in values.T])
     assert np.allclose(ends.T, (expected.low, expected.high), rtol=1e-12)
 
 
@@ -33,7 +33,7 @@ def test_the_degrees_of_freedom_are_bell_and_mccaffreys():
     form = (part / np.sqrt(1 - part))[:, None] * residual
     gram = form @ form.T
     half = student.ppf(0.975, np.trace(gram) ** 2 / (gram**2).sum()) * np.linalg.norm(form @ values)
-    interval = over_documents(values, weights)
+    interval = over_documents(values, weights, np.arange(9))
     low, high = interval.low, interval.high
     assert ((high - low) / 2, (high + low) / 2, interval.mean) == pytest.approx(
         (half, part @ values, part @ values), rel=1e-9
@@ -63,20 +63,20 @@ def test_labels_weights_in_another_unit_and_units_without_weight_change_nothing(
     assert (padded.mean, padded.low, padded.high) == pytest.approx(
         (interval.mean, interval.low, interval.high), rel=1e-12
     )
-    assert over_documents(a, weights, np.arange(40) + 7) == over_documents(a, weights) != interval
+    assert over_documents(a, weights, np.arange(40) + 7) != interval
 
 
 def test_values_that_are_not_finite_have_no_interval():
     values = np.random.default_rng(0).normal(size=20)
     values[3] = np.nan
-    assert np.isnan(over_documents(values).as_list()).all()
+    assert np.isnan(over_documents(values, np.ones(20), np.arange(20)).as_list()).all()
 
 
 def test_two_documents_have_no_interval():
     values, labels = np.arange(6.0), np.array([0, 0, 0, 1, 1, 2])
-    assert over_documents(values, groups=labels // 2) is None
+    assert over_documents(values, np.ones(6), labels // 2) is None
     assert over_documents(values, np.array([1, 1, 1, 1, 1, 0]), labels) is None
-    assert over_documents(values, groups=labels).noise_source == "documents, 1 seed"
+    assert over_documents(values, np.ones(6), labels).noise_source == "documents, 1 seed"
 
 
 def test_an_interval_over_seeds_and_documents_holds_the_mean_over_both():
