@@ -7,7 +7,6 @@ python scripts/bench.py kernels                 attention alone, forward and bac
 python scripts/bench.py memory                  peak memory of the same at 16,384 tokens, each in a process of its own
 python scripts/bench.py long                    loss by position of one sequence of 131,072 tokens: seconds, and memory
                                                 beyond the model's
-python scripts/bench.py data --megabytes 1000   seconds, megabytes a second and memory of a preparation of made-up text
 """
 
 import argparse
@@ -24,7 +23,6 @@ import torch
 
 from lm.attention import cpu_kernel
 from lm.attention.catalogue import make_normalizer
-from lm.attention.elementwise_sums import SCORE_FUNCTIONS, elementwise_attention, tiles, why_tiles
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
 from lm.attention.query_scale import Softmax, SSMax
@@ -171,36 +169,11 @@ def attention(options: object, arguments: argparse.Namespace, dense: bool = Fals
     return step
 
 
-def elementwise_alone(route: Callable[..., torch.Tensor], f: str, arguments: argparse.Namespace) -> Step:
-    """Forward and backward of one `route` of `lm.attention.elementwise_sums.elementwise_attention`, as `attention`."""
-    dtype = torch.bfloat16 if arguments.bf16 else torch.float32
-    q, k, v, grad = torch.randn(4, 1, arguments.n_head, arguments.seq_len, 64, device=arguments.device).to(dtype)
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-
-    def step() -> None:
-        torch.autograd.grad(route(f, *leaves), leaves, grad)
-        if grad.is_cuda:
-            torch.cuda.synchronize()
-
-    return step
-
-
 def kernel_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
-    """Every entry's own route, and the dense definition of three; on CUDA also both routes of elementwise attention."""
+    """Every entry's own route, and the dense definition of three."""
     sides = {name: attention(option(), arguments) for name, option in kinds.SINGLE.items()}
-    if sequences.is_cuda:
-        print(
-            "elementwise attention:",
-            why_tiles(sequences.device, torch.bfloat16 if arguments.bf16 else torch.float32, 64) or "Triton",
-        )
-        for f in SCORE_FUNCTIONS:
-            sides |= {
-                f"{f} alone, {route.__name__}": elementwise_alone(route, f, arguments)
-                for route in (elementwise_attention, tiles)
-            }
-    return sides | {
-        f"{name}, dense": attention(kinds.SINGLE[name](), arguments, dense=True) for name in DENSE
-    }, "softmax"
+    dense = {f"{name}, dense": attention(kinds.SINGLE[name](), arguments, dense=True) for name in DENSE}
+    return sides | dense, "softmax"
 
 
 def print_memory(arguments: argparse.Namespace) -> None:
@@ -263,10 +236,6 @@ LENGTHS = {"kernels": 2048, "memory": 16384, "memory-of": 16384, "long": 131072}
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["data"]:
-        import bench_data
-
-        return bench_data.main(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=[*SIDES, "memory", "memory-of", "long"])
     parser.add_argument("path", nargs="?", help=argparse.SUPPRESS)  # of memory-of: what is measured

@@ -5,8 +5,8 @@ python scripts/curves.py                   compare with tests/curves.json, to a 
                                            otherwise
 python scripts/curves.py --write           write tests/curves.json; the commit says why they had to change, and what
                                            proves them right
-python scripts/curves.py --commits A [B]   both commits (B: HEAD) on this machine, each by its own copy of this script:
-                                           equal to the bit
+
+Two commits are equal to the bit where `--write` in a work tree of each, on one machine, writes the same file.
 
 Losses, gradient norms and validation losses are compared, as metrics.jsonl has them.
 """
@@ -124,38 +124,18 @@ def differences(curves_a: Curves, curves_b: Curves, tolerance: float) -> list[st
     return sorted(lines)
 
 
-def at_commit(commit: str, jobs: int) -> Curves:
-    """The curves of a commit, by its own script, in a work tree of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        tree, out = Path(folder, "tree"), Path(folder, "curves.json")
-        subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(tree), commit], cwd=ROOT, check=True)
-        try:
-            subprocess.run(
-                [sys.executable, "scripts/curves.py", "--out", str(out), "--jobs", str(jobs)], cwd=tree, check=True
-            )
-            return json.loads(out.read_text())
-        finally:
-            subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
-
-
 def main() -> int:
     """Compare; exit status 1 if something differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commits", nargs="+", metavar="COMMIT")
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--out", type=Path, help="write the curves there instead of comparing them")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
-    if arguments.commits:
-        first, second = [*arguments.commits, "HEAD"][:2]
-        lines = differences(at_commit(first, arguments.jobs), at_commit(second, arguments.jobs), 0)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            new_curves = curves(list(CASES), Path(folder), arguments.jobs)
-        if arguments.write or arguments.out:
-            (arguments.out or PINNED).write_text(json.dumps(new_curves, indent=1) + "\n")
-            return 0
-        lines = differences(new_curves, json.loads(PINNED.read_text()), TOLERANCE)
+    with tempfile.TemporaryDirectory() as folder:
+        new_curves = curves(list(CASES), Path(folder), arguments.jobs)
+    if arguments.write:
+        PINNED.write_text(json.dumps(new_curves, indent=1) + "\n")
+        return 0
+    lines = differences(new_curves, json.loads(PINNED.read_text()), TOLERANCE)
     print("\n".join(lines) or f"{len(CASES)} curves: equal")
     return bool(lines)
 

@@ -189,7 +189,7 @@ def noise(
 def report(runs: RunFolders, out: ReportFolder = None, baseline: Baseline = None) -> None:
     """Write the report of one run, or compare several.
 
-    Writes the page report.html, its pictures as SVG, and its tables as CSV and LaTeX.
+    Writes the page report.html, its pictures as SVG, and its tables as CSV.
     """
     from lm.report.comparison import compare_runs
     from lm.report.comparison_tables import comparison_notes, comparison_tables
@@ -199,5 +199,7 @@ def report(runs: RunFolders, out: ReportFolder = None, baseline: Baseline = None
 
     comparison = compare_runs([read_run(folder) for folder in runs], baseline)
     page = write_comparison(comparison, out or (runs[0] if len(runs) == 1 else runs[0].parent) / "report")
-    print_tables(*comparison_tables(comparison), notes=comparison_notes(comparison))
+    warnings = [comparison.warning] if comparison.warning else []
+    notes = [*warnings, *comparison_notes(comparison), *comparison.missing_notes]
+    print_tables(*comparison_tables(comparison), notes=notes)
     print(f"report: {page}")

@@ -131,7 +131,6 @@ def experiment_files(procedure: Procedure, folder: Path, judgement: Judgement | 
     """
     experiment, judgement = procedure.experiment, judgement or procedure.judgement()
     entries, metric = judgement.entries(), experiment.metric
-    prefixes = {size: f"{size}-" if size else "" for size in experiment.sizes}
     summary = PageSection("Summary")
     summary.add("note", f"Decides: {with_unit(experiment.primary.metric, metric.unit)}.")
     summary.add("note", _family_words(experiment))
@@ -143,12 +142,12 @@ def experiment_files(procedure: Procedure, folder: Path, judgement: Judgement | 
     if size_trends := trends(procedure, judgement):
         summary.add("table", trend_table(size_trends, experiment.arms[0].name), "trends")
     for size in experiment.sizes:
-        summary.add("table", seeds_table(judgement, size), f"{prefixes[size]}seeds")
+        summary.add("table", seeds_table(judgement, size), f"{_prefix(size)}seeds")
     sections, commands, records = [summary], PageSection("Commands"), []
     commands.add("code", experiment.command)
-    for size, size_prefix in prefixes.items():
+    for size in experiment.sizes:
         runs = _begun_runs(procedure, size)
-        sections += _size_sections(procedure, size, runs, size_prefix)
+        sections += _size_sections(procedure, size, runs)
         records.append([run.record for run in runs])
         for run in runs:
             commands.add("details", run_details(run))
@@ -167,8 +166,8 @@ def _begun_runs(procedure: Procedure, size: str) -> list[DrawnRun]:
     return [DrawnRun(run.arm, run.seed, state, run.outcome.record, f"{run.label} ({state})") for run, state in states]
 
 
-def _size_sections(procedure: Procedure, size: str, runs: list[DrawnRun], prefix: str) -> list[PageSection]:
-    experiment, suffix = procedure.experiment, _suffix(size)
+def _size_sections(procedure: Procedure, size: str, runs: list[DrawnRun]) -> list[PageSection]:
+    experiment = procedure.experiment
     names = tuple(arm.name for arm in experiment.arms)
     # on the held-out documents for reports, not those by which learning rates are chosen
     finished = {name: [run.record for run in runs if run.arm == name and run.state == "finished"] for name in names}
@@ -176,10 +175,15 @@ def _size_sections(procedure: Procedure, size: str, runs: list[DrawnRun], prefix
     comparison = ArmComparison(names, arms) if arms else None
     name = experiment.primary.metric
     titles = LOSSES if name == SELECTION else LOSSES | {name: (name, _quantity_label(experiment))}
-    tuning = PageSection(f"Learning rates{suffix}")
-    tuning.add("picture", rates_picture(procedure, size), f"{prefix}rates")
+    tuning = PageSection(f"Learning rates{_suffix(size)}")
+    tuning.add("picture", rates_picture(procedure, size), f"{_prefix(size)}rates")
     tuning.add("note", CROSSED_RATES_NOTE if procedure.choice(size).crossed else None)
-    return run_sections(names, runs, comparison, prefix, suffix, titles, tuning, _is_name)
+    return run_sections(names, runs, comparison, size, titles, tuning, _is_name)
+
+
+def _prefix(size: str) -> str:
+    """The beginning of files' names, such as `small-`."""
+    return f"{size}-" if size else ""
 
 
 def _suffix(size: str) -> str:

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, product
@@ -194,10 +194,8 @@ class ArmComparison:
             if units.empty:
                 return None, f"{label} was not evaluated on it"
         units = pd.concat(sides)
-        if units["data_fingerprint"].nunique() > 1:
-            return None, "not measured on the same tokens: the data fingerprints differ"
-        if len(units.drop_duplicates(["sequences", "x", "until"])) > 1:
-            return None, "not measured on the same tokens: the evaluation sequences or positions differ"
+        if len(units.drop_duplicates(["data_fingerprint", "sequences", "x", "until"])) > 1:
+            return None, "not measured on the same tokens: the data, sequences or positions differ"
         if not np.isfinite(units["value"]).all():
             return None, "not finite on some sequences"
         paired = self.paired(units)
@@ -266,17 +264,6 @@ class ArmComparison:
         if by_arm.nunique() == 1:
             return agreement, by_arm.iloc[0]
         return agreement, "; ".join(f"{arm}: {text}" for arm, text in by_arm.items())
-
-    def by_run(self, section: pd.DataFrame, words: Callable[[pd.DataFrame], str | None]) -> list[str | None]:
-        """The `words` for the rows of each run in a section; None for a run without rows."""
-        texts = {run: words(rows) for run, rows in section.groupby("run")}
-        return [texts.get(number) for number in range(len(self.runs))]
-
-    def tokens_seen(self, section: pd.DataFrame) -> list[str | None]:
-        """Number of tokens, as text, that each run had seen when the numbers in a section were measured."""
-        return self.by_run(
-            section, lambda rows: ", ".join(f"{tokens:,}" for tokens in sorted(set(rows["tokens_seen"])))
-        )
 
     def level(self, unit: str) -> tuple[str, float] | None:
         """Name and value of a finite reference level, such as the unigram cross-entropy, of a metric measured in

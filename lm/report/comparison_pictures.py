@@ -3,7 +3,7 @@ head, and the metrics that training logs by layer and head."""
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -35,7 +35,6 @@ MAX_POINTS = 60  # most points of a curve in a picture; of more, neighbours are 
 SETTLING_FRACTION = 0.1  # fraction of a curve after which its values count for the ends of the y axis
 TOKENS_SEEN = "tokens seen"
 _PARAMETER_METRIC = re.compile(r"normalizer/(.+)/layer(\d+)/(head\d+|rms)")
-PointKey = tuple[int, str, float, float]  # number of a name in `metric_names`, arm, start and end of the bin
 
 
 class DrawnRun(NamedTuple):
@@ -156,36 +155,16 @@ def axis_pictures(comparison: ArmComparison) -> list[Picture | None]:
     """A picture for each section of its metrics along their axis: for each name, panels of values and of paired
     differences to the baseline. None if there is no axis, or a single place and no level to compare it with.
     """
-
-    def value_interval(key: PointKey, units: pd.DataFrame, values: np.ndarray) -> Interval | None:
-        """The interval of an arm's mean at a point or, of a single run, in a bin."""
-        (index, arm, x, _), about = key, units["about"].iloc[0]
-        name = comparison.metric_names[index]
-        if about.control:
-            return None
-        if name.shape == "points":
-            cell = comparison.cells.get((name, number(x), arm))
-            return cell and cell.interval
-        return interval_of(units, float(values[0])) if len(values) == 1 else None
-
-    def difference_interval(key: PointKey, units: pd.DataFrame, values: np.ndarray) -> Interval | None:
-        return shown_interval(paired_interval(units, values), units["about"].iloc[0])
-
-    drawn = (
-        _traces(comparison, comparison.rows, value_interval),
-        _traces(comparison, comparison.paired(comparison.rows), difference_interval),
-    )
+    drawn = [_traces(comparison, of_differences) for of_differences in (False, True)]
     return [_axis_picture(comparison, section, *drawn) for section in comparison.sections]
 
 
-def _traces(
-    comparison: ArmComparison,
-    rows: pd.DataFrame,
-    interval: Callable[[PointKey, pd.DataFrame, np.ndarray], Interval | None],
-) -> dict[int, list[Trace]]:
-    """Traces by the number of their name: each run's means at the points or bins that all runs of its arm have, and the
-    mean over runs with its interval. Bins that begin before `FIRST_DRAWN_POSITION` are left out, except the last.
+def _traces(comparison: ArmComparison, of_differences: bool) -> dict[int, list[Trace]]:
+    """Traces of values, or of paired differences, by the number of their name: each run's means at the points or bins
+    that all runs of its arm have, and the mean over runs with its interval. Bins that begin before
+    `FIRST_DRAWN_POSITION` are left out, except the last.
     """
+    rows = comparison.paired(comparison.rows) if of_differences else comparison.rows
     rows = rows[rows["shape"] != "number"]
     rows = rows.assign(until=rows["until"].fillna(rows["x"]))  # a point is a bin without width
     indices, units = rows.groupby(["name", "arm", "x", "until"], sort=False).indices, rows[UNIT_COLUMNS]
@@ -198,9 +177,9 @@ def _traces(
         table, x = table[is_shared & is_drawn], np.sqrt(starts * ends)[is_shared & is_drawn]
         if table.empty:
             continue
-        keys = [(name, arm, *place) for place in table.index]
         intervals = [
-            interval(key, units.iloc[indices[key]], values) for key, values in zip(keys, table.to_numpy(), strict=True)
+            _interval(comparison, name, arm, place[0], units.iloc[indices[name, arm, *place]], values, of_differences)
+            for place, values in zip(table.index, table.to_numpy(), strict=True)
         ]
         arm_index, averages = comparison.names.index(arm), table.mean(axis=1, skipna=False).to_numpy()
         traces.setdefault(name, []).extend(
@@ -215,6 +194,29 @@ def _traces(
             bounds = *np.array(ends).T, noise_source
         traces[name].append(Trace(arm_index, label, x, averages, "mean", *bounds))
     return traces
+
+
+def _interval(
+    comparison: ArmComparison,
+    name: int,
+    arm: str,
+    x: float,
+    units: pd.DataFrame,
+    values: np.ndarray,
+    of_differences: bool,
+) -> Interval | None:
+    """The interval of an arm's mean at a point or, of a single run, in a bin; or of its paired difference there.
+    `units` and `values`, by run, are those of the place.
+    """
+    about = units["about"].iloc[0]
+    if of_differences:
+        return shown_interval(paired_interval(units, values), about)
+    if about.control:
+        return None
+    if comparison.metric_names[name].shape == "points":
+        cell = comparison.cells.get((comparison.metric_names[name], number(x), arm))
+        return cell and cell.interval
+    return interval_of(units, float(values[0])) if len(values) == 1 else None
 
 
 def _axis_picture(comparison: ArmComparison, section: pd.DataFrame, *drawn: dict[int, list[Trace]]) -> Picture | None:

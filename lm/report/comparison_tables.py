@@ -1,6 +1,5 @@
 """The tables and notes of a comparison: means, differences, costs, and the facts that runs share or differ in."""
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,7 +27,6 @@ from lm.report.tables import (
     numeral,
     plain_text,
     printable,
-    table_from_rows,
 )
 from lm.runs.folder import DIVERGED, peak_memory, training_seconds
 from lm.runs.metric import Metric
@@ -119,11 +117,10 @@ def _difference_table(comparison: ArmComparison, differences: list[Difference]) 
 
 
 def comparison_notes(comparison: ArmComparison) -> list[str]:
-    """Notes on what differs besides the normalizer, on how differences were computed or why they are missing, and on
-    what runs lack.
+    """Notes on which documents and seeds numbers are of, and on how differences were computed or why they are
+    missing.
     """
-    lines = [comparison.warning] if comparison.warning else []
-    lines += [REPORTING_NOTE] if (comparison.rows["part"] == "reports").any() else []
+    lines = [REPORTING_NOTE] * bool((comparison.rows["part"] == "reports").any())
     seeds = comparison.means.groupby(["name", "arm"])["seeds"].agg(frozenset)
     differ_in_seeds = (seeds.groupby("name").nunique() > 1).any()
     lines += [OWN_SEEDS_NOTE] * bool(comparison.differences and differ_in_seeds)
@@ -135,7 +132,7 @@ def comparison_notes(comparison: ArmComparison) -> list[str]:
     found = found.groupby(["note", "absence", "subject"], sort=False)["arms"].agg(", ".join).reset_index()
     for (arms, absence, note), subjects in found.groupby(["arms", "absence", "note"], sort=False)["subject"]:
         lines.append(f"difference of {arms} in {'; '.join(subjects)}{absence}: {note}")
-    return [*lines, *comparison.missing_notes]
+    return lines
 
 
 # ---------------------------------------------------------------- what a run took
@@ -197,20 +194,18 @@ def run_facts(comparison: ArmComparison) -> list[Fact]:
     comparison.
     """
     runs, arms = comparison.runs, comparison.arms
-    sections = {section["about"].iloc[0].measured_on: section for section in comparison.sections}
     by_run = [_conditions(run) for run in runs]
-    values = {name: [conditions[name] for conditions in by_run] for name in by_run[0]}
-    later = list(sections.items())[1:]  # at the first section, runs had seen their number of tokens
-    values |= {f"tokens seen, {name}": comparison.tokens_seen(section) for name, section in later}
-    values |= {f"{name} (sha256)": comparison.by_run(of, _sequences_sha256) for name, of in sections.items()}
-    facts = {name: Fact(name, *comparison.shared(of_runs)) for name, of_runs in values.items()}
+    facts = {name: Fact(name, *comparison.shared([of_run[name] for of_run in by_run])) for name in by_run[0]}
     seed_lists = {tuple(run.seeds for run in of_arm) for of_arm in arms.values()}
     facts["seeds"] = replace(facts["seeds"], agrees=len(seed_lists) == 1)
     if facts["code"].agrees and "uncommitted" in facts["code"].value:  # equal commits need not be equal code
         facts["code"] = replace(facts["code"], agrees=None)
     differences = [(printable(run.name), differing_settings(run.environment)) for run in runs]
     starts = ". ".join(f"{name}: {'; '.join(settings)}" for name, settings in differences if settings)
-    values = {name: comparison.by_run(section, _sequences_text) for name, section in sections.items()}
+    values: dict[str, list[Plain]] = {}
+    for section in comparison.sections:
+        amounts = {run: _sequences_text(rows) for run, rows in section.groupby("run")}
+        values[section["about"].iloc[0].measured_on] = [amounts.get(number) for number in range(len(runs))]
     values["torch.compile"] = [run.setting("compile") for run in runs]
     versions = [run.environment.get("versions") or {} for run in runs]
     values["versions"] = [", ".join(f"{name} {of[name]}" for name in of) or None for of in versions]
@@ -225,9 +220,11 @@ def run_facts(comparison: ArmComparison) -> list[Fact]:
 def _conditions(run: RunRecord) -> dict[str, Plain]:
     """Settings and counts of a run in which the runs of a fair comparison agree."""
     total, normalizer = run.environment_entry("parameters.total"), run.environment_entry("parameters.normalizer")
+    evaluated_after = {evaluation.tokens_seen for evaluation in run.evaluations}
     scheduled = [key for key in run.flat if key.startswith(("optim.lr", "optim.warmup_steps", "optim.schedule."))]
     return {
         "tokens seen": run.tokens_seen,
+        "tokens seen when evaluated": ", ".join(f"{tokens:,}" for tokens in sorted(evaluated_after)) or None,
         "tokens in the weights started from": run.tokens_before,
         "data fingerprint": run.environment_entry("data_fingerprint"),
         "tokens in a step": run.flat.get("optim.batch_tokens"),
@@ -245,15 +242,14 @@ def facts_table(comparison: ArmComparison) -> Table:
     """A table with a row for each of the `run_facts`; with several arms, a column says which conditions of a fair
     comparison hold.
     """
-    rows = []
-    for fact in run_facts(comparison):
-        agreement = (
-            {"same in all runs": AGREEMENT_TEXTS[fact.agrees] if fact.condition else ""}
-            if len(comparison.arms) > 1
-            else {}
-        )
-        rows.append({"what": fact.name} | agreement | {"value": fact.value})
-    return table_from_rows("Runs and environment", rows, {"value": "words"})
+    facts = run_facts(comparison)
+    agreements = [AGREEMENT_TEXTS[fact.agrees] if fact.condition else "" for fact in facts]
+    columns: list[FilledColumn] = [
+        (Column("what", kind="label"), [fact.name for fact in facts]),
+        *[(Column("same in all runs", kind="label"), agreements)] * (len(comparison.arms) > 1),
+        (Column("value", kind="words"), [fact.value for fact in facts]),
+    ]
+    return Table("Runs and environment", "", tuple(columns))
 
 
 def configuration_table(comparison: ArmComparison, is_omitted: Callable[[str], bool]) -> Table:
@@ -266,12 +262,6 @@ def configuration_table(comparison: ArmComparison, is_omitted: Callable[[str], b
         for index, arm in enumerate(comparison.arms)
     ]
     return Table("Configuration keys in which the arms differ", "", ((Column("key", kind="label"), keys), *columns))
-
-
-def _sequences_sha256(rows: pd.DataFrame) -> str | None:
-    """The hash of the sequences of rows, or of a list of hashes; None if only their means are known."""
-    hashes = sorted(rows["sequences"][rows["sample"].notna()].unique())
-    return hashlib.sha256(", ".join(hashes).encode()).hexdigest() if len(hashes) > 1 else next(iter(hashes), None)
 
 
 def _sequences_text(rows: pd.DataFrame) -> str | None:

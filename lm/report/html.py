@@ -34,7 +34,7 @@ from lm.report.comparison_tables import (
     text_words,
 )
 from lm.report.pictures import COLOURS, DARK_COLOURS, GREY, GRID, INK, PAPER, Picture, dark_style
-from lm.report.tables import Table, four_digit_text, plain_text, printable, to_csv, to_latex
+from lm.report.tables import Table, four_digit_text, plain_text, printable, to_csv
 from lm.runs.record import RunRecord
 
 COST_NOTE = (
@@ -185,8 +185,7 @@ def run_sections(
     names: Sequence[str],
     runs: Sequence[DrawnRun],
     comparison: ArmComparison | None,
-    prefix: str = "",
-    suffix: str = "",
+    size: str = "",
     titles: Mapping[str, tuple[str, str]] = LOSSES,
     tuning: PageSection | None = None,
     is_omitted: Callable[[str], bool] = lambda key: False,
@@ -197,12 +196,12 @@ def run_sections(
         names: names of all arms, whose order decides their colours.
         runs: the runs that have begun.
         comparison: the comparison of finished runs; None: there are none.
-        prefix: beginning of the names of the sections' files.
-        suffix: text appended to each section's title.
+        size: the model size, with which the names of the sections' files begin, and titles end; empty: there is one.
         titles: as in `curves`.
         tuning: a section that follows the first.
         is_omitted: whether to leave out a configuration key that arms differ in.
     """
+    prefix, suffix = (f"{size}-", f", {size}") if size else ("", "")
     training = PageSection(f"While training{suffix}")
     training.add("picture", curves(names, runs, titles, comparison), f"{prefix}curves")
     training.add("picture", parameter_picture(names, runs), f"{prefix}normalizer-parameters")
@@ -237,16 +236,14 @@ def page_files(page: Page, folder: Path) -> dict[Path, bytes]:
     """Contents of the report's files, by path in `folder`: the page `report.html`, and files of each table and picture
     that has a name.
 
-    Tables are written as CSV and as LaTeX, pictures as SVG and, with their numbers, as CSV.
+    Tables are written as CSV, pictures as SVG.
     """
     contents: dict[Path, bytes] = {}
     for block in (block for section in page.sections for block in section.blocks if block.name):
         if isinstance(block.content, Table):
             contents[folder / f"{block.name}.csv"] = to_csv((block.content,)).encode()
-            contents[folder / f"{block.name}.tex"] = to_latex(block.content).encode()
         elif isinstance(block.content, Picture):
             contents[folder / f"{block.name}.svg"] = block.content.svg.encode()
-            contents[folder / f"{block.name}.csv"] = block.content.csv.encode()
     return contents | {folder / PAGE: html(page).encode()}
 
 
@@ -265,8 +262,7 @@ def write_comparison(comparison: ArmComparison, folder: Path) -> Path:
     if comparison.warning:
         warnings.append(f"{comparison.warning} A difference below can't be put down to the normalizer alone.")
     summary.add("warning", warnings + [note for note in comparison.missing_notes if ": diverged: " in note])
-    notes = [comparison.warning, *comparison.missing_notes]
-    summary.add("list", [note for note in comparison_notes(comparison) if note not in notes])
+    summary.add("list", comparison_notes(comparison))
     for run in runs:
         commands.add("details", run_details(run))
     sections = [summary, *run_sections(comparison.names, runs, comparison), commands]

@@ -1,6 +1,4 @@
-"""Pictures as data: panels of lines, dots and intervals, and heat maps. They are drawn as SVG and PNG, and their
-numbers written as CSV.
-"""
+"""Pictures as data: panels of lines, dots and intervals, and heat maps, which are drawn as SVG and PNG."""
 
 import io
 import re
@@ -12,7 +10,6 @@ from typing import Literal
 
 import matplotlib
 import numpy as np
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.collections import QuadMesh
 from matplotlib.colors import LogNorm, Normalize, SymLogNorm
@@ -149,7 +146,7 @@ class Picture:
     def crowd_note(self) -> str:
         """A note on what crowded panels leave out (`Panel.is_crowded`); empty if no panel is crowded."""
         is_crowded = any(isinstance(panel, Panel) and panel.is_crowded for panel in self.panels)
-        return " Of so many arms means alone are drawn; seeds and intervals are in the CSV." * is_crowded
+        return " Of so many arms means alone are drawn." * is_crowded
 
     @property
     def parts(self) -> "list[Picture | None]":
@@ -171,33 +168,13 @@ class Picture:
     @cached_property
     def svg(self) -> str:
         """The picture as the text of an SVG file, with colours for light and for dark pages."""
-        return re.sub(
-            r"(<svg [^>]*>)", lambda head: f"{head[1]}<style>{dark_style()}</style>", _render(self, "svg"), count=1
-        )
+        style = f"<style>{dark_style()}</style>"
+        return re.sub(r"<svg [^>]*>", lambda head: head[0] + style, _render(self, "svg"), count=1)
 
     @cached_property
     def png(self) -> bytes:
         """The picture as a PNG file, with 160 pixels per inch."""
         return _render(self, "png")
-
-    @cached_property
-    def csv(self) -> str:
-        """The picture's numbers as CSV text, one line per point or map cell: panel, label, kind, x, y and the ends of
-        the interval.
-        """
-        rows: list[tuple[str | float, ...]] = []
-        for panel in filter(None, self.panels):
-            if isinstance(panel, Map):
-                for (row, column), value in np.ndenumerate(panel.values):
-                    rows.append((panel.title, panel.rows[row], "map", panel.columns[column], value))
-                continue
-            for trace in panel.traces:
-                ends = () if trace.low is None else (trace.low, trace.high)
-                for x, *values in zip(trace.x, trace.y, *ends, strict=True):
-                    rows.append((panel.title, trace.label, trace.kind, panel.ticks.get(x, x), *values))
-        columns = ["panel", "of", "kind", "x", "y", "low", "high"]
-        table = pd.DataFrame([dict(zip(columns, row, strict=False)) for row in rows], columns=columns)
-        return table.to_csv(index=False, float_format="%.8g", lineterminator="\n")
 
 
 def dark_style() -> str:

@@ -1,10 +1,9 @@
-"""Tables as CSV, LaTeX (booktabs) and terminal text, which show the same numbers, and number formats."""
+"""Tables as CSV and terminal text, which show the same numbers, and number formats."""
 
-import csv
-import io
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -170,16 +169,11 @@ def csv_text(lines: Sequence[dict[str, Plain]], columns: Sequence[str] = (), int
     A list [value, low, high] takes three columns, a mapping one for each key. Values named in `intervals` take three
     columns even if None.
     """
-    text = io.StringIO()
     cells = [
         dict(cell for name, value in line.items() for cell in _csv_columns(name, value, intervals)) for line in lines
     ]
-    writer = csv.DictWriter(
-        text, list(dict.fromkeys([*columns, *(name for line in cells for name in line)])), lineterminator="\n"
-    )
-    writer.writeheader()
-    writer.writerows(cells)
-    return text.getvalue()
+    names = dict.fromkeys([*columns, *chain(*cells)])
+    return pd.DataFrame(cells, dtype=object).reindex(columns=[*names]).to_csv(index=False, lineterminator="\n")
 
 
 def _csv_columns(name: str, value: Plain, intervals: Sequence[str]) -> list[tuple[str, Plain]]:
@@ -195,14 +189,6 @@ def table_bytes(lines: Sequence[dict[str, Plain]], path: Path) -> bytes:
     null for NaN, inf.
     """
     return json_bytes(json_value(list(lines))) if path.suffix == ".json" else csv_text(lines).encode()
-
-
-def to_latex(table: Table) -> str:
-    """LaTeX text with the table as a tabular of booktabs."""
-    rows = [[column.cell_text(cell) for column, cell in row] for row in table.rows]
-    frame = pd.DataFrame(rows, columns=[column.heading for column in table.columns])
-    alignment = f"l{'r' * (len(table.columns) - 1)}"
-    return f"% needs \\usepackage{{booktabs}}\n{frame.to_latex(index=False, escape=True, column_format=alignment)}"
 
 
 # ---------------------------------------------------------------- terminal

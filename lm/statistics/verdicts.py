@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import chain
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -246,36 +245,29 @@ def verdicts(comparisons: Mapping[Name, Comparison], matters: float) -> dict[Nam
         comparisons: the comparison of each arm with the baseline, by name.
         matters: smallest difference of interest, above 0, in the metric's unit, fixed before any run.
     """
-    stacks = stacked(comparisons.values())
+    stacks, found = stacked(comparisons), dict[Name, Verdict]()
     family = family_of(stacks)
-    by_place = chain.from_iterable(
-        zip(places, _stack_verdicts(stack, members, matters, family), strict=True) for stack, members, places in stacks
-    )
-    return dict(zip(comparisons, (verdict for _, verdict in sorted(by_place, key=lambda pair: pair[0])), strict=True))
+    for stack, members in stacks:
+        found.update(zip(members, _stack_verdicts(stack, [*members.values()], matters, family), strict=True))
+    return {name: found[name] for name in comparisons}
 
 
-# comparisons that are alike as one, these comparisons, and their places among all
-Stack = tuple[Comparison, list[Comparison], list[int]]
+Stack = tuple[Comparison, dict[Name, Comparison]]  # comparisons that are alike as one, and these comparisons
 
 
-def stacked(comparisons: Iterable[Comparison]) -> list[Stack]:
+def stacked(comparisons: Mapping[Name, Comparison]) -> list[Stack]:
     """Join comparisons with equally many rates and seeds, so that thousands of them are computed at once."""
-    stacks = defaultdict[tuple, tuple[list[Comparison], list[int]]](lambda: ([], []))
-    for place, comparison in enumerate(comparisons):
+    stacks = defaultdict[tuple, dict[Name, Comparison]](dict)
+    for name, comparison in comparisons.items():
         shapes = comparison.by_rates.shape, *(values.shape for values in comparison.unpaired_values or ())
         design = comparison.judged_pair, comparison.n_shared_rates, comparison.all_pairs, comparison.higher_is_better
-        members, places = stacks[shapes, design, comparison.bounds]
-        members.append(comparison)
-        places.append(place)
+        stacks[shapes, design, comparison.bounds][name] = comparison
     results = []
-    for members, places in stacks.values():
-        pairs = (
-            [*zip(*(member.unpaired_values for member in members), strict=True)] if members[0].unpaired_values else []
-        )
-        unpaired_values = tuple(map(np.stack, pairs)) or None
-        differences = np.stack([member.by_rates for member in members])
-        stack = replace(members[0], rate_differences=differences, unpaired_values=unpaired_values)
-        results.append((stack, members, places))
+    for members in stacks.values():
+        first, differences = next(iter(members.values())), np.stack([member.by_rates for member in members.values()])
+        sides = zip(*(member.unpaired_values or () for member in members.values()), strict=True)
+        unpaired_values = tuple(map(np.stack, sides)) or None
+        results.append((replace(first, rate_differences=differences, unpaired_values=unpaired_values), members))
     return results
 
 
@@ -288,12 +280,12 @@ def family_of(stacks: Iterable[Stack]) -> Family:
     learning rates, and what can't be tested.
     """
     paired, unpaired, count = defaultdict[int, list[np.ndarray]](list), defaultdict[bytes, list[tuple]](list), 0
-    for stack, members, _ in stacks:
+    for stack, members in stacks:
         count += len(members)
         differences = stack.differences
         if stack.n_rates != (1, 1) or differences.shape[1] < MIN_SEEDS:
             continue
-        is_testable = np.isfinite(differences).all(1) & [member.obstacle is None for member in members]
+        is_testable = np.isfinite(differences).all(1) & [member.obstacle is None for member in members.values()]
         if stack.unpaired_values is None:
             paired[differences.shape[1]].append(differences[is_testable])
             continue
@@ -301,11 +293,8 @@ def family_of(stacks: Iterable[Stack]) -> Family:
         for place in np.flatnonzero(is_testable):
             row = arm[place], baseline[place], stack.estimates.degrees[place, 0, 0]
             unpaired[stack.unpaired_values[1][place].tobytes()].append(row)
-    groups = [
-        (len(rows), seeds - 1, mean_correlation(rows))
-        for seeds, rows in ((seeds, np.concatenate(arrays)) for seeds, arrays in paired.items())
-        if len(rows) > 1
-    ]
+    joined = {seeds: np.concatenate(arrays) for seeds, arrays in paired.items()}
+    groups = [(len(rows), seeds - 1, mean_correlation(rows)) for seeds, rows in joined.items() if len(rows) > 1]
     for rows in unpaired.values():
         arm, baseline, _ = np.mean(rows, axis=0)
         correlation = min(baseline / (arm + baseline), MAX_CORRELATION) if baseline else 0.0

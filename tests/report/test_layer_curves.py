@@ -1,7 +1,5 @@
 """Curves of what is logged by layer and head: what they are made of, and where a report shows them."""
 
-import csv
-import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +10,10 @@ from fabricated import save
 from reported import build_run, write_report
 
 from lm.report import comparison_pictures
-from lm.report.comparison_pictures import MAX_POINTS, parameter_curves
+from lm.report.comparison import compare_runs
+from lm.report.comparison_pictures import MAX_POINTS, drawn_runs, parameter_curves, parameter_picture
 from lm.runs.folder import METRICS, Curve
+from lm.runs.record import read_run
 
 
 def test_parameters_are_told_apart_by_layer_and_head_and_the_last_line_of_a_step_counts():
@@ -42,9 +42,10 @@ def test_reports_show_them_where_they_are_logged(tmp_path: Path):
         files = [*page.parent.glob("normalizer-parameters.*")]
         assert bool(files) == logged == ("A line for each seed, layer and head" in page.read_text())
         if logged:
-            rows = list(csv.DictReader(io.StringIO(next(f for f in files if f.suffix == ".csv").read_text())))
-            assert len(rows) == MAX_POINTS  # of 600 steps
-            assert {(row["panel"], row["y"]) for row in rows} == {("Parameter s of the normalizer", "0.5")}
+            picture = parameter_picture(["softmax"], drawn_runs(compare_runs([read_run(run)])))
+            (trace,) = picture.panels[0].traces
+            assert picture.panels[0].title == "Parameter s of the normalizer"
+            assert trace.y.tolist() == [0.5] * MAX_POINTS  # of 600 steps
 
 
 @pytest.mark.parametrize("name", ["train/loss", "val/loss"])

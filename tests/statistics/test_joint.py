@@ -37,7 +37,7 @@ def random_tables(seed: int):
 def test_paired_intervals_and_p_are_those_of_scipys_t_test_at_the_familys_level():
     for values in random_tables(0):
         comparisons = paired(values)
-        family = family_of(stacked(comparisons))
+        family = family_of(stacked(dict(enumerate(comparisons))))
         for comparison, verdict in zip(comparisons, verdicts(dict(enumerate(comparisons)), 0.1).values(), strict=True):
             test = ttest_1samp(comparison.differences, 0)
             for interval, alpha in ((verdict.interval, family.alpha), (verdict.single_interval, 0.05)):
@@ -52,7 +52,7 @@ def test_unpaired_intervals_and_p_are_welchs_at_the_familys_level():
     for values in random_tables(1):
         arms = [arm[: random.integers(3, len(arm) + 1)] for arm in values]
         comparisons = unpaired(arms)
-        family = family_of(stacked(comparisons))
+        family = family_of(stacked(dict(enumerate(comparisons))))
         for arm, verdict in zip(arms[1:], verdicts(dict(enumerate(comparisons)), 0.1).values(), strict=True):
             test = ttest_ind(arm, arms[0], equal_var=False)
             for interval, alpha in ((verdict.interval, family.alpha), (verdict.single_interval, 0.05)):
