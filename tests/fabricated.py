@@ -13,9 +13,9 @@ from lm.experiments.procedure import Procedure, Run
 from lm.files import write_together
 from lm.plain import Plain
 from lm.report.html import PAGE
-from lm.runs.checkpoints import CHECKPOINT_FORMAT, link_checkpoint, save_checkpoint
+from lm.runs.checkpoints import CHECKPOINT_FORMAT, save_checkpoint
 from lm.runs.evaluations import Evaluation, evaluation_path, join_rows, measuring_code, units_frame, validation_rows
-from lm.runs.folder import CHECKPOINTS, LAST, METRICS, step_path
+from lm.runs.folder import CHECKPOINTS, METRICS, step_path
 from lm.runs.manifest import write_files
 
 DOCUMENTS = 24
@@ -99,7 +99,6 @@ def save(folder: Path, step: int, config: str = "") -> None:
     }
     path = step_path(folder / CHECKPOINTS, step)
     save_checkpoint({"lm": {**facts, "plugins": {}}, "state_dict": {}}, path)
-    link_checkpoint(LAST, path)
 
 
 def logged(run: Run, *losses: float) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import time
 import zipfile
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from lm.runs.evaluations import (
     point_means,
 )
 from lm.runs.folder import step_of, step_paths
+from lm.runs.loading import load
 from lm.runs.metric import Axis, Metric
 from lm.training.module import LanguageModel
 from lm.training.optimizers import saved_state
@@ -169,8 +169,19 @@ def losses(folder: Path) -> list[float]:
     return [loss for _, loss in curve(folder)]
 
 
-def weights(folder: Path, name: str = "last.ckpt") -> dict[str, torch.Tensor]:
-    return load_checkpoint(folder / "checkpoints" / name)["state_dict"]
+def last_checkpoint(folder: Path) -> Path:
+    """The newest checkpoint of a run folder."""
+    return step_paths(folder / "checkpoints")[-1]
+
+
+def best_checkpoint(folder: Path) -> Path:
+    """The checkpoint of the best validation of a run folder."""
+    return load(folder, "best").path
+
+
+def weights(folder: Path, name: str = "") -> dict[str, torch.Tensor]:
+    path = folder / "checkpoints" / name if name else last_checkpoint(folder)
+    return load_checkpoint(path)["state_dict"]
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -185,7 +196,6 @@ def kill_after(folder: Path, step: int) -> None:
     for path in step_paths(checkpoints):
         if step_of(path) > step:
             path.unlink()
-    os.replace(shutil.copy(checkpoints / f"step-{step:06d}.ckpt", checkpoints / "copy"), checkpoints / "last.ckpt")
 
 
 def rewritten(path: Path, change: Callable[[dict], object]) -> None:
@@ -206,7 +216,7 @@ def members(path: Path, change: Callable[[dict[str, bytes]], object], compressio
     with zipfile.ZipFile(path.with_name("changed"), "w", compression) as archive:
         for name, data in content.items():
             archive.writestr(f"{root}/{name}", data)
-    os.replace(path.with_name("changed"), path)  # `last.ckpt` is one of two links
+    os.replace(path.with_name("changed"), path)
 
 
 def differences(a: Path, b: Path) -> list[str]:
@@ -222,7 +232,7 @@ def differences(a: Path, b: Path) -> list[str]:
         )
         if curve(a, name) != curve(b, name)
     ]
-    first, second = (load_checkpoint(folder / "checkpoints" / "last.ckpt") for folder in (a, b))
+    first, second = (load_checkpoint(last_checkpoint(folder)) for folder in (a, b))
     if not same(first["state_dict"], second["state_dict"]):
         names.append("weights")
     states = [saved_state(checkpoint) for checkpoint in (first, second)]

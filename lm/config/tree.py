@@ -91,7 +91,7 @@ class Config:
     @property
     def first_step(self) -> int | None:
         """The step at which the run starts: 0, or the step of the checkpoint `branch_from`; None if this is a run
-        folder, or a file such as last.ckpt, whose name doesn't tell the step."""
+        folder."""
         if not self.branch_from:
             return 0
         match = re.fullmatch(r"step-(\d+)\.ckpt", Path(self.branch_from).name)

@@ -42,9 +42,9 @@ from lm.model.spec import count_parameters
 from lm.model.swapped import fit_normalizers, score_factors, with_normalizer
 from lm.plain import Plain, to_plain
 from lm.plugins import PLUGINS
-from lm.runs.checkpoints import CHECKPOINT_FORMAT, link_checkpoint, save_checkpoint, weights_sha256
+from lm.runs.checkpoints import CHECKPOINT_FORMAT, save_checkpoint, weights_sha256
 from lm.runs.evaluations import NATS, Evaluation, rows
-from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, TOKENIZER, command_line, step_path
+from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, TOKENIZER, command_line, step_path
 from lm.runs.loading import LoadedModel, load
 from lm.runs.manifest import write_files
 from lm.runs.metric import Metric
@@ -311,7 +311,6 @@ def _write_run(
     metadata["plugins"] = PLUGINS.versions(config.normalizer_names)
     path = step_path(folder / CHECKPOINTS, model.metadata["step"])
     save_checkpoint({"state_dict": decoder.state_dict(), "lm": metadata}, path)
-    link_checkpoint(LAST, path)
     environment = {**environment, "symbolic": config.data.symbolic, "parameters": count_parameters(decoder)}
     files = {CONFIG: to_yaml(config).encode(), ENVIRONMENT: json_bytes(environment)}
     write_files(folder, files | ({TOKENIZER: (model.folder / TOKENIZER).read_bytes()} if model.tokenizer else {}))

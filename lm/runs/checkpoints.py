@@ -4,19 +4,17 @@ anything.
 
 import hashlib
 import os
-import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lm.errors import RunError, one_line
-from lm.files import file_sha256, new_temporary_path, replacing, sync_folder
+from lm.files import file_sha256, replacing
 from lm.plain import Plain
-from lm.runs.folder import BEST, CHECKPOINTS, log_entry, step_paths
-from lm.runs.manifest import add_entries, check_file, entries_of, entry
+from lm.runs.folder import CHECKPOINTS, log_entry, step_paths
+from lm.runs.manifest import add_entries, check_file, entry
 
 
 def weights_sha256(weights: Mapping[str, Tensor]) -> str:
@@ -50,27 +48,6 @@ def save_checkpoint(checkpoint: dict[str, object], path: Path) -> None:
         add_entries(run, log_entry(run, step), entry(f"{CHECKPOINTS}/{path.name}", sha256, step, weights))
 
 
-def link_checkpoint(name: str, path: Path) -> None:
-    """Give the checkpoint at `path` a second file name in its folder, such as `last.ckpt`, by a hard link, or a copy
-    where links fail.
-    """
-    link_path, run = path.parent / name, path.parent.parent
-    lines = entries_of(run, f"{CHECKPOINTS}/{path.name}")[-1:]
-    add_entries(run, *(line | {"file": f"{CHECKPOINTS}/{name}"} for line in lines))
-    temporary_path = new_temporary_path(link_path)
-    try:
-        try:
-            os.link(path, temporary_path)
-        except OSError:
-            shutil.copyfile(path, temporary_path)
-        os.replace(temporary_path, link_path)
-        sync_folder(path.parent)
-    except OSError as error:
-        raise RunError(f"{link_path}: can't save the checkpoint: {error.strerror}; {path} is intact") from None
-    finally:
-        temporary_path.unlink(missing_ok=True)  # still there if both names were of one file already
-
-
 def load_checkpoint(path: Path) -> dict[str, object]:
     """The content of a checkpoint, plain data and tensors on the CPU. Nothing in the file is executed, and a file in a
     run folder is checked by its manifest; a gigabyte takes one or two seconds.
@@ -89,13 +66,6 @@ def load_metadata(path: Path) -> dict[str, Plain]:
     tensors are not read. Raises RunError as `load_checkpoint` does.
     """
     return _read(path)["lm"]
-
-
-def best_step(folder: Path) -> int | None:
-    """The step of `best.ckpt` in a folder of checkpoints; None if there is none, or it is damaged."""
-    with suppress(RunError):
-        return load_metadata(folder / BEST)["step"]
-    return None
 
 
 def _read(path: Path) -> dict[str, object]:
@@ -118,5 +88,5 @@ def _fallback_hint(damaged_path: Path) -> str:
     """The end of an error message on a damaged checkpoint, which names the newest other one in its folder; empty if
     there is none.
     """
-    others = [checkpoint for checkpoint in step_paths(damaged_path.parent) if not checkpoint.samefile(damaged_path)]
+    others = [checkpoint for checkpoint in step_paths(damaged_path.parent) if checkpoint != damaged_path]
     return f"; the newest beside it is {others[-1]}" if others else ""

@@ -31,7 +31,6 @@ RESOLVED_FILE = "resolved.json"
 ALREADY_TRAINING = "another process is training in this run folder; wait for it or stop it"
 DESCRIPTION = "lm.json"  # file in a model folder, which describes the model
 FORMAT_WITHOUT_MANIFEST = 5  # `format` in the lm.json of lm 0.11, which wrote model folders without a manifest
-LAST, BEST = "last.ckpt", "best.ckpt"  # names in CHECKPOINTS, beside step-N.ckpt
 
 
 def command_line() -> str:

@@ -142,12 +142,15 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> LoadedModel
         return _load_model(path)
     if path.is_dir():
         require_run(path, CHECKPOINTS)
-        run, folder, is_step = path, path / CHECKPOINTS, checkpoint.isdecimal()
-        path = step_path(folder, int(checkpoint)) if is_step else folder / f"{checkpoint}.ckpt"
-        if not path.is_file():
-            names = [name for name in ("last", "best") if (folder / f"{name}.ckpt").is_file()]
-            there = ", ".join([*names, *(str(step_of(path)) for path in step_paths(folder))]) or "none"
-            raise RunError(f"{run}: no checkpoint {checkpoint}; there is: {there}")
+        steps = [step_of(file) for file in step_paths(path / CHECKPOINTS)]
+        names = {"last": steps[-1]} | {str(step): step for step in steps} if steps else {}
+        best = load_checkpoint(step_path(path / CHECKPOINTS, steps[-1]))["lm"].get("best") if steps else None
+        if isinstance(best, dict) and best.get("step") in steps:
+            names["best"] = best["step"]
+        if checkpoint not in names:
+            there = ", ".join(names) or "none"
+            raise RunError(f"{path}: no checkpoint {checkpoint}; there is: {there}")
+        path = step_path(path / CHECKPOINTS, names[checkpoint])
     content, folder = load_checkpoint(path), _folder_of_files(path)
     environment = read_environment(folder) if (folder / ENVIRONMENT).is_file() else {}
     with _misfits_refused(path):

@@ -6,11 +6,12 @@ from pathlib import Path
 import torch
 
 from lm.errors import RunError
-from lm.runs.checkpoints import link_checkpoint, load_checkpoint, save_checkpoint
-from lm.runs.folder import BEST, CHECKPOINTS, LAST, step_of, step_path, step_paths
+from lm.runs.checkpoints import load_checkpoint, save_checkpoint
+from lm.runs.folder import CHECKPOINTS, step_of, step_path, step_paths
 from lm.training.lightning_import import L, SIGTERMException
 from lm.training.module import LanguageModel
 from lm.training.run_context import RunContext
+from lm.training.starting import Best
 from lm.training.step_callbacks import StepCallback
 
 
@@ -60,7 +61,7 @@ def _is_plain(state: object) -> bool:
 
 class Checkpoints(StepCallback):
     """Saves `step-N.ckpt` every `checkpoint_every` steps, at each best validation so far, and when a phase or training
-    ends. The newest and the best file also get the names `last.ckpt` and `best.ckpt`.
+    ends.
 
     It is no subclass of Lightning's Checkpoint, which Lightning would call last: it comes before evaluations that take
     long, so that a kill meanwhile loses no step.
@@ -99,23 +100,20 @@ class Checkpoints(StepCallback):
         RunError on all of them if saving fails.
         """
         begin, self.saved_step = time.perf_counter(), trainer.global_step
-        path = step_path(self.folder, self.saved_step)
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(step_path(self.folder, self.saved_step))
         failure = trainer.strategy.checkpoint_io.failure
         if trainer.strategy.reduce_boolean_decision(failure is not None, all=False):
             raise failure or RunError("failed on another process")
         if trainer.is_global_zero:
-            link_checkpoint(LAST, path)
-            if module.start.state.is_best(self.saved_step):
-                link_checkpoint(BEST, path)
-            self.prune()
+            self.prune(module.start.state.best)
         self.run.clock.exclude_since(begin)
 
-    def prune(self) -> None:
-        """Delete each `step-N.ckpt` but the newest, the last regular ones (`is_regular`), and those of phase ends;
-        `best.ckpt` stays.
+    def prune(self, best: Best | None) -> None:
+        """Delete each `step-N.ckpt` but the newest, the best, the last regular ones (`is_regular`), and those of phase
+        ends.
         """
         steps = [step_of(path) for path in step_paths(self.folder)]
         regular_steps = [step for step in steps if self.is_regular(step)][-self.config.trainer.keep_checkpoints :]
-        for step in {*steps} - {self.saved_step, *regular_steps, *self.config.phase_ends[:-1]}:
+        kept_steps = {self.saved_step, best and best.step, *regular_steps, *self.config.phase_ends[:-1]}
+        for step in {*steps} - kept_steps:
             step_path(self.folder, step).unlink(missing_ok=True)

@@ -21,21 +21,16 @@ from lm.model.device import Machine, resolve_compile, resolve_device, resolve_pr
 from lm.model.spec import flops_per_token
 from lm.plain import Plain
 from lm.progress import StepProgress
-from lm.runs.checkpoints import best_step, link_checkpoint
 from lm.runs.evaluations import evaluation_files, evaluation_path, logged_means
 from lm.runs.folder import (
-    BEST,
     CHECKPOINTS,
     CONFIG,
     DIVERGED,
     ENVIRONMENT,
     EVALUATIONS,
-    LAST,
     METRICS,
     TOKENIZER,
-    is_own,
     step_of,
-    step_path,
     step_paths,
     truncate_metrics,
 )
@@ -47,7 +42,7 @@ from lm.training.lightning_import import L
 from lm.training.loggers import MetricsFile, log, make_loggers
 from lm.training.outside import outside_objects
 from lm.training.run_context import RunContext
-from lm.training.starting import Best, resume_or_branch, start_new_run
+from lm.training.starting import resume_or_branch, start_new_run
 from lm.training.trainer import final_divergence, train_phases
 
 
@@ -89,7 +84,6 @@ def fit(
             remedy = f"raise trainer.max_steps, or start a new run: branch_from={checkpoint} name=..."
             raise RunError(f"{checkpoint}: {reason}; {remedy}")
         if is_main:
-            link_names(checkpoint, start.state.best)
             _evaluate_missing(config, all_measurements, checkpoint, old_facts)
         return 0
     precision = resolve_precision(config, accelerator, old_facts)
@@ -107,9 +101,7 @@ def fit(
         folder = config.run_folder
         for path in reversed(step_paths(folder / CHECKPOINTS)):
             if step_of(path) > start.step:
-                path.unlink()  # before the names are linked: `resume=auto` takes a checkpoint that is newer than LAST
-        if checkpoint and is_own(folder, checkpoint):
-            link_names(checkpoint, start.state.best)
+                path.unlink()  # the newest first, as `resume=auto` goes on from the newest
         truncate_after(folder, start.step)
         files = {CONFIG: to_yaml(replace(config, resume="")).encode()}  # `resume` is not part of the run
         files |= {ENVIRONMENT: json_bytes(facts), TOKENIZER: (store.path / TOKENIZER).read_bytes()}
@@ -138,30 +130,18 @@ def fit(
             logger.close()
 
 
-def link_names(checkpoint: Path, best: Best | None) -> None:
-    """Give a run's newest checkpoint, and the best if it is there, their names LAST and BEST, which a kill may have
-    kept from them.
-    """
-    if checkpoint.name != LAST:
-        link_checkpoint(LAST, checkpoint)
-    if best and (path := step_path(checkpoint.parent, best.step)).exists():
-        link_checkpoint(BEST, path)
-
-
 def truncate_after(run: Path, step: int) -> None:
     """Delete from a run folder the results of steps after `step`, which a resumed run makes anew: log lines,
-    evaluations, BEST. Also delete the evaluation of a swap at `step`, and temporary files of a killed process.
+    evaluations. Also delete the evaluation of a swap at `step`, and temporary files of a killed process.
     """
-    pattern = f".*-{UNFINISHED}-*"
-    for leftover in [*run.glob(pattern), *(run / CHECKPOINTS).glob(pattern), *(run / EVALUATIONS).rglob(pattern)]:
-        leftover.unlink(missing_ok=True)  # no process writes it: this one has locked the folder
-    if (best_step(run / CHECKPOINTS) or 0) > step:
-        (run / CHECKPOINTS / BEST).unlink()
     for (kind, evaluated_step), path in evaluation_files(run).items():
         if evaluated_step > step or (kind, evaluated_step) == ("swap", step):
             path.unlink()
     truncate_manifest(run, step)  # a kill before it leaves lines without files, one after it a log that is too long
     truncate_metrics(run / METRICS, step)
+    pattern = f".*-{UNFINISHED}-*"
+    for leftover in [*run.glob(pattern), *(run / CHECKPOINTS).glob(pattern), *(run / EVALUATIONS).rglob(pattern)]:
+        leftover.unlink(missing_ok=True)  # no process writes it: this one has locked the folder
 
 
 def _evaluate_missing(

@@ -23,7 +23,7 @@ from lm.model.device import resolve_device
 from lm.model.spec import ModelSpec, with_steps
 from lm.model.swapped import with_model
 from lm.plain import Plain, to_plain
-from lm.runs.checkpoints import best_step, weights_sha256
+from lm.runs.checkpoints import weights_sha256
 from lm.runs.folder import (
     CHECKPOINTS,
     METRICS,
@@ -177,8 +177,7 @@ class RunState:
         best step.
         """
         best = metadata["best"] and Best(**metadata["best"])
-        # deleted as a run went back
-        if best and not step_path(folder, best.step).exists() and best_step(folder) != best.step:
+        if best and not step_path(folder, best.step).exists():  # deleted as a run went back
             best = None
         return cls(**{spec.name: metadata[spec.name] for spec in fields(cls)} | {"best": best})
 

@@ -11,15 +11,13 @@ from lm.data.prepare import check_sequences, prepare
 from lm.errors import RunError
 from lm.files import expand_home, locked_folder
 from lm.model.spec import with_steps
-from lm.runs.checkpoints import load_checkpoint, load_metadata
+from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import (
     ALREADY_TRAINING,
     CHECKPOINTS,
     CONFIG,
-    LAST,
     METRICS,
     is_own,
-    step_of,
     step_paths,
 )
 from lm.runs.manifest import entries_of
@@ -72,7 +70,8 @@ def starting_checkpoint(config: Config) -> Path | None:
     if resumed_path or not config.branch_from:
         return resumed_path
     path = expand_home(config.branch_from)
-    path = path / CHECKPOINTS / LAST if path.is_dir() else path
+    if files := step_paths(path / CHECKPOINTS):
+        path = files[-1]
     if not path.is_file():
         names = ", ".join(checkpoint.name for checkpoint in step_paths(path.parent))
         remedy = "name a run's folder or checkpoint; a run from weights alone takes init_from=..."
@@ -85,29 +84,23 @@ def starting_checkpoint(config: Config) -> Path | None:
 
 def _resumed_checkpoint(config: Config) -> Path | None:
     """The path of the checkpoint that `resume` names; None if `auto` finds no checkpoint yet."""
-    folder, is_auto = config.run_folder, config.resume == "auto"
-    path = folder / CHECKPOINTS / LAST if is_auto else expand_home(config.resume)
+    folder = config.run_folder
     files = step_paths(folder / CHECKPOINTS)
-    if path.is_file():
+    if config.resume != "auto":
+        path = expand_home(config.resume)
+        if not path.is_file():
+            choices = f"one of {', '.join(file.name for file in files)} in {folder / CHECKPOINTS}"
+            choices = choices if files else "a path; the run has no checkpoint"
+            raise RunError(f"resume = {config.resume}: no checkpoint; set it to auto, or to {choices}")
         if not is_own(folder, path):
             raise _checkpoint_of_another_run(path, config)
-        # a kill between a checkpoint and its name LAST leaves a newer one
-        newer = is_auto and files and step_of(files[-1]) > load_metadata(path)["step"]
-        return files[-1] if newer else path
-    if not is_auto:
-        choices = f"one of {', '.join(file.name for file in files)} in {folder / CHECKPOINTS}"
-        choices = choices if files else "a path; the run has no checkpoint"
-        raise RunError(f"resume = {config.resume}: no checkpoint; set it to auto, or to {choices}")
-    if len(files) == 1:  # after a kill between the first checkpoint and its link
-        return files[0]
-    if files:
-        remedy = f"go on from the newest with resume={files[-1]}"
-        raise RunError(f"{path}: missing, but the run has other checkpoints; {remedy}")
-    # the manifest's line of LAST is written once the checkpoint is there; without it the run may start again
-    if (folder / CONFIG).is_file() and entries_of(folder, f"{CHECKPOINTS}/{LAST}"):
+        return path
+    # a kill within the first save leaves a temporary file, perhaps with its line in the manifest
+    is_empty = not any((folder / CHECKPOINTS).glob("*"))
+    if is_empty and (folder / CONFIG).is_file() and any(CHECKPOINTS in entry["file"] for entry in entries_of(folder)):
         remedy = "bring them back, choose another name=..., or delete the folder to start the run again"
         raise RunError(f"{folder}: holds a run whose checkpoints are gone; {remedy}")
-    return None
+    return files[-1] if files else None
 
 
 def _checkpoint_of_another_run(path: Path, config: Config) -> RunError:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from folders import losses
+from folders import last_checkpoint, losses
 from interpreted import SIZES, dense, either_sum, every_function, results
 from interpreted import inputs as kernel_inputs
 from test_autocast import check_errors
@@ -154,9 +154,7 @@ def test_a_gpu_run_learns_as_the_cpu_run_does_and_resumes_exactly(tiny, name: st
     resumed_run = tiny("name=parts", *common, *GPU, "resume=auto")
     for config in (cpu, whole_run, resumed_run):
         train(config)
-    checkpoints = resumed_run.run_folder / "checkpoints"
-    (checkpoints / "last.ckpt").unlink()
-    (checkpoints / "step-000010.ckpt").rename(checkpoints / "last.ckpt")
+    last_checkpoint(resumed_run.run_folder).unlink()
     train(resumed_run)
     assert losses(whole_run.run_folder) == pytest.approx(losses(cpu.run_folder), abs=0.1)  # bf16 against fp32
     assert losses(resumed_run.run_folder) == pytest.approx(losses(whole_run.run_folder), abs=1e-3)

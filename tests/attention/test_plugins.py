@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT, lm
+from folders import last_checkpoint
 from manifests import edited, put
 
 from lm.attention.contract import CHECKS
@@ -167,9 +168,9 @@ def test_nothing_is_imported_because_a_file_names_it(powers: Path, arguments: li
     text = yaml.safe_dump(plain)
 
     put(folder / CONFIG, text)
-    checkpoint = load_checkpoint(folder / "checkpoints" / "last.ckpt")
+    checkpoint = load_checkpoint(last_checkpoint(folder))
     checkpoint["lm"]["config"] = text
-    save_checkpoint(checkpoint, folder / "checkpoints" / "last.ckpt")
+    save_checkpoint(checkpoint, last_checkpoint(folder))
 
     def change(description: dict) -> None:
         description["training"]["config"] = text
@@ -182,7 +183,7 @@ def test_nothing_is_imported_because_a_file_names_it(powers: Path, arguments: li
         parse(plain)
     with pytest.raises(RunError, match="--allow-plugin powers"):
         read_config(folder)
-    for source in (folder, folder / "checkpoints" / "last.ckpt", export):
+    for source in (folder, last_checkpoint(folder), export):
         refusal = lm("generate", str(source))
         assert refusal.returncode == 1
         assert len(refusal.stderr.strip().splitlines()) == 1

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import lm
 from fabricated import evaluation_of
-from folders import curves_of, metrics, series
+from folders import curves_of, last_checkpoint, metrics, series
 from torch import Tensor
 
 from lm.attention import catalogue
@@ -342,7 +342,7 @@ def test_runs_checkpoints_exports_and_models_without_training_are_described(argu
 
     exported = tmp_path / "exported"
     assert lm("export", str(run), "-o", str(exported)).returncode == 0
-    for source in (exported, run / "checkpoints" / "last.ckpt"):
+    for source in (exported, last_checkpoint(run)):
         result = lm("diagnose", str(source), ASKED, "-o", str(out))
         assert result.returncode == 0, result.stderr
         values_again = {

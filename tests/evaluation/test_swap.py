@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import lm as command
-from folders import curve, curves_of, same, series, series_measured, weights
+from folders import curve, curves_of, last_checkpoint, same, series, series_measured, weights
 
 from lm.attention import catalogue
 from lm.attention import catalogue as opt
@@ -348,7 +348,7 @@ def test_an_earlier_checkpoint_and_an_export_can_be_swapped_and_swapped_back(tra
     assert load(tmp_path / "early").metadata["step"] == 20
     assert command("export", str(trained), "-o", str(tmp_path / "exported")).returncode == 0
     swap(tmp_path / "exported", tmp_path / "there")
-    swap(tmp_path / "there" / "checkpoints" / "last.ckpt", tmp_path / "back", "softmax")
+    swap(last_checkpoint(tmp_path / "there"), tmp_path / "back", "softmax")
     assert same(weights(trained), weights(tmp_path / "back"))
 
 
@@ -405,7 +405,7 @@ def test_a_swap_that_makes_no_sense_is_one_line(
         "--to", "ssmax", "--init", "much"
     )
     assert "model.n_head = '4': can't be changed in lm swap" in refused("--to", "ssmax", "model.n_head=4")
-    path = str(trained / "checkpoints" / "last.ckpt")
+    path = str(last_checkpoint(trained))
     assert f"no checkpoint {path}; there is: last, best, " in refused("--to", "ssmax", "--checkpoint", path)
 
 
@@ -439,7 +439,7 @@ def test_a_swap_to_the_same_normalizer_follows_what_was_learned(tiny, tmp_path: 
     assert affine[1] < 1e-6
     assert load(tmp_path / "affine").config.model.normalizer.init == "match"
     with pytest.raises(RunError, match=r"not a run folder, of which a checkpoint \(best\) could be chosen"):
-        load(source / "checkpoints" / "last.ckpt", "best")
+        load(last_checkpoint(source), "best")
 
 
 def test_a_report_says_what_was_swapped_and_what_weights_had_seen(trained: Path, tiny, tmp_path: Path):

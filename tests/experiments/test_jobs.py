@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from fabricated import finish, launching
-from folders import metrics, same, weights
+from folders import last_checkpoint, metrics, same, weights
 from trials import written
 from waiting import wait_until
 
@@ -97,7 +97,7 @@ def test_a_stopped_experiment_saves_its_runs(file, overrides):
         ExperimentTrainer(procedure, [()]).train_all()
     stopper.join()
     assert error.value.exit_code == 128 + signal.SIGTERM
-    assert (folder / "checkpoints" / "last.ckpt").exists()
+    assert (last_checkpoint(folder)).exists()
 
 
 WORK = """

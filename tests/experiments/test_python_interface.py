@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import CALLS, PROCESSES, ROOT, Inline
 from fabricated import launching
+from folders import last_checkpoint
 from prose import blocks
 from test_experiments import SHORT, here
 from trials import written
@@ -155,7 +156,7 @@ def test_an_interrupt_ends_the_step_and_saves_a_checkpoint(arguments, tmp_path):
     wait_until(lambda: log.exists() and log.stat().st_size > 0, tmp_path)
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60)[0] == "interrupted\n"
-    assert (log.parent / "checkpoints" / "last.ckpt").exists()
+    assert (last_checkpoint(log.parent)).exists()
 
 
 def test_what_is_no_path_is_refused():

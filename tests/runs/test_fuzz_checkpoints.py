@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
+from folders import last_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from manifests import record
@@ -77,7 +78,7 @@ def change_field(config: Config, of_checkpoint: bool, place: float, value: objec
     in the manifest.
     """
     run, exported = config.run_folder, config.run_folder / "exported"
-    path = run / "checkpoints" / "last.ckpt" if of_checkpoint else exported / "lm.json"
+    path = last_checkpoint(run) if of_checkpoint else exported / "lm.json"
     before = path.read_bytes()
     content = torch.load(path, weights_only=True) if of_checkpoint else json.loads(before)
     paths = list(places(content))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from folders import contents, curves_of, members, rewritten, same
+from folders import contents, curves_of, last_checkpoint, members, rewritten, same
 from manifests import edited, put, record
 
 import lm
@@ -93,9 +93,9 @@ def flip_member(path: Path, name: str) -> None:
 ALTERED = r"was altered, or is of another folder \(its sha256 is not in manifest\.jsonl\)"
 # a resume first looks whether a newer checkpoint is there
 ALTERED_CHECKPOINT = (
-    rf"last\.ckpt: ({ALTERED}|not a readable checkpoint: .*); bring it back; the newest beside it is .*"
+    rf"step-000004\.ckpt: ({ALTERED}|not a readable checkpoint: .*); bring it back; the newest beside it is .*"
 )
-ALTERED_CHECKPOINT += r"step-000004\.ckpt"
+ALTERED_CHECKPOINT += r"step-000002\.ckpt"
 NOT_FINITE = r"norm\.weight holds numbers that are not finite"
 
 
@@ -107,9 +107,9 @@ def archive_anew(change: Callable[[dict[str, bytes]], object]) -> Callable[[Path
     """Write the archive of a checkpoint anew, so that its CRCs hold."""
 
     def damage(run: Path) -> None:
-        path = run / "checkpoints" / "last.ckpt"
+        path = last_checkpoint(run)
         content = path.read_bytes()
-        path.unlink()  # `last.ckpt` is a link
+        path.unlink()
         path.write_bytes(content)
         members(path, change)
 
@@ -120,7 +120,7 @@ def diverged(run: Path) -> torch.nn.Module:
     """The run's decoder with a weight that is not finite, as its last checkpoint has it then, too."""
     decoder = lm.load(run).decoder
     decoder.norm.weight.data[3] = float("nan")
-    rewritten(run / "checkpoints" / "last.ckpt", lambda content: content.update(state_dict=decoder.state_dict()))
+    rewritten(last_checkpoint(run), lambda content: content.update(state_dict=decoder.state_dict()))
     return decoder
 
 
@@ -136,22 +136,22 @@ def other_tokenizer(run: Path) -> None:
 
 def others_checkpoint(run: Path) -> None:
     """Of the same configuration and data."""
-    shutil.copyfile(run.parent / "b" / "checkpoints" / "last.ckpt", run / "checkpoints" / "last.ckpt")
+    shutil.copyfile(last_checkpoint(run.parent / "b"), last_checkpoint(run))
 
 
 BUT_RESUME = USERS[1:]  # which writes the store's tokenizer anew
 DAMAGED = {  # of a run: how it is damaged, what is then said, and to whom
     "a flipped byte of weights": (
-        lambda run: flip_member(run / "checkpoints" / "last.ckpt", "data/0"), ALTERED_CHECKPOINT, USERS
+        lambda run: flip_member(last_checkpoint(run), "data/0"), ALTERED_CHECKPOINT, USERS
     ),
     "a flipped byte of metadata": (
-        lambda run: flip_member(run / "checkpoints" / "last.ckpt", "data.pkl"), ALTERED_CHECKPOINT, USERS
+        lambda run: flip_member(last_checkpoint(run), "data.pkl"), ALTERED_CHECKPOINT, USERS
     ),
     # data/2 and data/8 are of one shape
     "exchanged tensors": (archive_anew(exchanged("data/2", "data/8")), ALTERED_CHECKPOINT, USERS),
     "a tensor left out": (archive_anew(lambda content: content.pop("data/2")), ALTERED_CHECKPOINT, USERS),
-    "another run's checkpoint": (others_checkpoint, rf"a/checkpoints/last\.ckpt: {ALTERED}; bring it back", USERS),
-    "weights that aren't finite": (diverged, rf"last\.ckpt: {NOT_FINITE}; use weights from before", USERS),
+    "another run's checkpoint": (others_checkpoint, rf"a/checkpoints/step-.*: {ALTERED}; bring it back", USERS),
+    "weights that aren't finite": (diverged, rf"step-000004\.ckpt: {NOT_FINITE}; use weights from before", USERS),
     "another environment": (other_environment, rf"environment\.json: {ALTERED}; bring it back", USERS),
     "another tokenizer": (other_tokenizer, rf"tokenizer\.json: {ALTERED}; bring back the one that", BUT_RESUME),
     "no tokenizer": (
@@ -209,7 +209,7 @@ def test_the_weights_of_a_checkpoint_in_the_manifest_are_those_of_its_evaluation
 
 
 def test_a_checkpoint_is_read_by_torch_alone(run: Path):
-    content = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    content = torch.load(last_checkpoint(run), weights_only=True)
     assert same(content["state_dict"], lm.load(run).decoder.state_dict())
 
 
@@ -242,21 +242,21 @@ def test_the_checkpoint_that_a_phase_begins_with_is_verified(tiny, monkeypatch: 
 @pytest.mark.parametrize("name", ["phase", "vocab_size", "config"])
 @pytest.mark.parametrize("value", [None, "4", 4.5, [4]])
 def test_what_a_model_says_of_itself_has_its_type(run: Path, name: str, value: object):
-    rewritten(run / "checkpoints" / "last.ckpt", lambda content: content["lm"].update({name: value}))
-    with pytest.raises(RunError, match=r"last\.ckpt: ") as error:
+    rewritten(last_checkpoint(run), lambda content: content["lm"].update({name: value}))
+    with pytest.raises(RunError, match=r"step-000004\.ckpt: ") as error:
         lm.load(run)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("entry", [{"norm.weight": 3}, {3: torch.zeros(3)}])
 def test_weights_are_tensors_with_names(run: Path, entry: dict[object, object]):
-    path = run / "checkpoints" / "last.ckpt"
+    path = last_checkpoint(run)
     content = load_checkpoint(path)
     content["state_dict"].update(entry)
     torch.save(content, path.with_name("new"))  # not in place: what was loaded is a map of the file
     path.with_name("new").replace(path)
     record(run)
-    with pytest.raises(RunError, match=r"last\.ckpt: weights and configuration don't fit: "):
+    with pytest.raises(RunError, match=r"step-000004\.ckpt: weights and configuration don't fit: "):
         lm.load(run)
 
 
@@ -307,8 +307,8 @@ DOUBLED = "a0: &a0 [1, 1]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}]\n" f
 )
 @pytest.mark.parametrize("user", ["resume", "load"])
 def test_a_checkpoints_configuration_that_is_none_is_one_line(run: Path, use, user: str, config: str):
-    rewritten(run / "checkpoints" / "last.ckpt", lambda content: content["lm"].update(config=config))
-    refuses(use, user, run, r"last\.ckpt: its configuration is not readable")
+    rewritten(last_checkpoint(run), lambda content: content["lm"].update(config=config))
+    refuses(use, user, run, r"step-000004\.ckpt: its configuration is not readable")
 
 
 # ---------------------------------------------------------------- files that belong together

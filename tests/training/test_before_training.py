@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from folders import last_checkpoint
 
 from lm.config.tree import Config
 from lm.errors import ConfigError, RunError
@@ -76,7 +77,7 @@ def test_weights_and_checkpoints_of_another_model_are_refused_before_data_are_pr
     ):
         with pytest.raises(ConfigError, match=rf"^{message}; [^\n]*$"):
             train(tiny(*SIZES, "model.n_embd=128", *overrides))
-    assert (before.run_folder / "checkpoints" / "last.ckpt").exists()
+    assert (last_checkpoint(before.run_folder)).exists()
     with pytest.raises(AssertionError, match="data were prepared"):
         train(tiny(*SIZES, "name=next", f"init_from={before.run_folder}"))
 

@@ -10,7 +10,7 @@ import torch
 import yaml
 from conftest import lm
 from fabricated import finish
-from folders import EVERY_STEP, curve, metrics, same, weights
+from folders import EVERY_STEP, curve, last_checkpoint, metrics, same, weights
 from trials import written
 
 from lm.errors import ConfigError, RunError
@@ -81,7 +81,7 @@ def test_a_branch_that_changes_nothing_is_the_uninterrupted_run_bit_for_bit(tiny
     assert after(config.run_folder, 0) == after(trunk, 3)
     assert same(weights(config.run_folder), weights(trunk))
     trunk_state, branch_state = (
-        saved_state(load_checkpoint(folder / "checkpoints" / "last.ckpt")) for folder in (trunk, config.run_folder)
+        saved_state(load_checkpoint(last_checkpoint(folder))) for folder in (trunk, config.run_folder)
     )
     assert trunk_state.keys() == branch_state.keys()
     assert all(same(trunk_state[name], branch_state[name]) for name in trunk_state)
@@ -120,10 +120,6 @@ def test_a_branch_that_was_killed_goes_on_in_its_own_folder(tiny, trunk: Path):
     for path in (config.run_folder / "checkpoints").glob("step-*"):
         if path.stem > "step-000005":
             path.unlink()
-    (config.run_folder / "checkpoints" / "last.ckpt").unlink()
-    (config.run_folder / "checkpoints" / "last.ckpt").hardlink_to(
-        config.run_folder / "checkpoints" / "step-000005.ckpt"
-    )
     train(config)
     assert after(config.run_folder, 0) == content
     assert read_json(config.run_folder / "environment.json")["branched_from"]["step"] == 3

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, lm
-from folders import alive, curve, losses, series, weights
+from folders import alive, best_checkpoint, curve, losses, series, weights
 from processes import command, forked, ranks, start, within
 
 from lm.config.training_config import OPTIMIZERS
@@ -199,4 +199,4 @@ def test_results_that_can_not_be_written_leave_the_ranks_in_step(arguments: list
     (runs / "evaluations").write_text("a file where the evaluations' folder belongs")
     ranks(2, command, "train", *arguments, "name=unwritten", "trainer.devices=2", "resume=auto")
     assert "validation/failed" in (runs / "metrics.jsonl").read_text()
-    assert (runs / "checkpoints" / "best.ckpt").exists()
+    assert (best_checkpoint(runs)).exists()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from folders import last_checkpoint
 from torch import Tensor, nn
 
 from lm.config.training_config import Muon, OptimConfig
@@ -134,7 +135,7 @@ def test_a_run_keeps_its_state_in_fp32(tiny):
         "trainer.precision=bf16-mixed",
     )
     assert train(config) == 0
-    states = saved_state(load_checkpoint(config.run_folder / "checkpoints" / "last.ckpt"))
+    states = saved_state(load_checkpoint(last_checkpoint(config.run_folder)))
     assert states["blocks.0.attention.qkv.weight"].keys() == {"momentum_buffer"}
     assert states["embedding.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}
     assert {value.dtype for state in states.values() for value in state.values()} == {torch.float32}

@@ -1,6 +1,7 @@
 """The parameters of normalizers in metrics.jsonl."""
 
 import pytest
+from folders import last_checkpoint
 
 from lm.model.decoder import Decoder
 from lm.runs.checkpoints import load_checkpoint
@@ -35,7 +36,7 @@ def test_the_last_line_has_the_parameters_of_the_last_checkpoint(tiny):
     config = tiny("model.normalizer={name: ssmax, bias: true}", "eval.long_context.length_factor=0")
     assert train(config) == 0
     line = [record for record in read_metrics(config.run_folder / METRICS)[0] if "train/loss" in record][-1]
-    weights = load_checkpoint(config.run_folder / "checkpoints" / "last.ckpt")["state_dict"]
+    weights = load_checkpoint(last_checkpoint(config.run_folder))["state_dict"]
     for name in ("s", "b"):
         for layer in range(2):
             expected = pytest.approx(weights[f"blocks.{layer}.attention.normalizer.{name}"].tolist(), abs=1e-5)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from folders import last_checkpoint
 from trials import written
 
 from lm.config.load import load_config
@@ -109,7 +110,7 @@ def test_a_stranger_s_callback_logs_and_keeps_its_state_and_a_logger_that_fails_
     spreads = {(line["step"], line["tokens"]): line["stranger/spread"] for line in lines if "stranger/spread" in line}
     assert [*spreads] == [(step, 256 * step) for step in (1, 2, 3, 4)]
     assert [line["stranger/steps"] for line in lines if "stranger/steps" in line] == [1, 2, 3, 4]  # also after a resume
-    checkpoint = load_checkpoint(folder / "checkpoints" / "last.ckpt")
+    checkpoint = load_checkpoint(last_checkpoint(folder))
     spread = 2 * float(checkpoint["state_dict"]["embedding.weight"].std())
     assert spreads[4, 1024] == pytest.approx(spread, rel=1e-6)
     assert (folder / "evaluations" / "callbacks.step-000004.csv").exists()

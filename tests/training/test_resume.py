@@ -14,10 +14,12 @@ import pytest
 from conftest import thinned
 from folders import (
     EVERY_STEP,
+    best_checkpoint,
     curve,
     curves_of,
     differences,
     kill_after,
+    last_checkpoint,
     losses,
     metrics,
     rewritten,
@@ -111,7 +113,7 @@ def test_a_run_resumed_around_a_swap_is_bitwise_the_same(tiny, record_property, 
     name, scenario = cell
     options = [swap_to(name), "model.dropout=0.2", "trainer.micro_batch=2"]
     parts = check(tiny, record_property, name, scenario, options, SWAPS[scenario])
-    assert load_checkpoint(parts / "checkpoints" / "last.ckpt")["lm"]["phase"] == 1
+    assert load_checkpoint(last_checkpoint(parts))["lm"]["phase"] == 1
     assert load(parts).decoder.config.normalizer.name == name
 
 
@@ -272,7 +274,7 @@ def test_more_steps_may_be_asked_for_when_resuming(tiny, capsys: pytest.CaptureF
     train(tiny("name=longer"))
     capsys.readouterr()
     train(tiny("name=longer", "trainer.max_steps=12", "resume=auto"))
-    last, output = tiny("name=longer").run_folder / "checkpoints" / "last.ckpt", capsys.readouterr().out
+    last, output = last_checkpoint(tiny("name=longer").run_folder), capsys.readouterr().out
     assert f"goes on from step 8 of 12: {last}\n" in output
     jump = "the learning rate jumps from 0.001603 to 0.004109 at step 9, by a factor of 2.56"
     assert f"note: {jump}\n" in output
@@ -297,7 +299,7 @@ def test_the_best_checkpoint_is_chosen_on_the_documents_that_select(tiny):
     config = tiny("name=chosen", *DIVIDED, "eval.every=1")
     train(config)
     chosen_by, by_step = selection_losses(config.run_folder), validations(config.run_folder)
-    best = load_checkpoint(config.run_folder / "checkpoints" / "best.ckpt")["lm"]["best"]
+    best = load_checkpoint(best_checkpoint(config.run_folder))["lm"]["best"]
     assert best["step"] == min(chosen_by, key=chosen_by.get)
     assert best["loss"] == pytest.approx(chosen_by[best["step"]], abs=1e-6)
     validation = by_step[best["step"]]
@@ -323,7 +325,7 @@ def test_a_best_loss_on_other_sequences_such_as_all_of_them_is_not_compared(tiny
     older = {"step": 4, "loss": 0.0, "sequences_sha256": digest}
     rewritten(checkpoints / "step-000004.ckpt", lambda content: content["lm"].update(best=older))
     train(tiny("name=older", *DIVIDED, f"resume={checkpoints / 'step-000004.ckpt'}"))
-    assert load_checkpoint(checkpoints / "best.ckpt")["lm"]["step"] == 8
+    assert load_checkpoint(best_checkpoint(checkpoints.parent))["lm"]["step"] == 8
 
 
 def test_going_back_to_an_earlier_checkpoint_keeps_one_time_line(tiny, capsys: pytest.CaptureFixture):
@@ -357,12 +359,12 @@ def test_going_back_to_an_earlier_checkpoint_keeps_one_time_line(tiny, capsys: p
         in capsys.readouterr().out
     )
     assert [path.name for path in step_paths(checkpoints)] == ["step-000004.ckpt", "step-000006.ckpt"]
-    assert load_checkpoint(checkpoints / "last.ckpt")["lm"]["step"] == 6
+    assert load_checkpoint(last_checkpoint(checkpoints.parent))["lm"]["step"] == 6
     assert len(losses(config.run_folder)) == 6
     assert losses(config.run_folder)[:4] == expected[:4]
     assert not (config.run_folder / "evaluations" / "validation.step-000008.csv").exists()
-    best = load_checkpoint(checkpoints / "best.ckpt")["lm"]
-    assert best["best"] == load_checkpoint(checkpoints / "last.ckpt")["lm"]["best"]
+    best = load_checkpoint(best_checkpoint(checkpoints.parent))["lm"]
+    assert best["best"] == load_checkpoint(last_checkpoint(checkpoints.parent))["lm"]["best"]
     chosen_by = selection_losses(config.run_folder)
     assert best["step"] == min(chosen_by, key=chosen_by.get)
 
@@ -377,7 +379,7 @@ def test_going_back_where_the_best_weights_are_gone_finds_a_new_best(tiny):
     better = {**back["best"], "step": 5, "loss": 0.0}  # as if the validation of step 5 had been the best
     rewritten(checkpoints / "step-000006.ckpt", lambda content: content["lm"].update(best=better))
     train(tiny("name=gone", *options, f"resume={checkpoints / 'step-000006.ckpt'}"))
-    assert load_checkpoint(checkpoints / "best.ckpt")["lm"]["step"] in (7, 8)
+    assert load_checkpoint(best_checkpoint(checkpoints.parent))["lm"]["step"] in (7, 8)
 
 
 def test_the_last_the_best_and_the_ends_of_phases_are_kept(tiny):
@@ -392,10 +394,10 @@ def test_the_last_the_best_and_the_ends_of_phases_are_kept(tiny):
         "step-000020.ckpt",
     ]
     chosen_by = selection_losses(config.run_folder)
-    best = load_checkpoint(checkpoints / "best.ckpt")["lm"]
+    best = load_checkpoint(best_checkpoint(checkpoints.parent))["lm"]
     assert best["best"]["loss"] == pytest.approx(min(chosen_by.values()), abs=1e-6)
     assert best["best"]["loss"] == pytest.approx(chosen_by[best["step"]], abs=1e-6)
-    last = load_checkpoint(checkpoints / "last.ckpt")["lm"]
+    last = load_checkpoint(last_checkpoint(checkpoints.parent))["lm"]
     assert (last["step"], last["tokens"], last["phase"], last["best"]) == (20, 20 * 256, 1, best["best"])
     assert last["wandb_id"] == json.loads((config.run_folder / "environment.json").read_text())["wandb_id"]
     assert load(config.run_folder, "best").metadata["step"] == best["step"]

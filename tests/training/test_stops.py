@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, lm, thinned
-from folders import alive, curve, differences, swap_to
+from folders import alive, best_checkpoint, curve, differences, last_checkpoint, swap_to
 from processes import command, forked, start, within
 
 from lm.errors import RunError
 from lm.machine import STOP_SIGNALS
-from lm.runs.checkpoints import link_checkpoint, load_checkpoint
+from lm.runs.checkpoints import load_checkpoint
 from lm.training.checkpointing import Checkpoints
 from lm.training.module import LanguageModel, StepData
 from lm.training.step_callbacks import Metrics
@@ -60,7 +60,7 @@ def test_a_signal_leaves_a_checkpoint_from_which_the_run_ends_the_same(
         result = lm("train", *arguments, *options, "name=stopped", "resume=auto")
         assert result.returncode == 128 + number, result.stderr
         assert "Traceback" not in result.stderr
-        assert load_checkpoint(folder / "checkpoints" / "last.ckpt")["lm"]["step"] == step + 1
+        assert load_checkpoint(last_checkpoint(folder))["lm"]["step"] == step + 1
     assert not stops
     for name in ("stopped", "straight"):
         assert lm("train", *arguments, *options, f"name={name}", "resume=auto").returncode == 0
@@ -95,7 +95,7 @@ def test_a_signal_stops_all_processes_with_a_checkpoint(
     _, stderr = process.communicate(timeout=300)
     assert process.returncode == 128 + (signal.SIGTERM if target == "rank 1" else number), stderr
     assert "Traceback" not in stderr
-    step = load_checkpoint(folder / "checkpoints" / "last.ckpt")["lm"]["step"]
+    step = load_checkpoint(last_checkpoint(folder))["lm"]["step"]
     assert curve(folder)[-1][0] == step > 5
     assert not alive(process.pid)
 
@@ -110,7 +110,7 @@ def test_a_signal_while_the_second_process_starts_ends_the_run_in_one_line(argum
     _, stderr = process.communicate(timeout=300)
     assert (process.returncode, len(started)) == (143, 1), stderr
     assert "Traceback" not in stderr
-    assert load_checkpoint(tmp_path / "runs" / "stopped" / "checkpoints" / "last.ckpt")["lm"]["step"] == 1
+    assert load_checkpoint(last_checkpoint(tmp_path / "runs" / "stopped"))["lm"]["step"] == 1
     assert not alive(process.pid)
 
 
@@ -163,7 +163,7 @@ def test_a_closed_terminal_leaves_a_checkpoint(arguments: list[str], tmp_path: P
         select.select([terminal], [], [], 0.1)[0] and os.read(terminal, 10_000)
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 128 + signal.SIGHUP
-    assert load_checkpoint(log.parent / "checkpoints" / "last.ckpt")["lm"]["step"] == curve(log.parent)[-1][0] >= 4
+    assert load_checkpoint(last_checkpoint(log.parent))["lm"]["step"] == curve(log.parent)[-1][0] >= 4
 
 
 @pytest.mark.slow
@@ -179,7 +179,7 @@ def test_torchrun_told_to_stop_leaves_a_checkpoint(arguments: list[str], tmp_pat
     process.terminate()
     process.communicate(timeout=300)
     assert process.returncode != 0
-    assert load_checkpoint(folder / "checkpoints" / "last.ckpt")["lm"]["step"] == curve(folder)[-1][0]
+    assert load_checkpoint(last_checkpoint(folder))["lm"]["step"] == curve(folder)[-1][0]
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.slow)])
@@ -245,7 +245,7 @@ def test_a_signal_in_the_last_step_of_a_phase_is_heeded_in_the_next(tiny, monkey
 
     monkeypatch.setattr(Checkpoints, "save", signalled)
     assert train(tiny("name=late", swap_to("ssmax"), "trainer.checkpoint_every=4")) == 143
-    assert load_checkpoint(tiny("name=late").run_folder / "checkpoints" / "last.ckpt")["lm"]["step"] == 5
+    assert load_checkpoint(last_checkpoint(tiny("name=late").run_folder))["lm"]["step"] == 5
 
 
 def test_a_signal_before_the_first_step_leaves_a_checkpoint(tiny, monkeypatch: pytest.MonkeyPatch):
@@ -258,39 +258,34 @@ def test_a_signal_before_the_first_step_leaves_a_checkpoint(tiny, monkeypatch: p
 
     monkeypatch.setattr(StepData, "train_dataloader", signalled)
     assert train(tiny("name=early", "trainer.checkpoint_every=100")) == 143
-    assert load_checkpoint(tiny("name=early").run_folder / "checkpoints" / "last.ckpt")["lm"]["step"] == 1
+    assert load_checkpoint(last_checkpoint(tiny("name=early").run_folder))["lm"]["step"] == 1
 
 
-@pytest.mark.parametrize(("name", "max_steps"), [("last.ckpt", 12), ("best.ckpt", 8)])
-def test_a_kill_between_a_checkpoint_and_its_names_loses_no_step(
-    tiny, monkeypatch: pytest.MonkeyPatch, name: str, max_steps: int
-):
-    def killed(link: str, path: Path) -> None:
-        if link == name and path.name == "step-000008.ckpt":
+@pytest.mark.parametrize("max_steps", [12, 8])
+def test_a_kill_just_after_a_checkpoint_loses_no_step(tiny, monkeypatch: pytest.MonkeyPatch, max_steps: int):
+    def killed(self: Checkpoints, best: object) -> None:
+        if self.saved_step == 8:
             raise RunError("killed")
-        link_checkpoint(link, path)
 
     config = tiny("name=killed", "eval.long_context.length_factor=0", "eval.every=8")
     with monkeypatch.context() as patched:
-        patched.setattr("lm.training.checkpointing.link_checkpoint", killed)
+        patched.setattr(Checkpoints, "prune", killed)
         with pytest.raises(RunError, match="killed"):
             train(config)
-    checkpoints = config.run_folder / "checkpoints"
-    assert not (checkpoints / name).exists() or load_checkpoint(checkpoints / name)["lm"]["step"] == 4
     steps = []
     monkeypatch.setattr(Metrics, "on_step", lambda self, trainer, module, step: steps.append(step))
     resumed = replace(config, resume="auto", trainer=replace(config.trainer, max_steps=max_steps))
     assert train(resumed) == 0
     assert steps == [*range(9, max_steps + 1)]
-    assert load_checkpoint(checkpoints / "last.ckpt")["lm"]["step"] == max_steps
-    assert (checkpoints / "best.ckpt").exists()
+    assert load_checkpoint(last_checkpoint(config.run_folder))["lm"]["step"] == max_steps
+    assert best_checkpoint(config.run_folder).exists()
 
 
 def test_a_full_disk_while_saving_keeps_the_checkpoint_before(arguments: list[str], tmp_path: Path):
     """A file-size limit stands in for the full disk: the second save fails half-way through."""
     assert lm("train", *arguments, "name=full", "trainer.max_steps=4").returncode == 0
     folder = tmp_path / "runs" / "full"
-    size = (folder / "checkpoints" / "last.ckpt").stat().st_size
+    size = (last_checkpoint(folder)).stat().st_size
     process = forked(
         tmp_path / "output", within, size // 2, "train", *arguments, "name=full", "trainer.max_steps=8", "resume=auto"
     )
@@ -300,5 +295,5 @@ def test_a_full_disk_while_saving_keeps_the_checkpoint_before(arguments: list[st
     assert "Traceback" not in output
     assert "can't save the checkpoint: File too large; what was there before is intact" in output
     assert [path.name for path in (folder / "checkpoints").iterdir() if path.name.startswith(".")] == []
-    assert load_checkpoint(folder / "checkpoints" / "last.ckpt")["lm"]["step"] == 4
+    assert load_checkpoint(last_checkpoint(folder))["lm"]["step"] == 4
     assert lm("train", *arguments, "name=full", "trainer.max_steps=8", "resume=auto").returncode == 0

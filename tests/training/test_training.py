@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from folders import curve, losses, metrics, poison, series
+from folders import curve, last_checkpoint, losses, metrics, poison, series
 
 from lm.config.load import parse
 from lm.errors import RunError
@@ -57,7 +57,7 @@ def test_a_run_learns_and_leaves_a_complete_run_folder(tiny, capsys: pytest.Capt
     assert peaks == sorted(peaks)
     assert 2**26 < peaks[-1] < 2**36
     assert [path.name for path in step_paths(folder / "checkpoints")] == ["step-000030.ckpt", "step-000040.ckpt"]
-    assert load_checkpoint(folder / "checkpoints" / "last.ckpt")["lm"]["step"] == 40
+    assert load_checkpoint(last_checkpoint(folder))["lm"]["step"] == 40
     loss, bits = series(folder, "validation", 40)
     assert bits.metric == "val/bits_per_byte"
     assert loss.overall_mean == pytest.approx(loss.points[0].values.mean(), abs=1e-5)
@@ -81,13 +81,11 @@ def test_a_tilde_is_the_home_folder_in_every_path(tiny, tmp_path: Path, monkeypa
     assert (
         train(tiny("name=second", "runs=~/runs", "data.root=~/data", tokenizer, "init_from=~/runs/first", *short)) == 0
     )
-    branch = ["branch_from=~/runs/first/checkpoints/last.ckpt", "trainer.max_steps=4", short[1]]
+    branch = ["branch_from=~/runs/first/checkpoints/step-000002.ckpt", "trainer.max_steps=4", short[1]]
     assert train(tiny("name=third", "runs=~/runs", "data.root=~/data", *branch)) == 0
     assert {path.name for path in (tmp_path / "home").iterdir()} == {"runs", "data"}
     assert (
-        train(
-            tiny("name=first", "runs=~/runs", "data.root=~/data", "resume=~/runs/first/checkpoints/last.ckpt", *short)
-        )
+        train(tiny("name=first", "runs=~/runs", "data.root=~/data", branch[0].replace("branch_from", "resume"), *short))
         == 0
     )
     assert not (tmp_path / "~").exists()
@@ -138,9 +136,7 @@ def test_the_logged_loss_is_the_mean_of_all_steps_since_the_last_line(tiny):
         every_third = tiny(f"name={name}-few", "log.every=3", *options)
         train(every_step)
         train(tiny(f"name={name}-few", "log.every=3", *options))
-        checkpoints = every_third.run_folder / "checkpoints"
-        (checkpoints / "last.ckpt").unlink()
-        (checkpoints / "step-000004.ckpt").rename(checkpoints / "last.ckpt")
+        last_checkpoint(every_third.run_folder).unlink()
         before = curve(every_third.run_folder)
         train(tiny(f"name={name}-few", "log.every=3", "resume=auto", *options))
         assert curve(every_third.run_folder) == before
@@ -187,7 +183,7 @@ def test_a_step_waits_for_its_device_once(tiny, monkeypatch: pytest.MonkeyPatch,
 def test_a_checkpoint_is_lightning_s_read_by_torch_alone_and_has_the_optimizer_s_state_by_name(tiny):
     config = tiny("name=plain", "trainer.max_steps=4", "eval.long_context.length_factor=0")
     train(config)
-    content = torch.load(config.run_folder / "checkpoints" / "last.ckpt", weights_only=True)
+    content = torch.load(last_checkpoint(config.run_folder), weights_only=True)
     assert content["global_step"] == content["lm"]["step"] == 4
     (counts,) = (value for name, value in content["loops"]["fit_loop"].items() if name.endswith("optim_progress"))
     assert counts["optimizer"]["step"]["total"]["completed"] == 4
@@ -216,7 +212,7 @@ def test_a_step_that_is_not_finite_stops_the_run_and_says_where(tiny, monkeypatc
     place = "finite in each parameter" if what == "loss" else "not finite in embedding.weight and 14 of 14 others"
     with pytest.raises(RunError, match=rf"step 6: the loss is .* \({place}"):
         train(tiny("name=blown"))
-    assert load_checkpoint(tiny("name=blown").run_folder / "checkpoints" / "last.ckpt")["lm"]["step"] == 4
+    assert load_checkpoint(last_checkpoint(tiny("name=blown").run_folder))["lm"]["step"] == 4
 
 
 # ---------------------------------------------------------------- parts
@@ -230,7 +226,7 @@ def test_what_came_after_the_resumed_step_is_cut_back(tmp_path: Path):
     for name in (
         ".gitignore",
         ".nfs000001",
-        f"checkpoints/{new_temporary_path(tmp_path / 'last.ckpt').name}",
+        f"checkpoints/{new_temporary_path(tmp_path / 'step-000003.ckpt').name}",
         new_temporary_path(tmp_path / "metrics.jsonl").name,
     ):
         (tmp_path / name).write_text("")
