@@ -79,7 +79,6 @@ def build_run(
         "precision": "32", "compile": False, "command": f"lm train configs/{name}.yaml",
         "data_fingerprint": fingerprint,
         "parameters": {"total": 10_823_424 + n_normalizer, "non_embedding": 8_000_000, "normalizer": n_normalizer},
-        "tokens_total": steps * 8192,
         "data": {"train_tokens": 1_900_000}, "symbolic": tree.data.symbolic,
         "starts": [
             {"step": 0, "time": "2026-01-01T00:00:00Z", "precision": "32", "compile": False, "device": "cpu",

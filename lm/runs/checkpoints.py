@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from torch import Tensor
@@ -44,6 +45,11 @@ def save_checkpoint(checkpoint: dict[str, object], path: Path) -> None:
     with replacing(path, "the checkpoint") as file:
         torch.save(checkpoint, file)
         file.flush()
+        try:  # now, not as the run is resumed
+            torch.load(file.name, weights_only=True, mmap=True)
+        except UnpicklingError:
+            reason = "a callback's state is no numbers, texts, tensors, and lists and maps of them"
+            raise RunError(f"{path}: can't be read back: {reason} (trainer.callbacks)") from None
         sha256 = file_sha256(Path(file.name))
         add_entries(run, log_entry(run, step), entry(f"{CHECKPOINTS}/{path.name}", sha256, step, weights))
 

@@ -8,7 +8,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -255,11 +255,6 @@ def at_places(rows: pd.DataFrame) -> pd.DataFrame:
 def point_means(rows: pd.DataFrame) -> pd.DataFrame:
     """The mean over units at each point, bin or place of a frame's curves."""
     return mean(rows, [*CURVE, "x", "until"], rows["weight"])
-
-
-def curves(evaluation: "Evaluation") -> Iterator[tuple[tuple[Metric, str, str], pd.DataFrame]]:
-    """The means of each curve of an evaluation, or of each single number, by (metric, task, inference setting)."""
-    return iter(point_means(evaluation_rows([evaluation])).groupby(CURVE[1:], observed=True, sort=False))
 
 
 def overall_means(rows: pd.DataFrame) -> pd.DataFrame:

@@ -88,13 +88,9 @@ def environment(
         **facts,
         "data_fingerprint": store.fingerprint,
         "symbolic": config.data.symbolic,
-        "data": {
-            "store": str(store.path),
-            "train_tokens": store.train.n_tokens,
-        },
+        "data": {"store": str(store.path), "train_tokens": store.train.n_tokens},
         "parameters": count_parameters(start.decoder),
         "flops_per_token": flops_per_token(start.decoder),
-        "tokens_total": config.trainer.max_steps * config.optim.batch_tokens,
         "wandb_id": old_facts.get("wandb_id") or os.urandom(6).hex(),
         "starts": [
             *old_facts.get("starts", []),

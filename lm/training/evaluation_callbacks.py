@@ -65,8 +65,6 @@ class EvaluationCallback(StepCallback):
                 scores = logged_means(result)  # logged before its file is written: where a file is, nothing is missing
                 run.log({"step": step, "tokens": tokens, **scores, PEAK_MEMORY: peak_memory_bytes(device.device)})
                 measurement.write(self.config.run_folder, result)
-                for logger in run.loggers:
-                    logger.log_evaluation(result)
                 texts = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
                 run.progress.say(f"step {step}: " + (texts or measurement.kind))
         except Exception as error:  # whatever it is: an evaluation must not end a run
@@ -94,8 +92,6 @@ class Validation(EvaluationCallback):
             has_no_comparable_best = not state.best or state.best.sequences_sha256 != sha256
             if math.isfinite(loss) and (has_no_comparable_best or loss < state.best.loss):
                 state.best = Best(result.step, loss, sha256)
-                for logger in self.run.loggers:
-                    logger.summarize({"best/step": result.step, "best/selection_loss": loss})
         return result
 
 

@@ -35,19 +35,20 @@ def this_process(config: Config) -> Process:
     missing, or left over from another.
     """
     devices, num_nodes, n_processes = config.trainer.devices, config.trainer.num_nodes, config.world_size
-    if "WORLD_SIZE" in os.environ:
-        is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        process = Process(_number("RANK"), "torchrun") if is_torchrun else _lightning_process(devices)
-        expected = {"WORLD_SIZE": n_processes}
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        process, expected = Process(_number("RANK"), "torchrun"), {"WORLD_SIZE": n_processes}
     elif _number("SLURM_STEP_NUM_TASKS", "1") > 1:
         process = Process(_number("SLURM_PROCID"), "srun")
         expected = {"SLURM_NTASKS": n_processes, "SLURM_NTASKS_PER_NODE": devices, "SLURM_NNODES": num_nodes}
+    elif num_nodes > 1:
+        reason, remedy = "needs a launcher on each machine", "use torchrun, see docs/running.md"
+        raise ConfigError([Problem("trainer.num_nodes", num_nodes, reason, remedy)])
+    elif "WORLD_SIZE" in os.environ:
+        rank = _number("LOCAL_RANK", "0")
+        process, expected = Process(rank, "lightning", is_child=rank > 0), {"WORLD_SIZE": n_processes}
+    elif "LOCAL_RANK" in os.environ:  # Lightning would wait for processes that nobody starts
+        raise _variable_error("LOCAL_RANK", "no launcher gave this rank: there is no WORLD_SIZE")
     else:
-        if "LOCAL_RANK" in os.environ:  # Lightning would wait for processes that nobody starts
-            raise _variable_error("LOCAL_RANK", "no launcher gave this rank: there is no WORLD_SIZE")
-        if num_nodes > 1:
-            reason, remedy = "needs a launcher on each machine", "use torchrun, see docs/running.md"
-            raise ConfigError([Problem("trainer.num_nodes", num_nodes, reason, remedy)])
         return Process(0, "lightning")
     for name, number in expected.items():
         if _number(name) != number:
@@ -56,16 +57,6 @@ def this_process(config: Config) -> Process:
     if process.rank >= n_processes:
         raise _variable_error("SLURM_PROCID" if process.launcher == "srun" else "RANK", f"there are {n_processes}")
     return process
-
-
-def _lightning_process(devices: int) -> Process:
-    """Describe a process that Lightning or a user has started, by Lightning's environment variables."""
-    node = _number("NODE_RANK", os.environ.get("GROUP_RANK", "0"))
-    local_rank = _number("LOCAL_RANK", "0")
-    rank = node * devices + local_rank
-    if _number("RANK", str(rank)) != rank:
-        raise _variable_error("RANK", f"NODE_RANK and LOCAL_RANK make it {rank}")
-    return Process(rank, "lightning", is_child=local_rank > 0)
 
 
 def _number(name: str, default: str | None = None) -> int:

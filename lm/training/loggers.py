@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lm.config.tree import Config
 from lm.errors import RunError, one_line
 from lm.plain import Plain, to_plain
-from lm.runs.evaluations import LOSS, Evaluation, curves
+from lm.runs.evaluations import LOSS
 from lm.runs.folder import METRICS
 from lm.training.lightning_import import L
 from lm.training.outside import outside_objects
@@ -22,7 +22,7 @@ Logger, WandbLogger = L.pytorch.loggers.Logger, L.pytorch.loggers.WandbLogger
 rank_zero_only = L.pytorch.utilities.rank_zero_only
 
 # entries of environment.json for wandb
-WANDB_FACTS = ("data_fingerprint", "parameters", "flops_per_token", "tokens_total", "lm", "git_commit", "git_dirty")
+WANDB_FACTS = ("data_fingerprint", "parameters", "flops_per_token", "lm", "git_commit", "git_dirty")
 WANDB_FACTS += ("versions", "device", "precision", "compile")
 
 
@@ -53,12 +53,6 @@ class RunLogger(Logger):
 
     def write(self, metrics: Mapping[str, Plain], step: int) -> None:
         """Log metrics after `step` optimizer steps."""
-
-    def log_evaluation(self, result: Evaluation) -> None:
-        """Log charts of an evaluation; most loggers show none."""
-
-    def summarize(self, values: dict[str, Plain]) -> None:
-        """Log values that describe the whole run, such as its best step."""
 
     def close(self) -> None:
         """Send everything that is not sent yet, and end the log; Lightning calls `finalize` after each phase."""
@@ -134,28 +128,6 @@ class WandbRun(Mirror, WandbLogger):
     def write(self, metrics: Mapping[str, Plain], step: int) -> None:
         # `step` as wandb's own, which Lightning leaves out: a resumed run then logs no step twice
         self.attempt(lambda: self.experiment.log({**metrics}, step=step))
-
-    def log_evaluation(self, result: Evaluation) -> None:
-        """Log a chart of each curve of an evaluation that reports show along an axis."""
-        self.attempt(self._log_charts, result)
-
-    def _log_charts(self, result: Evaluation) -> None:
-        import wandb
-
-        charts: dict[str, object] = {}
-        for (about, task, setting), points in curves(result):
-            if about.axis and about.title:
-                axis, y = about.axis, about.quantity
-                title = ", ".join(filter(None, (f"{y} by {axis.name}", task, setting)))
-                x, ends = axis.unit or axis.name, points["until"].fillna(points["x"])
-                data = [list(point) for point in zip(ends.tolist(), points["value"].tolist(), strict=True)]
-                table = wandb.Table(columns=[x, y], data=data)
-                charts[f"{result.kind}/{title}"] = wandb.plot.line(table, x, y, title=title)
-        if charts:
-            self.experiment.log(charts, step=result.step)
-
-    def summarize(self, values: dict[str, Plain]) -> None:
-        self.attempt(lambda: self.experiment.summary.update(values))
 
     def close(self) -> None:
         self.attempt(finish_wandb_run, self.experiment)

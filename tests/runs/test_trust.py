@@ -24,7 +24,7 @@ from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import read_config
 from lm.runs.loading import export, save_model
 from lm.runs.manifest import MANIFEST, entries_of
-from lm.training.checkpointing import Checkpoints
+from lm.training.step_callbacks import Checkpoints
 from lm.training.train import train
 
 SHORT = ["trainer.max_steps=4", "trainer.checkpoint_every=2", "eval.long_context.length_factor=0"]

@@ -50,7 +50,6 @@ def process(devices: int, num_nodes: int = 1) -> Process:
             "torchrun", 3, 2, 2, {**TORCHRUN, "WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "1"},
             id="torchrun, second machine",
         ),
-        pytest.param("lightning", 2, 2, 2, {"WORLD_SIZE": "4", "NODE_RANK": "1"}, id="by hand on the second machine"),
         pytest.param("srun", 0, 2, 1, {**SRUN, "SLURM_PROCID": "0"}, id="srun, first"),
         pytest.param("lightning", 0, 2, 1, {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"},
             id="sbatch of two tasks, which Lightning starts"),

@@ -187,7 +187,6 @@ def test_a_run_says_where_it_belongs_and_sends_what_is_logged_over_tokens(placed
         assert line == {"step": line["step"]} | sent_values
     names = {name for _, name in logged}
     assert {"normalizer/s/layer0/head0", "normalizer/s/layer1/head1", "val/loss"} <= names
-    assert any(name.startswith("long_context/loss by position in the sequence, as trained") for _, name in logged)
 
 
 def test_project_and_entity_are_those_of_the_environment(placed: Config, server: Sent, monkeypatch):
@@ -202,7 +201,6 @@ def test_project_and_entity_are_those_of_the_environment(placed: Config, server:
     assert [start["project"] for start in server.starts] == ["theirs", "lm"]
     assert not any("entity" in start for start in server.starts), "wandb reads WANDB_ENTITY"
     assert server.starts[0]["tags"][-2:] == ["pilot", "first try"]
-    assert server.summary["best/step"] == 2
 
 
 @pytest.mark.usefixtures("inline")

@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from lm.config.training_config import ConstantRate, CosineRate, OptimConfig, WSDRate
-from lm.errors import ConfigError
 from lm.model.decoder import Decoder, projections
 from lm.training.optimizers import GROUPS, make_optimizer, parameter_groups, set_learning_rates
-from lm.training.train import train
 
 
 def decoder(tiny, *options: str) -> Decoder:
@@ -70,18 +68,3 @@ def test_slices_are_of_the_projections_they_are_named_for(tiny, options: list[st
     assert parts.keys() == projected.keys()
     for part, rows in parts.items():
         assert torch.allclose(projected[part].transpose(1, 2).flatten(2), x @ attention.qkv.weight[rows].T, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("group", "options"),
-    [
-        ("head", ["model.tied=true"]),
-        ("matrices", ["model.normalizer=ssmax", "train_only=normalizer"]),
-        ("normalizer", []),
-    ],
-)
-def test_a_group_that_no_trained_parameter_is_in_is_not_set_in_vain(tiny, group: str, options: list[str]):
-    with pytest.raises(
-        ConfigError, match=rf"optim\.groups\.{group} = .*: no trained parameter is in this group; drop it"
-    ):
-        train(tiny("name=a", *options, f"optim.groups.{group}.lr_factor=2"))

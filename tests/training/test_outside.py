@@ -134,7 +134,7 @@ REFUSED = {
     "trainer.callbacks=[lightning.pytorch.callbacks:ModelCheckpoint]": "trainer.callbacks: Lightning refuses them",
     "trainer.callbacks=[{name: stranger:Namesake, metric: step}]": "self.log('step'): is a name of lm's own",
     "trainer.callbacks=[{name: stranger:Namesake, metric: val/loss}]": "self.log('val/loss'): is a name of lm's own",
-    "trainer.callbacks=[stranger:Hoarder]": "keeps a state of other values than numbers, texts, tensors",
+    "trainer.callbacks=[stranger:Hoarder]": "a callback's state is no numbers, texts, tensors",
 }
 
 

@@ -272,9 +272,9 @@ def test_more_steps_may_be_asked_for_when_resuming(tiny, capsys: pytest.CaptureF
     train(tiny("name=once", "optim.schedule=constant", "trainer.max_steps=12"))
     assert not differences(tiny("name=more").run_folder, tiny("name=once").run_folder)
     train(tiny("name=longer"))
-    capsys.readouterr()
+    last, _ = last_checkpoint(tiny("name=longer").run_folder), capsys.readouterr()
     train(tiny("name=longer", "trainer.max_steps=12", "resume=auto"))
-    last, output = last_checkpoint(tiny("name=longer").run_folder), capsys.readouterr().out
+    output = capsys.readouterr().out
     assert f"goes on from step 8 of 12: {last}\n" in output
     jump = "the learning rate jumps from 0.001603 to 0.004109 at step 9, by a factor of 2.56"
     assert f"note: {jump}\n" in output

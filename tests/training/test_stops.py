@@ -21,9 +21,8 @@ from processes import command, forked, start, within
 from lm.errors import RunError
 from lm.machine import STOP_SIGNALS
 from lm.runs.checkpoints import load_checkpoint
-from lm.training.checkpointing import Checkpoints
 from lm.training.module import LanguageModel, StepData
-from lm.training.step_callbacks import Metrics
+from lm.training.step_callbacks import Checkpoints, Metrics
 from lm.training.train import train
 
 
