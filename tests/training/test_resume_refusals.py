@@ -20,6 +20,7 @@ from lm.errors import ConfigError, DataError, RunError
 from lm.files import (
     locked_folder,
     new_folder,
+    new_temporary_path,
     write_json,
     write_text,
     write_together,
