@@ -30,7 +30,6 @@ from lm.runs.folder import (
     DIVERGED,
     ENVIRONMENT,
     METRICS,
-    Log,
     check_log,
     read_environment,
     read_metrics,
@@ -68,15 +67,15 @@ class Outcome:
     planned: Config | None = None  # the configuration of the run that the folder must hold; None: any
 
     @cached_property
-    def log(self) -> Log:
-        return read_metrics(self.folder / METRICS)
+    def log_lines(self) -> list[dict[str, Plain]]:
+        return read_metrics(self.folder)
 
     @property
     def record(self) -> RunRecord:
         """The record of the run folder, without reading its evaluations again. Raises RunError: a file can't be
         read.
         """
-        return read_run(self.folder, self.log, self._last_evaluations)
+        return read_run(self.folder, self._last_evaluations)
 
     @property
     def total_tokens(self) -> int:
@@ -104,11 +103,11 @@ class Outcome:
     def divergence(self) -> str:
         """The description of how the run diverged (`lm.runs.record.divergence`); empty if it didn't. Raises RunError:
         the log says that the run diverged, but its last checkpoint, which a diverged run does not write, exists."""
-        if any(DIVERGED in line for line in self.log.lines) and self.checkpoint.exists():
+        if any(DIVERGED in line for line in self.log_lines) and self.checkpoint.exists():
             raise RunError(
                 f"{self.folder / METRICS}: says that the run diverged, but {self.checkpoint} is there: bring it back"
             )
-        return divergence(self.log.lines, self._validation)
+        return divergence(self.log_lines, self._validation)
 
     @cached_property
     def not_learned_text(self) -> str:
@@ -160,7 +159,7 @@ class Outcome:
     @cached_property
     def failed_evaluations(self) -> dict[str, str]:
         """The reasons why evaluations of the last step failed, by evaluation kind."""
-        lines = (line for line in self.log.lines if line.get("step") == self.last_step)
+        lines = (line for line in self.log_lines if line.get("step") == self.last_step)
         return {
             name.removesuffix("/failed"): str(line[name]) for line in lines for name in line if name.endswith("/failed")
         }
@@ -213,7 +212,7 @@ class Outcome:
         files = [path for (_, step), path in evaluation_files(self.folder).items() if step == self.last_step]
         evaluations = {path: load_evaluation(path) for path in files}
         if evaluations:
-            check_log(self.folder, self.log.content or b"")
+            check_log(self.folder)
         for path, evaluation in evaluations.items():
             if self._has_own_options(evaluation):
                 self._check_logged(path, evaluation)
@@ -223,7 +222,7 @@ class Outcome:
         """Check that an evaluation has the means that training has logged, up to the rounding of other hardware. Raises
         RunError.
         """
-        logged = {name: value for line in self.log.lines if line.get("step") == evaluation.step
+        logged = {name: value for line in self.log_lines if line.get("step") == evaluation.step
                   for name, value in line.items() if isinstance(value, int | float)}  # fmt: skip
         frame = evaluation.frame
         for name in {*frame["metric"]} & logged.keys():

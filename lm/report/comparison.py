@@ -247,7 +247,6 @@ class ArmComparison:
     def missing_notes(self) -> list[str]:
         """Sentences on how runs diverged and what they lack."""
         notes = [f"{printable(run.name)}: diverged: {printable(run.divergence)}" for run in self.runs if run.divergence]
-        notes += [f"{printable(run.name)}: {lack}" for run in self.runs for lack in run.missing]
         differ = self.means.groupby(["name", "place", "arm"])["identity"].transform("nunique") > 1
         mixed = self.means[differ].sort_values("run", kind="stable")
         pairs = dict.fromkeys((arm, about.measured_on) for arm, about in zip(mixed["arm"], mixed["about"], strict=True))

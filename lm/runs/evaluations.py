@@ -18,16 +18,14 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
-from lm.config.data_config import DataConfig
 from lm.config.eval_config import EvalConfig
 from lm.config.task_config import task_names
 from lm.errors import RunError, one_line
 from lm.files import sources_sha256
 from lm.plain import Plain, json_value
-from lm.runs.folder import CHECKPOINTS, EVALUATIONS, step_path
+from lm.runs.folder import EVALUATIONS
 from lm.runs.manifest import read_file
 from lm.runs.metric import Axis, Metric
-from lm.schema import build
 
 # The columns of a frame. A row is the value of a unit (such as a sequence) at a point of the metric's axis, or the mean
 # alone, without `sample`; the rows of a point are consecutive.
@@ -444,47 +442,22 @@ def load_evaluation(path: Path) -> Evaluation:
     """Read the evaluation in a file of evaluations/. Raises RunError if the file was altered or this version can't read
     it.
     """
-    content = read_file(path.parent.parent, f"{EVALUATIONS}/{path.name}", restore_advice(path))
+    run, step = path.parent.parent, int(path.stem.rpartition(".step-")[2])
+    advice = f"bring it back, or measure it again: lm eval {run} --checkpoint {step}"
+    content = read_file(run, f"{EVALUATIONS}/{path.name}", advice)
     try:
         return Evaluation.parse(content)
     except ValueError as error:
-        raise RunError(
-            f"{path}: not an evaluation of this version: {one_line(error)}; {restore_advice(path)}"
-        ) from None
-
-
-def restore_advice(path: Path) -> str:
-    """Advice that ends an error message on a damaged evaluation file: restore it, or measure again if the checkpoint
-    exists.
-    """
-    run, step = path.parent.parent, int(path.stem.rpartition(".step-")[2])
-    if not step_path(run / CHECKPOINTS, step).exists():
-        return "bring it back: the checkpoint of its step is no longer there to be measured again"
-    return f"bring it back, or measure it again: lm eval {run} --checkpoint {step}"
+        raise RunError(f"{path}: not an evaluation of this version: {one_line(error)}; {advice}") from None
 
 
 def last_evaluations(
-    run: Path, config: dict[str, Plain], known_evaluations: Mapping[Path, Evaluation] = MappingProxyType({})
-) -> tuple[list[Evaluation], list[str]]:
-    """The last evaluation of each kind, and a message for each kind that `config` asks for but the run folder lacks.
-
-    known_evaluations: evaluations that have been read already, by file path.
-
-    Raises RunError: a file is damaged.
+    run: Path, known_evaluations: Mapping[Path, Evaluation] = MappingProxyType({})
+) -> list[Evaluation]:
+    """The last evaluation of each kind. `known_evaluations`: those that have been read already, by file path. Raises
+    RunError: a file is damaged.
     """
     last_paths = {kind: path for (kind, _), path in sorted(evaluation_files(run).items())}
     kinds = dict.fromkeys((*EvalConfig.kind_names(), *last_paths))
-    wanted = _wanted_kinds(config) - {*last_paths}
-    gaps = [f"no {kind.replace('_', '-')} evaluation" for kind in kinds if kind in wanted]
     paths = [last_paths[kind] for kind in kinds if kind in last_paths]
-    return [known_evaluations.get(path) or load_evaluation(path) for path in paths], gaps
-
-
-def _wanted_kinds(config: dict[str, Plain]) -> set[str]:
-    """The kinds of evaluation that a run's configuration asks for; empty if this version can't read the
-    configuration.
-    """
-    problems = []
-    eval_config = build(EvalConfig, config.get("eval") or {}, "eval", problems)
-    data_config = build(DataConfig, config.get("data") or {}, "data", problems)
-    return set() if problems else set(eval_config.wanted_kinds(data_config))
+    return [known_evaluations.get(path) or load_evaluation(path) for path in paths]

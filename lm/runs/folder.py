@@ -10,7 +10,6 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -125,25 +124,20 @@ class Curve:
     values: np.ndarray  # (points,) in the unit of the metric, such as nats per token
 
 
-class Log(NamedTuple):
-    """A metrics.jsonl as read: its JSON objects with a step, and all its bytes; None if there is no such file."""
-
-    lines: list[dict[str, Plain]]
-    content: bytes | None
-
-
-def read_metrics(path: Path) -> Log:
-    """Read a metrics.jsonl. Text that is no JSON object, such as a last line that a kill cut short, is ignored."""
-    content = path.read_bytes() if path.is_file() else None
-    return Log([*filter(None, map(parse_line, (content or b"").split(b"\n")))], content)
+def read_metrics(run: Path) -> list[dict[str, Plain]]:
+    """The lines of a run's metrics.jsonl; [] if there is none. Text that is no JSON object, such as a last line that a
+    kill cut short, is ignored.
+    """
+    path = run / METRICS
+    return [*filter(None, map(parse_line, path.read_bytes().split(b"\n")))] if path.is_file() else []
 
 
-def truncate_metrics(path: Path, step: int) -> None:
+def truncate_metrics(run: Path, step: int) -> None:
     """Delete log lines that a resumed run writes anew: lines of steps after `step`, and of a swap at `step`."""
-    if path.exists():
-        lines = [line for line in read_metrics(path).lines if line["step"] <= step]
+    if (run / METRICS).exists():
+        lines = [line for line in read_metrics(run) if line["step"] <= step]
         kept_lines = [line for line in lines if line["step"] < step or "swap/kl" not in line]
-        write_text(path, "".join(json.dumps(line) + "\n" for line in kept_lines))
+        write_text(run / METRICS, "".join(json.dumps(line) + "\n" for line in kept_lines))
 
 
 def log_entry(run: Path, step: int) -> Entry:
@@ -159,18 +153,14 @@ def log_entry(run: Path, step: int) -> Entry:
     return entry(METRICS, hashlib.sha256(content).hexdigest(), step) | {"bytes": len(content)}
 
 
-def check_log(run: Path, content: bytes, step: float = math.inf) -> None:
-    """Check that a log, `content`, begins as it was when the last checkpoint up to `step` was saved; raises RunError if
+def check_log(run: Path, step: float = math.inf) -> None:
+    """Check that a run's log begins as it was when the last checkpoint up to `step` was saved; raises RunError if
     not.
     """
-    path, lines = run / METRICS, [line for line in entries_of(run, METRICS) if line["step"] <= step]
-    if not lines:
-        return
-    saved = lines[-1]
-    n_bytes = saved.get("bytes", 0)
-    if len(content) < n_bytes and path.is_file():  # perhaps read before a run under way saved the checkpoint
-        content = path.read_bytes()
-    if hashlib.sha256(content[:n_bytes]).hexdigest() != saved["sha256"]:
+    lines = [line for line in entries_of(run, METRICS) if line["step"] <= step]
+    path = run / METRICS
+    content = path.read_bytes() if path.is_file() else b""  # after the manifest, as a run under way adds to both
+    if lines and hashlib.sha256(content[: (saved := lines[-1]).get("bytes", 0)]).hexdigest() != saved["sha256"]:
         checkpoint = step_path(run / CHECKPOINTS, saved["step"])
         reason = f"{'was altered' if path.is_file() else 'is gone'} since {checkpoint.name} was saved"
         remedy = "bring it back, or go on in a new run"

@@ -26,7 +26,6 @@ from lm.runs.folder import (
     ENVIRONMENT,
     METRICS,
     Curve,
-    Log,
     check_log,
     curve,
     read_environment,
@@ -166,7 +165,7 @@ def _loss_and_unigram(validation: Evaluation) -> tuple[float, float]:
 
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """The content of a run folder; `missing` has a message for each file or fact that the folder lacks."""
+    """The content of a run folder."""
 
     folder: Path
     name: str
@@ -174,7 +173,6 @@ class RunRecord:
     environment: dict[str, Plain]
     log_lines: list[dict[str, Plain]]  # lines of its metrics.jsonl
     evaluations: tuple[Evaluation, ...]  # the last of each kind
-    missing: tuple[str, ...]
     divergence: str = ""  # how the run diverged, in words; empty if it didn't
 
     @cached_property
@@ -264,29 +262,21 @@ class RunRecord:
         return flatten(self.environment)
 
 
-def read_run(
-    folder: Path, log: Log | None = None, known_evaluations: Mapping[Path, Evaluation] = MappingProxyType({})
-) -> RunRecord:
-    """Read the record of a run folder. Evaluations and metrics may be absent, and are then listed in `missing`.
+def read_run(folder: Path, known_evaluations: Mapping[Path, Evaluation] = MappingProxyType({})) -> RunRecord:
+    """Read the record of a run folder. Evaluations and metrics may be absent.
 
-    Args:
-        log: the run's metrics, if they have been read already; None: `read_metrics` reads them.
-        known_evaluations: evaluations that have been read already, by file path.
+    known_evaluations: evaluations that have been read already, by file path.
 
     Raises RunError: `folder` is not a run folder, or a file in it can't be read.
     """
     folder = Path(folder)
     require_run(folder, CONFIG, ENVIRONMENT)
     config, environment = parse_yaml(read_file(folder, CONFIG), CONFIG), read_environment(folder)
-    log = log or read_metrics(folder / METRICS)
-    if log.content is not None:
-        check_log(folder, log.content)
-    evaluations, gaps = last_evaluations(folder, config, known_evaluations)
-    if not log.lines and not environment.get("swap"):  # swapped weights have no training curve
-        gaps = [f"no {METRICS}, or an empty one: no training curve", *gaps]
+    lines, evaluations = read_metrics(folder), last_evaluations(folder, known_evaluations)
+    if (folder / METRICS).is_file():
+        check_log(folder)
     last_step = max((evaluation.step for evaluation in evaluations), default=-1)
     last = [evaluation for evaluation in evaluations if evaluation.step == last_step]
     validation = next((evaluation for evaluation in last if (evaluation.frame["metric"] == LOSS).any()), None)
-    how = divergence(log.lines, validation if has_ended(config, evaluations) else None)
-    name, results, missing = folder.resolve().name, tuple(evaluations), tuple(gaps)
-    return RunRecord(folder, name, config, environment, log.lines, results, missing, how)
+    how = divergence(lines, validation if has_ended(config, evaluations) else None)
+    return RunRecord(folder, folder.resolve().name, config, environment, lines, tuple(evaluations), how)

@@ -223,7 +223,7 @@ def final_divergence(folder: Path, step: int) -> str:
     """How a run that has ended at `step` diverged (`lm.runs.record.divergence`); empty if it didn't."""
     path = evaluation_path(folder, VALIDATION, step)
     validation = load_evaluation(path) if path.exists() else None
-    return divergence(read_metrics(folder / METRICS).lines, validation)
+    return divergence(read_metrics(folder), validation)
 
 
 def truncate_after(run: Path, step: int) -> None:
@@ -234,7 +234,7 @@ def truncate_after(run: Path, step: int) -> None:
         if evaluated_step > step or (kind, evaluated_step) == ("swap", step):
             path.unlink()
     truncate_manifest(run, step)  # a kill before it leaves lines without files, one after it a log that is too long
-    truncate_metrics(run / METRICS, step)
+    truncate_metrics(run, step)
     pattern = f".*-{UNFINISHED}-*"
     for leftover in [*run.glob(pattern), *(run / CHECKPOINTS).glob(pattern), *(run / EVALUATIONS).rglob(pattern)]:
         leftover.unlink(missing_ok=True)  # no process writes it: this one has locked the folder
@@ -249,7 +249,7 @@ def _evaluate_missing(
     folder, step = config.run_folder, config.trainer.max_steps
     due = [measurement for measurement in all_measurements if measurement.eval_config.is_due(step, step)]
     if missing := [each for each in due if not evaluation_path(folder, each.kind, step).exists()]:
-        truncate_metrics(folder / METRICS, step)  # a line that the kill cut short
+        truncate_metrics(folder, step)  # a line that the kill cut short
         for result in evaluate_model(folder, load(checkpoint), missing, open_device(config, facts)):
             tokens = result.evaluation.tokens_seen
             log([MetricsFile(folder / METRICS)], {"step": step, "tokens": tokens, **logged_means(result.evaluation)})

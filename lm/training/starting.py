@@ -25,12 +25,10 @@ from lm.plain import Plain, to_plain
 from lm.runs.checkpoints import weights_sha256
 from lm.runs.folder import (
     CHECKPOINTS,
-    METRICS,
     TOKENIZER,
     check_log,
     is_own,
     read_environment,
-    read_metrics,
     step_of,
     step_path,
     step_paths,
@@ -342,7 +340,7 @@ def resume_or_branch(
         factor = f", by a factor of {rates[1] / rates[0]:.3g}" if rates[0] else ""
         notes = [f"note: the learning rate jumps from {rates[0]:.4g} to {rates[1]:.4g} at step {step + 1}{factor}"]
     if is_own(config.run_folder, path):
-        check_log(run, read_metrics(run / METRICS).content or b"", step)  # a missing log counts as an empty one
+        check_log(run, step)
         if any(step_of(other) > step for other in step_paths(path.parent)):
             later = "checkpoints, metrics and evaluations of later steps are deleted"
             notes.insert(0, f"note: back to step {step}; {later}")

@@ -22,7 +22,7 @@ from lm.experiments.loop import ExperimentTrainer, Stopped
 from lm.experiments.procedure import Procedure, forget_failures, read_failure
 from lm.files import read_json
 from lm.machine import process_start
-from lm.runs.folder import METRICS, read_metrics
+from lm.runs.folder import read_metrics
 from lm.training.train import starting_checkpoint, train
 
 
@@ -123,7 +123,7 @@ def at_work(folder: Path) -> dict[Path, int]:
 
 def logged_steps(folder: Path) -> int:
     """The last step in a run's log."""
-    return next((line["step"] for line in reversed(read_metrics(folder / METRICS).lines)), 0)
+    return next((line["step"] for line in reversed(read_metrics(folder))), 0)
 
 
 @pytest.mark.slow  # 2 min

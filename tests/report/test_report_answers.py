@@ -20,7 +20,6 @@ from reported import (
 )
 
 from lm.report.comparison_pictures import heat_maps
-from lm.runs.record import read_run
 from lm.statistics.intervals import Interval, effective_trials, wilson
 
 RECALL, ROLLED_OUT = ("mqar", "as trained"), ("mqar", "as trained, roll-out")
@@ -176,15 +175,9 @@ def test_runs_on_symbols_lack_nothing_without_long_sequences_and_bytes(tmp_path)
     }
     folder = build_run(tmp_path, "soft", asked={64: 0.9}, evaluations=("validation",), **symbols)
     write_rows(folder, "validation", validation(np.full(9, 3.0), 64, 6.31, ""))
-    assert read_run(folder).missing == ()
     files = write_report([folder], tmp_path / "out")
     assert not any("bits_per_byte" in row["quantity"] for row in files.rows)
     page = files.html.read_text()
     assert "nats per token of the answers" in page
     assert "source.name" not in page.split("<h2>Runs")[0]
     assert "Data: mqar.<" in page  # made anew each step: the size of the store says nothing
-
-
-def test_an_evaluation_of_answers_that_is_asked_for_is_missed(tmp_path):
-    folder = build_run(tmp_path, "soft", data={"seq_len": 64, "tasks": [{"weight": 0.5, "task": {"name": "needle"}}]})
-    assert read_run(folder).missing == ("no recall evaluation",)

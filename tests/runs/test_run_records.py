@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 from fabricated import keep, save
 from folders import curves_of
-from manifests import edited
 from reported import SEQ_LEN, build_run, write_report
 
 import lm
@@ -24,7 +23,7 @@ from lm.training.train import train
 
 def test_a_run_is_read_whole(pair):
     run = read_run(pair[1])
-    assert (run.name, run.seeds, run.flat["data.seq_len"], run.missing) == ("scalable", (1,), SEQ_LEN, ())
+    assert (run.name, run.seeds, run.flat["data.seq_len"]) == ("scalable", (1,), SEQ_LEN)
     validation, bits, *long = (curve for evaluation in run.evaluations for curve in curves_of(evaluation))
     assert [len(units.values) for units in validation.points] == [128]
     assert bits.points == []
@@ -68,28 +67,12 @@ def test_an_unreadable_line_inside_is_skipped_and_repeated_steps_count_once(pair
 
 
 @pytest.mark.parametrize("kept", [(), ("validation",), ("long_context",)])
-def test_missing_evaluations_are_reported(tmp_path, kept):
+def test_a_run_without_evaluations_and_log_is_reported(tmp_path, kept):
     folders = [build_run(tmp_path, "soft", evaluations=kept), build_run(tmp_path, "scalable", "ssmax")]
+    (folders[0] / "metrics.jsonl").unlink()
     files = write_report(folders, tmp_path / "out")
-    html = files.html.read_text()
-    for kind in ("validation", "long_context"):
-        assert (f"soft: no {kind.replace('_', '-')} evaluation" in html) == (kind not in kept)
     assert ("soft" in files.csv.read_text()) == bool(kept)
-    assert ("not evaluated" in html) == (len(kept) < 2)
-
-
-def test_a_run_that_has_only_started(tmp_path):
-    folder = build_run(tmp_path, "soft", evaluations=())
-    (folder / "metrics.jsonl").unlink()
-    html = write_report([folder], tmp_path / "out").html.read_text()
-    assert "no metrics.jsonl" in html
-
-
-def test_a_swapped_model_lacks_no_training_curve(tmp_path):
-    folder = build_run(tmp_path, "swapped")
-    (folder / "metrics.jsonl").unlink()
-    edited(folder / "environment.json", lambda environment: environment.update(swap={"normalizer": "softmax"}))
-    assert read_run(folder).missing == ()
+    assert ("not evaluated" in files.html.read_text()) == (len(kept) < 2)
 
 
 def test_training_time_is_over_all_starts():

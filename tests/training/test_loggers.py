@@ -20,7 +20,7 @@ from lm.config.training_config import LogConfig
 from lm.config.tree import Config
 from lm.errors import RunError
 from lm.files import read_json
-from lm.runs.folder import ENVIRONMENT, METRICS, PEAK_MEMORY, read_metrics
+from lm.runs.folder import ENVIRONMENT, PEAK_MEMORY, read_metrics
 from lm.training.train import train
 from lm.training.wandb_runs import send_report, wandb_mode
 
@@ -177,7 +177,7 @@ def test_a_run_says_where_it_belongs_and_sends_what_is_logged_over_tokens(placed
     assert axes["*"] == axes["val/loss"] == "tokens"
     loss = next(entry.metric for entry in entries if entry.metric.name == "val/loss")
     assert (loss.summary.min, loss.summary.last) == (True, True)
-    lines = read_metrics(placed.run_folder / METRICS).lines
+    lines = read_metrics(placed.run_folder)
     logged = {(line["_step"], name): value for line in history(entries) for name, value in line.items()}
     assert all("tokens" in line for line in history(entries))
     for line in lines:

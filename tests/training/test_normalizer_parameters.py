@@ -5,7 +5,7 @@ from folders import last_checkpoint
 
 from lm.model.decoder import Decoder
 from lm.runs.checkpoints import load_checkpoint
-from lm.runs.folder import METRICS, read_metrics
+from lm.runs.folder import read_metrics
 from lm.training.step_callbacks import normalizer_parameters
 from lm.training.train import train
 
@@ -35,7 +35,7 @@ def test_what_layers_share_is_logged_once(tiny):
 def test_the_last_line_has_the_parameters_of_the_last_checkpoint(tiny):
     config = tiny("model.normalizer={name: ssmax, bias: true}", "eval.long_context.length_factor=0")
     assert train(config) == 0
-    line = [record for record in read_metrics(config.run_folder / METRICS)[0] if "train/loss" in record][-1]
+    line = [record for record in read_metrics(config.run_folder) if "train/loss" in record][-1]
     weights = load_checkpoint(last_checkpoint(config.run_folder))["state_dict"]
     for name in ("s", "b"):
         for layer in range(2):

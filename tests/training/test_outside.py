@@ -106,7 +106,7 @@ def test_a_stranger_s_callback_logs_and_keeps_its_state_and_a_logger_that_fails_
         assert result.returncode == 0, result.stderr
     assert "note: stranger:Notebook failed and gets nothing more (no paper); metrics.jsonl has" in result.stdout
     folder = tmp_path / "runs" / "strange"
-    lines = read_metrics(folder / "metrics.jsonl").lines
+    lines = read_metrics(folder)
     spreads = {(line["step"], line["tokens"]): line["stranger/spread"] for line in lines if "stranger/spread" in line}
     assert [*spreads] == [(step, 256 * step) for step in (1, 2, 3, 4)]
     assert [line["stranger/steps"] for line in lines if "stranger/steps" in line] == [1, 2, 3, 4]  # also after a resume
