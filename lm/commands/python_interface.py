@@ -31,7 +31,7 @@ from lm.machine import start_child
 from lm.report.frame import evaluation_block, frame, results, run_columns
 from lm.report.html import PAGE
 from lm.report.tables import csv_text
-from lm.runs.folder import CONFIG, with_shape_of
+from lm.runs.folder import CONFIG
 from lm.runs.record import read_run
 
 
@@ -71,7 +71,7 @@ def train(*configuration: Given, verbose: bool = False) -> Path:
         RunError: training failed; the message is the message of `lm train`.
     """
     arguments = _arguments(configuration)
-    config = load_config(arguments, with_shape_of)
+    config = load_config(arguments)
     command, stdout = [sys.executable, "-m", "lm", "train", *arguments], None if verbose else subprocess.DEVNULL
     process = start_child(command, stdout, subprocess.PIPE, text=True)
     is_interrupted, errors = False, ""

@@ -32,7 +32,6 @@ def config(arguments: Configuration = [], reference: Reference = False, schema: 
     from lm.config.load import load_config, to_yaml
     from lm.config.reference import reference_markdown
     from lm.errors import ConfigError
-    from lm.runs.folder import with_shape_of
 
     if reference and schema:
         raise ConfigError("--reference and --schema exclude each other")
@@ -41,7 +40,7 @@ def config(arguments: Configuration = [], reference: Reference = False, schema: 
 
         print(json.dumps(configuration_schema(), indent=1))
         return
-    print(reference_markdown() if reference else to_yaml(load_config(arguments, with_shape_of)), end="")
+    print(reference_markdown() if reference else to_yaml(load_config(arguments)), end="")
 
 
 def metrics(arguments: Annotated[list[str] | None, Configuration.__metadata__[0]] = None) -> None:
@@ -57,9 +56,8 @@ def metrics(arguments: Annotated[list[str] | None, Configuration.__metadata__[0]
         return
     from lm.config.load import load_config
     from lm.report.tables import Column, Table, print_tables
-    from lm.runs.folder import with_shape_of
 
-    logged = metrics_of(load_config(arguments, with_shape_of))
+    logged = metrics_of(load_config(arguments))
     cells = {
         "metric": [metric.pattern for metric in logged],
         "unit": [metric.unit for metric in logged],
@@ -172,9 +170,8 @@ def prepare(arguments: Configuration) -> None:
           'data.tokenizer={name: pretrained, model: openai-community/gpt2}'
     """
     from lm.config.load import load_config
-    from lm.runs.folder import with_shape_of
 
-    configuration = load_config(arguments, with_shape_of)
+    configuration = load_config(arguments)
     from lm.data.prepare import prepare
 
     prepare(configuration.data, progress=True)
@@ -187,10 +184,9 @@ def train(arguments: Configuration, allow_plugin: AllowPlugin = None) -> None:
     (`run` if there is none) unless name=NAME is given. resume=auto continues a run from its last checkpoint.
     """
     from lm.config.load import load_config
-    from lm.runs.folder import with_shape_of
     from lm.training.train import refuse_moved_run, train
 
-    configuration = load_config(arguments, with_shape_of)
+    configuration = load_config(arguments)
     if not any(argument.startswith("name=") for argument in arguments):
         refuse_moved_run(configuration, arguments)
     raise typer.Exit(train(configuration))

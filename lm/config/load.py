@@ -5,7 +5,7 @@ with every problem of single keys, else with every contradiction between keys.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -148,7 +148,6 @@ def check_tasks(config: Config) -> Iterator[Problem]:
 # ---------------------------------------------------------------- loading
 
 
-MergeModelKeys = Callable[[str, dict[str, Plain], dict[str, Plain]], dict[str, Plain]]
 # Keys of one block that exclude each other: if `changes` has the first and not the second, `merge` drops the second
 # from `base`.
 ALTERNATIVES = {
@@ -158,12 +157,9 @@ ALTERNATIVES = {
 }
 
 
-def load_config(arguments: list[str], merge_model_keys: MergeModelKeys | None = None) -> Config:
+def load_config(arguments: list[str]) -> Config:
     """Read the user's configuration from YAML files and `key=value` overrides, later ones winning; import the plugins
     that it names.
-
-    merge_model_keys: called as (`init_from`, keys of the files, overrides) if `init_from` is set. It returns the keys
-    of files and overrides, merged with the keys that the model in `init_from` determines, such as its shape.
 
     Raises ConfigError: an argument can't be read. If all can be, one message has every problem that `parse` finds.
     """
@@ -179,12 +175,7 @@ def load_config(arguments: list[str], merge_model_keys: MergeModelKeys | None = 
                 f"{file}: an experiment, not the configuration of one run; it is for lm compare {file} [--plan]"
             )
         tree = merge(tree, plain)
-    changes = read_overrides([argument for argument in arguments if argument not in files])
-    init_from = changes.get("init_from", tree.get("init_from"))
-    if isinstance(init_from, str) and "${" in init_from:
-        init_from = resolve_interpolations(merge(tree, changes))["init_from"]
-    has_weights = merge_model_keys and init_from and isinstance(init_from, str)
-    tree = merge_model_keys(init_from, tree, changes) if has_weights else merge(tree, changes)
+    tree = merge(tree, read_overrides([argument for argument in arguments if argument not in files]))
     if tree.get("name") in (None, ""):  # 0 and false stay, for `parse` to refuse them as names
         tree["name"] = Path(files[0]).stem if files else "run"
     with PLUGINS.trusted():

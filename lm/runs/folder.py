@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from lm.config.load import merge, parse
+from lm.config.load import parse
 from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, RunError, one_line, suggest
-from lm.files import expand_home, read_json, write_text
+from lm.files import read_json, write_text
 from lm.plain import Plain
 from lm.runs.manifest import Entry, check_file, entries_of, entry, parse_line, read_file
 
@@ -184,51 +184,3 @@ def curve(lines: list[dict[str, Plain]], name: str) -> Curve:
     line_by_step = {line["step"]: line for line in lines if name in line}
     points = [line_by_step[step] for step in sorted(line_by_step)]
     return Curve(*(np.array([line.get(key) for line in points], dtype=float) for key in ("tokens", name)))
-
-
-# ---------------------------------------------------------------- the shape of weights that a run starts from
-
-
-NON_SHAPE_KEYS = ("normalizer", "dropout", "init_std")  # keys of `model` that are no part of its shape
-
-
-def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[str, Plain]) -> dict[str, Plain]:
-    """Merge `file_keys`, shape and tokenizer of the model at `init_from`, and `overrides`, in rising priority, into a
-    run's configuration.
-
-    Shape and tokenizer are taken only from a model folder that records no training run, such as an imported model, or a
-    swap of it, and never its normalizer, whose code a configuration alone may name. If the model has tokens that end a
-    document (`end_tokens`), its start token is added to them, as it ends the document before.
-
-    Raises RunError: the folder's description is damaged, or its path names a user who does not exist (`~name`).
-    """
-    folder = expand_home(init_from)
-    spec = _untrained_spec(folder)
-    if not spec:
-        return merge(file_keys, overrides)
-    model, start, end_tokens = spec["model"], spec["end_of_text"], spec.get("end_tokens", [])
-    data_keys: dict[str, Plain] = {"seq_len": spec["seq_len"]} if model["position"]["name"] == "learned" else {}
-    if (folder / TOKENIZER).is_file():
-        tokenizer = {"name": "file", "path": str(folder / TOKENIZER), "end_of_text": start}
-        data_keys["tokenizer"] = tokenizer | {
-            "end_tokens": [*dict.fromkeys([*end_tokens, start])] if end_tokens else []
-        }
-    shape_keys = {
-        "model": {name: value for name, value in model.items() if name not in NON_SHAPE_KEYS},
-        "data": data_keys,
-    }
-    return merge(merge(file_keys, shape_keys), overrides)
-
-
-def _untrained_spec(folder: Path) -> dict[str, Plain]:
-    """Plain keys of `lm.model.spec.ModelSpec`, if `folder` holds a model without a training run or a swap of such a
-    model; else {}.
-    """
-    if (folder / DESCRIPTION).is_file():
-        description = read_description(folder)
-        return description["spec"] if description["training"] is None else {}
-    environment = read_environment(folder) if (folder / ENVIRONMENT).is_file() else {}
-    if "swap" not in environment or "starts" in environment:
-        return {}
-    config = parse_yaml(read_file(folder, CONFIG), CONFIG)
-    return {"model": config["model"], "seq_len": config["data"]["seq_len"], **config["data"]["tokenizer"]}

@@ -19,6 +19,7 @@ from torch import Tensor
 from lm.config.data_config import END_OF_TEXT
 from lm.config.inference_config import AS_TRAINED
 from lm.config.tree import Config
+from lm.config.yaml_text import dump_yaml
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError, RunError, one_line, out_of_memory, terminal_text
 from lm.files import expand_home, json_bytes, new_folder
@@ -43,6 +44,8 @@ from lm.runs.manifest import MANIFEST, check_file, entries_of, write_files
 from lm.runs.same_run import trained_config
 
 WEIGHTS = "model.safetensors"  # file in a model folder, beside DESCRIPTION
+MODEL_KEYS = "model.yaml"  # file in the folder of a model without a training run, from which a configuration starts
+NON_SHAPE_KEYS = ("normalizer", "dropout", "init_std")  # keys of `model` that are no part of its shape
 MODEL_FORMAT = 6  # version of lm.json; FORMAT_WITHOUT_MANIFEST is read, too
 
 
@@ -66,11 +69,27 @@ def write_model(
     with new_folder(out) as folder:
         description = {"format": MODEL_FORMAT, "spec": to_plain(spec), "training": training, "origin": origin or {}}
         files = {DESCRIPTION: json_bytes(description)} | ({} if tokenizer is None else {TOKENIZER: tokenizer})
+        if training is None:
+            files[MODEL_KEYS] = dump_yaml(_model_keys(out, spec, tokenizer is not None)).encode()
         names = [name for name in weights if name != "head.weight" or not spec.model.tied]
         copies = {name: weights[name].cpu().clone() for name in names}  # safetensors refuses what layers share
         files[WEIGHTS] = safetensors.torch.save(copies, {"format": "pt"})
         write_files(folder, files, (training or {}).get("step", 0))
     return out
+
+
+def _model_keys(out: Path, spec: ModelSpec, has_tokenizer: bool) -> dict[str, Plain]:
+    """Keys of a configuration that trains from the model folder `out`: weights, shape, tokenizer and, where positions
+    are learned, the training length. The normalizer, which may be code, is left to the user.
+    """
+    model = {name: value for name, value in to_plain(spec.model).items() if name not in NON_SHAPE_KEYS}
+    data: dict[str, Plain] = {"seq_len": spec.seq_len} if spec.model.position.name == "learned" else {}
+    if has_tokenizer:
+        # the start token ends the document before, too
+        ends = [*dict.fromkeys([*spec.end_tokens, spec.end_of_text])] if spec.end_tokens else []
+        path = f"${{init_from}}/{TOKENIZER}"
+        data["tokenizer"] = {"name": "file", "path": path, "end_of_text": spec.end_of_text, "end_tokens": ends}
+    return {"init_from": str(out), "model": model, "data": data}
 
 
 # ---------------------------------------------------------------- models read back

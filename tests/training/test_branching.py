@@ -173,7 +173,7 @@ def test_a_step_that_is_not_saved_is_named_with_those_that_are(tiny, trunk: Path
         train(branched(tiny, trunk, 30))
     export(trunk, "last", trunk.parent / "weights")
     with pytest.raises(
-        RunError, match=r"last\.ckpt: no such checkpoint \(branch_from\); .*weights alone takes init_from=\.\.\.$"
+        RunError, match=r"weights: no such checkpoint \(branch_from\); .*weights alone takes init_from=\.\.\.$"
     ):
         train(branched(tiny, trunk, 3, f"branch_from={trunk.parent / 'weights'}"))
 
