@@ -191,27 +191,6 @@ def read_json(path: Path) -> dict[str, Plain]:
     return content
 
 
-def sealed(content: dict[str, Plain]) -> dict[str, Plain]:
-    """Return `content`, converted to JSON and back, with one key added: `sha256`, the hash of all other keys and
-    values.
-    """
-    # JSON turns keys into texts: the hash is of keys as read back
-    content = json.loads(json.dumps(content, allow_nan=False))
-    return {**content, "sha256": plain_sha256(content)}
-
-
-def unsealed(content: dict[str, Plain], path: Path) -> dict[str, Plain]:
-    """Check the `sha256` in `content`, read from `path`, and return the rest. Raises RunError: the hash is missing or
-    differs.
-    """
-    body = {name: value for name, value in content.items() if name != "sha256"}
-    if "sha256" not in content:
-        raise RunError(f"{path}: holds no sha256 of itself: it is of an older version, and must be made again")
-    if content["sha256"] != plain_sha256(body):
-        raise RunError(f"{path}: was altered (its sha256 differs)")
-    return body
-
-
 # ---------------------------------------------------------------- sha256 of plain data and of files
 
 

@@ -3,7 +3,7 @@
 import math
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 
 from lm.attention.options import yaml_scalar
@@ -29,19 +29,6 @@ def items(value: Plain, path: str = "") -> Iterator[tuple[str, Plain]]:
         yield from ((join_path(path, name), item) for name, item in value.items())
     else:
         yield path, value
-
-
-def single_values(value: Plain) -> Iterator[Plain]:
-    """Yield the single values in nested lists and maps; if `value` is neither list nor map, yield `value`."""
-    for _, item in items(value):
-        yield from single_values(item) if isinstance(item, list | dict) else (item,)
-
-
-def map_values(value: Plain, change: Callable[[Plain], Plain]) -> Plain:
-    """Return plain data in which `change` has replaced each key and each value that is neither list nor map."""
-    if isinstance(value, dict):
-        return {change(name): map_values(item, change) for name, item in value.items()}
-    return [map_values(item, change) for item in value] if isinstance(value, list) else change(value)
 
 
 def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
@@ -82,34 +69,31 @@ def type_name(hint: type) -> str:
     return words.format(*map(type_name, args)) or names.get(hint, "null")
 
 
-def to_plain(config, whole: bool = False) -> dict[str, Plain]:
-    """Return a configuration, a dataclass of keys (`lm.attention.options.key`), as nested plain data.
+def to_plain(value, whole: bool = False) -> Plain:
+    """Return a configuration, a dataclass of keys (`lm.attention.options.key`), as nested plain data; also within lists
+    and maps.
 
     A block that its name selects has this name as a key. Keys made with `omit_default` are left out while they have
     their default, unless `whole` is true.
     """
-    specs = fields(config)
-    plain = {"name": config.name} if hasattr(config, "name") and all(spec.name != "name" for spec in specs) else {}
+    if isinstance(value, list):
+        return [to_plain(item, whole) for item in value]
+    if isinstance(value, dict):
+        return {name: to_plain(item, whole) for name, item in value.items()}
+    if not is_dataclass(value):
+        return value
+    specs = fields(value)
+    plain = {"name": value.name} if hasattr(value, "name") and all(spec.name != "name" for spec in specs) else {}
     for spec in specs:
-        value = getattr(config, spec.name)
-        if whole or not spec.metadata.get("omit_default") or value != default_of(spec):
-            plain[spec.name] = map_values(value, lambda item: to_plain(item, whole) if is_dataclass(item) else item)
+        item = getattr(value, spec.name)
+        if whole or not spec.metadata.get("omit_default") or item != default_of(spec):
+            plain[spec.name] = to_plain(item, whole)
     return plain
 
 
 def default_of(spec: Field) -> object:
     """Return the default of a dataclass's field."""
     return spec.default if spec.default is not MISSING else spec.default_factory()
-
-
-def yaml_flow(value: Plain) -> str:
-    """Return a value as YAML on one line; a block that has only a `name` is written as this name."""
-    if isinstance(value, list):
-        return f"[{', '.join(map(yaml_flow, value))}]"
-    if isinstance(value, dict):
-        text = ", ".join(f"{name}: {yaml_flow(item)}" for name, item in value.items())
-        return value["name"] if list(value) == ["name"] else "{" + text + "}"
-    return yaml_scalar(value)
 
 
 def json_value(value: object) -> Plain:

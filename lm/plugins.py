@@ -144,12 +144,10 @@ def _import_plugin(reference: str, options_of: OptionsOf) -> Plugin:
         options.__name__, (options,), {"name": reference, "__doc__": options.__doc__, "__module__": options.__module__}
     )
     package = sys.modules[package_of(reference)]
-    if not any(getattr(package, name, None) for name in ("__path__", "__file__")):
-        raise Unavailable("is in no file", "write it into a module")
     try:
         digest = sources_sha256(getattr(package, "__path__", None) or [package.__file__])
         source = inspect.getsourcefile(plugin_class)
         version = f"source sha256 {file_sha256(Path(source))[:12]}" if source else "unknown"
         return Plugin(named_options, plugin_class, version, digest)
-    except OSError as error:
-        raise Unavailable(f"can't be read: {error}", "install its package in a folder, not in an archive") from None
+    except (OSError, AttributeError) as error:  # AttributeError: of code typed in, which is in no file
+        raise Unavailable(f"can't be read: {error}", "write it into a module, in a folder, not in an archive") from None

@@ -9,13 +9,13 @@ import difflib
 import functools
 import operator
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, is_dataclass, replace
 from dataclasses import fields as declared_fields
 
 from lm.attention.options import key as key
 from lm.errors import ConfigError, Problem, Unavailable, suggest
-from lm.plain import Plain, convert, is_block, items, join_path, single_values, type_name
+from lm.plain import Plain, convert, is_block, items, join_path, type_name
 from lm.removed_keys import removed_defaults, removed_name_advice
 
 # {bound of a number, or of each number in a list or map: (sign, test)}
@@ -169,7 +169,8 @@ def _field_value(spec: Field, value: Plain, path: str, problems: list[Problem]):
     if (result := convert(spec.type, value)) is MISSING:
         remedy = f"quote it in the YAML ({spec.metadata['help']})" * (spec.type is str)
         return refuse(f"must be {type_name(spec.type)}{removed_name_advice(value)}", remedy)
-    limits, numbers = spec.metadata["limits"], [item for item in single_values(result) if type(item) in (int, float)]
+    limits, values = spec.metadata["limits"], result.values() if isinstance(result, dict) else result
+    numbers = [item for item in (values if isinstance(values, Iterable) else [values]) if type(item) in (int, float)]
     if not all(BOUNDS[name][1](number, limit) for name, limit in limits.items() for number in numbers):
         return refuse(f"must be {limits_text(limits)}")
     return result

@@ -1,7 +1,6 @@
 """Facts about this installation: versions, devices, kernels, wandb."""
 
 import platform
-from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -62,18 +61,3 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def fact_lines(content: Mapping[str, Plain]) -> list[str]:
-    """Format facts, by heading, as the lines that `lm info` prints."""
-    output = []
-    for title, block in content.items():
-        if not isinstance(block, dict):
-            output.append(f"{title}: {block}")
-            continue
-        output.append(f"{title}:")
-        for name, value in block.items():
-            if isinstance(value, list):
-                value = ", ".join(value) or None
-            output.append(f"  {name}: {'none' if value is None else value}")
-    return output

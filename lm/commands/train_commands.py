@@ -1,7 +1,6 @@
 """Commands before and during training: configurations, normalizers, token stores, runs."""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import shorten
@@ -97,10 +96,11 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = Fals
 
     Versions, devices, kernels, wandb: the first thing to put into a report of a problem.
     """
-    from lm.commands.info import fact_lines, facts
+    from lm.commands.info import facts
+    from lm.config.yaml_text import dump_yaml
 
     content = facts()
-    print(json.dumps(content, indent=1) if as_json else "\n".join(fact_lines(content)))
+    print(json.dumps(content, indent=1) if as_json else dump_yaml(content).rstrip())
 
 
 def normalizers(
@@ -139,22 +139,16 @@ def check_normalizer(
     from lm.attention.contract import checked_promises
     from lm.plugins import PLUGINS
 
-    _print_promises(
+    results = [
         (part.label(), *result)
         for part in normalizer.layer_options()
         for result in checked_promises(part, PLUGINS.failure)
-    )
-
-
-def _print_promises(results: Iterable[tuple[str, str, str]]) -> None:
-    """Print a line for each (label, promise, breach), where an empty breach means a kept promise, and a summary. Raises
-    typer.Exit if any is broken.
-    """
-    count = broken_count = 0
+    ]
     for label, promise, breach in results:
-        count, broken_count = count + 1, broken_count + bool(breach)
         print(f"{label}: {'BROKEN' if breach else 'kept'}: {promise}" + (f": {breach}" if breach else ""))
-    print(f"{count - broken_count} of {count} promises are kept" + f", {broken_count} broken" * bool(broken_count))
+    broken_count = sum(bool(breach) for *_, breach in results)
+    broken = f", {broken_count} broken" * bool(broken_count)
+    print(f"{len(results) - broken_count} of {len(results)} promises are kept{broken}")
     if broken_count:
         raise typer.Exit(1)
 

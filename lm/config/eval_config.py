@@ -21,7 +21,6 @@ MAX_FACTOR = 65536  # largest length of a sequence, in training lengths
 # most tokens read after the end of a needle's sequence: its answer has at least 1 token, a generated number up to 8
 MAX_OVERRUN = 7
 MAX_SEQUENCES = 10**6
-MAX_TOKENS = 2**28  # most tokens in all sequences of one length: their losses and ids take 3 GiB
 
 
 @dataclass
@@ -61,11 +60,11 @@ class EvaluationConfig(Timing):
         """Whether these options switch the evaluation on for a model trained on `data`."""
         return bool(getattr(self, self.switch_key))
 
-    def extent(self, data: DataConfig) -> tuple[str, float, int, int]:
-        """Return the key that sets the length of sequences, the longest length in training lengths, the number of
-        sequences of one length, and the number of tokens read after the end of a sequence.
+    def extent(self, data: DataConfig) -> tuple[str, float, int]:
+        """Return the key that sets the length of sequences, the longest length in training lengths, and the number of
+        tokens read after the end of a sequence.
         """
-        return self.switch_key, 1.0, 0, 0
+        return self.switch_key, 1.0, 0
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
         """Yield a problem, with a path relative to this block, for each contradiction between this block and other
@@ -75,12 +74,13 @@ class EvaluationConfig(Timing):
         if data.symbolic and self.needs_text:
             yield Problem(self.switch_key, getattr(self, self.switch_key), "needs a model of text", "switch it off")
         yield from check_inference(getattr(self, "inference", [InferenceSetting()]), model.position)
-        key, factor, sequences, overrun = self.extent(data)
-        value, tokens = getattr(self, key), factor * data.seq_len
-        if sequences * tokens > MAX_TOKENS:
-            reason = f"makes {sequences:,} sequences of {tokens:,.0f} tokens, more than {MAX_TOKENS:,} tokens in all"
-            yield Problem(key, value, reason, "measure fewer or shorter sequences")
-        if model.position.has_last_position and value != "auto" and round(tokens) + overrun > data.seq_len:
+        key, factor, overrun = self.extent(data)
+        value = getattr(self, key)
+        if (
+            model.position.has_last_position
+            and value != "auto"
+            and round(factor * data.seq_len) + overrun > data.seq_len
+        ):
             reason = "learned positions end at the training length"
             reason += f", and {overrun} tokens after the sequence are read" * bool(overrun)
             yield Problem(key, value, reason, "leave longer sequences out, or train with model.position=rope")
@@ -135,8 +135,8 @@ class LongContextConfig(InferenceConfig):
         """Length of the longest sequences that this evaluation may measure, in training lengths."""
         return AUTO_LENGTH_FACTOR if self.length_factor == "auto" else self.length_factor
 
-    def extent(self, data: DataConfig) -> tuple[str, float, int, int]:
-        return "length_factor", self.longest_factor, self.sequences, 0
+    def extent(self, data: DataConfig) -> tuple[str, float, int]:
+        return "length_factor", self.longest_factor, 0
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
         yield from empty_sequence_problems("length_factor", [self.longest_factor], data)
@@ -161,8 +161,8 @@ class ByLengthConfig(InferenceConfig):
             )
             yield Problem("lengths", non_divisors[0], reason, "give divisors of the longest")
 
-    def extent(self, data: DataConfig) -> tuple[str, float, int, int]:
-        return "lengths", max(self.lengths) / data.seq_len, self.sequences, 0
+    def extent(self, data: DataConfig) -> tuple[str, float, int]:
+        return "lengths", max(self.lengths) / data.seq_len, 0
 
 
 @dataclass
@@ -177,9 +177,6 @@ class TextsConfig(EvaluationConfig):
         for name in self.of:
             if name == "name" or not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
                 yield Problem(f"of.{name}", name, "can't be the name of a text", "use letters, digits, - _ and .")
-
-    def extent(self, data: DataConfig) -> tuple[str, float, int, int]:
-        return "sequences", 1.0, self.sequences, 0
 
 
 @dataclass
@@ -199,8 +196,8 @@ class RecallConfig(InferenceConfig):
     def asked_tasks(self, data: DataConfig) -> list[Task]:
         return self.tasks or [weighted.task for weighted in data.tasks]
 
-    def extent(self, data: DataConfig) -> tuple[str, float, int, int]:
-        return "length_factors", max(self.length_factors), self.sequences, 0
+    def extent(self, data: DataConfig) -> tuple[str, float, int]:
+        return "length_factors", max(self.length_factors), 0
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
         yield from super().conflicts(data, model)
@@ -243,8 +240,8 @@ class NeedleConfig(InferenceConfig):
                 "heads_at", self.heads_at, "eval.needle.length_factors is []", "set eval.needle.length_factors"
             )
 
-    def extent(self, data: DataConfig) -> tuple[str, float, int, int]:
-        return "length_factors", max(*self.length_factors, self.heads_at or 0), self.trials, MAX_OVERRUN
+    def extent(self, data: DataConfig) -> tuple[str, float, int]:
+        return "length_factors", max(*self.length_factors, self.heads_at or 0), MAX_OVERRUN
 
 
 @dataclass
@@ -282,8 +279,8 @@ class DiagnosticsConfig(InferenceConfig):
         if not self.statistics:
             yield Problem("statistics", [], "names nothing", "leave eval.diagnostics out")
 
-    def extent(self, data: DataConfig) -> tuple[str, float, int, int]:
-        return "length_factor", self.length_factor, self.sequences, 0
+    def extent(self, data: DataConfig) -> tuple[str, float, int]:
+        return "length_factor", self.length_factor, 0
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
         yield from super().conflicts(data, model)

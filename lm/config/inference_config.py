@@ -51,7 +51,7 @@ class ThetaFactor(RopeScaling):
     """RoPE with theta multiplied by `factor`; the SSMax paper (arXiv 2501.19399) takes 50."""
 
     name: ClassVar[str] = "theta"
-    factor: float = key(50.0, "multiplies theta", ge=1e-6, le=1e6)
+    factor: float = key(50.0, "multiplies theta", ge=1e-3, le=1e6)
 
     def theta(self, theta: float, head_size: int, s: float) -> float:
         return theta * s
@@ -174,6 +174,3 @@ def check_inference(settings: list[InferenceSetting], position: Position) -> Ite
         if setting.rope.name != "as_trained" and not position.rotates:
             reason = f"model.position = {position.name} has no RoPE to scale"
             yield Problem(f"inference[{index}].rope", setting.rope.name, reason, "set it to as_trained")
-        if setting.rope.name == "theta" and position.rotates and position.theta * setting.rope.factor <= 1:
-            reason = f"times model.position.theta = {position.theta:g} is not above 1, which a base must be"
-            yield Problem(f"inference[{index}].rope.factor", setting.rope.factor, reason, "raise it")

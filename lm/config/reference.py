@@ -2,11 +2,11 @@
 
 import functools
 from collections.abc import Iterator
-from dataclasses import is_dataclass
 
 from lm.attention.catalogue import ENTRIES, implementation
 from lm.config.tree import Config
-from lm.plain import default_of, join_path, map_values, to_plain, type_name, yaml_flow
+from lm.config.yaml_text import yaml_flow
+from lm.plain import default_of, join_path, to_plain, type_name
 from lm.schema import effect, fields, limits_text
 
 
@@ -25,7 +25,7 @@ def _rows(schema: type, path: str, described: dict[type, str]) -> Iterator[tuple
             continue
         blocks, default = spec.metadata.get("blocks", {}), spec.metadata.get("default")
         key_path, block, choices = join_path(path, spec.name), blocks.get(""), {}
-        shown = yaml_flow(map_values(default_of(spec), lambda item: to_plain(item) if is_dataclass(item) else item))
+        shown = yaml_flow(to_plain(default_of(spec)))
         if not blocks:
             kind = ", ".join(filter(None, [type_name(spec.type), limits_text(spec.metadata["limits"])]))
         elif isinstance(default, dict):

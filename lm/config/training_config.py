@@ -297,8 +297,6 @@ class LogConfig:
         return [entry for entry in self.to if entry != "wandb"]
 
     def problems(self) -> Iterator[Problem]:
-        if any(entry in self.to[:index] for index, entry in enumerate(self.to)):
-            yield Problem("to", self.to, "names something twice", "name it once")
         yield from outside_problems("to", self.to, ["wandb"])
 
     def is_due(self, step: int, max_steps: int) -> bool:

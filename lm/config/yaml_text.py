@@ -13,7 +13,7 @@ from omegaconf._yaml import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from lm.errors import ConfigError, Problem, abbreviated, as_written, one_line
-from lm.plain import Plain, single_values
+from lm.plain import Plain
 
 MAX_BYTES = 2**19  # size of a text
 MAX_NODES = 10_000  # keys and values in a text, with aliases expanded
@@ -92,21 +92,22 @@ def dump_yaml(plain: Plain) -> str:
     return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-def override(key: str, value: object) -> str:
-    """Return the override `KEY=VALUE` of a command line, with the value as YAML on one line; paths become texts, NumPy
-    numbers become numbers.
+def yaml_flow(value: object) -> str:
+    """Return a value as YAML on one line; paths become texts, NumPy numbers become numbers."""
+    text = yaml.dump(
+        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=math.inf
+    )
+    return text.removesuffix("\n...\n").strip("\n")
 
-    Raises ConfigError: YAML can't represent the value.
-    """
+
+def override(key: str, value: object) -> str:
+    """Return the override `KEY=VALUE` of a command line. Raises ConfigError: YAML can't represent the value."""
     try:
-        text = yaml.dump(
-            value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=math.inf
-        )
+        return f"{key}={yaml_flow(value)}"
     except yaml.YAMLError as error:
         raise ConfigError(
             f"{key}: {abbreviated(as_written(str(value)), 80)}: is no plain value: {one_line(error, 80)}"
         ) from None
-    return f"{key}=" + text.removesuffix("\n...\n").strip("\n")
 
 
 # ---------------------------------------------------------------- interpolation
@@ -120,8 +121,7 @@ def resolve_interpolations(plain: dict[str, Plain]) -> dict[str, Plain]:
 
     Raises ConfigError: a value is missing, or an interpolation can't be resolved.
     """
-    texts = [value for value in single_values(plain) if isinstance(value, str) and ("${" in value or value == "???")]
-    if not texts:
+    if not re.search(r"\$\{|\?{3}", str(plain)):  # OmegaConf takes several times as long as all that follows
         return plain
     try:
         config = OmegaConf.create(plain)
@@ -137,7 +137,7 @@ def resolve_interpolations(plain: dict[str, Plain]) -> dict[str, Plain]:
             .rpartition(" raised while resolving interpolation: ")[2]
             .strip('"')
         )
-        key = getattr(error, "full_key", None) or texts[0]
+        key = getattr(error, "full_key", None) or "the configuration"
         raise ConfigError(
             f"{abbreviated(key, 80)}: {reason} (an interpolation ${{...}} sees given keys only)"
         ) from None

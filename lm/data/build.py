@@ -41,7 +41,7 @@ from lm.data.text_files import Unreadable, description
 from lm.data.token_files import Vocabulary
 from lm.data.tokenizer import load_tokenizer, tokenizer_of, train_tokenizer, vocab_size
 from lm.errors import DataError
-from lm.files import json_bytes, replacing, sealed, sync_folder
+from lm.files import json_bytes, plain_sha256, replacing, sync_folder
 from lm.plain import Plain
 from lm.progress import Progress
 
@@ -112,7 +112,8 @@ def build_store(data: DataConfig, spec: dict[str, Plain], target: Path, progress
         for path in store.iterdir():
             if path.name not in facts["files"]:
                 path.unlink()
-        write_store_file(store / MANIFEST, json_bytes(sealed(spec | facts)))
+        manifest = spec | facts
+        write_store_file(store / MANIFEST, json_bytes({**manifest, "sha256": plain_sha256(manifest)}))
         os.rename(store, target)
         sync_folder(target.parent)
     except Exception:

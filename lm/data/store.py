@@ -27,7 +27,7 @@ import numpy as np
 
 from lm.data.tokenizer import load_tokenizer, token_bytes, vocab_size
 from lm.errors import DataError, RunError, one_line
-from lm.files import FileHashes, file_sha256, read_json, unsealed, write_together
+from lm.files import FileHashes, file_sha256, plain_sha256, read_json, write_together
 from lm.plain import Plain
 
 if TYPE_CHECKING:
@@ -193,7 +193,10 @@ def _read_manifest(folder: Path) -> dict[str, Plain]:
         content = read_json(path)
         if content.get("format") != STORE_FORMAT:
             raise RunError(f"{path}: is not a token store of format {STORE_FORMAT}")
-        return unsealed(content, path)
+        body = {name: value for name, value in content.items() if name != "sha256"}
+        if content.get("sha256") != plain_sha256(body):
+            raise RunError(f"{path}: was altered (its sha256 differs)")
+        return body
     except RunError as error:
         raise _damaged_error(folder, error) from None
 

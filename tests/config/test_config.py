@@ -115,7 +115,6 @@ def test_a_value_of_three_question_marks_must_be_given_whatever_the_key(tmp_path
         ("model.position=none", "eval.long_context.inference[1].rope"),
         ("eval.long_context.length_factor=0.001", "eval.long_context.length_factor"),
         ("eval.long_context.inference=[{}, {}]", "eval.long_context.inference"),
-        ("eval.long_context={length_factor: 1000, sequences: 10000}", "eval.long_context.length_factor"),
         ("eval.needle.length_factors=[65537]", "eval.needle.length_factors"),
         ("eval.swap_lengths=[1, 0.001]", "eval.swap_lengths"),
         ("eval.long_context.inference=[{normalizer: {clip: true}}]", "eval.long_context.inference[0].normalizer.clip"),

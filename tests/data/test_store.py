@@ -15,7 +15,7 @@ from lm.config.data_config import DataConfig
 from lm.data.prepare import prepare, store_with_fingerprint
 from lm.data.store import MANIFEST, Store, fingerprint
 from lm.errors import DataError
-from lm.files import sealed, write_json
+from lm.files import plain_sha256, write_json
 
 
 @pytest.mark.parametrize("size", ["flipped", "truncated", "missing"])
@@ -64,7 +64,8 @@ def test_a_store_of_another_format_does_not_open(data: DataConfig):
 def test_a_store_is_found_by_its_fingerprint_among_those_of_other_formats(data: DataConfig):
     store = prepare(data)
     old = shutil.copytree(store.path, store.path.with_name("a-store-of-before"))
-    write_json(old / MANIFEST, sealed({**store.manifest, "format": 4}))
+    manifest = {**store.manifest, "format": 4}
+    write_json(old / MANIFEST, {**manifest, "sha256": plain_sha256(manifest)})
     assert store_with_fingerprint(data, store.fingerprint).path == store.path
 
 
