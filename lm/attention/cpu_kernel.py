@@ -10,10 +10,9 @@ Shapes: B sequences, H heads, N = B x H, T queries, S keys, D head size, E width
 import ctypes
 import hashlib
 import math
-import os
 import subprocess
 import tempfile
-import warnings
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -21,11 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.attention.compiler import compiled_code_folder, cpp_compiler, cpu_flags
+from lm.attention.kernels import compiled_code_folder, cpp_compiler, cpu_flags, kernel_problem
 
 SOURCE = Path(__file__).with_name("causal_softmax.cpp")
 ROWS, WIDTH = 12, 32  # queries and keys of a tile
-MAX_KEYS = 2**17  # most keys, summed over heads, that one call computes, since it copies q, k and v
 COMPILE_SECONDS = 120  # time limit, more than a compiler takes on a busy machine
 
 
@@ -37,12 +35,7 @@ def why_unusable(v: Tensor) -> str:
         return "operands are traced, or have no numbers"
     if v.dtype != torch.bfloat16:
         return f"the kernel has no {v.dtype}"
-    if reason := _why_unusable():
-        return reason
-    # OMP_PROC_BIND binds this thread to cores, and so all threads it starts
-    if len(os.sched_getaffinity(0)) < torch.get_num_threads():
-        return "this thread is bound to fewer cores than PyTorch has threads"
-    return ""
+    return _why_unusable()
 
 
 def causal_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -51,25 +44,16 @@ def causal_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
     q and k may be in a wider dtype: each is rounded to bf16 once. `scale` is positive, and operands are on the CPU.
     """
-    output = v.new_empty(*q.shape[:2], v.size(2))
-    n_heads = max(1, MAX_KEYS // k.size(1))
-    for tensors in zip(*(x.split(n_heads) for x in (q, k, v, output)), strict=True):
-        _run_kernel(*tensors, scale)
-    return output
-
-
-def _run_kernel(q: Tensor, k: Tensor, v: Tensor, output: Tensor, scale: float) -> None:
-    """Compute `causal_softmax` of some of the N heads in one call of the kernel, and write the result into `output`."""
     (n, queries, _), (keys, width) = q.shape, v.shape[1:]
     q = _pad(q, ROWS, 2)
     # (N, S / WIDTH, D / 2, WIDTH, 2)
     k = _pad(k, WIDTH, 2).unflatten(1, (-1, WIDTH)).unflatten(3, (-1, 2)).transpose(2, 3).contiguous()
     v = _pad(v, WIDTH, WIDTH).unflatten(1, (-1, 2)).transpose(2, 3).contiguous()  # (N, S / 2, E, 2)
-    padded_output = v.new_empty(n, q.size(1), v.size(2))
+    output = v.new_empty(n, q.size(1), v.size(2))
     sizes = (n, q.size(1), 2 * v.size(1), keys - queries, q.size(2), v.size(2), torch.get_num_threads())
-    pointers = (ctypes.c_void_p(x.data_ptr()) for x in (q, k, v, padded_output))
+    pointers = (ctypes.c_void_p(x.data_ptr()) for x in (q, k, v, output))
     _library().causal_softmax(*pointers, *map(ctypes.c_int64, sizes), ctypes.c_float(scale / math.log(2)))
-    output.copy_(padded_output[:, :queries, :width])
+    return output[:, :queries, :width]
 
 
 def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -81,9 +65,7 @@ def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
 
 @cache
 def _why_unusable() -> str:
-    """The reason why this machine can't run the kernel; empty if it can. Warns if the kernel fails to compile or gives
-    wrong results.
-    """
+    """The reason why this machine can't run the kernel; empty if it can."""
     flags = cpu_flags()
     if "avx512_bf16" not in flags:
         return "the CPU has no avx512_bf16"
@@ -93,19 +75,14 @@ def _why_unusable() -> str:
         return f"{SOURCE.name} is not beside its module"
     if not cpp_compiler():
         return "no C++ compiler found"
-    try:
-        q, k, v = torch.arange(3 * 2 * 300 * 40.0, device="cpu").sin().bfloat16().view(3, 2, 300, 40)
-        output = causal_softmax(q[:, 100:], k, v, 1.0)
-        expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)[:, 100:]
-        if bool((output - expected).abs().max() <= 1 / 64):
-            return ""
-        problem = "its results are not PyTorch's"
-    except (OSError, subprocess.SubprocessError, AttributeError) as error:
-        problem = " ".join(str(getattr(error, "stderr", None) or error).split())[:200]
-    warnings.warn(
-        f"attention takes PyTorch's kernel for long sequences, as its own does not work here: {problem}", stacklevel=2
-    )
-    return f"the kernel does not work here: {problem}"
+    return kernel_problem("lm's kernel for long sequences", torch.device("cpu"), _compare_with_pytorch)
+
+
+def _compare_with_pytorch() -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield a name, the output of the kernel and of PyTorch's for the last queries of a sequence."""
+    q, k, v = torch.arange(3 * 2 * 300 * 40.0, device="cpu").sin().bfloat16().view(3, 2, 300, 40)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+    yield "output", causal_softmax(q[:, 100:], k, v, 1.0), expected[:, 100:]
 
 
 @cache

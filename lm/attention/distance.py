@@ -3,6 +3,7 @@ of capped scores.
 """
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -151,11 +152,23 @@ class WindowNormalizer(SoftmaxNormalizer):
         return output, (k[:, :, start:], v[:, :, start:])
 
 
-class MappedSoftmax(routes.ScoreMap, SoftmaxNormalizer):
+class MappedSoftmax(SoftmaxNormalizer):
     """Base of softmax of scores s(z, t), each a function of its logit z and of the distance t to the key."""
 
     kernel = "blocks of 64 queries, backward by hand; on CUDA FlexAttention"
     gpu_package = gpu_kernels.FLEX
+
+    def coefficients(self, distance: Tensor) -> Tensor:
+        """What s needs to know of distances t, fp32 or wider, at least 0; by default nothing."""
+        return distance
+
+    @abstractmethod
+    def map_scores(self, z: Tensor, coefficients: Tensor) -> Tensor:
+        """Return s(z, t) for logits z and the coefficients at t."""
+
+    @abstractmethod
+    def slopes(self, scores: Tensor, coefficients: Tensor) -> Tensor:
+        """Return ds / dz where s is `scores`."""
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         return self.map_scores(logits(q, k), self.coefficients(layout.distance().clamp(min=0).to(q.dtype)))

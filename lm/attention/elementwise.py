@@ -44,10 +44,6 @@ class ElementwiseNormalizer(DividedNormalizer):
         )
         return (output if factor is None else output * factor.unsqueeze(-1)).to(v.dtype)
 
-    def route(self, device: str = "cpu") -> str:
-        reason = elementwise_sums.why_tiles(torch.device(device), torch.float32, self.layer.head_size)
-        return f"tiles ({reason})" if reason else "Triton"
-
 
 class ShiftedNormalizer(ElementwiseNormalizer):
     """Base of elementwise normalizers whose logits have a `shift`."""

@@ -8,22 +8,19 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from lm.attention.kernels import kernel_problem, results, without_autocast
 from lm.attention.layout import uncompiled
-from lm.attention.routes import MIN_SUM, gradient_of_sums, kernel_problem, results, spans, without_autocast
+from lm.attention.routes import MIN_SUM, gradient_of_sums, spans
 
 TILE = 256  # queries and keys of one tile
 MAX_HEAD_SIZE = 128  # the largest head size that the Triton kernel takes
-OLDEST_TRITON = (3, 4)
 
 
 # ---------------------------------------------------------------- functions of a single score
@@ -169,28 +166,21 @@ def why_tiles(device: torch.device, dtype: torch.dtype, size: int) -> str:
         return f"the Triton kernel has no {dtype}"
     if size > MAX_HEAD_SIZE:
         return f"the Triton kernel has no head size over {MAX_HEAD_SIZE}"
-    if device.type != "cuda" and not triton_is_interpreted():
+    if triton_is_interpreted():
+        return ""
+    if device.type != "cuda":
         return "the Triton kernel needs a CUDA GPU"
     return _why_unusable(device)
 
 
 @cache
 def _why_unusable(device: torch.device) -> str:
-    """The reason why the Triton kernel can't run on this machine or on `device`; empty if it can."""
-    if not find_spec("triton"):
-        return "triton is not installed"
-    if not Path(__file__).with_name("triton_kernels.py").is_file():
-        return "the Triton kernel is not beside this module"
-    triton = import_module("triton")  # an import statement would make transformers demand it of every export
-    # triton 3.2 aborts when it compiles for wide values
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST_TRITON:
-        return f"the Triton kernel needs triton {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]}, this is {triton.__version__}"
-    if triton_is_interpreted():
-        return ""
+    """The reason why the Triton kernel can't run on `device`; empty if it can. Without triton, and in an export, which
+    has no copy of the kernel, its import fails.
+    """
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the Triton kernel needs a GPU of compute capability 8.0"
-    problem = kernel_problem("the Triton kernel", device, partial(_compare_with_tiles, device))
-    return problem and f"the Triton kernel does not work here: {problem}"
+    return kernel_problem("the Triton kernel", device, partial(_compare_with_tiles, device))
 
 
 def _compare_with_tiles(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.attention import routes
+from lm.attention.kernels import kernel_problem, results, without_autocast
 from lm.attention.layout import AttentionLayout, uncompiled
 
 FLEX, ADASPLASH, FLA = "torch", "adasplash", "fla"  # the packages that hold the kernels
@@ -50,7 +51,7 @@ def why_unusable(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> str:
         _PROBLEMS[call] = f"{package} is not installed"
         if find_spec(package):
             compare = partial(_compare_with_query_blocks, normalizer, q, k, v)
-            _PROBLEMS[call] = routes.kernel_problem(f"the kernel of {package} for {name}", v.device, compare)
+            _PROBLEMS[call] = kernel_problem(f"the kernel of {package} for {name}", v.device, compare)
     return _PROBLEMS[call]
 
 
@@ -67,7 +68,7 @@ def _compare_with_query_blocks(
         layouts.append(AttentionLayout.from_document_lengths([100, length - 100], v.device))
     for layout in layouts:
         pair = (
-            routes.results(partial(route, layout=layout), leaves, leaves[2].cos())
+            results(partial(route, layout=layout), leaves, leaves[2].cos())
             for route in (normalizer.by_gpu_kernel, partial(routes.by_query_blocks, normalizer))
         )
         yield from zip(("output", "dq", "dk", "dv"), *pair, strict=True)
@@ -83,7 +84,7 @@ def flex_softmax(
     v: Tensor,
     layout: AttentionLayout,
     scale: float,
-    score_map: routes.ScoreMap | None = None,
+    score_map: nn.Module | None = None,
     window: int | None = None,
 ) -> Tensor:
     """Return softmax(s) v, (B, H, T, E) in the dtype of `v`, where s is scale q.k or what `score_map` makes of it; with
@@ -91,7 +92,7 @@ def flex_softmax(
     """
     attend, _ = _flex()
     score_mod = _score_mod(type(score_map), repr(score_map.options), score_map) if score_map else None
-    with routes.without_autocast(v.device):
+    with without_autocast(v.device):
         mask = _block_mask(layout, q.size(2), window)
         return attend(q.to(v.dtype), k.to(v.dtype), v, score_mod=score_mod, block_mask=mask, scale=scale)
 
@@ -106,7 +107,7 @@ def _flex() -> tuple[Callable, Callable]:
 _SCORE_MODS: dict[tuple[type, str], Callable] = {}
 
 
-def _score_mod(kind: type, options: str, score_map: routes.ScoreMap) -> Callable:
+def _score_mod(kind: type, options: str, score_map: nn.Module) -> Callable:
     """The map as FlexAttention wants it; one function for all layers, as each function is compiled."""
 
     def map_score(z: Tensor, sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -151,7 +152,7 @@ def entmax(q: Tensor, k: Tensor, v: Tensor, alpha: float) -> Tensor:
     q, k, v = (
         F.pad(x.to(v.dtype), (0, padded_size - x.size(-1), 0, padded_length - length)).contiguous() for x in (q, k, v)
     )
-    with routes.without_autocast(v.device):
+    with without_autocast(v.device):
         output = import_module(ADASPLASH).adasplash(q, k, v, alpha=alpha, is_causal=True)
     return output[:, :, :length, :width].to(v.dtype)
 
@@ -160,6 +161,6 @@ def entmax(q: Tensor, k: Tensor, v: Tensor, alpha: float) -> Tensor:
 def stick_breaking(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return stick-breaking attention's output, (B, H, T, E) in the dtype of `v`, by fla-core."""
     kernel = import_module("fla.ops.stickbreaking_attn").parallel_stickbreaking_attn
-    with routes.without_autocast(v.device):
+    with without_autocast(v.device):
         output, _ = kernel(*(x.to(v.dtype).transpose(1, 2).contiguous() for x in (q, k, v)))
     return output.transpose(1, 2)

@@ -25,8 +25,8 @@ class Linear(Options):
     known = "can't concentrate: S >= .80 with identity features and Gaussian keys (Su, kexue.fm 9889)"
     over_sum = True
     sums_to_one = False
-    features: Literal["elu", "relu", "exp", "identity"] = key(
-        "elu", "phi: elu + 1, relu, exp (of 20 at most), or the identity (weights may then be negative)"
+    features: Literal["elu", "relu", "identity"] = key(
+        "elu", "phi: elu + 1, relu, or the identity (weights may then be negative)"
     )
     decay: bool = key(False, "weights fade by 1 - 2^(-5 - h) a token for heads h = 0, 1 ... (RetNet's rates)")
     n: str = key("sum", "divide each row by its `sum`, or by n: `visible`, `sample` or `fixed:N`")
@@ -44,8 +44,7 @@ class Linear(Options):
 
 class LinearNormalizer(DividedNormalizer):
     """Weights phi(q / D^(1/4)).phi(k / D^(1/4)) g^t for keys t tokens back, divided by their sum or by n. phi is a
-    feature map, g a head's decay. Dividing q and k by D^(1/4) is our choice, as is the bound of 20 on the exponents of
-    phi = exp, which keeps sums finite.
+    feature map, g a head's decay. Dividing q and k by D^(1/4) is our choice.
     """
 
     schema = Linear
@@ -61,7 +60,6 @@ class LinearNormalizer(DividedNormalizer):
             "identity": lambda x: x,
             "elu": lambda x: F.elu(x).add_(1),
             "relu": lambda x: x.relu(),
-            "exp": lambda x: x.clamp(max=20.0).exp(),
         }
         phi, root = maps[self.options.features], q.size(-1) ** 0.25
         return phi(q / root), phi(k / root)

@@ -247,11 +247,6 @@ class Normalizer(torch.nn.Module, ABC):
         key_features = k[..., size:].unflatten(-1, (group, (k.size(-1) - size) // group)).transpose(2, 3).flatten(1, 2)
         return torch.cat((k[..., :size].repeat_interleave(group, 1), key_features), -1), v.repeat_interleave(group, 1)
 
-    def route(self, device: str = "cpu") -> str:
-        """The route that `forward` takes for training sequences on a `device` (`cpu`, `cuda`), for a run to print."""
-        is_fused = self.kernel == FUSED_SOFTMAX
-        return routes.softmax_route(device, self.layer.train_length) if is_fused else self.kernel
-
 
 class SoftmaxNormalizer(Normalizer):
     """Softmax of the scores of visible keys; subclasses override `define_scores` or `visible`."""

@@ -9,11 +9,7 @@ Shapes: B sequences, H heads, T queries, S keys, D head size, E width of the val
 """
 
 import math
-import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -21,44 +17,15 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from lm.attention import cpu_kernel
+from lm.attention.kernels import without_autocast
 from lm.attention.layout import AttentionLayout, uncompiled
 
 MIN_SUM = 1e-24  # a query whose weights would be divided by a smaller sum has weights 0
 
 
-def without_autocast(device: torch.device) -> AbstractContextManager:
-    """A context without autocast, in which the dtypes of operands alone decide the dtype of a computation."""
-    return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
-
-
 def spans(length: int, size: int) -> list[tuple[int, int]]:
     """(first token, last token + 1) of each block, if `length` tokens are cut into blocks of at most `size` tokens."""
     return [(a, min(a + size, length)) for a in range(0, length, size)]
-
-
-# ---------------------------------------------------------------- checks of kernels at their first use
-
-
-def results(route: Callable[..., Tensor], leaves: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
-    """The output of `route(*leaves)` and its gradients for the leaves, where `grad` is the output's gradient."""
-    tensors = [x.detach().requires_grad_() for x in leaves]
-    output = route(*tensors)
-    return output, *torch.autograd.grad(output, tensors, grad)
-
-
-def kernel_problem(kernel: str, device: torch.device, cases: Callable[[], Iterator[tuple[str, Tensor, Tensor]]]) -> str:
-    """The reason why a kernel can't be used on a device, after a warning; empty if it can. `cases` yields names,
-    results of the kernel and of a route that is known to be right, which must agree to 1/32 of the largest entry.
-    """
-    try:
-        with torch.inference_mode(False), torch.enable_grad(), without_autocast(device):
-            different = [name for name, a, b in cases() if not bool((a - b).abs().max() <= b.abs().max() / 32)]
-        problem = f"its results differ: {', '.join(dict.fromkeys(different))}" if different else ""
-    except Exception as error:  # whatever a package, the compilers that it calls or the driver may raise
-        problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    if problem:
-        warnings.warn(f"{kernel} does not work on {device}, a slower route takes its place: {problem}", stacklevel=2)
-    return problem
 
 
 # ---------------------------------------------------------------- weights divided by their sums
@@ -179,35 +146,9 @@ def _zeros(x: Tensor) -> Tensor:
     return x - x.detach()
 
 
-def softmax_route(device: str, length: int) -> str:
-    """The route of softmax for causal sequences of `length` tokens on a `device` (`cpu`, `cuda`), in words, for a run
-    to print.
-    """
-    is_short = device == "cpu" and length <= SHORT_LENGTH
-    return f"blocks of queries (faster than SDPA on a CPU, up to {SHORT_LENGTH} tokens)" if is_short else "SDPA"
-
-
-class ScoreMap(ABC):
-    """A function s of each logit z and of the distance t to the key, whose softmax `block_attention` computes."""
-
-    options: object  # what tells one map from another
-
-    def coefficients(self, distance: Tensor) -> Tensor:
-        """What s needs to know of distances t, fp32 or wider, at least 0; by default nothing."""
-        return distance
-
-    @abstractmethod
-    def map_scores(self, z: Tensor, coefficients: Tensor) -> Tensor:
-        """Return s(z, t) for logits z and the coefficients at t."""
-
-    @abstractmethod
-    def slopes(self, scores: Tensor, coefficients: Tensor) -> Tensor:
-        """Return ds / dz where s is `scores`."""
-
-
 class _BlockAttention(torch.autograd.Function):
     """Causal softmax(scale q.k) v by blocks of queries, for q (N, T, D) of the last T of S tokens, k (N, S, D) and v
-    (N, S, E); with a score map, softmax of its scores.
+    (N, S, E); with a score map (`lm.attention.distance.MappedSoftmax`), softmax of its scores.
 
     Without a map the backward pass reuses the weights. PyTorch's kernel recomputes them, and takes twice the time on a
     CPU, up to some hundred tokens.
@@ -218,7 +159,7 @@ class _BlockAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, scale: float, score_map: ScoreMap | None) -> Tensor:
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, scale: float, score_map: nn.Module | None) -> Tensor:
         output, saved_weights, needs_grad = v.new_empty(*q.shape[:2], v.size(2)), [], any(ctx.needs_input_grad)
         with without_autocast(v.device):
             for heads, a, b, keys, coefficients in _blocks_of_scores(q, k, score_map):
@@ -267,7 +208,7 @@ class _BlockAttention(torch.autograd.Function):
         return dq, dk, dv.to(v.dtype), None, None
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, score_map: ScoreMap | None, coefficients: Tensor | None) -> Tensor:
+def _scores(q: Tensor, k: Tensor, scale: float, score_map: nn.Module | None, coefficients: Tensor | None) -> Tensor:
     """Scores (N, T, S) of the queries q (N, T, D) and the keys k (N, S, D)."""
     logits = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.mT, beta=0, alpha=scale)
     return score_map.map_scores(logits, coefficients) if score_map else logits
@@ -281,16 +222,17 @@ def _hide_later_keys(scores: Tensor) -> Tensor:
 
 
 def _blocks_of_scores(
-    q: Tensor, k: Tensor, score_map: ScoreMap | None
+    q: Tensor, k: Tensor, score_map: nn.Module | None
 ) -> Iterator[tuple[slice, int, int, int, Tensor | None]]:
     """Yield heads, first query, last query + 1, number of keys and the map's coefficients of each block. q (N, T, D) is
     for the last T of the S tokens of k (N, S, D).
     """
     (n, queries), keys = q.shape[:2], k.size(1)
     first = keys - queries
-    max_weights = SHORT_BLOCK_WEIGHTS if q.device.type == "cpu" else block_weights(q.device)
+    on_cpu = q.device.type == "cpu"
+    max_weights = SHORT_BLOCK_WEIGHTS if on_cpu else GPU_BLOCK_WEIGHTS
     n_heads = max(1, max_weights // (SHORT_BLOCK * keys))
-    n_queries = max(SHORT_BLOCK, max_weights // (n * keys)) if q.device.type != "cpu" else SHORT_BLOCK
+    n_queries = SHORT_BLOCK if on_cpu else max(SHORT_BLOCK, max_weights // (n * keys))
     index = torch.arange(keys, device=q.device)
     by_distance = score_map and score_map.coefficients(index.to(q.dtype))
     for a, b in spans(queries, n_queries):
@@ -301,7 +243,7 @@ def _blocks_of_scores(
 
 
 @uncompiled  # a compiled graph would unroll its blocks: slower to compile, and to run
-def block_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, score_map: ScoreMap | None = None) -> Tensor:
+def block_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, score_map: nn.Module | None = None) -> Tensor:
     """Return softmax(scale q.k) v, or of the scores by `score_map`, with a causal mask, (B, H, T, E) in the dtype of
     `v`, for k (B, H, S, D), v (B, H, S, E).
 
@@ -315,35 +257,13 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, score_map: Sc
 # ---------------------------------------------------------------- some queries at a time, from the definition
 
 
-# most weights of a block on a CPU, where larger blocks leave the cache, and the smallest limit on a GPU
+# most weights of a block on a CPU, where larger blocks leave the cache
 BLOCK_WEIGHTS = 2**21
 # smallest limit to the weights of a block on a CPU: smaller blocks spend more time on calls than on weights
 MIN_BLOCK_WEIGHTS = 2**18
-# most weights of a block on a GPU, which needs large products: some tens of blocks a step with 124 M parameters
-MAX_GPU_WEIGHTS = 2**27
-# more bytes per weight than the backward pass of any definition takes; softpick's, for example, takes 42
-WEIGHT_BYTES = 64
-# a block takes at most 1 / 16 of a GPU's free memory: most of it is for tensors that a training step keeps
-MEMORY_DIVISOR = 16
-
-
-def block_weights(device: torch.device) -> int:
-    """The most attention weights of a query block on `device`; on a GPU a power of two, limited by the memory free at
-    the first call.
-    """
-    return _gpu_block_weights(device.index) if device.type == "cuda" and torch.cuda.is_available() else BLOCK_WEIGHTS
-
-
-@cache
-def _gpu_block_weights(index: int | None) -> int:
-    """Most weights in a query block on GPU `index` (None: the current). Cached, since sums in blocks of another size
-    round differently.
-    """
-    if index is None:
-        return _gpu_block_weights(torch.cuda.current_device())
-    free_bytes, _ = torch.cuda.mem_get_info(index)
-    weights = max(free_bytes // (MEMORY_DIVISOR * WEIGHT_BYTES), BLOCK_WEIGHTS)
-    return min(2 ** (weights.bit_length() - 1), MAX_GPU_WEIGHTS)
+# Most weights of a block on other devices, which need large products. The backward pass of no definition takes more
+# than 64 bytes a weight, 2 GiB. Not by the memory that is free: sums in blocks of another size round differently.
+GPU_BLOCK_WEIGHTS = 2**25
 
 
 def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, int, int]]:
@@ -353,9 +273,9 @@ def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, in
     sizes reuse memory. On a CPU a causal block has at most an eighth of the sequence's queries, or `MIN_BLOCK_WEIGHTS`
     weights if that is more.
     """
-    device, length, keys, row_weights = q.device, q.size(2), k.size(2), q.size(0) * q.size(1) * k.size(2)
-    eighth_of_keys, max_weights = -(-keys // 8), block_weights(device)
-    if device.type == "cpu" and layout.causal:
+    length, keys, row_weights, on_cpu = q.size(2), k.size(2), q.size(0) * q.size(1) * k.size(2), q.device.type == "cpu"
+    eighth_of_keys, max_weights = -(-keys // 8), BLOCK_WEIGHTS if on_cpu else GPU_BLOCK_WEIGHTS
+    if on_cpu and layout.causal:
         max_weights = min(max_weights, max(row_weights * eighth_of_keys, MIN_BLOCK_WEIGHTS))
     step = max(1, max_weights // row_weights)
     return [
@@ -373,69 +293,62 @@ class _ByQueryBlocks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        module: nn.Module,
-        layout: AttentionLayout,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *parameters: Tensor,
-    ) -> Tensor:
-        ctx.save_for_backward(q, k, v, *parameters)
+    def forward(ctx: FunctionCtx, module: nn.Module, layout: AttentionLayout, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
         ctx.module, ctx.layout = module, layout
-        names = [name for name, _ in module.named_parameters()]
-        compute_block = partial(torch.func.functional_call, module, dict(zip(names, parameters, strict=True)))
-        blocks = [
-            (_attend, q[:, :, a:b], k[:, :, :s], v[:, :, :s], layout.select(slice(a, b), s))
-            for a, b, s in _blocks(q, k, layout)
-        ]
-        with without_autocast(v.device):
-            return torch.cat([compute_block(block) for block in blocks], 2)
+        with without_autocast(inputs[0].device):
+            return torch.cat(
+                [_attend(module, layout, block, *_part(block, *inputs)) for block in _blocks(*inputs[:2], layout)], 2
+            )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, *parameters = ctx.saved_tensors
-        names = [name for name, _ in ctx.module.named_parameters()]
-        inputs = (q, k, v, *parameters)
+        inputs = ctx.saved_tensors
         # sums over the blocks
         grads = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in inputs]
-        for a, b, s in _blocks(q, k, ctx.layout):
-            leaves = [x.detach().requires_grad_() for x in (q[:, :, a:b], k[:, :, :s], v[:, :, :s], *parameters)]
-            with torch.enable_grad(), without_autocast(v.device):
-                values = dict(zip(names, leaves[3:], strict=True))
-                output = torch.func.functional_call(
-                    ctx.module, values, (_attend, *leaves[:3], ctx.layout.select(slice(a, b), s))
-                )
-                block_grads = torch.autograd.grad(output, leaves, grad[:, :, a:b], allow_unused=True)
-            slices = (grads[0][:, :, a:b], grads[1][:, :, :s], grads[2][:, :, :s], *grads[3:])
-            for total, value in zip(slices, block_grads, strict=True):
-                if value is not None:
-                    total += value
+        for block in _blocks(*inputs[:2], ctx.layout):
+            leaves, block_grad = (
+                [x.detach().requires_grad_() for x in _part(block, *inputs)],
+                grad[:, :, slice(*block[:2])],
+            )
+            with torch.enable_grad(), without_autocast(grad.device):
+                output = _attend(ctx.module, ctx.layout, block, *leaves)
+                block_grads = torch.autograd.grad(output, leaves, block_grad, allow_unused=True, materialize_grads=True)
+            for total, value in zip(_part(block, *grads), block_grads, strict=True):
+                total += value
         return None, None, *(total.to(x.dtype) for total, x in zip(grads, inputs, strict=True))
 
 
-def _attend(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-    return normalizer.weights(q, k, layout).to(v.dtype) @ v
+def _part(block: tuple[int, int, int], q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+    """The part of q, k and v that a block reads, and all parameters."""
+    first_query, end, n_keys = block
+    return q[:, :, first_query:end], k[:, :, :n_keys], v[:, :, :n_keys], *parameters
 
 
-class AsModule(nn.Module):
-    """A module whose `forward` calls any function with the normalizer, so that `torch.func.functional_call` can replace
-    its parameters.
-    """
+def _attend(
+    module: nn.Module, layout: AttentionLayout, block: tuple[int, int, int], q: Tensor, k: Tensor, v: Tensor,
+    *parameters: Tensor,
+) -> Tensor:  # fmt: skip
+    """The output of a block, by `DenseAttention` with these values of the parameters."""
+    first_query, end, n_keys = block
+    values = dict(zip((name for name, _ in module.named_parameters()), parameters, strict=True))
+    arguments = q, k, v, layout.select(slice(first_query, end), n_keys)
+    return torch.func.functional_call(module, values, arguments)
+
+
+class DenseAttention(nn.Module):
+    """A normalizer's `weights` times values, as a module, whose parameters `torch.func.functional_call` can replace."""
 
     def __init__(self, normalizer: nn.Module):
         super().__init__()
         self.normalizer = normalizer
 
-    def forward(self, function: Callable, *arguments: object) -> Tensor | tuple[Tensor, Tensor]:
-        return function(self.normalizer, *arguments)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        return self.normalizer.weights(q, k, layout).to(v.dtype) @ v
 
 
 @uncompiled
 def by_query_blocks(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-    """A normalizer's `weights` times values, (B, H, T, E), computed in blocks of queries with up to `block_weights`
-    weights.
-    """
-    return _ByQueryBlocks.apply(AsModule(normalizer), layout, q, k, v, *normalizer.parameters())
+    """A normalizer's `weights` times values, (B, H, T, E), computed in blocks of queries."""
+    return _ByQueryBlocks.apply(DenseAttention(normalizer), layout, q, k, v, *normalizer.parameters())

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import lm
-from lm.attention.compiler import cpp_compiler
+from lm.attention.kernels import cpp_compiler
 from lm.config.training_config import LogConfig
 from lm.machine import usable_cores
 from lm.model.device import native_bf16_hardware

@@ -11,9 +11,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lm.attention.kernels import without_autocast
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer
-from lm.attention.routes import without_autocast
 from lm.data.batches import Batch
 from lm.model.blocks import AttentionInputs
 from lm.model.decoder import Decoder, batch_layout

@@ -12,7 +12,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor, nn
 
-from lm.attention.compiler import compiled_code_folder, cpp_compiler, cpu_flags
+from lm.attention.kernels import compiled_code_folder, cpp_compiler, cpu_flags
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem, RunError
 from lm.machine import peak_process_bytes

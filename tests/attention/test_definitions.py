@@ -296,7 +296,7 @@ CASES = [
     opt.Forget(),
     *(opt.SoftCap(cap=cap) for cap in (50.0, 0.4)),
     opt.StickBreaking(),
-    *(opt.Linear(features=f, decay=d) for f in ("elu", "relu", "exp") for d in (False, True)),
+    *(opt.Linear(features=f, decay=d) for f in ("elu", "relu") for d in (False, True)),
     *(opt.Linear(features="identity", decay=True, n=n) for n in LENGTHS),
 ]
 every_case = pytest.mark.parametrize("options", CASES, ids=str)
