@@ -2,7 +2,6 @@
 each of lm's parameters.
 """
 
-import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -47,10 +46,8 @@ class MappedParameter:
     """
 
     name: str  # lm's name of the parameter
-    shape: tuple[int, ...]
     tensors: tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes of the tensors
     transposed: bool  # each tensor is stored as (inputs, outputs)
-    scaled: tuple[int, float] | None  # (number of first rows that a factor multiplies, the factor); None: no rows
     by_heads: int = 0  # heads by which queries, keys and values are interleaved in one tensor; 0: they are not
 
 
@@ -122,13 +119,7 @@ class Architecture(ABC):
     def further_fields(self, model: ModelConfig) -> Plains:
         """Return the config.json fields that no single option of `model` gives."""
 
-    def query_scale(self, spec: ModelSpec, fields: Fields, layer: int) -> float:
-        """Return the factor on a layer's queries q that turns lm's scores q.k / sqrt(head size) into this
-        architecture's scores.
-        """
-        return 1.0
-
-    def mapped_parameters(self, spec: ModelSpec, fields: Fields, base: str) -> Iterator[MappedParameter]:
+    def mapped_parameters(self, spec: ModelSpec, base: str) -> Iterator[MappedParameter]:
         """Yield each of lm's parameters with the tensors that hold it, in a model whose tensor names have the prefix
         `base`.
         """
@@ -146,12 +137,8 @@ class Architecture(ABC):
             )
             transposed = self.stores_inputs_first and bool(layer) and len(shape) == 2
             shapes = [(size, *shape[1:])[:: -1 if transposed else 1] for size in rows]
-            factor = self.query_scale(spec, fields, int(layer)) if module == "attention.qkv" else 1.0
             by_heads = spec.model.n_head if self.interleaves_heads and module == "attention.qkv" else 0
-            scaled_rows = (spec.model.n_embd, factor) if factor != 1 else None
-            yield MappedParameter(
-                full_name, shape, tuple(zip(names, shapes, strict=True)), transposed, scaled_rows, by_heads
-            )
+            yield MappedParameter(full_name, tuple(zip(names, shapes, strict=True)), transposed, by_heads)
 
 
 class GPT2(Architecture):
@@ -178,8 +165,8 @@ class GPT2(Architecture):
     def further_options(self, fields: Fields, values: Plains) -> dict[str, object]:
         n_positions = values["seq_len"]
         fields.require_value("n_ctx", (n_positions,), f"is not n_positions = {n_positions}")
-        for name, default in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
-            fields.take(name, bool, default)  # read again in `query_scale`
+        for name, value in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
+            fields.require_value(name, (value,), f"only {str(value).lower()} is read")
         activation = _read_activation(fields, "activation_function", "gelu_new")
         n_mlp = fields.size("n_inner", 4 * values["n_embd"])
         return {"n_mlp": n_mlp, "mlp": activation, "position": Learned(), "normalizer": Softmax()}
@@ -189,14 +176,6 @@ class GPT2(Architecture):
             "n_inner": model.mlp_width, "activation_function": _write_activation(model),
             "embd_pdrop": model.dropout, "resid_pdrop": model.dropout, "attn_pdrop": 0.0,
         }  # fmt: skip
-
-    def query_scale(self, spec: ModelSpec, fields: Fields, layer: int) -> float:
-        """Return 1, or sqrt(head size) if `scale_attn_weights` is false. `scale_attn_by_inverse_layer_idx` divides this
-        by `layer` + 1.
-        """
-        is_scaled = fields.take("scale_attn_weights", bool, True)
-        per_layer = fields.take("scale_attn_by_inverse_layer_idx", bool, False)
-        return (1.0 if is_scaled else math.sqrt(spec.model.key_dims)) / (layer + 1 if per_layer else 1)
 
 
 class Llama(Architecture):
@@ -223,7 +202,6 @@ class Llama(Architecture):
         1e-6, "tied": False,
     }  # fmt: skip
     options: ClassVar[Plains] = {"mlp": "swiglu", "norm": "rms"}
-    kv_heads: ClassVar[int | None] = None  # default of num_key_value_heads; None: the number of query heads
     head_dim: ClassVar[int | None] = None  # default of head_dim; None: hidden_size / num_attention_heads
     bias_fields: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")  # other biases are absent
 
@@ -234,7 +212,7 @@ class Llama(Architecture):
             raise fields.refusal(
                 "num_attention_heads", f"does not divide hidden_size = {width}, and there is no head_dim"
             )
-        kv_heads = fields.size("num_key_value_heads", None if fields.is_null("num_key_value_heads") else self.kv_heads)
+        kv_heads = fields.size("num_key_value_heads", None)
         bias, mlp_bias = (
             name in self.bias_fields and fields.take(name, bool, False) for name in ("attention_bias", "mlp_bias")
         )
@@ -267,7 +245,7 @@ class Qwen2(Llama):
 
     model_type = "qwen2"
     classes = ("Qwen2ForCausalLM", "Qwen2Model")
-    divides_width, kv_heads, bias_fields = False, 32, ()
+    divides_width, bias_fields = False, ()
     defaults: ClassVar[Plains] = Llama.defaults | {
         "vocab_size": 151936, "seq_len": 32768, "n_mlp": 22016,
     }  # fmt: skip
@@ -275,7 +253,7 @@ class Qwen2(Llama):
 
     def normalizer(self, fields: Fields, values: Plains) -> Options:
         first_layer = fields.take("max_window_layers", int, 28)
-        return _read_windows(fields, 4096, [layer >= first_layer for layer in range(values["n_layer"])])
+        return _read_windows(fields, [layer >= first_layer for layer in range(values["n_layer"])])
 
     def further_fields(self, model: ModelConfig) -> Plains:
         return super().further_fields(model) | _write_windows(model)
@@ -295,7 +273,6 @@ class SmolLM3(Llama):
 
     model_type = "smollm3"
     classes = ("SmolLM3ForCausalLM", "SmolLM3Model")
-    kv_heads = 4
     defaults: ClassVar[Plains] = Llama.defaults | {
         "vocab_size": 128256, "seq_len": 32768, "n_embd": 2048, "n_layer": 36, "n_head": 16, "tied": True,
     }  # fmt: skip
@@ -314,7 +291,7 @@ class SmolLM3(Llama):
         return [bool(rotates) for rotates in fields.take("no_rope_layers", list[int], default)[:n_layers]]
 
     def normalizer(self, fields: Fields, values: Plains) -> Options:
-        return _read_windows(fields, None, [not rotates for rotates in self.rotating_layers(fields, values)])
+        return _read_windows(fields, [not rotates for rotates in self.rotating_layers(fields, values)])
 
     def further_fields(self, model: ModelConfig) -> Plains:
         layers = [int(model.position.rotates_in(layer)) for layer in range(model.n_layer)]
@@ -326,28 +303,19 @@ class Ministral3(Llama):
 
     model_type = "ministral3"
     classes = ("Ministral3ForCausalLM", "Ministral3Model")
-    kv_heads, head_dim, bias_fields = 8, 128, ()
+    head_dim, bias_fields = 128, ()
     defaults: ClassVar[Plains] = Llama.defaults | {
         "vocab_size": 131072, "seq_len": 262144, "n_mlp": 14336, "n_layer": 34, "norm_eps": 1e-5,
     }  # fmt: skip
     GROWTH: ClassVar[str] = "llama_4_scaling_beta"
-    DEFAULT_ROPE: ClassVar[Plains] = {
-        "type": "yarn", "rope_theta": 1e6, "factor": 16.0, ORIGINAL_LENGTH: 16384, "mscale": 1.0,
-        "mscale_all_dim": 1.0, GROWTH: 0.1,
-    }  # fmt: skip
 
     def position(self, fields: Fields, values: Plains) -> Rope:
-        others = (self.GROWTH, "max_position_embeddings")
-        return read_rope(self.with_rope(fields), values["seq_len"], others=others)
-
-    def with_rope(self, fields: Fields) -> Fields:
-        """Return the fields, or where they don't say what RoPE is, transformers' default of this field."""
-        default = Fields({"rope_parameters": self.DEFAULT_ROPE}, fields.path)
-        return fields if fields.block("rope_parameters") else default
+        return read_rope(fields, values["seq_len"], others=(self.GROWTH, "max_position_embeddings"))
 
     def normalizer(self, fields: Fields, values: Plains) -> Options:
         fields.require_value("sliding_window", (), "layers with windows are not read here")
-        block = self.with_rope(fields).block("rope_parameters")
+        if (block := fields.block("rope_parameters")) is None:
+            raise fields.refusal("rope_parameters", "must say how the factor on queries grows")
         growth, length = block.take(self.GROWTH, float), block.size(ORIGINAL_LENGTH)
         return Llama4(floor_scale=float(length), attn_scale=growth, offset=0)
 
@@ -424,14 +392,13 @@ def _write_activation(model: ModelConfig) -> str:
     return next((name for name, mlp in ACTIVATIONS.items() if mlp == model.mlp), "gelu")
 
 
-def _read_windows(fields: Fields, default_size: int | None, layers: list[bool]) -> Options:
+def _read_windows(fields: Fields, layers: list[bool]) -> Options:
     """Return options of lm's normalizer: softmax, over a sliding window in the layers for which config.json has one,
     by default those of `layers`. Raises RunError for a bad field."""
     has_windows, n_layers = fields.take("use_sliding_window", bool, False), len(layers)
-    size = fields.size("sliding_window", None if fields.is_null("sliding_window") else default_size)
-    default_layer_types = [
-        SLIDING_ATTENTION if has_windows and size and has_window else FULL_ATTENTION for has_window in layers
-    ]
+    if (size := fields.size("sliding_window", None)) is None and has_windows:
+        raise fields.refusal("sliding_window", "must be a size, as use_sliding_window is true")
+    default_layer_types = [SLIDING_ATTENTION if has_windows and windowed else FULL_ATTENTION for windowed in layers]
     layer_types = fields.take("layer_types", list[str], default_layer_types)
     if len(layer_types) != n_layers or not {*layer_types} <= {FULL_ATTENTION, SLIDING_ATTENTION}:
         raise fields.refusal(
@@ -439,9 +406,8 @@ def _read_windows(fields: Fields, default_size: int | None, layers: list[bool]) 
         )
     if SLIDING_ATTENTION not in layer_types:
         return Softmax()
-    if not has_windows or size is None:
-        needed = "use_sliding_window must be true, and sliding_window a size"
-        raise fields.refusal("layer_types", f"lists {SLIDING_ATTENTION}: {needed}")
+    if not has_windows:
+        raise fields.refusal("layer_types", f"lists {SLIDING_ATTENTION}: use_sliding_window must be true")
     normalizers = [Window(size=size) if kind == SLIDING_ATTENTION else Softmax() for kind in layer_types]
     return normalizers[0] if {*layer_types} == {SLIDING_ATTENTION} else Layers(of=normalizers)
 

@@ -72,8 +72,6 @@ def _with_relative_imports(path: Path) -> tuple[str, set[str]]:
         packages = {name.partition(".")[0] for name in ([module] if module else names)}
         if not (getattr(node, "level", 0) or packages & {"lm", path.parent.name}):
             continue
-        if module == "lm.schema" and names == ["key"]:
-            module = "lm.attention.options"
         if module == "lm.attention":
             modules = [f"lm.attention.{name}" for name in names]
             statements = [

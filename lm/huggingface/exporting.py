@@ -184,7 +184,7 @@ def _transformers_tensors(
 ) -> dict[str, Tensor]:
     """The tensors of `architecture`, by their names in transformers, as views of lm's parameters."""
     state, tensors = loaded_model.decoder.state_dict(), {}
-    for part in architecture.mapped_parameters(loaded_model.spec, Fields(config, loaded_model.path), architecture.base):
+    for part in architecture.mapped_parameters(loaded_model.spec, architecture.base):
         pieces = state[part.name].split([size[-1] if part.transposed else size[0] for _, size in part.tensors])
         pieces = [piece.t() if part.transposed else piece for piece in pieces]
         if part.by_heads:

@@ -70,10 +70,6 @@ class Fields:
             raise RunError(f"{self.path}: {name} must be {type_name(kind)}, not {text}")
         return result
 
-    def is_null(self, name: str) -> bool:
-        """Whether a field is present and null; an absent field has its default instead."""
-        return name in self._plain and self._plain[name] is None
-
     def size(self, name: str, default: Plain = MISSING, maximum: int = 10**9) -> int:
         """Return the value of a field as `take` does. Raises RunError if it is not a whole number from 1 to
         `maximum`.

@@ -1,7 +1,6 @@
 """`lm import` writes a pretrained model of Hugging Face (safetensors) to a model folder, which lm loads like a run."""
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,37 +44,28 @@ class Shards:
         path: the folder, which errors name.
         shapes: the shape of each tensor, by its name in transformers.
 
-    Raises RunError: a folder without weights, or a shard that is missing, truncated, damaged or in conflict with the
-    index.
+    Raises RunError: a folder without weights, or a shard that is missing, truncated or damaged.
     """
 
     def __init__(self, folder: Path):
         self.path, self.shapes = folder, dict[str, tuple[int, ...]]()
         # the file of each tensor, and the type and the name that it has there
         self._places: dict[str, tuple[Path, str, str]] = {}
-        for file, names in _weight_files(folder).items():
-            self._read_header(file, names)
+        for file in _weight_files(folder):
+            self._read_header(file)
 
-    def _read_header(self, file: Path, names: set[str] | None) -> None:
-        """Record shape, type and file of the tensors in `file`. `names`: the tensors that the index lists for it; None
-        without an index.
-        """
+    def _read_header(self, file: Path) -> None:
+        """Record shape, type and file of the tensors in `file`."""
         if not file.is_file():
             raise RunError(f"{file}: no such file, which {INDEX} lists; fetch the model again")
         try:
             with safe_open(file, "pt") as reader:
-                slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118
-                for name, tensor in slices.items():
+                for name in reader.keys():  # noqa: SIM118
+                    tensor = reader.get_slice(name)
                     self.shapes[OLDER_NAMES.get(name, name)] = tuple(tensor.get_shape())
                     self._places[OLDER_NAMES.get(name, name)] = (file, tensor.get_dtype(), name)
         except (OSError, SafetensorError) as error:
             raise RunError(f"{file}: not a readable safetensors file: {one_line(error, 160)}; fetch it again") from None
-        if names is not None and names != slices.keys():
-            name = min(names ^ slices.keys())
-            raise RunError(
-                f"{file}: {name} is {'missing, ' if name in names else 'not '}listed for it in {INDEX}; fetch the "
-                "model again"
-            )
 
     def read(self, name: str) -> Tensor:
         """Return a tensor in fp32. The file is opened for this tensor alone, so that no other tensor stays in mapped
@@ -93,12 +83,10 @@ class Shards:
             raise RunError(f"{file}: {name} is not readable: {one_line(error, 160)}") from None
 
 
-def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """Return the weight files of a folder, each with the names of the tensors that the index lists for it, or None
-    without an index.
-    """
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the weight files of a folder."""
     if (folder / WEIGHTS_FILE).is_file():
-        return {folder / WEIGHTS_FILE: None}
+        return [folder / WEIGHTS_FILE]
     index = folder / INDEX
     if not index.is_file():
         if pickles := [path.name for pattern in PICKLE_PATTERNS for path in sorted(folder.glob(pattern))]:
@@ -111,10 +99,7 @@ def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
     files_by_name = read_json(index).get("weight_map")
     if not isinstance(files_by_name, dict) or not files_by_name or not all(map(_is_plain_name, files_by_name.values())):
         raise RunError(f"{index}: its weight_map must name a file of the folder for each tensor")
-    files: dict[Path, set[str] | None] = {}
-    for name, file in files_by_name.items():
-        files.setdefault(folder / file, set()).add(name)
-    return files
+    return [folder / file for file in dict.fromkeys(files_by_name.values())]
 
 
 def _is_plain_name(file: object) -> bool:
@@ -199,12 +184,13 @@ def import_model(
         spec = ModelSpec.read(to_plain(spec))  # checks lm's bounds, and for contradictions
     except ConfigError as error:
         raise RunError(f"{model.path}: describes a model that can't be built: {one_line(error)}") from None
-    parameters = _checked_parameters(architecture, spec, fields, model.tensors)
+    parameters = _checked_parameters(architecture, spec, fields.path.name, model.tensors)
     origin = {**model.origin, "architecture": kind, "max_position_embeddings": positions}
     tokenizer_bytes = None if tokenizer_text is None else tokenizer_text.encode()
     tensors = dict(_parameter_values(parameters, model.tensors))
+    n_parameters = sum(tensor.numel() for tensor in tensors.values())
     write_model(target, spec, tensors, tokenizer_bytes, origin=origin)
-    _print_summary(target, kind, spec, token_count, sum(math.prod(parameter.shape) for parameter in parameters))
+    _print_summary(target, kind, spec, token_count, n_parameters)
     return spec
 
 
@@ -312,13 +298,13 @@ def _checked_tokenizer(model: PretrainedModel, start: str, vocabulary: int) -> t
 
 
 def _checked_parameters(
-    architecture: Architecture, spec: ModelSpec, fields: Fields, tensors: Shards
+    architecture: Architecture, spec: ModelSpec, config_name: str, tensors: Shards
 ) -> list[MappedParameter]:
     """lm's parameters, sorted by name. Raises RunError if a tensor is missing, unknown or misshapen, or a tied head
     isn't the embedding.
     """
     base = architecture.base if any(name.startswith(architecture.base) for name in tensors.shapes) else ""
-    parameters = list(architecture.mapped_parameters(spec, fields, base))
+    parameters = list(architecture.mapped_parameters(spec, base))
     expected_shapes = {name: size for parameter in parameters for name, size in parameter.tensors}
     if spec.model.tied and HEAD in tensors.shapes:
         expected_shapes[HEAD] = (spec.vocab_size, spec.model.n_embd)
@@ -328,20 +314,16 @@ def _checked_parameters(
             raise RunError(f"{tensors.path}: {HEAD} differs from the embedding, and tie_word_embeddings is true")
     for name, size in expected_shapes.items():
         if name not in tensors.shapes:
-            raise RunError(f"{tensors.path}: there is no tensor {name}, which {fields.path.name} implies")
+            raise RunError(f"{tensors.path}: there is no tensor {name}, which {config_name} implies")
         if tensors.shapes[name] != size:
-            raise RunError(
-                f"{tensors.path}: {name} has shape {tensors.shapes[name]}, {fields.path.name} implies {size}"
-            )
+            raise RunError(f"{tensors.path}: {name} has shape {tensors.shapes[name]}, {config_name} implies {size}")
     unknown_names = [
         name
         for name in tensors.shapes
         if name not in expected_shapes and not name.endswith(architecture.buffers or ("\n",))
     ]
     if unknown_names:
-        raise RunError(
-            f"{tensors.path}: {unknown_names[0]} is not a tensor of the model that {fields.path.name} describes"
-        )
+        raise RunError(f"{tensors.path}: {unknown_names[0]} is not a tensor of the model that {config_name} describes")
     return sorted(parameters, key=lambda parameter: parameter.name)
 
 
@@ -358,12 +340,7 @@ def _parameter_values(parameters: list[MappedParameter], tensors: Shards) -> Ite
         pieces = [piece.t() for piece in pieces] if parameter.transposed else pieces
         if parameter.by_heads:
             pieces = [piece.unflatten(0, (parameter.by_heads, 3, -1)).transpose(0, 1).flatten(0, 2) for piece in pieces]
-        value = torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous()
-        del pieces
-        if parameter.scaled:
-            n_rows, factor = parameter.scaled
-            value = torch.cat((value[:n_rows] * factor, value[n_rows:]))
-        yield parameter.name, value
+        yield parameter.name, torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous()
 
 
 def _print_summary(folder: Path, kind: str, spec: ModelSpec, n_tokens: int, n_parameters: int) -> None:

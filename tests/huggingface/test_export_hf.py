@@ -202,7 +202,7 @@ BY_OPTIONS = {  # each normalizer, with options that act within few tokens; and 
     "softcap": opt.SoftCap(cap=2.0),
     "window": LISTED,
     "sigmoid": Layers([opt.Sigmoid(), opt.Sigmoid(bias=True)]),
-    "linear": Layers([opt.Linear(), opt.Linear(features="exp", decay=True)]),
+    "linear": Layers([opt.Linear(), opt.Linear(features="relu", decay=True)]),
     "softmax at a temperature": opt.Softmax(temperature=0.5),
     "ssmax with b": opt.SSMax(bias=True),
     "ssmax, n fixed": opt.SSMax(n="fixed:100"),
@@ -337,8 +337,7 @@ from dataclasses import dataclass
 import torch
 from lm.attention import layout as layouts
 from lm.attention.normalizer import SoftmaxNormalizer, logits
-from lm.attention.options import Options
-from lm.schema import key
+from lm.attention.options import Options, key
 
 @dataclass
 class PowerOptions(Options):

