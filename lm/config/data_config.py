@@ -240,7 +240,7 @@ class WeightedTask:
     task: Task = variant(
         TASKS,
         "mqar",
-        "what makes the sequences; `needle` and `passkey` are in text, `mqar` is over symbols of its own",
+        "what makes the sequences; `needle` is in text, `mqar` is over symbols of its own",
     )
 
 

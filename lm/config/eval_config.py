@@ -183,7 +183,7 @@ class TextsConfig(EvaluationConfig):
 class RecallConfig(InferenceConfig):
     needs_text: ClassVar[bool] = False
     tasks: list[Task] = variant(
-        TASKS, [], "tasks to ask for, e.g. [passkey, {name: needle, needles: 3}]; empty: those of data.tasks"
+        TASKS, [], "tasks to ask for, e.g. [needle, {name: needle, needles: 3}]; empty: those of data.tasks"
     )
     length_factors: list[float] = key(
         [1.0, 2.0, 4.0, 8.0, 16.0], "sequence lengths, in training lengths; []: off", gt=0, le=MAX_FACTOR

@@ -97,11 +97,6 @@ class MQAR(Task):
     held_out: Literal["lists", "pairs"] = key(
         "lists", "what test sequences have to themselves: lists of pairs, or single pairs"
     )
-    varied: bool = key(
-        False,
-        "training sequences have a random number of pairs, 1 to `pairs`, and no more queries; test sequences have "
-        "`pairs`",
-    )
 
     @property
     def vocab_size(self) -> int:
@@ -165,24 +160,7 @@ class Needle(Task):
         return None if self.absent else Chance.for_questions(self.needles + self.distractors, self.needles)
 
 
-@dataclass
-class Passkey(Task):
-    """Pass key retrieval (arXiv 2305.16300): "The pass key is KEY. Remember it. KEY is the pass key." at a random place
-    of "The grass is green. ...", over and over, then a question for KEY.
-
-    KEY has five digits, and occurs twice in its sentence and once in the answer, as the same tokens, and nowhere else.
-
-    Training and test share no key: its hash decides to which of them it belongs.
-    """
-
-    name: ClassVar[str] = "passkey"
-
-    def entropy(self, length: int) -> float:
-        """Entropy of the key alone; its position and the filler are not counted."""
-        return log(9 * 10**4)
-
-
-TASKS = {v.name: v for v in (MQAR, Needle, Passkey)}
+TASKS = {v.name: v for v in (MQAR, Needle)}
 
 
 def task_names(tasks: list[dict[str, Plain]]) -> list[str]:

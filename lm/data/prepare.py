@@ -149,7 +149,8 @@ def _store_identity(data: DataConfig) -> dict[str, Plain]:
     included.
     """
     if data.symbolic:
-        tasks = [to_plain(weighted.task) for weighted in data.tasks]
+        # `varied`: a key of earlier versions, whose stores are found
+        tasks = [to_plain(weighted.task) | {"varied": False} for weighted in data.tasks]
         return {"format": STORE_FORMAT, "source": {"name": "tasks", "tasks": tasks, "seq_len": data.seq_len}}
     return {
         "format": STORE_FORMAT,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 
 from lm.config.data_config import END_OF_TEXT
-from lm.config.task_config import MQAR, TEST_DIVISOR, Needle, Passkey, Task
+from lm.config.task_config import MQAR, TEST_DIVISOR, Needle, Task
 from lm.data.tokenizer import decode, encoding_of, prefixes_space, special_token_mask
 
 if TYPE_CHECKING:
@@ -193,13 +193,11 @@ def mqar(task: MQAR, draw: Draw, length: int, text: Text | None = None) -> Examp
     require_room(
         length + 1 - width * task.pairs - 2 * task.queries, f"{task.pairs} pairs and {task.queries} queries", length
     )
-    pairs = 1 + draw.integer(task.pairs) if task.varied and draw.subset == "train" else task.pairs
-    queries = min(task.queries, pairs)
-    query_start = length + 1 - 2 * queries
+    query_start = length + 1 - 2 * task.queries
     first_filler_id, first_pair_id = task.keys + task.values, task.keys + task.values + task.filler
     tokens = first_filler_id + draw.integers(task.filler, length + 1)
-    starts, query_pairs = draw.block_starts(query_start, [width] * pairs), draw.order(pairs, queries)
-    keys, values = _keys_and_values(task, pairs, draw)
+    starts, query_pairs = draw.block_starts(query_start, [width] * task.pairs), draw.order(task.pairs, task.queries)
+    keys, values = _keys_and_values(task, draw)
     if task.joined:
         tokens[starts] = first_pair_id + keys * task.values + values
     else:
@@ -209,18 +207,18 @@ def mqar(task: MQAR, draw: Draw, length: int, text: Text | None = None) -> Examp
     return Example(tokens, answers, span(starts[query_pairs] + width - 1), span(starts[query_pairs], width))
 
 
-def _keys_and_values(task: MQAR, pairs: int, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
+def _keys_and_values(task: MQAR, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
     for _ in draw.attempts():
-        keys, order = draw.order(task.keys, pairs), draw.order(task.values)
+        keys, order = draw.order(task.keys, task.pairs), draw.order(task.values)
         if task.held_out == "pairs":
             break
-        if draw.accepts(*keys, *order[:pairs]):
-            return keys, order[:pairs]
+        if draw.accepts(*keys, *order[: task.pairs]):
+            return keys, order[: task.pairs]
     # Each key takes the first unused value whose pair belongs to this subset: values / 8 or more do, and other keys
     # take at most pairs - 1.
     is_free = ((keys[:, None] + order) % TEST_DIVISOR == 0) == (draw.subset == "test")  # (pairs, values)
-    values = np.empty(pairs, np.int64)
-    for pair in range(pairs):
+    values = np.empty(task.pairs, np.int64)
+    for pair in range(task.pairs):
         value_number = int(is_free[pair].argmax())
         values[pair] = order[value_number]
         is_free[:, value_number] = False
@@ -237,69 +235,31 @@ Lisbon London Madrid Manila Melbourne Mexico Milan Montreal Moscow Mumbai Munich
 Ottawa Paris Prague Quito Riga Rome Santiago Seattle Seoul Shanghai Singapore Sofia Stockholm Sydney Tehran
 Tokyo Toronto Vienna Warsaw Zurich"""
 CITIES = tuple(_CITY_NAMES.split())
-GRASS_FILLER = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
 
 def needle(task: Needle, draw: Draw, length: int, text: Text | None = None) -> Example:
+    """Numbers are drawn again until each stands in its sentence and its answer alone."""
     n_cities = task.needles + task.distractors
     cities = [CITIES[city] for city in draw.order(len(CITIES), n_cities)]
-    sentences = {
-        index: [text.encode_before_number(f" The special magic {cities[index]} number is:"), text.encode(".")]
+    sentences = {  # {index of a city: its sentence up to the number}
+        index: text.encode_before_number(f" The special magic {cities[index]} number is:")
         for index in range(task.needles if task.absent else 0, n_cities)
     }
     form = "\nWhat is the special magic {0} number? The special magic {0} number is:"
     questions = {
         index: text.encode_before_number(form.format(cities[index])) for index in draw.order(task.needles).tolist()
     }
-    depth = None if task.absent else task.depth
-    return hidden_numbers(draw, length, text, 7, n_cities, sentences, questions, text.filler, depth)
-
-
-def passkey(task: Passkey, draw: Draw, length: int, text: Text | None = None) -> Example:
-    pieces = [text.encode_before_number(piece) for piece in (" The pass key is", ". Remember it.")]
-    pieces.append(text.encode(" is the pass key."))
-    question = text.encode_before_number(" What is the pass key? The pass key is")
-    grass_tokens = text.encode(GRASS_FILLER)
-
-    def filler(draw: Draw, count: int) -> np.ndarray:
-        return np.resize(grass_tokens, count)
-
-    return hidden_numbers(draw, length, text, 5, 1, {0: pieces}, {0: question}, filler)
-
-
-def hidden_numbers(
-    draw: Draw,
-    length: int,
-    text: Text,
-    digits: int,
-    n_numbers: int,
-    sentences: dict[int, list[np.ndarray]],
-    questions: dict[int, np.ndarray],
-    filler: Callable[[Draw, int], np.ndarray],
-    depth: float | None = None,
-) -> Example:
-    """Hide `n_numbers` random numbers in text, and ask for some of them. Numbers are drawn again until each stands in
-    its sentence and its answer alone.
-
-    Args:
-        digits: of each number.
-        sentences: {number: pieces of its sentence, between which it stands}.
-        questions: {number: its question}, in the order in which they are asked at the end.
-        filler: returns so many tokens of text, into which the sentences are put.
-        depth: fraction of filler before the first sentence; None: random, as for other sentences.
-    """
     for _ in draw.attempts():
         numbers: list[int] = []
-        while len(numbers) < n_numbers:
-            number = 10 ** (digits - 1) + draw.integer(9 * 10 ** (digits - 1))
+        while len(numbers) < n_cities:
+            number = 10**6 + draw.integer(9 * 10**6)
             if draw.accepts(number) and number not in numbers:
                 numbers.append(number)
-        sequence = _haystack(
-            draw, length, [text.encode_number(number) for number in numbers], sentences, questions, filler, depth
-        )
+        tokens = [text.encode_number(number) for number in numbers]
+        sequence = _haystack(task, draw, length, text, tokens, sentences, questions)
         decoded_text = text.decode(sequence.tokens)
         if all(
-            decoded_text.count(str(number)) == len(sentences.get(index, " ")) - 1 + (index in questions)
+            decoded_text.count(str(number)) == (index in sentences) + (index in questions)
             for index, number in enumerate(numbers)
         ):
             break
@@ -307,38 +267,35 @@ def hidden_numbers(
 
 
 def _haystack(
+    task: Needle,
     draw: Draw,
     length: int,
+    text: Text,
     numbers: list[np.ndarray],
-    sentences: dict[int, list[np.ndarray]],
+    sentences: dict[int, np.ndarray],
     questions: dict[int, np.ndarray],
-    filler: Callable[[Draw, int], np.ndarray],
-    depth: float | None,
 ) -> Example:
-    """Return the sequence of `hidden_numbers` for the tokens of its numbers. Raises NoRoom: no room for the sentences
-    and questions.
+    """Return the sequence of `needle` for the tokens of its numbers. Raises NoRoom: no room for the sentences and
+    questions.
     """
-    whole_sentences = [
-        np.concatenate([pieces[0], *(part for piece in pieces[1:] for part in (numbers[index], piece))])
-        for index, pieces in sentences.items()
-    ]
+    end = text.encode(".")
+    whole_sentences = [np.concatenate((begin, numbers[index], end)) for index, begin in sentences.items()]
     ending = [part for index, question in questions.items() for part in (question, numbers[index])]
     n_filler = length + 1 - sum(map(len, [*whole_sentences, *ending]))
     require_room(n_filler, "the needles and their questions", length)
     depths = draw.integers(n_filler + 1, len(sentences))  # tokens of filler before each sentence
-    if depth is not None and sentences:
-        depths[0] = round(depth * n_filler)
+    if task.depth is not None and not task.absent:
+        depths[0] = round(task.depth * n_filler)
     order, widths = np.argsort(depths, kind="stable"), np.array([*map(len, whole_sentences)], np.int64)
     starts = np.empty_like(depths)
     starts[order] = depths[order] + np.cumsum(widths[order]) - widths[order]
     sentence_tokens = np.concatenate([np.empty(0, np.int64), *(whole_sentences[index] for index in order)])
-    body = np.insert(filler(draw, n_filler), np.repeat(depths[order], widths[order]), sentence_tokens)
+    body = np.insert(text.filler(draw, n_filler), np.repeat(depths[order], widths[order]), sentence_tokens)
     # from the end of a question to the end of its answer
     answers = (len(body) + np.cumsum([len(part) for part in ending])).reshape(-1, 2)
     spans = np.zeros((2, len(numbers), 2), np.int64)  # of each number in its sentence, and of its sentence
-    for index, start, width in zip(sentences, starts, widths, strict=True):
-        number_start = len(sentences[index][0])
-        spans[:, index] = start + np.array([[number_start, number_start + len(numbers[index])], [0, width]])
+    for (index, begin), start, width in zip(sentences.items(), starts, widths, strict=True):
+        spans[:, index] = start + np.array([[len(begin), len(begin) + len(numbers[index])], [0, width]])
     evidence, needles = spans[:, list(questions)]
     return Example(np.concatenate((body, *ending)), answers, evidence, needles)
 
@@ -347,11 +304,7 @@ def _haystack(
 
 
 # Functions that make a sequence of exactly length + 1 tokens by a task's options, or raise NoRoom.
-GENERATORS: dict[type[Task], Callable[[Task, Draw, int, Text | None], Example]] = {
-    MQAR: mqar,
-    Needle: needle,
-    Passkey: passkey,
-}
+GENERATORS: dict[type[Task], Callable[[Task, Draw, int, Text | None], Example]] = {MQAR: mqar, Needle: needle}
 
 
 def example(

@@ -125,7 +125,7 @@ def test_global_batches_do_not_depend_on_how_they_are_read(
 
 
 @pytest.mark.parametrize(
-    "more", ["", "data.lengths={name: mixed, weights: {16: 0.5, 32: 0.5}}", "data.tasks=[{weight: 0.5, task: passkey}]"]
+    "more", ["", "data.lengths={name: mixed, weights: {16: 0.5, 32: 0.5}}", "data.tasks=[{weight: 0.5, task: needle}]"]
 )
 def test_a_seed_of_the_data_decides_the_batches_alone(store: Store, more: str):
     tiny = [str(ROOT / "tests" / "tiny.yaml"), "data.source=package", "data.seq_len=128", *([more] if more else [])]

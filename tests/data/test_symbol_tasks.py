@@ -70,14 +70,3 @@ def test_joined_pairs_are_one_symbol_each(index: int, subset: str, length: int):
     assert (pairs % 12 == sequence.tokens[sequence.questions[:, 0]] - 16).all()
     assert len(set(pairs // 12)) == len(set(pairs % 12)) == 8
     assert sequence.tokens[:-16].min() >= 28, "filler is neither key nor value"
-
-
-def test_varied_recall_trains_on_fewer_pairs_and_tests_on_all():
-    task = MQAR(varied=True)
-
-    def pair_counts(count: int, subset: str) -> set[int]:
-        sequences = [example(task, 1, index, 64, subset) for index in range(count)]
-        return {int((sequence.tokens[: sequence.questions[0, 0] - 1] < task.keys).sum()) for sequence in sequences}
-
-    assert pair_counts(200, "train") == set(range(1, 9))
-    assert pair_counts(50, "test") == {8}

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from lm.config.data_config import DataConfig, Files, TrainedTokenizer
 from lm.config.load import load_config
-from lm.config.task_config import MQAR, Needle, Passkey, Task
+from lm.config.task_config import MQAR, Needle, Task
 from lm.data.prepare import prepare
 from lm.data.tasks import Draw, Example, TaskError, Text, check_task, example
 from lm.errors import ConfigError, DataError
@@ -21,12 +21,11 @@ from lm.errors import ConfigError, DataError
 TINY = str(Path(__file__).parents[1] / "tiny.yaml")
 SYMBOLIC = [
     MQAR(),
-    MQAR(varied=True),
     MQAR(keys=8, values=8),
     MQAR(keys=16, values=16, joined=True),
 ]
 FEW = MQAR(keys=4, values=4, filler=1, pairs=2, queries=2)  # with few different sequences
-TEXTUAL = [Needle(), Needle(needles=2, distractors=2), Needle(depth=0.5), Passkey()]
+TEXTUAL = [Needle(), Needle(needles=2, distractors=2), Needle(depth=0.5)]
 CONTROLS = [Needle(absent=True), Needle(needles=2, distractors=2, absent=True)]
 INDICES, SEEDS, SUBSETS = st.integers(0, 2**32 - 1), st.integers(0, 2**31 - 1), st.sampled_from(["train", "test"])
 
@@ -102,7 +101,6 @@ def digest(task: Task, length: int, text: Text | None = None) -> str:
 
 PINNED = {
     "mqar": "fb45790e1f2e8d55",
-    "mqar-varied=True": "7b27dca9de65f911",
     "mqar-keys=8-values=8": "ae7a7406f7b61258",
     "mqar-keys=16-values=16-joined=True": "6990adac98ade3fc",
 }
@@ -180,11 +178,11 @@ def numbers_of(text: Text, sequence: Example) -> list[str]:
 @settings(max_examples=15, deadline=None)
 def test_an_answer_stands_nowhere_else_in_tokens_or_text(text: Text, task: Task, index: int, subset: str):
     sequence = example(task, 1, index, 500, subset, text)
-    expected = 1 if task in CONTROLS else 3 if isinstance(task, Passkey) else 2
+    expected = 1 if task in CONTROLS else 2
     content = text.decode(sequence.tokens)
     for number, (start, stop) in zip(numbers_of(text, sequence), sequence.questions, strict=True):
         assert number.isdigit()
-        assert len(number) == (5 if isinstance(task, Passkey) else 7)
+        assert len(number) == 7
         assert content.count(number) == expected
         assert occurrences(sequence.tokens, sequence.tokens[start:stop]) == expected
 
@@ -228,9 +226,8 @@ def with_prefix(kind: str) -> Tokenizer:
     return tokenizer
 
 
-@pytest.mark.parametrize("task", [Needle(needles=2, depth=0.5), Passkey()], ids=label)
 @pytest.mark.parametrize("kind", ["normalizer", "metaspace", "byte-level"])
-def test_a_tokenizer_that_puts_a_space_before_a_text_puts_none_into_sentences(kind: str, task: Task):
+def test_a_tokenizer_that_puts_a_space_before_a_text_puts_none_into_sentences(kind: str):
     """A sequence has the tokens of its own text, and an answer begins with a digit."""
     tokenizer = with_prefix(kind)
     ids = np.array(tokenizer.encode("so so " * 500).ids[2:])
@@ -243,7 +240,7 @@ def test_a_tokenizer_that_puts_a_space_before_a_text_puts_none_into_sentences(ki
     size = tokenizer.get_vocab_size()
     text = Text(SimpleNamespace(vocab_size=size, tokenizer=lambda: tokenizer, train=split, val=split))
     for index in range(5):
-        sequence = example(task, 0, index, 400, "test", text)
+        sequence = example(Needle(needles=2, depth=0.5), 0, index, 400, "test", text)
         content = " " * (kind == "byte-level") + text.decode(sequence.tokens).lstrip()
         tokens = tokenizer.encode(content).ids
         assert sequence.tokens.tolist()[-len(tokens) + 1 :] == tokens[1:]
@@ -271,10 +268,11 @@ def test_needles_and_their_questions_say_what_they_should(text: Text, index: int
         )
 
 
-@pytest.mark.parametrize("task", [Needle(distractors=1), Passkey()], ids=label)
-def test_training_and_test_sequences_of_text_share_no_number(text: Text, task: Task):
+def test_training_and_test_sequences_of_text_share_no_number(text: Text):
     by_subset = {
-        subset: {n for i in range(60) for n in numbers_of(text, example(task, 1, i, 300, subset, text))}
+        subset: {
+            n for i in range(60) for n in numbers_of(text, example(Needle(distractors=1), 1, i, 300, subset, text))
+        }
         for subset in ("train", "test")
     }
     assert not by_subset["train"] & by_subset["test"]

@@ -58,10 +58,10 @@ def test_runs_of_an_earlier_version_are_gone_on_with_and_its_plan_is_unchanged(t
         (
             [
                 "recall",
-                "data.tasks=[{task: passkey}]",
-                "eval.recall.tasks=[passkey, {name: needle, needles: 2}]",
+                "data.tasks=[{task: mqar}]",
+                "eval.recall.tasks=[mqar, {name: mqar, pairs: 4, queries: 4}]",
             ],
-            "56de8479",
+            "9f57f79c",
         ),
         (["sotu", "recipes/modern"], "c4a4fc18"),
         (["sotu", "model.position={name: rope, scaling: {name: yarn, factor: 4, original: 64}}"], "40d72aae"),

@@ -41,26 +41,26 @@ def recall(value: float, *levels: tuple[str, float]) -> dict[str, pd.DataFrame]:
         (np.full((4, 1), value), units_frame(f"of {length}", np.arange(4), np.full(4, 8))) for length in (16, 64)
     ]
     about = replace(Recall.logged[0], title="", references=levels)
-    return {"recall": by_length(about, [16, 64], samples, task="passkey")}
+    return {"recall": by_length(about, [16, 64], samples, task="needle")}
 
 
-OF_RECALL = {"metric": "recall/passkey 64", "better": "higher", "matters": 0.1}
+OF_RECALL = {"metric": "recall/needle 64", "better": "higher", "matters": 0.1}
 ACCURACIES = {"softmax": {1e-2: 0.2, 2e-2: 0.5, 4e-2: 0.1}, "ssmax": {}}
 
 
 def test_the_primary_metric_may_choose_the_rates_and_solved_everywhere_is_no_edge(tmp_path, capsys):
     tune = {"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102], "metric": "primary"}
-    recalled = {"tasks": ["passkey"], "length_factors": [0.5, 2], "sequences": 4}
+    recalled = {"tasks": ["needle"], "length_factors": [0.5, 2], "sequences": 4}
     base = {"base": str(ROOT / "tests" / "tiny.yaml"), "eval.recall": recalled}
     procedure = experiment(tmp_path, base=base, seeds=[1, 2], primary=OF_RECALL, tune=tune)
     launching(
         procedure, lambda run: finish(run, 5.0 - run.rate, recall(ACCURACIES[run.arm].get(run.rate, 1.0))) or 0
     ).train_all()
     out = capsys.readouterr().out
-    assert "tune: softmax at 0.02 seed 101: recall/passkey 64 (all questions) 0.5000, " in out, (
+    assert "tune: softmax at 0.02 seed 101: recall/needle 64 (all questions) 0.5000, " in out, (
         "what chooses is said as a run ends"
     )
-    assert "final: ssmax at 0.02 seed 1: recall/passkey 64 (all questions) 1.0000, " in out
+    assert "final: ssmax at 0.02 seed 1: recall/needle 64 (all questions) 1.0000, " in out
     assert procedure.choice("").rates == {"softmax": 2e-2, "ssmax": 2e-2}, "by the loss both would be at the edge"
     tuning_runs = procedure.tuning_runs("")
     means = tuning_runs.groupby(["arm", "rate"], sort=False)[OF_RECALL["metric"]].mean()
@@ -193,7 +193,7 @@ def test_without_a_run_below_the_unigram_cross_entropy_nothing_is_compared(tmp_p
 )
 def test_accuracies_at_chance_are_not_compared(tmp_path, accuracies, verdict):
     """By the chance that the evaluation declares, and Wilson's interval of as many trials as questions are worth."""
-    recalled = {"tasks": ["passkey"], "length_factors": [0.5, 2], "sequences": 4}
+    recalled = {"tasks": ["needle"], "length_factors": [0.5, 2], "sequences": 4}
     base = {"base": str(ROOT / "tests" / "tiny.yaml"), "eval.recall": recalled}
     procedure = experiment(tmp_path, base=base, primary=OF_RECALL)
     for run in procedure.known_runs():

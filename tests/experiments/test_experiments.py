@@ -228,7 +228,7 @@ def test_metrics_are_known_before_they_are_measured(tmp_path, overrides):
             "by_length.lengths=[8, 32]",
             f"by_length.{settings}",
         ),
-        *("recall.tasks=[passkey]", "recall.length_factors=[8, 16]", "recall.sequences=2"),
+        *("recall.tasks=[needle]", "recall.length_factors=[8, 16]", "recall.sequences=2"),
         *("needle.length_factors=[16]", "needle.trials=2", "needle.depths=[0.5]"),
     ]
     all_overrides = [*overrides, *(f"eval.{setting}" for setting in extra), "eval.sequences=4"]

@@ -23,7 +23,8 @@ from lm.training.module import LanguageModel
 from lm.training.step_callbacks import StopOnSignal
 from lm.training.train import train
 
-TASK = "data.tasks=[{weight: 1, task: {name: mqar, keys: 16, values: 16, pairs: 4, queries: 4, varied: true}}]"
+# sequences of unequal numbers of answers
+TASK = "data.tasks=[{weight: 0.5, task: mqar}, {weight: 0.5, task: {name: mqar, queries: 1}}]"
 WITHOUT_TEXT = ["data.seq_len=64", "eval.long_context.length_factor=0", "eval.recall.length_factors=[]"]
 
 
