@@ -48,10 +48,7 @@ Normalizer = Annotated[
 ]
 InitialValues = Annotated[
     str | None,
-    typer.Option(
-        help="initial values of its parameters: match, unit, a number, or fit (least KL divergence from the old "
-        "model); default: its own"
-    ),
+    typer.Option(help="initial values of its parameters: match, unit or a number; default: its own"),
 ]
 
 

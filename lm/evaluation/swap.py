@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from lm.attention.options import Options
-from lm.config.data_config import FullLength
 from lm.config.eval_config import lengths_from_factors
 from lm.config.load import merge, overrides_in, parse, to_yaml
 from lm.config.tree import Config
 from lm.config.yaml_text import override
-from lm.data.batches import long_starts, train_sequences
+from lm.data.batches import long_starts
 from lm.data.store import Store
 from lm.data.tasks import NoRoom
 from lm.errors import ConfigError, Problem
@@ -39,7 +38,7 @@ from lm.model.cross_entropy import token_kl, token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.spec import count_parameters
-from lm.model.swapped import fit_normalizers, score_factors, with_normalizer
+from lm.model.swapped import score_factors, with_normalizer
 from lm.plain import Plain, to_plain
 from lm.plugins import PLUGINS
 from lm.runs.checkpoints import CHECKPOINT_FORMAT, save_checkpoint, weights_sha256
@@ -152,7 +151,6 @@ def token_losses_and_kl(
 SHORT_LENGTHS = (16, 256)  # tokens, as in prompts, at which the factor on the scores is printed
 # ratio of the new to the old factor on the scores, or of the old to the new one, above which a warning is given
 MAX_RATIO = 2.0
-FIT_TOKENS, FIT_BATCHES = 2048, 8  # tokens in a batch, and batches, that `--init fit` reads
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,8 +184,8 @@ def swap_run(
         source: a run folder, a checkpoint or an export.
         checkpoint: the checkpoint of a run folder: `last`, `best` or a step.
         normalizer: name of the new normalizer.
-        init: initial values of the new parameters: `match`, `unit`, `fit` (docs/swapping.md) or a number; None: by
-            `overrides` or default.
+        init: initial values of the new parameters: `match`, `unit` (docs/swapping.md) or a number; None: by `overrides`
+            or default.
         overrides: changes `key=value` of the new normalizer's options and of evaluation.
         files: configurations of the text to measure on, for a model without a training run.
 
@@ -201,9 +199,6 @@ def swap_run(
             config = _swapped_config(base, model.decoder.config.normalizer, normalizer, init, destination, overrides)
         check_causality(config)
         old, new = model.decoder, with_normalizer(model.decoder, config.model.normalizer)
-        label = new.config.normalizer.label()
-        if init == "fit" and not count_parameters(new)["normalizer"]:
-            raise ConfigError([Problem("--init", init, f"{label} has no parameters to fit", "drop --init")])
         model, store = model_on_text(model, config) if files else (model, open_store(config, model))
         # an export has no environment
         environment = {**model.environment, "data_fingerprint": model.metadata["data_fingerprint"]}
@@ -211,15 +206,8 @@ def swap_run(
         old.to(device.device), new.to(device.device)
         facts: dict[str, Plain] = {"from": str(model.path), "arm": arm(to_plain(base), environment)}
         facts["normalizer"] = old.config.normalizer.label()
-        facts["init"] = init if init == "fit" else getattr(config.model.normalizer, "init", None)
+        facts["init"] = getattr(config.model.normalizer, "init", None)
         notes = _notes(old, new, config, destination, facts["init"])
-        if init == "fit":
-            # not of the lengths of data.lengths
-            full_length = replace(config, data=replace(config.data, lengths=FullLength()))
-            sequences = train_sequences(store, full_length, max(1, FIT_TOKENS // config.data.seq_len))
-            batches = [sequences.batch(step).to(device.device) for step in range(FIT_BATCHES)]
-            before, after = facts["fit_kl_before"], facts["fit_kl_after"] = fit_normalizers(old, new, batches)
-            notes = [f"fit: KL {before:.5f} -> {after:.5f} nats on training sequences", *notes]
         evaluation = measurement.evaluate(new, device, model.stamp["step"], model.stamp["tokens_seen"])
         path = destination / measurement.write(folder, evaluation).relative_to(folder)
         _write_run(folder, config, model, new.cpu(), {**environment, "command": command_line(), "swap": facts})
@@ -235,7 +223,7 @@ def _notes(old: Decoder, new: Decoder, config: Config, destination: Path, init: 
         layers = f" in layers {', '.join(unmatched)}" if len(unmatched) < len(old.normalizers()) else ""
         notes.append(
             f"note: {old.config.normalizer.label()} has no factor on q.k{layers} that {label} could match: parameters "
-            "have their initial values; --init fit chooses them"
+            "have their initial values; lm train ... train_only=normalizer trains them alone"
         )
     options = config.model.normalizer
     values = {name: to_plain(options)[name] for name in ("name", *options.non_defaults())}
@@ -287,7 +275,7 @@ def _swapped_config(
     base: Config, old: Options, name: str, init: str | None, destination: Path, overrides: list[str]
 ) -> Config:
     """The configuration of the new run folder. Imports plugins that `name` or `overrides` name."""
-    chosen_init = [f"model.normalizer.init={init}"] if init not in (None, "fit") else []
+    chosen_init = [f"model.normalizer.init={init}"] if init is not None else []
     changes = overrides_in("swap", [*overrides, *chosen_init])
     user_options = changes.get("model", {}).get("normalizer", {})
     if not isinstance(user_options, dict) or "name" in user_options:

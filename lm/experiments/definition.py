@@ -54,9 +54,7 @@ class Swap:
     """The normalizer that an arm puts into the weights from which it starts, as `lm swap` does."""
 
     to: str = key("", "the new normalizer; its options are the arm's `model.normalizer`")
-    init: str | float | None = key(
-        None, "initial values of its parameters: match, unit, fit or a number; null: its default"
-    )
+    init: str | float | None = key(None, "initial values of its parameters: match, unit or a number; null: its default")
 
 
 @dataclass(frozen=True)
@@ -434,7 +432,7 @@ def _arm(name: str, block: dict[str, Plain], earlier: dict[str, Arm], file: Path
         normalizer = {"name": swap.to} | ({} if swap.init is None else {"init": swap.init})
         with suppress(KeyError), PLUGINS.trusted():
             init = OPTIONS[swap.to].first_init()
-            normalizer |= {"init": init} if init is not None and swap.init in (None, "fit") else {}
+            normalizer |= {"init": init} if init is not None and swap.init is None else {}
         changes = merge(changes, {"model": {"normalizer": normalizer}})
     # its changes are laid over its source's
     if source_name in earlier and (start.step is not None or not start.train):

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
-from torch.utils.checkpoint import checkpoint
 
 from lm.data.batches import IGNORED
 from lm.model.blocks import UninitialisedLinear
@@ -167,30 +166,6 @@ def training_loss(hidden: Tensor, head: Head, targets: Tensor, z_loss: float = 0
         return _LinearCrossEntropy.apply(hidden, head.weight, targets, dtype, head.softcap, z_loss)
 
 
-def token_kl(p: Tensor, p_head: Head, q: Tensor, q_head: Head) -> Tensor:
-    """KL(p || q) of two models' next-token distributions at every token, (N,) fp32 (nats), computed in fp32.
-
-    p, q: the models' hidden states, (N, C); p_head, q_head: their heads, which map C to V. Exactly 0 where the
-    distributions are equal. Holds a quarter of `CHUNK_LOGITS` logits of each model, not N x V, in the backward pass as
-    well.
-    """
-
-    def chunk_kl(p_part: Tensor, q_part: Tensor) -> Tensor:
-        log_p = soft_capped(p_part.float() @ p_matrix, p_head.softcap).log_softmax(-1)
-        log_q = soft_capped(q_part.float() @ q_matrix, q_head.softcap).log_softmax(-1)
-        return (log_p.exp() * (log_p - log_q)).sum(-1)
-
-    divergences = torch.empty(len(p), device=p.device)
-    # the log-softmax and the sum's terms are held, too
-    size = max(64, chunk_tokens(p_head.weight.size(0), p_head.weight.device.type) // 4)
-    with torch.autocast(p.device.type, enabled=False):
-        p_matrix, q_matrix = p_head.weight.float().t(), q_head.weight.float().t()
-        for number, (p_part, q_part) in enumerate(zip(p.split(size), q.split(size), strict=True)):
-            # in place, as `_map_logits`
-            divergences[number * size :][:size] = checkpoint(chunk_kl, p_part, q_part, use_reentrant=False)
-    return divergences
-
-
 @torch.no_grad()
 def token_nll(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
     """-log p(target) of every token, (N,) fp32 (nats), computed in fp32 throughout; 0 where the target is `IGNORED`.
@@ -209,15 +184,34 @@ def argmax_tokens(hidden: Tensor, head: Head) -> Tensor:
     return _map_logits(lambda logits: logits.argmax(-1), torch.int64, hidden, head)
 
 
-def _map_logits(f: Callable[..., Tensor], dtype: torch.dtype, hidden: Tensor, head: Head, *tensors: Tensor) -> Tensor:
+@torch.no_grad()
+def token_kl(p: Tensor, p_head: Head, q: Tensor, q_head: Head) -> Tensor:
+    """KL(p || q) of two models' next-token distributions at every token, (N,) fp32 (nats), computed in fp32.
+
+    p, q: the models' hidden states, (N, C); p_head, q_head: their heads, which map C to V. Exactly 0 where the
+    distributions are equal.
+    """
+    q_logits = q_head.in_fp32()
+
+    def divergence(p_logits: Tensor, q_hidden: Tensor) -> Tensor:
+        log_p, log_q = p_logits.log_softmax(-1), q_logits(q_hidden).log_softmax(-1)
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+    # the logits of q, both log-softmaxes and the sum's terms are held, too
+    return _map_logits(divergence, torch.float32, p, p_head, q, parts=4)
+
+
+def _map_logits(
+    f: Callable[..., Tensor], dtype: torch.dtype, hidden: Tensor, head: Head, *tensors: Tensor, parts: int = 1
+) -> Tensor:
     """Return f(logits, *tensors) for all N tokens, (N,) `dtype`. f gets chunks of n tokens: logits (n, V), fp32 even
     under autocast.
 
-    tensors: (N,) each. Results are written in place: a tensor allocated between two chunks may keep glibc from reusing
-    the logits' memory.
+    tensors: N rows each. parts: divides the tokens of a chunk. Results are written in place: a tensor allocated between
+    two chunks may keep glibc from reusing the logits' memory.
     """
     results = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
-    chunk_size = chunk_tokens(head.out_features, hidden.device.type)
+    chunk_size = max(64, chunk_tokens(head.out_features, hidden.device.type) // parts)
     with torch.autocast(hidden.device.type, enabled=False):
         logits = head.in_fp32()
         for result, h, *part in zip(*(x.split(chunk_size) for x in (results, hidden, *tensors)), strict=True):

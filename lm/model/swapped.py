@@ -14,14 +14,10 @@ from lm.attention.normalizer import Normalizer
 from lm.attention.options import Options
 from lm.config.inference_config import InferenceSetting
 from lm.config.model_config import ModelConfig
-from lm.data.batches import IGNORED, Batch
 from lm.errors import ConfigError, RunError
 from lm.model.blocks import AttentionBase
-from lm.model.cross_entropy import token_kl
 from lm.model.decoder import Decoder, is_normalizer_parameter
 from lm.model.device import preserved_random_state
-
-FIT_EPOCHS, FIT_LR = 8, 0.02
 
 
 @torch.no_grad()
@@ -90,44 +86,6 @@ def score_factors(decoder: Decoder, lengths: Sequence[int]) -> Tensor:
             scores = [normalizer.scores(q, q, replace(layout, key_positions=layout.positions)) for layout in layouts]
             factors[:, layer] = torch.cat(scores)[:, :, 0, 0].cpu()
     return factors
-
-
-def fit_normalizers(old: Decoder, new: Decoder, batches: list[Batch]) -> tuple[float, float]:
-    """Train the parameters of the normalizers of `new`, and no others, to minimise KL(old || new) of next-token
-    distributions.
-
-    Adam starts at the present values and runs in fp32 over `batches`. If the mean KL is not lower afterwards, the
-    present values are restored. Returns the mean KL (nats) over all batches before and after.
-    """
-    parameters = {name: p for name, p in new.named_parameters() if is_normalizer_parameter(name)}
-    initial_values = {name: p.detach().clone() for name, p in parameters.items()}
-    new.eval().requires_grad_(False)
-    for parameter in parameters.values():
-        parameter.requires_grad_()
-    with torch.no_grad():
-        targets = [old.eval().hidden(batch).flatten(0, 1) for batch in batches]
-
-    def kl(index: int) -> Tensor:
-        hidden = new.hidden(batches[index]).flatten(0, 1)
-        is_target = batches[index].targets.flatten() != IGNORED
-        return token_kl(targets[index], old.head, hidden, new.head)[is_target].mean()
-
-    def mean_kl() -> float:
-        with torch.no_grad():
-            return sum(float(kl(index)) for index in range(len(batches))) / len(batches)
-
-    initial_kl, steps = mean_kl(), FIT_EPOCHS * len(batches)
-    optimizer = torch.optim.Adam(parameters.values(), lr=FIT_LR)
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = FIT_LR * (1 - step / steps)
-        optimizer.zero_grad()
-        kl(step % len(batches)).backward()
-        optimizer.step()
-    final_kl = mean_kl()
-    if not final_kl < initial_kl:
-        new.load_state_dict(initial_values, strict=False)
-    new.requires_grad_(True)
-    return initial_kl, min(initial_kl, final_kl)
 
 
 def applicable_settings(decoder: Decoder, settings: Iterable[InferenceSetting]) -> list[InferenceSetting]:

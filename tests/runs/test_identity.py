@@ -114,7 +114,7 @@ def test_a_swap_from_other_weights_or_with_other_first_values_is_another_arm():
     config = {"seed": 1, "model": {"normalizer": {"name": "ssmax"}}}
     histories = [
         {"swap": {"normalizer": "softmax", "init": init, "arm": label}}
-        for init, label in (("match", "a"), ("fit", "a"), ("match", "b"))
+        for init, label in (("match", "a"), ("unit", "a"), ("match", "b"))
     ]
     assert len({record.arm(config, environment) for environment in histories}) == 3
     assert record.arm(config, histories[0]) == record.arm(config | {"seed": 2, "name": "other"}, histories[0])

@@ -169,7 +169,7 @@ def test_a_swap_is_refused_before_its_text_is_prepared(saved: Path, base: Path, 
     arguments = ["swap", str(saved), str(base), "-o", str(tmp_path / "out"), f"data.root={tmp_path / 'data'}"]
     for options, reason in {
         ("--to", "softmix"): "unknown name",
-        ("--to", "log_n", "--init", "fit"): "log_n has no param",
+        ("--to", "log_n", "--init", "unit"): "model.normalizer.init",
     }.items():
         result = lm(*arguments, *options)
         assert (result.returncode, result.stdout) == (2, "")
