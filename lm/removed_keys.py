@@ -30,6 +30,7 @@ REMOVED_KEYS: dict[str, Plain] = HASHED_KEYS | {
     "data.prepare_workers": None,
     "model.transfer": None,
     "optim.groups.*.eps": None,
+    "optim.z_loss": None,
     "optim.optimizer[muon].nesterov": True,
     "optim.optimizer[muon].ns_steps": 5,
     "optim.optimizer[muon].adjust_lr": "match_rms_adamw",

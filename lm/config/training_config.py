@@ -121,13 +121,6 @@ class OptimConfig:
     lr: float = key(1e-3, "peak learning rate", {"on_resume": "branch"}, gt=0)
     optimizer: Optimizer = variant(OPTIMIZERS, "adamw", "how gradients become updates")
     groups: Groups = section(Groups, "learning rate and weight decay of groups of parameters")
-    z_loss: float | None = key(
-        None,
-        "coefficient of (log Z)^2, Z a token's sum of exponentials of logits, added to what is minimised, not to "
-        "train/loss; 1e-4 in arXiv 2204.02311; null: none",
-        omit_default=True,
-        gt=0,
-    )
     grad_clip: float = key(1.0, "largest norm of the gradient; 0: no clipping", ge=0)
     warmup_steps: int = key(
         100, "steps of linear warm-up; of a shorter run all are", {"on_resume": "branch"}, ge=0, le=10**9

@@ -29,7 +29,6 @@ PER_HEAD = "layerL/headH"
 
 TRAINING = (  # logged in training
     Metric("train/loss", NATS, "lower", "training loss, mean since the last line"),
-    Metric("train/z_loss", "", "none", "what optim.z_loss adds to the loss, mean since the last line"),
     Metric("train/grad_norm", "", "none", "norm of the step's gradient, before clipping"),
     Metric("lr", "", "none", "learning rate of the step"),
     Metric("tokens_per_s", "tokens/s", "higher", "training tokens a second since the last line"),
@@ -124,12 +123,8 @@ def find_metric(config: Config, name: str) -> tuple[type[Measurement], Metric]:
 
 
 def _training_metrics(config: Config) -> list[Metric]:
-    conditions = {
-        "train/z_loss": config.optim.z_loss,
-        "swap/": len(config.phases) > 1 and config.eval.swap_lengths,
-    }
-    off = tuple(prefix for prefix, is_on in conditions.items() if not is_on)
-    return [metric for metric in TRAINING if not metric.name.startswith(off)]
+    swaps = len(config.phases) > 1 and config.eval.swap_lengths
+    return [metric for metric in TRAINING if swaps or not metric.name.startswith("swap/")]
 
 
 _HEAD = f"""# Metrics

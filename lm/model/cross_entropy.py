@@ -54,25 +54,17 @@ def chunk_tokens(vocab_size: int, device_type: str) -> int:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The total of the summed negative log-likelihood and the z-loss, and these two terms as one tensor (2,).
+    """The summed negative log-likelihood.
 
     The forward pass computes gradients, too, while it holds a chunk's logits, which are not kept or computed again. The
-    backward pass only multiplies by the incoming scalar. If the terms were two scalars, without a z-loss the first
-    would equal the total. torch.compile would then make one tensor of these two, and the total would have no gradient
-    (pytorch/pytorch#195357).
+    backward pass only multiplies by the incoming scalar.
     """
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        dtype: torch.dtype,
-        softcap: float | None,
-        z_loss: float,
-    ) -> tuple[Tensor, Tensor]:
-        terms = hidden.new_zeros(2, dtype=torch.float32)
+        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, softcap: float | None
+    ) -> Tensor:
+        nll = hidden.new_zeros((), dtype=torch.float32)
         needs_grads = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         vocab_size, device_type = weight.size(0), weight.device.type
         matrix = weight.to(dtype)
@@ -84,10 +76,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             zip(hidden.split(chunk_size), targets.unsqueeze(1).split(chunk_size), strict=True)
         ):
             h_low = h.to(dtype)
-            logits = h_low @ matrix.t()  # (n, V), which `_chunk_sums` overwrites with their gradient
-            terms += sum(
-                _chunk_sums(*part, softcap, z_loss, needs_grads)
-                for part in zip(logits.split(rows), y.split(rows), strict=True)
+            logits = h_low @ matrix.t()  # (n, V), which `_chunk_nll` overwrites with their gradient
+            nll += sum(
+                _chunk_nll(*part, softcap, needs_grads) for part in zip(logits.split(rows), y.split(rows), strict=True)
             )
             if needs_grads:
                 grad_hidden[number * chunk_size :][:chunk_size] = logits @ matrix
@@ -96,23 +87,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del logits  # before the next chunk's are computed
         if needs_grads:
             ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.mark_non_differentiable(terms)
-        return terms[0] + terms[1], terms
+        return nll
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_weight is not None:
             grad_weight = grad_weight * grad.to(grad_weight.dtype)
-        return grad_hidden * grad.to(grad_hidden.dtype), grad_weight, None, None, None, None
+        return grad_hidden * grad.to(grad_hidden.dtype), grad_weight, None, None, None
 
 
-def _chunk_sums(
-    low_precision_logits: Tensor, y: Tensor, softcap: float | None, z_loss: float, needs_grads: bool
-) -> Tensor:
-    """Sums of the negative log-likelihoods and of the z-loss of a chunk of tokens, (2,) fp32. If `needs_grads`,
-    `low_precision_logits` is overwritten with the gradient of the two sums' total.
+def _chunk_nll(low_precision_logits: Tensor, y: Tensor, softcap: float | None, needs_grads: bool) -> Tensor:
+    """Sum of the negative log-likelihoods of a chunk of tokens, an fp32 scalar. If `needs_grads`,
+    `low_precision_logits` is overwritten with its gradient.
 
     This is a function of its own, so that the tensors it makes are freed before the next tokens' logits are read.
 
@@ -130,18 +118,14 @@ def _chunk_sums(
     # log Z - the largest logit: exact where one token has nearly all the probability
     log_z_minus_max = -p.amax(-1, keepdim=True).log()
     nll = ((largest_logit - logits.gather(1, y) + log_z_minus_max) * target_mask).sum()
-    log_z = largest_logit + log_z_minus_max if z_loss else None
-    terms = torch.stack((nll, z_loss * (log_z.square() * target_mask).sum() if z_loss else torch.zeros_like(nll)))
     if not needs_grads:
-        return terms
+        return nll
     del logits
-    if z_loss:
-        p *= 1 + 2 * z_loss * log_z
     p.scatter_add_(1, y, p.new_full((len(y), 1), -1.0)).mul_(target_mask)  # p becomes the gradient of the logits
     if tanh_logits is not None:
         p = torch.ops.aten.tanh_backward(p, tanh_logits)
     low_precision_logits.copy_(p)
-    return terms
+    return nll
 
 
 def _rough_tanh(x: Tensor, scale: float) -> Tensor:
@@ -151,10 +135,8 @@ def _rough_tanh(x: Tensor, scale: float) -> Tensor:
     return (x * (2 / scale)).sigmoid_().mul_(2).sub_(1)
 
 
-def training_loss(hidden: Tensor, head: Head, targets: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
-    """The sum over tokens of -log p(target) + z_loss (log Z)^2, an fp32 scalar (nats) to be minimised, and the sums of
-    each of these two terms, (2,) fp32 without a gradient. Z is the sum of the exponentials of a token's logits (arXiv
-    2204.02311, section 5).
+def training_loss(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
+    """The sum over tokens of -log p(target), an fp32 scalar (nats).
 
     hidden: (N, C); head: maps C to V; targets: (N,) int64. The matrix product runs in the autocast
     dtype if autocast is on, softmax and sum run in fp32. `IGNORED` targets add nothing. Holds `CHUNK_LOGITS` logits,
@@ -163,7 +145,7 @@ def training_loss(hidden: Tensor, head: Head, targets: Tensor, z_loss: float = 0
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
     with torch.autocast(device, enabled=False):
-        return _LinearCrossEntropy.apply(hidden, head.weight, targets, dtype, head.softcap, z_loss)
+        return _LinearCrossEntropy.apply(hidden, head.weight, targets, dtype, head.softcap)
 
 
 @torch.no_grad()

@@ -207,18 +207,12 @@ class Decoder(nn.Module):
         return self.head(self(tokens))
 
     def loss(self, batch: Batch) -> Tensor:
-        """The sum of the negative log-likelihoods of a batch's targets (nats, fp32 scalar)."""
-        return self.training_loss(batch)[0]
-
-    def training_loss(self, batch: Batch, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Return a batch's training objective, and its two terms, loss and z-loss, as (2,)
+        """The sum of the negative log-likelihoods of a batch's targets (nats, fp32 scalar)
         (`lm.model.cross_entropy.training_loss`).
         """
         # a compiled block would be compiled anew for each `first`
         first = batch.first if self.run_block is _run_block else 0
-        return training_loss(
-            self.hidden(batch, first).flatten(0, 1), self.head, batch.targets[:, first:].flatten(), z_loss
-        )
+        return training_loss(self.hidden(batch, first).flatten(0, 1), self.head, batch.targets[:, first:].flatten())
 
     def hidden(self, batch: Batch, first: int = 0) -> Tensor:
         """Hidden states (B, T - first, C) of a batch's tokens from index `first` on, after the last norm (see

@@ -75,11 +75,11 @@ class LanguageModel(L.LightningModule):
         """Loss (nats, scalar) of a micro-batch, scaled so that the step's gradient is the gradient of the step's mean
         loss over tokens.
         """
-        loss, terms = self.decoder.training_loss(batch, self.config.optim.z_loss or 0.0)
+        loss = self.decoder.loss(batch)
         self.sequence_length = batch.tokens.size(1)
         has_ignored = bool(self.config.data.tasks)  # some tokens are no targets
-        n_targets = (batch.targets != IGNORED).sum() if has_ignored else terms.new_full((), batch.targets.numel())
-        sums = torch.cat((terms.double(), n_targets.double().unsqueeze(0)))
+        n_targets = (batch.targets != IGNORED).sum() if has_ignored else loss.new_full((), batch.targets.numel())
+        sums = torch.stack((loss.detach().double(), n_targets.double()))
         self.sums = sums if self.sums is None else self.sums + sums
         # Lightning divides the loss by `accumulation`, DDP the gradients by the number of ranks.
         return loss * (self.accumulation * self.trainer.world_size / self.config.optim.batch_tokens)
@@ -105,7 +105,7 @@ class LanguageModel(L.LightningModule):
         # of the mean over tokens, not targets
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in trained_parameters])
         step_values = torch.cat((self._sums_over_ranks(), norm.double().unsqueeze(0)))
-        nll, z_loss, n_targets, stop, grad_norm = step_values.tolist()
+        nll, n_targets, stop, grad_norm = step_values.tolist()
         n_targets = max(1, int(n_targets))
         # turn the gradient of the mean over the step's tokens into that of the mean over its targets
         if n_targets != optim.batch_tokens:
@@ -120,11 +120,11 @@ class LanguageModel(L.LightningModule):
             advice = "lower optim.lr or raise optim.warmup_steps, in a run of another name"
             advice += "".join(f"; or its cause is code from outside: {check}" for check in PLUGINS.checks())
             raise Diverged(f"{message}: {advice}", step)
-        state.count_step(nll, z_loss, n_targets)
+        state.count_step(nll, n_targets)
         torch.nn.utils.clip_grads_with_norm_(trained_parameters, optim.grad_clip or math.inf, norm)
 
     def _sums_over_ranks(self) -> Tensor:
-        """Sums over all ranks, (4,) float64: loss, z-loss (nats), targets, number of ranks asked to stop. Resets this
+        """Sums over all ranks, (3,) float64: loss (nats), targets, number of ranks asked to stop. Resets this
         rank's sums.
         """
         sums, self.sums = torch.cat((self.sums, self.sums.new_full((1,), float(bool(self.run.stop.signal))))), None

@@ -154,9 +154,8 @@ class RunState:
     """
 
     best: Best | None = None  # the lowest validation so far
-    # losses (nats) and targets over all ranks since the last logged line
+    # loss (nats) and targets over all ranks since the last logged line
     nll_since_line: float = 0.0
-    z_loss_since_line: float = 0.0
     targets_since_line: int = 0
     elapsed_s: float = 0.0  # seconds of training
 
@@ -173,17 +172,15 @@ class RunState:
     def is_best(self, step: int) -> bool:
         return self.best is not None and self.best.step == step
 
-    def count_step(self, nll: float, z_loss: float, targets: int) -> None:
-        """Add a step to the sums since the last logged line; `nll`, `z_loss`: sums over its targets (nats)."""
+    def count_step(self, nll: float, targets: int) -> None:
+        """Add a step to the sums since the last logged line; `nll`: sum over its targets (nats)."""
         self.nll_since_line += nll
-        self.z_loss_since_line += z_loss
         self.targets_since_line += targets
 
-    def take_mean_losses(self) -> tuple[float, float]:
-        """Mean loss and z-loss (nats per target) since the last call, over all ranks."""
-        means = self.nll_since_line / self.targets_since_line, self.z_loss_since_line / self.targets_since_line
-        self.nll_since_line, self.z_loss_since_line, self.targets_since_line = 0.0, 0.0, 0
-        return means
+    def take_mean_loss(self) -> float:
+        """Mean loss (nats per target) since the last call, over all ranks."""
+        mean, self.nll_since_line, self.targets_since_line = self.nll_since_line / self.targets_since_line, 0.0, 0
+        return mean
 
 
 @dataclass

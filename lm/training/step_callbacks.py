@@ -66,7 +66,7 @@ class Metrics(StepCallback):
         if not self.config.log.is_due(step, max_steps):
             return
         state, tokens = module.start.state, self.config.optim.batch_tokens
-        loss, z_loss = state.take_mean_losses()
+        loss = state.take_mean_loss()
         elapsed_s = self.run.clock.seconds()
         speed = (step - self.last_step) * tokens / max(elapsed_s - self.last_time, 1e-9)
         self.last_step, self.last_time = step, elapsed_s
@@ -75,7 +75,6 @@ class Metrics(StepCallback):
                 "step": step,
                 "tokens": step * tokens,
                 "train/loss": loss,
-                **({"train/z_loss": z_loss} if self.config.optim.z_loss else {}),
                 "train/grad_norm": module.grad_norm,
                 "lr": self.config.lr_at(step - 1),
                 "tokens_per_s": round(speed, 1),

@@ -2,11 +2,8 @@
 as it was.
 """
 
-import math
-
 import pytest
 import torch
-from folders import curve, losses
 from torch import Tensor
 
 from lm.attention.catalogue import Relu2, Softmax, SSMax
@@ -22,7 +19,6 @@ from lm.model.spec import count_parameters, flops_per_token
 from lm.model.swapped import with_normalizer
 from lm.runs.loading import load, save_model
 from lm.training.optimizers import parameter_groups
-from lm.training.train import train
 
 V, C, T = 60, 48, 20
 INGREDIENTS = {
@@ -271,16 +267,3 @@ def test_logits_are_capped_in_fp32_whatever_autocast_says():
         assert plain.logits(tokens()).abs().max() > 3
         with torch.autocast("cpu", torch.bfloat16):
             assert capped.logits(tokens()).dtype == torch.float32
-
-
-def test_a_run_logs_its_z_loss_apart_from_the_loss(tiny):
-    options = {"plain": ["trainer.max_steps=4"], "z": ["trainer.max_steps=4", "optim.z_loss=1e-3"]}
-    plain, z = (tiny(f"name={name}", *overrides, "model.logit_softcap=20") for name, overrides in options.items())
-    for config in (plain, z):
-        assert train(config) == 0
-    plain, z = plain.run_folder, z.run_folder
-    assert losses(z)[0] == losses(plain)[0]
-    assert losses(z)[1:] != losses(plain)[1:]
-    assert not curve(plain, "train/z_loss")
-    (_, first), *_ = curve(z, "train/z_loss")
-    assert first == pytest.approx(1e-3 * math.log(400) ** 2, rel=0.05)  # all 400 logits are near 0 at first
