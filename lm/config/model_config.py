@@ -339,11 +339,10 @@ class ModelConfig:
     embedding_norm: Literal["rms", "layer"] | None = key(
         None, "a norm with gain on the tokens' vectors (arXiv 2110.02861); null: none", omit_default=True
     )
-    value_residual: Literal["first_layer", "embedding"] | None = key(
+    value_residual: Literal["first_layer"] | None = key(
         None,
         "each layer's values are mixed, by a learned factor that is 0.5 at first, with the first layer's (arXiv "
-        "2410.17897), "
-        "or with a further embedding of the tokens for each layer (modded-nanogpt's value embeddings); null: not",
+        "2410.17897); null: not",
         omit_default=True,
     )
     differential: bool | Literal["v2"] = key(
@@ -445,11 +444,11 @@ class ModelConfig:
             yield Problem(
                 "gate_inputs", self.gate_inputs, reason, "lower it" if self.output_gate else "set output_gate"
             )
-        if self.post_norm and self.value_residual == "first_layer":
+        if self.post_norm and self.value_residual:
             yield Problem(
                 "post_norm", True, "the values of value_residual come from a normed input", "drop one of both"
             )
-        if self.value_residual == "first_layer" and self.n_layer == 1:
+        if self.value_residual and self.n_layer == 1:
             yield Problem(
                 "value_residual", self.value_residual, "has no other layer to act in: model.n_layer = 1", "drop it"
             )

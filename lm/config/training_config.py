@@ -108,9 +108,7 @@ class Groups:
     """Options for each group of parameters; each trained parameter is in exactly one group."""
 
     matrices: Group = section(Group, "parameters of rank 2 and more that are in no other group")
-    embedding: Group = section(
-        Group, "embeddings of tokens (also a tied head, and those of values) and learned positions"
-    )
+    embedding: Group = section(Group, "embeddings of tokens (also a tied head) and learned positions")
     head: Group = section(Group, "the output matrix")
     vectors: Group = section(Group, "parameters of rank below 2 that are in no other group: gains and biases")
     normalizer: Group = section(Group, "all parameters of normalizers")

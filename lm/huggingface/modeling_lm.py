@@ -53,8 +53,7 @@ class LmConfig(PreTrainedConfig):
         rope_amplitude: factor on cos and sin.
         rope_layers: whether each layer rotates queries and keys; None: all do.
         learned_positions: whether each position below `seq_len` has a learned vector.
-        value_residual: what layers mix into values: `first_layer`, values of the first layer; `embedding`, a learned
-            vector per token.
+        value_residual: `first_layer`: layers mix the values of the first layer into theirs.
     """
 
     model_type = "lm_decoder"
@@ -205,9 +204,9 @@ class TransformersContext(ForwardContext):
 class RecomputedLayer(GradientCheckpointingLayer):
     """A layer that transformers can compute again in the backward pass: what has gradients comes by position."""
 
-    def forward(self, x: Tensor, values_to_mix: Tensor | None, context: TransformersContext) -> Tensor:
+    def forward(self, x: Tensor, first_values: Tensor | None, context: TransformersContext) -> Tensor:
         """Return the layer's output (B, T, C) for its input x (B, T, C)."""
-        return super().forward(x, replace(context, values_to_mix=lambda layer: values_to_mix))
+        return super().forward(x, replace(context, first_values=first_values))
 
 
 class LmBlock(RecomputedLayer, Block):
@@ -258,13 +257,6 @@ class LmPreTrainedModel(PreTrainedModel):
             ):
                 init.copy_(parameter, value)
 
-    def resize_token_embeddings(self, *arguments: object, **options: object) -> nn.Embedding:
-        """Resize the embedding, the head and each layer's value embedding; returns the embedding."""
-        embedding = super().resize_token_embeddings(*arguments, **options)
-        for table in self.base_model.value_embedding or ():
-            self._get_resized_embeddings(table, embedding.num_embeddings)
-        return embedding
-
 
 class LmModel(LmPreTrainedModel):
     """The decoder without its head."""
@@ -277,9 +269,6 @@ class LmModel(LmPreTrainedModel):
         self.position = nn.Embedding(config.seq_len, width) if config.learned_positions else None
         self.blocks = nn.ModuleList(BLOCKS[config.block](config, config.seq_len, layer) for layer in range(n_layers))
         self.dropout = nn.Dropout(config.dropout)
-        value_width = config.kv_heads * config.value_dims
-        value_embeddings = (nn.Embedding(config.vocab_size, value_width) for _ in range(n_layers))
-        self.value_embedding = nn.ModuleList(value_embeddings) if config.value_residual == "embedding" else None
         self.norm = make_norm(config)
         self.gradient_checkpointing = False
         attention = [module for module in self.modules() if isinstance(module, AttentionBase)]
@@ -309,8 +298,6 @@ class LmModel(LmPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
-        if input_ids is None and self.value_embedding is not None:
-            raise ValueError("value embeddings need input_ids")
         if output_attentions is None:
             output_attentions = self.config.output_attentions
         if output_hidden_states is None:
@@ -367,16 +354,13 @@ class LmModel(LmPreTrainedModel):
             layout, rotation, 1.0, None, masks=masks, past_key_values=past_key_values, weights=[],
             arguments={"position_ids": position_ids, **kwargs},
         )  # fmt: skip
-        values_to_mix, hidden_states = None, ()
-        if self.config.value_residual == "first_layer":
+        first_values, hidden_states = None, ()
+        if self.config.value_residual:
             first = self.blocks[0]
-            values_to_mix = first.attention.values(first.attention_norm(x))
-        for layer, block in enumerate(self.blocks):
+            first_values = first.attention.values(first.attention_norm(x))
+        for block in self.blocks:
             hidden_states += (x,) if output_hidden_states else ()
-            if self.value_embedding is not None:
-                values = self.value_embedding[layer](input_ids)
-                values_to_mix = values.unflatten(-1, (self.config.kv_heads, -1)).transpose(1, 2)
-            x = block(x, values_to_mix, context)
+            x = block(x, first_values, context)
         x = self.norm(x)
         return BaseModelOutputWithPast(
             last_hidden_state=x,

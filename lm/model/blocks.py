@@ -7,7 +7,6 @@ model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -211,8 +210,7 @@ class ForwardContext:
     rotation: Rotation | None  # RoPE's cos and sin at the new tokens' positions; None: no RoPE
     logit_factor: float  # factor on the logits of layers with RoPE, the temperature of a rescaled RoPE
     cache: DecodingCache | None
-    # from a layer's index to values (B, K, T, E) that it mixes into its own
-    values_to_mix: Callable[[int], Tensor] | None = None
+    first_values: Tensor | None = None  # the first layer's values (B, K, T, E), which the others mix into theirs
     layer_inputs: list[AttentionInputs] | None = None  # layers append their inputs here for `lm.model.attention_stream`
     first: int = 0  # index of the first new token that a layer computes an output for
 
@@ -284,9 +282,8 @@ class Attention(AttentionBase):
         self.qkv = UninitialisedLinear(config.n_embd, q_width + k_width + v_width, bias=config.has_qkv_bias)
         width = config.n_head * config.value_dims
         self.out = UninitialisedLinear(width, config.n_embd, bias=config.bias)
-        self.layer, self.exclusive = layer, config.exclusive
-        mixes_values = config.value_residual == "embedding" or (config.value_residual == "first_layer" and layer > 0)
-        self.value_mix = nn.Parameter(torch.full((1,), 0.5)) if mixes_values else None
+        self.exclusive = config.exclusive
+        self.value_mix = nn.Parameter(torch.full((1,), 0.5)) if config.value_residual and layer else None
         gate_width = {None: 0, "head": config.n_head, "element": width}[config.output_gate]
         n_inputs, self.gate_factor = (config.gate_inputs, 2) if config.gate_inputs else (config.n_embd, 1)
         self.gate = UninitialisedLinear(n_inputs, gate_width, bias=False) if gate_width else None
@@ -307,7 +304,7 @@ class Attention(AttentionBase):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (sum(self.head_counts), -1)).transpose(1, 2).split(self.head_counts, 1)
         if self.value_mix is not None:
-            v = v + self.value_mix.to(v.dtype) * (context.values_to_mix(self.layer).to(v.dtype) - v)
+            v = v + self.value_mix.to(v.dtype) * (context.first_values.to(v.dtype) - v)
         heads, kv_heads, _ = self.head_counts
         if not isinstance(self.difference, MapDifference):
             output = self.attend(x, q, k, v, context)

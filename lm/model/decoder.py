@@ -64,9 +64,6 @@ class Decoder(nn.Module):
         for normalizer in self.normalizers():
             if (first_normalizer := first_normalizers.setdefault(type(normalizer), normalizer)) is not normalizer:
                 normalizer.tie_parameters(first_normalizer)
-        value_width = config.kv_heads * config.value_dims
-        value_embeddings = (UninitialisedEmbedding(vocab_size, value_width) for _ in range(config.n_layer))
-        self.value_embedding = nn.ModuleList(value_embeddings) if config.value_residual == "embedding" else None
         self.norm = make_norm(config)
         self.head = Head(config.n_embd, vocab_size, config.logit_softcap)
         if config.tied:
@@ -79,8 +76,8 @@ class Decoder(nn.Module):
         """Draw matrices from N(0, init_std^2), and set biases to 0. In normalizers draw only matrices named
         `hidden.weight`, from N(0, 1 / inputs).
 
-        Projections into the residual stream have standard deviation init_std / sqrt(2 n_layer) or 0 (`out_init`), value
-        embeddings init_std sqrt(n_embd), vectors `MapDifference.lambdas` 0.1. Gates of few inputs start at 0.
+        Projections into the residual stream have standard deviation init_std / sqrt(2 n_layer) or 0 (`out_init`),
+        vectors `MapDifference.lambdas` 0.1. Gates of few inputs start at 0.
         normalizers_only: draw only the normalizers' `hidden.weight`.
         """
         for name, parameter in self.named_parameters():
@@ -97,8 +94,6 @@ class Decoder(nn.Module):
                 std = MapDifference.INITIAL_STD
             else:
                 std = self.config.init_std
-                if name.startswith("value_embedding."):
-                    std *= math.sqrt(self.config.n_embd)  # the spread of the values that they are mixed with
                 if name.endswith(".gate.weight") and self.config.gate_inputs:
                     std = 0.0
                 if name.endswith(".out.weight"):
@@ -164,24 +159,10 @@ class Decoder(nn.Module):
                 layout.positions, self.config.key_dims, self.config.position, self.rope_scaling, lengths
             )
         logit_factor = self.rope_scaling.logit_factor(self.rope_scaling.s(*lengths))
-        x = self.dropout(x)
-        return x, ForwardContext(layout, rotation, logit_factor, cache, self._residual_values(tokens, x))
-
-    def _residual_values(self, tokens: Tensor, x: Tensor) -> Callable[[int], Tensor] | None:
-        """Return a function from a layer's index to the values (B, K, T, E) that the layer mixes into its own, or None
-        if there are none.
-
-        x: the first layer's input.
-        """
-        if self.value_embedding is not None:
-            return lambda layer: (
-                self.value_embedding[layer](tokens).unflatten(-1, (self.config.kv_heads, -1)).transpose(1, 2)
-            )
-        if self.config.value_residual == "first_layer":
-            first_block = self.blocks[0]
-            values = first_block.attention.values(first_block.attention_norm(x))
-            return lambda layer: values
-        return None
+        x, first_values = self.dropout(x), None
+        if self.config.value_residual:
+            first_values = self.blocks[0].attention.values(self.blocks[0].attention_norm(x))
+        return x, ForwardContext(layout, rotation, logit_factor, cache, first_values)
 
     def normalizers(self) -> list[Normalizer]:
         """The normalizers, from the first layer to the last."""
@@ -243,7 +224,7 @@ def group_of(name: str, parameter: Tensor) -> str:
     """The name of the parameter's group in `optim.groups`: embedding, head, matrices, vectors or normalizer."""
     if is_normalizer_parameter(name):
         return "normalizer"
-    if name.startswith(("embedding.", "value_embedding.", "position.")):
+    if name.startswith(("embedding.", "position.")):
         return "embedding"
     if name.startswith("head."):
         return "head"

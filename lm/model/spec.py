@@ -83,7 +83,7 @@ def count_parameters(decoder: Decoder) -> dict[str, int]:
     normalizers)}.
     """
     total = sum(p.numel() for p in decoder.parameters())
-    tables = decoder.embedding, decoder.value_embedding, decoder.head, decoder.position
+    tables = decoder.embedding, decoder.head, decoder.position
     embedding = {p for m in tables if m is not None for p in m.parameters()}
     normalizer = sum(p.numel() for name, p in decoder.named_parameters() if is_normalizer_parameter(name))
     return {"total": total, "non_embedding": total - sum(p.numel() for p in embedding), "normalizer": normalizer}
@@ -98,7 +98,7 @@ def flops_per_token(decoder: Decoder) -> int:
     """
     config = decoder.config
     matrix_entries = sum(p.numel() for p in decoder.blocks.parameters() if p.dim() == 2) + decoder.head.weight.numel()
-    if config.value_residual == "first_layer":  # the first layer's values are computed twice
+    if config.value_residual:  # the first layer's values are computed twice
         matrix_entries += config.n_embd * config.kv_heads * config.value_dims
     dimensions = config.n_head * config.maps_per_head * (config.key_dims + config.value_dims)
     return 6 * matrix_entries + 3 * config.n_layer * decoder.seq_len * dimensions

@@ -30,7 +30,7 @@ MODELS = {
     "Plain": shape(opt.Softmax(temperature=0.5), **PLAIN),
     "Modern": shape(opt.SSMax(bias=True)),
     "Layers": shape(LISTED, output_gate="element"),
-    "ValueEmbeddings": shape(opt.QASSMax(), value_residual="embedding", norm="layer", bias=True, tied=True),
+    "LayerNorm": shape(opt.QASSMax(), norm="layer", bias=True, tied=True),
     "Elementwise": shape(Layers([opt.Relu2(), opt.Sigmoid(bias=True)]), **PLAIN | {"position": Learned()}),
     "Definitions": shape(Layers([opt.Forget(), opt.ASEntmax()])),
     "TwoMaps": shape(opt.SSMax(), differential=True, exclusive=True),

@@ -24,7 +24,6 @@ MODELS = {
     "gated attention unit": ["model.block=gau"],
     "differential": ["model.n_head=2", "model.n_embd=16", "model.differential=true", "model.output_gate=element"],
     "value residual": ["model.value_residual=first_layer"],
-    "value embedding": ["model.value_residual=embedding"],
 }
 
 

@@ -26,8 +26,7 @@ INGREDIENTS = {
     "embedding_norm, rms": {"embedding_norm": "rms"},
     "embedding_norm, layer": {"embedding_norm": "layer"},
     "logit_softcap": {"logit_softcap": 3.0},
-    "value_residual, first_layer": {"value_residual": "first_layer", "n_kv_head": 2},
-    "value_residual, embedding": {"value_residual": "embedding", "n_kv_head": 2},
+    "value_residual": {"value_residual": "first_layer", "n_kv_head": 2},
     "differential": {"differential": True},
     "differential, v2": {"differential": "v2"},
     "exclusive": {"exclusive": True},
@@ -129,39 +128,33 @@ def test_the_norm_is_of_the_tokens_vectors_before_their_positions(kind: str, pos
     assert count_parameters(decoder)["non_embedding"] == count_parameters(model())["non_embedding"] + C
 
 
-@pytest.mark.parametrize("kind", ["first_layer", "embedding"])
-def test_values_are_mixed_with_those_of_the_first_layer_or_of_the_tokens(kind: str):
-    decoder, batch, first = trained(f"value_residual, {kind}", qkv_bias=True), Batch(tokens(2), tokens(2), None), None
+def test_values_are_mixed_with_those_of_the_first_layer():
+    decoder, batch, first = trained("value_residual", qkv_bias=True), Batch(tokens(2), tokens(2), None), None
     with torch.no_grad():
         inputs = [block.inputs for block in attention_blocks(decoder, batch, with_inputs=True, block=T)]
         for layer, (layer_inputs, block) in enumerate(zip(inputs, decoder.blocks, strict=True)):
             expected = values = (
                 layer_inputs.x @ block.attention.qkv.weight[-24:].t() + block.attention.qkv.bias[-24:]
             ).view(2, T, 2, 12)
-            if kind == "embedding" or layer:
-                other = decoder.value_embedding[layer](batch.tokens).view(2, T, 2, 12) if kind == "embedding" else first
+            if layer:
                 mix = block.attention.value_mix
                 assert mix != 0.5
-                expected = (1 - mix) * values + mix * other
+                expected = (1 - mix) * values + mix * first
             first = values if first is None else first
             torch.testing.assert_close(layer_inputs.v[:, ::2], expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["first_layer", "embedding"])
-def test_a_model_starts_with_the_mean_of_both_values(kind: str):
-    decoder, batch = model(value_residual=kind), Batch(tokens(2), tokens(2), None)
+def test_a_model_starts_with_the_mean_of_both_values():
+    decoder, batch = model(value_residual="first_layer"), Batch(tokens(2), tokens(2), None)
     with torch.no_grad():
         inputs = [block.inputs for block in attention_blocks(decoder, batch, with_inputs=True, block=T)]
         layer_values = [
             layer_inputs.x @ block.attention.qkv.weight[-C:].t()
             for layer_inputs, block in zip(inputs, decoder.blocks, strict=True)
         ]
-        first_values = (
-            [table(batch.tokens) for table in decoder.value_embedding] if kind == "embedding" else [layer_values[0]] * 2
-        )
-        for layer_inputs, value, first_value in zip(inputs, layer_values, first_values, strict=True):
+        for layer_inputs, value in zip(inputs, layer_values, strict=True):
             torch.testing.assert_close(
-                layer_inputs.v.transpose(1, 2).flatten(2), (value + first_value) / 2, atol=1e-6, rtol=1e-5
+                layer_inputs.v.transpose(1, 2).flatten(2), (value + layer_values[0]) / 2, atol=1e-6, rtol=1e-5
             )
 
 

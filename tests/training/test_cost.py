@@ -58,7 +58,6 @@ RECOMPUTED_MODELS = {
     "attention": ["model.normalizer=ssmax"],
     "gau": GAU,
     "values of the first layer": ["model.value_residual=first_layer"],
-    "value embeddings": ["model.value_residual=embedding", "model.out_init=zero"],
 }
 
 
