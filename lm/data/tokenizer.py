@@ -1,5 +1,4 @@
-"""Makes tokenizers: trains a byte-level BPE on the training documents, or reads a tokenizer.json, or the files of a
-pretrained model.
+"""Makes tokenizers: trains a byte-level BPE on the training documents, or reads a tokenizer.json.
 
 Errors that the `tokenizers` library raises on a user's tokenizer or text become a DataError (`library_errors`).
 """
@@ -7,8 +6,7 @@ Errors that the `tokenizers` library raises on a user's tokenizer or text become
 import hashlib
 import json
 import os
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,8 +83,7 @@ def _content(spec: TokenizerFile | PretrainedTokenizer) -> bytes:
             raise DataError(f"{spec.path}: can't read the tokenizer: {error.strerror} (data.tokenizer.path)") from None
     folder = expand_home(spec.model)
     if not os.path.exists(folder):
-        patterns = [TOKENIZER_FILE, *CLASS_FILES, "special_tokens_map.json", *OLDER_FILES]
-        folder = downloaded(spec.model, spec.revision, patterns, " (data.tokenizer.model)")
+        folder = downloaded(spec.model, spec.revision, [TOKENIZER_FILE], " (data.tokenizer.model)")
     elif spec.revision:
         raise DataError(f"{folder}: is on this machine, not on the hub; set data.tokenizer.revision to null")
     return require_tokenizer_json(folder).encode()
@@ -227,10 +224,6 @@ def token_bytes(tokenizer: "Tokenizer") -> np.ndarray | None:
 
 
 TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-# Files of tokenizers that transformers converts.
-VOCABULARY, SENTENCEPIECE = "vocab.json", ("tokenizer.model", "spiece.model")
-OLDER_FILES = (VOCABULARY, "merges.txt", *SENTENCEPIECE, "vocab.txt")
-CLASS_FILES = (TOKENIZER_CONFIG, "config.json")  # files in which transformers finds the class of a tokenizer
 
 
 def downloaded(name: str, revision: str | None, patterns: list[str], suffix: str = "") -> Path:
@@ -257,63 +250,17 @@ def downloaded(name: str, revision: str | None, patterns: list[str], suffix: str
 
 
 def find_tokenizer_json(path: Path) -> str | None:
-    """Return the text of the tokenizer.json at `path`, a file or its folder, or of one converted from `OLDER_FILES` in
-    the folder; None if the folder has neither.
+    """Return the text of the tokenizer.json at `path`, a file or its folder; None if the folder has none.
 
-    Raises DataError: files can't be read, or transformers, which converts them, or a package that it needs is not
-    installed.
+    Raises DataError: the file can't be read.
     """
-    tokenizer_path = path / TOKENIZER_FILE if path.is_dir() else path
-    if tokenizer_path.is_file():
-        try:
-            return tokenizer_path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise DataError(f"{tokenizer_path}: not readable: {one_line(error, 160)}") from None
-    if not path.is_dir():
-        raise DataError(f"{path}: no such tokenizer")
-    if not any((path / name).is_file() for name in OLDER_FILES):
+    file = path / TOKENIZER_FILE if path.is_dir() else path
+    if path.is_dir() and not file.exists():
         return None
     try:
-        from transformers import AutoTokenizer, GPT2Tokenizer
-
-        for file in filter(Path.is_file, map(path.joinpath, SENTENCEPIECE)):
-            _check_sentencepiece(file)
-        vocabulary = (
-            dict(json.loads((path / VOCABULARY).read_text(encoding="utf-8"))) if (path / VOCABULARY).is_file() else {}
-        )
-        is_gpt2_pair = not any((path / name).is_file() for name in (*CLASS_FILES, *SENTENCEPIECE, "vocab.txt"))
-        loader = GPT2Tokenizer if is_gpt2_pair else AutoTokenizer
-        tokenizer = loader.from_pretrained(path, trust_remote_code=False, local_files_only=True).backend_tokenizer
-    except Exception as error:  # all that transformers raises for files that it can't read
-        raise DataError(f"{path}: its tokenizer can't be converted: {one_line(error, 200)}") from None
-    if missing_tokens := vocabulary.keys() - tokenizer.get_vocab().keys():
-        reason = (
-            f"transformers leaves out {len(missing_tokens):,} of the {len(vocabulary):,} tokens of its {VOCABULARY}"
-        )
-        raise DataError(
-            f"{path}: its tokenizer can't be converted: {reason}; is tokenizer_class in {TOKENIZER_CONFIG} the right "
-            "one?"
-        )
-    content = tokenizer.to_str(pretty=True)
-    merges = json.loads(content)["model"].get("merges") if token_bytes(tokenizer) is not None else None
-    added_tokens = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    if merges is not None and (reason := _missing_merges(vocabulary.keys() - added_tokens, merges)):
-        raise DataError(f"{path}: {reason}")
-    return content
-
-
-def _check_sentencepiece(path: Path) -> None:
-    """Raise ValueError unless a sentencepiece file has all its parts: one that was cut between two tokens is valid."""
-    from google.protobuf.message import DecodeError
-    from sentencepiece import sentencepiece_model_pb2
-
-    try:
-        model = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
-        is_whole = model.HasField("trainer_spec") and model.HasField("normalizer_spec")  # they follow the tokens
-    except DecodeError:
-        is_whole = False
-    if not is_whole:
-        raise ValueError(f"{path.name} is no sentencepiece model, or was cut short; fetch it again")
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: not readable: {one_line(error, 160)}") from None
 
 
 def require_tokenizer_json(path: Path) -> str:
@@ -322,17 +269,6 @@ def require_tokenizer_json(path: Path) -> str:
     """
     content = find_tokenizer_json(path)
     if content is None:
-        raise DataError(f"{path}: no tokenizer there: neither {TOKENIZER_FILE} nor {', '.join(OLDER_FILES)}")
+        remedy = "transformers writes one: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        raise DataError(f"{path}: has no {TOKENIZER_FILE}; from older files {remedy}")
     return content
-
-
-# Entries of a byte-level vocabulary that no merge makes: marks such as <mask> or [SEP], and RoBERTa's fillers.
-_WITHOUT_MERGE = re.compile(r"<.*>|\[.*\]|madeupword\d{4}")
-
-
-def _missing_merges(tokens: Iterable[str], pairs: Iterable[Sequence[str]]) -> str:
-    """Say which tokens of a byte-level vocabulary, longer than a byte, no merge makes; empty if there is none."""
-    merged = {"".join(pair) for pair in pairs}
-    missing = [token for token in tokens if len(token) > 1 and token not in merged and not _WITHOUT_MERGE.match(token)]
-    reason = f"no merge makes {len(missing):,} of the vocabulary's tokens, such as {missing[0]!r}" if missing else ""
-    return reason and f"{reason}: the file of merges was cut short, or is another vocabulary's; fetch it again"

@@ -202,7 +202,7 @@ def open_pretrained(source: str, revision: str | None, tokenizer: Path | None) -
     if path.is_file():
         raise RunError(f"{path}: not a folder with a {CONFIG}; text and token ids are read by lm prepare")
     if not path.is_dir():
-        path = downloaded(source, revision, ["*.json", "*.safetensors", "*.txt", "*.model"])
+        path = downloaded(source, revision, ["*.json", "*.safetensors"])
         origin["commit"] = path.name
     if not (path / CONFIG).is_file():
         raise RunError(f"{path}: not a model in the format of transformers: it has no {CONFIG}")

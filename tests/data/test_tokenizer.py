@@ -12,7 +12,7 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from lm.config.data_config import DataConfig, Files, PretrainedTokenizer, TokenizerFile, TrainedTokenizer
 from lm.data.encoding import Document, can_cut_between_words, encode_all, split_text
 from lm.data.prepare import prepare
-from lm.data.tokenizer import END_OF_TEXT, encode, load_tokenizer, token_bytes, tokenizer_of, train_tokenizer
+from lm.data.tokenizer import END_OF_TEXT, encode, load_tokenizer, token_bytes, train_tokenizer
 from lm.errors import DataError
 
 
@@ -255,76 +255,6 @@ def test_only_tokenizers_that_separate_words_encode_in_pieces(tmp_path: Path):
         assert not can_cut_between_words(load_tokenizer(write_tokenizer(tmp_path / "tokenizer.json", **change), "</s>"))
 
 
-# ---------------------------------------------------------------- GPT-2's two files
-
-
-@pytest.fixture
-def gpt2_files(tmp_path: Path) -> Path:
-    """A folder of GPT-2's two files, of a vocabulary trained on the texts, whose ids are one less."""
-    tokenizer = train_tokenizer(iter(TEXTS), TrainedTokenizer(400))
-    model = json.loads(tokenizer.to_str())["model"]
-    del model["vocab"][END_OF_TEXT]
-    vocabulary = {token: index - 1 for token, index in model["vocab"].items()} | {END_OF_TEXT: 399}
-    (folder := tmp_path / "gpt2").mkdir()
-    (folder / "vocab.json").write_text(json.dumps(vocabulary))
-    (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in model["merges"]))
-    return folder
-
-
-@pytest.mark.parametrize("named", [False, True], ids=["two files alone", "with a class"])
-def test_gpt2s_files_give_the_tokens_of_the_tokenizer_they_were_made_from(
-    data: DataConfig, gpt2_files: Path, named: bool
-):
-    if named:
-        (gpt2_files / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
-    spec = PretrainedTokenizer(str(gpt2_files))
-    trained = train_tokenizer(iter(TEXTS), TrainedTokenizer(400))
-    for loaded_ids, trained_ids in zip(encode(tokenizer_of(spec), TEXTS), encode(trained, TEXTS), strict=True):
-        assert loaded_ids == [index - 1 for index in trained_ids]
-    store = prepare(dataclasses.replace(data, tokenizer=spec))
-    assert store.end_of_text == 399
-    assert store.manifest["token_bytes"] == "exact"
-    assert sorted(stored_texts(store)) == sorted(TEXTS)
-
-
-@pytest.mark.parametrize("kept", [257, 300, 398])
-def test_a_vocabulary_of_merges_that_was_cut_short_is_refused(gpt2_files: Path, kept: int):
-    path = gpt2_files / "merges.txt"
-    merges = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(merges[: kept - 255]))
-    with pytest.raises(DataError, match=f"no merge makes {399 - kept} of the vocabulary's tokens.*cut short"):
-        tokenizer_of(PretrainedTokenizer(str(gpt2_files)))
-    path.write_text("".join(merges))
-    vocabulary = json.loads((gpt2_files / "vocab.json").read_text())
-    (gpt2_files / "vocab.json").write_text(
-        json.dumps({**vocabulary, "<mask>": 400, "[SEP]": 401, "madeupword0000": 402})
-    )
-    assert tokenizer_of(PretrainedTokenizer(str(gpt2_files))).token_to_id("<mask>") == 400
-
-
-@pytest.mark.parametrize(("name", "kind"), [("tokenizer.model", "Llama"), ("spiece.model", "T5")])
-def test_a_sentencepiece_model_that_was_cut_short_is_refused(tmp_path: Path, name: str, kind: str):
-    import sentencepiece
-    from sentencepiece import sentencepiece_model_pb2
-
-    (tmp_path / "text").write_text("\n".join(TEXTS))
-    options = {"vocab_size": 350, "byte_fallback": True, "minloglevel": 2, "hard_vocab_limit": False}
-    options["model_type"] = "bpe" if kind == "Llama" else "unigram"
-    sentencepiece.SentencePieceTrainer.train(input=tmp_path / "text", model_prefix=tmp_path / "model", **options)
-    (folder := tmp_path / "model").mkdir()
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": f"{kind}Tokenizer"}))
-    content = (tmp_path / "model.model").read_bytes()
-    (folder / name).write_bytes(content)
-    spec = PretrainedTokenizer(str(folder), end_of_text="</s>")
-    assert tokenizer_of(spec).get_vocab_size() > 280
-    pieces = sentencepiece_model_pb2.ModelProto.FromString(content).pieces
-    between_tokens = len(sentencepiece_model_pb2.ModelProto(pieces=pieces[:280]).SerializeToString())
-    for size in (between_tokens, len(content) // 2, len(content) - 1):
-        (folder / name).write_bytes(content[:size])
-        with pytest.raises(DataError, match=f"{name} is no sentencepiece model, or was cut short; fetch it again"):
-            tokenizer_of(spec)
-
-
 # ---------------------------------------------------------------- bad files
 
 
@@ -332,10 +262,12 @@ def test_bad_tokenizer_files_are_one_line(data: DataConfig, tmp_path: Path):
     (tmp_path / "no.json").write_text("{}")
     (tmp_path / "text.json").write_bytes(b"\xff\xfe")
     good = write_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "cut.json").write_bytes(good.read_bytes()[:-9])
     cases = {
         "missing.json": "No such file",
         "no.json": "not a tokenizer.json",
         "text.json": "not a tokenizer.json",
+        "cut.json": "not a tokenizer.json",
         ".": "directory",
     }
     for name, expected in cases.items():
@@ -408,17 +340,14 @@ def test_a_pretrained_models_tokenizer_is_that_of_its_file_wherever_it_lies(
             "someone/other: no such folder, and the hub does not give it: 404: no such model",
         ),
         ("{hub}", "v1", "</s>", "is on this machine, not on the hub; set data.tokenizer.revision to null"),
-        ("{hub}/..", None, "</s>", "no tokenizer there: neither tokenizer.json nor vocab.json"),
-        ("{hub}/../vocabulary", None, "</s>", "its tokenizer can't be converted"),
-        ("{hub}/../gpt2", None, "</s>", "no token '</s>'; set data.tokenizer.end_of_text to one"),
+        ("{hub}/../gpt2", None, "</s>", "gpt2: has no tokenizer.json; from older files transformers writes one: "),
+        ("{hub}", None, "<end>", "no token '<end>'; set data.tokenizer.end_of_text to one"),
     ],
 )
 def test_a_pretrained_model_without_a_usable_tokenizer_is_one_line(
     data: DataConfig, hub: Path, model: str, revision: str | None, end: str, expected: str
 ):
-    for name in ("vocabulary", "gpt2"):
-        (hub.parent / name).mkdir()
-    (hub.parent / "vocabulary" / "vocab.json").write_bytes(b"[1]")
+    (hub.parent / "gpt2").mkdir()
     ByteLevelBPETokenizer().save_model(str(hub.parent / "gpt2"))
     with pytest.raises(DataError) as error:
         prepare(dataclasses.replace(data, tokenizer=PretrainedTokenizer(model.format(hub=hub), revision, end)))

@@ -315,7 +315,7 @@ def test_options_that_a_source_has_no_use_for_are_refused(tmp_path: Path):
     result = lm("import", str(tmp_path / "hf"), "-o", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "empty"))
     assert (result.returncode, result.stderr.count("\n")) == (1, 1)
     assert result.stderr.startswith(
-        f"error: {tmp_path / 'empty'}: no tokenizer there: neither tokenizer.json nor vocab.json, "
+        f"error: {tmp_path / 'empty'}: has no tokenizer.json; from older files transformers writes one: "
     )
     for options, reason in (
         (("--end-of-text", "x"), f"--end-of-text = 'x': {tmp_path / 'hf'} has no tokenizer; name one with --tokenizer"),

@@ -97,14 +97,14 @@ def documented() -> list[list[str]]:
 
 
 def write_corpus(folder: Path) -> None:
-    """nanoGPT's files of token ids, GPT-2's two files of a tokenizer, and another text, as the commands name them."""
+    """nanoGPT's files of token ids, a tokenizer as GPT-2's, and another text, as the commands name them."""
     rng = np.random.default_rng(0)
     words = [rng.bytes(3).hex() for _ in range(60)]
     texts = [" ".join(rng.choice(words, 300)) for _ in range(30)]
     (folder / "gpt2").mkdir()
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(texts, 400, special_tokens=["<|endoftext|>"], show_progress=False)
-    tokenizer.save_model(str(folder / "gpt2"))
+    tokenizer.save(str(folder / "gpt2" / "tokenizer.json"))
     end = tokenizer.token_to_id("<|endoftext|>")
     for name, part in (("train", texts[:24]), ("val", texts[24:])):
         ids = [token for text in part for token in (*tokenizer.encode(text).ids, end)]
