@@ -148,7 +148,6 @@ def held_out(length: int, count: int = 3) -> HeldOut:
 def test_kl_is_that_of_the_definition():
     generator = torch.Generator().manual_seed(0)
     p, q, weight = (torch.randn(*shape, generator=generator) for shape in ((150, 8), (150, 8), (5000, 8)))
-    q.requires_grad_()
     head, capped = Head(8, 5000), Head(8, 5000, softcap=1.5)
     head.weight = capped.weight = torch.nn.Parameter(weight)
     logits = [x.double() @ weight.double().t() for x in (p, q)]
@@ -157,8 +156,6 @@ def test_kl_is_that_of_the_definition():
     divergences = token_kl(p, head, q, capped)  # in several chunks
     torch.testing.assert_close(divergences.double(), expected, atol=1e-5, rtol=1e-4)
     assert token_kl(p, capped, p, capped).abs().max() == 0
-    (gradient,) = torch.autograd.grad(divergences.sum(), q, retain_graph=True)
-    torch.testing.assert_close(gradient, torch.autograd.grad(expected.sum(), q)[0], atol=1e-4, rtol=1e-3)
 
 
 def sharp(tiny) -> Decoder:
