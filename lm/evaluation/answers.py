@@ -135,7 +135,7 @@ def roll_out(decoder: Decoder, batch: Batch, locations: Tensor, predictions: Ten
         sequence, position = locations[:, is_active & (locations[1] + 1 < tokens.size(1))]
         tokens[sequence, position + 1] = answers[is_active & (locations[1] + 1 < tokens.size(1))]
         is_read = is_active & (locations[1] >= start)
-        hidden = decoder(tokens[sequences, start:], cache=cache.fork(1))
+        hidden = decoder(tokens[sequences, start:], cache=cache.fork())
         updates = argmax_tokens(
             hidden[torch.searchsorted(sequences, locations[0, is_read]), locations[1, is_read] - start], decoder.head
         )
@@ -332,7 +332,7 @@ def score(decoder: Decoder, questions: list[Trial], length: int, text: Text) -> 
     prompts = torch.from_numpy(np.stack([trial.prompt for trial in questions])).to(next(decoder.parameters()).device)
     cache = DecodingCache(length)
     first_logits = decoder.head(decoder(prompts, cache=cache, first=prompts.size(1) - 1)).float()  # (B, 1, V)
-    outputs = _greedy_tokens(decoder, first_logits, cache.fork(1), max(len(trial.answer) for trial in questions) + 2)
+    outputs = _greedy_tokens(decoder, first_logits, cache.fork(), max(len(trial.answer) for trial in questions) + 2)
     answers = pad_sequence([torch.from_numpy(trial.answer) for trial in questions], True).to(prompts.device)  # (B, A)
     logits = first_logits
     if answers.size(1) > 1:

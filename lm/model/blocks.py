@@ -179,12 +179,9 @@ class DecodingCache:
     seen: int = 0  # tokens so far
     states: dict[nn.Module, object] = field(default_factory=dict)  # state of each layer, by its attention module
 
-    def fork(self, copies: int) -> DecodingCache:
-        """Return an independent copy that contains each sequence `copies` times."""
-        return replace(
-            self,
-            states=tree_map_only(Tensor, lambda x: x.repeat_interleave(copies, 0) if copies > 1 else x, self.states),
-        )
+    def fork(self) -> DecodingCache:
+        """Return an independent copy, which shares tensors: layers replace the state of a cache and change none."""
+        return replace(self, states={**self.states})
 
     def select(self, sequences: Tensor | list[int]) -> DecodingCache:
         """Return an independent copy with some of the sequences, given by their indices or by a mask (B,) that is true

@@ -73,34 +73,34 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int, normalizers_only: bool = False) -> None:
-        """Draw matrices from N(0, init_std^2), and set biases to 0. In normalizers draw only matrices named
-        `hidden.weight`, from N(0, 1 / inputs).
+        """Draw each parameter from N(0, std^2), by `_initial_std`, in the stream (seed, name).
 
-        Projections into the residual stream have standard deviation init_std / sqrt(2 n_layer) or 0 (`out_init`),
-        vectors `MapDifference.lambdas` 0.1. Gates of few inputs start at 0.
-        normalizers_only: draw only the normalizers' `hidden.weight`.
+        normalizers_only: draw only the normalizers' parameters.
         """
         for name, parameter in self.named_parameters():
-            if name.endswith(".bias") and not (normalizers_only or is_normalizer_parameter(name)):
-                parameter.zero_()
-            is_random = parameter.dim() >= 2 or name.endswith(".lambdas")
-            if not is_random or (is_normalizer_parameter(name) and not name.endswith(".hidden.weight")):
-                continue
-            if is_normalizer_parameter(name):
-                std = parameter.size(1) ** -0.5
-            elif normalizers_only:
-                continue
-            elif name.endswith(".lambdas"):
-                std = MapDifference.INITIAL_STD
-            else:
-                std = self.config.init_std
-                if name.endswith(".gate.weight") and self.config.gate_inputs:
-                    std = 0.0
-                if name.endswith(".out.weight"):
-                    std = 0.0 if self.config.out_init == "zero" else std / math.sqrt(2 * self.config.n_layer)
-            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+            std = self._initial_std(name, parameter)
+            if std is not None and (is_normalizer_parameter(name) or not normalizers_only):
+                digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+
+    def _initial_std(self, name: str, parameter: Tensor) -> float | None:
+        """Standard deviation of a parameter's initial values; None: they are not drawn, such as gains.
+
+        In normalizers only matrices named `hidden.weight` are drawn, with 1 / sqrt(inputs). Projections into the
+        residual stream have init_std / sqrt(2 n_layer) or 0 (`out_init`). Gates of few inputs start at 0.
+        """
+        if is_normalizer_parameter(name):
+            return parameter.size(1) ** -0.5 if name.endswith(".hidden.weight") else None
+        if name.endswith(".lambdas"):
+            return MapDifference.INITIAL_STD
+        if name.endswith(".bias") or (name.endswith(".gate.weight") and self.config.gate_inputs):
+            return 0.0
+        if parameter.dim() < 2:
+            return None
+        if name.endswith(".out.weight"):
+            return 0.0 if self.config.out_init == "zero" else self.config.init_std / math.sqrt(2 * self.config.n_layer)
+        return self.config.init_std
 
     def forward(
         self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None, first: int = 0

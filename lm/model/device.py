@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
@@ -61,15 +60,10 @@ class Machine:
 def visible_gpus() -> tuple[str, ...]:
     """The GPUs that child processes may use, by their names in CUDA_VISIBLE_DEVICES. CUDA is not initialised in this
     process.
-
-    If the variable names MIG devices, all of these are returned, although CUDA shows a process only the first of them.
     """
     n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = [
-        name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(n_gpus)))).split(",")
-    ]
-    mig_names = tuple(takewhile(lambda name: name.startswith("MIG-"), names))
-    return (mig_names or tuple(names[:n_gpus])) if n_gpus else ()
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(n_gpus)))).split(",")
+    return tuple(name.strip() for name in names[:n_gpus])
 
 
 def count_gpus(config: Config) -> int:

@@ -14,7 +14,7 @@ from lm.attention.normalizer import Normalizer
 from lm.attention.options import Options
 from lm.config.inference_config import InferenceSetting
 from lm.config.model_config import ModelConfig
-from lm.errors import ConfigError, RunError
+from lm.errors import ConfigError
 from lm.model.blocks import AttentionBase
 from lm.model.decoder import Decoder, is_normalizer_parameter
 from lm.model.device import preserved_random_state
@@ -22,50 +22,25 @@ from lm.model.device import preserved_random_state
 
 @torch.no_grad()
 def with_model(old: Decoder, model: ModelConfig) -> Decoder:
-    """A decoder with the weights of `old`, and the normalizers and positions of `model`, which are swapped in on the
-    CPU.
+    """A decoder with the weights of `old`, and the normalizers and positions of `model`, on the CPU.
 
-    Raises RunError: as `with_normalizer`.
+    If the normalizers differ, `Normalizer.init_from` sets the new ones' parameters from the old ones, or keeps their
+    initial values, for the training length of `old`.
     """
-    new = old if model.normalizer == old.config.normalizer else with_normalizer(old, model.normalizer)
-    if model.position != new.config.position:
-        moved = Decoder(replace(new.config, position=model.position), new.vocab_size, new.seq_len, seed=None)
-        moved.load_state_dict(new.state_dict())
-        new = moved.train(new.training)
-    return new
-
-
-@torch.no_grad()
-def with_normalizer(old: Decoder, normalizer: Options) -> Decoder:
-    """A decoder with the weights of `old` and another normalizer, on the CPU.
-
-    `Normalizer.init_from` sets the new normalizers' parameters from the old ones, or keeps their initial values, for
-    the training length of `old`.
-
-    normalizer: the new normalizer's options (`lm.attention.options`).
-
-    Raises RunError: the two decoders' parameters outside the normalizers differ in name or shape; the error names some
-    of these.
-    """
-    new = Decoder(replace(old.config, normalizer=normalizer), old.vocab_size, old.seq_len, seed=None)
-    old_shapes, new_shapes = (
-        {name: p.shape for name, p in decoder.named_parameters() if not is_normalizer_parameter(name)}
-        for decoder in (old, new)
-    )
-    names = [name for name in {**old_shapes, **new_shapes} if old_shapes.get(name) != new_shapes.get(name)]
-    if names:
-        before, after = (decoder.config.normalizer.label() for decoder in (old, new))
-        raise RunError(
-            f"{before} can't become {after}: they need other weights around them ({', '.join(names[:3])}, {len(names)} "
-            "in all)"
-        )
+    new, weights = Decoder(model, old.vocab_size, old.seq_len, seed=None), old.state_dict()
+    if model.normalizer == old.config.normalizer:
+        new.load_state_dict(weights)
+        return new.train(old.training)
     new.initialise(seed=0, normalizers_only=True)  # drawn values are the same at every swap
-    new.load_state_dict(
-        {name: value for name, value in old.state_dict().items() if not is_normalizer_parameter(name)}, strict=False
-    )
+    new.load_state_dict({name: weights[name] for name in weights if not is_normalizer_parameter(name)}, strict=False)
     for new_normalizer, old_normalizer in zip(new.normalizers(), old.normalizers(), strict=True):
         new_normalizer.init_from(old_normalizer)
     return new.train(old.training)
+
+
+def with_normalizer(old: Decoder, normalizer: Options) -> Decoder:
+    """Return `with_model` for a normalizer's options (`lm.attention.options`)."""
+    return with_model(old, replace(old.config, normalizer=normalizer))
 
 
 @torch.no_grad()

@@ -20,8 +20,6 @@ from lm.experiments.loop import ExperimentTrainer, slots_of
 from lm.experiments.procedure import Procedure
 from lm.model.device import count_gpus, visible_gpus
 
-MIG = "MIG-3eb87630-93d5-b2b6-b8ff-9b359caf4ee2,MIG-8e88b630-93d5-b2b6-b8ff-9b359caf4ee2"
-
 
 @pytest.fixture
 def gpus(monkeypatch):
@@ -61,7 +59,6 @@ WIDE = {
         (1, "2,9", ("2",)),
         (0, "", ()),
         (2, "GPU-1f,GPU-2e", ("GPU-1f", "GPU-2e")),
-        (1, MIG, tuple(MIG.split(","))),
     ],
 )
 def test_the_users_own_devices_are_handed_out_and_no_others(gpus, tmp_path, count, visible, names):
