@@ -51,7 +51,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
-        r = _reciprocal_rms(x, eps)
+        r = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         scaled = x * r
         ctx.save_for_backward(x, weight, r, scaled if ctx.needs_input_grad[1] else None)
         return scaled * weight
@@ -70,11 +70,6 @@ class _RMSNorm(torch.autograd.Function):
         return dscaled.mul_(r).add_(x * factor), dweight, None
 
 
-def _reciprocal_rms(x: Tensor, eps: float) -> Tensor:
-    """Return 1 / sqrt(mean x^2 + eps), (..., 1), with the mean over the last dimension of x (..., C)."""
-    return x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-
-
 class RMSNorm(nn.RMSNorm):
     """`torch.nn.RMSNorm` of the last dimension, faster on CPUs, where torch has no kernel for it and differentiates it
     step by step.
@@ -85,16 +80,9 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         is_full_precision = x.dtype == self.weight.dtype in (torch.float32, torch.float64)
-        if (
-            x.device.type != "cpu"
-            or not is_full_precision
-            or x.shape[-1:] != self.weight.shape
-            or torch.compiler.is_compiling()
-        ):
+        if x.device.type != "cpu" or not is_full_precision or torch.compiler.is_compiling():
             return super().forward(x)
-        if torch.is_grad_enabled():
-            return _RMSNorm.apply(x, self.weight, self.eps)
-        return torch.mul(x, _reciprocal_rms(x, self.eps), out=torch.empty(x.shape, dtype=x.dtype)).mul_(self.weight)
+        return _RMSNorm.apply(x, self.weight, self.eps)
 
 
 def make_norm(config: ModelConfig, kind: str | None = None) -> nn.Module:
@@ -411,8 +399,7 @@ class GAU(AttentionBase):
 def swiglu(x: Tensor) -> Tensor:
     """Return silu(gate) * value (..., W) for x (..., 2 W), which holds W gates, then W values."""
     gate, value = x.chunk(2, -1)
-    gate_silu = F.silu(gate)
-    return gate_silu * value if torch.is_grad_enabled() else gate_silu.mul_(value)
+    return F.silu(gate) * value
 
 
 def relu2(x: Tensor) -> Tensor:

@@ -65,28 +65,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, softcap: float | None
     ) -> Tensor:
         nll = hidden.new_zeros((), dtype=torch.float32)
-        needs_grads = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         vocab_size, device_type = weight.size(0), weight.device.type
         matrix = weight.to(dtype)
         chunk_size = chunk_tokens(vocab_size, device_type)
         rows = max(1, CACHED_LOGITS[device_type] // vocab_size)
-        grad_hidden = torch.empty_like(hidden) if needs_grads else None  # filled in place, as in `_map_logits`
+        grad_hidden = torch.empty_like(hidden)  # filled in place, as in `_map_logits`
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for number, (h, y) in enumerate(
             zip(hidden.split(chunk_size), targets.unsqueeze(1).split(chunk_size), strict=True)
         ):
             h_low = h.to(dtype)
             logits = h_low @ matrix.t()  # (n, V), which `_chunk_nll` overwrites with their gradient
-            nll += sum(
-                _chunk_nll(*part, softcap, needs_grads) for part in zip(logits.split(rows), y.split(rows), strict=True)
-            )
-            if needs_grads:
-                grad_hidden[number * chunk_size :][:chunk_size] = logits @ matrix
-                if grad_weight is not None:
-                    grad_weight += logits.t() @ h_low
+            nll += sum(_chunk_nll(*part, softcap) for part in zip(logits.split(rows), y.split(rows), strict=True))
+            grad_hidden[number * chunk_size :][:chunk_size] = logits @ matrix
+            if grad_weight is not None:
+                grad_weight += logits.t() @ h_low
             del logits  # before the next chunk's are computed
-        if needs_grads:
-            ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.save_for_backward(grad_hidden, grad_weight)
         return nll
 
     @staticmethod
@@ -98,9 +93,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden * grad.to(grad_hidden.dtype), grad_weight, None, None, None
 
 
-def _chunk_nll(low_precision_logits: Tensor, y: Tensor, softcap: float | None, needs_grads: bool) -> Tensor:
-    """Sum of the negative log-likelihoods of a chunk of tokens, an fp32 scalar. If `needs_grads`,
-    `low_precision_logits` is overwritten with its gradient.
+def _chunk_nll(low_precision_logits: Tensor, y: Tensor, softcap: float | None) -> Tensor:
+    """Sum of the negative log-likelihoods of a chunk of tokens, an fp32 scalar, whose gradient overwrites
+    `low_precision_logits`.
 
     This is a function of its own, so that the tensors it makes are freed before the next tokens' logits are read.
 
@@ -118,8 +113,6 @@ def _chunk_nll(low_precision_logits: Tensor, y: Tensor, softcap: float | None, n
     # log Z - the largest logit: exact where one token has nearly all the probability
     log_z_minus_max = -p.amax(-1, keepdim=True).log()
     nll = ((largest_logit - logits.gather(1, y) + log_z_minus_max) * target_mask).sum()
-    if not needs_grads:
-        return nll
     del logits
     p.scatter_add_(1, y, p.new_full((len(y), 1), -1.0)).mul_(target_mask)  # p becomes the gradient of the logits
     if tanh_logits is not None:
