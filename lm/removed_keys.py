@@ -65,7 +65,7 @@ REMOVED_LOGGERS = ("csv", "trackio", "tensorboard")  # in `log.to`
 # names that earlier versions had, of tasks, lengths, tokenizers and texts, too
 REMOVED_NAMES = (
     *REMOVED_LOGGERS,
-    *("copy", "max", "induction", "flip_flop", "curriculum", "documents", "fixed", "gpt2", "tiktoken"),
+    *("copy", "max", "induction", "passkey", "flip_flop", "curriculum", "documents", "fixed", "gpt2", "tiktoken"),
     *("kjv", "moby", "shakespeare", "megatron"),
 )
 _PATTERNS = {re.compile(re.escape(path).replace(r"\*", r"[^.]*")): value for path, value in REMOVED_KEYS.items()}

@@ -8,7 +8,7 @@ or several shorter ones.
 """
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from multiprocessing import active_children
 from multiprocessing.connection import wait
@@ -28,7 +28,7 @@ from lm.data.tasks import TaskError, Text, example, integer_hash
 from lm.errors import ConfigError, Problem, RunError
 from lm.machine import stop_signals_blocked
 
-SLOTS_PER_BLOCK = 1024  # slots that `StratifiedSampler` assigns to streams in one draw
+SLOTS_PER_BLOCK = 1024  # slots that `assign_slots` assigns to streams in one draw
 # seed words that separate the draws of a sampler, of a mixture's sources (each adds its index), and of lengths
 _SAMPLER_SEED, _SOURCE_SEED, _LENGTH_SEED = 2**61, 2**62, 2**63
 
@@ -41,9 +41,11 @@ def group_indices(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return group, np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-class StratifiedSampler:
-    """Assigns the slots of a run (see the module) to streams (sources or tasks) at random, in proportion to the
+def assign_slots(weights: Sequence[float], seed_words: tuple[int, ...], slots: np.ndarray) -> np.ndarray:
+    """Assign `slots` (k,) of a run (see the module) to streams (sources or tasks) at random, in proportion to the
     streams' weights.
+
+    Returns int64 (2, k): each slot's stream index, and the slot's number (from 0) within this stream.
 
     A stream with a fraction w of all weights draws one due time in each interval of 1 / w slots. Slots go to streams in
     the order of due times. The stream gets t w of the first t slots, with an error of at most 1 + w times the number of
@@ -54,26 +56,19 @@ class StratifiedSampler:
         weights: a weight above 0 for each stream; they need not sum to 1.
         seed_words: integers that seed the draws.
     """
-
-    def __init__(self, weights: list[float], seed_words: tuple[int, ...]):
-        self.weights, self.seed_words = tuple(np.array(weights) / np.sum(weights)), seed_words
-
-    def assign(self, slots: np.ndarray) -> np.ndarray:
-        """Return int64 (2, k) for `slots` (k,): each slot's stream index, and the slot's number (from 0) within this
-        stream.
-        """
-        blocks, slots_in_block = np.divmod(slots, SLOTS_PER_BLOCK)
-        assigned = np.empty((2, len(slots)), np.int64)
-        for block in np.unique(blocks):
-            is_in_block = blocks == block
-            assignment = _assignment_of_block(self.weights, self.seed_words, int(block) * SLOTS_PER_BLOCK)
-            assigned[:, is_in_block] = assignment[:, slots_in_block[is_in_block]]
-        return assigned
+    fractions = tuple(np.array(weights) / np.sum(weights))
+    blocks, slots_in_block = np.divmod(slots, SLOTS_PER_BLOCK)
+    assigned = np.empty((2, len(slots)), np.int64)
+    for block in np.unique(blocks):
+        is_in_block = blocks == block
+        assignment = _assignment_of_block(fractions, seed_words, int(block) * SLOTS_PER_BLOCK)
+        assigned[:, is_in_block] = assignment[:, slots_in_block[is_in_block]]
+    return assigned
 
 
 @lru_cache(maxsize=64)
 def _assignment_of_block(weights: tuple[float, ...], seed_words: tuple[int, ...], first_slot: int) -> np.ndarray:
-    """Return `StratifiedSampler.assign` for `SLOTS_PER_BLOCK` slots from `first_slot` on."""
+    """Return `assign_slots` for `SLOTS_PER_BLOCK` slots from `first_slot` on."""
     # Time is counted in slots: before time t, t slots are due, to within one per stream. Draw all due times from
     # `begin` to `end`.
     begin, end = first_slot - len(weights) - 1, first_slot + SLOTS_PER_BLOCK + len(weights) + 1
@@ -222,15 +217,14 @@ class TrainSequences:
     def __init__(self, store: Store, data: DataConfig, slots_per_step: int, seed: int):
         self.store, self.data, self.seq_len, self.slots_per_step = store, data, data.seq_len, slots_per_step
         self.seed_words = (int(store.fingerprint, 16), seed)
-        length_weights = dict(sorted(data.lengths.weights.items())) or {self.seq_len: 1.0}
-        self.lengths = [*length_weights]
-        self.length_sampler = StratifiedSampler([*length_weights.values()], (*self.seed_words, _LENGTH_SEED))
-        weights, self.streams = self._streams(seed)
-        self.sampler = StratifiedSampler(weights, self.seed_words)
+        length_weights = sorted(data.lengths.weights.items()) or [(self.seq_len, 1.0)]
+        self.lengths, self.length_weights = zip(*length_weights, strict=True)
+        self.weights, self.streams = self._streams(seed)
 
     def length(self, step: int) -> int:
         """Return the length, in tokens, of all sequences of `step` (0-based)."""
-        return self.lengths[self.length_sampler.assign(np.array([step]))[0, 0]]
+        assigned = assign_slots(self.length_weights, (*self.seed_words, _LENGTH_SEED), np.array([step]))
+        return self.lengths[assigned[0, 0]]
 
     def _streams(self, seed: int) -> tuple[list[float], list[TaskStream | TextStream]]:
         tasks = [weighted.task for weighted in self.data.tasks]
@@ -254,7 +248,7 @@ class TrainSequences:
         """
         length, stop = self.length(step), self.slots_per_step if count is None else first + count
         slots = step * self.slots_per_step + np.arange(first, stop)
-        streams, stream_slots = self.sampler.assign(slots)
+        streams, stream_slots = assign_slots(self.weights, self.seed_words, slots)
         sequences = np.empty((len(slots), self.seq_len // length, length + 1), np.int64)
         answers = np.empty((len(slots), self.seq_len // length, length), bool)
         for number in np.unique(streams):
@@ -271,14 +265,9 @@ class TrainSequences:
         return batch
 
 
-def train_sequences(store: Store, config: Config, slots_per_step: int | None = None) -> TrainSequences:
-    """Return the training sequences of a configuration. `slots_per_step`: None stands for `optim.batch_tokens` /
-    `data.seq_len`.
-
-    Raises ConfigError: a task can't make its sequences.
-    """
-    data = config.data
-    slots_per_step = slots_per_step or config.optim.batch_tokens // data.seq_len
+def train_sequences(store: Store, config: Config) -> TrainSequences:
+    """Return the training sequences of a configuration. Raises ConfigError: a task can't make its sequences."""
+    data, slots_per_step = config.data, config.optim.batch_tokens // config.data.seq_len
     try:
         return TrainSequences(store, data, slots_per_step, config.seed if data.seed is None else data.seed)
     except TaskError as error:

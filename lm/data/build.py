@@ -8,12 +8,14 @@ keeps the tokenizer and the whole shards of the same documents: the store has th
 
 import json
 import os
+import re
 import shutil
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import chain, groupby, product, zip_longest
 from pathlib import Path
@@ -23,7 +25,6 @@ import numpy as np
 
 from lm.config.data_config import END_OF_TEXT, DataConfig, Files, Tokens, TrainedTokenizer
 from lm.config.task_config import Task
-from lm.data.encoding import Document, Tokenized, encode_all, split_long_words, split_text
 from lm.data.sources import labels, reader, streamed_documents
 from lm.data.store import (
     MANIFEST,
@@ -39,9 +40,20 @@ from lm.data.store import (
 from lm.data.tasks import STORE_SEED, SUBSETS, Subset, TaskError, check_task, example, symbol_tokenizer
 from lm.data.text_files import Unreadable, description
 from lm.data.token_files import Vocabulary
-from lm.data.tokenizer import load_tokenizer, tokenizer_of, train_tokenizer, vocab_size
+from lm.data.tokenizer import (
+    decode,
+    encode,
+    load_tokenizer,
+    prefixes_space,
+    special_token_mask,
+    token_bytes,
+    tokenizer_of,
+    train_tokenizer,
+    vocab_size,
+)
 from lm.errors import DataError
 from lm.files import json_bytes, plain_sha256, replacing, sync_folder
+from lm.machine import usable_cores
 from lm.plain import Plain
 from lm.progress import Progress
 
@@ -58,6 +70,33 @@ MAX_LISTED_ERRORS = 100  # unreadable files, documents and rows that the manifes
 # Assignment of a document. A copy is left out because another document has the same content; an omitted document,
 # because the tokenizer does not give it back.
 TRAIN, VAL, COPY, OMITTED = 0, 1, 2, 3
+# limits of a batch, which a single longer document may exceed: encoding takes a hundred times the batch's bytes of
+# memory
+BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 2048
+PIECE_CHARACTERS = 1 << 20  # characters of each piece into which a long document is cut to be encoded
+# longest word, in characters, that a tokenizer is trained on: training time grows with the square of its length
+MAX_WORD_LENGTH = 1 << 12
+# environment variable that turns the `tokenizers` library's own threads off
+_PARALLELISM_VARIABLE = "TOKENIZERS_PARALLELISM"
+# GPT-2, cl100k and o200k split text at these places, too
+_BETWEEN_WORDS = re.compile(r"(?<=\S)(?= [A-Za-z])|(?<=\S\n)(?=\w)")
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document to encode, or a piece of a long document."""
+
+    content: str | np.ndarray  # its text, or its token ids (tokens,)
+    n_bytes: int  # UTF-8 bytes of the text
+    location: str = ""  # the file or dataset and the place in it
+    digest: int = 0  # 64-bit hash of the content
+    index: int = 0  # number of documents that the scan has read before this one
+    is_first_piece: bool = True  # true if the content is the beginning of the document
+
+
+# A document or piece, and the ids of its tokens in the store's dtype (tokens,), or why the tokenizer does not give it
+# back.
+Tokenized = tuple[Document, np.ndarray | Unreadable]
 
 
 @dataclass(frozen=True)
@@ -68,29 +107,17 @@ class Scan:
     n_bytes: np.ndarray  # (documents,) int64, UTF-8
     sources: np.ndarray  # (documents,) int64: index of each document's source in `DataConfig.sources`
     assignment: np.ndarray  # (documents,) uint8: TRAIN, VAL, COPY or OMITTED
-    omissions: "Omissions"  # what was left out, or could not be read
-
-    @property
-    def is_stored(self) -> np.ndarray:
-        """A mask of the documents that are in a split: bool (documents,)."""
-        return self.assignment <= VAL
+    n_blank: int  # documents without text
+    unreadable: dict[str, Plain]  # files, documents and rows that can't be read: their number and the `first`
 
 
-class Omissions:
-    """Counts what a pass leaves out or can't read, by `data.on_error`."""
-
-    def __init__(self, on_error: str):
-        self.fails = on_error == "fail"
-        self.blank = 0  # documents without text
-        self.unreadable: dict[str, Plain] = {"count": 0, "first": []}
-
-    def skip(self, error: Unreadable) -> None:
-        """Count `error`, about a file, document or row that can't be read, or raise it if `data.on_error` is `fail`."""
-        if self.fails:
-            raise error
-        self.unreadable["count"] += 1
-        if len(self.unreadable["first"]) < MAX_LISTED_ERRORS:
-            self.unreadable["first"].append(str(error))
+def count_unreadable(unreadable: dict[str, Plain], error: Unreadable, on_error: str) -> None:
+    """Count `error`, about a file, document or row that can't be read, or raise it if `data.on_error` is `fail`."""
+    if on_error == "fail":
+        raise error
+    unreadable["count"] += 1
+    if len(unreadable["first"]) < MAX_LISTED_ERRORS:
+        unreadable["first"].append(str(error))
 
 
 def build_store(data: DataConfig, spec: dict[str, Plain], target: Path, progress: Progress) -> None:
@@ -151,8 +178,8 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> tup
         facts = zip(labels(data), documents, n_bytes, strict=True)
         sources[name] = [SourceCounts(label, 0, int(count), int(size)) for label, count, size in facts]
     return store, {
-        "left_out": {"blank": scan.omissions.blank, "copies": int((scan.assignment == COPY).sum())},
-        "unreadable": scan.omissions.unreadable,
+        "left_out": {"blank": scan.n_blank, "copies": int((scan.assignment == COPY).sum())},
+        "unreadable": scan.unreadable,
         **finish_store(store, tokenizer, data.tokenizer.end_of_text, sources),
     }
 
@@ -162,7 +189,8 @@ def _write_shards(data: DataConfig, store: Path, scan: Scan, tokenizer: "Tokeniz
 
     Documents that the tokenizer does not give back become `OMITTED` in the scan, or are an error, by `data.on_error`.
     """
-    is_stored, n_bytes = scan.is_stored, np.where(scan.is_stored, scan.n_bytes, 0)
+    is_stored = scan.assignment <= VAL
+    n_bytes = np.where(is_stored, scan.n_bytes, 0)
     shard_of = (np.cumsum(n_bytes) - n_bytes) // SHARD_BYTES  # (documents,)
     lists = {number: store / f"{OMITTED_NAME}{number:05d}.json" for number in np.unique(shard_of[is_stored]).tolist()}
     is_missing = is_stored & ~np.isin(shard_of, [number for number, path in lists.items() if path.exists()])
@@ -177,10 +205,10 @@ def _write_shards(data: DataConfig, store: Path, scan: Scan, tokenizer: "Tokeniz
     for path in lists.values():
         for index, problem in json.loads(path.read_text(encoding="utf-8")):
             scan.assignment[index] = OMITTED
-            scan.omissions.skip(Unreadable(problem))
+            count_unreadable(scan.unreadable, Unreadable(problem), data.on_error)
     if not np.isin(splits, scan.assignment).all():
         reason = "gives no document of the training text, or of the held-out text, back"
-        raise DataError(f"data.tokenizer: {reason}; {scan.omissions.unreadable['first'][-1]}")
+        raise DataError(f"data.tokenizer: {reason}; {scan.unreadable['first'][-1]}")
 
 
 def _write_shard(
@@ -267,11 +295,17 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
     evaluated, not trained), all but copies are held out. Raises DataError if there is no document, or none to hold out
     or to train on.
     """
-    omissions = Omissions(data.on_error)
+    n_blank, unreadable = 0, {"count": 0, "first": []}
     scanned = array("Q"), array("q"), array("H"), array("B")
     end_tokens, n_spelled = {*END_TOKENS, data.tokenizer.end_of_text}, Counter[tuple[int, str]]()
     with progress.bytes("scan", None) as bar:
-        for document, source, is_held_out in _documents(data, folder, omissions):
+        for document, source, is_held_out in _documents(data, folder):
+            if isinstance(document, Unreadable):
+                count_unreadable(unreadable, document, data.on_error)
+                continue
+            if document is None:
+                n_blank += 1
+                continue
             for values, value in zip(scanned, (document.digest, document.n_bytes, source, is_held_out), strict=True):
                 values.append(value)
             if isinstance(document.content, str):
@@ -297,13 +331,13 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
     held_out_hashes = _hashes_to_hold_out([(hashes[mask], n_bytes[mask]) for mask in masks], data.val_fraction)
     assignment[(assignment == TRAIN) & (np.isin(hashes, held_out_hashes) | (data.val_fraction == 1))] = VAL
     if not (np.isin((TRAIN, VAL), assignment).all() or (len(hashes) and data.val_fraction == 1)):
-        n_copies, n_unreadable = int((assignment == COPY).sum()), omissions.unreadable["count"]
+        n_copies = int((assignment == COPY).sum())
         raise DataError(
             f"data.source: {', '.join(labels(data))}: {len(hashes)} document(s), none of which can be held out "
-            f"({omissions.blank:,} blank, {n_copies:,} copies of others, {n_unreadable:,} unreadable); two different "
+            f"({n_blank:,} blank, {n_copies:,} copies of others, {unreadable['count']:,} unreadable); two different "
             "ones of a source are needed: add text, or set data.source.separator to split .txt files into documents"
         )
-    return Scan(hashes, n_bytes, sources, assignment, omissions)
+    return Scan(hashes, n_bytes, sources, assignment, n_blank, unreadable)
 
 
 def _hashes_to_hold_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: float) -> np.ndarray:
@@ -330,52 +364,194 @@ def _hashes_to_hold_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: 
     return np.concatenate(smallest_hashes)
 
 
-def _documents(data: DataConfig, folder: Path, omissions: Omissions) -> Iterator[tuple[Document, int, bool]]:
-    """Yield each document that is not blank, the index of its source, and whether it is of the source's own validation
-    split; each source in order, followed by its validation split if it has one. `folder` has the streams' files.
+def _documents(data: DataConfig, folder: Path) -> Iterator[tuple[Document | Unreadable | None, int, bool]]:
+    """Yield each document, None for a blank one, or the error in place of one; the index of its source, and whether it
+    is of the source's own validation split. Each source in order, followed by its validation split if it has one.
+    `folder` has the streams' files.
     """
     is_ids = [isinstance(weighted.source, Tokens) for weighted in data.sources]
     vocabulary = Vocabulary(data.tokenizer) if any(is_ids) else None
-    n_read = n_readings = 0
     for index, weighted in enumerate(data.sources):
         for source in filter(None, (weighted.source, reader(weighted.source).held_out(weighted.source))):
+            is_held_out = source is not weighted.source
             if getattr(source, "streaming", False):
-                documents = streamed_documents(source, folder / f"stream-{n_readings}")
+                documents = streamed_documents(source, folder / f"stream-{index}-{is_held_out:d}")
             else:
                 documents = reader(source).documents(source, vocabulary if is_ids[index] else None)
-            n_readings += 1
             for content, location in documents:
-                if isinstance(content, Unreadable):
-                    omissions.skip(content)
-                    continue
-                if not is_ids[index]:
-                    n_bytes = len(encoded := content.encode())
-                else:  # ids among texts are hashed as text, to find copies
-                    n_bytes = vocabulary.n_bytes(content)
-                    encoded = content.data if all(is_ids) else vocabulary.utf8_text(content)
-                digest = int.from_bytes(blake2b(encoded, digest_size=8).digest(), "big")
-                del encoded  # a long document is in memory once
-                if n_bytes and (is_ids[index] or not content.isspace()):
-                    yield Document(content, n_bytes, n_read, location, digest), index, source is not weighted.source
-                    n_read += 1
-                else:
-                    omissions.blank += 1
+                document = content
+                if not isinstance(content, Unreadable):
+                    if not is_ids[index]:
+                        n_bytes = len(encoded := content.encode())
+                    else:  # ids among texts are hashed as text, to find copies
+                        n_bytes = vocabulary.n_bytes(content)
+                        encoded = content.data if all(is_ids) else vocabulary.utf8_text(content)
+                    digest = int.from_bytes(blake2b(encoded, digest_size=8).digest(), "big")
+                    del encoded  # a long document is in memory once
+                    is_blank = not n_bytes or (not is_ids[index] and content.isspace())
+                    document = None if is_blank else Document(content, n_bytes, location, digest)
+                yield document, index, is_held_out
 
 
 def _scanned_documents(data: DataConfig, folder: Path, scan: Scan, is_wanted: np.ndarray) -> Iterator[Document]:
     """Yield the scanned documents for which `is_wanted`, (documents,) bool, is true. Raises DataError if the sources
     have changed since the scan.
     """
-    items = _documents(data, folder, Omissions(data.on_error))
-    for number, (item, scanned_hash) in enumerate(zip_longest(items, scan.hashes)):
-        if item is None or item[0].digest != scanned_hash:
+    documents = (document for document, _, _ in _documents(data, folder) if isinstance(document, Document))
+    for number, (document, scanned_hash) in enumerate(zip_longest(documents, scan.hashes)):
+        if document is None or document.digest != scanned_hash:
             changed = f"changed while it was read (document {number + 1}); run again"
             raise DataError(f"data.source: {', '.join(labels(data))}: {changed}")
         if is_wanted[number]:
-            yield item[0]
+            yield replace(document, index=number)
 
 
 def _training_texts(data: DataConfig, folder: Path, scan: Scan, advance: Callable[[int], None]) -> Iterator[str]:
     for document in _scanned_documents(data, folder, scan, scan.assignment == TRAIN):
         advance(document.n_bytes)
         yield from chain.from_iterable(map(split_long_words, split_text(document.content)))
+
+
+# ---------------------------------------------------------------- encoding, in several threads
+
+
+class Encoder:
+    """Encodes batches of documents as token ids; documents that are token ids already pass unchanged."""
+
+    def __init__(self, tokenizer: "Tokenizer", end_of_text: str):
+        self.tokenizer, self.end_of_text_id = tokenizer, tokenizer.token_to_id(end_of_text)
+        self.dtype = np.dtype(token_dtype(vocab_size(tokenizer)))
+        self.bytes_per_token, self.is_special = token_bytes(tokenizer), special_token_mask(tokenizer)
+        keeps_all_characters = tokenizer.normalizer is None and getattr(tokenizer.model, "unk_token", None) is None
+        added_tokens = tokenizer.get_added_tokens_decoder().items()
+        is_reversible = all(
+            token.special or decode(tokenizer, [index]) == token.content for index, token in added_tokens
+        )
+        # True if tokens that stand for as many bytes as the text are sure to decode to it.
+        self.byte_count_suffices = self.bytes_per_token is not None and keeps_all_characters and is_reversible
+
+    def __call__(self, documents: list[Document]) -> list[Tokenized]:
+        """Encode documents or pieces of documents, with an end-of-text token before the first token of each document.
+
+        A document has no ids but an `Unreadable` if its decoded tokens differ from it, or if it has a special token.
+        """
+        texts = [document.content for document in documents if isinstance(document.content, str)]
+        text_ids = iter(encode(self.tokenizer, texts))
+        tokenized: list[Tokenized] = []
+        for document in documents:
+            is_text = isinstance(document.content, str)
+            tokens = np.array(next(text_ids) if is_text else document.content, self.dtype)
+            if is_text and (problem := self._problem(document.content, tokens)):
+                tokens = Unreadable(f"{document.location}: data.tokenizer: {problem}")
+            elif document.is_first_piece:
+                tokens = np.insert(tokens, 0, self.end_of_text_id)
+            tokenized.append((document, tokens))
+        return tokenized
+
+    def _problem(self, text: str, tokens: np.ndarray) -> str:
+        """Say why the tokens don't stand for the text, and what to do; empty if they do."""
+        if self.byte_count_suffices and self.bytes_per_token[tokens].sum(dtype=np.float64) == len(text.encode()):
+            return ""
+        decoded_text = decode(self.tokenizer, tokens.tolist(), special=True)
+        if decoded_text != text:
+            index = next(n for n, (a, b) in enumerate(zip_longest(text, decoded_text)) if a != b)
+            excerpts = [ascii(string[max(0, index - 10) : index + 20]) for string in (text, decoded_text)]
+            normalizer = self.tokenizer.normalizer
+            cause = f"its normalizer is {type(normalizer).__name__}; " if normalizer is not None else ""
+            return (
+                f"does not give text back unchanged: {excerpts[0]} is decoded as {excerpts[1]}; {cause}set "
+                "data.on_error=skip to leave such documents out, or use a byte-level tokenizer, or one with byte "
+                "fallback, without a normalizer or prefix space"
+            )
+        if self.is_special[tokens].any():
+            token = self.tokenizer.id_to_token(int(tokens[self.is_special[tokens]][0]))
+            return f"the text has the special token {token!r} in it as a word; use a tokenizer that keeps it as text"
+        return ""
+
+
+def can_cut_between_words(tokenizer: "Tokenizer") -> bool:
+    """Return whether the pieces of `split_text` encode to the same tokens as the whole text, judged by a short test
+    text.
+    """
+    if tokenizer.normalizer is not None or tokenizer.pre_tokenizer is None or prefixes_space(tokenizer):
+        return False
+    added_tokens = tokenizer.get_added_tokens_decoder().values()
+    text = "ab cd 12 Ef. gh, ij\nkl.\nmn"
+    word_starts = {begin for _, (begin, _) in tokenizer.pre_tokenizer.pre_tokenize_str(text)}
+    cuts = {cut.start() for cut in _BETWEEN_WORDS.finditer(text)}
+    return cuts <= word_starts and not any(
+        re.search(r"\s", token.content) or token.lstrip or token.rstrip for token in added_tokens
+    )
+
+
+def split_text(text: str) -> Iterator[str]:
+    """Split a text between words: yield pieces a little longer than `PIECE_CHARACTERS` characters, then the rest of the
+    text.
+    """
+    begin = 0
+    while len(text) - begin > PIECE_CHARACTERS and (cut := _BETWEEN_WORDS.search(text, begin + PIECE_CHARACTERS)):
+        yield text[begin : cut.start()]
+        begin = cut.start()
+    yield text[begin:]
+
+
+def split_long_words(text: str) -> Iterator[str]:
+    """Yield a text in parts to train a tokenizer on; words of `MAX_WORD_LENGTH` or more characters, e.g. base64, are
+    cut at this length.
+    """
+    begin = 0
+    for part in re.finditer(rf"\S{{{MAX_WORD_LENGTH}}}", text):
+        yield text[begin : part.end()]
+        begin = part.end()
+    yield text[begin:]
+
+
+def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_text: str) -> Iterator[Tokenized]:
+    """Encode documents in batches with a thread a core, parallel as `tokenizers` releases the GIL; yield documents, or
+    pieces of documents, in order.
+
+    Long documents are encoded in pieces if this leaves their tokens unchanged (`can_cut_between_words`): memory holds
+    few pieces at a time.
+    """
+    encoder = Encoder(tokenizer, end_of_text)
+    is_divisible = encoder.bytes_per_token is not None and can_cut_between_words(tokenizer)
+    document_pieces = (
+        _split_document(document) if is_divisible and isinstance(document.content, str) else [document]
+        for document in documents
+    )
+    queue: deque[Future[list[Tokenized]]] = deque()
+    workers = usable_cores()
+    thread_pool, sets_variable = ThreadPoolExecutor(workers), workers > 1 and _PARALLELISM_VARIABLE not in os.environ
+    if sets_variable:  # each thread encodes alone: the library's own threads would take all cores
+        os.environ[_PARALLELISM_VARIABLE] = "false"
+    try:
+        for batch in _batches(chain.from_iterable(document_pieces)):
+            queue.append(thread_pool.submit(encoder, batch))
+            if len(queue) == 2 * workers - 1:
+                yield from queue.popleft().result()
+        while queue:
+            yield from queue.popleft().result()
+    finally:
+        thread_pool.shutdown(cancel_futures=True)
+        if sets_variable:
+            del os.environ[_PARALLELISM_VARIABLE]
+
+
+def _split_document(document: Document) -> Iterator[Document]:
+    end = 0
+    for text in split_text(document.content):
+        begin, end = end, end + len(text)
+        yield replace(document, content=text, n_bytes=len(text.encode()), is_first_piece=begin == 0)
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        if batch and (size + document.n_bytes > BATCH_BYTES or len(batch) == BATCH_DOCUMENTS):
+            yield batch
+            batch, size = [], 0
+        batch.append(document)
+        size += document.n_bytes
+    if batch:
+        yield batch

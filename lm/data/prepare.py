@@ -45,7 +45,8 @@ def prepare(data: DataConfig, progress: bool = False, store_fingerprint: str = "
 
 
 def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
-    target = _store_folder(data, _store_identity(data))
+    identity = _store_identity(data)
+    target = _store_folder(data, identity)
     root = target.parent
     waiting = f"{root}: waiting for another process that prepares a token store"
     try:
@@ -57,10 +58,8 @@ def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
                         f"{lock_problem}, which keep processes from preparing one store at the same time; set "
                         "data.root to a folder on another one; a store that was prepared there may be moved here"
                     )
-                spec = _store_identity(data)  # sources may have changed while another process prepared
-                target = _store_folder(data, spec)
                 if not target.exists():  # another process may have built the store meanwhile
-                    build_store(data, spec, target, progress)
+                    build_store(data, identity, target, progress)
     except KeyboardInterrupt:
         progress.say("stopped; the same command continues from what is done")
         raise
@@ -120,25 +119,18 @@ def summary(store: Store) -> str:
     )
 
 
-def check_sequences(store: Store, config: "Config", fixing_model: str = "", key: str = "data.seq_len") -> None:
+def check_sequences(store: Store, config: "Config", key: str = "data.seq_len") -> None:
     """Raise ConfigError if training text, held-out text or a mixture's source is too short for a sequence of
-    `config.data.seq_len` tokens.
-
-    Args:
-        fixing_model: path of the trained model whose training length fixes `data.seq_len`. The error names the model
-            and asks for more text. If it is empty, the error suggests a lower length, too.
-        key: the key that gives the length.
+    `config.data.seq_len` tokens; `key` gives the length.
     """
     data, texts = config.data, [("training text", store.train.n_tokens), ("held-out text", store.val.n_tokens)]
     if len(data.sources) > 1 and data.text_weight:  # otherwise sources' weights draw no sequence
         texts += [(f"training text of {source.label}", source.n_tokens) for source in store.train.sources]
     name, n_tokens = min(texts, key=lambda text: text[1])
     if n_tokens <= data.seq_len:
-        reason = f"a sequence needs {data.seq_len + 1:,} tokens, the {name} has {n_tokens:,}"
-        if fixing_model:
-            reason = f"too little text for {fixing_model}: {reason}"
-            raise ConfigError([Problem("data.source", store.path.name, reason, "name more text")])
-        raise ConfigError([Problem(key, data.seq_len, reason, f"set it to {n_tokens - 1} or less, or add text")])
+        reason = f"a sequence needs {data.seq_len + 1:,} tokens, the {name} has {n_tokens:,} ({store.path.name})"
+        remedy = f"add text, or train on sequences of {n_tokens - 1} tokens or less"
+        raise ConfigError([Problem(key, data.seq_len, reason, remedy)])
 
 
 # ---------------------------------------------------------------- the store of a configuration

@@ -28,7 +28,7 @@ from lm.files import FileHashes, plain_sha256, replacing
 from lm.plain import Plain
 
 if TYPE_CHECKING:
-    from datasets import Dataset, DatasetBuilder, IterableDataset
+    from datasets import Dataset, IterableDataset
 
 
 @dataclass(frozen=True)
@@ -181,13 +181,17 @@ def _hub_identity(source: Hub, root: Path, hashes: FileHashes) -> dict[str, Plai
     if re.fullmatch("[0-9a-f]{40}", source.revision or ""):
         return options  # a commit identifies the content, so that a prepared store opens without a network
     with _library_errors(source):
-        return options | {"fingerprint": _builder(source).hash}
+        import datasets
+
+        builder = datasets.load_dataset_builder(_location(source), source.config, revision=source.revision)
+        return options | {"fingerprint": builder.hash}
 
 
 def _dataset(source: Hub) -> "Dataset | IterableDataset":
     import datasets
 
-    if not _is_saved(source):
+    is_saved = any(Path(_location(source), name).is_file() for name in ("state.json", "dataset_dict.json"))
+    if not is_saved:  # by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`
         return datasets.load_dataset(
             _location(source), source.config, split=source.split, revision=source.revision, streaming=source.streaming
         )
@@ -203,17 +207,6 @@ def _dataset(source: Hub) -> "Dataset | IterableDataset":
 def _location(source: Hub) -> str:
     """Return the dataset's name on the hub, or the path of its folder, in which `~` is replaced by the home folder."""
     return os.path.expanduser(source.dataset)
-
-
-def _is_saved(source: Hub) -> bool:
-    """Return whether the dataset is a folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` has written."""
-    return any(Path(_location(source), name).is_file() for name in ("state.json", "dataset_dict.json"))
-
-
-def _builder(source: Hub) -> "DatasetBuilder":
-    import datasets
-
-    return datasets.load_dataset_builder(_location(source), source.config, revision=source.revision)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lm.data.tokenizer import load_tokenizer, token_bytes, vocab_size
-from lm.errors import DataError, RunError, one_line
+from lm.errors import DataError, LMError, RunError, one_line
 from lm.files import FileHashes, file_sha256, plain_sha256, read_json, write_together
 from lm.plain import Plain
 
@@ -136,18 +136,32 @@ class Store:
 
         Raises DataError: a file is missing, truncated or altered, or the manifest does not describe it.
         """
-        manifest, hashes = _read_manifest(path), FileHashes(path.parent)
+        manifest_path, hashes = path / MANIFEST, FileHashes(path.parent)
+        if not manifest_path.exists() and not any(path.glob("train*.bin")):
+            raise DataError(f"{path}: not a token store (it has no {MANIFEST})")
         try:
+            content = read_json(manifest_path)
+            if content.get("format") != STORE_FORMAT:
+                raise RunError(f"{manifest_path}: is not a token store of format {STORE_FORMAT}")
+            manifest = {name: value for name, value in content.items() if name != "sha256"}
+            if content.get("sha256") != plain_sha256(manifest):
+                raise RunError(f"{manifest_path}: was altered (its sha256 differs)")
             files = manifest["files"]
-            _check_files(path, files, hashes)
-            byte_counts = np.load(path / TOKEN_BYTES)
+            with ThreadPoolExecutor() as threads:
+                digests = threads.map(hashes.sha256, [path / name for name in files])
+                for name, digest in zip(files, digests, strict=True):
+                    if digest != files[name]["sha256"]:
+                        raise DataError(f"{path / name}: was altered (its sha256 differs)")
             splits = [_open_split(path, name, manifest) for name in SPLITS]
-            end_of_text = manifest["end_of_text"]["id"]
+            byte_counts, end_of_text = np.load(path / TOKEN_BYTES), manifest["end_of_text"]["id"]
             return cls(path, fingerprint(files), manifest["vocab_size"], end_of_text, byte_counts, manifest, *splits)
+        except LMError as error:
+            problem = one_line(error)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _damaged_error(path, f"{path / MANIFEST}: does not describe the store ({one_line(error)})") from None
+            problem = f"{manifest_path}: does not describe the store ({one_line(error)})"
         finally:
             hashes.save()
+        raise DataError(f"{problem}; delete the folder {path}: it is prepared again")
 
     def tokenizer(self) -> "Tokenizer":
         return load_tokenizer(self.path / TOKENIZER, self.manifest["end_of_text"]["token"])
@@ -182,25 +196,6 @@ def token_dtype(vocab_size: int) -> str:
     return "<u2" if vocab_size <= 2**16 else "<u4"
 
 
-# ---------------------------------------------------------------- checking
-
-
-def _read_manifest(folder: Path) -> dict[str, Plain]:
-    path = folder / MANIFEST
-    if not path.exists() and not any(folder.glob("train*.bin")):
-        raise DataError(f"{folder}: not a token store (it has no {MANIFEST})")
-    try:
-        content = read_json(path)
-        if content.get("format") != STORE_FORMAT:
-            raise RunError(f"{path}: is not a token store of format {STORE_FORMAT}")
-        body = {name: value for name, value in content.items() if name != "sha256"}
-        if content.get("sha256") != plain_sha256(body):
-            raise RunError(f"{path}: was altered (its sha256 differs)")
-        return body
-    except RunError as error:
-        raise _damaged_error(folder, error) from None
-
-
 def _open_split(path: Path, name: str, manifest: Mapping[str, Plain]) -> Split:
     entries, itemsize = manifest["splits"][name], np.dtype(manifest["dtype"]).itemsize
     names = SourceCounts.__annotations__  # older stores have a licence, too
@@ -210,28 +205,6 @@ def _open_split(path: Path, name: str, manifest: Mapping[str, Plain]) -> Split:
         shard_starts[file], n_tokens = n_tokens, n_tokens + manifest["files"][file]["bytes"] // itemsize
     options = {**entries, "sources": sources, "shard_starts": shard_starts}
     return Split(path.absolute() / name, manifest["dtype"], **options)
-
-
-def _check_files(folder: Path, files: Mapping[str, Mapping[str, Plain]], hashes: FileHashes) -> None:
-    """Check the hashes of files, in several threads. Raises DataError if a file was altered
-    or can't be read.
-    """
-
-    def check(name: str) -> None:
-        try:
-            if hashes.sha256(folder / name) == files[name]["sha256"]:
-                return
-            problem = f"{folder / name}: was altered (its sha256 differs)"
-        except DataError as error:
-            problem = one_line(error)
-        raise _damaged_error(folder, problem)
-
-    with ThreadPoolExecutor() as threads:
-        list(threads.map(check, files))
-
-
-def _damaged_error(folder: Path, problem: object) -> DataError:
-    return DataError(f"{problem}; delete the folder {folder}: it is prepared again")
 
 
 # ---------------------------------------------------------------- writing a store, each file synchronised to disk

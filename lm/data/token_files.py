@@ -251,12 +251,9 @@ def _split_stream(path: Path, ids: np.ndarray, vocabulary: Vocabulary, border_of
 # ---------------------------------------------------------------- formats
 
 
-def _is_bin(path: Path, in_folder: bool) -> bool:
-    return path.suffix.lower() == ".bin"
-
-
 def _bin_files(source: Tokens) -> list[Path]:
-    return files_named(source.paths, _is_bin, f".bin files, which data.source.format={source.format} reads")
+    supported = f".bin files, which data.source.format={source.format} reads"
+    return files_named(source.paths, lambda path, in_folder: path.suffix.lower() == ".bin", supported)
 
 
 def _column_files(source: Tokens) -> list[Path]:

@@ -237,7 +237,7 @@ def model_on_text(model: LoadedModel, config: Config) -> tuple[LoadedModel, Stor
     Raises LMError: the text can't be prepared, or is shorter than the sequences that the model was trained on.
     """
     store = prepare(config.data, progress=True)
-    check_sequences(store, config, fixing_model=str(model.path))
+    check_sequences(store, config)
     metadata = {"step": 0, "tokens": 0, "phase": 0, "vocab_size": model.spec.vocab_size, "plugins": model.spec.plugins}
     return replace(
         model, config=config, metadata={**metadata, "data_fingerprint": store.fingerprint}, environment={}

@@ -20,9 +20,9 @@ from lm.config.tree import effect_of
 from lm.data.batches import (
     SLOTS_PER_BLOCK,
     Batch,
-    StratifiedSampler,
     TextStream,
     TrainSequences,
+    assign_slots,
     long_starts,
     train_loader,
     train_sequences,
@@ -273,7 +273,7 @@ def test_streams_have_the_fraction_of_slots_that_their_weights_say_however_long_
     weights: list[float], first: int, seed: int
 ):
     fractions = np.array(weights) / sum(weights)
-    streams, places = StratifiedSampler(weights, (1, seed)).assign(np.arange(first, first + 3 * SLOTS_PER_BLOCK))
+    streams, places = assign_slots(weights, (1, seed), np.arange(first, first + 3 * SLOTS_PER_BLOCK))
     slots = np.arange(first, first + 3 * SLOTS_PER_BLOCK)
     for number, fraction in enumerate(fractions):
         of_stream = streams == number
@@ -282,7 +282,7 @@ def test_streams_have_the_fraction_of_slots_that_their_weights_say_however_long_
 
 
 def test_the_assignment_of_slots_never_changes_between_versions():
-    assigned = np.stack(StratifiedSampler([0.5, 0.3, 0.2], (1, 2)).assign(np.arange(12) + 5 * SLOTS_PER_BLOCK)).tolist()
+    assigned = np.stack(assign_slots([0.5, 0.3, 0.2], (1, 2), np.arange(12) + 5 * SLOTS_PER_BLOCK)).tolist()
     assert assigned == GOLDEN_ASSIGNMENT
 
 

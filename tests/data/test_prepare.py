@@ -180,9 +180,9 @@ def test_input_that_changes_while_it_is_read_is_noticed(data: DataConfig, monkey
 
 SMALL_STEPS = {
     "lm.data.build.SHARD_BYTES": 100_000,
-    "lm.data.encoding.BATCH_BYTES": 50_000,
+    "lm.data.build.BATCH_BYTES": 50_000,
 }
-SMALL = "import time, lm.data.build, lm.data.encoding, lm.data.store\n" + "".join(
+SMALL = "import time, lm.data.build, lm.data.store\n" + "".join(
     f"{name} = {value}\n" for name, value in SMALL_STEPS.items()
 )
 
@@ -212,7 +212,7 @@ def test_a_killed_prepare_goes_on_from_its_whole_shards_to_the_same_bytes(
         "lm.data.build.write_store_file = write_file\n"
     )
     root = tmp_path / "killed"
-    process = start(f"{SMALL}{after_three}lm.data.encoding.usable_cores = lambda: 2\nprepare(data)", large, root)
+    process = start(f"{SMALL}{after_three}lm.data.build.usable_cores = lambda: 2\nprepare(data)", large, root)
     assert process.stdout.readline() == "three\n", process.communicate()
     process.kill()
     process.communicate()
@@ -254,11 +254,11 @@ def test_a_prepare_killed_at_any_moment_leaves_no_store_that_looks_whole(
 
 
 def test_the_store_is_the_same_for_any_number_of_threads(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.data.encoding.BATCH_BYTES", 50_000)
+    monkeypatch.setattr("lm.data.build.BATCH_BYTES", 50_000)
     data = DataConfig(Files([str(large)]), TrainedTokenizer(300))
     stores = []
     for n in (1, 3):
-        monkeypatch.setattr("lm.data.encoding.usable_cores", lambda n=n: n)
+        monkeypatch.setattr("lm.data.build.usable_cores", lambda n=n: n)
         stores.append(prepare(dataclasses.replace(data, root=str(tmp_path / str(n)))))
     assert contents(stores[0]) == contents(stores[1])
 
@@ -331,11 +331,11 @@ def test_a_seq_len_beyond_the_text_is_an_error_that_names_a_value_that_fits(data
 
 MEMORY = """
 from pathlib import Path
-import lm.data.encoding
+import lm.data.build
 from lm.config.data_config import TokenizerFile
 
-lm.data.encoding.BATCH_BYTES = lm.data.encoding.PIECE_CHARACTERS = 100_000  # little beside what would be kept
-lm.data.encoding.usable_cores = lambda: 1
+lm.data.build.BATCH_BYTES = lm.data.build.PIECE_CHARACTERS = 100_000  # little beside what would be kept
+lm.data.build.usable_cores = lambda: 1
 
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))

@@ -10,7 +10,7 @@ from texts import TEXTS, files_config, stored_texts, tokens_of, write_texts, wri
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
 from lm.config.data_config import DataConfig, Files, PretrainedTokenizer, TokenizerFile, TrainedTokenizer
-from lm.data.encoding import Document, can_cut_between_words, encode_all, split_text
+from lm.data.build import Document, can_cut_between_words, encode_all, split_text
 from lm.data.prepare import prepare
 from lm.data.tokenizer import END_OF_TEXT, encode, load_tokenizer, token_bytes, train_tokenizer
 from lm.errors import DataError
@@ -203,7 +203,7 @@ def test_a_special_token_that_text_becomes_is_refused(
     with pytest.raises(DataError, match=f"the text has the special token '{special}' in it as a word") as error:
         prepare(dataclasses.replace(data, tokenizer=spec))
     assert "\n" not in str(error.value)
-    monkeypatch.setattr("lm.data.encoding.PIECE_CHARACTERS", 10)
+    monkeypatch.setattr("lm.data.build.PIECE_CHARACTERS", 10)
     store = prepare(dataclasses.replace(data, tokenizer=spec, on_error="skip", val_fraction=0.5))
     assert set(stored_texts(store)) == {text for text in TEXTS if special.replace("Ġ", " ") not in text}
 
@@ -229,9 +229,9 @@ def test_a_document_encoded_in_pieces_has_the_tokens_of_the_whole(monkeypatch: p
     end = tokenizer.token_to_id(END_OF_TEXT)
     plain_ids = [[end, *tokenizer.encode(text, add_special_tokens=False).ids] for text in texts]
     assert (tokens.tolist(), n_documents) == ([index for ids in plain_ids for index in ids], len(texts))
-    monkeypatch.setattr("lm.data.encoding.PIECE_CHARACTERS", 10)
+    monkeypatch.setattr("lm.data.build.PIECE_CHARACTERS", 10)
     assert sum(len(list(split_text(text))) for text in texts) > 1_000
-    monkeypatch.setattr("lm.data.encoding.BATCH_BYTES", 1_000)
+    monkeypatch.setattr("lm.data.build.BATCH_BYTES", 1_000)
     in_pieces, in_pieces_bytes, n_pieces = encoded()
     np.testing.assert_array_equal(in_pieces, tokens)
     assert in_pieces.dtype == tokens.dtype
@@ -240,7 +240,7 @@ def test_a_document_encoded_in_pieces_has_the_tokens_of_the_whole(monkeypatch: p
 
 
 def test_a_tokenizer_is_trained_on_short_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.data.encoding.MAX_WORD_LENGTH", 4)
+    monkeypatch.setattr("lm.data.build.MAX_WORD_LENGTH", 4)
     for number in range(4):
         (tmp_path / f"{number}.txt").write_text(f"abcdefgh{number} " * 500)
     store = prepare(DataConfig(Files(paths=[str(tmp_path)]), TrainedTokenizer(262), root=str(tmp_path / "stores")))
