@@ -139,16 +139,12 @@ class TextStream:
     circle, from a random token on, into `sequences_per_epoch` sequences of `seq_len` + 1 tokens, and reads them in a
     random order. A sequence's last token is the next sequence's first. In each epoch every token is a target once,
     except fewer than `seq_len` tokens after the last sequence.
-
-    Raises ValueError: the text is shorter than `seq_len` + 1 tokens (`lm.data.prepare.check_sequences` tells the user
-    before).
+    `lm.data.prepare.check_sequences` checks that the text has more than `seq_len` tokens.
     """
 
     def __init__(self, split: Split, first: int, n_tokens: int, seq_len: int, seed_words: tuple[int, ...]):
         self.split, self.first_token, self.n_tokens = split, first, n_tokens
         self.seq_len, self.seed_words = seq_len, seed_words
-        if n_tokens <= seq_len:
-            raise ValueError(f"{n_tokens} tokens hold no sequence of {seq_len + 1}")
         self.sequences_per_epoch = n_tokens // seq_len
 
     def starts(self, slots: np.ndarray) -> np.ndarray:
@@ -249,19 +245,17 @@ class TrainSequences:
         length, stop = self.length(step), self.slots_per_step if count is None else first + count
         slots = step * self.slots_per_step + np.arange(first, stop)
         streams, stream_slots = assign_slots(self.weights, self.seed_words, slots)
-        sequences = np.empty((len(slots), self.seq_len // length, length + 1), np.int64)
-        answers = np.empty((len(slots), self.seq_len // length, length), bool)
+        sequence_streams = np.repeat(streams, self.seq_len // length)  # the stream of each sequence
+        sequences = np.empty((len(sequence_streams), length + 1), np.int64)
+        answers = np.empty((len(sequence_streams), length), bool)
         for number in np.unique(streams):
-            is_of_stream = streams == number
-            tokens, stream_answers = self.streams[number].read(stream_slots[is_of_stream], length)
-            sequences[is_of_stream] = tokens.reshape(-1, *sequences.shape[1:])
-            answers[is_of_stream] = stream_answers.reshape(-1, *answers.shape[1:])
+            tokens, stream_answers = self.streams[number].read(stream_slots[streams == number], length)
+            sequences[sequence_streams == number], answers[sequence_streams == number] = tokens, stream_answers
         end_of_text = self.store.end_of_text if self.data.documents == "isolate" else None
-        batch = Batch.of(sequences.reshape(-1, length + 1), answers.reshape(-1, length), end_of_text)
+        batch = Batch.of(sequences, answers, end_of_text)
         # a task's sequence counts as one document, even if its filler is text of several
         if batch.positions is not None:
-            is_task = np.repeat(streams < len(self.data.tasks), self.seq_len // length)
-            batch.positions[torch.from_numpy(is_task)] = torch.arange(length)
+            batch.positions[torch.from_numpy(sequence_streams < len(self.data.tasks))] = torch.arange(length)
         return batch
 
 

@@ -65,11 +65,6 @@ class Split:
     shard_starts: dict[str, int]  # {name of a shard's file, in order: index of its first token}
 
     @property
-    def shards(self) -> list[np.ndarray]:
-        """The token ids of each shard: read-only arrays (tokens,) mapped from disk."""
-        return [_mapped(self.path.with_name(name), self.dtype) for name in self.shard_starts]
-
-    @property
     def offsets(self) -> np.ndarray:
         """The index of each document's first token, followed by the split's number of tokens: int64 (n_documents + 1,),
         read-only.
@@ -89,8 +84,6 @@ class Split:
 
     def tokens_at(self, index: np.ndarray) -> np.ndarray:
         """Return the tokens at the indices `index`, in the shape of `index` and the store's dtype."""
-        if len(self.shard_starts) == 1:
-            return np.asarray(self.shards[0])[index]
         names, starts = [*self.shard_starts], np.array([*self.shard_starts.values()])
         shard_numbers, tokens = np.searchsorted(starts, index, "right") - 1, np.empty(index.shape, self.dtype)
         for number in np.unique(shard_numbers):
@@ -262,15 +255,18 @@ def finish_store(
         bytes_per_token = np.full(size, n_bytes / max(1, total_counts.sum() - total_counts[end_id]), np.float32)
         bytes_per_token[end_id] = 0
     write_store_file(folder / TOKEN_BYTES, npy(bytes_per_token))
-    patterns = (TOKENIZER, TOKEN_BYTES, *(f"{name}{end}" for name in SPLITS for end in ("-*.bin", ".offsets.npy")))
-    paths = sorted(path for pattern in patterns for path in folder.glob(pattern) if path.stat().st_size)
+    paths = sorted(path for path in folder.iterdir() if path.suffix in (".bin", ".npy") or path.name == TOKENIZER)
     return {
         "vocab_size": size,
         "end_of_text": {"token": end_of_text, "id": end_id},
         "dtype": token_dtype(size),
         "token_bytes": origin,
         "splits": splits,
-        "files": {path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)} for path in paths},
+        "files": {
+            path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+            for path in paths
+            if path.stat().st_size
+        },
     }
 
 

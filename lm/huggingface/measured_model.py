@@ -86,10 +86,6 @@ class MeasuredModel(nn.Module):
         if not difference <= TOLERANCE:
             raise RunError(f"{type(model).__name__} computes logits by more than a matrix, which is not measured here")
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "MeasuredModel":
-        """Return the model itself, for `lm.model.swapped.for_inference`, whose copies share parameters."""
-        return self
-
     def forward(
         self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None, first: int = 0
     ) -> Tensor:

@@ -113,8 +113,6 @@ class Decoder(nn.Module):
             cache: the state that layers keep of earlier tokens, to which these tokens are added.
             first: index of the first token whose hidden state is returned. The last layer computes no queries before
                 it.
-
-        Raises ValueError: the sequence is longer than the learned positions.
         """
         x, context = self.embed(tokens, layout, cache)
         run_block = self.run_block if self.training else _run_block
@@ -147,11 +145,6 @@ class Decoder(nn.Module):
         layout = layout or AttentionLayout.continuing(cache.seen if cache else 0, tokens.size(1), length, tokens.device)
         x = self.embedding_norm(self.embedding(tokens))
         if self.position is not None:
-            last_position = int(layout.positions.max()) if cache or layout.documents is not None else tokens.size(1) - 1
-            if last_position >= self.seq_len:
-                raise ValueError(
-                    f"learned positions end at {self.seq_len} tokens, the sequence has {last_position + 1}"
-                )
             x = x + self.position(layout.positions)
         rotation, lengths = None, (self.seq_len, length)
         if self.config.position.rotates:

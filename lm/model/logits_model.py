@@ -22,10 +22,6 @@ class LogitsModel(nn.Module):
         super().__init__()
         self.module, self.head, self.config = module, _NoHead(), ModelConfig()
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "LogitsModel":
-        """Return a copy that shares the module, which may hold a whole Trainer."""
-        return LogitsModel(self.module)
-
     def forward(self, tokens: Tensor, cache: DecodingCache | None = None, first: int = 0) -> Tensor:
         """Logits (B, T - first, V) of tokens (B, T), with a cache of those after the tokens in it."""
         if cache is not None:

@@ -73,11 +73,13 @@ def applicable_settings(decoder: Decoder, settings: Iterable[InferenceSetting]) 
 
 def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:
     """A copy of `decoder` that computes under `setting`, shares the decoder's parameters, and is in the same mode
-    (training or evaluation).
+    (training or evaluation); `decoder` itself if `setting` is as trained.
 
     Raises ConfigError: `setting` changes an option that no normalizer has or that training fixed, or it has YaRN's
     temperature although a layer's scores don't scale with q.
     """
+    if setting == InferenceSetting():
+        return decoder
     (normalizer,), problems = setting.normalizers([decoder.config.normalizer], "inference")
     if problems:
         raise ConfigError(problems)

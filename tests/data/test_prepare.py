@@ -35,7 +35,7 @@ def test_split_facts_agree_with_the_tokens(data: DataConfig):
         assert store.token_bytes[tokens_of(split)].sum() == split.n_bytes
         assert tokens_of(split).dtype == np.uint16
         with pytest.raises(ValueError, match="read-only"):
-            split.shards[0][0] = 1
+            split.offsets[0] = 1
     assert store.manifest["token_bytes"] == "exact"
 
 
@@ -203,7 +203,7 @@ def test_a_killed_prepare_goes_on_from_its_whole_shards_to_the_same_bytes(
 ):
     data = DataConfig(Files([str(large)]), TrainedTokenizer(300), root=str(tmp_path / "whole"))
     expected = prepare(data)
-    assert len(expected.train.shards) > 3
+    assert len(expected.train.shard_starts) > 3
     after_three = (
         "write, written = lm.data.build.write_store_file, []\n"
         "def write_file(path, content):\n"

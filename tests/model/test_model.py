@@ -159,11 +159,6 @@ def test_options_that_training_has_not_fixed_change_no_parameter(name: str):
     assert shapes[0] == shapes[1]
 
 
-def test_learned_positions_refuse_longer_sequences():
-    with pytest.raises(ValueError, match="learned positions end at 16"):
-        Decoder(small(position=Learned()), 50, 16)(torch.zeros(1, 17, dtype=torch.int64))
-
-
 # ---------------------------------------------------------------- decoding and packed documents, for every normalizer
 # and block
 
