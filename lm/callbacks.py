@@ -15,8 +15,8 @@ from lm.config.load import parse
 from lm.data.prepare import prepare
 from lm.evaluation.evaluation_kind import Measurement
 from lm.evaluation.metrics import measurements
+from lm.model.decoder import LogitsModel
 from lm.model.device import Device
-from lm.model.logits_model import LogitsModel
 from lm.plain import Plain
 from lm.runs.evaluations import logged_means
 

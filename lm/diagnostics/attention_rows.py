@@ -339,7 +339,7 @@ class Measures:
         ]
         device, query_counts = batch.tokens.device, [0] * self.shapes[0][1]
         embedding = decoder.embedding(batch.tokens)
-        for block in attention_blocks(decoder, batch, self.queries, with_inputs=True):
+        for block in attention_blocks(decoder, batch, self.queries):
             start = query_counts[block.layer]
             stop = query_counts[block.layer] = start + len(block.queries)
             rows = AttentionRows.from_block(block, embedding, len(self.queries) - stop)

@@ -33,11 +33,10 @@ from lm.evaluation.held_out import (
     validation_sequences,
 )
 from lm.files import json_bytes, new_folder
-from lm.model.causality import check_causality
 from lm.model.cross_entropy import token_kl, token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device
-from lm.model.spec import count_parameters
+from lm.model.spec import check_causality, count_parameters
 from lm.model.swapped import score_factors, with_normalizer
 from lm.plain import Plain, to_plain
 from lm.plugins import PLUGINS

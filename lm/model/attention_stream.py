@@ -32,9 +32,8 @@ class QueryBlock:
     queries: Tensor  # (T,) int64, index of each query in the sequence; keys have the indices 0 to S - 1
     layout: AttentionLayout  # positions of these queries and keys in their documents
     scores: Tensor  # (B, H, T, S) before normalization (`Normalizer.scores`), also for keys that a query does not see
-    # the layer's input x (B, L, C), q and k (B, H, L, D), and v (B, H, L, E), of all L tokens; None if the caller did
-    # not ask for them
-    inputs: AttentionInputs | None
+    # the layer's input x (B, L, C), q and k (B, H, L, D), and v (B, H, L, E), of all L tokens
+    inputs: AttentionInputs
 
     @cached_property
     def weights(self) -> Tensor:
@@ -52,7 +51,6 @@ def attention_blocks(
     length: int | None = None,
     dtype: torch.dtype = torch.float32,
     block: int | None = None,
-    with_inputs: bool = False,
 ) -> Iterator[QueryBlock]:
     """Yield the decoder's attention on a batch, layer by layer, and within a layer some queries at a time.
 
@@ -61,20 +59,15 @@ def attention_blocks(
     and as many weights at a time.
 
     Args:
-        queries: indices of queries in the sequence, negative ones from the end; None: all queries; without any, no
-            block is yielded.
+        queries: indices of queries in the sequence, negative ones from the end; None: all queries.
         length: number of tokens of the document whose first tokens the batch holds; None: the batch holds whole
             documents.
         dtype: the dtype of q and k, and so of scores and weights: fp32 or fp64.
         block: number of queries at a time; None: as many as `BLOCK_WEIGHTS` allows.
-        with_inputs: whether blocks hold the layer's input, queries, keys and values, too.
     """
     indices = torch.arange(batch.tokens.size(1), device=batch.tokens.device)
     indices = indices if queries is None else indices[list(queries)]
-    if not len(indices):
-        return
-    n_head = max(normalizer.layer.n_head for normalizer in decoder.normalizers())
-    block = block or max(1, BLOCK_WEIGHTS // (n_head * batch.tokens.numel()))
+    block = block or max(1, BLOCK_WEIGHTS // (decoder.normalizers()[0].layer.n_head * batch.tokens.numel()))
     x, context = decoder.embed(batch.tokens, None if length else batch_layout(batch), length=length)
     for layer, (module, normalizer) in enumerate(zip(decoder.blocks, decoder.normalizers(), strict=True)):
         captured_inputs: list[AttentionInputs] = []
@@ -86,7 +79,5 @@ def attention_blocks(
             scores = normalizer.scores(
                 layer_inputs.q[:, :, block_queries].to(dtype), layer_inputs.k[:, :, :n_keys].to(dtype), block_layout
             )
-            yield QueryBlock(
-                layer, normalizer, block_queries, block_layout, scores, layer_inputs if with_inputs else None
-            )
+            yield QueryBlock(layer, normalizer, block_queries, block_layout, scores, layer_inputs)
         del layer_inputs, scores  # before the next layer's are computed

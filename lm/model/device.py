@@ -232,12 +232,12 @@ def eval_mode(*models: nn.Module) -> Iterator[None]:
     """A context with `models` in evaluation mode and without gradients. When it ends, it restores the modes and torch's
     random state.
     """
-    modes = [(module, module.training) for model in models for module in model.modules()]
+    in_training = [module for model in models for module in model.modules() if module.training]
     try:
         with preserved_random_state(), torch.no_grad():
             for model in models:
                 model.eval()
             yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module in in_training:
+            module.training = True

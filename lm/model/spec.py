@@ -1,22 +1,27 @@
-"""The description of a model without its weights, and the model's costs, which are parameters, FLOPs per token and
-training steps.
+"""The description of a model without its weights, a check of its normalizers from outside lm, and the model's costs,
+which are parameters, FLOPs per token and training steps.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
 
+from lm.attention.contract import later_tokens_changes, randomized
 from lm.config.data_config import END_OF_TEXT
 from lm.config.load import check_steps
 from lm.config.model_config import ModelConfig
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem
-from lm.model.decoder import Decoder, is_normalizer_parameter
+from lm.model.decoder import Decoder, group_of
 from lm.plain import Plain
 from lm.plugins import PLUGINS
 from lm.schema import build, cross_key_problems, key, section
+
+MAX_CHECKED_LENGTH = 512  # most tokens of the two sequences that are compared; they differ in the second half
+TOLERANCE = 1e-9  # of outputs of size 1 in fp64
 
 
 @dataclass
@@ -78,15 +83,33 @@ class ModelSpec:
         return Decoder(self.model, self.vocab_size, self.seq_len, seed=None)
 
 
+def check_causality(config: Config) -> None:
+    """Check that no normalizer from outside gives an output that depends on later tokens, at the training length up to
+    `MAX_CHECKED_LENGTH`.
+
+    Raises ConfigError that names the normalizer.
+    """
+    length = min(MAX_CHECKED_LENGTH, config.data.seq_len)
+    layers = [options for phase in config.plan for options in phase.normalizer.layer_options()]
+    for options in layers:
+        if ":" not in options.name:
+            continue
+        normalizer = randomized(options, train_length=length)
+        if (later_tokens_changes(normalizer, length, length // 2) > TOLERANCE).any():
+            reason = "gives a token weights that depend on later tokens, as if it forgot the mask"
+            remedy = f"mask by layout.visible(); lm check-normalizer {options.name} tests it"
+            raise ConfigError([Problem("model.normalizer", options.name, reason, remedy)])
+
+
 def count_parameters(decoder: Decoder) -> dict[str, int]:
     """Numbers of parameters, as {"total", "non_embedding" (without embeddings and head), "normalizer" (in
     normalizers)}.
     """
-    total = sum(p.numel() for p in decoder.parameters())
-    tables = decoder.embedding, decoder.head, decoder.position
-    embedding = {p for m in tables if m is not None for p in m.parameters()}
-    normalizer = sum(p.numel() for name, p in decoder.named_parameters() if is_normalizer_parameter(name))
-    return {"total": total, "non_embedding": total - sum(p.numel() for p in embedding), "normalizer": normalizer}
+    counts = Counter[str]()
+    for name, parameter in decoder.named_parameters():
+        counts[group_of(name, parameter)] += parameter.numel()
+    non_embedding = counts.total() - counts["embedding"] - counts["head"]
+    return {"total": counts.total(), "non_embedding": non_embedding, "normalizer": counts["normalizer"]}
 
 
 def flops_per_token(decoder: Decoder) -> int:

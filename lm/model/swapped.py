@@ -67,8 +67,12 @@ def applicable_settings(decoder: Decoder, settings: Iterable[InferenceSetting]) 
     """Return those of `settings` whose normalizer options this decoder's normalizer has; the rest may be for another
     training phase. A decoder that takes no settings is measured as trained alone.
     """
-    settings = [setting for setting in settings if not setting.missing_options([decoder.config.normalizer])]
-    return [setting for setting in settings if decoder.takes_settings or setting == InferenceSetting()]
+    return [
+        setting
+        for setting in settings
+        if not setting.missing_options([decoder.config.normalizer])
+        and (decoder.takes_settings or setting == InferenceSetting())
+    ]
 
 
 def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:

@@ -16,10 +16,9 @@ from lm.config.tree import Config, differences, effect_of
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError, as_written
 from lm.evaluation.metrics import measurement_types
-from lm.model.causality import check_causality
 from lm.model.decoder import Decoder
 from lm.model.device import resolve_device
-from lm.model.spec import ModelSpec, with_steps
+from lm.model.spec import ModelSpec, check_causality, with_steps
 from lm.model.swapped import with_model
 from lm.plain import Plain, to_plain
 from lm.runs.checkpoints import weights_sha256

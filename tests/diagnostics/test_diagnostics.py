@@ -129,7 +129,7 @@ def agrees_with_naive(decoder: Decoder, sample: Batch) -> int:
     """Compare all rows of all layers and heads with the dense definition in fp64; how many numbers were compared."""
     values, compared, layout = measured(decoder, sample), 0, batch_layout(sample)
     positions = layout.positions.reshape(-1).tolist()
-    for block in attention_blocks(decoder, sample, [0], with_inputs=True):
+    for block in attention_blocks(decoder, sample, [0]):
         normalizer, inputs = block.normalizer, block.inputs
         q, k = inputs.q.double(), inputs.k.double()
         weights, scores = (

@@ -39,7 +39,7 @@ def rows_of(normalizer: Options, queries: list[int] = QUERIES) -> list[Attention
     model, sample = decoder(normalizer), batch()
     return [
         AttentionRows.from_block(block, model.embedding(sample.tokens))
-        for block in attention_blocks(model, sample, queries, with_inputs=True)
+        for block in attention_blocks(model, sample, queries)
     ]
 
 

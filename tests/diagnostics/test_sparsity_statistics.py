@@ -105,7 +105,7 @@ def test_moments_and_closed_forms_equal_a_dense_computation(options: Options, bl
 @torch.no_grad()
 def test_non_negative_features_have_the_closed_form_of_independent_components():
     decoder = make_decoder(opt.Linear(features="relu", decay=True), std=1.0)
-    values, (block, *_) = measured(decoder), attention_blocks(decoder, batch(0), [QUERIES[3]], with_inputs=True)
+    values, (block, *_) = measured(decoder), attention_blocks(decoder, batch(0), [QUERIES[3]])
     q, k = block.normalizer.features(block.inputs.q, block.inputs.k)
     for head in range(HEADS):
         query, keys = q[0, head, QUERIES[3]].double(), k[0, head, : QUERIES[3] + 1].double()

@@ -16,9 +16,8 @@ from lm.data.prepare import prepare
 from lm.evaluation.evaluation_kind import HeldOut
 from lm.evaluation.held_out import nll_by_token
 from lm.model.blocks import DecodingCache
-from lm.model.decoder import Decoder
+from lm.model.decoder import Decoder, LogitsModel
 from lm.model.device import Device
-from lm.model.logits_model import LogitsModel
 
 MINE = """
 import torch

@@ -103,7 +103,7 @@ def test_listed_layers_rotate_and_the_others_have_no_positions():
     rotates = [True, False, False]
     setting = InferenceSetting(YaRNScaling(4.0))
     mixed = for_inference(Decoder(ModelConfig(n_layer=4, n_embd=48, position=Rope(layers=rotates)), 60, 16), setting)
-    for layer, block in enumerate(attention_blocks(mixed, Batch(tokens, tokens, None), with_inputs=True, block=30)):
+    for layer, block in enumerate(attention_blocks(mixed, Batch(tokens, tokens, None), block=30)):
         position = Rope() if rotates[layer % 3] else NoPosition()
         config = ModelConfig(n_layer=1, n_embd=48, position=position)
         single = Decoder(config, 60, 16)
