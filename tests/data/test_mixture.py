@@ -16,7 +16,7 @@ from lm.config.data_config import DataConfig, Files, Mixture, TrainedTokenizer, 
 from lm.config.load import load_config
 from lm.config.task_config import Needle
 from lm.config.tree import Config
-from lm.data.batches import TrainSequences, train_sequences
+from lm.data.batches import TrainSequences, assign_slots, train_sequences
 from lm.data.prepare import check_sequences, prepare, summary
 from lm.data.store import Split, Store
 from lm.errors import ConfigError, DataError
@@ -65,11 +65,6 @@ def test_the_parts_of_a_split_are_the_sources_in_order(tmp_path: Path):
         assert sum(len(text.encode()) for text in val[part]) >= 0.2 * sum(len(text.encode()) for text in texts)
     assert [part.label for part in store.train.sources] == ["novels", "letters"]
     assert store.path.name.startswith("novels-letters-")
-
-
-def test_sources_of_one_name_have_labels_of_their_own(tmp_path: Path):
-    store = prepare(mixture(tmp_path, {"a/texts": TEXTS, "b/texts": LETTERS}))
-    assert [part.label for part in store.train.sources] == ["texts", "texts-2"]
 
 
 def test_other_weights_are_the_same_store(tmp_path: Path):
@@ -190,7 +185,7 @@ def test_sequences_are_drawn_from_each_part_by_its_weight_whatever_their_sizes(t
             rows, _ = stream.read(np.arange(400), 32)
             for sequence, start in zip(rows, stream.starts(np.arange(400)), strict=True):
                 assert np.array_equal(sequence, np.take(part, range(start, start + 33), mode="wrap"))
-        streams, _ = sequences.sampler.assign(np.arange(2000))
+        streams, _ = assign_slots(sequences.weights, sequences.seed_words, np.arange(2000))
         assert (streams == 0).sum() == pytest.approx(2000 * weights[0], abs=2)
         assert sequences.batch(3).tokens.shape == (16, 32)
 

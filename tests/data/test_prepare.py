@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from texts import TEXTS, files_config, start, state, stored_texts, tokens_of, write_texts
 
-from lm.config.data_config import DataConfig, Files, Mixture, TrainedTokenizer, WeightedSource
+from lm.config.data_config import DataConfig, Files, TrainedTokenizer
 from lm.config.tree import Config
 from lm.data.prepare import check_sequences, prepare
 from lm.data.store import Store
@@ -117,22 +117,6 @@ def test_a_document_of_most_of_the_text_is_trained_on(tmp_path: Path, n_others: 
     store = prepare(files_config(write_texts(tmp_path / "texts", texts), tmp_path, tokenizer=TrainedTokenizer(270)))
     assert store.val.n_bytes <= max(0.5 * sum(map(len, texts[:-1])), len(texts[0])) + 150
     assert store.val.n_documents >= 1
-
-
-def test_copies_that_are_most_of_one_source_are_held_out_of_none(tmp_path: Path):
-    """The line is one of many documents in one source, and all or most of another."""
-    for number in range(6):
-        line = f"a line {number} that stands everywhere "
-        rest = [f"document {n} of {number} words " * 5 for n in range(3)]
-        for name, texts in (
-            ("few", [line, *rest]),
-            ("most", [line] * 50 + [f"another {number} " * 9]),
-            ("all", [line] * 30),
-        ):
-            write_texts(tmp_path / str(number) / name, texts)
-        parts = [WeightedSource(1 / 3, Files([str(tmp_path / str(number) / name)])) for name in ("few", "most", "all")]
-        data = DataConfig(Mixture(parts), TrainedTokenizer(258), root=str(tmp_path / "stores"), deduplicate=False)
-        assert [part.n_documents > 0 for part in prepare(data).train.sources] == [True, True, True]
 
 
 def test_the_tokenizer_sees_training_documents_only(tmp_path: Path):

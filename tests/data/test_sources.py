@@ -12,7 +12,6 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import lm
 from texts import TEXTS, documents, files_config, one_line_error, skipping, start, write_parquet, write_texts
 
 from lm.config.data_config import Files, Package
@@ -36,11 +35,6 @@ def test_compressed_files_read_like_plain_ones(tmp_path: Path, kind: str, suffix
     source = Files(paths=[str(path)], separator="\n<|>\n" if kind == "txt" else "")
     assert list(documents(source)) == TEXTS
     assert list(documents(source)) == TEXTS
-
-
-def test_parquet_reads_the_named_column(tmp_path: Path):
-    path = write_parquet(tmp_path / "texts.parquet", {"text": [1] * len(TEXTS), "body": TEXTS})
-    assert list(documents(Files(paths=[str(path)], column="body"))) == TEXTS
 
 
 @pytest.mark.parametrize("separator", ["\n\n", "<|endoftext|>", "aa", "é"])
@@ -160,18 +154,6 @@ def test_a_folder_that_can_not_be_read_is_named(tmp_path: Path, monkeypatch: pyt
     )
 
 
-def test_linked_folders_are_read_once_and_links_in_a_circle_end(tmp_path: Path):
-    write_texts(tmp_path / "elsewhere", ["a", "b"])
-    (tmp_path / "texts").mkdir()
-    for name, target in (
-        ("first", tmp_path / "elsewhere"),
-        ("second", tmp_path / "elsewhere"),
-        ("circle", tmp_path / "texts"),
-    ):
-        (tmp_path / "texts" / name).symlink_to(target)
-    assert list(documents(Files([str(tmp_path / "texts")]))) == ["a", "b"]
-
-
 @pytest.mark.slow
 def test_a_large_row_group_is_not_held_whole(tmp_path: Path):
     """60 MB of text in one row group; in a process of its own, after the libraries have taken what they need."""
@@ -212,22 +194,6 @@ def test_paths_expand_to_sorted_files_each_once(tmp_path: Path):
     ]
     names = [path.resolve().relative_to(tmp_path).as_posix() for path in expand(Files(patterns))]
     assert sorted(names) == ["a.txt", "b.txt", "deep/c.jsonl", "deep/er/d.txt.gz"]
-
-
-def test_names_of_files_need_not_be_unicode(tmp_path: Path):
-    folder = write_texts(tmp_path / "texts", TEXTS)
-    os.rename(bytes(folder / "003.txt"), os.fsencode(folder) + b"/caf\xe9.txt")
-    (folder / "004.txt").write_bytes(b"\xff")
-    os.rename(bytes(folder / "004.txt"), os.fsencode(folder) + b"/th\xe9.txt")
-    config = [
-        "configs/softmax.yaml",
-        f"data.source={{name: files, paths: [{folder}]}}",
-        f"data.root={tmp_path}",
-        "data.on_error=skip",
-    ]
-    result = lm("prepare", *config, "data.tokenizer.vocab_size=300", "data.seq_len=8", process=True)
-    assert result.returncode == 0, result.stderr
-    assert "th\\udce9.txt: not UTF-8" in result.stdout
 
 
 BAD_FILES = {

@@ -124,17 +124,6 @@ def test_a_stream_without_borders_is_one_document(tmp_path: Path, tokenizer: Tok
     assert store.train.document(0)[1:].tolist() == [token for document in ids[:30] for token in document]
 
 
-def test_text_and_ids_mix(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]):
-    folder = write_texts(tmp_path / "texts", [f"{text} again" for text in TEXTS])
-    parts = [
-        WeightedSource(0.5, Files([str(folder)])),
-        WeightedSource(0.5, Tokens([str(jsonl(tmp_path, ids))], "column")),
-    ]
-    store = prepare(files_config(folder, tmp_path, source=Mixture(parts), tokenizer=tokenizer))
-    assert store.manifest["token_bytes"] == "exact"
-    assert sum(source.n_documents for source in store.train.sources + store.val.sources) == 2 * len(TEXTS)
-
-
 def test_a_text_and_its_ids_are_one_document(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]):
     folder = write_texts(tmp_path / "texts", TEXTS)
     parts = [
@@ -147,11 +136,6 @@ def test_a_text_and_its_ids_are_one_document(tmp_path: Path, tokenizer: Tokenize
         for split in (store.train, store.val)
     ]
     assert not set.intersection(*documents_by_split)
-
-
-def test_blank_documents_and_copies_are_left_out(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]):
-    store = prepare(config(tmp_path, tokenizer, "nanogpt", nanogpt(tmp_path, [*ids[:20], [], *ids])))
-    assert store.manifest["left_out"] == {"blank": 1, "copies": 20}
 
 
 # ---------------------------------------------------------------- what is refused
@@ -285,13 +269,6 @@ def test_unknown_tokens_at_an_end_are_no_padding(tmp_path: Path):
     unknown = tokenizer_of(tokenizer).token_to_id("[unk]")
     ids = [[unknown, unknown, 1 + n % 9, *range(1, n)] for n in range(2, 10)]
     assert prepare(config(tmp_path, tokenizer, "column", jsonl(tmp_path, ids))).manifest["unreadable"]["count"] == 0
-
-
-def test_empty_files_of_ids_are_counted_as_blank(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]):
-    jsonl(tmp_path, ids)
-    (tmp_path / "more.jsonl").touch()
-    store = prepare(config(tmp_path, tokenizer, "column", tmp_path / "*.jsonl"))
-    assert store.manifest["left_out"]["blank"] == 1
 
 
 def test_documents_that_do_not_fit_are_left_out_and_counted_where_errors_are_skipped(

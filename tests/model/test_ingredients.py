@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lm.attention.catalogue import Relu2, Softmax, SSMax
 from lm.attention.options import Options
-from lm.config.model_config import GAUBlock, Learned, ModelConfig
+from lm.config.model_config import Learned, ModelConfig
 from lm.config.training_config import OptimConfig
 from lm.data.batches import Batch
 from lm.errors import ConfigError
@@ -96,20 +96,6 @@ def test_it_is_kept_by_swaps_and_model_folders(ingredient: str, tmp_path):
         with torch.no_grad():
             assert torch.equal(other(tokens()), decoder(tokens()))
             assert torch.equal(other.loss(Batch.of(tokens())), decoder.loss(Batch.of(tokens())))
-
-
-@pytest.mark.parametrize(
-    "ingredient",
-    [
-        name
-        for name in INGREDIENTS
-        if not name.startswith(("value_residual", "output_gate", "differential", "exclusive"))
-    ],
-)
-def test_a_gated_attention_unit_has_it_too(ingredient: str):
-    decoder = trained(ingredient, block=GAUBlock(key_size=16), n_head=1)
-    decoder.loss(Batch.of(tokens(3))).backward()
-    assert all(parameter.grad is not None for parameter in decoder.parameters())
 
 
 # ---------------------------------------------------------------- each by its formula
