@@ -219,7 +219,7 @@ def test_a_document_encoded_in_pieces_has_the_tokens_of_the_whole(monkeypatch: p
 
     def encoded() -> tuple[np.ndarray, int, int]:
         """All tokens, the bytes of text, and the number of documents or pieces."""
-        documents = (Document(text, len(text.encode()), index) for index, text in enumerate(texts))
+        documents = (Document(text, len(text.encode()), index=index) for index, text in enumerate(texts))
         parts = list(encode_all(documents, tokenizer, END_OF_TEXT))
         assert [piece.index for piece, _ in parts if piece.is_first_piece] == [*range(len(texts))]
         tokens = np.concatenate([tokens for _, tokens in parts])
