@@ -101,7 +101,7 @@ def block_with(pattern: str, value: Plain) -> Plain:
 @pytest.mark.parametrize("pattern", [key for key in REMOVED_KEYS if key.split(".")[0] in ROOTS])
 def test_a_removed_key_is_read_at_its_default_and_else_refused(pattern: str):
     default = REMOVED_KEYS[pattern]
-    preset = ["recall"] * ("[mqar]" in pattern)  # symbols are not beside text
+    preset = ["recall", "data.tasks=[{task: mqar}]"] * ("[mqar]" in pattern)  # symbols are not beside text
     present = to_plain(parse(merged(to_plain(load_config([*preset, "name=x"])), block_with(pattern, default))))
     older = merged(present, block_with(pattern, default))
     assert older != present
