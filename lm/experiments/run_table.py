@@ -20,7 +20,6 @@ from lm.errors import ConfigError, Problem, RunError, one_line, suggest
 from lm.experiments.judging import (
     DIVERGED,
     FINISHED,
-    RUN_KEY,
     RUN_STATES,
     Judgement,
     PrimaryMetric,
@@ -32,9 +31,9 @@ from lm.experiments.judging import (
 from lm.plain import Plain
 from lm.schema import build
 from lm.statistics.intervals import is_unlearned
-from lm.statistics.tuning import Rate
 
 Direction = Literal["lower", "higher"]
+_RUN = ["size", "arm", "seed"]  # columns that tell the runs of a table apart
 _MAX_TABLE_BYTES = 2**28  # largest size of a table, after decompression
 _EXTREMES = 1e-30, 1e30  # of weights and values: squares and products of such numbers are finite and exact
 
@@ -84,14 +83,12 @@ def judge_table(
     seeds = sorted(set(frame["seed"]), key=lambda seed: (isinstance(seed, str), seed))
     for _, of_size in frame.groupby("size"):
         _check_units(of_size, source)
-    rates = _rates(frame, source)
     _check_seeds(frame, product(sizes, arms[target is not None :]), seeds, is_paired, source)
-    for by_arm in rates.values() if target is not None else ():
-        by_arm[baseline] = None
     order = [pd.factorize(frame["sample"], sort=True)[0]]
     for name, values in (("seed", seeds), ("arm", arms), ("size", sizes)):
         order.append(frame[name].map({value: place for place, value in enumerate(values)}))
     frame = frame.assign(unlearned=_unlearned_levels(frame, primary.better)).iloc[np.lexsort(order)]
+    rates = dict.fromkeys(sizes, dict.fromkeys(arms))
     return judge(frame, Question(primary, arms, tuple(seeds), rates, unpaired=unpaired, target=target))
 
 
@@ -105,9 +102,9 @@ def table_noise(
     """
     rows, primary = read_runs(table, source, PrimaryMetric(metric), None, condition, (), arm, seed, False)
     rows = rows.query("state == 'finished'")
-    rows = rows.assign(value=rows["value"] * rows["weight"], rate=rows["rate"].map(str), seed=rows["seed"].map(str))
-    sums = rows.groupby(RUN_KEY, sort=False)[["value", "weight"]].sum()
-    runs = (sums["value"] / sums["weight"]).unstack("seed")  # (sizes, arms and rates; seeds)
+    rows = rows.assign(value=rows["value"] * rows["weight"], seed=rows["seed"].map(str))
+    sums = rows.groupby(_RUN, sort=False)[["value", "weight"]].sum()
+    runs = (sums["value"] / sums["weight"]).unstack("seed")  # (sizes and arms; seeds)
     if not (noise := noise_of(runs, seed in table, difference)):
         raise RunError(f"{source}: no arm has two finished runs, which differ in their seed alone")
     return {"of": f"{primary.metric} of {source}", "metric": primary.metric} | noise
@@ -146,7 +143,7 @@ def read_runs(
         raise RunError(f"{source}: no line reports: all are of runs that chose rates")
     rows = rows.assign(**({"arm": "runs"} | {name: rows[column] for name, column in columns.items()}))
     if "seed" not in columns:
-        keys = [name for name in (*split_columns, "size", "arm", "rate") if name in rows]
+        keys = [name for name in (*split_columns, "size", "arm") if name in rows]
         rows["seed"] = rows.groupby([*dict.fromkeys(keys)], dropna=False).cumcount() + 1
     # columns of categories can't take other values, and texts in Arrow's memory are slow to read one by one
     rows = rows.astype({name: object for name in rows.columns if isinstance(rows[name].dtype, ExtensionDtype)})
@@ -163,14 +160,12 @@ def read_runs(
     units = rows.get("sample", rows.get("unit", blank))  # a column that tells the evaluation units of a run apart
     group = rows.get("group", units).map(str, na_action="ignore").fillna(units.map(str, na_action="ignore"))
     state = rows.get("state", blank).fillna(FINISHED)
-    rate = rows["rate"] if "rate" in rows and "rate" not in split_columns else math.nan
-    weight = rows.get("weight", math.nan)
     runs = rows.assign(
-        size=size, arm=rows["arm"].map(str, na_action="ignore"), rate=rate, state=state,
-        weight=weight,
+        size=size, arm=rows["arm"].map(str, na_action="ignore"), state=state, weight=rows.get("weight", math.nan),
         sample=units.map(str), group=group, chance=rows.get("chance", blank),
     )  # fmt: skip
-    _check_rows(runs, source, [name for name in table.columns if name not in (*RUN_KEY, "value", "weight")])
+    _check_rows(runs, source, [name for name in table.columns if name not in (*_RUN, "value", "weight")])
+    runs["rate"] = None  # lines of another rate are of another run
     is_diverged = runs["state"] == DIVERGED
     runs["note"] = (runs["arm"] + " seed " + runs["seed"].astype(str) + f": {DIVERGED}").where(is_diverged, "")
     return runs, primary
@@ -287,22 +282,11 @@ def _check_seeds(
             raise RunError(f"{source}: {name}: no seed {missing}; every arm needs the same seeds, or --unpaired")
 
 
-def _rates(frame: pd.DataFrame, source: str) -> dict[str, dict[str, Rate | None]]:
-    """Return the rate of each arm, by size. Raises RunError: an arm has several rates."""
-    rates = {size: {} for size in frame["size"].unique()}
-    known = frame[["size", "arm", "rate"]].drop_duplicates()
-    for size, arm, cell in known.itertuples(index=False):
-        if arm in rates[size]:
-            raise RunError(f"{source}: {arm} has several rates; choose one by --where, or judge them apart: --by rate")
-        rates[size][arm] = None if pd.isna(cell) else cell
-    return rates
-
-
 def _unlearned_levels(frame: pd.DataFrame, better: str) -> pd.Series:
     """The column `unlearned` of `judge`, by the column `chance`."""
     levels = pd.Series("", frame.index)
     is_known = frame["chance"].notna() & (frame["state"] == FINISHED)
-    for _, run in frame[is_known].groupby(RUN_KEY, dropna=False):
+    for _, run in frame[is_known].groupby(_RUN, dropna=False):
         mean, level = (np.average(run[name], weights=run["weight"]) for name in ("value", "chance"))
         groups = run["group"].to_numpy() if run["group"].notna().any() else None
         if is_unlearned(mean, level, better, run["value"].to_numpy(), run["weight"].to_numpy(), groups):
@@ -349,7 +333,7 @@ def _rows_to_judge(
 
 
 def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
-    """Check the rows, and convert values, weights, rates and chances into numbers in place. Raises RunError: a number,
+    """Check the rows, and convert values, weights and chances into numbers in place. Raises RunError: a number,
     arm or seed is missing or invalid, or a run has several rows for one sequence. `columns`: those in which such rows
     differ are named in the error.
     """
@@ -359,11 +343,10 @@ def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
     for name in ("value", "weight"):
         runs[name] = pd.to_numeric(runs[name], errors="coerce").astype(float)
     if not has_weight.all():  # a run without weights has equal ones
-        run_has_weight = has_weight.groupby([runs[name] for name in RUN_KEY], dropna=False).transform("any")
+        run_has_weight = has_weight.groupby([runs[name] for name in _RUN], dropna=False).transform("any")
         runs["weight"] = runs["weight"].where(run_has_weight, 1.0)
-    for name in ("rate", "chance"):
-        runs[name] = pd.to_numeric(runs[name], errors="coerce").replace([math.inf, -math.inf], math.nan)
-    total_weight = runs.groupby(RUN_KEY, dropna=False)["weight"].transform("sum")
+    runs["chance"] = pd.to_numeric(runs["chance"], errors="coerce").replace([math.inf, -math.inf], math.nan)
+    total_weight = runs.groupby(_RUN, dropna=False)["weight"].transform("sum")
     for name, is_wrong in (
         ("arm", runs["arm"].isna() | (runs["arm"] == "")),
         ("seed", runs["seed"].isna()),
@@ -385,7 +368,7 @@ def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
             raise RunError(
                 f"{source}: {subject} no {name}, the first of arm {run['arm']}, seed {run['seed']}; {remedy}"
             )
-    if (is_duplicate := runs.duplicated([*RUN_KEY, "sample"], keep=False)).any():
+    if (is_duplicate := runs.duplicated([*_RUN, "sample"], keep=False)).any():
         run = runs[is_duplicate].iloc[0]
         duplicates = runs[is_duplicate & (runs["arm"] == run["arm"]) & (runs["seed"] == run["seed"])]
         differing = ", ".join(name for name in columns if duplicates[name].nunique(dropna=False) > 1)
@@ -399,7 +382,7 @@ def _check_units(rows: pd.DataFrame, source: str) -> None:
     rows = rows[rows["state"] == FINISHED]
     if rows["group"].isna().all():
         return  # each run has one value, of no unit
-    run = rows.groupby(RUN_KEY, dropna=False)
+    run = rows.groupby(_RUN, dropna=False)
     units = pd.DataFrame({"sample": rows["sample"], "group": rows["group"].map(str)})
     units["weight"] = (rows["weight"] / run["weight"].transform("sum")).round(12)
     for columns, reason in ((["sample"], ""), ([*units], ": a unit's weight or group is not the same in all")):
