@@ -163,15 +163,10 @@ def test_swapped_arms_start_from_the_weights_of_their_seed_and_rate(tmp_path):
             {"from": "softmax", "swap": {"to": "ssmx"}},
             "arm b: model.normalizer.name = 'ssmx': unknown name; did you mean 'ssmax'",
         ),
-        ({"swap": {"to": "ssmax"}}, "arms.b.swap = .*: there are no weights to swap"),
         ({"from": "softmax", "train": False}, "arms.b.train = false: would be the arm it starts from"),
         (
             {"from": "softmax", "swap": {"to": "ssmax"}, "train": False, "optim.lr": 1},
             "arms.b.optim.lr = 1: has no effect on an arm",
-        ),
-        (
-            {"from": "softmax", "swap": {"to": "ssmax"}, "model.normalizer": "log_n"},
-            "arms.b.model.normalizer = 'log_n': is set by the experiment",
         ),
         (
             {"from": "softmax", "swap": {"to": "ssmax", "init": "best"}},

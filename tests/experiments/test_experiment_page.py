@@ -21,7 +21,7 @@ from scipy.stats import ttest_1samp
 
 from lm.config.load import to_yaml
 from lm.experiments.definition import read_experiment
-from lm.experiments.page import differences_picture, trends
+from lm.experiments.page import trends
 from lm.experiments.procedure import Procedure, Run
 from lm.runs.evaluations import REPORTING
 from lm.runs.folder import CONFIG, DIVERGED, METRICS
@@ -155,19 +155,6 @@ def test_a_page_before_anything_has_ended(tmp_path, undrawn):
     assert "ssmax no verdict yet Rates are being tuned." in words
 
 
-def test_sizes_have_sections(tmp_path, undrawn):
-    two = made(
-        tmp_path, "two", tune=None, seeds=[1, 2], sizes={"small": {"model.n_embd": 16}, "large": {"model.n_embd": 64}}
-    )
-    page = write_page(finish_all(two), tmp_path / "out")
-    assert "ssmax, large incomplete" in text_of(page)
-    assert {"small-curves.svg", "large-seeds.csv"} <= {path.name for path in page.parent.iterdir()}
-    traces = differences_picture(two.experiment, Procedure(two.experiment).judgement()).panels[0].traces
-    assert {trace.label for trace in traces if trace.kind == "dots"} == {
-        f"{size}, {arm}, single seeds" for size in ("small", "large") for arm in ("ssmax", "log_n")
-    }
-
-
 def sized(tmp_path: Path) -> Procedure:
     """An experiment in three sizes of 1, 4 and 8 M parameters, in which the gain of other arms than softmax shrinks
     with size.
@@ -198,7 +185,9 @@ def test_the_trend_over_sizes_is_that_of_the_slopes_of_single_seeds(tmp_path, un
     assert line["change"] == pytest.approx([np.mean(slopes), *expected], rel=1e-9)
     assert 0.01 < line["change"][0] < 0.04
     assert (line["arm"], line["with_each_doubling_of"], line["over"]) == ("ssmax", "parameters", "3 sizes, 3 seeds")
-    write_page(procedure, tmp_path / "out")
+    page = write_page(procedure, tmp_path / "out")
+    assert "ssmax, c better" in text_of(page)
+    assert {"a-curves.svg", "c-seeds.csv"} <= {path.name for path in page.parent.iterdir()}
     first, _ = rows(tmp_path / "out" / "trends.csv")
     assert (first["table"], first["arm"], first["over"]) == (
         "With each doubling of parameters",

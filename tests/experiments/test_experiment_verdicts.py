@@ -188,7 +188,6 @@ def test_without_a_run_below_the_unigram_cross_entropy_nothing_is_compared(tmp_p
         ((0.003, 0.003), "not learned"),
         ((0.25, 0.28), "not learned"),
         ((0.25, 1.0), "undecided"),
-        ((1.0, 1.0), "undecided"),
     ],
 )
 def test_accuracies_at_chance_are_not_compared(tmp_path, accuracies, verdict):

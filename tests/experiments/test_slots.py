@@ -3,7 +3,6 @@ was asked for.
 """
 
 import os
-import re
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -68,26 +67,12 @@ def test_the_users_own_devices_are_handed_out_and_no_others(gpus, tmp_path, coun
     assert len(slots_of(opened(tmp_path).experiment, 1, 2)) == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["trainer.devices=3"], "trainer.devices = 3: this process sees 2 GPUs"),
-    ],
-)
-def test_more_than_there_is_is_refused_before_anything_starts(gpus, tmp_path, monkeypatch, arguments, words):
+def test_more_than_there_is_is_refused_before_anything_starts(gpus, tmp_path):
     gpus(2, "4,5")
-    monkeypatch.setattr("lm.experiments.compare.start", lambda *_: pytest.fail("prepares"))
-    overrides = [
-        "data.source.paths=[.]",
-        f"runs={tmp_path / 'runs'}",
-        "trainer.accelerator=gpu",
-        "data.seq_len=16",
-        "optim.batch_tokens=768",
-    ]
-    result = lm("compare", str(written(tmp_path)), *overrides, *arguments)
+    overrides = ["data.source.paths=[.]", f"runs={tmp_path / 'runs'}", "trainer.accelerator=gpu", "trainer.devices=3"]
+    result = lm("compare", str(written(tmp_path)), *overrides, "data.seq_len=16", "optim.batch_tokens=768")
     assert result.returncode == ConfigError.exit_code
-    assert len(result.stderr.splitlines()) == 1
-    assert re.search(words, result.stderr), result.stderr
+    assert "trainer.devices = 3: this process sees 2 GPUs" in result.stderr
     assert not (tmp_path / "runs").exists()
 
 

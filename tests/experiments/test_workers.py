@@ -224,35 +224,3 @@ def test_a_run_on_several_nodes_is_one_job_of_a_task_for_each_device(file, argum
         assert run.outcome.state == "finished"
         (begun,) = read_json(run.config.run_folder / "environment.json")["starts"]
         assert begun["world_size"] == 2, begun
-
-
-@INSTALLED
-@pytest.mark.slow  # 2 min
-def test_a_job_that_meets_its_time_limit_goes_on(file, arguments, tmp_path):
-    """Submitit tells a job of two minutes on this machine of its end after 90 s, which is less than the run
-    takes.
-    """
-    steps = ["trainer.max_steps=100000", "trainer.checkpoint_every=100000", "eval.every=100000"]
-    command = [
-        sys.executable,
-        "-m",
-        "lm",
-        "compare",
-        str(file),
-        *arguments[1:],
-        *steps,
-        "--submit",
-        "local",
-        "--job-options",
-        "timeout_min=2",
-    ]
-    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
-    run = open_experiment(file, [*arguments[1:], *steps]).known_runs()[0].config.run_folder
-
-    def starts() -> list[dict]:
-        return read_json(run / "environment.json")["starts"] if (run / "environment.json").exists() else []
-
-    wait_until(lambda: len(starts()) == 2 or process.poll() is not None, tmp_path)
-    os.killpg(process.pid, signal.SIGKILL)  # the job, too
-    process.wait()
-    assert starts()[1]["step"] > 0, "the run has saved a checkpoint before it was queued again"
