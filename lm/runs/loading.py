@@ -26,7 +26,7 @@ from lm.files import expand_home, json_bytes, new_folder
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
 from lm.plain import Plain, to_plain
-from lm.runs.checkpoints import load_checkpoint
+from lm.runs.checkpoints import load_checkpoint, load_metadata
 from lm.runs.folder import (
     CHECKPOINTS,
     DESCRIPTION,
@@ -162,10 +162,10 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> LoadedModel
     if path.is_dir():
         require_run(path, CHECKPOINTS)
         steps = [step_of(file) for file in step_paths(path / CHECKPOINTS)]
-        names = {"last": steps[-1]} | {str(step): step for step in steps} if steps else {}
-        best = load_checkpoint(step_path(path / CHECKPOINTS, steps[-1]))["lm"].get("best") if steps else None
-        if isinstance(best, dict) and best.get("step") in steps:
-            names["best"] = best["step"]
+        names = {str(step): step for step in steps} | ({"last": steps[-1]} if steps else {})
+        if steps and checkpoint == "best":
+            best = load_metadata(step_path(path / CHECKPOINTS, steps[-1])).get("best")
+            names |= {"best": best["step"]} if isinstance(best, dict) and best.get("step") in steps else {}
         if checkpoint not in names:
             there = ", ".join(names) or "none"
             raise RunError(f"{path}: no checkpoint {checkpoint}; there is: {there}")

@@ -360,7 +360,7 @@ def test_a_swap_that_makes_no_sense_is_one_line(
     )
     assert "model.n_head = '4': can't be changed in lm swap" in refused("--to", "ssmax", "model.n_head=4")
     path = str(last_checkpoint(trained))
-    assert f"no checkpoint {path}; there is: last, " in refused("--to", "ssmax", "--checkpoint", path)
+    assert f"no checkpoint {path}; there is: " in refused("--to", "ssmax", "--checkpoint", path)
 
 
 # ---------------------------------------------------------------- phases and init_from

@@ -94,8 +94,8 @@ def wrong_configuration(words: list[str], folder: Path) -> str | None:
     """
     if words[0] not in CONFIGURED:
         return None
-    if any(word.startswith("runs/") and word.endswith(".yaml") for word in words):
-        return None  # the configuration of a run that the reader has
+    if any(word.startswith(("runs/", "models/")) and word.endswith(".yaml") for word in words):
+        return None  # the configuration of a run or model that the reader has
     files = [word for word in words[1:] if word.endswith(".yaml") and words[0] in CONFIGURED[:3]]
     paths = [folder / file if (folder / file).exists() else ROOT / file for file in files] or [
         ROOT / "configs" / "ssmax.yaml"
