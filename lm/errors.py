@@ -78,11 +78,18 @@ def terminal_text(text: str) -> str:
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
+def yaml_scalar(value: object) -> str:
+    """Return a value that is neither list nor map as YAML text."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return '""' if value == "" else str(value)
+
+
 def as_written(value: object) -> str:
     """Return a value as text for messages: null, true and false are written as in YAML, also within lists and maps,
     other values as by Python's repr."""
     if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
+        return yaml_scalar(value)
     if isinstance(value, dict):
         return f"{{{', '.join(f'{name}: {as_written(item)}' for name, item in value.items())}}}"
     return f"[{', '.join(map(as_written, value))}]" if isinstance(value, list | tuple) else repr(value)

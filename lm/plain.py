@@ -6,7 +6,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 
-from lm.attention.options import yaml_scalar
+from lm.errors import yaml_scalar
 
 Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
 

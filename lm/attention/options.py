@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
-from lm.errors import Problem
+from lm.errors import Problem, yaml_scalar
 
 N_HELP = "row length n: `visible` keys, length of the `sample`, or `fixed:N`"
 INITIAL_VALUE_REASON = "is an initial value, which training has replaced"
@@ -30,13 +30,6 @@ def key(default, help: str, effect: Mapping[str, object] | None = None, *, omit_
 def reference_length_key(meaning: str):
     """Make a field for the option `base`, the length m of a formula; `meaning` says what holds at that length."""
     return key("train", f"m, {meaning}; `train`: the training length", ge=2, le=LONGEST)
-
-
-def yaml_scalar(value: object) -> str:
-    """Return a value that is neither list nor map as YAML text."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return '""' if value == "" else str(value)
 
 
 @dataclass

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from lm.attention.options import Options, yaml_scalar
+from lm.attention.options import Options
 from lm.config.model_config import Position, divide_low_frequencies
 from lm.config.normalizers import with_changes
-from lm.errors import Problem
+from lm.errors import Problem, yaml_scalar
 from lm.schema import key, variant
 
 FACTOR_HELP = "s; null: the sequence's length in training lengths"

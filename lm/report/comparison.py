@@ -12,10 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from lm.attention.options import yaml_scalar
 from lm.config import normalizers as kinds
 from lm.config.tree import distinguishes_arms
-from lm.errors import RunError
+from lm.errors import RunError, yaml_scalar
 from lm.report.tables import plain_text, printable
 from lm.runs.evaluations import at_places, evaluation_rows, mean, number, point_means, reporting_rows
 from lm.runs.metric import Metric

@@ -14,9 +14,9 @@ from typing import Literal
 
 import numpy as np
 
-from lm.attention.options import yaml_scalar
 from lm.config.tree import canonical, distinguishes_arms, recorded_per_start
 from lm.config.yaml_text import parse_yaml
+from lm.errors import yaml_scalar
 from lm.files import plain_sha256
 from lm.plain import Plain, flatten
 from lm.runs.evaluations import LOSS, UNIGRAM, UNIGRAM_BOUND, Evaluation, last_evaluations, weighted_mean
