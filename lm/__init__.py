@@ -38,5 +38,5 @@ if not TYPE_CHECKING:  # a type checker that sees this function takes any name f
 
 
 def __dir__() -> list[str]:
-    """Names for completion in a notebook: the public ones, and those of every module."""
-    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+    """Return the public names, for completion in a notebook."""
+    return __all__

@@ -253,8 +253,5 @@ def sources_sha256(paths: Iterable[str | Path]) -> str:
     digest = hashlib.sha256()
     for source in map(Path, paths):
         for path in sorted([*source.rglob("*.py"), *source.rglob("*.cpp")]) if source.is_dir() else [source]:
-            digest.update(
-                f"{path.relative_to(source.parent).as_posix()} "
-                f"{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode()
-            )
+            digest.update(f"{path.relative_to(source.parent).as_posix()} {file_sha256(path)}\n".encode())
     return digest.hexdigest()[:16]

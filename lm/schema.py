@@ -48,28 +48,33 @@ Default = list | dict | str | None
 Blocks = Mapping[str, type]
 
 
-def _field(blocks: Blocks, default: object, help: str, effect: DeclaredEffect, **content):
-    """Make a field for a block of one of `blocks`; if the default is a list or a dict, for several."""
+def variant(
+    table: Blocks,
+    default: Default,
+    help: str,
+    effect: DeclaredEffect = None,
+    *,
+    omit_default: bool = False,
+    by_user: bool = True,
+):
+    """Make a field for a block whose `name` selects a dataclass in `table`; a name alone means all defaults.
+
+    With `default` None the field may be null. With a list or a dict, the field is a list of such blocks, or {name
+    chosen by the user: block}. `effect` and `omit_default` mean what they mean in `key`. If not `by_user`, lm alone
+    sets it.
+    """
     is_one = not isinstance(default, list | dict)
-    make_default = (lambda: None if default is None else blocks[default]()) if is_one else default.copy
-    metadata = {"blocks": blocks, "default": default, "help": help, "effect": effect, **content}
+    make_default = (lambda: None if default is None else table[default]()) if is_one else default.copy
+    metadata = {"blocks": table, "default": default, "help": help, "effect": effect}
+    metadata |= {"omit_default": omit_default, "by_user": by_user}
     return field(default_factory=make_default, metadata=metadata)
 
 
 def section(schema: type, help: str, effect: DeclaredEffect = None, *, default: Default = "", by_user: bool = True):
     """Make a field for a nested block, described by `schema`; with `default` None for one that is null (off) unless one
-    of its keys is given, with a list for a list of blocks. If not `by_user`, lm alone sets it.
+    of its keys is given, with a list for a list of blocks.
     """
-    return _field({"": schema}, default, help, effect, by_user=by_user)
-
-
-def variant(table: Blocks, default: Default, help: str, effect: DeclaredEffect = None, *, omit_default: bool = False):
-    """Make a field for a block whose `name` selects a dataclass in `table`; a name alone means all defaults.
-
-    With `default` None the field may be null. With a list or a dict, the field is a list of such blocks, or {name
-    chosen by the user: block}. `effect` and `omit_default` mean what they mean in `key`.
-    """
-    return _field(table, default, help, effect, omit_default=omit_default)
+    return variant({"": schema}, default, help, effect, by_user=by_user)
 
 
 def fields_at(schema: type, path: str) -> list[Field]:

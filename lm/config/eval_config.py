@@ -52,7 +52,7 @@ class EvaluationConfig(Timing):
     settings.
     """
 
-    # the key that is empty or 0 while the evaluation is off; "" if a class overrides `wanted`
+    # the key that is empty or 0 while the evaluation is off, unless a class overrides `wanted`; errors name it
     switch_key: ClassVar[str] = ""
     needs_text: ClassVar[bool] = True  # true if a model that was trained on symbols alone can't be measured
 
@@ -60,11 +60,9 @@ class EvaluationConfig(Timing):
         """Whether these options switch the evaluation on for a model trained on `data`."""
         return bool(getattr(self, self.switch_key))
 
-    def extent(self, data: DataConfig) -> tuple[str, float, int]:
-        """Return the key that sets the length of sequences, the longest length in training lengths, and the number of
-        tokens read after the end of a sequence.
-        """
-        return self.switch_key, 1.0, 0
+    def longest(self, data: DataConfig) -> int:
+        """Return the tokens in the longest sequences, with those that are read after them."""
+        return data.seq_len
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
         """Yield a problem, with a path relative to this block, for each contradiction between this block and other
@@ -74,16 +72,10 @@ class EvaluationConfig(Timing):
         if data.symbolic and self.needs_text:
             yield Problem(self.switch_key, getattr(self, self.switch_key), "needs a model of text", "switch it off")
         yield from check_inference(getattr(self, "inference", [InferenceSetting()]), model.position)
-        key, factor, overrun = self.extent(data)
-        value = getattr(self, key)
-        if (
-            model.position.has_last_position
-            and value != "auto"
-            and round(factor * data.seq_len) + overrun > data.seq_len
-        ):
-            reason = "learned positions end at the training length"
-            reason += f", and {overrun} tokens after the sequence are read" * bool(overrun)
-            yield Problem(key, value, reason, "leave longer sequences out, or train with model.position=rope")
+        if model.position.has_last_position and (longest := self.longest(data)) > data.seq_len:
+            reason = f"makes {longest:,} tokens be read, and learned positions end at {data.seq_len:,}"
+            remedy = "leave longer sequences out, or train with model.position=rope"
+            yield Problem(self.switch_key, getattr(self, self.switch_key), reason, remedy)
 
 
 @dataclass
@@ -95,20 +87,11 @@ class InferenceConfig(EvaluationConfig):
     )
 
 
-def empty_sequence_problems(path: str, factors: list[float], data: DataConfig) -> Iterator[Problem]:
-    """Yield a problem of the key `path` for each of `factors` that gives sequences of less than one token."""
-    return (
-        Problem(path, factor, "makes sequences of no tokens", "set it higher")
-        for factor in factors
-        if factor * data.seq_len < 1
-    )
-
-
 def lengths_from_factors(factors: list[float], data: DataConfig) -> list[int]:
-    """Sequence lengths in predicted tokens, ascending and without duplicates: each of `factors` times the training
-    length.
+    """Sequence lengths in predicted tokens, 1 or more, ascending and without duplicates: each of `factors` times the
+    training length.
     """
-    return sorted({round(factor * data.seq_len) for factor in factors})
+    return sorted({max(1, round(factor * data.seq_len)) for factor in factors})
 
 
 @dataclass
@@ -135,12 +118,8 @@ class LongContextConfig(InferenceConfig):
         """Length of the longest sequences that this evaluation may measure, in training lengths."""
         return AUTO_LENGTH_FACTOR if self.length_factor == "auto" else self.length_factor
 
-    def extent(self, data: DataConfig) -> tuple[str, float, int]:
-        return "length_factor", self.longest_factor, 0
-
-    def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
-        yield from empty_sequence_problems("length_factor", [self.longest_factor], data)
-        yield from super().conflicts(data, model)
+    def longest(self, data: DataConfig) -> int:
+        return data.seq_len if self.length_factor == "auto" else round(self.length_factor * data.seq_len)
 
 
 @dataclass
@@ -161,8 +140,8 @@ class ByLengthConfig(InferenceConfig):
             )
             yield Problem("lengths", non_divisors[0], reason, "give divisors of the longest")
 
-    def extent(self, data: DataConfig) -> tuple[str, float, int]:
-        return "lengths", max(self.lengths) / data.seq_len, 0
+    def longest(self, data: DataConfig) -> int:
+        return max(self.lengths)
 
 
 @dataclass
@@ -181,6 +160,7 @@ class TextsConfig(EvaluationConfig):
 
 @dataclass
 class RecallConfig(InferenceConfig):
+    switch_key: ClassVar[str] = "length_factors"
     needs_text: ClassVar[bool] = False
     tasks: list[Task] = variant(
         TASKS, [], "tasks to ask for, e.g. [needle, {name: needle, needles: 3}]; empty: those of data.tasks"
@@ -196,8 +176,8 @@ class RecallConfig(InferenceConfig):
     def asked_tasks(self, data: DataConfig) -> list[Task]:
         return self.tasks or [weighted.task for weighted in data.tasks]
 
-    def extent(self, data: DataConfig) -> tuple[str, float, int]:
-        return "length_factors", max(self.length_factors), 0
+    def longest(self, data: DataConfig) -> int:
+        return round(max(self.length_factors) * data.seq_len)
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
         yield from super().conflicts(data, model)
@@ -240,8 +220,8 @@ class NeedleConfig(InferenceConfig):
                 "heads_at", self.heads_at, "eval.needle.length_factors is []", "set eval.needle.length_factors"
             )
 
-    def extent(self, data: DataConfig) -> tuple[str, float, int]:
-        return "length_factors", max(*self.length_factors, self.heads_at or 0), MAX_OVERRUN
+    def longest(self, data: DataConfig) -> int:
+        return round(max(*self.length_factors, self.heads_at or 0) * data.seq_len) + MAX_OVERRUN
 
 
 @dataclass
@@ -258,6 +238,7 @@ Statistics = Literal["concentration", "sparsity", "limits"]
 
 @dataclass
 class DiagnosticsConfig(InferenceConfig):
+    switch_key: ClassVar[str] = "length_factor"
     needs_text: ClassVar[bool] = False
     statistics: list[Statistics] = key(
         ["concentration", "sparsity"], f"families of statistics: {', '.join(get_args(Statistics))}"
@@ -279,8 +260,8 @@ class DiagnosticsConfig(InferenceConfig):
         if not self.statistics:
             yield Problem("statistics", [], "names nothing", "leave eval.diagnostics out")
 
-    def extent(self, data: DataConfig) -> tuple[str, float, int]:
-        return "length_factor", self.length_factor, 0
+    def longest(self, data: DataConfig) -> int:
+        return round(self.length_factor * data.seq_len)
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
         yield from super().conflicts(data, model)

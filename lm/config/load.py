@@ -12,7 +12,6 @@ from pathlib import Path
 
 from lm.attention.options import Options
 from lm.config import presets
-from lm.config.eval_config import empty_sequence_problems
 from lm.config.normalizers import OPTIONS, Layers
 from lm.config.tree import Config
 from lm.config.yaml_text import (
@@ -51,7 +50,6 @@ def check(config: Config) -> Iterator[Problem]:
         yield Problem("trainer.tokens_per_parameter", trainer.tokens_per_parameter, reason, "drop one")
     if trainer.max_steps:
         yield from check_steps(config)
-    yield from empty_sequence_problems("eval.swap_lengths", config.eval.swap_lengths, data)
     normalizers = [phase.normalizer for phase in config.plan]
     for kind, options in config.eval.kinds.items():
         conflicts = []

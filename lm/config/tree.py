@@ -3,7 +3,6 @@
 `lm.config.load` reads and checks configurations.
 """
 
-import re
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -89,15 +88,6 @@ class Config:
         return expand_home(self.runs) / self.name
 
     @property
-    def first_step(self) -> int | None:
-        """The step at which the run starts: 0, or the step of the checkpoint `branch_from`; None if this is a run
-        folder."""
-        if not self.branch_from:
-            return 0
-        match = re.fullmatch(r"step-(\d+)\.ckpt", Path(self.branch_from).name)
-        return int(match[1]) if match else None
-
-    @property
     def world_size(self) -> int:
         """The number of processes on all machines together."""
         return self.trainer.devices * self.trainer.num_nodes
@@ -135,16 +125,6 @@ class Config:
     @property
     def normalizer_names(self) -> set[str]:
         return {options.name for phase in self.plan for options in phase.normalizer.layer_options()}
-
-    @property
-    def plugin_names_by_key(self) -> dict[str, str]:
-        """Map the path of each key that names a plugin to the plugin's `package.module:Class`."""
-        names = {
-            path: value
-            for path, value in flatten(to_plain(self)).items()
-            if path.endswith(".name") and path != "experiment.name"
-        }
-        return {path: name for path, name in names.items() if isinstance(name, str) and ":" in name}
 
     @property
     def phase_ends(self) -> list[int]:

@@ -78,7 +78,7 @@ def long_sequences(store: Store, config: Config) -> HeldOut:
     """Up to `eval.long_context.sequences` sequences, each within one held-out document; `length_factor: auto` halves
     their length until two documents are longer. Raises ConfigError: no document is long enough."""
     options, seq_len, longest = config.eval.long_context, config.data.seq_len, store.val.longest
-    length = round(options.longest_factor * seq_len)
+    length = max(1, round(options.longest_factor * seq_len))
     if options.length_factor == "auto":
         length = seq_len if config.model.position.has_last_position else length
         min_documents = min(2, int((store.val.lengths > 1).sum()))

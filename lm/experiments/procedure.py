@@ -57,7 +57,7 @@ class Run:
     def packages(self) -> set[str]:
         """Packages of the plugins (code from outside lm) in the configurations of the run and of its source."""
         return {
-            *map(package_of, self.config.plugin_names_by_key.values()),
+            *(package_of(name) for name in self.config.normalizer_names if ":" in name),
             *(self.source.packages if self.source else ()),
         }
 

@@ -73,7 +73,7 @@ def environment(
         "git_dirty": dirty,
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in packages}
-        | PLUGINS.versions(config.plugin_names_by_key.values()),
+        | PLUGINS.versions(config.normalizer_names),
         "device": machine.device,
         "precision": machine.precision.value,
         "compile": machine.compiles,

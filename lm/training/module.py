@@ -158,7 +158,7 @@ class LanguageModel(L.LightningModule):
             "step": self.global_step,
             "tokens": self.global_step * self.config.optim.batch_tokens,
             "phase": self.start.phase,
-            "plugins": PLUGINS.versions(self.config.plugin_names_by_key.values()),
+            "plugins": PLUGINS.versions(self.config.normalizer_names),
             "wandb_id": run.wandb_id,
             **asdict(state),
         }

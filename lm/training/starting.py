@@ -320,12 +320,10 @@ def resume_or_branch(
         reason = f"{path} was trained on tokens with fingerprint {metadata['data_fingerprint'][:16]}"
         remedy = f"bring that text and tokenizer back, {remedy}"
         raise ConfigError([Problem("data", store.fingerprint[:16], reason, remedy)])
-    keys_by_name = {name: key for key, name in reversed(config.plugin_names_by_key.items())}
     for name, old_code, new_code in ModelSpec.from_training(trained, metadata).changed_plugins():
-        if name in keys_by_name:
+        if name in config.normalizer_names:
             reason = f"its code is {new_code}, {path} was trained with {old_code}"
-            key = keys_by_name[name].removesuffix(".name")
-            raise ConfigError([Problem(key, name, reason, f"bring that code back, {remedy}")])
+            raise ConfigError([Problem("model.normalizer", name, reason, f"bring that code back, {remedy}")])
     check_finite(content["state_dict"], path)
     facts, step = read_environment(run), metadata["step"]
     start, notes = start_from_checkpoint(config, content), []

@@ -113,10 +113,8 @@ def test_a_value_of_three_question_marks_must_be_given_whatever_the_key(tmp_path
         ("model.n_head=3", "model.n_embd"),
         ("model.position=learned", "eval.long_context.length_factor"),
         ("model.position=none", "eval.long_context.inference[1].rope"),
-        ("eval.long_context.length_factor=0.001", "eval.long_context.length_factor"),
         ("eval.long_context.inference=[{}, {}]", "eval.long_context.inference"),
         ("eval.needle.length_factors=[65537]", "eval.needle.length_factors"),
-        ("eval.swap_lengths=[1, 0.001]", "eval.swap_lengths"),
         ("eval.long_context.inference=[{normalizer: {clip: true}}]", "eval.long_context.inference[0].normalizer.clip"),
         ("eval.long_context.inference=[{rope: {name: yarn, fast: 1}}]", "eval.long_context.inference[0].rope.fast"),
         (
