@@ -293,7 +293,7 @@ def test_plugin_code_that_has_changed_since_training_is_noticed(powers: Path, ar
     resumed = lm("train", *arguments, "name=power", "eval.every=10", NAMED, "trainer.max_steps=12", "resume=auto")
     assert resumed.returncode == 2
     assert re.search(
-        r"its code is source sha256 \w+, .*last\.ckpt was trained with source sha256 \w+; bring that code back",
+        r"its code is source sha256 \w+, .*step-\d+\.ckpt was trained with source sha256 \w+; bring that code back",
         resumed.stderr,
     )
     second_result = lm("eval", str(folder), "--allow-plugin", "powers")
