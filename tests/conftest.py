@@ -26,7 +26,7 @@ from lm.config.data_config import DataConfig
 from lm.config.load import load_config
 from lm.config.tree import Config
 from lm.experiments.loop import Children, Devices
-from lm.experiments.procedure import Run, log_path
+from lm.experiments.procedure import Run
 
 ROOT = Path(__file__).parent.parent
 os.environ.setdefault("WANDB_MODE", "disabled")
@@ -132,7 +132,7 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     """The `lm` commands of an experiment's runs are calls in this process, which need not import torch again."""
 
     def execute(self: Children, run: Run, command: list[str], devices: Devices | None) -> int:
-        output = log_path(self.experiment_folder, run)
+        output = run.log_file()
         output.parent.mkdir(parents=True, exist_ok=True)
         result = lm(*command)
         output.write_text(result.stdout + result.stderr)

@@ -121,12 +121,11 @@ def print_commands(files: list[Path], overrides: list[str], options: TrainingOpt
     for path in files:
         with redirect_stdout(sys.stderr):  # messages on the text and on other processes are no commands
             procedure = start(path, overrides, options.jobs or 1)
-            folder = procedure.experiment.folder
             if options.retry:
                 forget_failures(procedure)
         for run in ExperimentTrainer(procedure, [()]).free_runs():
             python = [sys.executable, "-P", "-m", "lm"]  # -P: a folder `lm` in the current one is not the package
-            shell_commands = [shlex.join([*python, *command]) for command in commands(run, folder)]
+            shell_commands = [shlex.join([*python, *command]) for command in commands(run)]
             print(" && ".join(shell_commands), flush=True)
 
 
@@ -191,15 +190,12 @@ def start(path: Path, overrides: list[str], jobs: int = 1) -> Procedure:
 
     Raises LMError: as `open_experiment`; or the text can't be prepared, or is not that of the first runs.
     """
-    store = prepare(open_experiment(path, overrides, jobs).experiment.first_config.data, progress=True)
+    store = prepare(read_experiment(path, overrides).first_config.data, progress=True)
     procedure = open_experiment(path, overrides, jobs)  # the vocabulary is known now
     experiment, file = procedure.experiment, procedure.experiment.folder / RESOLVED_FILE
     _check_held_out_text(experiment, store)
-    trainer, recorded, has_measured_runs = (
-        experiment.first_config.trainer,
-        _first_start_record(experiment),
-        is_measured(experiment),
-    )
+    trainer, recorded = experiment.first_config.trainer, _first_start_record(experiment)
+    has_measured_runs = is_measured(experiment)
     plan = None if has_measured_runs else plan_of(experiment)
     settings = {"data_fingerprint": store.fingerprint} | {name: getattr(trainer, name) for name in SHARED_SETTINGS}
     settings |= recorded
@@ -256,18 +252,13 @@ def _machine_settings(experiment: Experiment, jobs: int) -> dict[str, Plain]:
 # ---------------------------------------------------------------- what was changed since the plan
 
 
-def _run_configs(experiment: Experiment) -> list[Path]:
-    """The configurations in the experiment's folder, which are of runs that have begun."""
-    return [path for pattern in (f"*/{CONFIG}", f"*/*/{CONFIG}") for path in experiment.folder.glob(pattern)]
-
-
 def is_measured(experiment: Experiment) -> bool:
     """Whether the experiment's folder has an evaluation of a final run, which is a run to be judged, of any
     configuration.
     """
+    configs = chain(*(experiment.folder.glob(pattern) for pattern in (f"*/{CONFIG}", f"*/*/{CONFIG}")))
     return any(
-        any((path.parent / EVALUATIONS).glob("*.csv")) and b"stage: final" in path.read_bytes()
-        for path in _run_configs(experiment)
+        any((path.parent / EVALUATIONS).glob("*.csv")) and b"stage: final" in path.read_bytes() for path in configs
     )
 
 

@@ -30,7 +30,6 @@ from lm.experiments.procedure import (
     Procedure,
     Run,
     commands,
-    log_path,
     next_runs,
     read_failure,
 )
@@ -86,8 +85,7 @@ def slots_of(experiment: Experiment, jobs: int | None, jobs_per_gpu: int) -> lis
 class Children:
     """Trains the runs of an experiment in processes of this machine."""
 
-    def __init__(self, experiment_folder: Path):
-        self.experiment_folder = experiment_folder
+    def __init__(self):
         self._processes: dict[Path, subprocess.Popen] = {}
         self._stopping = threading.Event()
 
@@ -100,7 +98,7 @@ class Children:
         while not rank and is_training(run.config.run_folder) and not self._stopping.is_set():
             self._stopping.wait(1)
         status, start = 128 + signal.SIGTERM if self._stopping.is_set() else 0, time.monotonic()
-        for command in [] if status else commands(replace(run, outcome=replace(run.outcome)), self.experiment_folder):
+        for command in [] if status else commands(replace(run, outcome=replace(run.outcome))):
             status = self._execute(run, command, devices) if not rank or command[0] == "train" else 0
             if status:
                 break
@@ -123,7 +121,7 @@ class Children:
                 os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
     def _execute(self, run: Run, command: list[str], devices: Devices | None) -> int:
-        folder, output = run.config.run_folder, log_path(self.experiment_folder, run)
+        folder, output = run.config.run_folder, run.log_file()
         output.parent.mkdir(parents=True, exist_ok=True)
         with output.open("ab") as log:
             process = start_child([sys.executable, "-m", "lm", *command], log, log, devices)
@@ -159,8 +157,8 @@ class Training:
     end.
     """
 
-    def __init__(self, run: Run, experiment_folder: Path):
-        self.run, self.experiment_folder = run, experiment_folder
+    def __init__(self, run: Run):
+        self.run = run
         self._children: Children | None = None  # made in the job: its locks can't be pickled
 
     def __call__(self) -> tuple[int, float]:
@@ -169,7 +167,7 @@ class Training:
         """
         from submitit import JobEnvironment
 
-        self._children, rank = Children(self.experiment_folder), JobEnvironment().global_rank
+        self._children, rank = Children(), JobEnvironment().global_rank
         swapped_config = Path(self.run.config.init_from, CONFIG)
         while rank and self.run.swap and not swapped_config.exists():
             time.sleep(POLL_SECONDS)
@@ -182,7 +180,7 @@ class Training:
         if self._children:
             self._children.stop()
             self._children.wait()
-        return DelayedSubmission(Training(self.run, self.experiment_folder))
+        return DelayedSubmission(Training(self.run))
 
 
 class Cluster:
@@ -206,7 +204,7 @@ class Cluster:
             import submitit
         except ImportError:
             raise RunError("--submit needs submitit, which is not installed: pip install 'submitit>=1.5.4'") from None
-        self.experiment_folder, self.engine = experiment_folder.absolute(), engine
+        self.engine = engine
         self._submitit_errors = submitit.core.utils
         self._lock, self._stopping = threading.Lock(), threading.Event()
         self._parameters: dict[str, int | str] = {"name": "lm", "timeout_min": 60, "nodes": 1, "tasks_per_node": 1}
@@ -219,7 +217,7 @@ class Cluster:
             self._parameters[name] = int(value) if value.isdigit() else value
         try:
             requeues = {f"{engine}_max_num_timeout": _MAX_REQUEUES}
-            self._executor = submitit.AutoExecutor(self.experiment_folder / JOBS_FOLDER, engine, **requeues)
+            self._executor = submitit.AutoExecutor(experiment_folder.absolute() / JOBS_FOLDER, engine, **requeues)
             self._executor.update_parameters(**self._parameters)
         except (AssertionError, NameError, TypeError, ValueError) as error:
             raise ConfigError(f"--job-options {options}: {one_line(error)}") from None
@@ -263,11 +261,11 @@ class Cluster:
         because it lacked memory. After `stop`, the status is 128 + SIGTERM. Raises RunError: the scheduler refuses the
         job, or the job failed.
         """
-        path, record = log_path(self.experiment_folder, run, JOB_SUFFIX), _job_record(self.experiment_folder, run)
+        path, record = run.log_file(JOB_SUFFIX), _job_record(run)
         job = self._executor.job_class(self._executor.folder, str(record["id"])) if record else None
         if job is None or not self._is_alive(job, record["born"]):
             trainer = run.config.trainer
-            job = self.submit(Training(run, self.experiment_folder), trainer.num_nodes, trainer.devices)
+            job = self.submit(Training(run), trainer.num_nodes, trainer.devices)
             birth = process_start(int(job.job_id)) if self.engine == "local" else ""
             record = {"engine": self.scheduler_name, "id": job.job_id, "born": birth}
             write_json(path, record)
@@ -293,10 +291,10 @@ class Cluster:
         return bool(birth) and process_start(int(job.job_id)) == birth if self.engine == "local" else not job.done()
 
 
-def _job_record(experiment_folder: Path, run: Run) -> dict[str, Plain]:
+def _job_record(run: Run) -> dict[str, Plain]:
     """Read the file that names the job that trains a run: its scheduler (key `engine`), its ID, and (`born`) the start
     time of a local job. {} without such a file. Raises RunError: the file is damaged."""
-    path = log_path(experiment_folder, run, JOB_SUFFIX)
+    path = run.log_file(JOB_SUFFIX)
     return read_json(path) if path.exists() else {}
 
 
@@ -354,7 +352,7 @@ class ExperimentTrainer:
 
     def __init__(self, procedure: Procedure, slots: list[Devices], cluster: Cluster | None = None):
         self.procedure, self.slots, self.folder = procedure, slots, procedure.experiment.folder
-        self.cluster, self.trainer = cluster, cluster or Children(self.folder)
+        self.cluster, self.trainer = cluster, cluster or Children()
         self.pending: dict[Future, tuple[Run, Devices]] = {}
         self.failed: dict[Path, Failure] = {}
 
@@ -424,7 +422,7 @@ class ExperimentTrainer:
         trains a run.
         """
         for run in self.procedure.known_runs():
-            record, path = _job_record(self.folder, run), log_path(self.folder, run, JOB_SUFFIX)
+            record, path = _job_record(run), run.log_file(JOB_SUFFIX)
             if record and run.outcome.ended:
                 path.unlink(missing_ok=True)
             elif record and record["engine"] != (self.cluster and self.cluster.scheduler_name):
@@ -438,7 +436,7 @@ class ExperimentTrainer:
             folder, source = run.config.run_folder, run.source
             if {folder, source and source.config.run_folder} & (running_folders | self.failed.keys()):
                 continue
-            if failure := read_failure(self.folder, run):
+            if failure := read_failure(run):
                 self.failed[folder] = failure
             else:
                 yield run
@@ -446,7 +444,7 @@ class ExperimentTrainer:
     def _report_end(self, run: Run, devices: Devices, status: int, seconds: float) -> None:
         """Print a line on a run that has ended, or record its failure."""
         outcome, title = replace(run.outcome), f"{run.stage}: {run.label}"  # the copy reads the files again
-        failure_path = log_path(self.folder, run, FAILURE)
+        failure_path = run.log_file(FAILURE)
         if not outcome.ended:
             failure = self.failed[run.config.run_folder] = self._failure(run, status, outcome)
             if not failure.interrupted:
@@ -469,7 +467,7 @@ class ExperimentTrainer:
         the last line of its log, or the measurement that is missing. Raises RunError: no run measures the primary
         metric.
         """
-        log, folder = log_path(self.folder, run), run.config.run_folder
+        log, folder = run.log_file(), run.config.run_folder
         metric = self.procedure.experiment.primary.metric
         if status < 0:
             reason = f"killed by {signal.Signals(-status).name}" + " (out of memory?)" * (status == -signal.SIGKILL)

@@ -66,6 +66,11 @@ class Run:
         """Whether the run has begun, that is, whether its folder has the files that a report reads."""
         return all((self.config.run_folder / name).is_file() for name in (CONFIG, ENVIRONMENT))
 
+    def log_file(self, suffix: str = "log") -> Path:
+        """The run's file with `suffix` in the experiment's folder of logs; `log` is the suffix of the run's output."""
+        folder = Path(self.config.runs)
+        return (folder.parent if self.size else folder) / LOG_FOLDER / self.size / f"{self.config.name}.{suffix}"
+
     @property
     def label(self) -> str:
         rate = "" if self.rate is None else f"at {self.rate:g}"
@@ -102,7 +107,7 @@ class Procedure:
 
     def __init__(self, experiment: Experiment, read: Callable[..., Outcome] = Outcome):
         self.experiment, self._read = experiment, read
-        # what the experiment's recorded plan says (`lm.experiments.experiment_folder`): what differs from it, in
+        # what the experiment's recorded plan says (`lm.experiments.compare`): what differs from it, in
         # sentences, and the sizes and arms whose verdicts are exploratory for that
         self.plan_notes, self.exploratory = list[str](), frozenset[SizeArm]()
         self._arms = {arm.name: arm for arm in experiment.arms}
@@ -407,17 +412,9 @@ def check_comparable(runs: list[Run], metric: str) -> None:
 # ---------------------------------------------------------------- what is left to do of a run
 
 
-def log_path(experiment_folder: Path, run: Run, suffix: str = "log") -> Path:
-    """The path of a run's file with `suffix` in the experiment's folder of logs; the file with the suffix `log` holds
-    the run's output.
-    """
-    return experiment_folder / LOG_FOLDER / run.size / f"{run.config.name}.{suffix}"
-
-
-def commands(run: Run, experiment_folder: Path) -> list[list[str]]:
+def commands(run: Run) -> list[list[str]]:
     """List the arguments of each `lm` command that a run still needs, in order; [] if the run has ended. The
-    configuration that training reads is written below `experiment_folder`. Each command can be stopped and started
-    again.
+    configuration that training reads is written beside the run's log. Each command can be stopped and started again.
     """
     if run.outcome.ended:
         return []
@@ -439,7 +436,7 @@ def commands(run: Run, experiment_folder: Path) -> list[list[str]]:
         arguments.append([*swap, *init, *overrides, *plugins])
     if run.trained and (not outcome.is_trained or not outcome.is_complete or outcome.is_measured):
         # `lm train` makes the evaluations that a kill left out, too
-        file = log_path(experiment_folder, run, "yaml")
+        file = run.log_file("yaml")
         write_text(file, to_yaml(config))
         arguments.append(["train", str(file), "resume=auto", "log.progress=none"])
     if not run.trained or not outcome.is_measured:
@@ -467,19 +464,19 @@ class Failure:
         return self.status < 0 or self.status - 128 in STOP_SIGNALS
 
 
-def read_failure(experiment_folder: Path, run: Run) -> Failure | None:
+def read_failure(run: Run) -> Failure | None:
     """Return the recorded failure of a run; interrupted runs have none. Raises RunError: the file is damaged."""
-    path = log_path(experiment_folder, run, FAILURE)
+    path = run.log_file(FAILURE)
     return Failure(**read_json(path)) if path.exists() else None
 
 
 def failures(procedure: Procedure) -> list[tuple[Run, Failure]]:
     """The runs of an experiment that have failed, each with its failure."""
-    pairs = ((run, read_failure(procedure.experiment.folder, run)) for run in procedure.known_runs())
+    pairs = ((run, read_failure(run)) for run in procedure.known_runs())
     return [(run, failure) for run, failure in pairs if failure and not run.outcome.ended]
 
 
 def forget_failures(procedure: Procedure) -> None:
     """Let the runs that failed be tried again."""
     for run in procedure.known_runs():
-        log_path(procedure.experiment.folder, run, FAILURE).unlink(missing_ok=True)
+        run.log_file(FAILURE).unlink(missing_ok=True)

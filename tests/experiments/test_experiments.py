@@ -242,7 +242,7 @@ def test_runs_measured_on_other_sequences_are_measured_again(tmp_path, overrides
     assert lm("eval", str(softmax), "eval.sequences=32").returncode == 0
     again = Procedure(procedure.experiment)
     assert [entry["runs"] for entry in again.judgement().entries()] == [0, 1]
-    assert commands(again.known_runs()[0], tmp_path) == [["eval", str(softmax)]], "as the run is configured"
+    assert commands(again.known_runs()[0]) == [["eval", str(softmax)]], "as the run is configured"
     monkeypatch.setattr(Outcome, "is_measured", True)
     with pytest.raises(RunError, match=r"val/loss was measured on other sequences than in .*lm eval"):
         Procedure(procedure.experiment).judgement()

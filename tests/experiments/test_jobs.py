@@ -23,7 +23,7 @@ from lm.experiments.procedure import Procedure, forget_failures, read_failure
 from lm.files import read_json
 from lm.machine import process_start
 from lm.runs.folder import read_metrics
-from lm.training.train import starting_checkpoint, train
+from lm.training.train import train
 
 
 @pytest.fixture
@@ -51,21 +51,6 @@ def with_one_run_left(file: Path, overrides: list[str]) -> Procedure:
     return procedure
 
 
-def test_a_run_killed_between_its_first_checkpoint_and_the_link_to_it_goes_on(tiny):
-    config = tiny("name=killed", "resume=auto")
-    checkpoints = config.run_folder / "checkpoints"
-    checkpoints.mkdir(parents=True)
-    assert starting_checkpoint(config) is None
-    first = checkpoints / "step-000004.ckpt"
-    first.touch()
-    assert starting_checkpoint(config) == first
-    (checkpoints / "step-000008.ckpt").touch()
-    with pytest.raises(
-        RunError, match=r"last\.ckpt: missing, but the run has other checkpoints; go on .*step-000008\.ckpt"
-    ):
-        starting_checkpoint(config)
-
-
 @pytest.mark.parametrize("status", [-signal.SIGTERM, -signal.SIGSEGV, 128 + signal.SIGTERM, 128 + signal.SIGUSR2])
 def test_a_run_that_a_signal_ended_has_not_failed_however_often(file, overrides, status):
     procedure = with_one_run_left(file, overrides)
@@ -74,7 +59,7 @@ def test_a_run_that_a_signal_ended_has_not_failed_however_often(file, overrides,
             launching(procedure, lambda _: int(status)).train_all()
     with pytest.raises(RunError, match=r"--retry tries failed ones again"):
         launching(procedure, lambda _: 1).train_all()
-    assert read_failure(procedure.experiment.folder, procedure.known_runs()[0]).reason == "no output"
+    assert read_failure(procedure.known_runs()[0]).reason == "no output"
     forget_failures(procedure)
     launching(procedure, lambda run: finish(run, 5.0) or 0).train_all()
     assert not list((procedure.experiment.folder / "logs").glob("*.failed.json"))

@@ -22,7 +22,6 @@ from lm.errors import ConfigError, RunError
 from lm.experiments import loop
 from lm.experiments.compare import experiment_lock, open_experiment, start
 from lm.experiments.loop import Cluster, Training
-from lm.experiments.procedure import log_path
 from lm.files import read_json, write_json
 
 INSTALLED = pytest.mark.skipif(find_spec("submitit") is None, reason="without submitit")
@@ -80,9 +79,9 @@ def test_a_job_lets_its_run_save_and_is_the_same_when_it_is_started_again(file, 
     procedure = start(file, arguments[1:])
     monkeypatch.setattr(loop.sys, "executable", str(program))
     monkeypatch.setattr("submitit.JobEnvironment", lambda: SimpleNamespace(job_id="7", global_rank=0))
-    run, folder = procedure.known_runs()[0], procedure.experiment.folder
-    write_json(log_path(folder, run, "job.json"), {"engine": "slurm", "id": "7", "born": ""})
-    job, resubmitted = Training(run, folder), []
+    run = procedure.known_runs()[0]
+    write_json(run.log_file("job.json"), {"engine": "slurm", "id": "7", "born": ""})
+    job, resubmitted = Training(run), []
 
     def requeue(number: int, frame: object) -> None:
         resubmitted.append(job.checkpoint())
@@ -99,12 +98,12 @@ def test_a_job_lets_its_run_save_and_is_the_same_when_it_is_started_again(file, 
     finally:
         signal.signal(signal.SIGUSR2, before)
     (delayed,) = resubmitted
-    assert (delayed.function.run, delayed.function.experiment_folder) == (job.run, job.experiment_folder)
+    assert delayed.function.run == job.run
 
 
 def test_runs_that_jobs_train_are_left_to_them(file, arguments):
     procedure = start(file, arguments[1:])
-    path = log_path(procedure.experiment.folder, procedure.known_runs()[1], "job.json")
+    path = procedure.known_runs()[1].log_file("job.json")
     write_json(path, {"engine": "slurm", "id": "42", "born": ""})
     remedy = "add --submit slurm to wait for it, or delete this file once the job is gone"
     for options in ([], ["--commands"]):
