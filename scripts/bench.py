@@ -1,6 +1,5 @@
 """Side-by-side timings, interleaved in one run so that a noisy machine slows all sides alike.
 
-python scripts/bench.py normalizers             step time of every normalizer over softmax's
 python scripts/bench.py optimizers              step time of every optimizer over AdamW's, each as a run builds it
 python scripts/bench.py kernels                 attention alone, forward and backward: each kernel and its dense
                                                 definition over SDPA
@@ -25,7 +24,6 @@ from lm.attention import cpu_kernel
 from lm.attention.catalogue import make_normalizer
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
-from lm.attention.query_scale import Softmax, SSMax
 from lm.config import normalizers as kinds
 from lm.config.model_config import ModelConfig
 from lm.config.training_config import OPTIMIZERS, AdamW, OptimConfig
@@ -42,18 +40,14 @@ DENSE = ("softmax", "relu2", "sigmoid")
 
 
 def train_step(
-    model: torch.nn.Module,
-    loss: Callable[[torch.Tensor], torch.Tensor],
-    sequences: torch.Tensor,
-    bf16: bool,
-    optimizer: torch.optim.Optimizer | None = None,
+    decoder: Decoder, sequences: torch.Tensor, arguments: argparse.Namespace, optimizer: torch.optim.Optimizer
 ) -> Step:
-    """One whole optimizer step: forward, backward, update; by AdamW unless another `optimizer` is given."""
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    """One whole optimizer step: forward, backward, update."""
+    tokens = sequences[:, 1:].numel()
 
     def step() -> None:
-        with torch.autocast(sequences.device.type, torch.bfloat16, enabled=bf16):
-            value = loss(sequences)
+        with torch.autocast(sequences.device.type, torch.bfloat16, enabled=arguments.bf16):
+            value = decoder.loss(Batch.of(sequences)) / tokens
         value.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -99,31 +93,9 @@ def shape(arguments: argparse.Namespace, **changes: object) -> ModelConfig:
     return ModelConfig(n_layer=arguments.n_layer, n_head=arguments.n_head, n_embd=arguments.n_embd, **changes)
 
 
-def fresh(arguments: argparse.Namespace, **changes: object) -> Decoder:
+def fresh(arguments: argparse.Namespace) -> Decoder:
     """A decoder of the benchmarked shape, for sequences of the benchmarked length."""
-    return Decoder(shape(arguments, **changes), arguments.vocab_size, arguments.seq_len).to(arguments.device)
-
-
-def made(
-    arguments: argparse.Namespace, sequences: torch.Tensor, optim: OptimConfig | None = None, **changes: object
-) -> Step:
-    """A training step of a fresh decoder."""
-    decoder = fresh(arguments, **changes)
-    if arguments.compile:
-        decoder.compile_blocks(lengths=1)
-    tokens = sequences[:, 1:].numel()
-    optimizer = make_optimizer(decoder, optim) if optim else None
-    return train_step(
-        decoder, lambda sequences: decoder.loss(Batch.of(sequences)) / tokens, sequences, arguments.bf16, optimizer
-    )
-
-
-def normalizer_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
-    """Every registered normalizer, and softmax twice: the second shows the noise."""
-    options = {"softmax": Softmax(), "softmax again": Softmax()}
-    options |= {name: option() for name, option in kinds.SINGLE.items() if name != "softmax"}
-    options |= {"ssmax with bias": SSMax(bias=True)}
-    return {name: made(arguments, sequences, normalizer=option) for name, option in options.items()}, "softmax"
+    return Decoder(shape(arguments), arguments.vocab_size, arguments.seq_len).to(arguments.device)
 
 
 def optimizer_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
@@ -135,7 +107,11 @@ def optimizer_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> t
         "adamw again": AdamW(),
         **{name: option() for name, option in OPTIMIZERS.items() if name != "adamw"},
     }
-    sides = {name: made(arguments, sequences, OptimConfig(optimizer=option)) for name, option in options.items()}
+    sides = {}
+    for name, option in options.items():
+        decoder = fresh(arguments)
+        optimizer = make_optimizer(decoder, OptimConfig(optimizer=option))
+        sides[name] = train_step(decoder, sequences, arguments, optimizer)
     for name, option in OPTIMIZERS.items():
         decoder = fresh(arguments)
         for parameter in decoder.parameters():
@@ -228,7 +204,6 @@ def measure_long(arguments: argparse.Namespace) -> None:
 
 
 SIDES = {
-    "normalizers": normalizer_sides,
     "optimizers": optimizer_sides,
     "kernels": kernel_sides,
 }
@@ -251,7 +226,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="these sides, beside the one that they are compared with")
     parser.add_argument("--cpu-time", action="store_true", help="CPU seconds, which other processes disturb less")
     parser.add_argument("--fp32", dest="bf16", action="store_false", help="fp32 instead of bf16 autocast")
-    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     arguments.seq_len = arguments.seq_len or LENGTHS.get(arguments.what, 256)

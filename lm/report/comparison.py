@@ -24,6 +24,7 @@ from lm.statistics.intervals import MIN_DOCUMENTS, Interval, over_documents, ove
 _MISSING_VALUE = "-"  # stands for the value of a key that a run does not have
 # prefixes of the keys in which a comparison of normalizers may differ
 _NORMALIZER_PREFIXES = ("model.normalizer.", "phases", "swap.")
+NO_INTERVAL_REASON = f"all agree, or are of fewer than {MIN_DOCUMENTS} documents"  # why values have no interval
 SHAPES = ("number", "bins", "points")  # the order of sections in a report
 UNIT_COLUMNS = ["about", "sample", "value", "weight", "group"]  # what an interval takes
 Arms = Mapping[str, list[RunRecord]]  # an arm's runs, which differ in their seed only, in the order of seeds, by label
@@ -48,14 +49,14 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Difference:
-    """The difference, arm minus baseline, at one place: an interval and how it was computed, or why there is none."""
+    """The difference, arm minus baseline, at one place: an interval, or why there is none."""
 
     arm: str
     name: Name
     about: Metric
     subject: str  # metric, task, place and setting in words
     interval: Interval | None  # in the unit of the metric
-    note: str
+    reason: str  # why there is no interval; empty if there is one
 
 
 class MeanOfArm(NamedTuple):
@@ -151,10 +152,9 @@ class ArmComparison:
         found = []
         for arm, name in product(list(self.arms)[1:] if self.baseline else (), names):
             sides = [units.iloc[indices.get((name, label), [])] for label in (arm, self.baseline)]
-            shared = set(sides[0]["place"]) & set(sides[1]["place"])
-            order = {place: at for side in sides for place, at in zip(side["place"], side["order"], strict=True)}
-            if order:
-                last = max(shared or order, key=order.get)
+            places = [dict(zip(side["place"], side["order"], strict=True)) for side in sides]
+            if order := places[0] | places[1]:
+                last = max(places[0].keys() & places[1].keys() or order, key=order.get)
                 at_last = [side[side["place"] == last] for side in sides]
                 found.append(self._difference(arm, self.metric_names[name], at_last))
         return found
@@ -183,44 +183,26 @@ class ArmComparison:
             subject = (
                 ", ".join(filter(None, (name.quantity, name.subject))) + place + (name.setting and f", {name.setting}")
             )
-        interval, note = self._interval_and_note(arm, sides)
-        if interval and not interval.bounded:
-            note = "all sequences, or all seeds, agree: their spread gives no interval"
-        return Difference(arm, name, about, subject, shown_interval(interval, about), note)
+        paired = self.paired(pd.concat(sides))
+        reason, interval = self._obstacle(arm, sides, paired), None
+        if not reason:
+            interval = paired_interval(paired, mean(paired, ["seeds"], paired["weight"])["value"].to_numpy())
+            interval = shown_interval(interval, about)
+            if not interval:
+                reason = NO_INTERVAL_REASON
+        return Difference(arm, name, about, subject, interval, reason)
 
-    def _interval_and_note(self, arm: str, sides: list[pd.DataFrame]) -> tuple[Interval | None, str]:
-        for label, units in zip((arm, self.baseline), sides, strict=True):
-            if units.empty:
-                return None, f"{label} was not evaluated on it"
+    def _obstacle(self, arm: str, sides: list[pd.DataFrame], paired: pd.DataFrame) -> str:
+        """Why an arm's units and the baseline's (`sides`) can't be compared; empty if they can."""
         units = pd.concat(sides)
+        for label, of_arm in zip((arm, self.baseline), sides, strict=True):
+            if of_arm.empty:
+                return f"{label} was not evaluated on it"
         if len(units.drop_duplicates(["data_fingerprint", "sequences", "x", "until"])) > 1:
-            return None, "not measured on the same tokens: the data, sequences or positions differ"
+            return "not measured on the same tokens: the data, sequences or positions differ"
         if not np.isfinite(units["value"]).all():
-            return None, "not finite on some sequences"
-        paired = self.paired(units)
-        n_seeds = paired["seeds"].nunique()
-        if not n_seeds:
-            return None, "no seed in common: a difference could be that of the seeds"
-        interval = paired_interval(paired, mean(paired, ["seeds"], paired["weight"])["value"].to_numpy())
-        if n_seeds > 1:
-            return (
-                interval,
-                f"mean over {n_seeds} paired seeds, Student t interval over seeds, on these evaluation sequences",
-            )
-        n_sequences, n_documents = len(paired), paired["group"].nunique()
-        if interval is None:
-            return None, f"sequences of {n_documents} documents: an interval takes at least {MIN_DOCUMENTS}"
-        documents = f"{n_sequences} sequences"
-        documents = documents if n_documents == n_sequences else f"{n_documents} documents ({documents})"
-        caveat = "one seed per arm"
-        if units["run"].nunique() > 2:
-            caveat = f"seed {seeds_shown(self.runs[paired['run'].iloc[0]].seeds)} alone is in both arms"
-        return (
-            interval,
-            f"paired by sequence, Student t over {documents}: covers the choice of what was evaluated on, not "
-            f"training noise; {caveat}: says nothing about the method, as differences of several times this interval "
-            "can be noise of the seed",
-        )
+            return "not finite on some sequences"
+        return "no seed in common: a difference could be that of the seeds" if paired.empty else ""
 
     @cached_property
     def config_diff(self) -> dict[str, tuple[str, ...]]:

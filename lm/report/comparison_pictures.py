@@ -4,12 +4,12 @@ head, and the metrics that training logs by layer and head."""
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from lm.plain import Plain
 from lm.report.comparison import (
     UNIT_COLUMNS,
     ArmComparison,
@@ -22,7 +22,6 @@ from lm.report.pictures import Map, Panel, Picture, Trace, colour_scale
 from lm.report.tables import printable, with_unit
 from lm.runs.evaluations import mean, number, point_means
 from lm.runs.folder import DIVERGED, Curve
-from lm.runs.folder import curve as logged_curve
 from lm.runs.record import RunRecord
 from lm.statistics.intervals import Interval
 from lm.statistics.verdicts import seed_count_text
@@ -34,6 +33,7 @@ LOSSES = {"train/loss": ("Training loss (train/loss)", NATS), "val/loss": ("Vali
 MAX_POINTS = 60  # most points of a curve in a picture; of more, neighbours are merged
 SETTLING_FRACTION = 0.1  # fraction of a curve after which its values count for the ends of the y axis
 TOKENS_SEEN = "tokens seen"
+# a head, or the root mean square
 _PARAMETER_METRIC = re.compile(r"normalizer/(.+)/layer(\d+)/(head\d+|rms)")
 
 
@@ -145,11 +145,6 @@ def curves(
 
 # ---------------------------------------------------------------- sections
 
-WILSON_NOTE = (
-    "Wilson's over questions or the sequences that ask several, for several seeds each end of Student's t "
-    "over seeds that lies farther out"
-)
-
 
 def axis_pictures(comparison: ArmComparison) -> list[Picture | None]:
     """A picture for each section of its metrics along their axis: for each name, panels of values and of paired
@@ -251,8 +246,6 @@ def _axis_picture(comparison: ArmComparison, section: pd.DataFrame, *drawn: dict
             y_label = with_unit("difference", about.unit)
             panel = Panel(panel_title, about.axis.label, y_label, differences, zero_line=True, **axis)
             panels.append(panel if differences else None)
-    if any(metric.interval and metric.units == "questions" for metric in metrics):
-        sentences.append(f"Intervals are {WILSON_NOTE}.")
     sentences += [f"Dotted, if any: {about.levels}."] if about.levels else []
     sentences += [f"From position {FIRST_DRAWN_POSITION}."] if shape == "bins" else []
     return Picture(panels, comparison.names, " ".join(dict.fromkeys(filter(None, sentences))))
@@ -285,15 +278,6 @@ def _fraction_map(arm: str, means: pd.DataFrame) -> Map:
 # ---------------------------------------------------------------- what is logged by layer and head
 
 
-def parameter_curves(log_lines: list[dict[str, Plain]]) -> dict[tuple[str, int], dict[str, Curve]]:
-    """Curves of the normalizers' parameters by (parameter, layer), then by `head3` or `rms` (root mean square)."""
-    curves: dict[tuple[str, int], dict[str, Curve]] = {}
-    for name in dict.fromkeys(name for log_line in log_lines for name in log_line):
-        if match := _PARAMETER_METRIC.fullmatch(name):
-            curves.setdefault((match[1], int(match[2])), {})[match[3]] = logged_curve(log_lines, name)
-    return curves
-
-
 def parameter_picture(names: Sequence[str], runs: Sequence[DrawnRun]) -> Picture | None:
     """The picture of the normalizers' parameters in training; None if there are none.
 
@@ -301,11 +285,12 @@ def parameter_picture(names: Sequence[str], runs: Sequence[DrawnRun]) -> Picture
     """
     is_alone, traces = len(runs) == 1, dict[str, list[Trace]]()
     for run in runs:
-        for (parameter, layer), by_head in parameter_curves(run.record.log_lines).items():
-            for head, curve in by_head.items():
+        for name in dict.fromkeys(chain(*run.record.log_lines)):
+            if match := _PARAMETER_METRIC.fullmatch(name):
+                parameter, layer, head = match.groups()
                 label = f"{run.arm}, seed {run.seed}, layer{layer}/{head}"
-                colour, kind = (layer, "mean") if is_alone else (names.index(run.arm), "seed")
-                traces.setdefault(parameter, []).append(_trace(run, curve, colour, label, kind))
+                colour, kind = (int(layer), "mean") if is_alone else (names.index(run.arm), "seed")
+                traces.setdefault(parameter, []).append(_trace(run, run.record.curve(name), colour, label, kind))
     if not traces:
         return None
     panels = [Panel(f"Parameter {name} of the normalizer", TOKENS_SEEN, "value", traces[name]) for name in traces]

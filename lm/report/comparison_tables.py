@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -37,6 +38,9 @@ REPORTING_NOTE = (
     "of held-out text or tasks, numbers are of the documents or sequences that report, without the third "
     "that selects rates and checkpoints"
 )
+ONE_SEED_NOTE = (
+    "One seed: intervals cover the choice of text alone. Another seed can move a difference several times as far."
+)
 OWN_SEEDS_NOTE = (
     "arms were measured with different seeds: means are over each arm's own, differences over the seeds "
     "that both arms have"
@@ -55,8 +59,8 @@ def comparison_tables(comparison: ArmComparison) -> tuple[Table, ...]:
 def _section_table(comparison: ArmComparison, section: pd.DataFrame) -> Table:
     title, shape = section[["title", "shape"]].iloc[0]
     runs_by_row = section.groupby(["subject", "setting", "arm"], sort=False)["run"].unique().to_dict()
-    settings, arm_order = list(dict.fromkeys(row[:2] for row in runs_by_row)), list(comparison.arms)
-    rows = sorted(runs_by_row, key=lambda row: (settings.index(row[:2]), arm_order.index(row[2])))
+    settings = dict.fromkeys(row[:2] for row in runs_by_row)
+    rows = [row for pair, arm in product(settings, comparison.arms) if (row := (*pair, arm)) in runs_by_row]
     subjects, setting_names, arms = (list(texts) for texts in zip(*rows, strict=True))
     labels = {"arm": arms, "task": subjects, "inference setting": setting_names}
     columns: list[FilledColumn] = [(Column(name, kind="label"), texts) for name, texts in labels.items() if any(texts)]
@@ -117,21 +121,21 @@ def _difference_table(comparison: ArmComparison, differences: list[Difference]) 
 
 
 def comparison_notes(comparison: ArmComparison) -> list[str]:
-    """Notes on which documents and seeds numbers are of, and on how differences were computed or why they are
-    missing.
-    """
+    """Notes on which documents and seeds numbers are of, and on why differences are missing."""
     lines = [REPORTING_NOTE] * bool((comparison.rows["part"] == "reports").any())
+    intervals = [difference.interval for difference in comparison.differences if difference.interval]
+    lines += [ONE_SEED_NOTE] * any(interval.noise_source.endswith(", 1 seed") for interval in intervals)
     seeds = comparison.means.groupby(["name", "arm"])["seeds"].agg(frozenset)
     differ_in_seeds = (seeds.groupby("name").nunique() > 1).any()
     lines += [OWN_SEEDS_NOTE] * bool(comparison.differences and differ_in_seeds)
-    found = pd.DataFrame(
-        [(of.note, "" if of.interval else " is not given", of.subject, of.arm) for of in comparison.differences],
-        columns=["note", "absence", "subject", "arms"],
+    missing = pd.DataFrame(
+        [(of.reason, of.subject, of.arm) for of in comparison.differences if of.reason],
+        columns=["reason", "subject", "arms"],
     )
-    # arms by note and subject, then subjects by note and arms
-    found = found.groupby(["note", "absence", "subject"], sort=False)["arms"].agg(", ".join).reset_index()
-    for (arms, absence, note), subjects in found.groupby(["arms", "absence", "note"], sort=False)["subject"]:
-        lines.append(f"difference of {arms} in {'; '.join(subjects)}{absence}: {note}")
+    # arms by reason and subject, then subjects by reason and arms
+    missing = missing.groupby(["reason", "subject"], sort=False)["arms"].agg(", ".join).reset_index()
+    for (arms, reason), subjects in missing.groupby(["arms", "reason"], sort=False)["subject"]:
+        lines.append(f"difference of {arms} in {'; '.join(subjects)} is not given: {reason}")
     return lines
 
 

@@ -2,7 +2,6 @@
 number.
 """
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -13,14 +12,11 @@ import pandas as pd
 
 from lm.errors import abbreviated
 from lm.plain import Plain
-from lm.report.comparison import interval_of
+from lm.report.comparison import NO_INTERVAL_REASON, interval_of
 from lm.report.tables import Column, FilledColumn, Table, numeral, print_tables, table_bytes
 from lm.runs.evaluations import CURVE, Evaluation, at_places, evaluation_rows, number, overall_means, point_means
 from lm.runs.metric import Metric
-from lm.statistics.intervals import MIN_DOCUMENTS
 
-TOO_FEW_DOCUMENTS = f"no interval: fewer than {MIN_DOCUMENTS} documents"
-NO_SPREAD = "no interval: all agree"
 MAX_COLUMNS = 12  # most metrics that have a column each; more metrics have a row each
 # most numbers without interval that a table has of one model; if there are more, ends of curves are printed
 MAX_NUMBERS = 24
@@ -73,10 +69,8 @@ def rows_of(evaluation: Evaluation) -> list[dict[str, Plain]]:
             levels = [row | {"metric": level, "quantity": level, "value": value} for level, value in levels]
             if has_interval:
                 interval = interval_of(units.iloc[indices[(0, *key, mean.place)]], mean.value)
-                row["over"] = TOO_FEW_DOCUMENTS
-                if interval and math.isfinite(interval.mean) and not interval.bounded:
-                    row["over"] = NO_SPREAD
-                elif interval:
+                row["over"] = f"no interval: {NO_INTERVAL_REASON}"
+                if interval and interval.bounded:
                     row |= {"low": interval.low, "high": interval.high, "over": interval.noise_source}
             rows += [row, *levels]
         if is_bin:

@@ -26,6 +26,7 @@ from lm.report.comparison_pictures import (
     parameter_picture,
 )
 from lm.report.comparison_tables import (
+    ONE_SEED_NOTE,
     comparison_notes,
     comparison_tables,
     configuration_table,
@@ -40,9 +41,6 @@ from lm.runs.record import RunRecord
 COST_NOTE = (
     "Means over runs. Training time is that of the steps, without evaluations. Speeds can be compared only on one "
     "device with the same load: runs that are under way at once share it. FLOPs are computed, not measured."
-)
-ONE_SEED_NOTE = (
-    "One seed: intervals cover the choice of text alone. Another seed can move a difference several times as far."
 )
 TEXT_NOTE = (
     "Held-out documents, or a task's sequences, are divided by a hash: about a third, the selection text, chooses "
@@ -240,10 +238,9 @@ def page_files(page: Page, folder: Path) -> dict[Path, bytes]:
     """
     contents: dict[Path, bytes] = {}
     for block in (block for section in page.sections for block in section.blocks if block.name):
-        if isinstance(block.content, Table):
-            contents[folder / f"{block.name}.csv"] = to_csv((block.content,)).encode()
-        elif isinstance(block.content, Picture):
-            contents[folder / f"{block.name}.svg"] = block.content.svg.encode()
+        is_table = isinstance(block.content, Table)
+        suffix, text = ("csv", to_csv((block.content,))) if is_table else ("svg", block.content.svg)
+        contents[folder / f"{block.name}.{suffix}"] = text.encode()
     return contents | {folder / PAGE: html(page).encode()}
 
 
@@ -255,14 +252,12 @@ def write_comparison(comparison: ArmComparison, folder: Path) -> Path:
     """
     runs = drawn_runs(comparison)
     summary, commands = PageSection("Summary"), PageSection("Runs")
-    warnings = [ONE_SEED_NOTE] * any(
-        difference.interval and difference.interval.noise_source.endswith(", 1 seed")
-        for difference in comparison.differences
-    )
+    notes = comparison_notes(comparison)
+    warnings = [note for note in notes if note == ONE_SEED_NOTE]
     if comparison.warning:
         warnings.append(f"{comparison.warning} A difference below can't be put down to the normalizer alone.")
     summary.add("warning", warnings + [note for note in comparison.missing_notes if ": diverged: " in note])
-    summary.add("list", comparison_notes(comparison))
+    summary.add("list", [note for note in notes if note != ONE_SEED_NOTE])
     for run in runs:
         commands.add("details", run_details(run))
     sections = [summary, *run_sections(comparison.names, runs, comparison), commands]

@@ -284,8 +284,8 @@ def _draw_trace(axes: Axes, trace: Trace) -> None:
         case "dots":
             axes.plot(trace.x, trace.y, **points, alpha=0.55, markeredgewidth=0, markersize=4.5)
         case "interval":
-            interval_lengths = None if trace.low is None else np.array([trace.y - trace.low, trace.high - trace.y])
-            axes.errorbar(trace.x, trace.y, yerr=interval_lengths, **points, markersize=8, capsize=5, zorder=3)
+            lengths = np.array([trace.y - trace.low, trace.high - trace.y])
+            axes.errorbar(trace.x, trace.y, yerr=lengths, **points, markersize=8, capsize=5, zorder=3)
         case "chosen":
             axes.plot(
                 trace.x, trace.y, **points | {"marker": "o"}, fillstyle="none", markersize=15, markeredgewidth=1.6

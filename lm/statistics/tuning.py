@@ -37,8 +37,7 @@ def tuning_outcome(
     `possible` values.
 
     Args:
-        grid: planned values of the tuned key, above 0; an odd whole number is halved exactly if that is possible, else
-            rounded down.
+        grid: planned values of the tuned key, above 0.
         losses: by arm, with `MIN_TUNING_SEEDS` seeds or more at each rate.
         possible: whether the tuned key may have a value.
     """
@@ -51,9 +50,8 @@ def tuning_outcome(
         # an arm that diverged at every rate grows no grid
         edges = {rate for arm, rate in best_rates.items() if mean_loss(losses[arm][rate]) < math.inf}
         low, high = rates[0], rates[-1]
-        # a key of whole numbers takes the latter
-        halves = [low // 2] if low % 2 == 0 else [low / 2, low // 2]
-        smaller = [rate for rate in halves if low in edges and rate > 0 and possible(rate)][:1]
+        half = low // 2 if low % 2 == 0 else low / 2  # a key of whole numbers keeps them
+        smaller = [half] if low in edges and possible(half) else []
         larger = [high * 2] if high in edges and possible(high * 2) else []
         if growths == EXTENSIONS or not smaller + larger:
             return outcome

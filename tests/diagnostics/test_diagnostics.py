@@ -413,5 +413,5 @@ def test_a_mean_of_too_few_documents_says_why_it_has_no_interval(capsys: pytest.
     output = capsys.readouterr().out
     assert "64 tokens " in output
     assert re.search(r"64 tokens +1\.0000 \[-0\.2421, 2\.2421\]", output)
-    assert re.search(r"256 tokens +1\.0000 \(no interval: all agree\)", output)
-    assert re.search(r"128 tokens +1\.0000 \(no interval: fewer than 3 documents\)", output)
+    for length in (128, 256):
+        assert re.search(rf"{length} tokens +1\.0000 \(no interval: all agree, or are of fewer than 3", output)

@@ -11,25 +11,30 @@ from reported import build_run, write_report
 
 from lm.report import comparison_pictures
 from lm.report.comparison import compare_runs
-from lm.report.comparison_pictures import MAX_POINTS, drawn_runs, parameter_curves, parameter_picture
+from lm.report.comparison_pictures import MAX_POINTS, drawn_runs, parameter_picture
 from lm.runs.folder import METRICS, Curve
 from lm.runs.record import read_run
 
 
-def test_parameters_are_told_apart_by_layer_and_head_and_the_last_line_of_a_step_counts():
+def test_parameters_are_told_apart_by_layer_and_head_and_the_last_line_of_a_step_counts(tmp_path: Path):
+    run = build_run(tmp_path, "logged")
     lines = [
         {"step": 2, "tokens": 20, "normalizer/s/layer0/head0": 9.0, "normalizer/s/layer0/head1": 9.0},
         {"step": 1, "tokens": 10, "normalizer/s/layer0/head0": 1.0, "normalizer/s/layer0/head1": 2.0},
         {"step": 2, "tokens": 20, "normalizer/s/layer0/head0": 3.0, "normalizer/s/layer0/head1": None},
         {"step": 1, "tokens": 10, "normalizer/base.out.bias/layer10/rms": 0.5, "normalizer/s/layer2/head0": 7.0},
     ]  # fmt: skip
-    curves = parameter_curves(lines)
-    assert {*curves} == {("base.out.bias", 10), ("s", 0), ("s", 2)}
-    assert [*curves["s", 0]] == ["head0", "head1"]
-    assert [head.tokens.tolist() for head in curves["s", 0].values()] == [[10, 20], [10, 20]]
-    values = [head.values for head in curves["s", 0].values()]
-    np.testing.assert_array_equal(values, [[1.0, 3.0], [2.0, np.nan]])
-    assert [*curves["base.out.bias", 10]] == ["rms"]
+    (run / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    save(run, 2)
+    picture = parameter_picture(["softmax"], drawn_runs(compare_runs([read_run(run)])))
+    drawn = {
+        panel.title: {trace.label.rpartition(", ")[2]: trace for trace in panel.traces} for panel in picture.panels
+    }
+    s, bias = drawn["Parameter s of the normalizer"], drawn["Parameter base.out.bias of the normalizer"]
+    assert [*s] == ["layer0/head0", "layer0/head1", "layer2/head0"]
+    assert [*bias] == ["layer10/rms"]
+    assert s["layer0/head0"].x.tolist() == [10, 20]
+    np.testing.assert_array_equal([s[f"layer0/head{head}"].y for head in (0, 1)], [[1.0, 3.0], [2.0, np.nan]])
 
 
 def test_reports_show_them_where_they_are_logged(tmp_path: Path):

@@ -53,8 +53,7 @@ def test_answers_have_intervals_and_paired_differences_at_the_longest_sequences(
     assert differences[RECALL].interval.mean == pytest.approx(0.5)
     assert differences[RECALL].interval.low < 0.49
     assert "accuracy, mqar in sequences of 512" in differences[RECALL].subject
-    assert differences[RECALL].note.startswith("paired by sequence, Student t over 16 sequences")
-    assert differences[NEEDLE].note.startswith("paired by sequence, Student t over 10 sequences")
+    assert differences[RECALL].interval.noise_source == differences[NEEDLE].interval.noise_source == "sequences, 1 seed"
 
 
 def test_needles_by_depth_and_length_are_a_map_for_each_arm(tmp_path):

@@ -21,7 +21,6 @@ from rich.console import Console
 from lm.errors import RunError
 from lm.report.comparison import compare_runs
 from lm.report.comparison_tables import comparison_notes, comparison_tables
-from lm.report.pictures import Panel, Picture, Trace
 from lm.report.tables import print_tables
 from lm.runs.record import read_run
 
@@ -168,13 +167,3 @@ def test_a_full_disk_leaves_the_report_that_was_there(pair, tmp_path, monkeypatc
     with pytest.raises(RunError, match=r"report\.html: can't save the report: No space left on device"):
         write_report(pair, out)
     assert {path: path.read_bytes() for path in out.iterdir()} == before
-
-
-@pytest.mark.usefixtures("painted")
-def test_a_picture_has_the_same_bytes_in_each_format_whenever_it_is_drawn():
-    picture, same_picture = (
-        Picture([Panel("title", "x", "y", [Trace(0, "a", np.ones(1), np.ones(1), "dots")])], ["a"]) for _ in range(2)
-    )
-    assert picture.png.startswith(b"\x89PNG")
-    assert "<svg" in picture.svg
-    assert (picture.svg, picture.png) == (same_picture.svg, same_picture.png), "the same bytes whenever it is drawn"

@@ -124,13 +124,6 @@ def fraction_interval(values: np.ndarray, weights: np.ndarray, groups: np.ndarra
     return over_questions(values, weights, groups, np.average(values, weights=weights))
 
 
-@pytest.mark.parametrize("right", range(12))
-def test_with_one_question_in_each_sequence_it_is_wilsons(right: int):
-    interval = fraction_interval(np.arange(11) < right, np.ones(11), np.arange(11))
-    assert interval.noise_source == "questions, 1 seed"
-    assert interval.as_list() == pytest.approx(wilson(right, 11).as_list(), rel=1e-12)
-
-
 @pytest.mark.parametrize("fraction", [0, 1])
 @pytest.mark.parametrize("as_units", [True, False])
 def test_all_right_or_all_wrong_are_as_many_trials_as_sequences(fraction: int, as_units: bool):

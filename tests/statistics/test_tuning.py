@@ -2,12 +2,9 @@
 
 import math
 
-import pytest
-
 from lm.statistics.tuning import (
     best_rate,
     mean_loss,
-    rate_choice,
     tuning_outcome,
 )
 
@@ -33,15 +30,12 @@ def test_one_arm_at_the_edge_grows_the_grid_for_all():
     assert tuning_outcome(GRID, {"a": bowl(2e-3, longest), "b": bowl(8e-3, longest)}).rates == {"a": 2e-3, "b": 8e-3}
 
 
-@pytest.mark.parametrize(("whole", "lowest"), [(False, (1.5, 0.75)), (True, (1,))])
-def test_whole_numbers_are_halved_exactly_if_the_key_may_have_other_values(whole: bool, lowest: tuple[float, ...]):
-    def possible(rate: float) -> bool:
-        return not whole or isinstance(rate, int)
-
-    grid = (3, 6, 12)
-    for count in range(len(lowest)):
-        losses = {"a": bowl(1e-3, (*lowest[:count], *grid))}
-        assert tuning_outcome(grid, losses, possible).missing == (lowest[count],)
+def test_whole_numbers_are_halved_to_whole_numbers_if_they_are_even():
+    losses = {"a": bowl(1e-3, (4, 8, 16))}
+    (lowest,) = tuning_outcome((4, 8, 16), losses).missing
+    assert (lowest, type(lowest)) == (2, int)
+    odd = {"a": bowl(1e-3, (3, 6, 12))}
+    assert tuning_outcome((3, 6, 12), odd, lambda rate: isinstance(rate, int)).at_edge == ("a",)
 
 
 def test_after_two_extensions_an_arm_at_the_edge_has_no_rate():
@@ -67,7 +61,3 @@ def test_an_arm_that_diverges_everywhere_has_no_rate():
 def test_of_equal_means_the_middle_of_the_grid_wins():
     equal = {rate: [4.0, 4.0] for rate in GRID}
     assert best_rate(equal, equal) == 2e-3
-
-
-def test_an_arm_at_the_edge_of_a_table_has_no_rate():
-    assert rate_choice({"a": bowl(4e-3), "b": bowl(2e-3)}).at_edge == ("a",)
