@@ -31,7 +31,7 @@ from lm.report.tables import (
 )
 from lm.runs.folder import DIVERGED, peak_memory, training_seconds
 from lm.runs.metric import Metric
-from lm.runs.record import RunRecord, differing_settings
+from lm.runs.record import RunRecord
 
 BETTER_SIDE = {"lower": "below zero", "higher": "above zero", "none": ""}  # side on which differences are improvements
 REPORTING_NOTE = (
@@ -204,8 +204,6 @@ def run_facts(comparison: ArmComparison) -> list[Fact]:
     facts["seeds"] = replace(facts["seeds"], agrees=len(seed_lists) == 1)
     if facts["code"].agrees and "uncommitted" in facts["code"].value:  # equal commits need not be equal code
         facts["code"] = replace(facts["code"], agrees=None)
-    differences = [(printable(run.name), differing_settings(run.environment)) for run in runs]
-    starts = ". ".join(f"{name}: {'; '.join(settings)}" for name, settings in differences if settings)
     values: dict[str, list[Plain]] = {}
     for section in comparison.sections:
         amounts = {run: _sequences_text(rows) for run, rows in section.groupby("run")}
@@ -215,7 +213,6 @@ def run_facts(comparison: ArmComparison) -> list[Fact]:
     values["versions"] = [", ".join(f"{name} {of[name]}" for name in of) or None for of in versions]
     return [
         *facts.values(),
-        Fact("what each start of a run used", not starts, starts or "the same at every start"),
         *(Fact(f"normalizer: {arm}", None, _normalizer_text(of_arm[0]), False) for arm, of_arm in arms.items()),
         *(Fact(name, *comparison.shared(of_runs), condition=False) for name, of_runs in values.items()),
     ]

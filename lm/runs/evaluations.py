@@ -130,10 +130,7 @@ def unit_rows(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
     rows = frame[(frame["metric"] == metric) & frame["sample"].notna()]
     if not rows["until"].notna().any():
         return rows
-    first = rows[rows["x"] == rows["x"].iloc[0]]
-    values = np.ascontiguousarray(rows["value"].to_numpy().reshape(-1, len(first)).T)  # (units, bins)
-    widths = (rows["until"] - rows["x"]).to_numpy()[:: len(first)]
-    return first.assign(value=np.average(values, axis=1, weights=widths), until=rows["until"].iloc[-1])
+    return mean(rows, ["sample"], rows["until"] - rows["x"]).assign(until=rows["until"].iloc[-1])
 
 
 def weighted_mean(rows: pd.DataFrame) -> float:
@@ -328,10 +325,7 @@ def selection_loss(evaluation: "Evaluation") -> tuple[float, str]:
     """
     loss = unit_rows(evaluation.frame, LOSS)
     selects = (loss["part"] == "selects").to_numpy()
-    selects, sha256 = selects if selects.any() else ~selects, loss["sequences"].iloc[0]
-    if not selects.all():
-        sha256 = hashlib.sha256(f"{sha256} {np.flatnonzero(selects).tolist()}".encode()).hexdigest()[:16]
-    return weighted_mean(loss[selects]), sha256
+    return weighted_mean(loss[selects] if selects.any() else loss), loss["sequences"].iloc[0]
 
 
 # ---------------------------------------------------------------- evaluations and their files

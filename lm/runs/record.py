@@ -60,15 +60,6 @@ def start_setting(environment: dict[str, Plain], name: str) -> Plain:
     return ", ".join(f"from step {step:,} {text}" if number else text for number, (step, text) in enumerate(step_texts))
 
 
-def differing_settings(environment: dict[str, Plain]) -> list[str]:
-    """A text for each setting that differs between a run's launch and its resumptions, such as `precision 32, from step
-    500 bf16-mixed`.
-    """
-    names = dict.fromkeys(name for start in starts(environment) for name in start)
-    settings = {name: start_setting(environment, name) for name in names if name not in ("step", "time", "command")}
-    return [f"{name} {value}" for name, value in settings.items() if ", from step " in str(value)]
-
-
 def arm_definition(config: dict[str, Plain], environment: dict[str, Plain]) -> dict[str, Plain]:
     """The settings that decide what a run learns, except its seed, as dotted keys. Runs with equal settings are one
     arm.

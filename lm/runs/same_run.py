@@ -41,24 +41,10 @@ def config_problems(
         effect = effect_of(key).on_resume
         if branches and (effect == "branch" or key == "branch_from"):
             continue
-        if effect in ("same", "branch") and not _is_moved_path(config, key, value, trained):
+        if effect in ("same", "branch"):
             reason = f"the checkpoint was trained with {as_written(trained)}"
             problems.append(Problem(key, value, reason, remedy if effect == "same" else f"{in_new_run} name=..."))
     return problems + _phase_problems(config, training_config, metadata["phase"], step, path)
-
-
-def _is_moved_path(config: Config, key: str, value: Plain, trained_value: Plain) -> bool:
-    """Whether two paths (values of `init_from` or `branch_from`) name the same weights of an experiment whose folder
-    has moved.
-
-    Only the last parts of the paths are compared: run name and, for `branch_from`, checkpoint. False for a run outside
-    experiments.
-    """
-    part_count = {"init_from": 1, "branch_from": 3}.get(key)
-    return (
-        bool(config.experiment.name and part_count)
-        and Path(value).parts[-part_count:] == Path(trained_value).parts[-part_count:]
-    )
 
 
 def _phase_problems(config: Config, training_config: Config, phase: int, step: int, checkpoint: Path) -> list[Problem]:

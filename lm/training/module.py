@@ -11,7 +11,6 @@ from torch import Tensor
 from lm.data.batches import IGNORED, Batch, TrainLoader, train_loader, train_sequences
 from lm.errors import Diverged
 from lm.machine import unblock_stop_signals
-from lm.model.decoder import Decoder
 from lm.model.device import use_compile_cache
 from lm.plugins import PLUGINS
 from lm.runs.checkpoints import CHECKPOINT_FORMAT
@@ -114,9 +113,10 @@ class LanguageModel(L.LightningModule):
             norm, grad_norm = norm * factor, grad_norm * factor
         self.grad_norm, self.stop = grad_norm, stop > 0
         if not (math.isfinite(grad_norm) and math.isfinite(nll)):
-            step = self.global_step + 1
+            step, gradients = self.global_step + 1, {name: p.grad for name, p in self.decoder.named_parameters()}
+            bad_names = (name for name, grad in gradients.items() if grad is not None and not grad.isfinite().all())
             message = f"step {step}: the loss is {nll / n_targets:g}, the gradient's norm {grad_norm:g}"
-            message += f" ({_gradients_in_words(self.decoder)}); checkpoints up to the last saved are intact"
+            message += f" (first in {next(bad_names, 'no parameter')}); checkpoints up to the last saved are intact"
             advice = "lower optim.lr or raise optim.warmup_steps, in a run of another name"
             advice += "".join(f"; or its cause is code from outside: {check}" for check in PLUGINS.checks())
             raise Diverged(f"{message}: {advice}", step)
@@ -170,14 +170,6 @@ class LanguageModel(L.LightningModule):
             checkpoint["state_dict"] = self.state_dict()
             (optimizer,) = checkpoint[OPTIMIZER_STATES]
             checkpoint[OPTIMIZER_STATES] = [{**optimizer, "state": state_after_swap(optimizer["state"])}]
-
-
-def _gradients_in_words(decoder: Decoder) -> str:
-    """Text that names the first parameter whose gradient isn't finite."""
-    is_finite = {name: bool(p.grad.isfinite().all()) for name, p in decoder.named_parameters() if p.grad is not None}
-    bad_names = [name for name, finite in is_finite.items() if not finite]
-    others = f"and {len(bad_names) - 1} of {len(is_finite) - 1} others"
-    return f"not finite in {bad_names[0]} {others}" if bad_names else "finite in each parameter"
 
 
 class StepData(L.LightningDataModule):

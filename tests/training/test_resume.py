@@ -317,15 +317,14 @@ def test_the_best_checkpoint_is_chosen_on_the_documents_that_select(tiny):
     ]
 
 
-def test_a_best_loss_on_other_sequences_such_as_all_of_them_is_not_compared(tiny):
+def test_a_best_loss_on_other_sequences_is_not_compared(tiny):
     config = tiny("name=older", *DIVIDED)
     train(config)
     checkpoints = config.run_folder / "checkpoints"
-    digest = validations(config.run_folder)[4].frame["sequences"].iloc[0]
-    older = {"step": 4, "loss": 0.0, "sequences_sha256": digest}
+    older = {"step": 4, "loss": 0.0, "sequences_sha256": "of others"}
     rewritten(checkpoints / "step-000004.ckpt", lambda content: content["lm"].update(best=older))
     train(tiny("name=older", *DIVIDED, f"resume={checkpoints / 'step-000004.ckpt'}"))
-    assert load_checkpoint(best_checkpoint(checkpoints.parent))["lm"]["step"] == 8
+    assert load_checkpoint(best_checkpoint(config.run_folder))["lm"]["step"] == 8
 
 
 def test_going_back_to_an_earlier_checkpoint_keeps_one_time_line(tiny, capsys: pytest.CaptureFixture):
