@@ -253,7 +253,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], what: str) -> None:
         if self.global_step + 1 not in steps:
             return loss
         if what == "loss":
-            self.sums = self.sums * torch.tensor([float("nan"), 1.0, 1.0])
+            self.sums = self.sums * torch.tensor([float("nan"), 1.0])
             return loss
         return loss * float("nan")
 
