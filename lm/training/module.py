@@ -116,7 +116,8 @@ class LanguageModel(L.LightningModule):
             step, gradients = self.global_step + 1, {name: p.grad for name, p in self.decoder.named_parameters()}
             bad_names = (name for name, grad in gradients.items() if grad is not None and not grad.isfinite().all())
             message = f"step {step}: the loss is {nll / n_targets:g}, the gradient's norm {grad_norm:g}"
-            message += f" (first in {next(bad_names, 'no parameter')}); checkpoints up to the last saved are intact"
+            message += f" (first gradient that is not finite: {next(bad_names, 'none')})"
+            message += "; checkpoints up to the last saved are intact"
             advice = "lower optim.lr or raise optim.warmup_steps, in a run of another name"
             advice += "".join(f"; or its cause is code from outside: {check}" for check in PLUGINS.checks())
             raise Diverged(f"{message}: {advice}", step)
