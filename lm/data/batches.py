@@ -9,7 +9,7 @@ or several shorter ones.
 
 import signal
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from multiprocessing import active_children
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lm.config.data_config import DataConfig
 from lm.config.task_config import Task
@@ -271,24 +271,6 @@ def train_sequences(store: Store, config: Config) -> TrainSequences:
         ) from None
 
 
-class MicroBatches(Dataset[Batch]):
-    """A dataset of the micro-batches that process `rank` of `world` processes trains on, cut from its slots of every
-    global batch.
-
-    A micro-batch has `micro_batch` slots of `seq_len` tokens, and a process trains on `accumulation` micro-batches per
-    step. Item k is micro-batch k % accumulation of step k // accumulation.
-    """
-
-    def __init__(self, sequences: TrainSequences, rank: int, world: int, micro_batch: int):
-        rank_slots = sequences.slots_per_step // world
-        self.source, self.first_slot, self.micro_batch = sequences, rank * rank_slots, micro_batch
-        self.accumulation = rank_slots // micro_batch
-
-    def __getitem__(self, index: int) -> Batch:
-        step, micro_batch_number = divmod(index, self.accumulation)
-        return self.source.batch(step, self.first_slot + micro_batch_number * self.micro_batch, self.micro_batch)
-
-
 class TrainLoader(DataLoader[Batch]):
     """A data loader whose worker processes outlive the signals that stop a run, since the run goes on to the end of its
     step.
@@ -343,16 +325,25 @@ def train_loader(
 ) -> TrainLoader:
     """Return a data loader of the micro-batches of process `rank` of `world`, from step `first_step` to the last step,
     `max_steps` - 1.
+
+    A micro-batch has `micro_batch` slots of `seq_len` tokens. It is cut from the process's slots of a global batch.
     """
-    batches = MicroBatches(sequences, rank, world, micro_batch)
+    rank_slots = sequences.slots_per_step // world
+    per_step = rank_slots // micro_batch
     return TrainLoader(
-        batches,
+        range(first_step * per_step, max_steps * per_step),
         batch_size=None,
-        sampler=range(first_step * batches.accumulation, max_steps * batches.accumulation),
+        collate_fn=partial(_micro_batch, sequences, rank * rank_slots, per_step, micro_batch),
         num_workers=workers,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # else each pass would draw from the global random state
     )
+
+
+def _micro_batch(sequences: TrainSequences, first_slot: int, per_step: int, size: int, index: int) -> Batch:
+    """Return micro-batch `index` of a run, `per_step` a step, cut from the slots from `first_slot` on."""
+    step, number = divmod(index, per_step)
+    return sequences.batch(step, first_slot + number * size, size)
 
 
 # ---------------------------------------------------------------- held-out sequences

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from folders import curve, curves_of, same, series, series_measured, weights
 from lm.config.load import load_config
 from lm.config.model_config import ModelConfig
 from lm.config.task_config import MQAR, Needle, Task
-from lm.data.batches import IGNORED, MicroBatches, train_sequences
+from lm.data.batches import IGNORED, train_loader, train_sequences
 from lm.data.prepare import prepare
 from lm.data.tasks import Draw, Example, example, span
 from lm.errors import ConfigError
@@ -230,8 +231,8 @@ def test_sequences_of_tasks_are_a_function_of_the_step_however_they_are_read(tin
         length = sequences.length(step)
         assert batch.tokens.shape == (256 // length, length)
         assert ((batch.targets != IGNORED).sum(1) == 4).all()
-        parts = [MicroBatches(train_sequences(store, config), rank, 2, 2) for rank in range(2)]
-        micro_batches = [part[step * part.accumulation + k] for part in parts for k in range(part.accumulation)]
+        loaders = [train_loader(train_sequences(store, config), rank, 2, 2, step, step + 1, 0) for rank in range(2)]
+        micro_batches = [*chain(*loaders)]
         assert torch.equal(torch.cat([micro_batch.tokens for micro_batch in micro_batches]), batch.tokens)
         assert torch.equal(torch.cat([micro_batch.targets for micro_batch in micro_batches]), batch.targets)
         contents |= {sequence.numpy().tobytes() for sequence in batch.tokens}
