@@ -154,7 +154,7 @@ def test_an_error_of_the_hub_says_its_cause(tmp_path: Path, monkeypatch: pytest.
     def unreachable(*_: object, **__: object) -> None:
         raise ConnectionError("Couldn't reach the hub") from OSError("the proxy refuses")
 
-    monkeypatch.setattr(module, "_builder", unreachable)
+    monkeypatch.setattr("datasets.load_dataset_builder", unreachable)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
     for read, remedy in (
         (lambda: prepared(Hub(dataset="a/b", split="train"), tmp_path), "; pin data.source.revision to a commit, and"),
