@@ -83,14 +83,13 @@ class Draw:
         """Draw `count` (default: `n`) different integers from 0 to `n` - 1, in random order: int64 (count,)."""
         return np.argsort(self.raw(n), kind="stable")[:count]
 
-    def block_starts(self, room: int, widths: list[int]) -> np.ndarray:
-        """Draw int64 start positions of disjoint blocks of `widths` tokens, in order, in `room` positions; all choices
-        equally likely.
+    def block_starts(self, room: int, count: int, width: int) -> np.ndarray:
+        """Draw int64 start positions of `count` disjoint blocks of `width` tokens, in order, in `room` positions; all
+        choices equally likely.
         """
-        spare = room - sum(widths)
-        # number of filler tokens before each block
-        gaps = np.sort(self.order(spare + len(widths), len(widths))) - np.arange(len(widths))
-        return gaps + np.cumsum([0, *widths[:-1]])
+        # the positions of blocks and spare tokens in order, with one position for each block
+        positions = np.sort(self.order(room - count * (width - 1), count))
+        return positions + (width - 1) * np.arange(count)
 
     def attempts(self) -> Iterator[int]:
         """Yield 0, 1, ... to a loop that draws contents, e.g. keys, until they suit the subset. Raises TaskError after
@@ -118,11 +117,6 @@ def require_room(room: int, contents: str, length: int) -> None:
         raise NoRoom(f"{contents} need sequences of at least {length - room} tokens, not {length}")
 
 
-def span(start: int | np.ndarray, width: int = 1) -> np.ndarray:
-    """Return the span [start, start + width) for each of `start`: (Q, 2) int64."""
-    return np.add.outer(np.atleast_1d(np.asarray(start, np.int64)), (0, width))
-
-
 class Text:
     """The tokenizer of a token store (lm.data.store), and the store's text, which fills sequences around the sentences
     of a task.
@@ -131,7 +125,6 @@ class Text:
     """
 
     def __init__(self, store: "Store"):
-        self.vocab_size = store.vocab_size
         self._tokenizer: Tokenizer = store.tokenizer()
         self._special_ids = np.flatnonzero(special_token_mask(self._tokenizer))
         self._splits = {"train": store.train, "test": store.val}
@@ -196,15 +189,16 @@ def mqar(task: MQAR, draw: Draw, length: int, text: Text | None = None) -> Examp
     query_start = length + 1 - 2 * task.queries
     first_filler_id, first_pair_id = task.keys + task.values, task.keys + task.values + task.filler
     tokens = first_filler_id + draw.integers(task.filler, length + 1)
-    starts, query_pairs = draw.block_starts(query_start, [width] * task.pairs), draw.order(task.pairs, task.queries)
+    starts, query_pairs = draw.block_starts(query_start, task.pairs, width), draw.order(task.pairs, task.queries)
     keys, values = _keys_and_values(task, draw)
     if task.joined:
         tokens[starts] = first_pair_id + keys * task.values + values
     else:
         tokens[starts], tokens[starts + 1] = keys, task.keys + values
     tokens[query_start::2], tokens[query_start + 1 :: 2] = keys[query_pairs], task.keys + values[query_pairs]
-    answers = span(np.arange(query_start + 1, length + 1, 2))
-    return Example(tokens, answers, span(starts[query_pairs] + width - 1), span(starts[query_pairs], width))
+    answers = np.add.outer(np.arange(query_start + 1, length + 1, 2), (0, 1))
+    starts = starts[query_pairs]
+    return Example(tokens, answers, np.add.outer(starts, (width - 1, width)), np.add.outer(starts, (0, width)))
 
 
 def _keys_and_values(task: MQAR, draw: Draw) -> tuple[np.ndarray, np.ndarray]:

@@ -19,7 +19,7 @@ from lm.config.model_config import ModelConfig
 from lm.config.task_config import MQAR, Needle, Task
 from lm.data.batches import IGNORED, train_loader, train_sequences
 from lm.data.prepare import prepare
-from lm.data.tasks import Draw, Example, example, span
+from lm.data.tasks import Draw, Example, example
 from lm.errors import ConfigError
 from lm.evaluation import answers
 from lm.evaluation.answers import Answers, Recall, read_answers
@@ -47,9 +47,8 @@ def sequences(task: Task, length: int, count: int) -> list[Example]:
 def copies(task: Task, length: int, count: int) -> list[Example]:
     """Sequences of the task's symbols that end as they begin: an answer of six tokens."""
     drawn = [Draw(0, "test", index).integers(task.vocab_size, length + 1) for index in range(count)]
-    return [
-        Example(np.append(tokens[:-6], tokens[:6]), span(length - 5, 6), span(0, 6), span(0, 6)) for tokens in drawn
-    ]
+    first, last = np.array([[0, 6]]), np.array([[length - 5, length + 1]])
+    return [Example(np.append(tokens[:-6], tokens[:6]), last, first, first) for tokens in drawn]
 
 
 CASES = pytest.mark.parametrize(
