@@ -1,6 +1,4 @@
-"""Device, precision and compilation of a run; a time limit, sums over processes and evaluation mode for
-measurements.
-"""
+"""Device, precision and compilation of a run; sums over processes and evaluation mode for measurements."""
 
 import os
 from collections.abc import Callable, Iterator
