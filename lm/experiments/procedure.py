@@ -86,11 +86,9 @@ class Choice:
     # by tuned arm, the rates at which its final seeds are trained (`crossed_rates`); the rate that tuning chose comes
     # first. Without tuning, (None,) for every arm
     rates_of_final_runs: dict[str, tuple[Rate | None, ...]]
-    # by arm, the rate at which it is judged; arms whose best rate is at an edge of the grid have none. None: not known
-    # yet
+    # by arm, the rate at which it is judged, or while final runs at several rates have not ended, the one that tuning
+    # chose; arms whose best rate is at an edge of the grid have none. None: not known yet
     rates: dict[str, Rate | None] | None
-    # False while final runs at several rates have not ended: then `rates` are the rates that tuning chose
-    settled: bool = True
 
     @property
     def crossed(self) -> dict[str, tuple[Rate | None, ...]]:
@@ -182,7 +180,7 @@ class Procedure:
             for arm in self.experiment.arms:  # an arm without a rate of its own has the rate of its source
                 rates |= {arm.name: rates[arm.source]} if not arm.is_tuned and arm.source in rates else {}
             if best_rates is None:
-                return Choice(runs, rates_of_final_runs, rates if depth == depths[-1] else None, settled=False)
+                return Choice(runs, rates_of_final_runs, rates if depth == depths[-1] else None)
         return self._choices.setdefault(size, Choice(runs, rates_of_final_runs, rates))
 
     def _tuning_outcome(
@@ -276,13 +274,9 @@ class Procedure:
         for size in experiment.sizes:
             choice, prefix = self.choice(size), f"{size}: " if size else ""
             for arm, arm_rates in choice.crossed.items():
-                name, rates = (
-                    ", ".join(filter(None, (arm, size))),
-                    " and ".join(f"{rate:g}" for rate in sorted(arm_rates)),
-                )
-                judged = f"; judged at {choice.rates[arm]:g}" if choice.settled and choice.rates else ""
+                rates = " and ".join(f"{rate:g}" for rate in sorted(arm_rates))
                 reason = "as tuning chose different rates for the arms"
-                notes.append(f"{name}: final seeds are trained at {rates}, {reason}{judged}")
+                notes.append(f"{prefix}{arm}: final seeds are trained at {rates}, {reason}")
             runs = [run for run in self.final_runs(size) if run.outcome.state == "finished"]
             if words := describe_values([(run.arm, f"{run.outcome.total_tokens:,}") for run in runs]):
                 words = f"with those of their sources: {words}"
