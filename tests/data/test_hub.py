@@ -28,13 +28,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     return Hub(dataset=str(folder))
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_dataset_folder_reads_through_load_dataset(hub: Hub, streaming: bool):
-    source = dataclasses.replace(hub, streaming=streaming)
-    assert list(documents(source)) == TEXTS
-    assert list(documents(dataclasses.replace(source, max_documents=7))) == TEXTS[:7]
-
-
 def test_streaming_or_not_is_the_same_store_and_a_changed_file_is_not(hub: Hub, tmp_path: Path):
     data = DataConfig(hub, TrainedTokenizer(300), root=str(tmp_path / "stores"))
     first = prepare(data)

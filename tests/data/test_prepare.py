@@ -86,17 +86,6 @@ def test_the_summary_is_one_line_of_figures(data: DataConfig, capfd: pytest.Capt
 # ---------------------------------------------------------------- held-out documents
 
 
-def test_held_out_documents_are_never_trained_on_even_as_copies(tmp_path: Path):
-    texts = [text for n, text in enumerate(TEXTS) for _ in range(1 + n % 3)]
-    store = prepare(files_config(write_texts(tmp_path / "texts", texts), tmp_path, deduplicate=False))
-    decoded = stored_texts(store)
-    train, val = decoded[: store.train.n_documents], decoded[store.train.n_documents :]
-    assert train
-    assert val
-    assert not set(train) & set(val)
-    assert sorted(decoded) == sorted(texts)
-
-
 @pytest.mark.parametrize("fraction", [0.01, 0.3, 0.99])
 def test_the_held_out_fraction_reaches_val_fraction_and_leaves_a_document(tmp_path: Path, fraction: float):
     store = prepare(

@@ -88,7 +88,6 @@ def test_sequences_of_text_are_of_the_length_asked_for_and_show_their_answers(
 ):
     sequence = example(task, seed, index, length, subset, text)
     check(task, sequence, length)
-    assert sequence.tokens.max() < text.vocab_size
     assert (sequence.evidence.max(1) == 0).all() == (task in CONTROLS)
 
 
