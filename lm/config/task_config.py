@@ -18,28 +18,16 @@ MAX_SYMBOLS, MAX_VOCABULARY = 2**16, 2**20  # most symbols of one kind; most sym
 TEST_DIVISOR = 8  # 1 in 8 of a task's contents (such as strings or keys) occurs in test sequences only
 
 
-@dataclass(frozen=True)
-class Chance:
-    """Accuracy at chance level: the expected accuracy of answers picked at random from the answers that the sequence
-    shows.
+def chance_accuracy(candidates: int, questions: int) -> float | None:
+    """Mean accuracy of answers picked at random among `candidates` that the sequence shows, over `questions` questions
+    whose answers differ; None if there is only one candidate.
+
+    The right answers to earlier questions stand in the sequence, and are not picked again: question i (from 0) has
+    `candidates` - i answers left. With k questions and k candidates, chance is (1 + 1/2 + ... + 1/k) / k.
     """
-
-    # the sequence has the right answers to earlier questions, and these answers are not picked again
-    teacher_forced: float
-    rollout: float  # greedy decoding: the sequence has the earlier picks in place of the right answers
-
-    @classmethod
-    def for_questions(cls, candidates: int, questions: int) -> "Chance | None":
-        """Chance level for `questions` questions whose answers differ, if no answer is picked twice; None if there is
-        only one candidate.
-
-        Under teacher forcing, question i (from 0) has `candidates` - i answers left. With k questions and k candidates,
-        chance level is (1 + 1/2 + ... + 1/k) / k. In a rollout, picks are in random order, and each is right with
-        probability 1 / `candidates`.
-        """
-        if candidates == 1:
-            return None
-        return cls(sum(1 / (candidates - index) for index in range(questions)) / questions, 1 / candidates)
+    if candidates == 1:
+        return None
+    return sum(1 / (candidates - index) for index in range(questions)) / questions
 
 
 class Task(ABC):
@@ -51,7 +39,7 @@ class Task(ABC):
     vocab_size: ClassVar[int | None] = None
     # chance level in test sequences; None if it differs between questions, or if they don't show the right answer among
     # others
-    chance: ClassVar[Chance | None] = None
+    chance: ClassVar[float | None] = None
 
     @abstractmethod
     def entropy(self, length: int) -> float:
@@ -103,8 +91,8 @@ class MQAR(Task):
         return self.keys + self.values + self.filler + (self.keys * self.values if self.joined else 0)
 
     @property
-    def chance(self) -> Chance | None:
-        return Chance.for_questions(self.pairs, self.queries)
+    def chance(self) -> float | None:
+        return chance_accuracy(self.pairs, self.queries)
 
     def entropy(self, length: int) -> float:
         """Entropy of the pairs and the filler; the pairs' positions and the queries are not counted."""
@@ -156,8 +144,8 @@ class Needle(Task):
         return (self.needles + self.distractors) * log(9 * 10**6)
 
     @property
-    def chance(self) -> Chance | None:
-        return None if self.absent else Chance.for_questions(self.needles + self.distractors, self.needles)
+    def chance(self) -> float | None:
+        return None if self.absent else chance_accuracy(self.needles + self.distractors, self.needles)
 
 
 TASKS = {v.name: v for v in (MQAR, Needle)}

@@ -18,6 +18,7 @@ from lm.config.eval_config import Timing
 from lm.config.tree import Config
 from lm.data.batches import Batch
 from lm.data.store import Store
+from lm.data.tasks import Example
 from lm.errors import RunError
 from lm.model.decoder import Decoder
 from lm.model.device import Device
@@ -109,6 +110,14 @@ class HeldOut:
     def sequence_means(self, values: np.ndarray) -> np.ndarray:
         """The mean of each sequence, (N, 1), of `values`, (N, length), over `target_mask`."""
         return values.mean(1, dtype=np.float64, where=self.target_mask)[:, None]
+
+    @classmethod
+    def of_examples(
+        cls, examples: list[Example], token_bytes: np.ndarray, sources: np.ndarray | None = None
+    ) -> "HeldOut":
+        """Sequences of tasks, of one length."""
+        sequences, answers = (np.stack([getattr(item, name) for item in examples]) for name in ("tokens", "answers"))
+        return cls(sequences, token_bytes, None, sources, answers)
 
     @classmethod
     def take(cls, store: Store, starts: np.ndarray, length: int, isolate: bool = False) -> "HeldOut":

@@ -4,6 +4,7 @@ by length.
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lm.config.data_config import DataConfig, TokenizerFile
-from lm.config.eval_config import ValidationTiming
+from lm.config.eval_config import ValidationTiming, lengths_from_factors
 from lm.config.inference_config import InferenceSetting
 from lm.config.task_config import task_names
 from lm.config.tree import Config
@@ -21,13 +22,14 @@ from lm.data.batches import long_starts, validation_starts
 from lm.data.prepare import prepare
 from lm.data.sources import labels as source_labels
 from lm.data.store import TOKENIZER, Store
-from lm.data.tasks import STORE_SEED, example
+from lm.data.tasks import STORE_SEED, NoRoom, example
 from lm.errors import ConfigError, DataError, Problem
 from lm.evaluation.evaluation_kind import Advance, HeldOut, Measurement, ignore
-from lm.model.cross_entropy import token_nll
+from lm.model.cross_entropy import token_kl, token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, eval_mode
 from lm.plain import Plain, to_plain
+from lm.runs.checkpoints import weights_sha256
 from lm.runs.evaluations import (
     NATS,
     UNIGRAM,
@@ -70,8 +72,7 @@ def task_sequences(store: Store, config: Config, length: int, count: int) -> Hel
         example(tasks[source].task, STORE_SEED, int(index), length, "test")
         for source, index in zip(sources, indices, strict=True)
     ]
-    sequences, answers = (np.stack([getattr(item, name) for item in examples]) for name in ("tokens", "answers"))
-    return HeldOut(sequences, store.token_bytes, None, sources, answers)
+    return HeldOut.of_examples(examples, store.token_bytes, sources)
 
 
 def long_sequences(store: Store, config: Config) -> HeldOut:
@@ -394,3 +395,97 @@ class ByLength(Measurement):
             by_stretch = [nll.reshape(len(units), -1).mean(1, dtype=np.float64) for nll in losses]
             blocks.append(rows(about, np.stack(by_stretch, 1), units, self.lengths, setting=label))
         return blocks
+
+
+# ---------------------------------------------------------------- a swap of the normalizer
+
+
+def swap_sequences(store: Store, config: Config) -> list[HeldOut]:
+    """Held-out sequences for each of `eval.swap_lengths` (in training lengths), ascending. At the training length they
+    are validation sequences; at other lengths windows within documents, or test sequences of tasks over symbols.
+
+    Lengths that no held-out document has, or into which a task does not fit, are left out. Lengths beyond the training
+    length are left out if positions are learned.
+    """
+    count = config.eval.long_context.sequences
+    sequences = []
+    for length in lengths_from_factors(config.eval.swap_lengths, config.data):
+        if length == config.data.seq_len:
+            sequences.append(validation_sequences(store, config))
+        elif length > config.data.seq_len and config.model.position.has_last_position:
+            continue
+        elif config.data.symbolic:
+            with suppress(NoRoom):
+                sequences.append(task_sequences(store, config, length, count))
+        elif len(starts := long_starts(store.val, length, count)):
+            sequences.append(HeldOut.take(store, starts, length))
+    return sequences
+
+
+class SwapMeasurement(Measurement):
+    """A comparison of a decoder before and after a swap of its normalizer, on identical tokens, without a change to
+    RoPE.
+
+    By length there are the loss before and after (nats per token), the change of loss, and KL(before || after) of
+    next-token distributions (nats). For tasks over symbols these are means over answer tokens.
+    """
+
+    kind = "swap"
+    _fields: ClassVar = {
+        "unit": NATS, "better": "lower", "units": "documents", "interval": True, "axis": LENGTHS,
+        "measured_on": "sequences around the swap",
+    }  # fmt: skip
+    logged = (  # at the training length
+        Metric("swap/loss_before", meaning="loss before a swap between phases", quantity="loss before", **_fields),
+        Metric("swap/loss_after", meaning="loss after it, on the same sequences", quantity="loss after", **_fields),
+        Metric("swap/kl", meaning="divergence of the new distribution from the old", quantity="KL divergence",
+            title="KL divergence at the swap of the normalizer", **_fields,
+            caption="KL divergence at the swap, by sequence length"),
+    )  # fmt: skip
+    _change: ClassVar = Metric(
+        quantity="change of loss", title="Change of loss at the swap of the normalizer",
+        caption="change of loss at the swap, by sequence length", **_fields,
+    )  # fmt: skip
+
+    def __init__(self, config: Config, store: Store, old: Decoder):
+        super().__init__(config, store)
+        self.old_decoder, self.held_out = old, swap_sequences(store, config)
+
+    @property
+    def options(self) -> dict[str, Plain]:
+        label, weights = self.old_decoder.config.normalizer.label(), weights_sha256(self.old_decoder.state_dict())
+        return super().options | {"before": label, "weights_before_sha256": weights}
+
+    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
+        old, blocks = self.old_decoder.to(device.device), []
+        amount = "; ".join(sequences.amount for sequences in self.held_out)
+        lengths, seq_len = [sequences.length for sequences in self.held_out], self.config.data.seq_len
+        logged_length = min(lengths, key=lambda length: length != seq_len, default=seq_len)
+        for length, sequences in zip(lengths, self.held_out, strict=True):
+            before, after, kl = token_losses_and_kl(old, decoder, sequences, device, progress)
+            units = sequences.units(self.fingerprint, counts=True)
+            for metric, values in zip((*self.logged, self._change), (before, after, kl, after - before), strict=True):
+                about = replace(metric, amount=amount)
+                block = rows(about, sequences.sequence_means(values), units, [length])
+                blocks.append(block if length == logged_length else block.assign(metric=metric.quantity))
+        return blocks
+
+
+def token_losses_and_kl(
+    old: Decoder, new: Decoder, held_out: HeldOut, device: Device, progress: Advance = ignore
+) -> np.ndarray:
+    """Losses -log p of all predicted tokens under `old` and `new`, and KL(old || new): (3, N, length) float64, nats.
+    All ranks call it.
+    """
+
+    def measure(indices: list[int]) -> Tensor:
+        batch = held_out.batch(indices).to(device.device)
+        with device.autocast():
+            hidden = [model.hidden(batch).flatten(0, 1) for model in (old, new)]
+        targets, heads = batch.targets.flatten(), (old.head, new.head)
+        losses = [token_nll(states, head, targets) for states, head in zip(hidden, heads, strict=True)]
+        values = torch.stack([*losses, token_kl(hidden[0], old.head, hidden[1], new.head)])
+        return values.view(3, *batch.targets.shape).transpose(0, 1)
+
+    numbers = by_sequence([old, new], held_out.lengths, (3, held_out.length), device, measure, progress)
+    return numbers.swapaxes(0, 1).astype("f8")

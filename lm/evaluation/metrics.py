@@ -17,7 +17,7 @@ from lm.evaluation.answers import NeedleMeasurement, Recall
 from lm.evaluation.diagnostics import Diagnostics
 from lm.evaluation.downstream import DownstreamTasks
 from lm.evaluation.evaluation_kind import Advance, Measurement
-from lm.evaluation.held_out import ByLength, LongContext, OtherTexts, Validation
+from lm.evaluation.held_out import ByLength, LongContext, OtherTexts, SwapMeasurement, Validation
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.runs.evaluations import NATS, REPORTING, rows, units_frame
@@ -37,9 +37,7 @@ TRAINING = (  # logged in training
     Metric("sequence_length", "tokens", "none", "length of the step's sequences"),
     Metric(f"normalizer/{{NAME}}/{PER_HEAD}", "", "none", "parameter of a normalizer with one value a head"),
     Metric("normalizer/{NAME}/layerL/rms", "", "none", "root mean square of another parameter of a normalizer"),
-    Metric("swap/loss_before", NATS, "lower", "loss before a swap between phases"),
-    Metric("swap/loss_after", NATS, "lower", "loss after it, on the same sequences"),
-    Metric("swap/kl", NATS, "lower", "divergence of the new distribution from the old"),
+    *(replace(metric, units="") for metric in SwapMeasurement.logged),
 )  # fmt: skip
 
 

@@ -4,148 +4,31 @@ the factors on scores.
 
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor
 
 from lm.attention.options import Options
-from lm.config.eval_config import lengths_from_factors
 from lm.config.load import merge, overrides_in, parse, to_yaml
 from lm.config.tree import Config
 from lm.config.yaml_text import override
-from lm.data.batches import long_starts
-from lm.data.store import Store
-from lm.data.tasks import NoRoom
 from lm.errors import ConfigError, Problem
 from lm.evaluation.evaluate import measured_config, model_on_text, open_device, open_store
-from lm.evaluation.evaluation_kind import Advance, HeldOut, Measurement, ignore
-from lm.evaluation.held_out import (
-    LENGTHS,
-    POSITIONS,
-    by_position,
-    by_sequence,
-    task_sequences,
-    validation_sequences,
-)
+from lm.evaluation.held_out import SwapMeasurement
 from lm.files import json_bytes, new_folder
-from lm.model.cross_entropy import token_kl, token_nll
 from lm.model.decoder import Decoder
-from lm.model.device import Device
 from lm.model.spec import check_causality, count_parameters
 from lm.model.swapped import score_factors, with_normalizer
 from lm.plain import Plain, to_plain
 from lm.plugins import PLUGINS
-from lm.runs.checkpoints import CHECKPOINT_FORMAT, save_checkpoint, weights_sha256
-from lm.runs.evaluations import NATS, Evaluation, rows
+from lm.runs.checkpoints import CHECKPOINT_FORMAT, save_checkpoint
+from lm.runs.evaluations import Evaluation
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, TOKENIZER, command_line, step_path
 from lm.runs.loading import LoadedModel, load
 from lm.runs.manifest import write_files
-from lm.runs.metric import Metric
 from lm.runs.record import arm
-
-
-def swap_sequences(store: Store, config: Config) -> list[HeldOut]:
-    """Held-out sequences for each of `eval.swap_lengths` (in training lengths), ascending. At the training length they
-    are validation sequences; at other lengths windows within documents, or test sequences of tasks over symbols.
-
-    Lengths that no held-out document has, or into which a task does not fit, are left out. Lengths beyond the training
-    length are left out if positions are learned.
-    """
-    count = config.eval.long_context.sequences
-    sequences = []
-    for length in lengths_from_factors(config.eval.swap_lengths, config.data):
-        if length == config.data.seq_len:
-            sequences.append(validation_sequences(store, config))
-        elif length > config.data.seq_len and config.model.position.has_last_position:
-            continue
-        elif config.data.symbolic:
-            with suppress(NoRoom):
-                sequences.append(task_sequences(store, config, length, count))
-        elif len(starts := long_starts(store.val, length, count)):
-            sequences.append(HeldOut.take(store, starts, length))
-    return sequences
-
-
-class SwapMeasurement(Measurement):
-    """A comparison of a decoder before and after a swap of its normalizer, on identical tokens, without a change to
-    RoPE.
-
-    Each length has curves by position: of the loss before and after (nats per token), and of KL(before || after) of
-    next-token distributions (nats). For tasks over symbols these are means over answer tokens. The change of loss and
-    the KL have curves by length, with intervals over documents.
-    """
-
-    kind = "swap"
-
-    def __init__(self, config: Config, store: Store, old: Decoder):
-        super().__init__(config, store)
-        self.old_decoder, self.held_out = old, swap_sequences(store, config)
-
-    @property
-    def options(self) -> dict[str, Plain]:
-        label, weights = self.old_decoder.config.normalizer.label(), weights_sha256(self.old_decoder.state_dict())
-        return super().options | {"before": label, "weights_before_sha256": weights}
-
-    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
-        models, blocks, seq_len = [self.old_decoder.to(device.device), decoder], [], self.config.data.seq_len
-        changes: dict[str, list[pd.DataFrame]] = {"change of loss": [], "KL divergence": []}
-        lengths = [sequences.length for sequences in self.held_out]
-        logged_index = lengths.index(self.config.data.seq_len) if self.config.data.seq_len in lengths else 0
-        for index, sequences in enumerate(self.held_out):
-            before, after, kl = values = token_losses_and_kl(*models, sequences, device, progress)
-            label = f"sequences of {sequences.length:,}"
-            for (quantity, name), numbers in zip(_LOG_NAMES.items(), values, strict=True):
-                about = Metric(f"swap/{name}" * (index == logged_index), NATS, "lower", quantity=quantity)
-                columns: dict[str, object] = {"values": numbers.mean(where=sequences.target_mask)}
-                if sequences.answers is None:
-                    columns = by_position(sequences, numbers, seq_len)
-                    about, columns["values"] = replace(about, axis=POSITIONS), columns["values"].mean(0)
-                blocks.append(rows(about, task=label, **columns))
-            for quantity, numbers in zip(changes, (after - before, kl), strict=True):
-                means, units = sequences.sequence_means(numbers), sequences.units(self.fingerprint, None, True)
-                changes[quantity].append(rows(self._by_length(quantity), means, units, [sequences.length]))
-        return blocks + [pd.concat(points) for points in changes.values() if points]
-
-    def _by_length(self, quantity: str) -> Metric:
-        """The metric of a quantity by length, for reports, with intervals over documents."""
-        return Metric(
-            "", NATS, "lower", "", quantity, "documents", True, LENGTHS,
-            f"{quantity[0].upper()}{quantity[1:]} at the swap of the normalizer", "sequences around the swap",
-            "; ".join(sequences.amount for sequences in self.held_out), f"{quantity} at the swap, by sequence length",
-        )  # fmt: skip
-
-
-# by metric, its name in the metrics log
-_LOG_NAMES = {"loss before": "loss_before", "loss after": "loss_after", "KL divergence": "kl"}
-
-
-def token_losses_and_kl(
-    old: Decoder, new: Decoder, held_out: HeldOut, device: Device, progress: Advance = ignore
-) -> np.ndarray:
-    """Losses -log p of all predicted tokens under `old` and `new`, and KL(old || new): (3, N, length) float64, nats.
-    All ranks call it.
-    """
-
-    def measure(indices: list[int]) -> Tensor:
-        batch = held_out.batch(indices).to(device.device)
-        with device.autocast():
-            hidden = [model.hidden(batch).flatten(0, 1) for model in (old, new)]
-        targets, heads = batch.targets.flatten(), (old.head, new.head)
-        losses = [token_nll(states, head, targets) for states, head in zip(hidden, heads, strict=True)]
-        values = torch.stack([*losses, token_kl(hidden[0], old.head, hidden[1], new.head)])
-        return values.view(3, *batch.targets.shape).transpose(0, 1)
-
-    numbers = by_sequence([old, new], held_out.lengths, (3, held_out.length), device, measure, progress)
-    return numbers.swapaxes(0, 1).astype("f8")
-
-
-# ---------------------------------------------------------------- lm swap
-
 
 SHORT_LENGTHS = (16, 256)  # tokens, as in prompts, at which the factor on the scores is printed
 # ratio of the new to the old factor on the scores, or of the old to the new one, above which a warning is given

@@ -6,8 +6,9 @@ from typing import ClassVar
 
 from lm.errors import RunError, one_line
 from lm.evaluation.evaluation_kind import Measurement
+from lm.evaluation.held_out import SwapMeasurement
 from lm.evaluation.metrics import LoggedMetrics, is_own_name
-from lm.evaluation.swap import SwapMeasurement, swap_lines
+from lm.evaluation.swap import swap_lines
 from lm.model.decoder import Decoder
 from lm.model.device import peak_memory_bytes
 from lm.runs.evaluations import Evaluation, evaluation_path, logged_means, selection_loss

@@ -31,9 +31,9 @@ from lm.evaluation.held_out import (
     bucket_edges,
     long_sequences,
     nll_by_token,
+    swap_sequences,
     validation_sequences,
 )
-from lm.evaluation.swap import swap_sequences
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.swapped import for_inference

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 from conftest import ROOT
 from folders import curve, curves_of, same, series, series_measured, weights
 
@@ -22,12 +21,12 @@ from lm.data.prepare import prepare
 from lm.data.tasks import Draw, Example, example
 from lm.errors import ConfigError
 from lm.evaluation import answers
-from lm.evaluation.answers import Answers, Recall, read_answers
+from lm.evaluation.answers import Recall, read_answers
+from lm.evaluation.evaluation_kind import HeldOut
 from lm.evaluation.held_out import Validation, validation_sequences
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.report.evaluation_tables import rows_of
-from lm.schema import build
 from lm.training.train import train
 
 CPU = Device(torch.device("cpu"), bf16=False)
@@ -67,96 +66,52 @@ def test_answers_equal_the_full_computation(
 ):
     monkeypatch.setattr("lm.evaluation.held_out.EVAL_TOKENS", 150)
     decoder = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, init_std=0.3, dropout=0.5), task.vocab_size, 16)
-    answers = read_answers(decoder, examples := make(task, length, 7), CPU)
+    held_out = HeldOut.of_examples(make(task, length, 7), np.ones(task.vocab_size))
+    nll, hits = read_answers(decoder, held_out, CPU)
     assert decoder.training
-    decoder.eval()
-    nll, right, whole = [], [], []
-    for sequence in examples:
-        logits = decoder.logits(torch.from_numpy(sequence.tokens[None, :-1]))[0]
-        losses = F.cross_entropy(logits, torch.from_numpy(sequence.tokens[1:]), reduction="none").detach().numpy()
-        hits = logits.argmax(-1).numpy() == sequence.tokens[1:]
-        nll += losses[sequence.answers].tolist()
-        right += hits[sequence.answers].tolist()
-        whole += [hits[start - 1 : stop - 1].all() for start, stop in sequence.questions]
-    assert np.allclose(answers.nll, nll, atol=1e-5)
-    assert answers.hits.tolist() == right
-    assert answers.whole_answers(answers.hits).tolist() == whole
-    assert answers.sequence.tolist() == np.repeat(np.arange(7), len(nll) // 7).tolist()
-
-
-def greedy(decoder: Decoder, tokens: np.ndarray, answers: np.ndarray) -> np.ndarray:
-    """The answers' tokens (targets marked by `answers`) as plain greedy decoding writes them, one whole reading
-    each.
-    """
-    tokens = torch.from_numpy(tokens.copy())
-    for position in np.flatnonzero(answers):
-        tokens[position + 1] = decoder.logits(tokens[None, :-1])[0, position].argmax()
-    return tokens[1:].numpy()[answers]
-
-
-@pytest.mark.parametrize("normalizer", ["softmax", "{name: ssmax, n: sample}", "linear", "{name: window, size: 9}"])
-@CASES
-def test_a_roll_out_is_greedy_decoding(
-    task: Task,
-    length: int,
-    make: Callable[..., list[Example]],
-    normalizer: str,
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr("lm.evaluation.held_out.EVAL_TOKENS", 190)
-    config = build(
-        ModelConfig,
-        {"n_layer": 2, "n_head": 2, "n_embd": 32, "init_std": 0.5, "normalizer": yaml.safe_load(normalizer)},
-        "",
-        [],
-    )
-    decoder = Decoder(config, task.vocab_size, 16).eval()
-    answers = read_answers(decoder, examples := make(task, length, 7), CPU)
-    with torch.no_grad():
-        expected = [
-            greedy(decoder, sample.tokens, sample.answers) == sample.tokens[1:][sample.answers] for sample in examples
-        ]
-    assert answers.rolled_out_hits.tolist() == np.concatenate(expected).tolist()
+    tokens = torch.from_numpy(held_out.sequences)
+    logits = decoder.eval().logits(tokens[:, :-1]).detach()
+    losses = F.cross_entropy(logits.mT, tokens[:, 1:], reduction="none").numpy()
+    assert np.allclose(nll, np.where(held_out.answers, losses, 0), atol=1e-5)
+    assert np.array_equal(hits, held_out.answers & (logits.argmax(-1) == tokens[:, 1:]).numpy())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", [MQAR(pairs=8, queries=8), MQAR(pairs=8, queries=3), Needle(needles=2, distractors=3)])
 def test_chance_is_what_picking_among_the_answers_shown_gives(task: Task):
-    rng, rights = np.random.default_rng(0), {"given": [], "own": []}
+    rng, rights = np.random.default_rng(0), []
     answer_count, question_count = {
         "mqar": lambda: (task.pairs, task.queries),
         "needle": lambda: (5, 2),
     }[task.name]()
     for _ in range(4_000):
-        # own picks: none twice
         answers = rng.permutation(answer_count)[:question_count]
-        guesses = rng.permutation(answer_count)[:question_count]
-        rights["own"].append((answers == guesses).mean())
-        rights["given"].append(
-            np.mean(
-                [
-                    rng.choice(np.setdiff1d(np.arange(answer_count), answers[:i])) == answers[i]
-                    for i in range(question_count)
-                ]
-            )
-        )
-    assert task.chance.teacher_forced == pytest.approx(np.mean(rights["given"]), abs=0.02)
-    assert task.chance.rollout == pytest.approx(np.mean(rights["own"]), abs=0.02)
+        rights += [
+            rng.choice(np.setdiff1d(np.arange(answer_count), answers[:i])) == answers[i] for i in range(question_count)
+        ]
+    assert task.chance == pytest.approx(np.mean(rights), abs=0.02)
 
 
-def test_answers_given_the_correct_ones_and_after_ones_own_stand_under_their_names(tiny, monkeypatch):
-    def right_given_the_correct_ones(decoder: Decoder, examples: list[Example], *_: object) -> Answers:
-        sequence = np.repeat(np.arange(len(examples)), 4)
-        is_first = np.tile([True, False, False, False], len(examples))
-        return Answers(np.zeros(len(sequence)), np.ones_like(is_first), is_first, sequence, np.zeros_like(sequence))
+def test_an_answer_is_right_if_all_its_tokens_are(tiny, monkeypatch):
+    """Of two questions with answers of several tokens, one in each sequence has one wrong token."""
 
-    monkeypatch.setattr(answers, "read_answers", right_given_the_correct_ones)
-    recall = Recall(config := tiny(*SYMBOLS, "eval.recall={length_factors: [1], sequences: 4}"), prepare(config.data))
-    curves = series_measured(recall, Decoder(config.model, recall.store.vocab_size, 32), CPU, lambda units: None)
-    assert {curve.setting: curve.means.tolist() for curve in curves if curve.metric == "accuracy"} == {
-        "as trained": [1.0],
-        "as trained, roll-out": [0.25],
-    }
+    def one_wrong_token(decoder: Decoder, held_out: HeldOut, *_: object) -> np.ndarray:
+        hits = held_out.answers.copy()
+        hits[np.arange(len(hits)), hits.argmax(1)] = False
+        return np.stack((np.where(held_out.answers, 0.5, 0), hits))
+
+    config = tiny(
+        "data.seq_len=256", "eval.recall={tasks: [{name: needle, needles: 2}], length_factors: [1], sequences: 4}"
+    )
+    recall = Recall(config, prepare(config.data))
+    monkeypatch.setattr(answers, "read_answers", one_wrong_token)
+    decoder = Decoder(config.model, recall.store.vocab_size, 32)
+    whole, token, loss = series_measured(recall, decoder, CPU, lambda units: None)
+    assert (whole.metric, token.metric, loss.metric) == ("accuracy", "token accuracy", "loss of answers")
+    assert (whole.means[0], loss.means[0]) == (0.5, 0.5)
+    counts = token.points[0].weights
+    assert token.means[0] == pytest.approx(1 - 4 / counts.sum())
+    assert whole.points[0].weights.tolist() == [2] * 4
 
 
 def test_the_result_is_plain_has_rows_and_scores_and_is_the_same_each_time(tiny):
@@ -169,15 +124,13 @@ def test_the_result_is_plain_has_rows_and_scores_and_is_the_same_each_time(tiny)
     first, second = (recall.evaluate(decoder, CPU, 0, 0, lambda units: None) for _ in range(2))
     curves = curves_of(first)
     assert first.frame.equals(second.frame)
-    assert [result.x.tolist() for result in curves] == 8 * [[32, 80]]
+    assert [result.x.tolist() for result in curves] == 6 * [[32, 80]]
     settings = ("keys 8, filler 8, pairs 4", "keys 4, filler 1, pairs 2")
     logged = [name for result in curves for name in result.logged_means]
     assert logged == [f"recall/mqar ({options}) {length}" for options in settings for length in (32, 80)]
     chances = [level for result in curves for level in result.references.values()]
-    assert chances == pytest.approx([(1 / 4 + 1 / 3) / 2, 1 / 4, (1 / 2 + 1) / 2, 1 / 2]), (
-        "given and own answers, of either task"
-    )
-    metrics = ["accuracy", "accuracy: chance", "accuracy: chance, roll-out", "token accuracy", "loss of answers"]
+    assert chances == pytest.approx([(1 / 4 + 1 / 3) / 2, (1 / 2 + 1) / 2])
+    metrics = ["accuracy", "accuracy: chance", "token accuracy", "loss of answers"]
     assert list(dict.fromkeys(row["quantity"] for row in rows_of(first))) == metrics
     assert recall.work_units == 12
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import lm as command
-from folders import curve, curves_of, last_checkpoint, same, series, series_measured, weights
+from folders import curve, curves_of, last_checkpoint, same, series, weights
 
 from lm.attention import catalogue
 from lm.attention import catalogue as opt
@@ -21,13 +21,8 @@ from lm.data.batches import Batch
 from lm.data.prepare import prepare
 from lm.errors import RunError
 from lm.evaluation.evaluation_kind import HeldOut
-from lm.evaluation.swap import (
-    SwapMeasurement,
-    swap_lines,
-    swap_run,
-    swap_sequences,
-    token_losses_and_kl,
-)
+from lm.evaluation.held_out import SwapMeasurement, swap_sequences, token_losses_and_kl
+from lm.evaluation.swap import swap_lines, swap_run
 from lm.model.cross_entropy import Head, token_kl
 from lm.model.decoder import Decoder, is_normalizer_parameter
 from lm.model.device import Device
@@ -35,6 +30,7 @@ from lm.model.swapped import score_factors, with_normalizer
 from lm.report.comparison import compare_runs, interval_of
 from lm.report.comparison_tables import run_facts
 from lm.runs.checkpoints import load_checkpoint
+from lm.runs.evaluations import logged_means
 from lm.runs.loading import load
 from lm.runs.record import read_run
 from lm.statistics.intervals import Interval
@@ -135,9 +131,6 @@ def test_a_swap_keeps_every_weight_around_the_normalizer(tiny, start: str):
         assert new.state_dict().keys() == Decoder(new.config, 400, 32, seed=None).state_dict().keys()
 
 
-# ---------------------------------------------------------------- the optimizer's state
-
-
 # ---------------------------------------------------------------- measuring a swap
 
 
@@ -177,12 +170,11 @@ def test_a_swap_is_logged_at_the_training_length(tiny):
     config = tiny("eval.swap_lengths=[0.5, 1, 2]")
     store = prepare(config.data)
     old, new = (Decoder(config.model, store.vocab_size, 32, seed) for seed in (1, 2))
-    measured = series_measured(
-        SwapMeasurement(config, store, old), new, Device(torch.device("cpu"), bf16=False), lambda n: None
-    )
-    assert [(series.task, *series.logged_means) for series in measured if series.logged_means] == [
-        ("sequences of 32", f"swap/{name}") for name in ("loss_before", "loss_after", "kl")
-    ]
+    result = SwapMeasurement(config, store, old).evaluate(new, HERE, 0, 0)
+    curves = curves_of(result)
+    assert [curve.x.tolist() for curve in curves] == [[16, 32, 64]] * 4
+    names = ("swap/loss_before", "swap/loss_after", "swap/kl")
+    assert logged_means(result) == {name: curve.means[1] for name, curve in zip(names, curves, strict=False)}
 
 
 def test_a_swap_is_measured_by_the_divergence_of_the_new_distribution_from_the_old(tiny):
@@ -248,23 +240,17 @@ def test_lm_swap_makes_a_run_folder_of_its_own_and_leaves_the_source_alone(train
     assert "softmax -> ssmax, step 40" in result.stdout
     assert before == {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
     curves = series(out, "swap", 40)
-    means = {(result.metric, result.task): result.overall_mean for result in curves}
-    assert {result.task for result in curves if result.metric == "loss before"} == {
-        f"sequences of {length}" for length in (32, 64, 128)
-    }
+    means = {result.metric: result.means for result in curves}
+    assert all(result.x.tolist() == [32, 64, 128] for result in curves)
     model = load(out)
     assert (model.config.name, model.config.model.normalizer, model.metadata["step"]) == ("out", opt.SSMax(), 40)
     validation = series(trained, "validation", 40)[0].overall_mean
-    assert means["loss before", "sequences of 32"] == pytest.approx(validation, abs=1e-5)
-    (change,) = (result for result in curves if result.metric == "change of loss")
-    assert change.x.tolist() == [32, 64, 128]
-    for length, mean in zip((32, 64, 128), change.means, strict=True):
-        label = f"sequences of {length}"
-        assert mean == pytest.approx(means["loss after", label] - means["loss before", label], abs=1e-5)
+    assert means["loss before"][0] == pytest.approx(validation, abs=1e-5)
+    assert means["change of loss"] == pytest.approx(means["loss after"] - means["loss before"], abs=1e-5)
     evaluated = command("eval", str(out))
     assert evaluated.returncode == 0, evaluated.stderr
     after = series(out, "validation", 40)[0].overall_mean
-    assert after == pytest.approx(means["loss after", "sequences of 32"], abs=1e-5)
+    assert after == pytest.approx(means["loss after"][0], abs=1e-5)
     assert command("report", str(trained), str(out), "-o", str(tmp_path / "report")).returncode == 0
     table = (tmp_path / "report/table.csv").read_text()
     assert "softmax -> ssmax after training (init match)" in table.partition("Change of loss")[2]
