@@ -30,19 +30,6 @@ RunsAndOverrides = Annotated[
         "eval.sequences=512",
     ),
 ]
-NeedleOption = Annotated[
-    bool,
-    typer.Option(
-        "--needle",
-        help="needle in a haystack at 1x to 16x the training length; base models have to be trained on needles first",
-    ),
-]
-TasksOption = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME,...", help="downstream tasks of lm-eval, by name or YAML file, e.g. hellaswag,tasks/mine.yaml"
-    ),
-]
 Normalizer = Annotated[
     str, typer.Option(help="the new normalizer, e.g. ssmax; its options are overrides, e.g. model.normalizer.bias=true")
 ]
@@ -55,8 +42,6 @@ InitialValues = Annotated[
 def eval_(
     arguments: RunsAndOverrides,
     checkpoint: Checkpoint = "last",
-    needle: NeedleOption = False,
-    tasks: TasksOption = "",
     normalizer: Annotated[
         str, typer.Option(help="normalizer of models hf:FOLDER, which run in transformers, e.g. ssmax")
     ] = "softmax",
@@ -73,16 +58,13 @@ def eval_(
 
     Results are written to evaluations/ in each run folder; what was measured before is not measured again.
     """
-    from lm.config.yaml_text import override
     from lm.evaluation.evaluate import evaluate_runs
 
     check_out_file(out)
     folders, overrides = paths_and_overrides(arguments, "no run folder given, e.g. runs/softmax")
-    options = ["eval.needle.length_factors=[1,2,4,8,16]"] if needle else []
-    options += [override("eval.tasks", tasks.split(","))] if tasks else []
     try:
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            results = evaluate_runs(folders, checkpoint, options + overrides, normalizer, length)
+            results = evaluate_runs(folders, checkpoint, overrides, normalizer, length)
     except KeyboardInterrupt:
         print("stopped; what was measured is kept, and the same command goes on from there", file=sys.stderr)
         raise
@@ -236,10 +218,6 @@ def generate(
     top_k: Annotated[
         int | None, typer.Option(min=1, max=10**9, help="sample from the k most probable tokens only")
     ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(min=0, max=1, help="sample from the most probable tokens whose probabilities sum to this"),
-    ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="seed of the sampling")] = 0,
     checkpoint: Checkpoint = "last",
     allow_plugin: AllowPlugin = None,
@@ -253,6 +231,6 @@ def generate(
     prompt = os.fsencode(prompt).decode(errors="replace")  # UTF-8, whatever the locale
     # a terminal gets no control characters of the text, a file gets the text as it is
     stream = sys.stdout if sys.stdout.isatty() else getattr(sys.stdout, "rich_proxied_file", sys.stdout)
-    for piece in generate_text(source, checkpoint, prompt, max_new_tokens, Sampling(temperature, top_k, top_p, seed)):
+    for piece in generate_text(source, checkpoint, prompt, max_new_tokens, Sampling(temperature, top_k, seed)):
         print(piece, end="", file=stream, flush=True)
     print()

@@ -2,6 +2,7 @@
 and a table.
 """
 
+import io
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -9,9 +10,11 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import torch
-import torch.nn.functional as F
+from matplotlib.colors import LogNorm, SymLogNorm
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from lm.config.load import overrides_in
@@ -25,60 +28,30 @@ from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
 from lm.model.swapped import applicable_settings, for_inference
 from lm.plain import Plain
-from lm.progress import Progress
-from lm.report.pictures import Map, Picture, colour_scale
+from lm.report.pictures import PLOT_SETTINGS
 from lm.report.tables import table_bytes
-from lm.runs.evaluations import number
 from lm.runs.loading import LoadedModel, load
 
-
-@dataclass(frozen=True, eq=False)
-class Maps:
-    """Maps, K x K cells each, of all heads' attention on one sequence. A cell shows the weight of one of its queries on
-    one of its keys.
-    """
-
-    size: int  # tokens along each side of a cell; 1: every weight has its own cell
-    # (layers, H, K, K) fp32, queries by keys; NaN where no query sees a key; not finite where a weight is not
-    weights: np.ndarray
-    queries: np.ndarray  # (layers, H, K, K) int64, index of each weight's query token; -1 where no query sees a key
-    keys: np.ndarray  # (layers, H, K, K) int64, index of each weight's key token; -1 likewise
+MAX_TOKENS = 256  # the longest text
+MAX_LABELS = 40  # the most tokens with which the axes show each token's text
+MAX_HEADS = 16  # the most heads of a model that are shown, unless layers or heads are named
+DECADES = 4  # powers of ten below the largest weight that the colours cover
+Indices = list[int] | None  # of layers or heads; None: all
 
 
 @torch.no_grad()
-def attention_maps(decoder: Decoder, tokens: Tensor, cells: int) -> Maps:
-    """Maps of a decoder's attention on `tokens` (L,), with up to `cells` cells per side. Memory holds weights of some
-    queries of one layer.
-
-    A cell of a long sequence shows its weight of largest magnitude: a mean would lose single keys with much weight,
-    such as a sink.
-    """
-    size = -(-len(tokens) // cells)
-    side = -(-len(tokens) // size)
-    heads = max(normalizer.layer.n_head for normalizer in decoder.normalizers())
-    shape = len(decoder.normalizers()), heads, side, side
-    weights = torch.full(shape, math.nan)
-    queries, keys = (torch.full(shape, -1) for _ in range(2))
+def attention_maps(decoder: Decoder, tokens: Tensor) -> np.ndarray:
+    """All heads' attention weights on `tokens` (T,): (layers, H, T, T) fp32, NaN where a query does not see a key."""
+    normalizers, count = decoder.normalizers(), len(tokens)
+    weights = torch.full((len(normalizers), max(each.layer.n_head for each in normalizers), count, count), math.nan)
     sequence = torch.cat((tokens, tokens[:1])).unsqueeze(0)  # the appended token is a target that is not read
-    # a block of queries is some whole rows of cells
-    for block in attention_blocks(decoder, Batch.of(sequence), block=-(-cells // size) * size):
+    for block in attention_blocks(decoder, Batch.of(sequence)):
         rows = AttentionRows.from_block(block)
-        magnitude = rows.magnitudes.masked_fill(~rows.visible, -1.0)
-        peaks, places = F.max_pool2d(magnitude, size, ceil_mode=True, return_indices=True)  # (H, rows, columns) each
-        found = rows.weights.flatten(1).gather(1, places.flatten(1)).view_as(peaks)
-        query, key = block.queries[places // rows.visible.size(1)], places % rows.visible.size(1)
-        is_seen, first = (peaks >= 0) | peaks.isnan(), int(block.queries[0]) // size
-        for cells_of_all, values, unseen in ((weights, found, math.nan), (queries, query, -1), (keys, key, -1)):
-            of_block = cells_of_all[block.layer, :, first : first + peaks.size(1), : peaks.size(2)]
-            of_block.copy_(torch.where(is_seen, values, unseen))
-    return Maps(size, weights.numpy(), queries.numpy(), keys.numpy())
-
-
-# ---------------------------------------------------------------- pictures
-
-
-MAX_LABELS = 40  # the most tokens with which the axes show each token's text
-DECADES = 4  # powers of ten below the largest weight that the colours cover
+        heads, queries, keys = rows.weights.shape
+        first = int(block.queries[0])
+        visible = rows.weights.masked_fill(~rows.visible, math.nan).cpu()
+        weights[block.layer, :heads, first : first + queries, :keys] = visible
+    return weights.numpy()
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,66 +59,52 @@ class ShownModel:
     """One model's attention on the text, under one inference setting."""
 
     name: str  # the name of the run or model, and its setting where there are several
-    amount: str  # how much of the model is shown, in words
     source: Path  # the model's folder
     setting: str  # label of the inference setting
     tokens: list[str]  # the text of each token; the first one begins the document
-    maps: Maps
+    maps: np.ndarray  # (layers, H, T, T), as from `attention_maps`
     heads: list[tuple[int, int]]  # (layer, head) of the shown heads
 
 
-def attention_picture(models: Sequence[ShownModel]) -> Picture:
-    """A picture with a map of each shown head, on one logarithmic scale of colours, which has both sides of 0 if any
-    weight is negative.
+def attention_pictures(models: Sequence[ShownModel]) -> dict[str, bytes]:
+    """PNG and SVG files, by suffix, with a map of each shown head, on one logarithmic scale of colours, which has both
+    sides of 0 if any weight is negative.
     """
-    shown_weights = np.concatenate(
-        [model.maps.weights[layer, head].ravel() for model in models for layer, head in model.heads]
-    )
-    shown_weights = shown_weights[np.isfinite(shown_weights)]
-    top = float(np.abs(shown_weights).max(initial=0.0)) or 1.0
-    norm = colour_scale(top / 10**DECADES, top, "signed" if (shown_weights < 0).any() else "log")
-    columns = math.ceil(math.sqrt(max(len(model.heads) for model in models)))  # of each model
-    maps: list[list[Map]] = []
-    for model in models:
-        labels, axis_note = _labels(model), "" if len(model.tokens) <= MAX_LABELS else ", token"
-        maps.append([])
-        for layer, head in model.heads:
-            title = "\n".join([model.name, model.amount] * (not maps[-1]) + [f"layer {layer}, head {head}"])
-            axes = f"key{axis_note}", labels, labels
-            weights = model.maps.weights[layer, head]
-            maps[-1].append(Map(title, *axes, weights, norm, f"query{axis_note}", False, "weight"))
-    cells: list[Map | None] = []
-    for start in range(0, max(map(len, maps)), columns):
-        rows = [of_model[start : start + columns] for of_model in maps]
-        cells += [cell for row in rows for cell in row + [None] * (columns - len(row))]
-    side = 4.2 if min(len(model.tokens) for model in models) <= MAX_LABELS else 2.9
-    same_tokens = all(model.tokens == models[0].tokens for model in models)
-    return Picture(cells, [], "", columns * len(maps), (side, side), shared="xy" if same_tokens else "x")
-
-
-def _labels(model: ShownModel) -> list[str]:
-    """Axis labels: each token's text if there are at most `MAX_LABELS` tokens, else the token index of five cells."""
-    count, size = len(model.tokens), model.maps.size
-    if count <= MAX_LABELS:
-        return [token_label(token) for token in model.tokens]
-    labels = [""] * -(-count // size)
-    for mark in np.linspace(0, count - 1, 5).round().astype(int) // size * size:
-        labels[mark // size] = number(mark)
-    return labels
+    weights = np.concatenate([model.maps[head].ravel() for model in models for head in model.heads])
+    weights = weights[np.isfinite(weights)]
+    top = float(np.abs(weights).max(initial=0.0)) or 1.0
+    norm, colours = LogNorm(top / 10**DECADES, top), "viridis"
+    if (weights < 0).any():
+        norm, colours = SymLogNorm(top / 10**DECADES, vmin=-top, vmax=top), "RdBu_r"
+    most_heads = max(len(model.heads) for model in models)
+    columns = math.ceil(math.sqrt(most_heads))  # of each model
+    rows = -(-most_heads // columns)
+    with matplotlib.rc_context(PLOT_SETTINGS | {"axes.grid": False}):
+        figure = Figure(figsize=(4 * columns * len(models), 4 * rows), layout="constrained")
+        grid = figure.subplots(rows, columns * len(models), squeeze=False)
+        for number, model in enumerate(models):
+            for place, (layer, head) in enumerate(model.heads):
+                axes = grid[place // columns, number * columns + place % columns]
+                image = axes.imshow(np.clip(model.maps[layer, head], norm.vmin, norm.vmax), colours, norm)
+                title = f"{model.name}\n" * (place == 0) + f"layer {layer}, head {head}"
+                axes.set(title=title, xlabel="key", ylabel="query")
+                if len(model.tokens) <= MAX_LABELS:
+                    labels = [token_label(token) for token in model.tokens]
+                    axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=6)
+                    axes.set_yticks(range(len(labels)), labels, fontsize=6)
+        for axes in grid.flat:
+            if not axes.images:
+                axes.remove()
+        figure.colorbar(image, ax=grid, label="weight")
+        files = {suffix: io.BytesIO() for suffix in (".png", ".svg")}
+        for suffix, file in files.items():
+            figure.savefig(file, format=suffix[1:], dpi=160, metadata={"Date": None} if suffix == ".svg" else {})
+    return {suffix: file.getvalue() for suffix, file in files.items()}
 
 
 def token_label(token: str) -> str:
     """A token's text with a dot for each space and escapes for what can't be seen."""
     return repr(token)[1:-1].replace(" ", "\u00b7") or "-"
-
-
-# ---------------------------------------------------------------- lm diagnose --text
-
-
-CELLS_A_SIDE = 128  # along each side of a map
-MAX_HEADS = 16  # the most heads of a model that are shown, unless layers or heads are named
-MAX_TEXT_TOKENS = 2**14  # the longest text, for models without learned positions
-Indices = list[int] | None  # of layers or heads; None: all
 
 
 def show_attention(
@@ -174,12 +133,12 @@ def show_attention(
     models = [
         model for source in sources for model in _shown_models(load(source, checkpoint), text, layers, heads, changes)
     ]
-    table_path = table_path or models[0].source / "attention.csv"
-    picture = attention_picture(models)
-    files = {table_path: table_bytes([cell for model in models for cell in cells_of(model)], table_path)}
-    files |= {table_path.with_suffix(".png"): picture.png, table_path.with_suffix(".svg"): picture.svg.encode()}
+    path = table_path or models[0].source / "attention.csv"
+    files = {path: table_bytes([cell for model in models for cell in cells_of(model)], path)}
+    files |= {path.with_suffix(suffix): content for suffix, content in attention_pictures(models).items()}
     write_together(files)
-    return [*(f"{model.name}: {model.amount}" for model in models), *map(str, files)]
+    lines = [f"{model.name}: {len(model.tokens)} tokens, {len(model.heads)} heads" for model in models]
+    return [*lines, *map(str, files)]
 
 
 def read_text(text_or_path: str) -> str:
@@ -206,10 +165,9 @@ def _shown_models(
     tokenizer, start = model.tokenizer_and_start()
     encoded = encoding_of(tokenizer, text)
     ids, has_end = [start, *encoded.ids], model.spec.model.position.has_last_position
-    max_tokens = model.spec.seq_len if has_end else MAX_TEXT_TOKENS
+    max_tokens = min(MAX_TOKENS, model.spec.seq_len if has_end else MAX_TOKENS)
     if len(ids) > max_tokens:
-        reason = "its learned positions end at" if has_end else "of one text are shown at most"
-        raise RunError(f"--text: {len(ids):,} tokens to {model.folder}, {reason} {max_tokens:,}; give a shorter one")
+        raise RunError(f"--text: {len(ids):,} tokens to {model.folder}, more than {max_tokens:,}; give a shorter text")
     shape = model.spec.model.n_layer, max(normalizer.layer.n_head for normalizer in model.decoder.normalizers())
     for name, indices, count in zip(("layer", "head"), (layers, heads), shape, strict=True):
         if wrong := [index for index in indices or [] if not 0 <= index < count]:
@@ -222,29 +180,21 @@ def _shown_models(
     settings = applicable_settings(model.decoder, config.eval.diagnostics.inference)
     if not settings:
         raise RunError(f"{model.path}: no setting of eval.diagnostics.inference is for its normalizer; give another")
-    folder_name = model.folder.resolve().name
-    with Progress().bar(f"{folder_name}: attention", len(settings)) as bar:
-        for setting in settings:
-            decoder = for_inference(model.decoder, setting).to(device)
-            with torch.autocast(device.type, enabled=False):
-                maps = attention_maps(decoder, torch.tensor(ids, device=device), CELLS_A_SIDE)
-            amount = f"{len(ids):,} tokens, {len(text):,} characters; {len(shown_heads)} of {math.prod(shape)} heads"
-            amount += f"; a cell is the largest of {maps.size} x {maps.size} weights" if maps.size > 1 else ""
-            name = folder_name + (f", {setting.label}" if len(settings) > 1 else "")
-            yield ShownModel(name, amount, model.folder, setting.label, tokens, maps, shown_heads)
-            bar.update()
+    for setting in settings:
+        decoder = for_inference(model.decoder, setting).to(device)
+        with torch.autocast(device.type, enabled=False):
+            maps = attention_maps(decoder, torch.tensor(ids, device=device))
+        name = model.folder.resolve().name + f", {setting.label}" * (len(settings) > 1)
+        yield ShownModel(name, model.folder, setting.label, tokens, maps, shown_heads)
 
 
 def cells_of(model: ShownModel) -> Iterator[dict[str, Plain]]:
-    """Table rows of the shown heads, one for each cell in which a query sees a key: the cell's weight, and this
-    weight's query and key.
-    """
+    """Table rows of the shown heads, one for each weight on a key that a query sees."""
     for layer, head in model.heads:
-        cells = (array[layer, head].flat for array in (model.maps.queries, model.maps.keys, model.maps.weights))
-        for query, key, weight in zip(*cells, strict=True):
-            if query >= 0:
-                yield {
-                    "run": str(model.source), "setting": model.setting, "layer": layer, "head": head,
-                    "query": int(query), "key": int(key),
-                    "query_token": model.tokens[query], "key_token": model.tokens[key], "weight": float(weight),
-                }  # fmt: skip
+        weights = model.maps[layer, head]
+        for query, key in np.argwhere(np.isfinite(weights)).tolist():
+            yield {
+                "run": str(model.source), "setting": model.setting, "layer": layer, "head": head, "query": query,
+                "key": key, "query_token": model.tokens[query], "key_token": model.tokens[key],
+                "weight": float(weights[query, key]),
+            }  # fmt: skip

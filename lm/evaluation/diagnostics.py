@@ -128,9 +128,6 @@ class Diagnostics(Measurement):
     def options(self) -> dict[str, Plain]:
         return super().options | {"untrained_seed": self.config.seed}
 
-    def cacheable(self, frame: pd.DataFrame) -> bool:
-        return True  # a number that is not finite is undefined, not an error
-
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
         (sequences,), seed = self.held_out, self.config.seed
         return diagnostic_blocks(decoder, sequences, self.eval_config, device, seed, self.fingerprint, progress)

@@ -4,7 +4,6 @@ exported model.
 
 import contextlib
 import hashlib
-import importlib
 import importlib.metadata
 import io
 import logging
@@ -76,15 +75,6 @@ class DownstreamTasks(Measurement):
     kind = "tasks"
     logged = (Metric("tasks/{TASK}/{METRIC}", meaning="a metric of lm-eval, by its names", units="documents"),)
 
-    @classmethod
-    def require(cls) -> None:
-        try:
-            importlib.import_module("lm_eval")
-        except ModuleNotFoundError as error:
-            raise RunError(
-                f"downstream tasks need lm-eval ({error.name} is not installed); run: pip install 'lm-eval[hf]>=0.4.13'"
-            ) from None
-
     def __init__(self, config: Config, store: Store):
         super().__init__(config, store)
         self.names, self.manager = find_tasks(self.eval_config.tasks)
@@ -103,9 +93,10 @@ class DownstreamTasks(Measurement):
     def work_units(self) -> int:
         return len(self.names)
 
-    def cacheable(self, frame: pd.DataFrame) -> bool:
+    @property
+    def is_reproducible(self) -> bool:
         # a task file of the user may read files that are not known here
-        return not any(name.endswith(TASK_FILES) for name in self.names) and super().cacheable(frame)
+        return not any(name.endswith(TASK_FILES) for name in self.names)
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
         blocks: list[pd.DataFrame] = []
@@ -162,10 +153,13 @@ class DownstreamTasks(Measurement):
 def find_tasks(tasks: list[str]) -> tuple[list[str], "TaskManager"]:
     """Return names of the tasks, groups and task files that match `tasks`, and lm-eval's task manager.
 
-    Raises ConfigError: no such task or file. Reading lm-eval's 14,000 tasks takes a quarter of a minute; task files
-    don't need them.
+    Raises ConfigError: no such task or file; RunError: lm-eval is not installed. Reading lm-eval's 14,000 tasks takes a
+    quarter of a minute; task files don't need them.
     """
-    from lm_eval.tasks import TaskManager
+    try:
+        from lm_eval.tasks import TaskManager
+    except ModuleNotFoundError as error:
+        raise RunError(f"downstream tasks: {error.name} is not installed; pip install 'lm-eval[hf]>=0.4.13'") from None
 
     manager, names = TaskManager(include_defaults=not all(task.endswith(TASK_FILES) for task in tasks)), []
     for task in tasks:

@@ -18,7 +18,7 @@ from lm.data.prepare import check_sequences, prepare, store_with_fingerprint
 from lm.data.store import Store
 from lm.errors import ConfigError, DataError, Problem, RunError
 from lm.evaluation.evaluation_kind import Measurement
-from lm.evaluation.metrics import measurement_types, measurements
+from lm.evaluation.metrics import measurements
 from lm.machine import threads_per_process
 from lm.model.device import Device, resolve_device, resolve_precision
 from lm.plain import Plain, to_plain
@@ -81,8 +81,6 @@ def evaluate_sources(
         source: load(source, checkpoint) for source in sources if (source / DESCRIPTION).is_file()
     }
     configs = {source: changed(measured_config(source, models.get(source), files)) for source in sources}
-    for config in configs.values():
-        measurement_types(config, kinds)  # a missing package is reported before data are prepared
     results: list[EvaluationResult] = []
     for source, config in configs.items():
         model = models.pop(source, None) or load(source, checkpoint)  # of runs one at a time

@@ -96,16 +96,11 @@ class HeldOut:
             self.sequences[indices], None if self.answers is None else self.answers[indices], self.end_of_text
         )
 
-    def units(self, fingerprint: str, mask: np.ndarray | None = None, counts: bool = False) -> pd.DataFrame:
-        """The sequences as units of a frame (`units_frame`), all or those where `mask` is true.
-
-        With `counts`, their weights are the numbers of predictions that count, else all are equal.
+    def units(self, fingerprint: str, counts: bool = False) -> pd.DataFrame:
+        """The sequences as units of a frame (`units_frame`). With `counts`, their weights are the numbers of
+        predictions that count, else all are equal.
         """
-        weights, labels, sha256 = self.target_mask.sum(1) if counts else None, self.document_labels, self.sha256
-        if mask is None or mask.all():
-            return units_frame(sha256, labels, weights, fingerprint)
-        sha256 = hashlib.sha256(f"{sha256} {np.flatnonzero(mask).tolist()}".encode()).hexdigest()
-        return units_frame(sha256, labels[mask], None if weights is None else weights[mask], fingerprint)
+        return units_frame(self.sha256, self.document_labels, self.target_mask.sum(1) if counts else None, fingerprint)
 
     def sequence_means(self, values: np.ndarray) -> np.ndarray:
         """The mean of each sequence, (N, 1), of `values`, (N, length), over `target_mask`."""
@@ -149,10 +144,6 @@ class Measurement(ABC):
         # fingerprint of the data of its sequences; empty: no store
         self.fingerprint = store.fingerprint if store else ""
 
-    @classmethod  # noqa: B027 (most need none)
-    def require(cls) -> None:
-        """Raise RunError unless the packages that it needs are installed."""
-
     @classmethod
     def names(cls, config: Config) -> dict[str, Sequence[object]]:
         """What stands for the words in braces in names of metrics, for a run of `config`."""
@@ -190,6 +181,11 @@ class Measurement(ABC):
         return {"seq_len": data.seq_len, "documents": data.documents, "sequences_sha256": sha256}
 
     @property
+    def is_reproducible(self) -> bool:
+        """Whether all that decides its results is in `facts`, so that a result is used again."""
+        return True
+
+    @property
     def work_units(self) -> int:
         """The sum of all counts with which `measure` calls `progress`, such as the number of sequences."""
         count = sum(len(sequences.sequences) for sequences in self.held_out)
@@ -205,12 +201,6 @@ class Measurement(ABC):
         """Measure a decoder and return blocks of rows (`lm.runs.evaluations.rows`). All ranks call it; the decoder is
         not changed, nor the random state.
         """
-
-    def cacheable(self, frame: pd.DataFrame) -> bool:
-        """Whether a result is used again in place of measuring anew. One that is not finite isn't, as a repetition may
-        be finite.
-        """
-        return bool(np.isfinite(frame["value"][frame["weight"] > 0]).all())
 
     def facts(self, weights: str, device: Device) -> dict[str, Plain]:
         """What decides the result of `weights` (a sha256), by the fields of an `Evaluation`."""
@@ -254,4 +244,4 @@ class Measurement(ABC):
             Progress().say(f"note: {path}: not as it was written: measured again")
             return None
         is_same = all(getattr(evaluation, name) == value for name, value in self.facts(weights, device).items())
-        return evaluation if is_same and self.cacheable(evaluation.frame) else None
+        return evaluation if is_same and self.is_reproducible else None

@@ -22,7 +22,6 @@ class Sampling:
 
     temperature: float = 1.0  # divides the logits; 0: always the most probable token
     top_k: int | None = None  # draw among the k most probable tokens only
-    top_p: float | None = None  # draw among the most probable tokens that together have this probability
     seed: int = 0  # seed of the random draws
 
 
@@ -54,9 +53,6 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
         return int(logits.argmax())
     order = logits.argsort(descending=True)[: sampling.top_k]
     probabilities = scaled[order].softmax(-1)
-    if sampling.top_p is not None:
-        # the most probable token always stays
-        probabilities = probabilities[: int((probabilities.cumsum(-1) < sampling.top_p).sum()) + 1]
     return int(order[torch.multinomial(probabilities, 1, generator=generator)])
 
 

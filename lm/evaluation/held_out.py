@@ -259,8 +259,7 @@ class Validation(Measurement):
         blocks = [validation_rows(means, bits, unigram, sequences.length, units, level)]
         for number, name in enumerate(self.parts(self.config)):
             if (part := sequences.sources == number).any():
-                units = sequences.units(self.fingerprint, part, counts=True)
-                blocks.append(rows(self.logged[1], means[part], units, task=name))
+                blocks.append(rows(self.logged[1], means[part], units[part], task=name))
         return blocks
 
 

@@ -66,24 +66,13 @@ MEASUREMENTS = (  # in the order in which they are made; of callbacks last, as i
 )  # fmt: skip
 
 
-def measurement_types(config: Config, kinds: Sequence[str] | None = None) -> list[type[Measurement]]:
-    """The classes of the measurements that `config.eval` asks for, the validation first; with `kinds` of these alone.
-
-    Raises RunError: a package that a measurement needs is not installed.
-    """
-    wanted = [kind for kind in config.eval.wanted_kinds(config.data) if kinds is None or kind in kinds]
-    types = [measurement for measurement in MEASUREMENTS if measurement.kind in wanted]
-    for measurement in types:
-        measurement.require()
-    return types
-
-
 def measurements(config: Config, store: Store, kinds: Sequence[str] | None = None) -> list[Measurement]:
-    """The measurements of `measurement_types`.
+    """The measurements that `config.eval` asks for, the validation first; with `kinds` of these alone.
 
     Raises LMError: the store does not hold the data that a measurement needs, or a package is not installed.
     """
-    return [measurement(config, store) for measurement in measurement_types(config, kinds)]
+    wanted = [kind for kind in config.eval.wanted_kinds(config.data) if kinds is None or kind in kinds]
+    return [measurement(config, store) for measurement in MEASUREMENTS if measurement.kind in wanted]
 
 
 def metrics_of(config: Config) -> list[Metric]:

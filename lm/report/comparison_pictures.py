@@ -18,7 +18,7 @@ from lm.report.comparison import (
     shown_interval,
     training_lengths,
 )
-from lm.report.pictures import Map, Panel, Picture, Trace, colour_scale
+from lm.report.pictures import Map, Panel, Picture, Trace
 from lm.report.tables import printable, with_unit
 from lm.runs.evaluations import mean, number, point_means
 from lm.runs.folder import DIVERGED, Curve
@@ -272,7 +272,7 @@ def _fraction_map(arm: str, means: pd.DataFrame) -> Map:
     about, tasks = means["about"].iloc[0], means["task"].unique()
     table = mean(means, ["task", "x"]).pivot(index="task", columns="x", values="value").reindex(tasks)
     top = 1.0 if about.interval else float(np.nanmax(table))
-    return Map(arm, about.axis.label, [number(x) for x in table], list(tasks), table.to_numpy(), colour_scale(0.0, top))
+    return Map(arm, about.axis.label, [number(x) for x in table], list(tasks), table.to_numpy(), top)
 
 
 # ---------------------------------------------------------------- what is logged by layer and head

@@ -11,8 +11,6 @@ from typing import Literal
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.collections import QuadMesh
-from matplotlib.colors import LogNorm, Normalize, SymLogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
@@ -22,7 +20,6 @@ from matplotlib.transforms import Transform
 from lm.runs.evaluations import number
 
 GREY, INK, PAPER, GRID, SHADE = "#555555", "#1a1a1a", "#ffffff", "#e6e6e6", "#f0f0f0"
-MAX_CELLS = 40  # most rows or columns of a map that SVG files have as shapes; larger maps are images in them
 # most characters of all category labels below a panel together; with more, the labels are slanted
 MAX_LABEL_CHARACTERS = 56
 PLOT_SETTINGS = {
@@ -97,27 +94,17 @@ class Panel:
         return len({trace.arm for trace in self.traces if trace.kind == "mean"}) > len(COLOURS)
 
 
-def colour_scale(low: float, top: float, kind: Literal["linear", "log", "signed"] = "linear") -> Normalize:
-    """The scale of a map's colours: linear, logarithmic, or logarithmic on both sides of 0 from `low` to `top`."""
-    if kind == "signed":
-        return SymLogNorm(low, vmin=-top, vmax=top)
-    return (LogNorm if kind == "log" else Normalize)(low, top)
-
-
 @dataclass(frozen=True, eq=False)
 class Map:
     """A heat map: values over two axes as colours."""
 
     title: str
     x_label: str
-    # columns, rows: labels of columns and rows; an empty label has no tick
+    # columns, rows: labels of columns and rows
     columns: Sequence[str]
     rows: Sequence[str]
     values: np.ndarray  # (rows, columns); a cell without a finite value has no colour
-    norm: Normalize  # the `colour_scale`, to whose ends values are clipped
-    y_label: str = ""
-    shows_values: bool = True  # whether the values stand in the cells; else maps of one `norm` share a colour bar
-    unit: str = ""  # label of the colour bar
+    top: float  # the largest value of the scale of colours, which begins at 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,8 +116,6 @@ class Picture:
     caption: str = ""
     columns: int = 2  # panels in a row
     panel_size: tuple[float, float] = (6.4, 4.3)  # width and height of a panel in inches
-    # axes whose labels and ticks stand once: `x` for panels below each other, `y` for panels side by side
-    shared: Literal["", "x", "xy"] = ""
 
     @property
     def shown_arms(self) -> list[int]:
@@ -197,7 +182,6 @@ def _render(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
     with matplotlib.rc_context(PLOT_SETTINGS | {"font.size": font, "axes.titlesize": font + 1}):
         figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
-        maps_by_scale: dict[Normalize, tuple[QuadMesh, str, list[Axes]]] = {}
         for index, panel in enumerate(picture.panels):
             if panel is None:
                 continue
@@ -205,16 +189,7 @@ def _render(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
             if isinstance(panel, Panel):
                 _draw_panel(axes, panel)
             else:
-                mesh = _draw_map(axes, panel, picture.panel_size)
-                if not panel.shows_values:
-                    maps_by_scale.setdefault(panel.norm, (mesh, panel.unit, []))[2].append(axes)
-            if "y" in picture.shared and index % columns:
-                axes.set(ylabel="", yticklabels=[])
-            if "x" in picture.shared and any(picture.panels[index + columns : index + columns + 1]):
-                axes.set(xlabel="", xticklabels=[])
-        for mesh, unit, map_axes in maps_by_scale.values():
-            aspect = 20 * max(1, len(map_axes) // columns)
-            figure.colorbar(mesh, ax=map_axes, label=unit, format="{x:g}", aspect=aspect, pad=0.02)
+                _draw_map(axes, panel, picture.panel_size)
         if shown_arms := picture.shown_arms:
             longest = max(len(picture.arms[arm]) for arm in shown_arms)
             entries_per_row = max(1, min(len(shown_arms), int(columns * width * 8 // (longest + 6))))
@@ -297,27 +272,22 @@ def _draw_trace(axes: Axes, trace: Trace) -> None:
             axes.plot(trace.x, heights, "x", color=colour, clip_on=False, **cross_style)
 
 
-def _draw_map(axes: Axes, panel: Map, size: tuple[float, float]) -> QuadMesh:
-    """Draw a heat map and return its mesh of cells. `size`: width and height in inches of the space for the map."""
-    norm, is_large = panel.norm, max(panel.values.shape) > MAX_CELLS
+def _draw_map(axes: Axes, panel: Map, size: tuple[float, float]) -> None:
+    """Draw a heat map with the values in its cells. `size`: width and height in inches of the space for the map."""
     edges = [np.arange(count + 1) - 0.5 for count in panel.values.T.shape]
-    values = np.clip(panel.values, norm.vmin, norm.vmax)
-    colours = "RdBu_r" if isinstance(norm, SymLogNorm) else "viridis"
-    mesh = axes.pcolormesh(*edges, values, norm=norm, cmap=colours, rasterized=is_large)
+    axes.pcolormesh(*edges, panel.values, vmin=0.0, vmax=panel.top, cmap="viridis")
     axes.invert_yaxis()
     axes.grid(visible=False)
-    for (row, column), value in np.ndenumerate(panel.values) if panel.shows_values else ():
-        text, colour = f"{value:.2f}", "#010101" if value > 0.6 * norm.vmax else "#fefefe"
+    for (row, column), value in np.ndenumerate(panel.values):
+        text, colour = f"{value:.2f}", "#010101" if value > 0.6 * panel.top else "#fefefe"
         text, colour = (text, colour) if np.isfinite(value) else ("-", GREY)
         axes.text(column, row, text, ha="center", va="center", fontsize=9, color=colour)
     for axis, labels, inches in zip((axes.xaxis, axes.yaxis), (panel.columns, panel.rows), size, strict=True):
-        ticks = {index: label for index, label in enumerate(labels) if label}
-        font = min(matplotlib.rcParams["font.size"], 50 * inches / max(1, len(ticks)))
-        axis.set_ticks(list(ticks), list(ticks.values()), fontsize=font)
-        if axis is axes.xaxis and max(map(len, labels), default=0) * len(ticks) > 11 * inches:
+        font = min(matplotlib.rcParams["font.size"], 50 * inches / max(1, len(labels)))
+        axis.set_ticks(range(len(labels)), labels, fontsize=font)
+        if axis is axes.xaxis and max(map(len, labels), default=0) * len(labels) > 11 * inches:
             axes.tick_params("x", rotation=90)
-    axes.set(title=_wrap_title(panel.title), xlabel=panel.x_label, ylabel=panel.y_label)
-    return mesh
+    axes.set(title=_wrap_title(panel.title), xlabel=panel.x_label)
 
 
 def _wrap_title(title: str) -> str:

@@ -15,7 +15,6 @@ from lm.config.normalizers import swap_arguments
 from lm.config.tree import Config, differences, effect_of
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError, as_written
-from lm.evaluation.metrics import measurement_types
 from lm.model.decoder import Decoder
 from lm.model.device import resolve_device
 from lm.model.spec import ModelSpec, check_causality, with_steps
@@ -71,7 +70,6 @@ def check_before_data(
             raise ConfigError(problems)
     _check_trainable(config)
     check_causality(config)
-    measurement_types(config)  # a missing package is reported before data are prepared
     if checkpoint or not config.init_from:
         return config, None
     source, shape = load(config.init_from), _shape(config, 0)

@@ -98,7 +98,7 @@ def test_tasks_are_an_evaluation_of_the_exported_model_with_a_value_for_each_doc
     assert sample.values.tolist() == [float(second > first) for first, second in scores]
     outcome = Outcome(config.run_folder, 8, "tasks/our_choice/acc")
     assert weighted_mean(outcome.units("tasks/our_choice/acc")) == pytest.approx(logged["tasks/our_choice/acc"])
-    result = command("eval", str(plain.run_folder), "--tasks", ",".join(tasks.values()), "--json")
+    result = command("eval", str(plain.run_folder), f"eval.tasks=[{', '.join(tasks.values())}]", "--json")
     assert result.returncode == 0, result.stderr
     values = {line["where"]: line["value"] for line in json.loads(result.stdout) if line["kind"] == "tasks"}
     assert values == pytest.approx({task: logged[curve.names[0]] for task, curve in curves.items()})

@@ -1,7 +1,6 @@
 """What needs no data is checked before they are prepared, which can take long."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from folders import last_checkpoint
 
 from lm.config.tree import Config
 from lm.errors import ConfigError, RunError
-from lm.evaluation.evaluate import evaluate_runs
 from lm.training.train import train
 
 SIZES = ["model.n_embd=64", "model.n_head=4", "model.n_layer=2", "model.normalizer=softmax", "trainer.max_steps=2"]
@@ -41,18 +39,12 @@ def test_a_new_run_is_refused_before_its_data_are_prepared(tiny, no_data, what: 
         assert not config.run_folder.exists()
 
 
-def test_a_missing_package_of_an_evaluation_is_reported_before_data_are_prepared(
-    tiny, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-):
-    train(tiny(*SIZES, "name=trained", "eval.long_context.length_factor=0"))
-    request.getfixturevalue("no_data")
+def test_a_missing_package_of_an_evaluation_is_reported_and_leaves_no_run(tiny, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # as if it were not installed
-    monkeypatch.delitem(sys.modules, "lm.evaluation.downstream", raising=False)
-    with pytest.raises(RunError, match=r"need lm-eval .* is not installed.; run: pip install"):
-        train(tiny(*SIZES, "name=run", "eval.tasks=[hellaswag]"))
-    assert not (tmp_path / "runs" / "run").exists()
-    with pytest.raises(RunError, match=r"need lm-eval .* is not installed.; run: pip install"):
-        evaluate_runs([tmp_path / "runs" / "trained"], overrides=["eval.tasks=[hellaswag]"])
+    config = tiny(*SIZES, "name=run", "eval.tasks=[hellaswag]")
+    with pytest.raises(RunError, match=r"downstream tasks: lm_eval.* is not installed; pip install"):
+        train(config)
+    assert not config.run_folder.exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
