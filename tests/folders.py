@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import torch
 
-from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
+from lm.evaluation.evaluation_kind import Measurement
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
@@ -145,11 +145,9 @@ def series(folder: Path, kind: str, step: int) -> tuple[Curve, ...]:
     return curves_of(load_evaluation(evaluation_path(folder, kind, step)))
 
 
-def series_measured(
-    measurement: Measurement, decoder: Decoder, device: Device, progress: Advance = ignore
-) -> tuple[Curve, ...]:
+def series_measured(measurement: Measurement, decoder: Decoder, device: Device) -> tuple[Curve, ...]:
     """What a measurement of a decoder gives."""
-    return curves_of(measurement.evaluate(decoder, device, 0, 0, progress))
+    return curves_of(measurement.evaluate(decoder, device, 0, 0))
 
 
 def contents(folder: Path) -> dict[Path, bytes]:

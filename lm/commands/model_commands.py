@@ -64,7 +64,7 @@ def eval_(
     folders, overrides = paths_and_overrides(arguments, "no run folder given, e.g. runs/softmax")
     try:
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            results = evaluate_runs(folders, checkpoint, overrides, normalizer, length)
+            results = evaluate_runs(folders, checkpoint, overrides, "eval", normalizer, length)
     except KeyboardInterrupt:
         print("stopped; what was measured is kept, and the same command goes on from there", file=sys.stderr)
         raise
@@ -114,9 +114,9 @@ def diagnose(
     if text is None and (layer or head):
         raise ConfigError(f"--{'layer' if layer else 'head'}: of the maps that --text draws; give a text, too")
     if text is None:
-        from lm.evaluation.evaluate import diagnose
+        from lm.evaluation.evaluate import evaluate_runs
 
-        _print_evaluations(diagnose(sources, checkpoint, overrides), out)
+        _print_evaluations(evaluate_runs(sources, checkpoint, overrides, "diagnose"), out)
     else:
         from lm.evaluation.attention_text import show_attention
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -25,7 +24,7 @@ from lm.data.store import Store
 from lm.data.tasks import TaskError, Text, check_task, example
 from lm.diagnostics.attention_rows import HEADS
 from lm.errors import ConfigError, Problem
-from lm.evaluation.evaluation_kind import Advance, HeldOut, Measurement, ignore, tokens_sha256
+from lm.evaluation.evaluation_kind import HeldOut, Measurement, tokens_sha256
 from lm.evaluation.held_out import LENGTHS, by_sequence, by_setting, setting_words
 from lm.model.attention_stream import attention_blocks
 from lm.model.blocks import DecodingCache
@@ -41,7 +40,7 @@ QUESTION_SEED = 0  # seed of the sequences with questions, the same for every mo
 HEADS_DEPTH = 0.5  # depth of the needles that heads' attention is measured on
 
 
-def read_answers(decoder: Decoder, held_out: HeldOut, device: Device, progress: Advance = ignore) -> np.ndarray:
+def read_answers(decoder: Decoder, held_out: HeldOut, device: Device) -> np.ndarray:
     """The loss -log p of each answer token (nats), and 1 if it is the model's most probable token there, else 0:
     (2, N, length) fp32, 0 where no answer is predicted. All ranks call it.
 
@@ -59,7 +58,7 @@ def read_answers(decoder: Decoder, held_out: HeldOut, device: Device, progress: 
         values[sequence, position] = torch.stack((token_nll(hidden, decoder.head, targets), hits.float()), 1)
         return values
 
-    values = by_sequence([decoder], held_out.lengths, (held_out.length, 2), device, measure, progress)
+    values = by_sequence([decoder], held_out.lengths, (held_out.length, 2), device, measure)
     return np.moveaxis(values, -1, 0)
 
 
@@ -67,7 +66,6 @@ class AnswerMeasurement(Measurement):
     """Base class of measurements of answers to questions, in fp32, under each inference setting and at each of several
     sequence lengths (the option `length_factors`, in training lengths)."""
 
-    count_key: ClassVar[str]  # the option with the number of sequences or questions of a task and length
     in_fp32, fixed_lengths = True, True
     tasks: dict[str, Task]  # by name
     haystack: Text | None  # the corpus that fills sequences of its tasks; None: all tasks are over symbols
@@ -77,11 +75,6 @@ class AnswerMeasurement(Measurement):
         options = cls.options_of(config)
         lengths = lengths_from_factors(options.length_factors, config.data)
         return {"SETTING": [setting.label for setting in options.inference], "LENGTH": lengths}
-
-    @property
-    def work_units(self) -> int:
-        count, settings = getattr(self.eval_config, self.count_key), len(self.eval_config.inference)
-        return len(self.tasks) * len(self.lengths) * count * settings
 
     def check_fits(self, task: Task, length: int, key: str, count: int = 1) -> None:
         """Raise ConfigError, which names the option `key`, unless `task` can make `count` different sequences of
@@ -126,7 +119,7 @@ def by_length(metric: Metric, lengths: list[int], samples: Sequence[Sample], **f
 class Recall(AnswerMeasurement):
     """Accuracy of whole answers and of answer tokens, and the loss of answers, by sequence length, teacher-forced."""
 
-    kind, count_key = "recall", "sequences"
+    kind = "recall"
     logged = (replace(ACCURACY, name="recall/{TASK} {LENGTH} {SETTING}", meaning="whole answers that are correct"),)
 
     @classmethod
@@ -161,12 +154,12 @@ class Recall(AnswerMeasurement):
     def options(self) -> dict[str, Plain]:
         return super().options | {"tasks": [to_plain(task) for task in self.tasks.values()]}
 
-    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
+    def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         blocks, accuracy_metric = [], by_setting(self.logged[0], self.eval_config.inference)
         for (setting, model), (name, task) in product(self.inference_models(decoder), self.tasks.items()):
             options = to_plain(task)
             fields, options = {"task": options.pop("name"), "setting": setting}, json.dumps(options)
-            samples = [self._samples(model, task, length, device, progress) for length in self.lengths]
+            samples = [self._samples(model, task, length, device) for length in self.lengths]
             questions = int(samples[0][0][1]["weight"].sum())
             whole = accuracy(accuracy_metric.named(TASK=name), questions, task.chance, options)
             token = replace(ANSWER_LOSS, unit="fraction", better="higher", quantity="token accuracy", options=options)
@@ -175,12 +168,12 @@ class Recall(AnswerMeasurement):
                 blocks.append(by_length(metric, self.lengths, by_metric, **fields))
         return blocks
 
-    def _samples(self, decoder: Decoder, task: Task, length: int, device: Device, progress: Advance) -> list[Sample]:
+    def _samples(self, decoder: Decoder, task: Task, length: int, device: Device) -> list[Sample]:
         """By sequence: the accuracy of whole answers and of their tokens, and the loss of answers."""
         count = self.eval_config.sequences
         examples = [example(task, QUESTION_SEED, index, length, "test", self.haystack) for index in range(count)]
         held_out = HeldOut.of_examples(examples, self.store.token_bytes)
-        losses, hits = read_answers(decoder, held_out, device, progress)
+        losses, hits = read_answers(decoder, held_out, device)
         whole = [
             [right[start - 1 : stop - 1].all() for start, stop in item.questions]
             for right, item in zip(hits, examples, strict=True)
@@ -269,7 +262,7 @@ class NeedleMeasurement(AnswerMeasurement):
     attention to the needle.
     """
 
-    kind, count_key = "needle", "trials"
+    kind = "needle"
     logged = (
         replace(ACCURACY, name="needle/exact {LENGTH} {SETTING}", meaning="needles whose number is written"),
         replace(
@@ -298,10 +291,10 @@ class NeedleMeasurement(AnswerMeasurement):
         if options.heads_at:
             self.check_fits(task, self.heads_length, "heads_at")
 
-    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
+    def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         blocks, head_blocks = [], []
         for setting, model in self.inference_models(decoder):
-            blocks += self._answer_blocks(model, setting, device, progress)
+            blocks += self._answer_blocks(model, setting, device)
             head_blocks += self._head_blocks(model, setting, device) if self.eval_config.heads_at else []
         return blocks + head_blocks
 
@@ -315,15 +308,11 @@ class NeedleMeasurement(AnswerMeasurement):
             np.mean([1 / (candidates - index % task.needles) for index in range(self.eval_config.trials)])
         )
 
-    def _answer_blocks(
-        self, decoder: Decoder, setting: str, device: Device, progress: Advance
-    ) -> Iterator[pd.DataFrame]:
+    def _answer_blocks(self, decoder: Decoder, setting: str, device: Device) -> Iterator[pd.DataFrame]:
         """Accuracy for reports, over all depths and for the control without needle; then each metric that `SCORED`
         lists, at each depth and for the control."""
         samples = {
-            name: [
-                self._sample(self._trials(task, length), decoder, length, device, progress) for length in self.lengths
-            ]
+            name: [self._sample(self._trials(task, length), decoder, length, device) for length in self.lengths]
             for name, task in self.tasks.items()
         }
         options = json.dumps({"needles": self.eval_config.needles, "distractors": self.eval_config.distractors})
@@ -343,16 +332,14 @@ class NeedleMeasurement(AnswerMeasurement):
     def _trials(self, task: Needle, length: int) -> list[Trial]:
         return trials(task, length, self.eval_config.trials, self.haystack)
 
-    def _sample(
-        self, questions: list[Trial], decoder: Decoder, length: int, device: Device, progress: Advance = ignore
-    ) -> Sample:
+    def _sample(self, questions: list[Trial], decoder: Decoder, length: int, device: Device) -> Sample:
         """The scores of each question, (questions, metrics), and the questions."""
 
         def measure(indices: list[int]) -> Tensor:
             return score(decoder, [questions[index] for index in indices], length, self.haystack)
 
         lengths = [len(trial.prompt) for trial in questions]
-        return by_sequence([decoder], lengths, (len(SCORED),), device, measure, progress), _units(questions)
+        return by_sequence([decoder], lengths, (len(SCORED),), device, measure), _units(questions)
 
     def _head_blocks(self, decoder: Decoder, setting: str, device: Device) -> Iterator[pd.DataFrame]:
         """Every head's attention to the number of needles at depth `HEADS_DEPTH`, by trial."""

@@ -161,7 +161,7 @@ def read_text(text_or_path: str) -> str:
 def _shown_models(
     model: LoadedModel, text: str, layers: Indices, heads: Indices, changes: dict[str, Plain]
 ) -> Iterator[ShownModel]:
-    config = changed_config(changes, model.config or text_config(model, ()))
+    config = changed_config(changes, model.config or text_config(model, ()), "diagnose")
     tokenizer, start = model.tokenizer_and_start()
     encoded = encoding_of(tokenizer, text)
     ids, has_end = [start, *encoded.ids], model.spec.model.position.has_last_position

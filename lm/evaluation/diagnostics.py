@@ -36,7 +36,7 @@ from lm.diagnostics.concentration import concentration_statistics
 from lm.diagnostics.limits import limit_statistics
 from lm.diagnostics.sparsity import sparsity_statistics
 from lm.errors import ConfigError, Problem
-from lm.evaluation.evaluation_kind import Advance, HeldOut, Measurement, ignore
+from lm.evaluation.evaluation_kind import HeldOut, Measurement
 from lm.evaluation.held_out import by_sequence, spread_sequences, validation_sequences
 from lm.model.decoder import Decoder
 from lm.model.device import Device
@@ -128,19 +128,13 @@ class Diagnostics(Measurement):
     def options(self) -> dict[str, Plain]:
         return super().options | {"untrained_seed": self.config.seed}
 
-    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
+    def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         (sequences,), seed = self.held_out, self.config.seed
-        return diagnostic_blocks(decoder, sequences, self.eval_config, device, seed, self.fingerprint, progress)
+        return diagnostic_blocks(decoder, sequences, self.eval_config, device, seed, self.fingerprint)
 
 
 def diagnostic_blocks(
-    decoder: Decoder,
-    held_out: HeldOut,
-    options: DiagnosticsConfig,
-    device: Device,
-    seed: int,
-    fingerprint: str,
-    progress: Advance = ignore,
+    decoder: Decoder, held_out: HeldOut, options: DiagnosticsConfig, device: Device, seed: int, fingerprint: str
 ) -> list[pd.DataFrame]:
     """Measure diagnostics of a decoder on `device`, and return blocks of rows: overall, by visible keys, or by head.
     All ranks call it.
@@ -165,7 +159,7 @@ def diagnostic_blocks(
                 vectors.append(torch.stack([as_trained, *measures.vectors(untrained, batch), shuffled]))
             return torch.stack(vectors)
 
-        vectors = by_sequence(pair, held_out.lengths, (3, measures.vector_length), device, measure, progress)
+        vectors = by_sequence(pair, held_out.lengths, (3, measures.vector_length), device, measure)
         suffix = "" if setting.label == "as trained" else f", {setting.label}"
         names = setting.label, UNTRAINED + suffix, SHUFFLED + suffix
         models |= {name: measures.values(vectors[:, index], decoder.seq_len) for index, name in enumerate(names)}

@@ -21,7 +21,7 @@ import torch
 from lm.config.tree import Config
 from lm.data.store import Store
 from lm.errors import ConfigError, LMError, Problem, RunError, one_line
-from lm.evaluation.evaluation_kind import Advance, Measurement
+from lm.evaluation.evaluation_kind import Measurement
 from lm.files import expand_home
 from lm.huggingface.exporting import transformers_model
 from lm.model.decoder import Decoder
@@ -90,15 +90,11 @@ class DownstreamTasks(Measurement):
         return super().options | {"lm_eval": importlib.metadata.version("lm_eval"), "end_tokens": end_tokens}
 
     @property
-    def work_units(self) -> int:
-        return len(self.names)
-
-    @property
     def is_reproducible(self) -> bool:
         # a task file of the user may read files that are not known here
         return not any(name.endswith(TASK_FILES) for name in self.names)
 
-    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
+    def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         blocks: list[pd.DataFrame] = []
 
         def measure_tasks() -> torch.Tensor:
@@ -112,7 +108,6 @@ class DownstreamTasks(Measurement):
                 if results := _results(adapter, name, self.manager, self.eval_config.limit):
                     found = (self._blocks(task, results, adapter) for task in results["samples"])
                     blocks.extend(chain.from_iterable(found))
-                progress(1)
             return torch.zeros(1)
 
         logging.getLogger("lm_eval").setLevel(logging.ERROR)

@@ -4,7 +4,7 @@ the file of its result in a run folder.
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -30,14 +30,6 @@ from lm.runs.checkpoints import weights_sha256
 from lm.runs.evaluations import Evaluation, evaluation_path, join_rows, measuring_code, units_frame
 from lm.runs.manifest import read_file, write_files
 from lm.runs.metric import Metric
-
-Advance = Callable[[int], None]  # called with the units of work done since the last call
-
-
-def ignore(units: int) -> None:
-    """Do nothing. A measurement whose progress is not displayed calls this function as its progress callback (type
-    `Advance`).
-    """
 
 
 def tokens_sha256(sequences: Iterable[np.ndarray]) -> str:
@@ -185,19 +177,13 @@ class Measurement(ABC):
         """Whether all that decides its results is in `facts`, so that a result is used again."""
         return True
 
-    @property
-    def work_units(self) -> int:
-        """The sum of all counts with which `measure` calls `progress`, such as the number of sequences."""
-        count = sum(len(sequences.sequences) for sequences in self.held_out)
-        return count * len(getattr(self.eval_config, "inference", [None]))
-
     def inference_models(self, decoder: Decoder) -> Iterator[tuple[str, Decoder]]:
         """The label of each inference setting that is for the decoder's normalizer, and the decoder under it."""
         for setting in applicable_settings(decoder, self.eval_config.inference):
             yield setting.label, for_inference(decoder, setting)
 
     @abstractmethod
-    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
+    def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         """Measure a decoder and return blocks of rows (`lm.runs.evaluations.rows`). All ranks call it; the decoder is
         not changed, nor the random state.
         """
@@ -214,14 +200,12 @@ class Measurement(ABC):
         }
         return json_value(facts)
 
-    def evaluate(
-        self, decoder: Decoder, device: Device, step: int, tokens_seen: int, progress: Advance = ignore
-    ) -> Evaluation:
+    def evaluate(self, decoder: Decoder, device: Device, step: int, tokens_seen: int) -> Evaluation:
         """Measure a decoder trained for `step` steps and `tokens_seen` tokens, and return the result. All ranks call
         it.
         """
         facts = self.facts(weights_sha256(decoder.state_dict()), device)
-        frame = join_rows(self.measure(decoder, device, progress))
+        frame = join_rows(self.measure(decoder, device))
         return Evaluation(self.kind, step, tokens_seen, self.config.data.seq_len, frame=frame, **facts)
 
     def write(self, run: Path, evaluation: Evaluation) -> Path:

@@ -24,11 +24,12 @@ from lm.data.sources import labels as source_labels
 from lm.data.store import TOKENIZER, Store
 from lm.data.tasks import STORE_SEED, NoRoom, example
 from lm.errors import ConfigError, DataError, Problem
-from lm.evaluation.evaluation_kind import Advance, HeldOut, Measurement, ignore
+from lm.evaluation.evaluation_kind import HeldOut, Measurement
 from lm.model.cross_entropy import token_kl, token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, eval_mode
 from lm.plain import Plain, to_plain
+from lm.progress import Progress
 from lm.runs.checkpoints import weights_sha256
 from lm.runs.evaluations import (
     NATS,
@@ -104,7 +105,6 @@ def by_sequence(
     shape: tuple[int, ...],
     device: Device,
     measure: Callable[[list[int]], Tensor],
-    progress: Advance = ignore,
 ) -> np.ndarray:
     """Values of each sequence, (N, *shape) fp32, that `measure` computes in batches. All ranks call it.
 
@@ -115,26 +115,26 @@ def by_sequence(
         models: models that `measure` runs; they are in evaluation mode meanwhile, and without gradients.
         lengths: tokens in each sequence, (N,); sequences of one length are read together, up to `EVAL_TOKENS` tokens.
         measure: indices of sequences of one length -> their values, (indices, *shape).
-        progress: called with the number of sequences done.
     """
 
     def rank_values() -> Tensor:
         result, by_length = torch.zeros(len(lengths), *shape), {}
         for index in range(device.rank, len(lengths), device.world):
             by_length.setdefault(lengths[index], []).append(index)
-        for length, indices in by_length.items():
-            size = max(1, EVAL_TOKENS // length)
-            for batch in (indices[start : start + size] for start in range(0, len(indices), size)):
-                with torch.autocast(device.device.type, enabled=False):
-                    result[batch] = measure(batch).cpu()
-                progress(len(batch))
+        with Progress("auto" if device.label else "none").bar(device.label, len(lengths)) as bar:
+            for length, indices in by_length.items():
+                size = max(1, EVAL_TOKENS // length)
+                for batch in (indices[start : start + size] for start in range(0, len(indices), size)):
+                    with torch.autocast(device.device.type, enabled=False):
+                        result[batch] = measure(batch).cpu()
+                    bar.update(len(batch))
         return result
 
     with eval_mode(*models):
         return all_reduce_sum(device, rank_values).numpy()
 
 
-def nll_by_token(decoder: Decoder, held_out: HeldOut, device: Device, progress: Advance = ignore) -> np.ndarray:
+def nll_by_token(decoder: Decoder, held_out: HeldOut, device: Device) -> np.ndarray:
     """Losses -log p of predicted tokens, (N, length) fp32, nats. Holds no T x T weights or T x V logits of T tokens.
     All ranks call it.
     """
@@ -145,7 +145,7 @@ def nll_by_token(decoder: Decoder, held_out: HeldOut, device: Device, progress: 
             hidden = decoder.hidden(batch)
         return token_nll(hidden.flatten(0, 1), decoder.head, batch.targets.flatten()).view(batch.targets.shape)
 
-    return by_sequence([decoder], held_out.lengths, (held_out.length,), device, measure, progress)
+    return by_sequence([decoder], held_out.lengths, (held_out.length,), device, measure)
 
 
 def bits_per_byte(nll: np.ndarray, held_out: HeldOut) -> float:
@@ -249,9 +249,9 @@ class Validation(Measurement):
         # which the store's fingerprint leaves out
         return super().options | {"weights": [item.weight for item in (data.tasks if data.symbolic else data.sources)]}
 
-    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
+    def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         (sequences,), data = self.held_out, self.config.data
-        nll = nll_by_token(decoder, sequences, device, progress=progress)
+        nll = nll_by_token(decoder, sequences, device)
         means = sequences.sequence_means(nll)
         bits = None if data.symbolic else bits_per_byte(nll, sequences)
         unigram, level = unigram_loss(self.store, data)
@@ -303,10 +303,10 @@ class OtherTexts(Measurement):
                 remedy = "name a longer text, or leave it out"
                 raise ConfigError([Problem(f"eval.texts.of.{name}", text.path.name, reason, remedy)])
 
-    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
+    def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         blocks, (loss, bits) = [], self.logged
         for (name, text), sequences in zip(self.stores.items(), self.held_out, strict=True):
-            nll, fingerprint = nll_by_token(decoder, sequences, device, progress), text.fingerprint
+            nll, fingerprint = nll_by_token(decoder, sequences, device), text.fingerprint
             selection = selection_mask(fingerprint, sequences.document_labels)
             splits = selection.any() and not selection.all()  # else too few documents to divide: all report
             units = sequences.units(fingerprint if splits else "")
@@ -338,11 +338,11 @@ class LongContext(Measurement):
         super().__init__(config, store)
         self.held_out = [long_sequences(store, config)]
 
-    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
+    def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         (sequences,), blocks = self.held_out, []
         about, units = replace(self.logged[0], amount=sequences.amount), sequences.units(self.fingerprint)
         for label, model in self.inference_models(decoder):
-            nll = nll_by_token(model, sequences, device, progress)
+            nll = nll_by_token(model, sequences, device)
             columns = by_position(sequences, nll, self.config.data.seq_len)
             blocks.append(rows(about, units=units, setting=label, **columns))
             bits = Metric(better="lower", quantity="bits per byte")
@@ -385,12 +385,12 @@ class ByLength(Measurement):
             for length in self.lengths
         ]
 
-    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
+    def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         stretches, blocks = self.held_out[-1], []
         about, units = replace(self.logged[0], amount=stretches.amount), stretches.units(self.fingerprint)
         about = by_setting(about, self.eval_config.inference)
         for label, model in self.inference_models(decoder):
-            losses = [nll_by_token(model, cut, device, progress) for cut in self.held_out]
+            losses = [nll_by_token(model, cut, device) for cut in self.held_out]
             by_stretch = [nll.reshape(len(units), -1).mean(1, dtype=np.float64) for nll in losses]
             blocks.append(rows(about, np.stack(by_stretch, 1), units, self.lengths, setting=label))
         return blocks
@@ -455,13 +455,13 @@ class SwapMeasurement(Measurement):
         label, weights = self.old_decoder.config.normalizer.label(), weights_sha256(self.old_decoder.state_dict())
         return super().options | {"before": label, "weights_before_sha256": weights}
 
-    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
+    def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         old, blocks = self.old_decoder.to(device.device), []
         amount = "; ".join(sequences.amount for sequences in self.held_out)
         lengths, seq_len = [sequences.length for sequences in self.held_out], self.config.data.seq_len
         logged_length = min(lengths, key=lambda length: length != seq_len, default=seq_len)
         for length, sequences in zip(lengths, self.held_out, strict=True):
-            before, after, kl = token_losses_and_kl(old, decoder, sequences, device, progress)
+            before, after, kl = token_losses_and_kl(old, decoder, sequences, device)
             units = sequences.units(self.fingerprint, counts=True)
             for metric, values in zip((*self.logged, self._change), (before, after, kl, after - before), strict=True):
                 about = replace(metric, amount=amount)
@@ -470,9 +470,7 @@ class SwapMeasurement(Measurement):
         return blocks
 
 
-def token_losses_and_kl(
-    old: Decoder, new: Decoder, held_out: HeldOut, device: Device, progress: Advance = ignore
-) -> np.ndarray:
+def token_losses_and_kl(old: Decoder, new: Decoder, held_out: HeldOut, device: Device) -> np.ndarray:
     """Losses -log p of all predicted tokens under `old` and `new`, and KL(old || new): (3, N, length) float64, nats.
     All ranks call it.
     """
@@ -486,5 +484,5 @@ def token_losses_and_kl(
         values = torch.stack([*losses, token_kl(hidden[0], old.head, hidden[1], new.head)])
         return values.view(3, *batch.targets.shape).transpose(0, 1)
 
-    numbers = by_sequence([old, new], held_out.lengths, (3, held_out.length), device, measure, progress)
+    numbers = by_sequence([old, new], held_out.lengths, (3, held_out.length), device, measure)
     return numbers.swapaxes(0, 1).astype("f8")

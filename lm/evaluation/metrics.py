@@ -16,7 +16,7 @@ from lm.errors import ConfigError, Problem, suggest
 from lm.evaluation.answers import NeedleMeasurement, Recall
 from lm.evaluation.diagnostics import Diagnostics
 from lm.evaluation.downstream import DownstreamTasks
-from lm.evaluation.evaluation_kind import Advance, Measurement
+from lm.evaluation.evaluation_kind import Measurement
 from lm.evaluation.held_out import ByLength, LongContext, OtherTexts, SwapMeasurement, Validation
 from lm.model.decoder import Decoder
 from lm.model.device import Device
@@ -51,7 +51,7 @@ class LoggedMetrics(Measurement):
     )  # fmt: skip
     values: dict[str, float]  # by name; set before each measurement
 
-    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[pd.DataFrame]:
+    def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         (metric,), blocks = self.logged, []
         for name, value in self.values.items():
             # one value, which pairs with that of another run

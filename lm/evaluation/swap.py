@@ -15,7 +15,7 @@ from lm.config.load import merge, overrides_in, parse, to_yaml
 from lm.config.tree import Config
 from lm.config.yaml_text import override
 from lm.errors import ConfigError, Problem
-from lm.evaluation.evaluate import measured_config, model_on_text, open_device, open_store
+from lm.evaluation.evaluate import measured_config, open_device, open_store
 from lm.evaluation.held_out import SwapMeasurement
 from lm.files import json_bytes, new_folder
 from lm.model.decoder import Decoder
@@ -76,12 +76,12 @@ def swap_run(
     """
     with new_folder(destination) as folder:
         model = load(source, checkpoint)
-        base = measured_config(source, model, files)
+        base = measured_config(model, files)
         with PLUGINS.trusted():
             config = _swapped_config(base, model.decoder.config.normalizer, normalizer, init, destination, overrides)
         check_causality(config)
         old, new = model.decoder, with_normalizer(model.decoder, config.model.normalizer)
-        model, store = model_on_text(model, config) if files else (model, open_store(config, model))
+        model, store = open_store(model, config, files)
         # an export has no environment
         environment = {**model.environment, "data_fingerprint": model.metadata["data_fingerprint"]}
         measurement, device = SwapMeasurement(config, store, old), open_device(config, environment)

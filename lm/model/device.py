@@ -187,6 +187,7 @@ class Device:
     bf16: bool
     rank: int = 0
     world: int = 1
+    label: str = ""  # of the progress bar of measurements; empty: none is shown
 
     @property
     def precision(self) -> str:

@@ -29,6 +29,7 @@ from lm.evaluation.held_out import (
     LongContext,
     bits_per_byte,
     bucket_edges,
+    by_sequence,
     long_sequences,
     nll_by_token,
     swap_sequences,
@@ -70,16 +71,15 @@ def test_loss_by_token_equals_the_full_computation(name: str, count: int, length
     assert np.allclose(nll, expected.detach(), atol=1e-5)
 
 
-def test_what_fails_or_takes_too_long_is_told_to_all_and_leaves_no_trace():
-    decoder, held_out = made()
-    state = torch.get_rng_state()
+def test_what_fails_leaves_no_trace():
+    decoder, state = made()[0], torch.get_rng_state()
 
-    def fails(units: int) -> None:
+    def fails(indices: list[int]) -> torch.Tensor:
         torch.rand(3)
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        nll_by_token(decoder, held_out, CPU, progress=fails)
+        by_sequence([decoder], [128] * 3, (), CPU, fails)
     assert decoder.training
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -121,9 +121,7 @@ def test_positions_sequences_and_buckets_agree(tiny):
     config = tiny()
     store = prepare(config.data)
     decoder = Decoder(config.model, store.vocab_size, config.data.seq_len)
-    curves = [
-        curve for curve in series_measured(LongContext(config, store), decoder, CPU, lambda units: None) if curve.bins
-    ]
+    curves = [curve for curve in series_measured(LongContext(config, store), decoder, CPU) if curve.bins]
     for curve in curves:
         assert curve.means == pytest.approx([units.values.mean() for units in curve.points])
     first, second = curves
@@ -140,9 +138,7 @@ def test_sequences_may_be_shorter_than_those_of_training(tiny):
     decoder = Decoder(config.model, store.vocab_size, config.data.seq_len)
     measurement = LongContext(config, store)
     assert measurement.held_out[0].sequences.shape == (3, config.data.seq_len // 2 + 1)
-    assert [
-        curve.until[-1] for curve in series_measured(measurement, decoder, CPU, lambda units: None) if curve.bins
-    ] == [
+    assert [curve.until[-1] for curve in series_measured(measurement, decoder, CPU) if curve.bins] == [
         16,
         16,
     ]

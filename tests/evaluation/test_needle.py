@@ -151,7 +151,6 @@ def test_cells_have_their_control_and_ranks_share_them(tiny, monkeypatch: pytest
     store = prepare(config.data)
     decoder = Decoder(config.model, store.vocab_size, config.data.seq_len)
     needle = NeedleMeasurement(config, store)
-    units: list[int] = []
     with monkeypatch.context() as patch:  # a model that finds needles in the first half of the text alone
 
         def found(decoder: Decoder, questions: list, *_: object) -> torch.Tensor:
@@ -159,12 +158,11 @@ def test_cells_have_their_control_and_ranks_share_them(tiny, monkeypatch: pytest
             return torch.tensor(is_early)[:, None].repeat(1, len(SCORED))
 
         patch.setattr(needles, "score", found)
-        result = series_measured(needle, decoder, CPU, units.append)
+        result = series_measured(needle, decoder, CPU)
     accuracies = [series.means.tolist() for series in result if series.metric == "accuracy"]
     assert accuracies == [[0.5, 0.5], [0, 0]], "the mean over depths"
-    result = series_measured(needle, decoder, CPU, units.append)
+    result = series_measured(needle, decoder, CPU)
     assert decoder.training
-    assert sum(units) == 2 * needle.work_units == 36
     exact = [series for series in result if series.metric == "exact"]
     assert [(series.task, series.x.tolist()) for series in exact] == [
         (name, [192, 256]) for name in ("depth 0%", "depth 100%", "no needle")
@@ -202,9 +200,7 @@ def test_questions_of_one_sequence_are_one_group(tiny):
         "eval.needle.heads_at=null",
     )
     needle = NeedleMeasurement(config, store := prepare(config.data))
-    result = series_measured(
-        needle, Decoder(config.model, store.vocab_size, config.data.seq_len), CPU, lambda trials: None
-    )
+    result = series_measured(needle, Decoder(config.model, store.vocab_size, config.data.seq_len), CPU)
     by_length = [series for series in result if series.axis and series.axis.name == "sequence length"]
     assert {series.metric for series in by_length} == {"accuracy", *(metric.quantity for metric in SCORED)}
     assert {tuple(units.groups) for series in by_length for units in series.points} == {(0, 0, 0, 1, 1, 1, 2)}
@@ -218,9 +214,7 @@ def test_questions_of_one_sequence_are_one_group(tiny):
 def test_numbers_beside_the_needle_make_a_chance(tiny):
     config = tiny(*NEEDLES, "eval.needle.distractors=3", "eval.needle.length_factors=[8]", "eval.needle.heads_at=null")
     needle = NeedleMeasurement(config, store := prepare(config.data))
-    evaluation = needle.evaluate(
-        Decoder(config.model, store.vocab_size, config.data.seq_len), CPU, 0, 0, lambda trials: None
-    )
+    evaluation = needle.evaluate(Decoder(config.model, store.vocab_size, config.data.seq_len), CPU, 0, 0)
     exact = [series.references for series in curves_of(evaluation) if series.metric in ("accuracy", "exact")]
     assert exact == [{"chance": 1 / 4}, {}, {"chance": 1 / 4}, {"chance": 1 / 4}, {}], (
         "the control shows none that is right"
@@ -232,9 +226,7 @@ def test_needles_are_asked_for_under_each_setting(tiny):
     settings = "eval.needle.inference=[{}, {rope: ntk}]"
     config = tiny(*NEEDLES, "eval.needle.length_factors=[8]", "eval.needle.depths=[0]", settings)
     needle = NeedleMeasurement(config, store := prepare(config.data))
-    result = series_measured(
-        needle, Decoder(config.model, store.vocab_size, config.data.seq_len), CPU, lambda trials: None
-    )
+    result = series_measured(needle, Decoder(config.model, store.vocab_size, config.data.seq_len), CPU)
     names = {name for series in result for name in series.logged_means}
     assert names == {metric.name for metric in needle.metrics(config)}
     assert len({series.setting for series in result}) == 2

@@ -106,7 +106,7 @@ def test_an_answer_is_right_if_all_its_tokens_are(tiny, monkeypatch):
     recall = Recall(config, prepare(config.data))
     monkeypatch.setattr(answers, "read_answers", one_wrong_token)
     decoder = Decoder(config.model, recall.store.vocab_size, 32)
-    whole, token, loss = series_measured(recall, decoder, CPU, lambda units: None)
+    whole, token, loss = series_measured(recall, decoder, CPU)
     assert (whole.metric, token.metric, loss.metric) == ("accuracy", "token accuracy", "loss of answers")
     assert (whole.means[0], loss.means[0]) == (0.5, 0.5)
     counts = token.points[0].weights
@@ -121,7 +121,7 @@ def test_the_result_is_plain_has_rows_and_scores_and_is_the_same_each_time(tiny)
     store = prepare(config.data)
     recall = Recall(config, store)
     decoder = Decoder(config.model, store.vocab_size, 32)
-    first, second = (recall.evaluate(decoder, CPU, 0, 0, lambda units: None) for _ in range(2))
+    first, second = (recall.evaluate(decoder, CPU, 0, 0) for _ in range(2))
     curves = curves_of(first)
     assert first.frame.equals(second.frame)
     assert [result.x.tolist() for result in curves] == 6 * [[32, 80]]
@@ -132,7 +132,6 @@ def test_the_result_is_plain_has_rows_and_scores_and_is_the_same_each_time(tiny)
     assert chances == pytest.approx([(1 / 4 + 1 / 3) / 2, (1 / 2 + 1) / 2])
     metrics = ["accuracy", "accuracy: chance", "token accuracy", "loss of answers"]
     assert list(dict.fromkeys(row["quantity"] for row in rows_of(first))) == metrics
-    assert recall.work_units == 12
 
 
 def test_needles_are_asked_of_a_model_of_text(tiny, tmp_path: Path):
@@ -250,7 +249,7 @@ def test_validation_sequences_follow_the_weights_of_tasks_over_symbols(tiny):
     config = tiny(shares, SYMBOLS[1], "eval.sequences=40")
     validation = Validation(config, store := prepare(config.data))
     decoder = Decoder(config.model, store.vocab_size, 32)
-    whole, *sources = series_measured(validation, decoder, CPU, lambda count: None)
+    whole, *sources = series_measured(validation, decoder, CPU)
     units = [(result.task, len(result.points[0].values)) for result in sources]
     assert units == [(f"mqar (queries {n})", count) for n, count in ((4, 30), (5, 8), (1, 2))], "and no bits per byte"
     assert [*whole.references] == ["unigram cross-entropy, at most"], "the store counts tasks alike"

@@ -78,7 +78,7 @@ def test_documents_are_divided_into_those_that_select_and_report_where_there_are
 
     by_name = {
         curve.task: curve
-        for curve in series_measured(texts, decoder, Device(torch.device("cpu"), False), lambda n: None)
+        for curve in series_measured(texts, decoder, Device(torch.device("cpu"), False))
         if curve.points
     }
     (code_units,), (verse_units,) = by_name["code"].points, by_name["verse"].points
@@ -96,7 +96,7 @@ def test_documents_of_a_text_are_isolated_where_those_of_training_are(tiny, vers
         config = tiny(OFF, asked(verse, code).replace("sequences: 16", "sequences: 100"), f"data.documents={documents}")
         texts = OtherTexts(config, store := prepare(config.data))
         decoder = Decoder(config.model, store.vocab_size, config.data.seq_len, seed=1)
-        measured = series_measured(texts, decoder, Device(torch.device("cpu"), False), lambda n: None)
+        measured = series_measured(texts, decoder, Device(torch.device("cpu"), False))
         losses.append({curve.task: curve.points[0].values for curve in measured if curve.points})
     has_boundary = (texts.held_out[1].sequences[:, 1:-1] == store.end_of_text).any(1)
     assert ((losses[0]["code"] != losses[1]["code"]) == has_boundary).all()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pandas as pd
 import pytest
@@ -242,9 +243,9 @@ def test_a_run_is_reported_without_its_checkpoints(tmp_path):
 def test_what_was_measured_by_other_code_is_measured_again(tmp_path, monkeypatch):
     class Probe(Measurement):
         kind = "long_context"
-        options, work_units = {}, 1
+        options: ClassVar = {}
 
-        def measure(self, decoder, where, progress):
+        def measure(self, decoder, device):
             return []
 
     probe = Probe(
