@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +29,7 @@ NO_FIRST = ", no first"  # ending of names of statistics without the first token
 MIN_KEYS = 32
 
 
-@dataclass(frozen=True)
-class Moments:
+class Moments(NamedTuple):
     """Moments of the scores of each query over the keys that it sees."""
 
     mean: Tensor  # beta
@@ -203,13 +203,6 @@ class AttentionRows:
         return replace(self, scores=scores, weights=self.normalize(scores), is_shuffled=True)
 
 
-def shifted_layout(layout: AttentionLayout, tokens: int) -> AttentionLayout:
-    """The layout of the same queries and keys with `tokens` more tokens before them."""
-    return replace(
-        layout, **{name: getattr(layout, name) + tokens for name in ("positions", "key_positions", "lengths")}
-    )
-
-
 def _query_by_key(values: Tensor) -> Tensor:
     """The tensor `values`, (T, S) or (1, 1, T, S), in the shape (T, S)."""
     return values.reshape(values.shape[-2:])
@@ -257,70 +250,52 @@ class Statistic:
 @dataclass(frozen=True)
 class QuerySums:
     """Sums for each head over rows of a sequence that are defined (`AttentionRows.is_defined`), such as sums of weights
-    by key position.
-
-    P: the shape of one head's sums, such as (2 x length,).
+    by key position: two numbers for each of the L tokens of the sequence.
     """
 
     name: str  # as in `Statistic`
-    unit: str  # as in `Statistic`
-    shape: Callable[[int], tuple[int, ...]]  # tokens of a sequence -> P
-    sums: Callable[[AttentionRows, int], Tensor | None]  # rows, tokens of the sequence -> (H, *P); None: does not apply
-    # sums of each sequence (N, layers, H, *P) float64 -> a number for each head (layers, H), NaN where not defined
+    sums: Callable[[AttentionRows, int], Tensor]  # rows, L -> (H, 2 L)
+    # sums of each sequence (N, layers, H, 2 L) float64 -> a number for each head (layers, H), NaN where not defined
     head_values: Callable[[np.ndarray], np.ndarray]
-    in_reports: bool = False  # as in `Statistic`
+    unit: str = ""  # as in `Statistic`
+    in_reports: bool = True  # as in `Statistic`
 
 
-@dataclass(frozen=True, eq=False)
-class MeasuredValues:
-    """The values of statistics of one model on N sequences; NaN where a statistic is not defined."""
+class MeasuredValues(NamedTuple):
+    """The values of statistics of one model on N sequences, by their names; NaN where a statistic is not defined."""
 
     n: np.ndarray  # (N, layers, T), the number of keys that each query sees
-    by_query: dict[str, np.ndarray]  # (N, layers, H, T) for each `Statistic`, by its name
-    by_head: dict[str, np.ndarray]  # (layers, H) for each `QuerySums`, by its name
-    train_length: int  # tokens in a training sequence
+    by_query: dict[str, np.ndarray]  # (N, layers, H, T) for each `Statistic`
+    by_head: dict[str, np.ndarray]  # (layers, H) for each `QuerySums`
 
 
-@dataclass(frozen=True)
-class StatisticFamily:
-    """Statistics that belong together, which `eval.diagnostics.statistics` names by one word."""
-
-    query_statistics: tuple[Statistic, ...] = ()
-    query_sums: tuple[QuerySums, ...] = ()
-
-
-KEYS, HEAD = "visible keys", "head"  # names of axes
-VISIBLE_KEYS = Axis(KEYS, "tokens", "where queries see about")
-HEADS = Axis(HEAD, "", "of head", log=False)
+Statistics = Sequence[Statistic | QuerySums]
+VISIBLE_KEYS = Axis("visible keys", "tokens", "where queries see about")
+HEADS = Axis("head", "", "of head", log=False)
 # names of two fractions of rows, beside the statistics
 NOT_FINITE, NO_WEIGHT = "rows that are not finite", "rows without weight"
 
 
 class Measures:
-    """The statistics of `families`, and the layout of the vector that holds their values for one sequence and model.
+    """Statistics, and the layout of the vector that holds their values for one sequence and model.
 
     queries: indices of the queries in each sequence, ascending; length: tokens in a sequence.
     """
 
-    def __init__(
-        self, families: tuple[StatisticFamily, ...], layers: int, heads: int, queries: Sequence[int], length: int
-    ):
-        self.families, self.heads, self.queries, self.length = families, heads, queries, length
-        self.query_statistics = [statistic for family in families for statistic in family.query_statistics]
-        self.query_sums = [sums for family in families for sums in family.query_sums]
+    def __init__(self, statistics: Statistics, layers: int, heads: int, queries: Sequence[int], length: int):
+        self.queries, self.length = queries, length
+        self.query_statistics = [each for each in statistics if isinstance(each, Statistic)]
+        self.query_sums = [each for each in statistics if isinstance(each, QuerySums)]
         # Values by row: the number of keys that its query sees, two reasons for being undefined, and each statistic.
         self.names = ["n", NOT_FINITE, NO_WEIGHT, *(statistic.name for statistic in self.query_statistics)]
-        # Shapes of the parts of a vector: values by row (names, layers, H, T), and sums (layers, H, *P) for each
-        # `QuerySums`.
-        self.shapes = [(len(self.names), layers, heads, len(queries))]
-        self.shapes += [(layers, heads, *accumulator.shape(length)) for accumulator in self.query_sums]
+        # shapes of the two parts of a vector
+        self.rows_shape = len(self.names), layers, heads, len(queries)
+        self.sums_shape = len(self.query_sums), layers, heads, 2 * length
 
     @property
     def vector_length(self) -> int:
-        """The length of one vector that `vectors` returns: the number of values of all statistics, for one sequence and
-        model.
-        """
-        return sum(map(math.prod, self.shapes))
+        """The number of values of all statistics, for one sequence and model."""
+        return math.prod(self.rows_shape) + math.prod(self.sums_shape)
 
     @torch.no_grad()
     def vectors(self, decoder: Decoder, batch: Batch, order: Tensor | None = None) -> list[Tensor]:
@@ -334,14 +309,13 @@ class Measures:
             order: random numbers, (queries, tokens), by which scores are shuffled.
         """
         vectors = [
-            [torch.full(self.shapes[0], torch.nan), *map(torch.zeros, self.shapes[1:])]
+            (torch.full(self.rows_shape, torch.nan), torch.zeros(self.sums_shape))
             for _ in range(1 if order is None else 2)
         ]
-        device, query_counts = batch.tokens.device, [0] * self.shapes[0][1]
-        embedding = decoder.embedding(batch.tokens)
+        device, embedding = batch.tokens.device, decoder.embedding(batch.tokens)
         for block in attention_blocks(decoder, batch, self.queries):
-            start = query_counts[block.layer]
-            stop = query_counts[block.layer] = start + len(block.queries)
+            start = self.queries.index(int(block.queries[0]))
+            stop = start + len(block.queries)
             rows = AttentionRows.from_block(block, embedding, len(self.queries) - stop)
             self._write_statistics(vectors[0], rows, start)
             if order is not None:
@@ -350,35 +324,31 @@ class Measures:
                 )
         return [torch.cat([part.flatten() for part in parts]) for parts in vectors]
 
-    def _write_statistics(self, parts: list[Tensor], rows: AttentionRows, start: int) -> None:
-        """Write statistics of rows with `MIN_KEYS` or more keys into `parts`, of `shapes`; `start`: the first row's
+    def _write_statistics(self, parts: tuple[Tensor, Tensor], rows: AttentionRows, start: int) -> None:
+        """Write statistics of rows with `MIN_KEYS` or more keys into `parts` of a vector; `start`: the first row's
         index in `queries`.
         """
         indices = (rows.n >= MIN_KEYS).nonzero().squeeze(-1)
         if not len(indices):
             return
-        (row_values, *sums), row_indices, rows, layer = parts, indices.cpu() + start, rows.select(indices), rows.layer
+        (row_values, sums), row_indices, rows, layer = parts, indices.cpu() + start, rows.select(indices), rows.layer
         is_defined = rows.is_defined
-        row_values[0, layer][:, row_indices] = rows.n.cpu().expand(self.heads, -1)
+        row_values[0, layer][:, row_indices] = rows.n.cpu()
         row_values[1, layer][:, row_indices] = (~rows.is_finite).float().cpu()
         row_values[2, layer][:, row_indices] = (rows.is_finite & ~is_defined).float().cpu()
         for index, statistic in enumerate(self.query_statistics, 3):
             if (value := statistic.measure(rows)) is not None:
                 row_values[index, layer][:, row_indices] = value.float().where(is_defined, torch.nan).cpu()
-        for total, accumulator in zip(sums, self.query_sums, strict=True):
-            if (value := accumulator.sums(rows, self.length)) is not None:
-                total[layer] += value.float().cpu()
+        for index, statistic in enumerate(self.query_sums):
+            sums[index, layer] += statistic.sums(rows, self.length).float().cpu()
 
-    def values(self, vectors: np.ndarray, train_length: int) -> MeasuredValues:
+    def values(self, vectors: np.ndarray) -> MeasuredValues:
         """Split the vectors of N sequences, (N, `vector_length`), into the values of each statistic, by its name."""
-        parts = np.split(vectors, np.cumsum([math.prod(shape) for shape in self.shapes])[:-1], axis=1)
-        by_query, *sum_parts = (part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True))
-        n, *statistics = np.moveaxis(by_query, 1, 0)
-        by_head = {
-            sums.name: sums.head_values(total.astype("f8"))
-            for sums, total in zip(self.query_sums, sum_parts, strict=True)
-        }
-        return MeasuredValues(n[:, :, 0], dict(zip(self.names[1:], statistics, strict=True)), by_head, train_length)
+        rows, sums = np.split(vectors, [math.prod(self.rows_shape)], axis=1)
+        n, *by_query = np.moveaxis(rows.reshape(-1, *self.rows_shape), 1, 0)
+        by_sums = np.moveaxis(sums.reshape(-1, *self.sums_shape).astype("f8"), 1, 0)
+        by_head = {each.name: each.head_values(total) for each, total in zip(self.query_sums, by_sums, strict=True)}
+        return MeasuredValues(n[:, :, 0], dict(zip(self.names[1:], by_query, strict=True)), by_head)
 
 
 def shuffling_numbers(index: int, queries: int, length: int) -> Tensor:
@@ -393,11 +363,6 @@ def mean(values: np.ndarray, axes: tuple[int, ...] | int | None = None) -> np.nd
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns about means of nothing
         return np.nanmean(values, axis=axes, dtype="f8")
-
-
-def bin_middles(ranges: Sequence[tuple[int, int]]) -> list[float]:
-    """The geometric mean of the ends of each range (first, last) of the number of visible keys, rounded."""
-    return [float(round(math.sqrt(first * last))) for first, last in ranges]
 
 
 def half_octaves(n: np.ndarray, train_length: int) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from lm.diagnostics.attention_rows import AttentionRows, Statistic, StatisticFamily
+from lm.diagnostics.attention_rows import AttentionRows, Statistic, Statistics
 from lm.diagnostics.sparsity import sparsity
 
 LARGEST_KEYS, NEAREST_KEYS = (8, 64), (16, 64)  # numbers of keys whose weight is summed
@@ -65,7 +65,7 @@ def weighted_mean(rows: AttentionRows, values: Tensor) -> Tensor:
     return (rows.magnitudes * values).sum(-1) / rows.abs_sum
 
 
-def concentration_statistics() -> StatisticFamily:
+def concentration_statistics() -> Statistics:
     """All statistics of concentration (docs/diagnostics.md)."""
 
     def largest_weight(n_keys: int) -> Statistic:
@@ -107,4 +107,4 @@ def concentration_statistics() -> StatisticFamily:
         Statistic("ln Z", "nats", log_sum, has_exponent=True, log=True),
         Statistic("sum of weights", "weight", row_sum),
     ]
-    return StatisticFamily((*by_row, *row_totals, *(statistic.without_first for statistic in by_row)))
+    return [*by_row, *row_totals, *(statistic.without_first for statistic in by_row)]

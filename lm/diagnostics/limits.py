@@ -24,6 +24,7 @@ Shapes: H heads, T queries, S keys, E entries of a vector.
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -31,9 +32,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.attention.elementwise_sums import SCORE_MAPS
 from lm.attention.layout import AttentionLayout
-from lm.diagnostics.attention_rows import AttentionRows, Statistic, StatisticFamily, shifted_layout
+from lm.diagnostics.attention_rows import AttentionRows, Statistic, Statistics
 
 KEY_COUNTS = (5, 16)  # numbers N of keys of the statistics
 QUERY_STRIDE = 4  # the Jacobian is measured for one described query in this number
@@ -72,11 +72,10 @@ def _scores_depend_on_length(rows: AttentionRows) -> bool:
     """
     x, q, k, _ = rows.inputs
     length = x.size(1)
-    query_layout = AttentionLayout.full(length, x.device).select(torch.tensor([length - 1], device=x.device), length)
-    scores = (
-        rows.normalizer.scores(q[:, :, -1:], k, layout)
-        for layout in (query_layout, shifted_layout(query_layout, length))
-    )
+    layout = AttentionLayout.full(length, x.device).select(torch.tensor([length - 1], device=x.device), length)
+    names = ("positions", "key_positions", "lengths")
+    shifted = replace(layout, **{name: getattr(layout, name) + length for name in names})
+    scores = (rows.normalizer.scores(q[:, :, -1:], k, each) for each in (layout, shifted))
     return not torch.allclose(*scores, rtol=1e-5, atol=1e-6)
 
 
@@ -142,27 +141,10 @@ def jacobian_norm(rows: AttentionRows) -> Tensor:
 
 
 def jacobian_ceiling(rows: AttentionRows) -> Tensor | None:
-    """A bound on `jacobian_norm`: 1 / 2 for softmax, with or without a sink; None for normalizers without a
-    `score_map`.
-
-    With another score map F, a row's weights are F(score) times a factor of the row, and the bound is max |F'| times
-    |factor|. Where the factor is 1 / (sum of F over the row), this is multiplied by max(1, sqrt(n) |weights|),
-    |weights| the L2 norm of the row's weights.
+    """A bound on `jacobian_norm`: 1 / 2 for softmax, with or without a sink; None for normalizers of other maps of
+    scores.
     """
-    name = rows.normalizer.score_map
-    if name == "exp":
-        return torch.full_like(rows.weights[..., 0], 0.5)
-    if not name:
-        return None
-    with torch.inference_mode(False), torch.enable_grad():
-        scores = rows.scores.masked_fill(~rows.visible, 0.0).clone().requires_grad_(True)
-        mapped_scores = SCORE_MAPS[name](scores)
-        (slope,) = torch.autograd.grad(mapped_scores.sum(), scores)
-    mapped_scores, slope = (values.detach().masked_fill(~rows.visible, 0.0) for values in (mapped_scores, slope))
-    factor = (rows.weights * mapped_scores).sum(-1) / mapped_scores.square().sum(-1)
-    bound = factor.abs() * slope.abs().amax(-1)
-    is_divided = rows.normalizer.options.rows_sum_to_one
-    return bound * (rows.n.sqrt() * rows.weights.norm(dim=-1)).clamp(min=1) if is_divided else bound
+    return torch.full_like(rows.weights[..., 0], 0.5) if rows.normalizer.score_map == "exp" else None
 
 
 # ---------------------------------------------------------------- Theorems 1 and 2
@@ -234,20 +216,18 @@ def random_keys(weights: Tensor, visible: Tensor, x: Tensor, count: int) -> Rand
 # ---------------------------------------------------------------- the family
 
 
-def limit_statistics() -> StatisticFamily:
+def limit_statistics() -> Statistics:
     """The statistics of the lemmas and theorems; x_i is the embedding of token i, of length 1 as in Theorem 2."""
-    return StatisticFamily(
-        (
-            # 1 for equal weights
-            Statistic("n x largest weight", "", lambda rows: rows.magnitudes.amax(-1) * rows.n, has_exponent=True),
-            Statistic("Lemma 1: ln (n x largest weight)", "nats", log_of_n_times_largest),
-            Statistic("Lemma 1: ln (n x smallest weight)", "nats", log_of_n_times_smallest),
-            Statistic("Lemma 1: ln C2 = -ln C1", "nats", log_c2),
-            Statistic("norm of the Jacobian", "", _at_some_queries(jacobian_norm), in_reports=True, has_exponent=True),
-            Statistic("bound on the norm of the Jacobian", "", _at_some_queries(jacobian_ceiling)),
-            *(statistic for count in KEY_COUNTS for statistic in _theorems(count)),
-        )
-    )
+    return [
+        # 1 for equal weights
+        Statistic("n x largest weight", "", lambda rows: rows.magnitudes.amax(-1) * rows.n, has_exponent=True),
+        Statistic("Lemma 1: ln (n x largest weight)", "nats", log_of_n_times_largest),
+        Statistic("Lemma 1: ln (n x smallest weight)", "nats", log_of_n_times_smallest),
+        Statistic("Lemma 1: ln C2 = -ln C1", "nats", log_c2),
+        Statistic("norm of the Jacobian", "", _at_some_queries(jacobian_norm), in_reports=True, has_exponent=True),
+        Statistic("bound on the norm of the Jacobian", "", _at_some_queries(jacobian_ceiling)),
+        *(statistic for count in KEY_COUNTS for statistic in _theorems(count)),
+    ]
 
 
 def _theorems(count: int) -> Iterator[Statistic]:

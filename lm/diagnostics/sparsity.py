@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm.diagnostics.attention_rows import AttentionRows, QuerySums, Statistic, StatisticFamily
+from lm.diagnostics.attention_rows import AttentionRows, QuerySums, Statistic, Statistics
 
 # beta / gamma: S of relu and relu^2 is below 1e-40 from there on, and its terms cancel to rounding error
 LOWEST_RATIO = -20.0
@@ -252,7 +252,7 @@ def difference(rows: AttentionRows) -> Tensor | None:
     return None if expected_sparsity is None else sparsity(rows.weights, rows.visible) - expected_sparsity
 
 
-def sparsity_statistics() -> StatisticFamily:
+def sparsity_statistics() -> Statistics:
     """Statistics of sparsity: S against its closed form, the moments of scores, and the variance of weights that
     positions explain.
     """
@@ -266,16 +266,7 @@ def sparsity_statistics() -> StatisticFamily:
     ]
     condensation = Statistic("queries beyond condensation", "fraction", is_condensed)
     explained_variance = [
-        QuerySums(
-            f"variance explained by {source}",
-            "",
-            lambda length: (2 * length,),
-            sums,
-            variance_explained,
-            in_reports=True,
-        )
+        QuerySums(f"variance explained by {source}", sums, variance_explained)
         for source, sums in VARIANCE_SOURCES.items()
     ]
-    return StatisticFamily(
-        (*by_row, condensation, *(statistic.without_first for statistic in by_row)), tuple(explained_variance)
-    )
+    return [*by_row, condensation, *(statistic.without_first for statistic in by_row), *explained_variance]

@@ -2,7 +2,8 @@
 shuffled scores.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -24,8 +25,7 @@ from lm.diagnostics.attention_rows import (
     Measures,
     QuerySums,
     Statistic,
-    StatisticFamily,
-    bin_middles,
+    Statistics,
     exponent,
     half_octaves,
     mean,
@@ -48,7 +48,7 @@ from lm.runs.metric import Metric
 KIND = "diagnostics"
 SHUFFLED, UNTRAINED = "shuffled scores", "untrained weights"
 # by their names in `eval.diagnostics.statistics`
-FAMILIES: dict[str, Callable[[], StatisticFamily]] = {
+FAMILIES: dict[str, Callable[[], Statistics]] = {
     "concentration": concentration_statistics,
     "sparsity": sparsity_statistics,
     "limits": limit_statistics,
@@ -60,8 +60,9 @@ UNDEFINED_FRACTIONS = (
 _LENGTH_KEY = "eval.diagnostics.length_factor"
 
 
-def families(options: DiagnosticsConfig) -> tuple[StatisticFamily, ...]:
-    return tuple(FAMILIES[name]() for name in options.statistics)
+def statistics_of(options: DiagnosticsConfig) -> Statistics:
+    """The statistics that the configuration asks for."""
+    return [statistic for name in options.statistics for statistic in FAMILIES[name]()]
 
 
 # ---------------------------------------------------------------- sequences
@@ -110,15 +111,15 @@ class Diagnostics(Measurement):
 
     @classmethod
     def metrics(cls, config: Config) -> list[Metric]:
-        found = families(cls.options_of(config))
         return [
-            replace(metric.named(STATISTIC=entry.name), unit=entry.unit, quantity=entry.name, units=units)
+            replace(
+                metric.named(STATISTIC=each.name), unit=each.unit, quantity=each.name,
+                units="documents" if isinstance(each, Statistic) else "",
+            )
             for metric in cls.logged
-            for entries, units in (("query_statistics", "documents"), ("query_sums", ""))
-            for family in found
-            for entry in getattr(family, entries)
-            if entry.in_reports
-        ]
+            for each in statistics_of(cls.options_of(config))
+            if each.in_reports
+        ]  # fmt: skip
 
     def __init__(self, config: Config, store: Store):
         super().__init__(config, store)
@@ -145,7 +146,7 @@ def diagnostic_blocks(
     untrained_decoder = Decoder(decoder.config, decoder.vocab_size, decoder.seq_len, seed=seed).to(device.device)
     queries, layers = query_indices(held_out.length, options.queries), len(decoder.normalizers())
     heads = max(normalizer.layer.n_head for normalizer in decoder.normalizers())
-    measures = Measures(families(options), layers, heads, queries, held_out.length)
+    measures = Measures(statistics_of(options), layers, heads, queries, held_out.length)
     models: dict[str, MeasuredValues] = {}
     for setting in applicable_settings(decoder, options.inference):
         trained, untrained = pair = [for_inference(model, setting) for model in (decoder, untrained_decoder)]
@@ -162,74 +163,66 @@ def diagnostic_blocks(
         vectors = by_sequence(pair, held_out.lengths, (3, measures.vector_length), device, measure)
         suffix = "" if setting.label == "as trained" else f", {setting.label}"
         names = setting.label, UNTRAINED + suffix, SHUFFLED + suffix
-        models |= {name: measures.values(vectors[:, index], decoder.seq_len) for index, name in enumerate(names)}
-    return [*_model_rows(models, measures, held_out, fingerprint)] if models else []
+        models |= {name: measures.values(vectors[:, index]) for index, name in enumerate(names)}
+    return [
+        block
+        for statistic in (*measures.query_statistics, *UNDEFINED_FRACTIONS, *measures.query_sums)
+        for block in _statistic_rows(statistic, models, held_out, fingerprint, decoder.seq_len, len(queries))
+    ]
 
 
-def _model_rows(
-    models: dict[str, MeasuredValues], measures: Measures, held_out: HeldOut, fingerprint: str
+def _statistic_rows(
+    statistic: Statistic | QuerySums,
+    models: dict[str, MeasuredValues],
+    held_out: HeldOut,
+    fingerprint: str,
+    train_length: int,
+    n_queries: int,
 ) -> Iterator[pd.DataFrame]:
-    """Rows of the statistics of several models on the same sequences; the trained model comes first.
+    """Rows of a statistic of several models on the same sequences, the trained model first; none if it is undefined.
 
-    Overall there is each statistic's mean over queries, heads and layers, with intervals over documents if it has a
-    value for each query, and the mean of b in fits statistic ~ n^b, n the number of visible keys. Curves are means
-    by n. By layer and head there are means over sequences and queries, b, and R^2 of the fit.
+    Overall there is its mean over queries, heads and layers, with intervals over documents if it has a value for each
+    query, and the mean of b in fits statistic ~ n^b, n the number of visible keys. Curves are means by n. By layer and
+    head there are means over sequences and queries, b, and R^2 of the fit.
     """
-    trained, values = next(iter(models.items()))
-    bins, statistics = half_octaves(values.n, values.train_length), measures.query_statistics
-
-    def measured(of: Iterable[Statistic | QuerySums]) -> Iterator[tuple[Statistic | QuerySums, str, np.ndarray]]:
-        """Each statistic's values by model, (N, layers, H, T) or (layers, H), unless all are undefined."""
-        for statistic in of:
-            arrays = {name: (each.by_query | each.by_head)[statistic.name] for name, each in models.items()}
-            if any(np.isfinite(array).any() for array in arrays.values()):
-                yield from ((statistic, name, array) for name, array in arrays.items())
-
-    def metric(statistic: Statistic | QuerySums, model: str, **fields: object) -> Metric:
-        plain = {"unit": statistic.unit, "quantity": statistic.name, "control": model != trained}
-        return Metric(**plain | fields)
-
-    def by_head(about: Metric, model: str, values: np.ndarray) -> Iterator[pd.DataFrame]:
-        for layer, row in enumerate(values):
-            yield rows(replace(about, axis=HEADS), row, x=[*range(len(row))], task=f"layer {layer}", setting=model)
-
-    fits = []
-    for statistic, model, array in measured(statistic for statistic in statistics if statistic.has_exponent):
-        n, name = models[model].n, f"exponent of {statistic.name.removeprefix('ln ')}"
-        b, r_squared = exponent(array, np.where(n <= values.train_length, n, np.nan), statistic.log)
-        about = metric(statistic, model, unit="", quantity=name)
-        fits += [(about, model, b, r_squared)] if np.isfinite(b).any() else []
-
-    documents = {"units": "documents", "interval": True}
-    for statistic, model, array in measured([*statistics, *UNDEFINED_FRACTIONS, *measures.query_sums]):
-        is_logged = statistic.in_reports and model == trained
-        about = metric(statistic, model, name="diagnostics/{STATISTIC}" * is_logged)
+    trained, name = next(iter(models), ""), statistic.name
+    arrays = {model: (values.by_query | values.by_head)[name] for model, values in models.items()}
+    if not any(np.isfinite(array).any() for array in arrays.values()):
+        return
+    has_curve = isinstance(statistic, Statistic) and statistic not in UNDEFINED_FRACTIONS
+    bins = half_octaves(models[trained].n, train_length) if has_curve else []
+    reported = {
+        "title": f"Attention: {name}", "measured_on": "held-out sequences of diagnostics",
+        "amount": f"{held_out.amount}, {n_queries} queries each",
+        "caption": f"{name} of attention weights, mean over heads",
+    }  # fmt: skip
+    for model, array in arrays.items():
+        number = Metric(unit=statistic.unit, quantity=name, control=model != trained)
+        by_document = replace(number, units="documents", interval=True)
+        by_head = [(number, mean(array, (0, 3)) if array.ndim == 4 else array)]
+        log_name = "diagnostics/{STATISTIC}" * (statistic.in_reports and model == trained)
         count = np.isfinite(array).sum((1, 2, 3)) if array.ndim == 4 else np.zeros(0)
         if count.any():
             units = units_frame(held_out.sha256, held_out.document_labels, count, fingerprint)
             means = np.where(count, mean(array, (1, 2, 3)), 0.0)[:, None]
-            yield rows(replace(about, **documents), means, units, setting=model)
+            yield rows(replace(by_document, name=log_name), means, units, setting=model)
         else:
-            yield rows(about, mean(array), setting=model)
-    for about, model, b, _ in fits:
-        yield rows(about, mean(b), setting=model)
-
-    for statistic, model, array in measured(statistics if bins else []):
-        display = {
-            "title": f"Attention: {statistic.name}",
-            "measured_on": "held-out sequences of diagnostics",
-            "amount": f"{held_out.amount}, {len(measures.queries)} queries each",
-            "caption": f"{statistic.name} of attention weights, mean over heads",
-        }
-        about = metric(statistic, model, axis=VISIBLE_KEYS, **documents, **(display if statistic.in_reports else {}))
+            yield rows(replace(number, name=log_name), mean(array), setting=model)
+        if has_curve and statistic.has_exponent:
+            n = np.where(models[model].n <= train_length, models[model].n, np.nan)
+            b, r_squared = exponent(array, n, statistic.log)
+            if np.isfinite(b).any():
+                about = replace(number, unit="", quantity=f"exponent of {name.removeprefix('ln ')}")
+                by_head += [(about, b), (replace(about, quantity=f"R^2 of the {about.quantity}"), r_squared)]
+                yield rows(about, mean(b), setting=model)
+        curve = replace(by_document, axis=VISIBLE_KEYS, **(reported if statistic.in_reports else {}))
         units, n = held_out.units(fingerprint), models[model].n[:, :, None]
-        for (first, last), x in zip(bins, bin_middles(bins), strict=True):
+        for first, last in bins:
             means = mean(np.where((n >= first) & (n <= last), array, np.nan), (1, 2, 3))
             point = units.assign(weight=np.isfinite(means).astype(float))
-            yield rows(about, np.nan_to_num(means)[:, None], point, [x], setting=model)
-
-    for statistic, model, array in measured([*statistics, *measures.query_sums, *UNDEFINED_FRACTIONS]):
-        yield from by_head(metric(statistic, model), model, mean(array, (0, 3)) if array.ndim == 4 else array)
-    for about, model, b, r_squared in fits:
-        yield from by_head(about, model, b)
-        yield from by_head(replace(about, quantity=f"R^2 of the {about.quantity}"), model, r_squared)
+            x = [float(round(math.sqrt(first * last)))]
+            yield rows(curve, np.nan_to_num(means)[:, None], point, x, setting=model)
+        for about, of_layers in by_head:
+            for layer, of_heads in enumerate(of_layers):
+                heads = [*range(len(of_heads))]
+                yield rows(replace(about, axis=HEADS), of_heads, x=heads, task=f"layer {layer}", setting=model)

@@ -34,7 +34,7 @@ from lm.diagnostics.attention_rows import (
     query_indices,
     shuffling_numbers,
 )
-from lm.evaluation.diagnostics import diagnostic_blocks, diagnostic_sequences, families
+from lm.evaluation.diagnostics import diagnostic_blocks, diagnostic_sequences, statistics_of
 from lm.evaluation.evaluation_kind import HeldOut
 from lm.evaluation.held_out import LENGTHS
 from lm.model.attention_stream import attention_blocks
@@ -74,9 +74,9 @@ def batch(isolated: bool = False) -> Batch:
 def measured(decoder: Decoder, sample: Batch, queries: list[int] = ALL, shuffle: bool = False) -> MeasuredValues:
     """What concentration's statistics are of one sequence; `shuffle`: of its shuffled scores."""
     heads = decoder.normalizers()[0].layer.n_head
-    measures = Measures(families(DiagnosticsConfig()), 2, heads, queries, LENGTH)
+    measures = Measures(statistics_of(DiagnosticsConfig()), 2, heads, queries, LENGTH)
     vectors = measures.vectors(decoder, sample, order=shuffling_numbers(0, len(queries), LENGTH) if shuffle else None)
-    return measures.values(vectors[-1][None].numpy(), decoder.seq_len)
+    return measures.values(vectors[-1][None].numpy())
 
 
 def naive(weights: np.ndarray, visible: np.ndarray, first: int, query: int, sums_to_one: bool) -> dict[str, float]:
@@ -258,7 +258,7 @@ def test_a_description_is_of_the_model_the_untrained_one_and_shuffled_scores_und
     config = DiagnosticsConfig(sequences=3, queries=16, statistics=["concentration"], inference=settings)
     blocks = diagnostic_blocks(decoder, held_out, config, Device(torch.device("cpu"), bf16=False), 7, "")
     curves = curves_of(evaluation_of(join_rows(blocks), seq_len=train_length))
-    measures = Measures(families(config), 2, 3, query_indices(length, 16), length)
+    measures = Measures(statistics_of(config), 2, 3, query_indices(length, 16), length)
     untrained = Decoder(decoder.config, VOCAB, train_length, seed=7)
     name, order = "effective keys", [shuffling_numbers(index, 16, length) for index in range(3)]
     for setting, words in zip(settings, ("", f", {settings[1].label}"), strict=True):
@@ -270,7 +270,7 @@ def test_a_description_is_of_the_model_the_untrained_one_and_shuffled_scores_und
             f"shuffled scores{words}": [measures.vectors(model, batch, order[index])[1] for index, batch in sequences],
         }
         for label, vectors in expected.items():
-            values = measures.values(torch.stack(vectors).numpy(), train_length)
+            values = measures.values(torch.stack(vectors).numpy())
             by_query = values.by_query[name]
             number, by_keys, *by_layer = (curve for curve in curves if (curve.metric, curve.setting) == (name, label))
             assert number.means[0] == pytest.approx(np.nanmean(by_query), rel=1e-5)

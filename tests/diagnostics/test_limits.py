@@ -45,9 +45,9 @@ def rows_of(normalizer: Options, queries: list[int] = QUERIES) -> list[Attention
 
 def measured(normalizer: Options) -> MeasuredValues:
     """Values of one sequence."""
-    measures = Measures((limits.limit_statistics(),), LAYERS, HEADS, QUERIES, LENGTH)
+    measures = Measures(limits.limit_statistics(), LAYERS, HEADS, QUERIES, LENGTH)
     model = decoder(normalizer)
-    return measures.values(measures.vectors(model, batch())[0].numpy()[None], model.seq_len)
+    return measures.values(measures.vectors(model, batch())[0].numpy()[None])
 
 
 def random_rows(number: int) -> AttentionRows:
@@ -92,7 +92,7 @@ def test_the_norm_of_the_jacobian_stays_below_its_bound(name: str):
     for rows in rows_of(catalogue.ENTRIES[name]()):
         bound = limits.jacobian_ceiling(rows)
         if bound is None:
-            assert not rows.normalizer.score_map
+            assert rows.normalizer.score_map != "exp"
             continue
         norm = limits.jacobian_norm(rows)
         assert bool((norm <= bound * (1 + 1e-4))[rows.is_defined].all())

@@ -14,7 +14,7 @@ from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
 from lm.diagnostics import sparsity
 from lm.diagnostics.attention_rows import AttentionRows, MeasuredValues, Measures, shuffling_numbers
-from lm.evaluation.diagnostics import families
+from lm.evaluation.diagnostics import statistics_of
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder, batch_layout
 
@@ -37,10 +37,10 @@ def batch(seed: int, isolated: bool = False) -> Batch:
 
 def measured(decoder: Decoder, sequences: int = 1, isolated: bool = False, shuffle: bool = False) -> MeasuredValues:
     heads = decoder.normalizers()[0].layer.n_head
-    measures = Measures(families(DiagnosticsConfig(statistics=["sparsity"])), LAYERS, heads, QUERIES, LENGTH)
+    measures = Measures(statistics_of(DiagnosticsConfig(statistics=["sparsity"])), LAYERS, heads, QUERIES, LENGTH)
     order = [shuffling_numbers(index, len(QUERIES), LENGTH) if shuffle else None for index in range(sequences)]
     vectors = [measures.vectors(decoder, batch(index, isolated), order=order[index])[-1] for index in range(sequences)]
-    return measures.values(torch.stack(vectors).numpy(), decoder.seq_len)
+    return measures.values(torch.stack(vectors).numpy())
 
 
 def closed_form(options: Options, scores: np.ndarray) -> float:
