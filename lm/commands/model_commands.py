@@ -113,6 +113,8 @@ def diagnose(
     check_out_file(out)
     if text is None and (layer or head):
         raise ConfigError(f"--{'layer' if layer else 'head'}: of the maps that --text draws; give a text, too")
+    if text is not None and overrides:
+        raise ConfigError(f"{overrides[0]}: --text takes no keys")
     if text is None:
         from lm.evaluation.evaluate import evaluate_runs
 
@@ -121,7 +123,7 @@ def diagnose(
         from lm.evaluation.attention_text import show_attention
 
         text = os.fsencode(text).decode(errors="replace")  # UTF-8, whatever the locale
-        print(*show_attention(sources, text, layer or None, head or None, checkpoint, overrides, out), sep="\n")
+        print(*show_attention(sources, text, layer or None, head or None, checkpoint, out), sep="\n")
 
 
 def swap(

@@ -17,16 +17,13 @@ from matplotlib.colors import LogNorm, SymLogNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from lm.config.load import overrides_in
 from lm.data.batches import Batch
 from lm.data.tokenizer import encoding_of
 from lm.diagnostics.attention_rows import AttentionRows
 from lm.errors import ConfigError, RunError
-from lm.evaluation.evaluate import changed_config, open_device, text_config
 from lm.files import write_together
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
-from lm.model.swapped import applicable_settings, for_inference
 from lm.plain import Plain
 from lm.report.pictures import PLOT_SETTINGS
 from lm.report.tables import table_bytes
@@ -56,11 +53,9 @@ def attention_maps(decoder: Decoder, tokens: Tensor) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class ShownModel:
-    """One model's attention on the text, under one inference setting."""
+    """One model's attention on the text."""
 
-    name: str  # the name of the run or model, and its setting where there are several
     source: Path  # the model's folder
-    setting: str  # label of the inference setting
     tokens: list[str]  # the text of each token; the first one begins the document
     maps: np.ndarray  # (layers, H, T, T), as from `attention_maps`
     heads: list[tuple[int, int]]  # (layer, head) of the shown heads
@@ -86,7 +81,7 @@ def attention_pictures(models: Sequence[ShownModel]) -> dict[str, bytes]:
             for place, (layer, head) in enumerate(model.heads):
                 axes = grid[place // columns, number * columns + place % columns]
                 image = axes.imshow(np.clip(model.maps[layer, head], norm.vmin, norm.vmax), colours, norm)
-                title = f"{model.name}\n" * (place == 0) + f"layer {layer}, head {head}"
+                title = f"{model.source.resolve().name}\n" * (place == 0) + f"layer {layer}, head {head}"
                 axes.set(title=title, xlabel="key", ylabel="query")
                 if len(model.tokens) <= MAX_LABELS:
                     labels = [token_label(token) for token in model.tokens]
@@ -108,13 +103,7 @@ def token_label(token: str) -> str:
 
 
 def show_attention(
-    sources: list[Path],
-    text: str,
-    layers: Indices,
-    heads: Indices,
-    checkpoint: str,
-    overrides: list[str],
-    table_path: Path | None,
+    sources: list[Path], text: str, layers: Indices, heads: Indices, checkpoint: str, table_path: Path | None
 ) -> list[str]:
     """Write attention weights of models on a text, as a table and two picture files beside it; return lines to print.
 
@@ -123,21 +112,18 @@ def show_attention(
         text: a UTF-8 file, or the text itself.
         layers, heads: indices, from 0, to show; None: all. Of more than `MAX_HEADS` heads, some have to be named.
         checkpoint: the checkpoint of run folders: `last`, `best` or a step.
-        overrides: changes `key=value` of eval.diagnostics.inference and of keys of trainer.
         table_path: file of the table, .csv or .json; the pictures lie beside it. None: attention.csv in the folder of
             the first model.
 
     Raises LMError: no model at a source, no text, a text that is too long, no such layer or head.
     """
-    changes, text = overrides_in("diagnose", overrides), read_text(text)
-    models = [
-        model for source in sources for model in _shown_models(load(source, checkpoint), text, layers, heads, changes)
-    ]
+    text = read_text(text)
+    models = [shown_model(load(source, checkpoint), text, layers, heads) for source in sources]
     path = table_path or models[0].source / "attention.csv"
     files = {path: table_bytes([cell for model in models for cell in cells_of(model)], path)}
     files |= {path.with_suffix(suffix): content for suffix, content in attention_pictures(models).items()}
     write_together(files)
-    lines = [f"{model.name}: {len(model.tokens)} tokens, {len(model.heads)} heads" for model in models]
+    lines = [f"{model.source}: {len(model.tokens)} tokens, {len(model.heads)} heads" for model in models]
     return [*lines, *map(str, files)]
 
 
@@ -158,10 +144,8 @@ def read_text(text_or_path: str) -> str:
     return text
 
 
-def _shown_models(
-    model: LoadedModel, text: str, layers: Indices, heads: Indices, changes: dict[str, Plain]
-) -> Iterator[ShownModel]:
-    config = changed_config(changes, model.config or text_config(model, ()), "diagnose")
+def shown_model(model: LoadedModel, text: str, layers: Indices, heads: Indices) -> ShownModel:
+    """A model's attention on the text, computed on the CPU. Raises RunError, ConfigError: as `show_attention`."""
     tokenizer, start = model.tokenizer_and_start()
     encoded = encoding_of(tokenizer, text)
     ids, has_end = [start, *encoded.ids], model.spec.model.position.has_last_position
@@ -175,17 +159,8 @@ def _shown_models(
     shown_heads = [*product(layers or range(shape[0]), heads or range(shape[1]))]
     if layers is None and heads is None and len(shown_heads) > MAX_HEADS:
         raise ConfigError(f"--text: {model.folder} has {len(shown_heads)} heads: choose some by --layer and --head")
-    device = open_device(config, model.environment).device
     tokens = ["<start>"] + [text[begin:end] for begin, end in encoded.offsets]
-    settings = applicable_settings(model.decoder, config.eval.diagnostics.inference)
-    if not settings:
-        raise RunError(f"{model.path}: no setting of eval.diagnostics.inference is for its normalizer; give another")
-    for setting in settings:
-        decoder = for_inference(model.decoder, setting).to(device)
-        with torch.autocast(device.type, enabled=False):
-            maps = attention_maps(decoder, torch.tensor(ids, device=device))
-        name = model.folder.resolve().name + f", {setting.label}" * (len(settings) > 1)
-        yield ShownModel(name, model.folder, setting.label, tokens, maps, shown_heads)
+    return ShownModel(model.folder, tokens, attention_maps(model.decoder, torch.tensor(ids)), shown_heads)
 
 
 def cells_of(model: ShownModel) -> Iterator[dict[str, Plain]]:
@@ -194,7 +169,7 @@ def cells_of(model: ShownModel) -> Iterator[dict[str, Plain]]:
         weights = model.maps[layer, head]
         for query, key in np.argwhere(np.isfinite(weights)).tolist():
             yield {
-                "run": str(model.source), "setting": model.setting, "layer": layer, "head": head, "query": query,
+                "run": str(model.source), "layer": layer, "head": head, "query": query,
                 "key": key, "query_token": model.tokens[query], "key_token": model.tokens[key],
                 "weight": float(weights[query, key]),
             }  # fmt: skip

@@ -88,6 +88,7 @@ def test_a_short_text_is_drawn_whole_with_its_tokens(model: Path, tmp_path: Path
         (["--text", "a few", "--head", "-1"], "has 2 heads, 0 to 1"),
         (["--text", "a few", "-o", "a.png"], "a.png: can't write results of this kind"),
         (["--layer", "1"], "--layer: of the maps that --text draws"),
+        (["--text", "a few", "eval.diagnostics.sequences=2"], "eval.diagnostics.sequences=2: --text takes no keys"),
     ],
 )
 def test_what_can_not_be_drawn_is_said_in_one_line(
