@@ -56,18 +56,15 @@ def eval_(
 ) -> None:
     """Evaluate trained models.
 
-    Results are written to evaluations/ in each run folder; what was measured before is not measured again.
+    Results are written to evaluations/ in each run folder; what was measured before is not measured again, so that the
+    same command goes on where it was stopped.
     """
     from lm.evaluation.evaluate import evaluate_runs
 
     check_out_file(out)
     folders, overrides = paths_and_overrides(arguments, "no run folder given, e.g. runs/softmax")
-    try:
-        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            results = evaluate_runs(folders, checkpoint, overrides, "eval", normalizer, length)
-    except KeyboardInterrupt:
-        print("stopped; what was measured is kept, and the same command goes on from there", file=sys.stderr)
-        raise
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        results = evaluate_runs(folders, checkpoint, overrides, "eval", normalizer, length)
     _print_evaluations(results, out, as_json)
 
 

@@ -74,17 +74,14 @@ def train(*configuration: Given, verbose: bool = False) -> Path:
     config = load_config(arguments)
     command, stdout = [sys.executable, "-m", "lm", "train", *arguments], None if verbose else subprocess.DEVNULL
     process = start_child(command, stdout, subprocess.PIPE, text=True)
-    is_interrupted, errors = False, ""
-    while process.returncode is None:
-        try:
-            errors = process.communicate()[1]
-        except KeyboardInterrupt:  # the process ends its step and saves a checkpoint
-            is_interrupted = True
-            process.send_signal(signal.SIGINT)
+    try:
+        errors = process.communicate()[1]
+    except KeyboardInterrupt:  # the process ends its step and saves a checkpoint
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+        raise
     if verbose:
         print(errors, end="", file=sys.stderr)
-    if is_interrupted:
-        raise KeyboardInterrupt
     if process.returncode:
         _, has_message, message = f"\n{errors}".rpartition("\nerror: ")
         raise RunError(
@@ -134,8 +131,6 @@ def compare(*arguments: Given, jobs: int | None = None, train: bool = True, verb
     )
     if len(files) > 1:
         raise RunError(f"{files[1]}: lm.compare works on one experiment: call it for each")
-    if jobs is not None and jobs < 1:
-        raise RunError(f"jobs = {jobs!r}: must be at least 1")
     with _silence_unless(verbose):
         compare_experiments(files, overrides, TrainingOptions(jobs), report_only=not train)
     procedure = open_experiment(files[0], overrides)

@@ -30,10 +30,7 @@ def config(arguments: Configuration = [], reference: Reference = False, schema: 
     """
     from lm.config.load import load_config, to_yaml
     from lm.config.reference import reference_markdown
-    from lm.errors import ConfigError
 
-    if reference and schema:
-        raise ConfigError("--reference and --schema exclude each other")
     if schema:
         from lm.config.json_schema import configuration_schema
 
@@ -57,14 +54,10 @@ def metrics(arguments: Annotated[list[str] | None, Configuration.__metadata__[0]
     from lm.report.tables import Column, Table, print_tables
 
     logged = metrics_of(load_config(arguments))
-    cells = {
-        "metric": [metric.pattern for metric in logged],
-        "unit": [metric.unit for metric in logged],
-        "better": [metric.better for metric in logged],
-        "can decide": ["yes" * metric.decides for metric in logged],
-        "meaning": [metric.meaning for metric in logged],
-    }
-    print_tables(Table("", "", tuple((Column(name, kind="label"), texts) for name, texts in cells.items())))
+    rows = ((each.pattern, each.unit, each.better, "yes" * each.decides, each.meaning) for each in logged)
+    names = ("metric", "unit", "better", "can decide", "meaning")
+    cells = zip(names, zip(*rows, strict=True), strict=True)
+    print_tables(Table("", "", tuple((Column(name, kind="label"), [*texts]) for name, texts in cells)))
 
 
 def configs(
@@ -91,10 +84,10 @@ def configs(
         print(f"{name:{width}}  {shorten(description, room, placeholder=' ...')}".rstrip())
 
 
-def info(as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False) -> None:
+def info() -> None:
     """Print what this installation is and can use.
 
-    Versions, devices, kernels, wandb: the first thing to put into a report of a problem.
+    Versions, devices, kernels, wandb, as YAML: the first thing to put into a report of a problem.
     """
     from lm.commands.info import facts
     from lm.config.yaml_text import dump_yaml
