@@ -345,8 +345,8 @@ class Measures:
     def values(self, vectors: np.ndarray) -> MeasuredValues:
         """Split the vectors of N sequences, (N, `vector_length`), into the values of each statistic, by its name."""
         rows, sums = np.split(vectors, [math.prod(self.rows_shape)], axis=1)
-        n, *by_query = np.moveaxis(rows.reshape(-1, *self.rows_shape), 1, 0)
-        by_sums = np.moveaxis(sums.reshape(-1, *self.sums_shape).astype("f8"), 1, 0)
+        n, *by_query = np.moveaxis(rows.reshape(len(vectors), *self.rows_shape), 1, 0)
+        by_sums = np.moveaxis(sums.reshape(len(vectors), *self.sums_shape).astype("f8"), 1, 0)
         by_head = {each.name: each.head_values(total) for each, total in zip(self.query_sums, by_sums, strict=True)}
         return MeasuredValues(n[:, :, 0], dict(zip(self.names[1:], by_query, strict=True)), by_head)
 
