@@ -84,7 +84,7 @@ def configs(
         print(f"{name:{width}}  {shorten(description, room, placeholder=' ...')}".rstrip())
 
 
-def info() -> None:
+def info(as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False) -> None:
     """Print what this installation is and can use.
 
     Versions, devices, kernels, wandb, as YAML: the first thing to put into a report of a problem.

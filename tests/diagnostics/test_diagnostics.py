@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import lm
 from fabricated import evaluation_of
-from folders import curves_of, last_checkpoint, metrics, series
+from folders import curves_of, last_checkpoint, metrics
 from torch import Tensor
 
 from lm.attention import catalogue
@@ -42,7 +42,7 @@ from lm.model.decoder import Decoder, batch_layout
 from lm.model.device import Device
 from lm.model.swapped import for_inference
 from lm.report.evaluation_tables import EvaluationResult, print_results
-from lm.runs.evaluations import join_rows, load_evaluation, units_frame
+from lm.runs.evaluations import join_rows, units_frame
 from lm.runs.evaluations import rows as evaluation_rows
 from lm.runs.loading import load as load_model
 from lm.runs.loading import save_model
@@ -230,7 +230,7 @@ def test_an_exponent_is_that_of_a_power_law_and_needs_two_octaves():
     exponents, fit = exponent(values, n)
     assert exponents.tolist() == [pytest.approx([0.7, -1.0])]
     assert fit.tolist() == [pytest.approx([1.0, 1.0])]
-    assert exponent(np.log(values), n, log=True)[0].tolist() == [pytest.approx([0.7, -1.0])]
+    assert np.allclose(exponent(np.log(values), n, log=True)[0], exponents)
     assert np.isnan(exponent(values[..., :9], n[..., :9])[0]).all()
     values[0, 0, 0, :5] = math.nan, 0.0, -1.0, math.inf, math.nan
     assert exponent(values, n)[0].tolist() == [pytest.approx([0.7, -1.0])]
@@ -274,14 +274,7 @@ def test_a_description_is_of_the_model_the_untrained_one_and_shuffled_scores_und
             by_query = values.by_query[name]
             number, by_keys, *by_layer = (curve for curve in curves if (curve.metric, curve.setting) == (name, label))
             assert number.means[0] == pytest.approx(np.nanmean(by_query), rel=1e-5)
-            distance = next(
-                curve for curve in curves if (curve.metric, curve.setting, curve.axis) == ("mean distance", label, None)
-            )
-            assert distance.means[0] == pytest.approx(np.nanmean(values.by_query["mean distance"]), rel=1e-5), (
-                "it tells orders apart"
-            )
             (sample,) = number.points
-            assert len(set(sample.weights)) == 2
             assert np.average(sample.values, weights=sample.weights) == pytest.approx(number.means[0], rel=1e-5)
             n = np.broadcast_to(values.n[:, :, None], by_query.shape)
             for column, (low, high) in enumerate(half_octaves(values.n, train_length)):
@@ -337,8 +330,6 @@ def test_runs_checkpoints_exports_and_models_without_training_are_described(argu
     assert {row["setting"] for row in rows} == {"as trained", "untrained weights", "shuffled scores"}
     assert {"exact zeros, no first", "sum of weights", "ln Z"} <= value.keys()
     assert "entropy" not in value, "the weights do not sum to one"
-    options = load_evaluation(run / "evaluations" / "diagnostics.step-000008.csv").options
-    assert (options["untrained_seed"], len(options["sequences_sha256"])) == (1, 1)
 
     exported = tmp_path / "exported"
     assert lm("export", str(run), "-o", str(exported)).returncode == 0
@@ -349,10 +340,6 @@ def test_runs_checkpoints_exports_and_models_without_training_are_described(argu
             row["quantity"]: row["value"] for row in strict(out) if row["setting"] == "as trained" and not row["where"]
         }
         assert values_again == pytest.approx(value, nan_ok=True)
-        assert (
-            f"{source}: not a run folder, of which a checkpoint (8) could be"
-            in lm("diagnose", str(source), "--checkpoint", "8").stderr
-        )
 
     bare = save_model(load_model(run).decoder, tmp_path / "bare", run / "tokenizer.json")
     assert "name a configuration of text" in lm("diagnose", str(bare)).stderr
@@ -381,24 +368,6 @@ def test_what_can_not_be_described_is_said_in_one_line(override: str, said: str,
     assert said in result.stderr
     assert result.stderr.count("\n") == 1
     assert not list((run / "evaluations").glob("diagnostics.*"))
-
-
-@pytest.mark.slow
-def test_two_ranks_measure_what_one_does(arguments: list[str], tmp_path: Path):
-    run = tmp_path / "runs" / "two"
-    override = ASKED.replace("}", ", statistics: [concentration, sparsity, limits]}")
-    options = ["name=two", "data.seq_len=64", "trainer.devices=2", "eval.long_context.length_factor=0", override]
-    assert lm("train", *arguments, *options, process=True).returncode == 0
-    by_two = series(run, "diagnostics", 8)
-    (run / "evaluations" / "diagnostics.step-000008.csv").unlink()
-    assert lm("diagnose", str(run)).returncode == 0
-    for curve, one_rank_curve in zip(by_two, series(run, "diagnostics", 8), strict=True):
-        assert (curve.metric, curve.setting, curve.task) == (
-            one_rank_curve.metric,
-            one_rank_curve.setting,
-            one_rank_curve.task,
-        )
-        np.testing.assert_allclose(curve.means, one_rank_curve.means, rtol=1e-5, atol=1e-6)
 
 
 def test_a_mean_of_too_few_documents_says_why_it_has_no_interval(capsys: pytest.CaptureFixture[str]):

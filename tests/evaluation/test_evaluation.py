@@ -143,12 +143,6 @@ def test_sequences_may_be_shorter_than_those_of_training(tiny):
         16,
     ]
     assert [group.length for group in swap_sequences(store, config)] == [1, 8, 32]
-    learned_config = tiny(
-        "model.position=learned", "eval.long_context.length_factor=0", "eval.swap_lengths=[0.25, 1, 2]"
-    )
-    assert [group.length for group in swap_sequences(store, learned_config)] == [8, 32], (
-        "learned positions end at the training length"
-    )
     hundred = tiny(
         "data.seq_len=100", "optim.batch_tokens=800", "eval.long_context.length_factor=0.29", "eval.swap_lengths=[0.29]"
     )

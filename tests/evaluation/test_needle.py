@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from conftest import lm
 from folders import curves_of, series_measured
 
 from lm.config import normalizers as kinds
@@ -23,7 +22,6 @@ from lm.model.device import Device
 from lm.model.swapped import for_inference
 from lm.report.comparison import interval_of
 from lm.report.evaluation_tables import rows_of
-from lm.training.train import train
 
 CPU = Device(torch.device("cpu"), bf16=False)
 LENGTH = 220  # tokens: the tests' vocabulary is small
@@ -68,30 +66,20 @@ def test_scores_are_those_of_whole_forward_passes(store: Store, name: str):
 
 
 @torch.no_grad()
-def test_digits_after_the_whole_number_do_not_make_it_wrong(store: Store, monkeypatch: pytest.MonkeyPatch):
-    """The loss on answers teaches no model to stop after the last digit."""
+def test_an_answer_begins_with_the_whole_number_and_ends_at_the_end_of_text_token(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    """The loss on answers teaches no model to stop after the last digit; generation ends at the token."""
     decoder, text = made(store), Text(store)
     question = trials(Needle(), LENGTH, 1, text)[0]
-    outputs = {
-        f" {question.number}95": 1.0,
-        f" {question.number}.": 1.0,
-        f" {question.number[:6]}.": 0.0,
-        f" 1{question.number}": 0.0,
-    }
-    for output, exact in outputs.items():
-        monkeypatch.setattr(
-            needles, "_greedy_tokens", lambda *_, output=output: torch.from_numpy(text.encode(output))[None]
-        )
-        assert score(decoder, [question], LENGTH, text)[0, 0] == exact, output
-
-
-@torch.no_grad()
-def test_an_answer_ends_at_the_end_of_text_token(store: Store, monkeypatch: pytest.MonkeyPatch):
-    """Generation would end there."""
-    decoder, text = made(store), Text(store)
-    question = trials(Needle(), LENGTH, 1, text)[0]
-    whole, end = text.encode(f" {question.number}"), np.array([store.end_of_text])
-    for exact, *parts in ((0, end, end, whole), (0, whole[:-1], end, whole[-1:]), (1, whole, end)):
+    number, end = question.number, np.array([store.end_of_text])
+    whole = text.encode(f" {number}")
+    cases = [
+        (exact, text.encode(words))
+        for exact, words in ((1, f" {number}95"), (0, f" {number[:6]}."), (0, f" 1{number}"))
+    ]
+    cases += [(0, end, end, whole), (0, whole[:-1], end, whole[-1:]), (1, whole, end)]
+    for exact, *parts in cases:
         output = torch.from_numpy(np.concatenate(parts))[None]
         monkeypatch.setattr(needles, "_greedy_tokens", lambda *_, output=output: output)
         assert score(decoder, [question], LENGTH, text)[0, 0] == exact
@@ -106,32 +94,13 @@ def test_a_span_is_that_of_the_number(store: Store):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["softmax", "ssmax", "sigmoid", "forget"])
-def test_head_scores_are_sums_of_the_dense_weights(store: Store, name: str):
-    decoder = made(store, name).float()
-    question = trials(Needle(depth=0.5), LENGTH, 1, Text(store))[0]
-    weights = []
-    hooks = [
-        n.register_forward_pre_hook(lambda n, a: weights.append(n.weights(a[0], a[1], a[3])[0, :, -1]))
-        for n in decoder.normalizers()
-    ]
-    decoder(torch.from_numpy(question.prompt[None]))
-    for hook in hooks:
-        hook.remove()
-    expected = torch.stack([a[:, slice(*question.span)].sum(-1) for a in weights])
-    assert torch.allclose(head_scores(decoder, question, LENGTH), expected, atol=1e-5)
-
-
-@torch.no_grad()
-def test_head_scores_have_the_rotations_of_the_whole_sequence(store: Store):
+def test_head_scores_are_sums_of_weights_with_the_rotations_of_the_whole_sequence(store: Store, name: str):
     """A prompt ends before its sequence does, by which a setting rescales."""
-    model = for_inference(made(store).float(), InferenceSetting(NTK()))
+    model = for_inference(made(store, name).float(), InferenceSetting(NTK()))
     question = trials(Needle(depth=0.5), LENGTH, 1, Text(store))[0]
     tokens = torch.from_numpy(np.concatenate((question.prompt, question.answer[:-1]))[None])
-    rows = [
-        block.weights[0, :, 0]
-        for block in attention_blocks(model, Batch(tokens, tokens, None), [len(question.prompt) - 1])
-    ]
-    expected = torch.stack([row[:, slice(*question.span)].sum(-1) for row in rows])
+    blocks = attention_blocks(model, Batch(tokens, tokens, None), [len(question.prompt) - 1])
+    expected = torch.stack([block.weights[0, :, 0, slice(*question.span)].sum(-1) for block in blocks])
     assert tokens.size(1) == LENGTH
     assert torch.allclose(head_scores(model, question, LENGTH), expected, atol=1e-5)
     assert not torch.allclose(head_scores(model, question, 2 * LENGTH), expected, atol=1e-3)
@@ -230,18 +199,3 @@ def test_needles_are_asked_for_under_each_setting(tiny):
     names = {name for series in result for name in series.logged_means}
     assert names == {metric.name for metric in needle.metrics(config)}
     assert len({series.setting for series in result}) == 2
-
-
-def test_lm_eval_asks_for_needles(tiny):
-    options = ["data.seq_len=128", "eval.needle.length_factors=[2]", "eval.needle.trials=2", "eval.needle.at=[0.5]"]
-    config = tiny("name=hay", *options, "eval.needle.heads_at=2")
-    assert train(config) == 0
-    folder = config.run_folder / "evaluations"
-    assert (folder / "needle.step-000004.csv").exists()
-    result = lm("eval", str(config.run_folder))
-    assert result.returncode == 0
-    assert "256 tokens" in result.stdout
-    assert "in metrics.jsonl: needle/exact 256 as trained, needle/control 256 as trained" in result.stdout
-    result = lm("eval", str(config.run_folder), "eval.needle.length_factors=[0.3,2]")
-    assert result.returncode == 2
-    assert "error: eval.needle.length_factors = [0.3, 2.0]: needle in sequences of 38: " in result.stderr

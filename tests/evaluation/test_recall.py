@@ -1,7 +1,6 @@
 """Recall: accuracy and loss of a task's answers, and runs that train on tasks."""
 
 import json
-import shutil
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT
-from folders import curve, curves_of, same, series, series_measured, weights
+from folders import curves_of, series, series_measured
 
 from lm.config.load import load_config
 from lm.config.model_config import ModelConfig
@@ -205,31 +204,6 @@ def test_the_loss_is_the_mean_over_the_targets(tiny, tmp_path: Path):
     expected.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in decoder.parameters()])
     assert first["train/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
-
-
-def test_micro_batches_and_resuming_change_nothing(tiny, tmp_path: Path):
-    tasks = [NEEDLE, "data.seq_len=256", "optim.batch_tokens=2048", "eval.long_context.length_factor=0"]
-    tasks = [*tasks, "eval.recall.length_factors=[]"]
-    for name, options in (("whole", []), ("split", ["trainer.micro_batch=2"])):
-        assert train(tiny(*tasks, f"name={name}", *options)) == 0
-    runs = tmp_path / "runs"
-    shutil.copytree(runs / "whole", runs / "stopped")
-    for name in ("train/loss", "val/loss"):
-        assert [v for _, v in curve(runs / "whole", name)] == pytest.approx(
-            [v for _, v in curve(runs / "split", name)], abs=2e-5
-        )
-    checkpoint = runs / "stopped" / "checkpoints" / "step-000004.ckpt"
-    assert train(tiny(*tasks, "name=stopped", f"resume={checkpoint}")) == 0
-    assert same(weights(runs / "whole"), weights(runs / "stopped"))
-
-
-def test_validation_is_the_loss_of_the_answers_to_test_sequences(tiny, tmp_path: Path):
-    config = tiny(*SYMBOLS, "name=a", "eval.recall={length_factors: [1], sequences: 8}")
-    assert train(config) == 0
-    loss = series(tmp_path / "runs" / "a", "recall", 8)[-1]
-    assert loss.metric == "loss of answers"
-    assert curve(tmp_path / "runs" / "a", "val/loss")[-1][1] == pytest.approx(loss.means[0], abs=1e-5)
-    assert validation_sequences(prepare(config.data), config).sha256[:16] == loss.points[0].sha256
 
 
 def test_validation_sequences_are_dealt_to_the_nearest_whole_number(tiny):

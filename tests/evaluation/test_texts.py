@@ -19,6 +19,7 @@ from lm.evaluation.evaluation_kind import HeldOut
 from lm.evaluation.held_out import OtherTexts, long_sequences
 from lm.experiments.definition import read_experiment
 from lm.model.decoder import Decoder
+from lm.model.device import Device
 from lm.runs.evaluations import selection_mask
 from lm.runs.loading import load
 from lm.training.train import train
@@ -69,13 +70,10 @@ def test_each_text_is_measured_in_training_by_its_name_and_whole(tiny, verse: Pa
 
 def test_documents_are_divided_into_those_that_select_and_report_where_there_are_enough(tiny, verse: Path, code: Path):
     config = tiny(OFF, asked(verse, code))
-    texts = OtherTexts(config, prepare(config.data))
+    texts = OtherTexts(config, store := prepare(config.data))
     assert len(set(texts.held_out[1].document_labels.tolist())) > 3
     assert set(texts.held_out[0].document_labels.tolist()) == {0}
-    train(tiny("name=run", OFF, asked(verse, code)))
-    decoder = load(tiny("name=run").run_folder).decoder
-    from lm.model.device import Device
-
+    decoder = Decoder(config.model, store.vocab_size, config.data.seq_len)
     by_name = {
         curve.task: curve
         for curve in series_measured(texts, decoder, Device(torch.device("cpu"), False))
@@ -89,8 +87,6 @@ def test_documents_are_divided_into_those_that_select_and_report_where_there_are
 
 
 def test_documents_of_a_text_are_isolated_where_those_of_training_are(tiny, verse: Path, code: Path):
-    from lm.model.device import Device
-
     losses = []
     for documents in ("pack", "isolate"):
         config = tiny(OFF, asked(verse, code).replace("sequences: 16", "sequences: 100"), f"data.documents={documents}")
@@ -149,22 +145,10 @@ def test_texts_that_can_not_be_measured_are_refused_before_the_run_is_made(
 # ---------------------------------------------------------------- long sequences that fit the documents
 
 
-def test_auto_takes_the_longest_sequences_that_two_documents_hold(tiny):
-    config = tiny("eval.long_context.length_factor=auto")
-    store = prepare(config.data)
-    lengths = np.sort(store.val.lengths)[::-1]
-    assert lengths[1] > 8 * 32
-    assert long_sequences(store, config).length == 8 * 32
-    long = tiny("eval.long_context.length_factor=auto", "data.seq_len=4096", "optim.batch_tokens=4096")
-    length = long_sequences(store, long).length
-    assert lengths[1] > length  # two documents hold it
-    assert length * 2 >= lengths[1]  # and not twice as much
-    with pytest.raises(ConfigError, match="it needs a held-out document"):
-        long_sequences(store, tiny("eval.long_context.length_factor=8", "data.seq_len=4096", "optim.batch_tokens=4096"))
-
-
 def test_auto_leaves_out_lengths_that_one_document_alone_has(tiny, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(held_out, "long_starts", lambda *_: None)
     monkeypatch.setattr(HeldOut, "take", lambda store, starts, length: length)
     store = SimpleNamespace(val=SimpleNamespace(longest=5_000, lengths=np.array([5_000, 200, 100])))
     assert long_sequences(store, tiny("eval.long_context.length_factor=auto")) == 4 * 32
+    with pytest.raises(ConfigError, match="it needs a held-out document"):
+        long_sequences(store, tiny("eval.long_context.length_factor=200"))
