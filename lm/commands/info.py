@@ -36,22 +36,12 @@ def facts() -> dict[str, Plain]:
     (commit, dirty), compiler = git_state(), cpp_compiler()
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     bf16 = native_bf16_hardware("gpu" if gpus else "cpu") or "emulated"
-    triton = (
-        "no: not installed"
-        if not _version("triton")
-        else "yes"
-        if torch.cuda.is_available()
-        else "in tests alone: no GPU"
-    )
     return {
         "lm": {"version": lm.__version__, "commit": commit, "changed": dirty, "folder": str(Path(lm.__file__).parent)},
         "versions": {"python": platform.python_version(), "platform": platform.platform()}
         | {name: _version(name) for name in PACKAGES},
         "devices": {"cores": usable_cores(), "GPUs": gpus, "CUDA of torch": torch.version.cuda, "bf16": bf16},
-        "kernels": {
-            "torch.compile": f"yes, with {compiler}" if compiler else "no: neither g++ nor clang++",
-            "Triton": triton,
-        },
+        "kernels": {"torch.compile": f"yes, with {compiler}" if compiler else "no: neither g++ nor clang++"},
         "wandb": wandb_mode(LogConfig()),
     }
 

@@ -97,7 +97,6 @@ def spectral_norm(
     normalize: Callable[[Tensor], Tensor],
     scores: Tensor,
     visible: Tensor,
-    generator: torch.Generator,
     steps: int = ITERATIONS,
 ) -> Tensor:
     """The largest singular value, (...), of each row's Jacobian J = d weights / d scores, by power iteration on J^T J.
@@ -115,7 +114,7 @@ def spectral_norm(
     cotangent = torch.zeros_like(weights, requires_grad=True)
     # J^T cotangent, linear in the cotangent
     (pullback,) = torch.autograd.grad(weights, scores, cotangent, create_graph=True)
-    noise = torch.randn(scores.shape, generator=generator).to(scores)
+    noise = torch.randn(scores.shape, generator=torch.Generator().manual_seed(0)).to(scores)
     v = _unit_vectors((noise * weights.detach().abs().sqrt()).masked_fill(~visible, 0.0) + 1e-6 * noise)
     norm = v.new_zeros(scores.shape[:-1])
     for _ in range(steps):
@@ -136,8 +135,7 @@ def jacobian_norm(rows: AttentionRows) -> Tensor:
     """The spectral norm of each row's d weights / d scores, computed in fp64, as fp32 rounds it badly if one key has
     nearly all weight.
     """
-    generator = torch.Generator().manual_seed(0)
-    return spectral_norm(rows.normalize, rows.scores.double(), rows.visible, generator).to(rows.scores.dtype)
+    return spectral_norm(rows.normalize, rows.scores.double(), rows.visible).to(rows.scores.dtype)
 
 
 def jacobian_ceiling(rows: AttentionRows) -> Tensor | None:

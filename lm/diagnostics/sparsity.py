@@ -50,21 +50,9 @@ def sparsity(weights: Tensor, visible: Tensor) -> Tensor:
 
 def exp_sparsity(std: Tensor) -> Tensor:
     """Sparsity S = exp(-std^2 / 2) of weights e^score, whatever the scores' mean; it holds for n keys if std <
-    `condensation_scale(n)`.
+    sqrt(ln n / 2) (`is_condensed`).
     """
     return (-std.square() / 2).exp()
-
-
-def condensation_scale(n: Tensor) -> Tensor:
-    """sqrt(ln n / 2), the standard deviation of n Gaussian scores above which the sparsity S of weights e^score leaves
-    `exp_sparsity`.
-
-    If scores have the standard deviation std, E[e^(2 score)] stems from scores about 2 std^2 above their mean, which is
-    2 std standard deviations. The largest of n Gaussian scores lies sqrt(2 ln n) standard deviations above the mean.
-    With std > sqrt(ln n / 2), n keys thus lack the scores that make up this expectation, and S stays above its closed
-    form.
-    """
-    return (n.log() / 2).sqrt()
 
 
 def relu_sparsity(mean: Tensor, std: Tensor) -> Tensor:
@@ -239,10 +227,15 @@ def closed_form(rows: AttentionRows) -> Tensor | None:
 
 
 def is_condensed(rows: AttentionRows) -> Tensor | None:
-    """1 for queries whose scores have a standard deviation above `condensation_scale`, else 0, (H, T); None if weights
-    are no e^score.
+    """1 for queries whose scores have a standard deviation above sqrt(ln n / 2), where the sparsity S of weights
+    e^score leaves `exp_sparsity`, else 0, (H, T); None if weights are no e^score.
+
+    If scores have the standard deviation std, E[e^(2 score)] stems from scores about 2 std^2 above their mean, which is
+    2 std standard deviations. The largest of n Gaussian scores lies sqrt(2 ln n) standard deviations above the mean.
+    With std > sqrt(ln n / 2), n keys thus lack the scores that make up this expectation, and S stays above its closed
+    form.
     """
-    return (rows.moments.std > condensation_scale(rows.n)).float() if rows.normalizer.score_map == "exp" else None
+    return (rows.moments.std > (rows.n.log() / 2).sqrt()).float() if rows.normalizer.score_map == "exp" else None
 
 
 def difference(rows: AttentionRows) -> Tensor | None:

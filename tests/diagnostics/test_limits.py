@@ -126,7 +126,7 @@ def test_the_spectral_norm_is_the_largest_singular_value_of_every_normalizer(nam
     def normalize(values: torch.Tensor) -> torch.Tensor:
         return normalizer.normalize(values, layout)
 
-    norms = limits.spectral_norm(normalize, scores, layout.visible(), seeded(1), steps=100)
+    norms = limits.spectral_norm(normalize, scores, layout.visible(), steps=100)
     # (S', 1, H, T, S)
     dense = torch.autograd.functional.jacobian(lambda values: normalize(values).sum((0, 1, 2)), scores)
     expected = torch.linalg.matrix_norm(dense.permute(1, 2, 3, 0, 4), 2)
