@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT
-from folders import curves_of, series, series_measured
+from folders import curves_of, series_measured
 
 from lm.config.load import load_config
 from lm.config.model_config import ModelConfig
@@ -131,19 +131,6 @@ def test_the_result_is_plain_has_rows_and_scores_and_is_the_same_each_time(tiny)
     assert chances == pytest.approx([(1 / 4 + 1 / 3) / 2, (1 / 2 + 1) / 2])
     metrics = ["accuracy", "accuracy: chance", "token accuracy", "loss of answers"]
     assert list(dict.fromkeys(row["quantity"] for row in rows_of(first))) == metrics
-
-
-def test_needles_are_asked_of_a_model_of_text(tiny, tmp_path: Path):
-    tasks = "eval.recall={tasks: [needle], length_factors: [1, 3], sequences: 2}"
-    assert (
-        train(tiny("name=a", "data.seq_len=128", "optim.batch_tokens=1024", tasks, "eval.long_context.length_factor=0"))
-        == 0
-    )
-    curves = [result for result in series(tmp_path / "runs" / "a", "recall", 8) if result.metric == "accuracy"]
-    cells = [("needle", 128), ("needle", 384)]
-    assert [(result.task, length) for result in curves for length in result.x] == cells
-    last = json.loads((tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert [name for name in last if "recall" in name] == [f"recall/{name} {length}" for name, length in cells]
 
 
 def test_what_recall_can_not_measure_is_refused(tiny):

@@ -19,7 +19,6 @@ from lm.cli import main
 from lm.config import normalizers as kinds
 from lm.data.batches import Batch
 from lm.data.prepare import prepare
-from lm.errors import RunError
 from lm.evaluation.evaluation_kind import HeldOut
 from lm.evaluation.held_out import SwapMeasurement, swap_sequences, token_losses_and_kl
 from lm.evaluation.swap import swap_lines, swap_run
@@ -27,12 +26,10 @@ from lm.model.cross_entropy import Head, token_kl
 from lm.model.decoder import Decoder, is_normalizer_parameter
 from lm.model.device import Device
 from lm.model.swapped import score_factors, with_normalizer
-from lm.report.comparison import compare_runs, interval_of
-from lm.report.comparison_tables import run_facts
+from lm.report.comparison import interval_of
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.evaluations import logged_means
 from lm.runs.loading import load
-from lm.runs.record import read_run
 from lm.statistics.intervals import Interval
 from lm.training.optimizers import saved_state
 from lm.training.train import train
@@ -311,18 +308,6 @@ def test_an_earlier_checkpoint_and_an_export_can_be_swapped_and_swapped_back(tra
     assert same(weights(trained), weights(tmp_path / "back"))
 
 
-def test_a_factor_that_can_not_be_matched_is_said(tiny, tmp_path: Path):
-    config = tiny("name=short", "model.normalizer=cosine", "eval.sequences=8")
-    train(config)
-    result = command(
-        "swap", str(config.run_folder), "--to", "ssmax", "-o", str(tmp_path / "matched"), "eval.swap_lengths=[1, 999]"
-    )
-    assert (
-        "note: cosine has no factor on q.k that ssmax could match: parameters have their initial values"
-        in result.stdout
-    )
-
-
 def test_a_swap_that_makes_no_sense_is_one_line(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -370,31 +355,3 @@ def test_a_phase_changes_the_normalizer_and_nothing_else(tiny):
     assert steps == {1, 5}  # new parameters start afresh, the others go on
     means = {result.metric: result.means for result in series(swapped_run, "swap", 4)}
     assert means["KL divergence"].tolist() == [0.0] * 3
-
-
-def test_a_swap_to_the_same_normalizer_follows_what_was_learned(tiny, tmp_path: Path):
-    train(tiny("name=learned", "model.normalizer={name: ssmax, init: unit}"))
-    source = tiny("name=learned").run_folder
-    affine = swap(source, tmp_path / "affine", "ssmax", None, "model.normalizer.bias=true")
-    assert affine[1] < 1e-6
-    assert load(tmp_path / "affine").config.model.normalizer.init == "match"
-    with pytest.raises(RunError, match=r"not a run folder, of which a checkpoint \(best\) could be chosen"):
-        load(last_checkpoint(source), "best")
-
-
-def test_a_report_says_what_was_swapped_and_what_weights_had_seen(trained: Path, tiny, tmp_path: Path):
-    swap(trained, tmp_path / "out")
-    assert command("eval", str(tmp_path / "out"), "eval.sequences=64").returncode == 0
-    options = ["eval.sequences=64", "trainer.max_steps=40", "trainer.checkpoint_every=20"]
-    train(tiny("name=longer", "model.normalizer={name: ssmax, init: unit}", f"init_from={tmp_path / 'out'}", *options))
-    comparison = compare_runs(
-        [read_run(folder) for folder in (trained, tmp_path / "out", tiny("name=longer").run_folder)]
-    )
-    labels = [*comparison.arms]
-    assert labels[0] == "softmax"
-    assert labels[1] == "softmax -> ssmax after training (init match)"
-    assert labels[2].startswith("ssmax")
-    assert "unit" not in labels[2]  # the weights it started from have replaced that
-    assert "started from weights that had seen different numbers of tokens" in comparison.warning
-    checks = {fact.name: fact.agrees for fact in run_facts(comparison)}
-    assert checks["tokens in the weights started from"] is False

@@ -8,16 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import lm
 from folders import metrics, series_measured
-from trials import written
 
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, DataError
 from lm.evaluation import held_out
 from lm.evaluation.evaluation_kind import HeldOut
 from lm.evaluation.held_out import OtherTexts, long_sequences
-from lm.experiments.definition import read_experiment
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.runs.evaluations import selection_mask
@@ -98,20 +95,6 @@ def test_documents_of_a_text_are_isolated_where_those_of_training_are(tiny, vers
     assert ((losses[0]["code"] != losses[1]["code"]) == has_boundary).all()
     assert has_boundary.any()
     assert (losses[0]["verse"] == losses[1]["verse"]).all()
-
-
-@pytest.mark.usefixtures("inline")
-def test_a_text_decides_an_experiment(arguments: list[str], tmp_path: Path, verse: Path, code: Path):
-    primary = {"metric": "text/code/loss", "better": "lower", "matters": 0.05}
-    overrides = ["trainer.max_steps=2", "optim.warmup_steps=1", OFF, asked(verse, code)]
-    file = written(tmp_path, tune=None, primary=primary, seeds=[1])
-    result = lm("compare", str(file), *arguments[1:], *overrides)
-    assert result.returncode == 0, result.stderr
-    assert "text/code/loss" in result.stdout
-    with pytest.raises(ConfigError, match=r"primary\.metric = 'text/cod/loss'.*did you mean 'text/code/loss'"):
-        read_experiment(
-            written(tmp_path, tune=None, primary=primary | {"metric": "text/cod/loss"}), [*arguments[1:], *overrides]
-        )
 
 
 @pytest.mark.parametrize(
