@@ -71,22 +71,16 @@ def compare(
     from lm.experiments.page import VERDICTS
 
     modes = {"--plan": plan, "--report-only": report_only, "--commands": commands, "--submit": submit}
-    if submit:
-        modes |= {"--jobs": jobs, "--jobs-per-gpu": jobs_per_gpu > 1}
-    elif plan or report_only:
-        modes |= {"--retry": retry, "--jobs": jobs and report_only}
-    elif commands:
-        modes |= {"--jobs-per-gpu": jobs_per_gpu > 1}
-    if len(options := [name for name, is_on in modes.items() if is_on]) > 1:
-        raise ConfigError(f"{' and '.join(options)} exclude each other")
-    if not submit and (
-        job_flags := [
-            name for name, is_set in {"--workers": workers > 1, "--job-options": job_options}.items() if is_set
-        ]
-    ):
-        raise ConfigError(f"{job_flags[0]} goes with --submit; how many runs train at a time on this machine is --jobs")
-    if as_json and not report_only:
-        raise ConfigError("--json goes with --report-only: training prints its progress")
+    if len(chosen := [name for name, is_on in modes.items() if is_on]) > 1:
+        raise ConfigError(f"{' and '.join(chosen)} exclude each other")
+    needs = {
+        "--workers": (workers > 1, submit),
+        "--job-options": (job_options, submit),
+        "--json": (as_json, report_only),
+    }
+    for name, (is_given, is_useful) in needs.items():
+        if is_given and not is_useful:
+            raise ConfigError(f"{name} goes with {'--report-only' if name == '--json' else '--submit'}")
     training_options = TrainingOptions(jobs, retry, jobs_per_gpu, submit, workers, job_options)
     if commands:
         print_commands(files, overrides, training_options)
