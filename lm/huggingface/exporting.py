@@ -10,14 +10,13 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lm.attention.distance import Window
 from lm.config.inference_config import AS_TRAINED
 from lm.config.load import to_yaml
 from lm.config.tree import function_options
 from lm.data.tokenizer import TOKENIZER_CONFIG, parse_tokenizer
 from lm.errors import RunError
 from lm.files import new_folder, write_together
-from lm.huggingface.architectures import ARCHITECTURES, FULL_ATTENTION, HEAD, SLIDING_ATTENTION, Architecture
+from lm.huggingface.architectures import ARCHITECTURES, HEAD, Architecture
 from lm.huggingface.exported_code import code_files
 from lm.huggingface.fields import Fields
 from lm.huggingface.importing import CONFIG, LM_MODEL_TYPE, WEIGHTS_FILE
@@ -263,18 +262,11 @@ def _lm_config(loaded_model: LoadedModel) -> dict[str, Plain]:
     if rope.rotates:
         radians = frequencies(model.key_dims, rope, AS_TRAINED, spec.seq_len, spec.seq_len).tolist()
         rope_fields = {"rope_frequencies": radians, "rope_amplitude": rope.scaling.amplitude}
-    window_sizes = [
-        normalizer.options.size if normalizer.options.name == Window.name else None for normalizer in normalizers
-    ]
-    if len(sizes := {*window_sizes} - {None}) > 1:
-        raise RunError(f"transformers has windows of one size a model, not of {' and '.join(map(str, sorted(sizes)))}")
     return {
         **LM_CONFIG_FIELDS, **{name: getattr(model, name) for name in MODEL_FIELDS}, **rope_fields,
         "vocab_size": spec.vocab_size, "seq_len": spec.seq_len, "block": model.block.name,
         "rope_layers": [rope.rotates_in(layer) for layer in range(model.n_layer)],
         "learned_positions": rope.has_last_position, "tie_word_embeddings": model.tied,
-        "layer_types": [SLIDING_ATTENTION if size else FULL_ATTENTION for size in window_sizes],
-        "sliding_window": next(filter(None, window_sizes), None),
         "initializer_range": model.init_std, "dtype": "float32",
         "normalizers": [{**to_plain(normalizer.options), **normalizer.constants()} for normalizer in normalizers],
     }  # fmt: skip

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import can_return_tuple
 
 from lm.attention.catalogue import implementation
@@ -38,8 +37,6 @@ from lm.model.blocks import (
     make_norm,
     rotation_at,
 )
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class LmConfig(PreTrainedConfig):
@@ -96,8 +93,6 @@ class LmConfig(PreTrainedConfig):
     dropout: float = 0.0
     logit_softcap: float | None = None
     normalizers: list[dict] | None = None
-    layer_types: list[str] | None = None
-    sliding_window: int | None = None
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: object):
@@ -106,7 +101,6 @@ class LmConfig(PreTrainedConfig):
         """
         self.rope_layers = self.rope_layers or [True] * self.n_layer
         self.normalizers = self.normalizers or [{"name": "softmax"}] * self.n_layer
-        self.layer_types = self.layer_types or [FULL] * self.n_layer
         super().__post_init__(**kwargs)
 
     @property
@@ -132,71 +126,25 @@ class LmConfig(PreTrainedConfig):
 # ---------------------------------------------------------------- attention
 
 
-def eager_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float,
-    **kwargs: object,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return softmax attention's outputs (B, T, H, E) and all of its weights (B, H, T, S) in fp32.
-
-    attention_mask: additive, as for transformers' eager attention, or bool, as for SDPA; None: the causal triangle.
-    """
-    key, value = (x.repeat_interleave(query.size(1) // key.size(1), 1) for x in (key, value))
-    if attention_mask is None:
-        visible = query.new_ones(query.size(2), key.size(2), dtype=torch.bool)
-        visible = visible.tril() if query.size(2) > 1 else visible
-    else:
-        visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
-    with torch.autocast(query.device.type, enabled=False):
-        scores = query.float() @ key.float().transpose(2, 3) * scaling
-        weights = scores.masked_fill(~visible, torch.finfo(torch.float32).min).softmax(-1)
-        return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous(), weights
-
-
-def is_softmax(layer: AttentionBase) -> bool:
-    """Whether any kernel for softmax computes a layer's weights, perhaps of changed queries and keys."""
-    changes_inputs = type(layer.normalizer).fused_inputs is not Normalizer.fused_inputs
-    return changes_inputs or layer.sliding_window is not None
-
-
 @dataclass(frozen=True, kw_only=True)
 class TransformersContext(ForwardContext):
-    """Inputs that all layers share. Attention is computed with a cache of transformers, and for softmax by the kernel
-    that `attn_implementation` names.
+    """Inputs that all layers share. Attention is computed by lm's routes with a cache of transformers; if
+    `attn_implementation` is eager, from all weights.
     """
 
-    masks: dict[str, Tensor | None]  # by type of layer, as kernels take them
     past_key_values: Cache | None
-    arguments: dict[str, object]  # further arguments of kernels
-    weights: list[Tensor | None]  # each layer appends its weights, or None if its kernel gives none
+    weights: list[Tensor | None]  # each layer appends its weights, or None if it doesn't hold them
 
     def attend(self, layer: AttentionBase, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the heads' outputs (B, H, T, E), as `ForwardContext.attend`. Raises ValueError if the kernel can't
-        compute the normalizer.
-        """
-        normalizer, layout, backend = layer.normalizer, self.layout, layer.config._attn_implementation
-        by_kernel = is_softmax(layer)
-        if by_kernel:
-            q, k = (part.to(v.dtype) for part in normalizer.fused_inputs(q, k, layout) or (q, k))
-        else:
-            q, k = normalizer.append_features(x, q, k)
+        """Return the heads' outputs (B, H, T, E), as `ForwardContext.attend`."""
+        normalizer, layout = layer.normalizer, self.layout
+        q, k = normalizer.append_features(x, q, k)
         if self.past_key_values is not None:
             k, v = self.past_key_values.update(k, v, layer.layer_idx)
-        if by_kernel:
-            kernel = eager_attention if backend == "eager" else ALL_ATTENTION_FUNCTIONS[backend]
-            mask = self.masks[SLIDING if layer.sliding_window else FULL]
-            output, weights = kernel(
-                layer, q, k, v, mask, scaling=q.size(-1) ** -0.5, dropout=0.0, sliding_window=layer.sliding_window,
-                **self.arguments,
-            )  # fmt: skip
-            self.weights.append(weights)
-            return output.transpose(1, 2)
-        if backend not in ("eager", "sdpa"):
-            name = normalizer.options.name
-            raise ValueError(f"attn_implementation {backend} does not compute {name}; set it to eager or sdpa")
         n_keys = layout.key_positions.size(-1)  # a new cache of fixed size has empty keys behind them
         k, v = normalizer.expand_kv_heads(k[:, :, :n_keys], v[:, :, :n_keys])
         v = v.to(x.dtype)  # a cache has one dtype, and keys may be wider
-        weights = normalizer.weights(q, k, layout) if backend == "eager" else None
+        weights = normalizer.weights(q, k, layout) if layer.config._attn_implementation == "eager" else None
         self.weights.append(weights)
         return normalizer.attend(q, k, v, layout) if weights is None else weights.to(v.dtype) @ v
 
@@ -234,8 +182,33 @@ def packed_documents(is_token: Tensor, position_ids: Tensor) -> Tensor | None:
     return begins.cumsum(-1) if bool((begins & (is_token.cumsum(-1) > 1)).any()) else None
 
 
+def input_layout(
+    mask: Tensor | None, position_ids: Tensor | None, n_cached: int, x: Tensor
+) -> tuple[AttentionLayout, Tensor, bool]:
+    """Return the layout of the tokens x (B, T, C) behind `n_cached` cached ones, their positions, and whether a
+    sequence holds several documents. mask and position_ids: as for `LmModel.forward`.
+    """
+    count, n_keys, device = x.size(1), n_cached + x.size(1), x.device
+    if mask is not None and mask.dim() == 4:
+        layout = AttentionLayout.from_mask(mask, n_cached, count, device)
+        return layout, layout.positions if position_ids is None else position_ids, False
+    is_token = torch.ones(1, n_keys, dtype=torch.bool, device=device) if mask is None else mask != 0
+    if position_ids is None:
+        position_ids = (is_token.cumsum(-1) - 1).clamp(min=0)[:, n_cached:n_keys]
+        documents = None
+    else:
+        documents = packed_documents(is_token, position_ids) if is_token.size(1) == count else None
+    if documents is None and (mask is None or bool(is_token.all())):
+        return AttentionLayout.continuing(n_cached, count, n_keys, device), position_ids, False
+    triangle = torch.ones(count, is_token.size(1), dtype=torch.bool, device=device).tril(n_cached)
+    visible = is_token[:, None, None] & triangle
+    if documents is not None:
+        visible = visible & (documents[:, None, :, None] == documents[:, None, None])
+    return AttentionLayout.from_mask(visible, n_cached, count, device), position_ids, documents is not None
+
+
 class LmPreTrainedModel(PreTrainedModel):
-    """Base class with the class attributes that transformers, and vLLM's backend for transformers' models, read."""
+    """Base class with the class attributes that transformers reads."""
 
     config_class = LmConfig
     base_model_prefix = "model"
@@ -244,7 +217,7 @@ class LmPreTrainedModel(PreTrainedModel):
     _no_split_modules = tuple(block.__name__ for block in BLOCKS.values())
     _skip_keys_device_placement = ("past_key_values",)
     _keep_in_fp32_modules_strict = ("normalizer", "q_norm", "k_norm")
-    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
+    _supports_sdpa = True
 
     def _init_weights(self, module: nn.Module) -> None:
         """Initialise a module as transformers does, a normalizer as lm does."""
@@ -271,13 +244,9 @@ class LmModel(LmPreTrainedModel):
         self.dropout = nn.Dropout(config.dropout)
         self.norm = make_norm(config)
         self.gradient_checkpointing = False
-        attention = [module for module in self.modules() if isinstance(module, AttentionBase)]
-        for layer, module in enumerate(attention):  # what kernels read
-            module.config, module.layer_idx, module.is_causal = config, layer, True
-            module.sliding_window = config.sliding_window if config.layer_types[layer] == SLIDING else None
-            copies = 2 if config.differential == "v2" else 1  # of each head's queries
-            module.num_key_value_groups = copies * config.n_head // config.kv_heads
-        self.is_softmax = all(map(is_softmax, attention))
+        attention = (module for module in self.modules() if isinstance(module, AttentionBase))
+        for layer, module in enumerate(attention):
+            module.config, module.layer_idx = config, layer
         self.post_init()
 
     @can_return_tuple
@@ -289,12 +258,12 @@ class LmModel(LmPreTrainedModel):
         """Hidden states (B, T, C) of tokens (B, T), after the last norm.
 
         Args:
-            attention_mask: (B, S), 0 for padding, any other number for a token; (B, 1, T, S), causal over whole
-                documents; or a mask for each type of layer, which generation makes for a cache of fixed size.
+            attention_mask: (B, S), 0 for padding, any other number for a token; or (B, 1, T, S), causal over whole
+                documents.
             position_ids: (1, T) or (B, T), 0-based in each document; None: counted from `attention_mask` and the cached
                 tokens.
 
-        Raises ValueError for a mask (B, 1, T, S) with gaps, a prefix or a bias, or beside layers with a window.
+        Raises ValueError for a mask (B, 1, T, S) with gaps, a prefix or a bias, or for packed documents with a cache.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -303,46 +272,14 @@ class LmModel(LmPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
-        cached_length = past_key_values.get_seq_length() if past_key_values is not None else 0
-        documents = mask_layout = None
-        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
-            if self.config.sliding_window is not None:
-                reason = "a mask (B, 1, T, S) takes the windows from layers that have one"
-                raise ValueError(f"{reason}: give attention_mask (B, S), or a mask for each type of layer")
-            mask_layout = AttentionLayout.from_mask(attention_mask, int(cached_length), x.size(1), x.device)
-            position_ids = mask_layout.positions if position_ids is None else position_ids
-        elif isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-            if position_ids is None:
-                position_ids = ((attention_mask != 0).cumsum(-1) - 1).clamp(min=0)[
-                    :, cached_length : cached_length + x.size(1)
-                ]
-            elif attention_mask.size(1) == x.size(1):
-                documents = packed_documents(attention_mask != 0, position_ids)
-        elif position_ids is None:
-            position_ids = torch.arange(cached_length, cached_length + x.size(1), device=x.device)[None]
-        if isinstance(masks := attention_mask, Tensor | None):
-            # By name: releases differ in the order. Made before a new cache, with which transformers would not look for
-            # packed documents.
-            mask_arguments = {
-                "attention_mask": attention_mask,
-                "past_key_values": past_key_values,
-                "position_ids": position_ids,
-            }
-            if documents is not None:
-                mask_arguments |= self._document_arguments(attention_mask != 0, documents, use_cache, past_key_values)
-                use_cache = False
-            masks = {FULL: create_causal_mask(self.config, x, **mask_arguments)}
-            if self.config.sliding_window is not None:
-                masks[SLIDING] = create_sliding_window_causal_mask(self.config, x, **mask_arguments)
-        if self.gradient_checkpointing and self.training:  # a second pass would add to the cache again
+        n_cached = int(past_key_values.get_seq_length()) if past_key_values is not None else 0
+        layout, position_ids, is_packed = input_layout(attention_mask, position_ids, n_cached, x)
+        if is_packed and (use_cache or past_key_values is not None):
+            raise ValueError("packed documents (position_ids that begin anew) have no cache: set use_cache to False")
+        if is_packed or (self.gradient_checkpointing and self.training):  # a second pass would add to the cache again
             past_key_values, use_cache = None, False
         if use_cache if use_cache is not None else getattr(self.config, "use_cache", True) and not self.training:
             past_key_values = DynamicCache(config=self.config) if past_key_values is None else past_key_values
-        layout = AttentionLayout(position_ids, position_ids, position_ids[:, -1:] + 1, causal=False)
-        if mask_layout is not None:
-            layout = mask_layout
-        elif not self.is_softmax:  # other normalizers take the mask from the layout
-            layout = AttentionLayout.from_mask(masks[FULL], int(cached_length), x.size(1), x.device)
         x = self.embedding_norm(x)
         if self.position is not None:
             x = x + self.position(position_ids)
@@ -350,10 +287,7 @@ class LmModel(LmPreTrainedModel):
         if self.config.rope_frequencies is not None:
             frequencies = torch.tensor(self.config.rope_frequencies, dtype=torch.float64, device=x.device)
             rotation = rotation_at(position_ids, frequencies, self.config.rope_amplitude)
-        context = TransformersContext(
-            layout, rotation, 1.0, None, masks=masks, past_key_values=past_key_values, weights=[],
-            arguments={"position_ids": position_ids, **kwargs},
-        )  # fmt: skip
+        context = TransformersContext(layout, rotation, 1.0, None, past_key_values=past_key_values, weights=[])
         first_values, hidden_states = None, ()
         if self.config.value_residual:
             first = self.blocks[0]
@@ -368,21 +302,6 @@ class LmModel(LmPreTrainedModel):
             hidden_states=(*hidden_states, x) if output_hidden_states else None,
             attentions=tuple(context.weights) if output_attentions else None,
         )
-
-    def _document_arguments(
-        self, is_token: Tensor, documents: Tensor, use_cache: bool | None, past_key_values: Cache | None
-    ) -> dict[str, object]:
-        """Arguments with which transformers masks other documents, (B, T), where a mask of padding stands beside them.
-
-        Raises ValueError: a cache is asked for, or the kernel does not take a mask of documents with padding.
-        """
-        if use_cache or past_key_values is not None:
-            raise ValueError("packed documents (position_ids that begin anew) have no cache: set use_cache to False")
-        if bool(is_token.all()):
-            return {"attention_mask": None}  # transformers then finds documents by their positions
-        if (backend := self.config._attn_implementation) not in ("eager", "sdpa", "flex_attention"):
-            raise ValueError(f"attn_implementation {backend} takes no padding beside packed documents; drop padding")
-        return {"and_mask_function": lambda batch, head, query, key: documents[batch, query] == documents[batch, key]}
 
 
 class LmForCausalLM(LmPreTrainedModel, GenerationMixin):
