@@ -263,21 +263,14 @@ def is_measured(experiment: Experiment) -> bool:
 
 
 def _changes(plan: dict[str, dict], present: dict[str, dict]) -> dict[str, list[str]]:
-    """What differs between two plans, in words, by SIZE/ARM; changes of what all verdicts depend on have the name "".
-    A list of what the primary metric is measured on may grow: others are measured beside it.
-    """
+    """What differs between two plans, in words, by SIZE/ARM; the name of what all verdicts depend on is empty."""
     sides, changes = [{"": side["shared"]} | side["arms"] for side in (plan, present)], {}
-
-    def is_same(key: str, was: Plain, now: Plain) -> bool:
-        is_longer = ": " in key and isinstance(was, list) and isinstance(now, list) and all(item in now for item in was)
-        return was == now or is_longer
-
     for name in dict.fromkeys(chain(*sides)):
         was, now = (side.get(name, {}) for side in sides)
         changes[name] = [
             f"{key} was {as_written(was.get(key))}, is {as_written(now.get(key))}"
             for key in was | now
-            if not is_same(key, was.get(key), now.get(key))
+            if was.get(key) != now.get(key)
         ]
         if not (was and now):
             changes[name] = ["added" if now else "left out"]

@@ -1,6 +1,5 @@
 """What is said beside verdicts: what was changed after final runs had been measured, and what differs between runs."""
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -91,21 +90,6 @@ def test_what_was_changed_after_final_runs_were_measured_is_exploratory(tmp_path
     assert words in line
     if list(changes) == ["arms"] and arms == ["log_n"]:
         assert ("", "ssmax") not in procedure.exploratory
-
-
-def test_what_is_measured_beside_the_primary_metric_may_change(tmp_path, overrides):
-    primary = {"metric": "by_length/loss 32", "better": "lower", "matters": 0.05}
-
-    def asked(**options: object) -> Path:
-        return written(tmp_path, **SEEDS | {"primary": primary, "evaluate": {"eval": {"by_length": options}}})
-
-    folder = started(tmp_path, overrides).experiment.folder  # so that final runs have been measured
-    plan = plan_of(read_experiment(asked(lengths=[16, 32]), overrides))
-    put(folder / RESOLVED_FILE, SETTLED | {PLAN: plan})
-    assert open_experiment(asked(lengths=[8, 16, 32]), overrides).plan_notes == []
-    changed = open_experiment(asked(lengths=[16, 32], sequences=7), overrides)
-    assert re.search(r"by_length/loss 32: sequences was .*, is 7", *changed.plan_notes)
-    assert changed.exploratory
 
 
 def test_an_arm_that_is_left_out_makes_all_exploratory(tmp_path, overrides):

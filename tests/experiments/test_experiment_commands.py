@@ -1,7 +1,6 @@
 """What is left to do of a run: weights swapped before training, measurements after it, and nothing twice."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from lm.files import read_json
 from lm.report.frame import results as lm_results
 from lm.runs.evaluations import evaluation_path, load_evaluation
 from lm.runs.folder import read_config
-from lm.runs.same_run import config_problems
 
 ARMS = {
     "softmax": {"model.normalizer": "softmax"},
@@ -126,34 +124,11 @@ def test_a_moved_experiment_has_the_same_runs(tmp_path, sizes):
     after = experiment(tmp_path, f"runs={tmp_path / 'elsewhere'}", arms=STARTS, sizes=sizes)
     assert [run.config.name for run in after.known_runs()] == [run.config.name for run in before.known_runs()]
     assert all(run.outcome.ended for run in after.known_runs())
-    for run_after, run_before in zip(after.known_runs(), before.known_runs(), strict=True):
-        metadata = {"step": 4, "phase": 0}
-        assert not config_problems(run_after.config, run_before.config, metadata, tmp_path), "an unfinished one goes on"
-    other = replace(after.known_runs()[1].config, init_from=str(tmp_path / "other"))
-    assert [problem.path for problem in config_problems(other, before.known_runs()[1].config, metadata, tmp_path)] == [
-        "init_from"
-    ]
     default = experiment(tmp_path, "runs=runs", arms=STARTS, sizes=sizes)
     assert all(run.config.name.endswith(config_hash(run.config)) for run in default.known_runs()), (
         "as earlier versions named them"
     )
     assert [run.config.name for run in default.known_runs()] == [run.config.name for run in before.known_runs()]
-
-
-def test_swapped_arms_start_from_the_weights_of_their_seed_and_rate(tmp_path):
-    procedure = experiment(tmp_path, seeds=[1, 2], tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]})
-    while unfinished := [run for run in procedure.known_runs() if not run.outcome.ended]:
-        for run in unfinished:
-            finish(run, 5 + abs(run.rate - (2e-3 if run.arm == "softmax" else 4e-3)))
-    assert procedure.choice("").rates == {"softmax": 2e-3, "as-it-is": 2e-3, "trained": 4e-3}
-    tuned = {(run.arm, run.rate) for run in procedure.known_runs() if run.stage == "tune"}
-    assert not {arm for arm, _ in tuned} & {"as-it-is"}
-    final = {(run.arm, run.seed): run for run in procedure.known_runs() if run.stage == "final"}
-    for seed in (1, 2):
-        sources = [final[arm, seed].source.config.run_folder for arm in ("trained", "as-it-is")]
-        assert sources == [final["softmax", seed].config.run_folder] * 2
-    folders = [run.config.init_from for run in procedure.known_runs() if run.arm == "trained"]
-    assert len(set(folders)) == len(folders), "two processes never fill one folder"
 
 
 @pytest.mark.parametrize(

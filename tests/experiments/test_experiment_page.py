@@ -189,12 +189,6 @@ def test_the_trend_over_sizes_is_that_of_the_slopes_of_single_seeds(tmp_path, un
     assert "ssmax, c better" in text_of(page)
     assert {"a-curves.svg", "c-seeds.csv"} <= {path.name for path in page.parent.iterdir()}
     first, _ = rows(tmp_path / "out" / "trends.csv")
-    assert (first["table"], first["arm"], first["over"]) == (
-        "With each doubling of parameters",
-        "ssmax",
-        "3 sizes, 3 seeds",
-    )
-    assert (first["quantity"], first["unit"]) == ("difference to softmax changes by", "95% interval, alone")
     assert [float(first[end]) for end in ("value", "low", "high")] == pytest.approx(line["change"], abs=1e-4)
 
 

@@ -110,11 +110,6 @@ def test_names_may_be_numbers_or_texts_of_any_column():
         arm=RUNS["arm"].map({"a": 0, "b": 1}), seed=RUNS["seed"].map({1: 1, 2: "x", 3: 3}), size=["s"] * 6
     )
     assert lm.judge(numbers, baseline="0", by="size")["arm"].tolist() == [0, 1]
-    units = pd.concat(
-        [RUNS.assign(unit=unit, value=RUNS["value"] + 0.1 * k) for k, unit in enumerate([*range(9), "last"])]
-    )
-    grouped = units.assign(group=["g" if unit in (1, 2) else None for unit in units["unit"]])
-    assert lm.judge(grouped)["verdict"].tolist()[1:] == ["better"]
 
 
 def test_columns_may_have_any_dtype():

@@ -60,18 +60,6 @@ def test_final_seeds_choose_no_rates(tmp_path, table):
         experiment(tmp_path, tune={"table": "rates.csv"}, seeds=[1, 2, 102])
 
 
-def test_an_arm_at_the_edge_of_the_table_is_not_tuned(tmp_path, table):
-    lines = [line for line in table.read_text().splitlines() if ",0.08," not in line]
-    table.write_text("\n".join(lines) + "\n")
-    procedure = experiment(tmp_path, tune={"table": "rates.csv"})
-    seeds = len(procedure.experiment.seeds)
-    assert procedure.n_runs("")["ssmax"] == 0
-    assert sum(procedure.n_runs("").values()) == len(procedure.known_runs()) >= 2 * seeds
-    _, scalable, log_n = finish_all(procedure, loss).judgement().entries()
-    assert (scalable["verdict"], scalable["rate"]) == ("not tuned", None)
-    assert log_n["verdict"] != "not tuned"
-
-
 def test_a_run_that_diverged_is_in_the_table(tmp_path, table):
     text = table.read_text()
     lines = list(csv.DictReader(text.splitlines()))
