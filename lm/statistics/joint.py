@@ -1,7 +1,6 @@
 """The joint distribution of comparisons with one baseline, by which their intervals hold together with 95 %."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import starmap
@@ -14,10 +13,10 @@ from scipy.special import ive, ndtr, roots_genlaguerre, roots_hermitenorm, roots
 from lm.statistics.intervals import ALPHA
 
 MAX_CORRELATION = 0.5  # largest correlation that is credited: the one of arms that scatter like their baseline
-_CORRELATION_STEP = 0.05  # correlations are rounded down to a multiple, so that experiments share quadratures
+CORRELATION_STEP = 0.05  # correlations are rounded down to a multiple, so that experiments share quadratures
 _NODES = 24, 20, 60  # of the quadratures over the factor's mean, its squares, and a comparison's spread
 _SMALLEST_P = 1e-5  # p from which on the correlation counts fully
-_MAX_DEGREES = 100  # more degrees of freedom count as these
+MAX_DEGREES = 100  # more degrees of freedom count as these
 
 
 def mean_correlation(differences: np.ndarray) -> float:
@@ -45,20 +44,6 @@ class Family:
 
     n_independent: int = 1
     groups: tuple[tuple[int, int, float], ...] = ()  # comparisons, degrees of freedom, correlation of each group
-
-    @classmethod
-    def of_groups(cls, n_comparisons: int, groups: Sequence[tuple[int, float, float]]) -> "Family":
-        """The family of `n_comparisons`, of which `groups` are correlated; rounded so that intervals get longer."""
-        steps = [
-            (count, min(max(1, int(degrees)), _MAX_DEGREES), math.floor(correlation / _CORRELATION_STEP + 1e-9))
-            for count, degrees, correlation in groups
-        ]
-        used = tuple(
-            (count, degrees, step * _CORRELATION_STEP)
-            for count, degrees, step in sorted(steps)
-            if count > 1 and step > 0
-        )
-        return cls(n_comparisons - sum(count for count, *_ in used), used)
 
     @property
     def size(self) -> int:

@@ -15,7 +15,7 @@ from scipy.optimize import brentq
 from scipy.special import chdtri, nctdtr, stdtrit
 
 from lm.statistics.intervals import ALPHA, Estimate, Interval, bounded_ends, over_seeds, welch
-from lm.statistics.joint import MAX_CORRELATION, Family, mean_correlation
+from lm.statistics.joint import CORRELATION_STEP, MAX_CORRELATION, MAX_DEGREES, Family, mean_correlation
 
 POWER = 0.8  # probability with which a number of seeds must find a difference
 # fewest seeds of a verdict: a spread estimated from two seeds is off by a factor of up to 32 (95 %), from three by up
@@ -299,7 +299,12 @@ def family_of(stacks: Iterable[Stack]) -> Family:
         arm, baseline, _ = np.mean(rows, axis=0)
         correlation = min(baseline / (arm + baseline), MAX_CORRELATION) if baseline else 0.0
         groups.append((len(rows), np.min(rows, axis=0)[2], correlation))
-    return Family.of_groups(count, groups)
+    rounded = []  # so that intervals get longer
+    for size, degrees, correlation in groups:
+        steps = math.floor(correlation / CORRELATION_STEP + 1e-9)
+        if size > 1 and steps > 0:
+            rounded.append((size, min(max(1, int(degrees)), MAX_DEGREES), steps * CORRELATION_STEP))
+    return Family(count - sum(size for size, *_ in rounded), tuple(sorted(rounded)))
 
 
 def _stack_verdicts(stack: Comparison, members: list[Comparison], margin: float, family: Family) -> Iterator[Verdict]:
@@ -311,32 +316,26 @@ def _stack_verdicts(stack: Comparison, members: list[Comparison], margin: float,
         ends = *stack.interval_ends(family.alpha), *stack.interval_ends()
         columns = estimates.mean[pair], *ends, family.joint_p(stack.p), estimates.error[pair], estimates.degrees[pair]
         rows = zip(*(column.tolist() for column in columns), strict=True)
-    finite = np.isfinite(stack.by_rates)
-    is_finite = zip(
-        finite.all((1, 2, 3)).tolist(), finite[(..., *stack.judged_pair, slice(None))].all(1).tolist(), strict=True
-    )
-    for member, row, (all_finite, judged_finite) in zip(members, rows, is_finite, strict=True):
+    all_finite = np.isfinite(stack.by_rates).all((1, 2, 3)).tolist()
+    for member, row, is_finite in zip(members, rows, all_finite, strict=True):
         mean, low, high, low_alone, high_alone, joint_p, error, degrees = row
         interval = single_interval = needed_seeds = document_interval = None
         obstacle = member.obstacle
         if seeds > 1:
             interval = Interval(mean, low, high, source)
             single_interval = Interval(mean, low_alone, high_alone, source)
-        if seeds > 1 and judged_finite:
+        if seeds > 1 and is_finite:
             needed_seeds = _seed_numbers(stack, error, degrees, margin, family.alpha)
         if documents := member.document_estimate:
             ends = map(float, member.interval_ends(family.alpha, documents))
             document_interval = Interval(float(documents.mean[member.judged_pair]), *ends, documents.noise_source)
         if obstacle:
             pass
-        elif not judged_finite:
+        elif not is_finite:  # at any rate, as a verdict is on all of them
             obstacle = "unstable", "a difference is not finite", "a difference is not finite"
         elif seeds < MIN_SEEDS:
             reason = f"{seed_count_text(seeds)} in common" if is_paired else f"an arm has {seed_count_text(seeds)}"
             obstacle = "incomplete", reason, f"a verdict takes {MIN_SEEDS} seeds"
-        elif not all_finite:
-            reason = "a difference at another of the learning rates, all of which a verdict is on, is not finite"
-            obstacle = "undecided", reason, "another learning rate has no finite difference"
         kind, reason, open_reason = obstacle or _answer(
             stack, interval, joint_p, error == 0, needed_seeds, margin, family.alpha
         )
