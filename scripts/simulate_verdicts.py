@@ -58,6 +58,11 @@ class World:
     sizes: int = 1  # each with a baseline of its own; `effects` are those of every size
 
     @property
+    def stream(self) -> tuple[int, ...]:
+        """The beginning of the seeds of its trials' random numbers."""
+        return *self.name.encode(), self.seeds
+
+    @property
     def arms(self) -> list[str]:
         return ["base", *(f"arm {number}" for number in range(len(self.effects)))]
 
@@ -122,6 +127,7 @@ def _size(world: World, random: np.random.Generator) -> tuple[list[pd.DataFrame]
         judged[arm] = best_rate(selected, crossed[arm])
         best = min(world.expected(number, rate) for rate in crossed[arm])
         true[arm] = best + on_text.mean(), best
+        random.random(seeds)  # so that draws are those of the committed tables, in which runs could also be lost
         units = dict(zip(("seed", "group"), map(np.ravel, np.indices((seeds, DOCUMENTS))), strict=True))
         blocks += [
             pd.DataFrame({"arm": arm, "rate": rate, "value": values[rate].ravel(), **units, **RUN}) for rate in values
@@ -148,7 +154,7 @@ def many(world: "World | Awkward", trials: range) -> tuple[Counter, np.ndarray]:
     """
     counts, coverage = Counter(), []
     for trial in trials:
-        frame, question, truths = world.experiment(np.random.default_rng((*world.name.encode(), world.seeds, trial)))
+        frame, question, truths = world.experiment(np.random.default_rng((*world.stream, trial)))
         judgement, hold, is_false = judge(frame, question), True, False
         for name, (text, population, differ) in truths.items():
             verdict, comparison = judgement.verdicts[name], judgement.comparisons[name]
@@ -264,6 +270,11 @@ class Awkward:
     @property
     def name(self) -> str:
         return f"{self.of}, {'unpaired' if self.unpaired else 'paired'}, {self.arms} arms"
+
+    @property
+    def stream(self) -> tuple[int, ...]:
+        """As `World.stream`."""
+        return *self.of.encode(), self.arms, self.seeds, self.unpaired
 
     def experiment(self, random: np.random.Generator) -> tuple[pd.DataFrame, Question, Truths]:
         """One experiment: its final runs, what is asked of them, and what is true."""
