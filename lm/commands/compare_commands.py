@@ -194,6 +194,6 @@ def report(runs: RunFolders, out: ReportFolder = None, baseline: Baseline = None
     comparison = compare_runs([read_run(folder) for folder in runs], baseline)
     page = write_comparison(comparison, out or (runs[0] if len(runs) == 1 else runs[0].parent) / "report")
     warnings = [comparison.warning] if comparison.warning else []
-    notes = [*warnings, *comparison_notes(comparison), *comparison.missing_notes]
+    notes = [*warnings, *comparison_notes(comparison), *comparison.divergences]
     print_tables(*comparison_tables(comparison), notes=notes)
     print(f"report: {page}")

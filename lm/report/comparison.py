@@ -114,10 +114,8 @@ class ArmComparison:
 
     @cached_property
     def means(self) -> pd.DataFrame:
-        """The mean of each run at each place, with the `identity` of its sequences: data fingerprint and hash."""
-        means = point_means(self.units)
-        identity = means["data_fingerprint"] + " " + means["sequences"]
-        return means.assign(identity=identity.where(means["sample"].notna()))
+        """The mean of each run at each place."""
+        return point_means(self.units)
 
     @cached_property
     def sections(self) -> list[pd.DataFrame]:
@@ -127,14 +125,12 @@ class ArmComparison:
 
     @cached_property
     def cells(self) -> dict[tuple[Name, str, str], MeanOfArm]:
-        """The mean over an arm's runs by (name, place, arm); none of runs that were measured on different sequences."""
+        """The mean over an arm's runs by (name, place, arm)."""
         indices, cells = self.units.groupby(["name", "place", "run"], sort=False).indices, {}
         units = self.units[UNIT_COLUMNS]
-        narrow = self.means[["name", "place", "arm", "run", "about", "value", "identity"]]
+        narrow = self.means[["name", "place", "arm", "run", "about", "value"]]
         for (index, place, arm), means in narrow.groupby(["name", "place", "arm"], sort=False):
             name, about, values = self.metric_names[index], means["about"].iloc[0], means["value"].to_numpy()
-            if means["identity"].nunique() > 1:
-                continue
             mean, interval = float(values.mean()), None
             if name.shape == "points" and about.interval and np.isfinite(mean):
                 of_runs = [units.iloc[indices[index, place, run]] for run in means["run"]]
@@ -216,22 +212,18 @@ class ArmComparison:
             return ""
         keys = _keys_besides_normalizer(self.config_diff)
         warnings = [f"The arms differ in more than the normalizer: {', '.join(keys)}."] if keys else []
-        agreement, tokens = self.shared([run.tokens_before for run in self.runs])
-        if agreement is False:
-            warnings.append(f"They started from weights that had seen different numbers of tokens: {tokens}.")
-        agreement, tokens = self.shared([run.tokens_seen for run in self.runs])
-        if agreement is False:
-            warnings.append(f"The runs have not seen the same number of tokens: {tokens}.")
+        for words, counts in (
+            ("They started from weights that had seen different numbers", [run.tokens_before for run in self.runs]),
+            ("The runs have not seen the same number", [run.tokens_seen for run in self.runs]),
+        ):
+            agreement, tokens = self.shared(counts)
+            warnings += [f"{words} of tokens: {tokens}."] * (agreement is False)
         return " ".join(warnings)
 
     @property
-    def missing_notes(self) -> list[str]:
-        """Sentences on how runs diverged and what they lack."""
-        notes = [f"{printable(run.name)}: diverged: {printable(run.divergence)}" for run in self.runs if run.divergence]
-        differ = self.means.groupby(["name", "place", "arm"])["identity"].transform("nunique") > 1
-        mixed = self.means[differ].sort_values("run", kind="stable")
-        pairs = dict.fromkeys((arm, about.measured_on) for arm, about in zip(mixed["arm"], mixed["about"], strict=True))
-        return [*notes, *(f"{arm}: the {of} of its runs differ: no mean over them" for arm, of in pairs)]
+    def divergences(self) -> list[str]:
+        """Sentences on how runs diverged."""
+        return [f"{printable(run.name)}: diverged: {printable(run.divergence)}" for run in self.runs if run.divergence]
 
     def shared(self, values: Sequence[object]) -> tuple[bool | None, str]:
         """Whether the `values` of all runs are equal (None if equal, but unrecorded for some), and the value as text,

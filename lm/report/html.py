@@ -216,7 +216,7 @@ def run_sections(
         measured.add("picture", picture, f"{prefix}map-{number}")
     for table in tables[len(pictures) :]:
         measured.add("table", table, f"{prefix}measured-differences")
-    measured.add("list", comparison.missing_notes)
+    measured.add("list", comparison.divergences)
     cost.add("table", cost_table(comparison.arms, f"What a run took{suffix}"), f"{prefix}cost")
     cost.add("note", COST_NOTE)
     if comparison.config_diff:
@@ -256,7 +256,7 @@ def write_comparison(comparison: ArmComparison, folder: Path) -> Path:
     warnings = [note for note in notes if note == ONE_SEED_NOTE]
     if comparison.warning:
         warnings.append(f"{comparison.warning} A difference below can't be put down to the normalizer alone.")
-    summary.add("warning", warnings + [note for note in comparison.missing_notes if ": diverged: " in note])
+    summary.add("warning", warnings + comparison.divergences)
     summary.add("list", [note for note in notes if note != ONE_SEED_NOTE])
     for run in runs:
         commands.add("details", run_details(run))

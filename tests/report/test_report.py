@@ -123,19 +123,6 @@ def test_differences_are_between_seeds_in_common(tmp_path):
     assert "no seed in common" in of((1,), (3,)).reason
 
 
-def test_runs_of_an_arm_on_different_sequences_have_no_mean(tmp_path):
-    folders = [
-        build_run(tmp_path, f"soft{seed}", seed=seed, tokens=tokens)
-        for seed, tokens in ((1, "sequences-a"), (2, "sequences-b"))
-    ]
-    note = "softmax: the validation sequences of its runs differ: no mean over them"
-    assert note in compared(*folders)[0].missing_notes
-    quantities = [
-        row["quantity"] for row in write_report(folders, tmp_path / "out").rows if "Validation" in row["table"]
-    ]
-    assert quantities == ["seeds", "val/bits_per_byte"]
-
-
 def test_labels_tell_arms_apart(tmp_path):
     folders = [
         build_run(tmp_path, "a"),
