@@ -23,7 +23,6 @@ from lm.data.store import Store
 from lm.errors import ConfigError, LMError, Problem, RunError, one_line
 from lm.evaluation.evaluation_kind import Measurement
 from lm.files import expand_home
-from lm.huggingface.exporting import transformers_model
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum
 from lm.model.spec import ModelSpec
@@ -95,6 +94,8 @@ class DownstreamTasks(Measurement):
         return not any(name.endswith(TASK_FILES) for name in self.names)
 
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
+        from lm.huggingface.exporting import transformers_model  # each run imports this module, few measure tasks
+
         blocks: list[pd.DataFrame] = []
 
         def measure_tasks() -> torch.Tensor:

@@ -29,7 +29,7 @@ from lm.report.tables import (
     plain_text,
     printable,
 )
-from lm.runs.folder import DIVERGED, peak_memory, training_seconds
+from lm.runs.folder import DIVERGED, PEAK_MEMORY, highest
 from lm.runs.metric import Metric
 from lm.runs.record import RunRecord
 
@@ -158,7 +158,7 @@ def cost_table(arms: Arms, title: str = "What a run took") -> Table:
 
 def _costs(run: RunRecord) -> dict[tuple[str, str], float | None]:
     """A run's costs by (name, unit), None where the run folder records none."""
-    seconds, memory = training_seconds(run.log_lines), peak_memory(run.log_lines)
+    seconds, memory = highest(run.log_lines, "elapsed_s"), highest(run.log_lines, PEAK_MEMORY)
     # the run's own, as the seconds are
     tokens = run.tokens_seen and run.tokens_seen - (run.environment_entry("branched_from.tokens") or 0)
     tokens = 0 if run.environment.get("swap") and not run.log_lines else tokens  # it was swapped, and not trained

@@ -167,16 +167,11 @@ def check_log(run: Path, step: float = math.inf) -> None:
         raise RunError(f"{path}: {reason}; {remedy}: branch_from={checkpoint} name=...")
 
 
-def training_seconds(lines: list[dict[str, Plain]]) -> float | None:
-    """Seconds spent in training steps over all starts of the run, without evaluations; None if the log lacks times."""
-    return next((line["elapsed_s"] for line in reversed(lines) if line.get("elapsed_s")), None)
-
-
-def peak_memory(lines: list[dict[str, Plain]]) -> int | None:
-    """The highest `peak_memory_bytes` in the log lines, evaluations during training included; None if it was not
-    logged.
+def highest(lines: list[dict[str, Plain]], name: str) -> float | None:
+    """The highest value logged as `name`, such as `elapsed_s` (seconds in training steps over all starts) or
+    `PEAK_MEMORY` (evaluations during training included); None if it was not logged.
     """
-    return max((line[PEAK_MEMORY] for line in lines if line.get(PEAK_MEMORY)), default=None)
+    return max((line[name] for line in lines if line.get(name)), default=None)
 
 
 def curve(lines: list[dict[str, Plain]], name: str) -> Curve:

@@ -16,7 +16,7 @@ from lm.report.comparison_pictures import LOSSES, curves, drawn_runs
 from lm.report.comparison_tables import run_facts
 from lm.report.html import write_comparison
 from lm.runs.evaluations import load_evaluation
-from lm.runs.folder import PEAK_MEMORY, peak_memory, training_seconds
+from lm.runs.folder import PEAK_MEMORY, highest
 from lm.runs.record import read_run
 from lm.training.train import train
 
@@ -79,9 +79,7 @@ def test_training_time_is_over_all_starts():
     lines = [{"step": step, "elapsed_s": 1.5 * step, PEAK_MEMORY: 10 - step} for step in (2, 4, 6)] + [
         {"step": 6, "val/loss": 4.0}
     ]
-    assert training_seconds(lines) == 9.0
-    assert training_seconds([]) is peak_memory([]) is None
-    assert peak_memory(lines) == 8
+    assert (highest(lines, "elapsed_s"), highest(lines, PEAK_MEMORY), highest([], PEAK_MEMORY)) == (9.0, 8, None)
 
 
 @pytest.mark.slow
