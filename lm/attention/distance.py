@@ -248,10 +248,9 @@ class ForgetNormalizer(KeyBias):
         return -k[..., -1].to(torch.promote_types(k.dtype, torch.float32)).cumsum(-1)
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        bias, visible = self.key_bias(k, layout), layout.visible()
-        own_key = k.size(2) - 1 - visible.flip(-1).int().argmax(-1)  # (T,) or (B, 1, T), the last key that is seen
-        own_bias = bias.gather(-1, own_key.expand(*q.shape[:3]))
-        return logits(q, k[..., :-1]) + bias.unsqueeze(-2) - own_bias.unsqueeze(-1)
+        bias = self.key_bias(k, layout).unsqueeze(-2)
+        own_bias = bias.masked_fill(~layout.visible(), -math.inf).amax(-1, keepdim=True)  # -c grows from key to key
+        return logits(q, k[..., :-1]) + bias - own_bias
 
 
 @dataclass

@@ -75,13 +75,6 @@ class Options:
             )
         ]
 
-    @classmethod
-    def first_init(cls) -> object:
-        """The default of the option `init`, which sets the parameters' initial values; None if there is no such
-        option.
-        """
-        return next((spec.default for spec in fields(cls) if spec.name == "init"), None)
-
     def layer_options(self) -> list["Options"]:
         """The options of all normalizers that these options describe: [self], or for a list of layers
         (`catalogue.Layers`) its entries.
@@ -94,10 +87,8 @@ class Options:
 
     def non_defaults(self, excluded: str = "") -> dict[str, object]:
         """Values, by name, of the options that differ from their defaults, without the option `excluded`."""
-        values = {
-            spec.name: getattr(self, spec.name) for spec in fields(self) if getattr(self, spec.name) != spec.default
-        }
-        return {option: value for option, value in values.items() if option != excluded}
+        defaults = {spec.name: spec.default for spec in fields(self) if spec.name != excluded}
+        return {name: getattr(self, name) for name, default in defaults.items() if getattr(self, name) != default}
 
     def label(self) -> str:
         """The name with the options that differ from their defaults: `ssmax (init=1.0)`."""

@@ -168,8 +168,9 @@ def _swapped_config(
     fields = {"name": destination.name, "runs": str(destination.parent), "resume": "", "train_only": None, "phases": []}
     config = parse({**plain, **fields, "init_from": "", "branch_from": ""})
     normalizer = config.model.normalizer
-    if "init" not in user_options and normalizer.first_init() is not None:  # not that of an old one of the same name
-        config.model.normalizer = replace(normalizer, init=normalizer.first_init())
+    first_init = getattr(type(normalizer), "init", None)
+    if "init" not in user_options and first_init is not None:  # not that of an old one of the same name
+        config.model.normalizer = replace(normalizer, init=first_init)
     return config
 
 

@@ -431,7 +431,7 @@ def _arm(name: str, block: dict[str, Plain], earlier: dict[str, Arm], file: Path
     if swap:
         normalizer = {"name": swap.to} | ({} if swap.init is None else {"init": swap.init})
         with suppress(KeyError), PLUGINS.trusted():
-            init = OPTIONS[swap.to].first_init()
+            init = getattr(OPTIONS[swap.to], "init", None)
             normalizer |= {"init": init} if init is not None and swap.init is None else {}
         changes = merge(changes, {"model": {"normalizer": normalizer}})
     # its changes are laid over its source's

@@ -14,10 +14,7 @@ from lm.attention.catalogue import ENTRIES
 from lm.attention.contract import HEADS, SIZE, TRAIN_LENGTH, WIDTH, randomized
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer
-from lm.config.model_config import ModelConfig
 from lm.errors import ConfigError
-from lm.model.decoder import Decoder
-from lm.plain import to_plain
 
 CASES = [
     *(entry() for entry in ENTRIES.values()),
@@ -114,21 +111,6 @@ def test_plain_softmax_of_scaled_queries_is_the_definition(options: opt.Options)
     scaled_q, scaled_k = L.scaled(normalizer, q, k, positions=packed())
     weights = (scaled_q @ scaled_k.mT / SIZE**0.5).masked_fill(~layout.visible(), -torch.inf).softmax(-1)
     assert_same(weights @ v, defined(normalizer, x, q, k, v, layout), [q, k, v, *normalizer.parameters()])
-
-
-@pytest.mark.parametrize("options", CASES, ids=lambda options: options.label())
-def test_initial_parameters_are_those_of_a_model(options: opt.Options):
-    model = ModelConfig(1, n_head=HEADS, n_embd=HEADS * SIZE, normalizer=options)
-    (normalizer,) = Decoder(model, 10, TRAIN_LENGTH).normalizers()
-    expected = dict(normalizer.named_parameters())
-    first = dict(L.make_module(to_plain(options), HEADS, SIZE, TRAIN_LENGTH, HEADS * SIZE).named_parameters())
-    assert first.keys() == expected.keys()
-    for name, parameter in expected.items():
-        if name.endswith("hidden.weight"):
-            deviation = pytest.approx(parameter.std().item(), rel=0.3)
-            assert (first[name].shape, first[name].std().item()) == (parameter.shape, deviation)
-        else:
-            assert torch.equal(first[name], parameter)
 
 
 def test_queries_are_rounded_once_to_their_dtype():

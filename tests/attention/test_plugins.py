@@ -17,7 +17,6 @@ from manifests import edited, put
 
 from lm.attention.contract import CHECKS
 from lm.config.load import load_config, parse
-from lm.config.normalizers import options_class
 from lm.errors import ConfigError, RunError
 from lm.plugins import PLUGINS
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
@@ -108,27 +107,6 @@ def test_the_example_of_the_docs_from_its_training_to_its_report(powers: Path, a
     forget("powers")
     assert "--allow-plugin powers" in lm("generate", str(tmp_path / "export")).stderr
     assert lm("generate", str(tmp_path / "export"), "--allow-plugin", "powers", "--max-new-tokens", "3").returncode == 0
-
-
-def test_another_file_of_its_package_is_other_code(powers: Path):
-    def code() -> dict[str, str]:
-        forget("powers")
-        with PLUGINS.trusted():
-            PLUGINS.options(NAME, options_class)
-        return PLUGINS.code(["softmax", NAME])
-
-    before = code()
-    assert (list(before), code()) == ([NAME], before)
-    (powers / "helpers.py").write_text("ONE = 1\n")
-    assert code() != before
-
-
-def test_a_run_is_started_from_if_its_package_is_allowed(powers: Path, arguments: list[str]):
-    folder = trained(arguments, NAMED)
-    other = lm("train", *arguments, "name=other", f"init_from={folder}")
-    assert "--allow-plugin powers" in other.stderr
-    allowed = lm("train", *arguments, "name=other", f"init_from={folder}", "--allow-plugin", "powers")
-    assert f"lm swap {folder}" in allowed.stderr
 
 
 def test_phases_lists_of_layers_and_swaps_accept_a_plugin(powers: Path, arguments: list[str], tmp_path: Path):
@@ -251,25 +229,6 @@ def test_a_package_is_allowed_with_its_modules_and_no_other(powers: Path, allowe
             parse(plain)
 
 
-@pytest.mark.parametrize(
-    ("path", "override"),
-    [
-        ("optim.optimizer", "optim.optimizer={0}"),
-        ("data.source", "data.source={{name: '{0}', count: 8}}"),
-        ("data.tasks[0].task", "data.tasks=[{{weight: 0.5, task: '{0}'}}]"),
-        ("eval.recall.tasks[0]", "eval.recall.tasks=[{0}]"),
-        ("eval.texts.of.code", "eval.texts.of={{code: '{0}'}}"),
-    ],
-)
-def test_only_a_normalizer_may_come_from_outside(
-    powers: Path, arguments: list[str], tmp_path: Path, path: str, override: str
-):
-    with pytest.raises(ConfigError) as error:
-        load_config([*arguments, override.format(NAME)])
-    assert str(error.value).startswith(f"{path}.name = '{NAME}': unknown name; choose from: ")
-    assert not (tmp_path / "imported").exists()
-
-
 def test_an_installed_package_gives_a_bare_name(powers: Path, arguments: list[str]):
     installed(powers, f"[lm.normalizers]\npower = {NAME}\n")
     with pytest.raises(ConfigError, match="unknown name; did you mean 'power'"):
@@ -371,15 +330,17 @@ def test_a_failure_inside_a_plugin_names_its_function_and_line(
     assert "Traceback" not in result.stderr
 
 
-def test_evaluations_are_of_the_code_that_was_imported(powers: Path, arguments: list[str]):
-    load_config([*arguments, NAMED])
-    before = PLUGINS.code([NAME])
-    code = powers / "attention.py"
-    code.write_text(code.read_text().replace("scores + self.b", "scores - self.b"))
+def test_code_is_identified_by_all_files_of_its_package_as_they_were_imported(powers: Path, arguments: list[str]):
+    def imported() -> dict[str, str]:
+        forget("powers")
+        load_config([*arguments, NAMED])
+        return PLUGINS.code(["softmax", NAME])
+
+    before = imported()
+    assert (list(before), imported()) == ([NAME], before)
+    (powers / "helpers.py").write_text("ONE = 1\n")
     assert PLUGINS.code([NAME]) == before, "an edit while a run trains is not what runs"
-    forget("powers")
-    load_config([*arguments, NAMED])
-    assert PLUGINS.code([NAME]) != before
+    assert imported() != before
 
 
 def test_a_loss_that_is_not_finite_names_the_check_of_code_from_outside(powers: Path, arguments: list[str]):
