@@ -110,7 +110,8 @@ def effect(schema: type, path: str) -> Effect | None:
 
 def build(schema: type, data: Plain, path: str, problems: list[Problem], choices: Blocks | None = None):
     """Return an instance of `schema` made from plain `data` at `path`; append what is wrong to `problems`. For advice,
-    `choices` are the {name: dataclass} from which the block's name selected `schema`.
+    `choices` are the {name: dataclass} from which the block's name selected `schema`. Keys in the attribute `required`
+    of `schema` must be given, without empty items.
     """
     specs, values = {spec.name: spec for spec in fields(schema)}, {}
     if not isinstance(data, Mapping):
@@ -126,7 +127,12 @@ def build(schema: type, data: Plain, path: str, problems: list[Problem], choices
         elif name != "name" or not hasattr(schema, "name"):
             advice = _key_advice(schema, str(name), choices or {}, path)
             problems.append(Problem(key_path, value, "unknown key", advice))
-    return schema(**{name: value for name, value in values.items() if value is not MISSING})
+    block = schema(**{name: value for name, value in values.items() if value is not MISSING})
+    for name in getattr(schema, "required", ()):
+        value = values.get(name, getattr(block, name))
+        if value is not MISSING and (not value or "" in [*value]):
+            problems.append(Problem(join_path(path, name), value, "must be given", specs[name].metadata["help"]))
+    return block
 
 
 def _key_advice(schema: type, name: str, choices: Blocks, path: str) -> str:

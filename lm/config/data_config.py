@@ -61,11 +61,6 @@ class Package:
         return self.package
 
 
-def _path_problems(paths: list[str]) -> Iterator[Problem]:
-    if not paths or not all(path.strip() for path in paths):
-        yield Problem("paths", paths, "no files given", "list files, folders or globs (. is the working directory)")
-
-
 @dataclass
 class Files:
     """Local files: plain text (a document per file), .jsonl, .ndjson or .parquet (a document per row); text and JSON
@@ -73,6 +68,7 @@ class Files:
     """
 
     name: ClassVar[str] = "files"
+    required: ClassVar[Sequence[str]] = ("paths",)
     paths: list[str] = key([], "files, folders or globs, relative to the working directory")
     suffixes: list[str] = key([".txt"], "suffixes of plain-text files, in any case, e.g. [.txt, .md, .py]")
     column: str = key("text", "column that holds the text")
@@ -85,7 +81,6 @@ class Files:
         return self.paths[0]
 
     def problems(self) -> Iterator[Problem]:
-        yield from _path_problems(self.paths)
         other_formats = (".json", ".jsonl", ".ndjson", ".parquet", ".gz", ".zst")
         for suffix in self.suffixes:
             if not re.fullmatch(r"\.[^./\s]+", suffix) or suffix.lower() in other_formats:
@@ -100,6 +95,7 @@ class Hub:
     """
 
     name: ClassVar[str] = "hub"
+    required: ClassVar[Sequence[str]] = ("dataset",)
     dataset: str = key("", "name on the hub, or a local dataset folder")
     config: str | None = key(None, "configuration (subset) of the dataset")
     split: str = key("train", "split to read; unless validation_split is set, held-out documents are taken from it")
@@ -118,9 +114,7 @@ class Hub:
         return self.dataset
 
     def problems(self) -> Iterator[Problem]:
-        if not self.dataset.strip():
-            yield Problem("dataset", self.dataset, "no dataset given", "name a dataset or a folder")
-        elif self.validation_split == self.split:
+        if self.validation_split == self.split:
             yield Problem("validation_split", self.split, "is the training split", "name another, or null")
 
 
@@ -129,6 +123,7 @@ class Tokens:
     """Token ids that another program made with the tokenizer that `data.tokenizer` names."""
 
     name: ClassVar[str] = "tokens"
+    required: ClassVar[Sequence[str]] = ("paths", "format")
     paths: list[str] = key([], "files, folders or globs, relative to the working directory")
     format: Literal["nanogpt", "modded-nanogpt", "column", "saved"] | None = key(
         None,
@@ -144,9 +139,6 @@ class Tokens:
         return self.paths[0]
 
     def problems(self) -> Iterator[Problem]:
-        if self.format is None:
-            yield Problem("format", None, "no format given", "name the one that the files are in")
-        yield from _path_problems(self.paths)
         if shared_paths := {"", *self.paths} & {*self.validation_paths}:
             reason = "is among the training files, or empty"
             yield Problem("validation_paths", min(shared_paths), reason, "name others, or []")
@@ -169,15 +161,14 @@ class Mixture:
     """
 
     name: ClassVar[str] = "mixture"
+    required: ClassVar[Sequence[str]] = ("of",)
     of: list[WeightedSource] = section(
         WeightedSource, "the sources and their weights; other weights do not make another store", default=[]
     )
 
     def problems(self) -> Iterator[Problem]:
         weights = [weighted_source.weight for weighted_source in self.of]
-        if not weights:
-            yield Problem("of", [], "no sources given", "list blocks of weight and source")
-        elif abs(sum(weights) - 1) > 1e-6:
+        if abs(sum(weights) - 1) > 1e-6:
             yield Problem("of", weights, f"the weights sum to {sum(weights):g}, not to 1")
 
 
@@ -206,15 +197,12 @@ class TokenizerFile(TokenizerOptions):
     """An existing tokenizer of the `tokenizers` library; it must decode every encoded text unchanged."""
 
     name: ClassVar[str] = "file"
+    required: ClassVar[Sequence[str]] = ("path",)
     path: str = key("", "tokenizer.json")
     end_of_text: str = key(END_OF_TEXT, "the token that starts a document")
     end_tokens: list[str] = key(
         [], "tokens at which the model stops writing; []: end_of_text", {"affects": "evaluation"}, omit_default=True
     )
-
-    def problems(self) -> Iterator[Problem]:
-        if not self.path:
-            yield Problem("path", "", "no file given", "name a tokenizer.json")
 
 
 @dataclass
@@ -222,13 +210,10 @@ class PretrainedTokenizer(TokenizerOptions):
     """The tokenizer of a pretrained model, on the hub or in a folder of transformers."""
 
     name: ClassVar[str] = "pretrained"
+    required: ClassVar[Sequence[str]] = ("model",)
     model: str = key("", "name on the hub, e.g. HuggingFaceTB/SmolLM2-135M, or a folder in the format of transformers")
     revision: str | None = key(None, "commit, tag or branch; pin it for results that last")
     end_of_text: str = key(END_OF_TEXT, "the token that starts a document")
-
-    def problems(self) -> Iterator[Problem]:
-        if not self.model:
-            yield Problem("model", "", "no file given", "name a model on the hub, or its folder")
 
 
 TOKENIZERS = {v.name: v for v in (TrainedTokenizer, TokenizerFile, PretrainedTokenizer)}

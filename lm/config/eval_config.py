@@ -2,7 +2,7 @@
 evaluation.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import ClassVar, Literal, get_args
@@ -239,6 +239,7 @@ Statistics = Literal["concentration", "sparsity", "limits"]
 @dataclass
 class DiagnosticsConfig(InferenceConfig):
     switch_key: ClassVar[str] = "length_factor"
+    required: ClassVar[Sequence[str]] = ("statistics",)
     needs_text: ClassVar[bool] = False
     statistics: list[Statistics] = key(
         ["concentration", "sparsity"], f"families of statistics: {', '.join(get_args(Statistics))}"
@@ -257,8 +258,6 @@ class DiagnosticsConfig(InferenceConfig):
     def problems(self) -> Iterator[Problem]:
         if len(set(self.statistics)) < len(self.statistics):
             yield Problem("statistics", self.statistics, "names something twice")
-        if not self.statistics:
-            yield Problem("statistics", [], "names nothing", "leave eval.diagnostics out")
 
     def longest(self, data: DataConfig) -> int:
         return round(self.length_factor * data.seq_len)

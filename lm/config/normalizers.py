@@ -58,14 +58,12 @@ class Layers(Options):
 
     name = "layers"
     full_formula = "layers"
+    required = ("of",)
     of: list[Options] = variant(
         SINGLE,
         [],
         "the layers' normalizers, repeated from the first layer on, e.g. [window, window, {name: ssmax, bias: true}]",
     )
-
-    def problems(self) -> list[Problem]:
-        return [] if self.of else [Problem("of", [], "no normalizers given", "list one or more")]
 
     def layer_options(self) -> list[Options]:
         """The options of each normalizer in the list `of`."""

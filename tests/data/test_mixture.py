@@ -99,7 +99,7 @@ def test_a_part_of_one_document_is_trained_on(tmp_path: Path):
             "{name: mixture, of: [{weight: 0.5}, {weight: 0.4}]}",
             r"data\.source\.of = \[0\.5, 0\.4\]: the weights sum to 0\.9, not to 1",
         ),
-        ("{name: mixture}", r"data\.source\.of = \[\]: no sources given"),
+        ("{name: mixture}", r"data\.source\.of = \[\]: must be given"),
         (
             "{name: mixture, of: [{source: {name: package, packages: sympy}}]}",
             r"of\[0\]\.source\.packages.*did you mean 'package'",

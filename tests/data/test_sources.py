@@ -15,10 +15,11 @@ import pytest
 from texts import TEXTS, documents, files_config, one_line_error, skipping, start, write_parquet, write_texts
 
 from lm.config.data_config import Files, Package
+from lm.config.load import load_config
 from lm.data.prepare import prepare
 from lm.data.sources import PACKAGES, source_identity
 from lm.data.text_files import description, expand
-from lm.errors import DataError
+from lm.errors import ConfigError, DataError
 
 # ---------------------------------------------------------------- sources
 
@@ -45,8 +46,13 @@ def test_splitting_at_a_separator_does_not_depend_on_the_blocks_of_reading(tmp_p
     assert list(documents(Files(paths=[str(tmp_path)], separator=separator))) == text.split(separator)
 
 
-def test_no_paths_blank_ones_and_suffixes_of_other_formats_are_refused():
-    assert [problem.path for paths in ([""], [" "], []) for problem in Files(paths).problems()] == ["paths"] * 3
+@pytest.mark.parametrize("value", ["[]", "['']", "null"])
+def test_what_must_be_given_is_not_empty(value: str):
+    with pytest.raises(ConfigError, match=r"^data\.source\.paths = .*: must be "):
+        load_config([f"data.source={{name: files, paths: {value}}}"])
+
+
+def test_suffixes_of_other_formats_are_refused():
     assert [
         problem.value for problem in Files(["a"], suffixes=[".md", "txt", ".gz", ".JSONL", ".a.b", ""]).problems()
     ] == ["txt", ".gz", ".JSONL", ".a.b", ""]

@@ -289,7 +289,7 @@ def test_documents_that_do_not_fit_are_left_out_and_counted_where_errors_are_ski
          "data.tokenizer = 'train': token ids have a tokenizer already"),
         ("{name: mixture, of: [{source: {name: tokens, paths: [a.bin], format: nanogpt}}]}",
             "data.tokenizer = 'train': token ids have"),
-        ("{name: tokens, paths: [a.bin]}", "data.source.format = null: no format given"),
+        ("{name: tokens, paths: [a.bin]}", "data.source.format = null: must be given"),
         ("{name: tokens, format: column}", "data.source.paths"),
         ("{name: tokens, format: nanogpt, paths: [a.bin], validation_paths: ['']}",
             "data.source.validation_paths = '': is among the training files, or empty"),

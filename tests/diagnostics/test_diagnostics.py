@@ -353,7 +353,7 @@ def test_runs_checkpoints_exports_and_models_without_training_are_described(argu
     [
         ("eval.diagnostics.length_factor=0.9", "makes sequences of 29 tokens, in which no query sees the 32 keys"),
         ("eval.diagnostics.length_factor=4000", "needs held-out documents of 128,001 tokens, the longest has "),
-        ("eval.diagnostics.statistics=[]", "names nothing"),
+        ("eval.diagnostics.statistics=[]", "must be given"),
         ("eval.sequences=3", "can't be changed in lm diagnose"),
     ],
 )

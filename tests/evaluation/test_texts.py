@@ -107,7 +107,7 @@ def test_documents_of_a_text_are_isolated_where_those_of_training_are(tiny, vers
             r"eval\.texts\.of\.x = .*has \d+ tokens, and a sequence needs 33",
         ),
         ("{of: {x: {name: nothing}}}", ConfigError, r"eval\.texts\.of\.x\.name = 'nothing': unknown name"),
-        ("{of: {x: {name: files}}}", ConfigError, r"eval\.texts\.of\.x\.paths = \[\]: no files given"),
+        ("{of: {x: {name: files}}}", ConfigError, r"eval\.texts\.of\.x\.paths = \[\]: must be given"),
         (
             "{of: {a/b: {name: files, paths: [SHORT]}}}",
             ConfigError,

@@ -330,7 +330,7 @@ def test_a_list_of_normalizers_is_repeated_over_the_layers(tiny):
         tiny("model.normalizer=[softmax, ssmx]")
     with pytest.raises(ConfigError, match=r"model\.normalizer\.of\[0\]\.n = 'wide': unknown row length"):
         tiny("model.normalizer=[{name: ssmax, n: wide}]")
-    with pytest.raises(ConfigError, match="no normalizers given"):
+    with pytest.raises(ConfigError, match="must be given"):
         tiny("model.normalizer=[]")
     with pytest.raises(ConfigError, match="3 normalizers': lists more than the 2 layers"):
         tiny("model.normalizer=[softmax, softmax, ssmax]")
