@@ -85,6 +85,8 @@ class Split:
     def tokens_at(self, index: np.ndarray) -> np.ndarray:
         """Return the tokens at the indices `index`, in the shape of `index` and the store's dtype."""
         names, starts = [*self.shard_starts], np.array([*self.shard_starts.values()])
+        if len(names) == 1:  # as of most stores: faster
+            return np.asarray(_mapped(self.path.with_name(names[0]), self.dtype))[index]
         shard_numbers, tokens = np.searchsorted(starts, index, "right") - 1, np.empty(index.shape, self.dtype)
         for number in np.unique(shard_numbers):
             in_shard = shard_numbers == number
