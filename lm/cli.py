@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import gc
+import inspect
 import io
 import os
 import re
@@ -35,14 +36,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-for _command in (  # in the order of `lm --help`
-    *(compare_commands.compare, compare_commands.judge, compare_commands.noise, compare_commands.report),
-    *(train_commands.train, train_commands.prepare, train_commands.config, train_commands.metrics),
-    *(train_commands.configs, model_commands.eval_, model_commands.diagnose, model_commands.generate),
-    *(model_commands.swap, model_commands.import_, model_commands.export),
-    *(train_commands.normalizers, train_commands.check_normalizer, train_commands.info),
-):
-    app.command(_command.__name__.rstrip("_").replace("_", "-"))(_command)
+for _module in (compare_commands, train_commands, model_commands):  # in the order of `lm --help`
+    for _name, _command in vars(_module).items():
+        if inspect.isfunction(_command) and _command.__module__ == _module.__name__ and _name[0] != "_":
+            app.command(_name.rstrip("_").replace("_", "-"))(_command)
 
 
 def _print_version(is_requested: bool) -> None:

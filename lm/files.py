@@ -19,13 +19,9 @@ UNFINISHED = "unfinished"  # part of the names of files and folders that are bei
 
 
 def expand_home(path: str | os.PathLike) -> Path:
-    """Return `path` with a leading `~` or `~USER` replaced by the home folder. Raises RunError: no such user, or no
-    path.
-    """
+    """Return `path` with a leading `~` or `~USER` replaced by the home folder. Raises RunError: no such user."""
     try:
         return Path(path).expanduser()
-    except TypeError:
-        raise RunError(f"{path!r}: must be the path of a file or folder, not {type(path).__name__}") from None
     except RuntimeError:
         raise RunError(f"{path}: no such user") from None
 
@@ -209,15 +205,9 @@ def plain_sha256(plain: Plain) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
-def _file_state(path: Path) -> list[int]:
-    """Return a file's size, modification time, change time and inode; one of these changes when the content does."""
-    status = path.stat()
-    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-
-
 class FileHashes:
-    """Computes sha256 of files and caches them in a file in the folder `root`; a file whose size, times or inode change
-    is hashed again.
+    """Computes sha256 of files and caches them in a file in the folder `root`, by path, size, times and inode: one of
+    these changes when the content does.
     """
 
     def __init__(self, root: Path):
@@ -228,16 +218,16 @@ class FileHashes:
     def sha256(self, path: Path) -> str:
         """Return the sha256 of a file, from the cache if possible. Raises DataError if the file can't be read."""
         try:
-            name, file_state = str(path.resolve()), _file_state(path)
-            entry = self.hashes.get(name)
-            if isinstance(entry, list) and entry[:-1] == file_state:
-                return entry[-1]
+            status = path.stat()
+            changed = max(status.st_mtime_ns, status.st_ctime_ns)
+            name = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
+            if name in self.hashes:
+                return self.hashes[name]
             digest = file_sha256(path)
         except OSError as error:
             raise DataError(f"{path}: can't be read: {error.strerror}") from None
-        if time.time_ns() - max(file_state[1:3]) > _SETTLED_NS:
-            self.hashes[name] = [*file_state, digest]
-            self.is_changed = True
+        if time.time_ns() - changed > _SETTLED_NS:
+            self.hashes[name], self.is_changed = digest, True
         return digest
 
     def save(self) -> None:

@@ -67,8 +67,8 @@ class Plugins:
             self._entry_points = {entry.name: entry.value for entry in metadata.entry_points(group=GROUP)}
         return self._entry_points
 
-    def options(self, name: str, options_of: OptionsOf) -> type:
-        """Return the options class of the plugin `name`, importing it if needed; the class's attribute `name` is
+    def plugin(self, name: str, options_of: OptionsOf) -> Plugin:
+        """Return the plugin `name`, importing it if needed; the attribute `name` of its options is
         `package.module:Class`. `options_of` checks the imported class and finds its options.
 
         Raises:
@@ -84,11 +84,7 @@ class Plugins:
                 remedy = f"--allow-plugin {package}, in Python PLUGINS.allow(['{package}']) of lm.plugins"
                 raise Unavailable("is code from outside, which a file names", f"if you trust it: {remedy}")
             self._plugins[reference] = _import_plugin(reference, options_of)
-        return self._plugins[reference].options
-
-    def implementation(self, name: str) -> type:
-        """Return the class of the imported plugin `name` (`package.module:Class`)."""
-        return self._plugins[name].implementation
+        return self._plugins[reference]
 
     def versions(self, names: Iterable[str]) -> dict[str, str]:
         """Return {name: version} of the imported plugins among `names`."""
@@ -113,10 +109,6 @@ class Plugins:
                 location = f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{line})"
                 return f"normalizer {name} failed in {location}", f"lm check-normalizer {name}"
         return "", ""
-
-    def checks(self) -> list[str]:
-        """Return the command lines that check the imported plugins, one each."""
-        return [f"lm check-normalizer {name}" for name in self._plugins]
 
 
 PLUGINS = Plugins()  # one for the whole process, as imports are

@@ -23,6 +23,39 @@ JsonSchema = Annotated[
 ]
 
 
+def train(arguments: Configuration, allow_plugin: AllowPlugin = None) -> None:
+    """Train a model.
+
+    Everything about the run is written to its run folder, runs/NAME, where NAME is the name of the first YAML file
+    (`run` if there is none) unless name=NAME is given. resume=auto continues a run from its last checkpoint.
+    """
+    from lm.config.load import load_config
+    from lm.training.train import refuse_moved_run, train
+
+    configuration = load_config(arguments)
+    if not any(argument.startswith("name=") for argument in arguments):
+        refuse_moved_run(configuration, arguments)
+    raise typer.Exit(train(configuration))
+
+
+def prepare(arguments: Configuration) -> None:
+    """Read text or token ids into a token store.
+
+    `lm train` does this by itself if the store does not exist (docs/data.md).
+
+    \b
+      lm prepare softmax 'data.source={name: files, paths: [texts]}'
+      lm prepare softmax 'data.source={name: tokens, format: nanogpt, paths: [train.bin]}' \\
+          'data.tokenizer={name: pretrained, model: openai-community/gpt2}'
+    """
+    from lm.config.load import load_config
+
+    configuration = load_config(arguments)
+    from lm.data.prepare import prepare
+
+    prepare(configuration.data, progress=True)
+
+
 def config(arguments: Configuration = [], reference: Reference = False, schema: JsonSchema = False) -> None:  # noqa: B006
     """Print the resolved configuration.
 
@@ -84,18 +117,6 @@ def configs(
         print(f"{name:{width}}  {shorten(description, room, placeholder=' ...')}".rstrip())
 
 
-def info(as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False) -> None:
-    """Print what this installation is and can use.
-
-    Versions, devices, kernels, wandb, as YAML: the first thing to put into a report of a problem.
-    """
-    from lm.commands.info import facts
-    from lm.config.yaml_text import dump_yaml
-
-    content = facts()
-    print(json.dumps(content, indent=1) if as_json else dump_yaml(content).rstrip())
-
-
 def normalizers(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="print all of this one")] = None,
 ) -> None:
@@ -146,34 +167,13 @@ def check_normalizer(
         raise typer.Exit(1)
 
 
-def prepare(arguments: Configuration) -> None:
-    """Read text or token ids into a token store.
+def info(as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False) -> None:
+    """Print what this installation is and can use.
 
-    `lm train` does this by itself if the store does not exist (docs/data.md).
-
-    \b
-      lm prepare softmax 'data.source={name: files, paths: [texts]}'
-      lm prepare softmax 'data.source={name: tokens, format: nanogpt, paths: [train.bin]}' \\
-          'data.tokenizer={name: pretrained, model: openai-community/gpt2}'
+    Versions, devices, kernels, wandb, as YAML: the first thing to put into a report of a problem.
     """
-    from lm.config.load import load_config
+    from lm.commands.info import facts
+    from lm.config.yaml_text import dump_yaml
 
-    configuration = load_config(arguments)
-    from lm.data.prepare import prepare
-
-    prepare(configuration.data, progress=True)
-
-
-def train(arguments: Configuration, allow_plugin: AllowPlugin = None) -> None:
-    """Train a model.
-
-    Everything about the run is written to its run folder, runs/NAME, where NAME is the name of the first YAML file
-    (`run` if there is none) unless name=NAME is given. resume=auto continues a run from its last checkpoint.
-    """
-    from lm.config.load import load_config
-    from lm.training.train import refuse_moved_run, train
-
-    configuration = load_config(arguments)
-    if not any(argument.startswith("name=") for argument in arguments):
-        refuse_moved_run(configuration, arguments)
-    raise typer.Exit(train(configuration))
+    content = facts()
+    print(json.dumps(content, indent=1) if as_json else dump_yaml(content).rstrip())

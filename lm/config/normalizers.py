@@ -38,9 +38,9 @@ class Catalogue(dict[str, type[Options]]):
     """Options classes by a normalizer's name. A name that is not lm's own is a plugin's, which the look-up imports."""
 
     def __missing__(self, name: str) -> type[Options]:
-        options = PLUGINS.options(str(name), options_class)
-        NORMALIZERS[options] = PLUGINS.implementation(options.name)
-        return options
+        plugin = PLUGINS.plugin(str(name), options_class)
+        NORMALIZERS[plugin.options] = plugin.implementation
+        return plugin.options
 
     def suggestions(self) -> list[str]:
         """Names of lm's own normalizers and of the installed plugins, for error messages."""

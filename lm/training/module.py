@@ -119,7 +119,6 @@ class LanguageModel(L.LightningModule):
             message += f" (first gradient that is not finite: {next(bad_names, 'none')})"
             message += "; checkpoints up to the last saved are intact"
             advice = "lower optim.lr or raise optim.warmup_steps, in a run of another name"
-            advice += "".join(f"; or its cause is code from outside: {check}" for check in PLUGINS.checks())
             raise Diverged(f"{message}: {advice}", step)
         state.count_step(nll, n_targets)
         torch.nn.utils.clip_grads_with_norm_(trained_parameters, optim.grad_clip or math.inf, norm)
