@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from lm.errors import abbreviated
@@ -69,7 +70,7 @@ def rows_of(evaluation: Evaluation) -> list[dict[str, Plain]]:
             levels = [row | {"metric": level, "quantity": level, "value": value} for level, value in levels]
             if has_interval:
                 interval = interval_of(units.iloc[indices[(0, *key, mean.place)]], mean.value)
-                row["over"] = f"no interval: {NO_INTERVAL_REASON}"
+                row["over"] = f"no interval: {NO_INTERVAL_REASON}" if np.isfinite(mean.value) else ""
                 if interval and interval.bounded:
                     row |= {"low": interval.low, "high": interval.high, "over": interval.noise_source}
             rows += [row, *levels]

@@ -1,7 +1,7 @@
 """Tables as CSV and terminal text, which show the same numbers, and number formats."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -150,16 +150,6 @@ def to_csv(tables: tuple[Table, ...]) -> str:
                         | dict(zip(numbers, [column.name, column.unit, *values], strict=False))
                     )
     return csv_text(lines, ("table", *labels, *numbers))
-
-
-def table_from_rows(title: str, lines: Sequence[dict[str, Cell]], kinds: Mapping[str, ColumnKind]) -> Table:
-    """A table with a row for each of `lines`, which map column names to cells. Columns without a kind in `kinds` are
-    labels.
-    """
-    columns = [
-        Column(name, kind=kinds.get(name, "label")) for name in dict.fromkeys(name for line in lines for name in line)
-    ]
-    return Table(title, "", tuple((column, [line.get(column.name, "") for line in lines]) for column in columns))
 
 
 def csv_text(lines: Sequence[dict[str, Plain]], columns: Sequence[str] = (), intervals: Sequence[str] = ()) -> str:

@@ -146,7 +146,6 @@ def over_documents(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) 
     Returns:
         None if fewer than `MIN_DOCUMENTS` documents have weight.
     """
-    values, weights = np.asarray(values, dtype=float), np.asarray(weights, dtype=float)
     labels = np.unique(groups, return_inverse=True)[1]
     if len(np.unique(labels[weights > 0])) < MIN_DOCUMENTS:
         return None
@@ -183,7 +182,6 @@ def _mean_variance(values: np.ndarray, weights: np.ndarray, labels: np.ndarray) 
 
 def over_seeds(values: np.ndarray) -> Estimate:
     """The estimate of means over seeds, by Student's t; `values` is (..., seeds), with at least two seeds."""
-    values = np.asarray(values, dtype=float)
     seeds, is_finite = values.shape[-1], np.isfinite(values).all(-1, keepdims=True)
     values = np.where(is_finite, values, np.nan)
     return _estimate(
@@ -222,7 +220,6 @@ def bounded_ends(values: np.ndarray, low: float, high: float, tail: float) -> tu
     (Learned-Miller and Thomas 2019, arXiv 1905.06208). Of values of 0 and 1 it is Clopper and Pearson's. n values of 0
     between -1 and 1 have the ends plus and minus 1 - tail^(1/n).
     """
-    values = np.asarray(values, dtype=float)
     return -_upper_end(-values, -low, tail), _upper_end(values, high, tail)
 
 
@@ -277,9 +274,9 @@ def trend(differences: np.ndarray, sizes: np.ndarray) -> Interval:
         differences: (sizes, seeds); a column is one seed at every size. At least two seeds.
         sizes: (sizes,) such as numbers of parameters; at least two different sizes.
     """
-    doublings = np.log2(np.asarray(sizes, dtype=float))
+    doublings = np.log2(sizes)
     deviations = doublings - doublings.mean()
-    return over_seeds(deviations @ np.asarray(differences, dtype=float) / (deviations @ deviations)).interval()
+    return over_seeds(deviations @ differences / (deviations @ deviations)).interval()
 
 
 def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> Estimate | None:
@@ -297,8 +294,7 @@ def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np
     Returns:
         None if there are fewer than two seeds or `MIN_CROSSED_DOCUMENTS` documents, or a value is not finite.
     """
-    weights, (*outer_shape, seeds, units) = np.asarray(weights, dtype=float), values.shape
-    labels = np.unique(groups, return_inverse=True)[1]
+    (*outer_shape, seeds, units), labels = values.shape, np.unique(groups, return_inverse=True)[1]
     document_weights = np.bincount(labels, weights)
     has_weight = document_weights > 0
     if seeds < 2 or has_weight.sum() < MIN_CROSSED_DOCUMENTS or not np.isfinite(values).all():
