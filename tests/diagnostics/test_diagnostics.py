@@ -23,6 +23,7 @@ from lm.config.inference_config import InferenceSetting, ThetaFactor
 from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
 from lm.data.prepare import prepare
+from lm.diagnostics import sparsity
 from lm.diagnostics.attention_rows import (
     MIN_KEYS,
     NO_WEIGHT,
@@ -117,6 +118,21 @@ def naive(weights: np.ndarray, visible: np.ndarray, first: int, query: int, sums
     )
 
 
+def moments(score_map: str, scores: np.ndarray, slope: float, is_first: np.ndarray) -> dict[str, float]:
+    """The moments of scores without decay, and S of weights in closed form times S of the decay."""
+    standard, rest = (scores - scores.mean()) / scores.std(), scores[~is_first]
+    values = {
+        "score mean": scores.mean(), "score standard deviation": scores.std(), "score skew": (standard**3).mean(),
+        "score excess kurtosis": (standard**4).mean() - 3,
+        "score mean, no first": rest.mean(), "score standard deviation, no first": rest.std(),
+    }  # fmt: skip
+    if form := sparsity.CLOSED_FORMS.get(score_map):
+        decay = np.exp(-slope * np.arange(len(scores)))
+        closed = form(*(torch.tensor(value, dtype=torch.float64) for value in (scores.mean(), scores.std())))
+        values["S, closed form"] = float(closed) * decay.mean() / math.sqrt((decay**2).mean())
+    return values
+
+
 UNNORMALIZED = {  # by map of scores, or name
     "exp": np.exp, "relu": lambda z: z.clip(0), "relu2": lambda z: z.clip(0) ** 2,
     "sigmoid": lambda z: 1 / (1 + np.exp(-z)),
@@ -149,6 +165,14 @@ def agrees_with_naive(decoder: Decoder, sample: Batch) -> int:
                     continue
                 expected = naive(row, keys, query - positions[query], query, sums_to_one)
                 expected["ln Z"] = np.log(unnormalized(scores[head, query, keys]).sum()) if unnormalized else math.nan
+                if normalizer.score_map != "features":
+                    slope = -float(normalizer.log_decay(q)[head])
+                    places = np.flatnonzero(keys)
+                    without_decay = scores[head, query, keys] + slope * (query - places)
+                    is_first = places == query - positions[query]
+                    expected |= moments(normalizer.score_map, without_decay, slope, is_first)
+                if "S, closed form" in expected:
+                    expected["S minus closed form"] = expected["S"] - expected["S, closed form"]
                 assert values.n[0, block.layer, query] == expected.pop("n")
                 for name, value in expected.items():
                     if "entropy" in name and (row < 0).any():
@@ -169,6 +193,7 @@ CASES = [
     ("relu2", "gau", False),
     ("entmax15", "attention", True),
     ("window", "attention", False),
+    ("alibi", "attention", True),
 ]
 SLOW = [
     (name, block, isolated)
@@ -274,6 +299,10 @@ def test_a_description_is_of_the_model_the_untrained_one_and_shuffled_scores_und
             by_query = values.by_query[name]
             number, by_keys, *by_layer = (curve for curve in curves if (curve.metric, curve.setting) == (name, label))
             assert number.means[0] == pytest.approx(np.nanmean(by_query), rel=1e-5)
+            distance, *_ = (curve for curve in curves if (curve.metric, curve.setting) == ("mean distance", label))
+            assert distance.means[0] == pytest.approx(np.nanmean(values.by_query["mean distance"]), rel=1e-5), (
+                "it tells orders apart"
+            )
             (sample,) = number.points
             assert np.average(sample.values, weights=sample.weights) == pytest.approx(number.means[0], rel=1e-5)
             n = np.broadcast_to(values.n[:, :, None], by_query.shape)

@@ -1,12 +1,9 @@
 """Moments, closed forms and what positions explain, measured of decoders: streamed ones equal a dense computation."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
 
-from lm.attention import catalogue
 from lm.attention import catalogue as opt
 from lm.attention.options import Options
 from lm.config.eval_config import DiagnosticsConfig
@@ -16,7 +13,7 @@ from lm.diagnostics import sparsity
 from lm.diagnostics.attention_rows import AttentionRows, MeasuredValues, Measures, shuffling_numbers
 from lm.evaluation.diagnostics import statistics_of
 from lm.model.attention_stream import attention_blocks
-from lm.model.decoder import Decoder, batch_layout
+from lm.model.decoder import Decoder
 
 VOCAB, LENGTH, LAYERS, HEADS, SIZE = 50, 96, 2, 2, 8
 QUERIES = list(range(40, LENGTH, 5))
@@ -41,65 +38,6 @@ def measured(decoder: Decoder, sequences: int = 1, isolated: bool = False, shuff
     order = [shuffling_numbers(index, len(QUERIES), LENGTH) if shuffle else None for index in range(sequences)]
     vectors = [measures.vectors(decoder, batch(index, isolated), order=order[index])[-1] for index in range(sequences)]
     return measures.values(torch.stack(vectors).numpy())
-
-
-def closed_form(options: Options, scores: np.ndarray) -> float:
-    beta, gamma = (torch.tensor(value, dtype=torch.float64) for value in (scores.mean(), scores.std()))
-    form = {"relu2": sparsity.relu2_sparsity, "relu": sparsity.relu_sparsity, "linear": sparsity.identity_sparsity}.get(
-        options.name
-    )
-    return float(form(beta, gamma) if form else sparsity.exp_sparsity(gamma))
-
-
-CASES = [
-    (opt.SSMax(), "attention", False), (opt.Softmax(), "attention", True), (opt.Relu2(), "gau", False),
-    (opt.Linear(features="identity", n="visible"), "attention", False), (opt.ALiBi(), "attention", True),
-    (opt.Entmax15(), "attention", False),
-]  # fmt: skip
-EVERY = [entry() for entry in catalogue.ENTRIES.values()]
-SLOW = [(options, block, isolated) for options in EVERY for block in ("attention", "gau") for isolated in (False, True)]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("options", "block", "isolated"),
-    CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in CASES],
-    ids=lambda value: getattr(value, "name", str(value)),
-)
-def test_moments_and_closed_forms_equal_a_dense_computation(options: Options, block: str, isolated: bool):
-    decoder, sample = make_decoder(options, block), batch(0, isolated)
-    values, layout, compared = measured(decoder, isolated=isolated), batch_layout(sample), 0
-    for chunk in attention_blocks(decoder, sample, QUERIES, dtype=torch.float64):
-        heads = chunk.scores.size(1)
-        slopes = [2.0 ** (-8 * (head + 1) / heads) if options.name == "alibi" else 0.0 for head in range(heads)]
-        visible = chunk.normalizer.visible(chunk.layout).reshape(len(QUERIES), -1).numpy()
-        for head in range(heads):
-            for place, query in enumerate(QUERIES):
-                keys = np.flatnonzero(visible[place])
-                scores = chunk.scores[0, head, place].numpy()[keys] + slopes[head] * (query - keys)
-                actual = {name: array[0, chunk.layer, head, place] for name, array in values.by_query.items()}
-                weights = np.abs(chunk.weights[0, head, place].numpy()[keys])
-                if len(keys) < 32 or not weights.any():
-                    assert np.isnan(actual["score mean"])
-                    continue
-                standard = (scores - scores.mean()) / scores.std()
-                expected = {
-                    "score mean": scores.mean(), "score standard deviation": scores.std(),
-                    "score skew": (standard**3).mean(), "score excess kurtosis": (standard**4).mean() - 3,
-                    "score mean, no first": scores[1:].mean(), "score standard deviation, no first": scores[1:].std(),
-                }  # fmt: skip
-                if chunk.normalizer.score_map in ("exp", "relu2", "relu", "identity"):
-                    decay = np.exp(-slopes[head] * np.arange(len(keys)))
-                    closed = closed_form(options, scores) * decay.mean() / math.sqrt((decay**2).mean())
-                    expected |= {
-                        "S, closed form": closed,
-                        "S minus closed form": weights.mean() / np.sqrt((weights**2).mean()) - closed,
-                    }
-                for name, value in expected.items():
-                    assert actual[name] == pytest.approx(value, rel=1e-4, abs=1e-5), (name, chunk.layer, head, query)
-                    compared += 1
-    assert compared > 50
-    assert layout.positions.max() == LENGTH - 1 - 20 * isolated
 
 
 @torch.no_grad()
