@@ -23,9 +23,9 @@ from typing import get_args
 import numpy as np
 import pandas as pd
 
-from lm.experiments.judging import FINISHED, PrimaryMetric, Question, judge
+from lm.experiments.judging import FINISHED, PrimaryMetric, Question, Rate, judge
+from lm.experiments.procedure import best_rate, crossed_rates, tuned_rates
 from lm.statistics.intervals import ALPHA
-from lm.statistics.tuning import Rate, TuningOutcome, best_rate, crossed_rates, tuning_outcome
 from lm.statistics.verdicts import VerdictKind
 
 Draw = Callable[..., np.ndarray]  # values of a random generator and a shape
@@ -102,13 +102,13 @@ def _size(world: World, random: np.random.Generator) -> tuple[list[pd.DataFrame]
     shared, half = draw(SEED, 2), math.sqrt(DOCUMENTS / 2)
     shifts = draw(ARM_DOCUMENT / half, len(world.arms))
     losses: dict[str, dict[float, list[float]]] = {arm: {} for arm in world.arms}
-    choice = TuningOutcome({}, GRID) if world.tuned else TuningOutcome(dict.fromkeys(world.arms, 4e-3))
-    while choice.missing:
-        for rate, (number, arm) in product(choice.missing, enumerate(world.arms)):
+    tuned, missing = ({}, GRID) if world.tuned else (dict.fromkeys(world.arms, 4e-3), ())
+    while missing:
+        for rate, (number, arm) in product(missing, enumerate(world.arms)):
             mean = world.expected(number, rate) + shifts[number]
             losses[arm][rate] = list(mean + shared + world.run_noise(random, rate, 2))
-        choice = tuning_outcome(GRID, losses)
-    crossed = crossed_rates("base", choice.rates)
+        tuned, missing = tuned_rates(GRID, losses)
+    crossed = crossed_rates("base", tuned)
     # final runs: by document on the text that reports, and their means on the text that selects
     by_seed, by_document = draw(SEED, seeds, 1), draw(DOCUMENT, DOCUMENTS)
     blocks, judged, true = [], {}, {}
@@ -133,7 +133,7 @@ def _size(world: World, random: np.random.Generator) -> tuple[list[pd.DataFrame]
             pd.DataFrame({"arm": arm, "rate": rate, "value": values[rate].ravel(), **units, **RUN}) for rate in values
         ]
     compared = [arm for arm in true if "base" in true and arm != "base"]
-    is_differing = {arm: choice.rates[arm] != choice.rates["base"] for arm in compared}
+    is_differing = {arm: tuned[arm] != tuned["base"] for arm in compared}
     return blocks, judged, {arm: (*np.subtract(true[arm], true["base"]), is_differing[arm]) for arm in compared}
 
 

@@ -30,7 +30,6 @@ from lm.experiments.loop import (
     Engine,
     ExperimentTrainer,
     RunsFailed,
-    gpu_words,
     slots_of,
 )
 from lm.experiments.page import send_experiment, write_verdicts
@@ -359,8 +358,7 @@ def plan_lines(procedure: Procedure, slots: list[Devices]) -> Iterator[str]:
     settings = [
         f"{key} {' or '.join({str(getattr(trainer, key)): 0 for trainer in trainers})}" for key in SHARED_SETTINGS
     ]
-    gpus = gpu_words(dict.fromkeys(chain(*slots)))
-    yield f"runs compute with {'; '.join(settings)}; {len(slots)} at a time{f' on {gpus}' if gpus else ''}"
+    yield f"runs compute with {'; '.join(settings)}; {len(slots)} at a time"
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from lm.config.yaml_text import override, resolve_interpolations
 from lm.data.prepare import vocab_size_of
 from lm.errors import ConfigError, DataError, Problem, suggest
 from lm.evaluation.metrics import find_metric
-from lm.experiments.judging import PrimaryMetric
+from lm.experiments.judging import PrimaryMetric, Rate
 from lm.experiments.run_outcome import SELECTION
 from lm.files import expand_home, plain_sha256
 from lm.model.spec import count_steps
@@ -34,11 +34,11 @@ from lm.removed_keys import hashed_defaults
 from lm.runs.folder import CHECKPOINTS, DIVERGED, SWAPPED, step_path
 from lm.runs.metric import Metric
 from lm.schema import build, cross_key_problems, key, section
-from lm.statistics.tuning import MIN_TUNING_SEEDS, Rate
 
 _UNCACHED_KEYS = ("name", "runs", "seed")  # keys on which no other key of a configuration depends
 
 
+MIN_TUNING_SEEDS = 2  # fewest seeds that a rate is tuned on
 _JUDGED = "the runs that choose a rate must not judge it"
 TOKENS_KEY = "trainer.tokens_per_parameter"
 # keys of `data` that decide what the token store holds

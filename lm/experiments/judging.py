@@ -16,7 +16,6 @@ from lm.report.tables import Cell, Column, FilledColumn, Table, numeral, print_t
 from lm.schema import key
 from lm.statistics.intervals import Estimate, over_seeds, over_seeds_and_documents
 from lm.statistics.joint import Family
-from lm.statistics.tuning import Rate
 from lm.statistics.verdicts import (
     MAX_SEEDS,
     MIN_SEEDS,
@@ -39,6 +38,7 @@ NOISE_SEED_COUNTS = 3, 5, 10, 20  # numbers of seeds for which `noise_of` gives 
 RUN_KEY = ["size", "arm", "rate", "seed"]  # columns that tell the runs of a frame apart
 FRAME_COLUMNS = [*RUN_KEY, "state", "note", "unlearned", "value", "weight", "group"]  # as `judge` describes them
 SizeArm = tuple[str, str]  # size and arm
+Rate = float  # a value of the tuned key
 # the runs of an arm by rate, as numbers in `Judgement.runs`, a run a seed; the rate that tuning chose is first
 RunsByRate = dict[Rate | None, list[int]]
 

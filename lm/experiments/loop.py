@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -54,12 +54,6 @@ POLL_SECONDS = 1.0  # seconds between checks of a job
 
 
 # ---------------------------------------------------------------- slots of this machine
-
-
-def gpu_words(devices: Iterable[str]) -> str:
-    """GPUs in words, e.g. `GPU 0, 1`, or the first 12 characters of each UUID; empty without GPUs."""
-    words = ", ".join(name[:12] for name in devices)
-    return f"GPU {words}" if words[:1].isdigit() else words
 
 
 def slots_of(experiment: Experiment, jobs: int | None, jobs_per_gpu: int) -> list[Devices]:
@@ -380,7 +374,7 @@ class ExperimentTrainer:
                     for future in wait(pending, None, FIRST_COMPLETED).done:
                         run, devices = pending.pop(future)
                         free.append(devices)
-                        self._report_end(run, devices, *future.result())
+                        self._report_end(run, *future.result())
             except KeyboardInterrupt:
                 number, running_count = signals[-1] if signals else signal.SIGINT, len(pending)
                 self.stop()
@@ -441,7 +435,7 @@ class ExperimentTrainer:
             else:
                 yield run
 
-    def _report_end(self, run: Run, devices: Devices, status: int, seconds: float) -> None:
+    def _report_end(self, run: Run, status: int, seconds: float) -> None:
         """Print a line on a run that has ended, or record its failure."""
         outcome, title = replace(run.outcome), f"{run.stage}: {run.label}"  # the copy reads the files again
         failure_path = run.log_file(FAILURE)
@@ -458,9 +452,8 @@ class ExperimentTrainer:
             words += f", did not learn: {outcome.not_learned_text}" if outcome.not_learned_text else ""
         known_runs = self.procedure.known_runs()
         left = sum(not run.outcome.ended for run in known_runs)
-        device_words = f" on {gpu_words(devices)}" if devices else ""
         rest_words = f"{left} of the {len(known_runs)} runs known so far are left"
-        print(f"{title}: {words}, {seconds:.0f} s{device_words}; {rest_words}", flush=True)
+        print(f"{title}: {words}, {seconds:.0f} s; {rest_words}", flush=True)
 
     def _failure(self, run: Run, status: int, outcome: Outcome) -> Failure:
         """The failure of a run that ended with the exit status `status`. Its reason is the signal that killed the run,

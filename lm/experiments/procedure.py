@@ -4,12 +4,13 @@ needs, and the verdicts on finished runs.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
+from statistics import fmean
 
 import pandas as pd
 
@@ -18,7 +19,7 @@ from lm.config.tree import Config
 from lm.config.yaml_text import override
 from lm.errors import ConfigError, RunError
 from lm.experiments.definition import Arm, Experiment, Swap
-from lm.experiments.judging import FRAME_COLUMNS, Judgement, Question, SizeArm, judge
+from lm.experiments.judging import FRAME_COLUMNS, Judgement, Question, Rate, SizeArm, judge
 from lm.experiments.run_outcome import SELECTION, Outcome, describe_values, run_differences
 from lm.files import read_json, write_text
 from lm.machine import STOP_SIGNALS
@@ -26,16 +27,9 @@ from lm.plain import Plain, to_plain
 from lm.plugins import package_of
 from lm.runs.evaluations import part_of
 from lm.runs.folder import CONFIG, ENVIRONMENT
-from lm.statistics.tuning import (
-    Rate,
-    TuningOutcome,
-    best_rate,
-    crossed_rates,
-    rate_choice,
-    tuning_outcome,
-)
 
 FAILURE = "failed.json"  # suffix of the file beside a run's log that says why the run failed
+EXTENSIONS = 2  # how often a grid of rates may grow
 LOG_FOLDER = "logs"  # folder in the experiment's folder: output, configuration, job record and failure of each run
 
 
@@ -168,27 +162,26 @@ class Procedure:
         depths = sorted({len(self.sources(arm)) for arm in self.experiment.arms})
         for depth in depths:
             depth_arms = [arm for arm in self.experiment.arms if len(self.sources(arm)) == depth and arm.is_tuned]
-            outcome = self._tuning_outcome(
+            tuned = self._tuned_rates(
                 size, [arm for arm in depth_arms if not arm.source or arm.source in rates], rates, runs
             )
-            if outcome.missing:
+            if tuned is None:
                 return Choice(runs, rates_of_final_runs, None)
-            candidates = crossed_rates(self.experiment.arms[0].name, outcome.rates)
+            candidates = crossed_rates(self.experiment.arms[0].name, tuned)
             best_rates = self._best_rates(size, candidates)
             rates_of_final_runs |= candidates
-            rates |= best_rates or outcome.rates
+            rates |= best_rates or tuned
             for arm in self.experiment.arms:  # an arm without a rate of its own has the rate of its source
                 rates |= {arm.name: rates[arm.source]} if not arm.is_tuned and arm.source in rates else {}
             if best_rates is None:
                 return Choice(runs, rates_of_final_runs, rates if depth == depths[-1] else None)
         return self._choices.setdefault(size, Choice(runs, rates_of_final_runs, rates))
 
-    def _tuning_outcome(
+    def _tuned_rates(
         self, size: str, arms: list[Arm], rates: dict[str, Rate], runs: dict[str, dict[Rate, list[Run]]]
-    ) -> TuningOutcome:
-        """Choose the rates of `arms` by their tuning runs, or by the tuning table. Tuning runs are added to `runs`;
-        while some have not ended, the outcome has no rates. `rates`: the judged rates of the arms that `arms` start
-        from.
+    ) -> dict[str, Rate] | None:
+        """Choose the rates of `arms` by their tuning runs, which are added to `runs`, or by the tuning table. None
+        while tuning runs have not ended. `rates`: the judged rates of the arms that `arms` start from.
         """
         experiment = self.experiment
         if experiment.table is not None:
@@ -198,20 +191,20 @@ class Procedure:
                 if name in costs:
                     costs[name].setdefault(rate, []).append(self._cost(value))
             return rate_choice(costs)
-        outcome = TuningOutcome({}, tuple(experiment.tune.grid) if arms else ())
+        tuned, missing = dict[str, Rate](), tuple(experiment.tune.grid) if arms else ()
         for source in self._untuned_sources(arms):
             runs.setdefault(source.name, {}).update(self._runs_at(size, source, "tune", (rates[source.name],), rates))
-        while outcome.missing:
+        while missing:
             for arm in arms:
-                runs.setdefault(arm.name, {}).update(self._runs_at(size, arm, "tune", outcome.missing, rates))
+                runs.setdefault(arm.name, {}).update(self._runs_at(size, arm, "tune", missing, rates))
             runs_by_arm = {arm.name: [*chain(*runs[arm.name].values())] for arm in arms}
             if not all(run.outcome.ended for run in chain(*runs_by_arm.values())):
-                return outcome
+                return None
             for arm_runs in runs_by_arm.values():
                 check_comparable(arm_runs, experiment.choice_metric)
             costs = {name: self._costs(runs[name]) for name in runs_by_arm}
-            outcome = tuning_outcome(experiment.tune.grid, costs, partial(self._is_possible_rate, size, arms))
-        return outcome
+            tuned, missing = tuned_rates(experiment.tune.grid, costs, partial(self._is_possible_rate, size, arms))
+        return tuned
 
     def _runs_at(
         self, size: str, arm: Arm, stage: str, arm_rates: Iterable[Rate | None], rates: dict[str, Rate | None]
@@ -401,6 +394,87 @@ def check_comparable(runs: list[Run], metric: str) -> None:
             raise RunError(
                 f"{folder}: {metric} was measured {reason}; measure it again as configured: lm eval {folder}"
             )
+
+
+# ---------------------------------------------------------------- the choice of rates
+
+# by rate, an arm's cost with each tuning seed, such as its final loss; infinite if that run diverged
+Costs = Mapping[Rate, Sequence[float]]
+
+
+def tuned_rates(
+    grid: Iterable[Rate], costs: Mapping[str, Costs], possible: Callable[[Rate], bool] = lambda rate: True
+) -> tuple[dict[str, Rate], tuple[Rate, ...]]:
+    """The rate of each arm by its tuning runs so far, as `rate_choice` gives it; and the rates that every arm must be
+    trained at before that, when no arm has a rate.
+
+    If an arm's best rate is the highest (lowest) one, twice (half) this value is added to the grid of every arm. The
+    grid grows at most `EXTENSIONS` times, and only by `possible` values.
+
+    Args:
+        grid: planned values of the tuned key, above 0.
+        costs: by arm, with several seeds at each rate.
+        possible: whether the tuned key may have a value.
+    """
+    rates = sorted(set(grid))
+    for growths in count():
+        if missing_rates := tuple(rate for rate in rates if not all(rate in by_rate for by_rate in costs.values())):
+            return {}, missing_rates
+        chosen = rate_choice(costs, rates)
+        best_rates = {arm: best_rate(by_rate, rates) for arm, by_rate in costs.items() if arm not in chosen}
+        # an arm that diverged at every rate grows no grid
+        edges = {rate for arm, rate in best_rates.items() if mean_cost(costs[arm][rate]) < math.inf}
+        low, high = rates[0], rates[-1]
+        half = low // 2 if low % 2 == 0 else low / 2  # a key of whole numbers keeps them
+        smaller = [half] if low in edges and possible(half) else []
+        larger = [high * 2] if high in edges and possible(high * 2) else []
+        if growths == EXTENSIONS or not smaller + larger:
+            return chosen, ()
+        rates = [*smaller, *rates, *larger]
+
+
+def rate_choice(costs: Mapping[str, Costs], rates: Iterable[Rate] | None = None) -> dict[str, Rate]:
+    """Each arm's rate of lowest mean cost in `rates` (None: all). An arm gets none if its best rate is at the grid's
+    edge or has a diverged run.
+    """
+    chosen = {}
+    for arm, by_rate in costs.items():
+        candidates = list(by_rate if rates is None else rates)
+        best = best_rate(by_rate, candidates)
+        if best not in (min(candidates), max(candidates)) and mean_cost(by_rate[best]) < math.inf:
+            chosen[arm] = best
+    return chosen
+
+
+def crossed_rates(base: str, rates: Mapping[str, Rate]) -> dict[str, tuple[Rate, ...]]:
+    """The rates of each arm's final runs (the runs that are judged): its own rate, then the baseline's; for the
+    baseline, all arms' rates.
+
+    As tuning seeds are few, a rate chosen for an arm is tried with the baseline, too, and vice versa, before a verdict
+    names a difference.
+
+    Args:
+        base: the baseline; if it has no rate, every arm is trained at its own rate alone.
+        rates: by arm, as tuning chose them.
+    """
+    opposite_rates = {arm: rates.values() if arm == base else (rates[base],) for arm in rates} if base in rates else {}
+    return {arm: tuple(dict.fromkeys((rate, *opposite_rates.get(arm, ())))) for arm, rate in rates.items()}
+
+
+def best_rate(by_rate: Costs, rates: Iterable[Rate]) -> Rate:
+    """The rate of the lowest mean cost. If costs are equal, as where all runs solve a task, it is the one nearest to
+    the grid's middle.
+    """
+    rates = sorted(rates)
+    middle = (len(rates) - 1) / 2
+    return min(rates, key=lambda rate: (mean_cost(by_rate[rate]), abs(rates.index(rate) - middle)))
+
+
+def mean_cost(costs: Sequence[float]) -> float:
+    """The mean cost over seeds; infinite if any cost is not finite, so that tuning avoids rates at which some seeds
+    diverge.
+    """
+    return fmean(costs) if all(map(math.isfinite, costs)) else math.inf
 
 
 # ---------------------------------------------------------------- what is left to do of a run

@@ -22,7 +22,6 @@ from lm.report.frame import results
 from lm.runs.evaluations import selection_mask, units_frame
 from lm.runs.folder import CONFIG, ENVIRONMENT
 from lm.statistics.intervals import over_seeds_and_documents
-from lm.statistics.tuning import crossed_rates
 from lm.statistics.verdicts import power, smallest_difference
 
 
@@ -215,8 +214,6 @@ def test_where_tuning_chose_different_rates_both_arms_are_trained_at_both(tmp_pa
     procedure = finish_all(experiment(tmp_path, tune=GRID, seeds=[1, 2, 3, 4, 5]), misled)
     choice = procedure.choice("")
     assert choice.rates_of_final_runs == {"softmax": (2e-3, 4e-3), "ssmax": (4e-3, 2e-3)}
-    of_three = crossed_rates("a", {"a": 1, "b": 2, "c": 3})
-    assert of_three == {"a": (1, 2, 3), "b": (2, 1), "c": (3, 1)}, "the baseline at all rates"
     assert choice.rates == {"softmax": 4e-3, "ssmax": 4e-3}, "by the final seeds, on the selection text"
     final = [run for run in procedure.known_runs() if run.stage == "final"]
     assert len(final) == len({run.config.run_folder for run in final}) == 4 * 5
