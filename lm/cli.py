@@ -17,6 +17,7 @@ from lm.commands import compare_commands, model_commands, train_commands
 from lm.errors import LMError, one_line, out_of_memory, terminal_text
 from lm.machine import stop_with_parent
 from lm.plugins import PLUGINS
+from lm.removed_keys import removed_name_advice
 
 # A class of typer's parser, which newer versions of typer contain and older ones take from click.
 UsageError = typer.BadParameter.__bases__[0]
@@ -26,7 +27,7 @@ app = typer.Typer(
         "Train small language models with different attention normalizers, and compare them.\n\n\b\n"
         "  lm compare quickstart-recall --jobs 2       # a first experiment, with verdicts and a report\n"
         "  lm train softmax name=mine optim.lr=1e-3    # a run; any key as key=value\n"
-        "  lm eval runs/mine --needle                  # measured further\n"
+        "  lm eval runs/mine eval.sequences=64         # measured on more text\n"
         "  lm report runs/mine                         # its page\n\n"
         "All configuration keys: lm config --reference"
     ),
@@ -116,8 +117,9 @@ def main() -> None:
 def _usage_message(error: UsageError) -> str:
     """Return a one-line message on a wrong command line, which says how keys are written where an option is unknown."""
     text = " ".join(error.format_message().split()).rstrip(".")
-    if type(error).__name__ == "NoSuchOption" and "=VALUE" in error.ctx.get_usage():
-        text += "; keys are written as key=value, without dashes"
+    if type(error).__name__ == "NoSuchOption":
+        are_keys = "=VALUE" in error.ctx.get_usage()
+        text += removed_name_advice(error.option_name) or "; keys are written as key=value, without dashes" * are_keys
     return f"{text[:1].lower()}{text[1:]}; see {error.ctx.command_path} --help"
 
 

@@ -62,11 +62,12 @@ REMOVED_KEYS: dict[str, Plain] = HASHED_KEYS | {
     "log.dynamics": ["gradient_norm"],
 }
 REMOVED_LOGGERS = ("csv", "trackio", "tensorboard")  # in `log.to`
-# names that earlier versions had, of tasks, lengths, tokenizers and texts, too
+# names that earlier versions had, of tasks, lengths, tokenizers, texts, other values and options of commands, too
 REMOVED_NAMES = (
     *REMOVED_LOGGERS,
     *("copy", "max", "induction", "passkey", "flip_flop", "curriculum", "documents", "fixed", "gpt2", "tiktoken"),
-    *("kjv", "moby", "shakespeare", "megatron"),
+    *("kjv", "moby", "shakespeare", "megatron", "embedding", "exp", "fit"),
+    *("--anew", "--by", "--copy", "--needle", "--out", "--push", "--suite", "--tasks", "--top-p"),
 )
 _PATTERNS = {re.compile(re.escape(path).replace(r"\*", r"[^.]*")): value for path, value in REMOVED_KEYS.items()}
 

