@@ -129,5 +129,5 @@ def finish_all(procedure: Procedure, loss: Callable[[Run], float]) -> Procedure:
 
 def write_page(procedure: Procedure, folder: Path) -> Path:
     """Write the page of an experiment into a folder; returns its path."""
-    write_together(experiment_files(procedure, folder), "the report")
+    write_together(experiment_files(procedure, folder, procedure.judgement()), "the report")
     return folder / PAGE

@@ -121,21 +121,17 @@ def send_experiment(procedure: Procedure, entries: list[dict[str, Plain]]) -> No
 # ---------------------------------------------------------------- the page
 
 
-def experiment_files(procedure: Procedure, folder: Path, judgement: Judgement | None = None) -> dict[Path, bytes]:
+def experiment_files(procedure: Procedure, folder: Path, judgement: Judgement) -> dict[Path, bytes]:
     """The content of each file of the report on an experiment (the page, its tables and its pictures), by path in
-    `folder`.
-
-    judgement: the verdicts, if they are known already.
-
-    Raises LMError: run folders can't be read or compared.
+    `folder`. Raises LMError: run folders can't be read.
     """
-    experiment, judgement = procedure.experiment, judgement or procedure.judgement()
-    entries, metric = judgement.entries(), experiment.metric
+    experiment, entries, metric = procedure.experiment, judgement.entries(), procedure.experiment.metric
     summary = PageSection("Summary")
     summary.add("note", f"Decides: {with_unit(experiment.primary.metric, metric.unit)}.")
     summary.add("note", _family_words(experiment))
     summary.add("note", (noise := experiment_noise(judgement)) and f"{noise[:1].upper()}{noise[1:]}.")
-    summary.add("warning", _caveats(procedure))
+    failed = [f"failed: {run.stage} run {run.label}: {failure}" for run, failure in failures(procedure)]
+    summary.add("warning", failed + procedure.notes())
     summary.add("table", summary_table(judgement, entries), "summary")
     summary.add("note", BASIS_NOTE if any(entry["runs"] for entry in entries) else None)
     summary.add("picture", differences_picture(experiment, judgement), "differences")
@@ -146,7 +142,10 @@ def experiment_files(procedure: Procedure, folder: Path, judgement: Judgement | 
     sections, commands, records = [summary], PageSection("Commands"), []
     commands.add("code", experiment.command)
     for size in experiment.sizes:
-        runs = _begun_runs(procedure, size)
+        states = [(run, run.outcome.state) for run in procedure.final_runs(size) if run.has_begun]
+        runs = [
+            DrawnRun(run.arm, run.seed, state, run.outcome.record, f"{run.label} ({state})") for run, state in states
+        ]
         sections += _size_sections(procedure, size, runs)
         records.append([run.record for run in runs])
         for run in runs:
@@ -155,15 +154,9 @@ def experiment_files(procedure: Procedure, folder: Path, judgement: Judgement | 
         "Dots and bars: effects with their intervals, which hold together. Shaded: differences below "
         f"{experiment.primary.matters:g}, which do not matter."
     )
-    sections = [*sections, commands]
     words, cards = introduction(records), answers(judgement)
-    return page_files(Page(experiment.name, sections, words, question(experiment), cards, margin_note), folder)
-
-
-def _begun_runs(procedure: Procedure, size: str) -> list[DrawnRun]:
-    """The final runs of a size that have begun, whether they have finished, diverged or neither."""
-    states = [(run, run.outcome.state) for run in procedure.final_runs(size) if run.has_begun]
-    return [DrawnRun(run.arm, run.seed, state, run.outcome.record, f"{run.label} ({state})") for run, state in states]
+    page = Page(experiment.name, [*sections, commands], words, question(experiment), cards, margin_note)
+    return page_files(page, folder)
 
 
 def _size_sections(procedure: Procedure, size: str, runs: list[DrawnRun]) -> list[PageSection]:
@@ -201,15 +194,11 @@ def _is_name(key: str) -> bool:
 # ---------------------------------------------------------------- words
 
 
-def _join_names(names: list[str]) -> str:
-    """Join names as `a, b and c`."""
-    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
-
-
 def question(experiment: Experiment) -> str:
     """Phrase the question that the experiment asks about its arms and its baseline, by the primary metric."""
     baseline, *names = (arm.name for arm in experiment.arms)
-    primary, subject = experiment.primary, f"{'Does' if len(names) == 1 else 'Do'} {_join_names(names)}"
+    listed = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    primary, subject = experiment.primary, f"{'Does' if len(names) == 1 else 'Do'} {listed}"
     direction = f"({primary.better.capitalize()} is better.)"
     return f"{subject} change {primary.metric} by more than {primary.matters:g}, compared with {baseline}? {direction}"
 
@@ -253,12 +242,6 @@ def _family_words(experiment: Experiment) -> str:
     )
     adjustment = f"p values and intervals are adjusted by their joint distribution{coverage}."
     return f"Family: {comparisons} on {primary.metric}, by {test}. {adjustment} {caveat}"
-
-
-def _caveats(procedure: Procedure) -> list[str]:
-    """List what a reader must know beside the verdicts: runs that failed, and notes."""
-    caveats = [f"failed: {run.stage} run {run.label}: {failure}" for run, failure in failures(procedure)]
-    return caveats + procedure.notes()
 
 
 # ---------------------------------------------------------------- tables
