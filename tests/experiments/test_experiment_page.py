@@ -11,16 +11,14 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import yaml
-from conftest import ROOT
 from fabricated import write_page
 from manifests import put
 from markupsafe import escape
 from reported import build_run, write_report
 from scipy.stats import ttest_1samp
+from trials import procedure_of
 
 from lm.config.load import to_yaml
-from lm.experiments.definition import read_experiment
 from lm.experiments.page import trends
 from lm.experiments.procedure import Procedure, Run
 from lm.runs.evaluations import REPORTING
@@ -29,12 +27,7 @@ from lm.runs.manifest import read_file
 
 STEPS = 200
 FILE = {
-    "base": str(ROOT / "tests" / "tiny.yaml"),
-    "arms": {
-        "softmax": {"model.normalizer": "softmax"},
-        "ssmax": {"model.normalizer": "ssmax"},
-        "log_n": {"model.normalizer": "log_n"},
-    },
+    "arms": {arm: {"model.normalizer": arm} for arm in ("softmax", "ssmax", "log_n")},
     "seeds": [1, 2, 3],
     "tune": {"grid": [5e-3, 1e-2, 2e-2], "seeds": [101, 102]},
     "primary": {"metric": "val/loss", "better": "lower", "matters": 0.02},
@@ -47,21 +40,10 @@ def undrawn(monkeypatch):
     monkeypatch.setattr("lm.report.pictures._render", lambda *arguments: "<svg />")
 
 
-def made(folder: Path, name: str = "trial", **changes: object) -> Procedure:
+def made(folder: Path, **changes: object) -> Procedure:
     """An experiment in a folder, of which no run has begun."""
-    path = folder / f"{name}.yaml"
-    path.write_text(
-        yaml.safe_dump({key: value for key, value in (FILE | changes).items() if value is not None}, sort_keys=False)
-    )
-    keys = {
-        "runs": folder / "runs",
-        "trainer.max_steps": STEPS,
-        "data.source.paths": "[texts]",
-        "data.seq_len": 64,
-        "eval.long_context.length_factor": 8,
-        "optim.batch_tokens": 8192,
-    }
-    return Procedure(read_experiment(path, [f"{key}={value}" for key, value in keys.items()]))
+    lengths = ["data.seq_len=64", "eval.long_context.length_factor=8", "optim.batch_tokens=8192"]
+    return procedure_of(folder, f"trainer.max_steps={STEPS}", *lengths, **(FILE | changes))
 
 
 def finish(run: Run, loss: float, **options: object) -> Path:
@@ -186,7 +168,7 @@ def test_the_trend_over_sizes_is_that_of_the_slopes_of_single_seeds(tmp_path, un
     assert 0.01 < line["change"][0] < 0.04
     assert (line["arm"], line["with_each_doubling_of"], line["over"]) == ("ssmax", "parameters", "3 sizes, 3 seeds")
     page = write_page(procedure, tmp_path / "out")
-    assert "ssmax, c better" in text_of(page)
+    assert "ssmax, a better" in text_of(page)
     assert {"a-curves.svg", "c-seeds.csv"} <= {path.name for path in page.parent.iterdir()}
     first, _ = rows(tmp_path / "out" / "trends.csv")
     assert [float(first[end]) for end in ("value", "low", "high")] == pytest.approx(line["change"], abs=1e-4)
