@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from folders import contents, curves_of, last_checkpoint, members, rewritten, same
-from manifests import edited, put, record
+from folders import contents, curves_of, last_checkpoint, members, rewritten
+from manifests import edited, put
 
 import lm
 from lm.config.load import load_config, parse, to_yaml
@@ -20,7 +20,6 @@ from lm.errors import ConfigError, RunError
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.swap import swap_run
 from lm.files import read_json
-from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import read_config
 from lm.runs.loading import export, save_model
 from lm.runs.manifest import MANIFEST, entries_of
@@ -208,11 +207,6 @@ def test_the_weights_of_a_checkpoint_in_the_manifest_are_those_of_its_evaluation
     assert [line["weights"] for line in lines] == [result.evaluation.weights_sha256]
 
 
-def test_a_checkpoint_is_read_by_torch_alone(run: Path):
-    content = torch.load(last_checkpoint(run), weights_only=True)
-    assert same(content["state_dict"], lm.load(run).decoder.state_dict())
-
-
 def test_a_checkpoint_outside_a_run_folder_is_read(run: Path, tmp_path: Path):
     kept = shutil.copy(run / "checkpoints" / "step-000002.ckpt", tmp_path / "kept.ckpt")
     assert lm.load(kept).metadata["step"] == 2
@@ -237,27 +231,6 @@ def test_the_checkpoint_that_a_phase_begins_with_is_verified(tiny, monkeypatch: 
     phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]"
     with pytest.raises(RunError, match=rf"step-000002\.ckpt: {ALTERED}"):
         train(tiny("name=phases", phases, *SHORT))
-
-
-@pytest.mark.parametrize("name", ["phase", "vocab_size", "config"])
-@pytest.mark.parametrize("value", [None, "4", 4.5, [4]])
-def test_what_a_model_says_of_itself_has_its_type(run: Path, name: str, value: object):
-    rewritten(last_checkpoint(run), lambda content: content["lm"].update({name: value}))
-    with pytest.raises(RunError, match=r"step-000004\.ckpt: ") as error:
-        lm.load(run)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("entry", [{"norm.weight": 3}, {3: torch.zeros(3)}])
-def test_weights_are_tensors_with_names(run: Path, entry: dict[object, object]):
-    path = last_checkpoint(run)
-    content = load_checkpoint(path)
-    content["state_dict"].update(entry)
-    torch.save(content, path.with_name("new"))  # not in place: what was loaded is a map of the file
-    path.with_name("new").replace(path)
-    record(run)
-    with pytest.raises(RunError, match=r"step-000004\.ckpt: weights and configuration don't fit: "):
-        lm.load(run)
 
 
 # ---------------------------------------------------------------- configurations are data

@@ -15,12 +15,6 @@ from scripts.tensor_memory import TensorMemory
 RECOMPUTED = "trainer.activation_checkpointing=true"
 LARGER = ["model.n_embd=64", "model.n_layer=3", "data.seq_len=128", "optim.batch_tokens=2048"]
 GAU = ["model.block={name: gau, key_size: 16}", "model.n_head=1", "model.normalizer=relu2"]
-MODERN = [
-    "model.value_residual=first_layer",
-    "model.embedding_norm=rms",
-    "model.logit_softcap=15",
-    "optim.optimizer=muon",
-]
 
 
 # ---------------------------------------------------------------- memory

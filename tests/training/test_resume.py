@@ -23,7 +23,6 @@ from folders import (
     losses,
     metrics,
     rewritten,
-    series,
     swap_to,
 )
 from jobs import train_each
@@ -215,18 +214,6 @@ def test_a_run_resumed_with_another_split_sees_the_same_tokens(tiny, split: tupl
     train(tiny("name=parts", f"trainer.micro_batch={after}", f"resume={first}", *options))
     assert len(losses(tiny("name=parts").run_folder)) == 8
     assert losses(tiny("name=parts").run_folder) == pytest.approx(losses(tiny("name=whole").run_folder), abs=1e-4)
-
-
-def test_a_complete_run_resumed_does_nothing_but_missing_evaluations(tiny):
-    config = tiny("name=done")
-    train(config)
-    before = losses(config.run_folder)
-    evaluation = config.run_folder / "evaluations" / "validation.step-000008.csv"
-    loss = series(config.run_folder, "validation", 8)[0].overall_mean
-    evaluation.unlink()
-    assert train(tiny("name=done", "resume=auto")) == 0
-    assert losses(config.run_folder) == before
-    assert series(config.run_folder, "validation", 8)[0].overall_mean == pytest.approx(loss, abs=1e-6)
 
 
 @pytest.mark.parametrize("cut", ["before", "while"])
