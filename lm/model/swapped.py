@@ -21,14 +21,14 @@ from lm.model.device import preserved_random_state
 
 
 @torch.no_grad()
-def with_model(old: Decoder, model: ModelConfig) -> Decoder:
+def with_model(old: Decoder, model: ModelConfig, is_swap: bool) -> Decoder:
     """A decoder with the weights of `old`, and the normalizers and positions of `model`, on the CPU.
 
-    If the normalizers differ, `Normalizer.init_from` sets the new ones' parameters from the old ones, or keeps their
-    initial values, for the training length of `old`.
+    is_swap: whether the normalizers are new: `Normalizer.init_from` sets their parameters from the old ones, or keeps
+    their initial values, for the training length of `old`.
     """
     new, weights = Decoder(model, old.vocab_size, old.seq_len, seed=None), old.state_dict()
-    if model.normalizer == old.config.normalizer:
+    if not is_swap:
         new.load_state_dict(weights)
         return new.train(old.training)
     new.initialise(seed=0, normalizers_only=True)  # drawn values are the same at every swap
@@ -39,8 +39,8 @@ def with_model(old: Decoder, model: ModelConfig) -> Decoder:
 
 
 def with_normalizer(old: Decoder, normalizer: Options) -> Decoder:
-    """Return `with_model` for a normalizer's options (`lm.attention.options`)."""
-    return with_model(old, replace(old.config, normalizer=normalizer))
+    """Return `with_model` for a swap to a normalizer of these options (`lm.attention.options`)."""
+    return with_model(old, replace(old.config, normalizer=normalizer), is_swap=True)
 
 
 @torch.no_grad()

@@ -292,7 +292,8 @@ def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> Phas
     start = PhaseStart(metadata["step"], phase, decoder, state, checkpoint)
     if (model := config.model_in(phase)) != decoder.config:
         decoder.load_state_dict(checkpoint["state_dict"])
-        start.decoder, start.replaced_decoder = with_model(decoder, model), decoder
+        is_swap = model.normalizer != decoder.config.normalizer
+        start.decoder, start.replaced_decoder = with_model(decoder, model, is_swap), decoder
     freeze(start.decoder, config.train_only)
     return start
 

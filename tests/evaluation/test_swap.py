@@ -114,6 +114,13 @@ def test_softmax_becomes_affine_ssmax_without_any_change(tiny):
             assert torch.equal(old.logits(tokens), new.logits(tokens))
 
 
+def test_a_swap_to_the_same_normalizer_gives_its_parameters_their_initial_values(tiny):
+    old = decoder(tiny, opt.SSMax(init="unit"))
+    for normalizer in old.normalizers():
+        normalizer.s.data.fill_(0.3)
+    assert all(normalizer.s.eq(1).all() for normalizer in with_normalizer(old, opt.SSMax(init="unit")).normalizers())
+
+
 @pytest.mark.parametrize("start", catalogue.ENTRIES)
 def test_a_swap_keeps_every_weight_around_the_normalizer(tiny, start: str):
     old = decoder(tiny, kinds.OPTIONS[start]())
