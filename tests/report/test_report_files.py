@@ -74,17 +74,6 @@ def test_intervals_that_cover_unlike_things_have_columns_of_their_own(tmp_path):
     }
 
 
-def test_csv_is_rectangular_and_carries_units(pair, tmp_path):
-    rows = write_report(pair, tmp_path / "out").rows
-    assert not any(None in row for row in rows)
-    by_label = {(row["arm"], row["inference setting"] or row["metric"], row["quantity"]): row for row in rows}
-    assert len(by_label) == len(rows)
-    difference = by_label["ssmax", "loss of reporting documents at positions 256-512, as trained", "difference"]
-    assert float(difference["low"]) < float(difference["value"]) < float(difference["high"]) < -0.04
-    assert (difference["measured in"], difference["better"]) == ("nats/token", "below zero")
-    assert by_label["softmax", "theta x 50", "loss of reporting documents 4x-8x"]["unit"] == "nats/token"
-
-
 @pytest.mark.usefixtures("painted")
 def test_the_page_is_self_contained_and_escapes_hostile_names(tmp_path):
     name = "<script>alert(1)&$\\frac{"

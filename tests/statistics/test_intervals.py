@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import t as student
-from scipy.stats import ttest_1samp
 
 from lm.statistics.intervals import (
     Interval,
@@ -16,13 +15,6 @@ from lm.statistics.intervals import (
     over_seeds_and_documents,
     wilson,
 )
-
-
-def test_the_mean_of_alike_units_has_students_interval():
-    values = np.random.default_rng(0).normal(4, 1, (17, 3))
-    expected = ttest_1samp(values, 0).confidence_interval(0.95)
-    ends = np.array([over_documents(column, np.ones(17), np.arange(17)).as_list()[1:] for column in values.T])
-    assert np.allclose(ends.T, (expected.low, expected.high), rtol=1e-12)
 
 
 def test_the_degrees_of_freedom_are_bell_and_mccaffreys():

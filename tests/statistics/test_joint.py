@@ -34,27 +34,15 @@ def random_tables(seed: int):
 
 
 @pytest.mark.slow
-def test_paired_intervals_and_p_are_those_of_scipys_t_test_at_the_familys_level():
-    for values in random_tables(0):
-        comparisons = paired(values)
-        family = family_of(stacked(dict(enumerate(comparisons))))
-        for comparison, verdict in zip(comparisons, verdicts(dict(enumerate(comparisons)), 0.1).values(), strict=True):
-            test = ttest_1samp(comparison.differences, 0)
-            for interval, alpha in ((verdict.interval, family.alpha), (verdict.single_interval, 0.05)):
-                expected = test.confidence_interval(1 - alpha)
-                assert (interval.low, interval.high) == pytest.approx((expected.low, expected.high), rel=1e-9)
-            assert verdict.p == pytest.approx(float(family.joint_p(test.pvalue)), rel=1e-9)
-
-
-@pytest.mark.slow
-def test_unpaired_intervals_and_p_are_welchs_at_the_familys_level():
+@pytest.mark.parametrize("is_paired", [True, False])
+def test_intervals_and_p_are_those_of_scipys_t_tests_at_the_familys_level(is_paired: bool):
     random = np.random.default_rng(1)
     for values in random_tables(1):
-        arms = [arm[: random.integers(3, len(arm) + 1)] for arm in values]
-        comparisons = unpaired(arms)
-        family = family_of(stacked(dict(enumerate(comparisons))))
-        for arm, verdict in zip(arms[1:], verdicts(dict(enumerate(comparisons)), 0.1).values(), strict=True):
-            test = ttest_ind(arm, arms[0], equal_var=False)
+        arms = values if is_paired else [arm[: random.integers(3, len(arm) + 1)] for arm in values]
+        comparisons = dict(enumerate(paired(arms) if is_paired else unpaired(arms)))
+        family = family_of(stacked(comparisons))
+        for arm, verdict in zip(arms[1:], verdicts(comparisons, 0.1).values(), strict=True):
+            test = ttest_1samp(arm - arms[0], 0) if is_paired else ttest_ind(arm, arms[0], equal_var=False)  # Welch's
             for interval, alpha in ((verdict.interval, family.alpha), (verdict.single_interval, 0.05)):
                 expected = test.confidence_interval(1 - alpha)
                 assert (interval.low, interval.high) == pytest.approx((expected.low, expected.high), rel=1e-9)

@@ -101,59 +101,23 @@ def test_nothing_is_claimed_where_a_rate_that_is_not_judged_has_a_difference_tha
 
 
 @pytest.mark.parametrize(
-    ("comparison", "words", "reason"),
+    ("differences", "words"),
     [
-        (
-            Comparison(spread(0.0, 0.001, 5)),
-            "no difference above 0.02 (5 seeds)",
-            "the interval holds 0 and lies within 0.02",
-        ),
-        (
-            Comparison(spread(0.0, 0.1, 5)),
-            "undecided: the interval is too wide (5 seeds)",
-            "the interval holds 0, and differences of more",
-        ),
-        (
-            Comparison(spread(-0.01, 0.005, 10)),
-            "a difference below 0.02 (10 seeds)",
-            "the interval leaves out 0 and lies within 0.02 (p =",
-        ),
-        (
-            Comparison(spread(-0.1, 0.005, 5)),
-            "better by more than 0.02 (5 seeds)",
-            "the interval leaves out 0 and every difference below ",
-        ),
-        (
-            Comparison(spread(0.1, 0.005, 5)),
-            "worse by more than 0.02 (5 seeds)",
-            "the interval leaves out 0 and every difference below ",
-        ),
-        (
-            Comparison(spread(-0.019, 0.005, 10)),
-            "better, perhaps by less than 0.02 (10 seeds)",
-            "the interval leaves out 0 (p =",
-        ),
-        (
-            Comparison([0.0] * 3),
-            "undecided: all seeds agree, and are too few (3 seeds)",
-            "all 3 seeds differ by the same",
-        ),
-        (Comparison(spread(0.0, 0.1, 2)), "incomplete: a verdict takes 3 seeds, not 2", "a verdict takes 3"),
-        (Comparison([0.1]), "incomplete: a verdict takes 3 seeds, not 1", "a verdict takes 3"),
-        (Comparison(()), "incomplete: a verdict takes 3 seeds, not 0", "a verdict takes 3"),
-        (Comparison([-0.03, -0.03, np.inf]), "unstable: a difference is not finite", "a difference is not finite"),
-        (Comparison(spread(0.001, 0.003, 3)), "no difference above 0.02 (3 seeds)", "the interval holds 0 and lies"),
-        (
-            Comparison((), obstacle=UNTUNED),
-            "not tuned: no best learning rate inside the grid",
-            "the best learning rate is at the edge",
-        ),
+        (spread(0.0, 0.001, 5), "no difference above 0.02 (5 seeds)"),
+        (spread(0.0, 0.1, 5), "undecided: the interval is too wide (5 seeds)"),
+        (spread(-0.01, 0.005, 10), "a difference below 0.02 (10 seeds)"),
+        (spread(-0.1, 0.005, 5), "better by more than 0.02 (5 seeds)"),
+        (spread(0.1, 0.005, 5), "worse by more than 0.02 (5 seeds)"),
+        (spread(-0.019, 0.005, 10), "better, perhaps by less than 0.02 (10 seeds)"),
+        ([0.0] * 3, "undecided: all seeds agree, and are too few (3 seeds)"),
+        (spread(0.0, 0.1, 2), "incomplete: a verdict takes 3 seeds, not 2"),
+        ((), "incomplete: a verdict takes 3 seeds, not 0"),
+        ([-0.03, -0.03, np.inf], "unstable: a difference is not finite"),
     ],
 )
-def test_words_hold_for_one_situation_and_name_the_margin(comparison: Comparison, words: str, reason: str):
-    verdict = verdicts({"a": comparison}, MATTERS)["a"]
+def test_words_hold_for_one_situation_and_name_the_margin(differences: list[float], words: str):
+    verdict = verdicts({"a": Comparison(differences)}, MATTERS)["a"]
     assert verdict.words == words
-    assert verdict.reason.startswith(reason)
     assert " over " not in verdict.reason, "the words end with the number of seeds"
     assert replace(verdict, exploratory=True).words == f"exploratory: {words}"
 
