@@ -14,10 +14,10 @@ import typer
 
 from lm import __version__
 from lm.commands import compare_commands, model_commands, train_commands
+from lm.config.removed_keys import removed_name_advice
 from lm.errors import LMError, one_line, out_of_memory, terminal_text
 from lm.machine import stop_with_parent
 from lm.plugins import PLUGINS
-from lm.removed_keys import removed_name_advice
 
 # A class of typer's parser, which newer versions of typer contain and older ones take from click.
 UsageError = typer.BadParameter.__bases__[0]

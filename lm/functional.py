@@ -19,10 +19,10 @@ from lm.attention.catalogue import make_normalizer
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec, Normalizer
 from lm.config.normalizers import SINGLE
+from lm.config.schema import build_named
 from lm.errors import ConfigError, Problem
 from lm.plain import Plain
 from lm.plugins import PLUGINS
-from lm.schema import build_named
 
 Named = str | Mapping[str, Plain]
 

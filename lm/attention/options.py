@@ -16,7 +16,7 @@ _ROW_LENGTH_PATTERN = re.compile(r"visible|sample|fixed:([2-9]|[1-9][0-9]{1,8}|1
 
 def key(default, help: str, effect: Mapping[str, object] | None = None, *, omit_default: bool = False, **limits: float):
     """Make a dataclass field for a configuration key with a default, a one-line description, an effect
-    (`lm.schema.DeclaredEffect`) and bounds (`gt ge lt le`).
+    (`lm.config.schema.DeclaredEffect`) and bounds (`gt ge lt le`).
 
     omit_default: `lm.plain.to_plain` leaves the key out while it has its default value. Use this for a new key in an
     existing block: the hashes of existing runs' configurations and arms then stay the same.

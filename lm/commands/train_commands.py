@@ -65,7 +65,7 @@ def config(arguments: Configuration = [], reference: Reference = False, schema: 
     from lm.config.reference import reference_markdown
 
     if schema:
-        from lm.config.json_schema import configuration_schema
+        from lm.config.reference import configuration_schema
 
         print(json.dumps(configuration_schema(), indent=1))
         return

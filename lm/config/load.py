@@ -13,6 +13,7 @@ from pathlib import Path
 from lm.attention.options import Options
 from lm.config import presets
 from lm.config.normalizers import OPTIONS, Layers
+from lm.config.schema import build, build_named, cross_key_problems, effect, fields_at
 from lm.config.tree import Config
 from lm.config.yaml_text import (
     MAX_BYTES,
@@ -23,7 +24,6 @@ from lm.config.yaml_text import (
 from lm.errors import ConfigError, Problem, abbreviated, as_written, one_line
 from lm.plain import Plain, is_block, to_plain
 from lm.plugins import PLUGINS
-from lm.schema import build, build_named, cross_key_problems, effect, fields_at
 
 
 def check(config: Config) -> Iterator[Problem]:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lm.attention.options import Options
 from lm.config.normalizers import OPTIONS
+from lm.config.schema import key, variant
 from lm.errors import Problem
-from lm.schema import key, variant
 
 
 @dataclass(frozen=True)

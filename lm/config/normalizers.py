@@ -8,11 +8,11 @@ from dataclasses import dataclass, is_dataclass
 from lm.attention.catalogue import ENTRIES, NORMALIZERS
 from lm.attention.normalizer import Normalizer
 from lm.attention.options import Options, label_text
+from lm.config.schema import build, cross_key_problems, fields, variant
 from lm.config.yaml_text import yaml_flow
 from lm.errors import Problem, Unavailable, yaml_scalar
 from lm.plain import Plain, to_plain
 from lm.plugins import PAGE, PLUGINS
-from lm.schema import build, cross_key_problems, fields, variant
 
 
 def options_class(normalizer: type) -> type[Options]:

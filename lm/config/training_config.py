@@ -9,9 +9,9 @@ from lm.attention.options import Options
 from lm.config.data_config import MAX_SEQ_LEN
 from lm.config.model_config import POSITIONS, Position
 from lm.config.normalizers import OPTIONS
+from lm.config.removed_keys import removed_name_advice
+from lm.config.schema import key, section, variant
 from lm.errors import Problem
-from lm.removed_keys import removed_name_advice
-from lm.schema import key, section, variant
 
 
 @dataclass

@@ -12,11 +12,11 @@ from typing import Literal
 from lm.config.data_config import DataConfig
 from lm.config.eval_config import EvalConfig
 from lm.config.model_config import ModelConfig
+from lm.config.removed_keys import without_removed
+from lm.config.schema import Effect, build, effect, key, section
 from lm.config.training_config import LogConfig, OptimConfig, Phase, TrainerConfig
 from lm.files import expand_home
 from lm.plain import Plain, flatten, to_plain
-from lm.removed_keys import without_removed
-from lm.schema import Effect, build, effect, key, section
 
 
 @dataclass

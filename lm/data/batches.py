@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lm.config.data_config import DataConfig
-from lm.config.task_config import Task
+from lm.config.data_config import DataConfig, Task
 from lm.config.tree import Config
 from lm.data.store import Split, Store
 from lm.data.tasks import TaskError, Text, example, integer_hash

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm.config.data_config import END_OF_TEXT, DataConfig, Files, Tokens, TrainedTokenizer
-from lm.config.task_config import Task
+from lm.config.data_config import END_OF_TEXT, DataConfig, Files, Task, Tokens, TrainedTokenizer
 from lm.data.sources import labels, reader, streamed_documents
 from lm.data.store import (
     MANIFEST,

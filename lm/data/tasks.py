@@ -1,4 +1,4 @@
-"""Makes the sequences of synthetic tasks (lm/config/task_config.py), each a pure function of (task, seed, subset,
+"""Makes the sequences of synthetic tasks (lm/config/data_config.py), each a pure function of (task, seed, subset,
 index, length, text).
 """
 
@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
-from lm.config.data_config import END_OF_TEXT
-from lm.config.task_config import MQAR, TEST_DIVISOR, Needle, Task
+from lm.config.data_config import END_OF_TEXT, MQAR, TEST_DIVISOR, Needle, Task
 from lm.data.tokenizer import decode, encoding_of, prefixes_space, special_token_mask
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from lm.config.data_config import Needle, Task, task_names
 from lm.config.eval_config import lengths_from_factors
-from lm.config.task_config import Needle, Task, task_names
 from lm.config.tree import Config
 from lm.data.batches import IGNORED, Batch
 from lm.data.store import Store

@@ -13,10 +13,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from lm.config.data_config import DataConfig, TokenizerFile
-from lm.config.eval_config import ValidationTiming, lengths_from_factors
-from lm.config.inference_config import InferenceSetting
-from lm.config.task_config import task_names
+from lm.config.data_config import DataConfig, TokenizerFile, task_names
+from lm.config.eval_config import InferenceSetting, ValidationTiming, lengths_from_factors
 from lm.config.tree import Config
 from lm.data.batches import long_starts, validation_starts
 from lm.data.prepare import prepare

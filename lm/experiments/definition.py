@@ -19,6 +19,8 @@ import pandas as pd
 from lm.config import presets
 from lm.config.load import merge, merge_bases, nest_keys, overrides_in, parse, read_overrides, read_yaml
 from lm.config.normalizers import OPTIONS
+from lm.config.removed_keys import hashed_defaults
+from lm.config.schema import build, cross_key_problems, key, section
 from lm.config.tree import Config, ExperimentConfig, distinguishes_arms, effect_of
 from lm.config.yaml_text import override, resolve_interpolations
 from lm.data.prepare import vocab_size_of
@@ -30,10 +32,8 @@ from lm.files import expand_home, plain_sha256
 from lm.model.spec import count_steps
 from lm.plain import Plain, flatten, to_plain
 from lm.plugins import PLUGINS
-from lm.removed_keys import hashed_defaults
 from lm.runs.folder import CHECKPOINTS, DIVERGED, SWAPPED, step_path
 from lm.runs.metric import Metric
-from lm.schema import build, cross_key_problems, key, section
 
 _UNCACHED_KEYS = ("name", "runs", "seed")  # keys on which no other key of a configuration depends
 

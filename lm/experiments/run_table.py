@@ -16,6 +16,7 @@ import pandas as pd
 from pandas.api.extensions import ExtensionDtype
 from pandas.io.common import get_handle
 
+from lm.config.schema import build
 from lm.errors import ConfigError, Problem, RunError, one_line, suggest
 from lm.experiments.judging import (
     DIVERGED,
@@ -29,7 +30,6 @@ from lm.experiments.judging import (
     noise_of,
 )
 from lm.plain import Plain
-from lm.schema import build
 from lm.statistics.intervals import is_unlearned
 
 Direction = Literal["lower", "higher"]

@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lm.config.inference_config import AS_TRAINED
+from lm.config.eval_config import AS_TRAINED
 from lm.config.load import to_yaml
 from lm.config.tree import function_options
 from lm.data.tokenizer import TOKENIZER_CONFIG, parse_tokenizer

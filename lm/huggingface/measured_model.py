@@ -16,9 +16,10 @@ from lm.attention.distance import Window
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer
 from lm.attention.options import Options
-from lm.config.inference_config import AS_TRAINED
+from lm.config.eval_config import AS_TRAINED
 from lm.config.model_config import Learned, ModelConfig, Rope
 from lm.config.normalizers import SINGLE, Layers
+from lm.config.schema import build_named
 from lm.config.yaml_text import parse_yaml
 from lm.data.batches import Batch
 from lm.errors import RunError, one_line
@@ -37,7 +38,6 @@ from lm.model.spec import ModelSpec
 from lm.plain import to_plain
 from lm.plugins import PLUGINS
 from lm.runs.loading import LoadedModel
-from lm.schema import build_named
 
 ATTENTION = "lm_measured"  # name of the attention function
 TOLERANCE = 1e-3  # largest difference of logits that rounding may make

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer
-from lm.config.inference_config import AS_TRAINED, RopeScaling
+from lm.config.eval_config import AS_TRAINED, RopeScaling
 from lm.config.model_config import ModelConfig
 from lm.data.batches import Batch
 from lm.model.blocks import (

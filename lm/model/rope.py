@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from lm.config.inference_config import AS_TRAINED, RopeScaling
+from lm.config.eval_config import AS_TRAINED, RopeScaling
 from lm.config.model_config import Rope
 from lm.model.blocks import Rotation, rotation_at
 

@@ -13,12 +13,12 @@ from lm.attention.contract import later_tokens_changes, randomized
 from lm.config.data_config import END_OF_TEXT
 from lm.config.load import check_steps
 from lm.config.model_config import ModelConfig
+from lm.config.schema import build, cross_key_problems, key, section
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem
 from lm.model.decoder import Decoder, group_of
 from lm.plain import Plain
 from lm.plugins import PLUGINS
-from lm.schema import build, cross_key_problems, key, section
 
 MAX_CHECKED_LENGTH = 512  # most tokens of the two sequences that are compared; they differ in the second half
 TOLERANCE = 1e-9  # of outputs of size 1 in fp64

@@ -12,7 +12,7 @@ from lm.attention.catalogue import make_normalizer
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer
 from lm.attention.options import Options
-from lm.config.inference_config import InferenceSetting
+from lm.config.eval_config import InferenceSetting
 from lm.config.model_config import ModelConfig
 from lm.errors import ConfigError
 from lm.model.blocks import AttentionBase

@@ -18,8 +18,8 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
+from lm.config.data_config import task_names
 from lm.config.eval_config import EvalConfig
-from lm.config.task_config import task_names
 from lm.errors import RunError, one_line
 from lm.files import sources_sha256
 from lm.plain import Plain, json_value

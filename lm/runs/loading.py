@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from lm.config.data_config import END_OF_TEXT
-from lm.config.inference_config import AS_TRAINED
+from lm.config.eval_config import AS_TRAINED
 from lm.config.tree import Config
 from lm.config.yaml_text import dump_yaml
 from lm.data.tokenizer import load_tokenizer

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from lm.config.load import parse
 from lm.config.normalizers import swap_arguments
+from lm.config.removed_keys import without_removed
 from lm.config.tree import Config, differences, effect_of
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, Problem, RunError, as_written, one_line
 from lm.plain import Plain, to_plain
-from lm.removed_keys import without_removed
 
 
 def trained_config(metadata: dict[str, Plain], path: Path) -> Config:

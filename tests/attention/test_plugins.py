@@ -208,7 +208,7 @@ def test_installed_entry_points_are_read_once(arguments: list[str], monkeypatch:
     ],
 )
 def test_options_that_lm_can_not_read_are_refused(powers: Path, arguments: list[str], written: str, said: str):
-    head = "from dataclasses import dataclass\nfrom lm.attention.options import Options\nfrom lm.schema import key\n"
+    head = "from dataclasses import dataclass\nfrom lm.attention.options import Options, key\n"
     head += "from lm.attention.normalizer import SoftmaxNormalizer\n"
     classes = f"@dataclass\nclass Odd(Options):\n    {written}\nclass Normal(SoftmaxNormalizer):\n    schema = Odd\n"
     (powers / "odd.py").write_text(head + classes)

@@ -9,9 +9,10 @@ import yaml
 from conftest import lm
 
 from lm.config.data_config import Files
-from lm.config.inference_config import InferenceSetting, YaRNScaling
+from lm.config.eval_config import InferenceSetting, YaRNScaling
 from lm.config.load import load_config, merge, parse, to_yaml
 from lm.config.reference import reference
+from lm.config.schema import fields_at
 from lm.config.tree import Config
 from lm.config.yaml_text import override, parse_yaml
 from lm.errors import ConfigError
@@ -19,7 +20,6 @@ from lm.experiments.definition import read_experiment
 from lm.model.decoder import Decoder
 from lm.model.swapped import for_inference
 from lm.plain import to_plain
-from lm.schema import fields_at
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))

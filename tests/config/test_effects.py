@@ -7,10 +7,10 @@ import pytest
 from lm.config.load import merge, overrides_in, parse
 from lm.config.model_config import ModelConfig
 from lm.config.reference import reference
+from lm.config.schema import effect
 from lm.config.tree import Config, distinguishes_arms, effect_of, function_options, recorded_per_start
 from lm.errors import ConfigError
 from lm.plain import to_plain
-from lm.schema import effect
 
 KEYS = [path for path, *_ in reference(Config)]
 

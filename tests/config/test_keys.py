@@ -11,11 +11,11 @@ from conftest import ROOT
 
 from lm.config.load import load_config, nest_keys, parse, read_overrides
 from lm.config.reference import reference
+from lm.config.removed_keys import REMOVED_KEYS, without_removed
+from lm.config.schema import fields
 from lm.config.tree import Config, canonical
 from lm.errors import ConfigError
 from lm.plain import Plain, flatten, to_plain
-from lm.removed_keys import REMOVED_KEYS, without_removed
-from lm.schema import fields
 
 GENERATED = ("config.md", "normalizers.md")  # each lists all keys
 ROOTS = [spec.name for spec in fields(Config)]

@@ -12,9 +12,8 @@ from conftest import ROOT
 from folders import series_measured
 from texts import TEXTS, files_config, stored_texts, tokens_of, write_parquet, write_texts
 
-from lm.config.data_config import DataConfig, Files, Mixture, TrainedTokenizer, WeightedSource, WeightedTask
+from lm.config.data_config import DataConfig, Files, Mixture, Needle, TrainedTokenizer, WeightedSource, WeightedTask
 from lm.config.load import load_config
-from lm.config.task_config import Needle
 from lm.config.tree import Config
 from lm.data.batches import TrainSequences, assign_slots, train_sequences
 from lm.data.prepare import check_sequences, prepare, summary

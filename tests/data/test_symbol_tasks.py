@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm.config.task_config import MQAR
+from lm.config.data_config import MQAR
 from lm.data.tasks import example
 
 INDICES, SUBSETS = st.integers(0, 2**32 - 1), st.sampled_from(["train", "test"])

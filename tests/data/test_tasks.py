@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from texts import occurrences, tokens_of
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from lm.config.data_config import DataConfig, Files, TrainedTokenizer
+from lm.config.data_config import MQAR, DataConfig, Files, Needle, Task, TrainedTokenizer
 from lm.config.load import load_config
-from lm.config.task_config import MQAR, Needle, Task
 from lm.data.prepare import prepare
 from lm.data.tasks import Draw, Example, TaskError, Text, check_task, example
 from lm.errors import ConfigError, DataError

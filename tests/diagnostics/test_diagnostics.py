@@ -18,8 +18,7 @@ from lm.attention import catalogue
 from lm.attention import catalogue as opt
 from lm.attention.options import Options
 from lm.config import normalizers as kinds
-from lm.config.eval_config import DiagnosticsConfig
-from lm.config.inference_config import InferenceSetting, ThetaFactor
+from lm.config.eval_config import DiagnosticsConfig, InferenceSetting, ThetaFactor
 from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
 from lm.data.prepare import prepare

@@ -19,7 +19,7 @@ from texts import tokens_of
 
 from lm.attention import catalogue
 from lm.config import normalizers as kinds
-from lm.config.inference_config import InferenceSetting, ThetaFactor
+from lm.config.eval_config import InferenceSetting, ThetaFactor
 from lm.config.model_config import ModelConfig
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError

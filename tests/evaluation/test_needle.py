@@ -6,9 +6,9 @@ import torch
 from folders import series_measured
 
 from lm.config import normalizers as kinds
-from lm.config.inference_config import NTK, InferenceSetting
+from lm.config.data_config import Needle
+from lm.config.eval_config import NTK, InferenceSetting
 from lm.config.model_config import ModelConfig
-from lm.config.task_config import Needle
 from lm.data.batches import Batch
 from lm.data.prepare import prepare
 from lm.data.store import Store

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from conftest import ROOT
 from folders import curves_of, series_measured
 
+from lm.config.data_config import MQAR, Needle, Task
 from lm.config.load import load_config
 from lm.config.model_config import ModelConfig
-from lm.config.task_config import MQAR, Needle, Task
 from lm.data.batches import IGNORED, train_loader, train_sequences
 from lm.data.prepare import prepare
 from lm.data.tasks import Draw, Example, example

@@ -14,8 +14,8 @@ from conftest import lm
 
 from lm.attention.catalogue import SSMax
 from lm.cli import main
+from lm.config.data_config import MQAR
 from lm.config.model_config import ModelConfig
-from lm.config.task_config import MQAR
 from lm.data.tasks import symbol_tokenizer
 from lm.errors import ConfigError, RunError
 from lm.evaluation.generation import Sampling, generate, generate_text, sample

@@ -15,7 +15,7 @@ from lm.attention import catalogue
 from lm.attention import catalogue as opt
 from lm.attention.layout import AttentionLayout
 from lm.config import normalizers as kinds
-from lm.config.inference_config import InferenceSetting, Interpolation
+from lm.config.eval_config import InferenceSetting, Interpolation
 from lm.config.load import parse, to_yaml
 from lm.config.model_config import GAUBlock, Learned, ModelConfig, NoPosition, Rope
 from lm.data.batches import Batch

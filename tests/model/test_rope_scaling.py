@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from lm.config.inference_config import (
+from lm.config.eval_config import (
     AS_TRAINED,
     FAST_PERIODS,
     NTK,

@@ -9,7 +9,7 @@ from manifests import edited
 
 import lm
 from lm.attention import catalogue as opt
-from lm.config.inference_config import InferenceSetting, ThetaFactor
+from lm.config.eval_config import InferenceSetting, ThetaFactor
 from lm.config.model_config import ModelConfig
 from lm.data.prepare import prepare
 from lm.errors import RunError

@@ -23,8 +23,6 @@ ROOMS = (
     "attention",
     "machine",
     "plain",
-    "removed_keys",
-    "schema",
     "files",
     "progress",
     "plugins",
@@ -129,9 +127,7 @@ def test_the_code_that_measures_is_in_the_rooms_whose_change_is_noticed():
         "plain",
         "plugins",
         "progress",
-        "removed_keys",
         "report",
-        "schema",
     }
     assert {room(name) for name in reached if name != "lm"} - without_numbers == {
         name.removesuffix(".py") for name in MEASURING

@@ -14,9 +14,9 @@ from dataclasses import MISSING, Field, dataclass, field, is_dataclass, replace
 from dataclasses import fields as declared_fields
 
 from lm.attention.options import key as key
+from lm.config.removed_keys import removed_defaults, removed_name_advice
 from lm.errors import ConfigError, Problem, Unavailable, suggest
 from lm.plain import Plain, convert, is_block, items, join_path, type_name
-from lm.removed_keys import removed_defaults, removed_name_advice
 
 # {bound of a number, or of each number in a list or map: (sign, test)}
 BOUNDS = {"gt": (">", operator.gt), "ge": (">=", operator.ge), "lt": ("<", operator.lt), "le": ("<=", operator.le)}
