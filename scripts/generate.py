@@ -74,9 +74,9 @@ of products with values, within PyTorch's fused softmax, and of scores in *tiles
 Kernels: *fused softmax* is PyTorch's (no T x T weights), where a bias of each key is one more dimension of it, in bf16
 three; *tiles* are ours, forward and backward in tiles of 256 x 256 with fp32 sums, on CUDA GPUs in a Triton kernel;
 *blocks of 64 queries* have a backward pass by hand; *query blocks* compute the definition for some queries at a time
-and recompute it in the backward pass: on a CPU 2^18 to 2^21 weights at a time, on a GPU up to 2^27, as a sixteenth of
-the memory that was free at the first call allows (64 bytes a weight). Decoding, and the last layer in training on tasks
-alone, take query blocks in place of tiles or *chunks* (a running state). Packed documents are computed one by one.
+and recompute it in the backward pass: on a CPU 2^18 to 2^21 weights at a time, on a GPU 2^25 (64 bytes a weight).
+Decoding, and the last layer in training on tasks alone, take query blocks in place of tiles or *chunks* (a running
+state). Packed documents are computed one by one.
 
 On CUDA GPUs PyTorch's *FlexAttention* computes windows, softcap, scale_invariant, and packed documents of most entries
 by fused softmax, up to 32,768 tokens; in bf16 *adasplash* computes entmax15, asentmax and sparsemax, *fla-core*
@@ -88,7 +88,7 @@ package that is maintained has a kernel.
 The first call of the Triton kernel compares it with the tiles on the device, and takes tiles, with a warning, if it
 raises an error or differs. If it reads beyond its memory, the process ends ([limits](tools.md#limits)). It wants
 triton 3.4 (CUDA builds of torch bring it), compute capability 8.0, heads of at most 128, bf16 or fp32 (multiplied in
-full precision). A run prints the kernel it takes. Where the table names no kernel for CUDA, a GPU takes the CPU's.
+full precision). A run prints its entry of this column. Where the table names no kernel for CUDA, a GPU takes the CPU's.
 
 | `model.normalizer` | weights | parameters | rows sum to 1 | kernel | source | what is known |
 |---|---|---|---|---|---|---|"""

@@ -103,10 +103,6 @@ class MeasuredModel(nn.Module):
             cache.seen += tokens.size(1)
         return hidden[:, first:]
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        """Next-token logits (B, T, V) of tokens (B, T)."""
-        return self.head(self(tokens))
-
     def hidden(self, batch: Batch, first: int = 0) -> Tensor:
         """Hidden states (B, T - first, C) of a batch's tokens from index `first` on."""
         return self(batch.tokens, batch_layout(batch), first=first)

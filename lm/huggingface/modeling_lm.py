@@ -2,8 +2,8 @@
 `trust_remote_code=True`.
 
 `lm export --format hf` copies this file and lm's modules of attention and layers beside the weights. They need torch
-and transformers alone; tensors have lm's names. n, the number of keys that a query counts, is fixed or comes from
-`position_ids`, which are 0 at each document's start. So padding and packing don't change n.
+and transformers alone; tensors have lm's names. n, the number of keys that a query counts, is fixed or that of its
+document's tokens; a document begins where `position_ids` begin anew. So padding and packing don't change n.
 
 Shapes: B sequences, T query positions, S key positions, H query heads, K key-value heads, D head size, E width of a
 head's values, C width of the model, V size of the vocabulary.
