@@ -102,8 +102,8 @@ def diagnose(
 ) -> None:
     """Describe the attention of trained models.
 
-    Statistics of attention weights by layer, head and position, beside those of the untrained model and of shuffled
-    scores (docs/diagnostics.md). Statistics of a run are kept in its folder evaluations/. --text draws maps of single
+    Statistics of attention weights by layer, head and position, beside those of the untrained model
+    (docs/diagnostics.md). Statistics of a run are kept in its folder evaluations/. --text draws maps of single
     heads' weights instead.
     """
     sources, overrides = paths_and_overrides(arguments, "no run folder, checkpoint or export given, e.g. runs/softmax")

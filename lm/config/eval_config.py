@@ -473,7 +473,7 @@ class EvalConfig:
     needle: NeedleConfig = section(NeedleConfig, "needles in a haystack, by length and depth")
     diagnostics: DiagnosticsConfig | None = section(
         DiagnosticsConfig,
-        "statistics of attention weights, also of the untrained model and of shuffled scores",
+        "statistics of attention weights, also of the untrained model",
         {"acts_in": COMMANDS},
         default=None,
     )

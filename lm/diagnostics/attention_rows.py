@@ -69,7 +69,6 @@ class AttentionRows:
     # the layer's x (1, L, C), q, k (1, H, L, D) and v (1, H, L, E), of all L tokens of the sequence
     inputs: AttentionInputs | None = None
     embedding: Tensor | None = None  # (1, L, C), the embedding vectors of all tokens
-    is_shuffled: bool = False  # whether scores are in another order than the inputs gave (`shuffled`)
 
     @classmethod
     def from_block(
@@ -125,11 +124,9 @@ class AttentionRows:
     def scores_without_decay(self) -> Tensor:
         """Scores (H, T, S) without the part that depends on distance alone (ALiBi's slope, the decay of linear
         attention).
-
-        Shuffled scores are returned unchanged, as this part can't be told from the rest any more.
         """
         log_decay = self.normalizer.log_decay(self.scores)
-        if self.is_shuffled or not log_decay.any():
+        if not log_decay.any():
             return self.scores
         if self.normalizer.score_map == "exp":
             return self.scores - log_decay.view(-1, 1, 1) * self.distance
@@ -184,23 +181,6 @@ class AttentionRows:
             weights=self.weights.masked_fill(self.is_first_token, 0.0),
             visible=self.visible & ~self.is_first_token,
         )
-
-    def shuffled(self, order: Tensor) -> "AttentionRows":
-        """The rows with each query's scores in another order among the keys that it sees, normalized again.
-
-        The order is the same for all heads. A control: weights then depend on which scores there are, but not on which
-        key has which score.
-
-        order: (T queries, S keys), numbers. The i-th visible key of the sequence gives its score to the visible key
-        with the i-th smallest
-            number.
-        """
-        # visible keys first, in the sequence's order
-        origins = torch.argsort((~self.visible).to(torch.int8), dim=-1, stable=True)
-        destinations = order.masked_fill(~self.visible, math.inf).argsort(-1)  # visible keys first, sorted by `order`
-        ordered_scores = self.scores.gather(-1, origins.expand(self.scores.shape))
-        scores = torch.empty_like(self.scores).scatter_(-1, destinations.expand(self.scores.shape), ordered_scores)
-        return replace(self, scores=scores, weights=self.normalize(scores), is_shuffled=True)
 
 
 def _query_by_key(values: Tensor) -> Tensor:
@@ -298,40 +278,27 @@ class Measures:
         return math.prod(self.rows_shape) + math.prod(self.sums_shape)
 
     @torch.no_grad()
-    def vectors(self, decoder: Decoder, batch: Batch, order: Tensor | None = None) -> list[Tensor]:
-        """The vector of all statistics of a sequence, (`vector_length`,); with `order` a second vector, of the rows
-        with shuffled scores.
+    def vector(self, decoder: Decoder, batch: Batch) -> Tensor:
+        """All statistics of a sequence, the only one of the batch: (`vector_length`,).
 
         Scores and weights are fp32. Memory holds scores and weights of some queries of one layer at a time.
-
-        Args:
-            batch: one sequence.
-            order: random numbers, (queries, tokens), by which scores are shuffled.
         """
-        vectors = [
-            (torch.full(self.rows_shape, torch.nan), torch.zeros(self.sums_shape))
-            for _ in range(1 if order is None else 2)
-        ]
-        device, embedding = batch.tokens.device, decoder.embedding(batch.tokens)
+        parts = torch.full(self.rows_shape, torch.nan), torch.zeros(self.sums_shape)
+        embedding = decoder.embedding(batch.tokens)
         for block in attention_blocks(decoder, batch, self.queries):
             start = self.queries.index(int(block.queries[0]))
-            stop = start + len(block.queries)
-            rows = AttentionRows.from_block(block, embedding, len(self.queries) - stop)
-            self._write_statistics(vectors[0], rows, start)
-            if order is not None:
-                self._write_statistics(
-                    vectors[1], rows.shuffled(order[start:stop, : rows.visible.size(-1)].to(device)), start
-                )
-        return [torch.cat([part.flatten() for part in parts]) for parts in vectors]
+            rows = AttentionRows.from_block(block, embedding, len(self.queries) - start - len(block.queries))
+            self._write_statistics(*parts, rows, start)
+        return torch.cat([part.flatten() for part in parts])
 
-    def _write_statistics(self, parts: tuple[Tensor, Tensor], rows: AttentionRows, start: int) -> None:
-        """Write statistics of rows with `MIN_KEYS` or more keys into `parts` of a vector; `start`: the first row's
-        index in `queries`.
+    def _write_statistics(self, row_values: Tensor, sums: Tensor, rows: AttentionRows, start: int) -> None:
+        """Write statistics of rows with `MIN_KEYS` or more keys into the two parts of a vector; `start`: the first
+        row's index in `queries`.
         """
         indices = (rows.n >= MIN_KEYS).nonzero().squeeze(-1)
         if not len(indices):
             return
-        (row_values, sums), row_indices, rows, layer = parts, indices.cpu() + start, rows.select(indices), rows.layer
+        row_indices, rows, layer = indices.cpu() + start, rows.select(indices), rows.layer
         is_defined = rows.is_defined
         row_values[0, layer][:, row_indices] = rows.n.cpu()
         row_values[1, layer][:, row_indices] = (~rows.is_finite).float().cpu()
@@ -349,13 +316,6 @@ class Measures:
         by_sums = np.moveaxis(sums.reshape(len(vectors), *self.sums_shape).astype("f8"), 1, 0)
         by_head = {each.name: each.head_values(total) for each, total in zip(self.query_sums, by_sums, strict=True)}
         return MeasuredValues(n[:, :, 0], dict(zip(self.names[1:], by_query, strict=True)), by_head)
-
-
-def shuffling_numbers(index: int, queries: int, length: int) -> Tensor:
-    """Random numbers (queries, length) by which scores of sequence `index` are shuffled, the same for each model:
-    `index` is the seed.
-    """
-    return torch.rand(queries, length, generator=torch.Generator().manual_seed(index))
 
 
 def mean(values: np.ndarray, axes: tuple[int, ...] | int | None = None) -> np.ndarray:

@@ -9,8 +9,7 @@ tensors of any shape, fp32 or wider, and give NaN where they are not defined.
 
 Moments are moments of the normalizer's scores, with every scale and temperature, without the part that depends on
 distance alone. This part has a closed form of its own, by which S is multiplied: S of products of independent weights
-is the product of their S. In shuffled scores the two parts cannot be told apart any more, so weights with such a part
-then have no closed form.
+is the product of their S.
 
 Beside S, this module measures how far attention follows from positions alone, whatever the tokens are. The measure is
 the fraction of the weights' variance that the key's position, or its distance from the query, explains. A query's
@@ -210,8 +209,6 @@ def closed_form(rows: AttentionRows) -> Tensor | None:
     even for dependent components.
     """
     name, log_decay = rows.normalizer.score_map, rows.normalizer.log_decay(rows.scores)
-    if rows.is_shuffled and (log_decay.any() or name == "features"):
-        return None
     if name == "features":
         query, key = rows.features
         key_weights = rows.visible.to(key.dtype) / rows.n.unsqueeze(-1)  # (T, S)

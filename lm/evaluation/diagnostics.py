@@ -1,6 +1,4 @@
-"""Diagnostics (`lm diagnose`): attention statistics of a trained model, the untrained model, and the trained model with
-shuffled scores.
-"""
+"""Diagnostics (`lm diagnose`): attention statistics of a trained model and of the untrained one."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -30,7 +28,6 @@ from lm.diagnostics.attention_rows import (
     half_octaves,
     mean,
     query_indices,
-    shuffling_numbers,
 )
 from lm.diagnostics.concentration import concentration_statistics
 from lm.diagnostics.limits import limit_statistics
@@ -46,7 +43,7 @@ from lm.runs.evaluations import rows, units_frame
 from lm.runs.metric import Metric
 
 KIND = "diagnostics"
-SHUFFLED, UNTRAINED = "shuffled scores", "untrained weights"
+UNTRAINED = "untrained weights"
 # by their names in `eval.diagnostics.statistics`
 FAMILIES: dict[str, Callable[[], Statistics]] = {
     "concentration": concentration_statistics,
@@ -96,12 +93,10 @@ def diagnostic_sequences(store: Store, config: Config, options: DiagnosticsConfi
 
 
 class Diagnostics(Measurement):
-    """Statistics of attention weights by layer, head and number of visible keys, in fp32, of three models under each
-    inference setting.
+    """Statistics of attention weights by layer, head and number of visible keys, in fp32, of the trained model and the
+    untrained one of its configuration and seed, under each inference setting.
 
-    The models are the trained model, the untrained model of its configuration and seed, and the trained model with each
-    query's scores shuffled among the query's visible keys. A result that holds for the untrained model, too, says
-    nothing about training. A result that holds for shuffled scores, too, follows from the distribution of the scores.
+    A result that holds for the untrained model, too, says nothing about training.
     """
 
     kind, in_fp32 = KIND, True
@@ -149,21 +144,16 @@ def diagnostic_blocks(
     measures = Measures(statistics_of(options), layers, heads, queries, held_out.length)
     models: dict[str, MeasuredValues] = {}
     for setting in applicable_settings(decoder, options.inference):
-        trained, untrained = pair = [for_inference(model, setting) for model in (decoder, untrained_decoder)]
+        untrained_label = UNTRAINED + f", {setting.label}" * (setting.label != "as trained")
+        for label, source in ((setting.label, decoder), (untrained_label, untrained_decoder)):
+            model = for_inference(source, setting)
 
-        def measure(indices: list[int], trained: Decoder = trained, untrained: Decoder = untrained) -> Tensor:
-            vectors = []
-            for index in indices:
-                batch = held_out.batch([index]).to(device.device)
-                order = shuffling_numbers(index, len(queries), held_out.length)
-                as_trained, shuffled = measures.vectors(trained, batch, order)
-                vectors.append(torch.stack([as_trained, *measures.vectors(untrained, batch), shuffled]))
-            return torch.stack(vectors)
+            def measure(indices: list[int], model: Decoder = model) -> Tensor:
+                batches = (held_out.batch([index]).to(device.device) for index in indices)
+                return torch.stack([measures.vector(model, batch) for batch in batches])
 
-        vectors = by_sequence(pair, held_out.lengths, (3, measures.vector_length), device, measure)
-        suffix = "" if setting.label == "as trained" else f", {setting.label}"
-        names = setting.label, UNTRAINED + suffix, SHUFFLED + suffix
-        models |= {name: measures.values(vectors[:, index]) for index, name in enumerate(names)}
+            vectors = by_sequence([model], held_out.lengths, (measures.vector_length,), device, measure)
+            models[label] = measures.values(vectors)
     return [
         block
         for statistic in (*measures.query_statistics, *UNDEFINED_FRACTIONS, *measures.query_sums)

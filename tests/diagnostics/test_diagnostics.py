@@ -32,7 +32,6 @@ from lm.diagnostics.attention_rows import (
     exponent,
     half_octaves,
     query_indices,
-    shuffling_numbers,
 )
 from lm.evaluation.diagnostics import diagnostic_blocks, diagnostic_sequences, statistics_of
 from lm.evaluation.evaluation_kind import HeldOut
@@ -71,12 +70,11 @@ def batch(isolated: bool = False) -> Batch:
     return Batch.of(tokens, end_of_text=0 if isolated else None)
 
 
-def measured(decoder: Decoder, sample: Batch, queries: list[int] = ALL, shuffle: bool = False) -> MeasuredValues:
-    """What concentration's statistics are of one sequence; `shuffle`: of its shuffled scores."""
+def measured(decoder: Decoder, sample: Batch) -> MeasuredValues:
+    """The statistics of one sequence."""
     heads = decoder.normalizers()[0].layer.n_head
-    measures = Measures(statistics_of(DiagnosticsConfig()), 2, heads, queries, LENGTH)
-    vectors = measures.vectors(decoder, sample, order=shuffling_numbers(0, len(queries), LENGTH) if shuffle else None)
-    return measures.values(vectors[-1][None].numpy())
+    measures = Measures(statistics_of(DiagnosticsConfig()), 2, heads, ALL, LENGTH)
+    return measures.values(measures.vector(decoder, sample)[None].numpy())
 
 
 def naive(weights: np.ndarray, visible: np.ndarray, first: int, query: int, sums_to_one: bool) -> dict[str, float]:
@@ -213,17 +211,6 @@ def test_streamed_statistics_equal_the_dense_definition(name: str, block: str, i
 
 
 @torch.no_grad()
-def test_shuffled_scores_keep_their_distribution_and_lose_their_places():
-    decoder = make_decoder(opt.ALiBi())
-    as_is, shuffled = (measured(decoder, batch(), shuffle=shuffle).by_query for shuffle in (False, True))
-    for name in ("S", "effective keys", "entropy", "largest weight", "ln Z"):
-        np.testing.assert_allclose(shuffled[name], as_is[name], rtol=1e-4)
-    near, far = (values["mean distance"][:, :, 0] for values in (as_is, shuffled))  # the head of the steeper slope
-    assert np.nanmean(near) < 16
-    assert np.nanmean(far) == pytest.approx(np.mean([(n - 1) / 2 for n in range(MIN_KEYS, LENGTH + 1)]), rel=0.1)
-
-
-@torch.no_grad()
 def test_rows_without_weight_or_with_scores_that_are_not_finite_are_counted_and_describe_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -269,7 +256,7 @@ def test_queries_are_spread_over_octaves_and_ranges_of_keys_end_at_the_training_
 
 
 @torch.no_grad()
-def test_a_description_is_of_the_model_the_untrained_one_and_shuffled_scores_under_each_setting():
+def test_a_description_is_of_the_model_and_the_untrained_one_under_each_setting():
     """Over sequences of which one has fewer queries that see enough keys, and beyond the training length."""
     train_length, length = 128, 256
     decoder = Decoder(
@@ -284,24 +271,16 @@ def test_a_description_is_of_the_model_the_untrained_one_and_shuffled_scores_und
     curves = curves_of(evaluation_of(join_rows(blocks), seq_len=train_length))
     measures = Measures(statistics_of(config), 2, 3, query_indices(length, 16), length)
     untrained = Decoder(decoder.config, VOCAB, train_length, seed=7)
-    name, order = "effective keys", [shuffling_numbers(index, 16, length) for index in range(3)]
+    name = "effective keys"
     for setting, words in zip(settings, ("", f", {settings[1].label}"), strict=True):
         model, other = (for_inference(each, setting).eval() for each in (decoder, untrained))
-        sequences = [(index, held_out.batch([index])) for index in range(3)]
-        expected = {
-            setting.label: [measures.vectors(model, batch)[0] for index, batch in sequences],
-            f"untrained weights{words}": [measures.vectors(other, batch)[0] for index, batch in sequences],
-            f"shuffled scores{words}": [measures.vectors(model, batch, order[index])[1] for index, batch in sequences],
-        }
-        for label, vectors in expected.items():
+        expected = {setting.label: model, f"untrained weights{words}": other}
+        for label, each in expected.items():
+            vectors = [measures.vector(each, held_out.batch([index])) for index in range(3)]
             values = measures.values(torch.stack(vectors).numpy())
             by_query = values.by_query[name]
             number, by_keys, *by_layer = (curve for curve in curves if (curve.metric, curve.setting) == (name, label))
             assert number.means[0] == pytest.approx(np.nanmean(by_query), rel=1e-5)
-            distance, *_ = (curve for curve in curves if (curve.metric, curve.setting) == ("mean distance", label))
-            assert distance.means[0] == pytest.approx(np.nanmean(values.by_query["mean distance"]), rel=1e-5), (
-                "it tells orders apart"
-            )
             (sample,) = number.points
             assert np.average(sample.values, weights=sample.weights) == pytest.approx(number.means[0], rel=1e-5)
             n = np.broadcast_to(values.n[:, :, None], by_query.shape)
@@ -355,7 +334,7 @@ def test_runs_checkpoints_exports_and_models_without_training_are_described(argu
     rows = strict(out)
     value = {row["quantity"]: row["value"] for row in rows if row["setting"] == "as trained" and not row["where"]}
     assert value["effective keys"] == pytest.approx(logged["diagnostics/effective keys"])
-    assert {row["setting"] for row in rows} == {"as trained", "untrained weights", "shuffled scores"}
+    assert {row["setting"] for row in rows} == {"as trained", "untrained weights"}
     assert {"exact zeros, no first", "sum of weights", "ln Z"} <= value.keys()
     assert "entropy" not in value, "the weights do not sum to one"
 

@@ -47,7 +47,7 @@ def measured(normalizer: Options) -> MeasuredValues:
     """Values of one sequence."""
     measures = Measures(limits.limit_statistics(), LAYERS, HEADS, QUERIES, LENGTH)
     model = decoder(normalizer)
-    return measures.values(measures.vectors(model, batch())[0].numpy()[None])
+    return measures.values(measures.vector(model, batch()).numpy()[None])
 
 
 def random_rows(number: int) -> AttentionRows:
