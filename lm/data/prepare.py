@@ -45,8 +45,7 @@ def prepare(data: DataConfig, progress: bool = False, store_fingerprint: str = "
 
 
 def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
-    identity = _store_identity(data)
-    target = _store_folder(data, identity)
+    target = _store_folder(data, _store_identity(data))
     root = target.parent
     waiting = f"{root}: waiting for another process that prepares a token store"
     try:
@@ -58,6 +57,8 @@ def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
                         f"{lock_problem}, which keep processes from preparing one store at the same time; set "
                         "data.root to a folder on another one; a store that was prepared there may be moved here"
                     )
+                identity = _store_identity(data)  # sources may have changed while another process prepared
+                target = _store_folder(data, identity)
                 if not target.exists():  # another process may have built the store meanwhile
                     build_store(data, identity, target, progress)
     except KeyboardInterrupt:
