@@ -274,7 +274,7 @@ class GAUBlock:
         defaults = {spec.name: spec.default for spec in fields(model)}
         for name in (
             *("mlp", "n_mlp", "mlp_bias", "parallel", "post_norm", "n_kv_head", "head_size", "qkv_bias"),
-            *("value_residual", "output_gate", "exclusive", "differential"),
+            *("value_residual", "output_gate", "gate_inputs", "exclusive", "differential"),
         ):
             if (value := getattr(model, name)) != defaults[name]:
                 yield Problem(
@@ -358,6 +358,13 @@ class ModelConfig:
         "2505.06708); null: not",
         omit_default=True,
     )
+    gate_inputs: int | None = key(
+        None,
+        "dimensions of x, the first ones, that the output gate sees; it is then 2 sigmoid(x W), W from 0 "
+        "(modded-nanogpt); null: all, and sigmoid(x W)",
+        omit_default=True,
+        ge=1,
+    )
     exclusive: bool = key(
         False,
         "attention's outputs lose their part along the token's own value vector (exclusive self-attention, arXiv "
@@ -432,6 +439,11 @@ class ModelConfig:
                 yield Problem("position.fraction", self.position.fraction, reason, "set model.position=none")
             if len(self.position.layers) > self.n_layer:
                 yield Problem("position.layers", self.position.layers, length_reason, remedy)
+        if self.gate_inputs and not (self.output_gate and self.gate_inputs <= self.n_embd):
+            reason = f"exceeds model.n_embd = {self.n_embd}" if self.output_gate else "has no gate to act in"
+            yield Problem(
+                "gate_inputs", self.gate_inputs, reason, "lower it" if self.output_gate else "set output_gate"
+            )
         if self.post_norm and self.value_residual:
             yield Problem(
                 "post_norm", True, "the values of value_residual come from a normed input", "drop one of both"

@@ -28,7 +28,6 @@ REMOVED_KEYS: dict[str, Plain] = HASHED_KEYS | {
     "primary.reach": None,
     "data.max_document_bytes": None,
     "data.prepare_workers": None,
-    "model.gate_inputs": None,
     "model.transfer": None,
     "optim.groups.*.eps": None,
     "optim.z_loss": None,

@@ -245,7 +245,7 @@ AUTO_MAP = {
 MODEL_FIELDS = (
     "n_layer", "n_head", "kv_heads", "n_embd", "key_dims", "value_dims", "mlp", "mlp_width", "norm", "norm_eps",
     "bias", "has_qkv_bias", "has_mlp_bias", "qk_norm", "post_norm", "parallel", "embedding_norm", "value_residual",
-    "output_gate", "exclusive", "differential", "dropout", "logit_softcap",
+    "output_gate", "gate_inputs", "exclusive", "differential", "dropout", "logit_softcap",
 )  # fmt: skip
 LM_CONFIG_FIELDS = {"model_type": LM_MODEL_TYPE, "architectures": ["LmForCausalLM"], "auto_map": AUTO_MAP}
 

@@ -87,6 +87,7 @@ class LmConfig(PreTrainedConfig):
     embedding_norm: str | None = None
     value_residual: str | None = None
     output_gate: str | None = None
+    gate_inputs: int | None = None
     exclusive: bool = False
     differential: bool | str = False
     dropout: float = 0.0

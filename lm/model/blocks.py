@@ -270,7 +270,8 @@ class Attention(AttentionBase):
         self.exclusive = config.exclusive
         self.value_mix = nn.Parameter(torch.full((1,), 0.5)) if config.value_residual and layer else None
         gate_width = {None: 0, "head": config.n_head, "element": width}[config.output_gate]
-        self.gate = UninitialisedLinear(config.n_embd, gate_width, bias=False) if gate_width else None
+        n_inputs, self.gate_factor = (config.gate_inputs, 2) if config.gate_inputs else (config.n_embd, 1)
+        self.gate = UninitialisedLinear(n_inputs, gate_width, bias=False) if gate_width else None
         self.difference = None
         if config.differential:
             self.difference = (
@@ -310,8 +311,9 @@ class Attention(AttentionBase):
                 output.unflatten(-1, (kv_heads, self.n_head // kv_heads, -1)), own_values
             ).flatten(2)
         if self.gate is not None:
+            inputs = context.output_part(x)[..., : self.gate.in_features]
             # (B, T, H, 1) or (B, T, H, D)
-            gates = self.gate(context.output_part(x)).sigmoid().unflatten(-1, (self.n_head, -1))
+            gates = self.gate_factor * self.gate(inputs).sigmoid().unflatten(-1, (self.n_head, -1))
             output = (output.unflatten(-1, (self.n_head, -1)) * gates).flatten(2)
         return self.out(output)
 

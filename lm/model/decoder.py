@@ -88,13 +88,13 @@ class Decoder(nn.Module):
         """Standard deviation of a parameter's initial values; None: they are not drawn, such as gains.
 
         In normalizers only matrices named `hidden.weight` are drawn, with 1 / sqrt(inputs). Projections into the
-        residual stream have init_std / sqrt(2 n_layer) or 0 (`out_init`).
+        residual stream have init_std / sqrt(2 n_layer) or 0 (`out_init`). Gates of few inputs start at 0.
         """
         if is_normalizer_parameter(name):
             return parameter.size(1) ** -0.5 if name.endswith(".hidden.weight") else None
         if name.endswith(".lambdas"):
             return MapDifference.INITIAL_STD
-        if name.endswith(".bias"):
+        if name.endswith(".bias") or (name.endswith(".gate.weight") and self.config.gate_inputs):
             return 0.0
         if parameter.dim() < 2:
             return None

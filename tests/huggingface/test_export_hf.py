@@ -219,7 +219,7 @@ PARTS = {
     "a gate for each element": shape(opt.LogN(), output_gate="element"),
     "two maps a head": shape(opt.SSMax(), differential=True),
     "two queries a head, own values left out": shape(
-        opt.Relu2(), differential="v2", exclusive=True, output_gate="head"
+        opt.Relu2(), differential="v2", exclusive=True, output_gate="head", gate_inputs=12
     ),
     "learned positions": shape(opt.SSMax(), **PLAIN | {"position": Learned()}),
     "parallel, rotated in part": shape(opt.SSMax(), parallel=True, position=Rope(fraction=0.5, partial=True)),

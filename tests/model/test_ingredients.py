@@ -30,6 +30,7 @@ INGREDIENTS = {
     "differential": {"differential": True},
     "differential, v2": {"differential": "v2"},
     "exclusive": {"exclusive": True},
+    "output_gate, 12 inputs": {"output_gate": "head", "gate_inputs": 12},
     "output_gate, head": {"output_gate": "head"},
     "output_gate, element": {"output_gate": "element"},
 }
@@ -193,6 +194,13 @@ def test_exclusive_outputs_are_orthogonal_to_the_tokens_own_values():
     assert float(y[:, 0].abs().max()) < 1e-5
 
 
+def test_a_gate_of_few_inputs_starts_at_1_and_sees_no_others():
+    gated, plain = model(output_gate="head", gate_inputs=12), model()
+    with torch.no_grad():
+        assert torch.equal(gated.logits(tokens()), plain.logits(tokens()))
+    assert gated.blocks[0].attention.gate.weight.shape == (4, 12)
+
+
 def test_differential_attention_starts_with_drawn_vectors_that_no_optimizer_takes_for_a_matrix():
     decoder, plain = model(differential=True), model()
     vectors = torch.cat([block.attention.difference.lambdas for block in decoder.blocks])
@@ -219,6 +227,8 @@ def test_differential_attention_starts_with_drawn_vectors_that_no_optimizer_take
             ["model.head_size=7", "model.position=none", "model.differential=true"],
             "heads of odd size 7, which two maps can't share",
         ),
+        (["model.gate_inputs=12"], "model.gate_inputs = 12: has no gate to act in; set output_gate"),
+        (["model.output_gate=head", "model.gate_inputs=9999"], "exceeds model.n_embd"),
         (["model.block=gau", "model.n_head=1", "model.exclusive=true"], "no option of a gated attention unit"),
         (["model.logit_softcap=0"], r"model\.logit_softcap = 0: must be > 0"),
     ],
