@@ -4,13 +4,12 @@ that.
 
 import pytest
 
-from lm.config.load import merge, overrides_in, parse
+from lm.config.load import overrides_in
 from lm.config.model_config import ModelConfig
 from lm.config.reference import reference
 from lm.config.schema import effect
 from lm.config.tree import Config, distinguishes_arms, effect_of, function_options, recorded_per_start
 from lm.errors import ConfigError
-from lm.plain import to_plain
 
 KEYS = [path for path, *_ in reference(Config)]
 
@@ -76,8 +75,3 @@ def test_each_command_accepts_the_keys_that_act_in_it():
 def test_an_override_that_a_command_would_ignore_is_refused(override: str):
     with pytest.raises(ConfigError, match=r"can't be changed in lm eval"):
         overrides_in("eval", [override])
-
-
-def test_a_misspelt_key_of_an_override_is_reported_with_the_nearest_key():
-    with pytest.raises(ConfigError, match=r"eval\.sequencez = 3: unknown key; did you mean 'sequences'\?"):
-        parse(merge(to_plain(Config(name="a")), overrides_in("eval", ["eval.sequencez=3"])))
