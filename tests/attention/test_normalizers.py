@@ -118,17 +118,6 @@ def test_row_length_policies():
 # ---------------------------------------------------------------- identities of the other families
 
 
-@pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 1e3])
-@pytest.mark.parametrize("options", [opt.Relu2(n="sum"), opt.Linear()], ids=["relu2", "linear"])
-def test_rows_over_their_sums_sum_to_one_at_every_scale_of_the_queries(options: object, scale: float):
-    normalizer, layout = randomized(options, torch.float32), AttentionLayout.full(50)
-    q, k, _ = inputs(50, torch.float32)
-    sums = normalizer.weights(q * scale, k, layout).sum(-1)
-    assert torch.allclose(sums[sums > 0], torch.ones(()), atol=1e-5)
-    out = normalizer(q * scale, k, torch.ones_like(q), layout)[..., 0]
-    assert torch.allclose(out, sums, atol=1e-5)
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 64, 4096, pytest.param(131_072, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(("options", "p"), [(opt.Sparsemax(), 1), (opt.Entmax15(), 2)], ids=["sparsemax", "entmax15"])
@@ -138,18 +127,8 @@ def test_thresholds_are_found_in_the_steps_they_are_given(size: int, dtype: torc
     """
     ranks = torch.arange(size, dtype=torch.float64)
     samples = torch.rand(4, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    rows = [
-        ranks * 0 + 1,
-        *(base ** (-ranks) for base in (1.001, 1.1, 2, 4, 16)),
-        1 / (1 + ranks),
-        1 / (1 + ranks).sqrt(),
-        1 / (2 + ranks.log1p()),
-    ]
-    rows += (
-        [(ranks < n) * 1.0 for n in (1, 2, size // 2)]
-        + [1 - 0.9 * (ranks >= n) for n in (1, 3, size // 3)]
-        + [*samples, *samples**8, *samples**0.1]
-    )
+    rows = [ranks * 0 + 1, *(base ** (-ranks) for base in (1.001, 1.1, 16)), 1 / (1 + ranks), 1 / (2 + ranks.log1p())]
+    rows += [(ranks < size // 2) * 1.0, 1 - 0.9 * (ranks >= size // 3), *samples, *samples**8]
     z = torch.stack(rows)
     z[:, 0] = 1
     z = (z - 1).to(dtype).double()
