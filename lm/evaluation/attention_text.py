@@ -89,8 +89,8 @@ def attention_pictures(models: Sequence[ShownModel]) -> dict[str, bytes]:
                     axes.set_yticks(range(len(labels)), labels, fontsize=6)
         for axes in grid.flat:
             if not axes.images:
-                axes.remove()
-        figure.colorbar(image, ax=grid, label="weight")
+                axes.set_axis_off()
+        figure.colorbar(image, ax=grid, label="weight", format="{x:g}", aspect=40, pad=0.02)
         files = {suffix: io.BytesIO() for suffix in (".png", ".svg")}
         for suffix, file in files.items():
             figure.savefig(file, format=suffix[1:], dpi=160, metadata={"Date": None} if suffix == ".svg" else {})
