@@ -71,7 +71,7 @@ def named_results(normalizer: Normalizer, output: Tensor, leaves: list[Tensor], 
     sources = [*leaves, *parameters.values()]
     grads = torch.autograd.grad(output, sources, grad, allow_unused=True, materialize_grads=True)
     names = (f"gradient of {name}" for name in ("q", "k", "v", *(f"the parameter {name}" for name in parameters)))
-    return {"output": output, **dict(zip(names, grads, strict=True))}
+    return {"output": output.detach(), **dict(zip(names, grads, strict=True))}
 
 
 def require(condition: bool | Tensor, message: str) -> None:
@@ -90,7 +90,8 @@ def assert_close(actual: Tensor, expected: Tensor, name: str, atol: float = 1e-1
     """
     descriptions = [f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}" for x in (actual, expected)]
     require(descriptions[0] == descriptions[1], f"the {name} is {descriptions[0]}, not {descriptions[1]}")
-    error = (actual - expected).detach().abs().nan_to_num(math.inf)
+    actual, expected = actual.detach(), expected.detach()
+    error = (actual - expected).abs().nan_to_num(math.inf)
     entry = torch.unravel_index(error.argmax(), error.shape)
     message = f"the {name} is {float(actual[entry]):.6g}, not {float(expected[entry]):.6g}"
     require(bool(error[entry] <= atol), f"{message}, at entry {[int(index) for index in entry]}")

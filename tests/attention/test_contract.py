@@ -227,9 +227,12 @@ def test_check_normalizer_says_what_is_broken_and_fails(tmp_path: Path, monkeypa
     assert "broken:Acausal: kept: it gives an output, and initial values are the same each time" in result.stdout
 
 
-def test_check_normalizer_accepts_built_in_normalizers_with_options_and_refuses_unknown_ones():
+def test_check_normalizer_accepts_built_in_normalizers_with_options_and_refuses_unknown_ones(
+    recwarn: pytest.WarningsRecorder,
+):
     result = lm("check-normalizer", "ssmax", "bias=true")
     assert result.returncode == 0, result.stdout
+    assert not recwarn.list
     assert result.stdout.count("ssmax (bias=true): kept: ") == len(CHECKS)
     refusal = lm("check-normalizer", "ssmax", "n=many")
     assert refusal.returncode == 2
