@@ -24,7 +24,7 @@ from lm.model.device import Device, resolve_device, resolve_precision
 from lm.plain import Plain, to_plain
 from lm.report.evaluation_tables import EvaluationResult
 from lm.runs.checkpoints import weights_sha256
-from lm.runs.folder import CONFIG, TOKENIZER, read_config
+from lm.runs.folder import CONFIG, TOKENIZER, read_config, require_run
 from lm.runs.loading import LoadedModel, load
 
 FOREIGN = "hf:"  # before the folder of a model that runs in transformers
@@ -67,6 +67,8 @@ def evaluate_runs(
 
             model = load_measured(Path(str(source).removeprefix(FOREIGN)), normalizer, length)
         else:
+            if not source.exists():
+                require_run(source)  # raises, and names the run that may be meant
             model = load(source, checkpoint)
         config = changed_config(changes, measured_config(model, files), command)
         model, store = open_store(model, config, files)

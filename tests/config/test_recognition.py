@@ -58,6 +58,7 @@ def test_commands_on_runs_refuse_the_folder_of_an_experiment(tmp_path: Path, com
             "nowhere.csv: no such file; a table with columns arm, seed and value is needed",
         ),
         (["report", str(ROOT / "lm" / "modell")], 1, "no such run folder; did you mean 'model'?"),
+        (["eval", str(ROOT / "lm" / "modell")], 1, "no such run folder; did you mean 'model'?"),
         (["report", CONFIGURATION], 1, "softmax.yaml: no such run folder; lm train makes one, runs/NAME"),
         (["report", "nowhere/run"], 1, "nowhere/run: no such run folder; lm train makes one, runs/NAME"),
     ],
