@@ -77,7 +77,8 @@ class StepProgress(Progress):
         """Show that `step` steps are done, with the step's loss and `speed` (tokens/s) if they were measured."""
         if loss is not None:
             self._bar.set_postfix_str(f"loss {loss:.4f}, {speed:,.0f} tokens/s", refresh=False)
-        self._bar.update(step - self._bar.n)
+        if loss is not None or not self.prints_lines:  # a line has its own step's loss
+            self._bar.update(step - self._bar.n)
 
     def stop(self) -> None:
         """Remove the progress bar."""

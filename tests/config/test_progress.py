@@ -28,11 +28,11 @@ def test_steps_are_a_line_every_twentieth_of_the_run_in_a_file(capsys: pytest.Ca
     progress = StepProgress("lines", 100)
     progress.start(40)
     for step in range(41, 101):
-        progress.advance(step, *((2.0, 1234.0) if step % 10 else ()))
+        progress.advance(step, *((step / 10, 1234.0) if step % 2 else ()))
     progress.stop()
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split()[1] for line in lines] == [f"{step}/100" for step in range(45, 101, 5)]
-    assert lines[-1].endswith("step/s, loss 2.0000, 1,234 tokens/s]")
+    assert [line.split()[1] for line in lines] == [f"{step}/100" for step in (45, 51, 57, 63, 69, 75, 81, 87, 93, 99)]
+    assert lines[-1].endswith("step/s, loss 9.9000, 1,234 tokens/s]")
 
 
 def test_a_terminal_has_a_bar_that_leaves_nothing_and_lines_beside_it(monkeypatch: pytest.MonkeyPatch):
