@@ -309,7 +309,8 @@ def family_of(stacks: Iterable[Stack]) -> Family:
 
 def _stack_verdicts(stack: Comparison, members: list[Comparison], margin: float, family: Family) -> Iterator[Verdict]:
     """The verdicts on the comparisons of a stack."""
-    seeds, rows, source = stack.by_rates.shape[-1], [[math.nan] * 8] * len(members), ""
+    seeds, is_paired = stack.by_rates.shape[-1], stack.unpaired_values is None
+    rows, source = [[math.nan] * 8] * len(members), ""
     if seeds > 1:
         estimates, pair, source = stack.estimates, (..., *stack.judged_pair), stack.estimates.noise_source
         ends = *stack.interval_ends(family.alpha), *stack.interval_ends()
@@ -333,7 +334,8 @@ def _stack_verdicts(stack: Comparison, members: list[Comparison], margin: float,
         elif not is_finite:  # at any rate, as a verdict is on all of them
             obstacle = "unstable", "a difference is not finite", "a difference is not finite"
         elif seeds < MIN_SEEDS:
-            obstacle = "incomplete", (words := f"a verdict takes {MIN_SEEDS} seeds, not {seeds}"), words
+            reason = f"{seed_count_text(seeds)} in common" if is_paired else f"an arm has {seed_count_text(seeds)}"
+            obstacle = "incomplete", reason, f"a verdict takes {MIN_SEEDS} seeds"
         kind, reason, open_reason = obstacle or _answer(
             stack, interval, joint_p, error == 0, needed_seeds, margin, family.alpha
         )
@@ -376,7 +378,9 @@ def _answer(
         reason = f"the interval holds 0 and lies within {margin:g}{method}"
         return "no difference above margin", f"{reason}{'' if stack.bounds else assumption}", ""
     if is_tied and not interval.bounded:
-        return "undecided", f"{tie}: p = {p:.2g} by the {exact_test}", "all seeds agree, and are too few"
+        remark = "" if interval.mean == 0 else f", which so few can't bring to {ALPHA:g}"
+        reason = f"{tie}: p = {p:.2g} by the {exact_test}{remark}"
+        return "undecided", reason, "all seeds agree, and are too few"
     rates = ", over all rates that the arms were trained at," if stack.n_rates != (1, 1) else ""
     finding = f"the interval{rates} holds 0, and differences of more than {margin:g}"
     fewest = stack.fewest_agreeing_seeds(margin, alpha)
