@@ -22,7 +22,7 @@ from lm.config.yaml_text import (
     resolve_interpolations,
 )
 from lm.errors import ConfigError, Problem, abbreviated, as_written, one_line
-from lm.plain import Plain, is_block, to_plain
+from lm.plain import Plain, flatten, is_block, to_plain
 from lm.plugins import PLUGINS
 
 
@@ -281,11 +281,16 @@ def read_overrides(overrides: list[str]) -> dict[str, Plain]:
 
 def nest_keys(*blocks: Mapping[str, Plain]) -> dict[str, Plain]:
     """Turn dotted keys into nested blocks and merge them, later ones winning: {"optim.lr": 1} becomes {"optim": {"lr":
-    1}}.
+    1}}. Raises ConfigError: a block has one key twice, nested and dotted.
     """
     tree: dict[str, Plain] = {}
     for block in blocks:
+        given: set[str] = set()
         for key, value in block.items():
+            paths = {*flatten(value, str(key))} if is_block(value) else {str(key)}
+            if repeated := sorted(paths & given):
+                raise ConfigError(f"{repeated[0]}: given twice in one block; drop one")
+            given |= paths
             for name in reversed(str(key).split(".")):
                 value = {name: value}
             tree = merge(tree, value)

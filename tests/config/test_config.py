@@ -359,6 +359,9 @@ def test_a_dotted_key_in_a_file_is_the_key_of_its_block(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text("optim.schedule.final_fraction: 0.2\noptim: {lr: 0.1}\n")
     optim = load_config([str(tmp_path / "mine.yaml")]).optim
     assert (optim.schedule.final_fraction, optim.lr) == (0.2, 0.1)
+    (tmp_path / "mine.yaml").write_text("optim.lr: 0.2\noptim: {lr: 0.1}\n")
+    with pytest.raises(ConfigError, match=r"optim\.lr: given twice in one block; drop one$"):
+        load_config([str(tmp_path / "mine.yaml")])
 
 
 @pytest.mark.parametrize(
