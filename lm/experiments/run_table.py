@@ -137,10 +137,14 @@ def read_runs(
     columns = {name: column for name, column in columns.items() if column in table or column not in optional}
     names = *split_columns, *columns.values()
     rows = _rows_to_judge(table, source, "" if value == metric else metric, condition, names)
+    known = rows
     for name, use in (("stage", "tune"), ("part", "selects")):
         rows = rows[rows[name] != use] if name in rows else rows
     if rows.empty:
         raise RunError(f"{source}: no line reports: all are of runs that chose rates")
+    if "arm" in columns and (missing := {*known[arm].dropna()} - {*rows[arm]}):  # the family would be smaller
+        reason = f"no line of {', '.join(sorted(map(str, missing)))} reports, only lines that choose rates"
+        raise RunError(f"{source}: {reason}; add its final runs, or leave it out by a condition")
     rows = rows.assign(**({"arm": "runs"} | {name: rows[column] for name, column in columns.items()}))
     if "seed" not in columns:
         keys = [name for name in (*split_columns, "size", "arm") if name in rows]
@@ -164,6 +168,11 @@ def read_runs(
         size=size, arm=rows["arm"].map(str, na_action="ignore"), state=state, weight=rows.get("weight", math.nan),
         sample=units.map(str), group=group, chance=rows.get("chance", blank),
     )  # fmt: skip
+    if "rate" in runs and "rate" not in split_columns:
+        for (_, name), count in runs.groupby(["size", "arm"])["rate"].nunique().items():
+            if count > 1:
+                remedy = 'take one by a condition, such as "rate == 1e-3", or judge apart by rate'
+                raise RunError(f"{source}: arm {name} has {count} rates: {remedy}")
     _check_rows(runs, source, [name for name in table.columns if name not in (*_RUN, "value", "weight")])
     runs["rate"] = None  # lines of another rate are of another run
     is_diverged = runs["state"] == DIVERGED

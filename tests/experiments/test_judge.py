@@ -130,8 +130,13 @@ def test_lines_of_runs_that_chose_rates_are_not_judged():
             lm.judge(table[table[column] == choosing])
     own_rates = RUNS.assign(rate=RUNS["arm"].map({"a": 1e-3, "b": None}))
     assert lm.judge(own_rates)["words"].tolist() == lm.judge(RUNS)["words"].tolist()
-    with pytest.raises(RunError, match="2 lines are of arm a, seed 1; they differ in rate: choose by a condition"):
-        lm.judge(pd.concat([RUNS.assign(rate=1e-3), RUNS.assign(rate=2e-3)]))
+    two_rates = pd.concat([RUNS.assign(rate=1e-3), RUNS.assign(rate=2e-3)])
+    for table in (two_rates, two_rates.drop(columns="seed")):  # rates would be taken for seeds
+        with pytest.raises(RunError, match="arm a has 2 rates: take one by a condition"):
+            lm.judge(table, unpaired=True)
+    only_tuned = RUNS[RUNS["arm"] == "b"].assign(arm="c", stage="tune")
+    with pytest.raises(RunError, match="no line of c reports, only lines that choose rates"):  # a smaller family
+        lm.judge(pd.concat([RUNS.assign(stage="final"), only_tuned]))
 
 
 def test_runs_of_an_experiment_are_compared_with_a_baseline_that_is_named():
