@@ -288,6 +288,8 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
             values = {name: start_setting(environment, key) for name, key in _RUN_FACTS.items()}
             versions = [name for name in environment.get("versions", {}) if ":" in name]
             values |= {f"code of {name}": start_setting(environment, f"versions.{name}") for name in versions}
+            if "weights" in (origin := environment.get("started_from") or {}):
+                values[f"weights of {origin['path']}"] = origin["weights"]
             dirty_count += bool(values["git commit"]) and start_setting(environment, "git_dirty") is not False
             for name, value in values.items():
                 facts.setdefault(name, []).append((arm, value))

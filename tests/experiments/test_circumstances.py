@@ -160,6 +160,13 @@ def edited(key: str, value: object) -> Callable[[Path], None]:
     return change
 
 
+def from_others(folder: Path) -> None:
+    """Make a run and the baseline's start from one path whose weights changed in between."""
+    for path, weights in ((folder, "b2"), *((path, "a1") for path in folder.parent.glob("softmax-*"))):
+        origin = {"path": "runs/x", "tokens": 0, "weights": weights}
+        put(path / ENVIRONMENT, read_json(path / ENVIRONMENT) | {"started_from": origin})
+
+
 def other_code(folder: Path) -> None:
     for path in evaluation_files(folder).values():
         keep(folder, replace(load_evaluation(path), code={"lm": "other"}))
@@ -173,6 +180,7 @@ def other_code(folder: Path) -> None:
         (edited("versions", {"torch": "2.14"}), "runs differ in torch: 2.13 (softmax); 2.14 (ssmax)"),
         (edited("device", "H100"), "runs differ in device: cpu (softmax); H100 (ssmax)"),
         (edited("precision", "bf16-mixed"), "runs differ in precision: 32 (softmax); bf16-mixed (ssmax)"),
+        (from_others, "runs differ in weights of runs/x: a1 (softmax); b2 (ssmax)"),
         (edited("compile", True), "runs differ in compile: False (softmax); True (ssmax)"),
         (other_code, "runs differ in measuring code of lm: "),
     ],
