@@ -12,10 +12,11 @@ from tokenizers import Tokenizer
 
 from lm.config.model_config import Position
 from lm.config.normalizers import swap_arguments
+from lm.config.training_config import Group
 from lm.config.tree import Config, differences, effect_of
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError, as_written
-from lm.model.decoder import Decoder
+from lm.model.decoder import Decoder, group_of
 from lm.model.device import resolve_device
 from lm.model.spec import ModelSpec, check_causality, with_steps
 from lm.model.swapped import with_model
@@ -34,7 +35,7 @@ from lm.runs.folder import (
 from lm.runs.loading import LoadedModel, check_finite, load
 from lm.runs.record import arm, seeds, tokens_before
 from lm.runs.same_run import config_problems, trained_config
-from lm.training.optimizers import freeze, saved_state
+from lm.training.optimizers import GROUPS, freeze, saved_state
 
 # ---------------------------------------------------------------- checks that need no data
 
@@ -92,14 +93,22 @@ def _shape(config: Config, phase: int) -> Decoder:
 
 
 def _check_trainable(config: Config) -> None:
-    """Check that parameters are trained in each phase. Raises ConfigError otherwise."""
-    problems = []
+    """Check that parameters are trained in each phase, and in each group that `optim.groups` sets. Raises ConfigError
+    otherwise.
+    """
+    problems, groups = [], set()
     for index, phase in enumerate(config.plan):
         freeze(shape := _shape(config, index), config.train_only)
-        if not any(parameter.requires_grad for parameter in shape.parameters()):
+        trained = {group_of(name, p) for name, p in shape.named_parameters() if p.requires_grad}
+        groups |= trained
+        if not trained:
             setting = f"phases[{index}].normalizer" if config.phases else "model.normalizer"
             reason = f"{phase.normalizer.label()} has no parameters to train ({setting})"
             problems.append(Problem("train_only", config.train_only, reason, "drop train_only, or choose ssmax"))
+    for name in GROUPS:
+        if name not in groups and (options := getattr(config.optim.groups, name)) != Group():
+            reason = "no trained parameter is in this group"
+            problems.append(Problem(f"optim.groups.{name}", to_plain(options), reason, "drop it"))
     if problems:
         raise ConfigError(problems)
 

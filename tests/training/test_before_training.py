@@ -13,6 +13,10 @@ from lm.training.train import train
 SIZES = ["model.n_embd=64", "model.n_head=4", "model.n_layer=2", "model.normalizer=softmax", "trainer.max_steps=2"]
 REFUSED = {
     "nothing to train": (["train_only=normalizer"], r"train_only = 'normalizer': softmax has no parameters to train"),
+    "a group without parameters": (
+        ["model.tied=true", "optim.groups.head.lr_factor=2"],
+        r"optim\.groups\.head = .*: no trained parameter is in this group; drop it",
+    ),
 }
 
 
