@@ -89,13 +89,17 @@ def make_layout(
 ) -> AttentionLayout:
     """Return the `AttentionLayout` of queries q and keys k for all layers of a step; arguments as in `attention`.
 
-    Raises ValueError: `positions` or `cu_seqlens` do not fit the tokens.
+    Raises ValueError: `positions` and `cu_seqlens` are both given, or do not fit the tokens.
     """
+    if positions is not None and cu_seqlens is not None:
+        raise ValueError("give positions or cu_seqlens, not both")
     if isinstance(positions, AttentionLayout):
         return positions
     (n_sequences, _, queries, _), keys = q.shape, k.size(2)
     if cu_seqlens is not None:
         index, starts = torch.arange(n_sequences * queries, device=q.device), cu_seqlens.to(q.device)
+        if int(starts[-1]) != len(index):
+            raise ValueError(f"cu_seqlens must end with the number of tokens, {len(index)}")
         positions = (index - starts[torch.searchsorted(starts, index, right=True) - 1]).view(n_sequences, queries)
     if positions is None:
         if keys < queries:

@@ -132,6 +132,12 @@ Q = drawn(4, HEADS, 10, SIZE, seed=0).detach()
         ("begin with 0", (Q, Q, Q), {"positions": torch.tensor([0, 1, 2, 5, 6, 0, 1, 2, 3, 4])}),
         ("in 4 sequences of 10 queries", (Q, Q, Q), {"positions": torch.arange(10).expand(3, 10)}),
         ("cu_seqlens, must begin with 0", (Q, Q, Q), {"cu_seqlens": torch.tensor([0, 9, 40])}),
+        ("cu_seqlens must end with the number of tokens, 40", (Q, Q, Q), {"cu_seqlens": torch.tensor([0, 9])}),
+        (
+            "give positions or cu_seqlens, not both",
+            (Q, Q, Q),
+            {"positions": torch.arange(10), "cu_seqlens": torch.tensor([0, 40])},
+        ),
         ("10 queries are not the last of 9 tokens", (Q, Q[:, :, 1:], Q[:, :, 1:]), {}),
         ("H a multiple of K", (Q, Q[:, :3], Q[:, :3]), {}),
         (r"\(4, 10, 4, 16\) .* are not \(B, H, T, D\) .* for 4 heads", (Q.transpose(1, 2),) * 3, {}),
