@@ -6,7 +6,7 @@ Errors that the `tokenizers` library raises on a user's tokenizer or text become
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -141,13 +141,15 @@ def parse_tokenizer(content: str | bytes, end_of_text: str) -> "Tokenizer":
         )
     if (size := vocab_size(tokenizer)) > MAX_VOCAB:
         raise DataError(f"its largest id is {size - 1:,}; a vocabulary has at most {MAX_VOCAB:,} entries")
+    file = json.loads(content)
     # By the file: the library gives an added token another id than the file's if another token has that id.
-    added_ids = {token["content"]: token["id"] for token in json.loads(content).get("added_tokens") or []}
+    added_ids = {token["content"]: token["id"] for token in file.get("added_tokens") or []}
     tokens_by_id: dict[int, str] = {}
     for token, index in (tokenizer.get_vocab() | added_ids).items():
         if (other := tokens_by_id.setdefault(index, token)) != token:
             first, second = sorted((other, token))  # the vocabulary has no order
             raise DataError(f"{first!r} and {second!r} both have the id {index:,}; give each token an id of its own")
+    _check_merges(file["model"], added_ids)
     if tokenizer.token_to_id(end_of_text) is None:
         special_names = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
         listing = f"it has {', '.join(special_names[:8])}" if special_names else "it has no special tokens"
@@ -158,6 +160,20 @@ def parse_tokenizer(content: str | bytes, end_of_text: str) -> "Tokenizer":
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # files do not keep this setting
     return tokenizer
+
+
+def _check_merges(model: dict[str, Plain], added: Container[str]) -> None:
+    """Raise DataError if no merge makes most tokens of a byte-pair model: transformers takes a file of merges that was
+    cut short without a word. Marks such as <mask>, and models of single letters, need none.
+    """
+    if not model.get("merges") or model.get("ignore_merges") or model.get("continuing_subword_prefix"):
+        return
+    merged = {"".join(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]}
+    tokens = [token for token in model["vocab"] if len(token) > 1 and token[0] != "<" and token not in added]
+    if (n_lost := sum(token not in merged for token in tokens)) > len(tokens) / 2:
+        raise DataError(
+            f"no merge makes {n_lost:,} of its {len(tokens):,} tokens: its file of merges was cut short; fetch it again"
+        )
 
 
 def encode(tokenizer: "Tokenizer", texts: list[str]) -> list[list[int]]:

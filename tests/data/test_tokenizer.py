@@ -279,6 +279,15 @@ def test_bad_tokenizer_files_are_one_line(data: DataConfig, tmp_path: Path):
         load_tokenizer(good, "<eos>")
 
 
+@pytest.mark.parametrize("kept", [5, 60])
+def test_a_vocabulary_whose_merges_were_cut_short_is_refused(kept: int, tmp_path: Path):
+    content = json.loads(train_tokenizer(iter(TEXTS), TrainedTokenizer(400)).to_str())
+    content["model"]["merges"] = content["model"]["merges"][:kept]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"no merge makes \d+ of its 142 tokens: .* cut short; fetch it again"):
+        load_tokenizer(tmp_path / "tokenizer.json", END_OF_TEXT)
+
+
 @pytest.mark.parametrize(
     ("vocabulary", "added"),
     [({"a": 0, "b": 0}, {"<s>": 2}), ({"a": 0, "b": 1}, {"<s>": 1}), ({"a": 0}, {"<s>": 1, "<t>": 1})],
