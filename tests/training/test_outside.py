@@ -59,7 +59,7 @@ class Notebook(Logger):
 
 class Hoarder(Spread):
     def state_dict(self):
-        return {"steps": {self.steps}}
+        return {"steps": slice(self.steps)}
 
 class Stopper(L.Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
