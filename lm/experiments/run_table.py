@@ -242,7 +242,12 @@ def _json_rows(content: bytes) -> pd.DataFrame:
     try:
         data = read(content)
     except ValueError:
-        data = [read(line) for line in content.splitlines() if line.strip()]
+        data = []
+        for number, line in enumerate(content.splitlines(), start=1):
+            try:
+                data += [read(line)] if line.strip() else []
+            except ValueError as error:
+                raise ValueError(f"line {number}: {getattr(error, 'msg', error)}") from None
     if isinstance(data, dict):
         if all(isinstance(values, list) for values in data.values()):
             data = [{"arm": arm, "value": value} for arm, values in data.items() for value in values]

@@ -161,10 +161,20 @@ def test_questions_without_an_answer_are_refused(options, said, tmp_path):
 TWICE = '{"arm": "a", "value": 1, "value": 2}'
 
 
-@pytest.mark.parametrize("text", ['{"arm": 1', "[[1]]", "[" * 100_000, '{"a": {}}\n3x', TWICE, f"[{TWICE}]"])
-def test_damaged_json_is_refused_in_one_line(text, tmp_path):
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ('{"arm": 1', "line 1"),
+        ("[[1]]", ""),
+        ("[" * 100_000, ""),
+        ('{"a": {}}\n\n3x', "line 3"),
+        (TWICE, ""),
+        (f"[{TWICE}]", ""),
+    ],
+)
+def test_damaged_json_is_refused_in_one_line(text, where, tmp_path):
     (tmp_path / "runs.jsonl").write_text(text)
-    with pytest.raises(LMError, match="no JSON table") as error:
+    with pytest.raises(LMError, match=f"no JSON table: {where}") as error:
         lm.judge(tmp_path / "runs.jsonl", target=1.0)
     assert "\n" not in str(error.value)
 
