@@ -120,7 +120,9 @@ def _usage_message(error: UsageError) -> str:
     if type(error).__name__ == "NoSuchOption":
         are_keys = "=VALUE" in error.ctx.get_usage()
         text += removed_name_advice(error.option_name) or "; keys are written as key=value, without dashes" * are_keys
-    return f"{text[:1].lower()}{text[1:]}; see {error.ctx.command_path} --help"
+    # an option without its value is told without a context: it is always one of a command
+    command = error.ctx.command_path if error.ctx else f"lm {sys.argv[1]}"
+    return f"{text[:1].lower()}{text[1:]}; see {command} --help"
 
 
 _MEMORY_REMEDIES = {  # by command: how to lower its use of memory

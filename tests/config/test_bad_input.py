@@ -116,6 +116,12 @@ def test_an_option_that_left_is_named_with_the_page_of_what_left(option: str):
     assert re.fullmatch(f"error: no such option: .*{advice}.*\n", lm(*option.split(), "runs/mine").stderr)
 
 
+def test_an_option_without_its_value_is_one_line():
+    result = lm("eval", "runs/mine", "--checkpoint")
+    assert result.returncode == 2
+    assert re.fullmatch("error: .*--checkpoint.*; see lm eval --help\n", result.stderr)
+
+
 @pytest.mark.parametrize(
     "command",
     [*([name] for name in get_command(app).commands), []],
