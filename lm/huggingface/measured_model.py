@@ -152,7 +152,9 @@ def load_measured(folder: Path, normalizer: str, length: int | None) -> LoadedMo
     register({ATTENTION: to_plain(options)})
     logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=ATTENTION, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation=ATTENTION, dtype=torch.float32, trust_remote_code=False
+        )
         add_normalizer_parameters(model, length)
         text = model.config.get_text_config()
         decoder = MeasuredModel(model, options, length or text.max_position_embeddings)

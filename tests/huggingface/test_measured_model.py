@@ -80,3 +80,13 @@ def test_what_is_not_measured_is_said_in_one_line(folder: Path):
     result = lm(*command, "--normalizer", "forget")
     assert (result.returncode != 0, result.stderr.count("error:")) == (True, 1), result.stderr
     assert "is no function of one layer's queries and keys" in result.stderr
+
+
+def test_code_that_a_model_brings_is_refused_without_a_question(folder: Path, monkeypatch):
+    map_of_code = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (folder / "hf" / "config.json").write_text(json.dumps({"model_type": "alien", "auto_map": map_of_code}))
+    (folder / "hf" / "code.py").write_text(f"open({str(folder / 'executed')!r}, 'w')")
+    monkeypatch.setattr("builtins.input", lambda question="": "y")
+    result = lm("eval", f"hf:{folder / 'hf'}", str(folder / "text.yaml"))
+    assert (result.returncode, result.stdout, result.stderr.count("error:")) == (1, "", 1), result.stderr
+    assert not (folder / "executed").exists()
