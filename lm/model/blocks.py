@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
-from torch.utils._pytree import tree_map_only
 
 from lm.attention.catalogue import make_normalizer
 from lm.attention.layout import AttentionLayout
@@ -170,12 +169,6 @@ class DecodingCache:
     def fork(self) -> DecodingCache:
         """Return an independent copy, which shares tensors: layers replace the state of a cache and change none."""
         return replace(self, states={**self.states})
-
-    def select(self, sequences: Tensor | list[int]) -> DecodingCache:
-        """Return an independent copy with some of the sequences, given by their indices or by a mask (B,) that is true
-        for them.
-        """
-        return replace(self, states=tree_map_only(Tensor, lambda x: x[sequences], self.states))
 
 
 class AttentionInputs(NamedTuple):

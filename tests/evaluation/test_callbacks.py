@@ -97,6 +97,5 @@ def test_logits_of_any_module_give_the_losses_and_the_decoding_of_its_decoder(ti
     with torch.no_grad():
         expected = decoder.head(decoder(tokens))
         torch.testing.assert_close(model(tokens[:, :7], cache=cache, first=6), expected[:, 6:7])
-        for selection in ([0, 1, 2, 3], [2, 3]):
-            logits = model(tokens[selection, 7:], cache=cache.fork().select(selection))
-            torch.testing.assert_close(logits, expected[selection, 7:])
+        for _ in range(2):
+            torch.testing.assert_close(model(tokens[:, 7:], cache=cache.fork()), expected[:, 7:])
