@@ -131,6 +131,8 @@ def compare(*arguments: Given, jobs: int | None = None, train: bool = True, verb
     )
     if len(files) > 1:
         raise RunError(f"{files[1]}: lm.compare works on one experiment: call it for each")
+    if jobs is not None and jobs < 1:
+        raise RunError(f"jobs = {jobs!r}: must be at least 1")
     with _silence_unless(verbose):
         compare_experiments(files, overrides, TrainingOptions(jobs), report_only=not train)
     procedure = open_experiment(files[0], overrides)

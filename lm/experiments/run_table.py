@@ -171,7 +171,7 @@ def read_runs(
     if "rate" in runs and "rate" not in split_columns:
         for (_, name), count in runs.groupby(["size", "arm"])["rate"].nunique().items():
             if count > 1:
-                remedy = 'take one by a condition, such as "rate == 1e-3", or judge apart by rate'
+                remedy = "take one by a condition (--where 'rate == 1e-3'); lm judge takes --by rate, too"
                 raise RunError(f"{source}: arm {name} has {count} rates: {remedy}")
     _check_rows(runs, source, [name for name in table.columns if name not in (*_RUN, "value", "weight")])
     runs["rate"] = None  # lines of another rate are of another run

@@ -94,6 +94,8 @@ def test_the_long_table_holds_what_the_verdict_follows_from(experiment, tmp_path
         lm.train(ROOT / "tests" / "tiny.yaml", {"optim": {"lrr": 1}})
     with pytest.raises(RunError, match="one experiment"):
         lm.compare(file, file)
+    with pytest.raises(RunError, match="jobs = 0: must be at least 1"):
+        lm.compare("quickstart-recall", jobs=0)
 
 
 @pytest.mark.slow
@@ -160,7 +162,7 @@ def test_an_interrupt_ends_the_step_and_saves_a_checkpoint(arguments, tmp_path):
 
 
 def test_what_is_no_path_is_refused():
-    for call in (lm.results, lambda: lm.results([Path("runs")]), lambda: lm.load(5), lambda: lm.train("recall", 5)):
+    for call in (lm.results, lambda: lm.results([Path("runs")]), lambda: lm.train("recall", 5)):
         with pytest.raises(LMError, match=r"no run folder given|must be the path|must be a file"):
             call()
 
