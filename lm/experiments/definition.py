@@ -578,17 +578,23 @@ def _tuning_table(path: Path, metric: str) -> pd.DataFrame:
 
 
 def _check_table(experiment: Experiment) -> Iterator[Problem]:
-    """Check that a tuning table is of the tuned key, has ended runs of every tuned arm in every size, and none of
-    `experiment.seeds`, the seeds of the runs that are judged.
+    """Check that a tuning table is of the tuned key, and none of its seeds is one of `experiment.seeds`, the seeds of
+    the runs that are judged. In every size each tuned arm must have ended runs at two rates or more, at each rate with
+    the baseline's seeds.
     """
     table, file = experiment.table, experiment.tune.table
     if wrong_keys := {*table["key"]} - {experiment.tune.key}:
         yield Problem("tune.key", experiment.tune.key, f"the table {file} is of {', '.join(sorted(wrong_keys))}")
     if shared_seeds := sorted({*experiment.seeds} & {*table["seed"]}):
         yield Problem("tune.table", shared_seeds, "are final seeds", _JUDGED)
-    ended = table.dropna(subset=[experiment.choice_metric])
-    known = {*zip(ended["size"], ended["arm"], strict=True)}
+    ended, baseline = table.dropna(subset=[experiment.choice_metric]), experiment.arms[0].name
+    seeds = ended.groupby(["size", "arm", "rate"])["seed"].agg(frozenset)
     for size, arm in experiment.size_arms:
-        if arm.is_tuned and (size, arm.name) not in known:
+        own, base = (seeds.get((size, name), pd.Series(dtype=object)) for name in (arm.name, baseline))
+        is_complete = len(own) > 1 and all(
+            len(of_rate) >= MIN_TUNING_SEEDS and base.get(rate, of_rate) == of_rate for rate, of_rate in own.items()
+        )
+        if arm.is_tuned and not is_complete:
+            needed = f"2 rates of {arm.name} with the same seeds as {baseline}, {MIN_TUNING_SEEDS} or more"
             remedy = "make it again by `lm compare` with a grid: it writes tuning.csv"
-            yield Problem("tune.table", file, f"has no runs of {arm.name}{f', in {size}' if size else ''}", remedy)
+            yield Problem("tune.table", file, f"has not {needed}{f', in {size}' if size else ''}", remedy)

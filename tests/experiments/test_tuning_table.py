@@ -74,7 +74,11 @@ def test_a_run_that_diverged_is_in_the_table(tmp_path, table):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: text.replace("log_n,", "log,"), "tune.table = 'rates.csv': has no runs of log_n"),
+        (lambda text: text.replace("log_n,", "log,"), "tune.table = 'rates.csv': has not 2 rates of log_n"),
+        (
+            lambda text: text.replace("ssmax,optim.lr,0.02,102,", "ssmax,optim.lr,0.02,103,"),
+            "has not 2 rates of ssmax with the same seeds as softmax, 2 or more",
+        ),
         (
             lambda text: text.replace("optim.lr", "optim.grad_clip"),
             "tune.key = 'optim.lr': the table rates.csv is of optim.grad_clip",
