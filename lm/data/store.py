@@ -15,6 +15,7 @@ of the sources (`Split.sources`).
 
 import hashlib
 import io
+import os
 from array import array
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -123,7 +124,7 @@ class Store:
     val: Split
 
     @classmethod
-    def open(cls, path: Path) -> "Store":
+    def open(cls, path: str | os.PathLike) -> "Store":
         """Open the store in the folder `path` and check its format, and the sha256 of every file.
 
         Hashes are cached in the parent folder (`FileHashes`), and computed again if a file's size, times or inode
@@ -131,6 +132,7 @@ class Store:
 
         Raises DataError: a file is missing, truncated or altered, or the manifest does not describe it.
         """
+        path = Path(path)
         manifest_path, hashes = path / MANIFEST, FileHashes(path.parent)
         if not manifest_path.exists() and not any(path.glob("train*.bin")):
             raise DataError(f"{path}: not a token store (it has no {MANIFEST})")

@@ -64,7 +64,7 @@ def test_a_changed_input_makes_another_store(data: DataConfig, change: str):
     second = prepare(data)
     assert second.path != first.path
     assert second.fingerprint != first.fingerprint
-    assert Store.open(first.path).fingerprint == first.fingerprint
+    assert Store.open(str(first.path)).fingerprint == first.fingerprint
 
 
 def test_the_summary_is_one_line_of_figures(data: DataConfig, capfd: pytest.CaptureFixture):
