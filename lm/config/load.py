@@ -275,6 +275,8 @@ def read_overrides(overrides: list[str]) -> dict[str, Plain]:
             raise ConfigError(f"{shown}: not an override; write key=value, e.g. optim.lr=3e-4")
         # of other types, an empty value is null
         is_empty = not text and (specs := fields_at(Config, path)) and specs[-1].type is str
+        if re.search(r"^[^'\"]* #", text):
+            raise ConfigError(f"{shown}: ' #' begins a comment in YAML; quote the value, {path}='\"...\"'")
         blocks.append({path: "" if is_empty else parse_yaml(text, shown)})
     return nest_keys(*blocks)
 

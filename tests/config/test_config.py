@@ -291,6 +291,7 @@ def test_paths_that_name_no_file_are_errors_of_one_line(tmp_path: Path):
         ("optim.lr=.inf", "optim.lr = inf: must be a number"),
         ("data.lengths={.nan: 32}", "data.lengths = {nan: 32}: must be"),
         (r'name="a\nb"', "must be the name of a folder"),
+        ("name=run #3", "' #' begins a comment in YAML; quote the value"),
         ("name=" + "a" * 1000, "must be the name of a folder"),
         ("name=${runs}${nothing.here}", "Interpolation key 'nothing.here' not found"),
         ("name=${name}", "Recursive interpolation detected"),

@@ -197,9 +197,7 @@ def test_the_validation_of_a_mixture_tells_its_sources_apart(tmp_path: Path):
     )
     store = prepare(data)
     decoder = Decoder(config.model, store.vocab_size, 32)
-    loss, _, *sources = series_measured(
-        Validation(config, store), decoder, Device(torch.device("cpu"), bf16=False), lambda sequences: None
-    )
+    loss, _, *sources = series_measured(Validation(config, store), decoder, Device(torch.device("cpu"), bf16=False))
     losses_by_source = {curve.task: (len(curve.points[0].values), curve.overall_mean) for curve in sources}
     assert set(losses_by_source) == {"letters", "texts"}
     losses = loss.points[0].values
@@ -224,7 +222,6 @@ def test_the_loss_has_a_level_to_be_below_where_text_is_trained_on_as_the_store_
         Validation(config, store),
         Decoder(config.model, store.vocab_size, 32),
         Device(torch.device("cpu"), bf16=False),
-        print,
     )
     names = ["unigram cross-entropy" + ", at most" * (letters == 0.5)] * (weight < 1)
     assert [*validated[0].references] == names
