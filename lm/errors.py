@@ -39,7 +39,7 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     """Return an exception's text on one line, cut to `limit` characters, or its class's name if the text
     is empty.
     """
-    return abbreviated(str(error), limit) or type(error).__name__
+    return abbreviate(str(error), limit) or type(error).__name__
 
 
 def with_cause(error: BaseException, limit: int = 300) -> str:
@@ -51,7 +51,7 @@ def with_cause(error: BaseException, limit: int = 300) -> str:
     return text if cause_text in text else f"{text} ({cause_text})"
 
 
-def abbreviated(text: str, limit: int = 300) -> str:
+def abbreviate(text: str, limit: int = 300) -> str:
     """Return `text` on one line; if it has more than `limit` characters, its beginning and ` ...`, `limit` characters
     in all.
     """
@@ -105,7 +105,7 @@ def out_of_memory(error: BaseException) -> bool:
     )
 
 
-def panicked(error: BaseException) -> bool:
+def is_rust_panic(error: BaseException) -> bool:
     """Return whether `error` is a panic of a library written in Rust (tokenizers, safetensors), a BaseException that is
     no Exception.
     """
@@ -122,7 +122,7 @@ class Problem:
     remedy: str = ""
 
     def __str__(self) -> str:
-        text = f"{abbreviated(self.path)} = {abbreviated(as_written(self.value))}: {self.reason}"
+        text = f"{abbreviate(self.path)} = {abbreviate(as_written(self.value))}: {self.reason}"
         return f"{text}; {self.remedy}" if self.remedy else text
 
 

@@ -106,7 +106,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def locked(path: Path, on_conflict: Callable[[], object], flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[str]:
+def file_lock(path: Path, on_conflict: Callable[[], object], flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[str]:
     """A context that holds a lock on a file against other processes. A missing file is created. The lock ends
     with the process at the latest.
 
@@ -141,14 +141,14 @@ def locked(path: Path, on_conflict: Callable[[], object], flags: int = os.O_RDWR
 
 
 def locked_folder(folder: Path, refusal: str) -> AbstractContextManager[str]:
-    """Return a context that locks a folder as `locked` does; if another process has the lock, entering raises RunError
-    with `refusal`.
+    """Return a context that locks a folder as `file_lock` does; if another process has the lock, entering raises
+    RunError with `refusal`.
     """
 
     def refuse() -> NoReturn:
         raise RunError(f"{folder}: {refusal}") from None
 
-    return locked(folder, refuse, os.O_RDONLY)
+    return file_lock(folder, refuse, os.O_RDONLY)
 
 
 def sync_folder(folder: Path) -> None:

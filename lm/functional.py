@@ -34,7 +34,7 @@ def make_module(normalizer: Named, n_head: int, head_size: int, train_length: in
     (docs/normalizers.md). train_length: tokens in a training sequence; width: of the layer's input, which asentmax and
     forget read. Raises ConfigError: no such normalizer or option.
     """
-    with PLUGINS.trusted():  # the caller named the normalizer, which may be a plugin
+    with PLUGINS.trusted_text():  # the caller named the normalizer, which may be a plugin
         plain = dict(normalizer) if isinstance(normalizer, Mapping) else normalizer
         options = build_named(SINGLE, plain, "normalizer", "softmax")
         return make_normalizer(options, LayerSpec(n_head, head_size, width, train_length))
@@ -104,7 +104,7 @@ def make_layout(
     if positions is None:
         if keys < queries:
             raise ValueError(f"{queries} queries are not the last of {keys} tokens")
-        return AttentionLayout.continuing(keys - queries, queries, keys, q.device)
+        return AttentionLayout.continuation(keys - queries, queries, keys, q.device)
     positions = positions.to(q.device).view(-1, positions.size(-1))
     is_right = queries == keys and positions.shape in ((1, keys), (n_sequences, keys))
     # waits for the device once

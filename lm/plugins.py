@@ -53,7 +53,7 @@ class Plugins:
         self._allowed_packages.update(packages)
 
     @contextmanager
-    def trusted(self) -> Iterator[None]:
+    def trusted_text(self) -> Iterator[None]:
         """A context for reading text that the user wrote; within it, every plugin that is named may be imported."""
         was_trusting, self._is_trusting = self._is_trusting, True
         try:
@@ -61,7 +61,7 @@ class Plugins:
         finally:
             self._is_trusting = was_trusting
 
-    def installed(self) -> dict[str, str]:
+    def installed_plugins(self) -> dict[str, str]:
         """Return {name: `package.module:Class`} of the installed entry points, which are read once a process."""
         if self._entry_points is None:
             self._entry_points = {entry.name: entry.value for entry in metadata.entry_points(group=GROUP)}
@@ -75,7 +75,7 @@ class Plugins:
             KeyError: `name` is no `package.module:Class` and no entry point.
             Unavailable: importing the plugin is not permitted or fails, or `options_of` refuses it.
         """
-        reference = name if ":" in name else self.installed()[name]  # nothing is imported
+        reference = name if ":" in name else self.installed_plugins()[name]  # nothing is imported
         module = reference.partition(":")[0]
         is_allowed = any(f"{module}.".startswith(f"{package}.") for package in self._allowed_packages)
         if reference not in self._plugins:

@@ -121,7 +121,7 @@ def finish_all(procedure: Procedure, loss: Callable[[Run], float]) -> Procedure:
     """Finish all runs that the experiment comes to need, each with the loss that is given for it; returns the
     procedure.
     """
-    while unfinished := [run for run in procedure.known_runs() if not run.outcome.ended]:
+    while unfinished := [run for run in procedure.known_runs() if not run.outcome.has_ended]:
         for run in unfinished:
             finish(run, loss(run))
     return procedure

@@ -27,7 +27,7 @@ ERROR_PREFIX = "stopped by"
 AUTOCAST_FACTOR = 10  # errors under bf16 autocast may be this many times softmax's
 
 
-def randomized(
+def random_normalizer(
     options: Options, dtype: torch.dtype = torch.float64, size: int = SIZE, train_length: int = TRAIN_LENGTH
 ) -> Normalizer:
     """A normalizer whose parameters are initial values plus noise if they are vectors, noise alone if matrices; the
@@ -122,7 +122,7 @@ def assert_decodes(normalizer: Normalizer, q: Tensor, k: Tensor, v: Tensor, expe
     """
     start, state, outputs = 0, None, []
     for step in steps:
-        step_slice, layout = slice(start, start + step), AttentionLayout.continuing(start, step, expected.size(2))
+        step_slice, layout = slice(start, start + step), AttentionLayout.continuation(start, step, expected.size(2))
         output, state = normalizer.decode(q[:, :, step_slice], k[:, :, step_slice], v[:, :, step_slice], layout, state)
         start, outputs = start + step, [*outputs, output]
     assert_close(
@@ -138,7 +138,7 @@ def initial_values(options: Options) -> None:
 
     draw no random numbers in `initialise`; a matrix whose initial values are to be random is named `hidden`
     """
-    q, k, v = inputs(5, normalizer=(normalizer := randomized(options)))
+    q, k, v = inputs(5, normalizer=(normalizer := random_normalizer(options)))
     layout = AttentionLayout.full(5)
     _require_shape("`weights`", normalizer.weights(q, k, layout), (*q.shape[:3], k.size(2)))
     _require_shape("`forward`", normalizer(q, k, v, layout), (*q.shape[:3], v.size(-1)))
@@ -169,7 +169,7 @@ def fast_path(options: Options) -> None:
     `forward` must compute the same function, in whatever way; a class without a `forward` of its own keeps this promise
     """
     for size in (1, 16, 40):
-        normalizer = randomized(options, size=size)
+        normalizer = random_normalizer(options, size=size)
         for length in (1, 2, 7, 64, 129):
             leaves = inputs(length, size=size, normalizer=normalizer)
             assert_is_definition(normalizer, normalizer, leaves, AttentionLayout.full(length), 1e-10 * length)
@@ -180,7 +180,7 @@ def finite_differences(options: Options) -> None:
 
     nothing between q, k, v and the output may be detached, read with `item()` or changed in place
     """
-    normalizer, layout = randomized(options, size=4), AttentionLayout.full(6)
+    normalizer, layout = random_normalizer(options, size=4), AttentionLayout.full(6)
     names = [name for name, _ in normalizer.named_parameters()]
 
     def run(q: Tensor, k: Tensor, v: Tensor, *values: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ def row_independence(options: Options) -> None:
     n is one number per query, so give `row_length(layout)`, which is (1, T) or (B, 1, T), an axis of keys by
     `.unsqueeze(-1)`
     """
-    normalizer, length, moved_query = randomized(options), 6, 3
+    normalizer, length, moved_query = random_normalizer(options), 6, 3
     q, k, _ = inputs(length, batch=1, normalizer=normalizer)
     positions = torch.arange(length) + length  # every query sees every key
     shifted_positions = positions + 7 * (positions == positions[moved_query])
@@ -224,7 +224,7 @@ def row_sums(options: Options) -> None:
     set weights to 0 where `layout.visible()` is false; options say by `sums_to_one`, or by the value `sum` of `n`, that
     weights sum to one
     """
-    normalizer, layout = randomized(options), AttentionLayout.full(33)
+    normalizer, layout = random_normalizer(options), AttentionLayout.full(33)
     weights = normalizer.weights(*inputs(33, normalizer=normalizer)[:2], layout)
     require(weights.triu(1) == 0, "a key after the query has weight")
     sums = weights.sum(-1)
@@ -242,7 +242,7 @@ def score_independence(options: Options) -> None:
     take sums, means and thresholds over the last axis, keys, after masking the scores of keys that `layout.visible()`
     hides
     """
-    normalizer, layout = randomized(options), AttentionLayout.from_document_lengths([6, 5])
+    normalizer, layout = random_normalizer(options), AttentionLayout.from_document_lengths([6, 5])
     q, k, _ = inputs(11, batch=1, normalizer=normalizer)
     scores = normalizer.scores(q, k, layout)
     require(
@@ -265,7 +265,7 @@ def scale_by_position(options: Options) -> None:
     `scale_by_position` is (H, L), the factor at each of the L positions of a training sequence; None says that there is
     no such factor
     """
-    normalizer = randomized(options)
+    normalizer = random_normalizer(options)
     q, k, _ = inputs(TRAIN_LENGTH, normalizer=normalizer)
     if (factor := normalizer.scale_by_position()) is not None:
         expected = factor.unsqueeze(-1) * (q @ k.transpose(-2, -1)) / math.sqrt(SIZE)
@@ -278,7 +278,7 @@ def score_map(options: Options) -> None:
 
     leave `score_map` empty if no function of each score, times a factor per query, gives the weights
     """
-    normalizer, layout = randomized(options), AttentionLayout.full(33)
+    normalizer, layout = random_normalizer(options), AttentionLayout.full(33)
     q, k, _ = inputs(33, normalizer=normalizer)
     weights, visible = normalizer.weights(q, k, layout), normalizer.visible(layout)
     require(weights.masked_fill(visible, 0.0) == 0, "a key that is not visible has weight")
@@ -296,7 +296,7 @@ def causality(options: Options) -> None:
 
     mask by `layout.visible()` before anything is computed from all scores of a query, and sum over visible keys alone
     """
-    changes = later_tokens_changes(randomized(options), 40, 25)
+    changes = later_tokens_changes(random_normalizer(options), 40, 25)
     require(changes == 0, "other tokens from 25 on change an earlier output")
 
 
@@ -318,7 +318,7 @@ def decoding(options: Options) -> None:
     n and masks come from the layout alone: when decoding there are fewer queries than keys (T < S); an overridden
     `decode` gets keys and values of fewer heads than queries: `expand_kv_heads` copies them for all query heads
     """
-    normalizer, length = randomized(options), 30
+    normalizer, length = random_normalizer(options), 30
     q, k, v = inputs(length, normalizer=normalizer)
     shared_k = torch.cat((k[:, ::2, :, :SIZE], group_key_features(k[..., SIZE:], HEADS // 2)), -1)
     for keys, values, steps in ((k, v, [1] * length), (k, v, [5, 1, 1, 16, 7]), (shared_k, v[:, ::2], [5, 1, 17, 7])):
@@ -332,7 +332,7 @@ def packed_documents(options: Options) -> None:
     n is `row_length(layout)` or `layout.n(policy)`, never a size of q, k or the scores: with packed documents positions
     are (B, T), so `layout.visible()` is (B, 1, T, S), and `row_length(layout)` is (B, 1, T)
     """
-    normalizer = randomized(options)
+    normalizer = random_normalizer(options)
     positions = torch.stack([torch.cat([torch.arange(n) for n in sizes]) for sizes in ([5, 1, 19, 8], [16, 17], [33])])
     leaves = inputs(33, batch=3, normalizer=normalizer)
     for route in (partial(by_documents, normalizer), normalizer):
@@ -355,9 +355,9 @@ def one_device(options: Options) -> None:
         require(normalizer.weights(q, k, layout).is_meta, "weights are on another device")
         output = normalizer(q, k, v, layout)
         output.backward(torch.empty_like(output))
-    first_output, state = normalizer.decode(q, k, v, AttentionLayout.continuing(0, 20, 30, "meta"), None)
+    first_output, state = normalizer.decode(q, k, v, AttentionLayout.continuation(0, 20, 30, "meta"), None)
     next_output, _ = normalizer.decode(
-        q[:, :, :1], k[:, :, :1], v[:, :, :1], AttentionLayout.continuing(20, 1, 30, "meta"), state
+        q[:, :, :1], k[:, :, :1], v[:, :, :1], AttentionLayout.continuation(20, 1, 30, "meta"), state
     )
     require(first_output.is_meta and next_output.is_meta, "the output of `decode` is on another device")
 
@@ -368,7 +368,7 @@ def extreme_scores(options: Options) -> None:
     subtract a row's largest score before exp, and divide by sums that may be 0 with `lm.attention.routes.divided`
     """
     for fill in (0.0, 1e4, -1e4):
-        normalizer = randomized(options, torch.float32)
+        normalizer = random_normalizer(options, torch.float32)
         q, k, v = leaves = [x.requires_grad_() for x in inputs(50, torch.float32, normalizer=normalizer)]
         large_q = torch.cat((q[..., :SIZE] * 0 + (fill or 1.0), q[..., SIZE:]), -1)
         large_k = torch.cat((k[..., :SIZE] * (1e4 if fill else 0.0) + fill, k[..., SIZE:]), -1)
@@ -382,7 +382,7 @@ def autocast_weights(options: Options) -> None:
 
     override `normalize` and `define_scores`, which are called without autocast, instead of `weights`
     """
-    normalizer, layout = randomized(options, torch.float32), AttentionLayout.full(20)
+    normalizer, layout = random_normalizer(options, torch.float32), AttentionLayout.full(20)
     q, k, _ = inputs(20, torch.float32, normalizer=normalizer)
     weights = normalizer.weights(q, k, layout)
     with torch.autocast("cpu", torch.bfloat16):
@@ -411,7 +411,7 @@ def _autocast_errors(options: Options) -> dict[str, float]:
     fp32, v in bf16."""
     results = []
     for dtype in (torch.float64, torch.float32):
-        normalizer = randomized(options, dtype)
+        normalizer = random_normalizer(options, dtype)
         q, k, v = (x.bfloat16().to(dtype) for x in inputs(256, normalizer=normalizer))
         leaves = [x.requires_grad_() for x in (q, k, v if dtype == torch.float64 else v.bfloat16())]
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from lm.attention.kernels import kernel_problem, results, without_autocast
-from lm.attention.layout import uncompiled
+from lm.attention.layout import keep_uncompiled
 from lm.attention.routes import MIN_SUM, gradient_of_sums, spans
 
 TILE = 256  # queries and keys of one tile
@@ -198,7 +198,7 @@ def _compare_with_tiles(device: torch.device) -> Iterator[tuple[str, Tensor, Ten
         yield from ((kind, a, b) for a, b in zip(*pair, strict=True))
 
 
-@uncompiled
+@keep_uncompiled
 def elementwise_attention(
     kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, over_sum: bool = False
 ) -> Tensor:

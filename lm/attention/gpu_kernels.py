@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lm.attention import routes
 from lm.attention.kernels import kernel_problem, results, without_autocast
-from lm.attention.layout import AttentionLayout, uncompiled
+from lm.attention.layout import AttentionLayout, keep_uncompiled
 
 FLEX, ADASPLASH, FLA = "torch", "adasplash", "fla"  # the packages that hold the kernels
 CHECKED_LENGTH = 256  # tokens of the sequences that the check computes
@@ -40,7 +40,7 @@ def serves(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: Atten
 _PROBLEMS: dict[tuple[object, ...], str] = {}
 
 
-@uncompiled
+@keep_uncompiled
 def why_unusable(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> str:
     """The reason why the kernel of the package `normalizer.gpu_package` does not compute calls with the sizes, dtype
     and device of q, k and v; empty if it does.
@@ -77,7 +77,7 @@ def _compare_with_query_blocks(
 # ---------------------------------------------------------------- FlexAttention
 
 
-@uncompiled
+@keep_uncompiled
 def flex_softmax(
     q: Tensor,
     k: Tensor,
@@ -140,7 +140,7 @@ def _make_mask(length: int, window: int | None, device: torch.device, documents:
 # ---------------------------------------------------------------- kernels of packages
 
 
-@uncompiled
+@keep_uncompiled
 def entmax(q: Tensor, k: Tensor, v: Tensor, alpha: float) -> Tensor:
     """Return alpha-entmax(q.k / sqrt(D)) v with a causal mask, (B, H, T, E), by adasplash, which takes powers of 2 as
     sizes: tokens are appended that no query sees, and dimensions of zeros.
@@ -157,7 +157,7 @@ def entmax(q: Tensor, k: Tensor, v: Tensor, alpha: float) -> Tensor:
     return output[:, :, :length, :width].to(v.dtype)
 
 
-@uncompiled
+@keep_uncompiled
 def stick_breaking(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return stick-breaking attention's output, (B, H, T, E) in the dtype of `v`, by fla-core."""
     kernel = import_module("fla.ops.stickbreaking_attn").parallel_stickbreaking_attn

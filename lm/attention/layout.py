@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-def uncompiled(function: Callable) -> Callable:
+def keep_uncompiled(function: Callable) -> Callable:
     """Keep `function` out of compiled graphs. Unlike `torch.compiler.disable`, this does not import the compiler, which
     takes seconds.
     """
@@ -55,7 +55,7 @@ class AttentionLayout:
     @classmethod
     def full(cls, length: int, device: torch.device | str = "cpu") -> "AttentionLayout":
         """The layout of one document of `length` tokens, each both a query and a key."""
-        return cls.continuing(0, length, length, device)
+        return cls.continuation(0, length, length, device)
 
     @classmethod
     def from_document_lengths(cls, lengths: list[int], device: torch.device | str = "cpu") -> "AttentionLayout":
@@ -75,7 +75,7 @@ class AttentionLayout:
         return cls(positions, positions, sizes.gather(1, documents), False, documents, documents)
 
     @classmethod
-    def continuing(cls, start: int, count: int, length: int, device: torch.device | str = "cpu") -> "AttentionLayout":
+    def continuation(cls, start: int, count: int, length: int, device: torch.device | str = "cpu") -> "AttentionLayout":
         """The layout of `count` queries from token `start` on, and all keys up to the last query; the full document has
         `length` tokens.
         """
@@ -92,7 +92,7 @@ class AttentionLayout:
         Raises ValueError: the mask is not causal over whole documents, or has a bias.
         """
         if mask is None:
-            return cls.continuing(start, count, start + count, device)
+            return cls.continuation(start, count, start + count, device)
         visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
         if mask.dtype != torch.bool and bool(mask.masked_fill(~visible, 0).any()):
             raise ValueError("lm's normalizers add no bias to scores: this mask has one; use a model without it")
@@ -157,7 +157,7 @@ class AttentionLayout:
         return torch.full_like(self.positions, int(policy.removeprefix("fixed:")), dtype=torch.float32)
 
 
-@uncompiled
+@keep_uncompiled
 def by_documents(
     attend: Callable[[Tensor, Tensor, Tensor, AttentionLayout], Tensor],
     q: Tensor,

@@ -99,7 +99,7 @@ class LinearNormalizer(DividedNormalizer):
         with routes.without_autocast(q.device):  # autocast would round the state, a sum over all tokens
             output, state = self.chunks(q, k, v, state)
         output = output[:, :, -n_queries:]
-        return routes.divided(output[..., :width], output[..., width:], factor).to(dtype), state
+        return routes.divide_rows(output[..., :width], output[..., width:], factor).to(dtype), state
 
     def chunks(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return sum_{j <= i} g^(i-j) q_i.k_j v_j for each query i, with features q, k and the head's decay g, and the

@@ -278,7 +278,7 @@ class DividedNormalizer(Normalizer):
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         unnormalized_weights = self.f(scores).masked_fill(~layout.visible(), 0.0)
-        return routes.divided(unnormalized_weights, unnormalized_weights.sum(-1, keepdim=True), self.factor(layout))
+        return routes.divide_rows(unnormalized_weights, unnormalized_weights.sum(-1, keepdim=True), self.factor(layout))
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         """ln of the sum of f(score) over the keys that each query sees."""

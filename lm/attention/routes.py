@@ -18,7 +18,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from lm.attention import cpu_kernel
 from lm.attention.kernels import without_autocast
-from lm.attention.layout import AttentionLayout, uncompiled
+from lm.attention.layout import AttentionLayout, keep_uncompiled
 
 MIN_SUM = 1e-24  # a query whose weights would be divided by a smaller sum has weights 0
 
@@ -31,7 +31,7 @@ def spans(length: int, size: int) -> list[tuple[int, int]]:
 # ---------------------------------------------------------------- weights divided by their sums
 
 
-def divided(rows: Tensor, total: Tensor, factor: Tensor | None) -> Tensor:
+def divide_rows(rows: Tensor, total: Tensor, factor: Tensor | None) -> Tensor:
     """Multiply `rows` (B, H, T, size) of weights or outputs by `factor`, broadcastable to (B, H, T); if that is None,
     divide by `total`.
 
@@ -242,7 +242,7 @@ def _blocks_of_scores(
             yield slice(h, h + n_heads), a, b, first + b, coefficients
 
 
-@uncompiled  # a compiled graph would unroll its blocks: slower to compile, and to run
+@keep_uncompiled  # a compiled graph would unroll its blocks: slower to compile, and to run
 def block_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, score_map: nn.Module | None = None) -> Tensor:
     """Return softmax(scale q.k) v, or of the scores by `score_map`, with a causal mask, (B, H, T, E) in the dtype of
     `v`, for k (B, H, S, D), v (B, H, S, E).
@@ -348,7 +348,7 @@ class DenseAttention(nn.Module):
         return self.normalizer.weights(q, k, layout).to(v.dtype) @ v
 
 
-@uncompiled
+@keep_uncompiled
 def by_query_blocks(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
     """A normalizer's `weights` times values, (B, H, T, E), computed in blocks of queries."""
     return _ByQueryBlocks.apply(DenseAttention(normalizer), layout, q, k, v, *normalizer.parameters())

@@ -221,11 +221,11 @@ class EvaluationConfig(Timing):
     settings.
     """
 
-    # the key that is empty or 0 while the evaluation is off, unless a class overrides `wanted`; errors name it
+    # the key that is empty or 0 while the evaluation is off, unless a class overrides `is_wanted`; errors name it
     switch_key: ClassVar[str] = ""
     needs_text: ClassVar[bool] = True  # true if a model that was trained on symbols alone can't be measured
 
-    def wanted(self, data: DataConfig) -> bool:
+    def is_wanted(self, data: DataConfig) -> bool:
         """Whether these options switch the evaluation on for a model trained on `data`."""
         return bool(getattr(self, self.switch_key))
 
@@ -339,7 +339,7 @@ class RecallConfig(InferenceConfig):
     )
     sequences: int = key(128, "sequences of each task and length", ge=1, le=MAX_SEQUENCES)
 
-    def wanted(self, data: DataConfig) -> bool:
+    def is_wanted(self, data: DataConfig) -> bool:
         return bool(self.length_factors and (data.tasks or self.tasks))
 
     def asked_tasks(self, data: DataConfig) -> list[Task]:
@@ -421,7 +421,7 @@ class DiagnosticsConfig(InferenceConfig):
         64, "queries of each sequence, spread evenly over the logarithm of the number of keys", ge=1, le=MAX_SEQUENCES
     )
 
-    def wanted(self, data: DataConfig) -> bool:
+    def is_wanted(self, data: DataConfig) -> bool:
         return True
 
     def problems(self) -> Iterator[Problem]:
@@ -493,7 +493,7 @@ class EvalConfig:
 
     def wanted_kinds(self, data: DataConfig) -> list[str]:
         """The kinds of evaluation that are on for a model trained on `data`; the validation first."""
-        return ["validation", *(kind for kind, options in self.kinds.items() if options.wanted(data))]
+        return ["validation", *(kind for kind, options in self.kinds.items() if options.is_wanted(data))]
 
     def measured_options(self, kind: str) -> dict[str, Plain]:
         """The options that determine the numbers that `kind` measures, by key: null options and the keys of `Timing`

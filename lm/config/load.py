@@ -21,7 +21,7 @@ from lm.config.yaml_text import (
     parse_yaml,
     resolve_interpolations,
 )
-from lm.errors import ConfigError, Problem, abbreviated, as_written, one_line
+from lm.errors import ConfigError, Problem, abbreviate, as_written, one_line
 from lm.plain import Plain, flatten, is_block, to_plain
 from lm.plugins import PLUGINS
 
@@ -56,7 +56,7 @@ def check(config: Config) -> Iterator[Problem]:
         # checked even if the evaluation is off, as other values are
         for index, setting in enumerate(getattr(options, "inference", [])):
             conflicts += setting.normalizers(normalizers, f"inference[{index}]")[1]
-        conflicts += options.conflicts(data, model) if options.wanted(data) else ()
+        conflicts += options.conflicts(data, model) if options.is_wanted(data) else ()
         yield from (
             replace(conflict, path=f"eval.{kind}.{conflict.path}".replace("tasks.tasks", "tasks"))
             for conflict in conflicts
@@ -176,7 +176,7 @@ def load_config(arguments: list[str]) -> Config:
     tree = merge(tree, read_overrides([argument for argument in arguments if argument not in files]))
     if tree.get("name") in (None, ""):  # 0 and false stay, for `parse` to refuse them as names
         tree["name"] = Path(files[0]).stem if files else "run"
-    with PLUGINS.trusted():
+    with PLUGINS.trusted_text():
         return parse(resolve_interpolations(tree))
 
 
@@ -185,7 +185,7 @@ def load_normalizer(name: str, overrides: list[str]) -> Options:
 
     Raises ConfigError as `read_overrides` and `build_named` do.
     """
-    with PLUGINS.trusted():
+    with PLUGINS.trusted_text():
         return build_named(OPTIONS, {"name": name, **read_overrides(overrides)}, "model.normalizer")
 
 
@@ -232,10 +232,10 @@ def read_yaml(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Plain]:
         heir = f" (a base of {heirs[-1].name})" if heirs else remark
         raise ConfigError(f"{path}: no such configuration file{heir}{presets.suggestion(path)}") from None
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
-        raise ConfigError(f"{abbreviated(str(path))}: {getattr(error, 'strerror', None) or one_line(error)}") from None
+        raise ConfigError(f"{abbreviate(str(path))}: {getattr(error, 'strerror', None) or one_line(error)}") from None
     plain = parse_yaml(content, str(path)) or {}
     if not isinstance(plain, dict):
-        raise ConfigError(f"{path}: must hold keys and values, not {abbreviated(as_written(plain), 40)}")
+        raise ConfigError(f"{path}: must hold keys and values, not {abbreviate(as_written(plain), 40)}")
     if "arms" in plain:
         if heirs:
             raise ConfigError(f"{path}: an experiment, not a configuration that {heirs[-1].name} can have as its base")
@@ -270,7 +270,7 @@ def read_overrides(overrides: list[str]) -> dict[str, Plain]:
     """
     blocks: list[dict[str, Plain]] = []
     for override in overrides:
-        (path, sign, text), shown = override.partition("="), abbreviated(override, 80)
+        (path, sign, text), shown = override.partition("="), abbreviate(override, 80)
         if not sign or not all(path.split(".")):
             raise ConfigError(f"{shown}: not an override; write key=value, e.g. optim.lr=3e-4")
         # of other types, an empty value is null

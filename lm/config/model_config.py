@@ -172,7 +172,7 @@ class Rope(Position):
                 "drop it" if self.layers[0] else "set model.position=none",
             )
 
-    def rotated(self, head_size: int) -> int:
+    def rotated_dimensions(self, head_size: int) -> int:
         """The number of a head's dimensions that rotate, which is even."""
         return int(round(head_size * self.fraction, 6)) // 2 * 2  # 100 x 0.58 falls below 58 in floating point
 
@@ -434,7 +434,7 @@ class ModelConfig:
         if self.position.rotates and not block_problems:
             if key_dims % 2:
                 yield self.head_problem(f"gives heads of odd size {key_dims}, which RoPE can't rotate")
-            if self.position.rotated(key_dims) == 0:
+            if self.position.rotated_dimensions(key_dims) == 0:
                 reason = f"rotates nothing of a head of size {key_dims}"
                 yield Problem("position.fraction", self.position.fraction, reason, "set model.position=none")
             if len(self.position.layers) > self.n_layer:

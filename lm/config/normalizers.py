@@ -44,7 +44,7 @@ class Catalogue(dict[str, type[Options]]):
 
     def suggestions(self) -> list[str]:
         """Names of lm's own normalizers and of the installed plugins, for error messages."""
-        return [*self, *sorted(PLUGINS.installed())]
+        return [*self, *sorted(PLUGINS.installed_plugins())]
 
 
 SINGLE = Catalogue(ENTRIES)  # options of one layer's normalizer

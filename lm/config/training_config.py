@@ -283,7 +283,7 @@ class LogConfig:
     progress: Literal["auto", "bar", "lines", "none"] = key("auto", "`auto`: a bar on a terminal, else lines")
 
     @property
-    def outside(self) -> list[str | dict]:
+    def outside_loggers(self) -> list[str | dict]:
         """The loggers from outside among `to`."""
         return [entry for entry in self.to if entry != "wandb"]
 

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf._yaml import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
-from lm.errors import ConfigError, Problem, abbreviated, as_written, one_line
+from lm.errors import ConfigError, Problem, abbreviate, as_written, one_line
 from lm.plain import Plain
 
 MAX_BYTES = 2**19  # size of a text
@@ -106,7 +106,7 @@ def override(key: str, value: object) -> str:
         return f"{key}={yaml_flow(value)}"
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"{key}: {abbreviated(as_written(str(value)), 80)}: is no plain value: {one_line(error, 80)}"
+            f"{key}: {abbreviate(as_written(str(value)), 80)}: is no plain value: {one_line(error, 80)}"
         ) from None
 
 
@@ -138,6 +138,4 @@ def resolve_interpolations(plain: dict[str, Plain]) -> dict[str, Plain]:
             .strip('"')
         )
         key = getattr(error, "full_key", None) or "the configuration"
-        raise ConfigError(
-            f"{abbreviated(key, 80)}: {reason} (an interpolation ${{...}} sees given keys only)"
-        ) from None
+        raise ConfigError(f"{abbreviate(key, 80)}: {reason} (an interpolation ${{...}} sees given keys only)") from None

@@ -12,7 +12,7 @@ from lm.data.build import build_store
 from lm.data.sources import labels, source_identity
 from lm.data.store import MANIFEST, STORE_FORMAT, Store, fingerprint
 from lm.errors import ConfigError, DataError, Problem, RunError, one_line
-from lm.files import locked, plain_sha256, read_json
+from lm.files import file_lock, plain_sha256, read_json
 from lm.plain import Plain, to_plain
 from lm.progress import Progress
 
@@ -51,7 +51,7 @@ def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
     try:
         if not target.exists():
             root.mkdir(parents=True, exist_ok=True)
-            with locked(root / ".lock", lambda: progress.say(waiting)) as lock_problem:
+            with file_lock(root / ".lock", lambda: progress.say(waiting)) as lock_problem:
                 if lock_problem:
                     raise DataError(
                         f"{lock_problem}, which keep processes from preparing one store at the same time; set "

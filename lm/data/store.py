@@ -70,7 +70,7 @@ class Split:
         """The index of each document's first token, followed by the split's number of tokens: int64 (n_documents + 1,),
         read-only.
         """
-        return _mapped(self.path.with_suffix(".offsets.npy"))
+        return _map_array(self.path.with_suffix(".offsets.npy"))
 
     @property
     def lengths(self) -> np.ndarray:
@@ -87,11 +87,11 @@ class Split:
         """Return the tokens at the indices `index`, in the shape of `index` and the store's dtype."""
         names, starts = [*self.shard_starts], np.array([*self.shard_starts.values()])
         if len(names) == 1:  # as of most stores: faster
-            return np.asarray(_mapped(self.path.with_name(names[0]), self.dtype))[index]
+            return np.asarray(_map_array(self.path.with_name(names[0]), self.dtype))[index]
         shard_numbers, tokens = np.searchsorted(starts, index, "right") - 1, np.empty(index.shape, self.dtype)
         for number in np.unique(shard_numbers):
             in_shard = shard_numbers == number
-            shard = _mapped(self.path.with_name(names[number]), self.dtype)
+            shard = _map_array(self.path.with_name(names[number]), self.dtype)
             tokens[in_shard] = np.asarray(shard)[index[in_shard] - starts[number]]
         return tokens
 
@@ -101,7 +101,7 @@ class Split:
 
 
 @lru_cache(maxsize=512)  # a process may have 1,024 files open
-def _mapped(path: Path, dtype: str | None = None) -> np.ndarray:
+def _map_array(path: Path, dtype: str | None = None) -> np.ndarray:
     """Return the content of a file of tokens in `dtype`, or of an .npy file, mapped from disk: read-only (n,)."""
     return np.memmap(path, dtype, "r") if dtype else np.load(path, mmap_mode="r")
 

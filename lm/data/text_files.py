@@ -43,7 +43,9 @@ Documents = Iterator[tuple[str | np.ndarray | Unreadable, str]]
 Parse = Callable[[Plain | np.ndarray, str], str | np.ndarray]
 
 
-def parsed(parse: Callable[..., str | np.ndarray], value: object, location: str) -> str | np.ndarray | Unreadable:
+def parse_document(
+    parse: Callable[..., str | np.ndarray], value: object, location: str
+) -> str | np.ndarray | Unreadable:
     """Return the document that `parse` makes of `value`, or the `Unreadable` that it raises."""
     try:
         return parse(value, location)
@@ -122,7 +124,7 @@ def column_texts(
         for scalar in table.column(column):
             row_number += 1
             row = f"{location}: row {row_number}: column '{column}'"
-            yield parsed(document, scalar, row), row
+            yield parse_document(document, scalar, row), row
 
 
 def check_column(location: str, column: str, names: list[str]) -> None:
@@ -286,7 +288,7 @@ def _read_txt(path: Path, source: Files, parse: Parse) -> Documents:
 
     with _open_decompressed(path) as file:
         for begin, content in _split_at_separator(file, source.separator.encode()):
-            text = parsed(document, content, str(path))
+            text = parse_document(document, content, str(path))
             content.clear()  # a long document is in memory once
             yield text, f"{path}{_LATER_DOCUMENT}{begin:,} on" if begin else str(path)
 
@@ -338,7 +340,7 @@ def _read_jsonl(path: Path, source: Files, parse: Parse) -> Documents:
     with _open_decompressed(path) as file:
         for number, line in enumerate(iter(file.readline, b""), 1):
             location = f"{path}: line {number}"
-            content = parsed(document, line, location) if line.strip() else None
+            content = parse_document(document, line, location) if line.strip() else None
             begin += len(line)
             line = None  # a long document is in memory once
             if content is not None:

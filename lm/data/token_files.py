@@ -21,7 +21,7 @@ from lm.data.text_files import (
     expand,
     files_in,
     files_named,
-    parsed,
+    parse_document,
     read_files,
     with_last_error,
 )
@@ -244,7 +244,7 @@ def _split_stream(path: Path, ids: np.ndarray, vocabulary: Vocabulary, border_of
         if end > begin:
             number += 1
             location = f"{path}: document {number:,}, from id {begin:,} on"
-            yield parsed(vocabulary.document, ids[begin:end], location), location
+            yield parse_document(vocabulary.document, ids[begin:end], location), location
         begin = end
 
 

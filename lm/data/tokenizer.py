@@ -21,7 +21,7 @@ from lm.config.data_config import (
     TokenizerOptions,
     TrainedTokenizer,
 )
-from lm.errors import DataError, LMError, one_line, panicked, with_cause
+from lm.errors import DataError, LMError, is_rust_panic, one_line, with_cause
 from lm.files import expand_home
 from lm.plain import Plain, to_plain
 
@@ -42,7 +42,7 @@ def library_errors(failure: str, remedy: str = "") -> Iterator[None]:
     except (LMError, OSError, MemoryError):
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and not panicked(error):
+        if not isinstance(error, Exception) and not is_rust_panic(error):
             raise
         raise DataError(f"{failure}: {one_line(error)}{remedy}") from None
 
@@ -83,7 +83,7 @@ def _content(spec: TokenizerFile | PretrainedTokenizer) -> bytes:
             raise DataError(f"{spec.path}: can't read the tokenizer: {error.strerror} (data.tokenizer.path)") from None
     folder = expand_home(spec.model)
     if not os.path.exists(folder):
-        folder = downloaded(spec.model, spec.revision, [TOKENIZER_FILE], " (data.tokenizer.model)")
+        folder = download_files(spec.model, spec.revision, [TOKENIZER_FILE], " (data.tokenizer.model)")
     elif spec.revision:
         raise DataError(f"{folder}: is on this machine, not on the hub; set data.tokenizer.revision to null")
     return require_tokenizer_json(folder).encode()
@@ -244,7 +244,7 @@ def token_bytes(tokenizer: "Tokenizer") -> np.ndarray | None:
 TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 
 
-def downloaded(name: str, revision: str | None, patterns: list[str], suffix: str = "") -> Path:
+def download_files(name: str, revision: str | None, patterns: list[str], suffix: str = "") -> Path:
     """Download the files of a model on the hub whose names match `patterns`. Returns their folder in the cache, named
     by the commit.
 

@@ -52,7 +52,7 @@ def read_answers(decoder: Decoder, held_out: HeldOut, device: Device) -> np.ndar
         batch = held_out.batch(indices).to(device.device)
         sequence, position = (batch.targets != IGNORED).nonzero(as_tuple=True)
         targets, start = batch.targets[sequence, position], int(position.min())
-        hidden = decoder.hidden(batch, start)[sequence, position - start]
+        hidden = decoder.hidden_states(batch, start)[sequence, position - start]
         hits = argmax_tokens(hidden, decoder.head) == targets
         values = torch.zeros(*batch.targets.shape, 2, device=device.device)
         values[sequence, position] = torch.stack((token_nll(hidden, decoder.head, targets), hits.float()), 1)
@@ -161,7 +161,7 @@ class Recall(AnswerMeasurement):
             fields, options = {"task": options.pop("name"), "setting": setting}, json.dumps(options)
             samples = [self._samples(model, task, length, device) for length in self.lengths]
             questions = int(samples[0][0][1]["weight"].sum())
-            whole = accuracy(accuracy_metric.named(TASK=name), questions, task.chance, options)
+            whole = accuracy(accuracy_metric.fill_name(TASK=name), questions, task.chance, options)
             token = replace(ANSWER_LOSS, unit="fraction", better="higher", quantity="token accuracy", options=options)
             metrics = whole, token, replace(ANSWER_LOSS, options=options)
             for metric, by_metric in zip(metrics, zip(*samples, strict=True), strict=True):

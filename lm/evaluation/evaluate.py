@@ -120,7 +120,7 @@ def evaluate_model(
     decoder.to(device.device)
     for measurement in measurements:
         # of a model of transformers, no file says which normalizer it was given
-        evaluation = measurement.cached(folder, weights, device, step) if decoder.takes_settings else None
+        evaluation = measurement.cached_result(folder, weights, device, step) if decoder.takes_settings else None
         if not (cached := evaluation is not None):
             labelled = replace(device, label=f"{folder.resolve().name}: {measurement.kind}")
             evaluation = measurement.evaluate(decoder, labelled, step, model.metadata.get("tokens", 0))

@@ -147,7 +147,7 @@ class Measurement(ABC):
         if not (names := cls.names(config)):  # those of lm-eval keep their braces
             return [*cls.logged]
         words = [dict(zip(names, values, strict=True)) for values in product(*names.values())]
-        return [metric.named(**named) for metric in cls.logged for named in words]
+        return [metric.fill_name(**named) for metric in cls.logged for named in words]
 
     @classmethod
     def options_of(cls, config: Config) -> Timing:
@@ -215,7 +215,7 @@ class Measurement(ABC):
         write_files(run, files, evaluation.step, evaluation.weights_sha256)
         return path
 
-    def cached(self, run: Path, weights: str, device: Device, step: int) -> Evaluation | None:
+    def cached_result(self, run: Path, weights: str, device: Device, step: int) -> Evaluation | None:
         """The result of `weights` (a sha256) in a run folder's file of `step`. None if there is none, if other facts
         decided it, or if a note says that it is damaged.
         """

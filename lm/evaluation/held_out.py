@@ -140,7 +140,7 @@ def nll_by_token(decoder: Decoder, held_out: HeldOut, device: Device) -> np.ndar
     def measure(indices: list[int]) -> Tensor:
         batch = held_out.batch(indices).to(device.device)
         with device.autocast():
-            hidden = decoder.hidden(batch)
+            hidden = decoder.hidden_states(batch)
         return token_nll(hidden.flatten(0, 1), decoder.head, batch.targets.flatten()).view(batch.targets.shape)
 
     return by_sequence([decoder], held_out.lengths, (held_out.length,), device, measure)
@@ -175,7 +175,7 @@ def setting_words(settings: Sequence[InferenceSetting]) -> list[str]:
 
 def by_setting(metric: Metric, settings: Sequence[InferenceSetting]) -> Metric:
     """The metric, whose name has no setting if there is one setting."""
-    return metric if len(settings) > 1 else metric.named(SETTING="")
+    return metric if len(settings) > 1 else metric.fill_name(SETTING="")
 
 
 POSITIONS = Axis("position in the sequence", "tokens", "at positions")
@@ -233,7 +233,7 @@ class Validation(Measurement):
     @classmethod
     def metrics(cls, config: Config) -> list[Metric]:
         loss, part_loss, bits = cls.logged
-        parts = [part_loss.named(PART=name) for name in cls.parts(config)]
+        parts = [part_loss.fill_name(PART=name) for name in cls.parts(config)]
         return [loss, *parts, *([] if config.data.symbolic else [bits])]
 
     @classmethod
@@ -476,7 +476,7 @@ def token_losses_and_kl(old: Decoder, new: Decoder, held_out: HeldOut, device: D
     def measure(indices: list[int]) -> Tensor:
         batch = held_out.batch(indices).to(device.device)
         with device.autocast():
-            hidden = [model.hidden(batch).flatten(0, 1) for model in (old, new)]
+            hidden = [model.hidden_states(batch).flatten(0, 1) for model in (old, new)]
         targets, heads = batch.targets.flatten(), (old.head, new.head)
         losses = [token_nll(states, head, targets) for states, head in zip(hidden, heads, strict=True)]
         values = torch.stack([*losses, token_kl(hidden[0], old.head, hidden[1], new.head)])

@@ -77,7 +77,7 @@ def swap_run(
     with new_folder(destination) as folder:
         model = load(source, checkpoint)
         base = measured_config(model, files)
-        with PLUGINS.trusted():
+        with PLUGINS.trusted_text():
             config = _swapped_config(base, model.decoder.config.normalizer, normalizer, init, destination, overrides)
         check_causality(config)
         old, new = model.decoder, with_normalizer(model.decoder, config.model.normalizer)

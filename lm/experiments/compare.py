@@ -102,7 +102,7 @@ def compare_experiments(
                 ExperimentTrainer(procedure, slots, cluster).train_all()
             except RunsFailed as error:
                 failure_words.append(str(error))
-                if not any(run.outcome.ended for run in procedure.known_runs()):
+                if not any(run.outcome.has_ended for run in procedure.known_runs()):
                     continue  # there is nothing to judge
             entries = write_verdicts(procedure)
             try:
@@ -340,7 +340,7 @@ def plan_lines(procedure: Procedure, slots: list[Devices]) -> Iterator[str]:
         size_words = f", {tokens / 1e6:.1f} M tokens, {flops:.2e} FLOPs{growth}"
     yield f"{runs}{size_words}"
     known_runs, judgement = procedure.known_runs(), procedure.judgement()
-    ended_runs = [run for run in known_runs if run.outcome.ended]
+    ended_runs = [run for run in known_runs if run.outcome.has_ended]
     ended = [(seconds_of(run), run_costs[run.size, run.arm].flops) for run in ended_runs] if run_costs else []
     if timed := [(seconds, run_flops) for seconds, run_flops in ended if seconds and run_flops]:
         all_seconds, timed_flops = map(sum, zip(*timed, strict=True))

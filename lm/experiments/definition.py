@@ -182,7 +182,7 @@ class Experiment:
         first seed, at the learning rate `any_rate`. Raises ConfigError: the configuration is wrong."""
         return self.config(size, arm, self.seeds[0], self.any_rate, {"name": "any"})
 
-    def plain(
+    def plain_config(
         self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]
     ) -> dict[str, Plain]:
         """The plain configuration of one run; `rate` is the value of the tuned key, and `changes` override all other
@@ -195,11 +195,11 @@ class Experiment:
         """Build the configuration of one run from `plain`. Runs that differ only in `_UNCACHED_KEYS` share a parsed
         configuration, also across copies of the experiment. Raises ConfigError.
         """
-        plain = resolve_interpolations(self.plain(size, arm, seed, rate, changes))
+        plain = resolve_interpolations(self.plain_config(size, arm, seed, rate, changes))
         own_keys = {name: plain[name] for name in _UNCACHED_KEYS if name in plain}
         cache_key = repr({name: value for name, value in plain.items() if name not in own_keys})
         if cache_key not in self._configs:
-            with PLUGINS.trusted():  # the user's file names the plugins
+            with PLUGINS.trusted_text():  # the user's file names the plugins
                 self._configs[cache_key] = parse(plain)
         return replace(self._configs[cache_key], **own_keys)
 
@@ -392,7 +392,7 @@ def _ineffective_keys(experiment: Experiment, blocks: dict[str, dict[str, Plain]
     for size, arm in experiment.size_arms:
         names = (*_EXPERIMENT_KEYS, *(("init_from", "branch_from") if arm.source else ()))
         changes = nest_keys(dict.fromkeys(names, "as the experiment sets it"))
-        plains[size, arm.name] = flatten(experiment.plain(size, arm, 0, experiment.any_rate, changes))
+        plains[size, arm.name] = flatten(experiment.plain_config(size, arm, 0, experiment.any_rate, changes))
     for start, block in blocks.items():
         own = [plain for (size, arm), plain in plains.items() if start in ("", f"arms.{arm}.", f"sizes.{size}.")]
         for path, value in flatten({name: value for name, value in block.items() if name != "base"}).items():
@@ -430,7 +430,7 @@ def _arm(name: str, block: dict[str, Plain], earlier: dict[str, Arm], file: Path
         refuse(TOKENS_KEY, tokens, "the arms of a size train equally long", "give it in base or sizes")
     if swap:
         normalizer = {"name": swap.to} | ({} if swap.init is None else {"init": swap.init})
-        with suppress(KeyError), PLUGINS.trusted():
+        with suppress(KeyError), PLUGINS.trusted_text():
             init = getattr(OPTIONS[swap.to], "init", None)
             normalizer |= {"init": init} if init is not None and swap.init is None else {}
         changes = merge(changes, {"model": {"normalizer": normalizer}})

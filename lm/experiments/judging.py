@@ -156,7 +156,7 @@ class Judgement:
         for (size, arm), verdict in results.items() if has_note else ():
             runs_by_seed = zip(*filter(None, (self.judged_runs(size, name) for name in (baseline, arm))), strict=False)
             if notes := [self.runs["note"][run] for run in chain(*runs_by_seed) if run in has_note]:
-                results[size, arm] = replace(verdict, reason=f"{verdict.reason}; did not learn: {_some(notes)}")
+                results[size, arm] = replace(verdict, reason=f"{verdict.reason}; did not learn: {_first_notes(notes)}")
         return results
 
     @cached_property
@@ -178,7 +178,7 @@ class Judgement:
     def _comparison(self, size: str, arm: str) -> Comparison:
         question, rates, baseline = self.question, self.question.rates[size], self.question.arms[0]
         if rates is None or not {arm, baseline} <= rates.keys():
-            return Comparison((), obstacle=UNTUNED if rates is not None else _incomplete(0, len(question.seeds)))
+            return Comparison((), obstacle=UNTUNED if rates is not None else _incomplete_words(0, len(question.seeds)))
         pair = rates[arm], rates[baseline]
         arm_runs, baseline_runs = self._runs_at_all_rates(size, arm)
         # the rates of the baseline that the arm was trained at, too; all, if the arm starts from the baseline's weights
@@ -199,7 +199,7 @@ class Judgement:
         differences = _differences(*values)
         n_seeds, n_missing = differences.shape[2], max(len(mask) - mask.sum() for mask in is_finished)
         if not obstacle and n_missing:
-            obstacle = _incomplete(n_seeds, n_seeds + n_missing)
+            obstacle = _incomplete_words(n_seeds, n_seeds + n_missing)
         if not obstacle and n_seeds >= MIN_SEEDS:
             runs = chain(sides[0][place[0]], sides[1][place[1]] if question.target is None else ())
             if all(levels := dict.fromkeys(self.runs["unlearned"][run] for run in runs)):
@@ -242,7 +242,7 @@ class Judgement:
         if not diverged or all(self.runs["state"][run] == UNFINISHED for run in chain(arm_runs[pair[0]], chosen[0])):
             return None
         words = f"{len(diverged)} final run{'s' * (len(diverged) > 1)} diverged"
-        return "unstable", f"{words}: {_some(self.runs['note'][diverged].tolist())}", words
+        return "unstable", f"{words}: {_first_notes(self.runs['note'][diverged].tolist())}", words
 
     def _usable_runs(self, runs: RunsByRate, judged_rate: Rate | None) -> RunsByRate:
         """Return the runs of an arm by rate, without rates at which a run diverged. The rate at which the arm is judged
@@ -353,12 +353,12 @@ class Judgement:
             yield f"LOW POWER: the experiment will more likely than not leave such a difference undecided; {remedy}"
 
 
-def _incomplete(ended: int, planned: int) -> Obstacle:
+def _incomplete_words(ended: int, planned: int) -> Obstacle:
     progress = f"{ended} of {planned} seeds have ended"
     return "incomplete", progress, progress
 
 
-def _some(notes: list[str]) -> str:
+def _first_notes(notes: list[str]) -> str:
     return f"{'; '.join(notes[:3])}{'; ...' * (len(notes) > 3)}"
 
 

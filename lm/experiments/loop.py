@@ -308,7 +308,7 @@ class Stopped(RunError):
 
 
 @contextmanager
-def interruptible() -> Iterator[list[int]]:
+def interrupt_on_signals() -> Iterator[list[int]]:
     """Let all `STOP_SIGNALS` interrupt the body as Ctrl-C does, except signals that are already handled or ignored.
     Yields the list of received signals. Only the main thread can be interrupted; in others the list stays empty.
     """
@@ -362,7 +362,7 @@ class ExperimentTrainer:
         """
         self._check_jobs()
         pending, free = self.pending, [*self.slots]
-        with interruptible() as signals, ThreadPoolExecutor(len(self.slots)) as pool:
+        with interrupt_on_signals() as signals, ThreadPoolExecutor(len(self.slots)) as pool:
             try:
                 while True:
                     startable = self._startable_runs({run.config.run_folder for run, _ in pending.values()})
@@ -388,7 +388,7 @@ class ExperimentTrainer:
         if self.failed:
             words = "; ".join(f"{folder.name}: {failure}" for folder, failure in self.failed.items())
             remedies = {True: "the same command goes on with killed ones", False: "--retry tries failed ones again"}
-            kinds = sorted({failure.interrupted for failure in self.failed.values()})
+            kinds = sorted({failure.was_interrupted for failure in self.failed.values()})
             remedy = ", ".join(remedies[interrupted] for interrupted in kinds)
             logs = self.folder / LOG_FOLDER
             raise RunsFailed(f"{len(self.failed)} runs failed ({words}); {remedy}; their output is in {logs}")
@@ -417,7 +417,7 @@ class ExperimentTrainer:
         """
         for run in self.procedure.known_runs():
             record, path = _job_record(run), run.log_file(JOB_SUFFIX)
-            if record and run.outcome.ended:
+            if record and run.outcome.has_ended:
                 path.unlink(missing_ok=True)
             elif record and record["engine"] != (self.cluster and self.cluster.scheduler_name):
                 engine = str(record["engine"])
@@ -439,9 +439,9 @@ class ExperimentTrainer:
         """Print a line on a run that has ended, or record its failure."""
         outcome, title = replace(run.outcome), f"{run.stage}: {run.label}"  # the copy reads the files again
         failure_path = run.log_file(FAILURE)
-        if not outcome.ended:
+        if not outcome.has_ended:
             failure = self.failed[run.config.run_folder] = self._failure(run, status, outcome)
-            if not failure.interrupted:
+            if not failure.was_interrupted:
                 write_json(failure_path, vars(failure))
             print(f"{title}: failed with {failure} ({failure.log})", flush=True)
             return
@@ -451,7 +451,7 @@ class ExperimentTrainer:
             words = self._result_words(run, outcome)
             words += f", did not learn: {outcome.not_learned_text}" if outcome.not_learned_text else ""
         known_runs = self.procedure.known_runs()
-        left = sum(not run.outcome.ended for run in known_runs)
+        left = sum(not run.outcome.has_ended for run in known_runs)
         rest_words = f"{left} of the {len(known_runs)} runs known so far are left"
         print(f"{title}: {words}, {seconds:.0f} s; {rest_words}", flush=True)
 

@@ -67,7 +67,7 @@ def write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
     none. Returns `Judgement.entries`. Raises LMError: no run has ended, or a run's file can't be read.
     """
     experiment, primary, failed_runs = procedure.experiment, procedure.experiment.primary, failures(procedure)
-    if not any(run.outcome.ended for run in procedure.known_runs()):
+    if not any(run.outcome.has_ended for run in procedure.known_runs()):
         reason, remedy = "no run of this file and these overrides has ended", "leave --report-only out to train"
         if failed_runs:
             reason = f"no run has a result; {len(failed_runs)} failed, the first with {failed_runs[0][1]}"
@@ -208,7 +208,7 @@ def answers(judgement: Judgement) -> list[Answer]:
     margin, effect_name = judgement.primary.matters, f"Difference to {judgement.question.arms[0]}"
     marks, labels = [0.0, -margin, margin], ("0", f"{-margin:+g}", f"{margin:+g}")
     intervals = [verdict.interval for verdict in judgement.verdicts.values()]
-    ends = [end for interval in intervals if interval and interval.bounded for end in interval.as_list()] + marks
+    ends = [end for interval in intervals if interval and interval.is_bounded for end in interval.as_list()] + marks
     lowest, width = min(ends), np.ptp(ends) or 1.0
     cards = []
     for (size, arm), verdict in judgement.verdicts.items():
@@ -221,7 +221,7 @@ def answers(judgement: Judgement) -> list[Answer]:
             # the words end with seeds
             noise_source = "" if interval.noise_source == f"{verdict.seeds} seeds" else interval.noise_source
             value, ends = DIFFERENCE.text(interval.mean), DIFFERENCE.ends(interval)
-            effect = effect_name, value, ends, noise_source, positions if interval.bounded else None, labels
+            effect = effect_name, value, ends, noise_source, positions if interval.is_bounded else None, labels
         tone = {"better": "good", "worse": "bad", "unstable": "bad", "not learned": "bad"}.get(verdict.kind, "")
         reason = "" if verdict.reason == verdict.open_reason else f"{verdict.reason[:1].upper()}{verdict.reason[1:]}."
         cards.append(Answer(name, verdict.words, reason, tone, *effect))
@@ -378,7 +378,7 @@ def differences_picture(experiment: Experiment, judgement: Judgement) -> Picture
         label = ", ".join(filter(None, (size, arm)))
         if len(differences):
             traces.append(_dots(index, f"{label}, single seeds", [(x, value) for value in differences]))
-        if verdict.interval and verdict.interval.bounded:
+        if verdict.interval and verdict.interval.is_bounded:
             y, low, high = (np.array([value]) for value in verdict.interval.as_list())
             traces.append(Trace(index, label, np.array([x + 0.06]), y, "interval", low, high))
     if not traces:

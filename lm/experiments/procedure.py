@@ -85,7 +85,7 @@ class Choice:
     rates: dict[str, Rate | None] | None
 
     @property
-    def crossed(self) -> dict[str, tuple[Rate | None, ...]]:
+    def crossed_rates(self) -> dict[str, tuple[Rate | None, ...]]:
         """The rates of each arm whose final runs (the runs that are judged) are trained at several rates."""
         return {arm: rates for arm, rates in self.rates_of_final_runs.items() if len(rates) > 1}
 
@@ -123,11 +123,11 @@ class Procedure:
             scheduled = tuple(
                 kind
                 for kind, options in config.eval.kinds.items()
-                if options.wanted(config.data) and (not arm.trained or options.is_due(last_step, last_step))
+                if options.is_wanted(config.data) and (not arm.trained or options.is_due(last_step, last_step))
             )
             required, metric = self._required_options.get((size, arm.name), {}), self.experiment.primary.metric
             outcome = self._read(config.run_folder, last_step, metric, scheduled, required, config)
-            if outcome.ended:  # its folder is not read again
+            if outcome.has_ended:  # its folder is not read again
                 self._ended_outcomes[config.run_folder] = outcome
         overrides = tuple(self.experiment.evaluate_overrides)
         return Run(size, arm.name, stage, rate, seed, config, outcome, source, arm.swap, arm.trained, overrides)
@@ -198,7 +198,7 @@ class Procedure:
             for arm in arms:
                 runs.setdefault(arm.name, {}).update(self._runs_at(size, arm, "tune", missing, rates))
             runs_by_arm = {arm.name: [*chain(*runs[arm.name].values())] for arm in arms}
-            if not all(run.outcome.ended for run in chain(*runs_by_arm.values())):
+            if not all(run.outcome.has_ended for run in chain(*runs_by_arm.values())):
                 return None
             for arm_runs in runs_by_arm.values():
                 check_comparable(arm_runs, experiment.choice_metric)
@@ -227,7 +227,7 @@ class Procedure:
         rates = {name: arm_rates[0] for name, arm_rates in candidates.items()}
         for name, arm_rates in ((name, arm_rates) for name, arm_rates in candidates.items() if len(arm_rates) > 1):
             runs = self._runs_at(size, self._arms[name], "final", arm_rates, {})
-            if not all(run.outcome.ended for run in chain(*runs.values())):
+            if not all(run.outcome.has_ended for run in chain(*runs.values())):
                 return None
             rates[name] = best_rate(self._costs(runs), arm_rates)
         return rates
@@ -253,7 +253,7 @@ class Procedure:
         rows = []
         for name, by_rate in self.choice(size).runs.items():
             for run in chain(*(by_rate[rate] for rate in sorted(by_rate if self._arms[name].is_tuned else ()))):
-                ended, outcome = run.outcome.ended, run.outcome
+                ended, outcome = run.outcome.has_ended, run.outcome
                 means = [outcome.mean(metric, selection=True) if ended else math.nan for metric in metrics]
                 rows.append([size, name, experiment.tune.key, run.rate, run.seed, *means])
         frame = pd.DataFrame(rows, columns=["size", "arm", "key", "rate", "seed", *metrics])
@@ -266,7 +266,7 @@ class Procedure:
         notes += run_differences((run.arm, run.outcome) for run in self.known_runs())
         for size in experiment.sizes:
             choice, prefix = self.choice(size), f"{size}: " if size else ""
-            for arm, arm_rates in choice.crossed.items():
+            for arm, arm_rates in choice.crossed_rates.items():
                 rates = " and ".join(f"{rate:g}" for rate in sorted(arm_rates))
                 reason = "as tuning chose different rates for the arms"
                 notes.append(f"{prefix}{arm}: final seeds are trained at {rates}, {reason}")
@@ -377,7 +377,9 @@ class Procedure:
 
 def next_runs(runs: Iterable[Run]) -> list[Run]:
     """The known runs that can be started: they have not ended, and the runs that they start from have finished."""
-    return [run for run in runs if not run.outcome.ended and (not run.source or run.source.outcome.state == "finished")]
+    return [
+        run for run in runs if not run.outcome.has_ended and (not run.source or run.source.outcome.state == "finished")
+    ]
 
 
 def _by_seed(runs: Iterable[list[Run]]) -> list[Run]:
@@ -484,7 +486,7 @@ def commands(run: Run) -> list[list[str]]:
     """List the arguments of each `lm` command that a run still needs, in order; [] if the run has ended. The
     configuration that training reads is written beside the run's log. Each command can be stopped and started again.
     """
-    if run.outcome.ended:
+    if run.outcome.has_ended:
         return []
     config, folder, outcome, arguments = run.config, run.config.run_folder, run.outcome, []
     plugins = [f"--allow-plugin={package}" for package in sorted(run.packages)]
@@ -527,7 +529,7 @@ class Failure:
         return f"status {self.status}: {self.reason}" if self.status else self.reason
 
     @property
-    def interrupted(self) -> bool:
+    def was_interrupted(self) -> bool:
         """Whether a signal stopped or killed the run, which the next start then continues."""
         return self.status < 0 or self.status - 128 in STOP_SIGNALS
 
@@ -541,7 +543,7 @@ def read_failure(run: Run) -> Failure | None:
 def failures(procedure: Procedure) -> list[tuple[Run, Failure]]:
     """The runs of an experiment that have failed, each with its failure."""
     pairs = ((run, read_failure(run)) for run in procedure.known_runs())
-    return [(run, failure) for run, failure in pairs if failure and not run.outcome.ended]
+    return [(run, failure) for run, failure in pairs if failure and not run.outcome.has_ended]
 
 
 def forget_failures(procedure: Procedure) -> None:

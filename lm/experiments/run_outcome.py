@@ -180,7 +180,7 @@ class Outcome:
         return not self.planned or evaluation.asked in ({}, self.planned.eval.measured_options(evaluation.kind))
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether nothing is left to train or to measure."""
         return self.state != "unfinished"
 

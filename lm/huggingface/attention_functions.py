@@ -29,7 +29,7 @@ import lm.functional as functional
 from lm.attention.catalogue import ENTRIES
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer
-from lm.data.tokenizer import downloaded
+from lm.data.tokenizer import download_files
 from lm.errors import ConfigError, Problem
 from lm.functional import Named
 from lm.huggingface.architectures import SLIDING_ATTENTION
@@ -169,7 +169,7 @@ def _read_saved_parameters(model: PreTrainedModel) -> None:
     tensors = Shards(
         folder
         if folder.is_dir()
-        else downloaded(name, getattr(model.config, "_commit_hash", None), WEIGHT_FILE_PATTERNS)
+        else download_files(name, getattr(model.config, "_commit_hash", None), WEIGHT_FILE_PATTERNS)
     )
     for name, parameter in model.named_parameters():
         if f".{NORMALIZER_ATTRIBUTE}." in name:

@@ -14,7 +14,7 @@ from lm.config.data_config import END_OF_TEXT
 from lm.data.tokenizer import (
     NO_TOKENIZER,
     TOKENIZER_CONFIG,
-    downloaded,
+    download_files,
     find_tokenizer_json,
     library_errors,
     parse_tokenizer,
@@ -202,7 +202,7 @@ def open_pretrained(source: str, revision: str | None, tokenizer: Path | None) -
     if path.is_file():
         raise RunError(f"{path}: not a folder with a {CONFIG}; text and token ids are read by lm prepare")
     if not path.is_dir():
-        path = downloaded(source, revision, ["*.json", "*.safetensors"])
+        path = download_files(source, revision, ["*.json", "*.safetensors"])
         origin["commit"] = path.name
     if not (path / CONFIG).is_file():
         raise RunError(f"{path}: not a model in the format of transformers: it has no {CONFIG}")

@@ -103,7 +103,7 @@ class MeasuredModel(nn.Module):
             cache.seen += tokens.size(1)
         return hidden[:, first:]
 
-    def hidden(self, batch: Batch, first: int = 0) -> Tensor:
+    def hidden_states(self, batch: Batch, first: int = 0) -> Tensor:
         """Hidden states (B, T - first, C) of a batch's tokens from index `first` on."""
         return self(batch.tokens, batch_layout(batch), first=first)
 
@@ -116,7 +116,7 @@ class MeasuredModel(nn.Module):
     ) -> tuple[Tensor, ForwardContext]:
         """Return vectors of the tokens and the context of `blocks`, for `lm.model.attention_stream`. All layers are
         computed at once, and their queries, keys and values recorded."""
-        layout = layout or AttentionLayout.continuing(0, tokens.size(1), length or tokens.size(1), tokens.device)
+        layout = layout or AttentionLayout.continuation(0, tokens.size(1), length or tokens.size(1), tokens.device)
         for layer in self._layers:
             setattr(layer, RECORD, [])
         try:
@@ -147,7 +147,7 @@ def load_measured(folder: Path, normalizer: str, length: int | None) -> LoadedMo
     Raises RunError, DataError or ConfigError: no such model, normalizer or tokenizer, or attention that is not lm's.
     """
     source = open_pretrained(str(folder), None, None)
-    with PLUGINS.trusted():
+    with PLUGINS.trusted_text():
         options = build_named(SINGLE, parse_yaml(normalizer, "--normalizer"), "--normalizer")
     register({ATTENTION: to_plain(options)})
     logging.disable_progress_bar()

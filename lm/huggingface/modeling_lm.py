@@ -199,7 +199,7 @@ def input_layout(
     else:
         documents = packed_documents(is_token, position_ids) if is_token.size(1) == count else None
     if documents is None and (mask is None or bool(is_token.all())):
-        return AttentionLayout.continuing(n_cached, count, n_keys, device), position_ids, False
+        return AttentionLayout.continuation(n_cached, count, n_keys, device), position_ids, False
     triangle = torch.ones(count, is_token.size(1), dtype=torch.bool, device=device).tril(n_cached)
     visible = is_token[:, None, None] & triangle
     if documents is not None:

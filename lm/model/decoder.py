@@ -142,7 +142,9 @@ class Decoder(nn.Module):
         without a cache.
         """
         length = length or (cache.length if cache else tokens.size(1))
-        layout = layout or AttentionLayout.continuing(cache.seen if cache else 0, tokens.size(1), length, tokens.device)
+        layout = layout or AttentionLayout.continuation(
+            cache.seen if cache else 0, tokens.size(1), length, tokens.device
+        )
         x = self.embedding_norm(self.embedding(tokens))
         if self.position is not None:
             x = x + self.position(layout.positions)
@@ -186,9 +188,11 @@ class Decoder(nn.Module):
         """
         # a compiled block would be compiled anew for each `first`
         first = batch.first if self.run_block is _run_block else 0
-        return training_loss(self.hidden(batch, first).flatten(0, 1), self.head, batch.targets[:, first:].flatten())
+        return training_loss(
+            self.hidden_states(batch, first).flatten(0, 1), self.head, batch.targets[:, first:].flatten()
+        )
 
-    def hidden(self, batch: Batch, first: int = 0) -> Tensor:
+    def hidden_states(self, batch: Batch, first: int = 0) -> Tensor:
         """Hidden states (B, T - first, C) of a batch's tokens from index `first` on, after the last norm (see
         `forward`).
         """
@@ -266,7 +270,7 @@ class LogitsModel(nn.Module):
         self.head.out_features = logits.size(-1)
         return logits
 
-    def hidden(self, batch: Batch, first: int = 0) -> Tensor:
+    def hidden_states(self, batch: Batch, first: int = 0) -> Tensor:
         """Logits in place of hidden states, which the head leaves as they are."""
         return self(batch.tokens, first=first)
 

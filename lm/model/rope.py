@@ -34,9 +34,9 @@ def frequencies(
     """RoPE's frequencies after rescaling, which are radians per token of each rotated pair of dimensions, (pairs,)
     float64.
     """
-    pairs = torch.arange(rope.rotated(head_size) // 2, dtype=torch.float64, device=device)
+    pairs = torch.arange(rope.rotated_dimensions(head_size) // 2, dtype=torch.float64, device=device)
     if rope.partial:  # the rotated dimensions are as a head of their own
-        head_size = rope.rotated(head_size)
+        head_size = rope.rotated_dimensions(head_size)
     s = scaling.s(train_length, length)
     theta = scaling.theta(rope.theta, head_size, s)
     radians = rope.scaling.rescaled_frequencies(theta ** (-2 * pairs / head_size), theta, head_size)

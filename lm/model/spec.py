@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from lm.attention.contract import later_tokens_changes, randomized
+from lm.attention.contract import later_tokens_changes, random_normalizer
 from lm.config.data_config import END_OF_TEXT
 from lm.config.load import check_steps
 from lm.config.model_config import ModelConfig
@@ -94,7 +94,7 @@ def check_causality(config: Config) -> None:
     for options in layers:
         if ":" not in options.name:
             continue
-        normalizer = randomized(options, train_length=length)
+        normalizer = random_normalizer(options, train_length=length)
         if (later_tokens_changes(normalizer, length, length // 2) > TOLERANCE).any():
             reason = "gives a token weights that depend on later tokens, as if it forgot the mask"
             remedy = f"mask by layout.visible(); lm check-normalizer {options.name} tests it"

@@ -15,7 +15,7 @@ import pandas as pd
 from lm.config import normalizers as kinds
 from lm.config.tree import distinguishes_arms
 from lm.errors import RunError, yaml_scalar
-from lm.report.tables import plain_text, printable
+from lm.report.tables import plain_text, printable_text
 from lm.runs.evaluations import at_places, evaluation_rows, mean, number, point_means, reporting_rows
 from lm.runs.metric import Metric
 from lm.runs.record import RunRecord
@@ -155,7 +155,7 @@ class ArmComparison:
                 found.append(self._difference(arm, self.metric_names[name], at_last))
         return found
 
-    def paired(self, rows: pd.DataFrame) -> pd.DataFrame:
+    def paired_differences(self, rows: pd.DataFrame) -> pd.DataFrame:
         """Rows of the other arms whose `value` is the difference to the baseline's run of the same seeds, by unit: on
         the same sequence at the same point. Units that only one of the two has, and controls, are left out.
         """
@@ -179,7 +179,7 @@ class ArmComparison:
             subject = (
                 ", ".join(filter(None, (name.quantity, name.subject))) + place + (name.setting and f", {name.setting}")
             )
-        paired = self.paired(pd.concat(sides))
+        paired = self.paired_differences(pd.concat(sides))
         reason, interval = self._obstacle(arm, sides, paired), None
         if not reason:
             interval = paired_interval(paired, mean(paired, ["seeds"], paired["weight"])["value"].to_numpy())
@@ -216,16 +216,20 @@ class ArmComparison:
             ("They started from weights that had seen different numbers", [run.tokens_before for run in self.runs]),
             ("The runs have not seen the same number", [run.tokens_seen for run in self.runs]),
         ):
-            agreement, tokens = self.shared(counts)
+            agreement, tokens = self.shared_value(counts)
             warnings += [f"{words} of tokens: {tokens}."] * (agreement is False)
         return " ".join(warnings)
 
     @property
     def divergences(self) -> list[str]:
         """Sentences on how runs diverged."""
-        return [f"{printable(run.name)}: diverged: {printable(run.divergence)}" for run in self.runs if run.divergence]
+        return [
+            f"{printable_text(run.name)}: diverged: {printable_text(run.divergence)}"
+            for run in self.runs
+            if run.divergence
+        ]
 
-    def shared(self, values: Sequence[object]) -> tuple[bool | None, str]:
+    def shared_value(self, values: Sequence[object]) -> tuple[bool | None, str]:
         """Whether the `values` of all runs are equal (None if equal, but unrecorded for some), and the value as text,
         by arm if arms differ.
         """
@@ -282,7 +286,7 @@ def _mean_interval(of_runs: list[Interval | None], values: np.ndarray, about: Me
     seed_interval = over_seeds(values).interval()
     if about.units != "questions" or None in of_runs:
         return seed_interval
-    intervals = [*of_runs, *[seed_interval] * seed_interval.bounded]
+    intervals = [*of_runs, *[seed_interval] * seed_interval.is_bounded]
     low, high = min(interval.low for interval in intervals), max(interval.high for interval in intervals)
     return Interval(float(values.mean()), max(0.0, low), min(1.0, high), seed_interval.noise_source)
 
@@ -297,10 +301,10 @@ def paired_interval(paired: pd.DataFrame, means: np.ndarray) -> Interval | None:
 
 
 def shown_interval(interval: Interval | None, about: Metric) -> Interval | None:
-    """The interval of a difference as reports show it: None if it is not `bounded`; for fractions its ends are clipped
-    to [-1, 1].
+    """The interval of a difference as reports show it: None if an end is open; for fractions its ends are clipped to
+    [-1, 1].
     """
-    if interval is None or not interval.bounded:
+    if interval is None or not interval.is_bounded:
         return None
     limit = 1.0 if about.unit == "fraction" else np.inf
     return replace(interval, low=max(-limit, interval.low), high=min(limit, interval.high))
@@ -348,8 +352,8 @@ def _group_into_arms(records: list[RunRecord]) -> dict[str, list[RunRecord]]:
     keys = keys if len(keys) <= 3 else []  # more keys would make long labels: the runs' names tell the arms apart
 
     def settings(run: RunRecord) -> list[str]:
-        # `init_from` and `branch_from` are paths in `config`, which stand as their last part, and arms in `flat`
-        values = {key: run.config.get(key, run.flat.get(key)) for key in keys}
+        # `init_from` and `branch_from` are paths in `config`, which stand as their last part, and arms in `flat_config`
+        values = {key: run.config.get(key, run.flat_config.get(key)) for key in keys}
         return [f"{key.split('.')[-1]}={Path(str(value)).name}" for key, value in values.items() if value is not None]
 
     for suffixes in (settings, lambda run: [run.name], lambda run: [str(run.folder)]):
@@ -358,7 +362,7 @@ def _group_into_arms(records: list[RunRecord]) -> dict[str, list[RunRecord]]:
             ", ".join([label, *suffixes(runs[0])]) if repeats[label] > 1 else label
             for label, runs in zip(labels, runs_by_arm, strict=True)
         ]
-    return dict(zip(map(printable, labels), runs_by_arm, strict=True))
+    return dict(zip(map(printable_text, labels), runs_by_arm, strict=True))
 
 
 def arm_label(run: RunRecord) -> str:
@@ -385,11 +389,13 @@ def _config_diff(arms: Mapping[object, list[RunRecord]]) -> dict[str, tuple[str,
     it off.
     """
     keys = dict.fromkeys(
-        key for runs in arms.values() for run in runs for key in run.flat if key not in ("name", "seed")
+        key for runs in arms.values() for run in runs for key in run.flat_config if key not in ("name", "seed")
     )
     texts = {
         key: tuple(
-            ", ".join(dict.fromkeys(printable(yaml_scalar(run.flat.get(key, _MISSING_VALUE))) for run in runs))
+            ", ".join(
+                dict.fromkeys(printable_text(yaml_scalar(run.flat_config.get(key, _MISSING_VALUE))) for run in runs)
+            )
             for runs in arms.values()
         )
         for key in keys

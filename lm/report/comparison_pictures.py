@@ -19,7 +19,7 @@ from lm.report.comparison import (
     training_lengths,
 )
 from lm.report.pictures import Map, Panel, Picture, Trace
-from lm.report.tables import printable, with_unit
+from lm.report.tables import printable_text, with_unit
 from lm.runs.evaluations import mean, number, point_means
 from lm.runs.folder import DIVERGED, Curve
 from lm.runs.record import RunRecord
@@ -50,7 +50,7 @@ class DrawnRun(NamedTuple):
 def drawn_runs(comparison: ArmComparison) -> list[DrawnRun]:
     """Return the comparison's runs for drawing."""
     return [
-        DrawnRun(arm, run.seeds[-1], run.state, run, f"{printable(run.name)} ({arm}, {run.state})")
+        DrawnRun(arm, run.seeds[-1], run.state, run, f"{printable_text(run.name)} ({arm}, {run.state})")
         for arm, runs in comparison.arms.items()
         for run in runs
     ]
@@ -98,7 +98,9 @@ def curves(
         comparison: comparison of the finished runs, from which the reference level is read; None: no level is drawn.
     """
     swaps = [(run.record, step) for run in runs for step, _ in run.record.phases[1:]]
-    swap_tokens = {step * (record.flat.get("optim.batch_tokens") or 0) + record.tokens_before for record, step in swaps}
+    swap_tokens = {
+        step * (record.flat_config.get("optim.batch_tokens") or 0) + record.tokens_before for record, step in swaps
+    }
     marks = {tokens: "normalizer swapped" * (index == 0) for index, tokens in enumerate(sorted(swap_tokens))}
     panels, notes = [], []
     for name, (title, y_label) in titles.items():
@@ -159,7 +161,7 @@ def _traces(comparison: ArmComparison, of_differences: bool) -> dict[int, list[T
     that all runs of its arm have, and the mean over runs with its interval. Bins that begin before
     `FIRST_DRAWN_POSITION` are left out, except the last.
     """
-    rows = comparison.paired(comparison.rows) if of_differences else comparison.rows
+    rows = comparison.paired_differences(comparison.rows) if of_differences else comparison.rows
     rows = rows[rows["shape"] != "number"]
     rows = rows.assign(until=rows["until"].fillna(rows["x"]))  # a point is a bin without width
     indices, units = rows.groupby(["name", "arm", "x", "until"], sort=False).indices, rows[UNIT_COLUMNS]
@@ -184,7 +186,7 @@ def _traces(comparison: ArmComparison, of_differences: bool) -> dict[int, list[T
         bounds, label = (None, None, ""), f"{arm}, mean of {seed_count_text(len(table.columns))}"
         if any(intervals):
             pairs = zip(intervals, averages, strict=True)
-            ends = [(of.low, of.high) if of and of.bounded else (average, average) for of, average in pairs]
+            ends = [(of.low, of.high) if of and of.is_bounded else (average, average) for of, average in pairs]
             noise_source = next(of.noise_source for of in intervals if of and of.noise_source)
             bounds = *np.array(ends).T, noise_source
         traces[name].append(Trace(arm_index, label, x, averages, "mean", *bounds))
@@ -295,5 +297,5 @@ def parameter_picture(names: Sequence[str], runs: Sequence[DrawnRun]) -> Picture
         return None
     panels = [Panel(f"Parameter {name} of the normalizer", TOKENS_SEEN, "value", traces[name]) for name in traces]
     if is_alone:
-        names = [f"layer {layer}" for layer in range(runs[0].record.flat["model.n_layer"])]
+        names = [f"layer {layer}" for layer in range(runs[0].record.flat_config["model.n_layer"])]
     return Picture(panels, names, "Parameters of the normalizers. A line for each seed, layer and head.")

@@ -27,7 +27,7 @@ from lm.report.tables import (
     four_digit_text,
     numeral,
     plain_text,
-    printable,
+    printable_text,
 )
 from lm.runs.folder import DIVERGED, PEAK_MEMORY, highest
 from lm.runs.metric import Metric
@@ -199,7 +199,7 @@ def run_facts(comparison: ArmComparison) -> list[Fact]:
     """
     runs, arms = comparison.runs, comparison.arms
     by_run = [_conditions(run) for run in runs]
-    facts = {name: Fact(name, *comparison.shared([of_run[name] for of_run in by_run])) for name in by_run[0]}
+    facts = {name: Fact(name, *comparison.shared_value([of_run[name] for of_run in by_run])) for name in by_run[0]}
     seed_lists = {tuple(run.seeds for run in of_arm) for of_arm in arms.values()}
     facts["seeds"] = replace(facts["seeds"], agrees=len(seed_lists) == 1)
     if facts["code"].agrees and "uncommitted" in facts["code"].value:  # equal commits need not be equal code
@@ -214,7 +214,7 @@ def run_facts(comparison: ArmComparison) -> list[Fact]:
     return [
         *facts.values(),
         *(Fact(f"normalizer: {arm}", None, _normalizer_text(of_arm[0]), False) for arm, of_arm in arms.items()),
-        *(Fact(name, *comparison.shared(of_runs), condition=False) for name, of_runs in values.items()),
+        *(Fact(name, *comparison.shared_value(of_runs), condition=False) for name, of_runs in values.items()),
     ]
 
 
@@ -222,14 +222,16 @@ def _conditions(run: RunRecord) -> dict[str, Plain]:
     """Settings and counts of a run in which the runs of a fair comparison agree."""
     total, normalizer = run.environment_entry("parameters.total"), run.environment_entry("parameters.normalizer")
     evaluated_after = {evaluation.tokens_seen for evaluation in run.evaluations}
-    scheduled = [key for key in run.flat if key.startswith(("optim.lr", "optim.warmup_steps", "optim.schedule."))]
+    scheduled = [
+        key for key in run.flat_config if key.startswith(("optim.lr", "optim.warmup_steps", "optim.schedule."))
+    ]
     return {
         "tokens seen": run.tokens_seen,
         "tokens seen when evaluated": ", ".join(f"{tokens:,}" for tokens in sorted(evaluated_after)) or None,
         "tokens in the weights started from": run.tokens_before,
         "data fingerprint": run.environment_entry("data_fingerprint"),
-        "tokens in a step": run.flat.get("optim.batch_tokens"),
-        "steps": run.flat.get("trainer.max_steps"),
+        "tokens in a step": run.flat_config.get("optim.batch_tokens"),
+        "steps": run.flat_config.get("trainer.max_steps"),
         "seeds": seeds_shown(run.seeds),
         "learning rate and schedule": ", ".join(f"{key}={run.flat[key]}" for key in scheduled),
         "parameters outside the normalizer": None if None in (total, normalizer) else total - normalizer,
@@ -278,7 +280,7 @@ def text_words(run: RunRecord) -> str:
     words = [str(part) for name in names for part in (name if isinstance(name, list) else [name])]
     words += [entry["task"]["name"] for entry in run.config["data"].get("tasks") or []]
     count = None if run.symbolic else run.environment_entry("data.train_tokens")
-    return printable(", ".join([*words, *([f"{count:,} training tokens"] if count else [])]))
+    return printable_text(", ".join([*words, *([f"{count:,} training tokens"] if count else [])]))
 
 
 def _normalizer_text(run: RunRecord) -> str:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from lm.errors import abbreviated
+from lm.errors import abbreviate
 from lm.plain import Plain
 from lm.report.comparison import NO_INTERVAL_REASON, interval_of
 from lm.report.tables import Column, FilledColumn, Table, numeral, print_tables, table_bytes
@@ -71,7 +71,7 @@ def rows_of(evaluation: Evaluation) -> list[dict[str, Plain]]:
             if has_interval:
                 interval = interval_of(units.iloc[indices[(0, *key, mean.place)]], mean.value)
                 row["over"] = f"no interval: {NO_INTERVAL_REASON}" if np.isfinite(mean.value) else ""
-                if interval and interval.bounded:
+                if interval and interval.is_bounded:
                     row |= {"low": interval.low, "high": interval.high, "over": interval.noise_source}
             rows += [row, *levels]
         if is_bin:
@@ -105,11 +105,11 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
                 for row in result.rows
             ]
         )
-        shown = _printed(rows)
+        shown = _printed_rows(rows)
         if len(shown):
             print_tables(_table(title, shown))
         if len(logged := rows["metric"][rows["metric"] != rows["quantity"]].unique()):
-            print(abbreviated(f"in metrics.jsonl: {', '.join(logged)}"))
+            print(abbreviate(f"in metrics.jsonl: {', '.join(logged)}"))
         if omitted_count := len(rows) - len(shown):
             destination = output or "in a table with -o table.csv"
             print(f"{omitted_count:,} more numbers, by layer, position or the like, and all intervals: {destination}")
@@ -120,7 +120,7 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
         )
 
 
-def _printed(rows: pd.DataFrame) -> pd.DataFrame:
+def _printed_rows(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of a kind of evaluation that are printed."""
     if rows["quantity"].nunique() > MAX_COLUMNS:
         return rows[rows["where"] == ""]

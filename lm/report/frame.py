@@ -118,7 +118,7 @@ def run_columns(record: RunRecord) -> dict[str, Any]:
         "arm": experiment.get("arm") or arm_label(record),
         "size": experiment.get("size"),
         "stage": experiment.get("stage"),
-        "rate": experiment.get("rate") or record.flat.get("optim.lr"),
+        "rate": experiment.get("rate") or record.flat_config.get("optim.lr"),
         "seed": record.config["seed"],
         "commit": record.commits,
         "state": record.state,

@@ -35,7 +35,7 @@ from lm.report.comparison_tables import (
     text_words,
 )
 from lm.report.pictures import COLOURS, DARK_COLOURS, GREY, GRID, INK, PAPER, Picture, dark_style
-from lm.report.tables import Table, four_digit_text, plain_text, printable, to_csv
+from lm.report.tables import Table, four_digit_text, plain_text, printable_text, to_csv
 from lm.runs.record import RunRecord
 
 COST_NOTE = (
@@ -162,7 +162,8 @@ def trained_words(runs: Sequence[RunRecord]) -> str:
     if not runs:
         return ""
     steps, sizes, lengths = (
-        listed(run.flat.get(key) for run in runs) for key in ("trainer.max_steps", "optim.batch_tokens", "data.seq_len")
+        listed(run.flat_config.get(key) for run in runs)
+        for key in ("trainer.max_steps", "optim.batch_tokens", "data.seq_len")
     )
     return (
         f"Trained: {millions(run.environment_entry('parameters.total') for run in runs)} million parameters, on "
@@ -261,7 +262,9 @@ def write_comparison(comparison: ArmComparison, folder: Path) -> Path:
     for run in runs:
         commands.add("details", run_details(run))
     sections = [summary, *run_sections(comparison.names, runs, comparison), commands]
-    run_names = f": {', '.join(printable(run.name) for run in comparison.runs)}" if len(comparison.arms) == 1 else ""
+    run_names = (
+        f": {', '.join(printable_text(run.name) for run in comparison.runs)}" if len(comparison.arms) == 1 else ""
+    )
     page = Page(" vs ".join(comparison.arms) + run_names, sections, introduction([comparison.runs]))
     table = to_csv(comparison_tables(comparison)).encode()
     contents = page_files(page, folder) | {folder / "table.csv": table}

@@ -19,7 +19,7 @@ from lm.files import json_bytes
 from lm.plain import Plain, json_value
 from lm.statistics.intervals import Interval
 
-NO_INTERVAL = "[no interval]"  # stands beside a mean whose interval is not `bounded`
+NO_INTERVAL = "[no interval]"  # stands beside a mean whose interval has an open end
 
 ColumnKind = Literal["label", "words", "number", "mean", "difference"]
 Cell = str | Text | Interval | None  # None: not measured; Text: for the terminal only
@@ -54,8 +54,8 @@ class Column:
         return "-" if cell is None else cell
 
     def ends(self, cell: Interval) -> str:
-        """The ends of an interval as `[low, high]`, or `NO_INTERVAL` if the interval is not `bounded`."""
-        if not cell.bounded:
+        """The ends of an interval as `[low, high]`, or `NO_INTERVAL` if an end is open."""
+        if not cell.is_bounded:
             return NO_INTERVAL
         return f"[{self.text(cell.low)}, {self.text(cell.high)}]"
 
@@ -96,10 +96,10 @@ def plain_text(value: object) -> str:
         return "not recorded"
     if isinstance(value, bool):
         return str(value).lower()
-    return f"{value:,}" if isinstance(value, int) else printable(str(value))
+    return f"{value:,}" if isinstance(value, int) else printable_text(str(value))
 
 
-def printable(text: str) -> str:
+def printable_text(text: str) -> str:
     """The text on one line, without control characters."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 

@@ -99,7 +99,7 @@ def rows(
     n_units, n_points = values.shape
     words = dict.fromkeys(("TASK", "NAME", "PART"), task or metric.quantity) | {"SETTING": setting}
     words |= dict.fromkeys(("STATISTIC", "METRIC"), metric.quantity)
-    names = [metric.named(**words, LENGTH=point).name or metric.quantity for point in x]
+    names = [metric.fill_name(**words, LENGTH=point).name or metric.quantity for point in x]
     points = {"metric": names, "x": x, "until": until or [np.nan] * n_points}
     columns: dict[str, object] = {name: np.repeat(column, n_units) for name, column in points.items()}
     if units is None:

@@ -56,7 +56,7 @@ class Metric:
         """Whether it is measured for each sequence or question, so that an experiment's `primary.metric` can be it."""
         return bool(self.units)
 
-    def named(self, **words: object) -> "Metric":
+    def fill_name(self, **words: object) -> "Metric":
         """The metric with `words` in place of these words in braces in its name; others stay."""
         name = re.sub(r"\{(\w+)\}", lambda word: str(words.get(word[1], word[0])), self.name)
         return replace(self, name=name.strip())

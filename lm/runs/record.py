@@ -174,7 +174,7 @@ class RunRecord:
         )
 
     @cached_property
-    def flat(self) -> dict[str, Plain]:
+    def flat_config(self) -> dict[str, Plain]:
         """The configuration as dotted keys, overridden by the values of `arm_definition`."""
         return flatten(self.config) | self.arm_definition
 

@@ -29,7 +29,7 @@ class Interval:
     noise_source: str = ""
 
     @property
-    def bounded(self) -> bool:
+    def is_bounded(self) -> bool:
         """Whether both ends are finite and differ. It is False where all values of a sample are equal
         (`Estimate.half_width`).
         """

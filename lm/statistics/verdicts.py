@@ -245,7 +245,7 @@ def verdicts(comparisons: Mapping[Name, Comparison], matters: float) -> dict[Nam
         comparisons: the comparison of each arm with the baseline, by name.
         matters: smallest difference of interest, above 0, in the metric's unit, fixed before any run.
     """
-    stacks, found = stacked(comparisons), dict[Name, Verdict]()
+    stacks, found = stack_comparisons(comparisons), dict[Name, Verdict]()
     family = family_of(stacks)
     for stack, members in stacks:
         found.update(zip(members, _stack_verdicts(stack, [*members.values()], matters, family), strict=True))
@@ -255,7 +255,7 @@ def verdicts(comparisons: Mapping[Name, Comparison], matters: float) -> dict[Nam
 Stack = tuple[Comparison, dict[Name, Comparison]]  # comparisons that are alike as one, and these comparisons
 
 
-def stacked(comparisons: Mapping[Name, Comparison]) -> list[Stack]:
+def stack_comparisons(comparisons: Mapping[Name, Comparison]) -> list[Stack]:
     """Join comparisons with equally many rates and seeds, so that thousands of them are computed at once."""
     stacks = defaultdict[tuple, dict[Name, Comparison]](dict)
     for name, comparison in comparisons.items():
@@ -377,7 +377,7 @@ def _answer(
     if is_within:
         reason = f"the interval holds 0 and lies within {margin:g}{method}"
         return "no difference above margin", f"{reason}{'' if stack.bounds else assumption}", ""
-    if is_tied and not interval.bounded:
+    if is_tied and not interval.is_bounded:
         remark = "" if interval.mean == 0 else f", which so few can't bring to {ALPHA:g}"
         reason = f"{tie}: p = {p:.2g} by the {exact_test}{remark}"
         return "undecided", reason, "all seeds agree, and are too few"

@@ -144,7 +144,7 @@ def make_loggers(config: Config, environment: dict[str, Plain], is_main: bool) -
         ConfigError: a logger from outside can't be imported or made.
         RunError: wandb can't be started.
     """
-    outside = outside_objects("log.to", config.log.outside, Logger, Mirror)
+    outside = outside_objects("log.to", config.log.outside_loggers, Logger, Mirror)
     for logger in outside:
         logger.attempt(logger.log_hyperparams, to_plain(config))
     loggers: list[RunLogger] = [MetricsFile(config.run_folder / METRICS)] * is_main

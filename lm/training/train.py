@@ -50,7 +50,7 @@ def train(config: Config) -> int:
                 key = f"phases[{index}].seq_len" if phase.seq_len else "data.seq_len"
                 check_sequences(store, config.in_phase(index), key=key)
                 train_sequences(store, config.in_phase(index))  # its tasks have room
-            if config.trainer.callbacks or config.log.outside:
+            if config.trainer.callbacks or config.log.outside_loggers:
                 import torchmetrics  # noqa: F401 (`self.log` needs it)
             from lm.training.fit import fit  # Lightning takes seconds; errors above don't need it
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lm.attention import catalogue as opt
 from lm.attention.catalogue import make_normalizer
-from lm.attention.contract import inputs, randomized
+from lm.attention.contract import inputs, random_normalizer
 from lm.attention.elementwise_sums import tiles
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
@@ -167,13 +167,16 @@ def test_bf16_keys_hold_every_bit_of_their_bias(compiles: bool):
 @pytest.mark.parametrize("options", [opt.ALiBi(), opt.Forget()], ids=lambda options: options.name)
 def test_the_bias_of_keys_is_exact_in_every_layout(options: object):
     """One sequence, packed documents with and without a mask, and decoding, in bf16, against the definition."""
-    (q, k, v), normalizer = inputs(700, batch=1, normalizer=randomized(options)), randomized(options, torch.float32)
+    (q, k, v), normalizer = (
+        inputs(700, batch=1, normalizer=random_normalizer(options)),
+        random_normalizer(options, torch.float32),
+    )
     steps, state, decoded = ((0, 600), (600, 601), (601, 700)), None, []
     low_q, low_k, low_v = q.float(), k.float(), v.bfloat16()
     for a, b in steps:
         new = slice(a, b)
         output, state = normalizer.decode(
-            *(x[:, :, new] for x in (low_q, low_k, low_v)), AttentionLayout.continuing(a, b - a, 700), state
+            *(x[:, :, new] for x in (low_q, low_k, low_v)), AttentionLayout.continuation(a, b - a, 700), state
         )
         decoded.append(output)
     documents, whole = AttentionLayout.from_document_lengths([90, 600, 10]), AttentionLayout.full(700)
@@ -183,7 +186,7 @@ def test_the_bias_of_keys_is_exact_in_every_layout(options: object):
         (documents, normalizer(low_q, low_k, low_v, documents)),
         (documents, normalizer.attend(low_q, low_k, low_v, documents)),
     ):
-        assert relative(output, randomized(options).weights(q, k, layout) @ v) < 4e-3
+        assert relative(output, random_normalizer(options).weights(q, k, layout) @ v) < 4e-3
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -321,7 +321,7 @@ def mean_over(policy: str, value: Callable[[float], float]) -> float:
     return sum(value(fixed or i + 1) for i in range(TRAIN)) / TRAIN
 
 
-def randomized(options: object) -> Normalizer:
+def random_normalizer(options: object) -> Normalizer:
     """The normalizer with random parameters, float64."""
     normalizer = make_normalizer(options, LayerSpec(HEADS, SIZE, WIDTH, TRAIN)).double()
     generator = torch.Generator().manual_seed(1)
@@ -374,7 +374,7 @@ def test_first_values_are_as_documented(options: object):
 
 @every_case
 def test_weights_and_the_fast_path_are_the_definition(options: object):
-    normalizer = randomized(options)
+    normalizer = random_normalizer(options)
     q, k, v, x = inputs(normalizer)
     exact, layout = expected(normalizer, q, k, x), AttentionLayout.full(LENGTH)
     torch.testing.assert_close(normalizer.weights(q, k, layout), exact, rtol=0, atol=2e-6)  # ln n is in fp32
@@ -384,13 +384,13 @@ def test_weights_and_the_fast_path_are_the_definition(options: object):
 @every_case
 def test_decoding_is_the_definition(options: object):
     """Token by token and in pieces."""
-    normalizer = randomized(options)
+    normalizer = random_normalizer(options)
     q, k, v, x = inputs(normalizer)
     exact, state, n_seen = expected(normalizer, q, k, x) @ v, None, 0
     for new in (1, 1, 4, 1, 8, 1, 7):
         part = slice(n_seen, n_seen + new)
         out, state = normalizer.decode(
-            q[:, :, part], k[:, :, part], v[:, :, part], AttentionLayout.continuing(n_seen, new, LENGTH), state
+            q[:, :, part], k[:, :, part], v[:, :, part], AttentionLayout.continuation(n_seen, new, LENGTH), state
         )
         torch.testing.assert_close(out, exact[:, :, part], rtol=0, atol=1e-5)
         n_seen += new

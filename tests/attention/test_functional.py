@@ -11,7 +11,7 @@ from torch import Tensor
 import lm.functional as L
 from lm.attention import catalogue as opt
 from lm.attention.catalogue import ENTRIES
-from lm.attention.contract import HEADS, SIZE, TRAIN_LENGTH, WIDTH, randomized
+from lm.attention.contract import HEADS, SIZE, TRAIN_LENGTH, WIDTH, random_normalizer
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer
 from lm.errors import ConfigError
@@ -77,7 +77,7 @@ def assert_same(actual: Tensor, expected: Tensor, leaves: list[Tensor]) -> None:
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("options", CASES, ids=lambda options: options.label())
 def test_attention_and_its_gradients_are_the_definition(options: opt.Options, given: str):
-    normalizer, (arguments, layout) = randomized(options), GIVEN[given]
+    normalizer, (arguments, layout) = random_normalizer(options), GIVEN[given]
     leaves = inputs(heads=2)
     out = L.attention(normalizer, *leaves[1:], x=leaves[0], **arguments)
     assert_same(out, defined(normalizer, *leaves, layout()), [*leaves, *normalizer.parameters()])
@@ -85,7 +85,7 @@ def test_attention_and_its_gradients_are_the_definition(options: opt.Options, gi
 
 @pytest.mark.parametrize("options", CASES, ids=lambda options: options.label())
 def test_fewer_queries_than_keys_go_on_from_earlier_ones(options: opt.Options):
-    normalizer = randomized(options)
+    normalizer = random_normalizer(options)
     x, q, k, v = inputs()
     last = slice(TOKENS - 3, TOKENS)
     if normalizer.reads_input:
@@ -93,20 +93,20 @@ def test_fewer_queries_than_keys_go_on_from_earlier_ones(options: opt.Options):
             L.attention(normalizer, q[:, :, last], k, v)
         return
     out = L.attention(normalizer, q[:, :, last], k, v)
-    expected = defined(normalizer, x, q[:, :, last], k, v, AttentionLayout.continuing(TOKENS - 3, 3, TOKENS))
+    expected = defined(normalizer, x, q[:, :, last], k, v, AttentionLayout.continuation(TOKENS - 3, 3, TOKENS))
     assert_same(out, expected, [q, k, v, *normalizer.parameters()])
 
 
 SCALED = [
     options
     for options in CASES
-    if randomized(options).fused_inputs(*(drawn(1, HEADS, 4, SIZE, seed=0),) * 2, AttentionLayout.full(4))
+    if random_normalizer(options).fused_inputs(*(drawn(1, HEADS, 4, SIZE, seed=0),) * 2, AttentionLayout.full(4))
 ]
 
 
 @pytest.mark.parametrize("options", SCALED, ids=lambda options: options.label())
 def test_plain_softmax_of_scaled_queries_is_the_definition(options: opt.Options):
-    normalizer, layout = randomized(options), AttentionLayout.from_positions(packed())
+    normalizer, layout = random_normalizer(options), AttentionLayout.from_positions(packed())
     x, q, k, v = inputs()
     scaled_q, scaled_k = L.scaled(normalizer, q, k, positions=packed())
     weights = (scaled_q @ scaled_k.mT / SIZE**0.5).masked_fill(~layout.visible(), -torch.inf).softmax(-1)
@@ -159,7 +159,7 @@ def test_unknown_names_and_options_and_queries_that_are_not_scaled_are_refused()
 @pytest.mark.parametrize("length", [20, 700])
 @pytest.mark.parametrize("options", CASES, ids=lambda options: options.label())
 def test_outputs_have_the_dtype_of_the_values_under_autocast_too(options: opt.Options, length: int):
-    normalizer = randomized(options).float()
+    normalizer = random_normalizer(options).float()
     q, x = drawn(1, HEADS, length, SIZE, seed=0).float(), drawn(1, length, WIDTH, seed=1).float()
     for dtype in (torch.float32, torch.bfloat16):
         with torch.autocast("cpu", torch.bfloat16):

@@ -12,7 +12,7 @@ from test_normalizers import CASES, every_case
 from torch import Tensor
 
 from lm.attention import catalogue, gpu_kernels
-from lm.attention.contract import inputs, randomized
+from lm.attention.contract import inputs, random_normalizer
 from lm.attention.elementwise_sums import elementwise_attention, why_tiles
 from lm.attention.layout import AttentionLayout, by_documents
 from lm.model.cross_entropy import Head, training_loss
@@ -45,7 +45,7 @@ GPU = ["trainer.accelerator=gpu", "trainer.precision=bf16-mixed"]
 @every_case
 def test_the_gpu_gives_the_definition_forward_backward_packed_and_decoding(options: object):
     length, sizes = 130, [40, 1, 72, 17]
-    normalizer, exact = randomized(options, torch.float32).cuda(), randomized(options)
+    normalizer, exact = random_normalizer(options, torch.float32).cuda(), random_normalizer(options)
     q, k, v = inputs(length, normalizer=exact)
     fast = [x.float().cuda().requires_grad_() for x in (q, k, v)]
     slow = [x.requires_grad_() for x in (q, k, v)]
@@ -77,10 +77,10 @@ def test_the_gpu_gives_the_definition_forward_backward_packed_and_decoding(optio
             "packed",
         )
         _, state = normalizer.decode(
-            *(x[:, :, :100] for x in fast), AttentionLayout.continuing(0, 100, length, "cuda"), None
+            *(x[:, :, :100] for x in fast), AttentionLayout.continuation(0, 100, length, "cuda"), None
         )
         later, _ = normalizer.decode(
-            *(x[:, :, 100:] for x in fast), AttentionLayout.continuing(100, 30, length, "cuda"), state
+            *(x[:, :, 100:] for x in fast), AttentionLayout.continuation(100, 30, length, "cuda"), state
         )
         close(later, expected[:, :, 100:], "decode")
 
@@ -93,7 +93,7 @@ def test_errors_under_autocast_are_at_most_twice_softmaxs(name: str, rope: bool)
 
 @pytest.mark.parametrize("name", [name for name in ENTRIES if catalogue.implementation(name).gpu_package])
 def test_the_kernels_of_others_pass_their_check_and_give_packed_documents(name: str):
-    normalizer = randomized(catalogue.ENTRIES[name](), torch.float32).cuda()
+    normalizer = random_normalizer(catalogue.ENTRIES[name](), torch.float32).cuda()
     pytest.importorskip(normalizer.gpu_package)
     q, k, v = (x.cuda() for x in inputs(300, torch.bfloat16, normalizer=normalizer.cpu()))
     normalizer.cuda()

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from lm.attention import catalogue as opt
 from lm.attention import gpu_kernels
 from lm.attention.catalogue import NORMALIZERS
-from lm.attention.contract import HEADS, TRAIN_LENGTH, WIDTH, inputs, randomized
+from lm.attention.contract import HEADS, TRAIN_LENGTH, WIDTH, inputs, random_normalizer
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
 from lm.attention.sparse import Entmax15Normalizer
@@ -32,7 +32,7 @@ def test_flex_attention_computes_the_definition(name: str, monkeypatch: pytest.M
         return create_block_mask(*arguments)
 
     monkeypatch.setattr(gpu_kernels, "_flex", lambda: (flex_attention, make_mask))
-    normalizer = randomized(next(options for options in FLEX if options.name == name))
+    normalizer = random_normalizer(next(options for options in FLEX if options.name == name))
     q, k, v = inputs(96, normalizer=normalizer)
     starts = [torch.cat([torch.arange(n) for n in sizes]) for sizes in ([30, 66], [96])]
     for layout in (AttentionLayout.full(96), AttentionLayout.from_positions(torch.stack(starts))):
@@ -54,7 +54,7 @@ def test_sizes_that_adasplash_lacks_are_padded(options: object, monkeypatch: pyt
         return normalizer.weights(q, k, AttentionLayout.full(128)) @ v
 
     monkeypatch.setattr(gpu_kernels, "import_module", lambda name: SimpleNamespace(adasplash=adasplash))
-    normalizer = randomized(options, size=40)
+    normalizer = random_normalizer(options, size=40)
     q, k, v = inputs(100, size=40, normalizer=normalizer)
     expected = normalizer.weights(q, k, AttentionLayout.full(100)) @ v
     torch.testing.assert_close(

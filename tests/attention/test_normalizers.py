@@ -12,7 +12,7 @@ from torch import Tensor
 from lm.attention import catalogue, contract
 from lm.attention import catalogue as opt
 from lm.attention.catalogue import make_normalizer
-from lm.attention.contract import HEADS, TRAIN_LENGTH, WIDTH, inputs, randomized
+from lm.attention.contract import HEADS, TRAIN_LENGTH, WIDTH, inputs, random_normalizer
 from lm.attention.layout import AttentionLayout, by_documents
 from lm.attention.normalizer import LayerSpec
 from lm.attention.options import Options
@@ -92,7 +92,7 @@ def test_linear_attention_decodes_across_chunks_and_segments(case: str, monkeypa
 
 @every_case
 def test_a_block_takes_at_most_64_bytes_a_weight(options: Options):
-    normalizer, layout, length = randomized(options, torch.float32), AttentionLayout.full(256), 256
+    normalizer, layout, length = random_normalizer(options, torch.float32), AttentionLayout.full(256), 256
     q, k, v = (x.requires_grad_() for x in inputs(length, normalizer=normalizer, dtype=torch.float32))
     with TensorMemory() as memory:
         by_query_blocks(normalizer, q, k, v, layout).sum().backward()
@@ -153,7 +153,7 @@ def test_thresholds_are_found_in_the_steps_they_are_given(size: int, dtype: torc
 
 @pytest.mark.parametrize("options", [opt.ALiBi(), opt.Linear(decay=True), opt.Softmax()], ids=Options.label)
 def test_weights_of_equal_tokens_fall_by_the_decay(options: Options):
-    normalizer, tokens = randomized(options), torch.ones(1, HEADS, 20, 16, dtype=torch.float64)
+    normalizer, tokens = random_normalizer(options), torch.ones(1, HEADS, 20, 16, dtype=torch.float64)
     weights = normalizer.weights(tokens, tokens, AttentionLayout.full(20))
     decays = normalizer.log_decay(weights).exp()
     assert (decays.diff() > 0).all() or options.name == "softmax"

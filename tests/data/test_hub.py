@@ -13,7 +13,7 @@ from lm.data import sources as module
 from lm.data.prepare import prepare, summary
 from lm.data.sources import source_identity
 from lm.data.store import Store
-from lm.data.tokenizer import downloaded
+from lm.data.tokenizer import download_files
 from lm.errors import DataError
 
 
@@ -151,7 +151,7 @@ def test_an_error_of_the_hub_says_its_cause(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
     for read, remedy in (
         (lambda: prepared(Hub(dataset="a/b", split="train"), tmp_path), "; pin data.source.revision to a commit, and"),
-        (lambda: downloaded("a/b", None, []), ""),
+        (lambda: download_files("a/b", None, []), ""),
     ):
         with pytest.raises(DataError) as error:
             read()

@@ -286,7 +286,7 @@ def test_a_seq_len_beyond_the_text_is_an_error_that_names_a_value_that_fits(data
         config.eval.long_context.length_factor = factor
         try:
             check_sequences(store, config)
-            if config.eval.long_context.wanted(config.data):
+            if config.eval.long_context.is_wanted(config.data):
                 long_sequences(store, config)
         except ConfigError as error:
             return str(error)

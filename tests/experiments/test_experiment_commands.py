@@ -123,7 +123,7 @@ def test_a_moved_experiment_has_the_same_runs(tmp_path, sizes):
     shutil.move(tmp_path / "runs", tmp_path / "elsewhere")
     after = experiment(tmp_path, f"runs={tmp_path / 'elsewhere'}", arms=STARTS, sizes=sizes)
     assert [run.config.name for run in after.known_runs()] == [run.config.name for run in before.known_runs()]
-    assert all(run.outcome.ended for run in after.known_runs())
+    assert all(run.outcome.has_ended for run in after.known_runs())
     default = experiment(tmp_path, "runs=runs", arms=STARTS, sizes=sizes)
     assert all(run.config.name.endswith(config_hash(run.config)) for run in default.known_runs()), (
         "as earlier versions named them"

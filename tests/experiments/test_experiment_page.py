@@ -71,7 +71,7 @@ def losses(run: Run) -> float:
 def finish_all(procedure: Procedure, loss=losses, **options: object) -> Procedure:
     """Every run that the experiment asks for, tuning first."""
     while unfinished := [
-        run for run in procedure.known_runs() if not run.outcome.ended and not run.config.run_folder.exists()
+        run for run in procedure.known_runs() if not run.outcome.has_ended and not run.config.run_folder.exists()
     ]:
         for run in unfinished:
             finish(run, loss(run), **options)

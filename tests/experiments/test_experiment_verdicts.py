@@ -104,7 +104,7 @@ def test_rates_are_chosen_on_the_documents_that_select_and_judged_on_those_that_
     selects_document = selection_mask(FINGERPRINT, np.arange(40))
     optima = {True: 2e-3, False: 4e-3}  # by whether a document selects
     procedure = experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3, 8e-3], "seeds": [101, 102], **by})
-    while unfinished := [run for run in procedure.known_runs() if not run.outcome.ended]:
+    while unfinished := [run for run in procedure.known_runs() if not run.outcome.has_ended]:
         for run in unfinished:
             finish(run, 5.0)
             by_part = {
@@ -307,7 +307,7 @@ def test_an_arm_is_tuned_that_starts_from_one_without_a_rate_of_its_own(tmp_path
     procedure = experiment(tmp_path, arms=arms, tune={"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]})
     trained_folders = set[Path]()
     n_planned = procedure.n_runs("")
-    while unfinished := [run for run in procedure.known_runs() if not run.outcome.ended]:
+    while unfinished := [run for run in procedure.known_runs() if not run.outcome.has_ended]:
         assert all(
             run.source is None
             or run.source.config.run_folder in trained_folders | {source.config.run_folder for source in unfinished}

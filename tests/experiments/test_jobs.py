@@ -161,7 +161,7 @@ def test_killed_at_random_the_same_work_ends_with_the_same_numbers(file, overrid
             kills["experiment"] += 1
         process.wait()
         ended_folders = [
-            run.config.run_folder for run in Procedure(killed.experiment).known_runs() if run.outcome.ended
+            run.config.run_folder for run in Procedure(killed.experiment).known_runs() if run.outcome.has_ended
         ]
         first_starts |= {
             run: steps for run, steps in starts().items() if run in ended_folders and run not in first_starts

@@ -66,7 +66,7 @@ def ends_in_order(file: Path, overrides: list[str], order: random.Random) -> lis
         names = [run.config.name for run in procedure.known_runs()]
         assert {*known} <= {*names}, "a run that was needed stays so"
         known = names
-    assert all(run.outcome.ended for run in procedure.known_runs())
+    assert all(run.outcome.has_ended for run in procedure.known_runs())
     return known
 
 

@@ -171,7 +171,7 @@ def test_a_killed_compare_finds_its_jobs_again_and_none_is_trained_twice(file, a
     assert third.returncode == 0, third.stderr
     assert (folder / "verdicts.json").exists()
     runs = open_experiment(file, arguments[1:]).known_runs()
-    assert [run.outcome.ended for run in runs] == [True] * 4
+    assert [run.outcome.has_ended for run in runs] == [True] * 4
     assert [len(read_json(run.config.run_folder / "environment.json")["starts"]) for run in runs] == [1] * 4, (
         "none is trained twice"
     )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from lm.attention import catalogue as opt
-from lm.attention.contract import randomized
+from lm.attention.contract import random_normalizer
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer
 from lm.config.model_config import ModelConfig
@@ -138,7 +138,7 @@ PEERS: dict[str, tuple[opt.Options, Callable[..., Tensor]]] = {
 @pytest.mark.parametrize("peer", PEERS)
 def test_normalizers_are_those_of_other_libraries(peer: str):
     options, theirs = PEERS[peer]
-    normalizer = randomized(options, torch.float32).requires_grad_(False)
+    normalizer = random_normalizer(options, torch.float32).requires_grad_(False)
     q, k, v = (drawn(2, HEADS, LENGTH, SIZE, seed=seed) for seed in range(3))
     _, k = normalizer.append_features(drawn(2, LENGTH, normalizer.layer.width, seed=3), q, k)
     layout = AttentionLayout.full(LENGTH)

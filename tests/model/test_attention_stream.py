@@ -96,7 +96,7 @@ def given_to_the_projection(decoder: Decoder, sample: Batch) -> list[Tensor]:
     attends = [attention.attend for attention in attentions]
     for attention, attend in zip(attentions, attends, strict=True):
         attention.attend = lambda *arguments, attend=attend: outputs.append(attend(*arguments)) or outputs[-1]
-    decoder.hidden(sample)
+    decoder.hidden_states(sample)
     for attention in attentions:
         del attention.attend
     return outputs

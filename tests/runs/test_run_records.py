@@ -23,7 +23,7 @@ from lm.training.train import train
 
 def test_a_run_is_read_whole(pair):
     run = read_run(pair[1])
-    assert (run.name, run.seeds, run.flat["data.seq_len"]) == ("scalable", (1,), SEQ_LEN)
+    assert (run.name, run.seeds, run.flat_config["data.seq_len"]) == ("scalable", (1,), SEQ_LEN)
     validation, bits, *long = (curve for evaluation in run.evaluations for curve in curves_of(evaluation))
     assert [len(units.values) for units in validation.points] == [128]
     assert bits.points == []

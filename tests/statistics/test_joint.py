@@ -6,7 +6,7 @@ from scipy.stats import beta, dunnett, t, ttest_1samp, ttest_ind
 
 from lm.statistics.intervals import bounded_ends
 from lm.statistics.joint import MAX_CORRELATION, Family, joint_tail, mean_correlation
-from lm.statistics.verdicts import UNTUNED, Comparison, family_of, stacked, verdicts
+from lm.statistics.verdicts import UNTUNED, Comparison, family_of, stack_comparisons, verdicts
 
 TABLES = 500  # random tables of each design
 
@@ -40,7 +40,7 @@ def test_intervals_and_p_are_those_of_scipys_t_tests_at_the_familys_level(is_pai
     for values in random_tables(1):
         arms = values if is_paired else [arm[: random.integers(3, len(arm) + 1)] for arm in values]
         comparisons = dict(enumerate(paired(arms) if is_paired else unpaired(arms)))
-        family = family_of(stacked(comparisons))
+        family = family_of(stack_comparisons(comparisons))
         for arm, verdict in zip(arms[1:], verdicts(comparisons, 0.1).values(), strict=True):
             test = ttest_1samp(arm - arms[0], 0) if is_paired else ttest_ind(arm, arms[0], equal_var=False)  # Welch's
             for interval, alpha in ((verdict.interval, family.alpha), (verdict.single_interval, 0.05)):
@@ -136,7 +136,7 @@ def test_equivalence_of_accuracies_takes_seeds_enough_to_see_one_fail():
             others = [Comparison((), obstacle=UNTUNED)] * (count - 1)
             verdict = verdicts(dict(enumerate([values, *others])), margin)[0]
             assert verdict.kind == ("undecided" if seeds < fewest else "no difference above margin")
-            assert verdict.interval.bounded
+            assert verdict.interval.is_bounded
             assert seeds == fewest or verdict.reason.endswith(f"to leave this out takes at least {fewest}")
 
 

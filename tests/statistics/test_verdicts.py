@@ -153,7 +153,7 @@ TIES = {
 def test_without_spread_the_sign_flip_test_decides(values: list[float], expected: str, p: float):
     verdict = verdicts({"a": Comparison(values)}, MATTERS)["a"]
     assert (verdict.kind, verdict.p) == (expected, p)
-    assert not verdict.interval.bounded
+    assert not verdict.interval.is_bounded
 
 
 def families() -> st.SearchStrategy[list[list[float]]]:
@@ -187,7 +187,7 @@ def test_no_word_contradicts_the_interval_beside_it(family: list[list[float]], c
         }  # fmt: skip
         assert verdict.kind in expected[without_0, is_within]
         assert (verdict.p <= 0.05) == without_0 or abs(verdict.p - 0.05) < 1e-6
-        assert not verdict.single_interval.bounded or (
+        assert not verdict.single_interval.is_bounded or (
             low <= verdict.single_interval.low and verdict.single_interval.high <= high
         )
 
