@@ -170,7 +170,7 @@ def _size_sections(procedure: Procedure, size: str, runs: list[DrawnRun]) -> lis
     titles = LOSSES if name == SELECTION else LOSSES | {name: (name, _quantity_label(experiment))}
     tuning = PageSection(f"Learning rates{_suffix(size)}")
     tuning.add("picture", rates_picture(procedure, size), f"{_prefix(size)}rates")
-    tuning.add("note", CROSSED_RATES_NOTE if procedure.choice(size).crossed else None)
+    tuning.add("note", CROSSED_RATES_NOTE if procedure.choice(size).crossed_rates else None)
     return run_sections(names, runs, comparison, size, titles, tuning, _is_name)
 
 

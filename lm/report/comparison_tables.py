@@ -233,7 +233,7 @@ def _conditions(run: RunRecord) -> dict[str, Plain]:
         "tokens in a step": run.flat_config.get("optim.batch_tokens"),
         "steps": run.flat_config.get("trainer.max_steps"),
         "seeds": seeds_shown(run.seeds),
-        "learning rate and schedule": ", ".join(f"{key}={run.flat[key]}" for key in scheduled),
+        "learning rate and schedule": ", ".join(f"{key}={run.flat_config[key]}" for key in scheduled),
         "parameters outside the normalizer": None if None in (total, normalizer) else total - normalizer,
         "precision": run.setting("precision"),
         "device": run.setting("device"),

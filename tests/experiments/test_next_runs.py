@@ -26,7 +26,7 @@ class MadeUp(SimpleNamespace):
     """An outcome in place of `lm.experiments.run_outcome.Outcome`: a loss, infinite if the run diverged."""
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return self.state != "unfinished"
 
     def mean(self, metric: str, selection: bool) -> float:

@@ -254,6 +254,6 @@ def test_what_was_measured_by_other_code_is_measured_again(tmp_path, monkeypatch
     device = Device(torch.device("cpu"), False)
     evaluation = replace(evaluation_of(EMPTY, "long_context", weights="w"), **probe.facts("w", device))
     probe.write(tmp_path, evaluation)
-    assert probe.cached(tmp_path, "w", device, 8).code == {"lm": measuring_code()}
+    assert probe.cached_result(tmp_path, "w", device, 8).code == {"lm": measuring_code()}
     monkeypatch.setattr("lm.evaluation.evaluation_kind.measuring_code", lambda: "other")
-    assert probe.cached(tmp_path, "w", device, 8) is None
+    assert probe.cached_result(tmp_path, "w", device, 8) is None
