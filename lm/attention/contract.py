@@ -365,7 +365,7 @@ def one_device(options: Options) -> None:
 def extreme_scores(options: Options) -> None:
     """extreme and identical scores give finite outputs and gradients in fp32
 
-    subtract a row's largest score before exp, and divide by sums that may be 0 with `lm.attention.routes.divided`
+    subtract a row's largest score before exp, and divide by sums that may be 0 with `lm.attention.routes.divide_rows`
     """
     for fill in (0.0, 1e4, -1e4):
         normalizer = random_normalizer(options, torch.float32)

@@ -319,16 +319,13 @@ def plan_lines(procedure: Procedure, slots: list[Devices]) -> Iterator[str]:
     tune, primary = experiment.tune, experiment.primary
     yield f"experiment {experiment.name} in {experiment.folder}: " + ", ".join(arm.name for arm in experiment.arms)
     for (size, arm), run_cost in run_costs.items():
-        name = " ".join(filter(None, (size, arm)))
-        yield f"  {name}: {run_cost.parameters / 1e6:.2f} M parameters, {run_cost.tokens / 1e6:.2f} M tokens a run"
+        yield f"  {size_name(size, arm)}: {run_cost.parameters / 1e6:.2f} M parameters, {run_cost.tokens / 1e6:.2f} M tokens a run"
     tuning = f"{tune.key} as chosen from {tune.table}" if tune.table else "no tuning"
     if tune.grid:
         rates, seeds = ", ".join(f"{rate:g}" for rate in tune.grid), ", ".join(map(str, tune.seeds))
         tuning = f"tuning {tune.key} over {rates} with seeds {seeds}"
     yield f"{tuning}; final seeds {', '.join(map(str, experiment.seeds))}"
     counts = {(size, arm): count for size in experiment.sizes for arm, count in procedure.n_runs(size).items()}
-    untrained = sum(counts[size, arm.name] for size, arm in experiment.size_arms if not arm.trained)
-    runs = f"{sum(counts.values())} runs" + f" ({untrained} of them are measured without training)" * bool(untrained)
     growth = "; the grid may grow twice, and final seeds are trained at each chosen rate: two are counted"
     growth *= bool(tune.grid)
     size_words = f"{growth}; tokens and FLOPs: not known before lm prepare has made the vocabulary"
@@ -338,7 +335,7 @@ def plan_lines(procedure: Procedure, slots: list[Devices]) -> Iterator[str]:
             for name in ("tokens", "flops")
         )
         size_words = f", {tokens / 1e6:.1f} M tokens, {flops:.2e} FLOPs{growth}"
-    yield f"{runs}{size_words}"
+    yield f"{sum(counts.values())} runs{size_words}"
     known_runs, judgement = procedure.known_runs(), procedure.judgement()
     ended_runs = [run for run in known_runs if run.outcome.has_ended]
     ended = [(seconds_of(run), run_costs[run.size, run.arm].flops) for run in ended_runs] if run_costs else []

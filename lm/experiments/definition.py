@@ -4,7 +4,6 @@ and checked here, and gives the configuration of each run.
 
 import hashlib
 import json
-import math
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -38,7 +37,6 @@ from lm.runs.metric import Metric
 _UNCACHED_KEYS = ("name", "runs", "seed")  # keys on which no other key of a configuration depends
 
 
-MIN_TUNING_SEEDS = 2  # fewest seeds that a rate is tuned on
 _JUDGED = "the runs that choose a rate must not judge it"
 TOKENS_KEY = "trainer.tokens_per_parameter"
 # keys of `data` that decide what the token store holds
@@ -96,8 +94,8 @@ class Tune:
         problems = []
         if len(set(self.grid)) < max(2, len(self.grid)):
             problems.append(Problem("grid", self.grid, "must be at least 2 different values"))
-        if len(set(self.seeds)) < MIN_TUNING_SEEDS:
-            problems.append(Problem("seeds", self.seeds, f"tuning needs at least {MIN_TUNING_SEEDS} seeds"))
+        if len(set(self.seeds)) < 2:
+            problems.append(Problem("seeds", self.seeds, "tuning needs at least 2 seeds"))
         if self.table is not None:
             problems.append(Problem("table", self.table, "the rates would be chosen twice", "give a grid or a table"))
         return problems
@@ -565,13 +563,11 @@ def _tuning_table(path: Path, metric: str) -> pd.DataFrame:
             texts = table[name] if name in table or name == SELECTION else pd.Series("", table.index)
             table[name] = texts.replace({DIVERGED: "inf", "": "nan"}).map(float)  # exact, unlike pandas' own reading
         table["rate"], table["seed"] = table["rate"].map(float), table["seed"].map(int)
-        if not table["rate"].between(0, math.inf, inclusive="neither").all():
-            raise ValueError
         return table[[*dict.fromkeys(("size", "arm", "key", "rate", "seed", SELECTION, metric))]]
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror} (tune.table)") from None
     except (KeyError, ValueError, TypeError):
-        columns = f"size, arm, key, rate above 0, seed and {SELECTION}, which is a number or `{DIVERGED}`"
+        columns = f"size, arm, key, rate, seed and {SELECTION}, which is a number or `{DIVERGED}`"
         raise ConfigError(
             f"{path}: is no tuning table: it needs columns {columns}, as in tuning.csv, which `lm compare` writes"
         ) from None
@@ -579,8 +575,7 @@ def _tuning_table(path: Path, metric: str) -> pd.DataFrame:
 
 def _check_table(experiment: Experiment) -> Iterator[Problem]:
     """Check that a tuning table is of the tuned key, and none of its seeds is one of `experiment.seeds`, the seeds of
-    the runs that are judged. In every size each tuned arm must have ended runs at two rates or more, at each rate with
-    the baseline's seeds.
+    the runs that are judged. In every size each tuned arm must have ended runs, at each rate with the baseline's seeds.
     """
     table, file = experiment.table, experiment.tune.table
     if wrong_keys := {*table["key"]} - {experiment.tune.key}:
@@ -591,10 +586,8 @@ def _check_table(experiment: Experiment) -> Iterator[Problem]:
     seeds = ended.groupby(["size", "arm", "rate"])["seed"].agg(frozenset)
     for size, arm in experiment.size_arms:
         own, base = (seeds.get((size, name), pd.Series(dtype=object)) for name in (arm.name, baseline))
-        is_complete = len(own) > 1 and all(
-            len(of_rate) >= MIN_TUNING_SEEDS and base.get(rate, of_rate) == of_rate for rate, of_rate in own.items()
-        )
+        is_complete = len(own) and all(base.get(rate, of_rate) == of_rate for rate, of_rate in own.items())
         if arm.is_tuned and not is_complete:
-            needed = f"2 rates of {arm.name} with the same seeds as {baseline}, {MIN_TUNING_SEEDS} or more"
+            needed = f"runs of {arm.name} with the seeds that {baseline} has"
             remedy = "make it again by `lm compare` with a grid: it writes tuning.csv"
             yield Problem("tune.table", file, f"has not {needed}{f', in {size}' if size else ''}", remedy)

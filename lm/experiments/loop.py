@@ -387,11 +387,9 @@ class ExperimentTrainer:
                 raise
         if self.failed:
             words = "; ".join(f"{folder.name}: {failure}" for folder, failure in self.failed.items())
-            remedies = {True: "the same command goes on with killed ones", False: "--retry tries failed ones again"}
-            kinds = sorted({failure.was_interrupted for failure in self.failed.values()})
-            remedy = ", ".join(remedies[interrupted] for interrupted in kinds)
-            logs = self.folder / LOG_FOLDER
-            raise RunsFailed(f"{len(self.failed)} runs failed ({words}); {remedy}; their output is in {logs}")
+            remedy = "the same command goes on with killed ones, and --retry tries others again"
+            remedy += f"; their output is in {self.folder / LOG_FOLDER}"
+            raise RunsFailed(f"{len(self.failed)} runs failed ({words}); {remedy}")
 
     def free_runs(self) -> list[Run]:
         """List the runs that can start now and that no process of this machine trains. Raises RunError: a job trains

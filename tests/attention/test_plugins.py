@@ -275,7 +275,8 @@ LEAKS = {
     "no mask": (".masked_fill(~layout.visible(), 0.0)", ""),
     "a mask after the sum": (
         "a = (",
-        "return divide_rows((scores.relu() * layout.visible()), scores.relu().sum(-1, keepdim=True), None)\n        a = (",
+        "a = scores.relu()\n        return divide_rows(a * layout.visible(), a.sum(-1, keepdim=True), None)\n"
+        "        a = (",
     ),
     "a mask within chunks of 31 tokens alone": (
         "~layout.visible()",

@@ -92,7 +92,7 @@ def test_what_was_stopped_goes_on_and_what_failed_is_said(tmp_path, overrides):
     ]
     labels = []
     with pytest.raises(
-        RunError, match=r"2 runs failed .*ssmax-seed1-.*status 1: no output.*--retry tries failed ones again"
+        RunError, match=r"2 runs failed .*ssmax-seed1-.*status 1: no output.*--retry tries others again"
     ):
         launching(
             procedure, lambda run: labels.append(run.label) or (here(run) if run.arm == "softmax" else 1)

@@ -57,7 +57,7 @@ def test_a_run_that_a_signal_ended_has_not_failed_however_often(file, overrides,
     for _ in range(3):
         with pytest.raises(RunError, match=r"the same command goes on"):
             launching(procedure, lambda _: int(status)).train_all()
-    with pytest.raises(RunError, match=r"--retry tries failed ones again"):
+    with pytest.raises(RunError, match=r"--retry tries others again"):
         launching(procedure, lambda _: 1).train_all()
     assert read_failure(procedure.known_runs()[0]).reason == "no output"
     forget_failures(procedure)

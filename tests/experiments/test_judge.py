@@ -177,16 +177,20 @@ def test_units_are_averaged_and_paired_over():
         (
             blank("value"),
             {},
-            "2 lines have no finite value, the first of arm a, seed 2; correct them, or write diverged",
+            "2 lines have no value up to 1e+30, the first of arm a, seed 2; correct them, or write diverged",
         ),
         (RUNS.assign(arm=None), {}, "6 lines have no arm, the first of arm None, seed 1"),
         (pd.DataFrame(), {}, "has no column arm, seed, value; there is none"),
-        (RUNS.assign(weight=[0, "1"] * 3), {}, "3 lines have no weight above 0, the first of arm a, seed 1"),
+        (
+            RUNS.assign(weight=[0, "1"] * 3),
+            {},
+            "3 lines have no weight from 1e-30 to 1e+30, the first of arm a, seed 1",
+        ),
         *(
-            (UNITS.assign(weight=weight), {}, "30 lines have no weight of 0 or from 1e-30 to 1e+30")
+            (UNITS.assign(weight=weight), {}, "30 lines have no weight from 1e-30 to 1e+30")
             for weight in (1e-320, 1e200)
         ),
-        (RUNS.assign(value=[1e300] + [1.0] * 5), {}, "a line has no value below 1e+30, the first of arm a, seed 1"),
+        (RUNS.assign(value=[1e300] + [1.0] * 5), {}, "a line has no value up to 1e+30, the first of arm a, seed 1"),
         (RUNS.assign(metric=["loss", "error"] * 3), {}, "name one of loss, error"),
         (RUNS.assign(metric="loss"), {"metric": "los"}, "no metric los; did you mean 'loss'?"),
         (RUNS.assign(better=["lower", "higher"] * 3), {}, "better is higher, lower; of one metric it is"),
