@@ -318,8 +318,8 @@ def plan_lines(procedure: Procedure, slots: list[Devices]) -> Iterator[str]:
     experiment, run_costs = procedure.experiment, costs(procedure)
     tune, primary = experiment.tune, experiment.primary
     yield f"experiment {experiment.name} in {experiment.folder}: " + ", ".join(arm.name for arm in experiment.arms)
-    for (size, arm), run_cost in run_costs.items():
-        yield f"  {size_name(size, arm)}: {run_cost.parameters / 1e6:.2f} M parameters, {run_cost.tokens / 1e6:.2f} M tokens a run"
+    for (size, arm), run in run_costs.items():
+        yield f"  {size_name(size, arm)}: {run.parameters / 1e6:.2f} M parameters, {run.tokens / 1e6:.2f} M tokens a run"
     tuning = f"{tune.key} as chosen from {tune.table}" if tune.table else "no tuning"
     if tune.grid:
         rates, seeds = ", ".join(f"{rate:g}" for rate in tune.grid), ", ".join(map(str, tune.seeds))
