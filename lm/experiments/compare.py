@@ -319,7 +319,7 @@ def plan_lines(procedure: Procedure, slots: list[Devices]) -> Iterator[str]:
     tune, primary = experiment.tune, experiment.primary
     yield f"experiment {experiment.name} in {experiment.folder}: " + ", ".join(arm.name for arm in experiment.arms)
     for (size, arm), run in run_costs.items():
-        yield f"  {size_name(size, arm)}: {run.parameters / 1e6:.2f} M parameters, {run.tokens / 1e6:.2f} M tokens a run"
+        yield f" {size_name(size, arm)}: {run.parameters / 1e6:.2f} M parameters, {run.tokens / 1e6:.2f} M tokens a run"
     tuning = f"{tune.key} as chosen from {tune.table}" if tune.table else "no tuning"
     if tune.grid:
         rates, seeds = ", ".join(f"{rate:g}" for rate in tune.grid), ", ".join(map(str, tune.seeds))
