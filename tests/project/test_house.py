@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -166,3 +167,12 @@ def test_the_house_only_shrinks():
     assert sizes.keys() == RATCHET.keys()
     grown = {room: f"{sizes[room]} > {size}" for room, size in RATCHET.items() if sizes[room] > size}
     assert not grown, "delete as much as was added, or take it from another room: scripts/generate.py"
+
+
+def test_the_lock_has_the_versions_that_the_tests_ran_with():
+    lock = {
+        f"{package['name']}=={package.get('version')}"
+        for package in tomllib.loads((ROOT / "uv.lock").read_text())["package"]
+    }
+    lines = (ROOT / "constraints.txt").read_text().lower().replace("_", "-").splitlines()
+    assert {line for line in lines if "==" in line and line[0] != "#"} <= lock
