@@ -87,7 +87,6 @@ def test_a_run_that_diverged_is_in_the_table(tmp_path, table):
             "tune.key = 'optim.lr': the table rates.csv is of optim.grad_clip",
         ),
         (lambda text: text.replace("arm,", "arms,"), "rates.csv: is no tuning table: it needs columns size, arm"),
-        (lambda text: "", "rates.csv: is no tuning table"),
     ],
 )
 def test_a_wrong_table_is_refused_in_words(tmp_path, table, change, message):
