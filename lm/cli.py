@@ -133,18 +133,18 @@ _MEMORY_REMEDIES = {  # by command: how to lower its use of memory
 
 
 def _failure_message(error: BaseException) -> str:
-    """Return a one-line message if `error` comes from a lack of memory or a plugin; an empty text if its cause is a
-    bug of lm.
+    """Return a one-line message if `error` comes from a lack of memory, compiled code that a kill cut short, or a
+    plugin; an empty text if its cause is a bug of lm.
     """
     if out_of_memory(error):
         requested_memory = re.search(r"allocate ([\d.]+ ?\w+)", str(error))
-        remedy = _MEMORY_REMEDIES.get(sys.argv[1], "") if len(sys.argv) > 1 else ""
         text = "out of memory" + (f" (asked for {requested_memory[1]})" if requested_memory else "")
-        return f"{text}: {remedy or 'measure fewer or shorter sequences, or use a machine with more'}"
+        other_remedy = "measure fewer or shorter sequences, or use a machine with more"
+        return f"{text}: {_MEMORY_REMEDIES.get(''.join(sys.argv[1:2]), other_remedy)}"
+    if cut_short := re.search(r"ImportError: (\S+\.so): ", str(error)):
+        return f"{cut_short[1]}: compiled code that can't be loaded, as after a kill: delete it, and start again"
     failure, command = PLUGINS.failure(error)
-    if failure:
-        return f"{failure}: {type(error).__name__}: {one_line(error)}; check it with {command}"
-    return ""
+    return failure and f"{failure}: {type(error).__name__}: {one_line(error)}; check it with {command}"
 
 
 def _exit_with_error(text: str, status: int) -> NoReturn:

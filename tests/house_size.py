@@ -8,7 +8,6 @@ scripts/generate.py writes: a room may take what another gives back; no sum may 
 import ast
 import io
 import json
-import subprocess
 import tokenize
 from collections import Counter
 from pathlib import Path
@@ -31,15 +30,10 @@ def code_tokens(source: str) -> int:
 
 
 def house_sizes() -> dict[str, int]:
-    """Code tokens by room, and of all rooms of lm/ together as `all of lm`; files that git ignores are left out."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
-    files = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    """Code tokens by room, and of all rooms of lm/ together as `all of lm`."""
     sizes: Counter[str] = Counter()
-    for file in sorted(file for file in files if (ROOT / file).exists()):
-        parts = file.split("/")
-        if parts[0] not in ("lm", "scripts", "tests"):
-            continue
-        size = code_tokens((ROOT / file).read_text(encoding="utf-8"))
+    for path in (path for folder in ("lm", "scripts", "tests") for path in (ROOT / folder).rglob("*.py")):
+        parts, size = path.relative_to(ROOT).parts, code_tokens(path.read_text(encoding="utf-8"))
         sizes["/".join(parts[:2]) if parts[0] == "lm" and len(parts) > 2 else parts[0]] += size
         sizes["all of lm"] += size if parts[0] == "lm" else 0
     return dict(sorted(sizes.items()))

@@ -70,3 +70,14 @@ def test_other_errors_are_not_taken_for_it():
     assert not any(
         out_of_memory(error) for error in (RuntimeError("shapes differ"), ValueError("memory"), OSError(12, "no"))
     )
+
+
+def test_compiled_code_that_a_kill_cut_short_is_one_line(arguments: list[str], monkeypatch: pytest.MonkeyPatch):
+    def fail():
+        raise RuntimeError("InductorError: ImportError: /cache/compiled/a.so: invalid ELF header")
+
+    run_out(monkeypatch, fail)
+    line = (
+        "error: /cache/compiled/a.so: compiled code that can't be loaded, as after a kill: delete it, and start again\n"
+    )
+    assert lm("train", *arguments).stderr == line
