@@ -68,8 +68,10 @@ class Plugins:
         return self._entry_points
 
     def plugin(self, name: str, options_of: OptionsOf) -> Plugin:
-        """Return the plugin `name`, importing it if needed; the attribute `name` of its options is
-        `package.module:Class`. `options_of` checks the imported class and finds its options.
+        """Return the plugin `name`, an entry point or `package.module:Class`, which is imported if needed.
+
+        `options_of` checks the imported class and returns the class of its options. Their attribute `name` is always
+        `package.module:Class`.
 
         Raises:
             KeyError: `name` is no `package.module:Class` and no entry point.

@@ -134,9 +134,9 @@ def assert_decodes(normalizer: Normalizer, q: Tensor, k: Tensor, v: Tensor, expe
 
 
 def initial_values(options: Options) -> None:
-    """it gives an output, and initial values are the same each time, but for matrices named `hidden`
+    """the normalizer gives an output, and its initial values are the same each time, but for matrices named `hidden`
 
-    draw no random numbers in `initialise`; a matrix whose initial values are to be random is named `hidden`
+    draw no random numbers in `initialise`; name a matrix `hidden` if it must begin at random values
     """
     q, k, v = inputs(5, normalizer=(normalizer := random_normalizer(options)))
     layout = AttentionLayout.full(5)
@@ -199,8 +199,8 @@ def row_independence(options: Options) -> None:
     """each query has its own n and mask: if the position and the document length of one query change, no other query's
     weights change
 
-    n is one number per query, so give `row_length(layout)`, which is (1, T) or (B, 1, T), an axis of keys by
-    `.unsqueeze(-1)`
+    n is the number of keys that a query sees: `row_length(layout)`, (1, T) or (B, 1, T), has one for each query, and
+    `.unsqueeze(-1)` gives it an axis of keys
     """
     normalizer, length, moved_query = random_normalizer(options), 6, 3
     q, k, _ = inputs(length, batch=1, normalizer=normalizer)

@@ -149,8 +149,10 @@ class Threshold(Options):
 
 
 class ThresholdNormalizer(ShiftedNormalizer):
-    """Weights relu(z - beta sqrt(2 ln n))^p over their sum: of n Gaussian logits about the same number exceed the
-    threshold at every n. A query without such a key has weights 0.
+    """Threshold attention: a key's weight is relu(z - beta sqrt(2 ln n))^p, divided by the sum; z is its logit.
+
+    The threshold grows with the n keys that a query sees, so that about as many Gaussian logits exceed it at every n.
+    If none does, all weights are 0.
     """
 
     schema = Threshold
@@ -181,7 +183,9 @@ class SoftplusAttention(Options):
 
 
 class SoftplusNormalizer(DividedNormalizer):
-    """Weights softplus(z ln n / ln m)^p over their sum (length-scaled softplus attention, LSSA)."""
+    """Length-scaled softplus attention (LSSA): a key's weight is softplus(z ln n / ln m)^p, divided by the sum.
+    z is its logit, n the number of keys in sight, m the option `base`.
+    """
 
     schema = SoftplusAttention
 

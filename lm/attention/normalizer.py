@@ -200,8 +200,9 @@ class Normalizer(torch.nn.Module, ABC):
         return routes.by_query_blocks(self, q, k, v, layout)
 
     def by_gpu_kernel(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        """Compute `forward` by a kernel of `gpu_package`, for whole sequences or, by FlexAttention, packed
-        documents."""
+        """Compute `forward` by a kernel of `gpu_package`. FlexAttention takes packed documents; other kernels take
+        whole sequences alone.
+        """
         raise NotImplementedError
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:

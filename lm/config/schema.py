@@ -71,8 +71,10 @@ def variant(
 
 
 def section(schema: type, help: str, effect: DeclaredEffect = None, *, default: Default = "", by_user: bool = True):
-    """Make a field for a nested block, described by `schema`; with `default` None for one that is null (off) unless one
-    of its keys is given, with a list for a list of blocks.
+    """Make a field for a nested block, which `schema` describes.
+
+    With `default` None the block is null (off) until one of its keys is given. With a list as `default`, the field
+    holds a list of blocks.
     """
     return variant({"": schema}, default, help, effect, by_user=by_user)
 

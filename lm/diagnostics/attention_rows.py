@@ -74,7 +74,11 @@ class AttentionRows:
     def from_block(
         cls, block: QueryBlock, embedding: Tensor | None = None, n_in_later_blocks: int = 0
     ) -> "AttentionRows":
-        """The rows of a block of queries of one sequence, whose later blocks have `n_in_later_blocks` queries."""
+        """Return the attention rows of one block of queries.
+
+        embedding: (1, L, C), the embedding vectors of all tokens of the sequence; None if no statistic needs them.
+        n_in_later_blocks: number of the sequence's queries after this block.
+        """
         visible = _query_by_key(block.normalizer.visible(block.layout))
         n_later_queries = n_in_later_blocks + torch.arange(len(block.queries) - 1, -1, -1, device=block.queries.device)
         tensors = block.scores[0], block.weights[0], visible

@@ -43,13 +43,13 @@ ITERATIONS = 30  # power iterations
 # ---------------------------------------------------------------- Lemma 1
 
 
-def log_of_n_times_largest(rows: AttentionRows) -> Tensor | None:
+def log_n_times_largest_weight(rows: AttentionRows) -> Tensor | None:
     """ln (n x largest weight) of each row of n keys, at most `log_c2` by Lemma 1; None where it does not apply."""
     logs = _log_n_times_weights(rows)
     return None if logs is None else logs.amax(-1)
 
 
-def log_of_n_times_smallest(rows: AttentionRows) -> Tensor | None:
+def log_n_times_smallest_weight(rows: AttentionRows) -> Tensor | None:
     """ln (n x smallest weight) of each row of n keys, at least -`log_c2` by Lemma 1; None where it does not apply."""
     logs = _log_n_times_weights(rows)
     return None if logs is None else logs.masked_fill(~rows.visible, math.inf).amin(-1)
@@ -219,8 +219,8 @@ def limit_statistics() -> Statistics:
     return [
         # 1 for equal weights
         Statistic("n x largest weight", "", lambda rows: rows.magnitudes.amax(-1) * rows.n, has_exponent=True),
-        Statistic("Lemma 1: ln (n x largest weight)", "nats", log_of_n_times_largest),
-        Statistic("Lemma 1: ln (n x smallest weight)", "nats", log_of_n_times_smallest),
+        Statistic("Lemma 1: ln (n x largest weight)", "nats", log_n_times_largest_weight),
+        Statistic("Lemma 1: ln (n x smallest weight)", "nats", log_n_times_smallest_weight),
         Statistic("Lemma 1: ln C2 = -ln C1", "nats", log_c2),
         Statistic("norm of the Jacobian", "", _at_some_queries(jacobian_norm), in_reports=True, has_exponent=True),
         Statistic("bound on the norm of the Jacobian", "", _at_some_queries(jacobian_ceiling)),

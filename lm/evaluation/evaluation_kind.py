@@ -77,9 +77,7 @@ class HeldOut:
 
     @property
     def target_mask(self) -> np.ndarray:
-        """Mask, (N, length) bool, of the predictions that means include: predictions of answer tokens in tasks, else
-        all predictions.
-        """
+        """The predictions that are averaged, (N, length) bool: those of answer tokens in tasks, else all."""
         return np.ones((len(self.sequences), self.length), bool) if self.answers is None else self.answers
 
     def batch(self, indices: list[int]) -> Batch:

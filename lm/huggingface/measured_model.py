@@ -108,7 +108,7 @@ class MeasuredModel(nn.Module):
         return self(batch.tokens, batch_layout(batch), first=first)
 
     def normalizers(self) -> list[Normalizer]:
-        """The layers' normalizers; a layer with a window has lm's `window`."""
+        """Return the normalizer of each layer; that of a layer with a sliding window is lm's `window`."""
         return [*self._normalizers]
 
     def embed(

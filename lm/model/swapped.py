@@ -24,8 +24,8 @@ from lm.model.device import preserved_random_state
 def with_model(old: Decoder, model: ModelConfig, is_swap: bool) -> Decoder:
     """A decoder with the weights of `old`, and the normalizers and positions of `model`, on the CPU.
 
-    is_swap: whether the normalizers are new: `Normalizer.init_from` sets their parameters from the old ones, or keeps
-    their initial values, for the training length of `old`.
+    is_swap: whether `model` has other normalizers than `old`. `Normalizer.init_from` then sets their parameters: it
+        converts the old ones where it can, and keeps initial values elsewhere.
     """
     new, weights = Decoder(model, old.vocab_size, old.seq_len, seed=None), old.state_dict()
     if not is_swap:

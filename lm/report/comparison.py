@@ -70,7 +70,9 @@ class MeanOfArm(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ArmComparison:
-    """Runs of arms, and what they measured on documents for reports, as frames. The first name is the baseline."""
+    """Holds the runs of each arm and frames of what they measured on the held-out documents that report. The first of
+    `names` is the baseline.
+    """
 
     names: tuple[str, ...]  # labels of all arms, also of arms without runs, by which pictures choose colours
     arms: Arms  # the arms that have runs

@@ -248,7 +248,7 @@ def at_places(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def point_means(rows: pd.DataFrame) -> pd.DataFrame:
-    """The mean over units at each point, bin or place of a frame's curves."""
+    """Return the mean over units (sequences or questions) at each x of a frame's curves: a point, a bin or a place."""
     return mean(rows, [*CURVE, "x", "until"], rows["weight"])
 
 

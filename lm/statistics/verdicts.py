@@ -66,24 +66,24 @@ class Comparison:
     obstacle: Obstacle | None = None  # such as a run that diverged, or seeds that have not ended; None: none is known
 
     @cached_property
-    def by_rates(self) -> np.ndarray:
+    def differences_by_rate(self) -> np.ndarray:
         """The differences as an array, (the arm's rates, the baseline's rates, seeds), perhaps of many comparisons."""
         return np.array(self.rate_differences, dtype=float, order="C", ndmin=3)  # sums depend on the order
 
     @property
     def differences(self) -> np.ndarray:
         """Each seed's difference between arm and baseline at the rates of `judged_pair`, (seeds,)."""
-        return self.by_rates[(..., *self.judged_pair, slice(None))]
+        return self.differences_by_rate[(..., *self.judged_pair, slice(None))]
 
     @property
     def n_rates(self) -> tuple[int, int]:
         """The numbers of rates of the arm and of the baseline."""
-        return self.by_rates.shape[-3:-1]
+        return self.differences_by_rate.shape[-3:-1]
 
     @cached_property
     def estimates(self) -> Estimate:
         """The mean differences over seeds and their errors, (the arm's rates, the baseline's rates)."""
-        return over_seeds(self.by_rates) if self.unpaired_values is None else welch(*self.unpaired_values)
+        return over_seeds(self.differences_by_rate) if self.unpaired_values is None else welch(*self.unpaired_values)
 
     def interval_ends(self, alpha: float = ALPHA, estimates: Estimate | None = None) -> Ends:
         """Ends of the interval of the difference between arms at their best rates, which misses the true difference
@@ -113,7 +113,7 @@ class Comparison:
         low, high = (end[(..., *self.judged_pair)] for end in oriented(alpha))
         if self.n_rates != (1, 1):
             shared = slice(self.n_shared_rates)
-            arm_rates, base_rates = (1, 1) if self.all_pairs else self.by_rates[..., shared, 0].shape[-2:]
+            arm_rates, base_rates = (1, 1) if self.all_pairs else self.differences_by_rate[..., shared, 0].shape[-2:]
             highest = combine_over_rates(oriented(alpha / arm_rates)[1], self.all_pairs)
             lowest = oriented(alpha / base_rates)[0][..., shared].swapaxes(-1, -2)
             low = np.minimum(low, -combine_over_rates(-lowest, self.all_pairs))
@@ -142,7 +142,7 @@ class Comparison:
         either misses the true mean with probability `alpha`.
         """
         if self.unpaired_values is None:
-            return bounded_ends(self.by_rates, *self.bounds, alpha)
+            return bounded_ends(self.differences_by_rate, *self.bounds, alpha)
         (low, high), (base_low, base_high) = (
             bounded_ends(values, *self.bounds, alpha / 2) for values in self.unpaired_values
         )
@@ -209,9 +209,7 @@ class Verdict:
 
     @property
     def statement(self) -> str:
-        """The verdict in plain words with its margin, such as `no difference above 0.01`. No other code puts a kind
-        into words.
-        """
+        """The verdict in plain words with its margin, such as `no difference above 0.01`."""
         if self.open_reason:
             return f"{self.kind}: {self.open_reason}"
         if self.kind in ("better", "worse"):
@@ -259,12 +257,15 @@ def stack_comparisons(comparisons: Mapping[Name, Comparison]) -> list[Stack]:
     """Join comparisons with equally many rates and seeds, so that thousands of them are computed at once."""
     stacks = defaultdict[tuple, dict[Name, Comparison]](dict)
     for name, comparison in comparisons.items():
-        shapes = comparison.by_rates.shape, *(values.shape for values in comparison.unpaired_values or ())
+        shapes = comparison.differences_by_rate.shape, *(values.shape for values in comparison.unpaired_values or ())
         design = comparison.judged_pair, comparison.n_shared_rates, comparison.all_pairs, comparison.higher_is_better
         stacks[shapes, design, comparison.bounds][name] = comparison
     results = []
     for members in stacks.values():
-        first, differences = next(iter(members.values())), np.stack([member.by_rates for member in members.values()])
+        first, differences = (
+            next(iter(members.values())),
+            np.stack([member.differences_by_rate for member in members.values()]),
+        )
         sides = zip(*(member.unpaired_values or () for member in members.values()), strict=True)
         unpaired_values = tuple(map(np.stack, sides)) or None
         results.append((replace(first, rate_differences=differences, unpaired_values=unpaired_values), members))
@@ -309,14 +310,14 @@ def family_of(stacks: Iterable[Stack]) -> Family:
 
 def _stack_verdicts(stack: Comparison, members: list[Comparison], margin: float, family: Family) -> Iterator[Verdict]:
     """The verdicts on the comparisons of a stack."""
-    seeds, is_paired = stack.by_rates.shape[-1], stack.unpaired_values is None
+    seeds, is_paired = stack.differences_by_rate.shape[-1], stack.unpaired_values is None
     rows, source = [[math.nan] * 8] * len(members), ""
     if seeds > 1:
         estimates, pair, source = stack.estimates, (..., *stack.judged_pair), stack.estimates.noise_source
         ends = *stack.interval_ends(family.alpha), *stack.interval_ends()
         columns = estimates.mean[pair], *ends, family.joint_p(stack.p), estimates.error[pair], estimates.degrees[pair]
         rows = zip(*(column.tolist() for column in columns), strict=True)
-    all_finite = np.isfinite(stack.by_rates).all((1, 2, 3)).tolist()
+    all_finite = np.isfinite(stack.differences_by_rate).all((1, 2, 3)).tolist()
     for member, row, is_finite in zip(members, rows, all_finite, strict=True):
         mean, low, high, low_alone, high_alone, joint_p, error, degrees = row
         interval = single_interval = needed_seeds = document_interval = None
@@ -356,7 +357,7 @@ def _answer(
     alpha: float,
 ) -> Obstacle:
     """The kind of verdict that follows from an interval; its reason, and what leaves it open in a few words."""
-    seeds, is_paired = stack.by_rates.shape[-1], stack.unpaired_values is None
+    seeds, is_paired = stack.differences_by_rate.shape[-1], stack.unpaired_values is None
     exact_test, tie = (
         ("sign-flip test", f"all {seeds} seeds differ by the same")
         if is_paired
@@ -404,10 +405,10 @@ def _seed_numbers(
     """The numbers of seeds needed to detect a difference of `margin` (`Verdict.seeds_needed`), by the measured standard
     error and by the ends of the spread's 95 % interval. `alpha`: the error rate of this comparison.
     """
-    count = stack.by_rates.shape[-1]
+    count = stack.differences_by_rate.shape[-1]
     if stack.unpaired_values:
         count = 2 / sum(1 / values.shape[-1] for values in stack.unpaired_values)  # harmonic mean
-    rates = 1 if stack.all_pairs else max(1, *stack.by_rates[..., : stack.n_shared_rates, 0].shape[-2:])
+    rates = 1 if stack.all_pairs else max(1, *stack.differences_by_rate[..., : stack.n_shared_rates, 0].shape[-2:])
     spread, arms = math.sqrt(count) * error, degrees / (count - 1)
     factors = 1.0, *_spread_factors(degrees)
     return tuple(seeds_needed(spread * factor, margin, alpha / rates, arms) for factor in factors)

@@ -212,7 +212,9 @@ def make_trainer(run: RunContext, start: PhaseStart) -> L.Trainer:
 
 
 def launcher_plugin(launcher: str) -> L.fabric.plugins.ClusterEnvironment:
-    """Return Lightning's class that finds the other processes, by their launcher; without it Lightning would guess."""
+    """Return Lightning's cluster environment of a launcher, which tells each process its rank and the others; without
+    it Lightning would guess.
+    """
     environments = L.fabric.plugins.environments
     if launcher == "srun":
         return environments.SLURMEnvironment(auto_requeue=False)  # else Lightning would answer SIGUSR1

@@ -181,7 +181,9 @@ class StepData(L.LightningDataModule):
         self.loader: TrainLoader | None = None  # None before training has begun
 
     def train_dataloader(self) -> TrainLoader:
-        """The loader from the step on at which training starts or continues, which Lightning has restored."""
+        """Return the loader of training batches. It begins at the first step to train, which Lightning has restored if
+        the run is resumed.
+        """
         # Lightning has just set a handler of SIGTERM, by which a run ends without a checkpoint and with status 0.
         self.run.stop.listen()
         config = self.config

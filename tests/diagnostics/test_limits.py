@@ -67,7 +67,7 @@ def test_lemma_1_holds_in_2000_random_rows():
         rows = random_rows(number)
         largest, smallest, bound = (
             function(rows)
-            for function in (limits.log_of_n_times_largest, limits.log_of_n_times_smallest, limits.log_c2)
+            for function in (limits.log_n_times_largest_weight, limits.log_n_times_smallest_weight, limits.log_c2)
         )
         assert bool((largest <= bound + 1e-5).all() and (smallest >= -bound - 1e-5).all())
         assert bool((largest >= -1e-5).all() and (smallest <= 1e-5).all())
