@@ -262,10 +262,8 @@ def stack_comparisons(comparisons: Mapping[Name, Comparison]) -> list[Stack]:
         stacks[shapes, design, comparison.bounds][name] = comparison
     results = []
     for members in stacks.values():
-        first, differences = (
-            next(iter(members.values())),
-            np.stack([member.differences_by_rate for member in members.values()]),
-        )
+        first = next(iter(members.values()))
+        differences = np.stack([member.differences_by_rate for member in members.values()])
         sides = zip(*(member.unpaired_values or () for member in members.values()), strict=True)
         unpaired_values = tuple(map(np.stack, sides)) or None
         results.append((replace(first, rate_differences=differences, unpaired_values=unpaired_values), members))
