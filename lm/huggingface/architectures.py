@@ -1,5 +1,6 @@
-"""Convert configurations of GPT-2, Llama and their like in transformers to and from lm's, and find their tensors for
-each of lm's parameters.
+"""Convert configurations of GPT-2, Llama and similar transformers models to and from lm's, and map their tensors.
+
+An `Architecture` says for each of lm's parameters which tensors of the transformers model hold it.
 """
 
 import re
@@ -41,8 +42,8 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class MappedParameter:
-    """A parameter of lm's decoder, and the transformers tensors that hold it, concatenated along the parameter's first
-    dimension.
+    """A parameter of lm's decoder, and the transformers tensors that, concatenated along its first dimension, are its
+    value.
     """
 
     name: str  # lm's name of the parameter
@@ -52,9 +53,10 @@ class MappedParameter:
 
 
 class Architecture(ABC):
-    """The map between configuration and tensors of lm's models and of one `model_type` of transformers.
+    """An architecture maps configurations and tensors of one transformers `model_type` to those of lm's decoder, and
+    back.
 
-    In a model with a language-model head, names of all tensors but the head's start with `base`.
+    Except for the head, tensor names of a model with a language-model head start with `base`.
     """
 
     model_type: ClassVar[str]
@@ -73,8 +75,11 @@ class Architecture(ABC):
     divides_width = False  # transformers needs a width that is a multiple of the number of heads
 
     def read(self, fields: Fields) -> ModelSpec:
-        """The spec that a config.json's `fields` give; `end_of_text` and `end_tokens` keep lm's defaults. Raises
-        RunError for a missing, unknown or bad field."""
+        """Return the model's spec (shape, vocabulary, training length) that the fields of a config.json describe.
+
+        Its `end_of_text` and `end_tokens` keep lm's defaults, as the tokenizer decides them. Raises RunError: a field
+        is missing, unknown or has a value that lm can't use.
+        """
         allowed = (*([name] for name in self.classes), [])
         fields.require_value("architectures", allowed, f"only {' and '.join(self.classes)} are read")
         for name, (value, reason) in REQUIRED_VALUES.items():
@@ -84,8 +89,9 @@ class Architecture(ABC):
         return spec
 
     def spec(self, fields: Fields) -> ModelSpec:
-        """Return the spec that this architecture's fields give, and mark them as used; `read` checks fields that all
-        architectures have.
+        """Return the spec that this architecture's own fields describe, and mark these fields as used.
+
+        `read` checks the fields that all architectures share.
         """
         values: Plains = {}
         for name, option in self.fields.items():
@@ -102,11 +108,15 @@ class Architecture(ABC):
 
     @abstractmethod
     def further_options(self, fields: Fields, values: Plains) -> dict[str, object]:
-        """Return lm's model options, by name, that no single field gives; `values` are those that one field gives."""
+        """Return lm's model options, {name: value}, that follow from several fields or need a conversion.
+
+        values: the options that single fields give, read already.
+        """
 
     def write(self, spec: ModelSpec) -> Plains:
-        """Return the config.json fields closest to `spec`. If they can't describe it exactly, `read` returns a
-        different spec for them.
+        """Return the config.json fields that describe `spec` as closely as this architecture can.
+
+        If it can't describe the spec exactly, `read` returns a different spec for these fields.
         """
         values = {**vars(spec.model), "n_mlp": spec.model.mlp_width, **vars(spec)}
         return {
@@ -117,11 +127,12 @@ class Architecture(ABC):
 
     @abstractmethod
     def further_fields(self, model: ModelConfig) -> Plains:
-        """Return the config.json fields that no single option of `model` gives."""
+        """Return the config.json fields that follow from several options of `model` or need a conversion."""
 
     def mapped_parameters(self, spec: ModelSpec, base: str) -> Iterator[MappedParameter]:
-        """Yield each of lm's parameters with the tensors that hold it, in a model whose tensor names have the prefix
-        `base`.
+        """Yield each of lm's parameters with the transformers tensors that hold it.
+
+        base: prefix of the model's tensor names; empty for a model without a language-model head.
         """
         with torch.device("meta"):
             decoder = spec.decoder()
@@ -142,7 +153,7 @@ class Architecture(ABC):
 
 
 class GPT2(Architecture):
-    """GPT-2: learned positions, LayerNorm, biases everywhere, matrices stored as (inputs, outputs)."""
+    """GPT-2 has learned positions, LayerNorm and biases everywhere, and stores matrices as (inputs, outputs)."""
 
     model_type = "gpt2"
     classes = ("GPT2LMHeadModel", "GPT2Model")
@@ -179,7 +190,7 @@ class GPT2(Architecture):
 
 
 class Llama(Architecture):
-    """Llama and its like (SmolLM2, TinyLlama): RoPE, RMSNorm, SwiGLU, grouped queries."""
+    """Llama and similar models (SmolLM2, TinyLlama) have RoPE, RMSNorm, SwiGLU and grouped queries."""
 
     model_type = "llama"
     classes = ("LlamaForCausalLM", "LlamaModel")
@@ -224,11 +235,11 @@ class Llama(Architecture):
         }  # fmt: skip
 
     def position(self, fields: Fields, values: Plains) -> Rope:
-        """Return RoPE's options."""
+        """Return the options of RoPE."""
         return read_rope(fields, values["seq_len"])
 
     def normalizer(self, fields: Fields, values: Plains) -> Options:
-        """Return the normalizer's options."""
+        """Return the options of the normalizer: softmax, unless a subclass has sliding windows or scales queries."""
         return Softmax()
 
     def further_fields(self, model: ModelConfig) -> Plains:
@@ -241,7 +252,7 @@ class Llama(Architecture):
 
 
 class Qwen2(Llama):
-    """Qwen 2 and 2.5: biases of queries, keys and values; some layers may have a sliding window."""
+    """Qwen 2 and 2.5 have biases of queries, keys and values; some layers may have a sliding window."""
 
     model_type = "qwen2"
     classes = ("Qwen2ForCausalLM", "Qwen2Model")
@@ -260,7 +271,7 @@ class Qwen2(Llama):
 
 
 class Qwen3(Qwen2):
-    """Qwen 3: norms of queries and keys, a head size that doesn't depend on the width."""
+    """Qwen 3 has norms of queries and keys, and a head size that doesn't depend on the width."""
 
     model_type = "qwen3"
     classes = ("Qwen3ForCausalLM", "Qwen3Model")
@@ -269,7 +280,7 @@ class Qwen3(Qwen2):
 
 
 class SmolLM3(Llama):
-    """SmolLM3: every fourth layer, or those that `no_rope_layers` says, has no positions."""
+    """SmolLM3 has layers without positions: every fourth layer, or those that the field `no_rope_layers` names."""
 
     model_type = "smollm3"
     classes = ("SmolLM3ForCausalLM", "SmolLM3Model")
@@ -285,7 +296,7 @@ class SmolLM3(Llama):
         return replace(rope, layers=[] if all(layers) else layers)
 
     def rotating_layers(self, fields: Fields, values: Plains) -> list[bool]:
-        """Return whether each layer has positions."""
+        """Return for each layer whether it has rotary positions."""
         interval, n_layers = fields.size("no_rope_layer_interval", 4), values["n_layer"]
         default = [int((layer + 1) % interval != 0) for layer in range(n_layers)]
         return [bool(rotates) for rotates in fields.take("no_rope_layers", list[int], default)[:n_layers]]
@@ -299,7 +310,7 @@ class SmolLM3(Llama):
 
 
 class Ministral3(Llama):
-    """Ministral 3: the factor on queries grows with the position."""
+    """Ministral 3 multiplies queries by a factor that grows with the position."""
 
     model_type = "ministral3"
     classes = ("Ministral3ForCausalLM", "Ministral3Model")
@@ -327,7 +338,7 @@ class Ministral3(Llama):
 
 
 class OLMo2(Llama):
-    """OLMo 2: norms on the outputs of attention and MLP, and on the queries and keys of all heads together."""
+    """OLMo 2 has norms on the outputs of attention and MLP, and on the queries and keys of all heads together."""
 
     model_type = "olmo2"
     classes = ("Olmo2ForCausalLM", "Olmo2Model")
@@ -342,7 +353,7 @@ class OLMo2(Llama):
 
 
 class GPTNeoX(Architecture):
-    """GPT-NeoX and Pythia: parallel attention and MLP, LayerNorm, biases, RoPE on a part of each head."""
+    """GPT-NeoX and Pythia have parallel attention and MLP, LayerNorm, biases, and RoPE on a part of each head."""
 
     model_type = "gpt_neox"
     classes = ("GPTNeoXForCausalLM", "GPTNeoXModel")
@@ -382,19 +393,23 @@ class GPTNeoX(Architecture):
 
 
 def _read_activation(fields: Fields, name: str, default: str) -> str:
-    """Return lm's name of the MLP's activation. Raises RunError if lm does not have it."""
+    """Return lm's name for the MLP's activation. Raises RunError: lm does not have this activation."""
     if (activation := fields.take(name, str, default)) not in ACTIVATIONS:
         raise fields.refusal(name, f"only {', '.join(ACTIVATIONS)} are read")
     return ACTIVATIONS[activation]
 
 
 def _write_activation(model: ModelConfig) -> str:
+    """Return transformers' name for the MLP's activation; `gelu` if transformers lacks it."""
     return next((name for name, mlp in ACTIVATIONS.items() if mlp == model.mlp), "gelu")
 
 
 def _read_windows(fields: Fields, layers: list[bool]) -> Options:
-    """Return options of lm's normalizer: softmax, over a sliding window in the layers for which config.json has one,
-    by default those of `layers`. Raises RunError for a bad field."""
+    """Return the normalizer's options: softmax, over a sliding window in the layers for which config.json says so.
+
+    layers: for each layer, whether it has a window if the field `layer_types` is absent. Raises RunError: a field has a
+    value that lm can't use.
+    """
     has_windows, n_layers = fields.take("use_sliding_window", bool, False), len(layers)
     if (size := fields.size("sliding_window", None)) is None and has_windows:
         raise fields.refusal("sliding_window", "must be a size, as use_sliding_window is true")
@@ -413,7 +428,7 @@ def _read_windows(fields: Fields, layers: list[bool]) -> Options:
 
 
 def _write_windows(model: ModelConfig) -> Plains:
-    """Return the config.json fields that say which layers of `model` have a sliding window, and of what size."""
+    """Return the config.json fields that say which layers of `model` have a sliding window, and its size in tokens."""
     layer_options = [model.normalizer.layer_option(n) for n in range(model.n_layer)]
     window_sizes = [options.size for options in layer_options if options.name == Window.name]
     if not window_sizes:

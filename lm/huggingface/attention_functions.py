@@ -1,14 +1,14 @@
-"""lm's normalizers as attention functions of transformers' own models, with learned parameters in each layer's
-attention.
+"""Use lm's normalizers as attention functions of transformers' own models. A layer's attention holds the learned
+parameters.
 
     import lm.huggingface
     lm.huggingface.register()
     model = AutoModelForCausalLM.from_pretrained(NAME, attn_implementation="lm_ssmax")
     lm.huggingface.add_normalizer_parameters(model)  # for normalizers with learned parameters
 
-The same code reads the parameters back from a folder that `save_pretrained` wrote. Without `attn_implementation`
-transformers computes softmax, at most with a warning of unexpected tensors. Layers with a sliding window stay as they
-are.
+The same code reads the parameters back from a folder that `save_pretrained` wrote. A model loaded without
+`attn_implementation` computes softmax, and transformers may warn of unexpected tensors. Layers with a sliding window
+keep transformers' attention.
 
 Shapes: B sequences, T queries, S keys, H query heads, K key-value heads, D head size.
 """
@@ -55,11 +55,11 @@ WEIGHT_FILE_PATTERNS = ["*.safetensors", INDEX]
 def register(normalizers: Mapping[str, Named] | None = None) -> None:
     """Register normalizers as attention functions of transformers.
 
-    normalizers: {`attn_implementation`: normalizer}, e.g. {"lm_ssmax_b": {"name": "ssmax", "bias": True}}; None: all
-    of lm's except forget, asentmax and p_n, with their default options, as lm_NAME.
+    normalizers: {`attn_implementation`: normalizer}, such as {"lm_ssmax_b": {"name": "ssmax", "bias": True}}. None: all
+    of lm's as lm_NAME with default options, except forget, asentmax and p_n.
 
-    Raises ConfigError for an unknown normalizer or option, or for a normalizer that reads the layer's input or shares
-    parameters among layers, as forget, asentmax and p_n do.
+    Raises ConfigError: no such normalizer or option; or a normalizer that reads the layer's input or shares parameters
+    among layers, as forget, asentmax and p_n do.
     """
     for name, normalizer in (normalizers or {f"lm_{name}": name for name in ENTRIES}).items():
         module = functional.make_module(normalizer, 1, 2, 2)
@@ -81,8 +81,10 @@ _correct_of_transformers = PreTrainedModel.get_correct_attn_implementation
 def _correct_attn_implementation(
     model: PreTrainedModel, requested_attention: str | None, *arguments: object, **options: object
 ) -> str:
-    """Return the name of the attention function that a model gets, as transformers does. Raises ValueError if it is one
-    of lm's, and the model's code does not call it or scales queries by position itself, or all layers have windows.
+    """Return the name of the attention function that a model gets; replaces transformers' method of a similar name.
+
+    Raises ValueError: the function is lm's, and the model can't use it. Its code never calls attention functions, it
+    scales queries by position itself, or all its layers have a sliding window.
     """
     if _normalizer_of(requested_attention) is not None:
         if not model.is_backend_compatible():
@@ -101,24 +103,27 @@ def _correct_attn_implementation(
 
 
 def _normalizer_of(attn_implementation: str | None) -> dict[str, Plain] | None:
-    """Return the name and options of the normalizer that is registered under a name; None if it is none of lm's."""
+    """Return the name and options of lm's normalizer that is registered as `attn_implementation`; None if it is not
+    lm's.
+    """
     function = ALL_ATTENTION_FUNCTIONS.get(attn_implementation)
     return function.args[0] if isinstance(function, partial) and function.func is _attend else None
 
 
 def add_normalizer_parameters(model: PreTrainedModel, train_length: int | None = None) -> None:
-    """Give each attention without a window the parameters of the normalizer that `attn_implementation` names, in fp32.
+    """Add the learned parameters, in fp32, of the normalizer that `attn_implementation` names to each layer without a
+    window.
 
-    An attention module holds them as `lm_normalizer`, so that optimizers see them and `save_pretrained` saves them. If
-    the folder or hub model that `model` was read from has such parameters, their values are read from there; else they
-    get initial values.
+    An attention module holds them as `lm_normalizer`, so that optimizers see them and `save_pretrained` saves them.
+    Their values come from the folder or hub model that `model` was read from, if it has them. Otherwise they get
+    initial values.
 
     train_length: tokens in a training sequence; None: the length that the model was saved with, else
     `max_position_embeddings`.
 
-    Raises ValueError: no normalizer of lm is named, the model's code takes no attention function, the model has the
-    parameters already, or it was saved with another normalizer. Raises RunError or DataError if saved parameters can't
-    be read.
+    Raises ValueError: `attn_implementation` names no normalizer of lm, the model can't use attention functions, it has
+    the parameters already, or it was saved with another normalizer. Raises RunError or DataError: saved parameters
+    can't be read.
     """
     config = model.config
     if (options := _normalizer_of(config._attn_implementation)) is None:
@@ -148,23 +153,29 @@ def add_normalizer_parameters(model: PreTrainedModel, train_length: int | None =
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the attention of each layer, also of those with a window."""
+    """Return the attention module of each layer, including layers with a sliding window."""
     return [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")]
 
 
 def _train_length(config: PreTrainedConfig) -> int:
+    """Return the training length in tokens: the one saved with the model, else `max_position_embeddings`."""
     return getattr(config, LENGTH_FIELD, None) or config.max_position_embeddings
 
 
 @cache
 def _shared_normalizer(options: str, *sizes: int) -> Normalizer:
-    """The normalizer of all layers that have no parameters of their own."""
+    """Return the normalizer of all layers without parameters of their own. `options` is JSON; `sizes` are those of
+    `make_module`.
+    """
     return functional.make_module(json.loads(options), *sizes)
 
 
 def _read_saved_parameters(model: PreTrainedModel) -> None:
-    """Set the normalizers' parameters from the model's saved weights. Raises ValueError if a parameter is missing or of
-    another shape, and RunError or DataError if the weights can't be read."""
+    """Set the normalizers' parameters from the weights that the model was loaded from.
+
+    Raises ValueError: a parameter is missing or has another shape. Raises RunError or DataError: the weights can't be
+    read.
+    """
     folder = Path(name := model.config._name_or_path)
     tensors = Shards(
         folder
@@ -184,9 +195,13 @@ def _attend(
     attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, position_ids: Tensor | None = None, **kwargs: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention function for transformers: returns (output (B, T, H, D), None) for query (B, H, T, D), key and value
-    (B, K, S, D). Raises ValueError for attention that lm does not compute, such as dropout of weights, and for missing
-    parameters or unfit positions.
+    """Return (output (B, T, H, D), None): an attention function as transformers calls it, by lm's normalizer `options`.
+
+    query is (B, H, T, D), key and value are (B, K, S, D). A module with a sliding window gets transformers' own
+    attention.
+
+    Raises ValueError: an argument asks for what lm does not compute, such as dropout of weights; learned parameters are
+    missing; or positions don't fit the normalizer.
     """
     if refused_arguments := [name for name in REFUSED_ARGUMENTS if kwargs.get(name) is not None]:
         raise ValueError(

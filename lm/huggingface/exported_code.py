@@ -1,8 +1,7 @@
-"""The Python files of an export with code of its own: the modelling file, and copies of lm's modules of attention and
-layers.
+"""Collect the Python files of an export that carries its own code: the modelling file and copies of lm's modules.
 
-transformers copies the modelling file of a model's folder, and the files that lines `from .NAME import ...` name, but
-no folders. So all modules stand in one folder, and import each other by such lines.
+transformers copies a model folder's modelling file, and each file that a line `from .NAME import ...` names. It copies
+no subfolders. So all modules are written to one folder and import each other by such lines.
 """
 
 import ast
@@ -20,9 +19,9 @@ LEFT_OUT = ("lm_triton_kernels",)  # needs a package that transformers would dem
 
 
 def code_files(normalizers: Mapping[str, type[Normalizer]]) -> dict[str, str]:
-    """Return {file name: text} of the code that computes a model with these normalizers, {name: class}.
+    """Return {file name: text} of the code that computes a model with the given normalizers, {name: class}.
 
-    Raises RunError: the module of a normalizer from outside imports other modules of its package, or lm beyond
+    Raises RunError: a user's normalizer imports other modules of its own package, or modules of lm outside
     `lm.attention`.
     """
     sources, texts = {MODELLING_MODULE: Path(__file__).with_name(f"{MODELLING_MODULE}.py")}, {}
@@ -52,12 +51,16 @@ def code_files(normalizers: Mapping[str, type[Normalizer]]) -> dict[str, str]:
 
 
 def _exported_name(module: str) -> str:
+    """Return the name that a module of lm has in an export: `lm.attention.layout` becomes `lm_layout`."""
     return f"lm_{module.rpartition('.')[2]}"
 
 
 def _with_relative_imports(path: Path) -> tuple[str, set[str]]:
-    """Return the text of a module, with relative imports in place of those of lm, and the modules of lm that must stand
-    beside it. Raises RunError if it imports what an export can't hold."""
+    """Return a module's text with relative imports in place of lm's absolute ones, and the modules of lm that it
+    imports.
+
+    Raises RunError: it imports a module that an export can't hold.
+    """
     text = path.read_text(encoding="utf-8")
     lines, imported_modules, tree = text.splitlines(), set(), ast.parse(text)
     for node in tree.body:

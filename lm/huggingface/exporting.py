@@ -1,5 +1,7 @@
-"""`lm export --format hf` writes a model and its card for transformers, as a GPT-2, Llama or Qwen, else with lm's own
-model code.
+"""Export a trained model for transformers (`lm export --format hf`), with a model card.
+
+A model that GPT-2, Llama, Qwen or another architecture of transformers can compute is exported as that architecture.
+Any other model is exported with lm's own code, modeling_lm.py.
 """
 
 import json
@@ -35,10 +37,10 @@ QWEN2_WORDS = (  # pattern by which Qwen 2 cuts text into words
 
 
 def model_card(loaded_model: LoadedModel, kind: str) -> str:
-    """Return the text of a model card, in Markdown with the header that the hub reads: what the model is, where its
-    weights come from, and the configuration that trained them.
+    """Return a model card in Markdown, with the header that the Hugging Face hub reads.
 
-    kind: `model_type` of the exported model.
+    It says what the model is, where its weights come from, and which configuration trained them. kind: `model_type` of
+    the exported model.
     """
     spec, model, config = loaded_model.spec, loaded_model.spec.model, loaded_model.config
     label, step = model.normalizer.label(), loaded_model.stamp.get("step")
@@ -68,13 +70,15 @@ def model_card(loaded_model: LoadedModel, kind: str) -> str:
 
 
 def export_for_transformers(source: Path, checkpoint: str, target: Path) -> Path:
-    """Write the model at `source` to the folder `target` in the format of transformers, in fp32. Returns `target`.
+    """Write the model at `source` to the folder `target` in transformers' format, in fp32, and return `target`.
 
-    The folder gets weights, config.json, tokenizer, model card (README.md) and, where transformers lacks the
-    architecture, modeling_lm.py with copies of lm's modules of attention and layers.
+    The folder gets weights, config.json, tokenizer and model card (README.md). If transformers lacks the architecture,
+    it also gets modeling_lm.py and copies of lm's modules of attention and layers.
 
-    Raises RunError: `source` holds no model, neither an architecture of transformers nor modeling_lm.py computes the
-    model (the error says why), or `target` can't be written.
+    checkpoint: the checkpoint of a run folder: `last`, `best` or a step.
+
+    Raises RunError: `source` holds no model, transformers can't compute the model (the message says why), or `target`
+    can't be written.
     """
     loaded_model = load(source, checkpoint)
     try:
@@ -99,10 +103,13 @@ def export_for_transformers(source: Path, checkpoint: str, target: Path) -> Path
 
 
 def exported_form(loaded_model: LoadedModel) -> tuple[Architecture | None, dict[str, Plain], dict[str, Tensor]]:
-    """Return the architecture of transformers that computes the model (None: modeling_lm.py does), config.json's
-    fields, and the tensors by their names there, as views of lm's parameters.
+    """Return the architecture, the config.json fields and the tensors of a model's export.
 
-    Raises RunError: neither an architecture of transformers nor modeling_lm.py computes the model; the error says why.
+    The architecture is None if no architecture of transformers computes the model; modeling_lm.py does then. Tensors
+    have their names in transformers, and are views of lm's parameters where possible.
+
+    Raises RunError: neither an architecture of transformers nor modeling_lm.py computes the model; the message says
+    why.
     """
     if plain_model := _matching_architecture(loaded_model):
         architecture, config = plain_model
@@ -113,10 +120,11 @@ def exported_form(loaded_model: LoadedModel) -> tuple[Architecture | None, dict[
 
 
 def transformers_model(loaded_model: LoadedModel) -> tuple["PreTrainedModel", "PreTrainedTokenizerFast"]:
-    """Return what transformers loads from an export of the model, without writing files: its model, on the decoder's
-    device and with the decoder's own tensors where their layout is the same, and its tokenizer.
+    """Return the model and the tokenizer that transformers would load from an export, without writing files.
 
-    Raises RunError: as `exported_form`, or the model has no tokenizer.
+    The model is on the decoder's device, and shares the decoder's tensors where their layout is the same.
+
+    Raises RunError: as `exported_form` does, or the model has no tokenizer.
     """
     import transformers
 
@@ -136,12 +144,14 @@ def transformers_model(loaded_model: LoadedModel) -> tuple["PreTrainedModel", "P
 
 
 def _json(content: dict[str, Plain]) -> str:
+    """Return a dict as the text of a JSON file."""
     return json.dumps(content, indent=2) + "\n"
 
 
 def _matching_architecture(loaded_model: LoadedModel) -> tuple[Architecture, dict[str, Plain]] | None:
-    """Return the transformers architecture that computes the model and keeps its tokenizer, and config.json's fields;
-    None if none does.
+    """Return the transformers architecture that computes the model and keeps its tokenizer, and the config.json fields.
+
+    Returns None if no architecture does both.
     """
     spec = loaded_model.spec
     for architecture in ARCHITECTURES.values():
@@ -158,9 +168,9 @@ def _matching_architecture(loaded_model: LoadedModel) -> tuple[Architecture, dic
 
 
 def _splits_text_as_qwen2(loaded_model: LoadedModel) -> bool:
-    """Whether the tokenizer normalizes and splits text as Qwen 2's does; true for a model without a tokenizer.
+    """Return whether the tokenizer normalizes and splits text as Qwen 2's does; true for a model without a tokenizer.
 
-    For every model of type qwen2 AutoTokenizer makes Qwen 2's tokenizer, whatever tokenizer.json says.
+    AutoTokenizer always makes Qwen 2's tokenizer for a model of type qwen2, whatever tokenizer.json says.
     """
     if loaded_model.tokenizer is None:
         return True
@@ -181,7 +191,9 @@ def _splits_text_as_qwen2(loaded_model: LoadedModel) -> bool:
 def _transformers_tensors(
     architecture: Architecture, config: dict[str, Plain], loaded_model: LoadedModel
 ) -> dict[str, Tensor]:
-    """The tensors of `architecture`, by their names in transformers, as views of lm's parameters."""
+    """Return the tensors of a model of `architecture`, by their names in transformers, as views of lm's parameters
+    where possible.
+    """
     state, tensors = loaded_model.decoder.state_dict(), {}
     for part in architecture.mapped_parameters(loaded_model.spec, architecture.base):
         pieces = state[part.name].split([size[-1] if part.transposed else size[0] for _, size in part.tensors])
@@ -193,9 +205,11 @@ def _transformers_tensors(
 
 
 def _token_id_fields(loaded_model: LoadedModel) -> dict[str, Plain]:
-    """The config.json fields `bos_token_id`, the id of the token that starts a document, and `eos_token_id`, the id, or
-    a list of ids, of the tokens that end it. Both are None without a tokenizer. There is no padding token, of which
-    transformers' defaults may be beyond the vocabulary."""
+    """Return the config.json fields `bos_token_id`, `eos_token_id` and `pad_token_id`.
+
+    The first is the id of the token that starts a document; the second is one id or a list of ids that end it. Both are
+    None without a tokenizer. The padding id is always None, as transformers' default may lie beyond the vocabulary.
+    """
     if loaded_model.tokenizer is None:
         return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     _, start_id = loaded_model.tokenizer_and_start()
@@ -204,8 +218,11 @@ def _token_id_fields(loaded_model: LoadedModel) -> dict[str, Plain]:
 
 
 def add_start_token(content: str, end_of_text: str) -> str:
-    """Return the tokenizer.json `content`, changed such that encoding adds a single special token, `end_of_text`,
-    before a text or a pair of texts."""
+    """Return tokenizer.json's `content`, changed so that encoding puts the token `end_of_text` before a text or pair of
+    texts.
+
+    Encoding adds no other special token.
+    """
     tokenizer = parse_tokenizer(content, end_of_text)
     start_piece = {"SpecialToken": {"id": end_of_text, "type_id": 0}}
     text_pieces = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
@@ -221,6 +238,7 @@ def add_start_token(content: str, end_of_text: str) -> str:
 
 
 def _tokenizer_config(spec: ModelSpec) -> dict[str, Plain]:
+    """Return the content of tokenizer_config.json."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": spec.end_of_text,
@@ -251,8 +269,9 @@ LM_CONFIG_FIELDS = {"model_type": LM_MODEL_TYPE, "architectures": ["LmForCausalL
 
 
 def _lm_config(loaded_model: LoadedModel) -> dict[str, Plain]:
-    """Return the config.json fields of an export with modeling_lm.py: the arguments of that module's class
-    `LmConfig`. Raises RunError: transformers can't compute the model; the error says why.
+    """Return the config.json fields of an export with modeling_lm.py: the arguments of its class `LmConfig`.
+
+    Raises RunError: modeling_lm.py can't compute the model; the message says why.
     """
     spec, normalizers, rope_fields = loaded_model.spec, loaded_model.decoder.normalizers(), {}
     model, rope = spec.model, spec.model.position
@@ -273,7 +292,7 @@ def _lm_config(loaded_model: LoadedModel) -> dict[str, Plain]:
 
 
 def _lm_tensors(loaded_model: LoadedModel) -> dict[str, Tensor]:
-    """The decoder's tensors, by lm's names with the prefix `model.`; an untied head is `lm_head.weight`."""
+    """Return the decoder's tensors by lm's names with the prefix `model.`; a head that isn't tied is `lm_head.weight`."""
     state = loaded_model.decoder.state_dict()
     if loaded_model.spec.model.tied:
         del state["head.weight"]

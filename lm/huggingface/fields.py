@@ -1,5 +1,6 @@
-"""Fields of a config.json. A field is read, must have a given value, or is irrelevant to the logits; any other field is
-refused by name.
+"""Read the fields of a config.json strictly: a field that lm neither reads nor knows to be irrelevant is an error.
+
+A field is irrelevant if it can't change the logits.
 """
 
 import math
@@ -47,19 +48,21 @@ REQUIRED_VALUES: dict[str, tuple[Plain, str]] = {
 
 
 class Fields:
-    """The fields of a configuration file.
+    """The fields of a configuration file, which remember which of them were used.
 
     Args:
-        plain: the content of the file.
-        path: names the file in errors.
+        plain: content of the file.
+        path: path that errors name.
     """
 
     def __init__(self, plain: dict[str, Plain], path: Path):
         self.path, self._plain, self._used = path, plain, set()
 
     def take(self, name: str, kind: type, default: Plain = MISSING) -> Plain:
-        """Return a field's value, or `default` if it is null or absent; mark it as used. Raises RunError if a value is
-        missing or of another type."""
+        """Return a field's value, or `default` if it is null or absent, and mark the field as used.
+
+        Raises RunError: the value has another type than `kind`, or is missing and there is no default.
+        """
         self._used.add(name)
         value = self._plain.get(name)
         if value is None and default is not MISSING:
@@ -71,8 +74,9 @@ class Fields:
         return result
 
     def size(self, name: str, default: Plain = MISSING, maximum: int = 10**9) -> int:
-        """Return the value of a field as `take` does. Raises RunError if it is not a whole number from 1 to
-        `maximum`.
+        """Return a field's value, or `default` if it is null or absent, and mark it as used.
+
+        Raises RunError: the value is not a whole number from 1 to `maximum`, or is missing and there is no default.
         """
         size = self.take(name, int, default)
         if size is not None and not 1 <= size <= maximum:
@@ -80,15 +84,18 @@ class Fields:
         return size
 
     def number(self, name: str, default: Plain = MISSING) -> float:
-        """Return the value of a field as `take` does. Raises RunError if it is not a number above 0."""
+        """Return a field's value, or `default` if it is null or absent, and mark it as used.
+
+        Raises RunError: the value is not a number above 0, or is missing and there is no default.
+        """
         number = self.take(name, float, default)
         if number is not None and number <= 0:
             raise self.refusal(name, "must be above 0")
         return number
 
     def block(self, name: str) -> "Fields | None":
-        """Return the fields nested in the field `name`; None if it is null or absent. Raises RunError if its value
-        holds no fields.
+        """Return the fields nested in the field `name`; None if it is null or absent. Raises RunError: its value holds
+        no fields.
         """
         self._used.add(name)
         value = self._plain.get(name)
@@ -99,8 +106,8 @@ class Fields:
         return Fields(value, Path(f"{self.path}: {name}"))
 
     def require_value(self, name: str, allowed_values: tuple[Plain, ...], reason: str) -> None:
-        """Check that a field is absent, null or one of `allowed_values`; mark it as used. Raises RunError, with
-        `reason`, if it is not.
+        """Check that a field is absent, null or one of `allowed_values`, and mark it as used. Raises RunError with
+        `reason` if not.
         """
         self._used.add(name)
         value = self._plain.get(name)
@@ -108,11 +115,13 @@ class Fields:
             raise self.refusal(name, reason)
 
     def refusal(self, name: str, reason: str) -> RunError:
-        """Return the error that names a field, its value and the reason why it can't be used."""
+        """Return an error that names a field, its value and the reason why lm can't use it."""
         return RunError(f"{self.path}: {name} = {abbreviate(as_written(self._plain.get(name)), 80)}: {reason}")
 
     def check_all_used(self, irrelevant_names: Container[str]) -> None:
-        """Check that each field was used, is in `irrelevant_names`, or is null. Raises RunError for any other field."""
+        """Check that each field was used, is in `irrelevant_names`, or is null. Raises RunError, which names the other
+        fields.
+        """
         unknown_names = [
             name
             for name, value in self._plain.items()
@@ -159,8 +168,14 @@ ROPE_DEFAULTS: dict[str, Plain] = {"attention_factor": None, "truncate": True}
 def read_rope(
     config: Fields, positions: int, default_theta: float = DEFAULT_THETA, others: tuple[str, ...] = ()
 ) -> Rope:
-    """Return RoPE's options for a context of `positions` tokens. Raises RunError, which names the type or field that
-    can't be used. `others` are fields of its block that the caller reads.
+    """Return RoPE's options from the fields of a model with a context of `positions` tokens.
+
+    Args:
+        config: fields of the model.
+        default_theta: RoPE's base if no field gives it.
+        others: nested fields that the caller reads itself.
+
+    Raises RunError: RoPE has a type or field that lm can't use; the message names it.
     """
     block, older_block = config.block("rope_parameters"), config.block("rope_scaling")
     if block and older_block:
@@ -206,7 +221,9 @@ def read_rope(
 
 
 def read_partial_rope(config: Fields) -> Rope:
-    """Return RoPE's options of GPT-NeoX, which rotates a fraction of each head. Raises RunError as `read_rope`."""
+    """Return RoPE's options of GPT-NeoX, which rotates only a fraction of each head. Raises RunError as `read_rope`
+    does.
+    """
     block = config.block("rope_parameters")
     theta, fraction = config.number("rotary_emb_base", DEFAULT_THETA), config.number("rotary_pct", 0.25)
     config.require_value("rope_scaling", (), "RoPE that was rescaled is not read here")
@@ -218,7 +235,7 @@ def read_partial_rope(config: Fields) -> Rope:
 
 
 def write_rope(rope: Rope) -> dict[str, Plain]:
-    """Return transformers' field `rope_parameters` for lm's RoPE options."""
+    """Return the content of transformers' field `rope_parameters` for lm's RoPE options."""
     kind, option_names = next(
         (kind, option_names) for kind, (schema, option_names) in ROPE_TYPES.items() if schema is type(rope.scaling)
     )

@@ -1,4 +1,4 @@
-"""`lm import` writes a pretrained model of Hugging Face (safetensors) to a model folder, which lm loads like a run."""
+"""Import a pretrained model of Hugging Face (`lm import`, safetensors) to a model folder, which lm loads like a run."""
 
 import json
 from collections.abc import Iterator
@@ -38,13 +38,14 @@ LM_MODEL_TYPE = "lm_decoder"  # model_type of an export that is computed by lm's
 
 
 class Shards:
-    """The tensors of model.safetensors, or of the shards that model.safetensors.index.json lists.
+    """The tensors of a folder's safetensors files: model.safetensors, or the shards that model.safetensors.index.json
+    lists.
 
     Attributes:
         path: the folder, which errors name.
-        shapes: the shape of each tensor, by its name in transformers.
+        shapes: shape of each tensor, by its name in transformers.
 
-    Raises RunError: a folder without weights, or a shard that is missing, truncated or damaged.
+    Raises RunError: the folder has no weights, or a shard is missing, truncated or damaged.
     """
 
     def __init__(self, folder: Path):
@@ -55,7 +56,7 @@ class Shards:
             self._read_header(file)
 
     def _read_header(self, file: Path) -> None:
-        """Record shape, type and file of the tensors in `file`."""
+        """Record the shape, dtype and file of each tensor in `file`. Raises RunError: the file is missing or damaged."""
         if not file.is_file():
             raise RunError(f"{file}: no such file, which {INDEX} lists; fetch the model again")
         try:
@@ -68,10 +69,10 @@ class Shards:
             raise RunError(f"{file}: not a readable safetensors file: {one_line(error, 160)}; fetch it again") from None
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor in fp32. The file is opened for this tensor alone, so that no other tensor stays in mapped
-        memory.
+        """Return a tensor, converted to fp32.
 
-        Raises RunError: the tensor can't be read, or its type is not one of `READ_TYPES`.
+        The file is opened for this tensor alone, so that no other tensor stays in mapped memory. Raises RunError: the
+        tensor can't be read, or its stored dtype is not one of `READ_TYPES`.
         """
         file, kind, stored_name = self._places[name]
         if kind not in READ_TYPES:
@@ -84,7 +85,7 @@ class Shards:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the weight files of a folder."""
+    """Return the paths of a folder's safetensors files. Raises RunError: there are none, or their index is damaged."""
     if (folder / WEIGHTS_FILE).is_file():
         return [folder / WEIGHTS_FILE]
     index = folder / INDEX
@@ -103,6 +104,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _is_plain_name(file: object) -> bool:
+    """Return whether `file` is a file's name without folders."""
     return isinstance(file, str) and file not in ("", ".", "..") and Path(file).name == file
 
 
@@ -114,7 +116,7 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class PretrainedModel:
-    """A pretrained model that was opened, and whose weights are not read yet."""
+    """A pretrained model whose configuration and tokenizer are read, and whose weights are not read yet."""
 
     path: Path  # the path of the model, which errors name
     config: dict[str, Plain]  # fields as in a config.json
@@ -134,10 +136,7 @@ def import_model(
     tokenizer: Path | None = None,
     end_of_text: str | None = None,
 ) -> ModelSpec:
-    """Write a pretrained model to the model folder `target`; returns its spec. No code of the model is executed.
-
-    Weights are read, checked and written one parameter at a time, so that memory holds a few tensors, not the whole
-    model.
+    """Write a pretrained model to the model folder `target`, and return its spec. No code of the model is executed.
 
     Args:
         source: a folder in the format of transformers (safetensors, also in shards), or a name on the hub.
@@ -148,10 +147,10 @@ def import_model(
         end_of_text: the token that starts a document; None: <|endoftext|> if the tokenizer has it, else its BOS or EOS.
 
     Raises:
-        RunError: `source` is no model or can't be used (the error names the field or tensor), or `target` exists;
+        RunError: `source` is no model or can't be used (the message names the field or tensor), or `target` exists;
             nothing is written.
         DataError: `source` or the tokenizer is neither on this machine nor on the hub, or the tokenizer can't be read.
-        ConfigError: `length` is not the number of learned positions; an argument does not apply to `source`.
+        ConfigError: `length` is not the number of learned positions, or an argument does not apply to `source`.
     """
     check_new(target)
     model = open_pretrained(source, revision, tokenizer)
@@ -195,7 +194,9 @@ def import_model(
 
 
 def open_pretrained(source: str, revision: str | None, tokenizer: Path | None) -> PretrainedModel:
-    """Open the model that `source` names, without reading its weights. Raises errors as `import_model` does."""
+    """Return the model that `source` names, without reading its weights. Arguments and errors are those of
+    `import_model`.
+    """
     path, origin = Path(source), {"source": source}
     if revision and path.exists():
         raise ConfigError([Problem("--revision", revision, f"{source} is on this machine, not on the hub", "drop it")])
@@ -222,8 +223,13 @@ def open_pretrained(source: str, revision: str | None, tokenizer: Path | None) -
 def read_tokenizer(
     model: PretrainedModel, end_of_text: str | None, vocabulary: int
 ) -> tuple[Tokenizer, str, str, list[str]]:
-    """Return the tokenizer of a model that has one, its tokenizer.json, the token that starts a document, `end_of_text`
-    if that is given, and those that end it ([]: the same). Raises RunError as `import_model`."""
+    """Return a model's tokenizer, the text of its tokenizer.json, its start token and its end tokens.
+
+    The start token, which starts a document, is `end_of_text` if that is given. An empty list of end tokens means that
+    the start token also ends a document.
+
+    vocabulary: number of token ids of the model. Raises RunError: as `import_model` does.
+    """
     start_token = end_of_text or _start_token(model)
     tokenizer, text = _checked_tokenizer(model, start_token, vocabulary)
     added_tokens = {index: token.content for index, token in tokenizer.get_added_tokens_decoder().items()}
@@ -235,7 +241,7 @@ def _start_token(model: PretrainedModel) -> str:
     """Return the token that starts a document: <|endoftext|> if it is a special token, else the model's BOS, else its
     EOS.
 
-    Raises RunError: none of these tokens is known, or the tokenizer can't be parsed.
+    Raises RunError: the tokenizer has none of these tokens, or can't be parsed.
     """
     path = model.tokenizer_path
     try:
@@ -255,8 +261,9 @@ def _start_token(model: PretrainedModel) -> str:
 
 
 def _configured_tokens(kind: str, tokens: dict[int, str], *configurations: dict[str, Plain]) -> list[str]:
-    """Return the tokens in `tokens`, {id: token}, that `configurations` name by text or id as BOS or EOS tokens (`kind`
-    is bos or eos).
+    """Return the BOS or EOS tokens that `configurations` name by text or id, and that are among `tokens`, {id: token}.
+
+    kind: `bos` or `eos`.
     """
     named_tokens: list[Plain] = []
     for fields in configurations:
@@ -269,9 +276,11 @@ def _configured_tokens(kind: str, tokens: dict[int, str], *configurations: dict[
 
 
 def _checked_tokenizer(model: PretrainedModel, start: str, vocabulary: int) -> tuple[Tokenizer, str]:
-    """Return a model's tokenizer, and its tokenizer.json, without special tokens for which `vocabulary` has no room:
-    neither text nor the model gives them. Raises RunError if it can't be used, lacks the token `start`, or has other
-    ids of `vocabulary` or above.
+    """Return a model's tokenizer and its tokenizer.json, after dropping special tokens whose ids the model doesn't
+    have.
+
+    No text contains such tokens, and the model can't generate them. Raises RunError: the tokenizer can't be used, lacks
+    the token `start`, or has other ids of `vocabulary` or above.
     """
     content = model.tokenizer
     try:
@@ -300,8 +309,9 @@ def _checked_tokenizer(model: PretrainedModel, start: str, vocabulary: int) -> t
 def _checked_parameters(
     architecture: Architecture, spec: ModelSpec, config_name: str, tensors: Shards
 ) -> list[MappedParameter]:
-    """lm's parameters, sorted by name. Raises RunError if a tensor is missing, unknown or misshapen, or a tied head
-    isn't the embedding.
+    """Return lm's parameters with the tensors that hold them, sorted by name, after checking that the tensors fit.
+
+    Raises RunError: a tensor is missing, unknown or has another shape, or a tied head differs from the embedding.
     """
     base = architecture.base if any(name.startswith(architecture.base) for name in tensors.shapes) else ""
     parameters = list(architecture.mapped_parameters(spec, base))
@@ -328,8 +338,9 @@ def _checked_parameters(
 
 
 def _parameter_values(parameters: list[MappedParameter], tensors: Shards) -> Iterator[tuple[str, Tensor]]:
-    """Yield each of lm's parameters as (name, value), read when it is requested. Raises RunError if a tensor has NaN or
-    infinity.
+    """Yield (name, value) of each of lm's parameters, which is read when it is requested.
+
+    Raises RunError: a tensor holds NaN or infinity.
     """
     for parameter in parameters:
         pieces = []
@@ -344,6 +355,7 @@ def _parameter_values(parameters: list[MappedParameter], tensors: Shards) -> Ite
 
 
 def _print_summary(folder: Path, kind: str, spec: ModelSpec, n_tokens: int, n_parameters: int) -> None:
+    """Print the imported model's architecture and size, and its tokenizer's size and special tokens."""
     print(
         f"{folder}: {kind}, {n_parameters:,} parameters, {spec.model.position.label}, training length {spec.seq_len:,}"
     )

@@ -1,5 +1,6 @@
-"""Models that run in transformers with one of lm's normalizers, as measurements see lm's decoder (`lm eval
-hf:FOLDER`).
+"""Measure transformers models that compute one of lm's normalizers (`lm eval hf:FOLDER`).
+
+`MeasuredModel` gives such a model the methods of lm's decoder that measurements call.
 """
 
 from collections.abc import Callable
@@ -44,14 +45,14 @@ TOLERANCE = 1e-3  # largest difference of logits that rounding may make
 
 
 class MeasuredModel(nn.Module):
-    """A model of transformers, with the parts of `lm.model.decoder.Decoder` that measurements use.
+    """A transformers model with the methods of `lm.model.decoder.Decoder` that measurements call.
 
     Args:
         model: a language model whose attention is lm's (`register`, `add_normalizer_parameters`).
-        options: its normalizer.
-        seq_len: the training length.
+        options: options of its normalizer.
+        seq_len: training length in tokens.
 
-    Raises RunError: its logits are not a matrix times the hidden states, perhaps capped.
+    Raises RunError: its logits are not a matrix times the hidden states, capped or not.
     """
 
     takes_settings = False
@@ -89,7 +90,10 @@ class MeasuredModel(nn.Module):
     def forward(
         self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None, first: int = 0
     ) -> Tensor:
-        """Hidden states (B, T - first, C) of tokens (B, T), as `Decoder.forward`."""
+        """Return hidden states (B, T - first, C) of the tokens (B, T) from index `first` on, as `Decoder.forward` does.
+
+        layout: positions in packed documents; cache: keys and values of earlier tokens, which this call extends.
+        """
         arguments = {"input_ids": tokens, "use_cache": cache is not None}
         if layout is not None and layout.documents is not None:
             arguments["position_ids"] = layout.positions.expand_as(tokens)
@@ -104,18 +108,21 @@ class MeasuredModel(nn.Module):
         return hidden[:, first:]
 
     def hidden_states(self, batch: Batch, first: int = 0) -> Tensor:
-        """Hidden states (B, T - first, C) of a batch's tokens from index `first` on."""
+        """Return hidden states (B, T - first, C) of a batch's tokens from index `first` on."""
         return self(batch.tokens, batch_layout(batch), first=first)
 
     def normalizers(self) -> list[Normalizer]:
-        """Return the normalizer of each layer; that of a layer with a sliding window is lm's `window`."""
+        """Return the normalizer of each layer; a layer with a sliding window has lm's normalizer `window`."""
         return [*self._normalizers]
 
     def embed(
         self, tokens: Tensor, layout: AttentionLayout | None = None, cache: None = None, length: int | None = None
     ) -> tuple[Tensor, ForwardContext]:
-        """Return vectors of the tokens and the context of `blocks`, for `lm.model.attention_stream`. All layers are
-        computed at once, and their queries, keys and values recorded."""
+        """Return the tokens' embeddings (B, T, C) and the context for `blocks`, as `lm.model.attention_stream` calls
+        them.
+
+        This call runs the whole model and records every layer's queries, keys and values, which `blocks` then give.
+        """
         layout = layout or AttentionLayout.continuation(0, tokens.size(1), length or tokens.size(1), tokens.device)
         for layer in self._layers:
             setattr(layer, RECORD, [])
@@ -129,7 +136,7 @@ class MeasuredModel(nn.Module):
 
     @property
     def blocks(self) -> list[Callable[[Tensor, ForwardContext], Tensor]]:
-        """A function for each layer, which gives the layer's recorded inputs to the context."""
+        """Return a function for each layer that adds the layer's recorded queries, keys and values to the context."""
 
         def block(layer: int, x: Tensor, context: ForwardContext) -> Tensor:
             context.layer_inputs.append(AttentionInputs(x, *self._records[layer]))
@@ -139,12 +146,15 @@ class MeasuredModel(nn.Module):
 
 
 def load_measured(folder: Path, normalizer: str, length: int | None) -> LoadedModel:
-    """Load a model of transformers from a folder, in fp32, with lm's attention in the layers without a window.
+    """Load a transformers model from a folder, in fp32, with lm's attention in the layers without a sliding window.
 
-    normalizer: a name, or a block in YAML, `{name: ssmax, bias: true}`; its parameters are those saved in the folder,
-    or have initial values. length: the training length; None: `max_position_embeddings`.
+    Args:
+        normalizer: a name, or a block in YAML such as `{name: ssmax, bias: true}`. Its parameters are read from the
+            folder if that has them.
+        length: training length in tokens; None: `max_position_embeddings`.
 
-    Raises RunError, DataError or ConfigError: no such model, normalizer or tokenizer, or attention that is not lm's.
+    Raises RunError, DataError or ConfigError: there is no such model, normalizer or tokenizer, or the model's attention
+    can't be replaced.
     """
     source = open_pretrained(str(folder), None, None)
     with PLUGINS.trusted_text():

@@ -1,9 +1,12 @@
-"""The decoder of lm, a framework that compares attention normalizers, for transformers: load it with
-`trust_remote_code=True`.
+"""The decoder of lm for transformers: `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)` loads it.
 
-`lm export --format hf` copies this file and lm's modules of attention and layers beside the weights. They need torch
-and transformers alone; tensors have lm's names. n, the number of keys that a query counts, is fixed or that of its
-document's tokens; a document begins where `position_ids` begin anew. So padding and packing don't change n.
+lm is a framework that compares attention normalizers, the functions that turn a query's scores into weights. `lm export
+--format hf` writes this file beside the weights, with copies of lm's modules of attention and layers. They import only
+torch and transformers. The weights have the names of lm's parameters.
+
+Many normalizers depend on n, the number of keys that a query counts. n is a fixed number, or the number of the
+document's tokens up to the query. A new document begins where `position_ids` start again at 0. Padding and packing
+therefore don't change n.
 
 Shapes: B sequences, T query positions, S key positions, H query heads, K key-value heads, D head size, E width of a
 head's values, C width of the model, V size of the vocabulary.
@@ -40,17 +43,43 @@ from lm.model.blocks import (
 
 
 class LmConfig(PreTrainedConfig):
-    """The decoder's configuration. `lm.model.blocks` reads it by the names of lm's `ModelConfig`.
+    """The decoder's configuration has the field names that `lm.model.blocks` reads. Sizes have transformers' usual
+    names, too.
 
     Args:
-        block: `attention` (attention, then an MLP) or `gau` (gated attention unit).
-        normalizers: for each layer a dict of its normalizer's `name` and options.
-        seq_len: tokens in a training sequence, which initial values and some formulas depend on.
-        rope_frequencies: radians per token of each rotated pair; None: no rotary positions.
-        rope_amplitude: factor on cos and sin.
-        rope_layers: whether each layer rotates queries and keys; None: all do.
+        vocab_size: number of token ids, V.
+        seq_len: tokens in a training sequence, on which initial values and some formulas depend.
+        block: kind of layer: `attention` (attention, then an MLP) or `gau` (gated attention unit).
+        n_layer: number of layers.
+        n_head: number of query heads, H.
+        kv_heads: number of key-value heads, K.
+        n_embd: width of the model, C.
+        key_dims: size D of a head's queries and keys.
+        value_dims: width E of a head's values.
+        mlp: activation of the MLP: `swiglu`, `gelu`, `gelu_tanh` or `relu2`.
+        mlp_width: number of the MLP's hidden units.
+        norm: `rms` (RMSNorm) or `layer` (LayerNorm).
+        norm_eps: constant that norms add to the variance.
+        bias: whether linear layers and LayerNorm have a bias.
+        has_qkv_bias: whether the projection to queries, keys and values has a bias.
+        has_mlp_bias: whether the MLP's linear layers have a bias.
+        qk_norm: whether queries and keys have an RMSNorm in each head; `width`: one norm over all heads together.
+        post_norm: whether norms act on the outputs of attention and MLP, not on their inputs.
+        parallel: whether the MLP reads the layer's input, not the sum with the attention's output.
+        rope_frequencies: radians per token for each rotated pair of dimensions; None: no rotary positions.
+        rope_amplitude: factor on the cos and sin of rotary positions.
+        rope_layers: whether each layer rotates its queries and keys; None: all do.
         learned_positions: whether each position below `seq_len` has a learned vector.
-        value_residual: `first_layer`: layers mix the values of the first layer into theirs.
+        embedding_norm: kind of the norm after the embedding, as `norm`; None: no norm.
+        value_residual: `first_layer`: each layer mixes the first layer's values into its own; None: no layer does.
+        output_gate: `head` or `element`: the attention's output is multiplied by a learned gate per head or element.
+        gate_inputs: number of the layer input's dimensions that the gate reads; None: all.
+        exclusive: whether the component along the token's own value is taken out of each head's output.
+        differential: whether attention is differential (arXiv 2410.05258); `v2`: its second version.
+        dropout: probability of dropout on the embeddings and on each layer's outputs.
+        logit_softcap: c in c tanh(logits / c); None: logits are not capped.
+        normalizers: for each layer, a dict with its normalizer's `name` and options; None: softmax.
+        tie_word_embeddings: whether the head's matrix is the embedding.
     """
 
     model_type = "lm_decoder"
@@ -96,8 +125,8 @@ class LmConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: object):
-        """Give each layer a default of its own; `kwargs` are fields that all configurations of transformers may
-        have.
+        """Fill in the lists that have one entry per layer. `kwargs` are fields that all of transformers' configurations
+        share.
         """
         self.rope_layers = self.rope_layers or [True] * self.n_layer
         self.normalizers = self.normalizers or [{"name": "softmax"}] * self.n_layer
@@ -105,17 +134,19 @@ class LmConfig(PreTrainedConfig):
 
     @property
     def maps_per_head(self) -> int:
-        """The number of attention maps of each head."""
+        """Return how many attention maps each head has: 2 in differential attention, else 1."""
         return 2 if self.differential else 1
 
     @property
     def position(self) -> SimpleNamespace:
-        """Holds `rotates_in`, whether a layer rotates queries and keys."""
+        """Return an object whose `rotates_in(layer)` says whether a layer rotates queries and keys, as in lm's
+        `ModelConfig`.
+        """
         return SimpleNamespace(rotates_in=lambda layer: bool(self.rope_frequencies) and self.rope_layers[layer])
 
     @property
     def normalizer(self) -> SimpleNamespace:
-        """Holds `layer_option`, the options of a layer's normalizer."""
+        """Return an object whose `layer_option(layer)` gives a layer's normalizer options, as in lm's `ModelConfig`."""
         return SimpleNamespace(layer_option=self._layer_option)
 
     def _layer_option(self, layer: int) -> Options:
@@ -128,15 +159,22 @@ class LmConfig(PreTrainedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersContext(ForwardContext):
-    """Inputs that all layers share. Attention is computed by lm's routes with a cache of transformers; if
-    `attn_implementation` is eager, from all weights.
+    """Inputs of one forward pass that all layers share, with a cache of transformers in place of lm's.
+
+    With `attn_implementation="eager"` attention computes all weights and keeps them. Otherwise each normalizer takes
+    its fastest exact route.
     """
 
     past_key_values: Cache | None
     weights: list[Tensor | None]  # each layer appends its weights, or None if it doesn't hold them
 
     def attend(self, layer: AttentionBase, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the heads' outputs (B, H, T, E), as `ForwardContext.attend`."""
+        """Return the heads' outputs (B, H, T, E) for queries q (B, H, T, D), keys k (B, K, T, D) and values v (B, K, T,
+        E).
+
+        x is the layer's input (B, T, C). q and k of the T new tokens are already normalised and rotated. The cache adds
+        the keys and values of earlier tokens.
+        """
         normalizer, layout = layer.normalizer, self.layout
         q, k = normalizer.append_features(x, q, k)
         if self.past_key_values is not None:
@@ -150,19 +188,27 @@ class TransformersContext(ForwardContext):
 
 
 class RecomputedLayer(GradientCheckpointingLayer):
-    """A layer that transformers can compute again in the backward pass: what has gradients comes by position."""
+    """A layer that gradient checkpointing can recompute in the backward pass.
+
+    transformers requires that tensors with gradients are positional arguments. So `first_values` is one, though lm
+    passes it in the context.
+    """
 
     def forward(self, x: Tensor, first_values: Tensor | None, context: TransformersContext) -> Tensor:
-        """Return the layer's output (B, T, C) for its input x (B, T, C)."""
+        """Return the layer's output (B, T, C) for its input x (B, T, C).
+
+        first_values: the first layer's values (B, K, T, E), which a model with `value_residual` mixes into its own;
+        else None.
+        """
         return super().forward(x, replace(context, first_values=first_values))
 
 
 class LmBlock(RecomputedLayer, Block):
-    """A layer of attention and an MLP."""
+    """A layer that consists of attention and an MLP."""
 
 
 class LmGatedBlock(RecomputedLayer, GatedBlock):
-    """A layer of one gated attention unit."""
+    """A layer that consists of one gated attention unit (arXiv 2202.10447)."""
 
 
 BLOCKS = {"attention": LmBlock, "gau": LmGatedBlock}
@@ -172,10 +218,13 @@ BLOCKS = {"attention": LmBlock, "gau": LmGatedBlock}
 
 
 def packed_documents(is_token: Tensor, position_ids: Tensor) -> Tensor | None:
-    """Return the number of each token's document, (B, T), if a sequence holds several documents; else None.
+    """Return each token's document number (B, T) int64 if any sequence holds several documents, else None.
 
-    A document begins at position 0 and where positions of neighbours do not follow each other; is_token: (B, T), false
-    for padding.
+    A document begins at position 0, and wherever a token's position is not its predecessor's plus 1.
+
+    Args:
+        is_token: (B, T) bool, false for padding.
+        position_ids: (1, T) or (B, T) int64.
     """
     breaks = F.pad(is_token[:, :-1] & (position_ids.diff(dim=-1) != 1), (1, 0))
     begins = is_token & ((position_ids == 0) | breaks)
@@ -185,8 +234,16 @@ def packed_documents(is_token: Tensor, position_ids: Tensor) -> Tensor | None:
 def input_layout(
     mask: Tensor | None, position_ids: Tensor | None, n_cached: int, x: Tensor
 ) -> tuple[AttentionLayout, Tensor, bool]:
-    """Return the layout of the tokens x (B, T, C) behind `n_cached` cached ones, their positions, and whether a
-    sequence holds several documents. mask and position_ids: as for `LmModel.forward`.
+    """Return the attention layout of new tokens, their positions (1, T) or (B, T), and whether a sequence holds several
+    documents.
+
+    Args:
+        mask: attention mask, as for `LmModel.forward`.
+        position_ids: positions, as for `LmModel.forward`.
+        n_cached: number of tokens in the cache, which come before the new ones.
+        x: embeddings of the new tokens (B, T, C).
+
+    Raises ValueError: a mask (B, 1, T, S) is not causal over whole documents, or has a bias.
     """
     count, n_keys, device = x.size(1), n_cached + x.size(1), x.device
     if mask is not None and mask.dim() == 4:
@@ -208,7 +265,7 @@ def input_layout(
 
 
 class LmPreTrainedModel(PreTrainedModel):
-    """Base class with the class attributes that transformers reads."""
+    """Base class of the models; it holds the class attributes that transformers reads."""
 
     config_class = LmConfig
     base_model_prefix = "model"
@@ -220,7 +277,7 @@ class LmPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise a module as transformers does, a normalizer as lm does."""
+        """Initialise a module's parameters: normalizers as lm does, all other modules as transformers does."""
         super()._init_weights(module)
         if isinstance(module, MapDifference):
             init.constant_(module.initial_lambda, module.lambda_0)
@@ -232,7 +289,7 @@ class LmPreTrainedModel(PreTrainedModel):
 
 
 class LmModel(LmPreTrainedModel):
-    """The decoder without its head."""
+    """The decoder without the language-model head: embedding, layers and the last norm."""
 
     def __init__(self, config: LmConfig):
         super().__init__(config)
@@ -255,15 +312,21 @@ class LmModel(LmPreTrainedModel):
         past_key_values: Cache | None = None, inputs_embeds: Tensor | None = None, use_cache: bool | None = None,
         output_attentions: bool | None = None, output_hidden_states: bool | None = None, **kwargs: object,
     ) -> BaseModelOutputWithPast:  # fmt: skip
-        """Hidden states (B, T, C) of tokens (B, T), after the last norm.
+        """Return hidden states (B, T, C) after the last norm, for token ids or embeddings of T new tokens.
 
         Args:
-            attention_mask: (B, S), 0 for padding, any other number for a token; or (B, 1, T, S), causal over whole
+            input_ids: (B, T) int64 token ids; give either them or `inputs_embeds`.
+            attention_mask: (B, S), 0 for padding and any other number for a token; or (B, 1, T, S), causal over whole
                 documents.
-            position_ids: (1, T) or (B, T), 0-based in each document; None: counted from `attention_mask` and the cached
-                tokens.
+            position_ids: (1, T) or (B, T), 0-based in each document; None: counted from `attention_mask` and the cache.
+            past_key_values: cache of earlier tokens' keys and values.
+            inputs_embeds: (B, T, C) embeddings in place of token ids.
+            use_cache: whether a cache is returned; None: as the configuration says, but never in training.
+            output_attentions: whether attention weights (B, H, T, S) are returned for each layer. They are None unless
+                `attn_implementation` is `eager`.
+            output_hidden_states: whether each layer's input (B, T, C) is returned, too.
 
-        Raises ValueError for a mask (B, 1, T, S) with gaps, a prefix or a bias, or for packed documents with a cache.
+        Raises ValueError: a mask (B, 1, T, S) has gaps, a prefix or a bias, or packed documents are given with a cache.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -305,7 +368,7 @@ class LmModel(LmPreTrainedModel):
 
 
 class LmForCausalLM(LmPreTrainedModel, GenerationMixin):
-    """The decoder with its head: a language model."""
+    """The language model: the decoder with a linear head, which gives next-token logits."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}  # noqa: RUF012
 
@@ -321,9 +384,13 @@ class LmForCausalLM(LmPreTrainedModel, GenerationMixin):
         past_key_values: Cache | None = None, inputs_embeds: Tensor | None = None, labels: Tensor | None = None,
         use_cache: bool | None = None, logits_to_keep: int | Tensor = 0, **kwargs: object,
     ) -> CausalLMOutputWithPast:  # fmt: skip
-        """Return logits (B, T, V), and the loss of `labels` (B, T), which the loss function shifts by one token.
-        `logits_to_keep` above 0 keeps the logits of that many last positions alone, a tensor those of the positions
-        that it lists.
+        """Return next-token logits (B, T, V) and, if `labels` are given, the loss.
+
+        Args:
+            labels: (B, T) token ids, -100 where a token does not count. The loss function shifts them by one token.
+            logits_to_keep: number of last positions whose logits are returned, 0 for all; or a tensor of their indices.
+
+        Other arguments and errors are those of `LmModel.forward`.
         """
         output = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs
