@@ -1,1 +1,1 @@
-"""Evaluations of trained models on fixed held-out sequences; their results are kept as JSON in the run folder."""
+"""Evaluations measure trained models on fixed held-out sequences, and keep the results in the run folder."""

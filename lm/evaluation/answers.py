@@ -1,5 +1,7 @@
-"""Answers to questions in long sequences, in fp32: recall of synthetic tasks, and needles in a haystack with heads'
-attention to them.
+"""Evaluate a model's answers to questions in long sequences, in fp32.
+
+`Recall` asks questions of synthetic tasks. `NeedleMeasurement` hides numbers in text (needle in a haystack), and also
+measures each head's attention to them.
 """
 
 import hashlib
@@ -41,11 +43,13 @@ HEADS_DEPTH = 0.5  # depth of the needles that heads' attention is measured on
 
 
 def read_answers(decoder: Decoder, held_out: HeldOut, device: Device) -> np.ndarray:
-    """The loss -log p of each answer token (nats), and 1 if it is the model's most probable token there, else 0:
-    (2, N, length) fp32, 0 where no answer is predicted. All ranks call it.
+    """Return for each answer token its loss -log p (nats), and 1 if it is the model's most probable token, else 0.
 
-    Sequences hold the correct answers to earlier questions (teacher forcing). Memory holds logits of answer tokens
-    only, and no T x T attention weights of T tokens, unless the normalizer needs them.
+    The result is (2, N, length) fp32, and 0 where no answer is predicted. Sequences hold the correct answers to earlier
+    questions (teacher forcing). All ranks call this function.
+
+    Memory holds logits of answer tokens only, and no T x T attention weights of T tokens, unless the normalizer needs
+    them.
     """
 
     def measure(indices: list[int]) -> Tensor:
@@ -63,8 +67,10 @@ def read_answers(decoder: Decoder, held_out: HeldOut, device: Device) -> np.ndar
 
 
 class AnswerMeasurement(Measurement):
-    """Base class of measurements of answers to questions, in fp32, under each inference setting and at each of several
-    sequence lengths (the option `length_factors`, in training lengths)."""
+    """Base class of evaluations of answers, in fp32, under each inference setting and at several sequence lengths.
+
+    The option `length_factors` gives the lengths, as multiples of the training length.
+    """
 
     in_fp32, fixed_lengths = True, True
     tasks: dict[str, Task]  # by name
@@ -77,8 +83,9 @@ class AnswerMeasurement(Measurement):
         return {"SETTING": [setting.label for setting in options.inference], "LENGTH": lengths}
 
     def check_fits(self, task: Task, length: int, key: str, count: int = 1) -> None:
-        """Raise ConfigError, which names the option `key`, unless `task` can make `count` different sequences of
-        `length` tokens.
+        """Raise ConfigError unless `task` can make `count` different sequences of `length` tokens.
+
+        key: the option of the evaluation that the error names.
         """
         try:
             check_task(task, QUESTION_SEED, length, "test", count, self.haystack)
@@ -89,7 +96,7 @@ class AnswerMeasurement(Measurement):
 
     @cached_property
     def lengths(self) -> list[int]:
-        """The sequence lengths that are measured, in predicted tokens, ascending."""
+        """Return the sequence lengths that are measured, in predicted tokens, in ascending order."""
         return lengths_from_factors(self.eval_config.length_factors, self.config.data)
 
 
@@ -103,21 +110,29 @@ ANSWER_LOSS = Metric(unit=NATS, better="lower", quantity="loss of answers", unit
 
 
 def accuracy(metric: Metric, questions: int, chance: float | None, options: str) -> Metric:
-    """The metric, an accuracy, for a number of questions a length. `chance` is the mean accuracy of guessing, None if
-    unknown; `options`: of the task.
+    """Return an accuracy metric with the details of one task.
+
+    Args:
+        metric: the metric without these details.
+        questions: number of questions at each length.
+        chance: mean accuracy of guessing; None: unknown.
+        options: the task's options as JSON.
     """
     references = () if chance is None else (("chance", chance),)
     return replace(metric, amount=f"{questions:,} different ones a length", references=references, options=options)
 
 
 def by_length(metric: Metric, lengths: list[int], samples: Sequence[Sample], **fields: str) -> pd.DataFrame:
-    """Rows of a metric with a sample at each length. `fields`: `task` and `setting` of `rows`."""
+    """Return the rows of a metric that was measured at each of `lengths`. fields: `task` and `setting` of `rows`."""
     points = zip(samples, lengths, strict=True)
     return pd.concat(rows(metric, *sample, [length], **fields) for sample, length in points)
 
 
 class Recall(AnswerMeasurement):
-    """Accuracy of whole answers and of answer tokens, and the loss of answers, by sequence length, teacher-forced."""
+    """Recall measures the accuracy of whole answers and of answer tokens, and the loss of answers, by sequence length.
+
+    Sequences hold the correct answers to earlier questions (teacher forcing).
+    """
 
     kind = "recall"
     logged = (replace(ACCURACY, name="recall/{TASK} {LENGTH} {SETTING}", meaning="whole answers that are correct"),)
@@ -129,7 +144,7 @@ class Recall(AnswerMeasurement):
 
     @classmethod
     def tasks_of(cls, config: Config) -> dict[str, Task]:
-        """The tasks that are asked for, by the names that tell them apart."""
+        """Return the tasks that a configuration asks for, by names that tell them apart."""
         tasks = cls.options_of(config).asked_tasks(config.data)
         return dict(zip(task_names([to_plain(task) for task in tasks]), tasks, strict=True))
 
@@ -141,8 +156,8 @@ class Recall(AnswerMeasurement):
         return super().sequences_of(config, metric) | {"tasks": tasks}
 
     def __init__(self, config: Config, store: Store):
-        """Raises ConfigError: a task does not fit into one of the lengths, or the held-out text is too short for the
-        task.
+        """Check the tasks. Raises ConfigError: a task does not fit into a length, or the held-out text is too short for
+        it.
         """
         super().__init__(config, store)
         self.tasks = self.tasks_of(config)
@@ -169,7 +184,9 @@ class Recall(AnswerMeasurement):
         return blocks
 
     def _samples(self, decoder: Decoder, task: Task, length: int, device: Device) -> list[Sample]:
-        """By sequence: the accuracy of whole answers and of their tokens, and the loss of answers."""
+        """Return three measurements of each sequence: accuracy of whole answers, accuracy of answer tokens, and loss of
+        answers.
+        """
         count = self.eval_config.sequences
         examples = [example(task, QUESTION_SEED, index, length, "test", self.haystack) for index in range(count)]
         held_out = HeldOut.of_examples(examples, self.store.token_bytes)
@@ -189,7 +206,7 @@ class Recall(AnswerMeasurement):
 
 @dataclass(frozen=True)
 class Trial:
-    """A question about a number in a text: the prompt and the correct answer."""
+    """A trial is a question about a number in a text: the prompt and the correct answer."""
 
     prompt: np.ndarray  # (T,) int64
     answer: np.ndarray  # (A,) int64
@@ -204,8 +221,8 @@ SCORED = (replace(ANSWER_LOSS, unit="fraction", better="higher", quantity="exact
 
 
 def score(decoder: Decoder, questions: list[Trial], length: int, text: Text) -> Tensor:
-    """Scores of questions with equally long prompts: (questions, metrics) fp32, with a column for each metric that
-    `SCORED` lists.
+    """Return scores (questions, metrics) fp32 of questions with equally long prompts, one column for each metric in
+    `SCORED`.
 
     Each prompt is the beginning of a sequence of `length` tokens.
     """
@@ -226,7 +243,10 @@ def score(decoder: Decoder, questions: list[Trial], length: int, text: Text) -> 
 
 
 def _greedy_tokens(decoder: Decoder, first_logits: Tensor, cache: DecodingCache, count: int) -> Tensor:
-    """The next `count` tokens by greedy decoding, (B, count); `first_logits` give the first token."""
+    """Return the next `count` tokens by greedy decoding, (B, count).
+
+    first_logits: logits (B, 1, V) of the first of these tokens.
+    """
     tokens = [first_logits.argmax(-1)]
     for _ in range(count - 1):
         tokens.append(decoder.head(decoder(tokens[-1], cache=cache)).argmax(-1))
@@ -234,8 +254,8 @@ def _greedy_tokens(decoder: Decoder, first_logits: Tensor, cache: DecodingCache,
 
 
 def trials(task: Needle, length: int, count: int, text: Text) -> list[Trial]:
-    """`count` questions about needles in test sequences of `length` tokens; the questions are the same for every
-    model.
+    """Return `count` questions about needles in test sequences of `length` tokens. They are the same for
+    every model.
     """
     found: list[Trial] = []
     for index in range(-(-count // task.needles)):
@@ -247,10 +267,10 @@ def trials(task: Needle, length: int, count: int, text: Text) -> list[Trial]:
 
 
 def head_scores(decoder: Decoder, trial: Trial, length: int) -> Tensor:
-    """Each head's attention from the prompt's last token to the needle's number, (layers, H) fp32.
+    """Return each head's attention from the prompt's last token to the needle's number, (layers, H) fp32.
 
-    The whole sequence has `length` tokens. The attention is the sum of weights on the number's tokens; arXiv 2501.19399
-    (Figs. 7 and 8) states no definition, so this definition is ours. Memory holds the weights of one query.
+    The whole sequence has `length` tokens. The attention is the sum of weights on the number's tokens. arXiv 2501.19399
+    (Figs. 7 and 8) does not define it, so this definition is ours. Memory holds the weights of one query only.
     """
     tokens = torch.from_numpy(trial.prompt[None]).to(decoder.head.weight.device)
     blocks = attention_blocks(decoder, Batch(tokens, tokens, None), [-1], length)
@@ -258,8 +278,9 @@ def head_scores(decoder: Decoder, trial: Trial, length: int) -> Tensor:
 
 
 class NeedleMeasurement(AnswerMeasurement):
-    """Accuracy on needles in a haystack by sequence length and depth, a control without the needle, and heads'
-    attention to the needle.
+    """This evaluation asks for numbers (needles) hidden in text, by sequence length and depth in the text.
+
+    It also measures a control without the needle and, with the option `heads_at`, each head's attention to the needle.
     """
 
     kind = "needle"
@@ -279,7 +300,9 @@ class NeedleMeasurement(AnswerMeasurement):
         return [metric for metric in super().metrics(config) if metric.control or cls.options_of(config).depths]
 
     def __init__(self, config: Config, store: Store):
-        """Raises ConfigError: the needles don't fit into one of the lengths, or into `heads_at`."""
+        """Check the needles. Raises ConfigError: they don't fit into one of the lengths, or into the length
+        `heads_at`.
+        """
         super().__init__(config, store)
         options, self.haystack = self.eval_config, Text(store)
         task = Needle(needles=options.needles, distractors=options.distractors)
@@ -299,8 +322,10 @@ class NeedleMeasurement(AnswerMeasurement):
         return blocks + head_blocks
 
     def _chance(self, task: Needle) -> float | None:
-        """Mean accuracy, over trials, of guessing among the numbers not yet asked for; None if the needle is absent or
-        the only number.
+        """Return the mean accuracy, over trials, of guessing among the numbers that earlier questions have not asked
+        for.
+
+        Returns None if the needle is absent or is the only number.
         """
         # earlier questions of a sequence stand in the prompt with their answers
         candidates = task.needles + task.distractors
@@ -309,8 +334,9 @@ class NeedleMeasurement(AnswerMeasurement):
         )
 
     def _answer_blocks(self, decoder: Decoder, setting: str, device: Device) -> Iterator[pd.DataFrame]:
-        """Accuracy for reports, over all depths and for the control without needle; then each metric that `SCORED`
-        lists, at each depth and for the control."""
+        """Yield rows of accuracy over all depths and for the control; then each metric of `SCORED` by depth and for the
+        control.
+        """
         samples = {
             name: [self._sample(self._trials(task, length), decoder, length, device) for length in self.lengths]
             for name, task in self.tasks.items()
@@ -330,10 +356,11 @@ class NeedleMeasurement(AnswerMeasurement):
             yield by_length(about, self.lengths, points, task=name, setting=setting)
 
     def _trials(self, task: Needle, length: int) -> list[Trial]:
+        """Return the trials of a task at a length."""
         return trials(task, length, self.eval_config.trials, self.haystack)
 
     def _sample(self, questions: list[Trial], decoder: Decoder, length: int, device: Device) -> Sample:
-        """The scores of each question, (questions, metrics), and the questions."""
+        """Return the scores (questions, metrics) of the given questions, and the questions as units."""
 
         def measure(indices: list[int]) -> Tensor:
             return score(decoder, [questions[index] for index in indices], length, self.haystack)
@@ -342,7 +369,7 @@ class NeedleMeasurement(AnswerMeasurement):
         return by_sequence([decoder], lengths, (len(SCORED),), device, measure), _units(questions)
 
     def _head_blocks(self, decoder: Decoder, setting: str, device: Device) -> Iterator[pd.DataFrame]:
-        """Every head's attention to the number of needles at depth `HEADS_DEPTH`, by trial."""
+        """Yield rows of each head's attention to the number, by trial, for needles at the depth `HEADS_DEPTH`."""
         normalizers, length = decoder.normalizers(), self.heads_length
         shape = len(normalizers), normalizers[0].layer.n_head
         questions = self._trials(Needle(needles=1, distractors=self.eval_config.distractors, depth=HEADS_DEPTH), length)
@@ -362,13 +389,15 @@ class NeedleMeasurement(AnswerMeasurement):
 
 
 def _units(questions: list[Trial]) -> pd.DataFrame:
-    """The questions as units; those of one sequence depend on each other."""
+    """Return the questions as units of a measurement. Questions of one sequence are in one group, as they are not
+    independent.
+    """
     sha256 = tokens_sha256(part for trial in questions for part in (trial.prompt, trial.answer))
     return units_frame(sha256, np.array([trial.sequence for trial in questions]))
 
 
 def _pooled(depths: Sequence[Sample]) -> Sample:
-    """Each trial's fraction of exact answers over `depths`; all depths ask the same question: a trial counts once."""
+    """Return each trial's fraction of exact answers over all depths. Every depth asks the same questions."""
     fractions = np.mean([scores[:, :1] for scores, _ in depths], axis=0)
     hashes = "".join(units["sequences"].iloc[0] for _, units in depths)
     sequences = hashlib.sha256(hashes.encode()).hexdigest()[:16]

@@ -1,5 +1,6 @@
-"""`lm diagnose --text`: the attention weights of single heads on a text, for several models side by side, as pictures
-and a table.
+"""Show single heads' attention weights on a text, for several models side by side (`lm diagnose --text`).
+
+The weights are written as pictures and as a table.
 """
 
 import io
@@ -38,7 +39,9 @@ Indices = list[int] | None  # of layers or heads; None: all
 
 @torch.no_grad()
 def attention_maps(decoder: Decoder, tokens: Tensor) -> np.ndarray:
-    """All heads' attention weights on `tokens` (T,): (layers, H, T, T) fp32, NaN where a query does not see a key."""
+    """Return all heads' attention weights on `tokens` (T,): (layers, H, T, T) fp32, NaN where a query does not see a
+    key.
+    """
     normalizers, count = decoder.normalizers(), len(tokens)
     weights = torch.full((len(normalizers), max(each.layer.n_head for each in normalizers), count, count), math.nan)
     sequence = torch.cat((tokens, tokens[:1])).unsqueeze(0)  # the appended token is a target that is not read
@@ -53,7 +56,7 @@ def attention_maps(decoder: Decoder, tokens: Tensor) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class ShownModel:
-    """One model's attention on the text."""
+    """One model's attention weights on the text, and the heads to show."""
 
     source: Path  # the model's folder
     tokens: list[str]  # the text of each token; the first one begins the document
@@ -62,8 +65,9 @@ class ShownModel:
 
 
 def attention_pictures(models: Sequence[ShownModel]) -> dict[str, bytes]:
-    """PNG and SVG files, by suffix, with a map of each shown head, on one logarithmic scale of colours, which has both
-    sides of 0 if any weight is negative.
+    """Return the content of a PNG and an SVG file, by suffix, with a map of each shown head.
+
+    All maps share one logarithmic colour scale, which covers both signs if any weight is negative.
     """
     weights = np.concatenate([model.maps[head].ravel() for model in models for head in model.heads])
     weights = weights[np.isfinite(weights)]
@@ -98,24 +102,25 @@ def attention_pictures(models: Sequence[ShownModel]) -> dict[str, bytes]:
 
 
 def token_label(token: str) -> str:
-    """A token's text with a dot for each space and escapes for what can't be seen."""
+    """Return a token's text with a dot for each space and escapes for invisible characters."""
     return repr(token)[1:-1].replace(" ", "\u00b7") or "-"
 
 
 def show_attention(
     sources: list[Path], text: str, layers: Indices, heads: Indices, checkpoint: str, table_path: Path | None
 ) -> list[str]:
-    """Write attention weights of models on a text, as a table and two picture files beside it; return lines to print.
+    """Write the attention weights of models on a text as a table and two picture files; return lines to print.
 
     Args:
         sources: run folders, checkpoints, exports and other model folders.
         text: a UTF-8 file, or the text itself.
-        layers, heads: indices, from 0, to show; None: all. Of more than `MAX_HEADS` heads, some have to be named.
+        layers: indices of layers to show, from 0; None: all.
+        heads: indices of heads to show, from 0; None: all. Of more than `MAX_HEADS` heads, some have to be named.
         checkpoint: the checkpoint of run folders: `last`, `best` or a step.
-        table_path: file of the table, .csv or .json; the pictures lie beside it. None: attention.csv in the folder of
-            the first model.
+        table_path: file of the table, .csv or .json; the pictures lie beside it. None: attention.csv in the first
+            model's folder.
 
-    Raises LMError: no model at a source, no text, a text that is too long, no such layer or head.
+    Raises LMError: there is no model at a source, no text, no such layer or head, or the text is too long.
     """
     text = read_text(text)
     models = [shown_model(load(source, checkpoint), text, layers, heads) for source in sources]
@@ -128,8 +133,9 @@ def show_attention(
 
 
 def read_text(text_or_path: str) -> str:
-    """The text of the file `text_or_path`, else the argument itself. Raises RunError: an empty text, no UTF-8, a path
-    without a file.
+    """Return the content of the file `text_or_path` if there is one, else the argument itself.
+
+    Raises RunError: the text is empty, the file is not UTF-8, or what looks like a path is no file.
     """
     is_file = os.path.isfile(Path(text_or_path))  # False, too, for a name that is too long, or has a null byte
     looks_like_a_path = "/" in text_or_path or Path(text_or_path).suffix in (".txt", ".md", ".json", ".csv")
@@ -145,7 +151,9 @@ def read_text(text_or_path: str) -> str:
 
 
 def shown_model(model: LoadedModel, text: str, layers: Indices, heads: Indices) -> ShownModel:
-    """A model's attention on the text, computed on the CPU. Raises RunError, ConfigError: as `show_attention`."""
+    """Return a model's attention on the text, computed on the CPU. Raises RunError or ConfigError as `show_attention`
+    does.
+    """
     tokenizer, start = model.tokenizer_and_start()
     encoded = encoding_of(tokenizer, text)
     ids, has_end = [start, *encoded.ids], model.spec.model.position.has_last_position
@@ -164,7 +172,7 @@ def shown_model(model: LoadedModel, text: str, layers: Indices, heads: Indices) 
 
 
 def cells_of(model: ShownModel) -> Iterator[dict[str, Plain]]:
-    """Table rows of the shown heads, one for each weight on a key that a query sees."""
+    """Yield a table row for each weight of the shown heads on a key that the query sees."""
     for layer, head in model.heads:
         weights = model.maps[layer, head]
         for query, key in np.argwhere(np.isfinite(weights)).tolist():

@@ -1,4 +1,4 @@
-"""Diagnostics (`lm diagnose`): attention statistics of a trained model and of the untrained one."""
+"""Measure statistics of attention weights of a trained model and of the untrained one (`lm diagnose`)."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -58,7 +58,7 @@ _LENGTH_KEY = "eval.diagnostics.length_factor"
 
 
 def statistics_of(options: DiagnosticsConfig) -> Statistics:
-    """The statistics that the configuration asks for."""
+    """Return the statistics that the configuration asks for."""
     return [statistic for name in options.statistics for statistic in FAMILIES[name]()]
 
 
@@ -66,9 +66,10 @@ def statistics_of(options: DiagnosticsConfig) -> Statistics:
 
 
 def diagnostic_sequences(store: Store, config: Config, options: DiagnosticsConfig) -> HeldOut:
-    """Up to `options.sequences` windows of held-out data; within single documents if not of the training length.
+    """Return up to `options.sequences` held-out windows. They lie within single documents unless they have the training
+    length.
 
-    Raises ConfigError: no document is long enough, or sequences are so short that no query sees `MIN_KEYS` keys.
+    Raises ConfigError: no document is long enough, or a window has fewer than `MIN_KEYS` tokens.
     """
     length = round(options.length_factor * config.data.seq_len)
     if length < MIN_KEYS:
@@ -93,10 +94,10 @@ def diagnostic_sequences(store: Store, config: Config, options: DiagnosticsConfi
 
 
 class Diagnostics(Measurement):
-    """Statistics of attention weights by layer, head and number of visible keys, in fp32, of the trained model and the
-    untrained one of its configuration and seed, under each inference setting.
+    """Diagnostics measure statistics of attention weights by layer, head and number of visible keys, in fp32.
 
-    A result that holds for the untrained model, too, says nothing about training.
+    They measure the trained model and the untrained one of its configuration and seed, under each inference setting. A
+    result that holds for the untrained model, too, says nothing about training.
     """
 
     kind, in_fp32 = KIND, True
@@ -132,11 +133,13 @@ class Diagnostics(Measurement):
 def diagnostic_blocks(
     decoder: Decoder, held_out: HeldOut, options: DiagnosticsConfig, device: Device, seed: int, fingerprint: str
 ) -> list[pd.DataFrame]:
-    """Measure diagnostics of a decoder on `device`, and return blocks of rows: overall, by visible keys, or by head.
-    All ranks call it.
+    """Measure the diagnostics of a decoder and return blocks of rows: overall means, by visible keys, and by head.
 
-    seed: seed of the untrained model to compare with; fingerprint: fingerprint of the data that the sequences come
-    from.
+    All ranks call this function.
+
+    Args:
+        seed: seed of the untrained model to compare with.
+        fingerprint: fingerprint of the data that the sequences come from.
     """
     untrained_decoder = Decoder(decoder.config, decoder.vocab_size, decoder.seq_len, seed=seed).to(device.device)
     queries, layers = query_indices(held_out.length, options.queries), len(decoder.normalizers())
@@ -169,11 +172,13 @@ def _statistic_rows(
     train_length: int,
     n_queries: int,
 ) -> Iterator[pd.DataFrame]:
-    """Rows of a statistic of several models on the same sequences, the trained model first; none if it is undefined.
+    """Yield rows of a statistic of several models on the same sequences; none if it is nowhere defined.
 
-    Overall there is its mean over queries, heads and layers, with intervals over documents if it has a value for each
-    query, and the mean of b in fits statistic ~ n^b, n the number of visible keys. Curves are means by n. By layer and
-    head there are means over sequences and queries, b, and R^2 of the fit.
+    The overall mean is over queries, heads and layers, with an interval over documents if each query has a value. A fit
+    of statistic ~ n^b, n the number of visible keys, gives the exponent b. Curves are means by n. By layer and head
+    there are means over sequences and queries, b, and R^2 of the fit.
+
+    models: measured values by label, the trained model first.
     """
     trained, name = next(iter(models), ""), statistic.name
     arrays = {model: (values.by_query | values.by_head)[name] for model, values in models.items()}

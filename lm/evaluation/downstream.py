@@ -1,5 +1,5 @@
-"""Downstream tasks of EleutherAI's lm-evaluation-harness (lm-eval) as an evaluation: lm-eval's own adapter measures the
-exported model.
+"""Measure downstream tasks with EleutherAI's lm-evaluation-harness (lm-eval), on the model as exported for
+transformers.
 """
 
 import contextlib
@@ -42,8 +42,10 @@ TASK_FILES = (".yaml", ".yml")
 
 @cache
 def _adapter_class() -> type["HFLM"]:
-    """lm-eval's adapter, which also counts requests that lose tokens, and scores a whole text after one token that
-    starts a document.
+    """Return a subclass of lm-eval's HFLM that counts truncated requests and handles the token that starts a document.
+
+    A whole text is scored after exactly one such token. Importing lm-eval takes seconds, so the class is made when
+    needed.
     """
     from lm_eval.models.huggingface import HFLM  # takes seconds to import
 
@@ -65,10 +67,10 @@ def _adapter_class() -> type["HFLM"]:
 
 
 class DownstreamTasks(Measurement):
-    """Tasks of lm-eval as an evaluation: each metric of a task, with values by document if the metric is
-    their mean.
+    """This evaluation runs tasks of lm-eval. A metric has one value per document if the documents' mean is the task's
+    result.
 
-    Raises ConfigError when constructed: no such task.
+    Raises ConfigError when constructed: there is no such task.
     """
 
     kind = "tasks"
@@ -79,6 +81,7 @@ class DownstreamTasks(Measurement):
         self.names, self.manager = find_tasks(self.eval_config.tasks)
 
     def _loaded_model(self, decoder: Decoder) -> LoadedModel:
+        """Return the decoder as a loaded model with the store's tokenizer, which can be exported."""
         tokenizer = self.config.data.tokenizer
         spec = ModelSpec.from_decoder(decoder, self.store.manifest["end_of_text"]["token"], tokenizer.end_tokens)
         return LoadedModel(decoder, spec, self.store.tokenizer(), self.store.path)
@@ -122,7 +125,7 @@ class DownstreamTasks(Measurement):
         return blocks
 
     def _blocks(self, task: str, results: dict[str, Plain], adapter: "HFLM") -> Iterator[pd.DataFrame]:
-        """Rows of a task's metrics in lm-eval's results; reports also show how many requests were too long."""
+        """Yield rows of a task's metrics from lm-eval's results. Reports also show how many requests were too long."""
         cut_note = f", {adapter.n_cut:,} requests lost tokens on the left" if adapter.n_cut else ""
         for key, mean in results["results"][task].items():
             metric, has_filter, filter_name = key.partition(",")
@@ -147,10 +150,11 @@ class DownstreamTasks(Measurement):
 
 
 def find_tasks(tasks: list[str]) -> tuple[list[str], "TaskManager"]:
-    """Return names of the tasks, groups and task files that match `tasks`, and lm-eval's task manager.
+    """Return the names of tasks, groups and task files that match the patterns `tasks`, and lm-eval's task manager.
 
-    Raises ConfigError: no such task or file; RunError: lm-eval is not installed. Reading lm-eval's 14,000 tasks takes a
-    quarter of a minute; task files don't need them.
+    Reading lm-eval's 14,000 tasks takes a quarter of a minute; task files don't need them.
+
+    Raises ConfigError: there is no such task or file. Raises RunError: lm-eval is not installed.
     """
     try:
         from lm_eval.tasks import TaskManager
@@ -169,7 +173,7 @@ def find_tasks(tasks: list[str]) -> tuple[list[str], "TaskManager"]:
 
 
 def _results(adapter: "HFLM", name: str, manager: "TaskManager", limit: int | None) -> dict[str, Plain] | None:
-    """Results of lm-eval for a task or group, with the results of each document; None on ranks but the first.
+    """Return lm-eval's results for a task or group, with those of each document; None on all ranks but the first.
 
     Raises RunError: a task or its data is wrong; the message says how, in one line.
     """

@@ -1,5 +1,6 @@
-"""`lm eval` and `lm diagnose`: measure checkpoints of runs on their held-out text, and models without a training run on
-the text of a configuration.
+"""Measure trained models (`lm eval` and `lm diagnose`).
+
+Checkpoints of runs are measured on their run's held-out text, models without a training run on a configuration's text.
 """
 
 from collections.abc import Sequence
@@ -38,19 +39,21 @@ def evaluate_runs(
     normalizer: str = "softmax",
     length: int | None = None,
 ) -> list[EvaluationResult]:
-    """Measure models, keep the results in evaluations/ of their folders, and return them.
+    """Measure models, write the results to evaluations/ in their folders, and return them.
 
-    A result that was measured before, with the same weights, data, precision and options, is not measured again.
+    A result that was measured before with the same weights, data, precision and options is read, not measured again.
 
     Args:
-        sources: run folders, checkpoints, and model folders; and configurations (YAML files) of the text that model
-            folders without a training run are measured on.
+        sources: run folders, checkpoints and model folders. Configurations (YAML files) among them give the text for
+            model folders without a training run.
         checkpoint: the checkpoint of run folders: `last`, `best` or a step.
-        overrides: changes `key=value` of keys that act in the command.
-        command: `diagnose` makes no evaluation but the diagnostics.
-        normalizer: the normalizer of models `hf:FOLDER`, which run in transformers; length: their training length.
+        overrides: changes `key=value` of configuration keys that the command reads.
+        command: `diagnose` measures only the diagnostics.
+        normalizer: the normalizer of models `hf:FOLDER`, which run in transformers.
+        length: training length, in tokens, of models `hf:FOLDER`; None: as their configuration says.
 
-    Raises LMError: not a run, no such checkpoint, other data than the model was trained on, a missing package.
+    Raises LMError: a source is no run or has no such checkpoint, its data are not those of training, or a package is
+    missing.
     """
     changes = overrides_in(command, [*overrides])
     # paths of configurations, and of models, each once
@@ -80,8 +83,9 @@ def evaluate_runs(
 
 
 def changed_config(changes: dict[str, Plain], config: Config, command: Literal["eval", "diagnose"]) -> Config:
-    """A configuration with `changes`. For `diagnose` only the validation and the diagnostics are left of its `eval`, as
-    others may not be for the model.
+    """Return a configuration with `changes`. For `diagnose` its `eval` keeps only the validation and the diagnostics.
+
+    Options of other evaluations may not suit the model.
     """
     if command == "eval":
         return parse(merge(to_plain(config), changes))
@@ -95,9 +99,10 @@ def changed_config(changes: dict[str, Plain], config: Config, command: Literal["
 
 
 def measured_config(model: LoadedModel, files: Sequence[Path]) -> Config:
-    """The configuration that a model is measured by: its run's, or that of the text of `files` if it has no run folder.
+    """Return the configuration by which a model is measured: its run's, or that of the text in `files` if it has no run
+    folder.
 
-    Raises RunError: a run that is to be measured on another text, or a model without a run or text.
+    Raises RunError: a run is to be measured on another text, or a model has neither a run nor a text.
     """
     is_run = (model.folder / CONFIG).is_file()
     if files and is_run:
@@ -112,8 +117,8 @@ def measured_config(model: LoadedModel, files: Sequence[Path]) -> Config:
 def evaluate_model(
     folder: Path, model: LoadedModel, measurements: list[Measurement], device: Device
 ) -> list[EvaluationResult]:
-    """The results of measurements of a model: measured and written to `folder`, or read from it if they were measured
-    before.
+    """Return the results of a model's measurements: read from `folder` if they were measured before, else measured and
+    written.
     """
     decoder, step, results = model.decoder, model.metadata.get("step", 0), []
     weights = weights_sha256(decoder.state_dict())
@@ -130,12 +135,14 @@ def evaluate_model(
 
 
 def open_store(model: LoadedModel, config: Config, files: Sequence[Path]) -> tuple[LoadedModel, Store]:
-    """The model and the token store to measure it on. The store is that of its training, found by its fingerprint, or
-    built again from the sources if it is gone. With `files` it is that of `config`, a `text_config`, and the model is
-    as one that was trained for 0 steps on this text.
+    """Return the model and the token store to measure it on.
 
-    Raises RunError: no store has these tokens, and the sources are gone or give other tokens; other LMErrors: the text
-    can't be prepared, or is shorter than the sequences that the model was trained on.
+    The store is the one of its training, found by its fingerprint, or rebuilt from the sources if it is gone. With
+    `files` the store is that of `config` (from `text_config`), and the model is returned as one that was trained for 0
+    steps on it.
+
+    Raises RunError: no store has these tokens, and the sources are gone or give other tokens. Raises other LMErrors:
+    the text can't be prepared, or is shorter than the model's training sequences.
     """
     if files:
         store = prepare(config.data, progress=True)
@@ -162,8 +169,10 @@ def open_store(model: LoadedModel, config: Config, files: Sequence[Path]) -> tup
 
 
 def open_device(config: Config, environment: dict[str, Plain]) -> Device:
-    """The device to measure on, in the precision that `config` sets, else in that of training, from `environment`
-    (environment.json). Also sets torch's number of CPU threads."""
+    """Return the device to measure on, and set torch's number of CPU threads.
+
+    The precision is the one that `config` sets, else that of training, read from `environment` (environment.json).
+    """
     # one device, however many the run was trained on
     config = replace(config, trainer=replace(config.trainer, devices=1, num_nodes=1))
     accelerator, _ = resolve_device(config)
@@ -173,13 +182,13 @@ def open_device(config: Config, environment: dict[str, Plain]) -> Device:
 
 
 def text_config(model: LoadedModel, files: Sequence[Path]) -> Config:
-    """A configuration with the model's shape, tokenizer and training length, and otherwise the text, seed and `eval` of
-    `files`, or defaults without any.
+    """Return a configuration with the model's shape, tokenizer and training length, and with the text of `files`.
 
-    Of their `trainer` it has the keys that `lm eval` reads, of their `data` no tasks. It is not checked against the
-    model's limits, such as learned positions: overrides may still change it, and `parse` then checks the result.
+    Seed, `eval` and the keys of `trainer` that `lm eval` reads are those of `files`, or defaults without any; tasks are
+    left out. The configuration is not checked against the model's limits, such as learned positions. Overrides may
+    still change it, and `parse` then checks the result.
 
-    Raises ConfigError: a configuration is wrong, or has no text; RunError: the model has no tokenizer.
+    Raises ConfigError: a configuration is wrong or has no text. Raises RunError: the model has no tokenizer.
     """
     model.tokenizer_and_start()
     base, spec = load_config([str(path) for path in files]) if files else Config(), model.spec

@@ -1,6 +1,4 @@
-"""A kind of evaluation: the held-out sequences that it reads, what decides its results, the frame that it measures, and
-the file of its result in a run folder.
-"""
+"""Base class of all kinds of evaluation, such as validation or recall, and the held-out sequences that they measure."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -33,13 +31,13 @@ from lm.runs.metric import Metric
 
 
 def tokens_sha256(sequences: Iterable[np.ndarray]) -> str:
-    """A hash of token ids, one sequence after the other."""
+    """Return the SHA-256 of the token ids of all sequences, one sequence after the other."""
     return hashlib.sha256(np.concatenate(list(sequences)).astype("<i8").tobytes()).hexdigest()
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out sequences that are the same for every run and checkpoint."""
+    """Held-out sequences of one length, which are the same for every run and checkpoint."""
 
     sequences: np.ndarray  # (N, length + 1) token ids
     token_bytes: np.ndarray  # (V,) number of UTF-8 bytes that each token stands for
@@ -52,62 +50,65 @@ class HeldOut:
 
     @cached_property
     def sha256(self) -> str:
-        """A hash of the token ids."""
+        """Return the SHA-256 of the token ids."""
         return tokens_sha256(self.sequences)
 
     @property
     def length(self) -> int:
-        """Predicted tokens in a sequence."""
+        """Return the number of predicted tokens in a sequence."""
         return self.sequences.shape[1] - 1
 
     @property
     def lengths(self) -> list[int]:
-        """Predicted tokens in each sequence, (N,)."""
+        """Return the number of predicted tokens in each sequence, (N,)."""
         return [self.length] * len(self.sequences)
 
     @property
     def amount(self) -> str:
-        """The number and length of the sequences in words, as in `Metric.amount`."""
+        """Return the number and length of the sequences in words, such as `256 of 512 tokens`."""
         return f"{len(self.sequences):,} of {self.length:,} tokens"
 
     @property
     def document_labels(self) -> np.ndarray:
-        """Labels (N,), equal for sequences of one document."""
+        """Return integer labels (N,) that are equal for sequences of one document."""
         return np.arange(len(self.sequences)) if self.documents is None else self.documents
 
     @property
     def target_mask(self) -> np.ndarray:
-        """The predictions that are averaged, (N, length) bool: those of answer tokens in tasks, else all."""
+        """Return which predictions count, (N, length) bool: answer tokens in tasks with answers, else all tokens."""
         return np.ones((len(self.sequences), self.length), bool) if self.answers is None else self.answers
 
     def batch(self, indices: list[int]) -> Batch:
-        """A batch of the sequences at `indices`."""
+        """Return a batch of the sequences at `indices`."""
         return Batch.of(
             self.sequences[indices], None if self.answers is None else self.answers[indices], self.end_of_text
         )
 
     def units(self, fingerprint: str, counts: bool = False) -> pd.DataFrame:
-        """The sequences as units of a frame (`units_frame`). With `counts`, their weights are the numbers of
-        predictions that count, else all are equal.
+        """Return the sequences as the units of a measurement, one row each (`lm.runs.evaluations.units_frame`).
+
+        fingerprint: as for `units_frame`. counts: whether a sequence's weight is its number of predictions that count;
+        else all weights are equal.
         """
         return units_frame(self.sha256, self.document_labels, self.target_mask.sum(1) if counts else None, fingerprint)
 
     def sequence_means(self, values: np.ndarray) -> np.ndarray:
-        """The mean of each sequence, (N, 1), of `values`, (N, length), over `target_mask`."""
+        """Return each sequence's mean (N, 1) of `values` (N, length) over the predictions that count."""
         return values.mean(1, dtype=np.float64, where=self.target_mask)[:, None]
 
     @classmethod
     def of_examples(
         cls, examples: list[Example], token_bytes: np.ndarray, sources: np.ndarray | None = None
     ) -> "HeldOut":
-        """Sequences of tasks, of one length."""
+        """Return the sequences of task examples of one length. sources: index (N,) of each example's task."""
         sequences, answers = (np.stack([getattr(item, name) for item in examples]) for name in ("tokens", "answers"))
         return cls(sequences, token_bytes, None, sources, answers)
 
     @classmethod
     def take(cls, store: Store, starts: np.ndarray, length: int, isolate: bool = False) -> "HeldOut":
-        """The sequences of `length` + 1 tokens that begin at `starts` in the held-out split; with `isolate` no document
-        sees another.
+        """Return the sequences of `length` + 1 tokens that begin at the indices `starts` of the held-out tokens.
+
+        isolate: whether a token sees only its own document.
         """
         sequences = store.val.take(starts, length + 1)
         ends = np.cumsum([source.n_tokens for source in store.val.sources])
@@ -117,10 +118,10 @@ class HeldOut:
 
 
 class Measurement(ABC):
-    """Base class of all evaluations, which measure metrics of a decoder by a configuration's options, and keep results
-    in run folders.
+    """Base class of the kinds of evaluation, which measure metrics of a decoder by a configuration's options.
 
-    Raises LMError when constructed: the store does not hold the data that the evaluation needs.
+    Results are kept in run folders. Raises LMError when constructed: the store does not hold the data that the
+    evaluation needs.
     """
 
     kind: ClassVar[str]  # key of the evaluation's options in `eval`
@@ -136,12 +137,14 @@ class Measurement(ABC):
 
     @classmethod
     def names(cls, config: Config) -> dict[str, Sequence[object]]:
-        """What stands for the words in braces in names of metrics, for a run of `config`."""
+        """Return the values, for a run of `config`, of the words in braces in names of metrics, such as {"LENGTH":
+        [256, 512]}.
+        """
         return {}
 
     @classmethod
     def metrics(cls, config: Config) -> list[Metric]:
-        """The metrics that it logs for a run of `config`."""
+        """Return the metrics that a run of `config` logs from this evaluation."""
         if not (names := cls.names(config)):  # those of lm-eval keep their braces
             return [*cls.logged]
         words = [dict(zip(names, values, strict=True)) for values in product(*names.values())]
@@ -149,45 +152,56 @@ class Measurement(ABC):
 
     @classmethod
     def options_of(cls, config: Config) -> Timing:
-        """The evaluation's options in a configuration, including those that set when it runs during training."""
+        """Return the evaluation's options in a configuration, including those that say when it runs during training."""
         return config.eval.kinds.get(cls.kind, Timing())
 
     @classmethod
     def sequences_of(cls, config: Config, metric: str) -> dict[str, Plain]:
-        """What decides the sequences that a metric is measured on. Arms that differ in it can't be compared."""
+        """Return the options that decide on which sequences a metric is measured, {name: value}.
+
+        Arms of an experiment that differ in them can't be compared.
+        """
         length = {} if cls.fixed_lengths else {"data.seq_len": config.data.seq_len}
         return length | config.eval.measured_options(cls.kind)
 
     @property
     def eval_config(self) -> Timing:
-        """The evaluation's options (`options_of`)."""
+        """Return the evaluation's options in its own configuration."""
         return self.options_of(self.config)
 
     @property
     def options(self) -> dict[str, Plain]:
-        """What decides the result beside the keys of `eval`, the weights, precision and data; the result records it."""
+        """Return what else decides the result, {name: value}, beside the keys of `eval`, weights, precision and data.
+
+        The result's file records it.
+        """
         data = self.config.data
         sha256: list[Plain] = [sequences.sha256 for sequences in self.held_out]
         return {"seq_len": data.seq_len, "documents": data.documents, "sequences_sha256": sha256}
 
     @property
     def is_reproducible(self) -> bool:
-        """Whether all that decides its results is in `facts`, so that a result is used again."""
+        """Return whether `facts` holds all that decides the results, so that a result can be used again."""
         return True
 
     def inference_models(self, decoder: Decoder) -> Iterator[tuple[str, Decoder]]:
-        """The label of each inference setting that is for the decoder's normalizer, and the decoder under it."""
+        """Yield (label, decoder) for each inference setting that applies to the decoder's normalizer, such as `theta x
+        50`.
+        """
         for setting in applicable_settings(decoder, self.eval_config.inference):
             yield setting.label, for_inference(decoder, setting)
 
     @abstractmethod
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
-        """Measure a decoder and return blocks of rows (`lm.runs.evaluations.rows`). All ranks call it; the decoder is
-        not changed, nor the random state.
+        """Measure a decoder and return blocks of rows (`lm.runs.evaluations.rows`). All ranks call this method.
+
+        It changes neither the decoder nor the random state.
         """
 
     def facts(self, weights: str, device: Device) -> dict[str, Plain]:
-        """What decides the result of `weights` (a sha256), by the fields of an `Evaluation`."""
+        """Return all that decides the result of weights with the SHA-256 `weights`, by the field names of an
+        `Evaluation`.
+        """
         facts = {
             "options": self.options,
             "asked": self.config.eval.measured_options(self.kind),
@@ -199,8 +213,8 @@ class Measurement(ABC):
         return json_value(facts)
 
     def evaluate(self, decoder: Decoder, device: Device, step: int, tokens_seen: int) -> Evaluation:
-        """Measure a decoder trained for `step` steps and `tokens_seen` tokens, and return the result. All ranks call
-        it.
+        """Measure a decoder that was trained for `step` steps on `tokens_seen` tokens, and return the result. All ranks
+        call it.
         """
         facts = self.facts(weights_sha256(decoder.state_dict()), device)
         frame = join_rows(self.measure(decoder, device))
@@ -214,8 +228,10 @@ class Measurement(ABC):
         return path
 
     def cached_result(self, run: Path, weights: str, device: Device, step: int) -> Evaluation | None:
-        """The result of `weights` (a sha256) in a run folder's file of `step`. None if there is none, if other facts
-        decided it, or if a note says that it is damaged.
+        """Return the result that a run folder's file of `step` holds for weights with the SHA-256 `weights`.
+
+        Returns None if there is no file, if other weights, data, precision or options decided its result, or if it was
+        altered.
         """
         path = evaluation_path(run, self.kind, step)
         if not path.is_file():

@@ -1,4 +1,4 @@
-"""Text generation by a trained model, token by token."""
+"""Generate text with a trained model, token by token."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,10 +27,13 @@ class Sampling:
 
 @torch.no_grad()
 def generate(decoder: Decoder, prompt: list[int], max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
-    """New token ids after `prompt` (at least one id), each as soon as it is sampled, with a cache of keys and values.
+    """Yield new token ids after `prompt` (at least one id), each as soon as it is sampled, with a cache of keys and
+    values.
 
-    For a normalizer with `n: visible`, n is the number of tokens so far; with `n: sample` it is the length with all new
-    tokens from the start (docs/n.md). Raises RunError: the logits are not finite.
+    With a normalizer's option `n: visible`, n is the number of tokens so far. With `n: sample` it is the number with
+    all new tokens, from the start (docs/n.md).
+
+    Raises RunError: the logits are not finite.
     """
     generator, cache = torch.Generator().manual_seed(sampling.seed), DecodingCache(len(prompt) + max_new_tokens)
     tokens = prompt
@@ -42,7 +45,7 @@ def generate(decoder: Decoder, prompt: list[int], max_new_tokens: int, sampling:
 
 
 def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """A token id sampled from next-token logits (V,) fp32. Raises RunError if the logits are not finite."""
+    """Return a token id sampled from next-token logits (V,) fp32. Raises RunError: the logits are not finite."""
     scaled = logits / (sampling.temperature or 1.0)
     if not scaled.isfinite().all():
         raise RunError(
@@ -57,11 +60,13 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
 
 
 def generate_text(source: Path, checkpoint: str, prompt: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
-    """`lm generate`: an iterator over pieces of the text, each as soon as it is generated, the prompt first.
+    """Return an iterator over pieces of text for `lm generate`: first the prompt, then each piece as soon as it is
+    generated.
 
     Raises:
-        RunError: no model to load at `source`, or no tokenizer with it.
-        ConfigError: a prompt that the tokenizer has no tokens for, or more tokens than learned positions.
+        RunError: there is no model at `source`, or it has no tokenizer.
+        ConfigError: the tokenizer has no token for a part of the prompt, or there are more tokens than learned
+            positions.
     """
     model = load(source, checkpoint)
     tokenizer, start = model.tokenizer_and_start()
@@ -82,7 +87,9 @@ def generate_text(source: Path, checkpoint: str, prompt: str, max_new_tokens: in
 
 
 def text_pieces(tokenizer: Tokenizer, ids: list[int], end_ids: list[int], new_tokens: Iterator[int]) -> Iterator[str]:
-    """The text of `ids`, then the characters that each new token completes; generation ends at a token of `end_ids`."""
+    """Yield the text of `ids`, then the characters that each new token completes. Generation ends at a token of
+    `end_ids`.
+    """
     shown, ids = decode(tokenizer, ids), list(ids)
     yield shown
     for token in takewhile(lambda token: token not in end_ids, new_tokens):

@@ -1,6 +1,4 @@
-"""Held-out sequences, measured values of each sequence, and evaluations of loss at the training length, by position and
-by length.
-"""
+"""Choose held-out sequences, and measure the loss at the training length, by position, by length and around a swap."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -45,23 +43,26 @@ EVAL_TOKENS = 16384  # the most tokens in one forward pass, if a sequence has no
 
 
 def validation_sequences(store: Store, config: Config) -> HeldOut:
-    """Up to `eval.sequences` windows of the training length, spread evenly over the held-out text; for symbolic tasks
-    `task_sequences`.
+    """Return up to `eval.sequences` held-out windows of the training length, evenly spaced; for symbolic tasks test
+    sequences.
     """
     sequences = task_sequences if config.data.symbolic else spread_sequences
     return sequences(store, config, config.data.seq_len, config.eval.sequences)
 
 
 def spread_sequences(store: Store, config: Config, length: int, limit: int) -> HeldOut:
-    """At most `limit` sequences of `length`, spread evenly over the held-out text; a token sees other documents if it
-    does in training.
+    """Return up to `limit` sequences of `length` tokens, evenly spaced over the held-out text.
+
+    A token sees other documents only if it does so in training.
     """
     return HeldOut.take(store, validation_starts(store.val, length, limit), length, config.data.documents == "isolate")
 
 
 def task_sequences(store: Store, config: Config, length: int, count: int) -> HeldOut:
-    """`count` test sequences, divided among tasks by weight, the same for all runs of these tasks. Raises NoRoom if a
-    task does not fit.
+    """Return `count` test sequences of symbolic tasks, divided among the tasks by weight. They are the same for all
+    runs.
+
+    Raises NoRoom: a task does not fit into `length` tokens.
     """
     tasks = config.data.tasks
     ends = np.floor(np.cumsum([task.weight for task in tasks]) * count + 0.5).astype(int)
@@ -75,8 +76,11 @@ def task_sequences(store: Store, config: Config, length: int, count: int) -> Hel
 
 
 def long_sequences(store: Store, config: Config) -> HeldOut:
-    """Up to `eval.long_context.sequences` sequences, each within one held-out document; `length_factor: auto` halves
-    their length until two documents are longer. Raises ConfigError: no document is long enough."""
+    """Return up to `eval.long_context.sequences` sequences, each within one held-out document.
+
+    With `length_factor: auto` their length is halved until two documents are longer. Raises ConfigError: no document is
+    long enough.
+    """
     options, seq_len, longest = config.eval.long_context, config.data.seq_len, store.val.longest
     length = max(1, round(options.longest_factor * seq_len))
     if options.length_factor == "auto":
@@ -104,15 +108,15 @@ def by_sequence(
     device: Device,
     measure: Callable[[list[int]], Tensor],
 ) -> np.ndarray:
-    """Values of each sequence, (N, *shape) fp32, that `measure` computes in batches. All ranks call it.
+    """Return values of each sequence, (N, *shape) fp32, that `measure` computes in batches.
 
-    Sequences are split over the ranks of `device`; every rank returns all values. Autocast is off, unless `measure`
-    turns it on.
+    All ranks call this function. The sequences are split over the ranks, and every rank returns all values. Models are
+    in evaluation mode, without gradients. Autocast is off unless `measure` turns it on.
 
     Args:
-        models: models that `measure` runs; they are in evaluation mode meanwhile, and without gradients.
-        lengths: tokens in each sequence, (N,); sequences of one length are read together, up to `EVAL_TOKENS` tokens.
-        measure: indices of sequences of one length -> their values, (indices, *shape).
+        models: models that `measure` runs.
+        lengths: tokens in each sequence, (N,). Sequences of one length share batches of up to `EVAL_TOKENS` tokens.
+        measure: function from indices of sequences of one length to their values, (indices, *shape).
     """
 
     def rank_values() -> Tensor:
@@ -133,8 +137,9 @@ def by_sequence(
 
 
 def nll_by_token(decoder: Decoder, held_out: HeldOut, device: Device) -> np.ndarray:
-    """Losses -log p of predicted tokens, (N, length) fp32, nats. Holds no T x T weights or T x V logits of T tokens.
-    All ranks call it.
+    """Return the losses -log p of the predicted tokens, (N, length) fp32, in nats. All ranks call this function.
+
+    It never holds T x T attention weights or T x V logits of a sequence of T tokens.
     """
 
     def measure(indices: list[int]) -> Tensor:
@@ -147,14 +152,18 @@ def nll_by_token(decoder: Decoder, held_out: HeldOut, device: Device) -> np.ndar
 
 
 def bits_per_byte(nll: np.ndarray, held_out: HeldOut) -> float:
-    """The sum of -log2 p of the predicted tokens, divided by the number of UTF-8 bytes of these tokens."""
+    """Return the sum of -log2 p over the predicted tokens, divided by their number of UTF-8 bytes.
+
+    nll: losses (N, length) in nats.
+    """
     n_bytes = (held_out.token_bytes[held_out.sequences[:, 1:]] * held_out.target_mask).sum(dtype=np.float64)
     return float(nll.sum(dtype=np.float64) / math.log(2) / n_bytes)
 
 
 def bucket_edges(seq_len: int, length: int) -> np.ndarray:
-    """Edges of position buckets, from 0 to `length`: four buckets per octave, with edges at `seq_len` x 2^i for whole
-    numbers i.
+    """Return the edges of position buckets from 0 to `length`, four buckets per octave.
+
+    There are edges at `seq_len` x 2^i for whole numbers i.
     """
     quarters = np.arange(-4 * math.ceil(math.log2(seq_len)), 4 * math.ceil(math.log2(length / seq_len)) + 1)
     edges = np.unique(np.rint(seq_len * 2.0 ** (quarters / 4)).astype(int))
@@ -162,19 +171,21 @@ def bucket_edges(seq_len: int, length: int) -> np.ndarray:
 
 
 def by_position(held_out: HeldOut, values: np.ndarray, seq_len: int) -> dict[str, object]:
-    """Arguments of `rows` for `values`, (N, length): sequences' means by bucket of positions, and the buckets."""
+    """Return arguments of `rows` for `values` (N, length): each sequence's mean in each bucket of positions, and the
+    buckets.
+    """
     edges = bucket_edges(seq_len, held_out.length)
     by_bucket = np.add.reduceat(values.astype(np.float64), edges[:-1], axis=1) / np.diff(edges)
     return {"values": by_bucket, "x": edges[:-1].tolist(), "until": edges[1:].tolist()}
 
 
 def setting_words(settings: Sequence[InferenceSetting]) -> list[str]:
-    """The label of each inference setting in names of metrics; an empty text if there is one setting."""
+    """Return the labels of inference settings for names of metrics; one empty label if there is only one setting."""
     return [setting.label for setting in settings] if len(settings) > 1 else [""]
 
 
 def by_setting(metric: Metric, settings: Sequence[InferenceSetting]) -> Metric:
-    """The metric, whose name has no setting if there is one setting."""
+    """Return the metric, without the word {SETTING} in its name if there is only one inference setting."""
     return metric if len(settings) > 1 else metric.fill_name(SETTING="")
 
 
@@ -190,12 +201,14 @@ UNIGRAM_TOLERANCE = 0.002
 
 
 def unigram_loss(store: Store, data: DataConfig) -> tuple[float | None, str]:
-    """Held-out loss of a model that knows only token frequencies of the training mixture, and the loss's name, UNIGRAM
-    or UNIGRAM_BOUND.
+    """Return the held-out loss of a model that knows only the training mixture's token frequencies, in nats, and its
+    name.
 
-    The loss is an upper bound if sources or tasks have weights other than their fractions of the store. A token's
-    probability in the mixture is at least its probability in the store times the least ratio of weight to fraction. The
-    loss is None if all text has weight 0.
+    The name is UNIGRAM, or UNIGRAM_BOUND if the loss is only an upper bound. It is a bound if the weights of sources or
+    tasks differ from their fractions of the store. Then a token's probability in the mixture is at least its
+    probability in the store times the smallest ratio of weight to fraction.
+
+    The loss is None if all text has weight 0.
     """
     weights = np.array([weighted.weight for weighted in (data.tasks if data.symbolic else data.sources)])
     if not (data.symbolic or data.text_weight):
@@ -208,8 +221,8 @@ def unigram_loss(store: Store, data: DataConfig) -> tuple[float | None, str]:
 
 
 class Validation(Measurement):
-    """Loss at the training length: nats per token, bits per byte, and each sequence's mean loss for paired
-    comparison.
+    """Validation measures the loss at the training length: nats per token, bits per byte, and each sequence's mean
+    loss.
     """
 
     kind = VALIDATION
@@ -225,7 +238,7 @@ class Validation(Measurement):
 
     @classmethod
     def parts(cls, config: Config) -> list[str]:
-        """Names of the sources of a mixture, or of the tasks over symbols, if there are several."""
+        """Return the names of a mixture's sources, or of the tasks over symbols; an empty list if there is only one."""
         data = config.data
         names = task_names([to_plain(task.task) for task in data.tasks]) if data.symbolic else source_labels(data)
         return names if len(names) > 1 else []
@@ -262,7 +275,7 @@ class Validation(Measurement):
 
 
 class OtherTexts(Measurement):
-    """Loss at the training length on each text of `eval.texts.of`, as `Validation` measures it on the held-out text."""
+    """This evaluation measures the loss at the training length on each text of `eval.texts.of`, as validation does."""
 
     kind = "texts"
     _titles: ClassVar = {
@@ -281,7 +294,9 @@ class OtherTexts(Measurement):
         return {"NAME": [*cls.options_of(config).of]}
 
     def __init__(self, config: Config, store: Store):
-        """Raises DataError: a text can't be read; ConfigError: a text is shorter than a sequence."""
+        """Prepare the texts. Raises DataError: a text can't be read. Raises ConfigError: a text is shorter than a
+        sequence.
+        """
         super().__init__(config, store)
         data, end = config.data, store.manifest["end_of_text"]["token"]
         tokenizer = TokenizerFile(path=str(store.path / TOKENIZER), end_of_text=end)
@@ -317,8 +332,9 @@ class OtherTexts(Measurement):
 
 
 class LongContext(Measurement):
-    """Loss by position in sequences beyond the training length, once for each inference setting (arXiv 2501.19399, Fig.
-    5).
+    """This evaluation measures the loss by position in sequences longer than in training, under each inference setting.
+
+    Its plot is that of arXiv 2501.19399, Fig. 5.
     """
 
     kind = "long_context"
@@ -349,9 +365,10 @@ class LongContext(Measurement):
 
 
 class ByLength(Measurement):
-    """Mean loss by inference setting of the same held-out tokens, cut into sequences of each of
-    `eval.by_length.lengths`, so that only the context differs. A unit of its samples is a stretch of text of the
-    longest length, with a value for each length.
+    """This evaluation measures the loss of the same held-out tokens, cut into sequences of each of
+    `eval.by_length.lengths`.
+
+    So only the context differs. A unit is a stretch of text of the longest length, with one mean loss for each length.
     """
 
     kind, fixed_lengths = "by_length", True
@@ -367,7 +384,7 @@ class ByLength(Measurement):
         return {"SETTING": setting_words(options.inference), "LENGTH": sorted(options.lengths)}
 
     def __init__(self, config: Config, store: Store):
-        """Raises ConfigError: the held-out text is shorter than the longest length."""
+        """Choose the sequences. Raises ConfigError: the held-out text is shorter than the longest length."""
         super().__init__(config, store)
         self.lengths, longest = sorted(self.eval_config.lengths), max(self.eval_config.lengths)
         starts = validation_starts(store.val, longest, self.eval_config.sequences)
@@ -398,10 +415,12 @@ class ByLength(Measurement):
 
 
 def swap_sequences(store: Store, config: Config) -> list[HeldOut]:
-    """Held-out sequences for each of `eval.swap_lengths` (in training lengths), ascending. At the training length they
-    are validation sequences; at other lengths windows within documents, or test sequences of tasks over symbols.
+    """Return held-out sequences for each of `eval.swap_lengths` (in training lengths), in ascending order.
 
-    Lengths that no held-out document has, or into which a task does not fit, are left out. Lengths beyond the training
+    At the training length they are the validation sequences. At other lengths they are windows within documents, or
+    test sequences of symbolic tasks.
+
+    A length is left out if no held-out document has it or a task does not fit into it. Lengths beyond the training
     length are left out if positions are learned.
     """
     count = config.eval.long_context.sequences
@@ -420,11 +439,13 @@ def swap_sequences(store: Store, config: Config) -> list[HeldOut]:
 
 
 class SwapMeasurement(Measurement):
-    """A comparison of a decoder before and after a swap of its normalizer, on identical tokens, without a change to
-    RoPE.
+    """This evaluation compares a decoder before and after a swap of its normalizer, on the same tokens.
 
-    By length there are the loss before and after (nats per token), the change of loss, and KL(before || after) of
-    next-token distributions (nats). For tasks over symbols these are means over answer tokens.
+    For each length it gives the loss before and after (nats per token), their difference, and KL(before || after) of
+    the next-token distributions (nats). In symbolic tasks these are means over answer tokens. RoPE is the same before
+    and after.
+
+    old: the decoder before the swap.
     """
 
     kind = "swap"
@@ -469,8 +490,10 @@ class SwapMeasurement(Measurement):
 
 
 def token_losses_and_kl(old: Decoder, new: Decoder, held_out: HeldOut, device: Device) -> np.ndarray:
-    """Losses -log p of all predicted tokens under `old` and `new`, and KL(old || new): (3, N, length) float64, nats.
-    All ranks call it.
+    """Return the losses -log p of the predicted tokens under `old` and `new`, and KL(old || new): (3, N, length)
+    float64, nats.
+
+    All ranks call this function.
     """
 
     def measure(indices: list[int]) -> Tensor:

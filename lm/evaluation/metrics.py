@@ -1,6 +1,4 @@
-"""All measurements, and the metrics of metrics.jsonl: their names, units, directions and meanings, and those that a
-configuration logs.
-"""
+"""List all kinds of evaluation and all metrics, and find those that a configuration logs to metrics.jsonl."""
 
 import hashlib
 from collections.abc import Sequence
@@ -42,7 +40,9 @@ TRAINING = (  # logged in training
 
 
 class LoggedMetrics(Measurement):
-    """The values that callbacks of `trainer.callbacks` gave to `self.log` last: one number a run for each metric."""
+    """This evaluation records the last values that callbacks in `trainer.callbacks` gave to `self.log`, one number per
+    metric.
+    """
 
     kind = "callbacks"
     logged = (
@@ -67,7 +67,7 @@ MEASUREMENTS = (  # in the order in which they are made; of callbacks last, as i
 
 
 def measurements(config: Config, store: Store, kinds: Sequence[str] | None = None) -> list[Measurement]:
-    """The measurements that `config.eval` asks for, the validation first; with `kinds` of these alone.
+    """Return the measurements that `config.eval` asks for, the validation first; only those of `kinds` if it is given.
 
     Raises LMError: the store does not hold the data that a measurement needs, or a package is not installed.
     """
@@ -76,27 +76,30 @@ def measurements(config: Config, store: Store, kinds: Sequence[str] | None = Non
 
 
 def metrics_of(config: Config) -> list[Metric]:
-    """The metrics that a run of `config` logs, and those of any normalizer's parameters. Words stay in capitals where
-    names are known only to the model (layers, heads, parameters) or to lm-eval.
+    """Return the metrics that a run of `config` logs.
+
+    Names keep words in capitals for what only the model or lm-eval knows: layers, heads, parameters and lm-eval's
+    metrics.
     """
     return [*_training_metrics(config), *chain(*(kind.metrics(config) for kind in _measurements(config)))]
 
 
 def is_own_name(name: str) -> bool:
-    """Whether lines of metrics.jsonl have lm's own value of this name, which no callback from outside may log."""
+    """Return whether lm itself logs a metric of this name, so that no user's callback may log it."""
     own = chain(TRAINING, *(kind.logged for kind in MEASUREMENTS[:-1]))
     return name in ("step", "tokens") or any(metric.logs(name) for metric in own)
 
 
 def _measurements(config: Config) -> list[type[Measurement]]:
+    """Return the kinds of evaluation that a configuration asks for, including the metrics of callbacks."""
     asked = [*config.eval.wanted_kinds(config.data), *[LoggedMetrics.kind] * bool(config.trainer.callbacks)]
     return [measurement for measurement in MEASUREMENTS if measurement.kind in asked]
 
 
 def find_metric(config: Config, name: str) -> tuple[type[Measurement], Metric]:
-    """Return the metric `name`, and the evaluation of `config` that measures it for each sequence or question.
+    """Return the metric `name`, and the kind of evaluation that measures it for each sequence or question.
 
-    Raises ConfigError: there is no such metric.
+    Raises ConfigError: `config` asks for no such metric.
     """
     found = [(kind, metric) for kind in _measurements(config) for metric in kind.metrics(config) if metric.decides]
     for kind, metric in found:
@@ -110,6 +113,7 @@ def find_metric(config: Config, name: str) -> tuple[type[Measurement], Metric]:
 
 
 def _training_metrics(config: Config) -> list[Metric]:
+    """Return the metrics that training itself logs. Metrics of swaps are left out if no swap is measured."""
     swaps = len(config.phases) > 1 and config.eval.swap_lengths
     return [metric for metric in TRAINING if swaps or not metric.name.startswith("swap/")]
 
@@ -125,7 +129,7 @@ the [documents that report](verdicts.md#glossary) alone: their names end with `{
 
 
 def markdown() -> str:
-    """The page docs/metrics.md: the table of all metrics."""
+    """Return the text of docs/metrics.md: the table of all metrics."""
     lines = [_HEAD]
     for metric in (*TRAINING, *chain(*(kind.logged for kind in MEASUREMENTS))):
         lines.append(

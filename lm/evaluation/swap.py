@@ -1,5 +1,6 @@
-"""`lm swap`: a copy of a trained model with another normalizer, and its effect on loss, next-token distributions and
-the factors on scores.
+"""Copy a trained model with another normalizer (`lm swap`), and measure how the swap changes it.
+
+It measures the loss, next-token distributions and the normalizers' factors on attention scores.
 """
 
 import shlex
@@ -37,9 +38,7 @@ MAX_RATIO = 2.0
 
 @dataclass(frozen=True, eq=False)
 class SwapResult:
-    """The evaluation of a swap, the file of its numbers, and text to print: lines about both models, notes after the
-    tables, a warning.
-    """
+    """A swap's evaluation, the file that holds it, and text to print."""
 
     evaluation: Evaluation
     path: Path
@@ -57,10 +56,11 @@ def swap_run(
     overrides: list[str],
     files: Sequence[Path] = (),
 ) -> SwapResult:
-    """`lm swap`: a copy of a trained model with another normalizer, as a run folder `destination` that holds weights
-    alone.
+    """Write a copy of a trained model with another normalizer to the run folder `destination`, which holds weights
+    only.
 
-    Measures both models on identical held-out tokens; the result is kept in `destination`'s evaluations/ and returned.
+    Both models are measured on the same held-out tokens. The result is written to `destination`'s evaluations/ and
+    returned.
 
     Args:
         source: a run folder, a checkpoint or an export.
@@ -68,11 +68,11 @@ def swap_run(
         normalizer: name of the new normalizer.
         init: initial values of the new parameters: `match`, `unit` (docs/swapping.md) or a number; None: by `overrides`
             or default.
-        overrides: changes `key=value` of the new normalizer's options and of evaluation.
+        overrides: changes `key=value` of the new normalizer's options and of the evaluation.
         files: configurations of the text to measure on, for a model without a training run.
 
-    Raises LMError: nothing to load, normalizers that can't be swapped, other data than the model was trained on,
-    `destination` not empty.
+    Raises LMError: there is no model, its normalizer can't be swapped, its data are not those of training, or
+    `destination` is not empty.
     """
     with new_folder(destination) as folder:
         model = load(source, checkpoint)
@@ -98,7 +98,9 @@ def swap_run(
 
 
 def _notes(old: Decoder, new: Decoder, config: Config, destination: Path, init: Plain) -> list[str]:
-    """Lines to print after the tables of a swap: what to know about the new normalizers, and how to go on."""
+    """Return lines to print after the tables of a swap: facts about the new normalizers, and the command to
+    go on with.
+    """
     notes, label = [], new.config.normalizer.label()
     unmatched = [str(layer) for layer, each in enumerate(old.normalizers()) if each.scale_by_position() is None]
     if init == "match" and unmatched:
@@ -115,11 +117,13 @@ def _notes(old: Decoder, new: Decoder, config: Config, destination: Path, init: 
 
 
 def swap_lines(old: Decoder, new: Decoder, step: int) -> tuple[list[str], str]:
-    """Lines to print on a swap at a training step: both normalizers, the new parameters with one value per head, and
-    the factor on q.k / sqrt(D) before and after, at short lengths and the training length.
+    """Return lines to print on a swap at a training step, and a warning.
 
-    The text that is returned beside them warns of factors that grew or fell by more than `MAX_RATIO` times; it is
-    empty if there are none. Layers whose scores are no multiple of q.k / sqrt(D) before or after have no factor.
+    The lines give both normalizers, the new parameters with one value per head, and the factor on q.k / sqrt(D) before
+    and after. The factor is given at short lengths and at the training length. Layers whose scores are no multiple of
+    q.k / sqrt(D) have no factor.
+
+    The warning names factors that changed by more than `MAX_RATIO` times; it is empty if there are none.
     """
     lines = [f"{old.config.normalizer.label()} -> {new.config.normalizer.label()}, step {step}"]
     parameters: dict[str, list[Tensor]] = {}
@@ -148,7 +152,7 @@ def swap_lines(old: Decoder, new: Decoder, step: int) -> tuple[list[str], str]:
 
 
 def _mean_and_range(values: Tensor) -> str:
-    """Text with the mean of values by layer and head, and with their range if the values differ."""
+    """Return text with the mean of values by layer and head, and their range if they differ."""
     low, high = f"{values.min():.3g}", f"{values.max():.3g}"
     return f"{values.mean():.3g}" + f" ({low} to {high} over layers and heads)" * (low != high)
 
@@ -156,7 +160,7 @@ def _mean_and_range(values: Tensor) -> str:
 def _swapped_config(
     base: Config, old: Options, name: str, init: str | None, destination: Path, overrides: list[str]
 ) -> Config:
-    """The configuration of the new run folder. Imports plugins that `name` or `overrides` name."""
+    """Return the configuration of the new run folder. Imports the plugins that `name` or `overrides` name."""
     chosen_init = [f"model.normalizer.init={init}"] if init is not None else []
     changes = overrides_in("swap", [*overrides, *chosen_init])
     user_options = changes.get("model", {}).get("normalizer", {})

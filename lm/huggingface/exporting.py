@@ -292,7 +292,9 @@ def _lm_config(loaded_model: LoadedModel) -> dict[str, Plain]:
 
 
 def _lm_tensors(loaded_model: LoadedModel) -> dict[str, Tensor]:
-    """Return the decoder's tensors by lm's names with the prefix `model.`; a head that isn't tied is `lm_head.weight`."""
+    """Return the decoder's tensors by lm's names with the prefix `model.`; a head that isn't tied is
+    `lm_head.weight`.
+    """
     state = loaded_model.decoder.state_dict()
     if loaded_model.spec.model.tied:
         del state["head.weight"]

@@ -56,7 +56,9 @@ class Shards:
             self._read_header(file)
 
     def _read_header(self, file: Path) -> None:
-        """Record the shape, dtype and file of each tensor in `file`. Raises RunError: the file is missing or damaged."""
+        """Record the shape, dtype and file of each tensor in `file`. Raises RunError: the file is missing or
+        damaged.
+        """
         if not file.is_file():
             raise RunError(f"{file}: no such file, which {INDEX} lists; fetch the model again")
         try:
