@@ -1,11 +1,11 @@
-"""Side-by-side timings, interleaved in one run so that a noisy machine slows all sides alike.
+"""Time alternatives side by side, interleaved in one run, so that a noisy machine slows all of them alike.
 
 python scripts/bench.py optimizers              step time of every optimizer over AdamW's, each as a run builds it
-python scripts/bench.py kernels                 attention alone, forward and backward: each kernel and its dense
-                                                definition over SDPA
-python scripts/bench.py memory                  peak memory of the same at 16,384 tokens, each in a process of its own
-python scripts/bench.py long                    loss by position of one sequence of 131,072 tokens: seconds, and memory
-                                                beyond the model's
+python scripts/bench.py kernels                 attention alone, forward and backward: each normalizer's kernel, and
+                                                dense definitions, over softmax's fused kernel
+python scripts/bench.py memory                  peak memory of the same at 16,384 tokens, each in its own process
+python scripts/bench.py long                    loss by position of one sequence of 131,072 tokens: seconds, and
+                                                memory beyond the model's
 """
 
 import argparse
@@ -42,7 +42,7 @@ DENSE = ("softmax", "relu2", "sigmoid")
 def train_step(
     decoder: Decoder, sequences: torch.Tensor, arguments: argparse.Namespace, optimizer: torch.optim.Optimizer
 ) -> Step:
-    """One whole optimizer step: forward, backward, update."""
+    """Return a function that makes one optimizer step on `sequences` (B, T + 1): forward, backward and update."""
     tokens = sequences[:, 1:].numel()
 
     def step() -> None:
@@ -60,8 +60,9 @@ def train_step(
 def interleaved(
     sides: dict[str, Step], rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float]]:
-    """Seconds by `clock` of each side's step, `rounds` times, in an order drawn anew each round (after three warm-up
-    steps).
+    """Time each alternative's step `rounds` times, in a new random order each round, and return seconds by name.
+
+    Three steps of each alternative are made first and not timed. clock: a function that returns seconds.
     """
     times: dict[str, list[float]] = {name: [] for name in sides}
     for step in sides.values():
@@ -76,7 +77,10 @@ def interleaved(
 
 
 def print_ratios(times: dict[str, list[float]], base: str, tokens: int) -> None:
-    """Median step time, tokens/s, and the median of the paired ratios to `base` with a 95 % bootstrap interval."""
+    """Print each alternative's median step time, its tokens/s, and its ratio to `base`.
+
+    The ratio is the median over rounds, with a 95 % bootstrap interval. tokens: number of tokens of a step.
+    """
     print(f"{'':<24} {'ms a step':>10} {'tokens/s':>10} {'ratio to ' + base:>22}   95 % interval of the median ratio")
     for name, seconds in times.items():
         ratios = [a / b for a, b in zip(seconds, times[base], strict=True)]
@@ -89,18 +93,20 @@ def print_ratios(times: dict[str, list[float]], base: str, tokens: int) -> None:
 
 
 def shape(arguments: argparse.Namespace, **changes: object) -> ModelConfig:
-    """The benchmarked model."""
+    """Return the configuration of the benchmarked model, with `changes` to it."""
     return ModelConfig(n_layer=arguments.n_layer, n_head=arguments.n_head, n_embd=arguments.n_embd, **changes)
 
 
 def fresh(arguments: argparse.Namespace) -> Decoder:
-    """A decoder of the benchmarked shape, for sequences of the benchmarked length."""
+    """Return a new decoder of the benchmarked shape, for sequences of the benchmarked length."""
     return Decoder(shape(arguments), arguments.vocab_size, arguments.seq_len).to(arguments.device)
 
 
 def optimizer_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
-    """A step with every optimizer's defaults, with AdamW twice: the second shows the noise; and what each takes for the
-    update alone.
+    """Return a training step for each optimizer with its defaults, each optimizer's update alone, and the name of the
+    base.
+
+    AdamW is timed twice; the second time shows the noise.
     """
     options = {
         "adamw": AdamW(),
@@ -121,7 +127,10 @@ def optimizer_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> t
 
 
 def attention(options: object, arguments: argparse.Namespace, dense: bool = False) -> Step:
-    """Forward and backward of one attention call, (1, heads, seq_len, 64)."""
+    """Return a function that makes a forward and a backward pass of one attention call, (1, heads, seq_len, 64).
+
+    options: options of the normalizer. dense: whether its dense definition is timed, not its fastest route.
+    """
     dtype = torch.bfloat16 if arguments.bf16 else torch.float32
     shape = 1, arguments.n_head, arguments.seq_len, 64
     q, k, v = (torch.randn(shape, device=arguments.device).to(dtype) for _ in range(3))
@@ -146,14 +155,16 @@ def attention(options: object, arguments: argparse.Namespace, dense: bool = Fals
 
 
 def kernel_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
-    """Every entry's own route, and the dense definition of three."""
+    """Return an attention call for each normalizer's fastest route, and for the dense definitions of `DENSE`; then the
+    base.
+    """
     sides = {name: attention(option(), arguments) for name, option in kinds.SINGLE.items()}
     dense = {f"{name}, dense": attention(kinds.SINGLE[name](), arguments, dense=True) for name in DENSE}
     return sides | dense, "softmax"
 
 
 def print_memory(arguments: argparse.Namespace) -> None:
-    """Peak resident memory that one forward and backward adds, each side in a fresh process."""
+    """Print the peak resident memory that one forward and backward pass adds, each alternative in a new process."""
     sides = [(name, False) for name in kinds.SINGLE] + [(name, True) for name in DENSE]
     print(f"peak memory added by one forward and backward, {arguments.n_head} heads, {arguments.seq_len:,} tokens, MiB")
     for name, dense in sides:
@@ -171,7 +182,9 @@ def print_memory(arguments: argparse.Namespace) -> None:
 
 
 def memory_of(arguments: argparse.Namespace) -> None:
-    """In a process of its own: print the peak of resident memory over what was there before, MiB."""
+    """Print the peak of resident memory above what was there before one attention call, in MiB. It needs a
+    new process.
+    """
     name, _, dense = arguments.path.partition(":")
     step = attention(kinds.SINGLE[name](), arguments, dense=bool(dense))
     before = peak_process_bytes()
@@ -180,7 +193,9 @@ def memory_of(arguments: argparse.Namespace) -> None:
 
 
 def measure_long(arguments: argparse.Namespace) -> None:
-    """Seconds, and peak memory beyond model and sequence, of the loss by position of one long sequence."""
+    """Print the seconds and the peak memory, beyond model and sequence, of the loss by position of one long
+    sequence.
+    """
     if arguments.fused:
         cpu_kernel.why_unusable = lambda v: "PyTorch's is measured"
     device = Device(torch.device(arguments.device), arguments.bf16)
@@ -211,6 +226,7 @@ LENGTHS = {"kernels": 2048, "memory": 16384, "memory-of": 16384, "long": 131072}
 
 
 def main() -> None:
+    """Run the benchmark that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=[*SIDES, "memory", "memory-of", "long"])
     parser.add_argument("path", nargs="?", help=argparse.SUPPRESS)  # of memory-of: what is measured

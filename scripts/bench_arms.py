@@ -1,9 +1,10 @@
-"""What a training step of each arm of an experiment takes: python scripts/bench_arms.py FILE [--rounds 15] [--threads
-1]
+"""Measure what a training step of each arm of an experiment costs, in time and memory.
 
-Steps are a run's own, with its model, micro-batches, clipping and optimizer, in fp32, over random tokens. The arms'
-steps are interleaved, and the baseline's are timed twice: the second side shows the noise. results/NAME/costs.csv gets
-the seconds of every step, and the bytes of all tensors at its peak.
+python scripts/bench_arms.py FILE [--rounds 15] [--threads 1]
+
+Steps are those of a run, with its model, micro-batches, clipping and optimizer, in fp32, over random tokens. The arms'
+steps are interleaved. The baseline is timed twice; the second time shows the noise. results/NAME/costs.csv gets the
+seconds of every step, and the bytes of all tensors at its peak.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from lm.training.optimizers import make_optimizer
 
 
 def step_of(config: Config, vocab_size: int) -> Step:
-    """A training step of a fresh decoder."""
+    """Return a function that makes one training step of a new decoder on random tokens."""
     decoder, length = Decoder(config.model, vocab_size, config.data.seq_len), config.data.seq_len
     sequences = torch.randint(vocab_size, (config.optim.batch_tokens // length, length + 1)).split(config.micro_batch)
     optimizer = make_optimizer(decoder, config.optim)
@@ -42,7 +43,7 @@ def step_of(config: Config, vocab_size: int) -> Step:
 
 
 def step_bytes(config: Config, vocab_size: int) -> int:
-    """The bytes of all tensors at the peak of the second of two steps."""
+    """Return the bytes of all tensors at the peak of the second of two training steps."""
     with TensorMemory() as memory:
         step = step_of(config, vocab_size)
         step()
@@ -51,6 +52,7 @@ def step_bytes(config: Config, vocab_size: int) -> int:
 
 
 def main() -> None:
+    """Time the arms of an experiment, print ratios to the baseline, and write costs.csv."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--rounds", type=int, default=15)

@@ -1,5 +1,4 @@
-"""A training step of two commits, interleaved in one run: each commit in a process of its own, from a checkout of its
-own.
+"""Time a training step of two commits, interleaved; each commit runs in its own process from its own checkout.
 
 python scripts/bench_commits.py OLD [NEW]                    1.2 M parameters, softmax, one thread; NEW: HEAD
 python scripts/bench_commits.py OLD --recipe modern          the recipe of configs/recipes/modern.yaml
@@ -113,7 +112,7 @@ for _ in sys.stdin:
 
 
 def checkout(commit: str, folder: Path) -> Path:
-    """The package as it was at a commit, in a folder of its own."""
+    """Write the package lm as it was at a commit to a new folder below `folder`, and return the new folder."""
     place = folder / commit
     place.mkdir()
     archive = subprocess.run(["git", "archive", commit, "lm"], cwd=ROOT, check=True, capture_output=True)
@@ -122,7 +121,12 @@ def checkout(commit: str, folder: Path) -> Path:
 
 
 def started(side: dict[str, object], tree: Path) -> subprocess.Popen[str]:
-    """A process that makes a step for each line which it is given, and prints its seconds."""
+    """Start a process that makes one training step for each line of its input, and prints the step's seconds.
+
+    Args:
+        side: what the process times, as `WORKER` reads it: shape, threads, recipe and normalizer.
+        tree: folder with the commit's package.
+    """
     command, environment = [sys.executable, "-c", WORKER, json.dumps(side)], {**os.environ, "PYTHONPATH": str(tree)}
     process = subprocess.Popen(
         command, cwd=tree, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -134,6 +138,7 @@ def started(side: dict[str, object], tree: Path) -> subprocess.Popen[str]:
 
 
 def main() -> None:
+    """Time the commits, and print ratios of their step times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old")
     parser.add_argument("new", nargs="?", default="HEAD")

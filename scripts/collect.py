@@ -1,8 +1,10 @@
-"""Every run of an experiment as results/NAME/seeds.csv: python scripts/collect.py FOLDER NAME [--add]
+"""Collect the results of every run of an experiment in results/NAME/seeds.csv.
 
-A line is a run's mean by metric, inference setting and length, on the documents that report. Of final runs losses stand
-by position and by tokens seen, too. `--add` keeps the lines of other runs, such as seeds that another machine has
-trained.
+python scripts/collect.py FOLDER NAME [--add]
+
+A line is a run's mean of one metric at one inference setting and length, on the documents that report. Final runs also
+have losses by position and by training tokens. `--add` keeps the lines of other runs, such as seeds that another
+machine has trained.
 """
 
 import argparse
@@ -18,8 +20,9 @@ KEYS = ["arm", "rate", "stage", "seed", "metric", "setting", "x"]
 
 
 def collect(folder: Path, name: str, add: bool = False) -> Path:
-    """Write results/NAME/seeds.csv from the runs below a folder; `add`: and keep its other runs. Raises LMError: there
-    are none.
+    """Write results/NAME/seeds.csv from the runs below `folder`, and return its path.
+
+    add: whether lines of other runs in the file are kept. Raises LMError: there are no runs.
     """
     lines = lm.results(folder, history=True)
     for run_folder, state in lines[lines.state != "finished"].groupby("folder").state.first().items():

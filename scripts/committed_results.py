@@ -1,4 +1,4 @@
-"""The runs of results/NAME/seeds.csv, their comparisons, and what both are called in docs/."""
+"""Read committed results (results/NAME/seeds.csv), compare arms, and write tables in Markdown for docs/."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ HUES |= {"ssmax_fixed, n=fixed:753": 4, "ssmax_fixed, n=fixed:2048": 5, "ssmax_f
 
 
 def runs_of(name: str) -> pd.DataFrame:
-    """The numbers of an experiment's final runs, as scripts/collect.py writes them."""
+    """Return the lines of seeds.csv, as scripts/collect.py writes them, that belong to an experiment's final runs."""
     data = pd.read_csv(RESULTS / name / "seeds.csv", dtype={"setting": str})
     data, keys = data[data.stage == "final"], [key for key in ("size", "arm", "rate") if key in data]
     seeds = data.groupby(keys)["seed"].unique().map(sorted).map(tuple)
@@ -32,11 +32,11 @@ def runs_of(name: str) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Results:
-    """The results of an experiment, their tables and their picture.
+    """Base class of an experiment's results, which makes their tables and picture for a page of docs/.
 
     Attributes:
         name: folder of results/.
-        page: of docs/, that holds its tables.
+        page: page of docs/ that holds the tables.
         labels: words for the arms, by name, in the order of the table.
     """
 
@@ -46,26 +46,26 @@ class Results:
 
     @property
     def place(self) -> str:
-        """Name of the tables in the page, and of the picture, docs/PLACE.svg."""
+        """Return the name that marks the tables in the page, and that the picture's file has in docs/."""
         return self.name
 
     @property
     def scale(self) -> tuple[float, int]:
-        """The factor by which values are shown, and their digits."""
+        """Return the factor by which values are multiplied for display, and the number of decimal places."""
         return 100, 1
 
     @cached_property
     def data(self) -> pd.DataFrame:
-        """The numbers of the final runs."""
+        """Return the lines of seeds.csv that belong to the final runs."""
         return runs_of(self.name)
 
     @cached_property
     def lengths(self) -> list[int]:
-        """The sequence lengths of `accuracies`, ascending."""
+        """Return the sequence lengths at which accuracies were measured, in ascending order."""
         return sorted({key[-1] for key in self.accuracies})
 
     def words(self, verdict: Verdict) -> str:
-        """A verdict in words, with its difference."""
+        """Return a verdict in words, with its difference."""
         return verdict_words(verdict, *self.scale)
 
 
@@ -75,13 +75,15 @@ def at_best(
     higher: bool,
     every: bool = False,
 ) -> Comparison:
-    """The comparison of two arms by the values (seeds,) at each of their rates, of which the first is each arm's best.
+    """Return the comparison of an arm with its baseline, each at its best learning rate.
 
-    Arms that share no rate, as their rates were not crossed, are compared at the rates that they have.
+    Arms that share no learning rate are compared at the rates that they have.
 
     Args:
+        arm_values: the arm's values (seeds,) by learning rate, the best rate first.
+        baseline_values: the baseline's values, in the same way.
         higher: whether values are accuracies, of which higher ones are better.
-        every: whether rates were chosen by other values, so that a verdict must hold at every pair of rates.
+        every: whether other values chose the rates, so that a verdict must hold at every pair of rates.
     """
     rates = sorted(baseline_values, key=lambda rate: rate not in arm_values)
     by_rates = np.stack([*arm_values.values()])[:, None] - np.stack([baseline_values[rate] for rate in rates])
@@ -95,7 +97,7 @@ ACCURACY = (-1.0, 1.0)  # the bounds of a difference between accuracies
 
 
 def rate_text(rate: float) -> str:
-    """A learning rate with two digits."""
+    """Return a learning rate as text with two digits."""
     return f"{rate:.1e}".replace("e-0", "e-").replace(".0e", "e")
 
 
@@ -106,16 +108,17 @@ def trend_table(
     cell: Callable[[np.ndarray], str],
     *scale: float,
 ) -> str:
-    """Values by part of training, and their change from a part of 0 to 1, in Markdown.
+    """Return a Markdown table of values by part of training, and of their change from the start to the end of training.
 
-    A change is the slope of a line through the runs of a seed; the verdicts are one family.
+    A change is the slope of a line through the runs of a seed. The verdicts are one family: their intervals hold
+    together.
 
     Args:
-        by_part: the values (seeds,) by part of training, by the name of the trend.
+        by_part: values (seeds,) by part of training (0 to 1), by the name of the trend.
         matters: smallest change of interest.
-        higher: whether values are accuracies, of which higher ones are better.
-        cell: words for the values of the runs of a part.
-        scale: factor and digits of `verdict_words`.
+        higher: whether values are accuracies.
+        cell: function from the values of a part's runs to their words.
+        scale: factor and decimal places of `verdict_words`.
     """
     parts = sorted({part for values in by_part.values() for part in values})
     lines = [["", *(f"{100 * part:g} %" for part in parts), "change from 0 to 100 %"]]
@@ -131,13 +134,14 @@ def trend_table(
 
 
 def markdown(lines: list[list[str]]) -> str:
-    """A table of cells, the first line its headings."""
+    """Return a Markdown table of cells; the first line holds the headings."""
     return "\n".join("| " + " | ".join(line) + " |" for line in (lines[0], ["---"] * len(lines[0]), *lines[1:])) + "\n"
 
 
 def verdict_words(verdict: Verdict, factor: float = 100, digits: int = 1) -> str:
-    """A verdict, its margin times `factor`, with the difference and its interval; without interval where all seeds
-    agree.
+    """Return a verdict in words with its difference and interval; the interval is left out where all seeds agree.
+
+    factor: multiplies the difference and the margin, such as 100 for per cent. digits: decimal places.
     """
     mean, low, high = (factor * value for value in verdict.interval.as_list())
     interval = f"[{low:+.{digits}f}, {high:+.{digits}f}] " if math.isfinite(low) and low < high else ""

@@ -1,14 +1,14 @@
-"""Training curves that a change of the code must keep: 20 steps of tiny models, of each kind of block, data and
-training.
+"""Compare training curves with pinned ones, which a change of the code must keep: 20 steps of tiny models.
 
-python scripts/curves.py                   compare with tests/curves.json, to a tolerance: other machines round
-                                           otherwise
-python scripts/curves.py --write           write tests/curves.json; the commit says why they had to change, and what
+python scripts/curves.py                   compare with tests/curves.json, within a tolerance, as machines round
+                                           differently
+python scripts/curves.py --write           write tests/curves.json; the commit says why curves had to change, and what
                                            proves them right
 
-Two commits are equal to the bit where `--write` in a work tree of each, on one machine, writes the same file.
+The cases cover each kind of block, data and training. Losses, gradient norms and validation losses are compared, as
+metrics.jsonl has them.
 
-Losses, gradient norms and validation losses are compared, as metrics.jsonl has them.
+Two commits compute bit-equal curves if `--write`, in a work tree of each on one machine, writes the same file.
 """
 
 import argparse
@@ -60,7 +60,7 @@ CASES = {
 
 
 def write_corpus(folder: Path) -> None:
-    """Two folders of made-up documents, the same every time."""
+    """Write two folders of made-up documents, the same every time."""
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghiklmnoprstuvw", k=rng.randint(2, 7))) for _ in range(300)]
     weights = [1 / (rank + 2) for rank in range(300)]
@@ -72,7 +72,7 @@ def write_corpus(folder: Path) -> None:
 
 
 def in_a_process(arguments: list[str]) -> None:
-    """`lm train` with these arguments."""
+    """Run `lm train` with these arguments in a new process. Raises SystemExit: it fails."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "lm", "train", *arguments]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -81,7 +81,10 @@ def in_a_process(arguments: list[str]) -> None:
 
 
 def curves(names: list[str], folder: Path, jobs: int, run: Callable[[list[str]], None] = in_a_process) -> Curves:
-    """Train the named cases; by case and number, the values in the order of the steps."""
+    """Train the named cases, `jobs` at a time, and return their curves: values at each step, by case and metric.
+
+    run: function that trains with the arguments of `lm train`.
+    """
     if not (folder / "corpus").exists():
         write_corpus(folder / "corpus")
     common = [
@@ -107,7 +110,9 @@ def curves(names: list[str], folder: Path, jobs: int, run: Callable[[list[str]],
 
 
 def differences(curves_a: Curves, curves_b: Curves, tolerance: float) -> list[str]:
-    """What differs by more than a relative tolerance (0: at all), a line each."""
+    """Return a line for each metric of a case that differs by more than a relative tolerance; 0 means that any
+    difference counts.
+    """
     lines = [f"{case}: only one has it" for case in curves_a.keys() ^ curves_b.keys()]
     for case in curves_a.keys() & curves_b.keys():
         bound = LOOSER.get(case, 1) * tolerance
@@ -125,7 +130,7 @@ def differences(curves_a: Curves, curves_b: Curves, tolerance: float) -> list[st
 
 
 def main() -> int:
-    """Compare; exit status 1 if something differs."""
+    """Compare or write the curves; return 1 if any differs, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)

@@ -1,12 +1,13 @@
-"""Write the generated texts of the repository, and say which changed.
+"""Write the generated texts of the repository, and print which of them changed.
 
 python scripts/generate.py                write all
-python scripts/generate.py --check        write nothing, exit with status 1 where a text differs
+python scripts/generate.py --check        write nothing, exit with status 1 if a text is out of date
 python scripts/generate.py --no-results   without tables and pictures of results/, which take half a minute
 
-docs/config.md, docs/metrics.md, docs/normalizers.md are made from keys, metrics and normalizers, tests/inventory.yaml
-from commands and keys, tables and pictures of docs/ from results/ (scripts/recompute.py). tests/house_size.json gets
-today's sizes, unless a sum has risen. Training curves are pinned by scripts/curves.py alone.
+docs/config.md, docs/metrics.md and docs/normalizers.md are made from keys, metrics and normalizers.
+tests/inventory.yaml is made from commands and keys, tables and pictures of docs/ from results/ (scripts/recompute.py).
+tests/house_size.json gets today's sizes, unless a sum has risen. Training curves are written by scripts/curves.py
+alone.
 """
 
 import argparse
@@ -32,11 +33,12 @@ from house_size import RATCHET, SUMS, house_sizes
 
 
 def inventory() -> dict[str, list[str]]:
-    """Arguments and options of each command with their defaults, and all configuration keys."""
+    """Return the arguments and options of each command with their defaults, and all configuration keys under `keys`."""
     return dict(_commands(typer.main.get_command(app), "lm")) | {"keys": [path for path, *_ in reference(Config)]}
 
 
 def _commands(command: object, path: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield (path, parameters) of a command and of all commands within it."""
     own = [parameter for parameter in command.params if not parameter.name.endswith("_completion")]  # others: typer's
     yield path, [_words(parameter) for parameter in own]
     for name, inner in getattr(command, "commands", {}).items():
@@ -44,13 +46,14 @@ def _commands(command: object, path: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _words(parameter: object) -> str:
+    """Return a command parameter's names and default as text."""
     names = parameter.opts if parameter.param_type_name == "option" else [parameter.metavar or parameter.name]
     default = "" if parameter.required else f" = {parameter.default!r}"
     return ", ".join((*names, *parameter.secondary_opts)) + default
 
 
 def texts() -> dict[Path, bytes]:
-    """Texts that are made from the code alone, in seconds."""
+    """Return the texts that are made from the code alone, by path. This takes seconds."""
     made = {
         ROOT / "docs" / "config.md": reference_markdown(),
         ROOT / "docs" / "metrics.md": metrics.markdown(),
@@ -95,7 +98,7 @@ full precision). A run prints its entry of this column. Where the table names no
 
 
 def normalizers_page() -> str:
-    """The text of docs/normalizers.md: a table with one row per normalizer, then a table of all options."""
+    """Return the text of docs/normalizers.md: a table with one row per normalizer, then a table of all options."""
     lines = [NORMALIZERS_HEAD]
     for name, entry in ENTRIES.items():
         sums = "with `n: sum`" if entry.over_sum else "yes" if entry.sums_to_one else "no"
@@ -111,10 +114,12 @@ def normalizers_page() -> str:
 
 
 def _table_row(*cells: str) -> str:
+    """Return a row of a Markdown table."""
     return "| " + " | ".join(cell.replace("|", "&#124;") for cell in cells) + " |"
 
 
 def main() -> int:
+    """Write or check the generated texts; return 1 if a text is out of date in a check or a size has risen, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--no-results", action="store_true")

@@ -1,10 +1,10 @@
-"""What a GPU does with all of this: tests, kernels, speed, memory. One table, one JSON; exit status 1 if anything
-failed.
+"""Check lm on a GPU: tests, kernels, speed and memory. It prints one table, and exits with status 1 if anything failed.
 
 bash scripts/gpu_check.sh [--out runs/gpu_check] [--only tests kernels ...]
 
-NANOGPT=path/to/nanoGPT/model.py times nanoGPT's own model beside lm's. At most nine minutes on an H200 with 16 cores.
-Without a GPU every part runs at a tiny size on the CPU, to check the script itself.
+The figures are also written to gpu_check.json. NANOGPT=path/to/nanoGPT/model.py times nanoGPT's own model beside lm's.
+It takes at most nine minutes on an H200 with 16 cores. Without a GPU every part runs at a tiny size on the CPU, to
+check the script itself.
 """
 
 import argparse
@@ -67,6 +67,9 @@ Line = tuple[str, str, str]  # what, the figure, ok | failed | a note
 
 
 def main() -> int:
+    """Run the parts of the check, print their lines and write them to gpu_check.json; return 1 if anything failed, else
+    0.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"))
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
@@ -104,7 +107,7 @@ def main() -> int:
 
 
 def tests(out: Path) -> list[Line]:
-    """`pytest -m gpu`, by test."""
+    """Run `pytest -m gpu`, and return a line for each test."""
     file, processes = out / "tests.xml", min(16, os.cpu_count() or 1)
     command = [
         sys.executable,
@@ -148,9 +151,7 @@ def tests(out: Path) -> list[Line]:
 
 
 def backends(out: Path) -> list[Line]:
-    """Which of SDPA's kernels each query-scale entry runs on, forward and backward, by the names that the profiler
-    saw.
-    """
+    """Return which SDPA kernel each query-scaling normalizer runs on, by the kernel names in a profile."""
     lines = []
     heads, length = (12, 1024) if ON_GPU else (2, 64)
     for name, option in kinds.SINGLE.items():
@@ -180,7 +181,9 @@ def backends(out: Path) -> list[Line]:
 
 
 def kernels(out: Path) -> list[Line]:
-    """Attention alone, forward and backward, of every entry over softmax; and which route the elementwise ones take."""
+    """Time attention alone, forward and backward, of every normalizer over softmax, and check the kernels of
+    elementwise ones.
+    """
     arguments = argparse.Namespace(
         bf16=True, n_head=16 if ON_GPU else 2, seq_len=4096 if ON_GPU else 64, device=DEVICE.type
     )
@@ -209,7 +212,7 @@ def kernels(out: Path) -> list[Line]:
 
 
 def speed(out: Path) -> list[Line]:
-    """Tokens/s and model FLOP utilisation of whole training steps at GPT-2's shape with RoPE, 65,536 tokens a step."""
+    """Return tokens/s and model FLOP utilisation of training steps at GPT-2's shape with RoPE, 65,536 tokens a step."""
     lines = []
     peak = BF16_PEAKS.get(torch.cuda.get_device_name()) if ON_GPU else None
     for length in (1024, 8192) if ON_GPU else (32,):
@@ -223,7 +226,7 @@ def speed(out: Path) -> list[Line]:
 
 
 def model(normalizer: str) -> ModelConfig:
-    """GPT-2's shape with RoPE; tiny without a GPU."""
+    """Return the configuration of GPT-2's shape with RoPE; a tiny one without a GPU."""
     shape = [
         "configs/softmax.yaml",
         "configs/models/gpt2-124m.yaml",
@@ -235,8 +238,9 @@ def model(normalizer: str) -> ModelConfig:
 
 
 def train_steps(normalizer: str, length: int, compiled: bool) -> tuple[int, int, float, int]:
-    """Tokens of a step, FLOPs of a token, median seconds of a step (forward, backward, AdamW, bf16), peak memory in
-    bytes.
+    """Time training steps (forward, backward, AdamW, bf16).
+
+    Returns tokens of a step, FLOPs of a token, median seconds of a step, and peak memory in bytes.
     """
     decoder = Decoder(model(normalizer), VOCAB, length).to(DEVICE)
     if compiled:
@@ -252,8 +256,9 @@ def train_steps(normalizer: str, length: int, compiled: bool) -> tuple[int, int,
 def training_step(
     module: torch.nn.Module, loss: Callable[[torch.Tensor], torch.Tensor], length: int
 ) -> Callable[[], None]:
-    """A step of `STEP_TOKENS` random tokens in micro-batches of up to 16,384; `loss` sums over the tokens of
-    sequences.
+    """Return a function that trains on `STEP_TOKENS` random tokens, in micro-batches of up to 16,384.
+
+    loss: function from sequences (B, T + 1) to the summed loss of their tokens.
     """
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
     sequences = torch.randint(VOCAB, (STEP_TOKENS // length, length + 1), device=DEVICE)
@@ -272,8 +277,9 @@ def training_step(
 
 
 def where(out: Path) -> list[Line]:
-    """Where a compiled step of GPT-2's shape at 1,024 tokens spends its time, by kind of kernel; beside it nanoGPT's
-    own model, if NANOGPT names its model.py.
+    """Return where a compiled step of GPT-2's shape at 1,024 tokens spends its time, by kind of kernel.
+
+    If NANOGPT names a model.py, nanoGPT's own model is profiled, too.
     """
     length = 1024 if ON_GPU else 32
     decoder = Decoder(model("softmax"), VOCAB, length).to(DEVICE)
@@ -306,7 +312,10 @@ def where(out: Path) -> list[Line]:
 
 
 def nanogpt_step(path: str, length: int) -> Callable[[], None]:
-    """A step of nanoGPT's model of the same shape, compiled whole as its train.py does, from its file model.py."""
+    """Return a training step of nanoGPT's model of the same shape, compiled whole as its train.py does.
+
+    path: nanoGPT's model.py.
+    """
     module = import_from_path(path)
     config = model("softmax")
     sizes = {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd}
@@ -321,6 +330,7 @@ def nanogpt_step(path: str, length: int) -> Callable[[], None]:
 
 
 def import_from_path(path: str) -> types.ModuleType:
+    """Return the module that the file at `path` defines."""
     spec = importlib.util.spec_from_file_location("nanogpt_model", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # its dataclass looks its module up
@@ -329,7 +339,9 @@ def import_from_path(path: str) -> types.ModuleType:
 
 
 def long(out: Path) -> list[Line]:
-    """The loss by position of one sequence of 131,072 tokens, at GPT-2's shape with RoPE."""
+    """Measure the loss by position of one sequence of 131,072 tokens, at GPT-2's shape with RoPE: seconds and peak
+    memory.
+    """
     length, vocab, lines = (131072, 50304, []) if ON_GPU else (256, 100, [])
     for normalizer in ("softmax", "ssmax", "relu2"):
         decoder = Decoder(model(normalizer), vocab, 1024).to(DEVICE)

@@ -1,4 +1,4 @@
-"""An experiment on text in docs/: its tables, its picture and its verdicts."""
+"""Make the tables, pictures and verdicts in docs/ of experiments on text."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,32 +21,30 @@ EXTENDED = ("as trained", "theta x 50")  # inference settings in which sequences
 
 @dataclass(frozen=True)
 class Losses(Results):
-    """An experiment on text: a mean loss of each arm in some settings, in nats, or its accuracy.
+    """Results of an experiment on text: a mean loss in nats, or an accuracy, of each arm in several settings.
+
+    A setting here is what a column of the table shows: a metric under an inference setting at a length.
 
     Attributes:
-        labels: words for the lines of the table, by the beginning of the names of their arms, and after a comma what a
-            setting changes of the normalizer, such as `ssmax, n=fixed:753`.
+        labels: words for the lines of the table, by the beginning of their arms' names. After a comma stands what an
+            inference setting changes of the normalizer, such as `ssmax, n=fixed:753`.
         pairs: the lines that are compared, each with its baseline.
-        columns: words for the settings, each with the end of the names of its arms (if there is such an arm), the
-            metric, the inference setting and x.
-        deciding: the settings that are compared; all verdicts are one family.
-        tuned_on: the setting whose loss chose the rates. A verdict in another must hold at every rate that final seeds
-            were trained at.
-        matters: smallest difference of interest, in nats.
-        size: whose runs they are; empty if there is one.
-        rows: rows of the picture, by their titles: pairs whose difference is drawn by position, a panel for each
-            setting.
+        columns: for each setting its words, and (end of the arms' names if there are such arms, metric, inference
+            setting, x).
+        deciding: the settings that are compared; all verdicts are one family, whose intervals hold together.
+        tuned_on: the setting whose loss chose the learning rates. A verdict in another setting must hold at every rate.
+        matters: smallest difference of interest, in nats; a fraction if the metric is an accuracy.
+        size: the model size or corpus whose runs are shown; empty if there is only one.
+        rows: rows of the picture, by title: pairs whose difference is drawn by position, a panel for each setting.
         length: training length, in tokens.
-        trends: arms over a part of training, from 0 to 1, by the name of the trend: a line through the runs of each
-            seed, in each deciding setting.
-        counts_tokens: whether a table has the tokens that each arm, trained at one rate, took to the highest final loss
-            of any run.
+        trends: arms by part of training (0 to 1), by the name of the trend. A line is fitted through each seed's runs.
+        counts_tokens: whether a table gives the training tokens that each arm took to the highest final loss of any
+            run.
         suffix: end of the name of its tables, where the experiment's accuracies have tables, too.
-        accuracy: whether the metric is an accuracy, shown in per cent, of which higher values are better; `matters` is
-            a fraction.
-        ranked: whether lines stand in the order of their losses in the setting that rates were tuned on, in a picture,
-            too.
-        beside: columns of another experiment, by their headings: words for a line.
+        accuracy: whether the metric is an accuracy, shown in per cent, of which higher values are better.
+        ranked: whether lines are sorted by their losses in the setting that rates were tuned on, and drawn in a
+            picture.
+        beside: columns of another experiment, by heading: a function from a line to its words.
         intervals: whether the verdicts' differences and intervals are drawn.
         transfers: settings whose change from `tuned_on` is compared between pairs, as one family of its own.
     """
@@ -70,12 +68,12 @@ class Losses(Results):
 
     @property
     def place(self) -> str:
-        """Name of the tables in the page, and of the picture, docs/PLACE.svg."""
+        """Return the name that marks the tables in the page, and that the picture's file has in docs/."""
         return "-".join(filter(None, (self.name, self.size, self.suffix)))
 
     @property
     def scale(self) -> tuple[float, int]:
-        """The factor by which values are shown, and their digits."""
+        """Return the factor by which values are multiplied for display, and the number of decimal places."""
         return (100, 1) if self.accuracy else (1, 3)
 
     @cached_property
@@ -85,7 +83,7 @@ class Losses(Results):
 
     @cached_property
     def lines(self) -> list[str]:
-        """The lines of the table, in their order."""
+        """Return the lines of the table, in their order."""
         best = (
             {line: next(iter(self.by_rate(line, self.tuned_on).values())).mean() for line in self.labels}
             if self.ranked
@@ -94,14 +92,20 @@ class Losses(Results):
         return sorted(self.labels, key=best.__getitem__) if best else [*self.labels]
 
     def by_rate(self, line: str, column: str) -> dict[float, np.ndarray]:
-        """The losses (seeds,) of a line in a setting by rate, first the rate that is best in the setting that rates
-        were tuned on.
+        """Return the losses (seeds,) of a line in a setting by learning rate.
+
+        The rate that is best in the setting `tuned_on` comes first.
         """
         tuned = self._runs(line, self.tuned_on)
         runs = self._runs(line, column)
         return {rate: runs[rate] for rate in sorted(runs, key=lambda rate: tuned[rate].mean())}
 
     def _runs(self, line: str, column: str) -> dict[float, np.ndarray]:
+        """Return the losses (seeds,) of a line in a setting by learning rate; {} if the metric is optional and was not
+        measured.
+
+        Raises LookupError: a loss or an accuracy was not measured.
+        """
         end, metric, setting, x = self.columns[column]
         arm, setting = _place(line, setting)
         is_arm = any(name == arm + end for name, *_ in self._losses)
@@ -114,7 +118,9 @@ class Losses(Results):
 
     @cached_property
     def _losses(self) -> dict[tuple[str, str, str, int], dict[float, np.ndarray]]:
-        """The losses (seeds,) of the columns' metrics by arm, metric, setting and x, and by rate."""
+        """Return the losses (seeds,) of the columns' metrics, by (arm, metric, inference setting, x) and by learning
+        rate.
+        """
         data = self.data[self.data.metric.isin({metric for _, metric, *_ in self.columns.values()})].sort_values("seed")
         losses: dict[tuple[str, str, str, int], dict[float, np.ndarray]] = {}
         for (*place, rate), runs in data.groupby(["arm", "metric", "setting", "x", "rate"]):
@@ -123,7 +129,7 @@ class Losses(Results):
 
     @cached_property
     def verdicts(self) -> dict[tuple[str, str, str], Verdict]:
-        """The verdicts by line, baseline and setting, as one family."""
+        """Return the verdicts by line, baseline and setting. They are one family: their intervals hold together."""
         comparisons = {
             (*pair, column): at_best(
                 *(self.by_rate(line, column) for line in pair), higher=self.accuracy, every=column != self.tuned_on
@@ -133,13 +139,11 @@ class Losses(Results):
         return verdicts(comparisons, self.matters)
 
     def compared(self, key: tuple[str, str, str]) -> tuple[str, str]:
-        """The line and the baseline of a verdict's key."""
+        """Return the line and the baseline of a verdict's key."""
         return key[:2]
 
     def tables(self) -> dict[str, str]:
-        """The tables of the page, by their places; verdicts only if something is decided, tokens only if they are
-        counted.
-        """
+        """Return the Markdown tables of the page, by name."""
         tables = {self.place: self.table()} | (
             {f"{self.place} verdicts": self.verdict_table()} if self.deciding else {}
         )
@@ -148,8 +152,8 @@ class Losses(Results):
         return tables | ({f"{self.place} tokens": self.token_table()} if self.counts_tokens else {})
 
     def table(self) -> str:
-        """The table in Markdown: the mean loss of each line in each setting, at its best rate, with the standard
-        deviation of seeds.
+        """Return the table of mean losses in Markdown: each line in each setting, at its best rate, with the seeds'
+        standard deviation.
         """
         lines = [["", "learning rate", *self.columns, *self.beside, *self.costs]]
         for line in self.lines:
@@ -166,11 +170,10 @@ class Losses(Results):
 
     @cached_property
     def costs(self) -> dict[str, dict[str, str]]:
-        """Words for the costs of a training step, by their headings and by line; {} if they were not
-        measured.
+        """Return words for the costs of a training step, by heading and line; {} if results/NAME/costs.csv is missing.
 
-        Steps are paired by round. Ratios are geometric means with a 95 % interval over rounds; the baseline's is of its
-        second side.
+        Steps are paired by round. Ratios are geometric means with a 95 % interval over rounds. The baseline's ratio
+        compares its two timings.
         """
         path, (baseline, *_) = RESULTS / self.name / "costs.csv", self.labels
         if not path.exists():
@@ -191,7 +194,7 @@ class Losses(Results):
         }
 
     def verdict_table(self) -> str:
-        """The differences in the deciding settings with their verdicts, in Markdown."""
+        """Return a Markdown table of the differences in the deciding settings, with their verdicts."""
         lines = [["", "minus", *self.deciding]]
         for line, baseline in (
             sorted(self.pairs, key=lambda pair: self.lines.index(pair[0])) if self.ranked else self.pairs
@@ -201,7 +204,9 @@ class Losses(Results):
         return markdown(lines)
 
     def transfer_table(self) -> str:
-        """Changes of the loss from the setting that rates were tuned on, a line's minus its baseline's, in Markdown."""
+        """Return a Markdown table of how the loss changes from the setting `tuned_on`, a line's change minus its
+        baseline's.
+        """
 
         def change(line: str, column: str) -> np.ndarray:
             before, after = (self.by_rate(line, place) for place in (self.tuned_on, column))
@@ -219,9 +224,7 @@ class Losses(Results):
         return markdown([["", "minus", *self.transfers], *rows])
 
     def trend_table(self) -> str:
-        """The losses in the deciding settings by part of training, and their change (`committed_results.trend_table`),
-        in Markdown.
-        """
+        """Return a Markdown table of the losses in the deciding settings by part of training, and of their change."""
         by_part = {
             f"{name}, {column}": {part: next(iter(self.by_rate(arm, column).values())) for arm, part in arms.items()}
             for name, arms in self.trends.items()
@@ -230,8 +233,10 @@ class Losses(Results):
         return trend_table(by_part, self.matters, False, lambda losses: f"{losses.mean():.3f}", 1, 3)
 
     def token_table(self) -> str:
-        """The tokens that each line took to the highest final loss of any run, and their factor with its 95 % interval
-        over seeds, in Markdown. Means are geometric."""
+        """Return a Markdown table of the training tokens that each line took to the highest final loss of any run.
+
+        Beside them are their factors to the baseline's, with 95 % intervals over seeds. Means are geometric.
+        """
         curves = self.data[self.data.metric == "val loss by tokens"].pivot(
             index=["arm", "seed"], columns="x", values="value"
         )
@@ -252,10 +257,10 @@ class Losses(Results):
         return markdown(lines)
 
     def drawn(self) -> bytes | None:
-        """The picture, docs/PLACE.svg: the losses of ranked lines, the verdicts' intervals, or the differences of pairs
-        by position; None without rows.
+        """Return the picture docs/PLACE.svg, or None if there is none.
 
-        Lines are means over seeds, bands their 95 % intervals at each position alone.
+        It shows the losses of ranked lines, the verdicts' intervals, or the differences of pairs by position. By
+        position, lines are means over seeds, and bands their 95 % intervals at each position alone.
         """
         if self.ranked:
             return self._overview()
@@ -311,10 +316,10 @@ class Losses(Results):
             return saved(figure)
 
     def _overview(self) -> bytes:
-        """A row for each line, with its loss in each setting: dots are seeds, rings means, and broken lines the first
-        label's means.
+        """Draw a row for each line, with its loss in each setting: dots are seeds, rings are means.
 
-        A ring is filled where a verdict says that the difference is larger than `matters`.
+        Broken lines are the first label's means. A ring is filled if a verdict says that the difference is larger than
+        `matters`.
         """
         columns = [column for column, (_, metric, *_) in self.columns.items() if metric.endswith("loss")]
         large = {(line, column) for (line, _, column), verdict in self.verdicts.items() if verdict.exceeds_margin}
@@ -348,8 +353,8 @@ class Losses(Results):
             return saved(figure)
 
     def _differences(self) -> bytes:
-        """A row for each pair, a panel for each deciding setting: the difference with its interval, and the margin as a
-        band.
+        """Draw a row for each pair and a panel for each deciding setting: the difference with its interval, and the
+        margin as a band.
         """
         size = (2.2 + 1.9 * len(self.deciding) if len(self.deciding) > 1 else 6, 1.0 + 0.24 * len(self.pairs))
         with canvas(1, len(self.deciding), size, sharey=True, sharex=True, squeeze=False) as (figure, panels):
@@ -368,8 +373,9 @@ class Losses(Results):
             return saved(figure)
 
     def _curves(self, line: str, column: str) -> pd.DataFrame:
-        """The losses by position (positions, seeds) of a line in a setting at its best rate, from an eighth of the
-        training length on.
+        """Return the losses by position (positions, seeds) of a line in a setting, at its best rate.
+
+        Positions begin at an eighth of the training length.
         """
         _, metric, setting, _ = self.columns[column]
         (arm, setting), data = _place(line, setting), self.data[self.data.x >= self.length // 8]
@@ -379,8 +385,10 @@ class Losses(Results):
 
 
 def tokens_to_reach(tokens: Sequence[int], losses: Sequence[float], level: float) -> float:
-    """The number of training tokens at which a loss first reaches `level`, interpolated linearly in log tokens between
-    the first evaluation that has reached it and the evaluation before; losses that are not finite are left out.
+    """Return the number of training tokens at which a loss first reaches `level`.
+
+    It is interpolated linearly in log tokens between the first evaluation that has reached the level and the one
+    before. Losses that are not finite are left out.
     """
     evaluations = [(count, loss) for count, loss in zip(tokens, losses, strict=True) if math.isfinite(loss)]
     index = next(index for index, (_, loss) in enumerate(evaluations) if loss <= level)
@@ -390,8 +398,6 @@ def tokens_to_reach(tokens: Sequence[int], losses: Sequence[float], level: float
 
 
 def _place(line: str, setting: str) -> tuple[str, str]:
-    """The arm of a line of the table, and an inference setting together with what the line changes of the
-    normalizer.
-    """
+    """Return the arm of a line of the table, and the inference setting with what the line changes of the normalizer."""
     arm, comma, change = line.partition(", ")
     return arm, setting + comma + change

@@ -1,4 +1,4 @@
-"""All normalizers at a glance: four numbers for each arm, and tiers by what the seeds support."""
+"""Show all normalizers at a glance: four numbers for each arm, and tiers by what the seeds support."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,14 +31,15 @@ FILLS = {
 
 @dataclass(frozen=True)
 class Overview:
-    """The table and the picture of all arms of an experiment on text, with recall of the same arms beside.
+    """The overview makes the table and the picture of all arms of an experiment on text, with recall of the same arms.
 
     Attributes:
-        short: losses at the training length, judged as a family of its own.
-        long: losses beyond it.
+        short: losses at the training length, whose verdicts are one family.
+        long: losses beyond the training length.
         recall: accuracies of the same arms.
         column: the setting of `long` that is shown.
-        page: of docs/, that holds the table.
+        page: page of docs/ that holds the table.
+        place: name that marks the table in the page, and that the picture's file has in docs/.
     """
 
     short: Losses
@@ -50,12 +51,12 @@ class Overview:
 
     @cached_property
     def baseline(self) -> str:
-        """The arm that all others are compared with."""
+        """Return the arm that all others are compared with."""
         return self.recall.baseline
 
     @cached_property
     def heads(self) -> list[str]:
-        """Headings of the four numbers, without their units."""
+        """Return the headings of the four numbers."""
         length = self.long.columns[self.column][-1]
         return [
             f"loss at {self.long.length:,} tokens",
@@ -65,7 +66,7 @@ class Overview:
         ]
 
     def verdicts(self, arm: str) -> list[Verdict]:
-        """The arm's verdicts: loss at the training length, loss beyond it, recall."""
+        """Return three verdicts on an arm: loss at the training length, loss beyond it, and recall."""
         rate, length = self.recall.rates(arm)[0], self.recall.deciding[0]
         return [
             self.short.verdicts[arm, self.baseline, self.short.deciding[0]],
@@ -74,7 +75,7 @@ class Overview:
         ]
 
     def cells(self, arm: str) -> list[str]:
-        """The four numbers of an arm."""
+        """Return the four numbers of an arm as text."""
         losses = [
             next(iter(results.by_rate(arm, column).values())).mean()
             for results, column in ((self.short, self.short.deciding[0]), (self.long, self.column))
@@ -85,7 +86,7 @@ class Overview:
 
     @cached_property
     def tiers(self) -> Mapping[str, list[str]]:
-        """The arms of each tier, in the order of their loss beyond the training length."""
+        """Return the arms of each tier, sorted by their loss beyond the training length."""
         tiers: dict[str, list[str]] = {title: [] for title in TIERS}
         for arm in self.long.lines:
             if arm != self.baseline:
@@ -95,7 +96,9 @@ class Overview:
         return tiers
 
     def tables(self) -> dict[str, str]:
-        """The table of the page, in Markdown: a bold number is better or worse by its verdict."""
+        """Return the table of the page in Markdown, by its name. A word in italics says that a number is better or
+        worse.
+        """
         lines = [["", *self.heads, "tier"], [self.long.labels[self.baseline], *self.cells(self.baseline), "baseline"]]
         for tier, arms in self.tiers.items():
             for arm in arms:
@@ -106,7 +109,7 @@ class Overview:
         return {self.place: markdown(lines)}
 
     def drawn(self) -> bytes:
-        """The picture: a row for each arm, by tiers; a filled number is better, worse or equal by its verdict."""
+        """Return the picture: a row for each arm, by tiers. The colour of a number shows its verdict."""
         n_rows = 3 + len(self.long.lines) + 1.4 * sum(map(bool, self.tiers.values()))
         with canvas(1, 1, (5.2, 0.215 * n_rows + 0.5)) as (figure, axes):  # legible on a telephone, too
             axes.set_xlim(-2.3, len(self.heads))
@@ -147,7 +150,7 @@ class Overview:
             return saved(figure)
 
     def _row(self, axes: Axes, row: float, arm: str, verdicts: Mapping[int, Verdict]) -> float:
-        """Draw an arm's row, and return the next row's top."""
+        """Draw an arm's row at the height `row`, and return the height of the next row."""
         axes.text(-2.2, row + 0.5, self.long.labels[arm], va="center")
         for number, cell in enumerate(self.cells(arm)):
             if fill := FILLS.get(verdicts[number].kind) if number in verdicts else None:

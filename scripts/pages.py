@@ -1,4 +1,4 @@
-"""What the scripts that write pages of docs/ share: pictures."""
+"""Draw pictures for pages of docs/ in one style, as SVG files that are the same for the same data."""
 
 import io
 import re
@@ -33,18 +33,19 @@ STYLE = {
 def canvas(
     rows: int, columns: int, size: tuple[float, float], **options: object
 ) -> Iterator[tuple[plt.Figure, np.ndarray]]:
-    """A figure and its axes, in the style that every picture has; `options` of `plt.subplots`.
+    """Yield a figure and its axes in the style that all pictures have. options: those of `plt.subplots`.
 
-    Pages show pictures about 700 pixels wide: a `size` of at most 10 inches keeps 9 points legible.
+    size: width and height in inches. Pages show pictures about 700 pixels wide, so text of 9 points is legible up to a
+    width of 10 inches.
     """
     with plt.rc_context(STYLE):
         yield plt.subplots(rows, columns, figsize=size, layout="constrained", **options)
 
 
 def saved(figure: plt.Figure) -> bytes:
-    """A picture as an SVG that is dark on dark pages; it names the release of matplotlib, and no time.
+    """Close a figure and return it as an SVG file, whose colours are inverted on dark pages.
 
-    The figure is closed.
+    The file names the release of matplotlib, and no time.
     """
     content = io.BytesIO()
     figure.savefig(content, format="svg", metadata=dict.fromkeys(("Date", "Format", "Type")))

@@ -1,4 +1,4 @@
-"""An experiment on recall in docs/: its tables, its picture and its verdicts."""
+"""Make the tables, pictures and verdicts in docs/ of experiments on recall."""
 
 import math
 import textwrap
@@ -21,21 +21,18 @@ HEADINGS = {"mqar": "layer 2", "needle": "layers 2, 3", "rate": "learning rate",
 
 @dataclass(frozen=True)
 class Recall(Results):
-    """An experiment on recall: accuracy by sequence length.
+    """Results of an experiment on recall: the accuracy of each arm by sequence length.
 
     Attributes:
         baseline: the arm that all others are compared with.
-        deciding: sequence lengths at which they are.
+        deciding: sequence lengths at which arms are compared.
         matters: smallest difference of interest, as a fraction.
-        tuned: whether each arm has its own rate, the best of those that its final seeds have; else all rates are
-            compared.
-        picture: how accuracy by length is drawn, docs/NAME.svg: `curves`, `rows`, or not at all.
-        task: whose accuracy it is.
-        rows: column whose values are judged apart, as one family, of arms that are not tuned: rate or size.
-        ranked: whether arms are in the order of their accuracy, each at its best rate, in the tables and in a picture
-            of all of them.
-        trends: arms over a part of training, from 0 to 1, by the name of the trend: a line through the runs of each
-            seed.
+        tuned: whether each arm is shown at its best learning rate; else arms are compared at each rate.
+        picture: how docs/NAME.svg draws accuracy by length: `curves`, `rows`, or empty for no picture.
+        task: the task whose accuracy is shown.
+        rows: if arms are not tuned, the column (rate or size) by whose values they are compared.
+        ranked: whether arms are sorted by their accuracy at their best rates.
+        trends: arms by part of training (0 to 1), by the name of the trend. A line is fitted through each seed's runs.
     """
 
     baseline: str
@@ -50,29 +47,29 @@ class Recall(Results):
 
     @property
     def tokens(self) -> str:
-        """Word for the tokens of a sequence."""
+        """Return the word for the tokens of a sequence."""
         return "symbols" if self.task == "mqar" else "tokens"
 
     @property
     def guessing(self) -> float:
-        """Accuracy, in per cent, of a guess among the answers that were not asked for yet: H_k / k for k questions."""
+        """Return the accuracy, in per cent, of a guess among the answers not asked for yet: H_k / k for k questions."""
         count = QUESTIONS[self.task]
         return 100 * sum(1 / rank for rank in range(1, count + 1)) / count
 
     @cached_property
     def data(self) -> pd.DataFrame:
-        """The numbers of the final runs; a size is the number at the end of its name."""
+        """Return the lines of the final runs; a size is the number at the end of its name."""
         data = runs_of(self.name)
         return data.assign(size=data["size"].str.rpartition("-")[2].astype(int)) if "size" in data else data
 
     @cached_property
     def accuracies(self) -> dict[tuple[str, float, int], np.ndarray]:
-        """(seeds,) the accuracy of the final runs by arm, rate and length."""
+        """Return the accuracy (seeds,) of the final runs by arm, learning rate (or size) and length."""
         lines = self.data.query(f"metric == '{self.task} accuracy' and setting == 'as trained'")
         return {key: run.sort_values("seed").value.to_numpy() for key, run in lines.groupby(["arm", self.rows, "x"])}
 
     def rates(self, arm: str) -> list[float]:
-        """The rates of an arm's final seeds, ascending; of tuned arms the best comes first."""
+        """Return the learning rates of an arm's final runs in ascending order; the best first if arms are tuned."""
         rates = sorted({rate for name, rate, _ in self.accuracies if name == arm})
         return (
             sorted(rates, key=lambda rate: -self.accuracies[arm, rate, self.deciding[0]].mean())
@@ -82,7 +79,7 @@ class Recall(Results):
 
     @cached_property
     def verdicts(self) -> dict[tuple[str, float, int], Verdict]:
-        """The verdicts by arm, rate and length, as one family."""
+        """Return the verdicts by arm, rate and length. They are one family: their intervals hold together."""
         comparisons = {}
         for arm in self.labels:
             arm_rates = self.rates(arm)
@@ -100,13 +97,13 @@ class Recall(Results):
         return verdicts(comparisons, self.matters)
 
     def compared(self, key: tuple[str, float, int]) -> tuple[str, str]:
-        """The arm and the baseline of a verdict's key."""
+        """Return the arm and the baseline of a verdict's key."""
         return key[0], self.baseline
 
     @cached_property
     def arms(self) -> list[str]:
-        """The arms in the order shown: as they are named, or from the highest accuracy at the deciding length to the
-        lowest.
+        """Return the arms in the order shown: as they are named, or from the highest accuracy at the longest length to
+        the lowest.
         """
         return (
             sorted(self.labels, key=lambda arm: tuple(-self._best(arm).mean(0)[::-1]))
@@ -115,7 +112,7 @@ class Recall(Results):
         )
 
     def _best(self, arm: str) -> np.ndarray:
-        """(seeds, lengths) accuracy of an arm at its best rate."""
+        """Return the accuracy (seeds, lengths) of an arm at its best rate."""
         return np.stack([self.accuracies[arm, self.rates(arm)[0], length] for length in self.lengths], 1)
 
     def tables(self) -> dict[str, str]:
@@ -125,11 +122,11 @@ class Recall(Results):
         return tables
 
     def drawn(self) -> bytes | None:
-        """The picture, docs/PLACE.svg; None if there is to be none."""
+        """Return the picture docs/PLACE.svg; None if there is none."""
         return {"curves": self.curves, "rows": self.overview}[self.picture]() if self.picture else None
 
     def table(self) -> str:
-        """The table in Markdown: a line for each arm and rate, accuracies in per cent and the verdicts."""
+        """Return a Markdown table with a line for each arm and rate: accuracies in per cent, and the verdicts."""
         title = f"minus {self.labels[self.baseline].partition(' at ')[0]}"
         heads = [HEADINGS[self.rows], HEADINGS[self.task], *(f"{length:,}" for length in self.lengths)]
         heads += [f"{title}, at {length:,}" for length in self.deciding]
@@ -143,11 +140,13 @@ class Recall(Results):
         return markdown([heads, *lines])
 
     def _row(self, row: float) -> str:
+        """Return a learning rate or a size as text."""
         return f"{row:,}" if self.rows == "size" else rate_text(row)
 
     def half_length(self, arm: str, row: float | None = None) -> str:
-        """Words for the median length at which an arm's accuracy falls below 1/2. `row`: rate or size; None: a tuned
-        arm's best rate.
+        """Return words for the median length at which an arm's accuracy falls below 1/2.
+
+        row: rate or size; None: a tuned arm's best rate.
         """
         row = self.rates(arm)[0] if row is None else row
         by_length = np.array([self.accuracies[arm, row, length] for length in self.lengths])
@@ -159,8 +158,8 @@ class Recall(Results):
         return _tokens(median, f"not up to {self.lengths[-1]:,}") + counted
 
     def trend_table(self) -> str:
-        """Accuracy at the deciding length by part of training, and its change (`committed_results.trend_table`), in
-        Markdown.
+        """Return a Markdown table of the accuracy at the first deciding length by part of training, and of
+        its change.
         """
         by_part = {
             name: {part: self.accuracies[arm, self.rates(arm)[0], self.deciding[0]] for arm, part in arms.items()}
@@ -169,7 +168,7 @@ class Recall(Results):
         return trend_table(by_part, self.matters, True, _spread)
 
     def _cells(self, arm: str, rate: float) -> list[str]:
-        """The accuracies of an arm at a rate, and its verdicts."""
+        """Return the accuracies and the verdicts of an arm at a rate, as text."""
         cells = [_spread(self.accuracies[arm, rate, length]) for length in self.lengths]
         for length in self.deciding:
             verdict = self.verdicts.get((arm, rate, length))
@@ -177,8 +176,8 @@ class Recall(Results):
         return cells
 
     def overview(self) -> bytes:
-        """The picture of all arms at their best rates: mean accuracy by length as coloured cells, the lowest seed's,
-        and verdicts.
+        """Draw all arms at their best rates: mean accuracy by length as coloured cells, the lowest seed's, and the
+        verdicts.
         """
         values = np.stack([100 * self._best(arm).mean(0) for arm in self.arms])
         with canvas(1, 1, (7.2, 0.8 + 0.235 * len(self.arms))) as (figure, axes):
@@ -202,9 +201,7 @@ class Recall(Results):
             return saved(figure)
 
     def curves(self) -> bytes:
-        """The picture: accuracy by length, a row for each rate, a panel for each arm, so that no arm lies on
-        another.
-        """
+        """Draw accuracy by length, with a row for each rate and a panel for each arm."""
         rates = sorted({row for _, row, _ in self.accuracies})
         size = max(6.5, 1.6 * len(self.labels)), 1.4 + 1.7 * len(rates)  # inches; shown about 700 pixels wide
         # with room for words
@@ -232,8 +229,8 @@ class Recall(Results):
 
 
 def observed_half_length(lengths: Sequence[int], accuracy: Sequence[float]) -> float:
-    """Where accuracy first falls below 1/2, interpolated in the logarithm of the length; infinite if it does at none of
-    the lengths.
+    """Return the length at which accuracy first falls below 1/2, interpolated in the length's logarithm; else
+    infinity.
     """
     for index, right in enumerate(accuracy):
         if right < 0.5:
@@ -246,11 +243,11 @@ def observed_half_length(lengths: Sequence[int], accuracy: Sequence[float]) -> f
 
 
 def _tokens(length: float, infinite: str) -> str:
-    """A length in tokens; `infinite` for an infinite length."""
+    """Return a length in tokens as text; `infinite` is the text for an infinite length."""
     return infinite if math.isinf(length) else f"{length:,.0f}" if length < 1e6 else f"{length:.0e}".replace("e+0", "e")
 
 
 def _spread(accuracies: np.ndarray) -> str:
-    """The mean over seeds in per cent, with the lowest and highest where they are more than 2 apart."""
+    """Return the mean over seeds in per cent, with the lowest and highest seed if they are more than 2 points apart."""
     values = 100 * accuracies
     return f"{values.mean():.1f}" + (f" [{values.min():.0f}, {values.max():.0f}]" if np.ptp(values) > 2 else "")

@@ -1,9 +1,10 @@
-"""Tables and pictures of docs/ from the committed results of every run: python scripts/recompute.py [--check]
+"""Write the tables and pictures of docs/ from the committed results of all runs.
 
-Everything comes from results/NAME/seeds.csv, which holds each run's mean by metric, inference setting and length;
-nothing is trained. A table stands in its page between `<!-- results: NAME -->` and `<!-- end of
-NAME -->`. `--check` changes nothing, and exits with status 1 where a page or a picture is another than its data say.
-That file is written by scripts/collect.py.
+python scripts/recompute.py [--check]
+
+All numbers come from results/NAME/seeds.csv, which scripts/collect.py writes. It holds each run's mean by metric,
+inference setting and length; nothing is trained. A table stands in its page between `<!-- results: NAME -->` and `<!--
+end of NAME -->`. `--check` changes nothing, and exits with status 1 if a page or a picture differs from its data.
 """
 
 import argparse
@@ -75,7 +76,7 @@ PUT_IN = {
 
 
 def against(baseline: str, lines: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """Pairs of each other line with a baseline, as `Losses.pairs`."""
+    """Return pairs of each other line with the baseline, as in `Losses.pairs`."""
     return tuple((line, baseline) for line in lines if line != baseline)
 
 
@@ -418,7 +419,7 @@ HEADLINES = (
 
 
 def main_verdicts() -> str:
-    """The verdicts of `HEADLINES` in Markdown: accuracies in points, losses in nats."""
+    """Return a Markdown table of the verdicts in `HEADLINES`: accuracies in points, losses in nats."""
     results, lines = {result.place: result for result in SHOWN}, [["measured", "arm", "minus", "difference", "over"]]
     for measured, page, place, key in HEADLINES:
         result, verdict = results[place], results[place].verdicts[key]
@@ -430,7 +431,9 @@ def main_verdicts() -> str:
 
 
 def filled(text: str, name: str, table: str) -> str:
-    """A page with the table of some results in it. Raises LookupError: it has no place for them."""
+    """Return a page's text with a table put at the place marked with `name`. Raises LookupError: it has no
+    such place.
+    """
     begin, end = f"<!-- results: {name} -->\n", f"<!-- end of {name} -->"
     before, begin, rest = text.partition(begin)
     _, end, after = rest.partition(end)
@@ -440,7 +443,7 @@ def filled(text: str, name: str, table: str) -> str:
 
 
 def files() -> dict[Path, bytes]:
-    """What is made of the results: the pages with their tables, and the pictures."""
+    """Return the files that are made from results, by path: pages with their tables, and pictures."""
     pages: dict[Path, str] = {}
     pictures = {}
     for result in SHOWN:
@@ -455,8 +458,8 @@ def files() -> dict[Path, bytes]:
 
 
 def same(committed: bytes, content: bytes) -> bool:
-    """Whether a file is what its data say; of a picture that another release of matplotlib drew, its words are compared
-    alone.
+    """Return whether a committed file equals `content`. A picture that another release of matplotlib drew needs equal
+    words only.
     """
     releases, words = (
         [re.findall(part, file) for file in (committed, content)]
@@ -466,6 +469,7 @@ def same(committed: bytes, content: bytes) -> bool:
 
 
 def main() -> int:
+    """Write or check the files; return 1 if a check finds a difference, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()

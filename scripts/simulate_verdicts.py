@@ -1,12 +1,15 @@
-"""The procedure of docs/statistics.md simulated: how often its intervals hold, and its verdicts are false.
+"""Simulate the procedure of docs/statistics.md: how often its intervals hold, and how often its verdicts are false.
 
 python scripts/simulate_verdicts.py [--trials 4000] [--jobs 2]
 python scripts/simulate_verdicts.py --seeds   runs that fail, skewed noise and ties
 
-Each trial is an experiment as `lm.experiments.judging` judges it: every arm tuned on a grid of four learning rates with
-two seeds, the grid grown where the best is at an edge, then trained with further seeds, at the rates of
-`crossed_rates`. A final loss is: the arm's curve over log2(rate), plus effects of the seed (shared by arms, as seeds
-share the order of data), of arm x rate x seed, of the document, of arm x document and of arm x seed x document.
+A trial is an experiment that `lm.experiments.judging` judges. Every arm is tuned on a grid of four learning rates with
+two seeds. The grid grows if the best rate is at its edge. Then arms are trained with further seeds at the rates of
+`crossed_rates`.
+
+A final loss is the arm's curve over log2(rate) plus random effects of the following. The seed, whose effect all arms
+share, as seeds share the order of data; arm x rate x seed; the document; arm x document; arm x seed x document.
+
 `--seeds` simulates experiments without tuning whose values have awkward distributions, paired and unpaired.
 """
 
@@ -42,7 +45,10 @@ DOCUMENTS = 24
 
 @dataclass(frozen=True)
 class World:
-    """What is true, in nats per token; standard deviations but for `effects`, `optima` and `curvature`."""
+    """A world holds what is true in simulated experiments, in nats per token.
+
+    All numbers are standard deviations, except `effects`, `optima`, `curvature`, `unlucky` and counts.
+    """
 
     name: str
     seeds: int
@@ -59,25 +65,26 @@ class World:
 
     @property
     def stream(self) -> tuple[int, ...]:
-        """The beginning of the seeds of its trials' random numbers."""
+        """Return the first numbers of the random seeds of its trials; each trial appends its index."""
         return *self.name.encode(), self.seeds
 
     @property
     def arms(self) -> list[str]:
+        """Return the names of the arms, the baseline first."""
         return ["base", *(f"arm {number}" for number in range(len(self.effects)))]
 
     def draw(self, random: np.random.Generator, scale: float, *shape: int) -> np.ndarray:
-        """Noise of a standard deviation."""
+        """Return noise of the given shape with the standard deviation `scale`."""
         return scale * (random.standard_t(4, shape) / math.sqrt(2) if self.heavy else random.standard_normal(shape))
 
     def expected(self, arm: int, rate: float) -> float:
-        """The mean of an arm at a rate."""
+        """Return the mean loss of an arm at a learning rate."""
         unlucky = self.unlucky * UNLUCKY_BY if rate >= UNLUCKY_FROM else 0.0
         distance = math.log2(rate / 3e-3) - (self.optima or (0.0,) * len(self.arms))[arm]
         return 4 + (0.0, *self.effects)[arm] + self.curvature * distance**2 + unlucky
 
     def run_noise(self, random: np.random.Generator, rate: float, seeds: int) -> np.ndarray:
-        """The noise of mean 0 of an arm's runs at a rate."""
+        """Return the noise (seeds,) of mean 0 of an arm's runs at a learning rate."""
         noise = self.draw(random, self.arm_seed, seeds)
         if self.unlucky and rate >= UNLUCKY_FROM:
             is_unlucky = random.random(seeds) < self.unlucky
@@ -85,7 +92,7 @@ class World:
         return noise
 
     def experiment(self, random: np.random.Generator) -> tuple[pd.DataFrame, Question, Truths]:
-        """One experiment: its final runs, what is asked of them, and what is true."""
+        """Return a random experiment: its final runs, the question asked of them, and what is true."""
         sizes = {str(size): _size(self, random) for size in range(self.sizes)}
         frames = {size: pd.concat(blocks) for size, (blocks, *_) in sizes.items()}
         frame = pd.concat(frames, names=["size"]).reset_index("size")
@@ -96,7 +103,7 @@ class World:
 
 
 def _size(world: World, random: np.random.Generator) -> tuple[list[pd.DataFrame], dict[str, Rate], dict[str, tuple]]:
-    """The final runs of one size, the rates at which arms are judged, and what is true of arms."""
+    """Return the final runs of one model size, the rate at which each arm is judged, and what is true of the arms."""
     seeds, draw = world.seeds, partial(world.draw, random)
     # tuning, by the mean over the selection text, whose documents are the same at every rate and seed
     shared, half = draw(SEED, 2), math.sqrt(DOCUMENTS / 2)
@@ -138,7 +145,7 @@ def _size(world: World, random: np.random.Generator) -> tuple[list[pd.DataFrame]
 
 
 def false(kind: VerdictKind, truth: float, matters: float = MATTERS) -> bool:
-    """Whether a word does not hold of a true difference; the metric is better when lower."""
+    """Return whether a verdict is wrong about a true difference, for a metric of which lower values are better."""
     is_large, rounding = abs(truth) >= matters - 1e-12, 1e-12
     wrong = {
         "better": truth > -rounding, "worse": truth < rounding, "no difference above margin": is_large,
@@ -148,9 +155,14 @@ def false(kind: VerdictKind, truth: float, matters: float = MATTERS) -> bool:
 
 
 def many(world: "World | Awkward", trials: range) -> tuple[Counter, np.ndarray]:
-    """Of many trials: how many had each verdict on any comparison; `false`, any false word; `together`, intervals that
-    all hold. And of each tested comparison, (comparisons, 3): whether its intervals alone hold the truth, over seeds,
-    and over seeds and documents (NaN without documents); and whether tuning chose different rates.
+    """Return counts over many trials, and the coverage of intervals.
+
+    The counts give the trials in which any comparison has each verdict. `false` counts trials with any false verdict,
+    `together` those whose intervals all hold.
+
+    Coverage is (comparisons, 3). The first column says whether a comparison's own interval holds the truth over seeds.
+    The second says so over seeds and documents (NaN without documents). The third says whether tuning chose different
+    rates.
     """
     counts, coverage = Counter(), []
     for trial in trials:
@@ -173,7 +185,7 @@ def many(world: "World | Awkward", trials: range) -> tuple[Counter, np.ndarray]:
 
 
 def report(worlds: "list[World | Awkward]", trials: int, jobs: int) -> None:
-    """Print a CSV line for each world: the % of intervals alone that hold, the % of experiments with such a verdict."""
+    """Print a CSV line for each world: how many per cent of intervals hold, and of experiments have each verdict."""
     counted = "together", "false", *get_args(VerdictKind)
     print("simulated experiments,seeds,over seeds,seeds and documents,rates differ", *counted, sep=",")
     pieces = [range(start, min(start + 250, trials)) for start in range(0, trials, 250)]
@@ -186,7 +198,7 @@ def report(worlds: "list[World | Awkward]", trials: int, jobs: int) -> None:
 
 
 def all_worlds() -> list[World]:
-    """Equal arms with plain and with awkward noise, and arms that differ by what matters."""
+    """Return worlds with equal arms, with plain and awkward noise, and with arms that differ by what matters."""
     untuned: dict[str, object] = {"tuned": False}
     noisy = untuned | {"arm_seed": 0.02}
     changes = {
@@ -212,7 +224,7 @@ def all_worlds() -> list[World]:
 
 
 def _failing(chance: float) -> Draw:
-    """Accuracies near 1 in steps of 1/128, or 0 with a chance."""
+    """Return a distribution of accuracies near 1 in steps of 1/128, which are 0 with the given chance."""
 
     def draw(random: np.random.Generator, *shape: int) -> np.ndarray:
         accuracies = 1 - np.round(np.abs(random.normal(0, 0.01, shape)) * QUESTIONS) / QUESTIONS
@@ -222,16 +234,17 @@ def _failing(chance: float) -> Draw:
 
 
 def _normal(mean: float, deviation: float) -> Draw:
+    """Return a normal distribution."""
     return lambda random, *shape: mean + random.normal(0, deviation, shape)
 
 
 def _lognormal(sigma: float, mean: float, shift: float = 0.0) -> Draw:
-    """One-sided noise: most values near `shift`, and a few far above."""
+    """Return one-sided noise: most values are near `shift`, and a few are far above."""
     return lambda random, *shape: mean * random.lognormal(-(sigma**2) / 2, sigma, shape) + shift
 
 
 def _of_eight(random: np.random.Generator, *shape: int) -> np.ndarray:
-    """Accuracies of 8 questions, on which seeds often agree."""
+    """Draw accuracies of 8 questions, on which seeds often agree."""
     return random.binomial(8, 0.97, shape) / 8
 
 
@@ -260,7 +273,7 @@ AWKWARD: dict[str, tuple[Draw, Draw, float, bool]] = {
 
 @dataclass(frozen=True)
 class Awkward:
-    """Arms without tuning, whose runs have distributions of `AWKWARD`."""
+    """An awkward world has arms without tuning, whose runs have a distribution of `AWKWARD`."""
 
     of: str
     arms: int
@@ -269,15 +282,16 @@ class Awkward:
 
     @property
     def name(self) -> str:
+        """Return the name that the printed table shows."""
         return f"{self.of}, {'unpaired' if self.unpaired else 'paired'}, {self.arms} arms"
 
     @property
     def stream(self) -> tuple[int, ...]:
-        """As `World.stream`."""
+        """Return the first numbers of the random seeds of its trials; each trial appends its index."""
         return *self.of.encode(), self.arms, self.seeds, self.unpaired
 
     def experiment(self, random: np.random.Generator) -> tuple[pd.DataFrame, Question, Truths]:
-        """One experiment: its final runs, what is asked of them, and what is true."""
+        """Return a random experiment: its final runs, the question asked of them, and what is true."""
         draw_baseline, draw_arm, truth, is_accuracy = AWKWARD[self.of]
         values, arms = draw_arm(random, self.arms, self.seeds), [f"arm {number}" for number in range(self.arms)]
         values = np.concatenate([draw_baseline(random, 1, self.seeds), values])

@@ -1,5 +1,7 @@
-"""The hook of mkdocs.yml: navigation from docs/README.md; README, CHANGELOG and files of the clone that pages link to
-are in the site.
+"""Build the documentation site: the hook of mkdocs.yml.
+
+The navigation follows docs/README.md. README, CHANGELOG and files of the clone that pages link to are copied into the
+site.
 """
 
 import re
@@ -65,15 +67,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def _within_docs(text: str) -> str:
-    """A page of the top folder as one of docs/: links and pictures that begin with `docs/` lose it, others lead out of
-    it.
+    """Return a page of the top folder with links as they must be in docs/: `docs/` is cut off, and other paths get
+    `../`.
     """
     text = re.sub(r"\]\((?!https?:|#|docs/)([^)]+)\)", r"](../\1)", text)
     return text.replace("](docs/", "](")
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead links outside docs/ to the site's copies; a folder's name stays without its link."""
+    """Return a page whose links outside docs/ lead to the site's copies; links to folders lead to the list of pages."""
 
     def link(match: re.Match[str]) -> str:
         path, anchor = match[1], match[2] or ""

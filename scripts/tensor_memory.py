@@ -1,4 +1,4 @@
-"""Count the bytes of tensors that are made and not yet freed."""
+"""Count the bytes of tensors that exist at a time, on any device."""
 
 import weakref
 from collections.abc import Callable
@@ -10,8 +10,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class TensorMemory(TorchDispatchMode):
-    """A context that counts the bytes of tensors made within it and not yet freed, each storage once (`current_bytes`,
-    `peak_bytes`).
+    """A context that counts the bytes of tensors made within it and not yet freed, each storage once.
+
+    Attributes:
+        current_bytes: bytes held now.
+        peak_bytes: the most bytes held so far.
     """
 
     def __init__(self) -> None:

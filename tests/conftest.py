@@ -1,4 +1,4 @@
-"""A tiny corpus and configuration on which a run takes a second."""
+"""Fixtures of all tests: a tiny corpus, and a configuration with which a training run takes a second."""
 
 import base64
 import contextlib
@@ -38,9 +38,9 @@ gc.disable()  # until all is imported, which no collection frees
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported out of later collections, half a million objects that each would go through.
+    """Exclude imported objects from garbage collection, and cache the git state that each run asks for.
 
-    At the start of a run the commit is asked for once, which takes longer than all steps of a tiny run.
+    Each collection would go through half a million objects. Asking git takes longer than all steps of a tiny run.
     """
     gc.freeze()
     gc.enable()
@@ -49,13 +49,13 @@ def pytest_collection_finish() -> None:
 
 
 def thinned(cases: Iterable[object], quick: Container[object]) -> list[object]:
-    """Parameters of a test; those that are not `quick`, which others stand for by default, are marked slow."""
+    """Return the parameters of a test, with those not in `quick` marked as slow."""
     return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve documents of made-up sentences, a few hundred kilobytes; the same text every time."""
+    """Return a folder with twelve documents of made-up sentences, a few hundred kilobytes, the same every time."""
     import random
 
     rng = random.Random(0)
@@ -70,13 +70,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def store_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the corpus's token store is kept through the session."""
+    """Return the folder of the corpus's token store, which all tests share."""
     return tmp_path_factory.mktemp("stores")
 
 
 @pytest.fixture
 def arguments(corpus: Path, store_root: Path, tmp_path: Path) -> list[str]:
-    """What `tiny` loads, for the command line."""
+    """Return the command-line arguments that load the configuration of `tiny`."""
     return [
         str(ROOT / "tests" / "tiny.yaml"),
         f"data.source.paths=[{corpus}]",
@@ -87,7 +87,7 @@ def arguments(corpus: Path, store_root: Path, tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def tiny(arguments: list[str]):
-    """A function: overrides -> the tiny configuration with them."""
+    """Return a function that loads the tiny configuration with overrides `key=value`."""
 
     def make(*overrides: str) -> Config:
         return load_config([*arguments, *overrides])
@@ -97,8 +97,8 @@ def tiny(arguments: list[str]):
 
 @pytest.fixture(scope="session")
 def tiny_below(corpus: Path, store_root: Path):
-    """A function: folder, overrides -> the tiny configuration of runs in that folder, for runs that several tests
-    share.
+    """Return a function that loads the tiny configuration of runs in a given folder, for runs that several
+    tests share.
     """
 
     def make(runs: Path, *overrides: str) -> Config:
@@ -116,7 +116,7 @@ def tiny_below(corpus: Path, store_root: Path):
 
 
 class Inline(Executor):
-    """Runs what it is given at once: training may only be done in a process's main thread."""
+    """An executor that calls each function at once: training may only be done in a process's main thread."""
 
     def __init__(self, jobs: int):
         self.jobs = jobs
@@ -129,7 +129,7 @@ class Inline(Executor):
 
 @pytest.fixture
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The `lm` commands of an experiment's runs are calls in this process, which need not import torch again."""
+    """Call the `lm` commands of an experiment's runs in this process, which need not import torch again."""
 
     def execute(self: Children, run: Run, command: list[str], devices: Devices | None) -> int:
         output = run.log_file()
@@ -144,19 +144,19 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def data(tmp_path: Path) -> DataConfig:
-    """A few dozen short documents in files, odd ones among them."""
+    """Return a data configuration of a few dozen short documents in files, with odd ones among them."""
     return files_config(write_texts(tmp_path / "texts", TEXTS), tmp_path)
 
 
 @pytest.fixture
 def pair(tmp_path: Path) -> list[Path]:
-    """Two runs for a report, the second better than the first."""
+    """Return two run folders for a report, the second run better than the first."""
     return two_runs(tmp_path)
 
 
 @pytest.fixture
 def base(corpus: Path, store_root: Path, tmp_path: Path) -> Path:
-    """A configuration of the corpus, for models that have no run behind them."""
+    """Return a configuration file of the corpus, for models without a training run."""
     file = tmp_path / "corpus.yaml"
     file.write_text(
         f"base: {ROOT / 'tests' / 'tiny.yaml'}\ndata: {{root: {store_root}, source: {{name: files, paths: "
@@ -167,15 +167,16 @@ def base(corpus: Path, store_root: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of 400 kB in 20 documents of 40 words."""
+    """Return a folder of 400 kB, with 20 documents of 40 different words."""
     rng = np.random.default_rng(0)
     words = [rng.bytes(4).hex() for _ in range(40)]
     return write_texts(tmp_path_factory.mktemp("large"), [" ".join(rng.choice(words, 2_250)) for _ in range(20)])
 
 
 def lm(*arguments: str, process: bool = False, **environment: str) -> subprocess.CompletedProcess:
-    """`lm ARGUMENTS` in this process, where it takes no start-up; `process`, or with an environment: in one of its
-    own.
+    """Run `lm ARGUMENTS` in this process, which saves the start-up time, and return its result.
+
+    process: whether a new process runs the command. Any `environment` variable implies it.
     """
     if process or environment:
         command, env = [sys.executable, "-m", "lm", *arguments], {**os.environ, **environment}
@@ -197,7 +198,7 @@ def lm(*arguments: str, process: bool = False, **environment: str) -> subprocess
 
 
 class Called:
-    """In place of a process, the `lm` command that it is given is called in this one."""
+    """A replacement of `subprocess.Popen` that calls the given `lm` command in this process."""
 
     def __init__(self, command: list[str], **_: object):
         self.result = lm(*command[3:])  # after python -m lm
@@ -214,7 +215,7 @@ CALLS = SimpleNamespace(Popen=Called, PIPE=subprocess.PIPE, DEVNULL=subprocess.D
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`lm.train` trains in this process."""
+    """Make `lm.train` train in this process."""
     monkeypatch.setattr(PROCESSES, CALLS)
 
 
@@ -225,8 +226,8 @@ PIXEL = base64.b64decode(
 
 
 def unpainted(canvas: FigureCanvasBase, file: str | Path | io.StringIO | io.BytesIO, **options: object) -> None:
-    """In place of PAINTING, which takes longer than all else, where nobody looks at the picture: an empty SVG, or a PNG
-    of a pixel.
+    """Write an empty SVG or a PNG of one pixel in place of a figure, as drawing takes longer than all else in
+    a test.
     """
     if isinstance(file, str | Path):
         Path(file).write_bytes(PIXEL)
@@ -236,18 +237,18 @@ def unpainted(canvas: FigureCanvasBase, file: str | Path | io.StringIO | io.Byte
 
 @pytest.fixture(autouse=True)
 def paint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures are painted where a test looks at one: it uses `painted`."""
+    """Draw figures only in tests that use the fixture `painted`."""
     if "painted" not in request.fixturenames:
         monkeypatch.setattr(FigureCanvasBase, "print_figure", unpainted)
 
 
 @pytest.fixture
 def painted() -> None:
-    """Named by tests that look at a picture."""
+    """Mark a test that looks at a picture, so that `paint` lets it be drawn."""
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    """The table of runs that were resumed, from the tests that record `bitwise`: [normalizer, scenario, result]."""
+    """Print a table of resumed runs, from tests that record a property `bitwise`: [normalizer, scenario, result]."""
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
     cells = [value for report in reports for name, value in report.user_properties if name == "bitwise"]
     if not cells:

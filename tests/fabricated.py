@@ -1,4 +1,4 @@
-"""Run folders of experiments as if they had been trained: in an instant, with the losses that a test asks for."""
+"""Make run folders of experiments as if they had been trained, with the losses that a test asks for."""
 
 import json
 from collections.abc import Callable
@@ -30,8 +30,14 @@ def finish(
     unigram: float = 9.0,
     asked: dict[str, Plain] | None = None,
 ) -> None:
-    """Leave of a run what training leaves: a checkpoint and the evaluations of its last step, of which the validation
-    was `asked` for with these keys of `eval`; others, by kind, have the rows in `more`."""
+    """Write what training leaves of a run: a checkpoint and the evaluations of its last step.
+
+    Args:
+        loss: validation loss.
+        more: rows of other evaluations, by kind.
+        unigram: loss of a model that knows only token frequencies.
+        asked: keys of `eval` that asked for the validation.
+    """
     step, more = run.outcome.last_step, more or {}
     save(run.config.run_folder, step)
     validate(run, step, loss, unigram, asked)
@@ -40,7 +46,7 @@ def finish(
 
 
 def validate(run: Run, step: int, loss: float, unigram: float = 9.0, asked: dict[str, Plain] | None = None) -> None:
-    """A validation at a step: all documents have the same loss."""
+    """Write a run's validation at a step, with the same loss for all documents."""
     evaluated(run, "validation", step, validation(np.full(DOCUMENTS, loss), run.config.data.seq_len, unigram), asked)
 
 
@@ -51,13 +57,13 @@ def validation(
     fingerprint: str | None = None,
     sha256: str = "held-out",
 ) -> pd.DataFrame:
-    """The rows of a validation with these losses of documents of one sequence each."""
+    """Return the rows of a validation with the given losses of documents, one sequence each."""
     units = units_frame(sha256, np.arange(len(losses)), None, FINGERPRINT if fingerprint is None else fingerprint)
     return validation_rows(losses, None, unigram, seq_len, units)
 
 
 def evaluated(run: Run, kind: str, step: int, frame: pd.DataFrame, asked: dict[str, Plain] | None = None) -> None:
-    """An evaluation's file."""
+    """Write rows as the file of a run's evaluation at a step."""
     folder, tokens = run.config.run_folder, step * run.config.optim.batch_tokens
     keep(
         folder, evaluation_of(frame, kind, step, tokens, run.config.data.seq_len, folder.name, FINGERPRINT, asked or {})
@@ -74,20 +80,20 @@ def evaluation_of(
     fingerprint: str = FINGERPRINT,
     asked: dict[str, Plain] | None = None,
 ) -> Evaluation:
-    """An evaluation with these rows."""
+    """Return an evaluation with the given rows."""
     code = {"lm": measuring_code()}
     return Evaluation(kind, step, tokens, seq_len, fingerprint, {}, "32", weights, frame, asked or {}, code)
 
 
 def keep(folder: Path, evaluation: Evaluation) -> Path:
-    """An evaluation in a run folder, written as `lm.evaluation.evaluation_kind` does."""
+    """Write an evaluation to a run folder, as `lm.evaluation.evaluation_kind` does, and return its path."""
     path = evaluation_path(folder, evaluation.kind, evaluation.step)
     write_files(folder, {str(path.relative_to(folder)): evaluation.content()}, evaluation.step)
     return path
 
 
 def save(folder: Path, step: int, config: str = "") -> None:
-    """A checkpoint without tensors, with its lines in the manifest."""
+    """Write a checkpoint without tensors, with its lines in the manifest."""
     facts = {
         "format": CHECKPOINT_FORMAT,
         "step": step,
@@ -102,7 +108,7 @@ def save(folder: Path, step: int, config: str = "") -> None:
 
 
 def logged(run: Run, *losses: float) -> None:
-    """A run's log of these training losses."""
+    """Write a run's metrics.jsonl with the given training losses, one step each."""
     lines = [json.dumps({"step": step, "tokens": step, "train/loss": loss}) for step, loss in enumerate(losses, 1)]
     run.config.run_folder.mkdir(parents=True, exist_ok=True)
     (run.config.run_folder / METRICS).write_text("".join(f"{line}\n" for line in lines))
@@ -111,14 +117,17 @@ def logged(run: Run, *losses: float) -> None:
 
 
 def launching(procedure: Procedure, launch: Callable[[Run], int]) -> ExperimentTrainer:
-    """The work on an experiment whose runs a function trains in place of a process; it returns the exit status."""
+    """Return a trainer of an experiment that calls `launch` for each run in place of a process.
+
+    launch: function from a run to the exit status of its training.
+    """
     jobs = ExperimentTrainer(procedure, [()])
     jobs.trainer.train = lambda run, devices: (launch(run), 0.0)
     return jobs
 
 
 def finish_all(procedure: Procedure, loss: Callable[[Run], float]) -> Procedure:
-    """Finish all runs that the experiment comes to need, each with the loss that is given for it; returns the
+    """Finish all runs that the experiment comes to need, with the losses that `loss` gives, and return the
     procedure.
     """
     while unfinished := [run for run in procedure.known_runs() if not run.outcome.has_ended]:
@@ -128,6 +137,6 @@ def finish_all(procedure: Procedure, loss: Callable[[Run], float]) -> Procedure:
 
 
 def write_page(procedure: Procedure, folder: Path) -> Path:
-    """Write the page of an experiment into a folder; returns its path."""
+    """Write the page of an experiment to a folder, and return its path."""
     write_together(experiment_files(procedure, folder, procedure.judgement()), "the report")
     return folder / PAGE

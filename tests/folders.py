@@ -1,4 +1,4 @@
-"""Run folders that tests make: read, compared, damaged."""
+"""Read, compare and damage run folders of tests."""
 
 import json
 import os
@@ -42,8 +42,8 @@ EVERY_STEP = [
 
 
 class Sent:
-    """A wandb run that keeps what it is given: the arguments of its starts, its axes, and the lines with their
-    steps.
+    """A replacement of a wandb run that records the arguments of its starts, its axes, and its lines with
+    their steps.
     """
 
     def __init__(self):
@@ -54,7 +54,7 @@ class Sent:
 
     @property
     def steps(self) -> list[int]:
-        """The steps of the lines."""
+        """Return the steps of the lines."""
         return [step for step, _ in self.lines]
 
     def init(self, **arguments: object) -> "Sent":
@@ -71,13 +71,13 @@ class Sent:
 
 
 def swap_to(name: str) -> str:
-    """Phases that end with the normalizer `name`, the boundary after step 4 of 8."""
+    """Return the override of `phases` that swaps to the normalizer `name` after step 4 of 8."""
     first = "ssmax" if name == "softmax" else "softmax"
     return f"phases=[{{until: 0.5, normalizer: {first}}}, {{until: 1, normalizer: {name}, warmup_steps: 3}}]"
 
 
 class Units(NamedTuple):
-    """The units of a curve at a point."""
+    """The values, weights and groups of a curve's units at one point."""
 
     values: np.ndarray
     weights: np.ndarray
@@ -88,7 +88,7 @@ class Units(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """What an evaluation measured of one metric, task and inference setting, point by point, as tests read it."""
+    """A curve holds what an evaluation measured of one metric, task and inference setting, point by point."""
 
     about: Metric
     kind: str
@@ -124,7 +124,7 @@ class Curve:
 
 
 def curves_of(evaluation: Evaluation) -> tuple[Curve, ...]:
-    """What an evaluation measured."""
+    """Return the curves that an evaluation holds."""
     curves = []
     for (about, task, setting), rows in evaluation_rows([evaluation]).groupby(CURVE[1:], sort=False, observed=True):
         means, overall = point_means(rows), overall_means(rows)
@@ -141,54 +141,59 @@ def curves_of(evaluation: Evaluation) -> tuple[Curve, ...]:
 
 
 def series(folder: Path, kind: str, step: int) -> tuple[Curve, ...]:
-    """What a run folder keeps of an evaluation."""
+    """Return the curves of the evaluation that a run folder holds at a step."""
     return curves_of(load_evaluation(evaluation_path(folder, kind, step)))
 
 
 def series_measured(measurement: Measurement, decoder: Decoder, device: Device) -> tuple[Curve, ...]:
-    """What a measurement of a decoder gives."""
+    """Measure a decoder, and return the curves."""
     return curves_of(measurement.evaluate(decoder, device, 0, 0))
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    """Every file below a folder."""
+    """Return the bytes of every file below a folder, by path."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def metrics(folder: Path) -> list[dict]:
+    """Return the lines of a run folder's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def curve(folder: Path, name: str = "train/loss") -> list[tuple[int, float]]:
+    """Return (step, value) of a metric in a run folder's metrics.jsonl."""
     return [(line["step"], line[name]) for line in metrics(folder) if name in line]
 
 
 def losses(folder: Path) -> list[float]:
+    """Return the training losses in a run folder's metrics.jsonl."""
     return [loss for _, loss in curve(folder)]
 
 
 def last_checkpoint(folder: Path) -> Path:
-    """The newest checkpoint of a run folder."""
+    """Return the path of a run folder's newest checkpoint."""
     return step_paths(folder / "checkpoints")[-1]
 
 
 def best_checkpoint(folder: Path) -> Path:
-    """The checkpoint of the best validation of a run folder."""
+    """Return the path of a run folder's checkpoint with the best validation loss."""
     return load(folder, "best").path
 
 
 def weights(folder: Path, name: str = "") -> dict[str, torch.Tensor]:
+    """Return the state dict of the checkpoint `name` of a run folder, by default the newest."""
     path = folder / "checkpoints" / name if name else last_checkpoint(folder)
     return load_checkpoint(path)["state_dict"]
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Return whether two state dicts have the same names and bit-equal tensors."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def kill_after(folder: Path, step: int) -> None:
-    """Leave a run folder as a kill some time after checkpoint `step` would: its metrics and evaluations go beyond
-    it.
+    """Delete a run folder's checkpoints after `step`, as if it had been killed; metrics and evaluations go beyond that
+    step.
     """
     checkpoints = folder / "checkpoints"
     for path in step_paths(checkpoints):
@@ -197,15 +202,16 @@ def kill_after(folder: Path, step: int) -> None:
 
 
 def rewritten(path: Path, change: Callable[[dict], object]) -> None:
-    """A checkpoint with something changed in it, as whole as before."""
+    """Change the content of a checkpoint, and write it as a valid checkpoint."""
     content = load_checkpoint(path)
     change(content)
     save_checkpoint(content, path)  # not in place: what was loaded is a map of the file
 
 
 def members(path: Path, change: Callable[[dict[str, bytes]], object], compression: int = zipfile.ZIP_STORED) -> None:
-    """A checkpoint written again with other members, by their names without the archive's own, such as `data/0`: all
-    CRCs hold.
+    """Change the members of a checkpoint's zip archive, and write it with valid CRCs.
+
+    change: function that changes {member name without the archive's own, such as `data/0`: bytes}.
     """
     with zipfile.ZipFile(path) as archive:
         root = archive.namelist()[0].partition("/")[0]
@@ -218,7 +224,7 @@ def members(path: Path, change: Callable[[dict[str, bytes]], object], compressio
 
 
 def differences(a: Path, b: Path) -> list[str]:
-    """In what two runs differ, bit for bit: losses, validations, swaps, last weights, optimizer, best step."""
+    """Return the names of what differs, bit for bit, between two runs: losses, weights, optimizer state and facts."""
     names = [
         name
         for name in (
@@ -259,7 +265,9 @@ def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], what: str) -> None:
 
 
 def alive(group: int) -> bool:
-    """True if a process of the group lives on after two seconds (what is dead but not yet waited for does not live)."""
+    """Return whether a process of the group is still alive after two seconds; a dead one that nobody waited
+    for is not.
+    """
     deadline = time.monotonic() + 2
     while any(map(lives_in(group), Path("/proc").glob("[0-9]*/stat"))):
         if time.monotonic() > deadline:
@@ -269,7 +277,7 @@ def alive(group: int) -> bool:
 
 
 def lives_in(group: int) -> Callable[[Path], bool]:
-    """Whether a /proc/N/stat is of a process of the group that isn't dead."""
+    """Return a function that says whether a /proc/N/stat belongs to a process of the group that isn't dead."""
 
     def check(stat: Path) -> bool:
         try:

@@ -1,8 +1,8 @@
-"""The size of the house in code tokens, by room: python tests/house_size.py
+"""Count the code tokens of the repository by room: python tests/house_size.py
 
 A code token is what Python's tokenizer gives, without comments, docstrings, line ends and indents. Rooms are the
 folders of lm/ (its own modules together are `lm`), scripts/ and tests/. tests/house_size.json holds the limits, which
-scripts/generate.py writes: a room may take what another gives back; no sum may rise.
+scripts/generate.py writes. A room may take what another gives back; no sum may rise.
 """
 
 import ast
@@ -22,7 +22,7 @@ FREE = {
 
 
 def code_tokens(source: str) -> int:
-    """The number of code tokens of a module's source."""
+    """Return the number of code tokens of a module's source."""
     scopes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     tree = ast.parse(source)
     docstrings = sum(ast.get_docstring(node) is not None for node in ast.walk(tree) if isinstance(node, scopes))
@@ -30,7 +30,7 @@ def code_tokens(source: str) -> int:
 
 
 def house_sizes() -> dict[str, int]:
-    """Code tokens by room, and of all rooms of lm/ together as `all of lm`."""
+    """Return the code tokens of each room, and of all rooms of lm/ together as `all of lm`."""
     sizes: Counter[str] = Counter()
     for path in (path for folder in ("lm", "scripts", "tests") for path in (ROOT / folder).rglob("*.py")):
         parts, size = path.relative_to(ROOT).parts, code_tokens(path.read_text(encoding="utf-8"))

@@ -1,7 +1,6 @@
-"""The Triton kernel under Triton's interpreter, which wants TRITON_INTERPRET=1 from the start: test_triton.py runs this
-file.
+"""Test the Triton kernel under Triton's interpreter. test_triton.py runs this file with TRITON_INTERPRET=1.
 
-What it compares with serves test_gpu.py, too.
+test_gpu.py imports its reference functions, too.
 """
 
 import math
@@ -27,7 +26,9 @@ every_size = pytest.mark.parametrize(("length", "size", "width"), SIZES)
 
 
 def dense(f: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor, over_sum: bool = False) -> Tensor:
-    """The definition."""
+    """Return the output (B, H, T, E) of attention with the score function `f` by its definition, with all weights in
+    memory.
+    """
     w = (
         SCORE_FUNCTIONS[f]
         .value(q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)) + shift.unsqueeze(-1).to(q.dtype))
@@ -37,9 +38,9 @@ def dense(f: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor, over_sum: bool
 
 
 def inputs(length: int, size: int, width: int, dtype: torch.dtype, batch: int = 1) -> list[Tensor]:
-    """q, k, v in `dtype`, shift (2, 1) in fp32 as for two heads, the output's gradient.
+    """Return q, k, v in `dtype`, the shift (2, 1) of two heads' scores in fp32, and the output's gradient.
 
-    Products of q and k come out exact in fp32, in any order of summation: no rounding decides on which side of relu's
+    Products of q and k are exact in fp32, in any order of summation. So no rounding decides on which side of relu's
     kink a score lies.
     """
     generator = torch.Generator().manual_seed(0)
@@ -59,7 +60,7 @@ def results(
     grad: Tensor,
     over_sum: bool = False,
 ) -> list[Tensor]:
-    """Output and gradients of q, k, v and the shift."""
+    """Return the output of `route`, and the gradients of q, k, v and the shift."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v, shift)]
     out = route(f, *leaves, over_sum)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]

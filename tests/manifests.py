@@ -1,4 +1,4 @@
-"""Files of run folders and model folders that tests change as if lm had written them so."""
+"""Change files of run folders and model folders, and their lines in the manifest, as if lm had written them."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from lm.runs.manifest import MANIFEST, add_entries, entry, write_files
 
 
 def record(folder: Path, *names: str) -> None:
-    """Add lines of files, by default all, as they are now to the manifest of a run folder or model folder."""
+    """Add lines for the named files, by default all, to the manifest of a run folder or model folder."""
     found = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
     names = names or tuple(name for name in found if name not in (MANIFEST, METRICS))
     steps = {name: int("".join(re.findall(r"step-(\d+)", name)) or 0) for name in names}
@@ -19,12 +19,12 @@ def record(folder: Path, *names: str) -> None:
 
 
 def edited(path: Path, change: Callable[[dict], object]) -> None:
-    """A JSON file of a run folder or model folder with something changed in it, as whole as before."""
+    """Change a JSON file of a run folder or model folder, and its line in the manifest."""
     content = json.loads(path.read_text())
     change(content)
     write_files(path.parent, {path.name: json_bytes(content)})
 
 
 def put(path: Path, content: dict | str) -> None:
-    """A text, or JSON, as a file of a run folder or an experiment's folder, with its line in the manifest."""
+    """Write text or JSON as a file of a folder, with its line in the manifest."""
     write_files(path.parent, {path.name: content.encode() if isinstance(content, str) else json_bytes(content)})

@@ -1,6 +1,4 @@
-"""Processes of tests, forked from one that has imported what training takes: starting one costs no seconds of
-imports.
-"""
+"""Start processes in tests. Most are forked from one that has imported what training takes, which saves seconds."""
 
 import multiprocessing
 import os
@@ -24,7 +22,7 @@ forkserver.set_forkserver_preload(
 
 
 def start(arguments: list[str], *options: str) -> subprocess.Popen:
-    """`lm train` as a user starts it, in a process and a session of its own; SIGABRT makes it say where it stands."""
+    """Start `lm train` as a user does, in a process and a session of its own. SIGABRT makes it print its stack."""
     command = [sys.executable, "-m", "lm", "train", *arguments, *options]
     environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
@@ -32,27 +30,27 @@ def start(arguments: list[str], *options: str) -> subprocess.Popen:
 
 
 def forked(output: Path, function: Callable[..., object], *arguments: object) -> multiprocessing.Process:
-    """`function(*arguments)` in a process and a session of its own, which prints into the file `output`."""
+    """Start a process that calls `function(*arguments)` in a session of its own and prints to the file `output`."""
     process = CONTEXT.Process(target=_run, args=(dict(os.environ), output, function, arguments))
     process.start()
     return process
 
 
 def command(*arguments: str) -> None:
-    """`lm ARGUMENTS`; ends the process."""
+    """Run `lm ARGUMENTS` and end the process."""
     sys.argv = ["lm", *arguments]
     main()
 
 
 def within(limit: int, *arguments: str) -> None:
-    """`lm ARGUMENTS` where no file may grow beyond a limit in bytes, as on a full disk; ends the process."""
+    """Run `lm ARGUMENTS` with a limit in bytes on the size of files, as on a full disk, and end the process."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     command(*arguments)
 
 
 def ranks(count: int, function: Callable[..., object], *arguments: object) -> None:
-    """`function(*arguments)` in so many processes that torchrun starts. Raises ChildFailedError if one of them
+    """Call `function(*arguments)` in `count` processes that torchrun starts. Raises ChildFailedError: one of them
     fails.
     """
     rendezvous = {"run_id": "test", "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
@@ -70,6 +68,7 @@ def ranks(count: int, function: Callable[..., object], *arguments: object) -> No
 def _run(
     environment: dict[str, str], output: Path, function: Callable[..., object], arguments: tuple[object, ...]
 ) -> None:
+    """Call a function in a forked process, with the given environment and output file."""
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)

@@ -1,4 +1,6 @@
-"""How long README.md, the pages of docs/ and CHANGELOG.md are, and their sentences: python tests/prose.py [PAGE ...]
+"""Measure the length of README.md, CHANGELOG.md and the pages of docs/, and of their sentences.
+
+python tests/prose.py [PAGE ...]
 
 A word is what stands between spaces and has a letter or a digit. A page's prose is all but its tables and blocks of
 code. Sentences are those of paragraphs, list items and cells of tables; code within a line counts as one word there.
@@ -20,7 +22,7 @@ LISTED = re.compile(r"\s*(?:[-*]|\d+\.) ")
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """The fenced blocks of one language; of bash, indented blocks as well."""
+    """Return the fenced blocks of one language; for bash, indented blocks as well."""
     fenced = [block for name, block in BLOCK.findall(text) if name == language]
     if language == "bash":
         fenced += re.findall(r"(?:^    \S.*\n(?:      .*\n)*)+", BLOCK.sub("", text), re.MULTILINE)
@@ -28,19 +30,20 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def words(text: str) -> int:
-    """The number of words of a text, markup left out."""
+    """Return the number of words of a text, without markup."""
     return sum(bool(re.search(r"\w", word)) for word in text.split())
 
 
 def prose(text: str) -> str:
-    """A page without its tables, blocks of code and comments."""
+    """Return a page without its tables, blocks of code and comments."""
     text = FENCED.sub("", re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL))
     return "\n".join(line for line in text.splitlines() if not line.startswith("|"))
 
 
 def passages(text: str) -> tuple[list[str], list[str]]:
-    """The paragraphs and list items of a page, and the cells of its tables; without headings, comments, code and
-    addresses of links.
+    """Return the paragraphs and list items of a page, and the cells of its tables.
+
+    Headings, comments, code and addresses of links are left out.
     """
     paragraphs: list[list[str]] = [[]]
     cells = []
@@ -59,17 +62,17 @@ def passages(text: str) -> tuple[list[str], list[str]]:
 
 
 def unmarked(text: str) -> str:
-    """A passage in one line, with code as one word and links as their words."""
+    """Return a passage as one line, with code as one word and links as their words."""
     return " ".join(re.sub(r"!?\[([^\]]*)\]\([^)\s]*\)", r"\1", re.sub(r"`[^`]+`", "CODE", text)).split())
 
 
 def sentences(passage: str) -> list[str]:
-    """The sentences of a passage."""
+    """Return the sentences of a passage."""
     return re.split(r"(?<=[.?!])[*_)\"]*\s+(?=[\"*_(\[]*[A-Z0-9])", passage)
 
 
 def wrong_sentences(text: str, longest: int = LONGEST) -> list[str]:
-    """Sentences of a page that are too long, or that hold more than one semicolon and are no list in a cell."""
+    """Return the sentences of a page that are too long, or that have more than one semicolon outside a table."""
     prose, cells = ([sentence for passage in part for sentence in sentences(passage)] for part in passages(text))
     return [sentence for sentence in prose if words(sentence) > longest or sentence.count(";") > 1] + [
         sentence for sentence in cells if words(sentence) > LONGEST_CELL
@@ -77,6 +80,7 @@ def wrong_sentences(text: str, longest: int = LONGEST) -> list[str]:
 
 
 def main(paths: list[Path]) -> None:
+    """Print the lengths of pages, and the sentences that are too long if pages are named."""
     for path in paths or [ROOT / "README.md", ROOT / "CHANGELOG.md", *PAGES]:
         text = path.read_text(encoding="utf-8")
         long = wrong_sentences(text)

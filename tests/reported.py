@@ -1,4 +1,4 @@
-"""Run folders as the trainer writes them, made up for the tests of reports."""
+"""Make run folders for tests of reports, as the trainer writes them."""
 
 import csv
 import json
@@ -29,7 +29,7 @@ ANSWERS = "accuracy"
 
 
 def plain(value):
-    """As the trainer writes numbers: null for what is not finite."""
+    """Return a value as the trainer writes it to JSON: null for what is not finite."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | np.ndarray):
@@ -56,8 +56,16 @@ def build_run(
     asked: dict[int, float] | None = None,
     **overrides,
 ) -> Path:
-    """A run folder as the trainer writes it: `better` lowers the loss, `rise` is the loss per doubling beyond the
-    training length.
+    """Write a run folder as the trainer does, and return it.
+
+    Args:
+        better: nats by which the loss is lower than 3.8.
+        rise: nats by which the loss rises with each doubling of the position beyond the training length.
+        tokens: name of the held-out sequences, which decides how hard each of them is.
+        noise: standard deviation of the losses of sequences, in nats.
+        align: whether position buckets have the edges of other runs.
+        asked: accuracy of answers by sequence length; None: no questions.
+        overrides: keys of the configuration.
     """
     rng = np.random.default_rng([seed, *name.encode()])
     sequence_rng = np.random.default_rng([*tokens.encode()])  # how hard each sequence is: the same for every run
@@ -143,12 +151,15 @@ def build_run(
 
 
 def two_runs(root: Path) -> list[Path]:
-    """A baseline, and a run that is better by what an interval can tell."""
+    """Write a baseline run and a run whose loss is better by more than its interval, and return their folders."""
     return [build_run(root, "soft"), build_run(root, "scalable", "ssmax", better=0.05, rise=0.1)]
 
 
 def write_answers(folder: Path, asked: dict[int, float], seq_len: int = SEQ_LEN, **task: int) -> None:
-    """Recall of `asked`, the accuracy by length, and needles, of which a tenth fewer are found."""
+    """Write evaluations of recall, with the accuracies `asked` by length, and of needles, of which fewer are found.
+
+    task: further options of the recall task.
+    """
     by_sequence = {length: np.clip(fraction + np.linspace(-0.1, 0.1, 16), 0, 1) for length, fraction in asked.items()}
     right = {length: np.arange(10.0) < round(9 * fraction) for length, fraction in asked.items()}
     options, right_half = json.dumps({"pairs": 8} | task), {length: row / 2 for length, row in by_sequence.items()}
@@ -175,7 +186,17 @@ def answers(
     options: str = "",
     task: str = "",
 ) -> pd.DataFrame:
-    """Fractions right by length, each of so many questions; `sha256`: the beginning of those of the sequences."""
+    """Return the rows of an accuracy by sequence length.
+
+    Args:
+        right: fraction of correct answers of each sequence, by length.
+        sha256: beginning of the hashes of the sequences.
+        weight: number of questions in each sequence.
+        chance: name and accuracy of guessing.
+        rolled: whether the inference setting is roll-out.
+        control: whether the metric is a control.
+        options: options of the task as JSON.
+    """
     levels = tuple((chance or {}).items())
     about = replace(ACCURACY, amount="some", references=levels, control=control, options=options)
     samples = [
@@ -192,41 +213,44 @@ def answers(
 def write_rows(
     folder: Path, kind: str, frame: pd.DataFrame, seq_len: int = SEQ_LEN, step: int = 200, fingerprint: str = "data-a"
 ) -> None:
-    """An evaluation as the trainer writes it."""
+    """Write rows as the file of an evaluation, as the trainer does."""
     keep(folder, evaluation_of(frame, kind, step, step * 8192, seq_len, folder.name, fingerprint))
 
 
 class ReportFiles(NamedTuple):
-    """Files of a report."""
+    """The files of a report."""
 
     html: Path
     csv: Path
 
     @property
     def rows(self) -> list[dict[str, str]]:
-        """The rows of its table of all measurements."""
+        """Return the rows of the report's table of all measurements."""
         return list(csv.DictReader(self.csv.open()))
 
 
 def write_report(folders: list[Path], out: Path) -> ReportFiles:
-    """The report of runs, in a folder."""
+    """Write the report of runs to a folder, and return its files."""
     return ReportFiles(write_comparison(compare_runs([read_run(folder) for folder in folders]), out), out / "table.csv")
 
 
 def pictures(comparison: ArmComparison) -> list[Picture]:
-    """The pictures of a comparison's page."""
+    """Return the pictures of a comparison's page."""
     sections = run_sections(comparison.names, drawn_runs(comparison), comparison)
     return [block.content for section in sections for block in section.blocks if block.kind == "picture"]
 
 
 def compared(*folders: Path) -> tuple[ArmComparison, dict[tuple[str, ...], Difference]]:
-    """The comparison, and the last arm's differences by what they are of."""
+    """Return the comparison of runs, and the last arm's differences by their labels."""
     comparison = compare_runs([read_run(folder) for folder in folders])
     return comparison, {difference.name.labels: difference for difference in comparison.differences}
 
 
 def edit(folder: Path, kind: str, change: Callable[[pd.DataFrame], pd.DataFrame | None], **facts: object) -> None:
-    """Change the rows of an evaluation in place, or replace them by those that `change` returns, and facts."""
+    """Change an evaluation file of a run folder.
+
+    change: function that changes the rows in place, or returns new ones. facts: new values of the evaluation's fields.
+    """
     evaluation = load_evaluation(next(folder.glob(f"evaluations/{kind}.*.csv")))
     frame = evaluation.frame.astype({"sequences": object, "part": object, "metric": object, "setting": object})
     changed = change(frame)
@@ -234,11 +258,11 @@ def edit(folder: Path, kind: str, change: Callable[[pd.DataFrame], pd.DataFrame 
 
 
 def asked(comparison: ArmComparison) -> list[tuple[str, ...]]:
-    """Task and inference setting of all answers, in the order of their files."""
+    """Return task and inference setting of all answers, in the order of their files."""
     return [name.labels for name in comparison.metric_names if name.quantity == ANSWERS]
 
 
 def fraction_right(comparison: ArmComparison, arm: int, of: tuple[str, str], length: int) -> Interval:
-    """Of an arm's answers, with its interval."""
+    """Return the interval of an arm's accuracy, for a task and an inference setting, at a length."""
     (name,) = (name for name in comparison.metric_names if (name.quantity, *name.labels) == (ANSWERS, *of))
     return comparison.cells[name, str(length), comparison.names[arm]].interval

@@ -1,4 +1,4 @@
-"""Small corpora and what the tests of data do with them."""
+"""Make small corpora, and read their token stores."""
 
 import dataclasses
 import json
@@ -31,6 +31,7 @@ TEXTS = [*ODD, *(f"Document {n}. " + " ".join(f"word{(n * k) % 97}" for k in ran
 
 
 def write_texts(folder: Path, texts: list[str]) -> Path:
+    """Write each text as a file of a folder, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, text in enumerate(texts):
         (folder / f"{number:03d}.txt").write_bytes(text.encode())
@@ -38,11 +39,13 @@ def write_texts(folder: Path, texts: list[str]) -> Path:
 
 
 def write_parquet(path: Path, columns: dict[str, list]) -> Path:
+    """Write columns as a Parquet file, and return its path."""
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
     return path
 
 
 def files_config(folder: Path, tmp_path: Path, **changes) -> DataConfig:
+    """Return a data configuration of the files in a folder, with `changes` to it."""
     base = DataConfig(
         Files(paths=[str(folder)]), TrainedTokenizer(300), root=str(tmp_path / "stores"), val_fraction=0.2
     )
@@ -50,11 +53,12 @@ def files_config(folder: Path, tmp_path: Path, **changes) -> DataConfig:
 
 
 def tokens_of(split: Split) -> np.ndarray:
+    """Return all tokens of a split."""
     return split.tokens_at(np.arange(split.n_tokens))
 
 
 def stored_texts(store: Store) -> list[str]:
-    """Every document of the store, decoded, training ones first."""
+    """Return every document of a store as decoded text, training documents first."""
     tokenizer = store.tokenizer()
     texts = []
     for split in (store.train, store.val):
@@ -66,16 +70,17 @@ def stored_texts(store: Store) -> list[str]:
 
 
 def occurrences(tokens: np.ndarray, piece: np.ndarray) -> int:
-    """How often a piece stands in a sequence."""
+    """Return how often a piece stands in a sequence."""
     return int((np.lib.stride_tricks.sliding_window_view(tokens, len(piece)) == piece).all(1).sum())
 
 
 def state(folder: Path) -> list[tuple[str, int, int]]:
+    """Return path, inode and modification time of every file below a folder."""
     return sorted((str(path), path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.rglob("*"))
 
 
 def documents(source: Source, vocabulary: Vocabulary | None = None) -> Iterator[str | np.ndarray]:
-    """The documents of a source. Raises the first error."""
+    """Yield the documents of a source. Raises the first error of a document that can't be read."""
     for document, _ in reader(source).documents(source, vocabulary):
         if isinstance(document, Unreadable):
             raise document
@@ -83,7 +88,7 @@ def documents(source: Source, vocabulary: Vocabulary | None = None) -> Iterator[
 
 
 def skipping(source: Source, vocabulary: Vocabulary | None = None) -> tuple[list[str | np.ndarray], list[Unreadable]]:
-    """The documents that can be read, and the errors of the others."""
+    """Return the documents of a source that can be read, and the errors of the others."""
     read: tuple[list, list] = [], []
     for document, _ in reader(source).documents(source, vocabulary):
         read[isinstance(document, Unreadable)].append(document)
@@ -91,6 +96,7 @@ def skipping(source: Source, vocabulary: Vocabulary | None = None) -> tuple[list
 
 
 def one_line_error(source: Files | Hub | Package) -> str:
+    """Return the message of the DataError that reading a source raises; it must be one line."""
     with pytest.raises(DataError) as error:
         list(documents(source))
     assert "\n" not in str(error.value)
@@ -98,7 +104,7 @@ def one_line_error(source: Files | Hub | Package) -> str:
 
 
 def start(script: str, source: Path | None, root: Path, **environment: str) -> subprocess.Popen:
-    """A Python process that runs `script`, which finds the configuration in `data`."""
+    """Start a Python process that runs `script`, in which `data` is the configuration of the source."""
     header = (
         "import sys\nfrom lm.config.data_config import DataConfig, Files, Hub, Package, TrainedTokenizer\n"
         "from lm.data.prepare import prepare\n"
@@ -112,7 +118,10 @@ def start(script: str, source: Path | None, root: Path, **environment: str) -> s
 
 
 def write_tokenizer(path: Path, end_of_text: str = "</s>", **changes) -> Path:
-    """A byte-level tokenizer.json whose end-of-text token is an ordinary added token in the middle of the ids."""
+    """Write a byte-level tokenizer.json whose end-of-text token is an ordinary added token in the middle of the ids.
+
+    changes: fields of tokenizer.json. Returns the path.
+    """
     tokenizer = train_tokenizer(iter(TEXTS), TrainedTokenizer(290))
     tokenizer.add_tokens([end_of_text, "Zwölf"])
     tokenizer.enable_truncation(5)

@@ -1,4 +1,4 @@
-"""Experiments' files of tests: softmax and SSMax on the tiny configuration."""
+"""Write experiment files for tests: softmax and SSMax on the tiny configuration."""
 
 from pathlib import Path
 
@@ -18,13 +18,15 @@ TUNED = {**TWO_ARMS, "tune": {"grid": [1e-2, 2e-2], "seeds": [101, 102]}}
 
 
 def procedure_of(folder: Path, *overrides: str, **changes: object) -> Procedure:
-    """The procedure of `written`, without text, whose runs lie in the folder `runs`."""
+    """Return the procedure of the experiment file that `written` writes, whose runs lie in the folder `runs`. It needs
+    no text.
+    """
     given = ["data.source.paths=[.]", f"runs={folder / 'runs'}", *overrides]
     return Procedure(read_experiment(written(folder, **changes), given))
 
 
 def written(folder: Path, **changes: object) -> Path:
-    """The file of `TUNED` with some keys changed; None takes one out."""
+    """Write the experiment file `TUNED` with some keys changed, and return its path; None takes a key out."""
     path = folder / "trial.yaml"
     path.write_text(
         yaml.safe_dump({key: value for key, value in (TUNED | changes).items() if value is not None}, sort_keys=False)

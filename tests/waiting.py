@@ -1,4 +1,4 @@
-"""Waiting for what other processes do: as long as they get on with it, however busy the machine is."""
+"""Wait for other processes as long as they make progress, however busy the machine is."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,7 @@ IDLE_SECONDS = 600.0  # without a change below a folder, after which nothing is 
 
 
 def wait_until(condition: Callable[[], bool], folder: Path) -> None:
-    """Wait until a condition holds; the test fails when nothing has changed below `folder` for `IDLE_SECONDS`."""
+    """Wait until a condition holds. The test fails if nothing changes below `folder` for `IDLE_SECONDS`."""
     before, changed_at = None, time.monotonic()
     while not condition():
         state = _state(folder)
@@ -22,7 +22,7 @@ def wait_until(condition: Callable[[], bool], folder: Path) -> None:
 
 
 def _state(folder: Path) -> dict[str, tuple[float, int]]:
-    """Times and sizes of all files."""
+    """Return the modification time and size of every file below a folder."""
     states = {}
     for path in folder.rglob("*"):
         try:
