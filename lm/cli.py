@@ -1,4 +1,4 @@
-"""The command line: a Typer app of all commands, which turns errors into messages and exit statuses."""
+"""Defines the command line: a Typer app of all commands, which turns errors into messages and exit statuses."""
 
 import atexit
 import contextlib
@@ -44,6 +44,7 @@ for _module in (compare_commands, train_commands, model_commands):  # in the ord
 
 
 def _print_version(is_requested: bool) -> None:
+    """Print lm's version and exit, if the option `--version` is given."""
     if is_requested:
         print(__version__)
         raise typer.Exit
@@ -55,23 +56,24 @@ def top(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ):
-    """Take the options that come before any command."""
+    """Define the options that come before any command."""
 
 
 class TerminalStream:
-    """A text stream whose `write` makes control characters visible (`terminal_text`); all commands print into one.
+    """A text stream that makes control characters visible (`terminal_text`). All commands print into one.
 
-    rich writes to the stream below, `rich_proxied_file`, as it prints control characters of its own.
+    rich, which prints control characters of its own, writes to the stream below, `rich_proxied_file`.
     """
 
     def __init__(self, stream: TextIO):
         self.rich_proxied_file = stream
 
     def write(self, text: str) -> int:
-        """Write `text`, as `terminal_text` gives it."""
+        """Write `text` with its control characters made visible."""
         return self.rich_proxied_file.write(terminal_text(text))
 
     def __getattr__(self, name: str) -> object:
+        """Return the attribute `name` of the stream below."""
         return getattr(self.rich_proxied_file, name)
 
 
@@ -115,7 +117,7 @@ def main() -> None:
 
 
 def _usage_message(error: UsageError) -> str:
-    """Return a one-line message on a wrong command line, which says how keys are written where an option is unknown."""
+    """Return a one-line message about a wrong command line. For an unknown option it says how keys are written."""
     text = " ".join(error.format_message().split()).rstrip(".")
     if type(error).__name__ == "NoSuchOption":
         are_keys = "=VALUE" in error.ctx.get_usage()
@@ -133,8 +135,8 @@ _MEMORY_REMEDIES = {  # by command: how to lower its use of memory
 
 
 def _failure_message(error: BaseException) -> str:
-    """Return a one-line message if `error` comes from a lack of memory, compiled code that a kill cut short, or a
-    plugin; an empty text if its cause is a bug of lm.
+    """Return a one-line message if memory ran out, compiled code is incomplete after a kill, or a plugin failed. Return
+    an empty text for other errors, which are bugs of lm.
     """
     if out_of_memory(error):
         requested_memory = re.search(r"allocate ([\d.]+ ?\w+)", str(error))
@@ -148,5 +150,6 @@ def _failure_message(error: BaseException) -> str:
 
 
 def _exit_with_error(text: str, status: int) -> NoReturn:
+    """Print an error message to stderr and exit with `status`."""
     print(f"error: {terminal_text(text)}", file=sys.stderr)
     sys.exit(status)

@@ -1,4 +1,4 @@
-"""Errors that a user can act on: the command line prints their text and exits with a non-zero status."""
+"""Defines errors that a user can act on: the command line prints their text and exits with a non-zero status."""
 
 import difflib
 import re
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class LMError(Exception):
-    """Base of every error meant for the user; `exit_code` is the process's exit status."""
+    """Base class of every error meant for the user. `exit_code` is the process's exit status."""
 
     exit_code = 1
 
@@ -21,7 +21,7 @@ class RunError(LMError):
 
 
 class Diverged(RunError):
-    """Raised if a training run stops because losses or gradients are not finite; its exit status differs from an
+    """Raised if a training run stops because losses or gradients are not finite. Its exit status differs from an
     interrupted run's.
 
     Attributes:
@@ -36,14 +36,16 @@ class Diverged(RunError):
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """Return an exception's text on one line, cut to `limit` characters, or its class's name if the text
-    is empty.
+    """Return an exception's text on one line, cut to `limit` characters. If the text is empty, return the name of the
+    exception's class.
     """
     return abbreviate(str(error), limit) or type(error).__name__
 
 
 def with_cause(error: BaseException, limit: int = 300) -> str:
-    """Return an exception's text on one line, as `one_line`, and its first cause, unless the text repeats this."""
+    """Return an exception's text on one line, as `one_line` does. If the text lacks the exception's first cause, add
+    this in parentheses.
+    """
     cause = error
     while earlier := cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__):
         cause = earlier
@@ -52,16 +54,16 @@ def with_cause(error: BaseException, limit: int = 300) -> str:
 
 
 def abbreviate(text: str, limit: int = 300) -> str:
-    """Return `text` on one line; if it has more than `limit` characters, its beginning and ` ...`, `limit` characters
-    in all.
+    """Return `text` on one line. If it has more than `limit` characters, return its beginning and ` ...`, `limit`
+    characters in all.
     """
     line = " ".join(text.split())
     return line if len(line) <= limit else f"{line[: limit - 4]} ..."
 
 
 def suggest(word: str, names: Iterable[str]) -> str:
-    """Return advice on an unknown `word`: the most similar of `names`, or else all of them. A method `suggestions` of
-    `names` gives further ones, such as those of installed plugins.
+    """Return advice on an unknown `word`: the most similar of `names`, or else all of them. If `names` has a method
+    `suggestions`, its names are taken, such as those of plugins.
     """
     names = [*getattr(names, "suggestions", names.__iter__)()]
     matches = [name for name in names if name.startswith(f"{word} ")]  # of a metric at several lengths, say
@@ -70,8 +72,9 @@ def suggest(word: str, names: Iterable[str]) -> str:
 
 
 def terminal_text(text: str) -> str:
-    """Return `text` with control characters, such as the escape character of a terminal, written as `\\x1b`, and those
-    that reverse or break a line as `\\u202e`. Tabs and line ends stay."""
+    """Return `text` with control characters in visible form, such as `\\x1b` for the escape character of a terminal.
+    Characters that reverse or break a line are written as, e.g., `\\u202e`. Tabs and line ends stay.
+    """
     return _CONTROL_CHARACTERS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
@@ -79,15 +82,16 @@ _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u20
 
 
 def yaml_scalar(value: object) -> str:
-    """Return a value that is neither list nor map as YAML text."""
+    """Return a value that is neither a list nor a map as YAML text."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return '""' if value == "" else str(value)
 
 
 def as_written(value: object) -> str:
-    """Return a value as text for messages: null, true and false are written as in YAML, also within lists and maps,
-    other values as by Python's repr."""
+    """Return a value as text for messages. null, true and false are written as in YAML, also within lists and maps,
+    other values as by Python's repr.
+    """
     if value is None or isinstance(value, bool):
         return yaml_scalar(value)
     if isinstance(value, dict):
@@ -96,8 +100,9 @@ def as_written(value: object) -> str:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` says that CPU or GPU memory ran out. Such an error is Python's MemoryError, torch's
-    OutOfMemoryError for a GPU, or torch's RuntimeError for the CPU."""
+    """Return whether `error` says that CPU or GPU memory ran out. It is then Python's MemoryError, torch's
+    OutOfMemoryError for a GPU, or torch's RuntimeError for the CPU.
+    """
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
@@ -106,8 +111,8 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def is_rust_panic(error: BaseException) -> bool:
-    """Return whether `error` is a panic of a library written in Rust (tokenizers, safetensors), a BaseException that is
-    no Exception.
+    """Return whether `error` is a panic of a library written in Rust (tokenizers, safetensors). Such a panic is a
+    BaseException, but no Exception.
     """
     return type(error).__module__ == "pyo3_runtime"
 
@@ -127,8 +132,8 @@ class Problem:
 
 
 class Unavailable(KeyError):
-    """Raised if a block's name refers to a plugin that may not be imported, can't be imported or is invalid; holds
-    reason and remedy.
+    """Raised if a block's name refers to a plugin that may not be imported, can't be imported or is invalid. Its
+    attributes are the reason and the remedy.
     """
 
     def __init__(self, reason: str, remedy: str):
@@ -137,7 +142,7 @@ class Unavailable(KeyError):
 
 
 class ConfigError(LMError):
-    """Raised for an invalid configuration; its text lists the problems, one per line."""
+    """Raised for an invalid configuration. Its text lists the problems, one per line."""
 
     exit_code = 2
 

@@ -1,4 +1,4 @@
-"""Atomic writes, locks and hashes: files and folders are written completely or not at all, and synced to disk."""
+"""Writes, locks and hashes files and folders. They are written completely or not at all, and synced to disk."""
 
 import fcntl
 import hashlib
@@ -27,9 +27,9 @@ def expand_home(path: str | os.PathLike) -> Path:
 
 
 def new_temporary_path(path: Path) -> Path:
-    """Return a new path beside `path` for what will be renamed to it.
+    """Return a new path beside `path`, for a file or folder that will be renamed to `path`.
 
-    The umask decides the mode of what is made there, which `tempfile` would not heed.
+    The umask decides the mode of this file, unlike with `tempfile`.
     """
     name = os.fsencode(path.name)[:100].decode(errors="ignore")  # file systems limit the bytes of a name
     return path.parent / f".{name}-{UNFINISHED}-{secrets.token_hex(8)}"
@@ -37,10 +37,12 @@ def new_temporary_path(path: Path) -> Path:
 
 @contextmanager
 def replacing(path: Path, noun: str = "the file") -> Iterator[BinaryIO]:
-    """A context that yields a temporary file, open for writing, that is synced and renamed to `path` at the end.
+    """Return a context that yields a temporary file, open for writing. At the end the file is synced and renamed to
+    `path`.
 
-    If an error occurs, `path` is unchanged and the temporary file is deleted. `noun` is what the error calls the file,
-    e.g. "the report".
+    If an error occurs, `path` is unchanged and the temporary file is deleted.
+
+    noun: what the error message calls the file, e.g. "the report".
 
     Raises RunError: the file can't be written (no permission, a full disk); the error names the path and the reason.
     """
@@ -68,8 +70,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_together(contents: Mapping[Path, bytes], noun: str = "the file") -> None:
-    """Write files {path: content} that belong together: none is replaced before all are written. Raises RunError as
-    `replacing` does.
+    """Write several files, {path: content}; none is replaced before all are written. Raises RunError as `replacing`
+    does.
     """
     with ExitStack() as stack:
         for path, content in contents.items():
@@ -79,15 +81,15 @@ def write_together(contents: Mapping[Path, bytes], noun: str = "the file") -> No
 
 
 def check_new(path: Path) -> None:
-    """Raise RunError if `path` exists and is not an empty folder."""
+    """Raise RunError if `path` exists, unless it is an empty folder."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise RunError(f"{path}: exists already; choose another")
 
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A context that yields an empty temporary folder, which is renamed to `path` at the end, or deleted if an error
-    occurs.
+    """Return a context that yields an empty temporary folder. At the end the folder is renamed to `path`, or deleted if
+    an error occurs.
 
     Raises RunError: `path` exists and is not empty, or can't be written.
     """
@@ -107,7 +109,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def file_lock(path: Path, on_conflict: Callable[[], object], flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[str]:
-    """A context that holds a lock on a file against other processes. A missing file is created. The lock ends
+    """Return a context that holds a lock on a file against other processes. A missing file is created. The lock ends
     with the process at the latest.
 
     Args:
@@ -116,8 +118,8 @@ def file_lock(path: Path, on_conflict: Callable[[], object], flags: int = os.O_R
         flags: the flags of `os.open` that open the file.
 
     Yields:
-        An empty string, or, if the file system has no locks and nothing is locked, a clause that says so; callers add
-        the consequence and the remedy.
+        An empty string. If the file system has no locks, nothing is locked, and the string says so; callers add the
+            consequence and the remedy.
     """
     descriptors, lock_problem = [os.open(path, flags, 0o666)], ""
 
@@ -141,8 +143,8 @@ def file_lock(path: Path, on_conflict: Callable[[], object], flags: int = os.O_R
 
 
 def locked_folder(folder: Path, refusal: str) -> AbstractContextManager[str]:
-    """Return a context that locks a folder as `file_lock` does; if another process has the lock, entering raises
-    RunError with `refusal`.
+    """Return a context that locks a folder as `file_lock` does. If another process has the lock, entering the context
+    raises RunError with the text `refusal`.
     """
 
     def refuse() -> NoReturn:
@@ -206,8 +208,9 @@ def plain_sha256(plain: Plain) -> str:
 
 
 class FileHashes:
-    """Computes sha256 of files and caches them in a file in the folder `root`, by path, size, times and inode: one of
-    these changes when the content does.
+    """Computes the sha256 of files, and caches them in a file in the folder `root`.
+
+    A cached hash is found by a file's path, size, times and inode. One of these changes when the content does.
     """
 
     def __init__(self, root: Path):
@@ -238,8 +241,9 @@ class FileHashes:
 
 
 def sources_sha256(paths: Iterable[str | Path]) -> str:
-    """Return 16 hex digits of a sha256 over the relative paths and contents of files. These are the files that `paths`
-    names and all .py and .cpp files in the folders that `paths` names."""
+    """Return 16 hex digits of a sha256 over the relative paths and contents of source files. These are the files in
+    `paths`, and all .py and .cpp files in the folders in `paths`.
+    """
     digest = hashlib.sha256()
     for source in map(Path, paths):
         for path in sorted([*source.rglob("*.py"), *source.rglob("*.cpp")]) if source.is_dir() else [source]:

@@ -1,4 +1,4 @@
-"""Resources of this machine for this process (cores, memory), its signals, and its child processes."""
+"""Functions on the resources of this machine (cores, memory), on signals, and on child processes."""
 
 import ctypes
 import os
@@ -23,8 +23,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may run on (taskset, a job's cpuset), at most SLURM_CPUS_PER_TASK if
-    this is set.
+    """Return the number of cores that this process may run on (by taskset or a job's cpuset), at most
+    SLURM_CPUS_PER_TASK if this variable is set.
     """
     n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(KeyError, ValueError):
@@ -33,8 +33,8 @@ def usable_cores() -> int:
 
 
 def threads_per_process(processes: int) -> int:
-    """Return the number of torch threads for each of `processes` processes: an equal part of the cores, at most
-    OMP_NUM_THREADS if set.
+    """Return the number of torch threads for each of `processes` processes: an equal part of the cores. It is at most
+    OMP_NUM_THREADS if this variable is set.
     """
     n_threads = max(1, usable_cores() // processes)
     with suppress(KeyError, ValueError):
@@ -45,7 +45,8 @@ def threads_per_process(processes: int) -> int:
 def peak_process_bytes() -> int:
     """Return the peak resident memory of this process so far, in bytes.
 
-    On Linux the value comes from /proc: getrusage would also count memory of the process that started this process.
+    On Linux the value comes from /proc, since getrusage would also count memory of the process that started this
+    process.
     """
     with suppress(OSError):
         if match := re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8")):
@@ -70,7 +71,9 @@ def keep_freed_memory() -> None:
 
 @contextmanager
 def stop_signals_blocked() -> Iterator[None]:
-    """A context that blocks `STOP_SIGNALS` in this thread, and in processes that are started in it."""
+    """Return a context that blocks `STOP_SIGNALS` in this thread, and in processes that are started within the
+    context.
+    """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -88,8 +91,8 @@ def block_stop_signals() -> None:
 
 
 def unblock_stop_signals() -> None:
-    """Take away the block of `block_stop_signals`, in this process or in the one that started it. Signals that were
-    blocked before, as in a submitted job, stay so.
+    """End the block of `block_stop_signals`, which this process or its parent called. Signals that were blocked before,
+    as in a submitted job, stay blocked.
     """
     numbers = os.environ.pop(_BLOCKED_VARIABLE, "").split()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [int(number) for number in numbers])
@@ -97,7 +100,8 @@ def unblock_stop_signals() -> None:
 
 def process_start(pid: int) -> str:
     """Return the start time of process `pid`, which tells it from a later process with the same id; empty if the
-    process has ended. On systems without /proc, return `alive` for a live process."""
+    process has ended. On systems without /proc, return `alive` for a live process.
+    """
     try:
         state, *fields = (
             Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
@@ -124,8 +128,8 @@ def start_child(
     gpus: Sequence[str] | None = None,
     text: bool = False,
 ) -> subprocess.Popen:
-    """Start an `lm` process in a session of its own, which Ctrl-C does not reach. On Linux it stops when this process
-    ends in any way.
+    """Start an `lm` process in a session of its own, so that Ctrl-C does not reach it. On Linux it stops when this
+    process ends in any way.
 
     Args:
         stdout, stderr: where its output goes, as `subprocess.Popen` takes them.

@@ -1,4 +1,6 @@
-"""Plain data, as YAML and JSON hold them: values, lists and maps; and dataclasses as such data."""
+"""Functions on plain data, which YAML and JSON can hold: values, lists and maps. They also convert dataclasses to plain
+data.
+"""
 
 import math
 import types
@@ -12,7 +14,7 @@ Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
 
 
 def is_block(value: Plain) -> bool:
-    """Return whether `value` may be a block: a map with texts as keys. One of other keys, such as numbers, isn't."""
+    """Return whether `value` may be a block of keys: a map whose keys are all texts."""
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
@@ -22,7 +24,9 @@ def join_path(path: str, name: str) -> str:
 
 
 def items(value: Plain, path: str = "") -> Iterator[tuple[str, Plain]]:
-    """Yield (path, item) for each item of a list or map at `path`; another value is its own only item."""
+    """Yield (path, item) for each item of a list or map at `path`. For another value, yield this value as the only
+    item.
+    """
     if isinstance(value, list):
         yield from ((f"{path}[{index}]", item) for index, item in enumerate(value))
     elif isinstance(value, dict):
@@ -32,15 +36,17 @@ def items(value: Plain, path: str = "") -> Iterator[tuple[str, Plain]]:
 
 
 def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
-    """Flatten nested blocks into {key path: value}; the path of a block in a list contains its index (`a[0].b`)."""
+    """Flatten nested blocks into {key path: value}. The path of a block in a list contains its index (`a[0].b`)."""
     if not plain or not (is_block(plain) or (isinstance(plain, list) and isinstance(plain[0], dict))):
         return {path: plain}
     return {key: value for item_path, item in items(plain, path) for key, value in flatten(item, item_path).items()}
 
 
 def convert(hint: type, value: Plain):
-    """Return `value` as type `hint` (only int becomes float); MISSING if types differ, an int exceeds 64 bits, a float
-    isn't finite, or a text has a NUL, which no file name can hold.
+    """Return `value` as type `hint`; only int is converted to another type, float. Return MISSING if it can't be one.
+
+    It can't if the types differ, an int exceeds 64 bits, a float isn't finite, or a text has a NUL, which no file name
+    can hold.
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
@@ -70,8 +76,8 @@ def type_name(hint: type) -> str:
 
 
 def to_plain(value, whole: bool = False) -> Plain:
-    """Return a configuration, a dataclass of keys (`lm.attention.options.key`), as nested plain data; also within lists
-    and maps.
+    """Return a configuration, a dataclass of keys (`lm.attention.options.key`), as nested plain data. Lists and maps
+    may contain such dataclasses.
 
     A block that its name selects has this name as a key. Keys made with `omit_default` are left out while they have
     their default, unless `whole` is true.
@@ -97,7 +103,9 @@ def default_of(spec: Field) -> object:
 
 
 def json_value(value: object) -> Plain:
-    """`value` with lists in place of arrays and tuples, and with null for numbers that are not finite."""
+    """Return `value` as plain data for JSON: arrays and tuples become lists, numbers that are not finite become
+    null.
+    """
     if isinstance(value, dict):
         return {name: json_value(item) for name, item in value.items()}
     value = value.tolist() if hasattr(value, "tolist") else value

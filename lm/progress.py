@@ -1,4 +1,4 @@
-"""Progress of long operations, on stderr: bars on a terminal, lines elsewhere, or nothing."""
+"""Shows progress of long operations on stderr: bars on a terminal, lines elsewhere, or nothing."""
 
 import sys
 
@@ -12,13 +12,13 @@ LINE_FORMAT = "{desc} {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{pos
 
 
 class Bar(tqdm):
-    """A bar of tqdm without its thread, which would take signals that this process blocks."""
+    """A bar of tqdm that starts no thread, since the thread would receive signals that this process blocks."""
 
     monitor_interval = 0
 
 
 class Lines:
-    """A stream that prints each state of a bar as a line on stderr."""
+    """A stream that prints each state of a progress bar as a line on stderr."""
 
     def write(self, text: str) -> None:
         """Print a state of a bar without the characters that would overwrite the state before."""
@@ -38,12 +38,12 @@ class Progress:
         self.prints_lines = mode == "lines" or (mode == "auto" and not sys.stderr.isatty())
 
     def say(self, text: str) -> None:
-        """Print one line."""
+        """Print one line, unless the mode is `none`."""
         if not self.is_quiet:
             Bar.write(terminal_text(text), file=sys.stderr)
 
     def bar(self, name: str, total: int | None, n_done: int = 0, **options: bool | float | str) -> Bar:
-        """Return a progress bar, a context whose method `update` adds newly done units.
+        """Return a progress bar, which is a context. Its method `update` adds newly done units, such as bytes or steps.
 
         Args:
             total, n_done: number of units in all (None if unknown), and number of units that were done before.
@@ -61,8 +61,10 @@ class Progress:
 
 
 class StepProgress(Progress):
-    """Shows the progress of a training run in steps, with loss, speed and remaining time. Lines, where they replace the
-    bar, are printed after each twentieth of the run."""
+    """Shows the progress of a training run in steps, with loss, speed and remaining time.
+
+    If lines replace the bar, one is printed after each twentieth of the run.
+    """
 
     def __init__(self, mode: str, max_steps: int):
         super().__init__(mode)

@@ -1,3 +1,3 @@
-"""The commands of `lm`, by subject: they read arguments and options, and call the package; heavy imports happen inside
-functions.
+"""Defines the commands of `lm`. They read arguments and options, and call the package; functions import heavy modules
+only when they need them.
 """

@@ -1,4 +1,4 @@
-"""Command-line arguments and options that several commands share."""
+"""Defines command-line arguments and options that several commands share."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +11,7 @@ from lm.files import expand_home
 from lm.plugins import PLUGINS
 
 OutFile = Annotated[Path | None, typer.Option("--out", "-o", help="also write all numbers to this .csv or .json file")]
-Checkpoint = Annotated[str, typer.Option(help="of a run folder: last, best (lowest selection loss), or a step")]
+Checkpoint = Annotated[str, typer.Option(help="checkpoint of a run: last, best (lowest selection loss), or a step")]
 Source = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="run folder, checkpoint or export")]
 NewFolder = Annotated[Path, typer.Option("--out", "-o", help="folder to create")]
 
@@ -21,7 +21,7 @@ AllowPlugin = Annotated[
     typer.Option(
         metavar="PACKAGE",
         callback=lambda packages: PLUGINS.allow(packages or ()),
-        help="allow what the model names to be imported from this package",
+        help="allow plugins that the model names to be imported from this package",
     ),
 ]
 
@@ -33,8 +33,8 @@ def check_out_file(out: Path | None) -> None:
 
 
 def paths_and_overrides(arguments: list[str], message: str = "") -> tuple[list[Path], list[str]]:
-    """Split command-line arguments into (paths, overrides). Without a path, raise ConfigError with `message`, unless it
-    is empty.
+    """Split command-line arguments into (paths, overrides). If there is no path, raise ConfigError with the text
+    `message`, unless `message` is empty.
     """
     overrides = [text for text in arguments if is_override(text)]
     paths = [expand_home(text) for text in arguments if text not in overrides]

@@ -1,4 +1,4 @@
-"""Commands that compare runs: experiments and reports."""
+"""Defines the commands that compare runs: `compare`, `judge`, `noise` and `report`."""
 
 import sys
 from contextlib import nullcontext, redirect_stdout
@@ -23,11 +23,11 @@ Baseline = Annotated[
     str | None,
     typer.Option(help="the arm that the others are compared with: its label or one of its runs [default: the first]"),
 ]
-Metric = Annotated[str, typer.Option(help="one of several in the column metric, or the column that has the values")]
-Where = Annotated[str, typer.Option(metavar="CONDITION", help="lines to take, e.g. \"x == 2048 and stage == 'final'\"")]
+Metric = Annotated[str, typer.Option(help="metric to judge, if the column metric has several; or the column of values")]
+Where = Annotated[str, typer.Option(metavar="CONDITION", help="rows to take, e.g. x == 2048")]
 ArmColumn = Annotated[str, typer.Option(metavar="COLUMN", help="the column of arms")]
 SeedColumn = Annotated[str, typer.Option(metavar="COLUMN", help="the column of seeds")]
-AsJson = Annotated[bool, typer.Option("--json", help="as JSON")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 _EXIT_CODES = {"better": 0, "worse": 3, "difference below margin": 5, "no difference above margin": 5}
 
 
@@ -39,22 +39,24 @@ def compare(
             help="YAML files of base, arms, seeds, tune, primary; and overrides of the base configuration",
         ),
     ],
-    plan: Annotated[bool, typer.Option("--plan", help="print the plan alone")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="print the plan, and train nothing")] = False,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="runs at a time, at most [default: all GPUs; 1 on a CPU]")
     ] = None,
     jobs_per_gpu: Annotated[int, typer.Option(min=1, help="runs at a time on each GPU")] = 1,
-    report_only: Annotated[bool, typer.Option("--report-only", help="judge what is there, train nothing")] = False,
+    report_only: Annotated[
+        bool, typer.Option("--report-only", help="judge the finished runs, and train nothing")
+    ] = False,
     retry: Annotated[bool, typer.Option("--retry", help="try the runs that failed again")] = False,
     commands: Annotated[
-        bool, typer.Option("--commands", help="print a command for each run that can start now, train nothing")
+        bool, typer.Option("--commands", help="print a command for each run that can start now, and train nothing")
     ] = False,
     submit: Annotated[
         Literal["slurm", "local"] | None, typer.Option(help="train each run in a job of SLURM, or of this machine")
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="jobs at a time")] = 1,
     job_options: Annotated[
-        str, typer.Option(metavar="KEY=VALUE,...", help="of each job, e.g. partition=gpu,timeout_min=240")
+        str, typer.Option(metavar="KEY=VALUE,...", help="options of each job, e.g. partition=gpu,timeout_min=240")
     ] = "",
     as_json: Annotated[
         bool, typer.Option("--json", help="with --report-only: print verdicts.json of each and nothing else")
@@ -112,22 +114,22 @@ def judge(
     ] = None,
     unpaired: Annotated[
         bool,
-        typer.Option("--unpaired", help="runs of equal seeds are not paired (Welch) [default: if arms share none]"),
+        typer.Option("--unpaired", help="don't pair runs of equal seeds (Welch) [default: if arms share no seed]"),
     ] = False,
     by: Annotated[
-        list[str] | None, typer.Option(metavar="COLUMN", help="judge its values apart, as one family [default: size]")
+        list[str] | None, typer.Option(metavar="COLUMN", help="judge each of its values separately [default: size]")
     ] = None,
     as_json: AsJson = False,
     exit_code: Annotated[
         bool,
         typer.Option(
             "--exit-code",
-            help="exit with the verdict, which must be the only one: 0 better, 3 worse, 4 undecided or any other, 5 no "
-            "difference above what matters",
+            help="exit status by verdict, which must be the only one: 0 better, 3 worse, 4 undecided or any other, "
+            "5 no difference above what matters",
         ),
     ] = False,
 ) -> None:
-    """Judge anybody's runs from a table.
+    """Judge the runs of any trainer, given as a table.
 
     The table has the columns arm, seed and value, or columns that options name, and optionally rate, part, size, unit,
     metric and others (docs/experiments.md).
@@ -153,7 +155,7 @@ def noise(
         list[Path], typer.Argument(metavar="RUN...|TABLE", help="run folders, or a table as of lm judge")
     ],
     difference: Annotated[
-        float | None, typer.Option(min=0, help="say how many seeds find this difference, in the metric's unit")
+        float | None, typer.Option(min=0, help="print how many seeds detect this difference, in the metric's unit")
     ] = None,
     metric: Metric = "",
     where: Where = "",
@@ -161,10 +163,10 @@ def noise(
     seed: SeedColumn = "seed",
     as_json: AsJson = False,
 ) -> None:
-    """Say what seeds find, by the spread of runs.
+    """Estimate which differences a number of seeds can detect.
 
-    Prints the spread of runs that differ in their seed alone, and of differences between arms paired by seed; and the
-    smallest difference that numbers of seeds find with probability 0.8.
+    Prints the spread of runs that differ in their seed alone, and of differences between arms paired by seed. Prints
+    the smallest difference that each number of seeds detects with probability 0.8.
     """
     from lm.experiments.judging import noise_sentences
     from lm.experiments.run_table import read_table, table_noise

@@ -1,4 +1,4 @@
-"""Facts about this installation: versions, devices, kernels, wandb."""
+"""Collects facts about this installation: versions, devices, kernels and the mode of wandb."""
 
 import platform
 from importlib import metadata
@@ -30,7 +30,7 @@ PACKAGES = (
 
 
 def facts() -> dict[str, Plain]:
-    """Collect the facts that `lm info` prints, by heading: lm (version, commit, folder), versions, devices, kernels,
+    """Return the facts that `lm info` prints, by heading: lm (version, commit, folder), versions, devices, kernels,
     wandb.
     """
     (commit, dirty), compiler = git_state(), cpp_compiler()
@@ -47,6 +47,7 @@ def facts() -> dict[str, Plain]:
 
 
 def _version(name: str) -> str | None:
+    """Return the version of an installed package, or None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Commands on trained models."""
+"""Defines the commands on trained models: `eval`, `diagnose`, `swap`, `import`, `export` and `generate`."""
 
 import contextlib
 import os
@@ -35,7 +35,9 @@ Normalizer = Annotated[
 ]
 InitialValues = Annotated[
     str | None,
-    typer.Option(help="initial values of its parameters: match, unit or a number; default: its own"),
+    typer.Option(
+        help="initial values of its parameters: match (follow the old normalizer), unit or a number; default: its own"
+    ),
 ]
 
 
@@ -69,7 +71,7 @@ def eval_(
 
 
 def _print_evaluations(results: list["EvaluationResult"], out: Path | None, as_json: bool = False) -> None:
-    """Print tables of evaluations, or their numbers as JSON, and write all numbers to the file `out`."""
+    """Print tables of evaluations, or their numbers as JSON, and write all numbers to the file `out` if it is given."""
     from lm.files import write_together
     from lm.report.evaluation_tables import print_results, results_bytes
 
@@ -92,7 +94,7 @@ def diagnose(
     ],
     text: Annotated[
         str | None,
-        typer.Option(help="a UTF-8 file or a text: draw the weights of single heads on it instead of statistics"),
+        typer.Option(help="a UTF-8 file, or a text, on which attention maps of single heads are drawn"),
     ] = None,
     layer: Annotated[list[int] | None, typer.Option(help="a layer that --text draws, from 0; may be repeated")] = None,
     head: Annotated[list[int] | None, typer.Option(help="a head that --text draws, from 0; may be repeated")] = None,
@@ -131,7 +133,7 @@ def swap(
         list[str] | None,
         typer.Argument(
             metavar="CONFIG|KEY=VALUE",
-            help="of a model without a training run: the configuration of the text to measure on; overrides, e.g. "
+            help="for a model without a training run, the configuration of the text to measure on; overrides, e.g. "
             "eval.sequences=512",
         ),
     ] = None,
@@ -164,7 +166,7 @@ def import_(
     length: Annotated[
         int | None, typer.Option(min=2, help="training length in tokens [default: its max_position_embeddings]")
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="of a model on the hub: commit, tag or branch")] = None,
+    revision: Annotated[str | None, typer.Option(help="commit, tag or branch of a model on the hub")] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="tokenizer.json, or a tokenizer's folder [default: the model's own]")
     ] = None,

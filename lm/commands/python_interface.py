@@ -1,7 +1,7 @@
-"""The functions `lm.train`, `lm.evaluate`, `lm.compare` and `lm.judge`: the commands `train`, `eval`, `compare` and
-`judge`, in Python.
+"""Defines the functions `lm.train`, `lm.evaluate`, `lm.compare` and `lm.judge`, which do in Python what the commands
+`train`, `eval`, `compare` and `judge` do.
 
-They print nothing unless `verbose`, and raise `lm.errors.LMError` where a command would end with an error.
+They print nothing unless `verbose` is true, and raise `lm.errors.LMError` where a command would end with an error.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from lm.runs.record import read_run
 
 @dataclass(frozen=True)
 class Compared:
-    """A judged experiment, which `compare` returns: its folder, verdicts and runs."""
+    """A judged experiment, as `compare` returns it: its folder, verdicts and runs."""
 
     folder: Path  # the folder of its runs, verdicts and report
     # a row for each size and arm, as in verdicts.csv: rate, mean, verdict, difference and its interval, p
@@ -46,12 +46,12 @@ class Compared:
 
     @property
     def report(self) -> Path:
-        """Path of the experiment's report, an HTML page."""
+        """Return the path of the experiment's report, an HTML page."""
         return self.folder / REPORT / PAGE
 
     @cached_property
     def results(self) -> pd.DataFrame:
-        """All measured values of the experiment's runs, as from `lm.results`."""
+        """Return all measured values of the experiment's runs, as `lm.results` does."""
         return results(*self.runs)
 
 
@@ -154,26 +154,26 @@ def judge(
     target: float | None = None,
     unpaired: bool = False,
 ) -> pd.DataFrame:
-    """Judge anybody's runs, as `lm judge` does.
+    """Judge the runs of any trainer, as `lm judge` does.
 
     Args:
         table: a file (CSV, JSON lines), `wandb:ENTITY/PROJECT`, or a frame with one value in each row: columns arm,
             seed and value, and any others of `lm.results`.
-        metric: the metric to judge, where the column `metric` has several; or the column that has the values.
+        metric: the metric to judge, if the column `metric` has several; or the name of the column that has the values.
         better: `lower` or `higher`; None: as the table's column `better` says, else `lower`.
         matters: smallest difference of interest, in the metric's unit.
         baseline: the arm that other arms are compared with; None: the first arm.
         where: a condition on columns, as in `pandas.DataFrame.query`.
         by: columns that split the runs into separately judged groups, which form one family of tests; by default
             `size`.
-        arm, seed: the names of the columns of arms and seeds. Without a column of seeds, each row of unpaired runs or
-            runs compared with `target` is a run.
+        arm, seed: the names of the columns of arms and seeds. Without a column of seeds, each row is a run; this needs
+            `unpaired` or `target`.
         target: a number that each arm is compared with, in place of a baseline.
         unpaired: whether runs of equal seeds are compared as unpaired (Welch); they are where no two arms share a seed.
 
     Returns:
         A row for each arm and size, with the columns of `Compared.verdicts`; `size` holds the values of the columns
-        `by` as text.
+            `by` as text.
 
     Raises LMError: an argument is wrong, or the table lacks a column, an arm, a seed or a number, or has a run twice.
     """
@@ -183,13 +183,13 @@ def judge(
 
 
 def _verdict_frame(csv_file: Path | io.StringIO) -> pd.DataFrame:
-    """Read a CSV of verdicts into a frame; only empty cells are missing values, since an arm may be named None."""
+    """Read a CSV of verdicts into a frame. Only empty cells become missing values, since an arm may be named None."""
     return pd.read_csv(csv_file, keep_default_na=False, na_values=[""])
 
 
 def _folder_columns(folder: Path) -> dict[str, object]:
-    """Map each column of `lm.results` that describes a run to its value for this folder; a model folder has only `run`
-    and `folder`.
+    """Return {column: value} of the columns of `lm.results` that describe a run, for this folder. A model folder has
+    only `run` and `folder`.
     """
     if (folder / CONFIG).is_file():
         return run_columns(read_run(folder))
@@ -197,7 +197,7 @@ def _folder_columns(folder: Path) -> dict[str, object]:
 
 
 def _arguments(values: Sequence[Given]) -> list[str]:
-    """Convert files, overrides and mappings to command-line arguments: each key of a mapping becomes an override."""
+    """Convert files, overrides and mappings to command-line arguments. Each key of a mapping becomes an override."""
     texts = []
     for value in values:
         if isinstance(value, Mapping):
@@ -212,7 +212,7 @@ def _arguments(values: Sequence[Given]) -> list[str]:
 
 
 def _silence_unless(verbose: bool) -> contextlib.AbstractContextManager:
-    """A context that discards everything printed within it, unless `verbose`."""
+    """Return a context that discards everything printed within it, unless `verbose`."""
     context = contextlib.ExitStack()
     for redirect in (contextlib.redirect_stdout, contextlib.redirect_stderr) if not verbose else ():
         context.enter_context(redirect(io.StringIO()))

@@ -1,4 +1,4 @@
-"""Commands before and during training: configurations, normalizers, token stores, runs."""
+"""Defines the commands before and during training: configurations, normalizers, token stores and runs."""
 
 import json
 from pathlib import Path
@@ -75,8 +75,8 @@ def config(arguments: Configuration = [], reference: Reference = False, schema: 
 def metrics(arguments: Annotated[list[str] | None, Configuration.__metadata__[0]] = None) -> None:
     """List the metrics that a configuration logs.
 
-    Name, unit, better direction and meaning of each, and whether an experiment's primary.metric can be it; without a
-    configuration the table of all (docs/metrics.md).
+    Prints name, unit, better direction and meaning of each, and whether it can be an experiment's primary.metric.
+    Without a configuration, prints the table of all metrics (docs/metrics.md).
     """
     from lm.evaluation.metrics import markdown, metrics_of
 
@@ -118,7 +118,7 @@ def configs(
 
 
 def normalizers(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="print all of this one")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="print everything about this normalizer")] = None,
 ) -> None:
     """List the attention normalizers with their formulas, or print formula, parameters, source and options of one.
 
@@ -143,9 +143,9 @@ def check_normalizer(
         list[str] | None, typer.Argument(metavar="OPTION=VALUE", help="its options, e.g. bias=true")
     ] = None,
 ) -> None:
-    """Test a normalizer against the common contract.
+    """Test whether a normalizer keeps the promises that lm relies on.
 
-    Prints one line for each promise of the contract; exit status 1 if one is broken (docs/normalizers-own.md).
+    Prints one line for each promise; the exit status is 1 if one is broken (docs/normalizers-own.md).
     """
     from lm.config.load import load_normalizer
 
@@ -167,10 +167,10 @@ def check_normalizer(
         raise typer.Exit(1)
 
 
-def info(as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False) -> None:
-    """Print what this installation is and can use.
+def info(as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
+    """Print what this installation consists of.
 
-    Versions, devices, kernels, wandb, as YAML: the first thing to put into a report of a problem.
+    Prints versions, devices, kernels and the mode of wandb as YAML. Please put this into a report of a problem.
     """
     from lm.commands.info import facts
     from lm.config.yaml_text import dump_yaml

@@ -1,1 +1,3 @@
-"""Configurations: their keys, their rules, and how they are read."""
+"""This package defines the configuration of a run: its keys, and rules between them. It reads, checks and writes
+configurations.
+"""

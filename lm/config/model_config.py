@@ -1,4 +1,4 @@
-"""The keys of `model`: the decoder's dimensions and architecture, and RoPE's frequencies."""
+"""Keys of the block `model`: they describe the decoder's dimensions and architecture, and RoPE's frequencies."""
 
 import math
 from collections.abc import Iterator
@@ -15,21 +15,27 @@ from lm.errors import Problem
 
 @dataclass(frozen=True)
 class TrainedScaling:
-    """RoPE's frequencies without rescaling; the base class of rescalings that a model was, or will be, trained with."""
+    """RoPE's frequencies are not rescaled. This is the base class of rescalings with which a model was, or will be,
+    trained.
+    """
 
     name: ClassVar[str] = "none"
     # the factor on RoPE's cos and sin, by whose square attention logits are multiplied
     amplitude: ClassVar[float] = 1.0
 
     def rescaled_frequencies(self, frequencies: Tensor, theta: float, head_size: int) -> Tensor:
-        """Radians per token, (pairs,), by which each pair of dimensions rotates after rescaling, from its `frequencies`
-        before; `theta` is the base of those."""
+        """Return the radians per token by which each pair of dimensions rotates after rescaling: (pairs,).
+
+        Args:
+            frequencies: (pairs,), radians per token before rescaling.
+            theta: RoPE's base, from which `frequencies` are computed.
+        """
         return frequencies
 
 
 @dataclass(frozen=True)
 class LinearScaling(TrainedScaling):
-    """Position interpolation, arXiv 2306.15595: all frequencies divided by `factor`."""
+    """Position interpolation (arXiv 2306.15595) divides all frequencies by `factor`."""
 
     name: ClassVar[str] = "linear"
     factor: float = key(2.0, "divides all frequencies", gt=0, le=1e6)
@@ -40,7 +46,7 @@ class LinearScaling(TrainedScaling):
 
 @dataclass(frozen=True)
 class Llama3Scaling(TrainedScaling):
-    """Llama 3.1's rescaling: low frequencies divided by `factor`, high ones unchanged, with a transition.
+    """Llama 3.1's rescaling divides low frequencies by `factor` and keeps high ones. Between them is a transition.
 
     The transition is linear in a pair's number of periods in `original` tokens. Source: `apply_scaling` of
     github.com/meta-llama/llama-models.
@@ -60,10 +66,10 @@ class Llama3Scaling(TrainedScaling):
 
 @dataclass(frozen=True)
 class YarnScaling(Llama3Scaling):
-    """YaRN, arXiv 2309.00071, as in its authors' code: low frequencies divided by `factor`, high ones unchanged, with a
-    transition.
+    """YaRN (arXiv 2309.00071), as in its authors' code, divides low frequencies by `factor` and keeps high ones.
+    Between them is a transition.
 
-    Keys are those of Llama 3's scaling, frequencies are not. Source: `YaRNScaledRotaryEmbedding` of
+    The options are those of Llama 3's scaling, the frequencies differ. Source: `YaRNScaledRotaryEmbedding` of
     github.com/jquesnelle/yarn, whose transition is linear in a pair's index. In the paper it is linear in the number of
     periods, as in the inference setting `yarn`.
     """
@@ -71,8 +77,8 @@ class YarnScaling(Llama3Scaling):
     name: ClassVar[str] = "yarn"
     factor: float = key(4.0, "divides low frequencies", gt=0, le=1e6)
     fast: ClassVar[float] = 32.0
-    attention_factor: float | None = key(None, "multiplies cos and sin; null: 0.1 ln(factor) + 1", gt=0, le=1e6)
-    whole_pairs: bool = key(True, "the first and the last pair of the transition are rounded outwards")
+    attention_factor: float | None = key(None, "factor on cos and sin; null: 0.1 ln(factor) + 1", gt=0, le=1e6)
+    whole_pairs: bool = key(True, "round the indices of the transition's first and last pair outwards")
 
     def rescaled_frequencies(self, frequencies: Tensor, theta: float, head_size: int) -> Tensor:
         # The indices of the pairs with `fast` and `slow` periods, as real numbers.
@@ -89,17 +95,19 @@ class YarnScaling(Llama3Scaling):
 
     @property
     def amplitude(self) -> float:
+        """Return the factor on RoPE's cos and sin: `attention_factor`, or if that is null 0.1 ln(factor) + 1."""
         return self.attention_factor or (0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0)
 
 
 def divide_low_frequencies(frequencies: Tensor, periods: Tensor, slow: float, fast: float, factor: float) -> Tensor:
-    """Return RoPE's frequencies, one for each pair of dimensions, with low ones divided by `factor` and high ones as
-    they are.
+    """Return RoPE's frequencies, (pairs,), with low ones divided by `factor` and high ones unchanged.
 
-    A low frequency has at most `slow` periods, a high one at least `fast`. Between them the multiplier is linear in the
-    number of periods.
+    A low frequency has at most `slow` periods in the context length, a high one at least `fast`. Between them the
+    multiplier is linear in the number of periods.
 
-    periods: (pairs,), the number of periods of each pair, not rounded, in the context length before scaling.
+    Args:
+        frequencies: (pairs,), radians per token of each pair of dimensions.
+        periods: (pairs,), the number of periods of each pair, not rounded, in the context length before scaling.
     """
     kept_fraction = ((periods - slow) / (fast - slow)).clamp(0, 1)
     return frequencies * (kept_fraction + (1 - kept_fraction) / factor)
@@ -120,16 +128,17 @@ class Position:
 
     @property
     def label(self) -> str:
+        """Return the encoding in words, e.g. `rope theta 10000`."""
         return f"position {self.name}"
 
     def rotates_in(self, layer: int) -> bool:
-        """Whether queries and keys of a layer, counted from 0, are rotated."""
+        """Return whether layer `layer`, counted from 0, rotates its queries and keys."""
         return self.rotates
 
 
 @dataclass
 class Rope(Position):
-    """Rotary embedding, arXiv 2104.09864."""
+    """Rotary position embedding (arXiv 2104.09864) rotates queries and keys."""
 
     name: ClassVar[str] = "rope"
     rotates: ClassVar[bool] = True
@@ -139,7 +148,7 @@ class Rope(Position):
     )
     partial: bool = key(
         False,
-        "the dimensions that rotate have frequencies from highest to lowest, as in GPT-NeoX, not the head's highest",
+        "rotating dimensions have frequencies from highest to lowest, as in GPT-NeoX, not the head's highest alone",
         omit_default=True,
     )
     scaling: TrainedScaling = variant(
@@ -147,7 +156,7 @@ class Rope(Position):
     )
     layers: list[bool] = key(
         [],
-        "whether each layer has it, repeated from the first layer on; the others have no positions; []: all have",
+        "whether each layer has RoPE, repeated from the first layer on; others have no positions; []: all have it",
         omit_default=True,
     )
 
@@ -160,10 +169,11 @@ class Rope(Position):
         return f"rope theta {self.theta:g}{scaling}{layers}"
 
     def rotates_in(self, layer: int) -> bool:
-        """Whether queries and keys of a layer, counted from 0, are rotated."""
+        """Return whether layer `layer`, counted from 0, rotates its queries and keys."""
         return not self.layers or self.layers[layer % len(self.layers)]
 
     def problems(self) -> Iterator[Problem]:
+        """Yield a problem if `layers` says the same of all layers."""
         if len({*self.layers}) == 1:
             yield Problem(
                 "layers",
@@ -173,13 +183,13 @@ class Rope(Position):
             )
 
     def rotated_dimensions(self, head_size: int) -> int:
-        """The number of a head's dimensions that rotate, which is even."""
+        """Return how many dimensions of a head rotate, which is an even number."""
         return int(round(head_size * self.fraction, 6)) // 2 * 2  # 100 x 0.58 falls below 58 in floating point
 
 
 @dataclass
 class Learned(Position):
-    """A learned vector for each position up to the training length, beyond which the model can't be evaluated."""
+    """Each position up to the training length has a learned vector. The model can't be evaluated beyond that length."""
 
     name: ClassVar[str] = "learned"
     has_last_position: ClassVar[bool] = True
@@ -187,7 +197,7 @@ class Learned(Position):
 
 @dataclass
 class NoPosition(Position):
-    """The causal mask as the only position information (NoPE)."""
+    """The causal mask is the only position information (NoPE)."""
 
     name: ClassVar[str] = "none"
 
@@ -197,18 +207,18 @@ POSITIONS = {v.name: v for v in (Rope, Learned, NoPosition)}
 
 @dataclass
 class AttentionBlock:
-    """Multi-head attention, then an MLP."""
+    """Each layer is multi-head attention, then an MLP."""
 
     name: ClassVar[str] = "attention"
 
     def key_dims(self, model: "ModelConfig") -> int:
-        """Dimensions of each head's queries and keys; with `differential`, the dimensions in each of a head's two
-        attention maps.
+        """Return the number of dimensions of each head's queries and keys. With `differential`, each of a head's two
+        attention maps has this number.
         """
         return self.value_dims(model) // (2 if model.differential is True else 1)
 
     def value_dims(self, model: "ModelConfig") -> int:
-        """Dimensions of each head's values."""
+        """Return the number of dimensions of each head's values."""
         return model.head_size or model.n_embd // model.n_head
 
     def resolved_options(self, model: "ModelConfig") -> dict[str, int | bool | None]:
@@ -226,11 +236,11 @@ class AttentionBlock:
         }
 
     def label(self, model: "ModelConfig") -> str:
-        """A text such as `swiglu 704`: the activation and hidden width of the MLP."""
+        """Return the MLP's activation and hidden width as text, such as `swiglu 704`."""
         return f"{model.mlp} {model.mlp_width}"
 
     def model_problems(self, model: "ModelConfig") -> Iterator[Problem]:
-        """Yield the options of `model` that contradict this block, as problems with paths relative to `model`."""
+        """Yield a problem for each option of `model` that contradicts this block, with a path relative to `model`."""
         if model.head_size is None and model.n_embd % model.n_head:
             reason = f"is not a multiple of model.n_head = {model.n_head}"
             remedy = (
@@ -246,8 +256,8 @@ class AttentionBlock:
 
 @dataclass
 class GAUBlock:
-    """A gated attention unit, arXiv 2202.10447: one head and no MLP; two units have about the size of one attention
-    block with MLP.
+    """Each layer is a gated attention unit (arXiv 2202.10447), with one head and no MLP. Two units have about as many
+    parameters as one attention block with an MLP.
     """
 
     name: ClassVar[str] = "gau"
@@ -255,20 +265,23 @@ class GAUBlock:
     key_size: int = key(128, "dimensions of queries and keys", ge=1, le=10**5)
 
     def key_dims(self, model: "ModelConfig") -> int:
-        """Dimensions of queries and keys."""
+        """Return the number of dimensions of queries and keys."""
         return self.key_size
 
     def value_dims(self, model: "ModelConfig") -> int:
-        """Dimensions of the values, which are also those of the gate."""
+        """Return the number of dimensions of the values, which is also that of the gate."""
         return int(self.expansion * model.n_embd)
 
     def resolved_options(self, model: "ModelConfig") -> dict[str, int | bool]:
+        """Return {}: the options of a model that may be null describe attention with heads and an MLP."""
         return {}  # the options that may be null are for attention and MLP
 
     def label(self, model: "ModelConfig") -> str:
+        """Return the layers in words, such as `gated attention units of width 512`."""
         return f"gated attention units of width {self.value_dims(model)}"
 
     def model_problems(self, model: "ModelConfig") -> Iterator[Problem]:
+        """Yield a problem for each option of `model` that a gated attention unit doesn't have."""
         if model.n_head != 1:
             yield Problem("n_head", model.n_head, "a gated attention unit has one head", "set model.n_head=1")
         defaults = {spec.name: spec.default for spec in fields(model)}
@@ -284,7 +297,9 @@ class GAUBlock:
 
 @dataclass
 class ModelConfig:
-    n_layer: int = key(6, "blocks", ge=1, le=10**4)
+    """The options of the block `model`: the decoder's architecture and initial weights."""
+
+    n_layer: int = key(6, "number of layers", ge=1, le=10**4)
     block: AttentionBlock | GAUBlock = variant(
         {v.name: v for v in (AttentionBlock, GAUBlock)}, "attention", "what a layer consists of"
     )
@@ -312,7 +327,7 @@ class ModelConfig:
         omit_default=True,
     )
     parallel: bool = key(
-        False, "attention and MLP have the same input, and both are added to it (GPT-NeoX)", omit_default=True
+        False, "attention and MLP have the same input, and both outputs are added to it (GPT-NeoX)", omit_default=True
     )
     normalizer: Options = variant(
         OPTIONS, "softmax", "how attention scores become weights", {"on_resume": "ahead", "acts_in": ("train", "swap")}
@@ -324,7 +339,7 @@ class ModelConfig:
     qkv_bias: bool | None = key(None, "biases of queries, keys and values; null: as `bias`")
     mlp_bias: bool | None = key(None, "biases of the MLP; null: as `bias`", omit_default=True)
     tied: bool = key(False, "one matrix for embedding and head")
-    dropout: float = key(0.0, "after embedding, attention and MLP", {"affects": "training"}, ge=0, lt=1)
+    dropout: float = key(0.0, "dropout after embedding, attention and MLP", {"affects": "training"}, ge=0, lt=1)
     init_std: float = key(
         0.02,
         "standard deviation of initial weights; projections into the residual stream: / sqrt(2 n_layer)",
@@ -347,9 +362,9 @@ class ModelConfig:
     )
     differential: bool | Literal["v2"] = key(
         False,
-        "each head has two maps of weights, of the halves of its queries and keys: the first less a learned factor "
-        "times the second, then RMSNorm (arXiv 2410.05258); v2: of two whole queries and one key, less sigmoid(x W) "
-        "times the second, x the layer's input, without a norm (Microsoft's note of January 2026)",
+        "each head has two attention maps, from halves of its queries and keys; its weights are the first minus a "
+        "learned factor times the second, then RMSNorm (arXiv 2410.05258); v2: maps from two queries and one key, the"
+        " factor is sigmoid(x W), x the layer's input, no norm (Microsoft, January 2026)",
         omit_default=True,
     )
     output_gate: Literal["head", "element"] | None = key(
@@ -360,7 +375,7 @@ class ModelConfig:
     )
     gate_inputs: int | None = key(
         None,
-        "dimensions of x, the first ones, that the output gate sees; it is then 2 sigmoid(x W), W from 0 "
+        "number of first dimensions of x that the output gate sees; it is then 2 sigmoid(x W), W 0 at first "
         "(modded-nanogpt); null: all, and sigmoid(x W)",
         omit_default=True,
         ge=1,
@@ -380,46 +395,48 @@ class ModelConfig:
 
     @property
     def key_dims(self) -> int:
-        """Dimensions of each head's queries and keys."""
+        """Return the number of dimensions of each head's queries and keys."""
         return self.block.key_dims(self)
 
     @property
     def value_dims(self) -> int:
-        """Dimensions of each head's values."""
+        """Return the number of dimensions of each head's values."""
         return self.block.value_dims(self)
 
     @property
     def maps_per_head(self) -> int:
-        """The number of attention maps of each head: 2 with `differential`, else 1."""
+        """Return the number of attention maps of each head: 2 with `differential`, else 1."""
         return 2 if self.differential else 1
 
     @property
     def kv_heads(self) -> int:
-        """The number of key and value heads, fewer than query heads with grouped queries."""
+        """Return the number of key and value heads, which is smaller than that of query heads with grouped queries."""
         return self.n_kv_head or self.n_head
 
     @property
     def has_qkv_bias(self) -> bool:
+        """Return whether the projections to queries, keys and values have biases."""
         return self.bias if self.qkv_bias is None else self.qkv_bias
 
     @property
     def has_mlp_bias(self) -> bool:
+        """Return whether the MLP has biases."""
         return self.bias if self.mlp_bias is None else self.mlp_bias
 
     @property
     def scales_with_q(self) -> bool:
-        """Whether multiplying queries by a factor multiplies the attention logits by the same factor, in all layers."""
+        """Return whether queries times a factor give attention logits times the same factor, in all layers."""
         return all(layer.scales_with_q for layer in self.normalizer.layer_options())
 
     @property
     def mlp_width(self) -> int:
-        """Hidden width of the MLP: `n_mlp`, or its default if null."""
+        """Return the hidden width of the MLP: `n_mlp`, or its default if that is null."""
         if self.n_mlp:
             return self.n_mlp
         return 4 * self.n_embd if self.mlp != "swiglu" else -(-8 * self.n_embd // (3 * 64)) * 64
 
     def head_problem(self, reason: str) -> Problem:
-        """Return a problem of the key that determines the size of heads, which must be even."""
+        """Return a problem of the key that determines the size of heads, with `reason` and what to set."""
         name = "head_size" if self.head_size else "n_embd"
         name, owner = ("key_size", self.block) if hasattr(self.block, "key_size") else (name, self)
         path = name if owner is self else f"block.{name}"
@@ -427,6 +444,7 @@ class ModelConfig:
         return Problem(path, getattr(owner, name), reason, remedy)
 
     def problems(self) -> Iterator[Problem]:
+        """Yield a problem for each contradiction between the options, such as heads of odd size with RoPE."""
         key_dims, length_reason = self.key_dims, f"lists more than the {self.n_layer} layers of model.n_layer"
         remedy = "shorten the list: it is repeated over the layers"
         block_problems = [*self.block.model_problems(self)]

@@ -1,4 +1,4 @@
-"""The key `model.normalizer`: options by a normalizer's name, lists of them for layers, and plugins."""
+"""Options of the key `model.normalizer`: lm's own normalizers by name, a list with one for each layer, and plugins."""
 
 import inspect
 import shlex
@@ -16,8 +16,9 @@ from lm.plugins import PAGE, PLUGINS
 
 
 def options_class(normalizer: type) -> type[Options]:
-    """Return the options class of an outside normalizer, its attribute `schema`. Raises Unavailable: the class is no
-    normalizer.
+    """Return the class of options, in the attribute `schema`, of a normalizer that a plugin defines.
+
+    Raises Unavailable: `normalizer` is not a complete subclass of `Normalizer` with a dataclass of options.
     """
     schema, remedy = getattr(normalizer, "schema", None), f"see {PAGE}"
     if not (
@@ -35,15 +36,18 @@ def options_class(normalizer: type) -> type[Options]:
 
 
 class Catalogue(dict[str, type[Options]]):
-    """Options classes by a normalizer's name. A name that is not lm's own is a plugin's, which the look-up imports."""
+    """A catalogue maps a normalizer's name to its class of options. If lm has no normalizer of that name, the look-up
+    imports the plugin of that name.
+    """
 
     def __missing__(self, name: str) -> type[Options]:
+        """Import the plugin `name`, register its normalizer, and return its class of options."""
         plugin = PLUGINS.plugin(str(name), options_class)
         NORMALIZERS[plugin.options] = plugin.implementation
         return plugin.options
 
     def suggestions(self) -> list[str]:
-        """Names of lm's own normalizers and of the installed plugins, for error messages."""
+        """Return the names of lm's own normalizers and of the installed plugins, for error messages."""
         return [*self, *sorted(PLUGINS.installed_plugins())]
 
 
@@ -52,8 +56,8 @@ SINGLE = Catalogue(ENTRIES)  # options of one layer's normalizer
 
 @dataclass
 class Layers(Options):
-    """Options of a normalizer per layer: layer i takes entry i mod len(of) of the list `of`. A configuration may give
-    the list alone.
+    """Each layer has a normalizer of its own: layer i takes entry i mod len(of) of the list `of`. A configuration may
+    give the list alone.
     """
 
     name = "layers"
@@ -66,7 +70,7 @@ class Layers(Options):
     )
 
     def layer_options(self) -> list[Options]:
-        """The options of each normalizer in the list `of`."""
+        """Return the options of each normalizer in the list `of`."""
         return self.of
 
     def label(self) -> str:
@@ -81,8 +85,11 @@ OPTIONS = Catalogue({**SINGLE, Layers.name: Layers})
 
 
 def with_changes(options: Options, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> Options:
-    """Return the options of a trained normalizer, updated from `changes`; keys that are none of its options are
-    ignored. Problems with the new values, at keys below `path`, are appended to `problems`."""
+    """Return the options of a trained normalizer, with the values in `changes`. Keys that are none of its options are
+    ignored.
+
+    Problems with the new values, at keys below `path`, are appended to `problems`.
+    """
     if isinstance(options, Layers):
         return Layers([with_changes(layer, changes, path, problems) for layer in options.of])
     names = {spec.name for spec in fields(type(options))}
@@ -98,7 +105,7 @@ def with_changes(options: Options, changes: Mapping[str, Plain], path: str, prob
 
 
 def swap_arguments(options: Options) -> str:
-    """The arguments of `lm swap --to` that set these options, except `init`. Example: `ssmax
+    """Return the arguments of `lm swap --to` that set these options, except `init`, such as `ssmax
     model.normalizer.bias=true`.
     """
     if isinstance(options, Layers):
@@ -109,8 +116,8 @@ def swap_arguments(options: Options) -> str:
 
 
 def options_from_plain(plain: Mapping[str, Plain]) -> Options | None:
-    """Options made of those in a run folder, `plain`. None for plugins, which are not imported, and if this version of
-    lm rejects them.
+    """Make options from the plain data in a run folder. Return None for a plugin, which is not imported, and for
+    options that this version of lm rejects.
     """
     problems: list[Problem] = []
     options = build(OPTIONS[plain["name"]], plain, "", problems) if plain["name"] in OPTIONS else None
@@ -118,8 +125,11 @@ def options_from_plain(plain: Mapping[str, Plain]) -> Options | None:
 
 
 def label(plain: Mapping[str, Plain]) -> str:
-    """The label of a normalizer from its options in a run folder: its name and the options that differ from their
-    defaults, such as `ssmax (n=sample)`. The label names all options if `options_from_plain` returns None."""
+    """Return the label of a normalizer, given as plain data in a run folder: its name and the options that differ from
+    their defaults.
+
+    An example is `ssmax (n=sample)`. The label lists all options if `options_from_plain` returns None.
+    """
     if plain["name"] == Layers.name:
         return _layers_label(map(label, plain["of"]))
     options = options_from_plain(plain)

@@ -1,4 +1,4 @@
-"""Presets: the configurations, recipes and experiments that come with the package, found by name."""
+"""Finds presets: the configurations, recipes and experiments that come with the package, each with a name."""
 
 import os
 from collections.abc import Iterator
@@ -12,14 +12,16 @@ _SUBFOLDERS = {"experiments": ("experiments", ""), "": ("", "recipes", "models",
 
 
 def folder() -> Path:
-    """The folder of presets: within the installed package, or `configs/` of the clone that the package runs from."""
+    """Return the folder of presets: within the installed package, or `configs/` of the clone that the package runs
+    from.
+    """
     package = Path(lm.__file__).parent
     return next(path for path in (package / "configs", package.parent / "configs") if path.is_dir())
 
 
 def find(argument: str | Path, kind: str = "", parent: str | Path = "") -> Path:
-    """Find the file that a command-line argument names: an existing file, else the preset of that name, else the
-    argument as a path.
+    """Return the path that a command-line argument names: an existing file, else the preset of that name, else the
+    argument itself.
 
     A preset is preferred to a folder of the same name. A preset's name is its path in the folder of presets, e.g.
     `recipes/modern`; the subfolder and `.yaml` may be left out, and `configs/` may stand before it.
@@ -35,12 +37,14 @@ def find(argument: str | Path, kind: str = "", parent: str | Path = "") -> Path:
 
 
 def is_override(argument: str) -> bool:
-    """Whether a command-line argument is an override `key=value`: it has a `=`, and no file or folder has this path."""
+    """Return whether a command-line argument is an override `key=value`: it contains `=`, and no file or folder has
+    this path.
+    """
     return "=" in argument and not os.path.exists(os.path.expanduser(argument))
 
 
 def names() -> Iterator[tuple[str, str]]:
-    """Yield (name, description) of each preset; the description is the first sentence of the comment on its file's
+    """Yield (name, description) of each preset. The description is the first sentence of the comment on its file's
     first line.
     """
     root = folder()
@@ -51,8 +55,8 @@ def names() -> Iterator[tuple[str, str]]:
 
 
 def suggestion(path: Path) -> str:
-    """A hint for the error that `path` does not exist: the most similar name, else the command that
-    lists presets.
+    """Return a hint for the error that `path` does not exist: the most similar name, else the command that lists
+    presets.
     """
     files = [str(file) for file in path.parent.glob("*.yaml")]
     known_names = [*files, *(form for name, _ in names() for form in (name, name.rpartition("/")[2]))]

@@ -1,4 +1,6 @@
-"""The keys in words: docs/config.md, the options of one normalizer, and the JSON Schema (draft 2020-12) for editors."""
+"""Describes configuration keys for users: docs/config.md, the options of one normalizer, and the JSON Schema (draft
+2020-12) for editors.
+"""
 
 import functools
 import types
@@ -16,14 +18,15 @@ from lm.plain import Plain, default_of, join_path, to_plain, type_name
 
 @functools.cache
 def reference(schema: type, path: str = "") -> tuple[tuple[str, str, str, str], ...]:
-    """Return rows (key path, type, default, description) of the keys of `schema`, in order. Each dataclass is described
-    once, and a key that several choices share has one row, e.g. `optimizer[adamw, muon].eps`.
+    """Return a row (key path, type, default, description) for each key of `schema`, in order.
+
+    Each dataclass is described once. A key that several choices share has one row, e.g. `optimizer[adamw, muon].eps`.
     """
     return tuple(_rows(schema, path, {}))
 
 
 def _rows(schema: type, path: str, described: dict[type, str]) -> Iterator[tuple[str, str, str, str]]:
-    """Yield the rows of `reference`. `described`: the path at which each dataclass was described."""
+    """Yield the rows of `reference`. `described` maps each dataclass that has been described to its path."""
     for spec in fields(schema):
         if not spec.metadata.get("by_user", True):
             continue
@@ -57,7 +60,9 @@ def _rows(schema: type, path: str, described: dict[type, str]) -> Iterator[tuple
 
 
 def description(name: str) -> list[str]:
-    """Lines on one normalizer: formula, learned parameters, source, published figures, and an option a line."""
+    """Return lines of text on one normalizer: its formula, learned parameters, source and published figures, and a line
+    for each option.
+    """
     entry = ENTRIES[name]
     facts = {
         "weights": entry.full_formula,
@@ -115,7 +120,9 @@ OUTSIDE_NAME: Schema = {"type": "string", "pattern": ":"}  # the name of a plugi
 
 
 def configuration_schema() -> Schema:
-    """Return the JSON Schema of a configuration file, each block under `$defs`, without contradictions between keys."""
+    """Return the JSON Schema of a configuration file, with each block under `$defs`. It has no rules between several
+    keys.
+    """
     definitions: dict[str, Schema] = {}
     root = _block(Config, definitions)
     base = {"anyOf": [{"type": "string"}, {"type": "array"}], "description": "files whose keys these are laid on"}
@@ -124,7 +131,9 @@ def configuration_schema() -> Schema:
 
 
 def _block(schema: type, definitions: dict[str, Schema]) -> Schema:
-    """Return a reference to the JSON Schema, in `definitions`, of a block whose keys are the fields of `schema`."""
+    """Return a reference to the JSON Schema of a block whose keys are the fields of `schema`, and add that to
+    `definitions`.
+    """
     title = f"{schema.__module__.rpartition('.')[2]}.{schema.__name__}"
     if title not in definitions:
         definitions[title] = {}  # for a block that contains itself
@@ -136,7 +145,9 @@ def _block(schema: type, definitions: dict[str, Schema]) -> Schema:
 
 
 def _value(spec: Field, definitions: dict[str, Schema]) -> Schema:
-    """Return the JSON Schema of a field: of its plain value, or of its block, name, list or map of blocks."""
+    """Return the JSON Schema of the values that a field takes: plain data, or a block, a name, or a list or map of
+    blocks.
+    """
     blocks, default = spec.metadata.get("blocks"), spec.metadata.get("default")
     if not blocks:
         return _type(spec.type, spec.metadata["limits"])
@@ -155,7 +166,9 @@ def _value(spec: Field, definitions: dict[str, Schema]) -> Schema:
 
 
 def _type(hint: type, limits: dict[str, float]) -> Schema:
-    """Return the JSON Schema of a value of type `hint`; its numbers, also in a list or map, must be within `limits`."""
+    """Return the JSON Schema of a value of type `hint`. Its numbers, also those in a list or map, must be within
+    `limits`.
+    """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return {"anyOf": [_type(argument, limits) for argument in arguments]}

@@ -1,5 +1,5 @@
-"""Configuration keys that earlier versions had, with their defaults: the configurations of older runs are read, and
-hashed, as before.
+"""Lists configuration keys that earlier versions had, with their defaults, so that configurations of older runs can be
+read, and keep their hashes.
 """
 
 import re
@@ -73,7 +73,7 @@ _PATTERNS = {re.compile(re.escape(path).replace(r"\*", r"[^.]*")): value for pat
 
 
 def removed_defaults(block_path: str, variant: str, name: str) -> list[Plain]:
-    """Return the former default of a removed key as the only item of a list; [] if lm never had the key.
+    """Return a list with the former default of a removed key; an empty list if lm never had the key.
 
     Args:
         block_path: the path of the key's block, e.g. `data.tasks[0].task`.
@@ -86,13 +86,15 @@ def removed_defaults(block_path: str, variant: str, name: str) -> list[Plain]:
 
 
 def removed_name_advice(name: Plain) -> str:
-    """Return what an error says of a name beside those to choose from: that it has left, or nothing."""
+    """Return the end of an error message if `name` is one that earlier versions had; else an empty text."""
     return "; earlier versions had it, see CHANGELOG.md" if name in REMOVED_NAMES else ""
 
 
 def hashed_defaults(plain: Plain, path: str = "") -> Iterator[tuple[str, Plain]]:
-    """Yield path and default of each key that blocks of a configuration (plain data) had in 0.11.0, and have no more.
-    The hash of a configuration counts them, so that runs keep their names.
+    """Yield the path and default of each key that blocks of a configuration (plain data) had in version 0.11.0 and have
+    no more.
+
+    The hash of a configuration counts these keys, so that runs keep their names.
     """
     if isinstance(plain, dict):
         block = re.sub(r"\[\d+\]", "[]", path)
@@ -108,7 +110,7 @@ def hashed_defaults(plain: Plain, path: str = "") -> Iterator[tuple[str, Plain]]
 def without_removed(plain: Plain, path: str = "") -> Plain:
     """Return the configuration (plain data) of an older run without removed keys that have their former defaults.
 
-    Removed keys of `log` and removed loggers, which change no result, are left out whatever they were.
+    Removed keys of `log` and removed loggers, which change no result, are left out whatever their values.
     """
     if isinstance(plain, list):
         return [without_removed(item, f"{path}[]") for item in plain if path != "log.to" or item not in REMOVED_LOGGERS]

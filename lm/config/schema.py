@@ -1,8 +1,9 @@
-"""Dataclasses as configuration schemas: built with strict checks from plain data (values, lists and maps, as in YAML).
+"""Builds dataclasses from plain data (values, lists and maps, as in YAML), with strict checks. Each dataclass describes
+a block of keys.
 
-The fields of a schema are made by `key` (a value), `section` (blocks described by a dataclass) and `variant` (blocks
-whose `name` selects a dataclass). A field for blocks has the metadata `blocks`, {name: dataclass}, where the name is ""
-if there is no choice, and `default`.
+`key` makes a field for a value, `section` a field for blocks of one dataclass, `variant` one for blocks whose `name`
+selects a dataclass. A field for blocks has the metadata `default` and `blocks`. `blocks` maps names to dataclasses;
+where there is no choice, the only name is "".
 """
 
 import difflib
@@ -24,7 +25,9 @@ BOUNDS = {"gt": (">", operator.gt), "ge": (">=", operator.ge), "lt": ("<", opera
 
 @functools.cache  # each configuration needs the fields of a class many times
 def fields(schema: type) -> tuple[Field, ...]:
-    """Return a dataclass's fields; `type` is a type, not text, even under `from __future__ import annotations`."""
+    """Return a dataclass's fields. Their `type` is a type, not text, even under `from __future__ import
+    annotations`.
+    """
     specs, hints = declared_fields(schema), typing.get_type_hints(schema)
     for spec in specs:
         spec.type = hints[spec.name]
@@ -33,7 +36,7 @@ def fields(schema: type) -> tuple[Field, ...]:
 
 @dataclass(frozen=True)
 class Effect:
-    """What a key affects, whether a resumed run may change it, and the commands in which it acts. The head of
+    """An effect says what a key affects, whether a resumed run may change it, and in which commands it acts.
     docs/config.md explains the words.
     """
 
@@ -57,11 +60,15 @@ def variant(
     omit_default: bool = False,
     by_user: bool = True,
 ):
-    """Make a field for a block whose `name` selects a dataclass in `table`; a name alone means all defaults.
+    """Make a field for a block whose `name` selects a dataclass in `table`. A configuration that gives a name alone
+    takes all defaults.
 
-    With `default` None the field may be null. With a list or a dict, the field is a list of such blocks, or {name
-    chosen by the user: block}. `effect` and `omit_default` mean what they mean in `key`. If not `by_user`, lm alone
-    sets it.
+    The default is a name; None, then the field may be null; a list, then the field is a list of such blocks; or a dict,
+    then it maps names that the user chooses to such blocks.
+
+    Args:
+        effect, omit_default: as in `key`.
+        by_user: whether users may set the key; False: lm alone sets it.
     """
     is_one = not isinstance(default, list | dict)
     make_default = (lambda: None if default is None else table[default]()) if is_one else default.copy
@@ -71,7 +78,7 @@ def variant(
 
 
 def section(schema: type, help: str, effect: DeclaredEffect = None, *, default: Default = "", by_user: bool = True):
-    """Make a field for a nested block, which `schema` describes.
+    """Make a field for a nested block, which the dataclass `schema` describes.
 
     With `default` None the block is null (off) until one of its keys is given. With a list as `default`, the field
     holds a list of blocks.
@@ -82,7 +89,8 @@ def section(schema: type, help: str, effect: DeclaredEffect = None, *, default: 
 def fields_at(schema: type, path: str) -> list[Field]:
     """Return the fields along a dotted path such as `a[0].b`, the outermost first; [] if there is no such key.
 
-    They end at a field of plain data, or at a choice of blocks of which none has the next name, as a plugin's may.
+    The list ends early at a field of plain data, and at a choice of blocks if none of them has the next name: a
+    plugin's block may have it.
     """
     specs, schemas, is_choice = [], [schema], False
     for name in path.split("."):
@@ -97,10 +105,10 @@ def fields_at(schema: type, path: str) -> list[Field]:
 
 
 def effect(schema: type, path: str) -> Effect | None:
-    """Return the effect of the key at the dotted `path`; None if `schema` has no such key. A place within a key's plain
-    data has the key's effect, an option of a plugin its block's.
+    """Return the effect of the key at the dotted `path`; None if `schema` has no such key.
 
-    A field that declares `affects` without `on_resume` has `same` for model, training and seed, else `free`.
+    A path into a key's plain data has the key's effect. An option of a plugin has its block's effect. A field that
+    declares `affects` without `on_resume` has `same` for model, training and seed, else `free`.
     """
     specs, declared = fields_at(schema, path), {}
     for changes in (spec.metadata["effect"] or {} for spec in specs):
@@ -111,9 +119,13 @@ def effect(schema: type, path: str) -> Effect | None:
 
 
 def build(schema: type, data: Plain, path: str, problems: list[Problem], choices: Blocks | None = None):
-    """Return an instance of `schema` made from plain `data` at `path`; append what is wrong to `problems`. For advice,
-    `choices` are the {name: dataclass} from which the block's name selected `schema`. Keys in the attribute `required`
-    of `schema` must be given, without empty items.
+    """Return an instance of `schema` made from plain `data`, and append each problem of a single key to `problems`.
+
+    Keys in the attribute `required` of `schema` must be given, without empty items.
+
+    Args:
+        path: the block's path, which begins the paths of problems.
+        choices: {name: dataclass} from which the block's name selected `schema`, for advice on keys of other choices.
     """
     specs, values = {spec.name: spec for spec in fields(schema)}, {}
     if not isinstance(data, Mapping):
@@ -138,7 +150,9 @@ def build(schema: type, data: Plain, path: str, problems: list[Problem], choices
 
 
 def _key_advice(schema: type, name: str, choices: Blocks, path: str) -> str:
-    """Return advice on an unknown key of the block at `path`: other choices of it, or blocks within it, may have it."""
+    """Return advice on the unknown key `name` of the block at `path`: where a key of this name, or a similar one,
+    exists.
+    """
     if ":" in name:
         return "write a space after the colon"
     if owners := [choice for choice, options in choices.items() if fields_at(options, name)]:
@@ -152,7 +166,9 @@ def _key_advice(schema: type, name: str, choices: Blocks, path: str) -> str:
 
 
 def _paths(schema: type) -> Iterator[str]:
-    """Yield the path of each key of `schema` that a user may set, and of those in blocks, but for lists and maps."""
+    """Yield the path of each key of `schema` that a user may set. Keys of nested blocks count, those in lists and maps
+    of blocks do not.
+    """
     for spec in fields(schema):
         yield spec.name
         if not isinstance(spec.metadata.get("default"), list | dict) and spec.metadata.get("by_user", True):
@@ -161,7 +177,7 @@ def _paths(schema: type) -> Iterator[str]:
 
 
 def _field_value(spec: Field, value: Plain, path: str, problems: list[Problem]):
-    """Return the value of a field, made from plain data; MISSING, with a problem appended, if that is wrong."""
+    """Return the value of a field, made from plain data. If that is wrong, append a problem and return MISSING."""
 
     def refuse(reason: str, remedy: str = ""):
         problems.append(Problem(path, value, reason, remedy))
@@ -196,7 +212,9 @@ def limits_text(limits: Mapping[str, float]) -> str:
 
 
 def _block(blocks: Blocks, default: str | None, value: Plain, path: str, problems: list[Problem]):
-    """Return the block made from plain data, a name or keys; MISSING, with a problem appended, if no class is found."""
+    """Return the block made from plain data, a name or keys. If no dataclass has the name, append a problem and return
+    MISSING.
+    """
     if "" in blocks:
         return build(blocks[""], value, path, problems)
     if isinstance(value, list) and "layers" in blocks:
@@ -219,9 +237,11 @@ def _block(blocks: Blocks, default: str | None, value: Plain, path: str, problem
 
 
 def build_named(table: Blocks, value: Plain, path: str, default: str | None = None):
-    """Return the block that `value`, a name or a block with a name (else `default`), selects from `table`.
+    """Return the block that `value`, a name or a block with a name, selects from `table`. Without a name, `default` is
+    taken.
 
-    Raises ConfigError: all problems of single keys, at paths below `path`, else all that the block reports itself.
+    Raises ConfigError: one message lists all problems of single keys, or if there are none, all contradictions between
+    the block's keys.
     """
     problems: list[Problem] = []
     block = _block(table, default, value, path, problems)
@@ -231,7 +251,9 @@ def build_named(table: Blocks, value: Plain, path: str, default: str | None = No
 
 
 def cross_key_problems(block, path: str = "") -> list[Problem]:
-    """Return what the methods `problems`, for rules on several keys, of `block` and all blocks in it report."""
+    """Return the problems that concern several keys of `block`, or of a block within it. The methods `problems` of the
+    dataclasses report them.
+    """
     reported = getattr(block, "problems", list)()
     problems = [replace(problem, path=join_path(path, problem.path)) for problem in reported]
     for spec in fields(type(block)):

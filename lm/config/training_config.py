@@ -1,4 +1,4 @@
-"""The keys of `optim`, `phases`, `trainer` and `log`: the options of training."""
+"""Keys of the blocks `optim`, `phases`, `trainer` and `log`: the options of training."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -16,20 +16,20 @@ from lm.errors import Problem
 
 @dataclass
 class ConstantRate:
-    """A learning rate that stays at its peak after warm-up."""
+    """The learning rate stays at its peak after warm-up."""
 
     name: ClassVar[str] = "constant"
 
     def factor(self, step: int, warmup_steps: int, max_steps: int) -> float:
-        """Learning rate of a step after warm-up, as a fraction of the peak; `step` is counted from 0 at the start of
-        the run.
+        """Return the learning rate of a step after warm-up, as a fraction of the peak; `step` is counted from 0 at the
+        start of the run.
         """
         return 1.0
 
 
 @dataclass
 class CosineRate:
-    """A learning rate that decays along half a cosine, from the peak to `final_fraction` of the peak."""
+    """The learning rate decays along half a cosine, from the peak to `final_fraction` of the peak."""
 
     name: ClassVar[str] = "cosine"
     final_fraction: float = key(0.1, "final learning rate, as a fraction of the peak", ge=0, le=1)
@@ -41,8 +41,8 @@ class CosineRate:
 
 @dataclass
 class WSDRate:
-    """A learning rate that stays at its peak after warm-up, then decays linearly over the last fraction
-    `decay_fraction` of the steps.
+    """The learning rate warms up, stays at its peak, and decays linearly in the last steps, a fraction `decay_fraction`
+    of all (WSD).
     """
 
     name: ClassVar[str] = "wsd"
@@ -64,28 +64,29 @@ class Optimizer:
 
 @dataclass
 class AdamW(Optimizer):
-    """AdamW, arXiv 1711.05101."""
+    """AdamW (arXiv 1711.05101) updates all parameters."""
 
     name: ClassVar[str] = "adamw"
     beta1: float = key(0.9, "decay of the first moment", ge=0, lt=1)
     beta2: float = key(0.95, "decay of the second moment", ge=0, lt=1)
     eps: float = key(1e-8, "added to the root of the second moment", gt=0)
     weight_decay: float = key(
-        0.1, "weight decay of matrices, embedding and head, times the learning rate; of all others: optim.groups", ge=0
+        0.1, "weight decay, times the learning rate, of matrices, embedding and head; optim.groups sets others", ge=0
     )
 
 
 @dataclass
 class Muon(AdamW):
-    """Muon (kellerjordan.github.io/posts/muon) for each projection in the group `matrices`, and AdamW, with AdamW's
-    options, for all other parameters."""
+    """Muon (kellerjordan.github.io/posts/muon) updates each projection in the group `matrices`. AdamW, with the options
+    of `AdamW`, updates all other parameters.
+    """
 
     name: ClassVar[str] = "muon"
-    momentum: float = key(0.95, "decay of the mean of gradients that is orthogonalised", ge=0, lt=1)
+    momentum: float = key(0.95, "decay of the gradients' running mean, which is orthogonalised", ge=0, lt=1)
 
     def relative_rate(self, outputs: int, inputs: int) -> float:
-        """Learning rate of a projection from `inputs` to `outputs` dimensions, as a multiple of its group's learning
-        rate: steps are of about AdamW's size (arXiv 2502.16982).
+        """Return the learning rate of a projection from `inputs` to `outputs` dimensions, as a multiple of its group's
+        learning rate. Its steps are then of about AdamW's size (arXiv 2502.16982).
         """
         return 0.2 * math.sqrt(max(outputs, inputs))
 
@@ -97,6 +98,8 @@ DECAYED_GROUPS = ("matrices", "embedding", "head")
 
 @dataclass
 class Group:
+    """The learning rate and weight decay of one group of parameters."""
+
     lr_factor: float = key(1.0, "multiplies the schedule's learning rate", ge=0)
     weight_decay: float | None = key(
         None, "null: the optimizer's for matrices, embedding and head, 0 for vectors and normalizers", ge=0
@@ -105,7 +108,7 @@ class Group:
 
 @dataclass
 class Groups:
-    """Options for each group of parameters; each trained parameter is in exactly one group."""
+    """The options of each group of parameters; each trained parameter is in exactly one group."""
 
     matrices: Group = section(Group, "parameters of rank 2 and more that are in no other group")
     embedding: Group = section(Group, "embeddings of tokens (also a tied head) and learned positions")
@@ -116,12 +119,14 @@ class Groups:
 
 @dataclass
 class OptimConfig:
+    """The options of the block `optim`: the optimizer, the batch size and the learning rate by step."""
+
     lr: float = key(1e-3, "peak learning rate", {"on_resume": "branch"}, gt=0)
     optimizer: Optimizer = variant(OPTIMIZERS, "adamw", "how gradients become updates")
     groups: Groups = section(Groups, "learning rate and weight decay of groups of parameters")
     grad_clip: float = key(1.0, "largest norm of the gradient; 0: no clipping", ge=0)
     warmup_steps: int = key(
-        100, "steps of linear warm-up; of a shorter run all are", {"on_resume": "branch"}, ge=0, le=10**9
+        100, "steps of linear warm-up; in a shorter run, all steps", {"on_resume": "branch"}, ge=0, le=10**9
     )
     schedule: ConstantRate | CosineRate | WSDRate = variant(
         {v.name: v for v in (ConstantRate, CosineRate, WSDRate)},
@@ -132,8 +137,8 @@ class OptimConfig:
     batch_tokens: int = key(8192, "tokens in one optimizer step, over all devices", ge=2, le=10**9)
 
     def lr_at(self, step: int, max_steps: int) -> float:
-        """Learning rate of the 0-based `step`. Warm-up is linear and ends at the peak; step 0 has the rate lr /
-        warmup_steps.
+        """Return the learning rate of the 0-based `step`. Warm-up is linear and ends at the peak: step 0 has the rate
+        lr / warmup_steps.
         """
         warmup_steps = self.warmup(max_steps)
         factor = (
@@ -142,12 +147,12 @@ class OptimConfig:
         return self.lr * factor
 
     def warmup(self, max_steps: int) -> int:
-        """The number of warm-up steps in a run of `max_steps`."""
+        """Return the number of warm-up steps in a run of `max_steps` steps."""
         return min(self.warmup_steps, max_steps)
 
     def weight_decay(self, group: str) -> float:
-        """The weight decay coefficient of `group`: a step subtracts learning rate x coefficient x weight from each
-        weight.
+        """Return the weight decay coefficient of `group`: a step subtracts learning rate x coefficient x weight from
+        each weight.
         """
         group_decay = getattr(self.groups, group).weight_decay
         optimizer_decay = self.optimizer.weight_decay if group in DECAYED_GROUPS else 0.0
@@ -156,8 +161,8 @@ class OptimConfig:
 
 @dataclass
 class Phase:
-    """A phase of training. When a later phase starts, what has no weights may change and normalizers are swapped; all
-    other state is kept.
+    """A phase is a part of training. A later phase may change the normalizer, the position encoding, the sequence
+    length and the learning rate; it keeps weights and optimizer state.
     """
 
     until: float = key(1.0, "where the phase ends, as a fraction of trainer.max_steps; 1 for the last", gt=0, le=1)
@@ -169,8 +174,8 @@ class Phase:
     )
     seq_len: int | None = key(
         None,
-        "tokens in a training sequence in this phase; null: as in the phase before, in the first data.seq_len. The "
-        "training length, which n, m and evaluations go by, stays data.seq_len",
+        "tokens in a training sequence in this phase; null: as in the phase before, in the first data.seq_len. "
+        "Normalizers and evaluations still take data.seq_len as the training length",
         ge=2,
         le=MAX_SEQ_LEN,
         omit_default=True,
@@ -179,7 +184,7 @@ class Phase:
 
     @property
     def label(self) -> str:
-        """The normalizer, and what else the phase changes, in words."""
+        """Return the normalizer, and what else the phase changes, in words."""
         changes = [
             self.position.label if self.position else "",
             f"sequences of {self.seq_len:,} tokens" if self.seq_len else "",
@@ -196,7 +201,13 @@ COMMANDS = ("train", "eval", "swap", "diagnose")  # the commands that run a mode
 
 
 def outside_problems(key: str, entries: list[str | dict], names: Sequence[str] = ()) -> Iterator[Problem]:
-    """Yield a problem for each of `entries` that is neither one of `names` nor names a class outside lm."""
+    """Yield a problem for each of `entries` that is neither one of `names` nor the import path of a class,
+    `package.module:Class`.
+
+    Args:
+        key: the configuration key that lists the entries, for the problems.
+        entries: names, or blocks with a key `name`.
+    """
     for entry in entries:
         name = entry.get("name") if isinstance(entry, dict) else entry
         if name not in names and not (isinstance(name, str) and all(name.partition(":"))):
@@ -207,6 +218,8 @@ def outside_problems(key: str, entries: list[str | dict], names: Sequence[str] =
 
 @dataclass
 class TrainerConfig:
+    """The options of the block `trainer`: steps, devices, precision, checkpoints and callbacks."""
+
     max_steps: int | None = key(
         1000,
         "optimizer steps; null: as tokens_per_parameter says",
@@ -216,16 +229,16 @@ class TrainerConfig:
     )
     tokens_per_parameter: float | None = key(
         None,
-        "in place of max_steps, which a run records: tokens a parameter (those of normalizers aside); the last given "
-        "of the two counts",
+        "in place of max_steps: training tokens per parameter, normalizers' parameters not counted; of the two keys, "
+        "the last given counts",
         gt=0,
         le=10**6,
     )
     accelerator: Literal["auto", "cpu", "gpu"] = key("auto", "`auto`: the GPU if there is one", {"acts_in": COMMANDS})
-    devices: int = key(1, "processes on this machine, one a device (DDP)", ge=1, le=1024)
+    devices: int = key(1, "processes on this machine, one for each device (DDP)", ge=1, le=1024)
     num_nodes: int = key(1, "machines", ge=1, le=10**4)
     micro_batch: int | None = key(
-        None, "sequences in one forward pass; null: as many as give at most 16,384 tokens", ge=1, le=10**6
+        None, "sequences in one forward pass; null: as many as have at most 16,384 tokens", ge=1, le=10**6
     )
     precision: Literal["auto", 32, "bf16-mixed"] = key(
         "auto",
@@ -234,12 +247,12 @@ class TrainerConfig:
     )
     compile: Literal["auto", True, False] = key(
         "auto",
-        "torch.compile; `auto`: when the run, or its experiment, is long enough to repay it",
+        "torch.compile; `auto`: if the run, or its experiment, is long enough to gain time",
         {"affects": "numerics"},
     )
     activation_checkpointing: bool = key(
         False,
-        "keep no activations but the inputs of blocks for the backward pass, which computes them again: less memory, "
+        "keep only the inputs of layers for the backward pass, which computes other activations again: less memory, "
         "more time",
         omit_default=True,
     )
@@ -253,24 +266,27 @@ class TrainerConfig:
     checkpoint_every: int | None = key(None, "steps between checkpoints; null: ten a run", ge=1, le=10**9)
     keep_checkpoints: int = key(
         2,
-        "how many of the last to keep, beside the best (lowest selection loss) and those at phases' ends",
+        "number of last checkpoints to keep, beside the best (lowest selection loss) and those at phases' ends",
         ge=1,
         le=10**6,
     )
     callbacks: list[str | dict] = key(
         [],
-        "Lightning's Callbacks of your own, each package.module:Class or {name: package.module:Class, OPTION: VALUE}; "
-        "what they give to self.log is in metrics.jsonl and can decide an experiment",
+        "your own Lightning Callbacks, each package.module:Class or {name: package.module:Class, OPTION: VALUE}; what"
+        " they give to self.log is in metrics.jsonl and can decide an experiment",
         {"affects": "training", "on_resume": "free"},
         omit_default=True,
     )
 
     def problems(self) -> Iterator[Problem]:
+        """Yield a problem for each entry of `callbacks` that names no class."""
         yield from outside_problems("callbacks", self.callbacks)
 
 
 @dataclass
 class LogConfig:
+    """The options of the block `log`: which metrics are logged when and where, and how progress is shown."""
+
     every: int = key(10, "steps between logged metrics", ge=1, le=10**9)
     wandb: Literal["auto", "online", "offline", "disabled"] = key(
         "auto", "`auto`: online with credentials, else offline, or in an experiment disabled"
@@ -284,12 +300,13 @@ class LogConfig:
 
     @property
     def outside_loggers(self) -> list[str | dict]:
-        """The loggers from outside among `to`."""
+        """Return the entries of `to` that name classes: loggers other than wandb."""
         return [entry for entry in self.to if entry != "wandb"]
 
     def problems(self) -> Iterator[Problem]:
+        """Yield a problem for each entry of `to` that is neither `wandb` nor names a class."""
         yield from outside_problems("to", self.to, ["wandb"])
 
     def is_due(self, step: int, max_steps: int) -> bool:
-        """Whether metrics are logged after optimizer step `step` (1-based)."""
+        """Return whether metrics are logged after optimizer step `step`, 1-based."""
         return step % self.every == 0 or step in (1, max_steps)

@@ -1,4 +1,4 @@
-"""The configuration as a tree of dataclasses, its canonical form, and the effect of each key.
+"""Defines the configuration of a run as a tree of dataclasses, its canonical form, and the effect of each key.
 
 `lm.config.load` reads and checks configurations.
 """
@@ -21,21 +21,23 @@ from lm.plain import Plain, flatten, to_plain
 
 @dataclass
 class ExperimentConfig:
-    """Experiment, arm, size, stage and rate of a run of `lm compare`, which sets these keys; null in runs of other
-    commands.
+    """The options of the block `experiment`, which `lm compare` sets in each run: the run's experiment, arm, size,
+    stage and learning rate. They are null in runs of other commands.
     """
 
     name: str | None = key(None, "name of the experiment")
     arm: str | None = key(None, "arm of the run")
-    size: str | None = key(None, "size of the run; null where the experiment has one")
+    size: str | None = key(None, "size of the run's model; null if the experiment has one size")
     stage: Literal["tune", "final"] | None = key(
         None, "`tune`: the run helps to choose a learning rate; `final`: it is judged"
     )
-    rate: float | None = key(None, "value of the tuned key, of a run of a tuned experiment")
+    rate: float | None = key(None, "value of the key that the experiment tunes")
 
 
 @dataclass
 class Config:
+    """The configuration of a run."""
+
     name: str = key("", "name of the run; empty: the first configuration file's name, or `run`", {"affects": "label"})
     runs: str = key("runs", "folder that holds the run folders", {"affects": "label"})
     resume: str = key(
@@ -64,7 +66,7 @@ class Config:
     model: ModelConfig = section(ModelConfig, "the decoder", {"affects": "model"})
     phases: list[Phase] = section(
         Phase,
-        "swap the normalizer during training; empty: `model.normalizer` throughout",
+        "parts of training, with a normalizer each; empty: `model.normalizer` throughout",
         {"on_resume": "ahead"},
         default=[],
     )
@@ -77,7 +79,7 @@ class Config:
     )
     experiment: ExperimentConfig = section(
         ExperimentConfig,
-        "the place of the run in an experiment",
+        "the experiment and arm that the run belongs to",
         {"affects": "label", "acts_in": ("train", "swap")},
         by_user=False,
     )
@@ -85,22 +87,25 @@ class Config:
 
     @property
     def run_folder(self) -> Path:
+        """Return the folder that the run is written to."""
         return expand_home(self.runs) / self.name
 
     @property
     def world_size(self) -> int:
-        """The number of processes on all machines together."""
+        """Return the number of processes on all machines together."""
         return self.trainer.devices * self.trainer.num_nodes
 
     @property
     def rank_sequences(self) -> int:
-        """The number of sequences that each process sees in one optimizer step."""
+        """Return the number of sequences that each process sees in one optimizer step."""
         return self.optim.batch_tokens // (self.data.seq_len * self.world_size)
 
     @property
     def micro_batch(self) -> int:
-        """Sequences in one forward pass: `trainer.micro_batch`, or if that is null the largest divisor of
-        `rank_sequences` that gives at most 16,384 tokens, at least 1."""
+        """Return the number of sequences in one forward pass: `trainer.micro_batch`, or a default if that is null.
+
+        The default is the largest divisor of `rank_sequences` that gives at most 16,384 tokens, at least 1.
+        """
         max_sequences = max(1, 16384 // self.data.seq_len)
         divisors = [
             size for size in range(1, min(self.rank_sequences, max_sequences) + 1) if self.rank_sequences % size == 0
@@ -109,45 +114,52 @@ class Config:
 
     @property
     def checkpoint_every(self) -> int:
-        """Steps between checkpoints: `trainer.checkpoint_every`, or a tenth of the run if null."""
+        """Return the number of steps between checkpoints: `trainer.checkpoint_every`, or a tenth of the run if that is
+        null.
+        """
         return self.trainer.checkpoint_every or max(1, self.trainer.max_steps // 10)
 
     @property
     def validation_every(self) -> int:
-        """Steps between validations: `eval.every`, or a twentieth of the run if null."""
+        """Return the number of steps between validations: `eval.every`, or a twentieth of the run if that is null."""
         return self.eval.every or max(1, self.trainer.max_steps // 20)
 
     @property
     def plan(self) -> list[Phase]:
-        """The phases of training: the key `phases`, or if it is empty a single phase with `model.normalizer`."""
+        """Return the phases of training: the key `phases`, or if that is empty a single phase with
+        `model.normalizer`.
+        """
         return self.phases or [Phase(1.0, self.model.normalizer)]
 
     @property
     def normalizer_names(self) -> set[str]:
+        """Return the names of the normalizers of all layers and phases."""
         return {options.name for phase in self.plan for options in phase.normalizer.layer_options()}
 
     @property
     def phase_ends(self) -> list[int]:
-        """The number of optimizer steps done by the end of each phase of `plan`."""
+        """Return the number of optimizer steps that are done at the end of each phase of `plan`."""
         return [round(phase.until * self.trainer.max_steps) for phase in self.plan]
 
     def phase_at(self, step: int) -> int:
-        """Index in `plan` of the phase in which training is after `step` steps; after all steps, the last index."""
+        """Return the index in `plan` of the phase in which training is after `step` steps; after all steps, the last
+        index.
+        """
         return min(bisect_right(self.phase_ends, step), len(self.plan) - 1)
 
     def model_in(self, phase: int) -> ModelConfig:
-        """The decoder in a phase. Its training length is `data.seq_len` in all of them."""
+        """Return the options of the decoder in a phase. Its training length is `data.seq_len` in all phases."""
         positions = [entry.position for entry in self.plan[: phase + 1] if entry.position]
         position = positions[-1] if positions else self.model.position
         return replace(self.model, normalizer=self.plan[phase].normalizer, position=position)
 
     def in_phase(self, phase: int) -> "Config":
-        """The configuration with a phase's sequence length in `data.seq_len`, for what is read in training."""
+        """Return the configuration with a phase's sequence length in `data.seq_len`, by which training reads data."""
         lengths = [entry.seq_len for entry in self.plan[: phase + 1] if entry.seq_len]
         return replace(self, data=replace(self.data, seq_len=lengths[-1])) if lengths else self
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of optimizer step `step` (0-based), with the factor of its phase."""
+        """Return the learning rate of optimizer step `step`, 0-based, with the factor of its phase."""
         return self.optim.lr_at(step, self.trainer.max_steps) * self.plan[self.phase_at(step)].lr_factor
 
 
@@ -155,8 +167,8 @@ class Config:
 
 
 def canonical(config: dict[str, Plain]) -> dict[str, Plain]:
-    """Return a configuration (plain data, as in config.yaml) in a form in which configurations of one model have equal
-    `model` blocks.
+    """Return a configuration (plain data, as in config.yaml) in a canonical form: configurations of one model have
+    equal `model` blocks.
 
     Null keys of `model` get the values that they stand for. Removed keys at their former defaults are left out. No
     plugin is imported; the `model` block of an invalid configuration is returned unchanged.
@@ -184,7 +196,7 @@ def canonical(config: dict[str, Plain]) -> dict[str, Plain]:
 
 
 def differences(config_a: dict[str, Plain], config_b: dict[str, Plain]) -> dict[str, tuple[Plain, Plain]]:
-    """Map each dotted key in which two configurations (plain data) differ to its value in each; None where a key is
+    """Map each dotted key in which two configurations (plain data) differ to its two values; None where a key is
     absent.
 
     A key written alike in both, e.g. `head_size: null`, is left out, even if another key such as `n_embd` changes its
@@ -210,22 +222,23 @@ def differences(config_a: dict[str, Plain], config_b: dict[str, Plain]) -> dict[
 
 @lru_cache(maxsize=2**14)  # a report of many runs asks for the same keys of each
 def effect_of(path: str) -> Effect:
-    """The `Effect` of the key at a dotted path: what it affects, in which commands. A key unknown to this version
-    affects training.
+    """Return the effect of the key at a dotted path: what it affects, and in which commands. A key unknown to this
+    version affects training.
     """
     return effect(Config, path) or Effect()
 
 
 def distinguishes_arms(path: str) -> bool:
-    """Whether the key at `path`, unless it is a seed, affects the weights that a run learns. Runs that differ in such a
-    key belong to different arms."""
+    """Return whether the key at `path` affects the weights that a run learns; False for a seed. Runs that differ in
+    such a key belong to different arms.
+    """
     return effect_of(path).affects in ("model", "training", "numerics")
 
 
 @lru_cache(maxsize=1)
 def recorded_per_start() -> tuple[str, ...]:
-    """Paths of keys that distinguish arms and may change on resume; environment.json records their values at each start
-    of a run.
+    """Return the paths of keys that distinguish arms and may change on resume. environment.json records their values at
+    each start of a run.
     """
     paths = flatten(to_plain(Config(), whole=True))
     return tuple(path for path in paths if distinguishes_arms(path) and effect_of(path).on_resume == "free")
@@ -233,6 +246,7 @@ def recorded_per_start() -> tuple[str, ...]:
 
 def function_options(model: ModelConfig) -> dict[str, Plain]:
     """Return {dotted path within `model`: value} of the options that determine which function a model's weights
-    compute. The values are those that `canonical` gives."""
+    compute. The values are those that `canonical` gives.
+    """
     plain = canonical({"model": to_plain(model)})["model"]
     return {path: value for path, value in flatten(plain).items() if effect_of(f"model.{path}").affects == "model"}

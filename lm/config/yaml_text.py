@@ -1,5 +1,7 @@
-"""Converts YAML text to plain data and back, and resolves interpolations `${...}`, by OmegaConf, for configuration
-files and override values. Size, depth and expansion of a text are bounded, since texts of strangers are read, too.
+"""Converts YAML text to plain data and back, and resolves interpolations `${...}` with OmegaConf, for configuration
+files and override values.
+
+Size, depth and expansion of a text are bounded, since a text may come from a stranger.
 """
 
 import math
@@ -30,7 +32,7 @@ _LOADER.add_implicit_resolver(_INT, re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes text that OmegaConf and other readers read back: texts that look like numbers or dates are quoted, and no
+    """Writes YAML that OmegaConf and other readers read back: texts that look like numbers or dates are quoted, and no
     value is an alias.
     """
 
@@ -40,6 +42,7 @@ class _Dumper(yaml.SafeDumper):
     }
 
     def ignore_aliases(self, data: object) -> bool:
+        """Return True: every value is written in full."""
         return True
 
     def text(self, text: str) -> yaml.ScalarNode:
@@ -51,7 +54,7 @@ class _Dumper(yaml.SafeDumper):
         )
 
     def other(self, value: object) -> yaml.Node:
-        """Return the YAML node of a mapping, a path or a NumPy number, which another program gave."""
+        """Return the YAML node of a mapping, a path or a NumPy number."""
         if isinstance(value, Mapping):
             return self.represent_dict(value)
         if isinstance(value, os.PathLike):
@@ -114,12 +117,11 @@ def override(key: str, value: object) -> str:
 
 
 def resolve_interpolations(plain: dict[str, Plain]) -> dict[str, Plain]:
-    """Resolve the interpolations `${...}` in the values of `plain`, a configuration that a user wrote, and return the
-    new configuration. A value `???` must have been replaced.
+    """Return `plain`, a configuration that a user wrote, with the interpolations `${...}` in its values resolved.
 
     Configurations of checkpoints and exports are never resolved: `${...}` could read the user's environment variables.
 
-    Raises ConfigError: a value is missing, or an interpolation can't be resolved.
+    Raises ConfigError: an interpolation can't be resolved, or a value is `???`, which must be replaced.
     """
     if not re.search(r"\$\{|\?{3}", str(plain)):  # OmegaConf takes several times as long as all that follows
         return plain
