@@ -1,1 +1,3 @@
-"""From text to sequences of tokens: sources, tokenizer, token store, and the order in which a run reads the store."""
+"""This package turns text into sequences of tokens: sources, tokenizer, token store, and the order in which a run reads
+the store.
+"""

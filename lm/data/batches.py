@@ -1,10 +1,10 @@
-"""Makes the batches that a run reads. The global batch of step t is a pure function of the store, the configuration,
-the seed and t.
+"""Makes the batches that a run reads. The global batch of step t is a function of the store, the configuration, the
+seed and t alone.
 
 World size, workers, micro-batch and restarts do not change the batch, so a run that resumes needs no data state but t.
-The sequence length (lm/config/data_config.py) and each sequence's source or task are functions of store, configuration,
-seed and t, too. A batch consists of slots, numbered over all steps of a run. A slot has `seq_len` tokens: one sequence
-or several shorter ones.
+The sequence length and each sequence's source or task are functions of store, configuration, seed and t, too. A batch
+consists of slots, numbered over all steps of a run. A slot has `seq_len` tokens: one sequence or several shorter ones.
+A stream, of a source or a task, fills slots with sequences.
 """
 
 import signal
@@ -33,16 +33,15 @@ _SAMPLER_SEED, _SOURCE_SEED, _LENGTH_SEED = 2**61, 2**62, 2**63
 
 
 def group_indices(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return two int64 arrays (sum of `counts`,) for items in groups of sizes `counts`: each item's group, and its
-    index in the group.
+    """Return each item's group, and its index in the group, for items in consecutive groups of sizes `counts`: two
+    int64 arrays, (sum of `counts`,).
     """
     group = np.repeat(np.arange(len(counts)), counts)
     return group, np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def assign_slots(weights: Sequence[float], seed_words: tuple[int, ...], slots: np.ndarray) -> np.ndarray:
-    """Assign `slots` (k,) of a run (see the module) to streams (sources or tasks) at random, in proportion to the
-    streams' weights.
+    """Assign `slots` (k,) of a run to streams (sources or tasks) at random, in proportion to the streams' weights.
 
     Returns int64 (2, k): each slot's stream index, and the slot's number (from 0) within this stream.
 
@@ -67,7 +66,7 @@ def assign_slots(weights: Sequence[float], seed_words: tuple[int, ...], slots: n
 
 @lru_cache(maxsize=64)
 def _assignment_of_block(weights: tuple[float, ...], seed_words: tuple[int, ...], first_slot: int) -> np.ndarray:
-    """Return `assign_slots` for `SLOTS_PER_BLOCK` slots from `first_slot` on."""
+    """Return what `assign_slots` returns for the `SLOTS_PER_BLOCK` slots from `first_slot` on."""
     # Time is counted in slots: before time t, t slots are due, to within one per stream. Draw all due times from
     # `begin` to `end`.
     begin, end = first_slot - len(weights) - 1, first_slot + SLOTS_PER_BLOCK + len(weights) + 1
@@ -124,6 +123,7 @@ class Batch(NamedTuple):
         return cls(tokens, targets, positions, first)
 
     def to(self, device: torch.device) -> "Batch":
+        """Return the batch with its tensors on `device`."""
         return self._replace(**{name: x.to(device) for name, x in self._asdict().items() if isinstance(x, Tensor)})
 
 
@@ -131,14 +131,14 @@ class Batch(NamedTuple):
 
 
 class TextStream:
-    """Reads sequences from one source's text, the `n_tokens` tokens of a split from index `first` on, whose end is
-    joined to their start.
+    """Reads sequences from one source's text: the `n_tokens` tokens of a split from index `first` on. The text is read
+    as a circle, whose end is followed by its start.
 
-    Every document begins with the end-of-text token, so the joint is a border of documents. Each epoch cuts this
+    Every document begins with the end-of-text token, so the end is followed by a new document. Each epoch cuts the
     circle, from a random token on, into `sequences_per_epoch` sequences of `seq_len` + 1 tokens, and reads them in a
     random order. A sequence's last token is the next sequence's first. In each epoch every token is a target once,
-    except fewer than `seq_len` tokens after the last sequence.
-    `lm.data.prepare.check_sequences` checks that the text has more than `seq_len` tokens.
+    except fewer than `seq_len` tokens after the last sequence. `lm.data.prepare.check_sequences` checks that the text
+    has more than `seq_len` tokens.
     """
 
     def __init__(self, split: Split, first: int, n_tokens: int, seq_len: int, seed_words: tuple[int, ...]):
@@ -147,7 +147,9 @@ class TextStream:
         self.sequences_per_epoch = n_tokens // seq_len
 
     def starts(self, slots: np.ndarray) -> np.ndarray:
-        """Return where the tokens of each slot of `slots` (k,) begin, counted from token `first`: int64 (k,)."""
+        """Return the index, counted from token `first`, at which the tokens of each slot of `slots` (k,) begin: int64
+        (k,).
+        """
         epochs, sequence_numbers = np.divmod(slots, self.sequences_per_epoch)
         starts = np.empty_like(slots)
         for epoch in np.unique(epochs):
@@ -157,8 +159,9 @@ class TextStream:
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the sequences of `slots` (k,), int64 (k x seq_len / length, length + 1), and a mask of the predictions
-        that count in the loss, all of them, bool (k x seq_len / length, length). A slot has the same text for every
-        `length`.
+        that count in the loss.
+
+        The mask is bool (k x seq_len / length, length), and all true. A slot has the same text for every `length`.
         """
         starts = self.starts(slots)[:, None] + length * np.arange(self.seq_len // length)
         index = (starts.reshape(-1, 1) + np.arange(length + 1)) % self.n_tokens
@@ -168,7 +171,7 @@ class TextStream:
 
 @lru_cache(maxsize=64)
 def _epoch_starts(seed_words: tuple[int, ...], n_tokens: int, seq_len: int) -> np.ndarray:
-    """Return where an epoch's sequences begin, in the order of reading: int64 (n_tokens // seq_len,).
+    """Return the indices at which an epoch's sequences begin, in the order of reading: int64 (n_tokens // seq_len,).
 
     The random order comes from raw PCG64 output, which never changes between NumPy versions (the output of `Generator`
     may).
@@ -178,7 +181,7 @@ def _epoch_starts(seed_words: tuple[int, ...], n_tokens: int, seq_len: int) -> n
 
 
 class TaskStream:
-    """Makes training sequences of a synthetic task, in which only answers count in the loss; two sequences may be equal
+    """Makes training sequences of a synthetic task, in which only answers count in the loss. Two sequences may be equal
     by chance.
 
     Raises TaskError: the task needs sequences of more than `shortest` tokens, has no training contents (keys, numbers),
@@ -190,8 +193,8 @@ class TaskStream:
         example(task, seed, 0, shortest, "train", text)  # raises TaskError before training
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return sequences as `TextStream.read` does, and a mask of the predictions that count in the loss, bool
-        (k x seq_len / length, length).
+        """Return sequences as `TextStream.read` does, and a mask of the predictions that count in the loss, bool (k x
+        seq_len / length, length).
         """
         indices = (slots[:, None] * self.seq_len + np.arange(self.seq_len // length)).ravel()
         examples = [example(self.task, self.seed, int(index), length, "train", self.text) for index in indices]
@@ -204,9 +207,10 @@ class TrainSequences:
     """Makes the global batch of every training step of a run.
 
     Args:
+        data: the options from which it takes the sources' weights, the tasks and the lengths of sequences.
         slots_per_step: slots of `seq_len` tokens in one optimizer step, over all processes.
-        data: the sources' weights, the tasks, and the lengths of sequences. A step has the same text whatever its
-            sequence length. No token is padding.
+
+    A step has the same text whatever its sequence length. No token is padding.
     """
 
     def __init__(self, store: Store, data: DataConfig, slots_per_step: int, seed: int):
@@ -222,6 +226,7 @@ class TrainSequences:
         return self.lengths[assigned[0, 0]]
 
     def _streams(self, seed: int) -> tuple[list[float], list[TaskStream | TextStream]]:
+        """Return the weight of each stream, and the streams: one for each task, then one for each source of text."""
         tasks = [weighted.task for weighted in self.data.tasks]
         weights, streams, text_weight = [weighted.weight for weighted in self.data.tasks], [], self.data.text_weight
         text = Text(self.store) if any(task.vocab_size is None for task in tasks) else None
@@ -238,7 +243,7 @@ class TrainSequences:
         return weights, streams
 
     def batch(self, step: int, first: int = 0, count: int | None = None) -> Batch:
-        """Return the global batch of a step, or only its `count` slots from slot `first` on; sequences have
+        """Return the global batch of a step, or only its `count` slots from slot `first` on. Sequences have
         `length(step)` tokens.
         """
         length, stop = self.length(step), self.slots_per_step if count is None else first + count
@@ -259,7 +264,9 @@ class TrainSequences:
 
 
 def train_sequences(store: Store, config: Config) -> TrainSequences:
-    """Return the training sequences of a configuration. Raises ConfigError: a task can't make its sequences."""
+    """Return the object that makes a configuration's training sequences. Raises ConfigError: a task can't make its
+    sequences.
+    """
     data, slots_per_step = config.data, config.optim.batch_tokens // config.data.seq_len
     try:
         return TrainSequences(store, data, slots_per_step, config.seed if data.seed is None else data.seed)
@@ -271,19 +278,20 @@ def train_sequences(store: Store, config: Config) -> TrainSequences:
 
 
 class TrainLoader(DataLoader[Batch]):
-    """A data loader whose worker processes outlive the signals that stop a run, since the run goes on to the end of its
+    """A data loader whose worker processes ignore the signals that stop a run, since the run goes on to the end of its
     step.
 
-    Workers end by `end_workers`, or at most 5 s (torch's own check) after the process that started them.
+    `end_workers` ends the workers. If the process that started them dies, they end at most 5 s later, by torch's own
+    check.
     """
 
     processes: frozenset[BaseProcess] = frozenset()  # the workers that `__iter__` started last
 
     def __iter__(self) -> Iterator[Batch]:
-        """Start the workers, which inherit that the signals are blocked.
+        """Start the workers while the stop signals are blocked, so that workers inherit the block.
 
-        torch's handler of SIGCHLD is taken away: it would raise the error of a lost worker anywhere, also where a
-        checkpoint is saved. The next batch raises it, too.
+        torch's handler of SIGCHLD is removed: it would raise the error of a lost worker anywhere, also where a
+        checkpoint is saved. The next batch raises this error, too.
         """
         others, handler = {*active_children()}, signal.getsignal(signal.SIGCHLD)
         try:
@@ -294,7 +302,7 @@ class TrainLoader(DataLoader[Batch]):
             self.processes = frozenset({*active_children()} - others)
 
     def check_workers(self) -> None:
-        """Raise RunError if a worker was killed, which makes reading batches fail with one of many errors."""
+        """Raise RunError if a worker was killed. Without this check, reading a batch would raise one of many errors."""
         wait([worker.sentinel for worker in self.processes], timeout=1)
         for worker in self.processes:
             worker.join(0.01)  # a worker that is just ending has no status yet
@@ -307,7 +315,7 @@ class TrainLoader(DataLoader[Batch]):
                 ) from None
 
     def end_workers(self) -> None:
-        """Kill the workers: they ignore SIGTERM, by which torch and Python would end them where an error left them."""
+        """Kill the workers. They ignore SIGTERM, by which torch and Python would end them after an error."""
         for worker in self.processes:
             worker.kill()
 
@@ -340,7 +348,9 @@ def train_loader(
 
 
 def _micro_batch(sequences: TrainSequences, first_slot: int, per_step: int, size: int, index: int) -> Batch:
-    """Return micro-batch `index` of a run, `per_step` a step, cut from the slots from `first_slot` on."""
+    """Return micro-batch `index` of a run for one process. A step has `per_step` micro-batches of `size` slots, cut
+    from the global batch's slots from `first_slot` on.
+    """
     step, number = divmod(index, per_step)
     return sequences.batch(step, first_slot + number * size, size)
 
@@ -364,8 +374,8 @@ def long_starts(split: Split, length: int, limit: int) -> np.ndarray:
     one document.
 
     A document of D tokens holds (D - 1) // length windows side by side in its middle; `limit` windows, evenly spread
-    over all documents' windows, are chosen. Most windows begin inside a document, as training sequences do, so that the
-    loss by position shows the effect of the position and not of documents' beginnings.
+    over all documents' windows, are chosen. Most windows begin inside a document, as training sequences do. So the loss
+    by position shows the effect of the position and not of documents' beginnings.
     """
     offsets = np.asarray(split.offsets)
     spans = np.diff(offsets) - 1

@@ -1,9 +1,10 @@
-"""Builds a token store: scans documents, trains the tokenizer, encodes the text shard by shard, and renames the store's
-folder at the end.
+"""Builds a token store: scans the documents, trains the tokenizer, encodes the text shard by shard, and renames the
+store's folder at the end.
 
-All is written in a hidden folder beside the store. A shard has the tokens of some 64 MB of text; the list of its
-documents that are left out is written last, and shows that the shard is whole. After an interruption the next call
-keeps the tokenizer and the whole shards of the same documents: the store has the same bytes as without interruption.
+All files are written in a hidden folder beside the store. A shard has the tokens of some 64 MB of text. The list of its
+documents that are left out is written last, which marks the shard as complete. After an interruption the next call
+keeps the tokenizer and the complete shards, if the documents are the same. The store then has the same bytes as without
+the interruption.
 """
 
 import json
@@ -100,7 +101,7 @@ Tokenized = tuple[Document, np.ndarray | Unreadable]
 
 @dataclass(frozen=True)
 class Scan:
-    """The result of the first pass over all documents, in the order in which they are read."""
+    """The result of the first pass over all documents. Its arrays are in the order in which documents are read."""
 
     hashes: np.ndarray  # (documents,) uint64
     n_bytes: np.ndarray  # (documents,) int64, UTF-8
@@ -111,7 +112,10 @@ class Scan:
 
 
 def count_unreadable(unreadable: dict[str, Plain], error: Unreadable, on_error: str) -> None:
-    """Count `error`, about a file, document or row that can't be read, or raise it if `data.on_error` is `fail`."""
+    """Count `error`, about a file, document or row that can't be read. If `data.on_error` is `fail`, raise it instead.
+
+    unreadable: the `count` of such errors, and the texts of the `first` ones, which this function updates.
+    """
     if on_error == "fail":
         raise error
     unreadable["count"] += 1
@@ -123,9 +127,8 @@ def build_store(data: DataConfig, spec: dict[str, Plain], target: Path, progress
     """Build the store in the folder `target`, or finish an interrupted preparation. The manifest begins with the
     entries of `spec`.
 
-    Raises:
-        DataError: a source is too small, changed meanwhile or can't be read. If a shard is whole, the hidden folder
-            stays, and the next call continues.
+    Raises DataError: a source is too small, changed meanwhile or can't be read. If a shard is complete, the hidden
+    folder stays, and the next call continues.
     """
     folder = target.with_name(f".{target.name}.partial")
     progress.say(f"{target}: {'finishing an interrupted' if folder.exists() else 'preparing a new'} token store")
@@ -151,8 +154,8 @@ def build_store(data: DataConfig, spec: dict[str, Plain], target: Path, progress
 
 
 def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> tuple[Path, dict[str, Plain]]:
-    """Write all files of a store of text except the manifest, in a folder in `folder` that is named by the documents.
-    Returns this folder, and the manifest's entries that describe the files.
+    """Write all files of a store of text except the manifest, in a subfolder of `folder` that is named by a hash of the
+    documents. Return the subfolder, and the manifest's entries that describe the files.
     """
     scan = _scan(data, folder, progress)
     arrays = (scan.hashes, scan.n_bytes, scan.sources, scan.assignment)
@@ -184,9 +187,10 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> tup
 
 
 def _write_shards(data: DataConfig, store: Path, scan: Scan, tokenizer: "Tokenizer", progress: Progress) -> None:
-    """Encode the documents of the shards that are not whole in the folder `store`, which is in the folder of streams.
+    """Encode the documents of each shard that is not complete, and write their tokens to the folder `store`.
 
-    Documents that the tokenizer does not give back become `OMITTED` in the scan, or are an error, by `data.on_error`.
+    Some documents can't be decoded from their tokens. By `data.on_error` such a document becomes `OMITTED` in the scan,
+    or raises DataError.
     """
     is_stored = scan.assignment <= VAL
     n_bytes = np.where(is_stored, scan.n_bytes, 0)
@@ -217,8 +221,10 @@ def _write_shard(
     on_error: str,
     advance: Callable[[int], None],
 ) -> list[Plain]:
-    """Write the tokens of documents to the file of their split in `paths`. Returns [index, reason] of each document
-    that the tokenizer does not give back, or raises the first such error if `on_error` is `fail`.
+    """Write the tokens of documents to the file of their split in `paths`. Return [index, reason] of each document that
+    can't be decoded from its tokens.
+
+    If `on_error` is `fail`, the first such document raises Unreadable.
     """
     omitted: dict[int, str] = {}
     with ExitStack() as stack:
@@ -240,8 +246,11 @@ def _write_shard(
 
 
 def _build_symbol_store(data: DataConfig, folder: Path) -> tuple[Path, dict[str, Plain]]:
-    """Write all files, except the manifest, of a store without text, for tasks over symbols, in a folder in `folder`.
-    Returns this folder and the manifest's entries, in which `unigram_cross_entropy` is of the tasks' answers alone."""
+    """Write all files, except the manifest, of a store for tasks over symbols, which has no text. Return the folder of
+    the files and the manifest's entries.
+
+    In these entries, `unigram_cross_entropy` is of the tasks' answers alone.
+    """
     tasks, length = [weighted.task for weighted in data.tasks], data.seq_len
     for task in tasks:
         try:
@@ -269,8 +278,9 @@ def _build_symbol_store(data: DataConfig, folder: Path) -> tuple[Path, dict[str,
 
 
 def _answer_counts(tasks: list[Task], length: int, subset: Subset, n_symbols: int, min_answers: int) -> np.ndarray:
-    """Count how often each symbol is an answer in `TASK_SEQUENCES` sequences of each task: int64 (n_symbols,). If these
-    sequences have fewer than `min_answers` answers in total, more sequences of each task are counted, up to
+    """Count how often each symbol is an answer in `TASK_SEQUENCES` sequences of each task: int64 (n_symbols,).
+
+    If these sequences have fewer than `min_answers` answers in total, more sequences of each task are counted, up to
     `MAX_COUNTED_SEQUENCES`.
     """
     counts, sequences = np.zeros(n_symbols, np.int64), 0
@@ -290,9 +300,12 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
 
     Equal texts have equal hashes, so a text that is held out in one source is held out in all sources. A source's own
     validation split is held out whole; training documents that are also in such a split are left out as copies. Other
-    copies are left out only with `data.deduplicate`. If `data.val_fraction` is 1 (for text on which models are
-    evaluated, not trained), all but copies are held out. Raises DataError if there is no document, or none to hold out
-    or to train on.
+    copies are left out only with `data.deduplicate`.
+
+    If `data.val_fraction` is 1 (for text on which models are evaluated, not trained), all documents but copies are held
+    out.
+
+    Raises DataError: there is no document, or none to hold out or to train on.
     """
     n_blank, unreadable = 0, {"count": 0, "first": []}
     scanned = array("Q"), array("q"), array("H"), array("B")
@@ -343,9 +356,9 @@ def _hashes_to_hold_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: 
     """Return the hashes of the documents to hold out: each source's smallest, until their documents have `fraction` of
     the source's bytes.
 
-    No source contributes all its hashes. A large document, with more than half of a source's bytes and more than
-    `fraction` of them, stays in training. A source with a large document contributes hashes until their documents have
-    `fraction` of the source's bytes, or half of the bytes of its other documents, if that is less.
+    No source contributes all its hashes. A document is large if it has more than half of a source's bytes and more than
+    `fraction` of them; it stays in training. A source with a large document contributes no further hashes once their
+    documents have half of the bytes of its other documents.
 
     sources: for each source, two arrays: the hashes of its documents, and their sizes in bytes.
     """
@@ -364,9 +377,13 @@ def _hashes_to_hold_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: 
 
 
 def _documents(data: DataConfig, folder: Path) -> Iterator[tuple[Document | Unreadable | None, int, bool]]:
-    """Yield each document, None for a blank one, or the error in place of one; the index of its source, and whether it
-    is of the source's own validation split. Each source in order, followed by its validation split if it has one.
-    `folder` has the streams' files.
+    """Yield (document, index of its source, whether the document is of the source's own validation split) for each
+    document.
+
+    A blank document is None, and the error replaces an unreadable one. Each source is read in order, followed by its
+    validation split if it has one.
+
+    folder: the folder of the files that keep what is streamed.
     """
     is_ids = [isinstance(weighted.source, Tokens) for weighted in data.sources]
     vocabulary = Vocabulary(data.tokenizer) if any(is_ids) else None
@@ -406,6 +423,9 @@ def _scanned_documents(data: DataConfig, folder: Path, scan: Scan, is_wanted: np
 
 
 def _training_texts(data: DataConfig, folder: Path, scan: Scan, advance: Callable[[int], None]) -> Iterator[str]:
+    """Yield the text of the training documents in pieces, to train a tokenizer on. `advance` is called with each
+    document's bytes.
+    """
     for document in _scanned_documents(data, folder, scan, scan.assignment == TRAIN):
         advance(document.n_bytes)
         yield from chain.from_iterable(map(split_long_words, split_text(document.content)))
@@ -415,7 +435,7 @@ def _training_texts(data: DataConfig, folder: Path, scan: Scan, advance: Callabl
 
 
 class Encoder:
-    """Encodes batches of documents as token ids; documents that are token ids already pass unchanged."""
+    """Encodes batches of documents as token ids. Documents that are token ids already stay unchanged."""
 
     def __init__(self, tokenizer: "Tokenizer", end_of_text: str):
         self.tokenizer, self.end_of_text_id = tokenizer, tokenizer.token_to_id(end_of_text)
@@ -432,7 +452,8 @@ class Encoder:
     def __call__(self, documents: list[Document]) -> list[Tokenized]:
         """Encode documents or pieces of documents, with an end-of-text token before the first token of each document.
 
-        A document has no ids but an `Unreadable` if its decoded tokens differ from it, or if it has a special token.
+        A document gets an `Unreadable` in place of ids if its decoded tokens differ from it, or if it has a special
+        token.
         """
         texts = [document.content for document in documents if isinstance(document.content, str)]
         text_ids = iter(encode(self.tokenizer, texts))
@@ -448,7 +469,7 @@ class Encoder:
         return tokenized
 
     def _problem(self, text: str, tokens: np.ndarray) -> str:
-        """Say why the tokens don't stand for the text, and what to do; empty if they do."""
+        """Return why the tokens don't stand for the text, and what to do; an empty text if they do."""
         if self.byte_count_suffices and self.bytes_per_token[tokens].sum(dtype=np.float64) == len(text.encode()):
             return ""
         decoded_text = decode(self.tokenizer, tokens.tolist(), special=True)
@@ -469,8 +490,8 @@ class Encoder:
 
 
 def can_cut_between_words(tokenizer: "Tokenizer") -> bool:
-    """Return whether the pieces of `split_text` encode to the same tokens as the whole text, judged by a short test
-    text.
+    """Return whether the pieces of `split_text` are encoded as the same tokens as the whole text. A short test text
+    decides this.
     """
     if tokenizer.normalizer is not None or tokenizer.pre_tokenizer is None or prefixes_space(tokenizer):
         return False
@@ -484,7 +505,7 @@ def can_cut_between_words(tokenizer: "Tokenizer") -> bool:
 
 
 def split_text(text: str) -> Iterator[str]:
-    """Split a text between words: yield pieces a little longer than `PIECE_CHARACTERS` characters, then the rest of the
+    """Split a text between words. Yield pieces a little longer than `PIECE_CHARACTERS` characters, then the rest of the
     text.
     """
     begin = 0
@@ -495,7 +516,7 @@ def split_text(text: str) -> Iterator[str]:
 
 
 def split_long_words(text: str) -> Iterator[str]:
-    """Yield a text in parts to train a tokenizer on; words of `MAX_WORD_LENGTH` or more characters, e.g. base64, are
+    """Yield a text in parts to train a tokenizer on. Words of `MAX_WORD_LENGTH` or more characters, e.g. base64, are
     cut at this length.
     """
     begin = 0
@@ -506,10 +527,10 @@ def split_long_words(text: str) -> Iterator[str]:
 
 
 def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_text: str) -> Iterator[Tokenized]:
-    """Encode documents in batches with a thread a core, parallel as `tokenizers` releases the GIL; yield documents, or
-    pieces of documents, in order.
+    """Encode documents in batches, with a thread for each core, and yield them, or their pieces, in order. Threads run
+    in parallel as the `tokenizers` library releases the GIL.
 
-    Long documents are encoded in pieces if this leaves their tokens unchanged (`can_cut_between_words`): memory holds
+    Long documents are encoded in pieces if this leaves their tokens unchanged (`can_cut_between_words`). Memory holds
     few pieces at a time.
     """
     encoder = Encoder(tokenizer, end_of_text)
@@ -537,6 +558,7 @@ def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_tex
 
 
 def _split_document(document: Document) -> Iterator[Document]:
+    """Yield a long document in pieces, which are documents with parts of its text."""
     end = 0
     for text in split_text(document.content):
         begin, end = end, end + len(text)
@@ -544,6 +566,9 @@ def _split_document(document: Document) -> Iterator[Document]:
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    """Yield documents in lists of at most `BATCH_BYTES` bytes and `BATCH_DOCUMENTS` documents. A single longer document
+    has a list of its own.
+    """
     batch: list[Document] = []
     size = 0
     for document in documents:

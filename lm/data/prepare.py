@@ -1,4 +1,4 @@
-"""Prepares a token store from its sources once, in a folder named by a hash of its sources and options; later runs open
+"""Prepares a token store from its sources once, in a folder named by a hash of its sources and options. Later runs open
 the store.
 """
 
@@ -21,13 +21,12 @@ if TYPE_CHECKING:
 
 
 def prepare(data: DataConfig, progress: bool = False, store_fingerprint: str = "") -> Store:
-    """Open the token store of a configuration; if it does not exist, build it first, or finish an interrupted
+    """Open the token store of a configuration. If it does not exist, build it first, or finish an interrupted
     preparation.
 
-    The folder is `data.root/LABEL-KEY`. LABEL names the sources or tasks; KEY is a hash of everything that determines
-    the content: sources or tasks, tokenizer, filters and format.
-    The folder appears complete or not at all; processes that need the store at the same time wait for the process that
-    builds it.
+    The folder is `data.root/LABEL-KEY`. LABEL names the sources or tasks. KEY is a hash of all that determines the
+    content: sources or tasks, tokenizer, filters and format. The folder appears complete or not at all; processes that
+    need the store at the same time wait for the process that builds it.
 
     Args:
         progress: print progress (stderr) and a summary (stdout).
@@ -45,6 +44,9 @@ def prepare(data: DataConfig, progress: bool = False, store_fingerprint: str = "
 
 
 def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
+    """Return the folder of the store, which is built first if it does not exist. One process at a time builds stores in
+    `data.root`.
+    """
     target = _store_folder(data, _store_identity(data))
     root = target.parent
     waiting = f"{root}: waiting for another process that prepares a token store"
@@ -73,7 +75,7 @@ def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
 
 
 def vocab_size_of(data: DataConfig) -> int | None:
-    """Return the vocabulary size of the token store, or, if no store is prepared, of the tokenizer; None if the
+    """Return the vocabulary size of the token store, or of the tokenizer if no store is prepared. Return None if the
     tokenizer can't be read.
     """
     if data.symbolic:
@@ -88,8 +90,8 @@ def vocab_size_of(data: DataConfig) -> int | None:
 
 
 def store_with_fingerprint(data: DataConfig, store_fingerprint: str) -> Store | None:
-    """Open the store in `data.root` with this `Store.fingerprint`, whether or not its sources still exist; None if
-    there is none.
+    """Open the store in `data.root` with this `Store.fingerprint`, whether or not its sources still exist. Return None
+    if there is none.
     """
     for path in sorted(data.folder.glob(f"*/{MANIFEST}")):
         with suppress(RunError, KeyError, TypeError, AttributeError):  # a damaged manifest, or a file of another kind
@@ -100,8 +102,9 @@ def store_with_fingerprint(data: DataConfig, store_fingerprint: str) -> Store | 
 
 
 def summary(store: Store) -> str:
-    """Describe a store in one line: size, omissions, bytes per token, and held-out fraction. For a store
-    without text, the line has the names of the tasks and the number of symbols instead."""
+    """Return a line that describes a store: its size, omissions, bytes per token and held-out fraction. For a store
+    without text, the line has the names of the tasks and the number of symbols instead.
+    """
     train, val, manifest = store.train, store.val, store.manifest
     if manifest["token_bytes"] == "one a symbol":
         tasks = ", ".join(source.label for source in train.sources)
@@ -122,7 +125,9 @@ def summary(store: Store) -> str:
 
 def check_sequences(store: Store, config: "Config", key: str = "data.seq_len") -> None:
     """Raise ConfigError if training text, held-out text or a mixture's source is too short for a sequence of
-    `config.data.seq_len` tokens; `key` gives the length.
+    `config.data.seq_len` tokens.
+
+    key: the configuration key that sets this length, for the error.
     """
     data, texts = config.data, [("training text", store.train.n_tokens), ("held-out text", store.val.n_tokens)]
     if len(data.sources) > 1 and data.text_weight:  # otherwise sources' weights draw no sequence
@@ -138,7 +143,7 @@ def check_sequences(store: Store, config: "Config", key: str = "data.seq_len") -
 
 
 def _store_identity(data: DataConfig) -> dict[str, Plain]:
-    """Return everything that determines the store's content, as plain data; the weights of a mixture of sources are not
+    """Return everything that determines the store's content, as plain data. The weights of a mixture's sources are not
     included.
     """
     if data.symbolic:
@@ -157,6 +162,7 @@ def _store_identity(data: DataConfig) -> dict[str, Plain]:
 
 
 def _store_folder(data: DataConfig, spec: dict[str, Plain]) -> Path:
+    """Return the folder of the store whose content `spec` determines: a name for its sources or tasks, and a hash."""
     tasks = dict.fromkeys(weighted.task.name for weighted in data.tasks)
     name = "+".join(tasks) if data.symbolic else "-".join(labels(data))
     return data.folder / f"{name[:60]}-{plain_sha256(spec)[:12]}"

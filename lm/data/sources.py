@@ -1,8 +1,8 @@
-"""Readers of documents from packages, local files, datasets of the Hugging Face hub and token ids (`SOURCE_READERS`).
+"""Reads documents from packages, local files, datasets of the Hugging Face hub and token ids (`SOURCE_READERS`).
 
-A reader's `documents` reads one document at a time, from the first one at every call; `identity` is plain data that
-changes exactly when the documents do. Memory is bounded by the longest document (for parquet and the hub: by
-`text_files.ROWS` documents).
+Each call reads one document at a time, from the first one on. A source's identity is plain data that changes exactly
+when the documents do. Memory is bounded by the longest document (for parquet and the hub: by `text_files.ROWS`
+documents).
 """
 
 import dataclasses
@@ -33,14 +33,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SourceReader:
-    """The functions that read sources of one type, such as local files; each function's first argument is the source's
+    """The functions that read sources of one type, such as local files. Each function's first argument is the source's
     options.
 
-    `documents` yields (document, location) in a fixed order, blank ones included. A document is a text, or an array of
-    ids, (tokens,) uint32, for `Tokens`; its location is the file or dataset and the place in it. In place of a file,
-    document or row that can't be read, `documents` yields an `Unreadable`. A file damaged part-way yields the documents
-    before the damage. The further argument is for `Tokens` the tokenizer's vocabulary. All functions raise DataError
-    with the file, dataset or row and the reason.
+    `documents` yields (document, location) in a fixed order, blank documents included. A document is a text, or an
+    array of ids, (tokens,) uint32, for `Tokens`. Its location is the file or dataset and the place in it. In place of a
+    file, document or row that can't be read, `documents` yields an `Unreadable`. A file damaged part-way yields the
+    documents before the damage. For `Tokens`, the second argument is the tokenizer's vocabulary.
+
+    All functions raise DataError with the file, dataset or row and the reason.
     """
 
     documents: Callable[[Source, Vocabulary | None], Documents]
@@ -50,6 +51,7 @@ class SourceReader:
 
 
 def reader(source: Source) -> SourceReader:
+    """Return the functions that read this source."""
     return SOURCE_READERS[type(source)]
 
 
@@ -58,7 +60,7 @@ def source_identity(source: Source, root: Path) -> dict[str, Plain]:
     content.
 
     Hashes of files are cached (`FileHashes`). A dataset of the hub is identified by its pinned commit, or else by a
-    hash, which takes the hub.
+    hash, which can't be computed without a network.
 
     Raises DataError: the source is missing or unreadable.
     """
@@ -120,11 +122,15 @@ PACKAGES = {
 
 
 def _package_documents(source: Package, vocabulary: None) -> Documents:
+    """Yield the documents of an installed package, and their locations."""
     files = Files(suffixes=[".txt", ".py"])
     return text_files.read_files(list(PACKAGES[source.package].paths().values()), files)
 
 
 def _package_identity(source: Package, root: Path, hashes: FileHashes) -> dict[str, Plain]:
+    """Return the package's name, its version, and the sha256 of its documents. Raises DataError if they are not the
+    supported ones.
+    """
     package = PACKAGES[source.package]
     digest = plain_sha256([[name, hashes.sha256(path)] for name, path in package.paths().items()])
     if package.sha256 not in (None, digest):
@@ -138,6 +144,7 @@ def _package_identity(source: Package, root: Path, hashes: FileHashes) -> dict[s
 
 
 def _hub_documents(source: Hub, vocabulary: None) -> Documents:
+    """Yield the documents of a dataset, and their locations."""
     location = f"data.source.dataset: '{source.dataset}' ({source.split})"
     with _library_errors(source):
         documents = dataset_documents(_dataset(source), source.column, location)
@@ -145,8 +152,10 @@ def _hub_documents(source: Hub, vocabulary: None) -> Documents:
 
 
 def streamed_documents(source: Hub, path: Path) -> Documents:
-    """Yield a streamed source's documents and their locations. The first call downloads them and writes them, and the
-    errors of rows that can't be read, to the file `path`, which appears when it is whole. Later calls read it.
+    """Yield a streamed source's documents and their locations.
+
+    The first call downloads them and writes them to the file `path`, which appears when it is complete. It also writes
+    the errors of rows that can't be read. Later calls read the file.
     """
     if path.exists():
         with gzip.open(path) as stream:
@@ -161,14 +170,15 @@ def streamed_documents(source: Hub, path: Path) -> Documents:
 
 
 def _hub_held_out(source: Hub) -> Hub | None:
+    """Return a source of the dataset's own validation split; None if the options name none."""
     return source.validation_split and dataclasses.replace(
         source, split=source.validation_split, validation_split=None, max_documents=None
     )
 
 
 def _hub_identity(source: Hub, root: Path, hashes: FileHashes) -> dict[str, Plain]:
-    """Return the source's options, with the sha256 of each file of a local folder, or with a hub dataset's hash, which
-    `datasets` computes, if no commit is pinned.
+    """Return the source's options, with the sha256 of each file of a local folder. For a hub dataset without a pinned
+    commit, they contain the dataset's hash, which `datasets` computes.
     """
     option_names = ("dataset", "config", "split", "validation_split", "column", "revision", "max_documents")
     options = {name: getattr(source, name) for name in option_names}
@@ -188,6 +198,7 @@ def _hub_identity(source: Hub, root: Path, hashes: FileHashes) -> dict[str, Plai
 
 
 def _dataset(source: Hub) -> "Dataset | IterableDataset":
+    """Open the dataset with the `datasets` library."""
     import datasets
 
     is_saved = any(Path(_location(source), name).is_file() for name in ("state.json", "dataset_dict.json"))
@@ -211,7 +222,7 @@ def _location(source: Hub) -> str:
 
 @contextmanager
 def _library_errors(source: Hub) -> Iterator[None]:
-    """Turn errors of the `datasets` library or the network into a one-line DataError."""
+    """Return a context that turns errors of the `datasets` library or the network into a one-line DataError."""
     if source.dataset.startswith((".", "/", "~")) and not Path(_location(source)).is_dir():
         raise DataError(f"data.source.dataset: '{source.dataset}': no such folder")
     try:

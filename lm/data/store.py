@@ -8,9 +8,9 @@ and a manifest.
                                              (V,)
     manifest.json                            origin, sizes, and sha256 of every file; written last
 
-Each document is the end-of-text token followed by the tokens of its text. A split has a shard for some 64 MB
-of text (in older stores, for 2^28 tokens). The documents of each source are contiguous, in the order
-of the sources (`Split.sources`).
+Each document is the end-of-text token followed by the tokens of its text. A split has a shard for some 64 MB of text
+(in older stores, for 2^28 tokens). The documents of each source are contiguous, in the order of the sources
+(`Split.sources`).
 """
 
 import hashlib
@@ -41,8 +41,8 @@ SPLITS = ("train", "val")
 
 @dataclass(frozen=True)
 class SourceCounts:
-    """The numbers of tokens, documents and bytes that one source has in a split; sources' documents follow one another
-    in order.
+    """The numbers of tokens, documents and bytes that one source has in a split. The split has one source's documents
+    after another's.
     """
 
     label: str
@@ -67,19 +67,19 @@ class Split:
 
     @property
     def offsets(self) -> np.ndarray:
-        """The index of each document's first token, followed by the split's number of tokens: int64 (n_documents + 1,),
-        read-only.
+        """Return the index of each document's first token, followed by the split's number of tokens: int64 (n_documents
+        + 1,), read-only.
         """
         return _map_array(self.path.with_suffix(".offsets.npy"))
 
     @property
     def lengths(self) -> np.ndarray:
-        """The number of tokens of each document, its end-of-text token included: int64 (n_documents,)."""
+        """Return the number of tokens of each document, its end-of-text token included: int64 (n_documents,)."""
         return np.diff(np.asarray(self.offsets))
 
     def take(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Return the `length` consecutive tokens from each index in `starts` (k,) on, also across shards: int64 (k,
-        length).
+        """Return the `length` consecutive tokens from each index in `starts` (k,) on: int64 (k, length). They may be in
+        several shards.
         """
         return self.tokens_at(np.asarray(starts)[:, None] + np.arange(length)).astype(np.int64)
 
@@ -102,17 +102,20 @@ class Split:
 
 @lru_cache(maxsize=512)  # a process may have 1,024 files open
 def _map_array(path: Path, dtype: str | None = None) -> np.ndarray:
-    """Return the content of a file of tokens in `dtype`, or of an .npy file, mapped from disk: read-only (n,)."""
+    """Map a file from disk, and return it as a read-only array, (n,): a file of tokens in `dtype`, or else an .npy
+    file.
+    """
     return np.memmap(path, dtype, "r") if dtype else np.load(path, mmap_mode="r")
 
 
 def shard_path(folder: Path, split: str, number: int) -> Path:
+    """Return the path of shard `number` of a split, such as train-00000.bin."""
     return folder / f"{split}-{number:05d}.bin"
 
 
 @dataclass(frozen=True, eq=False)
 class Store:
-    """A token store on disk, opened for reading: its splits, tokenizer facts and manifest."""
+    """A token store on disk, opened for reading: its splits, its manifest, and facts about its tokenizer."""
 
     path: Path
     fingerprint: str  # sha256 of tokens, offsets and tokenizer; messages show 16 hex digits of it
@@ -125,7 +128,7 @@ class Store:
 
     @classmethod
     def open(cls, path: str | os.PathLike) -> "Store":
-        """Open the store in the folder `path` and check its format, and the sha256 of every file.
+        """Open the store in the folder `path`, and check its format and the sha256 of every file.
 
         Hashes are cached in the parent folder (`FileHashes`), and computed again if a file's size, times or inode
         change.
@@ -161,12 +164,13 @@ class Store:
         raise DataError(f"{problem}; delete the folder {path}: it is prepared again")
 
     def tokenizer(self) -> "Tokenizer":
+        """Load the store's tokenizer."""
         return load_tokenizer(self.path / TOKENIZER, self.manifest["end_of_text"]["token"])
 
 
 def fingerprint(files: Mapping[str, Mapping[str, Plain]]) -> str:
-    """Return a sha256 over the hashes of the token, offset and tokenizer files. The fingerprint is a seed of the order
-    of training data.
+    """Return a sha256 over the hashes of the token, offset and tokenizer files. The fingerprint seeds the order of
+    training data.
 
     The first shard, e.g. train-00000.bin, is hashed as train.bin, its name in earlier versions, so older stores keep
     their fingerprint.
@@ -194,6 +198,7 @@ def token_dtype(vocab_size: int) -> str:
 
 
 def _open_split(path: Path, name: str, manifest: Mapping[str, Plain]) -> Split:
+    """Return the split `name` of the store in the folder `path`, as the manifest describes it."""
     entries, itemsize = manifest["splits"][name], np.dtype(manifest["dtype"]).itemsize
     names = SourceCounts.__annotations__  # older stores have a licence, too
     sources = tuple(SourceCounts(**{name: source[name] for name in names}) for source in entries["sources"])
@@ -212,6 +217,7 @@ BLOCK_BYTES = 512 << 10  # bytes of a shard that are read at a time
 
 
 def write_store_file(path: Path, content: bytes) -> None:
+    """Write a file of a store completely or not at all. Raises RunError with a remedy."""
     write_together({path: content}, NOUN)
 
 
@@ -222,13 +228,13 @@ def finish_store(
     sources: dict[str, list[SourceCounts]],
     counts: Mapping[str, np.ndarray] | None = None,
 ) -> dict[str, Plain]:
-    """Write the offsets of the documents whose shards are in `folder`, and the bytes of each token. Returns the
-    manifest's entries on vocabulary, splits and files.
+    """Write the offsets of the documents whose shards are in `folder`, and the number of bytes of each token. Return
+    the manifest's entries on vocabulary, splits and files.
 
     Args:
         sources: the numbers of documents and bytes of each source in each split.
-        counts: for each split, how often each token is predicted, (V,); None: as often as it occurs. Tokens have a byte
-            each if `counts` are given.
+        counts: for each split, how often each token is predicted, (V,); None: as often as it occurs. If `counts` are
+            given, each token counts as one byte.
     """
     size, end_id = vocab_size(tokenizer), tokenizer.token_to_id(end_of_text)
     splits: dict[str, dict[str, Plain]] = {}
@@ -276,7 +282,9 @@ def finish_store(
 
 def _counts_and_offsets(folder: Path, name: str, size: int, end_of_text: int) -> tuple[np.ndarray, np.ndarray]:
     """Return how often each of `size` tokens occurs in a split, int64 (size,), and the index of each document's first
-    token, followed by the number of tokens, int64 (documents + 1,). A document begins at each `end_of_text`.
+    token.
+
+    The indices are followed by the number of tokens: int64 (documents + 1,). A document begins at each `end_of_text`.
     """
     counts, starts, n_tokens = np.zeros(size, np.int64), array("q"), 0
     for path in sorted(folder.glob(f"{name}-*.bin")):

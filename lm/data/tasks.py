@@ -1,5 +1,5 @@
-"""Makes the sequences of synthetic tasks (lm/config/data_config.py), each a pure function of (task, seed, subset,
-index, length, text).
+"""Makes the sequences of synthetic tasks (lm/config/data_config.py). Each sequence is a function of task, seed, subset,
+index, length and text alone.
 """
 
 import hashlib
@@ -36,8 +36,7 @@ class NoRoom(TaskError):
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """A sequence of a task, and the spans [start, stop) of `tokens` that hold the answers and the evidence for the
-    answers.
+    """A sequence of a task, and the spans [start, stop) of its tokens that hold the answers, and the evidence for them.
 
     Span q of `questions` holds the tokens of answer q, which follow question q. Span q of `evidence` holds the earlier
     tokens that show answer q: the same tokens, or with `MQAR.joined` the one symbol that stands for key and value.
@@ -51,7 +50,9 @@ class Example:
 
     @property
     def answers(self) -> np.ndarray:
-        """The mask of predictions that count, (length,) bool: entry t is true if token t + 1 is part of an answer."""
+        """Return the mask of predictions that count, (length,) bool: entry t is true if token t + 1 is part of an
+        answer.
+        """
         is_answer = np.zeros(len(self.tokens), bool)
         for start, stop in self.questions:
             is_answer[start:stop] = True
@@ -83,23 +84,24 @@ class Draw:
         return np.argsort(self.raw(n), kind="stable")[:count]
 
     def block_starts(self, room: int, count: int, width: int) -> np.ndarray:
-        """Draw int64 start positions of `count` disjoint blocks of `width` tokens, in order, in `room` positions; all
-        choices equally likely.
+        """Draw the start positions of `count` disjoint blocks of `width` tokens within `room` positions: int64
+        (count,), ascending. All choices are equally likely.
         """
         # the positions of blocks and spare tokens in order, with one position for each block
         positions = np.sort(self.order(room - count * (width - 1), count))
         return positions + (width - 1) * np.arange(count)
 
     def attempts(self) -> Iterator[int]:
-        """Yield 0, 1, ... to a loop that draws contents, e.g. keys, until they suit the subset. Raises TaskError after
-        `MAX_ATTEMPTS`.
+        """Yield 0, 1, ... to a loop that draws contents, e.g. keys, until they suit the subset.
+
+        Raises TaskError: the loop has drawn `MAX_ATTEMPTS` times.
         """
         yield from range(MAX_ATTEMPTS)
         raise TaskError(f"too few different contents to have some for {self.subset} sequences alone")
 
     def accepts(self, *contents: int) -> bool:
-        """Return whether `contents`, e.g. keys, belong to this subset: by hash, 1 in `TEST_DIVISOR` is for test, the
-        rest for training.
+        """Return whether `contents`, e.g. keys, belong to this subset. Their hash decides: 1 in `TEST_DIVISOR` contents
+        is for test, the rest for training.
         """
         return (integer_hash(contents) % TEST_DIVISOR == 0) == (self.subset == "test")
 
@@ -111,14 +113,15 @@ def integer_hash(contents: tuple[int, ...] | np.ndarray) -> int:
 
 def require_room(room: int, contents: str, length: int) -> None:
     """Raise NoRoom if `room`, the number of positions left for filler in a sequence of `length` tokens, is negative.
-    `contents`: what fills the other positions, in words for the error message."""
+
+    contents: what fills the other positions, in words, for the error message.
+    """
     if room < 0:
         raise NoRoom(f"{contents} need sequences of at least {length - room} tokens, not {length}")
 
 
 class Text:
-    """The tokenizer of a token store (lm.data.store), and the store's text, which fills sequences around the sentences
-    of a task.
+    """The tokenizer and the text of a token store, for tasks in text. The text is the filler around a task's sentences.
 
     Training sequences take filler from the training split, test sequences from held-out text.
     """
@@ -144,15 +147,19 @@ class Text:
         return np.array(encoding_of(self._tokenizer, text).ids, np.int64)
 
     def encode_before_number(self, text: str) -> np.ndarray:
-        """Return `encode(text)`, with the space before the next number if `encode_number` leaves it out."""
+        """Return `encode(text)`, followed by the token of the space before the next number if `encode_number` leaves
+        this space out.
+        """
         return np.concatenate((self.encode(text), self._number_space))
 
     def encode_number(self, number: int | str) -> np.ndarray:
-        """Return the token ids of a number after a space. The space is left out if the tokenizer adds spaces to texts,
-        and has a token of its own for this one."""
+        """Return the token ids of a number after a space: int64 (tokens,). The space is left out if the tokenizer adds
+        a space to each text and has a token for that space alone.
+        """
         return self.encode(f" {number}")[len(self._number_space) :]
 
     def decode(self, tokens: np.ndarray) -> str:
+        """Return the text of token ids (tokens,)."""
         return decode(self._tokenizer, tokens.tolist())
 
     def decode_answer(self, tokens: np.ndarray) -> str:
@@ -160,9 +167,10 @@ class Text:
         return self.decode(tokens[: np.append(np.isin(tokens, self._special_ids), True).argmax()])
 
     def filler(self, draw: Draw, count: int) -> np.ndarray:
-        """Return `count` consecutive tokens of a random window, int64 (count,), within one document if possible. The
-        window may cross documents if no document is long enough, or if all of `MAX_ATTEMPTS` random windows cross
-        documents.
+        """Return `count` consecutive tokens from a random place of the text, int64 (count,), within one document if
+        possible.
+
+        They may cross documents if no document is long enough, or if `MAX_ATTEMPTS` random places all cross documents.
 
         Raises TaskError: the split has fewer than `count` tokens.
         """
@@ -181,6 +189,9 @@ class Text:
 
 
 def mqar(task: MQAR, draw: Draw, length: int, text: Text | None = None) -> Example:
+    """Make a sequence of multi-query associative recall. Raises NoRoom: pairs and queries don't fit into `length`
+    predicted tokens.
+    """
     width = 1 if task.joined else 2
     require_room(
         length + 1 - width * task.pairs - 2 * task.queries, f"{task.pairs} pairs and {task.queries} queries", length
@@ -201,6 +212,9 @@ def mqar(task: MQAR, draw: Draw, length: int, text: Text | None = None) -> Examp
 
 
 def _keys_and_values(task: MQAR, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
+    """Draw the keys and the values of a sequence's pairs, so that they belong to its subset: two int64 arrays (pairs,),
+    each counted from 0.
+    """
     for _ in draw.attempts():
         keys, order = draw.order(task.keys, task.pairs), draw.order(task.values)
         if task.held_out == "pairs":
@@ -231,7 +245,9 @@ CITIES = tuple(_CITY_NAMES.split())
 
 
 def needle(task: Needle, draw: Draw, length: int, text: Text | None = None) -> Example:
-    """Numbers are drawn again until each stands in its sentence and its answer alone."""
+    """Make a sequence of needles in a haystack. Its numbers are drawn until each occurs only in its sentence and its
+    answer.
+    """
     n_cities = task.needles + task.distractors
     cities = [CITIES[city] for city in draw.order(len(CITIES), n_cities)]
     sentences = {  # {index of a city: its sentence up to the number}
@@ -268,8 +284,14 @@ def _haystack(
     sentences: dict[int, np.ndarray],
     questions: dict[int, np.ndarray],
 ) -> Example:
-    """Return the sequence of `needle` for the tokens of its numbers. Raises NoRoom: no room for the sentences and
-    questions.
+    """Return the sequence of a needle task with filler, sentences and questions in their places.
+
+    Args:
+        numbers: the token ids of each city's number.
+        sentences: for each city in the haystack, by index, the token ids of its sentence up to the number.
+        questions: for each city that is asked for, by index, the token ids of its question.
+
+    Raises NoRoom: the sentences and questions don't fit into `length` predicted tokens.
     """
     end = text.encode(".")
     whole_sentences = [np.concatenate((begin, numbers[index], end)) for index, begin in sentences.items()]
@@ -325,7 +347,7 @@ def example(
 
 def check_task(task: Task, seed: int, length: int, subset: Subset, count: int, text: Text | None = None) -> None:
     """Raise TaskError if the task can't make sequences of `length` predicted tokens, or can't make `count` different
-    sequences.
+    ones.
     """
     example(task, seed, 0, length, subset, text)
     if count > (n_distinct := task.n_distinct(length, subset)):

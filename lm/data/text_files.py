@@ -1,6 +1,6 @@
 """Reads documents from local files: plain text and .jsonl (.ndjson), also compressed, and .parquet.
 
-lm/data/sources.py and lm/data/token_files.py read rows of datasets and files of token ids with parts of this module.
+lm/data/sources.py and lm/data/token_files.py use parts of this module to read datasets and token ids.
 """
 
 import codecs
@@ -46,7 +46,7 @@ Parse = Callable[[Plain | np.ndarray, str], str | np.ndarray]
 def parse_document(
     parse: Callable[..., str | np.ndarray], value: object, location: str
 ) -> str | np.ndarray | Unreadable:
-    """Return the document that `parse` makes of `value`, or the `Unreadable` that it raises."""
+    """Return the document that `parse` makes of `value`. If it raises `Unreadable`, return this error instead."""
     try:
         return parse(value, location)
     except Unreadable as error:
@@ -54,8 +54,8 @@ def parse_document(
 
 
 def with_last_error(documents: Documents, location: str) -> Documents:
-    """Yield `documents`; if reading them fails, the last one is an `Unreadable`, which names `location`, a file or a
-    part of one.
+    """Yield `documents`. If reading them fails, yield an `Unreadable` last, which names `location`, a file or a part of
+    one.
     """
     import pyarrow
 
@@ -71,7 +71,7 @@ def with_last_error(documents: Documents, location: str) -> Documents:
 
 
 def text_of(value: Plain | np.ndarray, location: str) -> str:
-    """Return `value` if it is a text, or "" if it is None. Raises Unreadable for other types and for text that is not
+    """Return `value` if it is a text, or "" if it is None. Raises Unreadable for other types, and for text that is not
     valid Unicode.
     """
     if value is None:
@@ -90,7 +90,9 @@ def text_of(value: Plain | np.ndarray, location: str) -> str:
 def dataset_documents(
     dataset: "Dataset | IterableDataset", column: str, location: str, parse: Parse = text_of
 ) -> Documents:
-    """Yield the documents in a column of a dataset of the `datasets` library."""
+    """Yield the documents in a column of a dataset of the `datasets` library. `parse` turns a value of the column into
+    a document.
+    """
     if (names := dataset.column_names) is not None:
         check_column(location, column, names)
         dataset = dataset.select_columns([column])
@@ -105,8 +107,9 @@ def column_texts(
     parse: Parse = text_of,
     offset: int = 0,
 ) -> Documents:
-    """Yield the documents in a column of tables. `offset`: number of the file's rows before these tables, for row
-    numbers in errors.
+    """Yield the documents in a column of Arrow tables, and their locations.
+
+    offset: number of the file's rows before these tables, for row numbers in errors.
     """
 
     def document(scalar: "pyarrow.Scalar", location: str) -> str | np.ndarray:
@@ -128,7 +131,7 @@ def column_texts(
 
 
 def check_column(location: str, column: str, names: list[str]) -> None:
-    """Raise Unreadable unless `names` hold `column` exactly once."""
+    """Raise Unreadable unless `names` contain `column` exactly once."""
     if (count := names.count(column)) != 1:
         listing = ", ".join(dict.fromkeys(names)) or "(no columns)"
         number = f"{count} columns" if count else "no column"
@@ -146,7 +149,7 @@ _LATER_DOCUMENT = ": document from byte "  # in the location of a document after
 
 
 def file_documents(source: Files, vocabulary: object = None) -> Documents:
-    """Yield the documents of files. Raises DataError at their end if the separator occurs in no text file."""
+    """Yield the documents of files. Raises DataError after the last one if the separator occurs in no text file."""
     is_split = not source.separator
     for document, location in read_files(expand(source), source):
         is_split = is_split or _LATER_DOCUMENT in location
@@ -160,7 +163,9 @@ def file_documents(source: Files, vocabulary: object = None) -> Documents:
 
 def files_identity(source: Files, root: Path, hashes: FileHashes) -> dict[str, Plain]:
     """Return plain data that identifies the documents: paths and sha256 of the files, and the options that affect
-    reading. A file that can't be read has the sha256 "unreadable"; reading it is an error or not by `data.on_error`.
+    reading.
+
+    A file that can't be read has the sha256 "unreadable". By `data.on_error`, reading it later is an error or not.
     """
     files = []
     for path in expand(source):
@@ -176,11 +181,13 @@ def expand(source: Files) -> list[Path]:
 
 
 def files_named(paths: list[str], is_read: Callable[[Path, bool], bool], supported: str) -> list[Path]:
-    """Return the files that `paths` name, sorted, without duplicates; folders are searched recursively.
+    """Return the files that `paths` name, sorted, without duplicates. Paths are files, folders, which are searched
+    recursively, or globs.
 
     Args:
-        is_read: whether a file (path, true if a folder of it is named) is read; other files in folders are passed over.
-        supported: what is read, in words.
+        is_read: a function of a file's path, and of whether the file was found in a folder, that tells whether the file
+            is read. Files in folders that are not read are passed over.
+        supported: the files that are read, in words, for errors.
 
     Raises DataError: a path does not exist, matches nothing, or is a file that is not read.
     """
@@ -202,7 +209,9 @@ def files_named(paths: list[str], is_read: Callable[[Path, bool], bool], support
 
 
 def description(source: Files) -> str:
-    """Say how many files are read, and how many in folders are not, by suffix. Raises DataError as `expand` does."""
+    """Return a line that says how many files are read, and how many in folders are ignored, by suffix. Raises DataError
+    as `expand` does.
+    """
     folders = filter(Path.is_dir, map(expand_home, source.paths))
     ignored = Counter(
         _suffix(file) or "no suffix" for path in folders for file in files_in(path) if not _is_read(source, file, True)
@@ -234,18 +243,18 @@ def files_in(folder: Path) -> Iterator[Path]:
 
 
 def _suffix(path: Path) -> str:
-    """Return a file's suffix in lower case, for a compressed file both, such as `.json.gz`."""
+    """Return a file's suffix in lower case; for a compressed file, both suffixes, such as `.json.gz`."""
     is_compressed = path.suffix.lower() in (".gz", ".zst")
     return ((Path(path.stem).suffix if is_compressed else "") + path.suffix).lower()
 
 
 def _is_read(source: Files, path: Path, in_folder: bool) -> bool:
-    """Return whether a file is read. A plain .json file is read if it is named: most in folders describe others."""
+    """Return whether a file is read. A plain .json file in a folder is not: it mostly describes other files."""
     return _reader_of(path, source) is not None and not (in_folder and _suffix(path) == ".json")
 
 
 def _reader_of(path: Path, source: Files) -> Callable[[Path, Files, Parse], Documents] | None:
-    """Return the function that reads a file by its suffix, in upper or lower case; None for a suffix that is not
+    """Return the function that reads a file by its suffix, in upper or lower case. Return None for a suffix that is not
     supported.
     """
     suffix = _suffix(path).removesuffix(".gz").removesuffix(".zst")
@@ -257,7 +266,7 @@ def _reader_of(path: Path, source: Files) -> Callable[[Path, Files, Parse], Docu
 
 
 def read_files(paths: list[Path], source: Files, parse: Parse = text_of) -> Documents:
-    """Yield the documents of files, whose suffixes tell their formats; `parse` turns the value of a row's column into a
+    """Yield the documents of files, whose suffixes tell their formats. `parse` turns the value of a row's column into a
     document.
     """
     for path in paths:
@@ -265,8 +274,10 @@ def read_files(paths: list[Path], source: Files, parse: Parse = text_of) -> Docu
 
 
 def _open_decompressed(path: Path) -> io.BufferedReader:
-    """Open a file for reading. pyarrow decompresses .gz and .zst, because `zstandard` would not report a truncated
-    file. Up to about 64 kB of content before damage of a compressed file are lost, too.
+    """Open a file for reading, decompressed if its suffix is .gz or .zst.
+
+    pyarrow decompresses, because the package `zstandard` would not report a truncated file. If a compressed file is
+    damaged, up to about 64 kB of content before the damage are lost, too.
     """
     import pyarrow
 
@@ -277,6 +288,7 @@ def _open_decompressed(path: Path) -> io.BufferedReader:
 
 
 def _read_txt(path: Path, source: Files, parse: Parse) -> Documents:
+    """Yield the documents of a plain-text file, which the source's separator splits."""
     begin = 0
 
     def document(content: bytearray, location: str) -> str:
@@ -315,7 +327,7 @@ def _split_at_separator(file: io.BufferedReader, separator: bytes) -> Iterator[t
 
 
 def _decode(begin: int, content: bytes | bytearray, location: str) -> str:
-    """Decode the bytes `content`, found at byte `begin` of a file, as UTF-8 without a byte order mark; line ends stay
+    """Decode the bytes `content`, found at byte `begin` of a file, as UTF-8 without a byte order mark. Line ends stay
     unchanged.
     """
     n_mark_bytes = len(codecs.BOM_UTF8) if begin == 0 and content.startswith(codecs.BOM_UTF8) else 0
@@ -330,6 +342,7 @@ def _decode(begin: int, content: bytes | bytearray, location: str) -> str:
 
 
 def _read_jsonl(path: Path, source: Files, parse: Parse) -> Documents:
+    """Yield the documents of a file of JSON lines: the value of the source's column in each row."""
     begin = 0
 
     def document(line: bytes, location: str) -> str | np.ndarray:
@@ -357,6 +370,7 @@ def _first_row(text: str) -> dict[str, Plain]:
 
 
 def _json_object(text: str, location: str) -> dict[str, Plain]:
+    """Return the JSON object in `text`. Raises Unreadable for text that is not one."""
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -367,6 +381,7 @@ def _json_object(text: str, location: str) -> dict[str, Plain]:
 
 
 def _read_parquet(path: Path, source: Files, parse: Parse) -> Documents:
+    """Yield the documents of a Parquet file: the values of the source's column."""
     import pyarrow
     from pyarrow.parquet import ParquetFile
 

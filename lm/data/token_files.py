@@ -69,7 +69,7 @@ class Vocabulary:
         self.known[list(self.tokenizer.get_vocab().values())] = True
 
     def document(self, ids: Plain | np.ndarray, location: str) -> np.ndarray:
-        """Check a document's ids and return them without a leading or trailing end-of-text token: uint32 (tokens,);
+        """Check a document's ids, and return them without a leading or trailing end-of-text token: uint32 (tokens,),
         empty for None.
 
         Raises Unreadable: `ids` are no whole numbers, the tokenizer lacks an id, or an end-of-text token is inside the
@@ -101,8 +101,10 @@ class Vocabulary:
         return document
 
     def _check_decoder(self, ids: np.ndarray, location: str) -> None:
-        """Raise DataError unless the decoded text of `ids` is encoded to ids that decode to it: a decoder may put
-        spaces between letters, so that the text has more bytes. Ids with a special or unknown token show nothing.
+        """Raise DataError if decoding `ids`, encoding the text and decoding again gives another text.
+
+        A decoder may put spaces between letters, so that the text has more bytes. Ids with a special or unknown token
+        are not checked.
         """
         if (self.is_special[ids] | (ids == self.unknown_id)).any():
             return
@@ -142,14 +144,15 @@ def _id_array(ids: Plain | np.ndarray, location: str) -> np.ndarray:
 
 
 def token_documents(source: Tokens, vocabulary: Vocabulary) -> Documents:
+    """Yield the documents of token ids in a source's files, and their locations."""
     files, read = FORMATS[source.format]
     for path in files(source):
         yield from with_last_error(read(path, source, vocabulary), str(path))
 
 
 def held_out(source: Tokens) -> Tokens | None:
-    """Return a source of the files in `validation_paths`, all of whose documents are held out; None if there are no
-    such files.
+    """Return a source of the files in `validation_paths`, all of whose documents are held out. Return None if there are
+    no such files.
     """
     paths = source.validation_paths
     return dataclasses.replace(source, paths=paths, validation_paths=[]) if paths else None
@@ -182,8 +185,8 @@ DTYPE_BY_HEADER = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 
 
 def _read_header(path: Path) -> tuple[int, int, int]:
-    """Return a file's first three int32: magic, version and number of ids if it has a header; zeros if it is too short
-    for a header.
+    """Return a file's first three int32: magic, version and number of ids if it has a header. Return zeros if it is too
+    short for a header.
     """
     header = np.fromfile(path, "<i4", HEADER_NUMBERS)
     return tuple(header[:3].tolist()) if len(header) == HEADER_NUMBERS else (0, 0, 0)
@@ -232,8 +235,8 @@ def _read_modded(path: Path, source: Tokens, vocabulary: Vocabulary) -> Document
 
 
 def _split_stream(path: Path, ids: np.ndarray, vocabulary: Vocabulary, border_offset: int) -> Documents:
-    """Yield the documents of an array of ids, in which the end-of-text token follows (`border_offset` 1) or precedes
-    (0) each document.
+    """Yield the documents of an array of ids. The end-of-text token follows each document if `border_offset` is 1, and
+    precedes it if 0.
     """
     begin = number = 0
     borders = (
@@ -252,19 +255,23 @@ def _split_stream(path: Path, ids: np.ndarray, vocabulary: Vocabulary, border_of
 
 
 def _bin_files(source: Tokens) -> list[Path]:
+    """Return the .bin files that the source names."""
     supported = f".bin files, which data.source.format={source.format} reads"
     return files_named(source.paths, lambda path, in_folder: path.suffix.lower() == ".bin", supported)
 
 
 def _column_files(source: Tokens) -> list[Path]:
+    """Return the .jsonl and .parquet files that the source names."""
     return expand(Files(source.paths, []))
 
 
 def _read_column(path: Path, source: Tokens, vocabulary: Vocabulary) -> Documents:
+    """Yield the documents of a .jsonl or .parquet file, whose column holds lists of ids."""
     return read_files([path], Files([str(path)], [], source.column), vocabulary.document)
 
 
 def _saved_folders(source: Tokens) -> list[Path]:
+    """Return the folders that the source names. Raises DataError if one was not written by `Dataset.save_to_disk`."""
     paths = sorted(map(expand_home, source.paths))
     for path in paths:
         if not (path / "state.json").is_file():
@@ -274,6 +281,7 @@ def _saved_folders(source: Tokens) -> list[Path]:
 
 
 def _read_saved(path: Path, source: Tokens, vocabulary: Vocabulary) -> Documents:
+    """Yield the documents of a dataset that was saved to a folder."""
     import datasets
 
     dataset = datasets.load_from_disk(os.fspath(path))

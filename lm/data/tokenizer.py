@@ -33,9 +33,10 @@ NO_TOKENIZER = "not a tokenizer.json of the `tokenizers` library"
 
 @contextmanager
 def library_errors(failure: str, remedy: str = "") -> Iterator[None]:
-    """Turn errors and panics of the `tokenizers` library into DataErrors with the text `failure: the library's
-    message`, then `remedy`. The library panics, e.g., if a pattern takes too long. LMError, OSError and MemoryError,
-    which reading texts may raise, pass unchanged.
+    """Return a context that turns errors and panics of the `tokenizers` library into DataErrors.
+
+    The text is `failure: the library's message`, then `remedy`. The library panics, e.g., if a pattern takes too long.
+    LMError, OSError and MemoryError, which reading texts may raise, pass unchanged.
     """
     try:
         yield
@@ -72,7 +73,7 @@ def tokenizer_of(spec: TokenizerFile | PretrainedTokenizer) -> "Tokenizer":
 
 
 def _content(spec: TokenizerFile | PretrainedTokenizer) -> bytes:
-    """Return the bytes of a tokenizer.json.
+    """Return the bytes of the tokenizer.json that `spec` names.
 
     Raises DataError: there is no such file, folder or model, it has no tokenizer, or the hub can't be reached.
     """
@@ -90,7 +91,8 @@ def _content(spec: TokenizerFile | PretrainedTokenizer) -> bytes:
 
 
 def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer":
-    """Train a byte-level BPE. Ids from 0 on: <|endoftext|>, all 256 bytes (so every text can be encoded), then merges.
+    """Train a byte-level BPE. Its ids from 0 on are <|endoftext|>, all 256 bytes (so every text can be encoded), then
+    merges.
 
     The same texts give the same tokenizer, on any number of cores.
 
@@ -120,7 +122,7 @@ def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer"
 
 
 def load_tokenizer(path: Path, end_of_text: str) -> "Tokenizer":
-    """Load a tokenizer.json; text that looks like a special token is then encoded as ordinary text.
+    """Load a tokenizer.json. The tokenizer encodes text that looks like a special token as ordinary text.
 
     Raises DataError: the file is missing or invalid, uses BPE dropout, has an id of `MAX_VOCAB` or above, two tokens of
     one id, or no token `end_of_text`.
@@ -129,7 +131,7 @@ def load_tokenizer(path: Path, end_of_text: str) -> "Tokenizer":
 
 
 def parse_tokenizer(content: str | bytes, end_of_text: str) -> "Tokenizer":
-    """Make a tokenizer, as `load_tokenizer` does, from the content of a tokenizer.json; the library's errors are not
+    """Make a tokenizer, as `load_tokenizer` does, from the content of a tokenizer.json. The library's errors are not
     converted.
     """
     from tokenizers import Tokenizer
@@ -163,8 +165,10 @@ def parse_tokenizer(content: str | bytes, end_of_text: str) -> "Tokenizer":
 
 
 def _check_merges(model: dict[str, Plain], added: Container[str]) -> None:
-    """Raise DataError if no merge makes a tenth of a byte-pair model's tokens: transformers takes a file of merges that
-    was cut short without a word. Marks such as <mask>, and models of single letters, need none.
+    """Raise DataError if more than a tenth of a byte-pair model's tokens are made by no merge, as in a truncated file
+    of merges.
+
+    transformers reads such a file without an error. Marks such as <mask>, and models of single letters, need no merges.
     """
     if not model.get("merges") or any(
         map(model.get, ("ignore_merges", "continuing_subword_prefix", "end_of_word_suffix"))
@@ -187,7 +191,7 @@ def encode(tokenizer: "Tokenizer", texts: list[str]) -> list[list[int]]:
 
 
 def encoding_of(tokenizer: "Tokenizer", text: str) -> "Encoding":
-    """Encode a text without special tokens; the result has `ids` and `offsets` (characters). Raises DataError if the
+    """Encode a text without special tokens. The result has `ids` and `offsets` (characters). Raises DataError if the
     library can't.
     """
     with library_errors(
@@ -197,8 +201,9 @@ def encoding_of(tokenizer: "Tokenizer", text: str) -> "Encoding":
 
 
 def decode(tokenizer: "Tokenizer", tokens: Sequence[int], special: bool = False) -> str:
-    """Return the text of token ids; `special`: include special tokens. Raises DataError if the library can't decode the
-    ids.
+    """Return the text of token ids. Raises DataError if the library can't decode the ids.
+
+    special: whether the text includes special tokens.
     """
     with library_errors(f"data.tokenizer: can't decode {len(tokens)} tokens", "; use another tokenizer"):
         return tokenizer.decode(tokens, skip_special_tokens=not special)
@@ -222,8 +227,8 @@ def vocab_size(tokenizer: "Tokenizer") -> int:
 
 
 def token_bytes(tokenizer: "Tokenizer") -> np.ndarray | None:
-    """Return the number of UTF-8 bytes of each token's text, (V,) fp32, 0 for special tokens; None if the tokenizer is
-    not byte-level.
+    """Return the number of UTF-8 bytes of each token's text, (V,) fp32, 0 for special tokens. Return None if the
+    tokenizer is not byte-level.
     """
     from tokenizers import decoders, pre_tokenizers
 
@@ -245,8 +250,8 @@ TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 
 
 def download_files(name: str, revision: str | None, patterns: list[str], suffix: str = "") -> Path:
-    """Download the files of a model on the hub whose names match `patterns`. Returns their folder in the cache, named
-    by the commit.
+    """Download the files of a model on the hub whose names match `patterns`. Return their folder in the cache, which is
+    named by the commit.
 
     suffix: text appended to error messages.
 
@@ -268,7 +273,7 @@ def download_files(name: str, revision: str | None, patterns: list[str], suffix:
 
 
 def find_tokenizer_json(path: Path) -> str | None:
-    """Return the text of the tokenizer.json at `path`, a file or its folder; None if the folder has none.
+    """Return the text of the tokenizer.json at `path`, a file or its folder. Return None if the folder has none.
 
     Raises DataError: the file can't be read.
     """
@@ -282,9 +287,7 @@ def find_tokenizer_json(path: Path) -> str | None:
 
 
 def require_tokenizer_json(path: Path) -> str:
-    """Return the text of a tokenizer.json as `find_tokenizer_json` does, but raise DataError if there is none at
-    `path`.
-    """
+    """Return the text of the tokenizer.json at `path`, a file or its folder. Raises DataError if there is none."""
     content = find_tokenizer_json(path)
     if content is None:
         remedy = "transformers writes one: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
