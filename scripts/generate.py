@@ -101,7 +101,7 @@ def normalizers_page() -> str:
     """Return the text of docs/normalizers.md: a table with one row per normalizer, then a table of all options."""
     lines = [NORMALIZERS_HEAD]
     for name, entry in ENTRIES.items():
-        sums = "with `n: sum`" if entry.over_sum else "yes" if entry.sums_to_one else "no"
+        sums = "with `n: sum`" if entry.over_sum else "yes" if entry().rows_sum_to_one else "no"
         kernel = implementation(name).kernel
         facts = entry.full_formula, entry.learned_parameters, sums, kernel, entry.source, entry.known
         lines.append(_table_row(f"`{name}`", *facts))

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.attention import elementwise_sums
+from lm.attention import elementwise_sums, routes
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import DividedNormalizer, logits
-from lm.attention.options import LARGEST, N_HELP, Options, key, reference_length_key
+from lm.attention.options import LARGEST, LONGEST, N_HELP, Options, key
 from lm.errors import Problem
 
 
@@ -140,12 +140,21 @@ class Threshold(Options):
     name = "threshold"
     full_formula = "relu(z - beta sqrt(2 ln n))^p / sum"
     learned_parameters = "beta per layer and head"
-    source = "one view of arXiv 2601.12145, whose code we have not seen"
-    known = "over 99 % exact zeros, no sinks (abstract, with a second view subtracted)"
+    source = "arXiv 2601.12145 and its code; `recipes/tda.yaml` is the paper's, with QK-norm and a second view"
+    known = "TDA at 162 M: validation loss 3.119, softmax 3.120; 99 % exact zeros, no sinks (secondary)"
+    sums_to_one = False
     power: Literal[1, 2] = key(2, "p")
-    init: float = key(0.5, "initial value of beta (our choice); 1: where the largest of n Gaussian logits lies",
+    init: float = key(0.5, "initial value of beta, 1 in the paper: where the largest of n Gaussian logits lies",
                       ge=-LARGEST, le=LARGEST)  # fmt: skip
+    divided: bool = key(True, "divide each row of weights by its sum; false in the paper", omit_default=True)
     n: str = key("visible", N_HELP)
+
+    @property
+    def rows_sum_to_one(self) -> bool:
+        return self.divided
+
+    def formula(self) -> str:
+        return self.full_formula if self.divided else self.full_formula.removesuffix(" / sum")
 
 
 class ThresholdNormalizer(ShiftedNormalizer):
@@ -167,34 +176,75 @@ class ThresholdNormalizer(ShiftedNormalizer):
     def shift(self, layout: AttentionLayout) -> Tensor:
         return -self.beta.unsqueeze(-1) * (2 * self.row_length(layout).log()).sqrt()
 
-    def factor(self, layout: AttentionLayout) -> None:
-        return None
+    def factor(self, layout: AttentionLayout) -> Tensor | None:
+        return None if self.options.divided else layout.n("fixed:1").unsqueeze(-2)
 
 
 @dataclass
 class SoftplusAttention(Options):
     name = "lssa"
-    full_formula = "softplus(z ln n / ln m)^p / sum"
-    source = "the first stage of arXiv 2501.13428, of which we know the abstract; m and p are our choice"
-    known = "with a second stage that sharpens weights, loss nearly constant to 16 times the length (abstract)"
-    base: Literal["train"] | float = reference_length_key("the length at which logits are unscaled")
-    power: float = key(1.0, "p", gt=0, le=16)
+    full_formula = "w = softplus(z ln n / ln m) / sum, then relu(n w - 1)^p / sum"
+    source = (
+        "arXiv 2501.13428 by a summary of it; `recipes/lssar.yaml` is the paper's, m = training length is our choice"
+    )
+    known = "LSSAR at 124 M: loss 3.19 at 1,024 tokens, 3.32 at 8,192; softmax 3.19, 6.28 (secondary)"
+    base: Literal["train", "head_size"] | float = key(
+        "train",
+        "m, the length at which logits are unscaled; `train`: the training length; `head_size`: e^(sqrt(D) / ln D) for "
+        "heads of D, which with QK-norm gives the scale of the paper, ln D ln n cos(q, k)",
+        ge=2,
+        le=LONGEST,
+    )
+    sharpening: int = key(
+        0,
+        "p of the second stage, which drops weights below the mean; 0: first stage alone; 3 and 15 in the paper",
+        ge=0,
+        le=64,
+        omit_default=True,
+    )
     n: str = key("visible", N_HELP)
+
+    def formula(self) -> str:
+        return self.full_formula if self.sharpening else "softplus(z ln n / ln m) / sum"
 
 
 class SoftplusNormalizer(DividedNormalizer):
-    """Length-scaled softplus attention (LSSA): a key's weight is softplus(z ln n / ln m)^p, divided by the sum.
+    """Length-scaled softplus attention (LSSA): a key's weight w is softplus(z ln n / ln m), divided by the sum.
     z is its logit, n the number of keys in sight, m the option `base`.
+
+    With `sharpening` p, weights are relu(n w - 1)^p, again divided by their sum; 1 is not subtracted up to n = 3, as in
+    the paper. There n is the number of keys in sight, whatever the option `n` says: 1 / n is the mean weight.
     """
 
     schema = SoftplusAttention
+
+    @property
+    def reference_length(self) -> float:
+        if self.options.base != "head_size":
+            return super().reference_length
+        size = max(self.layer.head_size, 2)
+        return math.exp(math.sqrt(size) / math.log(size))
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         scale = self.row_length(layout).log() / math.log(self.reference_length)
         return logits(q, k) * scale.unsqueeze(-1).to(q.dtype)
 
     def f(self, scores: Tensor) -> Tensor:
-        return F.softplus(scores) ** self.options.power
+        return F.softplus(scores)
 
     def factor(self, layout: AttentionLayout) -> None:
         return None
+
+    def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
+        weights = super().normalize(scores, layout)
+        if not self.options.sharpening:
+            return weights
+        n = layout.n("visible").unsqueeze(-2).unsqueeze(-1).to(weights.dtype)
+        excess = (n * weights - (n > 3).to(n.dtype)).relu()  # hidden keys have w = 0
+        # relative to the largest, whose power would be infinite; their quotient doesn't depend on it
+        largest = excess.detach().amax(-1, keepdim=True).clamp(min=routes.MIN_SUM)
+        powers = (excess / largest) ** self.options.sharpening
+        return routes.divide_rows(powers, powers.sum(-1, keepdim=True), None)
+
+    def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor | None:
+        return None if self.options.sharpening else super().log_sum(scores, layout)

@@ -35,7 +35,7 @@ LARGER = {
 # Entries compared at q and k as RoPE leaves them and the kernel takes them, in bf16: their derivative jumps, or grows
 # without bound, where a score is 0, so that in the first rows one score whose sign that rounding changes decides the
 # error of all gradients, by chance.
-AT_ROUNDED = ("relu", "relu2, sum", "threshold", "threshold, p = 1")
+AT_ROUNDED = ("relu", "relu2, sum", "threshold", "threshold, p = 1", "threshold, undivided")
 
 
 def relative(values: Tensor, exact: Tensor) -> float:

@@ -134,12 +134,17 @@ def over_sum(values: Vector) -> Vector:
 
 def threshold(query: Query) -> Vector:
     bar = query.p["beta"][query.h] * math.sqrt(2 * math.log(query.n))
-    return over_sum([max(z - bar, 0.0) ** query.options.power for z in query.z])
+    excess = [max(z - bar, 0.0) ** query.options.power for z in query.z]
+    return over_sum(excess) if query.options.divided else excess
 
 
 def lssa(query: Query) -> Vector:
-    c = math.log(query.n) / math.log(query.base)
-    return over_sum([math.log(1 + math.exp(c * z)) ** query.options.power for z in query.z])
+    scale = math.sqrt(SIZE) / math.log(SIZE) if query.options.base == "head_size" else math.log(query.base)
+    weights = over_sum([math.log(1 + math.exp(math.log(query.n) / scale * z)) for z in query.z])
+    if not query.options.sharpening:
+        return weights
+    n = len(weights)
+    return over_sum([max(n * w - (n > 3), 0.0) ** query.options.sharpening for w in weights])
 
 
 def elastic(query: Query) -> Vector:
@@ -281,8 +286,10 @@ CASES = [
     opt.Sigmoid(bias=True),
     *(opt.Threshold(n=n) for n in LENGTHS),
     *(opt.Threshold(power=p, init=init) for p, init in ((1, 0.5), (2, 0.1))),
+    opt.Threshold(divided=False),
     *(opt.SoftplusAttention(n=n) for n in LENGTHS),
-    opt.SoftplusAttention(base=5.0, power=3.0),
+    opt.SoftplusAttention(base=5.0),
+    *(opt.SoftplusAttention(base="head_size", sharpening=p, n=n) for p, n in ((3, "visible"), (15, "fixed:7"))),
     *(opt.Elastic(n=n) for n in LENGTHS),
     opt.Elastic(init=0.5),
     opt.EntropyTemperature(),

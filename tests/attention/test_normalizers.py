@@ -37,6 +37,8 @@ CASES = {name: entry() for name, entry in catalogue.ENTRIES.items()} | {
     "log_n, base 512, clip": opt.LogN(base=512.0, clip=True),
     "log_n, squared": opt.LogN(power=2.0),
     "threshold, p = 1": opt.Threshold(power=1),
+    "threshold, undivided": opt.Threshold(divided=False),
+    "lssa, sharpened": opt.SoftplusAttention(base="head_size", sharpening=3),
     "cosine, log n": opt.Cosine(log_n=True),
     "relu2, n = sample": opt.Relu2(n="sample"),
     "relu2, n = 64": opt.Relu2(n="fixed:64"),

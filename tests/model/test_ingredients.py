@@ -2,13 +2,19 @@
 as it was.
 """
 
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lm.attention.catalogue import Relu2, Softmax, SSMax
 from lm.attention.options import Options
-from lm.config.model_config import Learned, ModelConfig
+from lm.config.load import load_config
+from lm.config.model_config import Learned, ModelConfig, NoPosition
 from lm.config.training_config import OptimConfig
 from lm.data.batches import Batch
 from lm.errors import ConfigError
@@ -176,6 +182,43 @@ def test_the_second_version_subtracts_the_map_of_a_second_query(normalizer: Opti
         expected = (maps[:, :, 0] - factor * maps[:, :, 1]).transpose(1, 2).flatten(2)
     torch.testing.assert_close(outputs[0], expected, atol=1e-5, rtol=1e-4)
     assert flops_per_token(decoder) - flops_per_token(model(n_kv_head=2)) == 3 * 2 * 2 * T * C + 6 * 2 * (C * C + 4 * C)
+
+
+@pytest.mark.parametrize("recipe", ["lssar", "tda"])
+def test_recipes_of_papers_are_their_formulas(recipe: str):
+    """From cosines of queries and keys, in fp64: LSSAR's two stages, and both views of threshold differential attention
+    with the norm of their difference. Rows of the first tokens have few keys.
+    """
+    config = replace(load_config([f"recipes/{recipe}"]).model, n_embd=C, position=NoPosition())
+    decoder, batch = Decoder(config, V, T, 0).double().eval(), Batch(tokens(2), tokens(2), None)
+    outputs, attention = [], decoder.blocks[0].attention
+    attention.out.register_forward_pre_hook(lambda module, arguments: outputs.append(arguments[0]))
+    with torch.no_grad():
+        attention.qkv.weight.mul_(100)  # so that the eps of QK-norm is negligible
+        decoder(batch.tokens)
+        x = decoder.blocks[0].attention_norm(decoder.embed(tokens(2))[0])
+    q, k, v = (x @ attention.qkv.weight.t()).unflatten(-1, (3, config.n_head, -1)).movedim(2, 0).transpose(2, 3)
+    n = torch.arange(1.0, T + 1).double().view(T, 1)
+
+    def rows(q: Tensor, k: Tensor, score: Callable[[Tensor], Tensor]) -> Tensor:
+        return score(F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT).tril()
+
+    if recipe == "lssar":
+        w = rows(q, k, lambda cosines: F.softplus(math.log(12) * n.log() * cosines))
+        sharp = (w / w.sum(-1, keepdim=True) * n - (n > 3).double()).relu().tril() ** 15
+        expected = sharp / sharp.sum(-1, keepdim=True) @ v
+    else:
+        bar = (2 * n.log() / 6).sqrt()  # beta = 1, views of half a head
+        first, second = (
+            rows(q[..., half], k[..., half], lambda cosines: (cosines - bar).relu().square()) @ v
+            for half in (slice(6), slice(6, 12))
+        )
+        a, b, c, d = attention.difference.lambdas.chunk(4)
+        initial = 0.8 - 0.6  # of the first layer
+        difference = first - ((a * b).sum().exp() - (c * d).sum().exp() + initial) * second
+        # weights of logits, whose squares are 6 times those of cosines, against the eps of the norm
+        expected = difference / (difference.square().mean(-1, keepdim=True) + 1e-5 / 6**2).sqrt() * (1 - initial)
+    torch.testing.assert_close(outputs[0], expected.transpose(1, 2).flatten(2).detach(), atol=1e-6, rtol=1e-4)
 
 
 def test_exclusive_outputs_are_orthogonal_to_the_tokens_own_values():
