@@ -28,7 +28,7 @@ from lm.config import normalizers as kinds
 from lm.config.model_config import ModelConfig
 from lm.config.training_config import OPTIMIZERS, AdamW, OptimConfig
 from lm.data.batches import Batch
-from lm.evaluation.evaluation_kind import HeldOut
+from lm.evaluation.evaluation_kind import HeldOutSequences
 from lm.evaluation.held_out import nll_by_token
 from lm.machine import peak_process_bytes
 from lm.model.decoder import Decoder
@@ -203,7 +203,7 @@ def measure_long(arguments: argparse.Namespace) -> None:
         device.device
     )
     tokens = np.random.default_rng(0).integers(arguments.vocab_size, size=(1, arguments.seq_len + 1))
-    held_out = HeldOut(tokens, np.ones(arguments.vocab_size, np.float32))
+    held_out = HeldOutSequences(tokens, np.ones(arguments.vocab_size, np.float32))
     on_gpu = device.device.type == "cuda"
     before = torch.cuda.memory_allocated() if on_gpu else peak_process_bytes()
     start = time.perf_counter()

@@ -38,7 +38,7 @@ from lm.config import normalizers as kinds
 from lm.config.load import load_config
 from lm.config.model_config import ModelConfig
 from lm.data.batches import Batch
-from lm.evaluation.evaluation_kind import HeldOut
+from lm.evaluation.evaluation_kind import HeldOutSequences
 from lm.evaluation.held_out import nll_by_token
 from lm.model.decoder import Decoder
 from lm.model.device import Device
@@ -350,7 +350,7 @@ def long(out: Path) -> list[Line]:
         if ON_GPU:
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        nll = nll_by_token(decoder, HeldOut(tokens, np.ones(vocab, np.float32)), Device(DEVICE, True))
+        nll = nll_by_token(decoder, HeldOutSequences(tokens, np.ones(vocab, np.float32)), Device(DEVICE, True))
         seconds = time.perf_counter() - start
         peak = torch.cuda.max_memory_allocated() - before if ON_GPU else 0
         state = "ok" if np.isfinite(nll).all() else "failed"

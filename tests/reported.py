@@ -14,7 +14,7 @@ from fabricated import evaluation_of, keep, save
 from manifests import record
 
 from lm.config import load as configuration
-from lm.evaluation.answers import ACCURACY, by_length
+from lm.evaluation.answers import ACCURACY, rows_by_length
 from lm.evaluation.held_out import LongContext
 from lm.report.comparison import ArmComparison, Difference, compare_runs
 from lm.report.comparison_pictures import drawn_runs
@@ -127,7 +127,7 @@ def build_run(
         edges = edges[edges <= length]
         position = np.arange(length)
         hard = sequence_rng.normal(0, 0.3, (count, 1))
-        about = replace(LongContext.logged[0], name="", amount=f"{count} of {length:,} tokens")
+        about = replace(LongContext.logged_metrics[0], name="", amount=f"{count} of {length:,} tokens")
         units, blocks = units_frame(tokens, np.arange(count) // 2, None, fingerprint), []
         for factor in (1.0, 50.0):
             growth = rise * np.maximum(0, np.log2((position + 1) / seq_len)) / (1 if factor == 1 else 3)
@@ -207,7 +207,7 @@ def answers(
         for length, row in sorted(right.items())
     ]
     setting = "as trained, roll-out" if rolled else "as trained"
-    return by_length(about, sorted(right), samples, setting=setting, task=task)
+    return rows_by_length(about, sorted(right), samples, setting=setting, task=task)
 
 
 def write_rows(

@@ -119,10 +119,10 @@ def diagnose(
 
         _print_evaluations(evaluate_runs(sources, checkpoint, overrides, "diagnose"), out)
     else:
-        from lm.evaluation.attention_text import show_attention
+        from lm.evaluation.attention_text import write_attention
 
         text = os.fsencode(text).decode(errors="replace")  # UTF-8, whatever the locale
-        print(*show_attention(sources, text, layer or None, head or None, checkpoint, out), sep="\n")
+        print(*write_attention(sources, text, layer or None, head or None, checkpoint, out), sep="\n")
 
 
 def swap(

@@ -78,10 +78,10 @@ def metrics(arguments: Annotated[list[str] | None, Configuration.__metadata__[0]
     Prints name, unit, better direction and meaning of each, and whether it can be an experiment's primary.metric.
     Without a configuration, prints the table of all metrics (docs/metrics.md).
     """
-    from lm.evaluation.metrics import markdown, metrics_of
+    from lm.evaluation.metrics import metrics_of, metrics_page
 
     if not arguments:
-        print(markdown(), end="")
+        print(metrics_page(), end="")
         return
     from lm.config.load import load_config
     from lm.report.tables import Column, Table, print_tables

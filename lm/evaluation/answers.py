@@ -26,8 +26,8 @@ from lm.data.store import Store
 from lm.data.tasks import TaskError, Text, check_task, example
 from lm.diagnostics.attention_rows import HEADS
 from lm.errors import ConfigError, Problem
-from lm.evaluation.evaluation_kind import HeldOut, Measurement, tokens_sha256
-from lm.evaluation.held_out import LENGTHS, by_sequence, by_setting, setting_words
+from lm.evaluation.evaluation_kind import HeldOutSequences, Measurement, tokens_sha256
+from lm.evaluation.held_out import LENGTH_AXIS, measure_sequences, metric_for_settings, setting_labels
 from lm.model.attention_stream import attention_blocks
 from lm.model.blocks import DecodingCache
 from lm.model.cross_entropy import argmax_tokens, token_nll
@@ -37,12 +37,12 @@ from lm.plain import Plain, to_plain
 from lm.runs.evaluations import NATS, rows, units_frame
 from lm.runs.metric import Metric
 
-Sample = tuple[np.ndarray, pd.DataFrame]  # (units, 1) values of sequences, and the sequences as `units_frame`
+UnitValues = tuple[np.ndarray, pd.DataFrame]  # (units, 1) values of sequences, and the sequences as `units_frame`
 QUESTION_SEED = 0  # seed of the sequences with questions, the same for every model
-HEADS_DEPTH = 0.5  # depth of the needles that heads' attention is measured on
+NEEDLE_DEPTH = 0.5  # depth of the needles that heads' attention is measured on
 
 
-def read_answers(decoder: Decoder, held_out: HeldOut, device: Device) -> np.ndarray:
+def answer_losses_and_hits(decoder: Decoder, held_out: HeldOutSequences, device: Device) -> np.ndarray:
     """Return for each answer token its loss -log p (nats), and 1 if it is the model's most probable token, else 0.
 
     The result is (2, N, length) fp32, and 0 where no answer is predicted. Sequences hold the correct answers to earlier
@@ -62,7 +62,7 @@ def read_answers(decoder: Decoder, held_out: HeldOut, device: Device) -> np.ndar
         values[sequence, position] = torch.stack((token_nll(hidden, decoder.head, targets), hits.float()), 1)
         return values
 
-    values = by_sequence([decoder], held_out.lengths, (held_out.length, 2), device, measure)
+    values = measure_sequences([decoder], held_out.lengths, (held_out.length, 2), device, measure)
     return np.moveaxis(values, -1, 0)
 
 
@@ -72,12 +72,12 @@ class AnswerMeasurement(Measurement):
     The option `length_factors` gives the lengths, as multiples of the training length.
     """
 
-    in_fp32, fixed_lengths = True, True
+    measures_in_fp32, has_fixed_lengths = True, True
     tasks: dict[str, Task]  # by name
     haystack: Text | None  # the corpus that fills sequences of its tasks; None: all tasks are over symbols
 
     @classmethod
-    def names(cls, config: Config) -> dict[str, Sequence[object]]:
+    def placeholder_values(cls, config: Config) -> dict[str, Sequence[object]]:
         options = cls.options_of(config)
         lengths = lengths_from_factors(options.length_factors, config.data)
         return {"SETTING": [setting.label for setting in options.inference], "LENGTH": lengths}
@@ -101,15 +101,15 @@ class AnswerMeasurement(Measurement):
 
 
 ACCURACY = Metric(
-    unit="fraction", better="higher", quantity="accuracy", units="questions", interval=True, axis=LENGTHS,
+    unit="fraction", better="higher", quantity="accuracy", units="questions", interval=True, axis=LENGTH_AXIS,
     title="Accuracy by sequence length", measured_on="sequences with questions",
     caption="accuracy by sequence length, given the correct answers to earlier questions",
     levels="chance, picking among the answers shown and not yet given",
 )  # fmt: skip
-ANSWER_LOSS = Metric(unit=NATS, better="lower", quantity="loss of answers", units="questions", axis=LENGTHS)
+ANSWER_LOSS = Metric(unit=NATS, better="lower", quantity="loss of answers", units="questions", axis=LENGTH_AXIS)
 
 
-def accuracy(metric: Metric, questions: int, chance: float | None, options: str) -> Metric:
+def accuracy_metric(metric: Metric, questions: int, chance: float | None, options: str) -> Metric:
     """Return an accuracy metric with the details of one task.
 
     Args:
@@ -122,7 +122,7 @@ def accuracy(metric: Metric, questions: int, chance: float | None, options: str)
     return replace(metric, amount=f"{questions:,} different ones a length", references=references, options=options)
 
 
-def by_length(metric: Metric, lengths: list[int], samples: Sequence[Sample], **fields: str) -> pd.DataFrame:
+def rows_by_length(metric: Metric, lengths: list[int], samples: Sequence[UnitValues], **fields: str) -> pd.DataFrame:
     """Return the rows of a metric that was measured at each of `lengths`. fields: `task` and `setting` of `rows`."""
     points = zip(samples, lengths, strict=True)
     return pd.concat(rows(metric, *sample, [length], **fields) for sample, length in points)
@@ -135,12 +135,14 @@ class Recall(AnswerMeasurement):
     """
 
     kind = "recall"
-    logged = (replace(ACCURACY, name="recall/{TASK} {LENGTH} {SETTING}", meaning="whole answers that are correct"),)
+    logged_metrics = (
+        replace(ACCURACY, name="recall/{TASK} {LENGTH} {SETTING}", meaning="whole answers that are correct"),
+    )
 
     @classmethod
-    def names(cls, config: Config) -> dict[str, Sequence[object]]:
-        settings = setting_words(cls.options_of(config).inference)
-        return super().names(config) | {"SETTING": settings, "TASK": [*cls.tasks_of(config)]}
+    def placeholder_values(cls, config: Config) -> dict[str, Sequence[object]]:
+        settings = setting_labels(cls.options_of(config).inference)
+        return super().placeholder_values(config) | {"SETTING": settings, "TASK": [*cls.tasks_of(config)]}
 
     @classmethod
     def tasks_of(cls, config: Config) -> dict[str, Task]:
@@ -149,11 +151,11 @@ class Recall(AnswerMeasurement):
         return dict(zip(task_names([to_plain(task) for task in tasks]), tasks, strict=True))
 
     @classmethod
-    def sequences_of(cls, config: Config, metric: str) -> dict[str, Plain]:
+    def sequence_facts(cls, config: Config, metric: str) -> dict[str, Plain]:
         tasks = {
             name: to_plain(task) for name, task in cls.tasks_of(config).items() if metric.startswith(f"recall/{name} ")
         }
-        return super().sequences_of(config, metric) | {"tasks": tasks}
+        return super().sequence_facts(config, metric) | {"tasks": tasks}
 
     def __init__(self, config: Config, store: Store):
         """Check the tasks. Raises ConfigError: a task does not fit into a length, or the held-out text is too short for
@@ -170,27 +172,27 @@ class Recall(AnswerMeasurement):
         return super().options | {"tasks": [to_plain(task) for task in self.tasks.values()]}
 
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
-        blocks, accuracy_metric = [], by_setting(self.logged[0], self.eval_config.inference)
+        blocks, accuracy_metric = [], metric_for_settings(self.logged_metrics[0], self.eval_config.inference)
         for (setting, model), (name, task) in product(self.inference_models(decoder), self.tasks.items()):
             options = to_plain(task)
             fields, options = {"task": options.pop("name"), "setting": setting}, json.dumps(options)
-            samples = [self._samples(model, task, length, device) for length in self.lengths]
+            samples = [self._recall_values(model, task, length, device) for length in self.lengths]
             questions = int(samples[0][0][1]["weight"].sum())
-            whole = accuracy(accuracy_metric.fill_name(TASK=name), questions, task.chance, options)
+            whole = accuracy_metric(accuracy_metric.fill_name(TASK=name), questions, task.chance, options)
             token = replace(ANSWER_LOSS, unit="fraction", better="higher", quantity="token accuracy", options=options)
             metrics = whole, token, replace(ANSWER_LOSS, options=options)
             for metric, by_metric in zip(metrics, zip(*samples, strict=True), strict=True):
-                blocks.append(by_length(metric, self.lengths, by_metric, **fields))
+                blocks.append(rows_by_length(metric, self.lengths, by_metric, **fields))
         return blocks
 
-    def _samples(self, decoder: Decoder, task: Task, length: int, device: Device) -> list[Sample]:
+    def _recall_values(self, decoder: Decoder, task: Task, length: int, device: Device) -> list[UnitValues]:
         """Return three measurements of each sequence: accuracy of whole answers, accuracy of answer tokens, and loss of
         answers.
         """
         count = self.eval_config.sequences
         examples = [example(task, QUESTION_SEED, index, length, "test", self.haystack) for index in range(count)]
-        held_out = HeldOut.of_examples(examples, self.store.token_bytes)
-        losses, hits = read_answers(decoder, held_out, device)
+        held_out = HeldOutSequences.from_examples(examples, self.store.token_bytes)
+        losses, hits = answer_losses_and_hits(decoder, held_out, device)
         whole = [
             [right[start - 1 : stop - 1].all() for start, stop in item.questions]
             for right, item in zip(hits, examples, strict=True)
@@ -215,14 +217,14 @@ class Trial:
     sequence: int  # index of its sequence, which other trials may share
 
 
-# The metrics of `score`. `exact` is 1 if what greedy decoding writes begins with the whole number; more digits may
+# The metrics of `trial_scores`. `exact` is 1 if the greedily decoded text begins with the whole number. More digits may
 # follow, as the loss on answers teaches no model to stop.
-SCORED = (replace(ANSWER_LOSS, unit="fraction", better="higher", quantity="exact", interval=True), ANSWER_LOSS)
+TRIAL_METRICS = (replace(ANSWER_LOSS, unit="fraction", better="higher", quantity="exact", interval=True), ANSWER_LOSS)
 
 
-def score(decoder: Decoder, questions: list[Trial], length: int, text: Text) -> Tensor:
+def trial_scores(decoder: Decoder, questions: list[Trial], length: int, text: Text) -> Tensor:
     """Return scores (questions, metrics) fp32 of questions with equally long prompts, one column for each metric in
-    `SCORED`.
+    `TRIAL_METRICS`.
 
     Each prompt is the beginning of a sequence of `length` tokens.
     """
@@ -253,20 +255,20 @@ def _greedy_tokens(decoder: Decoder, first_logits: Tensor, cache: DecodingCache,
     return torch.cat(tokens, 1)
 
 
-def trials(task: Needle, length: int, count: int, text: Text) -> list[Trial]:
+def needle_trials(task: Needle, length: int, count: int, text: Text) -> list[Trial]:
     """Return `count` questions about needles in test sequences of `length` tokens. They are the same for
     every model.
     """
-    found: list[Trial] = []
+    trials: list[Trial] = []
     for index in range(-(-count // task.needles)):
-        item = example(task, QUESTION_SEED, index, length, "test", text)
-        for (start, stop), span in zip(item.questions, item.evidence, strict=True):
-            answer = item.tokens[start:stop]
-            found.append(Trial(item.tokens[:start], answer, text.decode(answer).strip(), tuple(span), index))
-    return found[:count]
+        sequence = example(task, QUESTION_SEED, index, length, "test", text)
+        for (start, stop), span in zip(sequence.questions, sequence.evidence, strict=True):
+            answer = sequence.tokens[start:stop]
+            trials.append(Trial(sequence.tokens[:start], answer, text.decode(answer).strip(), tuple(span), index))
+    return trials[:count]
 
 
-def head_scores(decoder: Decoder, trial: Trial, length: int) -> Tensor:
+def attention_to_needle(decoder: Decoder, trial: Trial, length: int) -> Tensor:
     """Return each head's attention from the prompt's last token to the needle's number, (layers, H) fp32.
 
     The whole sequence has `length` tokens. The attention is the sum of weights on the number's tokens. arXiv 2501.19399
@@ -284,7 +286,7 @@ class NeedleMeasurement(AnswerMeasurement):
     """
 
     kind = "needle"
-    logged = (
+    logged_metrics = (
         replace(ACCURACY, name="needle/exact {LENGTH} {SETTING}", meaning="needles whose number is written"),
         replace(
             ACCURACY,
@@ -317,11 +319,11 @@ class NeedleMeasurement(AnswerMeasurement):
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         blocks, head_blocks = [], []
         for setting, model in self.inference_models(decoder):
-            blocks += self._answer_blocks(model, setting, device)
-            head_blocks += self._head_blocks(model, setting, device) if self.eval_config.heads_at else []
+            blocks += self._accuracy_rows(model, setting, device)
+            head_blocks += self._attention_rows(model, setting, device) if self.eval_config.heads_at else []
         return blocks + head_blocks
 
-    def _chance(self, task: Needle) -> float | None:
+    def _chance_level(self, task: Needle) -> float | None:
         """Return the mean accuracy, over trials, of guessing among the numbers that earlier questions have not asked
         for.
 
@@ -333,62 +335,68 @@ class NeedleMeasurement(AnswerMeasurement):
             np.mean([1 / (candidates - index % task.needles) for index in range(self.eval_config.trials)])
         )
 
-    def _answer_blocks(self, decoder: Decoder, setting: str, device: Device) -> Iterator[pd.DataFrame]:
-        """Yield rows of accuracy over all depths and for the control; then each metric of `SCORED` by depth and for the
-        control.
+    def _accuracy_rows(self, decoder: Decoder, setting: str, device: Device) -> Iterator[pd.DataFrame]:
+        """Yield rows of accuracy over all depths and for the control; then each metric of `TRIAL_METRICS` by depth and
+        for the control.
         """
         samples = {
-            name: [self._sample(self._trials(task, length), decoder, length, device) for length in self.lengths]
+            name: [self._scored_trials(self._trials(task, length), decoder, length, device) for length in self.lengths]
             for name, task in self.tasks.items()
         }
         options = json.dumps({"needles": self.eval_config.needles, "distractors": self.eval_config.distractors})
         *depths, control = self.tasks
-        for metric, names in zip(self.logged, (depths, [control]), strict=True):
+        for metric, names in zip(self.logged_metrics, (depths, [control]), strict=True):
             if names:
-                pooled = [_pooled(by_depth) for by_depth in zip(*map(samples.get, names), strict=True)]
-                about = accuracy(metric, self.eval_config.trials, self._chance(self.tasks[names[0]]), options)
+                pooled = [_mean_over_depths(by_depth) for by_depth in zip(*map(samples.get, names), strict=True)]
+                task_metric = accuracy_metric(
+                    metric, self.eval_config.trials, self._chance_level(self.tasks[names[0]]), options
+                )
                 fields = {"task": f"needle{', control without it' * metric.control}", "setting": setting}
-                yield by_length(about, self.lengths, pooled, **fields)
-        for (name, task), (column, metric) in product(self.tasks.items(), enumerate(SCORED)):
-            chance = self._chance(task) if metric.interval else None
-            about = replace(metric, references=() if chance is None else (("chance", chance),), options=options)
+                yield rows_by_length(task_metric, self.lengths, pooled, **fields)
+        for (name, task), (column, metric) in product(self.tasks.items(), enumerate(TRIAL_METRICS)):
+            chance = self._chance_level(task) if metric.interval else None
+            task_metric = replace(metric, references=() if chance is None else (("chance", chance),), options=options)
             points = [(scores[:, [column]], units) for scores, units in samples[name]]
-            yield by_length(about, self.lengths, points, task=name, setting=setting)
+            yield rows_by_length(task_metric, self.lengths, points, task=name, setting=setting)
 
     def _trials(self, task: Needle, length: int) -> list[Trial]:
         """Return the trials of a task at a length."""
-        return trials(task, length, self.eval_config.trials, self.haystack)
+        return needle_trials(task, length, self.eval_config.trials, self.haystack)
 
-    def _sample(self, questions: list[Trial], decoder: Decoder, length: int, device: Device) -> Sample:
+    def _scored_trials(self, questions: list[Trial], decoder: Decoder, length: int, device: Device) -> UnitValues:
         """Return the scores (questions, metrics) of the given questions, and the questions as units."""
 
         def measure(indices: list[int]) -> Tensor:
-            return score(decoder, [questions[index] for index in indices], length, self.haystack)
+            return trial_scores(decoder, [questions[index] for index in indices], length, self.haystack)
 
         lengths = [len(trial.prompt) for trial in questions]
-        return by_sequence([decoder], lengths, (len(SCORED),), device, measure), _units(questions)
+        return measure_sequences([decoder], lengths, (len(TRIAL_METRICS),), device, measure), _trial_units(questions)
 
-    def _head_blocks(self, decoder: Decoder, setting: str, device: Device) -> Iterator[pd.DataFrame]:
-        """Yield rows of each head's attention to the number, by trial, for needles at the depth `HEADS_DEPTH`."""
+    def _attention_rows(self, decoder: Decoder, setting: str, device: Device) -> Iterator[pd.DataFrame]:
+        """Yield rows of each head's attention to the number, by trial, for needles at the depth `NEEDLE_DEPTH`."""
         normalizers, length = decoder.normalizers(), self.heads_length
         shape = len(normalizers), normalizers[0].layer.n_head
-        questions = self._trials(Needle(needles=1, distractors=self.eval_config.distractors, depth=HEADS_DEPTH), length)
+        questions = self._trials(
+            Needle(needles=1, distractors=self.eval_config.distractors, depth=NEEDLE_DEPTH), length
+        )
 
         def measure(indices: list[int]) -> Tensor:
-            return torch.stack([head_scores(decoder, questions[index], length) for index in indices])
+            return torch.stack([attention_to_needle(decoder, questions[index], length) for index in indices])
 
-        weights = by_sequence([decoder], [len(trial.prompt) for trial in questions], shape, device, measure)
+        weights = measure_sequences([decoder], [len(trial.prompt) for trial in questions], shape, device, measure)
         uniform = np.mean([(trial.span[1] - trial.span[0]) / len(trial.prompt) for trial in questions])
-        about = Metric(
+        metric = Metric(
             "", "fraction", "higher", quantity="attention to the number", units="questions", axis=HEADS,
             references=(("uniform attention", float(uniform)),),
-            options=json.dumps({"length": length, "depth": HEADS_DEPTH}),
+            options=json.dumps({"length": length, "depth": NEEDLE_DEPTH}),
         )  # fmt: skip
         for layer, values in enumerate(weights.swapaxes(0, 1).astype(float)):
-            yield rows(about, values, _units(questions), [*range(shape[1])], task=f"layer {layer}", setting=setting)
+            yield rows(
+                metric, values, _trial_units(questions), [*range(shape[1])], task=f"layer {layer}", setting=setting
+            )
 
 
-def _units(questions: list[Trial]) -> pd.DataFrame:
+def _trial_units(questions: list[Trial]) -> pd.DataFrame:
     """Return the questions as units of a measurement. Questions of one sequence are in one group, as they are not
     independent.
     """
@@ -396,7 +404,7 @@ def _units(questions: list[Trial]) -> pd.DataFrame:
     return units_frame(sha256, np.array([trial.sequence for trial in questions]))
 
 
-def _pooled(depths: Sequence[Sample]) -> Sample:
+def _mean_over_depths(depths: Sequence[UnitValues]) -> UnitValues:
     """Return each trial's fraction of exact answers over all depths. Every depth asks the same questions."""
     fractions = np.mean([scores[:, :1] for scores, _ in depths], axis=0)
     hashes = "".join(units["sequences"].iloc[0] for _, units in depths)

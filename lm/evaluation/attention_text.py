@@ -31,10 +31,10 @@ from lm.report.tables import table_bytes
 from lm.runs.loading import LoadedModel, load
 
 MAX_TOKENS = 256  # the longest text
-MAX_LABELS = 40  # the most tokens with which the axes show each token's text
-MAX_HEADS = 16  # the most heads of a model that are shown, unless layers or heads are named
-DECADES = 4  # powers of ten below the largest weight that the colours cover
-Indices = list[int] | None  # of layers or heads; None: all
+MAX_LABELLED_TOKENS = 40  # the most tokens with which the axes show each token's text
+MAX_SHOWN_HEADS = 16  # the most heads of a model that are shown, unless layers or heads are named
+COLOUR_DECADES = 4  # powers of ten below the largest weight that the colours cover
+IndexList = list[int] | None  # of layers or heads; None: all
 
 
 @torch.no_grad()
@@ -43,7 +43,9 @@ def attention_maps(decoder: Decoder, tokens: Tensor) -> np.ndarray:
     key.
     """
     normalizers, count = decoder.normalizers(), len(tokens)
-    weights = torch.full((len(normalizers), max(each.layer.n_head for each in normalizers), count, count), math.nan)
+    weights = torch.full(
+        (len(normalizers), max(normalizer.layer.n_head for normalizer in normalizers), count, count), math.nan
+    )
     sequence = torch.cat((tokens, tokens[:1])).unsqueeze(0)  # the appended token is a target that is not read
     for block in attention_blocks(decoder, Batch.of(sequence)):
         rows = AttentionRows.from_block(block)
@@ -55,7 +57,7 @@ def attention_maps(decoder: Decoder, tokens: Tensor) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
-class ShownModel:
+class ModelAttention:
     """One model's attention weights on the text, and the heads to show."""
 
     source: Path  # the model's folder
@@ -64,7 +66,7 @@ class ShownModel:
     heads: list[tuple[int, int]]  # (layer, head) of the shown heads
 
 
-def attention_pictures(models: Sequence[ShownModel]) -> dict[str, bytes]:
+def attention_pictures(models: Sequence[ModelAttention]) -> dict[str, bytes]:
     """Return the content of a PNG and an SVG file, by suffix, with a map of each shown head.
 
     All maps share one logarithmic colour scale, which covers both signs if any weight is negative.
@@ -72,9 +74,9 @@ def attention_pictures(models: Sequence[ShownModel]) -> dict[str, bytes]:
     weights = np.concatenate([model.maps[head].ravel() for model in models for head in model.heads])
     weights = weights[np.isfinite(weights)]
     top = float(np.abs(weights).max(initial=0.0)) or 1.0
-    norm, colours = LogNorm(top / 10**DECADES, top), "viridis"
+    norm, colours = LogNorm(top / 10**COLOUR_DECADES, top), "viridis"
     if (weights < 0).any():
-        norm, colours = SymLogNorm(top / 10**DECADES, vmin=-top, vmax=top), "RdBu_r"
+        norm, colours = SymLogNorm(top / 10**COLOUR_DECADES, vmin=-top, vmax=top), "RdBu_r"
     most_heads = max(len(model.heads) for model in models)
     columns = math.ceil(math.sqrt(most_heads))  # of each model
     rows = -(-most_heads // columns)
@@ -87,7 +89,7 @@ def attention_pictures(models: Sequence[ShownModel]) -> dict[str, bytes]:
                 image = axes.imshow(np.clip(model.maps[layer, head], norm.vmin, norm.vmax), colours, norm)
                 title = f"{model.source.resolve().name}\n" * (place == 0) + f"layer {layer}, head {head}"
                 axes.set(title=title, xlabel="key", ylabel="query")
-                if len(model.tokens) <= MAX_LABELS:
+                if len(model.tokens) <= MAX_LABELLED_TOKENS:
                     labels = [token_label(token) for token in model.tokens]
                     axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=6)
                     axes.set_yticks(range(len(labels)), labels, fontsize=6)
@@ -106,8 +108,8 @@ def token_label(token: str) -> str:
     return repr(token)[1:-1].replace(" ", "\u00b7") or "-"
 
 
-def show_attention(
-    sources: list[Path], text: str, layers: Indices, heads: Indices, checkpoint: str, table_path: Path | None
+def write_attention(
+    sources: list[Path], text: str, layers: IndexList, heads: IndexList, checkpoint: str, table_path: Path | None
 ) -> list[str]:
     """Write the attention weights of models on a text as a table and two picture files; return lines to print.
 
@@ -115,7 +117,7 @@ def show_attention(
         sources: run folders, checkpoints, exports and other model folders.
         text: a UTF-8 file, or the text itself.
         layers: indices of layers to show, from 0; None: all.
-        heads: indices of heads to show, from 0; None: all. Of more than `MAX_HEADS` heads, some have to be named.
+        heads: indices of heads to show, from 0; None: all. Of more than `MAX_SHOWN_HEADS` heads, some have to be named.
         checkpoint: the checkpoint of run folders: `last`, `best` or a step.
         table_path: file of the table, .csv or .json; the pictures lie beside it. None: attention.csv in the first
             model's folder.
@@ -123,9 +125,9 @@ def show_attention(
     Raises LMError: there is no model at a source, no text, no such layer or head, or the text is too long.
     """
     text = read_text(text)
-    models = [shown_model(load(source, checkpoint), text, layers, heads) for source in sources]
+    models = [model_attention(load(source, checkpoint), text, layers, heads) for source in sources]
     path = table_path or models[0].source / "attention.csv"
-    files = {path: table_bytes([cell for model in models for cell in cells_of(model)], path)}
+    files = {path: table_bytes([cell for model in models for cell in weight_rows(model)], path)}
     files |= {path.with_suffix(suffix): content for suffix, content in attention_pictures(models).items()}
     write_together(files)
     lines = [f"{model.source}: {len(model.tokens)} tokens, {len(model.heads)} heads" for model in models]
@@ -150,8 +152,8 @@ def read_text(text_or_path: str) -> str:
     return text
 
 
-def shown_model(model: LoadedModel, text: str, layers: Indices, heads: Indices) -> ShownModel:
-    """Return a model's attention on the text, computed on the CPU. Raises RunError or ConfigError as `show_attention`
+def model_attention(model: LoadedModel, text: str, layers: IndexList, heads: IndexList) -> ModelAttention:
+    """Return a model's attention on the text, computed on the CPU. Raises RunError or ConfigError as `write_attention`
     does.
     """
     tokenizer, start = model.tokenizer_and_start()
@@ -165,13 +167,13 @@ def shown_model(model: LoadedModel, text: str, layers: Indices, heads: Indices) 
         if wrong := [index for index in indices or [] if not 0 <= index < count]:
             raise ConfigError(f"--{name} {wrong[0]}: {model.folder} has {count} {name}s, 0 to {count - 1}")
     shown_heads = [*product(layers or range(shape[0]), heads or range(shape[1]))]
-    if layers is None and heads is None and len(shown_heads) > MAX_HEADS:
+    if layers is None and heads is None and len(shown_heads) > MAX_SHOWN_HEADS:
         raise ConfigError(f"--text: {model.folder} has {len(shown_heads)} heads: choose some by --layer and --head")
     tokens = ["<start>"] + [text[begin:end] for begin, end in encoded.offsets]
-    return ShownModel(model.folder, tokens, attention_maps(model.decoder, torch.tensor(ids)), shown_heads)
+    return ModelAttention(model.folder, tokens, attention_maps(model.decoder, torch.tensor(ids)), shown_heads)
 
 
-def cells_of(model: ShownModel) -> Iterator[dict[str, Plain]]:
+def weight_rows(model: ModelAttention) -> Iterator[dict[str, Plain]]:
     """Yield a table row for each weight of the shown heads on a key that the query sees."""
     for layer, head in model.heads:
         weights = model.maps[layer, head]

@@ -33,8 +33,8 @@ from lm.diagnostics.concentration import concentration_statistics
 from lm.diagnostics.limits import limit_statistics
 from lm.diagnostics.sparsity import sparsity_statistics
 from lm.errors import ConfigError, Problem
-from lm.evaluation.evaluation_kind import HeldOut, Measurement
-from lm.evaluation.held_out import by_sequence, spread_sequences, validation_sequences
+from lm.evaluation.evaluation_kind import HeldOutSequences, Measurement
+from lm.evaluation.held_out import evenly_spaced_sequences, measure_sequences, validation_sequences
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.swapped import applicable_settings, for_inference
@@ -43,9 +43,9 @@ from lm.runs.evaluations import rows, units_frame
 from lm.runs.metric import Metric
 
 KIND = "diagnostics"
-UNTRAINED = "untrained weights"
+UNTRAINED_LABEL = "untrained weights"
 # by their names in `eval.diagnostics.statistics`
-FAMILIES: dict[str, Callable[[], Statistics]] = {
+STATISTIC_GROUPS: dict[str, Callable[[], Statistics]] = {
     "concentration": concentration_statistics,
     "sparsity": sparsity_statistics,
     "limits": limit_statistics,
@@ -59,13 +59,13 @@ _LENGTH_KEY = "eval.diagnostics.length_factor"
 
 def statistics_of(options: DiagnosticsConfig) -> Statistics:
     """Return the statistics that the configuration asks for."""
-    return [statistic for name in options.statistics for statistic in FAMILIES[name]()]
+    return [statistic for name in options.statistics for statistic in STATISTIC_GROUPS[name]()]
 
 
 # ---------------------------------------------------------------- sequences
 
 
-def diagnostic_sequences(store: Store, config: Config, options: DiagnosticsConfig) -> HeldOut:
+def diagnostic_sequences(store: Store, config: Config, options: DiagnosticsConfig) -> HeldOutSequences:
     """Return up to `options.sequences` held-out windows. They lie within single documents unless they have the training
     length.
 
@@ -79,11 +79,11 @@ def diagnostic_sequences(store: Store, config: Config, options: DiagnosticsConfi
         validation = validation_sequences(store, config)
         count = min(options.sequences, len(validation.sequences))
         indices = np.arange(count) * len(validation.sequences) // count
-        return HeldOut(validation.sequences[indices], validation.token_bytes)
+        return HeldOutSequences(validation.sequences[indices], validation.token_bytes)
     if options.length_factor == 1:
-        windows = spread_sequences(store, config, length, options.sequences)
+        windows = evenly_spaced_sequences(store, config, length, options.sequences)
     else:
-        windows = HeldOut.take(store, long_starts(store.val, length, options.sequences), length)
+        windows = HeldOutSequences.take(store, long_starts(store.val, length, options.sequences), length)
     if not len(windows.sequences):
         reason = f"needs held-out documents of {length + 1:,} tokens, the longest has {store.val.longest:,}"
         raise ConfigError([Problem(_LENGTH_KEY, options.length_factor, reason, "set it lower")])
@@ -100,8 +100,8 @@ class Diagnostics(Measurement):
     result that holds for the untrained model, too, says nothing about training.
     """
 
-    kind, in_fp32 = KIND, True
-    logged = (
+    kind, measures_in_fp32 = KIND, True
+    logged_metrics = (
         Metric("diagnostics/{STATISTIC}", meaning="statistic of attention weights, mean over heads", units="documents"),
     )
 
@@ -112,7 +112,7 @@ class Diagnostics(Measurement):
                 metric.fill_name(STATISTIC=each.name), unit=each.unit, quantity=each.name,
                 units="documents" if isinstance(each, Statistic) else "",
             )
-            for metric in cls.logged
+            for metric in cls.logged_metrics
             for each in statistics_of(cls.options_of(config))
             if each.in_reports
         ]  # fmt: skip
@@ -127,11 +127,16 @@ class Diagnostics(Measurement):
 
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         (sequences,), seed = self.held_out, self.config.seed
-        return diagnostic_blocks(decoder, sequences, self.eval_config, device, seed, self.fingerprint)
+        return diagnostic_rows(decoder, sequences, self.eval_config, device, seed, self.fingerprint)
 
 
-def diagnostic_blocks(
-    decoder: Decoder, held_out: HeldOut, options: DiagnosticsConfig, device: Device, seed: int, fingerprint: str
+def diagnostic_rows(
+    decoder: Decoder,
+    held_out: HeldOutSequences,
+    options: DiagnosticsConfig,
+    device: Device,
+    seed: int,
+    fingerprint: str,
 ) -> list[pd.DataFrame]:
     """Measure the diagnostics of a decoder and return blocks of rows: overall means, by visible keys, and by head.
 
@@ -145,9 +150,9 @@ def diagnostic_blocks(
     queries, layers = query_indices(held_out.length, options.queries), len(decoder.normalizers())
     heads = max(normalizer.layer.n_head for normalizer in decoder.normalizers())
     measures = Measures(statistics_of(options), layers, heads, queries, held_out.length)
-    models: dict[str, MeasuredValues] = {}
+    values_by_model: dict[str, MeasuredValues] = {}
     for setting in applicable_settings(decoder, options.inference):
-        untrained_label = UNTRAINED + f", {setting.label}" * (setting.label != "as trained")
+        untrained_label = UNTRAINED_LABEL + f", {setting.label}" * (setting.label != "as trained")
         for label, source in ((setting.label, decoder), (untrained_label, untrained_decoder)):
             model = for_inference(source, setting)
 
@@ -155,19 +160,19 @@ def diagnostic_blocks(
                 batches = (held_out.batch([index]).to(device.device) for index in indices)
                 return torch.stack([measures.vector(model, batch) for batch in batches])
 
-            vectors = by_sequence([model], held_out.lengths, (measures.vector_length,), device, measure)
-            models[label] = measures.values(vectors)
+            vectors = measure_sequences([model], held_out.lengths, (measures.vector_length,), device, measure)
+            values_by_model[label] = measures.values(vectors)
     return [
         block
         for statistic in (*measures.query_statistics, *UNDEFINED_FRACTIONS, *measures.query_sums)
-        for block in _statistic_rows(statistic, models, held_out, fingerprint, decoder.seq_len, len(queries))
+        for block in _statistic_rows(statistic, values_by_model, held_out, fingerprint, decoder.seq_len, len(queries))
     ]
 
 
 def _statistic_rows(
     statistic: Statistic | QuerySums,
-    models: dict[str, MeasuredValues],
-    held_out: HeldOut,
+    values_by_model: dict[str, MeasuredValues],
+    held_out: HeldOutSequences,
     fingerprint: str,
     train_length: int,
     n_queries: int,
@@ -178,46 +183,49 @@ def _statistic_rows(
     of statistic ~ n^b, n the number of visible keys, gives the exponent b. Curves are means by n. By layer and head
     there are means over sequences and queries, b, and R^2 of the fit.
 
-    models: measured values by label, the trained model first.
+    values_by_model: measured values by label, the trained model first.
     """
-    trained, name = next(iter(models), ""), statistic.name
-    arrays = {model: (values.by_query | values.by_head)[name] for model, values in models.items()}
+    trained, name = next(iter(values_by_model), ""), statistic.name
+    arrays = {model: (values.by_query | values.by_head)[name] for model, values in values_by_model.items()}
     if not any(np.isfinite(array).any() for array in arrays.values()):
         return
     has_curve = isinstance(statistic, Statistic) and statistic not in UNDEFINED_FRACTIONS
-    bins = half_octaves(models[trained].n, train_length) if has_curve else []
+    bins = half_octaves(values_by_model[trained].n, train_length) if has_curve else []
     reported = {
         "title": f"Attention: {name}", "measured_on": "held-out sequences of diagnostics",
         "amount": f"{held_out.amount}, {n_queries} queries each",
         "caption": f"{name} of attention weights, mean over heads",
     }  # fmt: skip
     for model, array in arrays.items():
-        number = Metric(unit=statistic.unit, quantity=name, control=model != trained)
-        by_document = replace(number, units="documents", interval=True)
-        by_head = [(number, mean(array, (0, 3)) if array.ndim == 4 else array)]
+        head_metric = Metric(unit=statistic.unit, quantity=name, control=model != trained)
+        document_metric = replace(head_metric, units="documents", interval=True)
+        by_head = [(head_metric, mean(array, (0, 3)) if array.ndim == 4 else array)]
         log_name = "diagnostics/{STATISTIC}" * (statistic.in_reports and model == trained)
         count = np.isfinite(array).sum((1, 2, 3)) if array.ndim == 4 else np.zeros(0)
         if count.any():
             units = units_frame(held_out.sha256, held_out.document_labels, count, fingerprint)
             means = np.where(count, mean(array, (1, 2, 3)), 0.0)[:, None]
-            yield rows(replace(by_document, name=log_name), means, units, setting=model)
+            yield rows(replace(document_metric, name=log_name), means, units, setting=model)
         else:
-            yield rows(replace(number, name=log_name), mean(array), setting=model)
+            yield rows(replace(head_metric, name=log_name), mean(array), setting=model)
         if has_curve and statistic.has_exponent:
-            n = np.where(models[model].n <= train_length, models[model].n, np.nan)
+            n = np.where(values_by_model[model].n <= train_length, values_by_model[model].n, np.nan)
             b, r_squared = exponent(array, n, statistic.log)
             if np.isfinite(b).any():
-                about = replace(number, unit="", quantity=f"exponent of {name.removeprefix('ln ')}")
-                by_head += [(about, b), (replace(about, quantity=f"R^2 of the {about.quantity}"), r_squared)]
-                yield rows(about, mean(b), setting=model)
-        curve = replace(by_document, axis=VISIBLE_KEYS, **(reported if statistic.in_reports else {}))
-        units, n = held_out.units(fingerprint), models[model].n[:, :, None]
+                exponent_metric = replace(head_metric, unit="", quantity=f"exponent of {name.removeprefix('ln ')}")
+                by_head += [
+                    (exponent_metric, b),
+                    (replace(exponent_metric, quantity=f"R^2 of the {exponent_metric.quantity}"), r_squared),
+                ]
+                yield rows(exponent_metric, mean(b), setting=model)
+        curve = replace(document_metric, axis=VISIBLE_KEYS, **(reported if statistic.in_reports else {}))
+        units, n = held_out.units(fingerprint), values_by_model[model].n[:, :, None]
         for first, last in bins:
             means = mean(np.where((n >= first) & (n <= last), array, np.nan), (1, 2, 3))
             point = units.assign(weight=np.isfinite(means).astype(float))
             x = [float(round(math.sqrt(first * last)))]
             yield rows(curve, np.nan_to_num(means)[:, None], point, x, setting=model)
-        for about, of_layers in by_head:
-            for layer, of_heads in enumerate(of_layers):
-                heads = [*range(len(of_heads))]
-                yield rows(replace(about, axis=HEADS), of_heads, x=heads, task=f"layer {layer}", setting=model)
+        for metric, layer_values in by_head:
+            for layer, head_values in enumerate(layer_values):
+                heads = [*range(len(head_values))]
+                yield rows(replace(metric, axis=HEADS), head_values, x=heads, task=f"layer {layer}", setting=model)

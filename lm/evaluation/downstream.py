@@ -50,7 +50,7 @@ def _adapter_class() -> type["HFLM"]:
     from lm_eval.models.huggingface import HFLM  # takes seconds to import
 
     class Adapter(HFLM):
-        n_cut = 0  # requests longer than `max_length`, whose first tokens are left out
+        n_truncated = 0  # requests longer than `max_length`, whose first tokens are left out
 
         def loglikelihood_rolling(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[float]:
             self.add_bos_token = False  # lm-eval puts the token before the text by itself
@@ -60,7 +60,7 @@ def _adapter_class() -> type["HFLM"]:
                 self.add_bos_token = None
 
         def _loglikelihood_tokens(self, requests: list[tuple], **options: object) -> list[tuple[float, bool]]:
-            self.n_cut += sum(len(context) + len(target) > self.max_length + 1 for _, context, target in requests)
+            self.n_truncated += sum(len(context) + len(target) > self.max_length + 1 for _, context, target in requests)
             return super()._loglikelihood_tokens(requests, **options)
 
     return Adapter
@@ -74,7 +74,7 @@ class DownstreamTasks(Measurement):
     """
 
     kind = "tasks"
-    logged = (Metric("tasks/{TASK}/{METRIC}", meaning="a metric of lm-eval, by its names", units="documents"),)
+    logged_metrics = (Metric("tasks/{TASK}/{METRIC}", meaning="a metric of lm-eval, by its names", units="documents"),)
 
     def __init__(self, config: Config, store: Store):
         super().__init__(config, store)
@@ -109,9 +109,9 @@ class DownstreamTasks(Measurement):
                     model, tokenizer=tokenizer, max_length=seq_len, mixed_precision_dtype=precision,
                     batch_size=max(1, BATCH_TOKENS // seq_len),
                 )  # fmt: skip
-                if results := _results(adapter, name, self.manager, self.eval_config.limit):
-                    found = (self._blocks(task, results, adapter) for task in results["samples"])
-                    blocks.extend(chain.from_iterable(found))
+                if results := _lm_eval_results(adapter, name, self.manager, self.eval_config.limit):
+                    task_frames = (self._task_rows(task, results, adapter) for task in results["samples"])
+                    blocks.extend(chain.from_iterable(task_frames))
             return torch.zeros(1)
 
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -119,14 +119,14 @@ class DownstreamTasks(Measurement):
         with contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO()):
             all_reduce_sum(device, measure_tasks)  # all ranks fail together
         if device.world > 1:
-            shared = [blocks]
-            torch.distributed.broadcast_object_list(shared, device=device.device)
-            (blocks,) = shared
+            broadcast_blocks = [blocks]
+            torch.distributed.broadcast_object_list(broadcast_blocks, device=device.device)
+            (blocks,) = broadcast_blocks
         return blocks
 
-    def _blocks(self, task: str, results: dict[str, Plain], adapter: "HFLM") -> Iterator[pd.DataFrame]:
+    def _task_rows(self, task: str, results: dict[str, Plain], adapter: "HFLM") -> Iterator[pd.DataFrame]:
         """Yield rows of a task's metrics from lm-eval's results. Reports also show how many requests were too long."""
-        cut_note = f", {adapter.n_cut:,} requests lost tokens on the left" if adapter.n_cut else ""
+        cut_note = f", {adapter.n_cut:,} requests lost tokens on the left" if adapter.n_truncated else ""
         for key, mean in results["results"][task].items():
             metric, has_filter, filter_name = key.partition(",")
             if not has_filter or metric.endswith("_stderr") or isinstance(mean, str):
@@ -139,14 +139,15 @@ class DownstreamTasks(Measurement):
             by_document = len(values) == len(answers) > 0 and math.isclose(values.mean(), mean, abs_tol=1e-6)
             hashes = "\n".join(str(answer.get("doc_hash")) for answer in answers)
             units = units_frame(hashlib.sha256(hashes.encode()).hexdigest(), np.arange(len(values)))
-            about = Metric(
-                self.logged[0].name, "fraction" if by_document and values.min() >= 0 and values.max() <= 1 else "",
+            lm_metric = Metric(
+                self.logged_metrics[0].name,
+                "fraction" if by_document and values.min() >= 0 and values.max() <= 1 else "",
                 {True: "higher", False: "lower"}.get(results["higher_is_better"].get(task, {}).get(metric), "none"),
                 quantity=name, units="documents" * by_document, interval=by_document, title="Downstream tasks",
                 measured_on="documents of downstream tasks", amount=f"{len(answers):,} of {task}{cut_note}",
             )  # fmt: skip
             measured = (values[:, None], units) if by_document else (float(mean),)
-            yield rows(about, *measured, task=task)
+            yield rows(lm_metric, *measured, task=task)
 
 
 def find_tasks(tasks: list[str]) -> tuple[list[str], "TaskManager"]:
@@ -164,15 +165,15 @@ def find_tasks(tasks: list[str]) -> tuple[list[str], "TaskManager"]:
     manager, names = TaskManager(include_defaults=not all(task.endswith(TASK_FILES) for task in tasks)), []
     for task in tasks:
         path = expand_home(task)
-        found = [str(path)] if path.is_file() else sorted(manager.match_tasks([task]))
-        if not found:
+        matches = [str(path)] if path.is_file() else sorted(manager.match_tasks([task]))
+        if not matches:
             remedy = "`lm-eval ls tasks` lists them; yours: the path of a YAML file"
             raise ConfigError([Problem("eval.tasks", task, "no such task", remedy)])
-        names += found
+        names += matches
     return [*dict.fromkeys(names)], manager
 
 
-def _results(adapter: "HFLM", name: str, manager: "TaskManager", limit: int | None) -> dict[str, Plain] | None:
+def _lm_eval_results(adapter: "HFLM", name: str, manager: "TaskManager", limit: int | None) -> dict[str, Plain] | None:
     """Return lm-eval's results for a task or group, with those of each document; None on all ranks but the first.
 
     Raises RunError: a task or its data is wrong; the message says how, in one line.

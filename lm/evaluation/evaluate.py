@@ -28,7 +28,7 @@ from lm.runs.checkpoints import weights_sha256
 from lm.runs.folder import CONFIG, TOKENIZER, read_config, require_run
 from lm.runs.loading import LoadedModel, load
 
-FOREIGN = "hf:"  # before the folder of a model that runs in transformers
+TRANSFORMERS_PREFIX = "hf:"  # before the folder of a model that runs in transformers
 
 
 def evaluate_runs(
@@ -65,15 +65,15 @@ def evaluate_runs(
         )
     results: list[EvaluationResult] = []
     for source in sources:
-        if str(source).startswith(FOREIGN):
+        if str(source).startswith(TRANSFORMERS_PREFIX):
             from lm.huggingface.measured_model import load_measured  # imports transformers
 
-            model = load_measured(Path(str(source).removeprefix(FOREIGN)), normalizer, length)
+            model = load_measured(Path(str(source).removeprefix(TRANSFORMERS_PREFIX)), normalizer, length)
         else:
             if not source.exists():
                 require_run(source)  # raises, and names the run that may be meant
             model = load(source, checkpoint)
-        config = changed_config(changes, measured_config(model, files), command)
+        config = command_config(changes, measurement_config(model, files), command)
         model, store = open_store(model, config, files)
         kinds = ["diagnostics"] if command == "diagnose" else None
         folder = source if source.is_dir() else model.folder
@@ -82,23 +82,23 @@ def evaluate_runs(
     return results
 
 
-def changed_config(changes: dict[str, Plain], config: Config, command: Literal["eval", "diagnose"]) -> Config:
+def command_config(changes: dict[str, Plain], config: Config, command: Literal["eval", "diagnose"]) -> Config:
     """Return a configuration with `changes`. For `diagnose` its `eval` keeps only the validation and the diagnostics.
 
     Options of other evaluations may not suit the model.
     """
     if command == "eval":
         return parse(merge(to_plain(config), changes))
-    alone = EvalConfig(
+    diagnose_eval = EvalConfig(
         sequences=config.eval.sequences,
         long_context=LongContextConfig(length_factor=0),
         diagnostics=config.eval.diagnostics,
     )
-    changed = merge(to_plain(replace(config, eval=alone)), changes)
+    changed = merge(to_plain(replace(config, eval=diagnose_eval)), changes)
     return parse(merge(changed, {"eval": {"diagnostics": {}}}))
 
 
-def measured_config(model: LoadedModel, files: Sequence[Path]) -> Config:
+def measurement_config(model: LoadedModel, files: Sequence[Path]) -> Config:
     """Return the configuration by which a model is measured: its run's, or that of the text in `files` if it has no run
     folder.
 
@@ -126,11 +126,11 @@ def evaluate_model(
     for measurement in measurements:
         # of a model of transformers, no file says which normalizer it was given
         evaluation = measurement.cached_result(folder, weights, device, step) if decoder.takes_settings else None
-        if not (cached := evaluation is not None):
-            labelled = replace(device, label=f"{folder.resolve().name}: {measurement.kind}")
-            evaluation = measurement.evaluate(decoder, labelled, step, model.metadata.get("tokens", 0))
+        if not (was_cached := evaluation is not None):
+            labelled_device = replace(device, label=f"{folder.resolve().name}: {measurement.kind}")
+            evaluation = measurement.evaluate(decoder, labelled_device, step, model.metadata.get("tokens", 0))
             measurement.write(folder, evaluation)
-        results.append(EvaluationResult(folder, evaluation, cached))
+        results.append(EvaluationResult(folder, evaluation, was_cached))
     return results
 
 

@@ -36,7 +36,7 @@ def tokens_sha256(sequences: Iterable[np.ndarray]) -> str:
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutSequences:
     """Held-out sequences of one length, which are the same for every run and checkpoint."""
 
     sequences: np.ndarray  # (N, length + 1) token ids
@@ -97,15 +97,15 @@ class HeldOut:
         return values.mean(1, dtype=np.float64, where=self.target_mask)[:, None]
 
     @classmethod
-    def of_examples(
+    def from_examples(
         cls, examples: list[Example], token_bytes: np.ndarray, sources: np.ndarray | None = None
-    ) -> "HeldOut":
+    ) -> "HeldOutSequences":
         """Return the sequences of task examples of one length. sources: index (N,) of each example's task."""
         sequences, answers = (np.stack([getattr(item, name) for item in examples]) for name in ("tokens", "answers"))
         return cls(sequences, token_bytes, None, sources, answers)
 
     @classmethod
-    def take(cls, store: Store, starts: np.ndarray, length: int, isolate: bool = False) -> "HeldOut":
+    def take(cls, store: Store, starts: np.ndarray, length: int, isolate: bool = False) -> "HeldOutSequences":
         """Return the sequences of `length` + 1 tokens that begin at the indices `starts` of the held-out tokens.
 
         isolate: whether a token sees only its own document.
@@ -125,10 +125,10 @@ class Measurement(ABC):
     """
 
     kind: ClassVar[str]  # key of the evaluation's options in `eval`
-    logged: ClassVar[tuple[Metric, ...]] = ()  # what it logs, with words in braces in names for what differs
-    in_fp32: ClassVar[bool] = False  # whether it measures in fp32, whatever the precision of training
-    fixed_lengths: ClassVar[bool] = False  # whether it measures the same sequences whatever the training length is
-    held_out: Sequence[HeldOut] = ()  # the held-out sequences that it reads, if it reads any
+    logged_metrics: ClassVar[tuple[Metric, ...]] = ()  # what it logs, with words in braces in names for what differs
+    measures_in_fp32: ClassVar[bool] = False  # whether it measures in fp32, whatever the precision of training
+    has_fixed_lengths: ClassVar[bool] = False  # whether it measures the same sequences whatever the training length is
+    held_out: Sequence[HeldOutSequences] = ()  # the held-out sequences that it reads, if it reads any
 
     def __init__(self, config: Config, store: Store | None):
         self.config, self.store = config, store
@@ -136,7 +136,7 @@ class Measurement(ABC):
         self.fingerprint = store.fingerprint if store else ""
 
     @classmethod
-    def names(cls, config: Config) -> dict[str, Sequence[object]]:
+    def placeholder_values(cls, config: Config) -> dict[str, Sequence[object]]:
         """Return the values, for a run of `config`, of the words in braces in names of metrics, such as {"LENGTH":
         [256, 512]}.
         """
@@ -145,10 +145,10 @@ class Measurement(ABC):
     @classmethod
     def metrics(cls, config: Config) -> list[Metric]:
         """Return the metrics that a run of `config` logs from this evaluation."""
-        if not (names := cls.names(config)):  # those of lm-eval keep their braces
-            return [*cls.logged]
+        if not (names := cls.placeholder_values(config)):  # those of lm-eval keep their braces
+            return [*cls.logged_metrics]
         words = [dict(zip(names, values, strict=True)) for values in product(*names.values())]
-        return [metric.fill_name(**named) for metric in cls.logged for named in words]
+        return [metric.fill_name(**named) for metric in cls.logged_metrics for named in words]
 
     @classmethod
     def options_of(cls, config: Config) -> Timing:
@@ -156,12 +156,12 @@ class Measurement(ABC):
         return config.eval.kinds.get(cls.kind, Timing())
 
     @classmethod
-    def sequences_of(cls, config: Config, metric: str) -> dict[str, Plain]:
+    def sequence_facts(cls, config: Config, metric: str) -> dict[str, Plain]:
         """Return the options that decide on which sequences a metric is measured, {name: value}.
 
         Arms of an experiment that differ in them can't be compared.
         """
-        length = {} if cls.fixed_lengths else {"data.seq_len": config.data.seq_len}
+        length = {} if cls.has_fixed_lengths else {"data.seq_len": config.data.seq_len}
         return length | config.eval.measured_options(cls.kind)
 
     @property
@@ -206,7 +206,7 @@ class Measurement(ABC):
             "options": self.options,
             "asked": self.config.eval.measured_options(self.kind),
             "data_fingerprint": self.fingerprint,
-            "precision": "32" if self.in_fp32 else device.precision,
+            "precision": "32" if self.measures_in_fp32 else device.precision,
             "weights_sha256": weights,
             "code": {"lm": measuring_code(), **PLUGINS.code(self.config.normalizer_names)},
         }

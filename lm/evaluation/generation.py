@@ -40,11 +40,11 @@ def generate(decoder: Decoder, prompt: list[int], max_new_tokens: int, sampling:
     for _ in range(max_new_tokens):
         inputs = torch.tensor([tokens], device=decoder.head.weight.device)
         hidden = decoder(inputs, cache=cache, first=len(tokens) - 1)[:, 0]
-        tokens = [sample(decoder.head(hidden).float().cpu()[0], sampling, generator)]
+        tokens = [sample_token(decoder.head(hidden).float().cpu()[0], sampling, generator)]
         yield tokens[0]
 
 
-def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+def sample_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Return a token id sampled from next-token logits (V,) fp32. Raises RunError: the logits are not finite."""
     scaled = logits / (sampling.temperature or 1.0)
     if not scaled.isfinite().all():

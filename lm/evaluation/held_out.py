@@ -20,7 +20,7 @@ from lm.data.sources import labels as source_labels
 from lm.data.store import TOKENIZER, Store
 from lm.data.tasks import STORE_SEED, NoRoom, example
 from lm.errors import ConfigError, DataError, Problem
-from lm.evaluation.evaluation_kind import HeldOut, Measurement
+from lm.evaluation.evaluation_kind import HeldOutSequences, Measurement
 from lm.model.cross_entropy import token_kl, token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, eval_mode
@@ -39,26 +39,28 @@ from lm.runs.evaluations import (
 )
 from lm.runs.metric import Axis, Metric
 
-EVAL_TOKENS = 16384  # the most tokens in one forward pass, if a sequence has no more
+MAX_BATCH_TOKENS = 16384  # the most tokens in one forward pass, if a sequence has no more
 
 
-def validation_sequences(store: Store, config: Config) -> HeldOut:
+def validation_sequences(store: Store, config: Config) -> HeldOutSequences:
     """Return up to `eval.sequences` held-out windows of the training length, evenly spaced; for symbolic tasks test
     sequences.
     """
-    sequences = task_sequences if config.data.symbolic else spread_sequences
+    sequences = task_sequences if config.data.symbolic else evenly_spaced_sequences
     return sequences(store, config, config.data.seq_len, config.eval.sequences)
 
 
-def spread_sequences(store: Store, config: Config, length: int, limit: int) -> HeldOut:
+def evenly_spaced_sequences(store: Store, config: Config, length: int, limit: int) -> HeldOutSequences:
     """Return up to `limit` sequences of `length` tokens, evenly spaced over the held-out text.
 
     A token sees other documents only if it does so in training.
     """
-    return HeldOut.take(store, validation_starts(store.val, length, limit), length, config.data.documents == "isolate")
+    return HeldOutSequences.take(
+        store, validation_starts(store.val, length, limit), length, config.data.documents == "isolate"
+    )
 
 
-def task_sequences(store: Store, config: Config, length: int, count: int) -> HeldOut:
+def task_sequences(store: Store, config: Config, length: int, count: int) -> HeldOutSequences:
     """Return `count` test sequences of symbolic tasks, divided among the tasks by weight. They are the same for all
     runs.
 
@@ -72,10 +74,10 @@ def task_sequences(store: Store, config: Config, length: int, count: int) -> Hel
         example(tasks[source].task, STORE_SEED, int(index), length, "test")
         for source, index in zip(sources, indices, strict=True)
     ]
-    return HeldOut.of_examples(examples, store.token_bytes, sources)
+    return HeldOutSequences.from_examples(examples, store.token_bytes, sources)
 
 
-def long_sequences(store: Store, config: Config) -> HeldOut:
+def long_sequences(store: Store, config: Config) -> HeldOutSequences:
     """Return up to `eval.long_context.sequences` sequences, each within one held-out document.
 
     With `length_factor: auto` their length is halved until two documents are longer. Raises ConfigError: no document is
@@ -95,13 +97,13 @@ def long_sequences(store: Store, config: Config) -> HeldOut:
         )
         remedy = "set it to auto, or to 0 to train without this evaluation"
         raise ConfigError([Problem("eval.long_context.length_factor", options.length_factor, reason, remedy)])
-    return HeldOut.take(store, long_starts(store.val, length, options.sequences), length)
+    return HeldOutSequences.take(store, long_starts(store.val, length, options.sequences), length)
 
 
 # ---------------------------------------------------------------- values of each sequence
 
 
-def by_sequence(
+def measure_sequences(
     models: list[Decoder],
     lengths: Sequence[int],
     shape: tuple[int, ...],
@@ -115,7 +117,8 @@ def by_sequence(
 
     Args:
         models: models that `measure` runs.
-        lengths: tokens in each sequence, (N,). Sequences of one length share batches of up to `EVAL_TOKENS` tokens.
+        lengths: tokens in each sequence, (N,). Sequences of one length share batches of up to `MAX_BATCH_TOKENS`
+            tokens.
         measure: function from indices of sequences of one length to their values, (indices, *shape).
     """
 
@@ -125,7 +128,7 @@ def by_sequence(
             by_length.setdefault(lengths[index], []).append(index)
         with Progress("auto" if device.label else "none").bar(device.label, len(lengths)) as bar:
             for length, indices in by_length.items():
-                size = max(1, EVAL_TOKENS // length)
+                size = max(1, MAX_BATCH_TOKENS // length)
                 for batch in (indices[start : start + size] for start in range(0, len(indices), size)):
                     with torch.autocast(device.device.type, enabled=False):
                         result[batch] = measure(batch).cpu()
@@ -136,7 +139,7 @@ def by_sequence(
         return all_reduce_sum(device, rank_values).numpy()
 
 
-def nll_by_token(decoder: Decoder, held_out: HeldOut, device: Device) -> np.ndarray:
+def nll_by_token(decoder: Decoder, held_out: HeldOutSequences, device: Device) -> np.ndarray:
     """Return the losses -log p of the predicted tokens, (N, length) fp32, in nats. All ranks call this function.
 
     It never holds T x T attention weights or T x V logits of a sequence of T tokens.
@@ -148,10 +151,10 @@ def nll_by_token(decoder: Decoder, held_out: HeldOut, device: Device) -> np.ndar
             hidden = decoder.hidden_states(batch)
         return token_nll(hidden.flatten(0, 1), decoder.head, batch.targets.flatten()).view(batch.targets.shape)
 
-    return by_sequence([decoder], held_out.lengths, (held_out.length,), device, measure)
+    return measure_sequences([decoder], held_out.lengths, (held_out.length,), device, measure)
 
 
-def bits_per_byte(nll: np.ndarray, held_out: HeldOut) -> float:
+def bits_per_byte(nll: np.ndarray, held_out: HeldOutSequences) -> float:
     """Return the sum of -log2 p over the predicted tokens, divided by their number of UTF-8 bytes.
 
     nll: losses (N, length) in nats.
@@ -170,7 +173,7 @@ def bucket_edges(seq_len: int, length: int) -> np.ndarray:
     return np.concatenate(([0], edges[(edges > 0) & (edges < length)], [length]))
 
 
-def by_position(held_out: HeldOut, values: np.ndarray, seq_len: int) -> dict[str, object]:
+def position_bucket_columns(held_out: HeldOutSequences, values: np.ndarray, seq_len: int) -> dict[str, object]:
     """Return arguments of `rows` for `values` (N, length): each sequence's mean in each bucket of positions, and the
     buckets.
     """
@@ -179,18 +182,18 @@ def by_position(held_out: HeldOut, values: np.ndarray, seq_len: int) -> dict[str
     return {"values": by_bucket, "x": edges[:-1].tolist(), "until": edges[1:].tolist()}
 
 
-def setting_words(settings: Sequence[InferenceSetting]) -> list[str]:
+def setting_labels(settings: Sequence[InferenceSetting]) -> list[str]:
     """Return the labels of inference settings for names of metrics; one empty label if there is only one setting."""
     return [setting.label for setting in settings] if len(settings) > 1 else [""]
 
 
-def by_setting(metric: Metric, settings: Sequence[InferenceSetting]) -> Metric:
+def metric_for_settings(metric: Metric, settings: Sequence[InferenceSetting]) -> Metric:
     """Return the metric, without the word {SETTING} in its name if there is only one inference setting."""
     return metric if len(settings) > 1 else metric.fill_name(SETTING="")
 
 
-POSITIONS = Axis("position in the sequence", "tokens", "at positions")
-LENGTHS = Axis("sequence length", "tokens", "in sequences of")
+POSITION_AXIS = Axis("position in the sequence", "tokens", "at positions")
+LENGTH_AXIS = Axis("sequence length", "tokens", "in sequences of")
 
 
 # ---------------------------------------------------------------- loss
@@ -226,7 +229,7 @@ class Validation(Measurement):
     """
 
     kind = VALIDATION
-    logged = VALIDATION_METRICS
+    logged_metrics = VALIDATION_METRICS
 
     def __init__(self, config: Config, store: Store):
         super().__init__(config, store)
@@ -237,7 +240,7 @@ class Validation(Measurement):
         return ValidationTiming(every=config.validation_every)
 
     @classmethod
-    def parts(cls, config: Config) -> list[str]:
+    def part_names(cls, config: Config) -> list[str]:
         """Return the names of a mixture's sources, or of the tasks over symbols; an empty list if there is only one."""
         data = config.data
         names = task_names([to_plain(task.task) for task in data.tasks]) if data.symbolic else source_labels(data)
@@ -245,14 +248,14 @@ class Validation(Measurement):
 
     @classmethod
     def metrics(cls, config: Config) -> list[Metric]:
-        loss, part_loss, bits = cls.logged
-        parts = [part_loss.fill_name(PART=name) for name in cls.parts(config)]
+        loss, part_loss, bits = cls.logged_metrics
+        parts = [part_loss.fill_name(PART=name) for name in cls.part_names(config)]
         return [loss, *parts, *([] if config.data.symbolic else [bits])]
 
     @classmethod
-    def sequences_of(cls, config: Config, metric: str) -> dict[str, Plain]:
+    def sequence_facts(cls, config: Config, metric: str) -> dict[str, Plain]:
         tasks: list[Plain] = [to_plain(task) for task in config.data.tasks] if config.data.symbolic else []
-        return super().sequences_of(config, metric) | {"data.tasks": tasks}
+        return super().sequence_facts(config, metric) | {"data.tasks": tasks}
 
     @property
     def options(self) -> dict[str, Plain]:
@@ -268,9 +271,9 @@ class Validation(Measurement):
         unigram, level = unigram_loss(self.store, data)
         units = sequences.units(self.fingerprint, counts=True)
         blocks = [validation_rows(means, bits, unigram, sequences.length, units, level)]
-        for number, name in enumerate(self.parts(self.config)):
+        for number, name in enumerate(self.part_names(self.config)):
             if (part := sequences.sources == number).any():
-                blocks.append(rows(self.logged[1], means[part], units[part], task=name))
+                blocks.append(rows(self.logged_metrics[1], means[part], units[part], task=name))
         return blocks
 
 
@@ -278,19 +281,19 @@ class OtherTexts(Measurement):
     """This evaluation measures the loss at the training length on each text of `eval.texts.of`, as validation does."""
 
     kind = "texts"
-    _titles: ClassVar = {
+    _shared_fields: ClassVar = {
         "title": "Other texts, at the training length",
         "measured_on": "sequences of other texts",
     }
-    logged = (
+    logged_metrics = (
         Metric("text/{NAME}/loss", NATS, "lower", "loss at the training length on another text", "loss", "documents",
-            True, **_titles),
+            True, **_shared_fields),
         Metric("text/{NAME}/bits_per_byte", "bits per byte", "lower", "the same in bits per byte", "bits per byte",
-            **_titles),
+            **_shared_fields),
     )  # fmt: skip
 
     @classmethod
-    def names(cls, config: Config) -> dict[str, Sequence[object]]:
+    def placeholder_values(cls, config: Config) -> dict[str, Sequence[object]]:
         return {"NAME": [*cls.options_of(config).of]}
 
     def __init__(self, config: Config, store: Store):
@@ -310,14 +313,14 @@ class OtherTexts(Measurement):
                 text = self.stores[name] = prepare(replace(base, source=source))
             except DataError as error:
                 raise DataError(f"eval.texts.of.{name}: {error}") from None
-            self.held_out.append(spread_sequences(text, config, data.seq_len, self.eval_config.sequences))
+            self.held_out.append(evenly_spaced_sequences(text, config, data.seq_len, self.eval_config.sequences))
             if not len(self.held_out[-1].sequences):
                 reason = f"has {text.val.n_tokens:,} tokens, and a sequence needs {data.seq_len + 1:,}"
                 remedy = "name a longer text, or leave it out"
                 raise ConfigError([Problem(f"eval.texts.of.{name}", text.path.name, reason, remedy)])
 
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
-        blocks, (loss, bits) = [], self.logged
+        blocks, (loss, bits) = [], self.logged_metrics
         for (name, text), sequences in zip(self.stores.items(), self.held_out, strict=True):
             nll, fingerprint = nll_by_token(decoder, sequences, device), text.fingerprint
             selection = selection_mask(fingerprint, sequences.document_labels)
@@ -338,14 +341,14 @@ class LongContext(Measurement):
     """
 
     kind = "long_context"
-    logged = (
+    logged_metrics = (
         Metric("long/loss {SETTING}", NATS, "lower", "loss beyond the training length, mean over positions", "loss",
-            "documents", True, POSITIONS, "Long sequences, by position", "long-context sequences",
+            "documents", True, POSITION_AXIS, "Long sequences, by position", "long-context sequences",
             caption="loss by position, mean over sequences"),
     )  # fmt: skip
 
     @classmethod
-    def names(cls, config: Config) -> dict[str, Sequence[object]]:
+    def placeholder_values(cls, config: Config) -> dict[str, Sequence[object]]:
         return {"SETTING": [setting.label for setting in cls.options_of(config).inference]}
 
     def __init__(self, config: Config, store: Store):
@@ -354,34 +357,34 @@ class LongContext(Measurement):
 
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         (sequences,), blocks = self.held_out, []
-        about, units = replace(self.logged[0], amount=sequences.amount), sequences.units(self.fingerprint)
+        metric, units = replace(self.logged_metrics[0], amount=sequences.amount), sequences.units(self.fingerprint)
         for label, model in self.inference_models(decoder):
             nll = nll_by_token(model, sequences, device)
-            columns = by_position(sequences, nll, self.config.data.seq_len)
-            blocks.append(rows(about, units=units, setting=label, **columns))
+            columns = position_bucket_columns(sequences, nll, self.config.data.seq_len)
+            blocks.append(rows(metric, units=units, setting=label, **columns))
             bits = Metric(better="lower", quantity="bits per byte")
             blocks.append(rows(bits, bits_per_byte(nll, sequences), setting=label))
         return blocks
 
 
-class ByLength(Measurement):
+class LossByLength(Measurement):
     """This evaluation measures the loss of the same held-out tokens, cut into sequences of each of
     `eval.by_length.lengths`.
 
     So only the context differs. A unit is a stretch of text of the longest length, with one mean loss for each length.
     """
 
-    kind, fixed_lengths = "by_length", True
-    logged = (
+    kind, has_fixed_lengths = "by_length", True
+    logged_metrics = (
         Metric("by_length/loss {LENGTH} {SETTING}", NATS, "lower", "loss on the same text, cut into sequences", "loss",
-            "documents", True, LENGTHS, "Loss by sequence length", "stretches of held-out text",
+            "documents", True, LENGTH_AXIS, "Loss by sequence length", "stretches of held-out text",
             caption="loss by sequence length, mean over the same tokens"),
     )  # fmt: skip
 
     @classmethod
-    def names(cls, config: Config) -> dict[str, Sequence[object]]:
+    def placeholder_values(cls, config: Config) -> dict[str, Sequence[object]]:
         options = cls.options_of(config)
-        return {"SETTING": setting_words(options.inference), "LENGTH": sorted(options.lengths)}
+        return {"SETTING": setting_labels(options.inference), "LENGTH": sorted(options.lengths)}
 
     def __init__(self, config: Config, store: Store):
         """Choose the sequences. Raises ConfigError: the held-out text is shorter than the longest length."""
@@ -396,25 +399,25 @@ class ByLength(Measurement):
         isolate = config.data.documents == "isolate"
         # of each length the sequences into which the stretches of text are cut, stretch by stretch
         self.held_out = [
-            HeldOut.take(store, np.add.outer(starts, np.arange(0, longest, length)).ravel(), length, isolate)
+            HeldOutSequences.take(store, np.add.outer(starts, np.arange(0, longest, length)).ravel(), length, isolate)
             for length in self.lengths
         ]
 
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         stretches, blocks = self.held_out[-1], []
-        about, units = replace(self.logged[0], amount=stretches.amount), stretches.units(self.fingerprint)
-        about = by_setting(about, self.eval_config.inference)
+        metric, units = replace(self.logged_metrics[0], amount=stretches.amount), stretches.units(self.fingerprint)
+        metric = metric_for_settings(metric, self.eval_config.inference)
         for label, model in self.inference_models(decoder):
             losses = [nll_by_token(model, cut, device) for cut in self.held_out]
             by_stretch = [nll.reshape(len(units), -1).mean(1, dtype=np.float64) for nll in losses]
-            blocks.append(rows(about, np.stack(by_stretch, 1), units, self.lengths, setting=label))
+            blocks.append(rows(metric, np.stack(by_stretch, 1), units, self.lengths, setting=label))
         return blocks
 
 
 # ---------------------------------------------------------------- a swap of the normalizer
 
 
-def swap_sequences(store: Store, config: Config) -> list[HeldOut]:
+def swap_sequences(store: Store, config: Config) -> list[HeldOutSequences]:
     """Return held-out sequences for each of `eval.swap_lengths` (in training lengths), in ascending order.
 
     At the training length they are the validation sequences. At other lengths they are windows within documents, or
@@ -434,7 +437,7 @@ def swap_sequences(store: Store, config: Config) -> list[HeldOut]:
             with suppress(NoRoom):
                 sequences.append(task_sequences(store, config, length, count))
         elif len(starts := long_starts(store.val, length, count)):
-            sequences.append(HeldOut.take(store, starts, length))
+            sequences.append(HeldOutSequences.take(store, starts, length))
     return sequences
 
 
@@ -449,20 +452,22 @@ class SwapMeasurement(Measurement):
     """
 
     kind = "swap"
-    _fields: ClassVar = {
-        "unit": NATS, "better": "lower", "units": "documents", "interval": True, "axis": LENGTHS,
+    _shared_fields: ClassVar = {
+        "unit": NATS, "better": "lower", "units": "documents", "interval": True, "axis": LENGTH_AXIS,
         "measured_on": "sequences around the swap",
     }  # fmt: skip
-    logged = (  # at the training length
-        Metric("swap/loss_before", meaning="loss before a swap between phases", quantity="loss before", **_fields),
-        Metric("swap/loss_after", meaning="loss after it, on the same sequences", quantity="loss after", **_fields),
+    logged_metrics = (  # at the training length
+        Metric("swap/loss_before", meaning="loss before a swap between phases", quantity="loss before",
+            **_shared_fields),
+        Metric("swap/loss_after", meaning="loss after it, on the same sequences", quantity="loss after",
+            **_shared_fields),
         Metric("swap/kl", meaning="divergence of the new distribution from the old", quantity="KL divergence",
-            title="KL divergence at the swap of the normalizer", **_fields,
+            title="KL divergence at the swap of the normalizer", **_shared_fields,
             caption="KL divergence at the swap, by sequence length"),
     )  # fmt: skip
-    _change: ClassVar = Metric(
+    _loss_change: ClassVar = Metric(
         quantity="change of loss", title="Change of loss at the swap of the normalizer",
-        caption="change of loss at the swap, by sequence length", **_fields,
+        caption="change of loss at the swap, by sequence length", **_shared_fields,
     )  # fmt: skip
 
     def __init__(self, config: Config, store: Store, old: Decoder):
@@ -482,14 +487,16 @@ class SwapMeasurement(Measurement):
         for length, sequences in zip(lengths, self.held_out, strict=True):
             before, after, kl = token_losses_and_kl(old, decoder, sequences, device)
             units = sequences.units(self.fingerprint, counts=True)
-            for metric, values in zip((*self.logged, self._change), (before, after, kl, after - before), strict=True):
-                about = replace(metric, amount=amount)
-                block = rows(about, sequences.sequence_means(values), units, [length])
+            for metric, values in zip(
+                (*self.logged_metrics, self._loss_change), (before, after, kl, after - before), strict=True
+            ):
+                swap_metric = replace(metric, amount=amount)
+                block = rows(swap_metric, sequences.sequence_means(values), units, [length])
                 blocks.append(block if length == logged_length else block.assign(metric=metric.quantity))
         return blocks
 
 
-def token_losses_and_kl(old: Decoder, new: Decoder, held_out: HeldOut, device: Device) -> np.ndarray:
+def token_losses_and_kl(old: Decoder, new: Decoder, held_out: HeldOutSequences, device: Device) -> np.ndarray:
     """Return the losses -log p of the predicted tokens under `old` and `new`, and KL(old || new): (3, N, length)
     float64, nats.
 
@@ -505,5 +512,5 @@ def token_losses_and_kl(old: Decoder, new: Decoder, held_out: HeldOut, device: D
         values = torch.stack([*losses, token_kl(hidden[0], old.head, hidden[1], new.head)])
         return values.view(3, *batch.targets.shape).transpose(0, 1)
 
-    numbers = by_sequence([old, new], held_out.lengths, (3, held_out.length), device, measure)
+    numbers = measure_sequences([old, new], held_out.lengths, (3, held_out.length), device, measure)
     return numbers.swapaxes(0, 1).astype("f8")

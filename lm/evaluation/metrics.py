@@ -15,17 +15,17 @@ from lm.evaluation.answers import NeedleMeasurement, Recall
 from lm.evaluation.diagnostics import Diagnostics
 from lm.evaluation.downstream import DownstreamTasks
 from lm.evaluation.evaluation_kind import Measurement
-from lm.evaluation.held_out import ByLength, LongContext, OtherTexts, SwapMeasurement, Validation
+from lm.evaluation.held_out import LongContext, LossByLength, OtherTexts, SwapMeasurement, Validation
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.runs.evaluations import NATS, REPORTING, rows, units_frame
 from lm.runs.folder import PEAK_MEMORY
 from lm.runs.metric import Metric
 
-PER_HEAD = "layerL/headH"
+LAYER_AND_HEAD = "layerL/headH"
 
 
-TRAINING = (  # logged in training
+TRAINING_METRICS = (  # logged in training
     Metric("train/loss", NATS, "lower", "training loss, mean since the last line"),
     Metric("train/grad_norm", "", "none", "norm of the step's gradient, before clipping"),
     Metric("lr", "", "none", "learning rate of the step"),
@@ -33,26 +33,26 @@ TRAINING = (  # logged in training
     Metric("elapsed_s", "s", "lower", "time of training, without evaluations and checkpoints"),
     Metric(PEAK_MEMORY, "bytes", "lower", "largest memory so far: of the process, or of tensors on the GPU"),
     Metric("sequence_length", "tokens", "none", "length of the step's sequences"),
-    Metric(f"normalizer/{{NAME}}/{PER_HEAD}", "", "none", "parameter of a normalizer with one value a head"),
+    Metric(f"normalizer/{{NAME}}/{LAYER_AND_HEAD}", "", "none", "parameter of a normalizer with one value a head"),
     Metric("normalizer/{NAME}/layerL/rms", "", "none", "root mean square of another parameter of a normalizer"),
-    *(replace(metric, units="") for metric in SwapMeasurement.logged),
+    *(replace(metric, units="") for metric in SwapMeasurement.logged_metrics),
 )  # fmt: skip
 
 
-class LoggedMetrics(Measurement):
+class CallbackMeasurement(Measurement):
     """This evaluation records the last values that callbacks in `trainer.callbacks` gave to `self.log`, one number per
     metric.
     """
 
     kind = "callbacks"
-    logged = (
+    logged_metrics = (
         Metric("{NAME}", meaning="what a callback of `trainer.callbacks` gives to self.log", units="questions",
             title="Metrics of callbacks", measured_on="runs", amount="one value a run"),
     )  # fmt: skip
     values: dict[str, float]  # by name; set before each measurement
 
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
-        (metric,), blocks = self.logged, []
+        (metric,), blocks = self.logged_metrics, []
         for name, value in self.values.items():
             # one value, which pairs with that of another run
             units = units_frame(hashlib.sha256(name.encode()).hexdigest(), np.zeros(1, int))
@@ -61,8 +61,8 @@ class LoggedMetrics(Measurement):
 
 
 MEASUREMENTS = (  # in the order in which they are made; of callbacks last, as it has metrics of any name
-    Validation, LongContext, ByLength, OtherTexts, Recall, NeedleMeasurement, Diagnostics, DownstreamTasks,
-    LoggedMetrics,
+    Validation, LongContext, LossByLength, OtherTexts, Recall, NeedleMeasurement, Diagnostics, DownstreamTasks,
+    CallbackMeasurement,
 )  # fmt: skip
 
 
@@ -71,8 +71,8 @@ def measurements(config: Config, store: Store, kinds: Sequence[str] | None = Non
 
     Raises LMError: the store does not hold the data that a measurement needs, or a package is not installed.
     """
-    wanted = [kind for kind in config.eval.wanted_kinds(config.data) if kinds is None or kind in kinds]
-    return [measurement(config, store) for measurement in MEASUREMENTS if measurement.kind in wanted]
+    wanted_kinds = [kind for kind in config.eval.wanted_kinds(config.data) if kinds is None or kind in kinds]
+    return [measurement(config, store) for measurement in MEASUREMENTS if measurement.kind in wanted_kinds]
 
 
 def metrics_of(config: Config) -> list[Metric]:
@@ -81,19 +81,19 @@ def metrics_of(config: Config) -> list[Metric]:
     Names keep words in capitals for what only the model or lm-eval knows: layers, heads, parameters and lm-eval's
     metrics.
     """
-    return [*_training_metrics(config), *chain(*(kind.metrics(config) for kind in _measurements(config)))]
+    return [*_training_metrics(config), *chain(*(kind.metrics(config) for kind in _measurement_classes(config)))]
 
 
-def is_own_name(name: str) -> bool:
+def is_lm_metric_name(name: str) -> bool:
     """Return whether lm itself logs a metric of this name, so that no user's callback may log it."""
-    own = chain(TRAINING, *(kind.logged for kind in MEASUREMENTS[:-1]))
-    return name in ("step", "tokens") or any(metric.logs(name) for metric in own)
+    lm_metrics = chain(TRAINING_METRICS, *(kind.logged_metrics for kind in MEASUREMENTS[:-1]))
+    return name in ("step", "tokens") or any(metric.logs(name) for metric in lm_metrics)
 
 
-def _measurements(config: Config) -> list[type[Measurement]]:
+def _measurement_classes(config: Config) -> list[type[Measurement]]:
     """Return the kinds of evaluation that a configuration asks for, including the metrics of callbacks."""
-    asked = [*config.eval.wanted_kinds(config.data), *[LoggedMetrics.kind] * bool(config.trainer.callbacks)]
-    return [measurement for measurement in MEASUREMENTS if measurement.kind in asked]
+    kinds = [*config.eval.wanted_kinds(config.data), *[CallbackMeasurement.kind] * bool(config.trainer.callbacks)]
+    return [measurement for measurement in MEASUREMENTS if measurement.kind in kinds]
 
 
 def find_metric(config: Config, name: str) -> tuple[type[Measurement], Metric]:
@@ -101,13 +101,15 @@ def find_metric(config: Config, name: str) -> tuple[type[Measurement], Metric]:
 
     Raises ConfigError: `config` asks for no such metric.
     """
-    found = [(kind, metric) for kind in _measurements(config) for metric in kind.metrics(config) if metric.decides]
-    for kind, metric in found:
+    candidates = [
+        (kind, metric) for kind in _measurement_classes(config) for metric in kind.metrics(config) if metric.decides
+    ]
+    for kind, metric in candidates:
         if metric.matches(name):
             return kind, replace(metric, name=name)
-    remedy = suggest(name, [metric.name for _, metric in found if "{" not in metric.name])
+    remedy = suggest(name, [metric.name for _, metric in candidates if "{" not in metric.name])
     if not remedy.startswith("did you mean"):
-        is_asked = any(metric.name.partition("/")[0] == name.partition("/")[0] for _, metric in found)
+        is_asked = any(metric.name.partition("/")[0] == name.partition("/")[0] for _, metric in candidates)
         remedy += "; or ask for the evaluation in the base's `eval` or in `evaluate`" * (not is_asked)
     raise ConfigError([Problem("primary.metric", name, "is not measured by sequence at the last step", remedy)])
 
@@ -115,10 +117,10 @@ def find_metric(config: Config, name: str) -> tuple[type[Measurement], Metric]:
 def _training_metrics(config: Config) -> list[Metric]:
     """Return the metrics that training itself logs. Metrics of swaps are left out if no swap is measured."""
     swaps = len(config.phases) > 1 and config.eval.swap_lengths
-    return [metric for metric in TRAINING if swaps or not metric.name.startswith("swap/")]
+    return [metric for metric in TRAINING_METRICS if swaps or not metric.name.startswith("swap/")]
 
 
-_HEAD = f"""# Metrics
+_PAGE_HEAD = f"""# Metrics
 
 The names in metrics.jsonl, which tables, `primary.metric`, `lm judge --metric` and `lm.results` have, too. `lm metrics
 CONFIG` lists those that a configuration logs, with names in place of the words in capitals. A report's numbers are of
@@ -128,10 +130,10 @@ the [documents that report](verdicts.md#glossary) alone: their names end with `{
 |---|---|---|---|---|"""
 
 
-def markdown() -> str:
+def metrics_page() -> str:
     """Return the text of docs/metrics.md: the table of all metrics."""
-    lines = [_HEAD]
-    for metric in (*TRAINING, *chain(*(kind.logged for kind in MEASUREMENTS))):
+    lines = [_PAGE_HEAD]
+    for metric in (*TRAINING_METRICS, *chain(*(kind.logged_metrics for kind in MEASUREMENTS))):
         lines.append(
             f"| `{metric.pattern}` | {metric.unit} | {metric.better} | {metric.meaning} | {'yes' * metric.decides} |"
         )

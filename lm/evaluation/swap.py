@@ -16,7 +16,7 @@ from lm.config.load import merge, overrides_in, parse, to_yaml
 from lm.config.tree import Config
 from lm.config.yaml_text import override
 from lm.errors import ConfigError, Problem
-from lm.evaluation.evaluate import measured_config, open_device, open_store
+from lm.evaluation.evaluate import measurement_config, open_device, open_store
 from lm.evaluation.held_out import SwapMeasurement
 from lm.files import json_bytes, new_folder
 from lm.model.decoder import Decoder
@@ -33,7 +33,7 @@ from lm.runs.record import arm
 
 SHORT_LENGTHS = (16, 256)  # tokens, as in prompts, at which the factor on the scores is printed
 # ratio of the new to the old factor on the scores, or of the old to the new one, above which a warning is given
-MAX_RATIO = 2.0
+MAX_FACTOR_RATIO = 2.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ def swap_run(
     """
     with new_folder(destination) as folder:
         model = load(source, checkpoint)
-        base = measured_config(model, files)
+        base = measurement_config(model, files)
         with PLUGINS.trusted_text():
             config = _swapped_config(base, model.decoder.config.normalizer, normalizer, init, destination, overrides)
         check_causality(config)
@@ -123,7 +123,7 @@ def swap_lines(old: Decoder, new: Decoder, step: int) -> tuple[list[str], str]:
     and after. The factor is given at short lengths and at the training length. Layers whose scores are no multiple of
     q.k / sqrt(D) have no factor.
 
-    The warning names factors that changed by more than `MAX_RATIO` times; it is empty if there are none.
+    The warning names factors that changed by more than `MAX_FACTOR_RATIO` times; it is empty if there are none.
     """
     lines = [f"{old.config.normalizer.label()} -> {new.config.normalizer.label()}, step {step}"]
     parameters: dict[str, list[Tensor]] = {}
@@ -142,7 +142,7 @@ def swap_lines(old: Decoder, new: Decoder, step: int) -> tuple[list[str], str]:
         lines.append(f"factor on the scores at n = {length:,}{layers_note}: {change}")
         ratios = (after / before).flatten()
         ratio = float(ratios[ratios.log().abs().argmax()])
-        if not 1 / MAX_RATIO <= ratio <= MAX_RATIO:
+        if not 1 / MAX_FACTOR_RATIO <= ratio <= MAX_FACTOR_RATIO:
             deviations.append(f"{ratio:.2g} times the old one at n = {length:,}")
     warning = (
         f"warning: the factor on the scores is {', '.join(deviations)}: documents of such lengths may get much worse; "
@@ -172,9 +172,9 @@ def _swapped_config(
     fields = {"name": destination.name, "runs": str(destination.parent), "resume": "", "train_only": None, "phases": []}
     config = parse({**plain, **fields, "init_from": "", "branch_from": ""})
     normalizer = config.model.normalizer
-    first_init = getattr(type(normalizer), "init", None)
-    if "init" not in user_options and first_init is not None:  # not that of an old one of the same name
-        config.model.normalizer = replace(normalizer, init=first_init)
+    default_init = getattr(type(normalizer), "init", None)
+    if "init" not in user_options and default_init is not None:  # not that of an old one of the same name
+        config.model.normalizer = replace(normalizer, init=default_init)
     return config
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 from lm.errors import RunError, one_line
 from lm.evaluation.evaluation_kind import Measurement
 from lm.evaluation.held_out import SwapMeasurement
-from lm.evaluation.metrics import LoggedMetrics, is_own_name
+from lm.evaluation.metrics import CallbackMeasurement, is_lm_metric_name
 from lm.evaluation.swap import swap_lines
 from lm.model.decoder import Decoder
 from lm.model.device import peak_memory_bytes
@@ -102,11 +102,11 @@ class CallbackMetrics(EvaluationCallback):
     kind, precedes_checkpoint = "callbacks", True
 
     def __init__(self, run: RunContext):
-        super().__init__(run, LoggedMetrics(run.config, run.store))
+        super().__init__(run, CallbackMeasurement(run.config, run.store))
 
     def on_step(self, trainer: L.Trainer, module: LanguageModel, step: int) -> None:
         """Record them if it is the last step. Raises RunError: one has a name of lm's own, before it is logged."""
-        if taken := [name for name in trainer.callback_metrics if is_own_name(name)]:
+        if taken := [name for name in trainer.callback_metrics if is_lm_metric_name(name)]:
             raise RunError(f"trainer.callbacks: self.log('{taken[0]}'): is a name of lm's own; choose another")
         super().on_step(trainer, module, step)
 

@@ -17,7 +17,7 @@ from lm.attention import catalogue as opt
 from lm.attention.options import Options
 from lm.config.model_config import Learned, ModelConfig
 from lm.data.batches import Batch
-from lm.evaluation.attention_text import ShownModel, attention_maps, attention_pictures
+from lm.evaluation.attention_text import ModelAttention, attention_maps, attention_pictures
 from lm.model import attention_stream
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
@@ -80,7 +80,7 @@ def test_a_short_text_is_drawn_whole_with_its_tokens(model: Path, tmp_path: Path
 @pytest.mark.usefixtures("painted")
 def test_heads_that_leave_places_empty_and_negative_weights_are_drawn():
     maps = np.random.default_rng(0).normal(size=(2, 2, 60, 60))
-    models = [ShownModel(Path(name), ["a"] * 60, maps, [(0, 0), (0, 1), (1, 0)]) for name in "ab"]
+    models = [ModelAttention(Path(name), ["a"] * 60, maps, [(0, 0), (0, 1), (1, 0)]) for name in "ab"]
     files = attention_pictures(models)
     assert files[".png"].startswith(b"\x89PNG")
     assert b"<svg" in files[".svg"]

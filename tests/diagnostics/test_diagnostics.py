@@ -33,9 +33,9 @@ from lm.diagnostics.attention_rows import (
     half_octaves,
     query_indices,
 )
-from lm.evaluation.diagnostics import diagnostic_blocks, diagnostic_sequences, statistics_of
-from lm.evaluation.evaluation_kind import HeldOut
-from lm.evaluation.held_out import LENGTHS
+from lm.evaluation.diagnostics import diagnostic_rows, diagnostic_sequences, statistics_of
+from lm.evaluation.evaluation_kind import HeldOutSequences
+from lm.evaluation.held_out import LENGTH_AXIS
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder, batch_layout
 from lm.model.device import Device
@@ -264,10 +264,10 @@ def test_a_description_is_of_the_model_and_the_untrained_one_under_each_setting(
     ).eval()
     tokens = np.random.default_rng(0).integers(1, VOCAB, (3, length + 1))
     tokens[2, 100] = 0
-    held_out = HeldOut(tokens, np.ones(VOCAB, np.float32), np.array([0, 0, 1]), end_of_text=0)
+    held_out = HeldOutSequences(tokens, np.ones(VOCAB, np.float32), np.array([0, 0, 1]), end_of_text=0)
     settings = [InferenceSetting(), InferenceSetting(ThetaFactor(factor=1e4), normalizer={"n": "fixed:2"})]
     config = DiagnosticsConfig(sequences=3, queries=16, statistics=["concentration"], inference=settings)
-    blocks = diagnostic_blocks(decoder, held_out, config, Device(torch.device("cpu"), bf16=False), 7, "")
+    blocks = diagnostic_rows(decoder, held_out, config, Device(torch.device("cpu"), bf16=False), 7, "")
     curves = curves_of(evaluation_of(join_rows(blocks), seq_len=train_length))
     measures = Measures(statistics_of(config), 2, 3, query_indices(length, 16), length)
     untrained = Decoder(decoder.config, VOCAB, train_length, seed=7)
@@ -379,7 +379,7 @@ def test_what_can_not_be_described_is_said_in_one_line(override: str, said: str,
 
 def test_a_mean_of_too_few_documents_says_why_it_has_no_interval(capsys: pytest.CaptureFixture[str]):
     documents, values = ([0, 1, 2], [0, 1, 1], [0, 1, 2]), ([0.5, 1.0, 1.5], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0])
-    about = Metric("", "nats", "lower", "", "change of loss", "documents", True, LENGTHS)
+    about = Metric("", "nats", "lower", "", "change of loss", "documents", True, LENGTH_AXIS)
     points = zip((64, 128, 256), values, documents, strict=True)
     blocks = [
         evaluation_rows(about, np.array([row]).T, units_frame("", np.array(groups)), [length])

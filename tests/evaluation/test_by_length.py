@@ -11,7 +11,7 @@ from folders import series_measured
 from lm.attention.layout import AttentionLayout
 from lm.data.prepare import prepare
 from lm.errors import ConfigError
-from lm.evaluation.held_out import ByLength
+from lm.evaluation.held_out import LossByLength
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 
@@ -29,7 +29,7 @@ def test_each_length_is_the_mean_loss_of_the_same_tokens_after_a_context_cut_the
     config = tiny(LENGTHS, "eval.by_length.sequences=5", "model.normalizer=ssmax", f"data.documents={documents}", text)
     store = prepare(config.data)
     decoder = Decoder(config.model, store.vocab_size, config.data.seq_len, seed=1).eval()
-    measurement = ByLength(config, store)
+    measurement = LossByLength(config, store)
     (curve,) = series_measured(measurement, decoder, CPU)
     tokens = measurement.held_out[-1].sequences.astype(np.int64)  # (stretches, 65)
     assert (tokens[:, 1:-1] == store.end_of_text).any()
@@ -67,9 +67,9 @@ def test_each_length_is_the_mean_loss_of_the_same_tokens_after_a_context_cut_the
     ],
 )
 def test_lengths_that_cannot_be_measured_are_refused(tiny, change: str, reason: str):
-    def measured() -> ByLength:
+    def measured() -> LossByLength:
         config = tiny(f"eval.by_length={{{change}, sequences: 1}}")
-        return ByLength(config, prepare(config.data))
+        return LossByLength(config, prepare(config.data))
 
     with pytest.raises(ConfigError) as error:
         measured()

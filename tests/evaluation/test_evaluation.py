@@ -24,13 +24,13 @@ from lm.config.model_config import ModelConfig
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
 from lm.evaluation.evaluate import evaluate_runs
-from lm.evaluation.evaluation_kind import HeldOut
+from lm.evaluation.evaluation_kind import HeldOutSequences
 from lm.evaluation.held_out import (
     LongContext,
     bits_per_byte,
     bucket_edges,
-    by_sequence,
     long_sequences,
+    measure_sequences,
     nll_by_token,
     swap_sequences,
     validation_sequences,
@@ -45,18 +45,18 @@ from lm.training.train import train
 CPU = Device(torch.device("cpu"), bf16=False)
 
 
-def made(name: str = "softmax", count: int = 5, length: int = 128) -> tuple[Decoder, HeldOut]:
+def made(name: str = "softmax", count: int = 5, length: int = 128) -> tuple[Decoder, HeldOutSequences]:
     decoder = Decoder(
         ModelConfig(n_layer=2, n_head=2, n_embd=32, normalizer=kinds.OPTIONS[name](), dropout=0.5), 60, 16
     )
     tokens = np.random.default_rng(0).integers(60, size=(count, length + 1))
-    return decoder, HeldOut(tokens, np.full(60, 4.0, np.float32))
+    return decoder, HeldOutSequences(tokens, np.full(60, 4.0, np.float32))
 
 
 @pytest.mark.parametrize(("count", "length"), [(5, 128), (1, 640)])
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
 def test_loss_by_token_equals_the_full_computation(name: str, count: int, length: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.evaluation.held_out.EVAL_TOKENS", 300)
+    monkeypatch.setattr("lm.evaluation.held_out.MAX_BATCH_TOKENS", 300)
     monkeypatch.setattr("lm.model.blocks.MLP_TOKENS", 100)
     monkeypatch.setattr("lm.attention.routes.BLOCK_WEIGHTS", 2 * 640 * 200)
     monkeypatch.setattr("lm.attention.elementwise_sums.TILE", 200)
@@ -79,7 +79,7 @@ def test_what_fails_leaves_no_trace():
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        by_sequence([decoder], [128] * 3, (), CPU, fails)
+        measure_sequences([decoder], [128] * 3, (), CPU, fails)
     assert decoder.training
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -102,7 +102,7 @@ def test_the_bytes_are_those_of_the_tokens_that_are_predicted_and_count():
         predictions = [(i, t) for i in range(3) for t in range(8) if answers is None or answers[i, t]]
         bits = sum(nll[i, t] for i, t in predictions) / math.log(2)
         n_bytes = sum(token_bytes[sequences[i, t + 1]] for i, t in predictions)
-        held_out = HeldOut(sequences, token_bytes, answers=answers)
+        held_out = HeldOutSequences(sequences, token_bytes, answers=answers)
         assert bits_per_byte(nll, held_out) == pytest.approx(bits / n_bytes, rel=1e-6)
 
 

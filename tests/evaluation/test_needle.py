@@ -14,7 +14,7 @@ from lm.data.prepare import prepare
 from lm.data.store import Store
 from lm.data.tasks import Text
 from lm.evaluation import answers as needles
-from lm.evaluation.answers import SCORED, NeedleMeasurement, head_scores, score, trials
+from lm.evaluation.answers import TRIAL_METRICS, NeedleMeasurement, attention_to_needle, needle_trials, trial_scores
 from lm.evaluation.generation import Sampling, generate
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
@@ -48,10 +48,10 @@ def made(store: Store, name: str = "softmax", **model: object) -> Decoder:
 def test_scores_are_those_of_whole_forward_passes(store: Store, name: str):
     """The prompt is read once, and its cache serves the answer and greedy decoding."""
     decoder, text = made(store, name), Text(store)
-    questions = trials(Needle(distractors=2), 300, 12, text)
+    questions = needle_trials(Needle(distractors=2), 300, 12, text)
     size = len(questions[0].prompt)
     questions = [question for question in questions if len(question.prompt) == size][:3]
-    scores = score(decoder, questions, 300, text)
+    scores = trial_scores(decoder, questions, 300, text)
     for question, (whole, nll) in zip(questions, scores.tolist(), strict=True):
         tokens = torch.from_numpy(np.concatenate((question.prompt, question.answer)))[None]
         log_p = decoder.logits(tokens[:, :-1])[0, size - 1 :].float().log_softmax(-1)
@@ -70,7 +70,7 @@ def test_an_answer_begins_with_the_whole_number_and_ends_at_the_end_of_text_toke
 ):
     """The loss on answers teaches no model to stop after the last digit; generation ends at the token."""
     decoder, text = made(store), Text(store)
-    question = trials(Needle(), LENGTH, 1, text)[0]
+    question = needle_trials(Needle(), LENGTH, 1, text)[0]
     number, end = question.number, np.array([store.end_of_text])
     whole = text.encode(f" {number}")
     cases = [
@@ -81,12 +81,12 @@ def test_an_answer_begins_with_the_whole_number_and_ends_at_the_end_of_text_toke
     for exact, *parts in cases:
         output = torch.from_numpy(np.concatenate(parts))[None]
         monkeypatch.setattr(needles, "_greedy_tokens", lambda *_, output=output: output)
-        assert score(decoder, [question], LENGTH, text)[0, 0] == exact
+        assert trial_scores(decoder, [question], LENGTH, text)[0, 0] == exact
 
 
 def test_a_span_is_that_of_the_number(store: Store):
     text = Text(store)
-    for question in trials(Needle(), LENGTH, 5, text):
+    for question in needle_trials(Needle(), LENGTH, 5, text):
         assert text.decode(question.prompt).count(question.number) == 1
         assert text.decode(question.prompt[slice(*question.span)]).strip() == question.number
 
@@ -96,13 +96,13 @@ def test_a_span_is_that_of_the_number(store: Store):
 def test_head_scores_are_sums_of_weights_with_the_rotations_of_the_whole_sequence(store: Store, name: str):
     """A prompt ends before its sequence does, by which a setting rescales."""
     model = for_inference(made(store, name).float(), InferenceSetting(NTK()))
-    question = trials(Needle(depth=0.5), LENGTH, 1, Text(store))[0]
+    question = needle_trials(Needle(depth=0.5), LENGTH, 1, Text(store))[0]
     tokens = torch.from_numpy(np.concatenate((question.prompt, question.answer[:-1]))[None])
     blocks = attention_blocks(model, Batch(tokens, tokens, None), [len(question.prompt) - 1])
     expected = torch.stack([block.weights[0, :, 0, slice(*question.span)].sum(-1) for block in blocks])
     assert tokens.size(1) == LENGTH
-    assert torch.allclose(head_scores(model, question, LENGTH), expected, atol=1e-5)
-    assert not torch.allclose(head_scores(model, question, 2 * LENGTH), expected, atol=1e-3)
+    assert torch.allclose(attention_to_needle(model, question, LENGTH), expected, atol=1e-5)
+    assert not torch.allclose(attention_to_needle(model, question, 2 * LENGTH), expected, atol=1e-3)
 
 
 NEEDLES = [
@@ -123,9 +123,9 @@ def test_cells_have_their_control_and_ranks_share_them(tiny, monkeypatch: pytest
 
         def found(decoder: Decoder, questions: list, *_: object) -> torch.Tensor:
             is_early = [float(0 < trial.span[1] < len(trial.prompt) // 2) for trial in questions]
-            return torch.tensor(is_early)[:, None].repeat(1, len(SCORED))
+            return torch.tensor(is_early)[:, None].repeat(1, len(TRIAL_METRICS))
 
-        patch.setattr(needles, "score", found)
+        patch.setattr(needles, "trial_scores", found)
         result = series_measured(needle, decoder, CPU)
     accuracies = [series.means.tolist() for series in result if series.metric == "accuracy"]
     assert accuracies == [[0.5, 0.5], [0, 0]], "the mean over depths"
@@ -144,7 +144,7 @@ def test_cells_have_their_control_and_ranks_share_them(tiny, monkeypatch: pytest
     ]
     heads = [series for series in result if series.metric == "attention to the number"]
     assert [(series.task, len(series.points[0].values)) for series in heads] == [("layer 0", 3), ("layer 1", 3)]
-    asked = trials(Needle(depth=0.5), 256, 3, Text(store))  # of the keys that the last token sees
+    asked = needle_trials(Needle(depth=0.5), 256, 3, Text(store))  # of the keys that the last token sees
     part = np.mean([(trial.span[1] - trial.span[0]) / len(trial.prompt) for trial in asked])
     assert all(series.references == {"uniform attention": pytest.approx(part)} for series in heads)
 
@@ -160,7 +160,7 @@ def test_questions_of_one_sequence_are_one_group(tiny):
     needle = NeedleMeasurement(config, store := prepare(config.data))
     result = series_measured(needle, Decoder(config.model, store.vocab_size, config.data.seq_len), CPU)
     by_length = [series for series in result if series.axis and series.axis.name == "sequence length"]
-    assert {series.metric for series in by_length} == {"accuracy", *(metric.quantity for metric in SCORED)}
+    assert {series.metric for series in by_length} == {"accuracy", *(metric.quantity for metric in TRIAL_METRICS)}
     assert {tuple(units.groups) for series in by_length for units in series.points} == {(0, 0, 0, 1, 1, 1, 2)}
     accuracy = next(series for series in by_length if series.metric == "accuracy")
     assert accuracy.references == {"chance": pytest.approx((3 / 3 + 2 / 2 + 2) / 7)}, (

@@ -20,8 +20,8 @@ from lm.data.prepare import prepare
 from lm.data.tasks import Draw, Example, example
 from lm.errors import ConfigError
 from lm.evaluation import answers
-from lm.evaluation.answers import Recall, read_answers
-from lm.evaluation.evaluation_kind import HeldOut
+from lm.evaluation.answers import Recall, answer_losses_and_hits
+from lm.evaluation.evaluation_kind import HeldOutSequences
 from lm.evaluation.held_out import Validation, validation_sequences
 from lm.model.decoder import Decoder
 from lm.model.device import Device
@@ -63,10 +63,10 @@ CASES = pytest.mark.parametrize(
 def test_answers_equal_the_full_computation(
     task: Task, length: int, make: Callable[..., list[Example]], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("lm.evaluation.held_out.EVAL_TOKENS", 150)
+    monkeypatch.setattr("lm.evaluation.held_out.MAX_BATCH_TOKENS", 150)
     decoder = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, init_std=0.3, dropout=0.5), task.vocab_size, 16)
-    held_out = HeldOut.of_examples(make(task, length, 7), np.ones(task.vocab_size))
-    nll, hits = read_answers(decoder, held_out, CPU)
+    held_out = HeldOutSequences.from_examples(make(task, length, 7), np.ones(task.vocab_size))
+    nll, hits = answer_losses_and_hits(decoder, held_out, CPU)
     assert decoder.training
     tokens = torch.from_numpy(held_out.sequences)
     logits = decoder.eval().logits(tokens[:, :-1]).detach()
@@ -94,7 +94,7 @@ def test_chance_is_what_picking_among_the_answers_shown_gives(task: Task):
 def test_an_answer_is_right_if_all_its_tokens_are(tiny, monkeypatch):
     """Of two questions with answers of several tokens, one in each sequence has one wrong token."""
 
-    def one_wrong_token(decoder: Decoder, held_out: HeldOut, *_: object) -> np.ndarray:
+    def one_wrong_token(decoder: Decoder, held_out: HeldOutSequences, *_: object) -> np.ndarray:
         hits = held_out.answers.copy()
         hits[np.arange(len(hits)), hits.argmax(1)] = False
         return np.stack((np.where(held_out.answers, 0.5, 0), hits))
@@ -103,7 +103,7 @@ def test_an_answer_is_right_if_all_its_tokens_are(tiny, monkeypatch):
         "data.seq_len=256", "eval.recall={tasks: [{name: needle, needles: 2}], length_factors: [1], sequences: 4}"
     )
     recall = Recall(config, prepare(config.data))
-    monkeypatch.setattr(answers, "read_answers", one_wrong_token)
+    monkeypatch.setattr(answers, "answer_losses_and_hits", one_wrong_token)
     decoder = Decoder(config.model, recall.store.vocab_size, 32)
     whole, token, loss = series_measured(recall, decoder, CPU)
     assert (whole.metric, token.metric, loss.metric) == ("accuracy", "token accuracy", "loss of answers")

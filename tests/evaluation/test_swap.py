@@ -19,7 +19,7 @@ from lm.cli import main
 from lm.config import normalizers as kinds
 from lm.data.batches import Batch
 from lm.data.prepare import prepare
-from lm.evaluation.evaluation_kind import HeldOut
+from lm.evaluation.evaluation_kind import HeldOutSequences
 from lm.evaluation.held_out import SwapMeasurement, swap_sequences, token_losses_and_kl
 from lm.evaluation.swap import swap_lines, swap_run
 from lm.model.cross_entropy import Head, token_kl
@@ -138,8 +138,8 @@ def test_a_swap_keeps_every_weight_around_the_normalizer(tiny, start: str):
 # ---------------------------------------------------------------- measuring a swap
 
 
-def held_out(length: int, count: int = 3) -> HeldOut:
-    return HeldOut(np.random.default_rng(0).integers(400, size=(count, length + 1)), np.ones(400, "f4"))
+def held_out(length: int, count: int = 3) -> HeldOutSequences:
+    return HeldOutSequences(np.random.default_rng(0).integers(400, size=(count, length + 1)), np.ones(400, "f4"))
 
 
 def test_kl_is_that_of_the_definition():

@@ -15,7 +15,7 @@ from manifests import put
 from trials import procedure_of
 
 from lm.config.load import to_yaml
-from lm.evaluation.answers import Recall, by_length
+from lm.evaluation.answers import Recall, rows_by_length
 from lm.experiments.compare import plan_lines
 from lm.experiments.procedure import Procedure, Run
 from lm.report.frame import results
@@ -40,8 +40,8 @@ def recall(value: float, *levels: tuple[str, float]) -> dict[str, pd.DataFrame]:
     samples = [
         (np.full((4, 1), value), units_frame(f"of {length}", np.arange(4), np.full(4, 8))) for length in (16, 64)
     ]
-    about = replace(Recall.logged[0], title="", references=levels)
-    return {"recall": by_length(about, [16, 64], samples, task="needle")}
+    about = replace(Recall.logged_metrics[0], title="", references=levels)
+    return {"recall": rows_by_length(about, [16, 64], samples, task="needle")}
 
 
 OF_RECALL = {"metric": "recall/needle 64", "better": "higher", "matters": 0.1}

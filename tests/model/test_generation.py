@@ -18,7 +18,7 @@ from lm.config.data_config import MQAR
 from lm.config.model_config import ModelConfig
 from lm.data.tasks import symbol_tokenizer
 from lm.errors import ConfigError, RunError
-from lm.evaluation.generation import Sampling, generate, generate_text, sample
+from lm.evaluation.generation import Sampling, generate, generate_text, sample_token
 from lm.model.decoder import Decoder
 from lm.training.train import train
 
@@ -42,7 +42,7 @@ def test_draws_stay_within_top_k():
     generator = torch.Generator().manual_seed(0)
 
     def seen(top_k: int | None) -> set[int]:
-        return {sample(logits, Sampling(top_k=top_k), generator) for _ in range(300)}
+        return {sample_token(logits, Sampling(top_k=top_k), generator) for _ in range(300)}
 
     assert seen(None) == {0, 1, 2, 3}
     assert seen(2) == {0, 1}
@@ -54,7 +54,7 @@ def test_a_temperature_divides_the_logits(temperature: float):
     p, generator = torch.tensor([0.5, 0.3, 0.15, 0.05]), torch.Generator().manual_seed(0)
     expected = p ** (1 / temperature) / (p ** (1 / temperature)).sum()
     counts = torch.bincount(
-        torch.tensor([sample(p.log(), Sampling(temperature), generator) for _ in range(4000)]), minlength=4
+        torch.tensor([sample_token(p.log(), Sampling(temperature), generator) for _ in range(4000)]), minlength=4
     )
     assert (counts / 4000).tolist() == pytest.approx(expected.tolist(), abs=0.03)
 
@@ -65,7 +65,7 @@ def test_a_temperature_divides_the_logits(temperature: float):
 )
 def test_logits_that_are_not_finite_are_an_error(value: float, temperature: float):
     with pytest.raises(RunError, match="logits are not finite"):
-        sample(torch.tensor([0.0, value]), Sampling(temperature), torch.Generator())
+        sample_token(torch.tensor([0.0, value]), Sampling(temperature), torch.Generator())
 
 
 def test_lm_generate_writes_text_as_it_comes(tiny):
