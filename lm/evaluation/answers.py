@@ -172,13 +172,13 @@ class Recall(AnswerMeasurement):
         return super().options | {"tasks": [to_plain(task) for task in self.tasks.values()]}
 
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
-        blocks, accuracy_metric = [], metric_for_settings(self.logged_metrics[0], self.eval_config.inference)
+        blocks, setting_metric = [], metric_for_settings(self.logged_metrics[0], self.eval_config.inference)
         for (setting, model), (name, task) in product(self.inference_models(decoder), self.tasks.items()):
             options = to_plain(task)
             fields, options = {"task": options.pop("name"), "setting": setting}, json.dumps(options)
             samples = [self._recall_values(model, task, length, device) for length in self.lengths]
             questions = int(samples[0][0][1]["weight"].sum())
-            whole = accuracy_metric(accuracy_metric.fill_name(TASK=name), questions, task.chance, options)
+            whole = accuracy_metric(setting_metric.fill_name(TASK=name), questions, task.chance, options)
             token = replace(ANSWER_LOSS, unit="fraction", better="higher", quantity="token accuracy", options=options)
             metrics = whole, token, replace(ANSWER_LOSS, options=options)
             for metric, by_metric in zip(metrics, zip(*samples, strict=True), strict=True):
