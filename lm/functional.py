@@ -24,10 +24,12 @@ from lm.errors import ConfigError, Problem
 from lm.plain import Plain
 from lm.plugins import PLUGINS
 
-Named = str | Mapping[str, Plain]
+NamedNormalizer = str | Mapping[str, Plain]
 
 
-def make_module(normalizer: Named, n_head: int, head_size: int, train_length: int, width: int = 1) -> Normalizer:
+def make_module(
+    normalizer: NamedNormalizer, n_head: int, head_size: int, train_length: int, width: int = 1
+) -> Normalizer:
     """Return a layer's normalizer as a module, with initial values of its parameters in fp32.
 
     normalizer: named as in a configuration, `"ssmax"` or `{"name": "ssmax", "bias": True, "n": "fixed:1024"}`

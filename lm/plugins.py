@@ -20,10 +20,10 @@ from typing import NamedTuple
 from lm.errors import Unavailable
 from lm.files import file_sha256, sources_sha256
 
-GROUP = "lm.normalizers"  # the entry-point group in which packages declare normalizers
-PAGE = "docs/normalizers-own.md"  # the documentation page that states the requirements
+ENTRY_POINT_GROUP = "lm.normalizers"  # the entry-point group in which packages declare normalizers
+REQUIREMENTS_PAGE = "docs/normalizers-own.md"  # the documentation page that states the requirements
 
-OptionsOf = Callable[[type], type]  # returns the class of a plugin's options, or raises Unavailable
+OptionsGetter = Callable[[type], type]  # returns the class of a plugin's options, or raises Unavailable
 
 
 class Plugin(NamedTuple):
@@ -64,50 +64,52 @@ class Plugins:
     def installed_plugins(self) -> dict[str, str]:
         """Return {name: `package.module:Class`} of the installed entry points, which are read once a process."""
         if self._entry_points is None:
-            self._entry_points = {entry.name: entry.value for entry in metadata.entry_points(group=GROUP)}
+            self._entry_points = {entry.name: entry.value for entry in metadata.entry_points(group=ENTRY_POINT_GROUP)}
         return self._entry_points
 
-    def plugin(self, name: str, options_of: OptionsOf) -> Plugin:
+    def import_plugin(self, name: str, get_options: OptionsGetter) -> Plugin:
         """Return the plugin `name`, an entry point or `package.module:Class`, which is imported if needed.
 
-        `options_of` checks the imported class and returns the class of its options. Their attribute `name` is always
+        `get_options` checks the imported class and returns the class of its options. Their attribute `name` is always
         `package.module:Class`.
 
         Raises:
             KeyError: `name` is no `package.module:Class` and no entry point.
-            Unavailable: importing the plugin is not permitted or fails, or `options_of` refuses it.
+            Unavailable: importing the plugin is not permitted or fails, or `get_options` refuses it.
         """
         reference = name if ":" in name else self.installed_plugins()[name]  # nothing is imported
         module = reference.partition(":")[0]
         is_allowed = any(f"{module}.".startswith(f"{package}.") for package in self._allowed_packages)
         if reference not in self._plugins:
             if not self._is_trusting and not is_allowed:
-                package = package_of(module)
+                package = top_level_package(module)
                 remedy = f"--allow-plugin {package}, in Python PLUGINS.allow(['{package}']) of lm.plugins"
                 raise Unavailable("is code from outside, which a file names", f"if you trust it: {remedy}")
-            self._plugins[reference] = _import_plugin(reference, options_of)
+            self._plugins[reference] = _import_plugin(reference, get_options)
         return self._plugins[reference]
 
     def versions(self, names: Iterable[str]) -> dict[str, str]:
         """Return {name: version} of the imported plugins among `names`."""
         return {name: self._plugins[name].version for name in names if name in self._plugins}
 
-    def code(self, names: Iterable[str]) -> dict[str, str]:
+    def code_digests(self, names: Iterable[str]) -> dict[str, str]:
         """Return {name: digest of the package's source code (`Plugin.code_digest`)} of the imported plugins among
         `names`.
         """
         return {name: self._plugins[name].code_digest for name in names if name in self._plugins}
 
-    def failure(self, error: BaseException) -> tuple[str, str]:
+    def locate_failure(self, error: BaseException) -> tuple[str, str]:
         """Return two texts: the plugin, function, file and line that raised `error`, and the command that checks this
         plugin.
 
         Both texts are empty if no plugin's code is in the error's traceback.
         """
-        modules = {module: name for name in self._plugins for module in (package_of(name), name.partition(":")[0])}
+        modules = {
+            module: name for name in self._plugins for module in (top_level_package(name), name.partition(":")[0])
+        }
         for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
             module = frame.f_globals.get("__name__", "")
-            if name := modules.get(module) or modules.get(package_of(module)):
+            if name := modules.get(module) or modules.get(top_level_package(module)):
                 location = f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{line})"
                 return f"normalizer {name} failed in {location}", f"lm check-normalizer {name}"
         return "", ""
@@ -116,12 +118,12 @@ class Plugins:
 PLUGINS = Plugins()  # one for the whole process, as imports are
 
 
-def package_of(reference: str) -> str:
+def top_level_package(reference: str) -> str:
     """Return the name of the top-level package of a reference `package.module:Class` or of a module's name."""
     return reference.partition(":")[0].partition(".")[0]
 
 
-def _import_plugin(reference: str, options_of: OptionsOf) -> Plugin:
+def _import_plugin(reference: str, get_options: OptionsGetter) -> Plugin:
     module, _, name = reference.partition(":")
     try:
         plugin_class = getattr(importlib.import_module(module), name)
@@ -131,13 +133,15 @@ def _import_plugin(reference: str, options_of: OptionsOf) -> Plugin:
             "install its package, or mend the name or its code; of a file in the current folder: PYTHONPATH=. lm ..."
         )
         raise Unavailable(f"can't be imported: {problem}", remedy) from None
-    options = options_of(plugin_class)
+    options = get_options(plugin_class)
     if unkeyed_names := [spec.name for spec in fields(options) if "help" not in spec.metadata]:
-        raise Unavailable(f"has an option not made by lm.attention.options.key: {unkeyed_names[0]}", f"see {PAGE}")
+        raise Unavailable(
+            f"has an option not made by lm.attention.options.key: {unkeyed_names[0]}", f"see {REQUIREMENTS_PAGE}"
+        )
     named_options = type(
         options.__name__, (options,), {"name": reference, "__doc__": options.__doc__, "__module__": options.__module__}
     )
-    package = sys.modules[package_of(reference)]
+    package = sys.modules[top_level_package(reference)]
     try:
         digest = sources_sha256(getattr(package, "__path__", None) or [package.__file__])
         source = inspect.getsourcefile(plugin_class)

@@ -21,7 +21,7 @@ import typer
 import yaml
 from committed_results import ROOT
 
-from lm.attention.catalogue import ENTRIES, implementation
+from lm.attention.catalogue import ENTRIES, normalizer_class
 from lm.cli import app
 from lm.config.normalizers import OPTIONS
 from lm.config.reference import reference, reference_markdown
@@ -101,9 +101,9 @@ def normalizers_page() -> str:
     """Return the text of docs/normalizers.md: a table with one row per normalizer, then a table of all options."""
     lines = [NORMALIZERS_HEAD]
     for name, entry in ENTRIES.items():
-        sums = "with `n: sum`" if entry.over_sum else "yes" if entry().rows_sum_to_one else "no"
-        kernel = implementation(name).kernel
-        facts = entry.full_formula, entry.learned_parameters, sums, kernel, entry.source, entry.known
+        sums = "with `n: sum`" if entry.n_may_be_sum else "yes" if entry().rows_sum_to_one else "no"
+        kernel = normalizer_class(name).kernel
+        facts = entry.full_formula, entry.learned_parameters, sums, kernel, entry.source, entry.findings
         lines.append(_table_row(f"`{name}`", *facts))
     lines += ["", "## Options", "", "| key | type | default | what it is |", "|---|---|---|---|"]
     for name, option in OPTIONS.items():

@@ -29,7 +29,7 @@ from bench import interleaved
 from torch.profiler import ProfilerActivity, profile
 
 from lm.attention.catalogue import make_normalizer
-from lm.attention.elementwise_sums import why_tiles
+from lm.attention.elementwise_sums import why_no_triton
 from lm.attention.gpu_kernels import why_unusable
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
@@ -187,7 +187,7 @@ def kernels(out: Path) -> list[Line]:
     arguments = argparse.Namespace(
         bf16=True, n_head=16 if ON_GPU else 2, seq_len=4096 if ON_GPU else 64, device=DEVICE.type
     )
-    reason = why_tiles(DEVICE, torch.bfloat16, 64)
+    reason = why_no_triton(DEVICE, torch.bfloat16, 64)
     lines = [("kernel of relu2, relu, sigmoid", reason or "Triton", "ok" if not reason or not ON_GPU else "failed")]
     for name, option in kinds.SINGLE.items():
         normalizer = make_normalizer(option(), LayerSpec(2, 64, 128, 256)).to(DEVICE)

@@ -14,18 +14,18 @@ from torch import Tensor
 from lm.attention import catalogue as opt
 from lm.attention import elementwise_sums
 from lm.attention.catalogue import make_normalizer
-from lm.attention.elementwise_sums import SCORE_FUNCTIONS, elementwise_attention, tiles, why_tiles
+from lm.attention.elementwise_sums import SCORE_FUNCTIONS, elementwise_attention, sum_tiles, why_no_triton
 from lm.attention.kernels import kernel_problem
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
 
 every_function = pytest.mark.parametrize("f", SCORE_FUNCTIONS)
 SIZES = [(t, d, e) for t in (1, 17, 64, 100) for d in (16, 64) for e in (16, 96)] + [(100, 40, 200), (70, 128, 384)]
-either_sum = pytest.mark.parametrize("over_sum", [False, True], ids=["plain", "over its sum"])
+either_sum = pytest.mark.parametrize("divide_by_sum", [False, True], ids=["plain", "over its sum"])
 every_size = pytest.mark.parametrize(("length", "size", "width"), SIZES)
 
 
-def dense(f: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor, over_sum: bool = False) -> Tensor:
+def dense(f: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor, divide_by_sum: bool = False) -> Tensor:
     """Return the output (B, H, T, E) of attention with the score function `f` by its definition, with all weights in
     memory.
     """
@@ -34,7 +34,7 @@ def dense(f: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor, over_sum: bool
         .value(q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)) + shift.unsqueeze(-1).to(q.dtype))
         .tril()
     )
-    return (w / w.sum(-1, keepdim=True).clamp(min=1e-24) if over_sum else w) @ v
+    return (w / w.sum(-1, keepdim=True).clamp(min=1e-24) if divide_by_sum else w) @ v
 
 
 def inputs(length: int, size: int, width: int, dtype: torch.dtype, batch: int = 1) -> list[Tensor]:
@@ -58,11 +58,11 @@ def results(
     v: Tensor,
     shift: Tensor,
     grad: Tensor,
-    over_sum: bool = False,
+    divide_by_sum: bool = False,
 ) -> list[Tensor]:
     """Return the output of `route`, and the gradients of q, k, v and the shift."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v, shift)]
-    out = route(f, *leaves, over_sum)
+    out = route(f, *leaves, divide_by_sum)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
@@ -70,12 +70,12 @@ def results(
 @every_function
 @every_size
 def test_fp32_is_the_definition_and_the_tiles_forward_and_backward(
-    f: str, length: int, size: int, width: int, over_sum: bool
+    f: str, length: int, size: int, width: int, divide_by_sum: bool
 ):
     tensors = inputs(length, size, width, torch.float32)
-    actual, tiled = (results(route, f, *tensors, over_sum) for route in (elementwise_attention, tiles))
-    for a, b, exact in zip(actual, tiled, results(dense, f, *(x.double() for x in tensors), over_sum), strict=True):
-        allowed = (2e-4 if over_sum else 1e-5) * max(1.0, exact.abs().max().item())  # small sums are divided by
+    actual, tiled = (results(route, f, *tensors, divide_by_sum) for route in (elementwise_attention, sum_tiles))
+    for a, b, exact in zip(actual, tiled, results(dense, f, *(x.double() for x in tensors), divide_by_sum), strict=True):
+        allowed = (2e-4 if divide_by_sum else 1e-5) * max(1.0, exact.abs().max().item())  # small sums are divided by
         assert (a - exact).abs().max() <= allowed
         assert (b - exact).abs().max() <= allowed
 
@@ -84,14 +84,14 @@ def test_fp32_is_the_definition_and_the_tiles_forward_and_backward(
 @every_function
 @every_size
 def test_bf16_error_is_at_most_twice_that_of_the_definition_in_bf16(
-    f: str, length: int, size: int, width: int, over_sum: bool
+    f: str, length: int, size: int, width: int, divide_by_sum: bool
 ):
     tensors = inputs(length, size, width, torch.bfloat16)
-    actual, plain = (results(route, f, *tensors, over_sum) for route in (elementwise_attention, dense))
+    actual, plain = (results(route, f, *tensors, divide_by_sum) for route in (elementwise_attention, dense))
     assert [x.dtype for x in actual] == [torch.bfloat16] * 4 + [torch.float32]
-    for a, b, exact in zip(actual, plain, results(dense, f, *(x.double() for x in tensors), over_sum), strict=True):
+    for a, b, exact in zip(actual, plain, results(dense, f, *(x.double() for x in tensors), divide_by_sum), strict=True):
         # two roundings; small sums are divided by
-        allowed = 2 * (b - exact).abs().max() + 2**-7 * exact.abs().max() + 1e-4 * over_sum
+        allowed = 2 * (b - exact).abs().max() + 2**-7 * exact.abs().max() + 1e-4 * divide_by_sum
         assert (a - exact).abs().max() <= allowed
 
 
@@ -109,7 +109,7 @@ def test_without_a_shift_and_with_strided_inputs(f: str):
 @pytest.mark.parametrize("options", [opt.Relu2(), opt.Relu2(n="sum"), opt.Relu(), opt.Sigmoid(bias=True)], ids=str)
 def test_a_normalizer_takes_the_kernel_and_trains_its_parameters(options: object):
     normalizer, layout = make_normalizer(options, LayerSpec(2, 16, 32, 64)), AttentionLayout.full(40)
-    assert not why_tiles(torch.device("cpu"), torch.float32, 16)
+    assert not why_no_triton(torch.device("cpu"), torch.float32, 16)
     q, k, v, _, grad = inputs(40, 16, 16, torch.float32, batch=2)
     leaves = [*(x.requires_grad_() for x in (q, k, v)), *normalizer.parameters()]
     fast, slow = normalizer(*leaves[:3], layout), normalizer.weights(*leaves[:2], layout) @ v
@@ -134,7 +134,7 @@ def test_the_gradient_of_a_row_with_one_weight_is_zero_in_bf16():
         for x in inputs(40, 16, 16, torch.bfloat16)[:3] + inputs(40, 16, 16, torch.bfloat16)[4:]
     )
     q = k * 1e-2  # a small positive score
-    actual = results(elementwise_attention, "relu2", q, k, v, torch.zeros(2, 1), grad, over_sum=True)
+    actual = results(elementwise_attention, "relu2", q, k, v, torch.zeros(2, 1), grad, divide_by_sum=True)
     assert torch.equal(actual[0], v)
     assert actual[1].abs().max() < 1e-2 * grad.abs().max()
 
@@ -153,9 +153,9 @@ def test_extreme_scores_stay_finite_and_nan_is_not_hidden(f: str):
 
 def test_inputs_that_the_kernel_does_not_support_use_tiles():
     cpu = torch.device("cpu")
-    assert not why_tiles(cpu, torch.bfloat16, 128)
-    assert "float64" in why_tiles(cpu, torch.float64, 64)
-    assert "head size" in why_tiles(cpu, torch.float32, 136)
+    assert not why_no_triton(cpu, torch.bfloat16, 128)
+    assert "float64" in why_no_triton(cpu, torch.float64, 64)
+    assert "head size" in why_no_triton(cpu, torch.float32, 136)
 
 
 def test_the_trial_accepts_the_kernel_and_warns_of_one_that_fails_or_differs(monkeypatch: pytest.MonkeyPatch):
@@ -168,7 +168,7 @@ def test_the_trial_accepts_the_kernel_and_warns_of_one_that_fails_or_differs(mon
     with torch.inference_mode():
         assert trial(torch.device("cpu")) == ""
     monkeypatch.setattr(
-        triton_kernels, "fused_attention", lambda f, q, k, v, *shift, **named: tiles(f, q, k, 2 * v, *shift, **named)
+        triton_kernels, "fused_attention", lambda f, q, k, v, *shift, **keys: sum_tiles(f, q, k, 2 * v, *shift, **keys)
     )
     with pytest.warns(UserWarning, match="a slower route takes its place"):
         assert "results differ: relu2, relu, sigmoid" in trial(torch.device("cpu"))

@@ -26,6 +26,6 @@ def make_normalizer(options: Options, layer: LayerSpec) -> Normalizer:
     return NORMALIZERS[type(options)](options, layer)
 
 
-def implementation(name: str) -> type[Normalizer]:
+def normalizer_class(name: str) -> type[Normalizer]:
     """The class of the normalizer whose options have the name `name`, from lm or from an imported plugin."""
     return next(normalizer for options, normalizer in NORMALIZERS.items() if options.name == name)

@@ -15,20 +15,20 @@ from torch import Tensor
 
 from lm.attention.catalogue import make_normalizer
 from lm.attention.elementwise_sums import SCORE_MAPS
-from lm.attention.layout import AttentionLayout, by_documents
+from lm.attention.layout import AttentionLayout, attend_by_document
 from lm.attention.normalizer import LayerSpec, Normalizer, group_key_features
 from lm.attention.options import Options
 from lm.attention.query_scale import Softmax
 from lm.errors import one_line
 
-HEADS, SIZE, WIDTH, TRAIN_LENGTH = 4, 16, 12, 64
+HEADS, HEAD_SIZE, WIDTH, TRAIN_LENGTH = 4, 16, 12, 64
 # first words of the problem where a check ends in an error other than an AssertionError of its own
 ERROR_PREFIX = "stopped by"
-AUTOCAST_FACTOR = 10  # errors under bf16 autocast may be this many times softmax's
+MAX_ERROR_RATIO = 10  # errors under bf16 autocast may be this many times softmax's
 
 
 def random_normalizer(
-    options: Options, dtype: torch.dtype = torch.float64, size: int = SIZE, train_length: int = TRAIN_LENGTH
+    options: Options, dtype: torch.dtype = torch.float64, size: int = HEAD_SIZE, train_length: int = TRAIN_LENGTH
 ) -> Normalizer:
     """A normalizer whose parameters are initial values plus noise if they are vectors, noise alone if matrices; the
     same at each call.
@@ -43,11 +43,11 @@ def random_normalizer(
     return normalizer
 
 
-def inputs(
+def random_inputs(
     length: int,
     dtype: torch.dtype = torch.float64,
     batch: int = 2,
-    size: int = SIZE,
+    size: int = HEAD_SIZE,
     normalizer: Normalizer | None = None,
 ) -> list[Tensor]:
     """Random q, k, v (batch, HEADS, length, size).
@@ -63,7 +63,9 @@ def inputs(
     return [q.to(dtype), k.to(dtype), v.to(dtype)]
 
 
-def named_results(normalizer: Normalizer, output: Tensor, leaves: list[Tensor], grad: Tensor) -> dict[str, Tensor]:
+def named_output_and_gradients(
+    normalizer: Normalizer, output: Tensor, leaves: list[Tensor], grad: Tensor
+) -> dict[str, Tensor]:
     """Return `output` and the gradients of sum(`grad` x `output`) for q, k, v (`leaves`) and the normalizer's
     parameters, by name; 0 for what `output` does not depend on.
     """
@@ -97,7 +99,7 @@ def assert_close(actual: Tensor, expected: Tensor, name: str, atol: float = 1e-1
     require(bool(error[entry] <= atol), f"{message}, at entry {[int(index) for index in entry]}")
 
 
-def assert_is_definition(
+def assert_matches_definition(
     normalizer: Normalizer,
     route: Callable[[Tensor, Tensor, Tensor, AttentionLayout], Tensor],
     leaves: list[Tensor],
@@ -111,12 +113,14 @@ def assert_is_definition(
         tensors = [x.detach().requires_grad_() for x in leaves]
         output = function(*tensors, layout)
         grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        results.append(named_results(normalizer, output, tensors, grad.to(output.dtype)))
+        results.append(named_output_and_gradients(normalizer, output, tensors, grad.to(output.dtype)))
     for name, expected in results[1].items():
         assert_close(results[0][name], expected, name, atol)
 
 
-def assert_decodes(normalizer: Normalizer, q: Tensor, k: Tensor, v: Tensor, expected: Tensor, steps: list[int]) -> None:
+def assert_decoding_matches(
+    normalizer: Normalizer, q: Tensor, k: Tensor, v: Tensor, expected: Tensor, steps: list[int]
+) -> None:
     """Raise AssertionError unless calls of `decode` for `steps[0]`, then `steps[1]` ... tokens give `expected`, all
     tokens' output.
     """
@@ -133,18 +137,18 @@ def assert_decodes(normalizer: Normalizer, q: Tensor, k: Tensor, v: Tensor, expe
 # ---------------------------------------------------------------- the promises
 
 
-def initial_values(options: Options) -> None:
+def check_initial_values(options: Options) -> None:
     """the normalizer gives an output, and its initial values are the same each time, but for matrices named `hidden`
 
     draw no random numbers in `initialise`; name a matrix `hidden` if it must begin at random values
     """
-    q, k, v = inputs(5, normalizer=(normalizer := random_normalizer(options)))
+    q, k, v = random_inputs(5, normalizer=(normalizer := random_normalizer(options)))
     layout = AttentionLayout.full(5)
     _require_shape("`weights`", normalizer.weights(q, k, layout), (*q.shape[:3], k.size(2)))
     _require_shape("`forward`", normalizer(q, k, v, layout), (*q.shape[:3], v.size(-1)))
     with torch.random.fork_rng([]):
         first_normalizer, second_normalizer = (
-            make_normalizer(options, LayerSpec(HEADS, SIZE, WIDTH, TRAIN_LENGTH)) for _ in range(2)
+            make_normalizer(options, LayerSpec(HEADS, HEAD_SIZE, WIDTH, TRAIN_LENGTH)) for _ in range(2)
         )
     for (name, a), b in zip(first_normalizer.named_parameters(), second_normalizer.parameters(), strict=True):
         require(name.endswith("hidden.weight") or torch.equal(a, b), f"the parameter {name} is drawn")
@@ -159,11 +163,11 @@ def _require_shape(name: str, x: object, shape: tuple[int, ...]) -> None:
     if x.shape != shape:
         raise ValueError(f"{name} gives shape {tuple(x.shape)}; wanted is {shape}")
     if not x.isfinite().all():
-        remedy = "a row without weight is divided by lm.attention.routes.divided"
+        remedy = "a row without weight is divided by lm.attention.routes.divide_rows"
         raise ValueError(f"{name} gives numbers that are not finite; {remedy}")
 
 
-def fast_path(options: Options) -> None:
+def check_fast_path(options: Options) -> None:
     """outputs and gradients of `forward` are those of `weights(q, k, layout)` @ v, for heads of 1, 16 and 40 dimensions
 
     `forward` must compute the same function, in whatever way; a class without a `forward` of its own keeps this promise
@@ -171,11 +175,11 @@ def fast_path(options: Options) -> None:
     for size in (1, 16, 40):
         normalizer = random_normalizer(options, size=size)
         for length in (1, 2, 7, 64, 129):
-            leaves = inputs(length, size=size, normalizer=normalizer)
-            assert_is_definition(normalizer, normalizer, leaves, AttentionLayout.full(length), 1e-10 * length)
+            leaves = random_inputs(length, size=size, normalizer=normalizer)
+            assert_matches_definition(normalizer, normalizer, leaves, AttentionLayout.full(length), 1e-10 * length)
 
 
-def finite_differences(options: Options) -> None:
+def check_finite_differences(options: Options) -> None:
     """gradients agree with finite differences
 
     nothing between q, k, v and the output may be detached, read with `item()` or changed in place
@@ -187,7 +191,7 @@ def finite_differences(options: Options) -> None:
         return torch.func.functional_call(normalizer, dict(zip(names, values, strict=True)), (q, k, v, layout))
 
     tensors = [
-        *inputs(6, batch=1, size=4, normalizer=normalizer),
+        *random_inputs(6, batch=1, size=4, normalizer=normalizer),
         *(parameter.detach() for parameter in normalizer.parameters()),
     ]
     leaves = [x.clone().requires_grad_() for x in tensors]
@@ -195,7 +199,7 @@ def finite_differences(options: Options) -> None:
     require(is_right, "a gradient of q, k, v or a parameter is not that of finite differences")
 
 
-def row_independence(options: Options) -> None:
+def check_row_independence(options: Options) -> None:
     """each query has its own n and mask: if the position and the document length of one query change, no other query's
     weights change
 
@@ -203,7 +207,7 @@ def row_independence(options: Options) -> None:
     `.unsqueeze(-1)` gives it an axis of keys
     """
     normalizer, length, moved_query = random_normalizer(options), 6, 3
-    q, k, _ = inputs(length, batch=1, normalizer=normalizer)
+    q, k, _ = random_inputs(length, batch=1, normalizer=normalizer)
     positions = torch.arange(length) + length  # every query sees every key
     shifted_positions = positions + 7 * (positions == positions[moved_query])
     layouts = (
@@ -217,7 +221,7 @@ def row_independence(options: Options) -> None:
     require(torch.allclose(new_rows, old_rows, rtol=0, atol=1e-12), message)
 
 
-def row_sums(options: Options) -> None:
+def check_row_sums(options: Options) -> None:
     """keys after the query have weight 0; the options say that weights sum to one if and only if each query's weights
     do so or are all 0
 
@@ -225,7 +229,7 @@ def row_sums(options: Options) -> None:
     weights sum to one
     """
     normalizer, layout = random_normalizer(options), AttentionLayout.full(33)
-    weights = normalizer.weights(*inputs(33, normalizer=normalizer)[:2], layout)
+    weights = normalizer.weights(*random_inputs(33, normalizer=normalizer)[:2], layout)
     require(weights.triu(1) == 0, "a key after the query has weight")
     sums = weights.sum(-1)
     sums_to_one = torch.allclose(sums[sums != 0], torch.ones((), dtype=sums.dtype))
@@ -236,14 +240,14 @@ def row_sums(options: Options) -> None:
     )
 
 
-def score_independence(options: Options) -> None:
+def check_score_independence(options: Options) -> None:
     """the weights of a query depend on its own scores of visible keys alone
 
     take sums, means and thresholds over the last axis, keys, after masking the scores of keys that `layout.visible()`
     hides
     """
     normalizer, layout = random_normalizer(options), AttentionLayout.from_document_lengths([6, 5])
-    q, k, _ = inputs(11, batch=1, normalizer=normalizer)
+    q, k, _ = random_inputs(11, batch=1, normalizer=normalizer)
     scores = normalizer.scores(q, k, layout)
     require(
         normalizer.normalize(scores, layout) == normalizer.weights(q, k, layout),
@@ -259,27 +263,27 @@ def score_independence(options: Options) -> None:
     require(hidden_entries == 0, "a weight depends on the score of a key that is not seen")
 
 
-def scale_by_position(options: Options) -> None:
+def check_scale_by_position(options: Options) -> None:
     """in a sequence of the training length scores are q.k / sqrt(D) times `scale_by_position`, unless that is None
 
     `scale_by_position` is (H, L), the factor at each of the L positions of a training sequence; None says that there is
     no such factor
     """
     normalizer = random_normalizer(options)
-    q, k, _ = inputs(TRAIN_LENGTH, normalizer=normalizer)
+    q, k, _ = random_inputs(TRAIN_LENGTH, normalizer=normalizer)
     if (factor := normalizer.scale_by_position()) is not None:
-        expected = factor.unsqueeze(-1) * (q @ k.transpose(-2, -1)) / math.sqrt(SIZE)
+        expected = factor.unsqueeze(-1) * (q @ k.transpose(-2, -1)) / math.sqrt(HEAD_SIZE)
         assert_close(normalizer.scores(q, k, AttentionLayout.full(TRAIN_LENGTH)), expected, "score")
 
 
-def score_map(options: Options) -> None:
+def check_score_map(options: Options) -> None:
     """keys that are not `visible` have weight 0; others are the function `score_map`, if it is set, of the scores,
     times a factor per query
 
     leave `score_map` empty if no function of each score, times a factor per query, gives the weights
     """
     normalizer, layout = random_normalizer(options), AttentionLayout.full(33)
-    q, k, _ = inputs(33, normalizer=normalizer)
+    q, k, _ = random_inputs(33, normalizer=normalizer)
     weights, visible = normalizer.weights(q, k, layout), normalizer.visible(layout)
     require(weights.masked_fill(visible, 0.0) == 0, "a key that is not visible has weight")
     if normalizer.score_map:
@@ -291,18 +295,18 @@ def score_map(options: Options) -> None:
         assert_close(weights, factor * score_values, name, 1e-12)
 
 
-def causality(options: Options) -> None:
+def check_causality(options: Options) -> None:
     """a later token changes nothing earlier, to the bit
 
     mask by `layout.visible()` before anything is computed from all scores of a query, and sum over visible keys alone
     """
-    changes = later_tokens_changes(random_normalizer(options), 40, 25)
+    changes = changes_by_later_tokens(random_normalizer(options), 40, 25)
     require(changes == 0, "other tokens from 25 on change an earlier output")
 
 
-def later_tokens_changes(normalizer: Normalizer, length: int, first: int) -> Tensor:
+def changes_by_later_tokens(normalizer: Normalizer, length: int, first: int) -> Tensor:
     """How much the outputs of the tokens before `first` change with the tokens from `first` on."""
-    q, k, v = inputs(length, normalizer=normalizer)
+    q, k, v = random_inputs(length, normalizer=normalizer)
     outputs = []
     for _ in range(2):
         outputs.append(normalizer(q, k, v, AttentionLayout.full(length))[:, :, :first])
@@ -311,7 +315,7 @@ def later_tokens_changes(normalizer: Normalizer, length: int, first: int) -> Ten
     return (outputs[0] - outputs[1]).abs()
 
 
-def decoding(options: Options) -> None:
+def check_decoding(options: Options) -> None:
     """decoding, token by token and several tokens at a time, gives the output that one call for the whole sequence
     gives, also with keys and values that two query heads share
 
@@ -319,14 +323,14 @@ def decoding(options: Options) -> None:
     `decode` gets keys and values of fewer heads than queries: `expand_kv_heads` copies them for all query heads
     """
     normalizer, length = random_normalizer(options), 30
-    q, k, v = inputs(length, normalizer=normalizer)
-    shared_k = torch.cat((k[:, ::2, :, :SIZE], group_key_features(k[..., SIZE:], HEADS // 2)), -1)
+    q, k, v = random_inputs(length, normalizer=normalizer)
+    shared_k = torch.cat((k[:, ::2, :, :HEAD_SIZE], group_key_features(k[..., HEAD_SIZE:], HEADS // 2)), -1)
     for keys, values, steps in ((k, v, [1] * length), (k, v, [5, 1, 1, 16, 7]), (shared_k, v[:, ::2], [5, 1, 17, 7])):
         expected = normalizer(q, *normalizer.expand_kv_heads(keys, values), AttentionLayout.full(length))
-        assert_decodes(normalizer, q, keys, values, expected, steps)
+        assert_decoding_matches(normalizer, q, keys, values, expected, steps)
 
 
-def packed_documents(options: Options) -> None:
+def check_packed_documents(options: Options) -> None:
     """each document packed into a sequence, or padded to another's length, has the output that it has alone
 
     n is `row_length(layout)` or `layout.n(policy)`, never a size of q, k or the scores: with packed documents positions
@@ -334,21 +338,21 @@ def packed_documents(options: Options) -> None:
     """
     normalizer = random_normalizer(options)
     positions = torch.stack([torch.cat([torch.arange(n) for n in sizes]) for sizes in ([5, 1, 19, 8], [16, 17], [33])])
-    leaves = inputs(33, batch=3, normalizer=normalizer)
-    for route in (partial(by_documents, normalizer), normalizer):
-        assert_is_definition(normalizer, route, leaves, AttentionLayout.from_positions(positions))
+    leaves = random_inputs(33, batch=3, normalizer=normalizer)
+    for route in (partial(attend_by_document, normalizer), normalizer):
+        assert_matches_definition(normalizer, route, leaves, AttentionLayout.from_positions(positions))
 
 
-def one_device(options: Options) -> None:
+def check_one_device(options: Options) -> None:
     """all tensors are on the device of the inputs (tested on torch's device `meta`, where operands on two devices raise
     an error)
 
     make new tensors with `device=scores.device`, and keep tables by `register_buffer`
     """
-    normalizer = make_normalizer(options, LayerSpec(HEADS, SIZE, WIDTH, TRAIN_LENGTH)).to("meta")
+    normalizer = make_normalizer(options, LayerSpec(HEADS, HEAD_SIZE, WIDTH, TRAIN_LENGTH)).to("meta")
     require(all(parameter.is_meta for parameter in normalizer.parameters()), "a parameter does not move")
     x = torch.empty(2, 20, WIDTH, device="meta")
-    q = k = v = torch.empty(2, HEADS, 20, SIZE, device="meta", requires_grad=True)
+    q = k = v = torch.empty(2, HEADS, 20, HEAD_SIZE, device="meta", requires_grad=True)
     q, k = (heads.detach().requires_grad_() for heads in normalizer.append_features(x, q, k))
     positions = torch.empty(2, 20, dtype=torch.int64, device="meta")
     for layout in (AttentionLayout.full(20, "meta"), AttentionLayout.from_positions(positions)):
@@ -362,28 +366,28 @@ def one_device(options: Options) -> None:
     require(first_output.is_meta and next_output.is_meta, "the output of `decode` is on another device")
 
 
-def extreme_scores(options: Options) -> None:
+def check_extreme_scores(options: Options) -> None:
     """extreme and identical scores give finite outputs and gradients in fp32
 
     subtract a row's largest score before exp, and divide by sums that may be 0 with `lm.attention.routes.divide_rows`
     """
     for fill in (0.0, 1e4, -1e4):
         normalizer = random_normalizer(options, torch.float32)
-        q, k, v = leaves = [x.requires_grad_() for x in inputs(50, torch.float32, normalizer=normalizer)]
-        large_q = torch.cat((q[..., :SIZE] * 0 + (fill or 1.0), q[..., SIZE:]), -1)
-        large_k = torch.cat((k[..., :SIZE] * (1e4 if fill else 0.0) + fill, k[..., SIZE:]), -1)
+        q, k, v = leaves = [x.requires_grad_() for x in random_inputs(50, torch.float32, normalizer=normalizer)]
+        large_q = torch.cat((q[..., :HEAD_SIZE] * 0 + (fill or 1.0), q[..., HEAD_SIZE:]), -1)
+        large_k = torch.cat((k[..., :HEAD_SIZE] * (1e4 if fill else 0.0) + fill, k[..., HEAD_SIZE:]), -1)
         output = normalizer(large_q, large_k, v, AttentionLayout.full(50))
-        for name, x in named_results(normalizer, output, leaves, torch.ones_like(output)).items():
+        for name, x in named_output_and_gradients(normalizer, output, leaves, torch.ones_like(output)).items():
             require(x.isfinite(), f"the {name} is not finite, with queries and keys about {fill:g}")
 
 
-def autocast_weights(options: Options) -> None:
+def check_autocast_weights(options: Options) -> None:
     """weights are in fp32, under autocast and for bf16 inputs, too
 
     override `normalize` and `define_scores`, which are called without autocast, instead of `weights`
     """
     normalizer, layout = random_normalizer(options, torch.float32), AttentionLayout.full(20)
-    q, k, _ = inputs(20, torch.float32, normalizer=normalizer)
+    q, k, _ = random_inputs(20, torch.float32, normalizer=normalizer)
     weights = normalizer.weights(q, k, layout)
     with torch.autocast("cpu", torch.bfloat16):
         weights_in_autocast = normalizer.weights(q, k, layout)
@@ -395,7 +399,7 @@ def autocast_weights(options: Options) -> None:
     )
 
 
-def autocast_errors(options: Options) -> None:
+def check_autocast_errors(options: Options) -> None:
     """under bf16 autocast the errors of outputs and gradients against fp64 are at most 10 times softmax's
 
     an overridden `forward` computes scores, sums and thresholds in fp32, whatever the dtype of v
@@ -403,7 +407,7 @@ def autocast_errors(options: Options) -> None:
     errors, base = _autocast_errors(options), _autocast_errors(Softmax())
     for name, largest in base.items():
         message = f"the relative error of the {name} is {errors[name]:.2g}, softmax's is {largest:.2g}"
-        require(errors[name] <= AUTOCAST_FACTOR * largest, message)
+        require(errors[name] <= MAX_ERROR_RATIO * largest, message)
 
 
 def _autocast_errors(options: Options) -> dict[str, float]:
@@ -412,29 +416,40 @@ def _autocast_errors(options: Options) -> dict[str, float]:
     results = []
     for dtype in (torch.float64, torch.float32):
         normalizer = random_normalizer(options, dtype)
-        q, k, v = (x.bfloat16().to(dtype) for x in inputs(256, normalizer=normalizer))
+        q, k, v = (x.bfloat16().to(dtype) for x in random_inputs(256, normalizer=normalizer))
         leaves = [x.requires_grad_() for x in (q, k, v if dtype == torch.float64 else v.bfloat16())]
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
             output = normalizer(*leaves, AttentionLayout.full(256))
         grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(output.dtype)
-        results.append(named_results(normalizer, output, leaves, grad))
+        results.append(named_output_and_gradients(normalizer, output, leaves, grad))
     exact, rounded = results
     return {name: float((rounded[name].double() - x).norm() / x.norm().clamp(min=1e-30)) for name, x in exact.items()}
 
 
 CHECKS: tuple[Callable[[Options], None], ...] = (
-    initial_values, row_independence, fast_path, finite_differences, row_sums, score_independence, scale_by_position,
-    score_map, causality,
-    decoding, packed_documents, one_device, extreme_scores, autocast_weights,
-    autocast_errors,
-)  # fmt: skip
+    check_initial_values,
+    check_row_independence,
+    check_fast_path,
+    check_finite_differences,
+    check_row_sums,
+    check_score_independence,
+    check_scale_by_position,
+    check_score_map,
+    check_causality,
+    check_decoding,
+    check_packed_documents,
+    check_one_device,
+    check_extreme_scores,
+    check_autocast_weights,
+    check_autocast_errors,
+)
 
 
-def checked_promises(
-    options: Options, failure: Callable[[BaseException], tuple[str, str]]
+def check_promises(
+    options: Options, locate_failure: Callable[[BaseException], tuple[str, str]]
 ) -> Iterator[tuple[str, str]]:
     """Yield (promise, problem) for each check. `problem` says what the check finds wrong with `options`, with a hint;
-    empty if nothing. `failure` is `lm.plugins.Plugins.failure`, which names the code that raised an error.
+    empty if nothing. `locate_failure` is `lm.plugins.Plugins.locate_failure`, which names the code that raised an error.
 
     If the first check ends in an error other than its own AssertionError, later checks are not run, as each would end
     in that error.
@@ -447,7 +462,7 @@ def checked_promises(
         except Exception as error:  # whatever code from outside raises
             problem = one_line(error)
             if not (isinstance(error, AssertionError) and problem):
-                location, _ = failure(error)
+                location, _ = locate_failure(error)
                 problem = f"{ERROR_PREFIX} {type(error).__name__}: {problem}" + (f"; {location}" if location else "")
         if check is CHECKS[0] and problem.startswith(ERROR_PREFIX):
             yield promise, problem

@@ -38,7 +38,7 @@ class KeyBias(SoftmaxNormalizer):
         bias = self.key_bias(k, layout)
         return routes.fused_softmax(q, k[..., : self.layer.head_size], v, layout, key_bias=bias)
 
-    def by_gpu_kernel(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+    def gpu_forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         scale, keys = 1 / math.sqrt(q.size(-1)), k[..., : self.layer.head_size].to(v.dtype)
         q, k = routes.append_bias(q.to(v.dtype), keys, self.key_bias(k, layout) / scale)
         return gpu_kernels.flex_softmax(q, k, v, layout, scale)
@@ -49,7 +49,7 @@ class ALiBi(Options):
     name = "alibi"
     full_formula = "softmax(z - 2^(-8 h / H) t)"
     source = "Press et al. 2021, arXiv 2108.12409"
-    known = (
+    findings = (
         "trained at 4k, at 64k: loss flat (3.27), needles lost (.003): arXiv 2505.17083. The formula also where H is "
         "no power of 2, for which its authors' code interleaves two series"
     )
@@ -79,7 +79,7 @@ class Window(Options):
     name = "window"
     full_formula = "softmax(z), t < w"
     source = "Beltagy et al. 2020, arXiv 2004.05150"
-    known = "for local layers: `[window, window, ssmax]`"
+    findings = "for local layers: `[window, window, ssmax]`"
     size: int = key(256, "keys a query sees, its own among them", ge=1, le=LONGEST)
 
 
@@ -101,8 +101,8 @@ class WindowNormalizer(SoftmaxNormalizer):
         if not layout.causal:
             return super().forward(q, k, v, layout)
         (b, _, t, _), w = q.shape, self.options.size
-        if t > w and gpu_kernels.serves(self, q, k, v, layout):
-            return self.by_gpu_kernel(q, k, v, layout)
+        if t > w and gpu_kernels.can_compute(self, q, k, v, layout):
+            return self.gpu_forward(q, k, v, layout)
         if t <= w:
             return routes.fused_softmax(q, k, v, layout)
         if w <= MAX_LOOP_WINDOW and q.device.type == "cpu":
@@ -128,7 +128,7 @@ class WindowNormalizer(SoftmaxNormalizer):
         )
         return output.unflatten(0, (b, -1)).transpose(1, 2).flatten(2, 3)[:, :, :t]
 
-    def by_gpu_kernel(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+    def gpu_forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         return gpu_kernels.flex_softmax(q, k, v, layout, 1 / math.sqrt(q.size(-1)), window=self.options.size)
 
     def _sum_over_distances(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -174,11 +174,11 @@ class MappedSoftmax(SoftmaxNormalizer):
         return self.map_scores(logits(q, k), self.coefficients(layout.distance().clamp(min=0).to(q.dtype)))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        if (layout.causal or layout.tail) and not gpu_kernels.serves(self, q, k, v, layout):
+        if (layout.causal or layout.tail) and not gpu_kernels.can_compute(self, q, k, v, layout):
             return routes.block_attention(q, k, v, 1 / math.sqrt(q.size(-1)), self)
         return super().forward(q, k, v, layout)
 
-    def by_gpu_kernel(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+    def gpu_forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         return gpu_kernels.flex_softmax(q, k, v, layout, 1 / math.sqrt(q.size(-1)), self)
 
 
@@ -187,7 +187,7 @@ class ScaleInvariant(Options):
     name = "scale_invariant"
     full_formula = "softmax(a_t z + m_t), a_t^2 = 1 + 2 ln(1 + t / tau), m_t = 1 - a_t^2"
     source = "arXiv 2505.17083"
-    known = (
+    findings = (
         "with p-RoPE, trained at 4k, at 64k: loss 3.247 (log n 3.317, softmax 5.735), needles .969 (.939, .000), "
         "same paper"
     )
@@ -223,7 +223,7 @@ class Forget(Options):
     full_formula = "softmax(z + c_i - c_j), c the running sum of ln sigmoid(w.x + b), x the layer's input"
     learned_parameters = "w (width C) and b per layer and head"
     source = "arXiv 2503.02130"
-    known = "good extrapolation, needles near-perfect within the training length (abstract)"
+    findings = "good extrapolation, needles near-perfect within the training length (abstract)"
 
 
 class ForgetNormalizer(KeyBias):
@@ -258,7 +258,7 @@ class SoftCap(Options):
     name = "softcap"
     full_formula = "softmax(c tanh(z / c))"
     source = "Gemma 2, arXiv 2408.00118, sec. 2"
-    known = "c = 50 in Gemma 2"
+    findings = "c = 50 in Gemma 2"
     cap: float = key(50.0, "c, which no score exceeds", ge=1e-3, le=LARGEST)
 
 
@@ -277,7 +277,7 @@ class StickBreaking(Options):
     name = "stick_breaking"
     full_formula = "sigmoid(z_j) prod (1 - sigmoid(z_k)), j < k < i"
     source = "arXiv 2410.17980"
-    known = "without positions, trained at 2,048: perplexity goes on to fall up to 16,384 (abstract)"
+    findings = "without positions, trained at 2,048: perplexity goes on to fall up to 16,384 (abstract)"
     sums_to_one = False
 
 
@@ -293,7 +293,7 @@ class StickBreakingNormalizer(Normalizer):
     kernel = "query blocks; on CUDA fla-core's"
     gpu_package = gpu_kernels.FLA
 
-    def by_gpu_kernel(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+    def gpu_forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         return gpu_kernels.stick_breaking(q, k, v)
 
     def visible(self, layout: AttentionLayout) -> Tensor:

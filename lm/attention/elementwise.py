@@ -25,7 +25,7 @@ class ElementwiseNormalizer(DividedNormalizer):
 
     kernel = "tiles; on CUDA Triton"
 
-    def f(self, scores: Tensor) -> Tensor:
+    def unnormalized_weights(self, scores: Tensor) -> Tensor:
         return elementwise_sums.SCORE_FUNCTIONS[self.score_map].value(scores)
 
     def shift(self, layout: AttentionLayout) -> Tensor | None:
@@ -40,7 +40,7 @@ class ElementwiseNormalizer(DividedNormalizer):
         dtype = torch.float32 if v.dtype == torch.float16 else v.dtype
         q, k, values = q.to(dtype), k.to(dtype), v.to(dtype)
         output = elementwise_sums.elementwise_attention(
-            self.score_map, q, k, values, self.shift(layout), over_sum=factor is None
+            self.score_map, q, k, values, self.shift(layout), divide_by_sum=factor is None
         )
         return (output if factor is None else output * factor.unsqueeze(-1)).to(v.dtype)
 
@@ -58,11 +58,11 @@ class Relu2(Options):
     name = "relu2"
     full_formula = "relu(z)^2 / n"
     source = "Hua et al. 2022, arXiv 2202.10447"
-    known = (
+    findings = (
         "a fixed n transfers to other lengths better than the sample's, softmax best (kexue.fm 9019, no figures "
         "published)"
     )
-    over_sum = True
+    n_may_be_sum = True
     sums_to_one = False
     n: str = key(
         "visible",
@@ -96,7 +96,7 @@ class Relu(Options):
     name = "relu"
     full_formula = "relu(z) / n"
     source = "Wortsman et al. 2023, arXiv 2309.08586"
-    known = "no figures known to us"
+    findings = "no figures known to us"
     sums_to_one = False
     n: str = key("visible", N_HELP)
 
@@ -112,7 +112,7 @@ class Sigmoid(Options):
     full_formula = "sigmoid(z - ln n (+ b))"
     learned_parameters = "none (or b per layer and head)"
     source = "arXiv 2409.04431"
-    known = "2.4 % worse loss and 16 points downstream at 1.2 B (2605.20798, secondary)"
+    findings = "2.4 % worse loss and 16 points downstream at 1.2 B (2605.20798, secondary)"
     sums_to_one = False
     fixed_by_training: ClassVar[Mapping[str, str]] = {"bias": "decides whether there is a b to learn"}
     bias: bool = key(False, "add a learned b, one per layer and head, from 0")
@@ -141,7 +141,7 @@ class Threshold(Options):
     full_formula = "relu(z - beta sqrt(2 ln n))^p / sum"
     learned_parameters = "beta per layer and head"
     source = "arXiv 2601.12145 and its code; `recipes/tda.yaml` is the paper's, with QK-norm and a second view"
-    known = "TDA at 162 M: validation loss 3.119, softmax 3.120; 99 % exact zeros, no sinks (secondary)"
+    findings = "TDA at 162 M: validation loss 3.119, softmax 3.120; 99 % exact zeros, no sinks (secondary)"
     sums_to_one = False
     power: Literal[1, 2] = key(2, "p")
     init: float = key(0.5, "initial value of beta, 1 in the paper: where the largest of n Gaussian logits lies",
@@ -187,7 +187,7 @@ class SoftplusAttention(Options):
     source = (
         "arXiv 2501.13428 by a summary of it; `recipes/lssar.yaml` is the paper's, m = training length is our choice"
     )
-    known = "LSSAR at 124 M: loss 3.19 at 1,024 tokens, 3.32 at 8,192; softmax 3.19, 6.28 (secondary)"
+    findings = "LSSAR at 124 M: loss 3.19 at 1,024 tokens, 3.32 at 8,192; softmax 3.19, 6.28 (secondary)"
     base: Literal["train", "head_size"] | float = key(
         "train",
         "m, the length at which logits are unscaled; `train`: the training length; `head_size`: e^(sqrt(D) / ln D) for "
@@ -229,7 +229,7 @@ class SoftplusNormalizer(DividedNormalizer):
         scale = self.row_length(layout).log() / math.log(self.reference_length)
         return logits(q, k) * scale.unsqueeze(-1).to(q.dtype)
 
-    def f(self, scores: Tensor) -> Tensor:
+    def unnormalized_weights(self, scores: Tensor) -> Tensor:
         return F.softplus(scores)
 
     def factor(self, layout: AttentionLayout) -> None:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from lm.attention.kernels import kernel_problem, results, without_autocast
+from lm.attention.kernels import kernel_problem, output_and_gradients, without_autocast
 from lm.attention.layout import keep_uncompiled
-from lm.attention.routes import MIN_SUM, gradient_of_sums, spans
+from lm.attention.routes import MIN_SUM, block_ranges, gradient_before_division
 
 TILE = 256  # queries and keys of one tile
 MAX_HEAD_SIZE = 128  # the largest head size that the Triton kernel takes
@@ -72,34 +72,34 @@ class _ElementwiseAttention(torch.autograd.Function):
     """Causal sums of f(q.k / sqrt(D) + shift) v, computed tile by tile, for q, k (N, T, D), v (N, T, E) and `shift` (N,
     T) or None.
 
-    With `over_sum` weights are divided by their sum, and are in fp32 or wider in the forward pass. Otherwise, and in
+    With `divide_by_sum` weights are divided by their sum, and are in fp32 or wider in the forward pass. Otherwise, and in
     the backward pass, weights are in v's dtype. Scores, f and sums are in fp32 or wider.
     """
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, kind: str, over_sum: bool, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None
+        ctx: FunctionCtx, kind: str, divide_by_sum: bool, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None
     ) -> Tensor:
         wide_dtype = torch.promote_types(v.dtype, torch.float32)
-        output = torch.empty(v.shape, dtype=wide_dtype if over_sum else v.dtype, device=v.device)
-        sums = torch.empty((*v.shape[:2], 1), dtype=wide_dtype, device=v.device) if over_sum else None
+        output = torch.empty(v.shape, dtype=wide_dtype if divide_by_sum else v.dtype, device=v.device)
+        sums = torch.empty((*v.shape[:2], 1), dtype=wide_dtype, device=v.device) if divide_by_sum else None
         qw, kw = q.to(wide_dtype), k.to(wide_dtype)
         values = v.to(output.dtype)  # rows divided by their sums stay unrounded: their gradients are small differences
         with without_autocast(v.device):  # as in the backward pass
-            for a, b in spans(q.size(1), TILE):
+            for a, b in block_ranges(q.size(1), TILE):
                 output_block = torch.zeros(v.size(0), b - a, v.size(2), dtype=wide_dtype, device=v.device)
                 row_sum = torch.zeros(v.size(0), b - a, 1, dtype=wide_dtype, device=v.device)
-                for c, d in spans(b, TILE):
+                for c, d in block_ranges(b, TILE):
                     w = SCORE_FUNCTIONS[kind].value_(_scores(qw, kw, shift, a, b, c, d))
                     w = (w.tril_() if c == a else w).to(output.dtype)
                     output_block += w @ values[:, c:d]
-                    if over_sum:
+                    if divide_by_sum:
                         row_sum += w.sum(-1, keepdim=True)
-                if over_sum:
+                if divide_by_sum:
                     sums[:, a:b] = row_sum.masked_fill_(row_sum < MIN_SUM, torch.inf)
                     output_block /= row_sum
                 output[:, a:b] = output_block
-        ctx.save_for_backward(q, k, v, shift, *((output, sums) if over_sum else ()))
+        ctx.save_for_backward(q, k, v, shift, *((output, sums) if divide_by_sum else ()))
         ctx.kind = kind
         return output.to(v.dtype)
 
@@ -107,14 +107,14 @@ class _ElementwiseAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, shift, *saved_sums = ctx.saved_tensors
-        grad, mean_grad = gradient_of_sums(grad, v.dtype, *saved_sums) if saved_sums else (grad, None)
+        grad, mean_grad = gradient_before_division(grad, v.dtype, *saved_sums) if saved_sums else (grad, None)
         wide_dtype = torch.promote_types(v.dtype, torch.float32)
         qw, kw, vw, gw = (x.to(wide_dtype) for x in (q, k, v, grad))
         dq, dk, dv = (torch.zeros_like(x) for x in (qw, kw, vw))
         dshift = None if shift is None else torch.zeros_like(shift)
         with without_autocast(v.device):
-            for a, b in spans(q.size(1), TILE):
-                for c, d in spans(b, TILE):
+            for a, b in block_ranges(q.size(1), TILE):
+                for c, d in block_ranges(b, TILE):
                     dw = gw[:, a:b] @ vw[:, c:d].transpose(1, 2)
                     if mean_grad is not None:
                         dw -= mean_grad[:, a:b]
@@ -137,13 +137,15 @@ def _scores(q: Tensor, k: Tensor, shift: Tensor | None, a: int, b: int, c: int, 
     return torch.baddbmm(shifts, q[:, a:b], k[:, c:d].transpose(1, 2), beta=shift is not None, alpha=factor)
 
 
-def tiles(kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, over_sum: bool = False) -> Tensor:
+def tiles(
+    kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, divide_by_sum: bool = False
+) -> Tensor:
     """Compute `elementwise_attention` tile by tile, on any device. Memory holds one tile of weights per head at a
     time.
     """
     if shift is not None:
         shift = shift.to(torch.promote_types(v.dtype, torch.float32)).expand(q.shape[:3]).flatten(0, 1)
-    return _ElementwiseAttention.apply(kind, over_sum, *(x.flatten(0, 1) for x in (q, k, v)), shift).unflatten(
+    return _ElementwiseAttention.apply(kind, divide_by_sum, *(x.flatten(0, 1) for x in (q, k, v)), shift).unflatten(
         0, q.shape[:2]
     )
 
@@ -158,7 +160,7 @@ def triton_is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def why_tiles(device: torch.device, dtype: torch.dtype, size: int) -> str:
+def why_no_triton(device: torch.device, dtype: torch.dtype, size: int) -> str:
     """The reason why `elementwise_attention` takes tiles on `device` for q, k of `dtype` and head size `size`; empty if
     the kernel runs.
     """
@@ -190,9 +192,9 @@ def _compare_with_tiles(device: torch.device) -> Iterator[tuple[str, Tensor, Ten
     from lm.attention import triton_kernels
 
     *qkv, grad = torch.arange(4 * 80 * 16.0, device=device).sin().bfloat16().view(4, 1, 1, 80, 16)
-    for kind, shift, over_sum in product(SCORE_FUNCTIONS, ([], [qkv[0][..., 0].float()]), (False, True)):
+    for kind, shift, divide_by_sum in product(SCORE_FUNCTIONS, ([], [qkv[0][..., 0].float()]), (False, True)):
         pair = (
-            results(partial(route, kind, over_sum=over_sum), [*qkv, *shift], grad)
+            output_and_gradients(partial(route, kind, divide_by_sum=divide_by_sum), [*qkv, *shift], grad)
             for route in (triton_kernels.fused_attention, tiles)
         )
         yield from ((kind, a, b) for a, b in zip(*pair, strict=True))
@@ -200,10 +202,10 @@ def _compare_with_tiles(device: torch.device) -> Iterator[tuple[str, Tensor, Ten
 
 @keep_uncompiled
 def elementwise_attention(
-    kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, over_sum: bool = False
+    kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, divide_by_sum: bool = False
 ) -> Tensor:
     """Return sum_{j <= i} f(q_i.k_j / sqrt(D) + shift_i) v_j, (B, H, T, E) in the dtype of `v`, by a Triton kernel or
-    tiles (`why_tiles`).
+    tiles (`why_no_triton`).
 
     The factor 1 / sqrt(D) multiplies the scores, in fp32, as a scaled q would be rounded once more, to `q.dtype`.
 
@@ -211,10 +213,10 @@ def elementwise_attention(
         kind: the name of f in `SCORE_FUNCTIONS`.
         q, k, v: (B, H, T, D), (B, H, T, D) and (B, H, T, E), all of one dtype.
         shift: fp32, broadcastable to (B, H, T); None for 0.
-        over_sum: divide each query's output by the sum of f over its keys; f must not be negative.
+        divide_by_sum: divide each query's output by the sum of f over its keys; f must not be negative.
     """
-    if why_tiles(q.device, q.dtype, q.size(-1)):
-        return tiles(kind, q, k, v, shift, over_sum)
+    if why_no_triton(q.device, q.dtype, q.size(-1)):
+        return tiles(kind, q, k, v, shift, divide_by_sum)
     from lm.attention import triton_kernels
 
-    return triton_kernels.fused_attention(kind, q, k, v, shift, over_sum)
+    return triton_kernels.fused_attention(kind, q, k, v, shift, divide_by_sum)

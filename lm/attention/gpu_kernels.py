@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.attention import routes
-from lm.attention.kernels import kernel_problem, results, without_autocast
+from lm.attention.kernels import kernel_problem, output_and_gradients, without_autocast
 from lm.attention.layout import AttentionLayout, keep_uncompiled
 
 FLEX, ADASPLASH, FLA = "torch", "adasplash", "fla"  # the packages that hold the kernels
@@ -24,7 +24,7 @@ CHECKED_LENGTH = 256  # tokens of the sequences that the check computes
 MAX_FLEX_LENGTH = 2**15  # most tokens of a sequence: the mask by blocks of longer ones takes too much memory to make
 
 
-def serves(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> bool:
+def can_compute(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> bool:
     """Whether the kernel of the package `normalizer.gpu_package` works on this device, and computes this call."""
     package = normalizer.gpu_package
     if not package or v.device.type != "cuda":
@@ -68,8 +68,8 @@ def _compare_with_query_blocks(
         layouts.append(AttentionLayout.from_document_lengths([100, length - 100], v.device))
     for layout in layouts:
         pair = (
-            results(partial(route, layout=layout), leaves, leaves[2].cos())
-            for route in (normalizer.by_gpu_kernel, partial(routes.by_query_blocks, normalizer))
+            output_and_gradients(partial(route, layout=layout), leaves, leaves[2].cos())
+            for route in (normalizer.gpu_forward, partial(routes.attend_by_query_blocks, normalizer))
         )
         yield from zip(("output", "dq", "dk", "dv"), *pair, strict=True)
 

@@ -55,7 +55,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
     return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
 
 
-def results(route: Callable[..., Tensor], leaves: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
+def output_and_gradients(route: Callable[..., Tensor], leaves: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
     """The output of `route(*leaves)` and its gradients for the leaves, where `grad` is the output's gradient."""
     tensors = [x.detach().requires_grad_() for x in leaves]
     output = route(*tensors)

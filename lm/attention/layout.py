@@ -44,7 +44,7 @@ class AttentionLayout:
 
     @cached_property
     def document_groups(self) -> dict[int, tuple[Tensor, list[tuple[Tensor, "AttentionLayout"]]]]:
-        """The cache of `by_documents`: results of `_document_groups`, by the number of sequences in the batch."""
+        """The cache of `attend_by_document`: results of `_document_groups`, by the number of sequences in the batch."""
         return {}
 
     @cached_property
@@ -126,7 +126,7 @@ class AttentionLayout:
             self.positions[..., queries], self.key_positions[..., :keys], lengths, False, documents, key_documents
         )
 
-    def from_query(self, first: int) -> "AttentionLayout":
+    def queries_from(self, first: int) -> "AttentionLayout":
         """The layout of all queries from index `first` in the sequence on, and of all keys."""
         return replace(self.select(slice(first, None), self.key_positions.size(-1)), tail=self.causal)
 
@@ -158,7 +158,7 @@ class AttentionLayout:
 
 
 @keep_uncompiled
-def by_documents(
+def attend_by_document(
     attend: Callable[[Tensor, Tensor, Tensor, AttentionLayout], Tensor],
     q: Tensor,
     k: Tensor,

@@ -13,8 +13,10 @@ from lm.attention.normalizer import DividedNormalizer
 from lm.attention.options import Options, key
 from lm.errors import Problem
 
-CHUNK = 64  # most tokens of a chunk: weights are computed within a chunk, a state stands for earlier tokens
-SEGMENT = 128 * CHUNK  # most tokens whose chunks are computed at once: many small products would leave a GPU idle
+# most tokens of a chunk: weights are computed within a chunk, a state stands for earlier tokens
+MAX_CHUNK_TOKENS = 64
+# most tokens whose chunks are computed at once: many small products would leave a GPU idle
+MAX_SEGMENT_TOKENS = 128 * MAX_CHUNK_TOKENS
 
 
 @dataclass
@@ -22,8 +24,8 @@ class Linear(Options):
     name = "linear"
     full_formula = "phi(q / D^(1/4)).phi(k / D^(1/4)) (g^t) / sum, or / n"
     source = "Katharopoulos et al. 2020, arXiv 2006.16236; Sun et al. 2023, arXiv 2307.08621"
-    known = "can't concentrate: S >= .80 with identity features and Gaussian keys (Su, kexue.fm 9889)"
-    over_sum = True
+    findings = "can't concentrate: S >= .80 with identity features and Gaussian keys (Su, kexue.fm 9889)"
+    n_may_be_sum = True
     sums_to_one = False
     features: Literal["elu", "relu", "identity"] = key(
         "elu", "phi: elu + 1, relu, or the identity (weights may then be negative)"
@@ -97,11 +99,11 @@ class LinearNormalizer(DividedNormalizer):
         if factor is None:
             v = F.pad(v, (0, 1), value=1.0)  # the output for one more value, 1, is the sum of a query's weights
         with routes.without_autocast(q.device):  # autocast would round the state, a sum over all tokens
-            output, state = self.chunks(q, k, v, state)
+            output, state = self.attend_in_chunks(q, k, v, state)
         output = output[:, :, -n_queries:]
         return routes.divide_rows(output[..., :width], output[..., width:], factor).to(dtype), state
 
-    def chunks(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def attend_in_chunks(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return sum_{j <= i} g^(i-j) q_i.k_j v_j for each query i, with features q, k and the head's decay g, and the
         new state. A state sums g^(e-j) k_j v_j^T over the tokens j up to the last one, e. `state` covers the tokens
         before these queries; None at first.
@@ -109,21 +111,23 @@ class LinearNormalizer(DividedNormalizer):
         if state is None:
             state = q.new_zeros(*q.shape[:2], q.size(-1), v.size(-1))
         outputs = []
-        for tensors in zip(*(x.split(SEGMENT, 2) for x in (q, k, v)), strict=True):
-            output, state = self._segment(*tensors, state)
+        for tensors in zip(*(x.split(MAX_SEGMENT_TOKENS, 2) for x in (q, k, v)), strict=True):
+            output, state = self._attend_in_segment(*tensors, state)
             outputs.append(output)
         return torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0], state
 
-    def _segment(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute `chunks` for one segment of at most `SEGMENT` tokens, cut into N chunks of C tokens."""
-        n_chunks = -(-q.size(2) // CHUNK)
+    def _attend_in_segment(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute `attend_in_chunks` for one segment of at most `MAX_SEGMENT_TOKENS` tokens, cut into N chunks of C
+        tokens.
+        """
+        n_chunks = -(-q.size(2) // MAX_CHUNK_TOKENS)
         size = -(-q.size(2) // n_chunks)
         n_padding = n_chunks * size - q.size(2)  # zeros put before the first token
         if n_padding:
             q, k, v = (F.pad(x, (0, 0, n_padding, 0)) for x in (q, k, v))
         q, k, v = (x.unflatten(2, (-1, size)) for x in (q, k, v))  # (B, H, N, C, D or E)
         log_g = self.log_decay(q)
-        scores = (q @ k.transpose(-2, -1)).mul_(_powers(log_g, size).unsqueeze(1))
+        scores = (q @ k.transpose(-2, -1)).mul_(_decay_matrix(log_g, size).unsqueeze(1))
         if self.options.decay:
             index = torch.arange(size, device=q.device, dtype=q.dtype)
             q_decay, k_decay = ((log_g.view(-1, 1, 1, 1) * x.unsqueeze(1)).exp() for x in (index + 1, index.flip(0)))
@@ -131,13 +135,13 @@ class LinearNormalizer(DividedNormalizer):
             state = state * (-n_padding * log_g).exp().view(-1, 1, 1)
         sums = torch.cat((state.unsqueeze(2), k.transpose(-2, -1) @ v), 2)  # (B, H, N + 1, D, E)
         # the state before each chunk and after the last: sums of all that precedes, as one product
-        states = (_powers(size * log_g, n_chunks + 1) @ sums.flatten(3)).unflatten(3, sums.shape[3:])
+        states = (_decay_matrix(size * log_g, n_chunks + 1) @ sums.flatten(3)).unflatten(3, sums.shape[3:])
         output = scores @ v + q @ states[:, :, :-1]
         # a view would keep the states of all chunks in memory
         return output.flatten(2, 3)[:, :, n_padding:], states[:, :, -1].clone()
 
 
-def _powers(log_g: Tensor, size: int) -> Tensor:
+def _decay_matrix(log_g: Tensor, size: int) -> Tensor:
     """Lower triangular matrices of g^(i - j), (H, size, size), for the g of each head."""
     index = torch.arange(size, device=log_g.device, dtype=log_g.dtype)
     return (log_g.view(-1, 1, 1) * (index.unsqueeze(1) - index).clamp(min=0)).exp().tril()

@@ -45,7 +45,7 @@ class Normalizer(torch.nn.Module, ABC):
 
     schema: ClassVar[type[Options]]
     kernel: ClassVar[str] = "query blocks"  # how training computes weights x values, in words
-    # the package whose kernel computes `by_gpu_kernel` on CUDA GPUs (`lm.attention.gpu_kernels`); empty: none does
+    # the package whose kernel computes `gpu_forward` on CUDA GPUs (`lm.attention.gpu_kernels`); empty: none does
     gpu_package: ClassVar[str] = ""
     # name in `SCORE_MAPS` of the function that maps scores to weights, up to a factor per query; empty if none does
     score_map: str = ""
@@ -192,14 +192,14 @@ class Normalizer(torch.nn.Module, ABC):
         """Weights x values, (B, H, T, E) in the dtype of `v`, computed without holding T x S weights of long sequences.
 
         q: (B, H, T, D), k: (B, H, S, D), at least as precise as v: (B, H, S, E). The default computes the
-        definition for some queries at a time, and again in the backward pass; on a CUDA GPU it takes `by_gpu_kernel`
+        definition for some queries at a time, and again in the backward pass; on a CUDA GPU it takes `gpu_forward`
         if that works.
         """
-        if gpu_kernels.serves(self, q, k, v, layout):
-            return self.by_gpu_kernel(q, k, v, layout)
-        return routes.by_query_blocks(self, q, k, v, layout)
+        if gpu_kernels.can_compute(self, q, k, v, layout):
+            return self.gpu_forward(q, k, v, layout)
+        return routes.attend_by_query_blocks(self, q, k, v, layout)
 
-    def by_gpu_kernel(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+    def gpu_forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         """Compute `forward` by a kernel of `gpu_package`. FlexAttention takes packed documents; other kernels take
         whole sequences alone.
         """
@@ -211,9 +211,9 @@ class Normalizer(torch.nn.Module, ABC):
         """
         if layout.documents is None or q.size(2) != k.size(2):
             return self(q, k, v, layout)
-        if gpu_kernels.serves(self, q, k, v, layout):
-            return self.by_gpu_kernel(q, k, v, layout)
-        return layouts.by_documents(self, q, k, v, layout)
+        if gpu_kernels.can_compute(self, q, k, v, layout):
+            return self.gpu_forward(q, k, v, layout)
+        return layouts.attend_by_document(self, q, k, v, layout)
 
     def fused_inputs(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor] | None:
         """Queries and keys for which softmax(q.k / sqrt(D)) gives the weights, in the dtypes of q and k or wider; None
@@ -227,7 +227,7 @@ class Normalizer(torch.nn.Module, ABC):
 
         q, k, v: queries, keys and values of the new tokens, k and v as for `expand_kv_heads`; q may hold only the last
         of these tokens. layout: the layout of the queries and all keys, made by `AttentionLayout.continuing` (and
-        `from_query`, if q holds fewer tokens). state: the state that the previous call returned, None at first. By
+        `queries_from`, if q holds fewer tokens). state: the state that the previous call returned, None at first. By
         default it is all (keys, values); a subclass may keep less.
         """
         if state is not None:
@@ -265,7 +265,7 @@ class SoftmaxNormalizer(Normalizer):
 class DividedNormalizer(Normalizer):
     """Weights f(score) divided by their sum over a query's keys (`n: sum`), or times a factor that depends on n."""
 
-    def f(self, scores: Tensor) -> Tensor:
+    def unnormalized_weights(self, scores: Tensor) -> Tensor:
         """The unnormalized weights f(score), to be divided by their sum or multiplied by `factor`; by default the
         scores.
         """
@@ -278,12 +278,12 @@ class DividedNormalizer(Normalizer):
         return None if self.options.n == "sum" else 1 / self.row_length(layout)
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        unnormalized_weights = self.f(scores).masked_fill(~layout.visible(), 0.0)
+        unnormalized_weights = self.unnormalized_weights(scores).masked_fill(~layout.visible(), 0.0)
         return routes.divide_rows(unnormalized_weights, unnormalized_weights.sum(-1, keepdim=True), self.factor(layout))
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         """ln of the sum of f(score) over the keys that each query sees."""
-        return self.f(scores).masked_fill(~layout.visible(), 0.0).sum(-1).log()
+        return self.unnormalized_weights(scores).masked_fill(~layout.visible(), 0.0).sum(-1).log()
 
 
 def group_key_features(features: Tensor | None, n_kv_head: int) -> Tensor | None:

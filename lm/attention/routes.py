@@ -23,7 +23,7 @@ from lm.attention.layout import AttentionLayout, keep_uncompiled
 MIN_SUM = 1e-24  # a query whose weights would be divided by a smaller sum has weights 0
 
 
-def spans(length: int, size: int) -> list[tuple[int, int]]:
+def block_ranges(length: int, size: int) -> list[tuple[int, int]]:
     """(first token, last token + 1) of each block, if `length` tokens are cut into blocks of at most `size` tokens."""
     return [(a, min(a + size, length)) for a in range(0, length, size)]
 
@@ -45,7 +45,7 @@ def divide_rows(rows: Tensor, total: Tensor, factor: Tensor | None) -> Tensor:
     return rows * factor.unsqueeze(-1).to(wide_dtype)
 
 
-def gradient_of_sums(grad: Tensor, dtype: torch.dtype, output: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+def gradient_before_division(grad: Tensor, dtype: torch.dtype, output: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient, in `dtype`, of weights x values before they are divided by `sums`, and the mean gradient of
     a query's weights.
 
@@ -62,7 +62,7 @@ def gradient_of_sums(grad: Tensor, dtype: torch.dtype, output: Tensor, sums: Ten
 
 # most tokens of a short sequence; for longer ones the fused kernel is as fast, and does not keep the T x T weights
 SHORT_LENGTH = 512
-SHORT_BLOCK = 64  # queries of a block
+SHORT_BLOCK_QUERIES = 64  # queries of a block
 SHORT_BLOCK_WEIGHTS = 2**20  # most weights computed together, which limits how many heads a block has
 
 
@@ -116,10 +116,10 @@ def append_bias(q: Tensor, k: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         n_blocks = 1 if n_parts == 1 else 5
         ends = torch.arange(1, n_blocks + 1, device=k.device) * n_keys // n_blocks - 1  # the last key of each block
         block = torch.searchsorted(ends, torch.arange(n_keys, device=k.device))
-        gradient = _zeros(rest - rest[..., ends[block]])
+        gradient = _zeros_with_gradient(rest - rest[..., ends[block]])
         query_parts.append(-gradient[..., first:])
         key_parts.append(one(rest))
-        for number, step in enumerate(_zeros(rest[..., ends[:-1]] - rest[..., ends[1:]]).unbind(-1)):
+        for number, step in enumerate(_zeros_with_gradient(rest[..., ends[:-1]] - rest[..., ends[1:]]).unbind(-1)):
             query_parts.append((block[first:] > number) * one(query_parts[0]))
             key_parts.append((block <= number) * step.unsqueeze(-1))
         rest = rest.detach()
@@ -141,7 +141,7 @@ def _first_bits(x: Tensor) -> Tensor:
     return (x.view(torch.int32) & -(2**16)).view(torch.float32)
 
 
-def _zeros(x: Tensor) -> Tensor:
+def _zeros_with_gradient(x: Tensor) -> Tensor:
     """Zeros through which the gradient of x flows."""
     return x - x.detach()
 
@@ -150,7 +150,7 @@ class _BlockAttention(torch.autograd.Function):
     """Causal softmax(scale q.k) v by blocks of queries, for q (N, T, D) of the last T of S tokens, k (N, S, D) and v
     (N, S, E); with a score map (`lm.attention.distance.MappedSoftmax`), softmax of its scores.
 
-    Without a map the backward pass reuses the weights. PyTorch's kernel recomputes them, and takes twice the time on a
+    Without a map the backward pass reuses the weights. PyTorch's kernel recomputes_activations them, and takes twice the time on a
     CPU, up to some hundred tokens.
 
     In the forward pass q, k and the scores' softmax are in fp32 or wider, then weights and their products with v in v's
@@ -230,12 +230,12 @@ def _blocks_of_scores(
     (n, queries), keys = q.shape[:2], k.size(1)
     first = keys - queries
     on_cpu = q.device.type == "cpu"
-    max_weights = SHORT_BLOCK_WEIGHTS if on_cpu else GPU_BLOCK_WEIGHTS
-    n_heads = max(1, max_weights // (SHORT_BLOCK * keys))
-    n_queries = SHORT_BLOCK if on_cpu else max(SHORT_BLOCK, max_weights // (n * keys))
+    max_weights = SHORT_BLOCK_WEIGHTS if on_cpu else MAX_GPU_BLOCK_WEIGHTS
+    n_heads = max(1, max_weights // (SHORT_BLOCK_QUERIES * keys))
+    n_queries = SHORT_BLOCK_QUERIES if on_cpu else max(SHORT_BLOCK_QUERIES, max_weights // (n * keys))
     index = torch.arange(keys, device=q.device)
     by_distance = score_map and score_map.coefficients(index.to(q.dtype))
-    for a, b in spans(queries, n_queries):
+    for a, b in block_ranges(queries, n_queries):
         distance = (index[first + a : first + b, None] - index[: first + b]).clamp(min=0)
         coefficients = None if by_distance is None else by_distance[distance]
         for h in range(0, n, n_heads):
@@ -258,12 +258,12 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, score_map: nn
 
 
 # most weights of a block on a CPU, where larger blocks leave the cache
-BLOCK_WEIGHTS = 2**21
+MAX_BLOCK_WEIGHTS = 2**21
 # smallest limit to the weights of a block on a CPU: smaller blocks spend more time on calls than on weights
 MIN_BLOCK_WEIGHTS = 2**18
 # Most weights of a block on other devices, which need large products. The backward pass of no definition takes more
 # than 64 bytes a weight, 2 GiB. Not by the memory that is free: sums in blocks of another size round differently.
-GPU_BLOCK_WEIGHTS = 2**25
+MAX_GPU_BLOCK_WEIGHTS = 2**25
 
 
 def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, int, int]]:
@@ -274,17 +274,17 @@ def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, in
     weights if that is more.
     """
     length, keys, row_weights, on_cpu = q.size(2), k.size(2), q.size(0) * q.size(1) * k.size(2), q.device.type == "cpu"
-    eighth_of_keys, max_weights = -(-keys // 8), BLOCK_WEIGHTS if on_cpu else GPU_BLOCK_WEIGHTS
+    eighth_of_keys, max_weights = -(-keys // 8), MAX_BLOCK_WEIGHTS if on_cpu else MAX_GPU_BLOCK_WEIGHTS
     if on_cpu and layout.causal:
         max_weights = min(max_weights, max(row_weights * eighth_of_keys, MIN_BLOCK_WEIGHTS))
     step = max(1, max_weights // row_weights)
     return [
         (a, b, min(-(-b // eighth_of_keys) * eighth_of_keys, keys) if layout.causal else keys)
-        for a, b in spans(length, step)
+        for a, b in block_ranges(length, step)
     ]
 
 
-class _ByQueryBlocks(torch.autograd.Function):
+class _QueryBlockAttention(torch.autograd.Function):
     """Weights x values block by block: the forward pass keeps no graph, and the backward pass builds the graph of each
     block again.
 
@@ -298,7 +298,7 @@ class _ByQueryBlocks(torch.autograd.Function):
         ctx.module, ctx.layout = module, layout
         with without_autocast(inputs[0].device):
             return torch.cat(
-                [_attend(module, layout, block, *_part(block, *inputs)) for block in _blocks(*inputs[:2], layout)], 2
+                [_attend(module, layout, block, *_select(block, *inputs)) for block in _blocks(*inputs[:2], layout)], 2
             )
 
     @staticmethod
@@ -309,18 +309,18 @@ class _ByQueryBlocks(torch.autograd.Function):
         grads = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in inputs]
         for block in _blocks(*inputs[:2], ctx.layout):
             leaves, block_grad = (
-                [x.detach().requires_grad_() for x in _part(block, *inputs)],
+                [x.detach().requires_grad_() for x in _select(block, *inputs)],
                 grad[:, :, slice(*block[:2])],
             )
             with torch.enable_grad(), without_autocast(grad.device):
                 output = _attend(ctx.module, ctx.layout, block, *leaves)
                 block_grads = torch.autograd.grad(output, leaves, block_grad, allow_unused=True, materialize_grads=True)
-            for total, value in zip(_part(block, *grads), block_grads, strict=True):
+            for total, value in zip(_select(block, *grads), block_grads, strict=True):
                 total += value
         return None, None, *(total.to(x.dtype) for total, x in zip(grads, inputs, strict=True))
 
 
-def _part(block: tuple[int, int, int], q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+def _select(block: tuple[int, int, int], q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
     """The part of q, k and v that a block reads, and all parameters."""
     first_query, end, n_keys = block
     return q[:, :, first_query:end], k[:, :, :n_keys], v[:, :, :n_keys], *parameters
@@ -349,6 +349,6 @@ class DenseAttention(nn.Module):
 
 
 @keep_uncompiled
-def by_query_blocks(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+def attend_by_query_blocks(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
     """A normalizer's `weights` times values, (B, H, T, E), computed in blocks of queries."""
-    return _ByQueryBlocks.apply(DenseAttention(normalizer), layout, q, k, v, *normalizer.parameters())
+    return _QueryBlockAttention.apply(DenseAttention(normalizer), layout, q, k, v, *normalizer.parameters())

@@ -27,7 +27,7 @@ class Sparsemax(Options):
     name = "sparsemax"
     full_formula = "relu(z - tau)"
     source = "Martins and Astudillo 2016, arXiv 1602.02068"
-    known = "exact zeros"
+    findings = "exact zeros"
 
 
 class SparsemaxNormalizer(Normalizer):
@@ -38,12 +38,12 @@ class SparsemaxNormalizer(Normalizer):
     gpu_package = gpu_kernels.ADASPLASH
     alpha = 2.0
 
-    def by_gpu_kernel(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+    def gpu_forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         return gpu_kernels.entmax(q, k, v, self.alpha)
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         z = subtract_largest_logit(scores, layout)
-        z_minus_tau = z - threshold(z.detach(), 1)
+        z_minus_tau = z - entmax_threshold(z.detach(), 1)
         positive_part = z_minus_tau.relu()
         # Solve the linear equation for tau on the support of `positive_part`: exact, and with the gradient of tau.
         return (
@@ -57,7 +57,7 @@ class Entmax15(Options):
     name = "entmax15"
     full_formula = "relu(z / 2 - tau)^2"
     source = "Peters et al. 2019, arXiv 1905.05702"
-    known = "exact zeros"
+    findings = "exact zeros"
 
 
 class Entmax15Normalizer(SparsemaxNormalizer):
@@ -68,7 +68,7 @@ class Entmax15Normalizer(SparsemaxNormalizer):
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         z = subtract_largest_logit(scores, layout) / 2
-        z_minus_tau = z - threshold(z.detach(), 2)
+        z_minus_tau = z - entmax_threshold(z.detach(), 2)
         positive_part = z_minus_tau.relu()
         # Solve the quadratic equation for tau on the support of `positive_part`: exact, and with the gradient of tau.
         total, excess = positive_part.sum(-1, keepdim=True), positive_part.square().sum(-1, keepdim=True) - 1
@@ -80,7 +80,7 @@ class Entmax15Normalizer(SparsemaxNormalizer):
         )
 
 
-def threshold(z: Tensor, p: Literal[1, 2]) -> Tensor:
+def entmax_threshold(z: Tensor, p: Literal[1, 2]) -> Tensor:
     """The tau (..., 1) at which relu(z - tau) has p-norm 1, with an error of 32 eps at most, for rows z (..., S) whose
     largest entry is 0.
 
@@ -106,7 +106,7 @@ class ASEntmax(Options):
     full_formula = "1.5-entmax((1 + b (ln n)^g) z), b = softplus(w_b.x), g = 2 tanh(w_g.x), x the layer's input"
     learned_parameters = "w_b, w_g (width C) per layer and head"
     source = "arXiv 2506.16640"
-    known = (
+    findings = (
         "multi-query recall to 65k from training at 64; loss better at 8 times the length (abstract). ln n is the "
         "paper's, its authors' code has ln(n + 1)"
     )
@@ -138,8 +138,8 @@ class ASEntmaxNormalizer(Entmax15Normalizer):
         growth = log_n.clamp(min=math.log(2)) ** q[..., -1:]  # n = 1 as n = 2: a single key has weight 1 anyway
         return 1 + q[..., -2:-1] * growth
 
-    def by_gpu_kernel(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        return super().by_gpu_kernel(q[..., :-2] * self.scale(q, layout), k, v, layout)
+    def gpu_forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        return super().gpu_forward(q[..., :-2] * self.scale(q, layout), k, v, layout)
 
 
 @dataclass
@@ -147,7 +147,7 @@ class Softpick(Options):
     name = "softpick"
     full_formula = "relu(e^z - 1) / (sum |e^z - 1| + 1e-8)"
     source = "softpick's code, 2025"
-    known = "no sinks and 47 % exact zeros at 340 M (secondary)"
+    findings = "no sinks and 47 % exact zeros at 340 M (secondary)"
     sums_to_one = False
 
 

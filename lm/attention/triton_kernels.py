@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from lm.attention.routes import MIN_SUM, gradient_of_sums
+from lm.attention.routes import MIN_SUM, gradient_before_division
 
 KERNEL_MIN_SUM = tl.constexpr(MIN_SUM)
 # Triton's interpreter would multiply the bit patterns of bf16 numbers
@@ -237,7 +237,7 @@ class _ElementwiseAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, shift, *saved_sums = ctx.saved_tensors
-        grad, mean = gradient_of_sums(grad, v.dtype, *saved_sums) if saved_sums else (grad, q)
+        grad, mean = gradient_before_division(grad, v.dtype, *saved_sums) if saved_sums else (grad, q)
         blocks = triton.cdiv(q.size(1), ctx.options["BLOCK"]) * q.size(0)
         pieces = triton.cdiv(v.size(-1), PIECE_COLUMNS)
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
@@ -252,13 +252,13 @@ class _ElementwiseAttention(torch.autograd.Function):
 
 
 def fused_attention(
-    kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, over_sum: bool = False
+    kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, divide_by_sum: bool = False
 ) -> Tensor:
-    """`lm.attention.elementwise_sums.elementwise_attention` by the Triton kernels, for tensors that `why_tiles` in that
+    """`lm.attention.elementwise_sums.elementwise_attention` by the Triton kernels, for tensors that `why_no_triton` in that
     module allows.
     """
     n, shape = q.size(0) * q.size(1), q.shape[:3]
     if shift is not None:
         shift = shift.float().expand(shape).reshape(n, -1).contiguous()
     q, k, v = (x.flatten(0, 1).contiguous() for x in (q, k, v))
-    return _ElementwiseAttention.apply(kind, over_sum, q, k, v, shift).unflatten(0, shape[:2])
+    return _ElementwiseAttention.apply(kind, divide_by_sum, q, k, v, shift).unflatten(0, shape[:2])

@@ -150,13 +150,13 @@ def check_normalizer(
     from lm.config.load import load_normalizer
 
     normalizer = load_normalizer(name, options or [])
-    from lm.attention.contract import checked_promises
+    from lm.attention.contract import check_promises
     from lm.plugins import PLUGINS
 
     results = [
         (part.label(), *result)
         for part in normalizer.layer_options()
-        for result in checked_promises(part, PLUGINS.failure)
+        for result in check_promises(part, PLUGINS.locate_failure)
     ]
     for label, promise, breach in results:
         print(f"{label}: {'BROKEN' if breach else 'kept'}: {promise}" + (f": {breach}" if breach else ""))

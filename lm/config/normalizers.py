@@ -12,7 +12,7 @@ from lm.config.schema import build, cross_key_problems, fields, variant
 from lm.config.yaml_text import yaml_flow
 from lm.errors import Problem, Unavailable, yaml_scalar
 from lm.plain import Plain, to_plain
-from lm.plugins import PAGE, PLUGINS
+from lm.plugins import REQUIREMENTS_PAGE, PLUGINS
 
 
 def options_class(normalizer: type) -> type[Options]:
@@ -20,7 +20,7 @@ def options_class(normalizer: type) -> type[Options]:
 
     Raises Unavailable: `normalizer` is not a complete subclass of `Normalizer` with a dataclass of options.
     """
-    schema, remedy = getattr(normalizer, "schema", None), f"see {PAGE}"
+    schema, remedy = getattr(normalizer, "schema", None), f"see {REQUIREMENTS_PAGE}"
     if not (
         isinstance(schema, type)
         and issubclass(schema, Options)
@@ -42,7 +42,7 @@ class Catalogue(dict[str, type[Options]]):
 
     def __missing__(self, name: str) -> type[Options]:
         """Import the plugin `name`, register its normalizer, and return its class of options."""
-        plugin = PLUGINS.plugin(str(name), options_class)
+        plugin = PLUGINS.import_plugin(str(name), options_class)
         NORMALIZERS[plugin.options] = plugin.implementation
         return plugin.options
 

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterator
 from dataclasses import Field
 
-from lm.attention.catalogue import ENTRIES, implementation
+from lm.attention.catalogue import ENTRIES, normalizer_class
 from lm.config.normalizers import Catalogue, Layers
 from lm.config.schema import effect, fields, limits_text
 from lm.config.tree import Config
@@ -67,9 +67,9 @@ def description(name: str) -> list[str]:
     facts = {
         "weights": entry.full_formula,
         "parameters": entry.learned_parameters,
-        "kernel": implementation(name).kernel,
+        "kernel": normalizer_class(name).kernel,
     }
-    facts |= {"source": entry.source, "known": entry.known}
+    facts |= {"source": entry.source, "known": entry.findings}
     lines = [name, *(f"  {fact:<11} {text}" for fact, text in facts.items() if text)]
     options = reference(entry)
     return lines + [f"  {path:<11} {kind}, default {default}: {text}" for path, kind, default, text in options]

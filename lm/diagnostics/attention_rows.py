@@ -24,7 +24,8 @@ from lm.model.blocks import AttentionInputs
 from lm.model.decoder import Decoder
 from lm.runs.metric import Axis
 
-NO_FIRST = ", no first"  # ending of names of statistics without the first token (`Statistic.without_first`)
+# ending of names of statistics without the first token (`Statistic.without_first_token`)
+NO_FIRST = ", no first"
 # queries that see fewer keys are left out: their statistics depend more on the number of keys than on the model
 MIN_KEYS = 32
 
@@ -176,7 +177,7 @@ class AttentionRows:
         return self.normalizer.normalize(scores.unsqueeze(0), self.layout)[0]
 
     @cached_property
-    def without_first(self) -> "AttentionRows":
+    def without_first_token(self) -> "AttentionRows":
         """The rows with the first token of the document made invisible and its weight set to 0; weights of other keys
         do not change.
         """
@@ -219,15 +220,15 @@ class Statistic:
     # whether reports, pictures and a run's metrics show it; else only the result and its tables do
     in_reports: bool = False
     has_exponent: bool = False  # whether value ~ n^exponent is fitted for each head, n the number of visible keys
-    log: bool = False  # whether the values are logarithms already, so that the fit takes no logarithms
+    is_log: bool = False  # whether the values are logarithms already, so that the fit takes no logarithms
 
     @property
-    def without_first(self) -> "Statistic":
-        """The same statistic of `AttentionRows.without_first`, with `NO_FIRST` added to its name; reports do not show
+    def without_first_token(self) -> "Statistic":
+        """The same statistic of `AttentionRows.without_first_token`, with `NO_FIRST` added to its name; reports do not show
         it.
         """
         return replace(
-            self, name=self.name + NO_FIRST, measure=lambda rows: self.measure(rows.without_first), in_reports=False
+            self, name=self.name + NO_FIRST, measure=lambda row: self.measure(row.without_first_token), in_reports=False
         )
 
 
@@ -254,13 +255,13 @@ class MeasuredValues(NamedTuple):
 
 
 Statistics = Sequence[Statistic | QuerySums]
-VISIBLE_KEYS = Axis("visible keys", "tokens", "where queries see about")
-HEADS = Axis("head", "", "of head", log=False)
+VISIBLE_KEYS_AXIS = Axis("visible keys", "tokens", "where queries see about")
+HEAD_AXIS = Axis("head", "", "of head", log=False)
 # names of two fractions of rows, beside the statistics
 NOT_FINITE, NO_WEIGHT = "rows that are not finite", "rows without weight"
 
 
-class Measures:
+class AttentionMeasurement:
     """Statistics, and the layout of the vector that holds their values for one sequence and model.
 
     queries: indices of the queries in each sequence, ascending; length: tokens in a sequence.
@@ -345,7 +346,7 @@ def half_octaves(n: np.ndarray, train_length: int) -> list[tuple[int, int]]:
     return [(first, last) for first, last in ranges if ((counts >= first) & (counts <= last)).any()]
 
 
-def exponent(values: np.ndarray, n: np.ndarray, log: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def fit_exponent(values: np.ndarray, n: np.ndarray, is_log: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """Fit value ~ n^exponent to each head by least squares on logarithms; returns the exponents and R^2, both (layers,
     H).
 
@@ -354,7 +355,7 @@ def exponent(values: np.ndarray, n: np.ndarray, log: bool = False) -> tuple[np.n
     values: (N, layers, H, T), or their logarithms if `log`; n: (N, layers, T).
     """
     with np.errstate(divide="ignore", invalid="ignore"):
-        y = values.astype("f8") if log else np.log(values.astype("f8"))
+        y = values.astype("f8") if is_log else np.log(values.astype("f8"))
         x = np.broadcast_to(np.log(n.astype("f8"))[:, :, None], y.shape)
         x, y = (np.where(np.isfinite(x + y), values, np.nan) for values in (x, y))
         dx, dy = (values - mean(values, (0, 3))[None, :, :, None] for values in (x, y))

@@ -104,7 +104,7 @@ def concentration_statistics() -> Statistics:
             lambda rows: weighted_mean(rows, rows.is_first_token),
             in_reports=True,
         ),
-        Statistic("ln Z", "nats", log_sum, has_exponent=True, log=True),
+        Statistic("ln Z", "nats", log_sum, has_exponent=True, is_log=True),
         Statistic("sum of weights", "weight", row_sum),
     ]
-    return [*by_row, *row_totals, *(statistic.without_first for statistic in by_row)]
+    return [*by_row, *row_totals, *(statistic.without_first_token for statistic in by_row)]

@@ -138,7 +138,7 @@ def jacobian_norm(rows: AttentionRows) -> Tensor:
     return spectral_norm(rows.normalize, rows.scores.double(), rows.visible).to(rows.scores.dtype)
 
 
-def jacobian_ceiling(rows: AttentionRows) -> Tensor | None:
+def jacobian_norm_bound(rows: AttentionRows) -> Tensor | None:
     """A bound on `jacobian_norm`: 1 / 2 for softmax, with or without a sink; None for normalizers of other maps of
     scores.
     """
@@ -223,12 +223,12 @@ def limit_statistics() -> Statistics:
         Statistic("Lemma 1: ln (n x smallest weight)", "nats", log_n_times_smallest_weight),
         Statistic("Lemma 1: ln C2 = -ln C1", "nats", log_c2),
         Statistic("norm of the Jacobian", "", _at_some_queries(jacobian_norm), in_reports=True, has_exponent=True),
-        Statistic("bound on the norm of the Jacobian", "", _at_some_queries(jacobian_ceiling)),
-        *(statistic for count in KEY_COUNTS for statistic in _theorems(count)),
+        Statistic("bound on the norm of the Jacobian", "", _at_some_queries(jacobian_norm_bound)),
+        *(statistic for count in KEY_COUNTS for statistic in _theorem_statistics(count)),
     ]
 
 
-def _theorems(count: int) -> Iterator[Statistic]:
+def _theorem_statistics(count: int) -> Iterator[Statistic]:
     @lru_cache(maxsize=1)  # the statistics of the same rows are asked for one after the other
     def measured(rows: AttentionRows) -> tuple[Tensor, ...]:
         x = F.normalize(rows.embedding[0].float(), dim=-1)[: rows.visible.size(-1)]

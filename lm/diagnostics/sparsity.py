@@ -60,7 +60,7 @@ def relu_sparsity(mean: Tensor, std: Tensor) -> Tensor:
 
     S = (r Phi + phi) / sqrt((r^2 + 1) Phi + r phi), which is 1 / sqrt(pi) at r = 0.
     """
-    r, cdf, density = _ratio(mean, std)
+    r, cdf, density = _ratio_cdf_density(mean, std)
     return (r * cdf + density) / ((r**2 + 1) * cdf + r * density).sqrt()
 
 
@@ -70,7 +70,7 @@ def relu2_sparsity(mean: Tensor, std: Tensor) -> Tensor:
 
     S = ((r^2 + 1) Phi + r phi) / sqrt((r^4 + 6 r^2 + 3) Phi + (r^3 + 5 r) phi), which is 1 / sqrt(6) at r = 0.
     """
-    r, cdf, density = _ratio(mean, std)
+    r, cdf, density = _ratio_cdf_density(mean, std)
     return ((r**2 + 1) * cdf + r * density) / ((r**4 + 6 * r**2 + 3) * cdf + (r**3 + 5 * r) * density).sqrt()
 
 
@@ -110,7 +110,7 @@ def decay_sparsity(log_decay: Tensor, n: Tensor) -> Tensor:
     return torch.where(log_g == 0, 1.0, square).sqrt()
 
 
-def _ratio(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _ratio_cdf_density(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """r = mean / std, the normal distribution function Phi(r) and the normal density phi(r), in fp64."""
     r = (mean.double() / std.double()).clamp(LOWEST_RATIO, 1e6)  # at 1e6, which gamma = 0 gives too, S is 1
     density = (-r.square() / 2).exp() / math.sqrt(2 * math.pi)
@@ -235,7 +235,7 @@ def is_condensed(rows: AttentionRows) -> Tensor | None:
     return (rows.moments.std > (rows.n.log() / 2).sqrt()).float() if rows.normalizer.score_map == "exp" else None
 
 
-def difference(rows: AttentionRows) -> Tensor | None:
+def sparsity_difference(rows: AttentionRows) -> Tensor | None:
     """The sparsity S (`sparsity`) of each query's weights minus the S that a closed form predicts for the moments of
     its scores, (H, T); None for a normalizer whose S has no closed form."""
     expected_sparsity = closed_form(rows)
@@ -252,11 +252,11 @@ def sparsity_statistics() -> Statistics:
         Statistic("score skew", "", lambda rows: rows.moments.skew),
         Statistic("score excess kurtosis", "", lambda rows: rows.moments.excess_kurtosis),
         Statistic("S, closed form", "fraction", closed_form),
-        Statistic("S minus closed form", "", difference),
+        Statistic("S minus closed form", "", sparsity_difference),
     ]
     condensation = Statistic("queries beyond condensation", "fraction", is_condensed)
     explained_variance = [
         QuerySums(f"variance explained by {source}", sums, variance_explained)
         for source, sums in VARIANCE_SOURCES.items()
     ]
-    return [*by_row, condensation, *(statistic.without_first for statistic in by_row), *explained_variance]
+    return [*by_row, condensation, *(statistic.without_first_token for statistic in by_row), *explained_variance]

@@ -24,7 +24,7 @@ from lm.config.tree import Config
 from lm.data.batches import IGNORED, Batch
 from lm.data.store import Store
 from lm.data.tasks import TaskError, Text, check_task, example
-from lm.diagnostics.attention_rows import HEADS
+from lm.diagnostics.attention_rows import HEAD_AXIS
 from lm.errors import ConfigError, Problem
 from lm.evaluation.evaluation_kind import HeldOutSequences, Measurement, tokens_sha256
 from lm.evaluation.held_out import LENGTH_AXIS, measure_sequences, metric_for_settings, setting_labels
@@ -230,7 +230,7 @@ def trial_scores(decoder: Decoder, questions: list[Trial], length: int, text: Te
     """
     prompts = torch.from_numpy(np.stack([trial.prompt for trial in questions])).to(next(decoder.parameters()).device)
     cache = DecodingCache(length)
-    first_logits = decoder.head(decoder(prompts, cache=cache, first=prompts.size(1) - 1)).float()  # (B, 1, V)
+    first_logits = decoder.head(decoder(prompts, cache=cache, first_output=prompts.size(1) - 1)).float()  # (B, 1, V)
     outputs = _greedy_tokens(decoder, first_logits, cache.fork(), max(len(trial.answer) for trial in questions) + 2)
     answers = pad_sequence([torch.from_numpy(trial.answer) for trial in questions], True).to(prompts.device)  # (B, A)
     logits = first_logits
@@ -386,7 +386,7 @@ class NeedleMeasurement(AnswerMeasurement):
         weights = measure_sequences([decoder], [len(trial.prompt) for trial in questions], shape, device, measure)
         uniform = np.mean([(trial.span[1] - trial.span[0]) / len(trial.prompt) for trial in questions])
         metric = Metric(
-            "", "fraction", "higher", quantity="attention to the number", units="questions", axis=HEADS,
+            "", "fraction", "higher", quantity="attention to the number", units="questions", axis=HEAD_AXIS,
             references=(("uniform attention", float(uniform)),),
             options=json.dumps({"length": length, "depth": NEEDLE_DEPTH}),
         )  # fmt: skip

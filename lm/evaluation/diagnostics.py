@@ -14,17 +14,17 @@ from lm.config.tree import Config
 from lm.data.batches import long_starts
 from lm.data.store import Store
 from lm.diagnostics.attention_rows import (
-    HEADS,
+    HEAD_AXIS,
     MIN_KEYS,
     NO_WEIGHT,
     NOT_FINITE,
-    VISIBLE_KEYS,
+    VISIBLE_KEYS_AXIS,
     MeasuredValues,
-    Measures,
+    AttentionMeasurement,
     QuerySums,
     Statistic,
     Statistics,
-    exponent,
+    fit_exponent,
     half_octaves,
     mean,
     query_indices,
@@ -149,7 +149,7 @@ def diagnostic_rows(
     untrained_decoder = Decoder(decoder.config, decoder.vocab_size, decoder.seq_len, seed=seed).to(device.device)
     queries, layers = query_indices(held_out.length, options.queries), len(decoder.normalizers())
     heads = max(normalizer.layer.n_head for normalizer in decoder.normalizers())
-    measures = Measures(statistics_of(options), layers, heads, queries, held_out.length)
+    measures = AttentionMeasurement(statistics_of(options), layers, heads, queries, held_out.length)
     values_by_model: dict[str, MeasuredValues] = {}
     for setting in applicable_settings(decoder, options.inference):
         untrained_label = UNTRAINED_LABEL + f", {setting.label}" * (setting.label != "as trained")
@@ -210,7 +210,7 @@ def _statistic_rows(
             yield rows(replace(head_metric, name=log_name), mean(array), setting=model)
         if has_curve and statistic.has_exponent:
             n = np.where(values_by_model[model].n <= train_length, values_by_model[model].n, np.nan)
-            b, r_squared = exponent(array, n, statistic.log)
+            b, r_squared = fit_exponent(array, n, statistic.is_log)
             if np.isfinite(b).any():
                 exponent_metric = replace(head_metric, unit="", quantity=f"exponent of {name.removeprefix('ln ')}")
                 by_head += [
@@ -218,7 +218,7 @@ def _statistic_rows(
                     (replace(exponent_metric, quantity=f"R^2 of the {exponent_metric.quantity}"), r_squared),
                 ]
                 yield rows(exponent_metric, mean(b), setting=model)
-        curve = replace(document_metric, axis=VISIBLE_KEYS, **(reported if statistic.in_reports else {}))
+        curve = replace(document_metric, axis=VISIBLE_KEYS_AXIS, **(reported if statistic.in_reports else {}))
         units, n = held_out.units(fingerprint), values_by_model[model].n[:, :, None]
         for first, last in bins:
             means = mean(np.where((n >= first) & (n <= last), array, np.nan), (1, 2, 3))
@@ -228,4 +228,4 @@ def _statistic_rows(
         for metric, layer_values in by_head:
             for layer, head_values in enumerate(layer_values):
                 heads = [*range(len(head_values))]
-                yield rows(replace(metric, axis=HEADS), head_values, x=heads, task=f"layer {layer}", setting=model)
+                yield rows(replace(metric, axis=HEAD_AXIS), head_values, x=heads, task=f"layer {layer}", setting=model)

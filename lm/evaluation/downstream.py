@@ -118,7 +118,7 @@ class DownstreamTasks(Measurement):
         # lm-eval's progress bars are for terminals alone
         with contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO()):
             all_reduce_sum(device, measure_tasks)  # all ranks fail together
-        if device.world > 1:
+        if device.world_size > 1:
             broadcast_blocks = [blocks]
             torch.distributed.broadcast_object_list(broadcast_blocks, device=device.device)
             (blocks,) = broadcast_blocks

@@ -208,7 +208,7 @@ class Measurement(ABC):
             "data_fingerprint": self.fingerprint,
             "precision": "32" if self.measures_in_fp32 else device.precision,
             "weights_sha256": weights,
-            "code": {"lm": measuring_code(), **PLUGINS.code(self.config.normalizer_names)},
+            "code": {"lm": measuring_code(), **PLUGINS.code_digests(self.config.normalizer_names)},
         }
         return json_value(facts)
 

@@ -124,7 +124,7 @@ def measure_sequences(
 
     def rank_values() -> Tensor:
         result, by_length = torch.zeros(len(lengths), *shape), {}
-        for index in range(device.rank, len(lengths), device.world):
+        for index in range(device.rank, len(lengths), device.world_size):
             by_length.setdefault(lengths[index], []).append(index)
         with Progress("auto" if device.label else "none").bar(device.label, len(lengths)) as bar:
             for length, indices in by_length.items():

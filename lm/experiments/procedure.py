@@ -24,7 +24,7 @@ from lm.experiments.run_outcome import SELECTION, Outcome, describe_values, run_
 from lm.files import read_json, write_text
 from lm.machine import STOP_SIGNALS
 from lm.plain import Plain, to_plain
-from lm.plugins import package_of
+from lm.plugins import top_level_package
 from lm.runs.evaluations import part_of
 from lm.runs.folder import CONFIG, ENVIRONMENT
 
@@ -51,7 +51,7 @@ class Run:
     def packages(self) -> set[str]:
         """Packages of the plugins (code from outside lm) in the configurations of the run and of its source."""
         return {
-            *(package_of(name) for name in self.config.normalizer_names if ":" in name),
+            *(top_level_package(name) for name in self.config.normalizer_names if ":" in name),
             *(self.source.packages if self.source else ()),
         }
 

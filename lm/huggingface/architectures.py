@@ -25,7 +25,7 @@ from lm.huggingface.fields import (
     read_rope,
     write_rope,
 )
-from lm.model.decoder import projections
+from lm.model.decoder import projection_rows
 from lm.model.spec import ModelSpec
 from lm.plain import Plain
 
@@ -136,7 +136,7 @@ class Architecture(ABC):
         """
         with torch.device("meta"):
             decoder = spec.decoder()
-        slices = projections(decoder)
+        slices = projection_rows(decoder)
         for full_name, parameter in decoder.named_parameters():
             layer, module, leaf = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(\w+)", full_name).groups()
             shape, prefix = tuple(parameter.shape), base + (f"{self.blocks}.{layer}." if layer else "")

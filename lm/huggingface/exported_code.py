@@ -41,7 +41,7 @@ def code_files(normalizers: Mapping[str, type[Normalizer]]) -> dict[str, str]:
     entries = ", ".join(f'"{name}": {normalizer.__qualname__}' for name, normalizer in normalizers.items())
     texts[CATALOGUE] = "\n".join([
         '"""The normalizers of this model, by their names in config.json."""', "",
-        *lines, "", f"NORMALIZERS = {{{entries}}}", "implementation = NORMALIZERS.__getitem__", "", "",
+        *lines, "", f"NORMALIZERS = {{{entries}}}", "normalizer_class = NORMALIZERS.__getitem__", "", "",
         "def make_normalizer(options, layer):",
         "    return {kind.schema: kind for kind in NORMALIZERS.values()}[type(options)](options, layer)", "", "",
         "# transformers copies a module because a line like these names it",

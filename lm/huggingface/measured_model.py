@@ -88,9 +88,10 @@ class MeasuredModel(nn.Module):
             raise RunError(f"{type(model).__name__} computes logits by more than a matrix, which is not measured here")
 
     def forward(
-        self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None, first: int = 0
-    ) -> Tensor:
-        """Return hidden states (B, T - first, C) of the tokens (B, T) from index `first` on, as `Decoder.forward` does.
+        self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None,
+        first_output: int = 0
+    ) -> Tensor:  # fmt: skip
+        """Return hidden states (B, T - first_output, C) of the tokens (B, T) from index `first_output` on, as `Decoder.forward` does.
 
         layout: positions in packed documents; cache: keys and values of earlier tokens, which this call extends.
         """
@@ -104,12 +105,12 @@ class MeasuredModel(nn.Module):
         hidden = self.model.base_model(**arguments).last_hidden_state
         if cache:
             cache.states[self] = [(layer.keys, layer.values) for layer in past.layers]
-            cache.seen += tokens.size(1)
-        return hidden[:, first:]
+            cache.n_seen += tokens.size(1)
+        return hidden[:, first_output:]
 
-    def hidden_states(self, batch: Batch, first: int = 0) -> Tensor:
-        """Return hidden states (B, T - first, C) of a batch's tokens from index `first` on."""
-        return self(batch.tokens, batch_layout(batch), first=first)
+    def hidden_states(self, batch: Batch, first_output: int = 0) -> Tensor:
+        """Return hidden states (B, T - first_output, C) of a batch's tokens from index `first_output` on."""
+        return self(batch.tokens, batch_layout(batch), first_output=first_output)
 
     def normalizers(self) -> list[Normalizer]:
         """Return the normalizer of each layer; a layer with a sliding window has lm's normalizer `window`."""

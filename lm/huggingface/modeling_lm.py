@@ -27,7 +27,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import can_return_tuple
 
-from lm.attention.catalogue import implementation
+from lm.attention.catalogue import normalizer_class
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer
 from lm.attention.options import Options
@@ -151,7 +151,7 @@ class LmConfig(PreTrainedConfig):
 
     def _layer_option(self, layer: int) -> Options:
         options = dict(self.normalizers[layer])
-        return implementation(options.pop("name")).schema(**options)
+        return normalizer_class(options.pop("name")).schema(**options)
 
 
 # ---------------------------------------------------------------- attention

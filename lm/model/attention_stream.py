@@ -18,7 +18,7 @@ from lm.data.batches import Batch
 from lm.model.blocks import AttentionInputs
 from lm.model.decoder import Decoder, batch_layout
 
-BLOCK_WEIGHTS = 2**24  # most attention weights held at a time, and as many scores
+MAX_BLOCK_WEIGHTS = 2**24  # most attention weights held at a time, and as many scores
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def attention_blocks(
     """Yield the decoder's attention on a batch, layer by layer, and within a layer some queries at a time.
 
     Training mode, gradients and autocast are as the caller has set them. For another inference setting, pass the
-    decoder that `lm.model.swapped.for_inference` returns. Holds queries and keys of one layer, `BLOCK_WEIGHTS` scores
+    decoder that `lm.model.swapped.for_inference` returns. Holds queries and keys of one layer, `MAX_BLOCK_WEIGHTS` scores
     and as many weights at a time.
 
     Args:
@@ -63,11 +63,11 @@ def attention_blocks(
         length: number of tokens of the document whose first tokens the batch holds; None: the batch holds whole
             documents.
         dtype: the dtype of q and k, and so of scores and weights: fp32 or fp64.
-        block: number of queries at a time; None: as many as `BLOCK_WEIGHTS` allows.
+        block: number of queries at a time; None: as many as `MAX_BLOCK_WEIGHTS` allows.
     """
     indices = torch.arange(batch.tokens.size(1), device=batch.tokens.device)
     indices = indices if queries is None else indices[list(queries)]
-    block = block or max(1, BLOCK_WEIGHTS // (decoder.normalizers()[0].layer.n_head * batch.tokens.numel()))
+    block = block or max(1, MAX_BLOCK_WEIGHTS // (decoder.normalizers()[0].layer.n_head * batch.tokens.numel()))
     x, context = decoder.embed(batch.tokens, None if length else batch_layout(batch), length=length)
     for layer, (module, normalizer) in enumerate(zip(decoder.blocks, decoder.normalizers(), strict=True)):
         captured_inputs: list[AttentionInputs] = []

@@ -163,7 +163,7 @@ class DecodingCache:
     """
 
     length: int  # tokens that the document will have in all, which are n if the option `n` is `sample`
-    seen: int = 0  # tokens so far
+    n_seen: int = 0  # tokens so far
     states: dict[nn.Module, object] = field(default_factory=dict)  # state of each layer, by its attention module
 
     def fork(self) -> DecodingCache:
@@ -190,22 +190,22 @@ class ForwardContext:
     cache: DecodingCache | None
     first_values: Tensor | None = None  # the first layer's values (B, K, T, E), which the others mix into theirs
     layer_inputs: list[AttentionInputs] | None = None  # layers append their inputs here for `lm.model.attention_stream`
-    first: int = 0  # index of the first new token that a layer computes an output for
+    first_output: int = 0  # index of the first new token that a layer computes an output for
 
     def output_part(self, x: Tensor) -> Tensor:
-        """The part of x (B, T, C) at tokens that a layer computes outputs for, from the index `first` on: (B, T -
-        first, C).
+        """The part of x (B, T, C) at tokens that a layer computes outputs for, from the index `first_output` on: (B, T -
+        first_output, C).
         """
-        return x[:, self.first :] if self.first else x
+        return x[:, self.first_output :] if self.first_output else x
 
     def attend(self, layer: AttentionBase, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the heads' outputs (B, H, T - first, E) for the final q (B, H, T, D) and k (B, K, T, D) of a layer,
+        """Return the heads' outputs (B, H, T - first_output, E) for the final q (B, H, T, D) and k (B, K, T, D) of a layer,
         values v (B, K, T, E) and the layer's input x (B, T, C).
         """
         normalizer, layout = layer.normalizer, self.layout
         q, k = normalizer.append_features(x, q, k)
-        if self.first:
-            q, layout = q[:, :, self.first :], layout.from_query(self.first)
+        if self.first_output:
+            q, layout = q[:, :, self.first_output :], layout.queries_from(self.first_output)
         if self.cache:
             output, self.cache.states[layer] = normalizer.decode(q, k, v, layout, self.cache.states.get(layer))
             return output
@@ -231,9 +231,9 @@ class AttentionBase(nn.Module):
         self.normalizer: Normalizer = make_normalizer(config.normalizer.layer_option(layer), spec)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
-        """Return the heads' outputs (B, T - first, H E) for q (B, H, T, D), k (B, K, T, D) and v (B, K, T, E).
+        """Return the heads' outputs (B, T - first_output, H E) for q (B, H, T, D), k (B, K, T, D) and v (B, K, T, E).
 
-        x: the layer's input (B, T, C). T is the number of new tokens, of which those from index `context.first` on are
+        x: the layer's input (B, T, C). T is the number of new tokens, of which those from index `context.first_output` on are
         queries.
         """
         q, k = self.q_norm(q), self.k_norm(k)
@@ -300,7 +300,7 @@ class Attention(AttentionBase):
             output = self.difference(output.transpose(3, 4).flatten(2, 3)).flatten(2)
         if self.exclusive:
             own_values = context.output_part(v.transpose(1, 2)).unsqueeze(-2)  # (B, T, K, 1, E)
-            output = without_own_value(
+            output = remove_own_value(
                 output.unflatten(-1, (kv_heads, self.n_head // kv_heads, -1)), own_values
             ).flatten(2)
         if self.gate is not None:
@@ -311,7 +311,7 @@ class Attention(AttentionBase):
         return self.out(output)
 
 
-def without_own_value(outputs: Tensor, own_values: Tensor) -> Tensor:
+def remove_own_value(outputs: Tensor, own_values: Tensor) -> Tensor:
     """Return y - (y.u) u, in the dtype of `outputs`, for outputs y (B, T, K, H / K, E) and the unit vectors u of the
     token's own values (B, T, K, 1, E).
     """
@@ -420,8 +420,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer, x + attention(norm(x)), then x + mlp(norm(x)), from x (B, T, C) to (B, T - first, C), the tokens from
-    `context.first` on. With `post_norm` norms are on the outputs; with `parallel` the MLP has the attention's input.
+    """A layer, x + attention(norm(x)), then x + mlp(norm(x)), from x (B, T, C) to (B, T - first_output, C), the tokens from
+    `context.first_output` on. With `post_norm` norms are on the outputs; with `parallel` the MLP has the attention's input.
     """
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
@@ -450,7 +450,7 @@ class Block(nn.Module):
 
 
 class GatedBlock(nn.Module):
-    """A layer, x + gau(norm(x)), from x (B, T, C) to (B, T - first, C), the tokens from `context.first` on."""
+    """A layer, x + gau(norm(x)), from x (B, T, C) to (B, T - first_output, C), the tokens from `context.first_output` on."""
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__()

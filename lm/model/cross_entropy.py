@@ -35,20 +35,20 @@ class Head(UninitialisedLinear):
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits = super().forward(hidden)
-        return logits if self.softcap is None else soft_capped(logits.float(), self.softcap)
+        return logits if self.softcap is None else soft_cap(logits.float(), self.softcap)
 
-    def in_fp32(self) -> Callable[[Tensor], Tensor]:
+    def fp32_function(self) -> Callable[[Tensor], Tensor]:
         """Return the function that maps hidden states to logits with the weights in fp32."""
         matrix = self.weight.float().t()
-        return lambda hidden: soft_capped(hidden.float() @ matrix, self.softcap)
+        return lambda hidden: soft_cap(hidden.float() @ matrix, self.softcap)
 
 
-def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
+def soft_cap(logits: Tensor, softcap: float | None) -> Tensor:
     """Return softcap * tanh(logits / softcap), or the logits unchanged if `softcap` is None."""
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def chunk_tokens(vocab_size: int, device_type: str) -> int:
+def tokens_per_chunk(vocab_size: int, device_type: str) -> int:
     """The number of tokens of a chunk, whose logits are in memory at the same time; at least 64."""
     return max(64, CHUNK_LOGITS[device_type] // vocab_size)
 
@@ -67,7 +67,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         nll = hidden.new_zeros((), dtype=torch.float32)
         vocab_size, device_type = weight.size(0), weight.device.type
         matrix = weight.to(dtype)
-        chunk_size = chunk_tokens(vocab_size, device_type)
+        chunk_size = tokens_per_chunk(vocab_size, device_type)
         rows = max(1, CACHED_LOGITS[device_type] // vocab_size)
         grad_hidden = torch.empty_like(hidden)  # filled in place, as in `_map_logits`
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
@@ -166,7 +166,7 @@ def token_kl(p: Tensor, p_head: Head, q: Tensor, q_head: Head) -> Tensor:
     p, q: the models' hidden states, (N, C); p_head, q_head: their heads, which map C to V. Exactly 0 where the
     distributions are equal.
     """
-    q_logits = q_head.in_fp32()
+    q_logits = q_head.fp32_function()
 
     def divergence(p_logits: Tensor, q_hidden: Tensor) -> Tensor:
         log_p, log_q = p_logits.log_softmax(-1), q_logits(q_hidden).log_softmax(-1)
@@ -186,9 +186,9 @@ def _map_logits(
     two chunks may keep glibc from reusing the logits' memory.
     """
     results = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
-    chunk_size = max(64, chunk_tokens(head.out_features, hidden.device.type) // parts)
+    chunk_size = max(64, tokens_per_chunk(head.out_features, hidden.device.type) // parts)
     with torch.autocast(hidden.device.type, enabled=False):
-        logits = head.in_fp32()
+        logits = head.fp32_function()
         for result, h, *part in zip(*(x.split(chunk_size) for x in (results, hidden, *tensors)), strict=True):
             result.copy_(f(logits(h), *part))
     return results

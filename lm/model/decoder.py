@@ -50,7 +50,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
         # activations of blocks are computed again in the backward pass (trainer.activation_checkpointing)
-        self.recomputes = False
+        self.recomputes_activations = False
         # compiled by `compile_blocks`
         self.run_block: Callable[[nn.Module, Tensor, ForwardContext], Tensor] = _run_block
         self.rope_scaling: RopeScaling = AS_TRAINED  # another scaling in a copy by `lm.model.swapped.for_inference`
@@ -103,30 +103,31 @@ class Decoder(nn.Module):
         return self.config.init_std
 
     def forward(
-        self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None, first: int = 0
-    ) -> Tensor:
-        """Hidden states (B, T - first, C) of tokens (B, T) int64, after the last norm, which are the input of `head`.
+        self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None,
+        first_output: int = 0
+    ) -> Tensor:  # fmt: skip
+        """Hidden states (B, T - first_output, C) of tokens (B, T) int64, after the last norm, which are the input of `head`.
 
         Args:
             layout: the layout of the tokens, e.g. `AttentionLayout.from_document_lengths`; None: one document from its
                 start, or with a cache the tokens after those in the cache.
             cache: the state that layers keep of earlier tokens, to which these tokens are added.
-            first: index of the first token whose hidden state is returned. The last layer computes no queries before
+            first_output: index of the first token whose hidden state is returned. The last layer computes no queries before
                 it.
         """
         x, context = self.embed(tokens, layout, cache)
         run_block = self.run_block if self.training else _run_block
         for layer, block in enumerate(self.blocks):
-            if first and layer == len(self.blocks) - 1:
-                context = replace(context, first=first)
-            recomputes = self.recomputes and torch.is_grad_enabled()
+            if first_output and layer == len(self.blocks) - 1:
+                context = replace(context, first_output=first_output)
+            recomputes_activations = self.recomputes_activations and torch.is_grad_enabled()
             x = (
                 checkpoint(run_block, block, x, context, use_reentrant=False)
-                if recomputes
+                if recomputes_activations
                 else run_block(block, x, context)
             )
         if cache:
-            cache.seen += tokens.size(1)
+            cache.n_seen += tokens.size(1)
         return self.norm(x)
 
     def embed(
@@ -143,7 +144,7 @@ class Decoder(nn.Module):
         """
         length = length or (cache.length if cache else tokens.size(1))
         layout = layout or AttentionLayout.continuation(
-            cache.seen if cache else 0, tokens.size(1), length, tokens.device
+            cache.n_seen if cache else 0, tokens.size(1), length, tokens.device
         )
         x = self.embedding_norm(self.embedding(tokens))
         if self.position is not None:
@@ -186,17 +187,17 @@ class Decoder(nn.Module):
         """The sum of the negative log-likelihoods of a batch's targets (nats, fp32 scalar)
         (`lm.model.cross_entropy.training_loss`).
         """
-        # a compiled block would be compiled anew for each `first`
-        first = batch.first if self.run_block is _run_block else 0
+        # a compiled block would be compiled anew for each `first_output`
+        first_output = batch.first if self.run_block is _run_block else 0
         return training_loss(
-            self.hidden_states(batch, first).flatten(0, 1), self.head, batch.targets[:, first:].flatten()
+            self.hidden_states(batch, first_output).flatten(0, 1), self.head, batch.targets[:, first_output:].flatten()
         )
 
-    def hidden_states(self, batch: Batch, first: int = 0) -> Tensor:
-        """Hidden states (B, T - first, C) of a batch's tokens from index `first` on, after the last norm (see
+    def hidden_states(self, batch: Batch, first_output: int = 0) -> Tensor:
+        """Hidden states (B, T - first_output, C) of a batch's tokens from index `first_output` on, after the last norm (see
         `forward`).
         """
-        return self(batch.tokens, batch_layout(batch), first=first)
+        return self(batch.tokens, batch_layout(batch), first_output=first_output)
 
 
 def _run_block(block: nn.Module, x: Tensor, context: ForwardContext) -> Tensor:
@@ -217,7 +218,7 @@ def is_normalizer_parameter(parameter: str) -> bool:
     return ".normalizer." in parameter
 
 
-def group_of(name: str, parameter: Tensor) -> str:
+def parameter_group(name: str, parameter: Tensor) -> str:
     """The name of the parameter's group in `optim.groups`: embedding, head, matrices, vectors or normalizer."""
     if is_normalizer_parameter(name):
         return "normalizer"
@@ -228,7 +229,7 @@ def group_of(name: str, parameter: Tensor) -> str:
     return "matrices" if parameter.dim() >= 2 else "vectors"
 
 
-def projections(decoder: Decoder) -> dict[str, dict[str, slice]]:
+def projection_rows(decoder: Decoder) -> dict[str, dict[str, slice]]:
     """The rows of each projection in each fused matrix, by matrix name: `attention.qkv.weight` has {"q": rows, "k":
     rows, "v": rows}.
 
@@ -260,23 +261,23 @@ class LogitsModel(nn.Module):
         super().__init__()
         self.module, self.head, self.config = module, _NoHead(), ModelConfig()
 
-    def forward(self, tokens: Tensor, cache: DecodingCache | None = None, first: int = 0) -> Tensor:
-        """Logits (B, T - first, V) of tokens (B, T), with a cache of those after the tokens in it."""
+    def forward(self, tokens: Tensor, cache: DecodingCache | None = None, first_output: int = 0) -> Tensor:
+        """Logits (B, T - first_output, V) of tokens (B, T), with a cache of those after the tokens in it."""
         if cache is not None:
-            n_seen = cache.seen
+            n_seen = cache.n_seen
             tokens = torch.cat((cache.states[self], tokens), 1) if n_seen else tokens
-            cache.states[self], cache.seen, first = tokens, tokens.size(1), first + n_seen
-        logits = self.module(tokens)[:, first:]
+            cache.states[self], cache.n_seen, first_output = tokens, tokens.size(1), first_output + n_seen
+        logits = self.module(tokens)[:, first_output:]
         self.head.out_features = logits.size(-1)
         return logits
 
-    def hidden_states(self, batch: Batch, first: int = 0) -> Tensor:
+    def hidden_states(self, batch: Batch, first_output: int = 0) -> Tensor:
         """Logits in place of hidden states, which the head leaves as they are."""
-        return self(batch.tokens, first=first)
+        return self(batch.tokens, first_output=first_output)
 
 
 class _NoHead(nn.Identity):
     out_features: int  # size of the vocabulary
 
-    def in_fp32(self) -> Callable[[Tensor], Tensor]:
+    def fp32_function(self) -> Callable[[Tensor], Tensor]:
         return Tensor.float

@@ -94,16 +94,16 @@ def peak_memory_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_process_bytes()
 
 
-def resolve_precision(config: Config, accelerator: str, old_facts: dict[str, Plain]) -> ResolvedSetting:
+def resolve_precision(config: Config, accelerator: str, run_facts: dict[str, Plain]) -> ResolvedSetting:
     """Resolve `trainer.precision` to `32` or `bf16-mixed`. `auto` keeps an earlier precision, else takes bf16 if the
     device has it.
 
-    old_facts: the environment.json of the run that is resumed or evaluated; empty for a new run.
+    run_facts: the environment.json of the run that is resumed or evaluated; empty for a new run.
     """
     if config.trainer.precision != "auto":
         return ResolvedSetting(str(config.trainer.precision), "")
-    if "precision" in old_facts:
-        return ResolvedSetting(old_facts["precision"], "as the run was started")
+    if "precision" in run_facts:
+        return ResolvedSetting(run_facts["precision"], "as the run was started")
     hardware = native_bf16_hardware(accelerator)
     return (
         ResolvedSetting("bf16-mixed", f"auto: {hardware}")
@@ -125,7 +125,7 @@ def resolve_compile(
     config: Config,
     flops: float,
     accelerator: str,
-    old_facts: dict[str, Plain],
+    run_facts: dict[str, Plain],
     runs: int = 1,
 ) -> ResolvedSetting:
     """Resolve `trainer.compile` to `true` or `false`. `auto` keeps a resumed run's choice, else compiles if possible
@@ -136,13 +136,13 @@ def resolve_compile(
 
     Args:
         flops: the FLOPs of the whole run.
-        old_facts: the environment.json of the resumed run; empty for a new run.
+        run_facts: the environment.json of the resumed run; empty for a new run.
         runs: the number of runs that share the compiled code, which the first of them makes.
     """
     setting, reason = config.trainer.compile, ""
     compiler = cpp_compiler()
-    if setting == "auto" and "compile" in old_facts:
-        setting, reason = old_facts["compile"], "as the run was started"
+    if setting == "auto" and "compile" in run_facts:
+        setting, reason = run_facts["compile"], "as the run was started"
     if setting is True and not compiler:
         problem = Problem(
             "trainer.compile", True, "no C++ compiler found", "install g++ or clang++, or set trainer.compile=false"
@@ -186,7 +186,7 @@ class Device:
     device: torch.device
     bf16: bool
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
     label: str = ""  # of the progress bar of measurements; empty: none is shown
 
     @property
@@ -203,7 +203,7 @@ def all_reduce_sum(device: Device, compute: Callable[[], Tensor]) -> Tensor:
 
     If `compute` fails on a rank, this rank raises its error, and the other ranks raise RunError.
     """
-    if device.world == 1:
+    if device.world_size == 1:
         return compute().cpu()
     failure, values = None, torch.empty(0)
     try:

@@ -9,19 +9,19 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from lm.attention.contract import later_tokens_changes, random_normalizer
+from lm.attention.contract import changes_by_later_tokens, random_normalizer
 from lm.config.data_config import END_OF_TEXT
 from lm.config.load import check_steps
 from lm.config.model_config import ModelConfig
 from lm.config.schema import build, cross_key_problems, key, section
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem
-from lm.model.decoder import Decoder, group_of
+from lm.model.decoder import Decoder, parameter_group
 from lm.plain import Plain
 from lm.plugins import PLUGINS
 
 MAX_CHECKED_LENGTH = 512  # most tokens of the two sequences that are compared; they differ in the second half
-TOLERANCE = 1e-9  # of outputs of size 1 in fp64
+CAUSALITY_TOLERANCE = 1e-9  # of outputs of size 1 in fp64
 
 
 @dataclass
@@ -95,7 +95,7 @@ def check_causality(config: Config) -> None:
         if ":" not in options.name:
             continue
         normalizer = random_normalizer(options, train_length=length)
-        if (later_tokens_changes(normalizer, length, length // 2) > TOLERANCE).any():
+        if (changes_by_later_tokens(normalizer, length, length // 2) > CAUSALITY_TOLERANCE).any():
             reason = "gives a token weights that depend on later tokens, as if it forgot the mask"
             remedy = f"mask by layout.visible(); lm check-normalizer {options.name} tests it"
             raise ConfigError([Problem("model.normalizer", options.name, reason, remedy)])
@@ -107,7 +107,7 @@ def count_parameters(decoder: Decoder) -> dict[str, int]:
     """
     counts = Counter[str]()
     for name, parameter in decoder.named_parameters():
-        counts[group_of(name, parameter)] += parameter.numel()
+        counts[parameter_group(name, parameter)] += parameter.numel()
     non_embedding = counts.total() - counts["embedding"] - counts["head"]
     return {"total": counts.total(), "non_embedding": non_embedding, "normalizer": counts["normalizer"]}
 

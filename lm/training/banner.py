@@ -58,11 +58,11 @@ def _normalizer_text(normalizer: Normalizer) -> str:
 
 
 def environment(
-    config: Config, store: Store, start: PhaseStart, machine: Machine, old_facts: dict[str, Plain]
+    config: Config, store: Store, start: PhaseStart, machine: Machine, run_facts: dict[str, Plain]
 ) -> dict[str, Plain]:
     """The content of environment.json: facts on which results depend, other than the configuration.
 
-    `old_facts`: environment.json of a resumed run, else facts on the initial weights. This start's settings are
+    `run_facts`: environment.json of a resumed run, else facts on the initial weights. This start's settings are
     appended to `starts`.
     """
     commit, dirty = git_state()
@@ -89,9 +89,9 @@ def environment(
         "data": {"store": str(store.path), "train_tokens": store.train.n_tokens},
         "parameters": count_parameters(start.decoder),
         "flops_per_token": flops_per_token(start.decoder),
-        "wandb_id": old_facts.get("wandb_id") or os.urandom(6).hex(),
+        "wandb_id": run_facts.get("wandb_id") or os.urandom(6).hex(),
         "starts": [
-            *old_facts.get("starts", []),
+            *run_facts.get("starts", []),
             {"step": start.step, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **facts},
         ],
     }

@@ -81,24 +81,24 @@ def fit(
         device = f"cpu ({torch.get_num_threads()} threads)"
 
     if checkpoint:
-        start, old_facts, notes = resume_or_branch(config, store, content, checkpoint)
+        start, run_facts, notes = resume_or_branch(config, store, content, checkpoint)
     else:
-        start, old_facts, notes = start_new_run(config, store, source)
+        start, run_facts, notes = start_new_run(config, store, source)
     if start.step >= config.trainer.max_steps:
         if later_paths := [path for path in step_paths(config.run_folder / CHECKPOINTS) if step_of(path) > start.step]:
             reason = f"leaves no step up to trainer.max_steps, and the run has {later_paths[-1].name}"
             remedy = f"raise trainer.max_steps, or start a new run: branch_from={checkpoint} name=..."
             raise RunError(f"{checkpoint}: {reason}; {remedy}")
         if is_main:
-            _evaluate_missing(config, all_measurements, checkpoint, old_facts)
+            _evaluate_missing(config, all_measurements, checkpoint, run_facts)
         return 0
-    precision = resolve_precision(config, accelerator, old_facts)
+    precision = resolve_precision(config, accelerator, run_facts)
     flops = flops_per_token(start.decoder) * config.optim.batch_tokens * config.trainer.max_steps
-    compiled = resolve_compile(config, flops, accelerator, old_facts)
+    compiled = resolve_compile(config, flops, accelerator, run_facts)
 
     machine = Machine(accelerator, device, precision, compiled, process.launcher)
-    facts = {**environment(config, store, start, machine, old_facts), "started_from": old_facts.get("started_from")}
-    facts |= {"branched_from": old_facts["branched_from"]} if "branched_from" in old_facts else {}
+    facts = {**environment(config, store, start, machine, run_facts), "started_from": run_facts.get("started_from")}
+    facts |= {"branched_from": run_facts["branched_from"]} if "branched_from" in run_facts else {}
     callbacks = outside_objects("trainer.callbacks", config.trainer.callbacks, L.Callback)
     if is_main:
         print(banner(config, store, start, machine), *notes, sep="\n", flush=True)

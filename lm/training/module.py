@@ -43,7 +43,7 @@ class LanguageModel(L.LightningModule):
         super().__init__()
         self.run, self.decoder, self.start = run, start.decoder, start
         self.config = config = run.config.in_phase(start.phase)
-        self.decoder.recomputes = config.trainer.activation_checkpointing
+        self.decoder.recomputes_activations = config.trainer.activation_checkpointing
         if run.machine.compiles:
             use_compile_cache()
             self.decoder.compile_blocks(len(config.data.lengths.weights) or 1)

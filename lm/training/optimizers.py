@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lm.config.training_config import AdamW, Groups, Muon, OptimConfig
 from lm.config.tree import Config
-from lm.model.decoder import Decoder, group_of, is_normalizer_parameter, projections
+from lm.model.decoder import Decoder, is_normalizer_parameter, parameter_group, projection_rows
 from lm.model.device import native_bf16_hardware
 
 MATRICES = "matrices"  # the group of parameters that Muon updates
@@ -38,7 +38,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, options: Muon, groups: list[dict[str, object]], decoder: Decoder):
-        self.options, self.projections = options, projections(decoder)
+        self.options, self.projections = options, projection_rows(decoder)
         self.adamw = adamw(options, [torch.empty(0)], decoder)  # gets this optimizer's groups and state at each step
         super().__init__(groups, self.adamw.defaults)
 
@@ -137,7 +137,7 @@ def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, obj
     parameters: dict[str, list[tuple[str, Tensor]]] = {group: [] for group in GROUPS}
     for name, parameter in decoder.named_parameters():
         if parameter.requires_grad:
-            parameters[group_of(name, parameter)].append((name, parameter))
+            parameters[parameter_group(name, parameter)].append((name, parameter))
     return [
         {
             "name": group,

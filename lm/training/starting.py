@@ -16,7 +16,7 @@ from lm.config.training_config import Group
 from lm.config.tree import Config, differences, effect_of
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError, as_written
-from lm.model.decoder import Decoder, group_of
+from lm.model.decoder import Decoder, parameter_group
 from lm.model.device import resolve_device
 from lm.model.spec import ModelSpec, check_causality, with_steps
 from lm.model.swapped import with_model
@@ -99,7 +99,7 @@ def _check_trainable(config: Config) -> None:
     problems, groups = [], set()
     for index, phase in enumerate(config.plan):
         freeze(shape := _shape(config, index), config.train_only)
-        trained = {group_of(name, p) for name, p in shape.named_parameters() if p.requires_grad}
+        trained = {parameter_group(name, p) for name, p in shape.named_parameters() if p.requires_grad}
         groups |= trained
         if not trained:
             setting = f"phases[{index}].normalizer" if config.phases else "model.normalizer"

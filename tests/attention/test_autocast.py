@@ -9,11 +9,11 @@ from torch import Tensor
 
 from lm.attention import catalogue as opt
 from lm.attention.catalogue import make_normalizer
-from lm.attention.contract import inputs, random_normalizer
+from lm.attention.contract import random_inputs, random_normalizer
 from lm.attention.elementwise_sums import tiles
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
-from lm.attention.routes import append_bias, by_query_blocks
+from lm.attention.routes import append_bias, attend_by_query_blocks
 from lm.config.model_config import ModelConfig, NoPosition, Rope
 from lm.model.blocks import Attention, ForwardContext, HeadNorm
 from lm.model.rope import rope_rotation
@@ -68,7 +68,7 @@ def results(
                 parameter.zero_()  # what is drawn by the decoder
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     if exact:  # by the definition
-        attention.normalizer.forward = partial(by_query_blocks, attention.normalizer)
+        attention.normalizer.forward = partial(attend_by_query_blocks, attention.normalizer)
     dtype = torch.float64 if exact else torch.float32
     attention.to(device, dtype)
     q, k, v, grad = (torch.randn(1, HEADS, length, size, generator=generator).bfloat16().to(device) for _ in range(4))
@@ -153,7 +153,7 @@ def test_errors_do_not_grow_with_the_bias_of_far_keys(name: str, length: int, si
 @pytest.mark.parametrize("compiles", [False, slow(True)])
 def test_bf16_keys_hold_every_bit_of_their_bias(compiles: bool):
     """Compiled code computes in fp32 what eager code rounds to bf16 between two operations."""
-    q, k, _ = (x.bfloat16() for x in inputs(100))
+    q, k, _ = (x.bfloat16() for x in random_inputs(100))
     bias = 4096 * torch.randn(2, q.size(1), 100, generator=torch.Generator().manual_seed(0))
     for requires_grad in (False, True):
         append = torch.compile(append_bias) if compiles else append_bias
@@ -168,7 +168,7 @@ def test_bf16_keys_hold_every_bit_of_their_bias(compiles: bool):
 def test_the_bias_of_keys_is_exact_in_every_layout(options: object):
     """One sequence, packed documents with and without a mask, and decoding, in bf16, against the definition."""
     (q, k, v), normalizer = (
-        inputs(700, batch=1, normalizer=random_normalizer(options)),
+        random_inputs(700, batch=1, normalizer=random_normalizer(options)),
         random_normalizer(options, torch.float32),
     )
     steps, state, decoded = ((0, 600), (600, 601), (601, 700)), None, []
@@ -196,9 +196,9 @@ def test_errors_do_not_grow_with_the_number_of_blocks_and_tiles(name: str, monke
     already.
     """
     exact = results(CASES[name], 512, rope=False, exact=True, size=48)
-    monkeypatch.setattr("lm.attention.routes.BLOCK_WEIGHTS", HEADS * 512 * 4)
+    monkeypatch.setattr("lm.attention.routes.MAX_BLOCK_WEIGHTS", HEADS * 512 * 4)
     monkeypatch.setattr("lm.attention.elementwise_sums.TILE", 16)
-    monkeypatch.setattr("lm.attention.linear.CHUNK", 16)
+    monkeypatch.setattr("lm.attention.linear.MAX_CHUNK_TOKENS", 16)
     check_errors(name, 512, rope=False, size=48, exact=exact)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lm.attention import contract
 from lm.attention.catalogue import Softmax
-from lm.attention.contract import CHECKS, checked_promises
+from lm.attention.contract import CHECKS, check_promises
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec, Normalizer, SoftmaxNormalizer
 from lm.attention.options import Options
@@ -119,23 +119,23 @@ class Coarse(QueryScale):
 
 
 BROKEN = {
-    Drawn: {"initial_values"},
-    DividedAlongKeys: {"row_independence", "decoding"},
-    ScaledAlongKeys: {"row_independence"},
-    OtherForward: {"fast_path"},
-    NoGradient: {"fast_path", "finite_differences"},
-    Acausal: {"row_sums", "causality"},
-    HalfSums: {"row_sums"},
-    LooksAtOtherRows: {"score_independence", "packed_documents"},
-    NamesAnotherMap: {"score_map"},
-    NamesAnotherScale: {"scale_by_position"},
-    NFromWidth: {"decoding", "packed_documents"},
-    ForgetsAKey: {"decoding"},
-    ForgetsTheGroups: {"decoding"},
-    StaysBehind: {"one_device"},
-    Overflows: {"extreme_scores"},
-    HalfPrecision: {"autocast_weights"},
-    Coarse: {"autocast_errors"},
+    Drawn: {"check_initial_values"},
+    DividedAlongKeys: {"check_row_independence", "check_decoding"},
+    ScaledAlongKeys: {"check_row_independence"},
+    OtherForward: {"check_fast_path"},
+    NoGradient: {"check_fast_path", "check_finite_differences"},
+    Acausal: {"check_row_sums", "check_causality"},
+    HalfSums: {"check_row_sums"},
+    LooksAtOtherRows: {"check_score_independence", "check_packed_documents"},
+    NamesAnotherMap: {"check_score_map"},
+    NamesAnotherScale: {"check_scale_by_position"},
+    NFromWidth: {"check_decoding", "check_packed_documents"},
+    ForgetsAKey: {"check_decoding"},
+    ForgetsTheGroups: {"check_decoding"},
+    StaysBehind: {"check_one_device"},
+    Overflows: {"check_extreme_scores"},
+    HalfPrecision: {"check_autocast_weights"},
+    Coarse: {"check_autocast_errors"},
 }
 
 
@@ -154,7 +154,7 @@ def test_each_broken_promise_fails_its_check(broken: type[Normalizer], monkeypat
     monkeypatch.setattr(contract, "make_normalizer", make)
     problems = {
         check.__name__: problem
-        for check, (_, problem) in zip(CHECKS, checked_promises(OfBroken(), PLUGINS.failure), strict=True)
+        for check, (_, problem) in zip(CHECKS, check_promises(OfBroken(), PLUGINS.locate_failure), strict=True)
     }
     assert {name for name, problem in problems.items() if problem} >= BROKEN[broken], problems
     for name in BROKEN[broken]:  # a sentence that names what fails, where numbers are compared an entry, and what to do
@@ -172,7 +172,7 @@ def test_a_normalizer_that_can_not_be_used_is_said_so_once_without_a_hint(monkey
             return v, None
 
     monkeypatch.setattr(contract, "make_normalizer", Pair)
-    ((_, problem),) = checked_promises(OfBroken(), PLUGINS.failure)
+    ((_, problem),) = check_promises(OfBroken(), PLUGINS.locate_failure)
     assert problem == "stopped by TypeError: `forward` gives tuple, not a tensor"
 
 
@@ -193,7 +193,7 @@ def test_a_wrong_shape_and_what_is_not_finite_are_named_before_what_follows(
 
     setattr(Changed, method, lambda *given: change(getattr(super(Changed, given[0]), method)(*given[1:])))
     monkeypatch.setattr(contract, "make_normalizer", Changed)
-    ((_, found),) = checked_promises(OfBroken(), PLUGINS.failure)
+    ((_, found),) = check_promises(OfBroken(), PLUGINS.locate_failure)
     name = {"forward": "`forward`", "normalize": "`(forward|weights)`"}[method]
     assert re.search(f"stopped by ValueError: {name} {problem}", found), found
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import lm.functional as L
 from lm.attention import catalogue as opt
 from lm.attention.catalogue import ENTRIES
-from lm.attention.contract import HEADS, SIZE, TRAIN_LENGTH, WIDTH, random_normalizer
+from lm.attention.contract import HEAD_SIZE, HEADS, TRAIN_LENGTH, WIDTH, random_normalizer
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer
 from lm.errors import ConfigError
@@ -49,7 +49,7 @@ GIVEN: dict[str, tuple[dict, Callable[[], AttentionLayout]]] = {
 
 def inputs(heads: int = HEADS) -> tuple[Tensor, ...]:
     """x, q, k, v, leaves in fp64; most normalizers don't read x."""
-    sizes = (HEADS, SIZE), (heads, SIZE), (heads, SIZE)
+    sizes = (HEADS, HEAD_SIZE), (heads, HEAD_SIZE), (heads, HEAD_SIZE)
     return drawn(2, TOKENS, WIDTH, seed=4), *(drawn(2, h, TOKENS, d, seed=seed) for seed, (h, d) in enumerate(sizes))
 
 
@@ -100,7 +100,7 @@ def test_fewer_queries_than_keys_go_on_from_earlier_ones(options: opt.Options):
 SCALED = [
     options
     for options in CASES
-    if random_normalizer(options).fused_inputs(*(drawn(1, HEADS, 4, SIZE, seed=0),) * 2, AttentionLayout.full(4))
+    if random_normalizer(options).fused_inputs(*(drawn(1, HEADS, 4, HEAD_SIZE, seed=0),) * 2, AttentionLayout.full(4))
 ]
 
 
@@ -109,13 +109,13 @@ def test_plain_softmax_of_scaled_queries_is_the_definition(options: opt.Options)
     normalizer, layout = random_normalizer(options), AttentionLayout.from_positions(packed())
     x, q, k, v = inputs()
     scaled_q, scaled_k = L.scaled(normalizer, q, k, positions=packed())
-    weights = (scaled_q @ scaled_k.mT / SIZE**0.5).masked_fill(~layout.visible(), -torch.inf).softmax(-1)
+    weights = (scaled_q @ scaled_k.mT / HEAD_SIZE**0.5).masked_fill(~layout.visible(), -torch.inf).softmax(-1)
     assert_same(weights @ v, defined(normalizer, x, q, k, v, layout), [q, k, v, *normalizer.parameters()])
 
 
 def test_queries_are_rounded_once_to_their_dtype():
-    q, k = drawn(1, HEADS, TOKENS, SIZE, seed=0).bfloat16(), drawn(1, HEADS, TOKENS, SIZE, seed=1).bfloat16()
-    ssmax = L.make_module({"name": "ssmax", "init": 0.2}, HEADS, SIZE, TRAIN_LENGTH)
+    q, k = drawn(1, HEADS, TOKENS, HEAD_SIZE, seed=0).bfloat16(), drawn(1, HEADS, TOKENS, HEAD_SIZE, seed=1).bfloat16()
+    ssmax = L.make_module({"name": "ssmax", "init": 0.2}, HEADS, HEAD_SIZE, TRAIN_LENGTH)
     exact = q.double() * (0.2 * torch.arange(1, TOKENS + 1).double().log()).view(-1, 1)
     scaled_q, _ = L.scaled(ssmax, q, k)
     assert scaled_q.dtype == torch.bfloat16
@@ -123,7 +123,7 @@ def test_queries_are_rounded_once_to_their_dtype():
 
 
 # as many sequences as heads: a parameter could be taken for another axis's
-Q = drawn(4, HEADS, 10, SIZE, seed=0).detach()
+Q = drawn(4, HEADS, 10, HEAD_SIZE, seed=0).detach()
 
 
 @pytest.mark.parametrize(
@@ -145,22 +145,22 @@ Q = drawn(4, HEADS, 10, SIZE, seed=0).detach()
 )
 def test_what_fits_no_sequences_or_heads_is_refused(said: str, given: tuple, options: dict):
     with pytest.raises(ValueError, match=said):
-        L.attention(L.make_module("log_n", HEADS, SIZE, 8), *given, **options)
+        L.attention(L.make_module("log_n", HEADS, HEAD_SIZE, 8), *given, **options)
 
 
 def test_unknown_names_and_options_and_queries_that_are_not_scaled_are_refused():
     for said, name in (("did you mean 'ssmax'", "ssmaxx"), ("normalizer.n = 'wide'", {"name": "ssmax", "n": "wide"})):
         with pytest.raises(ConfigError, match=said):
-            L.make_module(name, HEADS, SIZE, 8)
+            L.make_module(name, HEADS, HEAD_SIZE, 8)
     with pytest.raises(ConfigError, match=r"relu2.*is no softmax of scaled queries"):
-        L.scaled(L.make_module("relu2", HEADS, SIZE, 8), Q, Q)
+        L.scaled(L.make_module("relu2", HEADS, HEAD_SIZE, 8), Q, Q)
 
 
 @pytest.mark.parametrize("length", [20, 700])
 @pytest.mark.parametrize("options", CASES, ids=lambda options: options.label())
 def test_outputs_have_the_dtype_of_the_values_under_autocast_too(options: opt.Options, length: int):
     normalizer = random_normalizer(options).float()
-    q, x = drawn(1, HEADS, length, SIZE, seed=0).float(), drawn(1, length, WIDTH, seed=1).float()
+    q, x = drawn(1, HEADS, length, HEAD_SIZE, seed=0).float(), drawn(1, length, WIDTH, seed=1).float()
     for dtype in (torch.float32, torch.bfloat16):
         with torch.autocast("cpu", torch.bfloat16):
             assert L.attention(normalizer, q, q, q.to(dtype), x=x).dtype == dtype

@@ -12,9 +12,9 @@ from test_normalizers import CASES, every_case
 from torch import Tensor
 
 from lm.attention import catalogue, gpu_kernels
-from lm.attention.contract import inputs, random_normalizer
-from lm.attention.elementwise_sums import elementwise_attention, why_tiles
-from lm.attention.layout import AttentionLayout, by_documents
+from lm.attention.contract import random_inputs, random_normalizer
+from lm.attention.elementwise_sums import elementwise_attention, why_no_triton
+from lm.attention.layout import AttentionLayout, attend_by_document
 from lm.model.cross_entropy import Head, training_loss
 from lm.training.lightning_import import L
 from lm.training.train import train
@@ -46,7 +46,7 @@ GPU = ["trainer.accelerator=gpu", "trainer.precision=bf16-mixed"]
 def test_the_gpu_gives_the_definition_forward_backward_packed_and_decoding(options: object):
     length, sizes = 130, [40, 1, 72, 17]
     normalizer, exact = random_normalizer(options, torch.float32).cuda(), random_normalizer(options)
-    q, k, v = inputs(length, normalizer=exact)
+    q, k, v = random_inputs(length, normalizer=exact)
     fast = [x.float().cuda().requires_grad_() for x in (q, k, v)]
     slow = [x.requires_grad_() for x in (q, k, v)]
 
@@ -72,7 +72,7 @@ def test_the_gpu_gives_the_definition_forward_backward_packed_and_decoding(optio
         close(a, b, f"gradient {number}")
     with torch.no_grad():
         close(
-            by_documents(normalizer, *fast, AttentionLayout.from_document_lengths(sizes, "cuda")),
+            attend_by_document(normalizer, *fast, AttentionLayout.from_document_lengths(sizes, "cuda")),
             exact.weights(*slow[:2], AttentionLayout.from_document_lengths(sizes)) @ slow[2],
             "packed",
         )
@@ -91,15 +91,15 @@ def test_errors_under_autocast_are_at_most_twice_softmaxs(name: str, rope: bool)
     check_errors(name, 1024, rope, "cuda")
 
 
-@pytest.mark.parametrize("name", [name for name in ENTRIES if catalogue.implementation(name).gpu_package])
+@pytest.mark.parametrize("name", [name for name in ENTRIES if catalogue.normalizer_class(name).gpu_package])
 def test_the_kernels_of_others_pass_their_check_and_give_packed_documents(name: str):
     normalizer = random_normalizer(catalogue.ENTRIES[name](), torch.float32).cuda()
     pytest.importorskip(normalizer.gpu_package)
-    q, k, v = (x.cuda() for x in inputs(300, torch.bfloat16, normalizer=normalizer.cpu()))
+    q, k, v = (x.cuda() for x in random_inputs(300, torch.bfloat16, normalizer=normalizer.cpu()))
     normalizer.cuda()
-    assert gpu_kernels.serves(normalizer, q, k, v, AttentionLayout.full(300, "cuda"))
+    assert gpu_kernels.can_compute(normalizer, q, k, v, AttentionLayout.full(300, "cuda"))
     documents = AttentionLayout.from_document_lengths([40, 1, 242, 17], "cuda")
-    expected = by_documents(normalizer, q, k, v, documents)
+    expected = attend_by_document(normalizer, q, k, v, documents)
     assert (normalizer.attend(q, k, v, documents) - expected).abs().max() <= expected.abs().max() / 32
 
 
@@ -109,15 +109,15 @@ def test_the_kernels_of_others_pass_their_check_and_give_packed_documents(name: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("length", "size", "width"), [*SIZES, (1000, 64, 64), (1000, 128, 128), (300, 128, 1536)])
 def test_the_triton_kernel_is_the_definition_forward_and_backward(
-    f: str, dtype: torch.dtype, length: int, size: int, width: int, over_sum: bool
+    f: str, dtype: torch.dtype, length: int, size: int, width: int, divide_by_sum: bool
 ):
     """fp32 to 1e-5, which TF32 would miss; bf16 to twice the error of the definition in bf16, and two roundings."""
-    assert why_tiles(torch.device("cuda"), dtype, size) == ""
+    assert why_no_triton(torch.device("cuda"), dtype, size) == ""
     inputs_of_kernel = kernel_inputs(length, size, width, dtype, batch=3)
-    exact = results(dense, f, *(x.double() for x in inputs_of_kernel), over_sum)
+    exact = results(dense, f, *(x.double() for x in inputs_of_kernel), divide_by_sum)
     on_gpu = [x.cuda() for x in inputs_of_kernel]
     outputs, repeated, plain = (
-        results(route, f, *on_gpu, over_sum) for route in (elementwise_attention, elementwise_attention, dense)
+        results(route, f, *on_gpu, divide_by_sum) for route in (elementwise_attention, elementwise_attention, dense)
     )
     for a, b, c, d in zip(outputs, repeated, plain, exact, strict=True):
         assert torch.equal(a, b)
@@ -127,7 +127,7 @@ def test_the_triton_kernel_is_the_definition_forward_and_backward(
             else 2 * (c.cpu() - d).abs().max() + 2**-7 * d.abs().max()
         )
         # small sums are divided by
-        assert (a.cpu() - d).abs().max() <= allowed + 2e-4 * over_sum * max(1.0, d.abs().max())
+        assert (a.cpu() - d).abs().max() <= allowed + 2e-4 * divide_by_sum * max(1.0, d.abs().max())
 
 
 def test_the_gpu_gives_the_cpus_loss_and_gradients():

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from lm.attention import catalogue as opt
 from lm.attention import gpu_kernels
 from lm.attention.catalogue import NORMALIZERS
-from lm.attention.contract import HEADS, TRAIN_LENGTH, WIDTH, inputs, random_normalizer
+from lm.attention.contract import HEADS, TRAIN_LENGTH, WIDTH, random_inputs, random_normalizer
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
 from lm.attention.sparse import Entmax15Normalizer
@@ -33,11 +33,11 @@ def test_flex_attention_computes_the_definition(name: str, monkeypatch: pytest.M
 
     monkeypatch.setattr(gpu_kernels, "_flex", lambda: (flex_attention, make_mask))
     normalizer = random_normalizer(next(options for options in FLEX if options.name == name))
-    q, k, v = inputs(96, normalizer=normalizer)
+    q, k, v = random_inputs(96, normalizer=normalizer)
     starts = [torch.cat([torch.arange(n) for n in sizes]) for sizes in ([30, 66], [96])]
     for layout in (AttentionLayout.full(96), AttentionLayout.from_positions(torch.stack(starts))):
         with torch.no_grad(), warnings.catch_warnings(action="ignore"):
-            output = normalizer.by_gpu_kernel(q, k, v, layout)
+            output = normalizer.gpu_forward(q, k, v, layout)
         torch.testing.assert_close(output, normalizer.weights(q, k, layout) @ v, rtol=0, atol=1e-5)
 
 
@@ -55,32 +55,30 @@ def test_sizes_that_adasplash_lacks_are_padded(options: object, monkeypatch: pyt
 
     monkeypatch.setattr(gpu_kernels, "import_module", lambda name: SimpleNamespace(adasplash=adasplash))
     normalizer = random_normalizer(options, size=40)
-    q, k, v = inputs(100, size=40, normalizer=normalizer)
+    q, k, v = random_inputs(100, size=40, normalizer=normalizer)
     expected = normalizer.weights(q, k, AttentionLayout.full(100)) @ v
-    torch.testing.assert_close(
-        normalizer.by_gpu_kernel(q, k, v, AttentionLayout.full(100)), expected, rtol=0, atol=1e-9
-    )
+    torch.testing.assert_close(normalizer.gpu_forward(q, k, v, AttentionLayout.full(100)), expected, rtol=0, atol=1e-9)
 
 
 class Right(Entmax15Normalizer):
     gpu_package = "torch"
 
-    def by_gpu_kernel(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+    def gpu_forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         return self.weights(q, k, layout).to(v.dtype) @ v
 
 
 class Other(Right):
-    def by_gpu_kernel(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        return super().by_gpu_kernel(q * 1.5, k, v, layout)
+    def gpu_forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        return super().gpu_forward(q * 1.5, k, v, layout)
 
 
 class OtherGradient(Right):
-    def by_gpu_kernel(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        return super().by_gpu_kernel(q, k, 2 * v - v.detach(), layout)
+    def gpu_forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        return super().gpu_forward(q, k, 2 * v - v.detach(), layout)
 
 
 class Fails(Right):
-    def by_gpu_kernel(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+    def gpu_forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         raise RuntimeError("no image for this device")
 
 

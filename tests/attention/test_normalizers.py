@@ -12,12 +12,12 @@ from torch import Tensor
 from lm.attention import catalogue, contract
 from lm.attention import catalogue as opt
 from lm.attention.catalogue import make_normalizer
-from lm.attention.contract import HEADS, TRAIN_LENGTH, WIDTH, inputs, random_normalizer
-from lm.attention.layout import AttentionLayout, by_documents
+from lm.attention.contract import HEADS, TRAIN_LENGTH, WIDTH, random_inputs, random_normalizer
+from lm.attention.layout import AttentionLayout, attend_by_document
 from lm.attention.normalizer import LayerSpec
 from lm.attention.options import Options
-from lm.attention.routes import by_query_blocks
-from lm.attention.sparse import threshold
+from lm.attention.routes import attend_by_query_blocks
+from lm.attention.sparse import entmax_threshold
 from lm.config import normalizers as kinds
 from lm.config.load import load_normalizer
 from lm.errors import ConfigError
@@ -78,26 +78,26 @@ IN_BLOCKS = (
 
 @pytest.mark.parametrize("case", thinned(CASES, IN_BLOCKS))
 def test_blocks_and_tiles_smaller_than_the_sequence_change_nothing(case: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.attention.routes.BLOCK_WEIGHTS", 2 * HEADS * 50 * 7)  # seven queries
+    monkeypatch.setattr("lm.attention.routes.MAX_BLOCK_WEIGHTS", 2 * HEADS * 50 * 7)  # seven queries
     monkeypatch.setattr("lm.attention.elementwise_sums.TILE", 16)
-    monkeypatch.setattr("lm.attention.linear.CHUNK", 16)
-    monkeypatch.setattr("lm.attention.linear.SEGMENT", 32)
-    contract.fast_path(CASES[case])
+    monkeypatch.setattr("lm.attention.linear.MAX_CHUNK_TOKENS", 16)
+    monkeypatch.setattr("lm.attention.linear.MAX_SEGMENT_TOKENS", 32)
+    contract.check_fast_path(CASES[case])
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("linear")])
 def test_linear_attention_decodes_across_chunks_and_segments(case: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.attention.linear.CHUNK", 4)
-    monkeypatch.setattr("lm.attention.linear.SEGMENT", 8)
-    contract.decoding(CASES[case])
+    monkeypatch.setattr("lm.attention.linear.MAX_CHUNK_TOKENS", 4)
+    monkeypatch.setattr("lm.attention.linear.MAX_SEGMENT_TOKENS", 8)
+    contract.check_decoding(CASES[case])
 
 
 @every_case
 def test_a_block_takes_at_most_64_bytes_a_weight(options: Options):
     normalizer, layout, length = random_normalizer(options, torch.float32), AttentionLayout.full(256), 256
-    q, k, v = (x.requires_grad_() for x in inputs(length, normalizer=normalizer, dtype=torch.float32))
+    q, k, v = (x.requires_grad_() for x in random_inputs(length, normalizer=normalizer, dtype=torch.float32))
     with TensorMemory() as memory:
-        by_query_blocks(normalizer, q, k, v, layout).sum().backward()
+        attend_by_query_blocks(normalizer, q, k, v, layout).sum().backward()
     assert memory.peak_bytes - 20 * q.nbytes < 64 * q.size(0) * q.size(1) * length**2
 
 
@@ -114,7 +114,7 @@ def test_row_length_policies():
     def n_of_sample(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         return layout.n("sample")[:, None, :, None].expand(q.shape)
 
-    assert by_documents(n_of_sample, *torch.zeros(3, 1, 1, 5, 1), packed).flatten().tolist() == [2, 2, 3, 3, 3]
+    assert attend_by_document(n_of_sample, *torch.zeros(3, 1, 1, 5, 1), packed).flatten().tolist() == [2, 2, 3, 3, 3]
 
 
 # ---------------------------------------------------------------- identities of the other families
@@ -139,7 +139,7 @@ def test_thresholds_are_found_in_the_steps_they_are_given(size: int, dtype: torc
         middle = (low + high) / 2
         exceeds = (z - middle).relu().pow(p).sum(-1, keepdim=True) >= 1
         low, high = torch.where(exceeds, middle, low), torch.where(exceeds, high, middle)
-    thresholds = threshold(z.to(dtype), p).double()
+    thresholds = entmax_threshold(z.to(dtype), p).double()
     assert (thresholds - low).abs().max() <= 64 * torch.finfo(dtype).eps
     normalizer = make_normalizer(options, LayerSpec(1, 1, 1, size))
     weights = normalizer.normalize(
@@ -217,9 +217,9 @@ def at_the_bounds() -> Iterator[Options]:
 @pytest.mark.parametrize("options", list(at_the_bounds()), ids=Options.label)
 def test_options_at_their_bounds_give_finite_outputs_and_gradients(options: Options):
     normalizer = make_normalizer(options, LayerSpec(HEADS, 16, WIDTH, TRAIN_LENGTH))
-    leaves = [x.requires_grad_() for x in inputs(50, torch.float32, normalizer=normalizer)]
+    leaves = [x.requires_grad_() for x in random_inputs(50, torch.float32, normalizer=normalizer)]
     out = normalizer(*leaves, AttentionLayout.full(50))
-    for tensor in contract.named_results(normalizer, out, leaves, torch.ones_like(out)).values():
+    for tensor in contract.named_output_and_gradients(normalizer, out, leaves, torch.ones_like(out)).values():
         assert tensor.isfinite().all()
 
 

@@ -12,13 +12,13 @@ from lm.attention.catalogue import make_normalizer
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
 from lm.attention.routes import (
-    SHORT_BLOCK,
+    SHORT_BLOCK_QUERIES,
     SHORT_LENGTH,
     block_attention,
     fused_softmax,
 )
 
-LENGTHS = (1, 2, SHORT_BLOCK - 1, SHORT_BLOCK, SHORT_BLOCK + 1, 257, SHORT_LENGTH)
+LENGTHS = (1, 2, SHORT_BLOCK_QUERIES - 1, SHORT_BLOCK_QUERIES, SHORT_BLOCK_QUERIES + 1, 257, SHORT_LENGTH)
 
 
 def inputs(length: int, size: int, width: int, heads: int = 3) -> list[Tensor]:
@@ -54,7 +54,7 @@ def test_it_is_softmax_attention(length: int, size: int, width: int):
         torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("queries", [1, SHORT_BLOCK, SHORT_BLOCK + 1, 200])
+@pytest.mark.parametrize("queries", [1, SHORT_BLOCK_QUERIES, SHORT_BLOCK_QUERIES + 1, 200])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_queries_may_be_the_last_of_the_keys_alone(queries: int, dtype: torch.dtype):
     """They get what they get among all queries, and so do the gradients of a loss on them alone, as near to fp64."""
@@ -63,7 +63,7 @@ def test_queries_may_be_the_last_of_the_keys_alone(queries: int, dtype: torch.dt
     layout, first = AttentionLayout.full(257), 257 - queries
 
     def tail(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.pad(fused_softmax(q[:, :, first:], k, v, layout.from_query(first)), (0, 0, first, 0))
+        return F.pad(fused_softmax(q[:, :, first:], k, v, layout.queries_from(first)), (0, 0, first, 0))
 
     def unasked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return block_attention(q, k, v, 24**-0.5) * (grad != 0)

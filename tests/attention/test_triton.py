@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.attention.elementwise_sums import triton_is_interpreted, why_tiles
+from lm.attention.elementwise_sums import triton_is_interpreted, why_no_triton
 
 triton = pytest.importorskip("triton", minversion="3.4")
 
@@ -72,4 +72,4 @@ def test_the_kernels_compile_for_a_gpu_and_fit_into_its_shared_memory(
 
 @pytest.mark.skipif(triton_is_interpreted(), reason="the interpreter serves the CPU")
 def test_a_cpu_uses_tiles():
-    assert "CUDA" in why_tiles(torch.device("cpu"), torch.float32, 64)
+    assert "CUDA" in why_no_triton(torch.device("cpu"), torch.float32, 64)

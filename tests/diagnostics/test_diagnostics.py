@@ -27,9 +27,9 @@ from lm.diagnostics.attention_rows import (
     MIN_KEYS,
     NO_WEIGHT,
     NOT_FINITE,
+    AttentionMeasurement,
     MeasuredValues,
-    Measures,
-    exponent,
+    fit_exponent,
     half_octaves,
     query_indices,
 )
@@ -73,7 +73,7 @@ def batch(isolated: bool = False) -> Batch:
 def measured(decoder: Decoder, sample: Batch) -> MeasuredValues:
     """The statistics of one sequence."""
     heads = decoder.normalizers()[0].layer.n_head
-    measures = Measures(statistics_of(DiagnosticsConfig()), 2, heads, ALL, LENGTH)
+    measures = AttentionMeasurement(statistics_of(DiagnosticsConfig()), 2, heads, ALL, LENGTH)
     return measures.values(measures.vector(decoder, sample)[None].numpy())
 
 
@@ -238,13 +238,13 @@ def test_rows_without_weight_or_with_scores_that_are_not_finite_are_counted_and_
 def test_an_exponent_is_that_of_a_power_law_and_needs_two_octaves():
     n = np.geomspace(32, 512, 20)[None, None]
     values = np.stack([3 * n[0] ** 0.7, 5 / n[0]], 1)[None]  # (1, 1, 2, 20)
-    exponents, fit = exponent(values, n)
+    exponents, fit = fit_exponent(values, n)
     assert exponents.tolist() == [pytest.approx([0.7, -1.0])]
     assert fit.tolist() == [pytest.approx([1.0, 1.0])]
-    assert np.allclose(exponent(np.log(values), n, log=True)[0], exponents)
-    assert np.isnan(exponent(values[..., :9], n[..., :9])[0]).all()
+    assert np.allclose(fit_exponent(np.log(values), n, is_log=True)[0], exponents)
+    assert np.isnan(fit_exponent(values[..., :9], n[..., :9])[0]).all()
     values[0, 0, 0, :5] = math.nan, 0.0, -1.0, math.inf, math.nan
-    assert exponent(values, n)[0].tolist() == [pytest.approx([0.7, -1.0])]
+    assert fit_exponent(values, n)[0].tolist() == [pytest.approx([0.7, -1.0])]
 
 
 def test_queries_are_spread_over_octaves_and_ranges_of_keys_end_at_the_training_length():
@@ -269,7 +269,7 @@ def test_a_description_is_of_the_model_and_the_untrained_one_under_each_setting(
     config = DiagnosticsConfig(sequences=3, queries=16, statistics=["concentration"], inference=settings)
     blocks = diagnostic_rows(decoder, held_out, config, Device(torch.device("cpu"), bf16=False), 7, "")
     curves = curves_of(evaluation_of(join_rows(blocks), seq_len=train_length))
-    measures = Measures(statistics_of(config), 2, 3, query_indices(length, 16), length)
+    measures = AttentionMeasurement(statistics_of(config), 2, 3, query_indices(length, 16), length)
     untrained = Decoder(decoder.config, VOCAB, train_length, seed=7)
     name = "effective keys"
     for setting, words in zip(settings, ("", f", {settings[1].label}"), strict=True):
@@ -289,7 +289,7 @@ def test_a_description_is_of_the_model_and_the_untrained_one_under_each_setting(
                 assert by_keys.means[column] == pytest.approx(
                     np.mean([part.mean() for part in means if len(part)]), rel=1e-5
                 )
-            exponents = exponent(by_query, np.where(values.n <= train_length, values.n, np.nan))[0]
+            exponents = fit_exponent(by_query, np.where(values.n <= train_length, values.n, np.nan))[0]
             slopes = [
                 curve
                 for curve in curves

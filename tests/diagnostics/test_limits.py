@@ -16,7 +16,7 @@ from lm.attention.options import Options
 from lm.config.model_config import ModelConfig
 from lm.data.batches import Batch
 from lm.diagnostics import limits
-from lm.diagnostics.attention_rows import AttentionRows, MeasuredValues, Measures
+from lm.diagnostics.attention_rows import AttentionMeasurement, AttentionRows, MeasuredValues
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
 
@@ -45,7 +45,7 @@ def rows_of(normalizer: Options, queries: list[int] = QUERIES) -> list[Attention
 
 def measured(normalizer: Options) -> MeasuredValues:
     """Values of one sequence."""
-    measures = Measures(limits.limit_statistics(), LAYERS, HEADS, QUERIES, LENGTH)
+    measures = AttentionMeasurement(limits.limit_statistics(), LAYERS, HEADS, QUERIES, LENGTH)
     model = decoder(normalizer)
     return measures.values(measures.vector(model, batch()).numpy()[None])
 
@@ -90,7 +90,7 @@ def test_lemma_1_applies_to_positive_functions_that_know_no_length(name: str):
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
 def test_the_norm_of_the_jacobian_stays_below_its_bound(name: str):
     for rows in rows_of(catalogue.ENTRIES[name]()):
-        bound = limits.jacobian_ceiling(rows)
+        bound = limits.jacobian_norm_bound(rows)
         if bound is None:
             assert rows.normalizer.score_map != "exp"
             continue
@@ -230,7 +230,7 @@ def test_the_family_measures_the_tokens_embeddings(name: str):
 
 def test_what_is_measured_does_not_depend_on_how_many_queries_fit_in_memory(monkeypatch: pytest.MonkeyPatch):
     expected = measured(opt.Softmax()).by_query
-    monkeypatch.setattr("lm.model.attention_stream.BLOCK_WEIGHTS", 5 * 3 * LENGTH)  # five queries at a time
+    monkeypatch.setattr("lm.model.attention_stream.MAX_BLOCK_WEIGHTS", 5 * 3 * LENGTH)  # five queries at a time
     for name, values in measured(opt.Softmax()).by_query.items():
         assert values == pytest.approx(expected[name], rel=1e-4, abs=1e-5, nan_ok=True), name
     norms = expected["norm of the Jacobian"]

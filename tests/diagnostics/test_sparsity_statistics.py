@@ -10,7 +10,7 @@ from lm.config.eval_config import DiagnosticsConfig
 from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
 from lm.diagnostics import sparsity
-from lm.diagnostics.attention_rows import AttentionRows, MeasuredValues, Measures
+from lm.diagnostics.attention_rows import AttentionMeasurement, AttentionRows, MeasuredValues
 from lm.evaluation.diagnostics import statistics_of
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
@@ -32,7 +32,9 @@ def batch() -> Batch:
 
 def measured(decoder: Decoder) -> MeasuredValues:
     heads = decoder.normalizers()[0].layer.n_head
-    measures = Measures(statistics_of(DiagnosticsConfig(statistics=["sparsity"])), LAYERS, heads, QUERIES, LENGTH)
+    measures = AttentionMeasurement(
+        statistics_of(DiagnosticsConfig(statistics=["sparsity"])), LAYERS, heads, QUERIES, LENGTH
+    )
     return measures.values(measures.vector(decoder, batch())[None].numpy())
 
 

@@ -135,7 +135,7 @@ def test_n_sample_follows_the_given_length():
 def test_no_tensor_grows_with_the_square_of_the_length(name: str, monkeypatch: pytest.MonkeyPatch):
     length = 1024
     for module in ("attention.routes", "model.attention_stream"):
-        monkeypatch.setattr(f"lm.{module}.BLOCK_WEIGHTS", 2**16)
+        monkeypatch.setattr(f"lm.{module}.MAX_BLOCK_WEIGHTS", 2**16)
     monkeypatch.setattr("lm.attention.elementwise_sums.TILE", 64)
     decoder, tokens = make_decoder(kinds.OPTIONS[name]()), batch(length).tokens[:1]
     with TensorMemory() as memory:

@@ -24,7 +24,7 @@ def measured(config: Config, bf16: bool = False, vocab_size: int = 400) -> int:
     """Bytes of tensors at the peak of the second of two steps, as Lightning makes them."""
     with TensorMemory() as memory:
         decoder = Decoder(config.model, vocab_size, config.data.seq_len, 1)
-        decoder.recomputes = config.trainer.activation_checkpointing
+        decoder.recomputes_activations = config.trainer.activation_checkpointing
         freeze(decoder, config.train_only)
         optimizer = make_optimizer(decoder, config.optim)
         for _ in range(2):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lm.config.training_config import Muon, OptimConfig
 from lm.config.tree import Config
-from lm.model.decoder import Decoder, group_of, projections
+from lm.model.decoder import Decoder, parameter_group, projection_rows
 from lm.runs.checkpoints import load_checkpoint
 from lm.training.optimizers import (
     BATCH_ELEMENTS,
@@ -38,11 +38,11 @@ def give_gradients(decoder: Decoder, seed: int) -> None:
 
 def parts(decoder: Decoder) -> dict[str, Tensor]:
     """The projections in a decoder's matrices, by name."""
-    fused = projections(decoder)
+    fused = projection_rows(decoder)
     return {
         f"{name} {part}": parameter.detach()[rows]
         for name, parameter in decoder.named_parameters()
-        if group_of(name, parameter) == "matrices"
+        if parameter_group(name, parameter) == "matrices"
         for part, rows in fused.get(name, {"": slice(None)}).items()
     }
 
@@ -77,7 +77,7 @@ def test_each_projection_gets_the_update_of_torch_s_muon_alone(
         ns_steps=5,
         adjust_lr_fn="match_rms_adamw",
     )
-    fused = projections(decoder)
+    fused = projection_rows(decoder)
     for step in range(3):
         give_gradients(decoder, step)
         for name, parameter in decoder.named_parameters():
@@ -124,7 +124,7 @@ def test_all_other_parameters_get_exactly_adamw_s_update(tiny):
         decoders.append(decoder)
     optimized, reference = (dict(decoder.named_parameters()) for decoder in decoders)
     for name, parameter in optimized.items():
-        assert torch.equal(parameter, reference[name]) == (group_of(name, parameter) != "matrices"), name
+        assert torch.equal(parameter, reference[name]) == (parameter_group(name, parameter) != "matrices"), name
 
 
 def test_a_run_keeps_its_state_in_fp32(tiny):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lm.config.training_config import ConstantRate, CosineRate, OptimConfig, WSDRate
-from lm.model.decoder import Decoder, projections
+from lm.model.decoder import Decoder, projection_rows
 from lm.training.optimizers import GROUPS, make_optimizer, parameter_groups, set_learning_rates
 
 
@@ -64,7 +64,7 @@ def test_slices_are_of_the_projections_they_are_named_for(tiny, options: list[st
     attention, x = model.blocks[0].attention, torch.randn(1, 3, model.config.n_embd)
     attention.attend = lambda x, q, k, v, context: projected.update(q=q, k=k, v=v) or x
     attention(x, None)
-    parts = projections(model)["blocks.0.attention.qkv.weight"]
+    parts = projection_rows(model)["blocks.0.attention.qkv.weight"]
     assert parts.keys() == projected.keys()
     for part, rows in parts.items():
         assert torch.allclose(projected[part].transpose(1, 2).flatten(2), x @ attention.qkv.weight[rows].T, atol=1e-6)
