@@ -449,7 +449,8 @@ def check_promises(
     options: Options, locate_failure: Callable[[BaseException], tuple[str, str]]
 ) -> Iterator[tuple[str, str]]:
     """Yield (promise, problem) for each check. `problem` says what the check finds wrong with `options`, with a hint;
-    empty if nothing. `locate_failure` is `lm.plugins.Plugins.locate_failure`, which names the code that raised an error.
+    empty if nothing. `locate_failure` is `lm.plugins.Plugins.locate_failure`, which names the code that raised an
+    error.
 
     If the first check ends in an error other than its own AssertionError, later checks are not run, as each would end
     in that error.

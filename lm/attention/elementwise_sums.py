@@ -69,11 +69,11 @@ SCORE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class _ElementwiseAttention(torch.autograd.Function):
-    """Causal sums of f(q.k / sqrt(D) + shift) v, computed tile by tile, for q, k (N, T, D), v (N, T, E) and `shift` (N,
-    T) or None.
+    """Causal sums of f(q.k / sqrt(D) + shift) v, computed tile by tile, for q, k (N, T, D), v (N, T, E) and `shift`
+    (N, T) or None.
 
-    With `divide_by_sum` weights are divided by their sum, and are in fp32 or wider in the forward pass. Otherwise, and in
-    the backward pass, weights are in v's dtype. Scores, f and sums are in fp32 or wider.
+    With `divide_by_sum` weights are divided by their sum, and are in fp32 or wider in the forward pass. Otherwise, and
+    in the backward pass, weights are in v's dtype. Scores, f and sums are in fp32 or wider.
     """
 
     @staticmethod

@@ -150,8 +150,8 @@ class _BlockAttention(torch.autograd.Function):
     """Causal softmax(scale q.k) v by blocks of queries, for q (N, T, D) of the last T of S tokens, k (N, S, D) and v
     (N, S, E); with a score map (`lm.attention.distance.MappedSoftmax`), softmax of its scores.
 
-    Without a map the backward pass reuses the weights. PyTorch's kernel recomputes_activations them, and takes twice the time on a
-    CPU, up to some hundred tokens.
+    Without a map the backward pass reuses the weights. PyTorch's kernel recomputes_activations them, and takes twice
+    the time on a CPU, up to some hundred tokens.
 
     In the forward pass q, k and the scores' softmax are in fp32 or wider, then weights and their products with v in v's
     dtype. In the backward pass gradients of weights are in fp32 or wider, then q, k and gradients of scores in v's

@@ -254,8 +254,8 @@ class _ElementwiseAttention(torch.autograd.Function):
 def fused_attention(
     kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, divide_by_sum: bool = False
 ) -> Tensor:
-    """`lm.attention.elementwise_sums.elementwise_attention` by the Triton kernels, for tensors that `why_no_triton` in that
-    module allows.
+    """`lm.attention.elementwise_sums.elementwise_attention` by the Triton kernels, for tensors that `why_no_triton` in
+    that module allows.
     """
     n, shape = q.size(0) * q.size(1), q.shape[:3]
     if shift is not None:

@@ -224,8 +224,8 @@ class Statistic:
 
     @property
     def without_first_token(self) -> "Statistic":
-        """The same statistic of `AttentionRows.without_first_token`, with `NO_FIRST` added to its name; reports do not show
-        it.
+        """The same statistic of `AttentionRows.without_first_token`, with `NO_FIRST` added to its name; reports do not
+        show it.
         """
         return replace(
             self, name=self.name + NO_FIRST, measure=lambda row: self.measure(row.without_first_token), in_reports=False

@@ -55,8 +55,8 @@ def attention_blocks(
     """Yield the decoder's attention on a batch, layer by layer, and within a layer some queries at a time.
 
     Training mode, gradients and autocast are as the caller has set them. For another inference setting, pass the
-    decoder that `lm.model.swapped.for_inference` returns. Holds queries and keys of one layer, `MAX_BLOCK_WEIGHTS` scores
-    and as many weights at a time.
+    decoder that `lm.model.swapped.for_inference` returns. Holds queries and keys of one layer, `MAX_BLOCK_WEIGHTS`
+    scores and as many weights at a time.
 
     Args:
         queries: indices of queries in the sequence, negative ones from the end; None: all queries.

@@ -193,14 +193,14 @@ class ForwardContext:
     first_output: int = 0  # index of the first new token that a layer computes an output for
 
     def output_part(self, x: Tensor) -> Tensor:
-        """The part of x (B, T, C) at tokens that a layer computes outputs for, from the index `first_output` on: (B, T -
-        first_output, C).
+        """The part of x (B, T, C) at tokens that a layer computes outputs for, from the index `first_output` on:
+        (B, T - first_output, C).
         """
         return x[:, self.first_output :] if self.first_output else x
 
     def attend(self, layer: AttentionBase, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the heads' outputs (B, H, T - first_output, E) for the final q (B, H, T, D) and k (B, K, T, D) of a layer,
-        values v (B, K, T, E) and the layer's input x (B, T, C).
+        """Return the heads' outputs (B, H, T - first_output, E) for the final q (B, H, T, D) and k (B, K, T, D) of a
+        layer, values v (B, K, T, E) and the layer's input x (B, T, C).
         """
         normalizer, layout = layer.normalizer, self.layout
         q, k = normalizer.append_features(x, q, k)
@@ -233,8 +233,8 @@ class AttentionBase(nn.Module):
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         """Return the heads' outputs (B, T - first_output, H E) for q (B, H, T, D), k (B, K, T, D) and v (B, K, T, E).
 
-        x: the layer's input (B, T, C). T is the number of new tokens, of which those from index `context.first_output` on are
-        queries.
+        x: the layer's input (B, T, C). T is the number of new tokens, of which those from index `context.first_output`
+        on are queries.
         """
         q, k = self.q_norm(q), self.k_norm(k)
         if self.rotates:
@@ -420,8 +420,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer, x + attention(norm(x)), then x + mlp(norm(x)), from x (B, T, C) to (B, T - first_output, C), the tokens from
-    `context.first_output` on. With `post_norm` norms are on the outputs; with `parallel` the MLP has the attention's input.
+    """A layer, x + attention(norm(x)), then x + mlp(norm(x)), from x (B, T, C) to (B, T - first_output, C), the tokens
+    from `context.first_output` on. With `post_norm` norms are on the outputs; with `parallel` the MLP has the
+    attention's input.
     """
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
@@ -450,7 +451,9 @@ class Block(nn.Module):
 
 
 class GatedBlock(nn.Module):
-    """A layer, x + gau(norm(x)), from x (B, T, C) to (B, T - first_output, C), the tokens from `context.first_output` on."""
+    """A layer, x + gau(norm(x)), from x (B, T, C) to (B, T - first_output, C), the tokens from `context.first_output`
+    on.
+    """
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__()

@@ -106,14 +106,15 @@ class Decoder(nn.Module):
         self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None,
         first_output: int = 0
     ) -> Tensor:  # fmt: skip
-        """Hidden states (B, T - first_output, C) of tokens (B, T) int64, after the last norm, which are the input of `head`.
+        """Hidden states (B, T - first_output, C) of tokens (B, T) int64, after the last norm, which are the input of
+        `head`.
 
         Args:
             layout: the layout of the tokens, e.g. `AttentionLayout.from_document_lengths`; None: one document from its
                 start, or with a cache the tokens after those in the cache.
             cache: the state that layers keep of earlier tokens, to which these tokens are added.
-            first_output: index of the first token whose hidden state is returned. The last layer computes no queries before
-                it.
+            first_output: index of the first token whose hidden state is returned. The last layer computes no queries
+                before it.
         """
         x, context = self.embed(tokens, layout, cache)
         run_block = self.run_block if self.training else _run_block
@@ -194,8 +195,8 @@ class Decoder(nn.Module):
         )
 
     def hidden_states(self, batch: Batch, first_output: int = 0) -> Tensor:
-        """Hidden states (B, T - first_output, C) of a batch's tokens from index `first_output` on, after the last norm (see
-        `forward`).
+        """Hidden states (B, T - first_output, C) of a batch's tokens from index `first_output` on, after the last norm
+        (see `forward`).
         """
         return self(batch.tokens, batch_layout(batch), first_output=first_output)
 
