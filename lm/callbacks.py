@@ -1,4 +1,4 @@
-"""Evaluations as callbacks of any Lightning Trainer, for modules that map tokens (B, T) to logits (B, T, V).
+"""These callbacks measure in any Lightning Trainer, for modules that map tokens (B, T) to logits (B, T, V).
 
 text = HeldOutText(["held-out.txt"], tokenizer="tokenizer.json", seq_len=256)
 trainer = L.Trainer(callbacks=[LongContextLoss(text, every=500, length_factor=4)])

@@ -1,4 +1,5 @@
-"""Attention normalizers for models and trainers outside lm: lm's own modules, which the layers of such a model hold.
+"""This module gives lm's attention normalizers to models and trainers outside lm, as modules that layers of such a
+model hold.
 
     import lm.functional as L
 
@@ -119,7 +120,10 @@ def make_layout(
 def _checked_layout(
     normalizer: Normalizer, q: Tensor, k: Tensor, positions: Tensor | AttentionLayout | None, cu_seqlens: Tensor | None
 ) -> AttentionLayout:
-    """Return `make_layout`. Raises ValueError: it does, or q and k have not the normalizer's heads."""
+    """Return the result of `make_layout`, after a check that q and k have the normalizer's heads.
+
+    Raises ValueError: heads or positions don't fit.
+    """
     layer = normalizer.layer
     if q.shape[1::2] != (layer.n_head, layer.head_size) or layer.n_head % k.size(1) or k.shape[::3] != q.shape[::3]:
         heads = f"(B, H, T, D) and (B, K, S, D) for {layer.n_head} heads of {layer.head_size} dimensions"

@@ -1,9 +1,9 @@
-"""Plugins: third-party normalizers ("code from outside" in messages), named as `package.module:Class` or by an
+"""Plugins are normalizers from outside lm ("code from outside" in messages), named as `package.module:Class` or by an
 installed entry point.
 
 A plugin is imported only if the user named it, in a configuration or on the command line of this process
-(`Plugins.trusted`), or allowed its package (`Plugins.allow`). A plugin that only a checkpoint, run folder or export
-names is imported only if its package is allowed. docs/normalizers-own.md describes the requirements on a plugin.
+(`Plugins.trusted_text`), or allowed its package (`Plugins.allow`). A plugin that only a checkpoint, run folder or
+export names is imported only if its package is allowed. docs/normalizers-own.md describes the requirements on a plugin.
 """
 
 import importlib
@@ -27,7 +27,7 @@ OptionsGetter = Callable[[type], type]  # returns the class of a plugin's option
 
 
 class Plugin(NamedTuple):
-    """An imported normalizer: its classes, version and digest."""
+    """A plugin is an imported normalizer, with its classes, version and digest."""
 
     options: type  # the dataclass of its options, whose `name` is `package.module:Class`
     implementation: type  # the imported class
@@ -54,7 +54,9 @@ class Plugins:
 
     @contextmanager
     def trusted_text(self) -> Iterator[None]:
-        """A context for reading text that the user wrote; within it, every plugin that is named may be imported."""
+        """Return a context for reading text that the user wrote; within it, every plugin that is named may be
+        imported.
+        """
         was_trusting, self._is_trusting = self._is_trusting, True
         try:
             yield
@@ -124,6 +126,10 @@ def top_level_package(reference: str) -> str:
 
 
 def _import_plugin(reference: str, get_options: OptionsGetter) -> Plugin:
+    """Import the plugin `package.module:Class` that `reference` names.
+
+    Raises Unavailable: the import fails, or the class is no normalizer.
+    """
     module, _, name = reference.partition(":")
     try:
         plugin_class = getattr(importlib.import_module(module), name)

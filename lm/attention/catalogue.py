@@ -1,5 +1,4 @@
-"""The catalogue of normalizers: their classes by their classes of options, and the function that makes a layer's
-normalizer from its options.
+"""The catalogue of normalizers maps each class of options to the class of normalizer that it configures.
 
 A normalizer is two classes in one module: a dataclass of options, with formula, source and published figures, and a
 subclass of `Normalizer` whose `schema` is that dataclass. The catalogue holds each such class of `MODULES`.
@@ -22,10 +21,10 @@ globals().update({options.__name__: options for options in NORMALIZERS})  # as `
 
 
 def make_normalizer(options: Options, layer: LayerSpec) -> Normalizer:
-    """The normalizer that `options` describe, for a layer."""
+    """Make the normalizer that `options` describe, for one layer."""
     return NORMALIZERS[type(options)](options, layer)
 
 
 def normalizer_class(name: str) -> type[Normalizer]:
-    """The class of the normalizer whose options have the name `name`, from lm or from an imported plugin."""
+    """Return the class of the normalizer whose options are named `name`, from lm or from an imported plugin."""
     return next(normalizer for options, normalizer in NORMALIZERS.items() if options.name == name)

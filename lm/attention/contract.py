@@ -1,5 +1,5 @@
-"""The promises of every normalizer, each checked by a function: tests run the checks on lm's normalizers, `lm
-check-normalizer` on plugins. The first line of a check's docstring is the promise, the rest a hint for the author of a
+"""Checks of the promises that every normalizer keeps. Tests run the checks on lm's normalizers, `lm check-normalizer`
+on plugins. The first paragraph of a check's docstring is the promise. The second is a hint for the author of a
 normalizer that breaks it.
 
 Shapes: B = 2 sequences, H = `HEADS` heads, T queries, S keys, D head size, L = `TRAIN_LENGTH`; `WIDTH` is the layer
@@ -30,8 +30,10 @@ MAX_ERROR_RATIO = 10  # errors under bf16 autocast may be this many times softma
 def random_normalizer(
     options: Options, dtype: torch.dtype = torch.float64, size: int = HEAD_SIZE, train_length: int = TRAIN_LENGTH
 ) -> Normalizer:
-    """A normalizer whose parameters are initial values plus noise if they are vectors, noise alone if matrices; the
-    same at each call.
+    """Return a normalizer with random parameters, which are the same at each call. Vectors have their initial values
+    plus noise of standard deviation 0.1; matrices hold such noise alone.
+
+    size: the head size. train_length: tokens in a training sequence.
     """
     normalizer = make_normalizer(options, LayerSpec(HEADS, size, WIDTH, train_length)).to(dtype)
     generator = torch.Generator().manual_seed(0)
@@ -50,10 +52,10 @@ def random_inputs(
     size: int = HEAD_SIZE,
     normalizer: Normalizer | None = None,
 ) -> list[Tensor]:
-    """Random q, k, v (batch, HEADS, length, size).
+    """Return random q, k and v, each (batch, HEADS, length, size), which are the same at each call.
 
-    With `normalizer`, q and k also have the channels that it computes from a layer's input, here a random one, and are
-    wider than `size`.
+    With `normalizer`, q and k also hold the features that it computes from a random layer input, and so are wider than
+    `size`.
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(batch, HEADS, length, size, generator=generator, dtype=torch.float64) for _ in range(3))
@@ -66,8 +68,10 @@ def random_inputs(
 def named_output_and_gradients(
     normalizer: Normalizer, output: Tensor, leaves: list[Tensor], grad: Tensor
 ) -> dict[str, Tensor]:
-    """Return `output` and the gradients of sum(`grad` x `output`) for q, k, v (`leaves`) and the normalizer's
-    parameters, by name; 0 for what `output` does not depend on.
+    """Return `output`, and the gradients of the sum of `grad` x `output`, by name.
+
+    The gradients are those for q, k, v (`leaves`) and the normalizer's parameters. They are 0 where `output` does not
+    depend on a tensor.
     """
     parameters = dict(normalizer.named_parameters())
     sources = [*leaves, *parameters.values()]
@@ -77,8 +81,8 @@ def named_output_and_gradients(
 
 
 def require(condition: bool | Tensor, message: str) -> None:
-    """Raise AssertionError with `message` if `condition` is false; for a tensor, add the index of its first false
-    entry.
+    """Raise AssertionError with `message` if `condition` is false. If it is a tensor, the message gains the index of
+    its first false entry.
     """
     if isinstance(condition, Tensor) and not condition.all():
         raise AssertionError(f"{message}, at entry {condition.logical_not().nonzero()[0].tolist()}")
@@ -87,8 +91,10 @@ def require(condition: bool | Tensor, message: str) -> None:
 
 
 def assert_close(actual: Tensor, expected: Tensor, name: str, atol: float = 1e-10) -> None:
-    """Raise AssertionError if dtypes or shapes differ, or entries by more than `atol` or as they are not finite; the
-    message gives the entry that differs most.
+    """Raise AssertionError unless `actual` has the dtype, the shape and the entries of `expected`.
+
+    Entries may differ by `atol`; differences that are not finite always fail. The message gives the entry that differs
+    most.
     """
     descriptions = [f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}" for x in (actual, expected)]
     require(descriptions[0] == descriptions[1], f"the {name} is {descriptions[0]}, not {descriptions[1]}")
@@ -106,8 +112,11 @@ def assert_matches_definition(
     layout: AttentionLayout,
     atol: float = 1e-10,
 ) -> None:
-    """Raise AssertionError unless `route` and `normalizer.weights` @ v agree in output and in gradients, up to `atol`.
-    The gradients are those of q, k, v (`leaves`) and of the normalizer's parameters."""
+    """Raise AssertionError unless `route` and the definition, `normalizer.weights` @ v, agree in output and gradients,
+    up to `atol`.
+
+    The gradients are those for q, k, v (`leaves`) and the normalizer's parameters.
+    """
     results = []
     for function in (route, lambda q, k, v, layout: normalizer.weights(q, k, layout) @ v):
         tensors = [x.detach().requires_grad_() for x in leaves]
@@ -121,8 +130,9 @@ def assert_matches_definition(
 def assert_decoding_matches(
     normalizer: Normalizer, q: Tensor, k: Tensor, v: Tensor, expected: Tensor, steps: list[int]
 ) -> None:
-    """Raise AssertionError unless calls of `decode` for `steps[0]`, then `steps[1]` ... tokens give `expected`, all
-    tokens' output.
+    """Raise AssertionError unless `decode` gives `expected`, the output for all tokens.
+
+    `decode` is called for the first `steps[0]` tokens, then for the next `steps[1]`, and so on.
     """
     start, state, outputs = 0, None, []
     for step in steps:
@@ -155,8 +165,9 @@ def check_initial_values(options: Options) -> None:
 
 
 def _require_shape(name: str, x: object, shape: tuple[int, ...]) -> None:
-    """Raise an error that names the cause of all that would follow: no tensor, another shape, or numbers that are not
-    finite.
+    """Raise TypeError or ValueError unless `x` is a tensor of this shape whose numbers are all finite.
+
+    This runs in the first check, so that a message names the cause of errors that all other checks would end in.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} gives {type(x).__name__}, not a tensor")
@@ -222,7 +233,7 @@ def check_row_independence(options: Options) -> None:
 
 
 def check_row_sums(options: Options) -> None:
-    """keys after the query have weight 0; the options say that weights sum to one if and only if each query's weights
+    """keys after the query have weight 0; the options declare that weights sum to one exactly if each query's weights
     do so or are all 0
 
     set weights to 0 where `layout.visible()` is false; options say by `sums_to_one`, or by the value `sum` of `n`, that
@@ -277,8 +288,8 @@ def check_scale_by_position(options: Options) -> None:
 
 
 def check_score_map(options: Options) -> None:
-    """keys that are not `visible` have weight 0; others are the function `score_map`, if it is set, of the scores,
-    times a factor per query
+    """keys that are not `visible` have weight 0; if `score_map` is set, other weights are that function of their
+    scores, times a factor per query
 
     leave `score_map` empty if no function of each score, times a factor per query, gives the weights
     """
@@ -296,7 +307,7 @@ def check_score_map(options: Options) -> None:
 
 
 def check_causality(options: Options) -> None:
-    """a later token changes nothing earlier, to the bit
+    """later tokens change no earlier output, to the bit
 
     mask by `layout.visible()` before anything is computed from all scores of a query, and sum over visible keys alone
     """
@@ -305,7 +316,9 @@ def check_causality(options: Options) -> None:
 
 
 def changes_by_later_tokens(normalizer: Normalizer, length: int, first: int) -> Tensor:
-    """How much the outputs of the tokens before `first` change with the tokens from `first` on."""
+    """Return how much the outputs of the tokens before `first` change with the tokens from `first` on: |differences|,
+    (B, H, first, D).
+    """
     q, k, v = random_inputs(length, normalizer=normalizer)
     outputs = []
     for _ in range(2):
@@ -411,8 +424,10 @@ def check_autocast_errors(options: Options) -> None:
 
 
 def _autocast_errors(options: Options) -> dict[str, float]:
-    """Relative errors |x - x_fp64| / |x_fp64| of output and gradients x, by name, in autocast as in training: q, k in
-    fp32, v in bf16."""
+    """Return the relative errors of output and gradients under bf16 autocast, by name, against the same in fp64.
+
+    The error of x is |x - x_fp64| / |x_fp64|. q and k are in fp32 and v is in bf16, as in training.
+    """
     results = []
     for dtype in (torch.float64, torch.float32):
         normalizer = random_normalizer(options, dtype)
@@ -448,12 +463,11 @@ CHECKS: tuple[Callable[[Options], None], ...] = (
 def check_promises(
     options: Options, locate_failure: Callable[[BaseException], tuple[str, str]]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (promise, problem) for each check. `problem` says what the check finds wrong with `options`, with a hint;
-    empty if nothing. `locate_failure` is `lm.plugins.Plugins.locate_failure`, which names the code that raised an
-    error.
+    """Yield (promise, problem) for each check of a normalizer with these options. A problem says what the check finds
+    wrong, with a hint; it is empty if the promise is kept.
 
-    If the first check ends in an error other than its own AssertionError, later checks are not run, as each would end
-    in that error.
+    `locate_failure` (`lm.plugins.Plugins.locate_failure`) names the code that raised an error. If the first check ends
+    in an error other than its own AssertionError, later checks are not run, as each would end in that error.
     """
     for check in CHECKS:
         promise, hint = (" ".join(part.split()) for part in f"{check.__doc__}\n\n".split("\n\n")[:2])

@@ -1,5 +1,5 @@
-"""Causal softmax attention of long sequences, without gradients, by the kernel `causal_softmax.cpp` for CPUs with
-AVX-512 BF16 but no AMX.
+"""This module computes causal softmax attention of long sequences, without gradients. Its kernel `causal_softmax.cpp`
+is for CPUs with AVX-512 BF16 but no AMX.
 
 On such CPUs PyTorch's fused kernel needs more than twice the time (docs/speed.md). lm's kernel is compiled at its first
 use on a machine, in two seconds. Where it can't be compiled or used, PyTorch's kernel computes the same function.
@@ -28,9 +28,7 @@ COMPILE_SECONDS = 120  # time limit, more than a compiler takes on a busy machin
 
 
 def why_unusable(v: Tensor) -> str:
-    """The reason why the kernel, which has no gradients, can't compute attention with the values `v` (B, H, S, E);
-    empty if it can.
-    """
+    """Return the reason why the kernel can't compute attention with the values `v` (B, H, S, E); empty if it can."""
     if torch.compiler.is_compiling() or type(v) is not Tensor:
         return "operands are traced, or have no numbers"
     if v.dtype != torch.bfloat16:
@@ -57,7 +55,7 @@ def causal_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
-    """The matrices x (N, R, C) in bf16, contiguous, with zeros appended so that R and C are multiples of `rows` and
+    """Convert matrices x (N, R, C) to contiguous bf16, with zeros appended so that R and C are multiples of `rows` and
     `columns`.
     """
     return F.pad(x.to(torch.bfloat16), (0, -x.size(2) % columns, 0, -x.size(1) % rows)).contiguous()
@@ -65,7 +63,7 @@ def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
 
 @cache
 def _why_unusable() -> str:
-    """The reason why this machine can't run the kernel; empty if it can."""
+    """Return the reason why this machine can't run the kernel; empty if it can."""
     flags = cpu_flags()
     if "avx512_bf16" not in flags:
         return "the CPU has no avx512_bf16"
@@ -79,7 +77,7 @@ def _why_unusable() -> str:
 
 
 def _compare_with_pytorch() -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield a name, the output of the kernel and of PyTorch's for the last queries of a sequence."""
+    """Yield a name, the kernel's output and PyTorch's, for the last 200 of a sequence's 300 queries."""
     q, k, v = torch.arange(3 * 2 * 300 * 40.0, device="cpu").sin().bfloat16().view(3, 2, 300, 40)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
     yield "output", causal_softmax(q[:, 100:], k, v, 1.0), expected[:, 100:]
@@ -87,7 +85,7 @@ def _compare_with_pytorch() -> Iterator[tuple[str, Tensor, Tensor]]:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The kernel's loaded library, compiled unless this machine's cache holds it. Raises OSError or
+    """Load the kernel's library, which is compiled unless this machine's cache holds it. Raises OSError or
     subprocess.SubprocessError.
     """
     command = [

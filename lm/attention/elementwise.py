@@ -1,5 +1,5 @@
-"""Elementwise attention: each weight depends on its own score, and on n or on the sum of unnormalized weights over the
-query's keys.
+"""In elementwise attention each weight depends on its own score, and on n or on the sum of unnormalized weights over
+the query's keys.
 """
 
 import math
@@ -19,8 +19,10 @@ from lm.errors import Problem
 
 
 class ElementwiseNormalizer(DividedNormalizer):
-    """Weights f(z + b) r of logits z: `score_map` names f, b is the query's `shift`, r its `factor`, or 1 / sum of f if
-    that is None.
+    """Base of normalizers whose weights are f(z + b) r, for logits z.
+
+    `score_map` names f. b is the query's `shift`, and r its `factor`; if that is None, r is 1 / sum of f over the
+    query's keys.
     """
 
     kernel = "tiles; on CUDA Triton"
@@ -29,7 +31,7 @@ class ElementwiseNormalizer(DividedNormalizer):
         return elementwise_sums.SCORE_FUNCTIONS[self.score_map].value(scores)
 
     def shift(self, layout: AttentionLayout) -> Tensor | None:
-        """The shift b of each query's logits, fp32, broadcastable to (B, H, T); None for 0."""
+        """Return the shift b of each query's logits, fp32, broadcastable to (B, H, T); None for 0."""
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
@@ -46,7 +48,7 @@ class ElementwiseNormalizer(DividedNormalizer):
 
 
 class ShiftedNormalizer(ElementwiseNormalizer):
-    """Base of elementwise normalizers whose logits have a `shift`."""
+    """Base of elementwise normalizers whose scores are the logits plus a `shift` of each query."""
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         z = logits(q, k)
@@ -55,6 +57,8 @@ class ShiftedNormalizer(ElementwiseNormalizer):
 
 @dataclass
 class Relu2(Options):
+    """Options of `relu2`, which divides squared positive logits by n."""
+
     name = "relu2"
     full_formula = "relu(z)^2 / n"
     source = "Hua et al. 2022, arXiv 2202.10447"
@@ -80,6 +84,11 @@ class Relu2(Options):
 
 
 class Relu2Normalizer(ElementwiseNormalizer):
+    """Squared-ReLU attention: the weight of a key with the logit z is relu(z)^2 / n (arXiv 2202.10447).
+
+    With `form: 1/n^2` it is relu(q.k / n)^2. With `n: sum` squares are divided by their sum.
+    """
+
     schema = Relu2
     score_map = "relu2"
 
@@ -93,6 +102,8 @@ class Relu2Normalizer(ElementwiseNormalizer):
 
 @dataclass
 class Relu(Options):
+    """Options of `relu`, which divides positive logits by n."""
+
     name = "relu"
     full_formula = "relu(z) / n"
     source = "Wortsman et al. 2023, arXiv 2309.08586"
@@ -102,12 +113,16 @@ class Relu(Options):
 
 
 class ReluNormalizer(ElementwiseNormalizer):
+    """ReLU attention: the weight of a key with the logit z is relu(z) / n (arXiv 2309.08586)."""
+
     schema = Relu
     score_map = "relu"
 
 
 @dataclass
 class Sigmoid(Options):
+    """Options of `sigmoid`, whose logits are shifted by -ln n."""
+
     name = "sigmoid"
     full_formula = "sigmoid(z - ln n (+ b))"
     learned_parameters = "none (or b per layer and head)"
@@ -120,6 +135,11 @@ class Sigmoid(Options):
 
 
 class SigmoidNormalizer(ShiftedNormalizer):
+    """Sigmoid attention: the weight of a key with the logit z is sigmoid(z - ln n) (arXiv 2409.04431).
+
+    With the option `bias` it is sigmoid(z - ln n + b), b learned per head.
+    """
+
     schema = Sigmoid
     score_map = "sigmoid"
 
@@ -137,6 +157,8 @@ class SigmoidNormalizer(ShiftedNormalizer):
 
 @dataclass
 class Threshold(Options):
+    """Options of `threshold`, which drops logits below a bar that grows with n."""
+
     name = "threshold"
     full_formula = "relu(z - beta sqrt(2 ln n))^p / sum"
     learned_parameters = "beta per layer and head"
@@ -161,7 +183,7 @@ class ThresholdNormalizer(ShiftedNormalizer):
     """Threshold attention: a key's weight is relu(z - beta sqrt(2 ln n))^p, divided by the sum; z is its logit.
 
     The threshold grows with the n keys that a query sees, so that about as many Gaussian logits exceed it at every n.
-    If none does, all weights are 0.
+    If no logit exceeds it, all weights are 0.
     """
 
     schema = Threshold
@@ -182,6 +204,8 @@ class ThresholdNormalizer(ShiftedNormalizer):
 
 @dataclass
 class SoftplusAttention(Options):
+    """Options of `lssa`, length-scaled softplus attention."""
+
     name = "lssa"
     full_formula = "w = softplus(z ln n / ln m) / sum, then relu(n w - 1)^p / sum"
     source = (

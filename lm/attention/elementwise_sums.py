@@ -1,6 +1,6 @@
-"""Elementwise attention: causal sums over keys of f(q.k / sqrt(D) + shift) v, for a function f of one score.
+"""Elementwise attention sums f(q.k / sqrt(D) + shift) v over the keys up to each query, for a function f of one score.
 
-The Triton kernel computes these sums where it works, tiles in PyTorch compute them elsewhere. Shapes: N = sequences x
+The Triton kernel computes these sums where it works; tiles in PyTorch compute them elsewhere. Shapes: N = sequences x
 heads, T tokens, D head size, E width of the values.
 """
 
@@ -27,9 +27,10 @@ MAX_HEAD_SIZE = 128  # the largest head size that the Triton kernel takes
 
 
 class ScoreFunction(NamedTuple):
-    """A function f of scores z. `value` and `value_` return f(z), `derivative_` returns (f(z), grad x f'(z)).
+    """A function f of scores z, in forms for the forward and the backward pass.
 
-    The functions whose names end in `_` overwrite their arguments.
+    `value` and `value_` return f(z); `derivative_` returns (f(z), grad x f'(z)). Functions whose names end in `_`
+    overwrite their arguments.
     """
 
     value: Callable[[Tensor], Tensor]  # f(z)
@@ -39,12 +40,14 @@ class ScoreFunction(NamedTuple):
 
 
 def _relu2_derivative_(z: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Return relu(z)^2 and `grad` times its derivative; both arguments are overwritten."""
     z.relu_()
     grad.mul_(z).mul_(2)
     return z.square_(), grad
 
 
 def _sigmoid_derivative_(z: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sigmoid(z) and `grad` times its derivative; both arguments are overwritten."""
     z.sigmoid_()
     grad.mul_(z)
     return z, grad.addcmul_(grad, z, value=-1)
@@ -69,7 +72,7 @@ SCORE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class _ElementwiseAttention(torch.autograd.Function):
-    """Causal sums of f(q.k / sqrt(D) + shift) v, computed tile by tile, for q, k (N, T, D), v (N, T, E) and `shift`
+    """Compute causal sums of f(q.k / sqrt(D) + shift) v tile by tile, for q, k (N, T, D), v (N, T, E) and `shift`
     (N, T) or None.
 
     With `divide_by_sum` weights are divided by their sum, and are in fp32 or wider in the forward pass. Otherwise, and
@@ -132,16 +135,16 @@ class _ElementwiseAttention(torch.autograd.Function):
 
 
 def _scores(q: Tensor, k: Tensor, shift: Tensor | None, a: int, b: int, c: int, d: int) -> Tensor:
-    """The scores q.k / sqrt(D) + shift of queries a to b - 1 and keys c to d - 1: (N, b - a, d - c)."""
+    """Return the scores q.k / sqrt(D) + shift of queries a to b - 1 and keys c to d - 1: (N, b - a, d - c)."""
     factor, shifts = 1 / math.sqrt(q.size(-1)), q.new_zeros(1, 1, 1) if shift is None else shift[:, a:b].unsqueeze(-1)
     return torch.baddbmm(shifts, q[:, a:b], k[:, c:d].transpose(1, 2), beta=shift is not None, alpha=factor)
 
 
-def tiles(
+def sum_tiles(
     kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, divide_by_sum: bool = False
 ) -> Tensor:
-    """Compute `elementwise_attention` tile by tile, on any device. Memory holds one tile of weights per head at a
-    time.
+    """Compute `elementwise_attention` tile by tile, on any device. Memory holds one tile of weights per head at
+    a time.
     """
     if shift is not None:
         shift = shift.to(torch.promote_types(v.dtype, torch.float32)).expand(q.shape[:3]).flatten(0, 1)
@@ -154,15 +157,16 @@ def tiles(
 
 
 def triton_is_interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1), as in tests. It is slow, but runs on any
-    device.
+    """Return whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1), as in tests. It is slow, but runs on
+    any device.
     """
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def why_no_triton(device: torch.device, dtype: torch.dtype, size: int) -> str:
-    """The reason why `elementwise_attention` takes tiles on `device` for q, k of `dtype` and head size `size`; empty if
-    the kernel runs.
+    """Return the reason why `elementwise_attention` takes tiles instead of the Triton kernel; empty if the kernel runs.
+
+    dtype: the dtype of q and k. size: the head size.
     """
     if dtype not in (torch.float32, torch.bfloat16):
         return f"the Triton kernel has no {dtype}"
@@ -177,8 +181,9 @@ def why_no_triton(device: torch.device, dtype: torch.dtype, size: int) -> str:
 
 @cache
 def _why_unusable(device: torch.device) -> str:
-    """The reason why the Triton kernel can't run on `device`; empty if it can. Without triton, and in an export, which
-    has no copy of the kernel, its import fails.
+    """Return the reason why the Triton kernel can't run on `device`; empty if it can.
+
+    Its import fails without triton, and in exported models, which have no copy of the kernel.
     """
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the Triton kernel needs a GPU of compute capability 8.0"
@@ -186,8 +191,10 @@ def _why_unusable(device: torch.device) -> str:
 
 
 def _compare_with_tiles(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield kind, result of the Triton kernel and of the tiles for each function, with and without shift and sums. The
-    kernel is compiled, which fails where the machine lacks a C compiler or Python's headers.
+    """Yield the name of f, the Triton kernel's result and the tiles' result, for each f, with and without shift and
+    sums.
+
+    Compiling the kernel fails where the machine lacks a C compiler or Python's headers.
     """
     from lm.attention import triton_kernels
 
@@ -195,7 +202,7 @@ def _compare_with_tiles(device: torch.device) -> Iterator[tuple[str, Tensor, Ten
     for kind, shift, divide_by_sum in product(SCORE_FUNCTIONS, ([], [qkv[0][..., 0].float()]), (False, True)):
         pair = (
             output_and_gradients(partial(route, kind, divide_by_sum=divide_by_sum), [*qkv, *shift], grad)
-            for route in (triton_kernels.fused_attention, tiles)
+            for route in (triton_kernels.fused_attention, sum_tiles)
         )
         yield from ((kind, a, b) for a, b in zip(*pair, strict=True))
 
@@ -204,10 +211,10 @@ def _compare_with_tiles(device: torch.device) -> Iterator[tuple[str, Tensor, Ten
 def elementwise_attention(
     kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, divide_by_sum: bool = False
 ) -> Tensor:
-    """Return sum_{j <= i} f(q_i.k_j / sqrt(D) + shift_i) v_j, (B, H, T, E) in the dtype of `v`, by a Triton kernel or
-    tiles (`why_no_triton`).
+    """Return sum_{j <= i} f(q_i.k_j / sqrt(D) + shift_i) v_j, (B, H, T, E) in the dtype of `v`.
 
-    The factor 1 / sqrt(D) multiplies the scores, in fp32, as a scaled q would be rounded once more, to `q.dtype`.
+    A Triton kernel or tiles (`why_no_triton`) compute it. The factor 1 / sqrt(D) multiplies the scores, in fp32, as a
+    scaled q would be rounded once more, to `q.dtype`.
 
     Args:
         kind: the name of f in `SCORE_FUNCTIONS`.
@@ -216,7 +223,7 @@ def elementwise_attention(
         divide_by_sum: divide each query's output by the sum of f over its keys; f must not be negative.
     """
     if why_no_triton(q.device, q.dtype, q.size(-1)):
-        return tiles(kind, q, k, v, shift, divide_by_sum)
+        return sum_tiles(kind, q, k, v, shift, divide_by_sum)
     from lm.attention import triton_kernels
 
     return triton_kernels.fused_attention(kind, q, k, v, shift, divide_by_sum)

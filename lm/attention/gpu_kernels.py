@@ -1,5 +1,5 @@
-"""Fused kernels on CUDA GPUs that others maintain: PyTorch's FlexAttention, adasplash (entmax), fla-core
-(stick-breaking).
+"""This module calls fused kernels for CUDA GPUs that others maintain: PyTorch's FlexAttention, adasplash (entmax) and
+fla-core (stick-breaking).
 
 The first call for a normalizer's options and sizes on a device compares output and gradients with query blocks, on
 small sequences. Where the package is missing, an error arises or results differ, other routes take its place.
@@ -25,7 +25,9 @@ MAX_FLEX_LENGTH = 2**15  # most tokens of a sequence: the mask by blocks of long
 
 
 def can_compute(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> bool:
-    """Whether the kernel of the package `normalizer.gpu_package` works on this device, and computes this call."""
+    """Return whether the kernel of the package `normalizer.gpu_package` works on this device, and can compute attention
+    with these arguments.
+    """
     package = normalizer.gpu_package
     if not package or v.device.type != "cuda":
         return False
@@ -42,8 +44,8 @@ _PROBLEMS: dict[tuple[object, ...], str] = {}
 
 @keep_uncompiled
 def why_unusable(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> str:
-    """The reason why the kernel of the package `normalizer.gpu_package` does not compute calls with the sizes, dtype
-    and device of q, k and v; empty if it does.
+    """Return the reason why the kernel of the package `normalizer.gpu_package` can't be used for the sizes, dtype and
+    device of q, k and v; empty if it can.
     """
     package, name = normalizer.gpu_package, f"{type(normalizer).__name__} {normalizer.options}"
     call = name, q.size(1), *(x.size(-1) for x in (q, k, v)), v.dtype, v.device
@@ -58,7 +60,7 @@ def why_unusable(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> str:
 def _compare_with_query_blocks(
     normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield name, result of the kernel and of query blocks for output and gradients on small sequences."""
+    """Yield name, the kernel's result and the result of query blocks, for output and gradients of small sequences."""
     length, leaves = CHECKED_LENGTH, []
     for i, x in enumerate((q, k, v)):
         numbers = torch.arange(q.size(1) * length * x.size(-1), device=v.device).mul(1 + i).sin()
@@ -87,8 +89,10 @@ def flex_softmax(
     score_map: nn.Module | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Return softmax(s) v, (B, H, T, E) in the dtype of `v`, where s is scale q.k or what `score_map` makes of it; with
-    `window`, over the latest keys alone.
+    """Return softmax(s) v, (B, H, T, E) in the dtype of `v`, by FlexAttention.
+
+    s is scale x q.k, or what `score_map.map_scores` makes of it. With `window` a query sees that many latest keys
+    alone.
     """
     attend, _ = _flex()
     score_mod = _score_mod(type(score_map), repr(score_map.options), score_map) if score_map else None
@@ -99,7 +103,7 @@ def flex_softmax(
 
 @cache
 def _flex() -> tuple[Callable, Callable]:
-    """FlexAttention, compiled, and the function that makes its masks."""
+    """Return FlexAttention, compiled, and the function that makes its masks."""
     flex = import_module("torch.nn.attention.flex_attention")
     return torch.compile(flex.flex_attention), flex.create_block_mask
 
@@ -108,7 +112,9 @@ _SCORE_MODS: dict[tuple[type, str], Callable] = {}
 
 
 def _score_mod(kind: type, options: str, score_map: nn.Module) -> Callable:
-    """The map as FlexAttention wants it; one function for all layers, as each function is compiled."""
+    """Return `score_map` in the form that FlexAttention takes. All layers with these options share one function, as
+    each function is compiled.
+    """
 
     def map_score(z: Tensor, sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return score_map.map_scores(z, score_map.coefficients((query - key).clamp(min=0).float()))
@@ -117,7 +123,10 @@ def _score_mod(kind: type, options: str, score_map: nn.Module) -> Callable:
 
 
 def _block_mask(layout: AttentionLayout, length: int, window: int | None) -> object:
-    """The mask of a layout by blocks, made once for all layers and, of whole documents, for all steps."""
+    """Return FlexAttention's mask of a layout. All layers share it; the mask of whole documents serves all steps, too.
+
+    window: number of the latest keys that a query sees; None: all.
+    """
     documents = layout.documents
     if documents is None:
         return _make_mask(length, window, layout.positions.device)
@@ -129,6 +138,11 @@ def _block_mask(layout: AttentionLayout, length: int, window: int | None) -> obj
 
 @cache
 def _make_mask(length: int, window: int | None, device: torch.device, documents: Tensor | None = None) -> object:
+    """Make FlexAttention's causal mask for `length` tokens.
+
+    documents: index of each token's document, (B, T); None: one document per sequence.
+    """
+
     def sees(sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         is_same = documents is None or documents[sequence, query] == documents[sequence, key]
         return (key <= query) & (query - key < (window or length)) & is_same
@@ -142,8 +156,9 @@ def _make_mask(length: int, window: int | None, device: torch.device, documents:
 
 @keep_uncompiled
 def entmax(q: Tensor, k: Tensor, v: Tensor, alpha: float) -> Tensor:
-    """Return alpha-entmax(q.k / sqrt(D)) v with a causal mask, (B, H, T, E), by adasplash, which takes powers of 2 as
-    sizes: tokens are appended that no query sees, and dimensions of zeros.
+    """Return alpha-entmax(q.k / sqrt(D)) v with a causal mask, (B, H, T, E) in the dtype of `v`, by adasplash.
+
+    adasplash takes powers of 2 as sizes. So tokens are appended that no query sees, and dimensions of zeros.
     """
     size, width, length = q.size(-1), v.size(-1), q.size(2)
     padded_size = max(16, 1 << (max(size, width) - 1).bit_length())

@@ -1,4 +1,4 @@
-"""What compiled kernels need: this CPU's instruction sets, the C++ compiler, the cache folder, and the check of a
+"""What compiled kernels need: the CPU's instruction sets, the C++ compiler, the cache folder, and the check of a
 kernel's results at its first use.
 """
 
@@ -51,20 +51,22 @@ def compiled_code_folder() -> Path | None:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
-    """A context without autocast, in which the dtypes of operands alone decide the dtype of a computation."""
+    """Return a context without autocast, in which the dtypes of operands alone decide the dtype of a computation."""
     return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
 
 
 def output_and_gradients(route: Callable[..., Tensor], leaves: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
-    """The output of `route(*leaves)` and its gradients for the leaves, where `grad` is the output's gradient."""
+    """Return the output of `route(*leaves)` and its gradients for the leaves, where `grad` is the output's gradient."""
     tensors = [x.detach().requires_grad_() for x in leaves]
     output = route(*tensors)
     return output, *torch.autograd.grad(output, tensors, grad)
 
 
 def kernel_problem(kernel: str, device: torch.device, cases: Callable[[], Iterator[tuple[str, Tensor, Tensor]]]) -> str:
-    """The reason why a kernel can't be used on a device, after a warning; empty if it can. `cases` yields names,
-    results of the kernel and of a route that is known to be right, which must agree to 1/32 of the largest entry.
+    """Return the reason why a kernel can't be used on a device, and warn of it; empty if it can.
+
+    `cases` yields a name, the kernel's result, and the result of a route that is known to be right. Both results must
+    agree to 1/32 of the largest entry.
     """
     try:
         with torch.inference_mode(False), torch.enable_grad(), without_autocast(device):

@@ -1,5 +1,5 @@
-"""Positions of queries and keys in their documents; they and document lengths alone give n, the number of keys that a
-query counts.
+"""An attention layout holds the positions of queries and keys in their documents. Positions and document lengths alone
+determine n, the number of keys that a query counts.
 """
 
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 def keep_uncompiled(function: Callable) -> Callable:
-    """Keep `function` out of compiled graphs. Unlike `torch.compiler.disable`, this does not import the compiler, which
-    takes seconds.
+    """Return `function` in a form that `torch.compile` leaves out of its graphs. Unlike `torch.compiler.disable`, this
+    does not import the compiler, which takes seconds.
     """
     excluded_function = getattr(torch, "_disable_dynamo", torch.compiler.disable)(function)
 
@@ -25,10 +25,10 @@ def keep_uncompiled(function: Callable) -> Callable:
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """Positions, in their documents, of the queries and keys of one attention call.
+    """An attention layout gives the positions, in their documents, of the queries and keys of one attention call.
 
-    Every normalizer takes n from a layout, never from a tensor's width. So a prefix, a padded batch, a
-    packed sequence and a decoding step give the same n for the same token.
+    Every normalizer takes n from a layout, never from a tensor's width. So a prefix, a padded batch, a packed sequence
+    and a decoding step give the same n for the same token.
     """
 
     positions: Tensor  # (T,) or (B, T) int64, 0-based position of each query in its document
@@ -44,30 +44,34 @@ class AttentionLayout:
 
     @cached_property
     def document_groups(self) -> dict[int, tuple[Tensor, list[tuple[Tensor, "AttentionLayout"]]]]:
-        """The cache of `attend_by_document`: results of `_document_groups`, by the number of sequences in the batch."""
+        """Cache of `attend_by_document`, which holds results of `_document_groups`, by the number of sequences in the
+        batch.
+        """
         return {}
 
     @cached_property
     def block_masks(self) -> dict[int | None, object]:
-        """FlexAttention's masks of packed documents (`lm.attention.gpu_kernels`), by window."""
+        """Cache of FlexAttention's masks (`lm.attention.gpu_kernels`), which holds those of packed documents, by
+        window.
+        """
         return {}
 
     @classmethod
     def full(cls, length: int, device: torch.device | str = "cpu") -> "AttentionLayout":
-        """The layout of one document of `length` tokens, each both a query and a key."""
+        """Return the layout of one document of `length` tokens, each both a query and a key."""
         return cls.continuation(0, length, length, device)
 
     @classmethod
     def from_document_lengths(cls, lengths: list[int], device: torch.device | str = "cpu") -> "AttentionLayout":
-        """The layout of one sequence that holds documents of `lengths` tokens one after the other; a token sees its own
-        document only.
+        """Return the layout of one sequence that holds documents of `lengths` tokens one after the other. A token sees
+        its own document only.
         """
         return cls.from_positions(torch.cat([torch.arange(length, device=device) for length in lengths]).unsqueeze(0))
 
     @classmethod
     def from_positions(cls, positions: Tensor) -> "AttentionLayout":
-        """The layout of sequences whose documents don't see each other. `positions` (B, T) begin at 0 in each document
-        and sequence.
+        """Return the layout of sequences whose documents don't see each other. `positions` (B, T) begin at 0 in each
+        document and sequence.
         """
         documents = (positions == 0).cumsum(-1)
         sizes = torch.zeros(len(positions), positions.size(1) + 1, dtype=torch.int64, device=positions.device)
@@ -76,8 +80,8 @@ class AttentionLayout:
 
     @classmethod
     def continuation(cls, start: int, count: int, length: int, device: torch.device | str = "cpu") -> "AttentionLayout":
-        """The layout of `count` queries from token `start` on, and all keys up to the last query; the full document has
-        `length` tokens.
+        """Return the layout of `count` queries from token `start` on, and of all keys up to the last query. The full
+        document has `length` tokens.
         """
         keys = torch.arange(start + count, device=device)
         return cls(keys[start:], keys, torch.full((count,), length, device=device), causal=start == 0)
@@ -86,7 +90,7 @@ class AttentionLayout:
     def from_mask(
         cls, mask: Tensor | None, start: int, count: int, device: torch.device | str = "cpu"
     ) -> "AttentionLayout":
-        """The layout of `count` queries behind `start` cached keys, as a mask for softmax kernels shows it.
+        """Return the layout that a mask for softmax kernels describes, of `count` queries behind `start` cached keys.
 
         mask: (B, 1, T, S), bool or additive, in which padding and other documents are hidden; None: one document.
         Raises ValueError: the mask is not causal over whole documents, or has a bias.
@@ -118,7 +122,7 @@ class AttentionLayout:
         return layout
 
     def select(self, queries: slice | Tensor, keys: int) -> "AttentionLayout":
-        """The layout of the queries with indices `queries` in the sequence, and of the first `keys` keys."""
+        """Return the layout of the queries with indices `queries` in the sequence, and of the first `keys` keys."""
         documents = None if self.documents is None else self.documents[..., queries]
         key_documents = None if self.key_documents is None else self.key_documents[..., :keys]
         lengths = self.lengths.expand_as(self.positions)[..., queries]
@@ -127,28 +131,28 @@ class AttentionLayout:
         )
 
     def queries_from(self, first: int) -> "AttentionLayout":
-        """The layout of all queries from index `first` in the sequence on, and of all keys."""
+        """Return the layout of all queries from index `first` in the sequence on, and of all keys."""
         return replace(self.select(slice(first, None), self.key_positions.size(-1)), tail=self.causal)
 
     def visible(self) -> Tensor:
-        """The mask of the keys that each query sees: (T, S) or (B, 1, T, S) bool."""
+        """Return the mask of the keys that each query sees: (T, S) or (B, 1, T, S) bool."""
         mask = self.key_positions.unsqueeze(-2) <= self.positions.unsqueeze(-1)
         if self.documents is not None:
             mask = mask & (self.key_documents.unsqueeze(-2) == self.documents.unsqueeze(-1))
         return mask if mask.dim() == 2 else mask.unsqueeze(1)
 
     def distance(self) -> Tensor:
-        """The number of tokens from each key to each query: (T, S) or (B, 1, T, S) fp32, negative for keys after the
-        query.
+        """Return the number of tokens from each key to each query: (T, S) or (B, 1, T, S) fp32, negative for keys after
+        the query.
         """
         distance = (self.positions.unsqueeze(-1) - self.key_positions.unsqueeze(-2)).float()
         return distance if distance.dim() == 2 else distance.unsqueeze(1)
 
     def n(self, policy: str) -> Tensor:
-        """The row length n of each query, fp32, of the shape of `positions`.
+        """Return the row length n of each query, fp32, in the shape of `positions`.
 
-        policy: `visible` (keys that the query sees, position + 1, the SSMax paper's n), `sample` (tokens of its
-        document) or `fixed:N` (N).
+        policy: `visible` (keys that the query sees, position + 1, the SSMax paper's n), `sample`
+        (tokens of its document) or `fixed:N` (N).
         """
         if policy == "visible":
             return (self.positions + 1).float()
@@ -186,9 +190,11 @@ def attend_by_document(
 
 
 def _document_groups(layout: AttentionLayout, n_sequences: int) -> tuple[Tensor, list[tuple[Tensor, AttentionLayout]]]:
-    """Group documents of similar size: returns the index (B T,) of each token in the concatenated outputs of all
-    groups, and the groups. A group is a pair: indices (N, P) of the tokens of its N documents, each padded to P tokens,
-    and the layout of these tokens.
+    """Group documents of similar size, for batches of `n_sequences` sequences. Returns the index (B T,) of each token
+    in the concatenated outputs of all groups, and the groups.
+
+    A group is a pair: indices (N, P) of the tokens of its N documents, each padded to P tokens, and the layout of these
+    tokens.
     """
     device = layout.positions.device
     positions = layout.positions.expand(n_sequences, -1).flatten().cpu()

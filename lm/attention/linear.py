@@ -1,4 +1,4 @@
-"""Linear attention: weights are products of features, so that a sequence of T tokens costs O(T)."""
+"""In linear attention weights are products of features of query and key, so that a sequence of T tokens costs O(T)."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -21,6 +21,8 @@ MAX_SEGMENT_TOKENS = 128 * MAX_CHUNK_TOKENS
 
 @dataclass
 class Linear(Options):
+    """Options of `linear`, whose weights are products of features."""
+
     name = "linear"
     full_formula = "phi(q / D^(1/4)).phi(k / D^(1/4)) (g^t) / sum, or / n"
     source = "Katharopoulos et al. 2020, arXiv 2006.16236; Sun et al. 2023, arXiv 2307.08621"
@@ -35,6 +37,7 @@ class Linear(Options):
 
     @property
     def scales_with_q(self) -> bool:
+        """True if a factor on q is the same factor on the weights, as with the identity as feature map."""
         return self.features == "identity"
 
     def problems(self) -> list[Problem]:
@@ -45,8 +48,10 @@ class Linear(Options):
 
 
 class LinearNormalizer(DividedNormalizer):
-    """Weights phi(q / D^(1/4)).phi(k / D^(1/4)) g^t for keys t tokens back, divided by their sum or by n. phi is a
-    feature map, g a head's decay. Dividing q and k by D^(1/4) is our choice.
+    """Weights phi(q / D^(1/4)).phi(k / D^(1/4)) g^t of keys t tokens back, divided by their sum or by n.
+
+    phi is a feature map, g a head's decay (arXiv 2006.16236; the decay is that of arXiv 2307.08621). Dividing q and k
+    by D^(1/4) is our choice.
     """
 
     schema = Linear
@@ -54,10 +59,13 @@ class LinearNormalizer(DividedNormalizer):
 
     @property
     def score_map(self) -> str:
+        """Name of the function of scores that gives the weights: the identity, under another name if features are not
+        negative.
+        """
         return "identity" if self.options.features == "identity" else "features"
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """The features phi(q / D^(1/4)) and phi(k / D^(1/4)), of the shapes of `q` and `k`."""
+        """Return the features phi(q / D^(1/4)) and phi(k / D^(1/4)), of the shapes of `q` and `k`."""
         maps = {
             "identity": lambda x: x,
             "elu": lambda x: F.elu(x).add_(1),
@@ -67,15 +75,15 @@ class LinearNormalizer(DividedNormalizer):
         return phi(q / root), phi(k / root)
 
     def log_decay(self, reference: Tensor) -> Tensor:
-        """ln g of each head, (H,), where g is the head's factor on weights per token of distance; 0 without the option
-        `decay`.
+        """Return ln g of each head, (H,), where g is the head's factor on weights per token of distance; 0 without the
+        option `decay`.
         """
         heads = torch.arange(self.layer.n_head, device=reference.device, dtype=reference.dtype)
         return (-(2.0 ** (-5 - heads))).log1p() if self.options.decay else super().log_decay(reference)
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        """Products of query and key features, times g^t for keys t tokens back (`log_decay` is ln g), before
-        `normalize` divides them.
+        """Return the products of query and key features, times g^t for keys t tokens back, (B, H, T, S). `normalize`
+        then divides them; `log_decay` is ln g.
         """
         q, k = self.features(q, k)
         decay = (self.log_decay(q).view(-1, 1, 1) * layout.distance().to(q.dtype).clamp(min=0)).exp()
@@ -87,8 +95,9 @@ class LinearNormalizer(DividedNormalizer):
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Decode as `Normalizer.decode`. The state is always one matrix per query head, head size x width of the
-        values. With the option `n: sum` it has one more column."""
+        """Compute `Normalizer.decode`. The state is always one matrix per query head, head size x width of the values.
+        With `n: sum` it has one more column.
+        """
         k, v = self.expand_kv_heads(k, v)
         wide_dtype = torch.promote_types(v.dtype, torch.float32)
         q, k = self.features(q.to(wide_dtype), k.to(wide_dtype))
@@ -104,9 +113,11 @@ class LinearNormalizer(DividedNormalizer):
         return routes.divide_rows(output[..., :width], output[..., width:], factor).to(dtype), state
 
     def attend_in_chunks(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return sum_{j <= i} g^(i-j) q_i.k_j v_j for each query i, with features q, k and the head's decay g, and the
-        new state. A state sums g^(e-j) k_j v_j^T over the tokens j up to the last one, e. `state` covers the tokens
-        before these queries; None at first.
+        """Return sum_{j <= i} g^(i-j) q_i.k_j v_j for each query i, and the new state. q and k are features, g is the
+        head's decay.
+
+        A state sums g^(e-j) k_j v_j^T over the tokens j up to the last one, e. `state` covers the tokens before these
+        queries; None at first.
         """
         if state is None:
             state = q.new_zeros(*q.shape[:2], q.size(-1), v.size(-1))
@@ -142,6 +153,6 @@ class LinearNormalizer(DividedNormalizer):
 
 
 def _decay_matrix(log_g: Tensor, size: int) -> Tensor:
-    """Lower triangular matrices of g^(i - j), (H, size, size), for the g of each head."""
+    """Return the lower triangular matrix of g^(i - j), (H, size, size), for the g of each head."""
     index = torch.arange(size, device=log_g.device, dtype=log_g.dtype)
     return (log_g.view(-1, 1, 1) * (index.unsqueeze(1) - index).clamp(min=0)).exp().tril()

@@ -1,9 +1,9 @@
-"""The base classes of normalizers, which turn attention scores into weights.
+"""Base classes of normalizers, which turn attention scores into weights.
 
-Each class computes the same function in two ways: by its definition, which is `define_scores` and `normalize` on dense
-scores, and by `forward`, the fastest exact computation. Shapes: B sequences, H heads of queries, K heads of keys and
-values, T queries, S keys. D is the head size, E the width of the values, F a number of features, L the training length.
-Logits are z = q.k / sqrt(D).
+Each class computes the same function in two ways. Its definition is `define_scores` and `normalize` on dense scores;
+`forward` is the fastest exact computation. Shapes: B sequences, H heads of queries, K heads of keys and values, T
+queries, S keys. D is the head size, E the width of the values, F a number of features, L the training length. Logits
+are z = q.k / sqrt(D).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Normalizer(torch.nn.Module, ABC):
         """Create the parameters with their initial values."""
 
     def parameter(self, value: float, *shape: int) -> torch.nn.Parameter:
-        """A new parameter in fp32 whose entries start at `value`, of shape (H,) unless another is given."""
+        """Return a new fp32 parameter whose entries start at `value`, of shape (H,) unless another is given."""
         return torch.nn.Parameter(torch.full(shape or (self.layer.n_head,), float(value)))
 
     def tie_parameters(self, source: Normalizer) -> None:
@@ -76,74 +76,81 @@ class Normalizer(torch.nn.Module, ABC):
         """
 
     def query_features(self, x: Tensor) -> Tensor | None:
-        """Features (B, H, T, F) of queries from the layer's input x (B, T, C), to be appended to q; None if there are
-        none.
+        """Return features (B, H, T, F) of the queries, to be appended to q; None if there are none.
+
+        x: the layer's input (B, T, C).
         """
         return None
 
     def key_features(self, x: Tensor) -> Tensor | None:
-        """Features (B, H, T, F) of keys from the layer's input x (B, T, C), appended to k and cached with it; None if
-        there are none.
+        """Return features (B, H, T, F) of the keys, to be appended to k and cached with it; None if there are none.
+
+        x: the layer's input (B, T, C).
         """
         return None
 
     @property
     def reads_input(self) -> bool:
-        """Whether scores depend on features of the layer's input, beside q and k."""
+        """True if scores depend on features of the layer's input, beside q and k."""
         return any(
             getattr(type(self), name) is not getattr(Normalizer, name) for name in ("query_features", "key_features")
         )
 
     def append_features(self, x: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the features of the layer's input x, and return q (B, H, T, D + F) and k (B, K, T, D + F H / K). Each
-        result has the wider dtype of its vectors and features, since sums over all tokens would accumulate the rounding
-        errors of narrower features.
+        """Append the features of the layer's input x, and return q (B, H, T, D + F) and k (B, K, T, D + F H / K).
+
+        Each result has the wider dtype of its vectors and features, since sums over all tokens would accumulate the
+        rounding errors of narrower features.
         """
         query_features, key_features = self.query_features(x), group_key_features(self.key_features(x), k.size(1))
         q = q if query_features is None else torch.cat((q, query_features), -1)
         return q, k if key_features is None else torch.cat((k, key_features), -1)
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Features of queries (B, H, T, F) and keys (B, H, S, F) whose products, times a decay, are the scores; None if
-        there are none.
+        """Return features of queries (B, H, T, F) and of keys (B, H, S, F) whose products, times a decay, are the
+        scores. None if scores have another form.
         """
         return None
 
     def log_decay(self, reference: Tensor) -> Tensor:
-        """ln of a head's factor on weights per token of distance, (H,) in the dtype of `reference`; negative, or 0
-        without decay.
+        """Return ln of each head's factor on weights per token of distance, (H,) in the dtype of `reference`.
+
+        It is negative, or 0 for a head without decay.
         """
         return reference.new_zeros(self.layer.n_head)
 
     @property
     def reference_length(self) -> float:
-        """The length m of the formula: the option `base`, or the training length if that is `train`."""
+        """The formula's length m is the option `base`, or the training length if that option is `train`."""
         return float(self.layer.train_length if self.options.base == "train" else self.options.base)
 
     def constants(self) -> dict[str, float]:
-        """Constants of the formula that the training length may set, by the name of the option."""
+        """Return the formula's constants that the training length may set, by the name of the option."""
         return {"base": self.reference_length} if hasattr(self.options, "base") else {}
 
     def scale_by_position(self) -> Tensor | None:
-        """The factor c of the scores c q.k / sqrt(D) at each position of a training sequence, (H, L) float64; None if
-        scores have another form. By default it is 1 where scores are the default, without features."""
+        """Return the factor c of the scores c q.k / sqrt(D) at each position of a training sequence, (H, L) float64.
+        None if scores have another form.
+
+        By default c is 1, if the class leaves `define_scores` as it is and has no features.
+        """
         if type(self).define_scores is not Normalizer.define_scores or self.reads_input:
             return None
         return torch.ones(self.layer.n_head, self.layer.train_length, dtype=torch.float64)
 
     def row_length(self, layout: AttentionLayout) -> Tensor:
-        """The row length n of each query, as the option `n` defines it: fp32, broadcastable to (B, H, T)."""
+        """Return the row length n of each query, as the option `n` defines it: fp32, broadcastable to (B, H, T)."""
         return layout.n(self.options.n).unsqueeze(-2)
 
     def training_layout(self, device: torch.device | str = "cpu") -> AttentionLayout:
+        """Return the layout of one document of the training length."""
         return layouts.AttentionLayout.full(self.layer.train_length, device)
 
     def weights(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        """Dense weights (B, H, T, S) by the definition, `normalize` of the `scores`, 0 where masked, in fp32, or wider
-        if q or k is.
+        """Return dense weights (B, H, T, S) by the definition: `normalize` of the `scores`, 0 where masked.
 
-        Thresholds and sums are in the same precision, also under autocast, as in bf16 a row of 1.5-entmax would sum to
-        anything from 0.6 to 12.
+        Weights, sums and thresholds are in fp32, or wider if q or k is, also under autocast. In bf16 a row of
+        1.5-entmax would sum to anything from 0.6 to 12.
 
         q: (B, H, T, D), k: (B, H, S, D), in any floating dtypes, with D + F in place of D if the normalizer has
         features.
@@ -153,7 +160,7 @@ class Normalizer(torch.nn.Module, ABC):
             return self.normalize(scores, layout)
 
     def scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        """Scores of each query and key before normalization, (B, H, T, S), in fp32, or wider if q or k is.
+        """Return the scores of each query and key before normalization, (B, H, T, S), in fp32, or wider if q or k is.
 
         Weights depend on q, k and their features through the scores alone, which include temperatures. Keys that a
         query does not see have scores, too. q, k: as in `weights`.
@@ -163,8 +170,9 @@ class Normalizer(torch.nn.Module, ABC):
             return self.define_scores(q.to(wide_dtype), k.to(wide_dtype), layout)
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        """Compute `scores` from q and k of one dtype, fp32 or wider, without autocast: q.k / sqrt(D), unless a subclass
-        overrides this.
+        """Compute `scores` from q and k of one dtype, fp32 or wider, without autocast.
+
+        Scores are q.k / sqrt(D), unless a subclass overrides this method.
         """
         return logits(q, k)
 
@@ -178,22 +186,23 @@ class Normalizer(torch.nn.Module, ABC):
         """
 
     def visible(self, layout: AttentionLayout) -> Tensor:
-        """The mask of the keys that each query may give weight to: (T, S) or (B, 1, T, S) bool."""
+        """Return the mask of the keys that each query may give weight to: (T, S) or (B, 1, T, S) bool."""
         return layout.visible()
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor | None:
-        """ln Z, (B, H, T), for the sum Z of unnormalized weights over the keys that a query sees, even if weights are
-        not divided by Z. It is NaN where Z < 0. None if weights have no unnormalized form, as where a threshold depends
-        on all scores.
+        """Return ln Z, (B, H, T), where Z sums the unnormalized weights of the keys that a query sees, even if weights
+        are not divided by Z.
+
+        It is NaN where Z < 0. It is None if weights have no unnormalized form, as where a threshold depends on all
+        scores.
         """
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        """Weights x values, (B, H, T, E) in the dtype of `v`, computed without holding T x S weights of long sequences.
+        """Return weights x values, (B, H, T, E) in the dtype of `v`, without holding T x S weights of long sequences.
 
-        q: (B, H, T, D), k: (B, H, S, D), at least as precise as v: (B, H, S, E). The default computes the
-        definition for some queries at a time, and again in the backward pass; on a CUDA GPU it takes `gpu_forward`
-        if that works.
+        q: (B, H, T, D), k: (B, H, S, D), at least as precise as v: (B, H, S, E). By default the definition is computed
+        for some queries at a time, and again in the backward pass. On a CUDA GPU `gpu_forward` is taken if it works.
         """
         if gpu_kernels.can_compute(self, q, k, v, layout):
             return self.gpu_forward(q, k, v, layout)
@@ -206,8 +215,8 @@ class Normalizer(torch.nn.Module, ABC):
         raise NotImplementedError
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        """Weights x values, like `forward`, but document by document for whole sequences that hold several
-        documents.
+        """Return weights x values, like `forward`. Whole sequences that hold several documents are computed document by
+        document.
         """
         if layout.documents is None or q.size(2) != k.size(2):
             return self(q, k, v, layout)
@@ -216,8 +225,9 @@ class Normalizer(torch.nn.Module, ABC):
         return layouts.attend_by_document(self, q, k, v, layout)
 
     def fused_inputs(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor] | None:
-        """Queries and keys for which softmax(q.k / sqrt(D)) gives the weights, in the dtypes of q and k or wider; None
-        if none exist.
+        """Return queries and keys for which softmax(q.k / sqrt(D)) gives the weights; None if none exist.
+
+        They have the dtypes of q and k, or wider ones.
         """
         return None
 
@@ -225,10 +235,13 @@ class Normalizer(torch.nn.Module, ABC):
         """Compute `forward` for tokens that continue a sequence, as in generation, and return (weights x values, new
         state).
 
-        q, k, v: queries, keys and values of the new tokens, k and v as for `expand_kv_heads`; q may hold only the last
-        of these tokens. layout: the layout of the queries and all keys, made by `AttentionLayout.continuing` (and
-        `queries_from`, if q holds fewer tokens). state: the state that the previous call returned, None at first. By
-        default it is all (keys, values); a subclass may keep less.
+        Args:
+            q, k, v: queries, keys and values of the new tokens; k and v are as for `expand_kv_heads`. q may hold only
+                the last of these tokens.
+            layout: the layout of the queries and all keys, made by `AttentionLayout.continuation`, then by
+                `queries_from` if q holds fewer tokens than k.
+            state: the state that the previous call returned, None at first. By default it is all (keys, values); a
+                subclass may keep less.
         """
         if state is not None:
             k, v = torch.cat((state[0], k), 2), torch.cat((state[1], v), 2)
@@ -236,8 +249,8 @@ class Normalizer(torch.nn.Module, ABC):
         return self(q, *self.expand_kv_heads(k, v), layout), (k, v)
 
     def expand_kv_heads(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy each head of k and v (B, K, S, .) to the H / K query heads that share it; return keys (B, H, S, D + F),
-        values (B, H, S, E).
+        """Copy each head of k and v (B, K, S, .) to the H / K query heads that share it. Returns keys (B, H, S, D + F)
+        and values (B, H, S, E).
 
         A shared key holds its D dimensions, then F features for each query head that shares it (`group_key_features`).
         """
@@ -250,7 +263,9 @@ class Normalizer(torch.nn.Module, ABC):
 
 
 class SoftmaxNormalizer(Normalizer):
-    """Softmax of the scores of visible keys; subclasses override `define_scores` or `visible`."""
+    """Base of normalizers that are softmax of the scores of visible keys; subclasses override `define_scores` or
+    `visible`.
+    """
 
     score_map = "exp"
 
@@ -258,22 +273,23 @@ class SoftmaxNormalizer(Normalizer):
         return scores.masked_fill(~self.visible(layout), -math.inf).softmax(-1)
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        """ln of the sum of e^score over the keys that each query sees."""
+        """Return ln of the sum of e^score over the keys that each query sees."""
         return scores.masked_fill(~self.visible(layout), -math.inf).logsumexp(-1)
 
 
 class DividedNormalizer(Normalizer):
-    """Weights f(score) divided by their sum over a query's keys (`n: sum`), or times a factor that depends on n."""
+    """Base of normalizers whose weights are f(score) divided by their sum over a query's keys, or times a factor.
+
+    The factor depends on n; the option `n: sum` divides by the sum.
+    """
 
     def unnormalized_weights(self, scores: Tensor) -> Tensor:
-        """The unnormalized weights f(score), to be divided by their sum or multiplied by `factor`; by default the
-        scores.
-        """
+        """Return f(score), to be divided by their sum or multiplied by `factor`; by default the scores."""
         return scores
 
     def factor(self, layout: AttentionLayout) -> Tensor | None:
-        """The factor of a query's weights, fp32, broadcastable to (B, H, T), by default 1 / n; None to divide weights
-        by their sum.
+        """Return the factor of a query's weights, fp32, broadcastable to (B, H, T), by default 1 / n. None: divide
+        weights by their sum.
         """
         return None if self.options.n == "sum" else 1 / self.row_length(layout)
 
@@ -282,7 +298,7 @@ class DividedNormalizer(Normalizer):
         return routes.divide_rows(unnormalized_weights, unnormalized_weights.sum(-1, keepdim=True), self.factor(layout))
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        """ln of the sum of f(score) over the keys that each query sees."""
+        """Return ln of the sum of f(score) over the keys that each query sees."""
         return self.unnormalized_weights(scores).masked_fill(~layout.visible(), 0.0).sum(-1).log()
 
 
@@ -294,5 +310,5 @@ def group_key_features(features: Tensor | None, n_kv_head: int) -> Tensor | None
 
 
 def logits(q: Tensor, k: Tensor) -> Tensor:
-    """The logits z = q.k / sqrt(D), (B, H, T, S)."""
+    """Return the logits z = q.k / sqrt(D), (B, H, T, S)."""
     return q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))

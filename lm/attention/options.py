@@ -1,4 +1,4 @@
-"""The base class of normalizers' options: their formulas, labels and checks, for tables, reports and configurations."""
+"""Base class of normalizers' options, which gives formulas, labels and checks to tables, reports and configurations."""
 
 import re
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ def reference_length_key(meaning: str):
 
 @dataclass
 class Options:
-    """Base of a normalizer's options. A subclass is a dataclass of keys (`key`)."""
+    """Base of a normalizer's options. A subclass is a dataclass whose fields are keys of the configuration (`key`)."""
 
     name: ClassVar[str]  # the name in `model.normalizer`
     full_formula: ClassVar[str]  # formula of the weights, with all terms that options can add
@@ -50,16 +50,16 @@ class Options:
 
     @property
     def rows_sum_to_one(self) -> bool:
-        """Whether each row of weights sums to 1 with these options."""
+        """True if each row of weights sums to 1 with these options."""
         return self.sums_to_one or getattr(self, "n", "") == "sum"
 
     def formula(self) -> str:
-        """The formula of the weights, without terms that these options switch off."""
+        """Return the formula of the weights, without terms that these options switch off."""
         return self.full_formula
 
     def problems(self) -> list[Problem]:
-        """Problems that the types of the options can't express: an unknown value of the option `n`, options that
-        contradict each other.
+        """Return problems that the types of the options can't express: an unknown value of the option `n`, or options
+        that contradict each other.
         """
         n = str(getattr(self, "n", "visible"))
         if _ROW_LENGTH_PATTERN.fullmatch(n) or (self.n_may_be_sum and n == "sum"):
@@ -76,27 +76,30 @@ class Options:
         ]
 
     def layer_options(self) -> list["Options"]:
-        """The options of all normalizers that these options describe: [self], or for a list of layers
-        (`catalogue.Layers`) its entries.
+        """Return the options of all normalizers that these options describe: [self], or the entries of a list of layers
+        (`lm.config.normalizers.Layers`).
         """
         return [self]
 
     def layer_option(self, layer: int) -> "Options":
+        """Return the options of the layer with the index `layer`. A list of layers is repeated if the model has
+        more.
+        """
         options = self.layer_options()
         return options[layer % len(options)]
 
     def non_defaults(self, excluded: str = "") -> dict[str, object]:
-        """Values, by name, of the options that differ from their defaults, without the option `excluded`."""
+        """Return the options that differ from their defaults, {name: value}, without the option `excluded`."""
         defaults = {spec.name: spec.default for spec in fields(self) if spec.name != excluded}
         return {name: getattr(self, name) for name, default in defaults.items() if getattr(self, name) != default}
 
     def label(self) -> str:
-        """The name with the options that differ from their defaults: `ssmax (init=1.0)`."""
+        """Return the name with the options that differ from their defaults: `ssmax (init=1.0)`."""
         return label_text(self.name, self.non_defaults())
 
 
 def label_text(name: str, options: Mapping[str, object]) -> str:
-    """A normalizer's name with `options` in parentheses: `ssmax (init=1.0)`."""
+    """Return a normalizer's name with `options` in parentheses: `ssmax (init=1.0)`."""
     return (
         f"{name} ({', '.join(f'{option}={yaml_scalar(value)}' for option, value in options.items())})"
         if options

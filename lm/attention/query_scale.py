@@ -1,5 +1,5 @@
-"""Softmax of scaled queries, in most normalizers with one factor per query and head. The fused softmax kernel computes
-all of them.
+"""These normalizers are softmax of scaled queries, in most of them with one factor per query and head. The fused
+softmax kernel computes all of them.
 
 n is a query's row length, as the option `n` defines it; m is the training length (or the option `base`), D the head
 size. Logits are z = q.k / sqrt(D).
@@ -41,14 +41,14 @@ class FusedSoftmax(SoftmaxNormalizer):
 
 
 class QueryScale(FusedSoftmax):
-    """Softmax of the scores c q.k / sqrt(D), with one factor c per query and head.
+    """Base of normalizers that are softmax of the scores c q.k / sqrt(D), with one factor c per query and head.
 
-    Scaling q is scaling the logits, so every subclass runs on the fused softmax kernel. The product c q is
-    computed in fp32 or wider, and rounded to v's dtype at most once.
+    Scaling q is scaling the logits, so every subclass runs on the fused softmax kernel. The product c q is computed in
+    fp32 or wider, and rounded to v's dtype at most once.
     """
 
     def scale(self, layout: AttentionLayout) -> Tensor | None:
-        """The factor c on a query's scores, fp32, broadcastable to (B, H, T); None: c is 1 for all queries."""
+        """Return the factor c on a query's scores, fp32, broadcastable to (B, H, T); None: c is 1 for all queries."""
         return None
 
     def scale_by_position(self) -> Tensor | None:
@@ -68,6 +68,8 @@ class QueryScale(FusedSoftmax):
 
 @dataclass
 class Softmax(Options):
+    """Options of `softmax`, with a constant temperature."""
+
     name = "softmax"
     full_formula = "softmax(z / tau)"
     source = "baseline"
@@ -82,6 +84,8 @@ class Softmax(Options):
 
 
 class SoftmaxWithTemperature(QueryScale):
+    """Softmax of logits that are divided by a constant temperature tau, 1 by default."""
+
     schema = Softmax
 
     def scale(self, layout: AttentionLayout) -> Tensor | None:
@@ -91,6 +95,8 @@ class SoftmaxWithTemperature(QueryScale):
 
 @dataclass
 class SSMax(Options):
+    """Options of `ssmax`, whose factor on logits grows as ln n."""
+
     name = "ssmax"
     full_formula = "softmax((s ln n + b) z)"
     learned_parameters = "s (and b) per layer and head"
@@ -131,6 +137,11 @@ class SSMax(Options):
 
 
 class SSMaxNormalizer(QueryScale):
+    """Scalable-Softmax (arXiv 2501.19399, Eq. 2), which multiplies logits by s ln n, with s learned per head.
+
+    With the option `bias` the factor is s ln n + b; with `scale: none` s is 1.
+    """
+
     schema = SSMax
 
     def initialise(self) -> None:
@@ -142,15 +153,15 @@ class SSMaxNormalizer(QueryScale):
             self.b = self.parameter(0.0)
 
     def log_n(self) -> Tensor:
-        """ln n at each position of a training sequence: (L,) float64."""
+        """Return ln n at each position of a training sequence: (L,) float64."""
         return self.training_layout().n(self.options.n).double().log()
 
     def init_from(self, source: Normalizer) -> None:
-        """If `init` is `match`, fit s ln n + b to the factor c(n) of `source`, if it has one, over a training sequence,
-        head by head.
+        """If `init` is `match`, fit s ln n + b over a training sequence to the factor c(n) of `source`, head by head.
+        Keep initial values if `source` has none.
 
-        If s or b alone is learned, the fit keeps the mean factor: s = mean c / mean ln n (c = 1 after softmax), or b =
-        mean c - mean ln n. If both are learned, the fit is by least squares: after softmax s = 0 and b = 1, which
+        If s alone is learned, s = mean c / mean ln n (c = 1 after softmax); if b alone is, b = mean c - mean ln n. Both
+        keep the mean factor. If s and b are learned, the fit is by least squares: after softmax s = 0 and b = 1, which
         computes softmax to the bit.
         """
         c, log_n = source.scale_by_position(), self.log_n()
@@ -176,6 +187,8 @@ class SSMaxNormalizer(QueryScale):
 
 @dataclass
 class LogN(Options):
+    """Options of `log_n`, whose factor on logits is ln n / ln m."""
+
     name = "log_n"
     full_formula = "softmax(z (ln n / ln m)^p)"
     source = "Su 2021, kexue.fm 8823; other powers p: arXiv 2605.12697 compares such laws"
@@ -193,8 +206,10 @@ class LogN(Options):
 
 
 class LogNNormalizer(QueryScale):
-    """Softmax with the factor ln n / ln m, which keeps the entropy of weights nearly constant in n, or with a power of
-    it. With `clip` this is Qwen's `logn`.
+    """Softmax with the factor ln n / ln m on logits, or a power of it (kexue.fm 8823). It keeps the entropy of weights
+    nearly constant in n.
+
+    With `clip` the factor is at least 1, as in Qwen's `logn`.
     """
 
     schema = LogN
@@ -207,6 +222,8 @@ class LogNNormalizer(QueryScale):
 
 @dataclass
 class SqrtLogN(Options):
+    """Options of `sqrt_log_n`, whose factor on logits grows as sqrt(ln n)."""
+
     name = "sqrt_log_n"
     full_formula = "softmax(c sqrt(2 ln n) z)"
     learned_parameters = "c per layer and head"
@@ -216,8 +233,11 @@ class SqrtLogN(Options):
 
 
 class SqrtLogNNormalizer(QueryScale):
-    """Softmax with the factor c sqrt(2 ln n), c learned per head: sqrt(2 ln n) grows as the largest of n Gaussian
-    logits. At first the factor's mean in a training sequence is 1."""
+    """Softmax with the factor c sqrt(2 ln n) on logits, c learned per head. sqrt(2 ln n) grows as the largest of n
+    Gaussian logits.
+
+    At first the factor's mean in a training sequence is 1.
+    """
 
     schema = SqrtLogN
 
@@ -225,7 +245,7 @@ class SqrtLogNNormalizer(QueryScale):
         self.c = self.parameter(1 / self.growth(self.training_layout()).double().mean().item())
 
     def growth(self, layout: AttentionLayout) -> Tensor:
-        """sqrt(2 ln n), (1, T) or (B, 1, T)."""
+        """Return sqrt(2 ln n), (1, T) or (B, 1, T)."""
         return (2 * self.row_length(layout).log()).sqrt()
 
     def scale(self, layout: AttentionLayout) -> Tensor:
@@ -234,6 +254,8 @@ class SqrtLogNNormalizer(QueryScale):
 
 @dataclass
 class Llama4(Options):
+    """Options of `llama4`, whose factor on logits grows in steps of the position."""
+
     name = "llama4"
     full_formula = "softmax(z (1 + a ln(1 + floor((p + o) / f))))"
     source = "Llama 4's code; with o = 0 Ministral 3's, in transformers"
@@ -244,6 +266,10 @@ class Llama4(Options):
 
 
 class Llama4Normalizer(QueryScale):
+    """Softmax with Llama 4's factor 1 + a ln(1 + floor((p + o) / f)) on the logits of the query at position p. a, o and
+    f are options.
+    """
+
     schema = Llama4
 
     def scale(self, layout: AttentionLayout) -> Tensor:
@@ -253,6 +279,8 @@ class Llama4Normalizer(QueryScale):
 
 @dataclass
 class YaRN(Options):
+    """Options of `yarn`, whose factor on logits grows with the document's length."""
+
     name = "yarn"
     full_formula = "softmax(z (0.1 ln(n / m) + 1)^2)"
     source = "Peng et al. 2023, arXiv 2309.00071"
@@ -262,8 +290,9 @@ class YaRN(Options):
 
 
 class YaRNNormalizer(QueryScale):
-    """Softmax with YaRN's factor on logits alone: other options, for training or for inference, rescale RoPE's
-    frequencies.
+    """Softmax with YaRN's factor (0.1 ln(n / m) + 1)^2 on logits, 1 for n below m (arXiv 2309.00071).
+
+    YaRN also rescales RoPE's frequencies, which other options do, in training (`model.position`) or in inference.
     """
 
     schema = YaRN
@@ -274,6 +303,8 @@ class YaRNNormalizer(QueryScale):
 
 @dataclass
 class InfoScale(Options):
+    """Options of `infoscale`, whose factor on logits depends on n and the head size."""
+
     name = "infoscale"
     full_formula = "softmax(z sqrt(1 - n^(-2/D)) / sqrt(1 - m^(-2/D)))"
     source = "arXiv 2501.08570"
@@ -283,6 +314,8 @@ class InfoScale(Options):
 
 
 class InfoScaleNormalizer(QueryScale):
+    """Softmax with the factor sqrt(1 - n^(-2/D)) / sqrt(1 - m^(-2/D)) on logits (arXiv 2501.08570)."""
+
     schema = InfoScale
 
     def scale(self, layout: AttentionLayout) -> Tensor:
@@ -293,6 +326,8 @@ class InfoScaleNormalizer(QueryScale):
 
 @dataclass
 class Cosine(Options):
+    """Options of `cosine`, whose scores are cosines of queries and keys."""
+
     name = "cosine"
     scales_with_q = False
     full_formula = "softmax(g cos(q, k)) or softmax(g ln n cos(q, k))"
@@ -307,8 +342,10 @@ class Cosine(Options):
 
 
 class CosineNormalizer(QueryScale):
-    """Softmax of g cos(q, k), or with the option `log_n` of g ln n cos(q, k), g learned per head. At first the factor
-    on cosines has the mean sqrt(D) for head size D, as with QK-norm (our choice)."""
+    """Softmax of g cos(q, k), or with the option `log_n` of g ln n cos(q, k), g learned per head.
+
+    At first the factor on cosines has the mean sqrt(D) for head size D, as with QK-norm (our choice).
+    """
 
     schema = Cosine
 
@@ -318,7 +355,7 @@ class CosineNormalizer(QueryScale):
         )
 
     def growth(self, layout: AttentionLayout) -> Tensor:
-        """ln n if the option `log_n` is set, else 1: (1, T) or (B, 1, T)."""
+        """Return ln n if the option `log_n` is set, else 1: (1, T) or (B, 1, T)."""
         n = self.row_length(layout)
         return n.log() if self.options.log_n else n.new_ones(n.shape)
 
@@ -336,12 +373,14 @@ class CosineNormalizer(QueryScale):
 
 
 def unit_vectors(x: Tensor) -> Tensor:
-    """The vectors along the last dimension of x, divided by their lengths, in fp32 or wider."""
+    """Divide the vectors along the last dimension of x by their lengths, in fp32 or wider."""
     return torch.nn.functional.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
 
 
 @dataclass
 class PN(Options):
+    """Options of `p_n`, whose factor on logits is learned for each n."""
+
     name = "p_n"
     full_formula = "softmax((s p_n + b) z)"
     learned_parameters = "s, b per layer and head; p_n for each n to m, shared by all (beyond, the last)"
@@ -350,8 +389,11 @@ class PN(Options):
 
 
 class PNNormalizer(QueryScale):
-    """Softmax with the factor s p_n + b, at first 1 (our choice). s, b and p_n, a number for each n up to the training
-    length, are learned. Scale and offset of p_n are not unique, as s and b undo both."""
+    """Softmax with the factor s p_n + b on logits, at first 1 (our choice). s, b and p_n are learned; p_n is a number
+    for each n up to the training length.
+
+    Scale and offset of p_n are not unique, as s and b undo both.
+    """
 
     schema = PN
 
@@ -369,6 +411,8 @@ class PNNormalizer(QueryScale):
 
 @dataclass
 class QASSMax(Options):
+    """Options of `qassmax`, whose queries are multiplied by learned functions of n and of the query."""
+
     name = "qassmax"
     scales_with_q = False
     full_formula = "softmax(z), q times B(ln n) (1 + tanh G(q))"
@@ -379,8 +423,8 @@ class QASSMax(Options):
 
 
 class QASSMaxNormalizer(FusedSoftmax):
-    """Softmax with q times B(ln n) (1 + tanh G(q)), for MLPs B and G. It starts as softmax: G = 0 as in TabICLv2, B = 1
-    (our choice).
+    """Softmax whose queries are multiplied by B(ln n) (1 + tanh G(q)), for MLPs B and G. It starts as softmax: G = 0 as
+    in TabICLv2, B = 1 (our choice).
 
     A layer's heads share both MLPs; B has an output for each head and dimension.
     """
@@ -403,7 +447,7 @@ class QASSMaxNormalizer(FusedSoftmax):
 
 
 def _mlp(size: int, n_outputs: int, first_output: float) -> Module:
-    """An MLP of two layers with 64 hidden units and GELU, whose outputs are all `first_output` at first."""
+    """Make an MLP of two layers with 64 hidden units and GELU, whose outputs are all `first_output` at first."""
     nn = torch.nn
     layers = nn.Sequential(OrderedDict(hidden=nn.Linear(size, 64), gelu=nn.GELU(), out=nn.Linear(64, n_outputs)))
     nn.init.normal_(layers.hidden.weight, 0.0, 1 / math.sqrt(size))

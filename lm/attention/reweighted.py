@@ -1,4 +1,6 @@
-"""Softmax that its own weights change: an offset that makes small weights 0, a temperature that follows the entropy."""
+"""These normalizers change softmax by its own weights: an offset makes small weights 0, or a temperature follows the
+entropy.
+"""
 
 import math
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ LEAST_ENTROPY = 0.5  # nats, up to which weights stay as they are
 
 @dataclass
 class Elastic(Options):
+    """Options of `elastic`, which adds an offset to softmax's weights."""
+
     name = "elastic"
     full_formula = "relu(softmax(z) + tau / n)"
     learned_parameters = "tau per layer and head"
@@ -28,8 +32,9 @@ class Elastic(Options):
 
 
 class ElasticNormalizer(SoftmaxNormalizer):
-    """relu(softmax(z) + tau / n), tau learned per head. After another softmax of logits tau starts at 0, which changes
-    nothing.
+    """Elastic-Softmax gives the weights relu(softmax(z) + tau / n), with tau learned per head (arXiv 2601.00919).
+
+    If it replaces another softmax in a trained model, tau starts at 0, which changes nothing.
     """
 
     schema = Elastic
@@ -50,6 +55,8 @@ class ElasticNormalizer(SoftmaxNormalizer):
 
 @dataclass
 class EntropyTemperature(Options):
+    """Options of `entropy_temperature`, whose temperature follows the entropy of weights."""
+
     name = "entropy_temperature"
     full_formula = "softmax(b(H) z), b a polynomial of the entropy H of softmax(z)"
     source = "arXiv 2410.01104, the authors' coefficients"
@@ -60,8 +67,9 @@ class EntropyTemperature(Options):
 
 
 class EntropyTemperatureNormalizer(SoftmaxNormalizer):
-    """softmax(b(H) z), where H is the entropy of softmax(z) in nats: b is a polynomial of H, at least 1, and 1 where H
-    is at most 0.5.
+    """Softmax of b(H) z, where H is the entropy of softmax(z) in nats (arXiv 2410.01104).
+
+    b is a polynomial of H, but at least 1, and 1 where H is at most 0.5.
     """
 
     schema = EntropyTemperature

@@ -1,8 +1,8 @@
-"""Routes of attention: algorithms that compute weights x values exactly, for long sequences without holding T x T
+"""Routes of attention are algorithms that compute weights x values exactly, for long sequences without holding T x T
 weights.
 
-Softmax is computed by PyTorch's fused kernel. On a CPU short sequences take blocks of queries, and long sequences
-without gradients `lm.attention.cpu_kernel`. A definition without a fused kernel is computed for some queries at a time.
+PyTorch's fused kernel computes softmax. On a CPU short sequences take blocks of queries, and long sequences without
+gradients `lm.attention.cpu_kernel`. A definition without a fused kernel is computed for some queries at a time.
 Elementwise attention has routes of its own (`lm.attention.elementwise_sums`).
 
 Shapes: B sequences, H heads, T queries, S keys, D head size, E width of the values; N = B x H.
@@ -24,7 +24,9 @@ MIN_SUM = 1e-24  # a query whose weights would be divided by a smaller sum has w
 
 
 def block_ranges(length: int, size: int) -> list[tuple[int, int]]:
-    """(first token, last token + 1) of each block, if `length` tokens are cut into blocks of at most `size` tokens."""
+    """Cut `length` tokens into blocks of at most `size` tokens, and return each block's (first token, last
+    token + 1).
+    """
     return [(a, min(a + size, length)) for a in range(0, length, size)]
 
 
@@ -32,11 +34,11 @@ def block_ranges(length: int, size: int) -> list[tuple[int, int]]:
 
 
 def divide_rows(rows: Tensor, total: Tensor, factor: Tensor | None) -> Tensor:
-    """Multiply `rows` (B, H, T, size) of weights or outputs by `factor`, broadcastable to (B, H, T); if that is None,
-    divide by `total`.
+    """Multiply rows of weights or outputs by `factor`; if that is None, divide them by `total`. Returns fp32 or wider.
 
-    `total` is (B, H, T, 1). A row divided by less than `MIN_SUM` becomes 0, as where relu(z)^2 is 0 for all keys.
-    Returns fp32 or wider.
+    A row that would be divided by less than `MIN_SUM` becomes 0, for example where relu(z)^2 is 0 for all keys.
+
+    rows: (B, H, T, size). total: (B, H, T, 1). factor: broadcastable to (B, H, T).
     """
     wide_dtype = torch.promote_types(rows.dtype, torch.float32)
     if factor is None:
@@ -46,12 +48,12 @@ def divide_rows(rows: Tensor, total: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def gradient_before_division(grad: Tensor, dtype: torch.dtype, output: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient, in `dtype`, of weights x values before they are divided by `sums`, and the mean gradient of
-    a query's weights.
+    """Return the gradient, in `dtype`, of weights x values before their division by `sums`, and each query's mean
+    gradient of weights.
 
-    `output` is the quotient, `grad` its gradient. The mean, (N, T, 1), is weighted by the weights, and the caller
-    subtracts it from each weight's gradient. Where one key has all the weight, the mean and the key's gradient cancel.
-    So both are computed from the same rounded gradient, and the mean from `output` in fp32.
+    `output` is the quotient, `grad` its gradient. The mean, (N, T, 1), is weighted by the weights; the caller subtracts
+    it from each weight's gradient. Where one key has all the weight, the mean and the key's gradient cancel. So both
+    are computed from the same rounded gradient, and the mean from `output` in fp32.
     """
     grad = (grad / sums).to(dtype)
     return grad, (grad.to(output.dtype) * output).sum(-1, keepdim=True)
@@ -71,8 +73,10 @@ def fused_softmax(
 ) -> Tensor:
     """Return softmax(q.k / sqrt(D) + key_bias) v, (B, H, T, E) in the dtype of `v`, by the fastest route.
 
-    The fused kernel needs values as wide as keys, so wider values are cut into pieces, each with a copy of q and k as
-    one more head. `mask` replaces the mask of `layout`. key_bias: a logit of each key, broadcastable to (B, H, S).
+    The fused kernel needs values as wide as keys. So wider values are cut into pieces, each of which is one more head
+    with a copy of q and k.
+
+    mask: used in place of the mask of `layout`. key_bias: a logit of each key, broadcastable to (B, H, S).
     """
     scale = 1 / math.sqrt(q.size(-1))
     if key_bias is not None:
@@ -102,11 +106,11 @@ def append_bias(q: Tensor, k: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     q (B, H, T, D) are the last T of the S tokens of k (B, H, S, D); bias: fp32, broadcastable to (B, H, S). In rows of
     softmax a constant cancels, so the bias is counted from the middle query on, which keeps its rounding small. In bf16
     it is the sum of three numbers, each the first bits of the rest. On a GPU the head size becomes a multiple of 8, as
-    kernels want.
+    kernels need.
 
     Gradients of q and k are rounded. If the bias is a sum over tokens, as in forgetting attention, its gradients are
-    summed over all tokens, and the rounding with them. So gradients flow through differences of value 0: from a key to
-    the last key of its block, from there over all blocks in between, then back to the query's own key.
+    summed over all tokens, and the rounding with them. So gradients flow through differences of value 0. They lead from
+    a key to the last key of its block, then over all blocks in between, then back to the query's own key.
     """
     n_keys, dtype, one = k.size(2), k.dtype, torch.ones_like
     first, n_parts = n_keys - q.size(2), 1 if k.dtype.itemsize >= 4 else 3
@@ -137,21 +141,24 @@ def append_bias(q: Tensor, k: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _first_bits(x: Tensor) -> Tensor:
-    """The first 8 significant bits of x, fp32: a bf16 number. Compiled code would leave out a cast to bf16 and back."""
+    """Return the first 8 significant bits of x, fp32, which are a bf16 number. Compiled code would leave out a cast to
+    bf16 and back.
+    """
     return (x.view(torch.int32) & -(2**16)).view(torch.float32)
 
 
 def _zeros_with_gradient(x: Tensor) -> Tensor:
-    """Zeros through which the gradient of x flows."""
+    """Return zeros through which the gradient of x flows."""
     return x - x.detach()
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Causal softmax(scale q.k) v by blocks of queries, for q (N, T, D) of the last T of S tokens, k (N, S, D) and v
-    (N, S, E); with a score map (`lm.attention.distance.MappedSoftmax`), softmax of its scores.
+    """Compute causal softmax(scale q.k) v by blocks of queries. q (N, T, D) are the last T of S tokens; k is (N, S, D),
+    v is (N, S, E).
 
-    Without a map the backward pass reuses the weights. PyTorch's kernel recomputes_activations them, and takes twice
-    the time on a CPU, up to some hundred tokens.
+    With a score map (`lm.attention.distance.MappedSoftmax`), softmax is of the scores that it makes of scale q.k.
+    Without a map the backward pass reuses the weights. PyTorch's kernel recomputes them, and takes twice the time on a
+    CPU, up to some hundred tokens.
 
     In the forward pass q, k and the scores' softmax are in fp32 or wider, then weights and their products with v in v's
     dtype. In the backward pass gradients of weights are in fp32 or wider, then q, k and gradients of scores in v's
@@ -209,7 +216,7 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, score_map: nn.Module | None, coefficients: Tensor | None) -> Tensor:
-    """Scores (N, T, S) of the queries q (N, T, D) and the keys k (N, S, D)."""
+    """Return the scores (N, T, S) of the queries q (N, T, D) and the keys k (N, S, D)."""
     logits = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.mT, beta=0, alpha=scale)
     return score_map.map_scores(logits, coefficients) if score_map else logits
 
@@ -224,8 +231,9 @@ def _hide_later_keys(scores: Tensor) -> Tensor:
 def _blocks_of_scores(
     q: Tensor, k: Tensor, score_map: nn.Module | None
 ) -> Iterator[tuple[slice, int, int, int, Tensor | None]]:
-    """Yield heads, first query, last query + 1, number of keys and the map's coefficients of each block. q (N, T, D) is
-    for the last T of the S tokens of k (N, S, D).
+    """Yield heads, first query, last query + 1, number of keys and the map's coefficients of each block of scores.
+
+    q (N, T, D) are the last T of the S tokens of k (N, S, D).
     """
     (n, queries), keys = q.shape[:2], k.size(1)
     first = keys - queries
@@ -244,10 +252,10 @@ def _blocks_of_scores(
 
 @keep_uncompiled  # a compiled graph would unroll its blocks: slower to compile, and to run
 def block_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, score_map: nn.Module | None = None) -> Tensor:
-    """Return softmax(scale q.k) v, or of the scores by `score_map`, with a causal mask, (B, H, T, E) in the dtype of
-    `v`, for k (B, H, S, D), v (B, H, S, E).
+    """Return causal softmax(scale q.k) v, (B, H, T, E) in the dtype of `v`, computed by blocks of queries.
 
-    The queries q (B, H, T, D) are the last T of the S tokens.
+    The queries q (B, H, T, D) are the last T of the S tokens of k (B, H, S, D) and v (B, H, S, E). `score_map` turns
+    scale q.k into other scores, as in `_BlockAttention`.
     """
     wide_dtype = torch.promote_types(v.dtype, torch.float32)
     flat_tensors = (x.flatten(0, 1) for x in (q.to(wide_dtype), k.to(wide_dtype), v))
@@ -267,10 +275,10 @@ MAX_GPU_BLOCK_WEIGHTS = 2**25
 
 
 def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, int, int]]:
-    """(first query, last query + 1, number of keys) of each block.
+    """Return (first query, last query + 1, number of keys) of each block of queries.
 
-    A causal block has the keys up to its last query, rounded up to eighths of all keys, as blocks of few different
-    sizes reuse memory. On a CPU a causal block has at most an eighth of the sequence's queries, or `MIN_BLOCK_WEIGHTS`
+    A causal block has the keys up to its last query, rounded up to eighths of all keys: blocks of few different sizes
+    reuse memory. On a CPU a causal block has at most an eighth of the sequence's queries, or `MIN_BLOCK_WEIGHTS`
     weights if that is more.
     """
     length, keys, row_weights, on_cpu = q.size(2), k.size(2), q.size(0) * q.size(1) * k.size(2), q.device.type == "cpu"
@@ -285,8 +293,8 @@ def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, in
 
 
 class _QueryBlockAttention(torch.autograd.Function):
-    """Weights x values block by block: the forward pass keeps no graph, and the backward pass builds the graph of each
-    block again.
+    """Compute weights x values block by block. The forward pass keeps no graph, and the backward pass builds the graph
+    of each block again.
 
     Both passes turn autocast off, so that the inputs' dtypes decide the precision of both. Autocast would change the
     forward pass alone, and the passes would compute different functions.
@@ -321,7 +329,7 @@ class _QueryBlockAttention(torch.autograd.Function):
 
 
 def _select(block: tuple[int, int, int], q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
-    """The part of q, k and v that a block reads, and all parameters."""
+    """Return the part of q, k and v that a block reads, and all parameters."""
     first_query, end, n_keys = block
     return q[:, :, first_query:end], k[:, :, :n_keys], v[:, :, :n_keys], *parameters
 
@@ -330,7 +338,7 @@ def _attend(
     module: nn.Module, layout: AttentionLayout, block: tuple[int, int, int], q: Tensor, k: Tensor, v: Tensor,
     *parameters: Tensor,
 ) -> Tensor:  # fmt: skip
-    """The output of a block, by `DenseAttention` with these values of the parameters."""
+    """Return the output of a block, by `DenseAttention` with these values of the parameters."""
     first_query, end, n_keys = block
     values = dict(zip((name for name, _ in module.named_parameters()), parameters, strict=True))
     arguments = q, k, v, layout.select(slice(first_query, end), n_keys)
@@ -338,7 +346,9 @@ def _attend(
 
 
 class DenseAttention(nn.Module):
-    """A normalizer's `weights` times values, as a module, whose parameters `torch.func.functional_call` can replace."""
+    """Computes a normalizer's `weights` times values, as a module, so that `torch.func.functional_call` can replace its
+    parameters.
+    """
 
     def __init__(self, normalizer: nn.Module):
         super().__init__()
@@ -350,5 +360,5 @@ class DenseAttention(nn.Module):
 
 @keep_uncompiled
 def attend_by_query_blocks(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-    """A normalizer's `weights` times values, (B, H, T, E), computed in blocks of queries."""
+    """Return a normalizer's `weights` times values, (B, H, T, E), computed in blocks of queries."""
     return _QueryBlockAttention.apply(DenseAttention(normalizer), layout, q, k, v, *normalizer.parameters())

@@ -1,5 +1,5 @@
-"""Softmax with an attention sink: one more logit whose value vector is zero, so that a query's weights sum to less than
-1.
+"""With an attention sink, softmax has one more logit whose value vector is zero, so that a query's weights sum to less
+than 1.
 """
 
 import math
@@ -17,6 +17,8 @@ from lm.attention.options import LARGEST, Options, key
 
 @dataclass
 class Softmax1(Options):
+    """Options of `softmax1`, softmax with a sink whose logit is 0."""
+
     name = "softmax1"
     full_formula = "e^z / (1 + sum e^z)"
     source = "Miller 2023"
@@ -25,8 +27,8 @@ class Softmax1(Options):
 
 
 class Softmax1Normalizer(SoftmaxNormalizer):
-    """Softmax with a sink, e^z_j / (e^b + sum e^z), for logits z and one more logit b per head, whose weight is
-    dropped; here b = 0.
+    """Softmax with a sink: weights are e^z_j / (e^b + sum e^z), for logits z and one more logit b per head. Here b is
+    0.
 
     The fused kernel gets one more key before the first, with logit b and value 0, which every query sees. The weights
     equal softmax's times sigmoid(lse - b), where lse = ln sum e^z.
@@ -36,7 +38,7 @@ class Softmax1Normalizer(SoftmaxNormalizer):
     kernel = FUSED_SOFTMAX
 
     def sink(self, reference: Tensor) -> Tensor:
-        """The sink's logit b, (H,), on the device of `reference`."""
+        """Return the sink's logit b, (H,), on the device of `reference`."""
         return reference.new_zeros(self.layer.n_head)
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
@@ -54,6 +56,8 @@ class Softmax1Normalizer(SoftmaxNormalizer):
 
 @dataclass
 class Sink(Options):
+    """Options of `sink`, softmax with a sink whose logit is learned."""
+
     name = "sink"
     full_formula = "e^z / (e^b + sum e^z)"
     learned_parameters = "b per layer and head"
@@ -64,6 +68,8 @@ class Sink(Options):
 
 
 class SinkNormalizer(Softmax1Normalizer):
+    """Softmax with a sink whose logit b is learned per head, as in gpt-oss."""
+
     schema = Sink
 
     def initialise(self) -> None:

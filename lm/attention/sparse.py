@@ -1,4 +1,4 @@
-"""Weights with exact zeros: sparsemax, 1.5-entmax, softpick."""
+"""Sparsemax, 1.5-entmax and softpick, which give many keys a weight of exactly 0."""
 
 import math
 from dataclasses import dataclass
@@ -15,8 +15,9 @@ from lm.attention.options import N_HELP, Options, key
 
 
 def subtract_largest_logit(z: Tensor, layout: AttentionLayout) -> Tensor:
-    """Logits z minus the query's largest visible logit, without its gradient (weights don't depend on the shift); -inf
-    for masked keys.
+    """Subtract each query's largest visible logit from its logits z, and set those of masked keys to -inf.
+
+    The largest logit has no gradient here, as weights don't depend on it.
     """
     z = z.masked_fill(~layout.visible(), -math.inf)
     return z - z.amax(-1, keepdim=True).detach()
@@ -24,6 +25,8 @@ def subtract_largest_logit(z: Tensor, layout: AttentionLayout) -> Tensor:
 
 @dataclass
 class Sparsemax(Options):
+    """Options of `sparsemax`, the projection of logits onto the simplex."""
+
     name = "sparsemax"
     full_formula = "relu(z - tau)"
     source = "Martins and Astudillo 2016, arXiv 1602.02068"
@@ -31,7 +34,9 @@ class Sparsemax(Options):
 
 
 class SparsemaxNormalizer(Normalizer):
-    """relu(z - tau), the projection of logits z onto the simplex: tau is such that a query's weights sum to one."""
+    """Sparsemax projects logits z onto the simplex: weights are relu(z - tau), where tau is such that they sum to one
+    (arXiv 1602.02068).
+    """
 
     schema = Sparsemax
     kernel = "query blocks; on CUDA adasplash's"
@@ -54,6 +59,8 @@ class SparsemaxNormalizer(Normalizer):
 
 @dataclass
 class Entmax15(Options):
+    """Options of `entmax15`, which is between softmax and sparsemax."""
+
     name = "entmax15"
     full_formula = "relu(z / 2 - tau)^2"
     source = "Peters et al. 2019, arXiv 1905.05702"
@@ -61,7 +68,9 @@ class Entmax15(Options):
 
 
 class Entmax15Normalizer(SparsemaxNormalizer):
-    """1.5-entmax, relu(z / 2 - tau)^2, between softmax and sparsemax: tau is such that a query's weights sum to one."""
+    """1.5-entmax is between softmax and sparsemax: weights are relu(z / 2 - tau)^2, where tau is such that they sum to
+    one (arXiv 1905.05702).
+    """
 
     schema = Entmax15
     alpha = 1.5
@@ -81,8 +90,8 @@ class Entmax15Normalizer(SparsemaxNormalizer):
 
 
 def entmax_threshold(z: Tensor, p: Literal[1, 2]) -> Tensor:
-    """The tau (..., 1) at which relu(z - tau) has p-norm 1, with an error of 32 eps at most, for rows z (..., S) whose
-    largest entry is 0.
+    """Return the tau (..., 1) at which relu(z - tau) has p-norm 1, for rows z (..., S) whose largest entry is 0. Its
+    error is at most 32 eps.
 
     Newton's method on g(tau) = |relu(z - tau)| - 1, convex and falling, starts at tau = -1 and does not pass the root.
     With slope = -g', each step divides g x slope by 4 at least, as g_new / g + slope_new / slope <= 1. At the start g x
@@ -102,6 +111,8 @@ def entmax_threshold(z: Tensor, p: Literal[1, 2]) -> Tensor:
 
 @dataclass
 class ASEntmax(Options):
+    """Options of `asentmax`, 1.5-entmax whose factor on logits depends on n and the layer's input."""
+
     name = "asentmax"
     full_formula = "1.5-entmax((1 + b (ln n)^g) z), b = softplus(w_b.x), g = 2 tanh(w_g.x), x the layer's input"
     learned_parameters = "w_b, w_g (width C) per layer and head"
@@ -114,8 +125,11 @@ class ASEntmax(Options):
 
 
 class ASEntmaxNormalizer(Entmax15Normalizer):
-    """1.5-entmax((1 + b (ln n)^g) z) of logits z, with b = softplus(w_b.x) and g = 2 tanh(w_g.x) for the layer's input
-    x. w_b and w_g start at 0 (our choice), so that the factor on logits is at first 1 + ln 2 at every n."""
+    """1.5-entmax of (1 + b (ln n)^g) z for logits z, with b = softplus(w_b.x) and g = 2 tanh(w_g.x) for the layer's
+    input x.
+
+    w_b and w_g start at 0 (our choice), so that the factor on logits is at first 1 + ln 2 at every n.
+    """
 
     schema = ASEntmax
 
@@ -123,7 +137,7 @@ class ASEntmaxNormalizer(Entmax15Normalizer):
         self.w_b, self.w_g = (self.parameter(0.0, self.layer.n_head, self.layer.width) for _ in range(2))
 
     def query_features(self, x: Tensor) -> Tensor:
-        """The coefficients b and g of the class's formula for each query, (B, H, T, 2)."""
+        """Return the coefficients b and g of the class's formula for each query, (B, H, T, 2)."""
         with routes.without_autocast(x.device):
             x = x.to(self.w_b.dtype)
             b, g = F.softplus(F.linear(x, self.w_b)), 2 * F.linear(x, self.w_g).tanh()
@@ -133,7 +147,9 @@ class ASEntmaxNormalizer(Entmax15Normalizer):
         return logits(q[..., :-2], k) * self.scale(q, layout)
 
     def scale(self, q: Tensor, layout: AttentionLayout) -> Tensor:
-        """The factor 1 + b (ln n)^g of each query's logits, (B, H, T, 1), for q with its features b and g."""
+        """Return the factor 1 + b (ln n)^g of each query's logits, (B, H, T, 1); q (B, H, T, D + 2) ends with b
+        and g.
+        """
         log_n = self.row_length(layout).log().unsqueeze(-1).to(q.dtype)  # (1, T, 1) or (B, 1, T, 1)
         growth = log_n.clamp(min=math.log(2)) ** q[..., -1:]  # n = 1 as n = 2: a single key has weight 1 anyway
         return 1 + q[..., -2:-1] * growth
@@ -144,6 +160,8 @@ class ASEntmaxNormalizer(Entmax15Normalizer):
 
 @dataclass
 class Softpick(Options):
+    """Options of `softpick`, whose weights are 0 for negative logits."""
+
     name = "softpick"
     full_formula = "relu(e^z - 1) / (sum |e^z - 1| + 1e-8)"
     source = "softpick's code, 2025"
@@ -152,8 +170,9 @@ class Softpick(Options):
 
 
 class SoftpickNormalizer(Normalizer):
-    """Softpick, relu(e^z - 1) / (sum |e^z - 1| + 1e-8) of logits z, sums to 1 at most. The 1e-8 matters only if no |z|
-    is much larger.
+    """Softpick gives the weights relu(e^z - 1) / (sum |e^z - 1| + 1e-8) for logits z, which sum to 1 at most.
+
+    The 1e-8 matters only if no |z| is much larger.
     """
 
     schema = Softpick
@@ -164,13 +183,14 @@ class SoftpickNormalizer(Normalizer):
         return signed_weights.relu() / (signed_weights.abs().sum(-1, keepdim=True) + 1e-8)
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        """ln of the sum of |e^z - 1| over the keys that each query sees."""
+        """Return ln of the sum of |e^z - 1| over the keys that each query sees."""
         signed_weights, top = self._unnormalized_weights(scores, layout)
         return signed_weights.abs().sum(-1).log() + top.squeeze(-1)
 
     def _unnormalized_weights(self, z: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:
-        """Return (e^z - 1) / e^top, 0 where masked, and top (B, H, T, 1), the largest score of the keys that a query
-        sees, at least 0.
+        """Return (e^z - 1) / e^top, 0 where masked, and top (B, H, T, 1).
+
+        top is the largest score of the keys that a query sees, but at least 0.
         """
         visible = layout.visible()
         top = z.masked_fill(~visible, 0.0).amax(-1, keepdim=True).clamp(min=0.0).detach()  # keeps both terms below 1

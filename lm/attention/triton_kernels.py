@@ -1,5 +1,5 @@
-"""Causal sums of f(q.k / sqrt(D) + b) v, for a function f of one score, as Triton kernels. They never write weights to
-GPU memory.
+"""Triton kernels compute causal sums of f(q.k / sqrt(D) + b) v, for a function f of one score. They never write weights
+to GPU memory.
 
 Importing this module needs `triton`; `lm.attention.elementwise_sums` decides whether to use it. Sums and f are in fp32
 whatever the inputs; fp32 inputs are multiplied in full precision, never as TF32. There are no atomic additions, so the
@@ -32,7 +32,7 @@ MIN_COLUMNS = 64
 
 @triton.jit
 def _value_and_slope(z, KIND: tl.constexpr):
-    """(f(z), f'(z)) for the f named `KIND` in `lm.attention.elementwise_sums.SCORE_FUNCTIONS`; NaN stays NaN."""
+    """Return (f(z), f'(z)) for the f named `KIND` in `lm.attention.elementwise_sums.SCORE_FUNCTIONS`; NaN stays NaN."""
     if KIND == "sigmoid":
         value = 1 / (1 + tl.exp(-z))
         slope = value * (1 - value)
@@ -49,7 +49,7 @@ def _value_and_slope(z, KIND: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, total):
-    """The matrix product a b, plus `total`."""
+    """Return the matrix product a b, plus `total`."""
     if WIDEN_BF16:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
@@ -191,7 +191,7 @@ def _backward_keys(
 def options(
     dtype: torch.dtype, size: int, width: int, kind: str, shifted: bool, summed: bool
 ) -> dict[str, int | str | bool]:
-    """The options of a kernel launch, by name, for inputs of `dtype`, head size `size` and values of `width`
+    """Return the options of a kernel launch, by name, for inputs of `dtype`, head size `size` and values of `width`
     dimensions.
 
     Block sizes are fixed, not tuned. With them compiled kernels spill few registers, and fit into the shared memory of
@@ -216,7 +216,9 @@ def options(
 
 
 class _ElementwiseAttention(torch.autograd.Function):
-    """Elementwise attention of contiguous (N, T, .) tensors by the kernels above; `shift` is (N, T) fp32 or None."""
+    """Compute elementwise attention of contiguous (N, T, .) tensors by the kernels above; `shift` is (N, T) fp32 or
+    None.
+    """
 
     @staticmethod
     def forward(
@@ -254,8 +256,8 @@ class _ElementwiseAttention(torch.autograd.Function):
 def fused_attention(
     kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, divide_by_sum: bool = False
 ) -> Tensor:
-    """`lm.attention.elementwise_sums.elementwise_attention` by the Triton kernels, for tensors that `why_no_triton` in
-    that module allows.
+    """Compute `lm.attention.elementwise_sums.elementwise_attention` by the Triton kernels. `why_no_triton` in that
+    module says which tensors they take.
     """
     n, shape = q.size(0) * q.size(1), q.shape[:3]
     if shift is not None:

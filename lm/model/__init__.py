@@ -1,1 +1,1 @@
-"""The decoder: what it computes, what it costs, where it runs."""
+"""This package has the decoder: what it computes, what it costs, and on which device it runs."""

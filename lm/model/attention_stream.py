@@ -1,5 +1,5 @@
-"""The attention of a decoder on a batch, layer by layer and some queries at a time, without holding all weights of long
-sequences.
+"""This module yields the attention of a decoder on a batch, layer by layer and some queries at a time. So it never
+holds all weights of long sequences.
 
 Shapes: B sequences, T queries, S keys, H heads, D head size, E width of a head's values, C width of the model.
 """
@@ -23,8 +23,8 @@ MAX_BLOCK_WEIGHTS = 2**24  # most attention weights held at a time, and as many 
 
 @dataclass(frozen=True)
 class QueryBlock:
-    """Scores and weights of some queries of a layer, over the keys from the sequence's start to the last of these
-    queries.
+    """A query block holds scores and weights of some queries of one layer, over the keys from the sequence's start to
+    the last of these queries.
     """
 
     layer: int  # from 0
@@ -37,8 +37,8 @@ class QueryBlock:
 
     @cached_property
     def weights(self) -> Tensor:
-        """Attention weights (B, H, T, S), the normalized scores, computed when first read; 0 for keys that a query does
-        not see.
+        """Attention weights (B, H, T, S), computed from the scores when first read; 0 for keys that a query does not
+        see.
         """
         with without_autocast(self.scores.device):
             return self.normalizer.normalize(self.scores, self.layout)
@@ -55,8 +55,8 @@ def attention_blocks(
     """Yield the decoder's attention on a batch, layer by layer, and within a layer some queries at a time.
 
     Training mode, gradients and autocast are as the caller has set them. For another inference setting, pass the
-    decoder that `lm.model.swapped.for_inference` returns. Holds queries and keys of one layer, `MAX_BLOCK_WEIGHTS`
-    scores and as many weights at a time.
+    decoder that `lm.model.swapped.for_inference` returns. Memory holds queries and keys of one layer, and
+    `MAX_BLOCK_WEIGHTS` scores and as many weights at a time.
 
     Args:
         queries: indices of queries in the sequence, negative ones from the end; None: all queries.

@@ -1,4 +1,5 @@
-"""The parts of a layer: attention or a gated attention unit, an MLP, their norms; and the cache of decoding.
+"""A layer consists of attention or a gated attention unit, an MLP, and their norms. This module has these parts, and
+the cache of decoding.
 
 Shapes: B sequences, T tokens, H query heads, K key-value heads, D head size, E width of a head's values, C width of the
 model.
@@ -43,8 +44,8 @@ class UninitialisedEmbedding(nn.Embedding):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm x * r * w of x (..., C) with gain w, r = 1 / sqrt(mean x^2 + eps). Its backward takes half of torch's
-    passes over x.
+    """Compute RMSNorm x * r * w of x (..., C) with gain w, where r = 1 / sqrt(mean x^2 + eps). The backward pass takes
+    half of torch's passes over x.
     """
 
     @staticmethod
@@ -70,8 +71,8 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class RMSNorm(nn.RMSNorm):
-    """`torch.nn.RMSNorm` of the last dimension, faster on CPUs, where torch has no kernel for it and differentiates it
-    step by step.
+    """`torch.nn.RMSNorm` of the last dimension, made faster on CPUs, where torch has no kernel for it and
+    differentiates it step by step.
 
     Outputs and gradients equal torch's bit for bit. If x has several uses, autograd adds their gradients in another
     order.
@@ -85,13 +86,13 @@ class RMSNorm(nn.RMSNorm):
 
 
 def make_norm(config: ModelConfig, kind: str | None = None) -> nn.Module:
-    """RMSNorm (`rms`) or LayerNorm (`layer`) over the model's width, as `kind` says, by default `config.norm`."""
+    """Make RMSNorm (`rms`) or LayerNorm (`layer`) over the model's width, as `kind` says, by default `config.norm`."""
     size, eps = config.n_embd, config.norm_eps
     return RMSNorm(size, eps) if (kind or config.norm) == "rms" else nn.LayerNorm(size, eps, bias=config.bias)
 
 
 class HeadNorm(RMSNorm):
-    """RMSNorm of each head's queries, keys or outputs, in the gain's dtype.
+    """Normalises each head's queries, keys or outputs by RMSNorm, in the gain's dtype.
 
     Under autocast queries and keys arrive in bf16. They return to bf16 only after RoPE and the normalizer have changed
     them.
@@ -103,7 +104,7 @@ class HeadNorm(RMSNorm):
 
 
 class WidthNorm(HeadNorm):
-    """RMSNorm of the queries or keys of all heads together, (B, H, T, D), in the gain's dtype."""
+    """Normalises the queries or keys of all heads together, (B, H, T, D), by RMSNorm, in the gain's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         heads = x.shape[1]
@@ -111,9 +112,7 @@ class WidthNorm(HeadNorm):
 
 
 class _PairRotation(torch.autograd.Function):
-    """Rotation of pairs (x1, x2) by their angles, in few passes over x; gradients are rotated by the opposite
-    angles.
-    """
+    """Rotate pairs (x1, x2) by their angles, in few passes over x; gradients are rotated by the opposite angles."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -139,10 +138,10 @@ def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotation_at(positions: Tensor, frequencies: Tensor, amplitude: float) -> Rotation:
-    """Return `amplitude` times cos and sin of the angles of pairs with these `frequencies`, radians per token, (pairs,)
-    float64, at `positions`, (T,) or (B, T).
+    """Return cos and sin of RoPE's angles at `positions`, (T,) or (B, T), times `amplitude`.
 
-    Angles are formed in float64, as at position 131,072 fp32 would be off by 0.004 radians.
+    frequencies: radians per token of each pair of dimensions, (pairs,) float64. Angles are formed in float64, as at
+    position 131,072 fp32 would be off by 0.004 radians.
     """
     angles = positions.double().unsqueeze(-1) * frequencies
     return (amplitude * angles.cos()).float(), (amplitude * angles.sin()).float()
@@ -158,8 +157,8 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
 @dataclass
 class DecodingCache:
-    """State of each layer after the tokens seen so far, for decoding: keys and values, or what the layer's normalizer
-    keeps instead.
+    """The cache holds each layer's state after the tokens so far, for decoding: keys and values, or what the layer's
+    normalizer keeps instead.
     """
 
     length: int  # tokens that the document will have in all, which are n if the option `n` is `sample`
@@ -182,7 +181,7 @@ class AttentionInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """Inputs that all layers of one forward pass share: the layout of the tokens, RoPE, and the cache."""
+    """All layers of one forward pass share these inputs: the layout of the tokens, RoPE, and the cache."""
 
     layout: AttentionLayout
     rotation: Rotation | None  # RoPE's cos and sin at the new tokens' positions; None: no RoPE
@@ -193,14 +192,16 @@ class ForwardContext:
     first_output: int = 0  # index of the first new token that a layer computes an output for
 
     def output_part(self, x: Tensor) -> Tensor:
-        """The part of x (B, T, C) at tokens that a layer computes outputs for, from the index `first_output` on:
-        (B, T - first_output, C).
+        """Return the part of x (B, T, C) at the tokens that a layer computes outputs for, from the index `first_output`
+        on.
         """
         return x[:, self.first_output :] if self.first_output else x
 
     def attend(self, layer: AttentionBase, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the heads' outputs (B, H, T - first_output, E) for the final q (B, H, T, D) and k (B, K, T, D) of a
-        layer, values v (B, K, T, E) and the layer's input x (B, T, C).
+        """Return the heads' outputs (B, H, T - first_output, E) for a layer's final queries q (B, H, T, D) and keys k
+        (B, K, T, D).
+
+        v: values (B, K, T, E). x: the layer's input (B, T, C).
         """
         normalizer, layout = layer.normalizer, self.layout
         q, k = normalizer.append_features(x, q, k)
@@ -216,7 +217,7 @@ class ForwardContext:
 
 
 class AttentionBase(nn.Module):
-    """Base of `Attention` and `GAU`: norms and rotation of queries and keys, the normalizer."""
+    """Base of `Attention` and `GAU`, which holds norms and rotation of queries and keys, and the normalizer."""
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__()
@@ -233,8 +234,8 @@ class AttentionBase(nn.Module):
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         """Return the heads' outputs (B, T - first_output, H E) for q (B, H, T, D), k (B, K, T, D) and v (B, K, T, E).
 
-        x: the layer's input (B, T, C). T is the number of new tokens, of which those from index `context.first_output`
-        on are queries.
+        x: the layer's input (B, T, C). T is the number of new tokens; those from the index `context.first_output` on
+        are queries.
         """
         q, k = self.q_norm(q), self.k_norm(k)
         if self.rotates:
@@ -244,11 +245,11 @@ class AttentionBase(nn.Module):
 
 
 class Attention(AttentionBase):
-    """Causal multi-head attention; the normalizer turns queries, keys and values into the heads' outputs.
+    """Causal multi-head attention, in which the normalizer turns queries, keys and values into the heads' outputs.
 
-    H / K query heads share each key-value head (grouped queries, arXiv 2305.13245). With `differential`, the normalizer
-    has two heads for each head of the model: one gets the first halves of queries and keys, one gets the second halves,
-    and each gets whole values. With `differential: v2` two neighbouring query heads are one head of the model.
+    H / K query heads share each key-value head (grouped queries, arXiv 2305.13245). With `differential` the normalizer
+    has two heads for each head of the model. One gets the first halves of queries and keys, the other the second
+    halves, and both get whole values. With `differential: v2` two neighbouring query heads are one head of the model.
     """
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
@@ -274,7 +275,7 @@ class Attention(AttentionBase):
             )
 
     def values(self, x: Tensor) -> Tensor:
-        """The values (B, K, T, E) that this layer projects from its input x (B, T, C)."""
+        """Project the layer's input x (B, T, C) to its values (B, K, T, E)."""
         n_rows = self.fused_rows["qkv"]["v"]
         bias = None if self.qkv.bias is None else self.qkv.bias[-n_rows:]
         return F.linear(x, self.qkv.weight[-n_rows:], bias).unflatten(-1, (self.head_counts[2], -1)).transpose(1, 2)
@@ -312,8 +313,10 @@ class Attention(AttentionBase):
 
 
 def remove_own_value(outputs: Tensor, own_values: Tensor) -> Tensor:
-    """Return y - (y.u) u, in the dtype of `outputs`, for outputs y (B, T, K, H / K, E) and the unit vectors u of the
-    token's own values (B, T, K, 1, E).
+    """Return y - (y.u) u, in the dtype of `outputs`, where y are the heads' outputs and u the unit vectors of each
+    token's own value.
+
+    outputs: (B, T, K, H / K, E). own_values: (B, T, K, 1, E).
     """
     y, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (outputs, own_values))
     u = F.normalize(v, dim=-1)
@@ -321,8 +324,8 @@ def remove_own_value(outputs: Tensor, own_values: Tensor) -> Tensor:
 
 
 class QueryDifference(nn.Module):
-    """Differential attention's second version: o1 - sigmoid(x W) o2 for the outputs o1, o2 of two queries of a head,
-    with the layer's input x.
+    """Differential attention's second version computes o1 - sigmoid(x W) o2. o1 and o2 are the outputs of two queries
+    of a head, x is the layer's input.
     """
 
     def __init__(self, width: int, n_head: int):
@@ -336,8 +339,8 @@ class QueryDifference(nn.Module):
 
 
 class MapDifference(nn.Module):
-    """Differential attention, arXiv 2410.05258: (1 - lambda_0) RMSNorm(o1 - lambda o2) of each head's outputs o1, o2 by
-    two attention maps.
+    """Differential attention (arXiv 2410.05258) computes (1 - lambda_0) RMSNorm(o1 - lambda o2). o1 and o2 are a head's
+    outputs by two attention maps.
 
     lambda = exp(a.b) - exp(c.d) + lambda_0 with learned vectors a, b, c, d; lambda_0 = 0.8 - 0.6 exp(-0.3 l) in layer l
     = 0, 1 ...
@@ -356,8 +359,8 @@ class MapDifference(nn.Module):
         self.norm = HeadNorm(size, eps)
 
     def forward(self, outputs: Tensor) -> Tensor:
-        """Return the differences (B, T, H, D) of the outputs (B, T, H, 2, D) of each head's two attention maps, in the
-        outputs' dtype.
+        """Return the differences (B, T, H, D), in the outputs' dtype, of each head's outputs by two attention maps,
+        (B, T, H, 2, D).
         """
         a, b, c, d = self.lambdas.float().chunk(4)
         factor = (a * b).sum().exp() - (c * d).sum().exp() + self.initial_lambda
@@ -366,7 +369,7 @@ class MapDifference(nn.Module):
 
 
 class GAU(AttentionBase):
-    """Gated attention unit, arXiv 2202.10447: O = (U * A V) W_o, with one head's attention weights A.
+    """A gated attention unit (arXiv 2202.10447) computes O = (U * A V) W_o, with one head's attention weights A.
 
     SiLU of the projected input is U, V (width e) and Z (width s). Queries and keys are Z with a gain and an offset,
     initially 1 and 0.
@@ -396,6 +399,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def relu2(x: Tensor) -> Tensor:
+    """Return relu(x)^2."""
     return F.relu(x).square()
 
 
@@ -403,7 +407,9 @@ ACTIVATIONS = {"swiglu": swiglu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, ap
 
 
 class MLP(nn.Module):
-    """MLP with SwiGLU (gate and value in one matrix), GELU, GELU's approximation by tanh, or ReLU^2."""
+    """An MLP whose activation is SwiGLU (gate and value in one matrix), GELU, GELU's approximation by tanh, or
+    ReLU^2.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -420,9 +426,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer, x + attention(norm(x)), then x + mlp(norm(x)), from x (B, T, C) to (B, T - first_output, C), the tokens
-    from `context.first_output` on. With `post_norm` norms are on the outputs; with `parallel` the MLP has the
-    attention's input.
+    """A layer computes x + attention(norm(x)), then x + mlp(norm(x)).
+
+    x is (B, T, C), the result (B, T - first_output, C), for the tokens from `context.first_output` on. With `post_norm`
+    norms are on the outputs; with `parallel` the MLP has the attention's input.
     """
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
@@ -451,8 +458,9 @@ class Block(nn.Module):
 
 
 class GatedBlock(nn.Module):
-    """A layer, x + gau(norm(x)), from x (B, T, C) to (B, T - first_output, C), the tokens from `context.first_output`
-    on.
+    """A layer with a gated attention unit computes x + gau(norm(x)).
+
+    x is (B, T, C), the result (B, T - first_output, C), for the tokens from `context.first_output` on.
     """
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):

@@ -1,4 +1,4 @@
-"""The output head, which maps hidden states to logits, and its cross-entropy without holding the tokens x vocabulary
+"""The output head maps hidden states to logits. Its cross-entropy is computed without holding the tokens x vocabulary
 matrix of logits.
 
 Shapes: N tokens, C width of the model, V size of the vocabulary.
@@ -23,7 +23,7 @@ CACHED_LOGITS = {"cpu": 2**18, "cuda": 2**26}
 
 
 class Head(UninitialisedLinear):
-    """Logits (..., V) of hidden states (..., C).
+    """The output head maps hidden states (..., C) to logits (..., V).
 
     softcap: bound c on logits, which become c tanh(logit / c), in fp32 (Gemma 2, arXiv 2408.00118); None: logits are
     unchanged.
@@ -49,12 +49,12 @@ def soft_cap(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def tokens_per_chunk(vocab_size: int, device_type: str) -> int:
-    """The number of tokens of a chunk, whose logits are in memory at the same time; at least 64."""
+    """Return the number of tokens of a chunk, whose logits are in memory at the same time; at least 64."""
     return max(64, CHUNK_LOGITS[device_type] // vocab_size)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The summed negative log-likelihood.
+    """Compute the negative log-likelihood of all targets, summed.
 
     The forward pass computes gradients, too, while it holds a chunk's logits, which are not kept or computed again. The
     backward pass only multiplies by the incoming scalar.
@@ -94,7 +94,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _chunk_nll(low_precision_logits: Tensor, y: Tensor, softcap: float | None) -> Tensor:
-    """Sum of the negative log-likelihoods of a chunk of tokens, an fp32 scalar, whose gradient overwrites
+    """Return the summed negative log-likelihood of a chunk of tokens, an fp32 scalar. Its gradient overwrites
     `low_precision_logits`.
 
     This is a function of its own, so that the tensors it makes are freed before the next tokens' logits are read.
@@ -122,18 +122,17 @@ def _chunk_nll(low_precision_logits: Tensor, y: Tensor, softcap: float | None) -
 
 
 def _rough_tanh(x: Tensor, scale: float) -> Tensor:
-    """tanh(x / scale) of fp32 to within 3e-7, as 2 sigmoid(2 x / scale) - 1, which takes a quarter of tanh's time on a
-    CPU.
+    """Return tanh(x / scale) of fp32 to within 3e-7, as 2 sigmoid(2 x / scale) - 1, which takes a quarter of tanh's
+    time on a CPU.
     """
     return (x * (2 / scale)).sigmoid_().mul_(2).sub_(1)
 
 
 def training_loss(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
-    """The sum over tokens of -log p(target), an fp32 scalar (nats).
+    """Return the sum over tokens of -log p(target), an fp32 scalar (nats).
 
-    hidden: (N, C); head: maps C to V; targets: (N,) int64. The matrix product runs in the autocast
-    dtype if autocast is on, softmax and sum run in fp32. `IGNORED` targets add nothing. Holds `CHUNK_LOGITS` logits,
-    not N x V.
+    hidden: (N, C); head: maps C to V; targets: (N,) int64. The matrix product runs in the autocast dtype if autocast is
+    on, softmax and sum run in fp32. `IGNORED` targets add nothing. Memory holds `CHUNK_LOGITS` logits, not N x V.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
@@ -143,9 +142,10 @@ def training_loss(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def token_nll(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
-    """-log p(target) of every token, (N,) fp32 (nats), computed in fp32 throughout; 0 where the target is `IGNORED`.
+    """Return -log p(target) of every token, (N,) fp32 (nats), computed in fp32 throughout; 0 where the target is
+    `IGNORED`.
 
-    hidden: (N, C); head: maps C to V; targets: (N,) int64. Holds `CHUNK_LOGITS` logits, not N x V.
+    hidden: (N, C); head: maps C to V; targets: (N,) int64. Memory holds `CHUNK_LOGITS` logits, not N x V.
     """
     nll = partial(F.cross_entropy, reduction="none", ignore_index=IGNORED)
     return _map_logits(nll, torch.float32, hidden, head, targets)
@@ -153,7 +153,7 @@ def token_nll(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def argmax_tokens(hidden: Tensor, head: Head) -> Tensor:
-    """The token with the largest logit at each hidden state, (N,) int64; precision and memory are those of
+    """Return the token with the largest logit at each hidden state, (N,) int64. Precision and memory are those of
     `token_nll`.
     """
     return _map_logits(lambda logits: logits.argmax(-1), torch.int64, hidden, head)
@@ -161,7 +161,7 @@ def argmax_tokens(hidden: Tensor, head: Head) -> Tensor:
 
 @torch.no_grad()
 def token_kl(p: Tensor, p_head: Head, q: Tensor, q_head: Head) -> Tensor:
-    """KL(p || q) of two models' next-token distributions at every token, (N,) fp32 (nats), computed in fp32.
+    """Return KL(p || q) of two models' next-token distributions at every token, (N,) fp32 (nats), computed in fp32.
 
     p, q: the models' hidden states, (N, C); p_head, q_head: their heads, which map C to V. Exactly 0 where the
     distributions are equal.
@@ -182,8 +182,8 @@ def _map_logits(
     """Return f(logits, *tensors) for all N tokens, (N,) `dtype`. f gets chunks of n tokens: logits (n, V), fp32 even
     under autocast.
 
-    tensors: N rows each. parts: divides the tokens of a chunk. Results are written in place: a tensor allocated between
-    two chunks may keep glibc from reusing the logits' memory.
+    tensors: N rows each. parts: a number that divides the tokens of a chunk. Results are written in place: a tensor
+    allocated between two chunks may keep glibc from reusing the logits' memory.
     """
     results = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
     chunk_size = max(64, tokens_per_chunk(head.out_features, hidden.device.type) // parts)

@@ -1,4 +1,4 @@
-"""The decoder: a nanoGPT-style pre-norm transformer whose attention normalizer can be chosen.
+"""The decoder is a nanoGPT-style pre-norm transformer whose attention normalizer can be chosen.
 
 Shapes: B sequences, T tokens, C width of the model, V size of the vocabulary, K key-value heads, E width of a head's
 values.
@@ -33,15 +33,15 @@ from lm.model.rope import rope_rotation
 
 
 class Decoder(nn.Module):
-    """The language model.
+    """The decoder is the language model that lm trains: embedding, blocks, last norm and head.
 
     Args:
         config: layers, sizes and kinds of blocks.
         vocab_size: number of tokens V.
         seq_len: tokens in a training sequence; normalizers are initialised for it, learned positions end at it.
-        seed: the seed of the initial weights. Each parameter draws from its own stream (seed, name), so two
-            models of one seed start equal wherever they share parameters, whatever their normalizers.
-            None: leave the weights unset, for weights that are loaded.
+        seed: the seed of the initial weights. Each parameter draws from its own stream (seed, name), so two models of
+            one seed start equal wherever they share parameters, whatever their normalizers. None: leave the weights
+            unset, for weights that are loaded.
     """
 
     takes_settings = True  # whether inference settings can change it
@@ -85,7 +85,7 @@ class Decoder(nn.Module):
                 parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
 
     def _initial_std(self, name: str, parameter: Tensor) -> float | None:
-        """Standard deviation of a parameter's initial values; None: they are not drawn, such as gains.
+        """Return the standard deviation of a parameter's initial values; None: they are not drawn, such as gains.
 
         In normalizers only matrices named `hidden.weight` are drawn, with 1 / sqrt(inputs). Projections into the
         residual stream have init_std / sqrt(2 n_layer) or 0 (`out_init`). Gates of few inputs start at 0.
@@ -106,8 +106,8 @@ class Decoder(nn.Module):
         self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None,
         first_output: int = 0
     ) -> Tensor:  # fmt: skip
-        """Hidden states (B, T - first_output, C) of tokens (B, T) int64, after the last norm, which are the input of
-        `head`.
+        """Return hidden states (B, T - first_output, C) of tokens (B, T) int64, after the last norm; `head` maps them
+        to logits.
 
         Args:
             layout: the layout of the tokens, e.g. `AttentionLayout.from_document_lengths`; None: one document from its
@@ -162,7 +162,7 @@ class Decoder(nn.Module):
         return x, ForwardContext(layout, rotation, logit_factor, cache, first_values)
 
     def normalizers(self) -> list[Normalizer]:
-        """The normalizers, from the first layer to the last."""
+        """Return the normalizers, from the first layer to the last."""
         return [module for module in self.modules() if isinstance(module, Normalizer)]
 
     def compile_blocks(self, lengths: int) -> None:
@@ -179,14 +179,14 @@ class Decoder(nn.Module):
         self.run_block = torch.compile(_run_block, dynamic=False)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Next-token logits (B, T, V) of tokens (B, T) int64. `lm.model.cross_entropy` avoids holding all logits at
-        once.
+        """Return next-token logits (B, T, V) of tokens (B, T) int64. `lm.model.cross_entropy` avoids holding all logits
+        at once.
         """
         return self.head(self(tokens))
 
     def loss(self, batch: Batch) -> Tensor:
-        """The sum of the negative log-likelihoods of a batch's targets (nats, fp32 scalar)
-        (`lm.model.cross_entropy.training_loss`).
+        """Return the summed negative log-likelihood of a batch's targets, an fp32 scalar (nats), by
+        `lm.model.cross_entropy.training_loss`.
         """
         # a compiled block would be compiled anew for each `first_output`
         first_output = batch.first if self.run_block is _run_block else 0
@@ -195,19 +195,20 @@ class Decoder(nn.Module):
         )
 
     def hidden_states(self, batch: Batch, first_output: int = 0) -> Tensor:
-        """Hidden states (B, T - first_output, C) of a batch's tokens from index `first_output` on, after the last norm
-        (see `forward`).
+        """Return hidden states (B, T - first_output, C) of a batch's tokens from the index `first_output` on, after the
+        last norm (see `forward`).
         """
         return self(batch.tokens, batch_layout(batch), first_output=first_output)
 
 
 def _run_block(block: nn.Module, x: Tensor, context: ForwardContext) -> Tensor:
+    """Call a block. `Decoder.compile_blocks` replaces this function by a compiled one."""
     return block(x, context)
 
 
 def batch_layout(batch: Batch) -> AttentionLayout:
-    """The attention layout of a batch: each sequence is one document, or several documents that don't see each
-    other.
+    """Return the attention layout of a batch, whose sequences are one document each, or several documents that don't
+    see each other.
     """
     if batch.positions is None:
         return AttentionLayout.full(batch.tokens.size(1), batch.tokens.device)
@@ -215,12 +216,12 @@ def batch_layout(batch: Batch) -> AttentionLayout:
 
 
 def is_normalizer_parameter(parameter: str) -> bool:
-    """Whether `parameter` is the name of a normalizer's parameter."""
+    """Return whether `parameter` is the name of a normalizer's parameter."""
     return ".normalizer." in parameter
 
 
 def parameter_group(name: str, parameter: Tensor) -> str:
-    """The name of the parameter's group in `optim.groups`: embedding, head, matrices, vectors or normalizer."""
+    """Return the name of the parameter's group in `optim.groups`: embedding, head, matrices, vectors or normalizer."""
     if is_normalizer_parameter(name):
         return "normalizer"
     if name.startswith(("embedding.", "position.")):
@@ -231,8 +232,8 @@ def parameter_group(name: str, parameter: Tensor) -> str:
 
 
 def projection_rows(decoder: Decoder) -> dict[str, dict[str, slice]]:
-    """The rows of each projection in each fused matrix, by matrix name: `attention.qkv.weight` has {"q": rows, "k":
-    rows, "v": rows}.
+    """Return the rows of each projection in each fused matrix, by matrix name: `attention.qkv.weight` has {"q": rows,
+    "k": rows, "v": rows}.
 
     Optimizers use these rows to treat projections separately. A module's `fused_rows` is {linear layer: {projection:
     number of rows}}, in the order of rows.
@@ -263,7 +264,9 @@ class LogitsModel(nn.Module):
         self.module, self.head, self.config = module, _NoHead(), ModelConfig()
 
     def forward(self, tokens: Tensor, cache: DecodingCache | None = None, first_output: int = 0) -> Tensor:
-        """Logits (B, T - first_output, V) of tokens (B, T), with a cache of those after the tokens in it."""
+        """Return logits (B, T - first_output, V) of tokens (B, T). With a cache these tokens follow the tokens
+        in it.
+        """
         if cache is not None:
             n_seen = cache.n_seen
             tokens = torch.cat((cache.states[self], tokens), 1) if n_seen else tokens
@@ -273,12 +276,15 @@ class LogitsModel(nn.Module):
         return logits
 
     def hidden_states(self, batch: Batch, first_output: int = 0) -> Tensor:
-        """Logits in place of hidden states, which the head leaves as they are."""
+        """Return logits in place of hidden states; the head leaves them as they are."""
         return self(batch.tokens, first_output=first_output)
 
 
 class _NoHead(nn.Identity):
+    """Stands in for a head where a module gives logits itself."""
+
     out_features: int  # size of the vocabulary
 
     def fp32_function(self) -> Callable[[Tensor], Tensor]:
+        """Return the function that converts logits to fp32."""
         return Tensor.float

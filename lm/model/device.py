@@ -1,4 +1,6 @@
-"""Device, precision and compilation of a run; sums over processes and evaluation mode for measurements."""
+"""This module resolves a run's device, precision and compilation. For measurements it sums over processes and sets
+evaluation mode.
+"""
 
 import os
 from collections.abc import Callable, Iterator
@@ -24,8 +26,9 @@ MIN_RUN_FLOPS_TO_COMPILE = {"cpu": 3e13, "gpu": 4e15}
 
 @dataclass(frozen=True)
 class ResolvedSetting:
-    """The value of a setting that may have been `auto`, and the reason to print, empty for a value that the
-    configuration gives.
+    """A resolved setting is the value of a key that may have been `auto`, and the reason for it.
+
+    The reason is printed; it is empty for a value that the configuration gives.
     """
 
     value: str
@@ -37,7 +40,7 @@ class ResolvedSetting:
 
 @dataclass(frozen=True)
 class Machine:
-    """Device, precision and compilation of a run."""
+    """A machine describes the device, precision and compilation of a run."""
 
     accelerator: str  # Lightning's name of the device, `cpu` or `gpu`
     device: str  # the device in words
@@ -52,12 +55,13 @@ class Machine:
 
     @property
     def compiles(self) -> bool:
+        """True if torch.compile compiles the model."""
         return self.compilation.value == "true"
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """The GPUs that child processes may use, by their names in CUDA_VISIBLE_DEVICES. CUDA is not initialised in this
-    process.
+    """Return the GPUs that child processes may use, by their names in CUDA_VISIBLE_DEVICES. CUDA is not initialised in
+    this process.
     """
     n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(n_gpus)))).split(",")
@@ -65,8 +69,8 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def count_gpus(config: Config) -> int:
-    """The number of GPUs that a run takes, 0 on the CPU. Raises ConfigError if the machine lacks the GPU or devices
-    that it asks for.
+    """Return the number of GPUs that a run takes, 0 on the CPU. Raises ConfigError if the machine lacks the GPU or
+    devices that it asks for.
     """
     accelerator, devices = config.trainer.accelerator, config.trainer.devices
     n_gpus = torch.cuda.device_count() if accelerator != "cpu" and torch.cuda.is_available() else 0
@@ -90,7 +94,7 @@ def resolve_device(config: Config) -> tuple[str, str]:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory so far, in bytes: the memory of tensors on a GPU, or of the whole process on the CPU."""
+    """Return the peak memory so far, in bytes: that of tensors on a GPU, or of the whole process on the CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_process_bytes()
 
 
@@ -181,7 +185,9 @@ def use_compile_cache() -> None:
 
 @dataclass(frozen=True)
 class Device:
-    """The torch device of a model, whether it runs in bf16 autocast, and this process's rank among all processes."""
+    """A device says where and how a process measures a model: torch device, bf16 autocast, and its rank among all
+    processes.
+    """
 
     device: torch.device
     bf16: bool
@@ -195,6 +201,7 @@ class Device:
         return "bf16-mixed" if self.bf16 else "32"
 
     def autocast(self) -> torch.autocast:
+        """Return a context of autocast to bf16, which does nothing if the precision is 32."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
 
 
@@ -228,8 +235,8 @@ def preserved_random_state() -> AbstractContextManager:
 
 @contextmanager
 def eval_mode(*models: nn.Module) -> Iterator[None]:
-    """A context with `models` in evaluation mode and without gradients. When it ends, it restores the modes and torch's
-    random state.
+    """Return a context with `models` in evaluation mode and without gradients. When it ends, it restores the modes and
+    torch's random state.
     """
     in_training = [module for model in models for module in model.modules() if module.training]
     try:

@@ -1,4 +1,6 @@
-"""RoPE's frequencies, and their rescalings for sequences beyond the training length."""
+"""RoPE rotates pairs of dimensions by frequencies. This module computes them, and rescales them for sequences beyond
+the training length.
+"""
 
 import math
 
@@ -31,7 +33,7 @@ def rope_rotation(
 def frequencies(
     head_size: int, rope: Rope, scaling: RopeScaling, train_length: int, length: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """RoPE's frequencies after rescaling, which are radians per token of each rotated pair of dimensions, (pairs,)
+    """Return RoPE's frequencies after rescaling, in radians per token, of each rotated pair of dimensions: (pairs,)
     float64.
     """
     pairs = torch.arange(rope.rotated_dimensions(head_size) // 2, dtype=torch.float64, device=device)

@@ -1,5 +1,5 @@
-"""The description of a model without its weights, a check of its normalizers from outside lm, and the model's costs,
-which are parameters, FLOPs per token and training steps.
+"""A model's spec describes it without its weights. This module also checks normalizers from outside lm, and counts a
+model's parameters, FLOPs per token and training steps.
 """
 
 import math
@@ -26,9 +26,7 @@ CAUSALITY_TOLERANCE = 1e-9  # of outputs of size 1 in fp64
 
 @dataclass
 class ModelSpec:
-    """The description of a model that suffices to build its decoder, load its weights, and use it: evaluate, swap,
-    generate, export.
-    """
+    """A model's spec suffices to build its decoder, load its weights, and use it: evaluate, swap, generate, export."""
 
     model: ModelConfig = section(ModelConfig, "the decoder, with the normalizer that it has")
     vocab_size: int = key(256, "tokens that the model knows", ge=1)
@@ -41,13 +39,15 @@ class ModelSpec:
 
     @classmethod
     def from_decoder(cls, decoder: Decoder, end_of_text: str, end_tokens: Sequence[str] = ()) -> "ModelSpec":
+        """Return the spec of a decoder, with the versions of its normalizers from outside lm."""
         versions = PLUGINS.versions(options.name for options in decoder.config.normalizer.layer_options())
         return cls(decoder.config, decoder.vocab_size, decoder.seq_len, end_of_text, [*end_tokens], versions)
 
     @classmethod
     def from_training(cls, config: Config, metadata: Mapping[str, Plain]) -> "ModelSpec":
-        """The spec of a model from its run's configuration and the metadata `phase`, `vocab_size` and `plugins` of its
-        checkpoint.
+        """Return the spec of a run's model, from the run's configuration and the metadata of its checkpoint.
+
+        metadata: holds `phase`, `vocab_size` and, if normalizers are from outside lm, `plugins`.
         """
         model = config.model_in(metadata["phase"])
         versions = metadata.get("plugins", {})
@@ -58,8 +58,11 @@ class ModelSpec:
 
     @classmethod
     def read(cls, plain: Plain) -> "ModelSpec":
-        """Return the spec that plain data (`lm.plain.to_plain`) describe. Raises ConfigError: the data are invalid, or
-        name a normalizer from outside lm whose import is not allowed or fails."""
+        """Return the spec that plain data (`lm.plain.to_plain`) describe.
+
+        Raises ConfigError: the data are invalid, or name a normalizer from outside lm whose import is not allowed or
+        fails.
+        """
         names = {spec.name for spec in fields(cls) if not spec.metadata.get("omit_default")}
         problems = (
             [Problem(name, None, "is missing") for name in sorted(names - plain.keys())]
@@ -72,8 +75,8 @@ class ModelSpec:
         return spec
 
     def changed_plugins(self) -> list[tuple[str, str, str]]:
-        """(name, recorded version, imported version) of each third-party normalizer whose code has changed since it was
-        recorded.
+        """Return (name, recorded version, imported version) of each normalizer from outside lm whose code has changed
+        since it was recorded.
         """
         versions = PLUGINS.versions(self.plugins).items()
         return [(name, self.plugins[name], version) for name, version in versions if self.plugins[name] != version]
@@ -84,10 +87,10 @@ class ModelSpec:
 
 
 def check_causality(config: Config) -> None:
-    """Check that no normalizer from outside gives an output that depends on later tokens, at the training length up to
-    `MAX_CHECKED_LENGTH`.
+    """Check that with no normalizer from outside lm an output depends on later tokens. Sequences have the training
+    length, but at most `MAX_CHECKED_LENGTH` tokens.
 
-    Raises ConfigError that names the normalizer.
+    Raises ConfigError, which names the normalizer.
     """
     length = min(MAX_CHECKED_LENGTH, config.data.seq_len)
     layers = [options for phase in config.plan for options in phase.normalizer.layer_options()]
@@ -102,8 +105,8 @@ def check_causality(config: Config) -> None:
 
 
 def count_parameters(decoder: Decoder) -> dict[str, int]:
-    """Numbers of parameters, as {"total", "non_embedding" (without embeddings and head), "normalizer" (in
-    normalizers)}.
+    """Return numbers of parameters by name: `total`, `non_embedding` (without embeddings and head) and `normalizer`
+    (in normalizers).
     """
     counts = Counter[str]()
     for name, parameter in decoder.named_parameters():
@@ -113,11 +116,11 @@ def count_parameters(decoder: Decoder) -> dict[str, int]:
 
 
 def flops_per_token(decoder: Decoder) -> int:
-    """Training FLOPs per token: 6 per matrix entry, plus 3 T per dimension of each head's keys and of its values, in
-    sequences of T tokens, the training length.
+    """Return the training FLOPs per token: 6 per matrix entry, plus 3 T per dimension of each head's keys and of its
+    values. Sequences have T tokens, the training length.
 
-    Embedding look-ups are free. Scores that the causal mask hides are not counted; PaLM (arXiv 2204.02311, appendix B)
-    and nanoGPT count them, 6 N + 12 L H Q T for N matrix entries, L layers of H heads of size Q.
+    Embedding look-ups are free. Scores that the causal mask hides are not counted. PaLM (arXiv 2204.02311, appendix B)
+    and nanoGPT count them: 6 N + 12 L H Q T for N matrix entries, L layers of H heads of size Q.
     """
     config = decoder.config
     matrix_entries = sum(p.numel() for p in decoder.blocks.parameters() if p.dim() == 2) + decoder.head.weight.numel()
@@ -128,7 +131,7 @@ def flops_per_token(decoder: Decoder) -> int:
 
 
 def count_steps(config: Config, vocab_size: int) -> int:
-    """Optimizer steps of a run, as many as `tokens_per_parameter` requires, rounded up.
+    """Return the optimizer steps of a run, as many as `tokens_per_parameter` requires, rounded up.
 
     All parameters but those of normalizers are counted, so that models that differ in the normalizer alone train
     equally long.
@@ -140,7 +143,7 @@ def count_steps(config: Config, vocab_size: int) -> int:
 
 
 def with_steps(config: Config, vocab_size: int) -> Config:
-    """The configuration with its number of steps in `trainer.max_steps`, in place of `tokens_per_parameter`.
+    """Return the configuration with its number of steps in `trainer.max_steps`, in place of `tokens_per_parameter`.
 
     Raises ConfigError: the steps are too few, for example for a phase or the warm-up.
     """

@@ -1,4 +1,6 @@
-"""A trained decoder whose normalizers are replaced, or that is used under another inference setting."""
+"""This module copies a trained decoder, with other normalizers in place of its own, or for another inference
+setting.
+"""
 
 import copy
 import math
@@ -22,10 +24,10 @@ from lm.model.device import preserved_random_state
 
 @torch.no_grad()
 def with_model(old: Decoder, model: ModelConfig, is_swap: bool) -> Decoder:
-    """A decoder with the weights of `old`, and the normalizers and positions of `model`, on the CPU.
+    """Return a decoder with the weights of `old`, and the normalizers and positions of `model`, on the CPU.
 
     is_swap: whether `model` has other normalizers than `old`. `Normalizer.init_from` then sets their parameters: it
-        converts the old ones where it can, and keeps initial values elsewhere.
+    converts the old ones where it can, and keeps initial values elsewhere.
     """
     new, weights = Decoder(model, old.vocab_size, old.seq_len, seed=None), old.state_dict()
     if not is_swap:
@@ -45,8 +47,8 @@ def with_normalizer(old: Decoder, normalizer: Options) -> Decoder:
 
 @torch.no_grad()
 def score_factors(decoder: Decoder, lengths: Sequence[int]) -> Tensor:
-    """The factor c in the scores c q.k / sqrt(D) of a document's last token, (lengths, layers, H) on the CPU, for
-    documents of each length.
+    """Return the factor c in the scores c q.k / sqrt(D) of a document's last token, (lengths, layers, H) on the CPU,
+    for documents of each length.
 
     Each of H heads has queries q and keys k of size D. The factor is NaN in layers whose scores are no multiple of q.k
     / sqrt(D) (`Normalizer.scale_by_position`).
@@ -64,8 +66,10 @@ def score_factors(decoder: Decoder, lengths: Sequence[int]) -> Tensor:
 
 
 def applicable_settings(decoder: Decoder, settings: Iterable[InferenceSetting]) -> list[InferenceSetting]:
-    """Return those of `settings` whose normalizer options this decoder's normalizer has; the rest may be for another
-    training phase. A decoder that takes no settings is measured as trained alone.
+    """Return those of `settings` whose normalizer options this decoder's normalizer has. Other settings may be for
+    another training phase.
+
+    For a decoder that takes no inference settings, only the setting it was trained with is returned.
     """
     return [
         setting
@@ -76,11 +80,11 @@ def applicable_settings(decoder: Decoder, settings: Iterable[InferenceSetting]) 
 
 
 def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:
-    """A copy of `decoder` that computes under `setting`, shares the decoder's parameters, and is in the same mode
-    (training or evaluation); `decoder` itself if `setting` is as trained.
+    """Return a copy of `decoder` that computes under `setting` and shares its parameters; `decoder` itself if `setting`
+    is as trained.
 
-    Raises ConfigError: `setting` changes an option that no normalizer has or that training fixed, or it has YaRN's
-    temperature although a layer's scores don't scale with q.
+    The copy is in the same mode (training or evaluation). Raises ConfigError: `setting` changes an option that no
+    normalizer has or that training fixed, or it has YaRN's temperature although a layer's scores don't scale with q.
     """
     if setting == InferenceSetting():
         return decoder

@@ -221,7 +221,7 @@ def test_check_normalizer_says_what_is_broken_and_fails(tmp_path: Path, monkeypa
     result = lm("check-normalizer", "broken:Acausal")
     assert result.returncode == 1
     assert (
-        "broken:Acausal: BROKEN: a later token changes nothing earlier, to the bit: other tokens from 25 on change an "
+        "broken:Acausal: BROKEN: later tokens change no earlier output, to the bit: other tokens from 25 on change an "
         "earlier output" in result.stdout
     )
     assert "broken:Acausal: kept: the normalizer gives an output, and its initial values are" in result.stdout
