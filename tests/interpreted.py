@@ -74,7 +74,9 @@ def test_fp32_is_the_definition_and_the_tiles_forward_and_backward(
 ):
     tensors = inputs(length, size, width, torch.float32)
     actual, tiled = (results(route, f, *tensors, divide_by_sum) for route in (elementwise_attention, sum_tiles))
-    for a, b, exact in zip(actual, tiled, results(dense, f, *(x.double() for x in tensors), divide_by_sum), strict=True):
+    for a, b, exact in zip(
+        actual, tiled, results(dense, f, *(x.double() for x in tensors), divide_by_sum), strict=True
+    ):
         allowed = (2e-4 if divide_by_sum else 1e-5) * max(1.0, exact.abs().max().item())  # small sums are divided by
         assert (a - exact).abs().max() <= allowed
         assert (b - exact).abs().max() <= allowed
@@ -89,7 +91,9 @@ def test_bf16_error_is_at_most_twice_that_of_the_definition_in_bf16(
     tensors = inputs(length, size, width, torch.bfloat16)
     actual, plain = (results(route, f, *tensors, divide_by_sum) for route in (elementwise_attention, dense))
     assert [x.dtype for x in actual] == [torch.bfloat16] * 4 + [torch.float32]
-    for a, b, exact in zip(actual, plain, results(dense, f, *(x.double() for x in tensors), divide_by_sum), strict=True):
+    for a, b, exact in zip(
+        actual, plain, results(dense, f, *(x.double() for x in tensors), divide_by_sum), strict=True
+    ):
         # two roundings; small sums are divided by
         allowed = 2 * (b - exact).abs().max() + 2**-7 * exact.abs().max() + 1e-4 * divide_by_sum
         assert (a - exact).abs().max() <= allowed

@@ -12,7 +12,7 @@ from lm.config.schema import build, cross_key_problems, fields, variant
 from lm.config.yaml_text import yaml_flow
 from lm.errors import Problem, Unavailable, yaml_scalar
 from lm.plain import Plain, to_plain
-from lm.plugins import REQUIREMENTS_PAGE, PLUGINS
+from lm.plugins import PLUGINS, REQUIREMENTS_PAGE
 
 
 def options_class(normalizer: type) -> type[Options]:

@@ -91,7 +91,8 @@ class MeasuredModel(nn.Module):
         self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None,
         first_output: int = 0
     ) -> Tensor:  # fmt: skip
-        """Return hidden states (B, T - first_output, C) of the tokens (B, T) from index `first_output` on, as `Decoder.forward` does.
+        """Return hidden states (B, T - first_output, C) of the tokens (B, T) from index `first_output` on, as
+        `Decoder.forward` does.
 
         layout: positions in packed documents; cache: keys and values of earlier tokens, which this call extends.
         """
