@@ -180,7 +180,8 @@ class Threshold(Options):
 
 
 class ThresholdNormalizer(ShiftedNormalizer):
-    """Threshold attention: a key's weight is relu(z - beta sqrt(2 ln n))^p, divided by the sum; z is its logit.
+    """Threshold attention: a key's weight is relu(z - beta sqrt(2 ln n))^p, divided by the sum; z is its logit. With
+    `divided: false` it is not divided, as in the paper (arXiv 2601.12145).
 
     The threshold grows with the n keys that a query sees, so that about as many Gaussian logits exceed it at every n.
     If no logit exceeds it, all weights are 0.
@@ -233,8 +234,8 @@ class SoftplusAttention(Options):
 
 
 class SoftplusNormalizer(DividedNormalizer):
-    """Length-scaled softplus attention (LSSA): a key's weight w is softplus(z ln n / ln m), divided by the sum.
-    z is its logit, n the number of keys in sight, m the option `base`.
+    """Length-scaled softplus attention (LSSA): a key's weight w is softplus(z ln n / ln m), divided by the sum. z is
+    its logit, n the row length, m the option `base`.
 
     With `sharpening` p, weights are relu(n w - 1)^p, again divided by their sum; 1 is not subtracted up to n = 3, as in
     the paper. There n is the number of keys in sight, whatever the option `n` says: 1 / n is the mean weight.
