@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from lm.report.frame import results
     from lm.runs.loading import load
 
-__all__ = ["Given", "compare", "evaluate", "functional", "judge", "load", "results", "train"]
+__all__ = ["ConfigArgument", "compare", "evaluate", "functional", "judge", "load", "results", "train"]
 __version__ = "0.12.0.dev0"
 
 # a YAML file, a preset, an override `KEY=VALUE`, or a mapping of keys to values
-Given = str | os.PathLike | Mapping[str, object]
+ConfigArgument = str | os.PathLike | Mapping[str, object]
 # module of each public function
 _MODULE_BY_NAME = dict.fromkeys(("compare", "evaluate", "judge", "train"), "lm.commands.python_interface")
 _MODULE_BY_NAME |= {"load": "lm.runs.loading", "results": "lm.report.frame"}

@@ -15,7 +15,7 @@ import typer
 from lm import __version__
 from lm.commands import compare_commands, model_commands, train_commands
 from lm.config.removed_keys import removed_name_advice
-from lm.errors import LMError, one_line, out_of_memory, terminal_text
+from lm.errors import LMError, is_out_of_memory, one_line, terminal_text
 from lm.machine import stop_with_parent
 from lm.plugins import PLUGINS
 
@@ -51,7 +51,7 @@ def _print_version(is_requested: bool) -> None:
 
 
 @app.callback()
-def top(
+def global_options(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
@@ -138,7 +138,7 @@ def _failure_message(error: BaseException) -> str:
     """Return a one-line message if memory ran out, compiled code is incomplete after a kill, or a plugin failed. Return
     an empty text for other errors, which are bugs of lm.
     """
-    if out_of_memory(error):
+    if is_out_of_memory(error):
         requested_memory = re.search(r"allocate ([\d.]+ ?\w+)", str(error))
         text = "out of memory" + (f" (asked for {requested_memory[1]})" if requested_memory else "")
         other_remedy = "measure fewer or shorter sequences, or use a machine with more"

@@ -42,7 +42,7 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     return abbreviate(str(error), limit) or type(error).__name__
 
 
-def with_cause(error: BaseException, limit: int = 300) -> str:
+def one_line_with_cause(error: BaseException, limit: int = 300) -> str:
     """Return an exception's text on one line, as `one_line` does. If the text lacks the exception's first cause, add
     this in parentheses.
     """
@@ -88,18 +88,18 @@ def yaml_scalar(value: object) -> str:
     return '""' if value == "" else str(value)
 
 
-def as_written(value: object) -> str:
+def value_text(value: object) -> str:
     """Return a value as text for messages. null, true and false are written as in YAML, also within lists and maps,
     other values as by Python's repr.
     """
     if value is None or isinstance(value, bool):
         return yaml_scalar(value)
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{name}: {as_written(item)}' for name, item in value.items())}}}"
-    return f"[{', '.join(map(as_written, value))}]" if isinstance(value, list | tuple) else repr(value)
+        return f"{{{', '.join(f'{name}: {value_text(item)}' for name, item in value.items())}}}"
+    return f"[{', '.join(map(value_text, value))}]" if isinstance(value, list | tuple) else repr(value)
 
 
-def out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Return whether `error` says that CPU or GPU memory ran out. It is then Python's MemoryError, torch's
     OutOfMemoryError for a GPU, or torch's RuntimeError for the CPU.
     """
@@ -127,11 +127,11 @@ class Problem:
     remedy: str = ""
 
     def __str__(self) -> str:
-        text = f"{abbreviate(self.path)} = {abbreviate(as_written(self.value))}: {self.reason}"
+        text = f"{abbreviate(self.path)} = {abbreviate(value_text(self.value))}: {self.reason}"
         return f"{text}; {self.remedy}" if self.remedy else text
 
 
-class Unavailable(KeyError):
+class PluginUnavailable(KeyError):
     """Raised if a block's name refers to a plugin that may not be imported, can't be imported or is invalid. Its
     attributes are the reason and the remedy.
     """

@@ -15,7 +15,7 @@ from typing import BinaryIO, NoReturn
 from lm.errors import DataError, RunError, one_line
 from lm.plain import Plain
 
-UNFINISHED = "unfinished"  # part of the names of files and folders that are being written
+UNFINISHED_MARK = "unfinished"  # part of the names of files and folders that are being written
 
 
 def expand_home(path: str | os.PathLike) -> Path:
@@ -32,11 +32,11 @@ def new_temporary_path(path: Path) -> Path:
     The umask decides the mode of this file, unlike with `tempfile`.
     """
     name = os.fsencode(path.name)[:100].decode(errors="ignore")  # file systems limit the bytes of a name
-    return path.parent / f".{name}-{UNFINISHED}-{secrets.token_hex(8)}"
+    return path.parent / f".{name}-{UNFINISHED_MARK}-{secrets.token_hex(8)}"
 
 
 @contextmanager
-def replacing(path: Path, noun: str = "the file") -> Iterator[BinaryIO]:
+def replace_file(path: Path, noun: str = "the file") -> Iterator[BinaryIO]:
     """Return a context that yields a temporary file, open for writing. At the end the file is synced and renamed to
     `path`.
 
@@ -70,17 +70,17 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_together(contents: Mapping[Path, bytes], noun: str = "the file") -> None:
-    """Write several files, {path: content}; none is replaced before all are written. Raises RunError as `replacing`
+    """Write several files, {path: content}; none is replaced before all are written. Raises RunError as `replace_file`
     does.
     """
     with ExitStack() as stack:
         for path, content in contents.items():
-            file = stack.enter_context(replacing(path, noun))
+            file = stack.enter_context(replace_file(path, noun))
             file.write(content)
             file.flush()  # a full disk shows here, while every file is still as it was
 
 
-def check_new(path: Path) -> None:
+def require_new_path(path: Path) -> None:
     """Raise RunError if `path` exists, unless it is an empty folder."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise RunError(f"{path}: exists already; choose another")
@@ -93,7 +93,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
     Raises RunError: `path` exists and is not empty, or can't be written.
     """
-    check_new(path)
+    require_new_path(path)
     temporary_folder = new_temporary_path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ def file_lock(path: Path, on_conflict: Callable[[], object], flags: int = os.O_R
         release()
 
 
-def locked_folder(folder: Path, refusal: str) -> AbstractContextManager[str]:
+def folder_lock(folder: Path, refusal: str) -> AbstractContextManager[str]:
     """Return a context that locks a folder as `file_lock` does. If another process has the lock, entering the context
     raises RunError with the text `refusal`.
     """
@@ -240,7 +240,7 @@ class FileHashes:
                 write_text(self.path, json.dumps(self.hashes))
 
 
-def sources_sha256(paths: Iterable[str | Path]) -> str:
+def source_files_sha256(paths: Iterable[str | Path]) -> str:
     """Return 16 hex digits of a sha256 over the relative paths and contents of source files. These are the files in
     `paths`, and all .py and .cpp files in the folders in `paths`.
     """

@@ -23,7 +23,7 @@ def join_path(path: str, name: str) -> str:
     return f"{path}.{name}" if path else str(name)
 
 
-def items(value: Plain, path: str = "") -> Iterator[tuple[str, Plain]]:
+def child_items(value: Plain, path: str = "") -> Iterator[tuple[str, Plain]]:
     """Yield (path, item) for each item of a list or map at `path`. For another value, yield this value as the only
     item.
     """
@@ -39,7 +39,9 @@ def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
     """Flatten nested blocks into {key path: value}. The path of a block in a list contains its index (`a[0].b`)."""
     if not plain or not (is_block(plain) or (isinstance(plain, list) and isinstance(plain[0], dict))):
         return {path: plain}
-    return {key: value for item_path, item in items(plain, path) for key, value in flatten(item, item_path).items()}
+    return {
+        key: value for item_path, item in child_items(plain, path) for key, value in flatten(item, item_path).items()
+    }
 
 
 def convert(hint: type, value: Plain):
@@ -92,12 +94,12 @@ def to_plain(value, whole: bool = False) -> Plain:
     plain = {"name": value.name} if hasattr(value, "name") and all(spec.name != "name" for spec in specs) else {}
     for spec in specs:
         item = getattr(value, spec.name)
-        if whole or not spec.metadata.get("omit_default") or item != default_of(spec):
+        if whole or not spec.metadata.get("omit_default") or item != field_default(spec):
             plain[spec.name] = to_plain(item, whole)
     return plain
 
 
-def default_of(spec: Field) -> object:
+def field_default(spec: Field) -> object:
     """Return the default of a dataclass's field."""
     return spec.default if spec.default is not MISSING else spec.default_factory()
 

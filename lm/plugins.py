@@ -17,13 +17,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from lm.errors import Unavailable
-from lm.files import file_sha256, sources_sha256
+from lm.errors import PluginUnavailable
+from lm.files import file_sha256, source_files_sha256
 
 ENTRY_POINT_GROUP = "lm.normalizers"  # the entry-point group in which packages declare normalizers
 REQUIREMENTS_PAGE = "docs/normalizers-own.md"  # the documentation page that states the requirements
 
-OptionsGetter = Callable[[type], type]  # returns the class of a plugin's options, or raises Unavailable
+OptionsGetter = Callable[[type], type]  # returns the class of a plugin's options, or raises PluginUnavailable
 
 
 class Plugin(NamedTuple):
@@ -77,7 +77,7 @@ class Plugins:
 
         Raises:
             KeyError: `name` is no `package.module:Class` and no entry point.
-            Unavailable: importing the plugin is not permitted or fails, or `get_options` refuses it.
+            PluginUnavailable: importing the plugin is not permitted or fails, or `get_options` refuses it.
         """
         reference = name if ":" in name else self.installed_plugins()[name]  # nothing is imported
         module = reference.partition(":")[0]
@@ -86,7 +86,7 @@ class Plugins:
             if not self._is_trusting and not is_allowed:
                 package = top_level_package(module)
                 remedy = f"--allow-plugin {package}, in Python PLUGINS.allow(['{package}']) of lm.plugins"
-                raise Unavailable("is code from outside, which a file names", f"if you trust it: {remedy}")
+                raise PluginUnavailable("is code from outside, which a file names", f"if you trust it: {remedy}")
             self._plugins[reference] = _import_plugin(reference, get_options)
         return self._plugins[reference]
 
@@ -138,10 +138,10 @@ def _import_plugin(reference: str, get_options: OptionsGetter) -> Plugin:
         remedy = (
             "install its package, or mend the name or its code; of a file in the current folder: PYTHONPATH=. lm ..."
         )
-        raise Unavailable(f"can't be imported: {problem}", remedy) from None
+        raise PluginUnavailable(f"can't be imported: {problem}", remedy) from None
     options = get_options(plugin_class)
     if unkeyed_names := [spec.name for spec in fields(options) if "help" not in spec.metadata]:
-        raise Unavailable(
+        raise PluginUnavailable(
             f"has an option not made by lm.attention.options.key: {unkeyed_names[0]}", f"see {REQUIREMENTS_PAGE}"
         )
     named_options = type(
@@ -149,9 +149,11 @@ def _import_plugin(reference: str, get_options: OptionsGetter) -> Plugin:
     )
     package = sys.modules[top_level_package(reference)]
     try:
-        digest = sources_sha256(getattr(package, "__path__", None) or [package.__file__])
+        digest = source_files_sha256(getattr(package, "__path__", None) or [package.__file__])
         source = inspect.getsourcefile(plugin_class)
         version = f"source sha256 {file_sha256(Path(source))[:12]}" if source else "unknown"
         return Plugin(named_options, plugin_class, version, digest)
     except (OSError, AttributeError) as error:  # AttributeError: of code typed in, which is in no file
-        raise Unavailable(f"can't be read: {error}", "write it into a module, in a folder, not in an archive") from None
+        raise PluginUnavailable(
+            f"can't be read: {error}", "write it into a module, in a folder, not in an archive"
+        ) from None

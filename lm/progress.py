@@ -17,7 +17,7 @@ class Bar(tqdm):
     monitor_interval = 0
 
 
-class Lines:
+class LineStream:
     """A stream that prints each state of a progress bar as a line on stderr."""
 
     def write(self, text: str) -> None:
@@ -52,7 +52,7 @@ class Progress:
         # with a delay, tqdm shows nothing before something is done
         options = {"miniters": 1, "leave": False, "delay": 1e-9, "dynamic_ncols": True} | options
         if self.prints_lines:
-            options = {"file": Lines(), "bar_format": LINE_FORMAT, "mininterval": LINE_SECONDS} | options
+            options = {"file": LineStream(), "bar_format": LINE_FORMAT, "mininterval": LINE_SECONDS} | options
         return Bar(desc=terminal_text(name), total=total, initial=n_done, disable=self.is_quiet, **options)
 
     def bytes(self, name: str, total: int | None, n_done: int = 0) -> Bar:

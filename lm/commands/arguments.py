@@ -12,7 +12,7 @@ from lm.plugins import PLUGINS
 
 OutFile = Annotated[Path | None, typer.Option("--out", "-o", help="also write all numbers to this .csv or .json file")]
 Checkpoint = Annotated[str, typer.Option(help="checkpoint of a run: last, best (lowest selection loss), or a step")]
-Source = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="run folder, checkpoint or export")]
+ModelSource = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="run folder, checkpoint or export")]
 NewFolder = Annotated[Path, typer.Option("--out", "-o", help="folder to create")]
 
 

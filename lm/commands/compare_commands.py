@@ -24,7 +24,7 @@ Baseline = Annotated[
     typer.Option(help="the arm that the others are compared with: its label or one of its runs [default: the first]"),
 ]
 Metric = Annotated[str, typer.Option(help="metric to judge, if the column metric has several; or the column of values")]
-Where = Annotated[str, typer.Option(metavar="CONDITION", help="rows to take, e.g. x == 2048")]
+RowCondition = Annotated[str, typer.Option(metavar="CONDITION", help="rows to take, e.g. x == 2048")]
 ArmColumn = Annotated[str, typer.Option(metavar="COLUMN", help="the column of arms")]
 SeedColumn = Annotated[str, typer.Option(metavar="COLUMN", help="the column of seeds")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
@@ -106,7 +106,7 @@ def judge(
     ] = None,
     matters: Annotated[float, typer.Option(help="smallest difference of interest, in the metric's unit")] = 0.01,
     metric: Metric = "",
-    where: Where = "",
+    where: RowCondition = "",
     arm: ArmColumn = "arm",
     seed: SeedColumn = "seed",
     target: Annotated[
@@ -158,7 +158,7 @@ def noise(
         float | None, typer.Option(min=0, help="print how many seeds detect this difference, in the metric's unit")
     ] = None,
     metric: Metric = "",
-    where: Where = "",
+    where: RowCondition = "",
     arm: ArmColumn = "arm",
     seed: SeedColumn = "seed",
     as_json: AsJson = False,

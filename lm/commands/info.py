@@ -29,7 +29,7 @@ PACKAGES = (
 )
 
 
-def facts() -> dict[str, Plain]:
+def installation_facts() -> dict[str, Plain]:
     """Return the facts that `lm info` prints, by heading: lm (version, commit, folder), versions, devices, kernels,
     wandb.
     """

@@ -11,9 +11,9 @@ import typer
 from lm.commands.arguments import (
     AllowPlugin,
     Checkpoint,
+    ModelSource,
     NewFolder,
     OutFile,
-    Source,
     check_out_file,
     paths_and_overrides,
 )
@@ -126,7 +126,7 @@ def diagnose(
 
 
 def swap(
-    source: Source,
+    source: ModelSource,
     to: Normalizer,
     out: NewFolder,
     arguments: Annotated[
@@ -186,7 +186,7 @@ def import_(
 
 
 def export(
-    source: Source,
+    source: ModelSource,
     out: NewFolder,
     checkpoint: Checkpoint = "last",
     format: Annotated[
@@ -210,7 +210,7 @@ def export(
 
 
 def generate(
-    source: Source,
+    source: ModelSource,
     prompt: Annotated[str, typer.Option(help="text to continue")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1, max=10**7, help="largest number of tokens to generate")] = 200,
     temperature: Annotated[

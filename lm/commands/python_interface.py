@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from lm import Given
+from lm import ConfigArgument
 from lm.commands.arguments import paths_and_overrides
 from lm.config.load import load_config
 from lm.config.yaml_text import override
@@ -36,7 +36,7 @@ from lm.runs.record import read_run
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedExperiment:
     """A judged experiment, as `compare` returns it: its folder, verdicts and runs."""
 
     folder: Path  # the folder of its runs, verdicts and report
@@ -55,7 +55,7 @@ class Compared:
         return results(*self.runs)
 
 
-def train(*configuration: Given, verbose: bool = False) -> Path:
+def train(*configuration: ConfigArgument, verbose: bool = False) -> Path:
     """Train a run in a process of its own, as `lm train` does.
 
     Args:
@@ -92,7 +92,7 @@ def train(*configuration: Given, verbose: bool = False) -> Path:
     return config.run_folder
 
 
-def evaluate(*arguments: Given, checkpoint: str | int = "last", verbose: bool = False) -> pd.DataFrame:
+def evaluate(*arguments: ConfigArgument, checkpoint: str | int = "last", verbose: bool = False) -> pd.DataFrame:
     """Measure trained models as `lm eval` does; evaluations that were measured before are not measured again.
 
     Args:
@@ -113,7 +113,9 @@ def evaluate(*arguments: Given, checkpoint: str | int = "last", verbose: bool = 
     return frame(evaluation_block(record.evaluation, _folder_columns(record.folder)) for record in records)
 
 
-def compare(*arguments: Given, jobs: int | None = None, train: bool = True, verbose: bool = False) -> Compared:
+def compare(
+    *arguments: ConfigArgument, jobs: int | None = None, train: bool = True, verbose: bool = False
+) -> ComparedExperiment:
     """Train the missing runs of an experiment, judge it as `lm compare` does, and return the verdicts; a second call
     continues.
 
@@ -138,7 +140,7 @@ def compare(*arguments: Given, jobs: int | None = None, train: bool = True, verb
     procedure = open_experiment(files[0], overrides)
     folder = procedure.experiment.folder
     runs = dict.fromkeys(run.config.run_folder for run in procedure.known_runs() if run.has_begun)
-    return Compared(folder, _verdict_frame(folder / f"{VERDICTS}.csv"), tuple(runs))
+    return ComparedExperiment(folder, _verdict_frame(folder / f"{VERDICTS}.csv"), tuple(runs))
 
 
 def judge(
@@ -172,8 +174,8 @@ def judge(
         unpaired: whether runs of equal seeds are compared as unpaired (Welch); they are where no two arms share a seed.
 
     Returns:
-        A row for each arm and size, with the columns of `Compared.verdicts`; `size` holds the values of the columns
-            `by` as text.
+        A row for each arm and size, with the columns of `ComparedExperiment.verdicts`; `size` holds the values of the
+            columns `by` as text.
 
     Raises LMError: an argument is wrong, or the table lacks a column, an arm, a seed or a number, or has a run twice.
     """
@@ -196,7 +198,7 @@ def _folder_columns(folder: Path) -> dict[str, object]:
     return {"run": folder.resolve().name, "folder": str(folder)}
 
 
-def _arguments(values: Sequence[Given]) -> list[str]:
+def _arguments(values: Sequence[ConfigArgument]) -> list[str]:
     """Convert files, overrides and mappings to command-line arguments. Each key of a mapping becomes an override."""
     texts = []
     for value in values:

@@ -172,8 +172,8 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = F
 
     Prints versions, devices, kernels and the mode of wandb as YAML. Please put this into a report of a problem.
     """
-    from lm.commands.info import facts
+    from lm.commands.info import installation_facts
     from lm.config.yaml_text import dump_yaml
 
-    content = facts()
+    content = installation_facts()
     print(json.dumps(content, indent=1) if as_json else dump_yaml(content).rstrip())

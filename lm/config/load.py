@@ -21,7 +21,7 @@ from lm.config.yaml_text import (
     parse_yaml,
     resolve_interpolations,
 )
-from lm.errors import ConfigError, Problem, abbreviate, as_written, one_line
+from lm.errors import ConfigError, Problem, abbreviate, one_line, value_text
 from lm.plain import Plain, flatten, is_block, to_plain
 from lm.plugins import PLUGINS
 
@@ -244,7 +244,7 @@ def read_yaml(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Plain]:
         raise ConfigError(f"{abbreviate(str(path))}: {getattr(error, 'strerror', None) or one_line(error)}") from None
     plain = parse_yaml(content, str(path)) or {}
     if not isinstance(plain, dict):
-        raise ConfigError(f"{path}: must hold keys and values, not {abbreviate(as_written(plain), 40)}")
+        raise ConfigError(f"{path}: must hold keys and values, not {abbreviate(value_text(plain), 40)}")
     if "arms" in plain:
         if heirs:
             raise ConfigError(f"{path}: an experiment, not a configuration that {heirs[-1].name} can have as its base")

@@ -10,7 +10,7 @@ from lm.attention.normalizer import Normalizer
 from lm.attention.options import Options, label_text
 from lm.config.schema import build, cross_key_problems, fields, variant
 from lm.config.yaml_text import yaml_flow
-from lm.errors import Problem, Unavailable, yaml_scalar
+from lm.errors import PluginUnavailable, Problem, yaml_scalar
 from lm.plain import Plain, to_plain
 from lm.plugins import PLUGINS, REQUIREMENTS_PAGE
 
@@ -18,7 +18,7 @@ from lm.plugins import PLUGINS, REQUIREMENTS_PAGE
 def options_class(normalizer: type) -> type[Options]:
     """Return the class of options, in the attribute `schema`, of a normalizer that a plugin defines.
 
-    Raises Unavailable: `normalizer` is not a complete subclass of `Normalizer` with a dataclass of options.
+    Raises PluginUnavailable: `normalizer` is not a complete subclass of `Normalizer` with a dataclass of options.
     """
     schema, remedy = getattr(normalizer, "schema", None), f"see {REQUIREMENTS_PAGE}"
     if not (
@@ -27,11 +27,11 @@ def options_class(normalizer: type) -> type[Options]:
         and is_dataclass(schema)
         and hasattr(schema, "full_formula")
     ):
-        raise Unavailable("is no normalizer: its `schema` is no dataclass of options with a full_formula", remedy)
+        raise PluginUnavailable("is no normalizer: its `schema` is no dataclass of options with a full_formula", remedy)
     if not (isinstance(normalizer, type) and issubclass(normalizer, Normalizer)):
-        raise Unavailable("is no normalizer: no subclass of lm.attention.normalizer.Normalizer", remedy)
+        raise PluginUnavailable("is no normalizer: no subclass of lm.attention.normalizer.Normalizer", remedy)
     if inspect.isabstract(normalizer):
-        raise Unavailable(f"is not whole: it has no {', '.join(sorted(normalizer.__abstractmethods__))}", remedy)
+        raise PluginUnavailable(f"is not whole: it has no {', '.join(sorted(normalizer.__abstractmethods__))}", remedy)
     return schema
 
 

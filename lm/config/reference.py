@@ -13,7 +13,7 @@ from lm.config.normalizers import Catalogue, Layers
 from lm.config.schema import effect, fields, limits_text
 from lm.config.tree import Config
 from lm.config.yaml_text import yaml_flow
-from lm.plain import Plain, default_of, join_path, to_plain, type_name
+from lm.plain import Plain, field_default, join_path, to_plain, type_name
 
 
 @functools.cache
@@ -32,7 +32,7 @@ def _rows(schema: type, path: str, described: dict[type, str]) -> Iterator[tuple
             continue
         blocks, default = spec.metadata.get("blocks", {}), spec.metadata.get("default")
         key_path, block, choices = join_path(path, spec.name), blocks.get(""), {}
-        shown = yaml_flow(to_plain(default_of(spec)))
+        shown = yaml_flow(to_plain(field_default(spec)))
         if not blocks:
             kind = ", ".join(filter(None, [type_name(spec.type), limits_text(spec.metadata["limits"])]))
         elif isinstance(default, dict):

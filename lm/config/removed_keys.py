@@ -5,7 +5,7 @@ read, and keep their hashes.
 import re
 from collections.abc import Iterator
 
-from lm.plain import Plain, flatten, items, join_path
+from lm.plain import Plain, child_items, flatten, join_path
 
 # {path of a key, as in docs/config.md: its default in 0.11.0}; names of runs have a hash of all keys of that version
 HASHED_KEYS: dict[str, Plain] = {
@@ -103,7 +103,7 @@ def hashed_defaults(plain: Plain, path: str = "") -> Iterator[tuple[str, Plain]]
             if parent in (block, f"{block}[{plain.get('name')}]"):
                 yield from flatten(value, f"{path}.{name}").items()
     if isinstance(plain, dict | list):
-        for item_path, item in items(plain, path):
+        for item_path, item in child_items(plain, path):
             yield from hashed_defaults(item, item_path)
 
 

@@ -16,8 +16,8 @@ from dataclasses import fields as declared_fields
 
 from lm.attention.options import key as key
 from lm.config.removed_keys import removed_defaults, removed_name_advice
-from lm.errors import ConfigError, Problem, Unavailable, suggest
-from lm.plain import Plain, convert, is_block, items, join_path, type_name
+from lm.errors import ConfigError, PluginUnavailable, Problem, suggest
+from lm.plain import Plain, child_items, convert, is_block, join_path, type_name
 
 # {bound of a number, or of each number in a list or map: (sign, test)}
 BOUNDS = {"gt": (">", operator.gt), "ge": (">=", operator.ge), "lt": ("<", operator.lt), "le": ("<=", operator.le)}
@@ -192,7 +192,7 @@ def _field_value(spec: Field, value: Plain, path: str, problems: list[Problem]):
         content = [value] if "" not in blocks and not isinstance(value, list) else value or []
         if not isinstance(content, list):
             return refuse("must be a list of blocks")
-        return [_block(blocks, None, item, item_path, problems) for item_path, item in items(content, path)]
+        return [_block(blocks, None, item, item_path, problems) for item_path, item in child_items(content, path)]
     if blocks:
         return None if value is default is None else _block(blocks, default, value, path, problems)
     if (result := convert(spec.type, value)) is MISSING:
@@ -226,7 +226,7 @@ def _block(blocks: Blocks, default: str | None, value: Plain, path: str, problem
     name = value.get("name", default)
     try:
         schema = blocks[name if isinstance(name, str) else ""]  # no block has an empty name
-    except Unavailable as error:
+    except PluginUnavailable as error:
         reason = error.reason, error.remedy
     except KeyError:
         reason = "unknown name", suggest(name, blocks) + removed_name_advice(name)
@@ -257,6 +257,6 @@ def cross_key_problems(block, path: str = "") -> list[Problem]:
     reported = getattr(block, "problems", list)()
     problems = [replace(problem, path=join_path(path, problem.path)) for problem in reported]
     for spec in fields(type(block)):
-        for item_path, item in items(getattr(block, spec.name), join_path(path, spec.name)):
+        for item_path, item in child_items(getattr(block, spec.name), join_path(path, spec.name)):
             problems += cross_key_problems(item, item_path) if is_dataclass(item) else []
     return problems

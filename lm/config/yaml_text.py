@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf._yaml import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
-from lm.errors import ConfigError, Problem, abbreviate, as_written, one_line
+from lm.errors import ConfigError, Problem, abbreviate, one_line, value_text
 from lm.plain import Plain
 
 MAX_BYTES = 2**19  # size of a text
@@ -109,7 +109,7 @@ def override(key: str, value: object) -> str:
         return f"{key}={yaml_flow(value)}"
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"{key}: {abbreviate(as_written(str(value)), 80)}: is no plain value: {one_line(error, 80)}"
+            f"{key}: {abbreviate(value_text(str(value)), 80)}: is no plain value: {one_line(error, 80)}"
         ) from None
 
 

@@ -52,7 +52,7 @@ from lm.data.tokenizer import (
     vocab_size,
 )
 from lm.errors import DataError
-from lm.files import json_bytes, plain_sha256, replacing, sync_folder
+from lm.files import json_bytes, plain_sha256, replace_file, sync_folder
 from lm.machine import usable_cores
 from lm.plain import Plain
 from lm.progress import Progress
@@ -228,7 +228,7 @@ def _write_shard(
     """
     omitted: dict[int, str] = {}
     with ExitStack() as stack:
-        files = {split: stack.enter_context(replacing(path, NOUN)) for split, path in paths.items()}
+        files = {split: stack.enter_context(replace_file(path, NOUN)) for split, path in paths.items()}
         for document, tokens in tokenized:
             advance(document.n_bytes)
             file = files[assignment[document.index]]

@@ -23,8 +23,8 @@ from lm.config.data_config import DataConfig, Files, Hub, Package, Source, Token
 from lm.data import text_files, token_files
 from lm.data.text_files import Documents, Unreadable, dataset_documents, files_in
 from lm.data.token_files import Vocabulary
-from lm.errors import DataError, with_cause
-from lm.files import FileHashes, plain_sha256, replacing
+from lm.errors import DataError, one_line_with_cause
+from lm.files import FileHashes, plain_sha256, replace_file
 from lm.plain import Plain
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def streamed_documents(source: Hub, path: Path) -> Documents:
             for text, location in map(json.loads, stream):
                 yield Unreadable(location) if text is None else text, location
         return
-    with replacing(path) as file, gzip.GzipFile(fileobj=file, mode="wb", compresslevel=1) as stream:
+    with replace_file(path) as file, gzip.GzipFile(fileobj=file, mode="wb", compresslevel=1) as stream:
         for content, location in _hub_documents(source, None):
             line = (None, str(content)) if isinstance(content, Unreadable) else (content, location)
             stream.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
@@ -233,7 +233,9 @@ def _library_errors(source: Hub) -> Iterator[None]:
         text = f"config {source.config}, split {source.split}, revision {source.revision}"
         remedy = "; pin data.source.revision to a commit, and prepare it once where there is a network"
         remedy = remedy if isinstance(error, ConnectionError) else ""
-        raise DataError(f"data.source.dataset: '{source.dataset}' ({text}): {with_cause(error)}{remedy}") from None
+        raise DataError(
+            f"data.source.dataset: '{source.dataset}' ({text}): {one_line_with_cause(error)}{remedy}"
+        ) from None
 
 
 SOURCE_READERS: dict[type, SourceReader] = {

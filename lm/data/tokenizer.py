@@ -21,7 +21,7 @@ from lm.config.data_config import (
     TokenizerOptions,
     TrainedTokenizer,
 )
-from lm.errors import DataError, LMError, is_rust_panic, one_line, with_cause
+from lm.errors import DataError, LMError, is_rust_panic, one_line, one_line_with_cause
 from lm.files import expand_home
 from lm.plain import Plain, to_plain
 
@@ -268,7 +268,7 @@ def download_files(name: str, revision: str | None, patterns: list[str], suffix:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:  # many kinds: offline, no such model, no permission
         raise DataError(
-            f"{name}: no such folder, and the hub does not give it: {with_cause(error, 200)}{suffix}"
+            f"{name}: no such folder, and the hub does not give it: {one_line_with_cause(error, 200)}{suffix}"
         ) from None
 
 

@@ -20,7 +20,7 @@ from lm.config.load import merge
 from lm.config.tree import Config
 from lm.data.prepare import prepare, vocab_size_of
 from lm.data.store import Store
-from lm.errors import ConfigError, Problem, RunError, as_written
+from lm.errors import ConfigError, Problem, RunError, value_text
 from lm.evaluation.held_out import validation_sequences
 from lm.experiments.definition import Experiment, plan_of, read_experiment, size_name
 from lm.experiments.judging import experiment_noise
@@ -34,7 +34,7 @@ from lm.experiments.loop import (
 )
 from lm.experiments.page import send_experiment, write_verdicts
 from lm.experiments.procedure import Procedure, Run, commands, forget_failures
-from lm.files import json_bytes, locked_folder
+from lm.files import folder_lock, json_bytes
 from lm.machine import threads_per_process
 from lm.model.decoder import Decoder
 from lm.model.device import count_gpus, resolve_compile, resolve_precision
@@ -150,7 +150,7 @@ def experiment_lock(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise RunError(f"{folder}: can't make the folder: {error.strerror}") from None
     words = "another lm compare works on it; --report-only and --plan show how far it is"
-    with locked_folder(folder, words) as lock_problem:
+    with folder_lock(folder, words) as lock_problem:
         if lock_problem:
             print(f"note: {lock_problem}: start no other lm compare of this experiment", file=sys.stderr)
         try:
@@ -267,7 +267,7 @@ def _changes(plan: dict[str, dict], present: dict[str, dict]) -> dict[str, list[
     for name in dict.fromkeys(chain(*sides)):
         was, now = (side.get(name, {}) for side in sides)
         changes[name] = [
-            f"{key} was {as_written(was.get(key))}, is {as_written(now.get(key))}"
+            f"{key} was {value_text(was.get(key))}, is {value_text(now.get(key))}"
             for key in was | now
             if was.get(key) != now.get(key)
         ]

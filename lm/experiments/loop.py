@@ -34,7 +34,7 @@ from lm.experiments.procedure import (
     read_failure,
 )
 from lm.experiments.run_outcome import Outcome
-from lm.files import locked_folder, read_json, write_json
+from lm.files import folder_lock, read_json, write_json
 from lm.machine import STOP_SIGNALS, process_start, start_child
 from lm.model.device import count_gpus, visible_gpus
 from lm.plain import Plain
@@ -132,7 +132,7 @@ def is_training(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     try:
-        with locked_folder(folder, ALREADY_TRAINING):
+        with folder_lock(folder, ALREADY_TRAINING):
             return False
     except RunError:
         return True

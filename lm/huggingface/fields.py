@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 from lm.config.model_config import LinearScaling, Llama3Scaling, Rope, TrainedScaling, YarnScaling
-from lm.errors import RunError, abbreviate, as_written
+from lm.errors import RunError, abbreviate, value_text
 from lm.plain import Plain, convert, type_name
 
 # Fields that change nothing about the logits of text in evaluation mode, of every architecture here.
@@ -69,7 +69,7 @@ class Fields:
             return default
         result = convert(kind, value)
         if result is MISSING:
-            text = abbreviate(as_written(value), 60) if name in self._plain else "missing"
+            text = abbreviate(value_text(value), 60) if name in self._plain else "missing"
             raise RunError(f"{self.path}: {name} must be {type_name(kind)}, not {text}")
         return result
 
@@ -116,7 +116,7 @@ class Fields:
 
     def refusal(self, name: str, reason: str) -> RunError:
         """Return an error that names a field, its value and the reason why lm can't use it."""
-        return RunError(f"{self.path}: {name} = {abbreviate(as_written(self._plain.get(name)), 80)}: {reason}")
+        return RunError(f"{self.path}: {name} = {abbreviate(value_text(self._plain.get(name)), 80)}: {reason}")
 
     def check_all_used(self, irrelevant_names: Container[str]) -> None:
         """Check that each field was used, is in `irrelevant_names`, or is null. Raises RunError, which names the other

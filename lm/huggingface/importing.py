@@ -22,7 +22,7 @@ from lm.data.tokenizer import (
     vocab_size,
 )
 from lm.errors import ConfigError, DataError, Problem, RunError, one_line
-from lm.files import check_new, read_json
+from lm.files import read_json, require_new_path
 from lm.huggingface.architectures import ARCHITECTURES, HEAD, Architecture, MappedParameter
 from lm.huggingface.fields import Fields
 from lm.model.spec import ModelSpec
@@ -154,7 +154,7 @@ def import_model(
         DataError: `source` or the tokenizer is neither on this machine nor on the hub, or the tokenizer can't be read.
         ConfigError: `length` is not the number of learned positions, or an argument does not apply to `source`.
     """
-    check_new(target)
+    require_new_path(target)
     model = open_pretrained(source, revision, tokenizer)
     fields = Fields(model.config, model.path)
     kind = fields.take("model_type", str)

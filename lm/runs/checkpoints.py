@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lm.errors import RunError, one_line
-from lm.files import file_sha256, replacing
+from lm.files import file_sha256, replace_file
 from lm.plain import Plain
 from lm.runs.folder import CHECKPOINTS, log_entry, step_paths
 from lm.runs.manifest import add_entries, check_file, entry
@@ -42,7 +42,7 @@ def save_checkpoint(checkpoint: dict[str, object], path: Path) -> None:
     Raises RunError: the file can't be written, for example because the disk is full.
     """
     weights, step, run = weights_sha256(checkpoint["state_dict"]), checkpoint["lm"]["step"], path.parent.parent
-    with replacing(path, "the checkpoint") as file:
+    with replace_file(path, "the checkpoint") as file:
         torch.save(checkpoint, file)
         file.flush()
         try:  # now, not as the run is resumed

@@ -21,7 +21,7 @@ import pandas as pd
 from lm.config.data_config import task_names
 from lm.config.eval_config import EvalConfig
 from lm.errors import RunError, one_line
-from lm.files import sources_sha256
+from lm.files import source_files_sha256
 from lm.plain import Plain, json_value
 from lm.runs.folder import EVALUATIONS
 from lm.runs.manifest import read_file
@@ -349,7 +349,7 @@ MEASURING_PACKAGES = (
 @cache
 def measuring_code(package: Path = Path(__file__).parent.parent) -> str:
     """A digest of all source files that can affect an evaluation's numbers."""
-    return sources_sha256([package / package_name for package_name in MEASURING_PACKAGES])
+    return source_files_sha256([package / package_name for package_name in MEASURING_PACKAGES])
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ from lm.config.eval_config import AS_TRAINED
 from lm.config.tree import Config
 from lm.config.yaml_text import dump_yaml
 from lm.data.tokenizer import load_tokenizer
-from lm.errors import ConfigError, RunError, one_line, out_of_memory, terminal_text
+from lm.errors import ConfigError, RunError, is_out_of_memory, one_line, terminal_text
 from lm.files import expand_home, json_bytes, new_folder
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
@@ -210,7 +210,7 @@ def _misfits_refused(path: Path) -> Iterator[None]:
     try:
         yield
     except _MISFITS as error:
-        if out_of_memory(error):
+        if is_out_of_memory(error):
             raise
         raise RunError(f"{path}: weights and configuration don't fit: {one_line(error)}") from None
 

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lm.errors import RunError
-from lm.files import file_sha256, replacing, write_text
+from lm.files import file_sha256, replace_file, write_text
 from lm.plain import Plain
 
 MANIFEST = "manifest.jsonl"
@@ -46,11 +46,11 @@ def add_entries(folder: Path, *entries: Entry) -> None:
 
 def write_files(folder: Path, contents: Mapping[str, bytes], step: int = 0, weights: str | None = None) -> None:
     """Write files {name: content} of `folder` and their manifest lines; no file is replaced before all are written.
-    Raises RunError as `replacing` does.
+    Raises RunError as `replace_file` does.
     """
     with ExitStack() as stack:
         for name, content in contents.items():
-            file = stack.enter_context(replacing(folder / name))
+            file = stack.enter_context(replace_file(folder / name))
             file.write(content)
             file.flush()  # a full disk shows here, while every file is still as it was
         hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}

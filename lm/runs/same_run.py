@@ -9,7 +9,7 @@ from lm.config.normalizers import swap_arguments
 from lm.config.removed_keys import without_removed
 from lm.config.tree import Config, differences, effect_of
 from lm.config.yaml_text import parse_yaml
-from lm.errors import ConfigError, Problem, RunError, as_written, one_line
+from lm.errors import ConfigError, Problem, RunError, one_line, value_text
 from lm.plain import Plain, to_plain
 
 
@@ -42,7 +42,7 @@ def config_problems(
         if branches and (effect == "branch" or key == "branch_from"):
             continue
         if effect in ("same", "branch"):
-            reason = f"the checkpoint was trained with {as_written(trained)}"
+            reason = f"the checkpoint was trained with {value_text(trained)}"
             problems.append(Problem(key, value, reason, remedy if effect == "same" else f"{in_new_run} name=..."))
     return problems + _phase_problems(config, training_config, metadata["phase"], step, path)
 
@@ -66,7 +66,7 @@ def _phase_problems(config: Config, training_config: Config, phase: int, step: i
             problems.append(Problem(f"{setting}.normalizer", planned.normalizer.label(), reason, remedy))
         new, old = (to_plain(phase, whole=True) for phase in (planned, trained))
         problems += [
-            Problem(f"{setting}.{name}", new[name], f"the checkpoint was trained with {as_written(old[name])}")
+            Problem(f"{setting}.{name}", new[name], f"the checkpoint was trained with {value_text(old[name])}")
             for name in ("position", "seq_len", "lr_factor", "warmup_steps")
             if new[name] != old[name]
         ]

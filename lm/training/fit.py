@@ -15,7 +15,7 @@ from lm.errors import Diverged, RunError, one_line
 from lm.evaluation.evaluate import evaluate_model, open_device
 from lm.evaluation.evaluation_kind import Measurement
 from lm.evaluation.metrics import measurements
-from lm.files import UNFINISHED, json_bytes
+from lm.files import UNFINISHED_MARK, json_bytes
 from lm.machine import block_stop_signals, keep_freed_memory, threads_per_process
 from lm.model.device import Machine, resolve_compile, resolve_device, resolve_precision
 from lm.model.spec import flops_per_token
@@ -237,7 +237,7 @@ def truncate_after(run: Path, step: int) -> None:
             path.unlink()
     truncate_manifest(run, step)  # a kill before it leaves lines without files, one after it a log that is too long
     truncate_metrics(run, step)
-    pattern = f".*-{UNFINISHED}-*"
+    pattern = f".*-{UNFINISHED_MARK}-*"
     for leftover in [*run.glob(pattern), *(run / CHECKPOINTS).glob(pattern), *(run / EVALUATIONS).rglob(pattern)]:
         leftover.unlink(missing_ok=True)  # no process writes it: this one has locked the folder
 

@@ -15,7 +15,7 @@ from lm.config.normalizers import swap_arguments
 from lm.config.training_config import Group
 from lm.config.tree import Config, differences, effect_of
 from lm.data.store import Store
-from lm.errors import ConfigError, Problem, RunError, as_written
+from lm.errors import ConfigError, Problem, RunError, value_text
 from lm.model.decoder import Decoder, parameter_group
 from lm.model.device import resolve_device
 from lm.model.spec import ModelSpec, check_causality, with_steps
@@ -76,7 +76,7 @@ def check_before_data(
     source, shape = load(config.init_from), _shape(config, 0)
     models = ({"model": to_plain(model, whole=True)} for model in (shape.config, source.decoder.config))
     problems = [
-        Problem(key, value, f"{source.path} has {as_written(source_value)}", "set it to that")
+        Problem(key, value, f"{source.path} has {value_text(source_value)}", "set it to that")
         for key, (value, source_value) in differences(*models).items()
         # normalizers are compared below; positions without weights may change
         if effect_of(key).affects == "model" and not key.startswith(("model.normalizer", "model.position"))
@@ -133,7 +133,7 @@ def _weights_problems(config: Config, decoder: Decoder, source: Decoder, path: P
             arguments = swap_arguments(config.plan[0].normalizer)
             remedy = f"set it to that, or convert it: lm swap {path} --to {arguments} -o OUT, then init_from=OUT"
             problems += [
-                Problem(key.replace("normalizer", setting, 1), value, f"{path} has {as_written(old)}", remedy)
+                Problem(key.replace("normalizer", setting, 1), value, f"{path} has {value_text(old)}", remedy)
                 for key, (value, old) in changes.items()
             ]
             break

@@ -9,7 +9,7 @@ from lm.config.tree import Config
 from lm.data.batches import train_sequences
 from lm.data.prepare import check_sequences, prepare
 from lm.errors import RunError
-from lm.files import expand_home, locked_folder
+from lm.files import expand_home, folder_lock
 from lm.model.spec import with_steps
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import (
@@ -36,7 +36,7 @@ def train(config: Config) -> int:
     is_main, folder, checkpoint = process.rank == 0, config.run_folder, starting_checkpoint(config)
     is_resumed = checkpoint and is_own(folder, checkpoint)
     has_created_folder = is_main and not is_resumed and create_run_folder(folder, resume=bool(config.resume))
-    with locked_folder(folder, ALREADY_TRAINING) if is_main else contextlib.nullcontext() as lock_note:
+    with folder_lock(folder, ALREADY_TRAINING) if is_main else contextlib.nullcontext() as lock_note:
         if lock_note:
             remedy = "start no second process on this run, or set runs to a folder on another one"
             print(f"note: {lock_note}: {remedy}", file=sys.stderr)

@@ -12,7 +12,7 @@ from conftest import lm as command
 import lm
 from lm.attention.catalogue import ENTRIES
 from lm.commands.arguments import paths_and_overrides
-from lm.commands.info import facts
+from lm.commands.info import installation_facts
 from lm.config import presets
 from lm.config.load import load_config
 from lm.errors import ConfigError
@@ -120,7 +120,7 @@ def _matches(package: str, patterns: list[str]) -> list[Path]:
 
 
 def test_info_tells_versions_devices_and_kernels():
-    content = json.loads(json.dumps(facts()))
+    content = json.loads(json.dumps(installation_facts()))
     assert list(content) == ["lm", "versions", "devices", "kernels", "wandb"]
     assert content["lm"]["version"] == lm.__version__
     assert content["versions"]["torch"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import lm
 
-from lm.errors import out_of_memory
+from lm.errors import is_out_of_memory
 from lm.model.decoder import Decoder
 
 
@@ -68,7 +68,7 @@ def test_commands_on_a_trained_model_say_what_to_lower(
 
 def test_other_errors_are_not_taken_for_it():
     assert not any(
-        out_of_memory(error) for error in (RuntimeError("shapes differ"), ValueError("memory"), OSError(12, "no"))
+        is_out_of_memory(error) for error in (RuntimeError("shapes differ"), ValueError("memory"), OSError(12, "no"))
     )
 
 

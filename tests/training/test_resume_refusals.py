@@ -18,7 +18,7 @@ from folders import EVERY_STEP, differences, last_checkpoint, swap_to, weights
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, DataError, RunError
 from lm.files import (
-    locked_folder,
+    folder_lock,
     new_folder,
     new_temporary_path,
     write_json,
@@ -35,7 +35,7 @@ def test_a_run_folder_in_use_is_refused(tiny):
     config = tiny("name=used")
     train(config)
     with (
-        locked_folder(config.run_folder, ALREADY_TRAINING),
+        folder_lock(config.run_folder, ALREADY_TRAINING),
         pytest.raises(RunError, match="another process is training"),
     ):
         train(tiny("name=used", "resume=auto"))
@@ -102,7 +102,7 @@ def test_without_locks_training_goes_on_and_says_so_and_preparing_is_refused(tin
 
 def test_a_worker_that_outlives_its_run_does_not_keep_the_folder(tmp_path: Path):
     read_end, write_end = os.pipe()
-    with locked_folder(tmp_path, ALREADY_TRAINING):
+    with folder_lock(tmp_path, ALREADY_TRAINING):
         worker = os.fork()
         if not worker:
             os.write(write_end, b".")
@@ -110,7 +110,7 @@ def test_a_worker_that_outlives_its_run_does_not_keep_the_folder(tmp_path: Path)
             os._exit(0)
         os.read(read_end, 1)
     try:
-        with locked_folder(tmp_path, ALREADY_TRAINING):
+        with folder_lock(tmp_path, ALREADY_TRAINING):
             pass
     finally:
         os.kill(worker, signal.SIGKILL)
