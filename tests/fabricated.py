@@ -2,11 +2,14 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
+from lm.evaluation.evaluation_kind import rows, units_frame
+from lm.evaluation.held_out import Validation
 from lm.experiments.loop import ExperimentTrainer
 from lm.experiments.page import experiment_files
 from lm.experiments.procedure import Procedure, Run
@@ -14,7 +17,7 @@ from lm.files import write_together
 from lm.plain import Plain
 from lm.report.html import PAGE
 from lm.runs.checkpoints import CHECKPOINT_FORMAT, save_checkpoint
-from lm.runs.evaluations import Evaluation, evaluation_path, join_rows, measuring_code, units_frame, validation_rows
+from lm.runs.evaluations import UNIGRAM, Evaluation, evaluation_path, join_rows, measuring_code
 from lm.runs.folder import CHECKPOINTS, METRICS, step_path
 from lm.runs.manifest import write_files
 
@@ -47,19 +50,13 @@ def finish(
 
 def validate(run: Run, step: int, loss: float, unigram: float = 9.0, asked: dict[str, Plain] | None = None) -> None:
     """Write a run's validation at a step, with the same loss for all documents."""
-    evaluated(run, "validation", step, validation(np.full(DOCUMENTS, loss), run.config.data.seq_len, unigram), asked)
+    evaluated(run, "validation", step, validation(np.full(DOCUMENTS, loss), unigram), asked)
 
 
-def validation(
-    losses: np.ndarray,
-    seq_len: int,
-    unigram: float | None = 9.0,
-    fingerprint: str | None = None,
-    sha256: str = "held-out",
-) -> pd.DataFrame:
-    """Return the rows of a validation with the given losses of documents, one sequence each."""
-    units = units_frame(sha256, np.arange(len(losses)), None, FINGERPRINT if fingerprint is None else fingerprint)
-    return validation_rows(losses, None, unigram, seq_len, units)
+def validation(losses: np.ndarray, unigram: float = 9.0, units: pd.DataFrame | None = None) -> pd.DataFrame:
+    """Return the rows of a validation with the given losses of units; by default of documents, one sequence each."""
+    units = units_frame("held-out", np.arange(len(losses)), None, FINGERPRINT) if units is None else units
+    return rows(replace(Validation.logged_metrics[0], references=((UNIGRAM, unigram),)), losses[:, None], units)
 
 
 def evaluated(run: Run, kind: str, step: int, frame: pd.DataFrame, asked: dict[str, Plain] | None = None) -> None:

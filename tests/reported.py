@@ -10,17 +10,18 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
-from fabricated import evaluation_of, keep, save
+from fabricated import evaluation_of, keep, save, validation
 from manifests import record
 
 from lm.config import load as configuration
 from lm.evaluation.answers import ACCURACY, rows_by_length
-from lm.evaluation.held_out import LongContext
+from lm.evaluation.evaluation_kind import rows, units_frame
+from lm.evaluation.held_out import LongContext, Validation
 from lm.report.comparison import ArmComparison, Difference, compare_runs
 from lm.report.comparison_pictures import drawn_runs
 from lm.report.html import run_sections, write_comparison
 from lm.report.pictures import Picture
-from lm.runs.evaluations import load_evaluation, rows, units_frame, validation_rows
+from lm.runs.evaluations import load_evaluation
 from lm.runs.record import read_run
 from lm.statistics.intervals import Interval
 
@@ -117,7 +118,7 @@ def build_run(
             lines[-1] |= {"val/loss": nll.mean(), "val/bits_per_byte": nll.mean() / 2.9}
         documents = np.arange(128) // 8
         units = units_frame(tokens, documents, np.full(128, 256), fingerprint)
-        frame = validation_rows(nll, nll.mean() / 2.9, 6.31, seq_len, units)
+        frame = pd.concat([validation(nll, 6.31, units), rows(Validation.logged_metrics[2], nll.mean() / 2.9)])
         write_rows(folder, "validation", frame, seq_len, steps, fingerprint)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(plain(line)) + "\n" for line in lines))
     if "long_context" in evaluations:

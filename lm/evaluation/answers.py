@@ -26,7 +26,7 @@ from lm.data.store import Store
 from lm.data.tasks import TaskError, Text, check_task, example
 from lm.diagnostics.attention_rows import HEAD_AXIS
 from lm.errors import ConfigError, Problem
-from lm.evaluation.evaluation_kind import HeldOutSequences, Measurement, tokens_sha256
+from lm.evaluation.evaluation_kind import HeldOutSequences, Measurement, rows, tokens_sha256, units_frame
 from lm.evaluation.held_out import LENGTH_AXIS, measure_sequences, metric_for_settings, setting_labels
 from lm.model.attention_stream import attention_blocks
 from lm.model.blocks import DecodingCache
@@ -34,7 +34,7 @@ from lm.model.cross_entropy import argmax_tokens, token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.plain import Plain, to_plain
-from lm.runs.evaluations import NATS, rows, units_frame
+from lm.runs.evaluations import NATS
 from lm.runs.metric import Metric
 
 UnitValues = tuple[np.ndarray, pd.DataFrame]  # (units, 1) values of sequences, and the sequences as `units_frame`
@@ -340,7 +340,7 @@ class NeedleMeasurement(AnswerMeasurement):
         for the control.
         """
         samples = {
-            name: [self._scored_trials(self._trials(task, length), decoder, length, device) for length in self.lengths]
+            name: [self._scored_trials(task, decoder, length, device) for length in self.lengths]
             for name, task in self.tasks.items()
         }
         options = json.dumps({"needles": self.eval_config.needles, "distractors": self.eval_config.distractors})
@@ -359,12 +359,9 @@ class NeedleMeasurement(AnswerMeasurement):
             points = [(scores[:, [column]], units) for scores, units in samples[name]]
             yield rows_by_length(task_metric, self.lengths, points, task=name, setting=setting)
 
-    def _trials(self, task: Needle, length: int) -> list[Trial]:
-        """Return the trials of a task at a length."""
-        return needle_trials(task, length, self.eval_config.trials, self.haystack)
-
-    def _scored_trials(self, questions: list[Trial], decoder: Decoder, length: int, device: Device) -> UnitValues:
-        """Return the scores (questions, metrics) of the given questions, and the questions as units."""
+    def _scored_trials(self, task: Needle, decoder: Decoder, length: int, device: Device) -> UnitValues:
+        """Return the scores (questions, metrics) of the questions of a task at a length, and the questions as units."""
+        questions = needle_trials(task, length, self.eval_config.trials, self.haystack)
 
         def measure(indices: list[int]) -> Tensor:
             return trial_scores(decoder, [questions[index] for index in indices], length, self.haystack)
@@ -376,9 +373,8 @@ class NeedleMeasurement(AnswerMeasurement):
         """Yield rows of each head's attention to the number, by trial, for needles at the depth `NEEDLE_DEPTH`."""
         normalizers, length = decoder.normalizers(), self.heads_length
         shape = len(normalizers), normalizers[0].layer.n_head
-        questions = self._trials(
-            Needle(needles=1, distractors=self.eval_config.distractors, depth=NEEDLE_DEPTH), length
-        )
+        task = Needle(needles=1, distractors=self.eval_config.distractors, depth=NEEDLE_DEPTH)
+        questions = needle_trials(task, length, self.eval_config.trials, self.haystack)
 
         def measure(indices: list[int]) -> Tensor:
             return torch.stack([attention_to_needle(decoder, questions[index], length) for index in indices])

@@ -90,7 +90,8 @@ def attention_pictures(models: Sequence[ModelAttention]) -> dict[str, bytes]:
                 title = f"{model.source.resolve().name}\n" * (place == 0) + f"layer {layer}, head {head}"
                 axes.set(title=title, xlabel="key", ylabel="query")
                 if len(model.tokens) <= MAX_LABELLED_TOKENS:
-                    labels = [token_label(token) for token in model.tokens]
+                    # a dot for each space, and escapes for what can't be seen
+                    labels = [repr(token)[1:-1].replace(" ", "\u00b7") or "-" for token in model.tokens]
                     axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=6)
                     axes.set_yticks(range(len(labels)), labels, fontsize=6)
         for axes in grid.flat:
@@ -101,11 +102,6 @@ def attention_pictures(models: Sequence[ModelAttention]) -> dict[str, bytes]:
         for suffix, file in files.items():
             figure.savefig(file, format=suffix[1:], dpi=160, metadata={"Date": None} if suffix == ".svg" else {})
     return {suffix: file.getvalue() for suffix, file in files.items()}
-
-
-def token_label(token: str) -> str:
-    """Return a token's text with a dot for each space and escapes for invisible characters."""
-    return repr(token)[1:-1].replace(" ", "\u00b7") or "-"
 
 
 def write_attention(

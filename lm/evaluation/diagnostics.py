@@ -33,13 +33,12 @@ from lm.diagnostics.concentration import concentration_statistics
 from lm.diagnostics.limits import limit_statistics
 from lm.diagnostics.sparsity import sparsity_statistics
 from lm.errors import ConfigError, Problem
-from lm.evaluation.evaluation_kind import HeldOutSequences, Measurement
+from lm.evaluation.evaluation_kind import HeldOutSequences, Measurement, rows, units_frame
 from lm.evaluation.held_out import evenly_spaced_sequences, measure_sequences, validation_sequences
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.swapped import applicable_settings, for_inference
 from lm.plain import Plain
-from lm.runs.evaluations import rows, units_frame
 from lm.runs.metric import Metric
 
 KIND = "diagnostics"

@@ -21,13 +21,12 @@ import torch
 from lm.config.tree import Config
 from lm.data.store import Store
 from lm.errors import ConfigError, LMError, Problem, RunError, one_line
-from lm.evaluation.evaluation_kind import Measurement
+from lm.evaluation.evaluation_kind import Measurement, rows, units_frame
 from lm.files import expand_home
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum
 from lm.model.spec import ModelSpec
 from lm.plain import Plain
-from lm.runs.evaluations import rows, units_frame
 from lm.runs.loading import LoadedModel
 from lm.runs.metric import Metric
 
@@ -80,12 +79,6 @@ class DownstreamTasks(Measurement):
         super().__init__(config, store)
         self.names, self.manager = find_tasks(self.eval_config.tasks)
 
-    def _loaded_model(self, decoder: Decoder) -> LoadedModel:
-        """Return the decoder as a loaded model with the store's tokenizer, which can be exported."""
-        tokenizer = self.config.data.tokenizer
-        spec = ModelSpec.from_decoder(decoder, self.store.manifest["end_of_text"]["token"], tokenizer.end_tokens)
-        return LoadedModel(decoder, spec, self.store.tokenizer(), self.store.path)
-
     @property
     def options(self) -> dict[str, Plain]:
         end_tokens = [*self.config.data.tokenizer.end_tokens]
@@ -102,7 +95,9 @@ class DownstreamTasks(Measurement):
         blocks: list[pd.DataFrame] = []
 
         def measure_tasks() -> torch.Tensor:
-            model, tokenizer = transformers_model(self._loaded_model(decoder))
+            store, end_tokens = self.store, self.config.data.tokenizer.end_tokens
+            spec = ModelSpec.from_decoder(decoder, store.manifest["end_of_text"]["token"], end_tokens)
+            model, tokenizer = transformers_model(LoadedModel(decoder, spec, store.tokenizer(), store.path))
             seq_len, precision = self.config.data.seq_len, torch.bfloat16 if device.bf16 else None
             for name in self.names:
                 adapter = _adapter_class()(

@@ -25,9 +25,10 @@ from lm.plain import Plain, json_value
 from lm.plugins import PLUGINS
 from lm.progress import Progress
 from lm.runs.checkpoints import weights_sha256
-from lm.runs.evaluations import Evaluation, evaluation_path, join_rows, measuring_code, units_frame
+from lm.runs.evaluations import COLUMNS, Evaluation, evaluation_path, join_rows, measuring_code
 from lm.runs.manifest import read_file, write_files
 from lm.runs.metric import Metric
+from lm.statistics.units import selection_mask
 
 
 def tokens_sha256(sequences: Iterable[np.ndarray]) -> str:
@@ -85,7 +86,7 @@ class HeldOutSequences:
         )
 
     def units(self, fingerprint: str, counts: bool = False) -> pd.DataFrame:
-        """Return the sequences as the units of a measurement, one row each (`lm.runs.evaluations.units_frame`).
+        """Return the sequences as the units of a measurement, one row each (`units_frame`).
 
         fingerprint: as for `units_frame`. counts: whether a sequence's weight is its number of predictions that count;
         else all weights are equal.
@@ -115,6 +116,62 @@ class HeldOutSequences:
         sources = np.searchsorted(ends, starts, "right")
         documents = np.searchsorted(store.val.offsets, starts, "right") - 1
         return cls(sequences, store.token_bytes, documents, sources, end_of_text=store.end_of_text if isolate else None)
+
+
+# ---------------------------------------------------------------- rows of a frame
+
+
+def units_frame(
+    sha256: str, groups: np.ndarray, weights: np.ndarray | None = None, fingerprint: str = ""
+) -> pd.DataFrame:
+    """The units of a measurement, a row each, for `rows`.
+
+    Args:
+        sha256: hash of the sequences.
+        groups: (units,), the label of each unit's document.
+        weights: (units,); None: all equal.
+        fingerprint: of the data of which a third chooses learning rates; empty: all units choose, and all report.
+    """
+    part = np.where(selection_mask(fingerprint, groups), "selects", "reports") if fingerprint else ""
+    weights = np.ones(len(groups)) if weights is None else weights
+    columns = {"sequences": sha256[:16], "sample": np.arange(len(groups)), "group": groups, "part": part}
+    return pd.DataFrame(columns | {"weight": weights})
+
+
+def rows(
+    metric: Metric,
+    values: np.ndarray | float,
+    units: pd.DataFrame | None = None,
+    x: Sequence[float] = (np.nan,),
+    until: Sequence[float] = (),
+    task: str = "",
+    setting: str = "",
+) -> pd.DataFrame:
+    """Rows of a frame (`COLUMNS`), with the Metric itself as `about`. The task, the setting, the metric's quantity and
+    a length x stand for the words in braces in its name.
+
+    Args:
+        values: (units, points), or (points,) for means alone.
+        units: the units, as `units_frame` gives them; None: means alone.
+        x, until: the points of the axis; for bins their starts and ends.
+    """
+    values = np.atleast_2d(values) if units is None else values
+    n_units, n_points = values.shape
+    words = dict.fromkeys(("TASK", "NAME", "PART"), task or metric.quantity) | {"SETTING": setting}
+    words |= dict.fromkeys(("STATISTIC", "METRIC"), metric.quantity)
+    names = [metric.fill_name(**words, LENGTH=point).name or metric.quantity for point in x]
+    points = {"metric": names, "x": x, "until": until or [np.nan] * n_points}
+    columns: dict[str, object] = {name: np.repeat(column, n_units) for name, column in points.items()}
+    if units is None:
+        columns |= {"sequences": "", "sample": np.nan, "group": np.nan, "part": "", "weight": 1.0}
+    else:
+        columns |= {name: np.tile(units[name], n_points) for name in units}
+    columns |= {"task": task, "setting": setting, "value": values.T.ravel().astype(float)}
+    columns["about"] = np.full(values.size, metric, object)
+    return pd.DataFrame(columns)[[*COLUMNS]]
+
+
+# ---------------------------------------------------------------- a kind of evaluation
 
 
 class Measurement(ABC):
@@ -193,7 +250,7 @@ class Measurement(ABC):
 
     @abstractmethod
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
-        """Measure a decoder and return blocks of rows (`lm.runs.evaluations.rows`). All ranks call this method.
+        """Measure a decoder and return blocks of rows (`rows`). All ranks call this method.
 
         It changes neither the decoder nor the random state.
         """

@@ -20,24 +20,16 @@ from lm.data.sources import labels as source_labels
 from lm.data.store import TOKENIZER, Store
 from lm.data.tasks import STORE_SEED, NoRoom, example
 from lm.errors import ConfigError, DataError, Problem
-from lm.evaluation.evaluation_kind import HeldOutSequences, Measurement
+from lm.evaluation.evaluation_kind import HeldOutSequences, Measurement, rows
 from lm.model.cross_entropy import token_kl, token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, eval_mode
 from lm.plain import Plain, to_plain
 from lm.progress import Progress
 from lm.runs.checkpoints import weights_sha256
-from lm.runs.evaluations import (
-    NATS,
-    UNIGRAM,
-    UNIGRAM_BOUND,
-    VALIDATION,
-    VALIDATION_METRICS,
-    rows,
-    selection_mask,
-    validation_rows,
-)
+from lm.runs.evaluations import LOSS, NATS, UNIGRAM, UNIGRAM_BOUND, VALIDATION
 from lm.runs.metric import Axis, Metric
+from lm.statistics.units import selection_mask
 
 MAX_BATCH_TOKENS = 16384  # the most tokens in one forward pass, if a sequence has no more
 
@@ -199,28 +191,28 @@ LENGTH_AXIS = Axis("sequence length", "tokens", "in sequences of")
 # ---------------------------------------------------------------- loss
 
 
-# nats per token: `unigram_loss` is no bound up to this relative entropy of the store's fractions to the weights
+# nats per token: `unigram_level` is no bound up to this relative entropy of the store's fractions to the weights
 UNIGRAM_TOLERANCE = 0.002
 
 
-def unigram_loss(store: Store, data: DataConfig) -> tuple[float | None, str]:
-    """Return the held-out loss of a model that knows only the training mixture's token frequencies, in nats, and its
-    name.
+def unigram_level(store: Store, data: DataConfig) -> tuple[tuple[str, float], ...]:
+    """Return the held-out loss of a model that knows only the training mixture's token frequencies, as the references
+    of a Metric: its name and its value, in nats per token.
 
     The name is UNIGRAM, or UNIGRAM_BOUND if the loss is only an upper bound. It is a bound if the weights of sources or
     tasks differ from their fractions of the store. Then a token's probability in the mixture is at least its
     probability in the store times the smallest ratio of weight to fraction.
 
-    The loss is None if all text has weight 0.
+    The result is empty if all text has weight 0.
     """
     weights = np.array([weighted.weight for weighted in (data.tasks if data.symbolic else data.sources)])
     if not (data.symbolic or data.text_weight):
-        return None, UNIGRAM
+        return ()
     fractions = np.array([source.n_tokens for source in store.train.sources]) / store.train.n_tokens
     log_ratios = np.log(fractions / weights)
     if fractions @ log_ratios <= UNIGRAM_TOLERANCE:  # the relative entropy of fractions to weights
-        return store.val.unigram_cross_entropy, UNIGRAM
-    return store.val.unigram_cross_entropy + float(log_ratios.max()), UNIGRAM_BOUND
+        return ((UNIGRAM, store.val.unigram_cross_entropy),)
+    return ((UNIGRAM_BOUND, store.val.unigram_cross_entropy + float(log_ratios.max())),)
 
 
 class Validation(Measurement):
@@ -229,7 +221,15 @@ class Validation(Measurement):
     """
 
     kind = VALIDATION
-    logged_metrics = VALIDATION_METRICS
+    _titles: ClassVar = {"title": "Validation at the training length", "measured_on": "validation sequences"}
+    logged_metrics = (
+        Metric(LOSS, NATS, "lower", "loss at the training length on all held-out text, or on tasks' answers", LOSS,
+            "documents", True, **_titles),
+        Metric(f"{LOSS} {{PART}}", NATS, "lower", "the same on one source of a mixture, or one task", LOSS,
+            "documents"),
+        Metric("val/bits_per_byte", "bits per byte", "lower", "the same in bits per byte of text",
+            "val/bits_per_byte", **_titles),
+    )  # fmt: skip
 
     def __init__(self, config: Config, store: Store):
         super().__init__(config, store)
@@ -250,7 +250,7 @@ class Validation(Measurement):
     def metrics(cls, config: Config) -> list[Metric]:
         loss, part_loss, bits = cls.logged_metrics
         parts = [part_loss.fill_name(PART=name) for name in cls.part_names(config)]
-        return [loss, *parts, *([] if config.data.symbolic else [bits])]
+        return [loss, *parts, *[bits] * (not config.data.symbolic)]
 
     @classmethod
     def sequence_facts(cls, config: Config, metric: str) -> dict[str, Plain]:
@@ -267,13 +267,15 @@ class Validation(Measurement):
         (sequences,), data = self.held_out, self.config.data
         nll = nll_by_token(decoder, sequences, device)
         means = sequences.sequence_means(nll)
-        bits = None if data.symbolic else bits_per_byte(nll, sequences)
-        unigram, level = unigram_loss(self.store, data)
         units = sequences.units(self.fingerprint, counts=True)
-        blocks = [validation_rows(means, bits, unigram, sequences.length, units, level)]
+        loss, part_loss, bits = self.logged_metrics
+        amount = sequences.amount + ", nats per token of the answers" * data.symbolic
+        blocks = [rows(replace(loss, amount=amount, references=unigram_level(self.store, data)), means, units)]
+        if not data.symbolic:
+            blocks.append(rows(replace(bits, amount=amount), bits_per_byte(nll, sequences)))
         for number, name in enumerate(self.part_names(self.config)):
             if (part := sequences.sources == number).any():
-                blocks.append(rows(self.logged_metrics[1], means[part], units[part], task=name))
+                blocks.append(rows(part_loss, means[part], units[part], task=name))
         return blocks
 
 

@@ -14,11 +14,12 @@ from lm.errors import ConfigError, Problem, suggest
 from lm.evaluation.answers import NeedleMeasurement, Recall
 from lm.evaluation.diagnostics import Diagnostics
 from lm.evaluation.downstream import DownstreamTasks
-from lm.evaluation.evaluation_kind import Measurement
+from lm.evaluation.evaluation_kind import Measurement, rows, units_frame
 from lm.evaluation.held_out import LongContext, LossByLength, OtherTexts, SwapMeasurement, Validation
 from lm.model.decoder import Decoder
 from lm.model.device import Device
-from lm.runs.evaluations import NATS, REPORTING, rows, units_frame
+from lm.report.reported_rows import REPORTING
+from lm.runs.evaluations import NATS
 from lm.runs.folder import PEAK_MEMORY
 from lm.runs.metric import Metric
 
@@ -71,17 +72,19 @@ def measurements(config: Config, store: Store, kinds: Sequence[str] | None = Non
 
     Raises LMError: the store does not hold the data that a measurement needs, or a package is not installed.
     """
-    wanted_kinds = [kind for kind in config.eval.wanted_kinds(config.data) if kinds is None or kind in kinds]
-    return [measurement(config, store) for measurement in MEASUREMENTS if measurement.kind in wanted_kinds]
+    wanted = config.eval.wanted_kinds(config.data)
+    return [each(config, store) for each in MEASUREMENTS if each.kind in wanted and each.kind in (kinds or wanted)]
 
 
 def metrics_of(config: Config) -> list[Metric]:
     """Return the metrics that a run of `config` logs.
 
     Names keep words in capitals for what only the model or lm-eval knows: layers, heads, parameters and lm-eval's
-    metrics.
+    metrics. Metrics of swaps are left out if no swap is measured.
     """
-    return [*_training_metrics(config), *chain(*(kind.metrics(config) for kind in _measurement_classes(config)))]
+    swaps = len(config.phases) > 1 and config.eval.swap_lengths
+    in_training = (metric for metric in TRAINING_METRICS if swaps or not metric.name.startswith("swap/"))
+    return [*in_training, *chain(*(kind.metrics(config) for kind in _measurement_classes(config)))]
 
 
 def is_lm_metric_name(name: str) -> bool:
@@ -112,12 +115,6 @@ def find_metric(config: Config, name: str) -> tuple[type[Measurement], Metric]:
         is_asked = any(metric.name.partition("/")[0] == name.partition("/")[0] for _, metric in candidates)
         remedy += "; or ask for the evaluation in the base's `eval` or in `evaluate`" * (not is_asked)
     raise ConfigError([Problem("primary.metric", name, "is not measured by sequence at the last step", remedy)])
-
-
-def _training_metrics(config: Config) -> list[Metric]:
-    """Return the metrics that training itself logs. Metrics of swaps are left out if no swap is measured."""
-    swaps = len(config.phases) > 1 and config.eval.swap_lengths
-    return [metric for metric in TRAINING_METRICS if swaps or not metric.name.startswith("swap/")]
 
 
 _PAGE_HEAD = f"""# Metrics

@@ -40,10 +40,10 @@ from lm.model.decoder import Decoder
 from lm.model.device import count_gpus, resolve_compile, resolve_precision
 from lm.model.spec import count_parameters, flops_per_token
 from lm.plain import Plain
-from lm.runs.evaluations import selection_mask
 from lm.runs.folder import CONFIG, EVALUATIONS, METRICS, RESOLVED_FILE, read_environment
 from lm.runs.manifest import read_file, write_files
 from lm.runs.record import starts
+from lm.statistics.units import selection_mask
 
 SHARED_SETTINGS = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
 # key of the plan in RESOLVED_FILE; the plan is null (unknown) if the file was written after final runs were measured

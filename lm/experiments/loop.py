@@ -39,8 +39,8 @@ from lm.machine import STOP_SIGNALS, process_start, start_child
 from lm.model.device import count_gpus, visible_gpus
 from lm.plain import Plain
 from lm.report.tables import numeral
-from lm.runs.evaluations import NoDocuments
 from lm.runs.folder import ALREADY_TRAINING, CONFIG
+from lm.statistics.units import NoDocuments
 
 if TYPE_CHECKING:
     from submitit import Job

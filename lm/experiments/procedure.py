@@ -25,8 +25,8 @@ from lm.files import read_json, write_text
 from lm.machine import STOP_SIGNALS
 from lm.plain import Plain, to_plain
 from lm.plugins import top_level_package
-from lm.runs.evaluations import part_of
 from lm.runs.folder import CONFIG, ENVIRONMENT
+from lm.statistics.units import part_of
 
 FAILURE = "failed.json"  # suffix of the file beside a run's log that says why the run failed
 EXTENSIONS = 2  # how often a grid of rates may grow

@@ -15,15 +15,7 @@ from lm.config.yaml_text import parse_yaml
 from lm.errors import RunError
 from lm.plain import Plain
 from lm.runs.checkpoints import load_metadata
-from lm.runs.evaluations import (
-    Evaluation,
-    chance_level,
-    evaluation_files,
-    load_evaluation,
-    part_of,
-    unit_rows,
-    weighted_mean,
-)
+from lm.runs.evaluations import Evaluation, chance_level, evaluation_files, load_evaluation
 from lm.runs.folder import (
     CHECKPOINTS,
     CONFIG,
@@ -39,6 +31,7 @@ from lm.runs.manifest import read_file
 from lm.runs.metric import Metric
 from lm.runs.record import RunRecord, RunStatus, divergence, loss_above_unigram, read_run, start_setting, tokens_before
 from lm.statistics.intervals import is_unlearned
+from lm.statistics.units import part_of, unit_rows, weighted_mean
 
 SELECTION = "val/loss"  # validation loss: chooses learning rates, unless `tune.metric` is primary
 _RUN_FACTS = {
@@ -83,8 +76,9 @@ class Outcome:
         it started from.
         """
         tokens = self.evaluations[0].tokens_seen if self.evaluations else 0
-        has_environment = (self.folder / ENVIRONMENT).is_file()
-        return tokens + (tokens_before(read_environment(self.folder)) if has_environment else 0)
+        if (self.folder / ENVIRONMENT).is_file():
+            tokens += tokens_before(read_environment(self.folder))
+        return tokens
 
     @cached_property
     def state(self) -> RunStatus:

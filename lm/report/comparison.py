@@ -15,11 +15,13 @@ import pandas as pd
 from lm.config import normalizers as kinds
 from lm.config.tree import distinguishes_arms
 from lm.errors import RunError, yaml_scalar
-from lm.report.tables import plain_text, printable_text
-from lm.runs.evaluations import at_places, evaluation_rows, mean, number, point_means, reporting_rows
+from lm.report.reported_rows import at_places, reporting_rows
+from lm.report.tables import number, plain_text, printable_text
+from lm.runs.evaluations import evaluation_rows, point_means
 from lm.runs.metric import Metric
 from lm.runs.record import RunRecord
 from lm.statistics.intervals import MIN_DOCUMENTS, Interval, over_documents, over_questions, over_seeds
+from lm.statistics.units import mean
 
 _MISSING_VALUE = "-"  # stands for the value of a key that a run does not have
 # prefixes of the keys in which a comparison of normalizers may differ

@@ -19,11 +19,12 @@ from lm.report.comparison import (
     training_lengths,
 )
 from lm.report.pictures import Map, Panel, Picture, Trace
-from lm.report.tables import printable_text, with_unit
-from lm.runs.evaluations import mean, number, point_means
+from lm.report.tables import number, printable_text, with_unit
+from lm.runs.evaluations import point_means
 from lm.runs.folder import DIVERGED, Curve
 from lm.runs.record import RunRecord
 from lm.statistics.intervals import Interval
+from lm.statistics.units import mean
 from lm.statistics.verdicts import seed_count_text
 
 FIRST_DRAWN_POSITION = 16  # position at which a picture by position begins

@@ -17,7 +17,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import EngFormatter
 from matplotlib.transforms import Transform
 
-from lm.runs.evaluations import number
+from lm.report.tables import number
 
 GREY, INK, PAPER, GRID, SHADE = "#555555", "#1a1a1a", "#ffffff", "#e6e6e6", "#f0f0f0"
 # most characters of all category labels below a panel together; with more, the labels are slanted

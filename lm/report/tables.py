@@ -115,6 +115,11 @@ def numeral(value: float | None) -> str | None:
     return f"{value:z.4f}" if abs(value) < 100 else four_digit_text(value)
 
 
+def number(value: float) -> str:
+    """An axis value as text; integers have thousands separators."""
+    return f"{int(value):,}" if value == int(value) else f"{value:g}"
+
+
 def four_digit_text(value: float) -> str:
     """A value as text with four significant digits, without an exponent if it is large: 16460."""
     text = f"{value:.4g}"

@@ -19,7 +19,7 @@ from lm.config.yaml_text import parse_yaml
 from lm.errors import yaml_scalar
 from lm.files import plain_sha256
 from lm.plain import Plain, flatten
-from lm.runs.evaluations import LOSS, UNIGRAM, UNIGRAM_BOUND, Evaluation, last_evaluations, weighted_mean
+from lm.runs.evaluations import LOSS, UNIGRAM, UNIGRAM_BOUND, Evaluation, last_evaluations
 from lm.runs.folder import (
     CONFIG,
     DIVERGED,
@@ -33,6 +33,7 @@ from lm.runs.folder import (
     require_run,
 )
 from lm.runs.manifest import read_file
+from lm.statistics.units import weighted_mean
 
 
 def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:

@@ -34,15 +34,15 @@ from lm.diagnostics.attention_rows import (
     query_indices,
 )
 from lm.evaluation.diagnostics import diagnostic_rows, diagnostic_sequences, statistics_of
-from lm.evaluation.evaluation_kind import HeldOutSequences
+from lm.evaluation.evaluation_kind import HeldOutSequences, units_frame
+from lm.evaluation.evaluation_kind import rows as evaluation_rows
 from lm.evaluation.held_out import LENGTH_AXIS
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder, batch_layout
 from lm.model.device import Device
 from lm.model.swapped import for_inference
 from lm.report.evaluation_tables import EvaluationResult, print_results
-from lm.runs.evaluations import join_rows, units_frame
-from lm.runs.evaluations import rows as evaluation_rows
+from lm.runs.evaluations import join_rows
 from lm.runs.loading import load as load_model
 from lm.runs.loading import save_model
 from lm.runs.metric import Metric

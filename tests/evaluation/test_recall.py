@@ -214,6 +214,7 @@ def test_validation_sequences_follow_the_weights_of_tasks_over_symbols(tiny):
     units = [(result.task, len(result.points[0].values)) for result in sources]
     assert units == [(f"mqar (queries {n})", count) for n, count in ((4, 30), (5, 8), (1, 2))], "and no bits per byte"
     assert [*whole.references] == ["unigram cross-entropy, at most"], "the store counts tasks alike"
+    assert whole.about.amount == "40 of 32 tokens, nats per token of the answers"
     sequence = example(MQAR(queries=5), 0, 7, 32, "test")
     (held_out,) = validation.held_out
     assert (held_out.sequences[37] == sequence.tokens).all()

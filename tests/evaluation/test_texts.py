@@ -17,8 +17,8 @@ from lm.evaluation.evaluation_kind import HeldOutSequences
 from lm.evaluation.held_out import OtherTexts, long_sequences
 from lm.model.decoder import Decoder
 from lm.model.device import Device
-from lm.runs.evaluations import selection_mask
 from lm.runs.loading import load
+from lm.statistics.units import selection_mask
 from lm.training.train import train
 
 OFF = "eval.long_context.length_factor=0"

@@ -16,12 +16,13 @@ from trials import procedure_of
 
 from lm.config.load import to_yaml
 from lm.evaluation.answers import Recall, rows_by_length
+from lm.evaluation.evaluation_kind import units_frame
 from lm.experiments.compare import plan_lines
 from lm.experiments.procedure import Procedure, Run
 from lm.report.frame import results
-from lm.runs.evaluations import selection_mask, units_frame
 from lm.runs.folder import CONFIG, ENVIRONMENT
 from lm.statistics.intervals import over_seeds_and_documents
+from lm.statistics.units import selection_mask
 from lm.statistics.verdicts import power, smallest_difference
 
 
@@ -91,7 +92,7 @@ def test_the_second_interval_is_over_the_documents_that_report(tmp_path):
     for run in procedure.known_runs():
         finish(run, 5.0)
         values = by_run[run.arm, run.seed] = 5 + random.normal(0, 0.1, 40)
-        evaluated(run, "validation", run.outcome.last_step, validation(values, 32))
+        evaluated(run, "validation", run.outcome.last_step, validation(values))
     report = np.flatnonzero(~selection_mask(FINGERPRINT, np.arange(40))).tolist()
     differences = np.stack([(by_run["ssmax", seed] - by_run["softmax", seed])[report] for seed in (1, 2, 3)])
     expected = over_seeds_and_documents(differences, np.ones(len(report)), np.array(report)).interval()
@@ -112,7 +113,7 @@ def test_rates_are_chosen_on_the_documents_that_select_and_judged_on_those_that_
                 for part, best in optima.items()
             }
             values = np.array([by_part[bool(part)] for part in selects_document])
-            evaluated(run, "validation", run.outcome.last_step, validation(values, 32))
+            evaluated(run, "validation", run.outcome.last_step, validation(values))
     assert procedure.choice("").rates == {"softmax": 2e-3, "ssmax": 2e-3}
     tuning = procedure.tuning_runs("").query("arm == 'softmax'").groupby("rate")["val/loss"].mean().to_dict()
     assert tuning == pytest.approx({1e-3: 6, 2e-3: 5, 4e-3: 6, 8e-3: 7})

@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 from reported import build_run, compared, pictures, write_report, write_rows
 
+from lm.evaluation.evaluation_kind import rows, units_frame
 from lm.report.comparison_tables import comparison_tables, run_facts
-from lm.runs.evaluations import rows, units_frame
 from lm.runs.metric import Axis, Metric
 
 

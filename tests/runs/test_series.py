@@ -8,21 +8,12 @@ import pandas as pd
 import pytest
 from fabricated import EMPTY, evaluation_of, keep
 
+from lm.evaluation.evaluation_kind import rows, units_frame
 from lm.report.frame import evaluation_block, frame
-from lm.runs.evaluations import (
-    LOSS,
-    at_places,
-    evaluation_rows,
-    load_evaluation,
-    overall_means,
-    point_means,
-    reporting_rows,
-    rows,
-    selection_loss,
-    selection_mask,
-    units_frame,
-)
+from lm.report.reported_rows import at_places, reporting_rows
+from lm.runs.evaluations import LOSS, evaluation_rows, load_evaluation, overall_means, point_means, selection_loss
 from lm.runs.metric import Axis, Metric
+from lm.statistics.units import selection_mask
 
 
 def by_position() -> pd.DataFrame:
@@ -68,9 +59,10 @@ def test_means_are_over_units_and_over_bins_and_places_are_ranges_or_points():
     assert point_means(frame)["value"].tolist() == pytest.approx([3, np.nan, 0.5, 0.5], nan_ok=True)
     places = at_places(frame[frame["sample"] != 1])
     assert [*zip(places["place"], places["value"], strict=True)] == [
-        *(("within 1x", value) for value in (1.0, 5.0)),
+        ("within 1x", 1.0),
+        ("within 1x", 5.0),
         ("64", 0.5),
-        *(("128", 0.5) for _ in range(4)),
+        *[("128", 0.5)] * 4,
     ]
     overall = overall_means(frame[frame["sample"] != 1])
     assert overall["value"].tolist() == pytest.approx([(1.75 + 5.75) / 2, 0.5, 0.5])
@@ -117,12 +109,7 @@ def test_where_a_part_is_empty_all_sequences_choose_the_best_checkpoint(part: st
 def test_the_long_table_has_the_document_of_each_unit_at_each_place():
     table = frame([evaluation_block(evaluation_of(by_position()), {})])
     assert table[["x", "sample", "group"]].to_numpy().tolist() == [
-        [0, 0, 0],
-        [0, 1, 0],
-        [0, 2, 1],
-        [4, 0, 0],
-        [4, 1, 0],
-        [4, 2, 1],
+        [x, *unit] for x in (0, 4) for unit in [(0, 0), (1, 0), (2, 1)]
     ]
     assert {"quantity": "loss", "unit": "nats per token", "better": "lower"}.items() <= table.iloc[0].to_dict().items()
 

@@ -35,15 +35,10 @@ from lm.data.batches import TrainSequences
 from lm.data.prepare import prepare
 from lm.errors import RunError
 from lm.runs.checkpoints import load_checkpoint
-from lm.runs.evaluations import (
-    Evaluation,
-    evaluation_files,
-    load_evaluation,
-    selection_loss,
-    selection_mask,
-)
+from lm.runs.evaluations import Evaluation, evaluation_files, load_evaluation, selection_loss
 from lm.runs.folder import step_paths
 from lm.runs.loading import load
+from lm.statistics.units import selection_mask
 from lm.training.train import train
 
 # options, and the steps that the run is killed after

@@ -1,0 +1,75 @@
+"""Units of measurements (sequences or questions, a row of a frame each): which of them choose learning rates, which are
+reported, and their weighted means.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+
+from lm.errors import RunError
+
+
+class NoDocuments(RunError):
+    """Raised if `selection_mask` leaves no held-out document to choose learning rates on, or none to report
+    results on.
+    """
+
+
+def selection_mask(fingerprint: str, documents: np.ndarray) -> np.ndarray:
+    """Mask, (units,) bool, of held-out units (such as sequences) that choose checkpoints and learning rates; reports
+    use all other units.
+
+    `documents`, (units,), is the label of each unit's document. By a hash of label and data `fingerprint`, about a
+    third of the documents are selecting documents, which choose checkpoints and rates. All others are reporting
+    documents, whose results are reported.
+    """
+    labels, label_indices = np.unique(documents, return_inverse=True)
+    selection = [hashlib.sha256(f"{fingerprint} {label}".encode()).digest()[0] % 3 == 0 for label in labels.tolist()]
+    return np.array(selection, dtype=bool)[label_indices]
+
+
+def part_of(units: pd.DataFrame, part: Literal["selects", "reports"]) -> pd.DataFrame:
+    """The units of held-out documents that choose learning rates, or of those that are reported. All units are returned
+    if they don't come from such text. A sequence belongs to the document in which it begins.
+
+    Raises NoDocuments: no unit is left.
+    """
+    kept = units[units["part"].isin(["", part])]
+    if units.empty or len(kept):
+        return kept
+    purpose = "choose learning rates" if part == "selects" else "report"
+    raise NoDocuments(
+        f"none of {units['group'].nunique()} held-out documents is left to {purpose} on: hold out more text"
+    )
+
+
+def unit_rows(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """A row for each unit that a metric, by its name in metrics.jsonl, was measured on: the mean over all bins, if its
+    axis has bins. Empty if it was not measured, or of which only the mean is known.
+    """
+    rows = frame[(frame["metric"] == metric) & frame["sample"].notna()]
+    if not rows["until"].notna().any():
+        return rows
+    return mean(rows, ["sample"], rows["until"] - rows["x"]).assign(until=rows["until"].iloc[-1])
+
+
+def weighted_mean(rows: pd.DataFrame) -> float:
+    """The weighted mean of units; NaN if no unit has a value, which is one of weight 0."""
+    rows = rows[rows["weight"] > 0]
+    return float(np.average(rows["value"], weights=rows["weight"])) if len(rows) else math.nan
+
+
+def mean(rows: pd.DataFrame, keys: Sequence[str], weights: pd.Series | float = 1.0) -> pd.DataFrame:
+    """The weighted mean of `value` over the rows with equal `keys`, in the order in which they come first. It is NaN
+    without weight, or where a value with weight is NaN. Other columns are those of the first of these rows.
+    """
+    codes = rows.groupby([*keys], sort=False, observed=True, dropna=False).ngroup().to_numpy()
+    weights = np.broadcast_to(np.asarray(weights, float), len(rows))
+    values = np.where(weights > 0, weights * rows["value"], 0.0)
+    with np.errstate(invalid="ignore"):
+        means = np.bincount(codes, values) / np.bincount(codes, weights)
+    return rows.iloc[np.unique(codes, return_index=True)[1]].assign(value=means)
