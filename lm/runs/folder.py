@@ -135,9 +135,8 @@ def read_metrics(run: Path) -> list[dict[str, Plain]]:
 def truncate_metrics(run: Path, step: int) -> None:
     """Delete log lines that a resumed run writes anew: lines of steps after `step`, and of a swap at `step`."""
     if (run / METRICS).exists():
-        lines = [line for line in read_metrics(run) if line["step"] <= step]
-        kept_lines = [line for line in lines if line["step"] < step or "swap/kl" not in line]
-        write_text(run / METRICS, "".join(json.dumps(line) + "\n" for line in kept_lines))
+        lines = [line for line in read_metrics(run) if line["step"] <= step - ("swap/kl" in line)]
+        write_text(run / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def log_entry(run: Path, step: int) -> Entry:

@@ -37,7 +37,6 @@ from lm.runs.folder import (
     read_environment,
     require_run,
     step_of,
-    step_path,
     step_paths,
 )
 from lm.runs.manifest import MANIFEST, check_file, entries_of, write_files
@@ -161,15 +160,16 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> LoadedModel
         return _load_model(path)
     if path.is_dir():
         require_run(path, CHECKPOINTS)
-        steps = [step_of(file) for file in step_paths(path / CHECKPOINTS)]
-        names = {str(step): step for step in steps} | ({"last": steps[-1]} if steps else {})
-        if steps and checkpoint == "best":
-            best = load_metadata(step_path(path / CHECKPOINTS, steps[-1])).get("best")
-            names |= {"best": best["step"]} if isinstance(best, dict) and best.get("step") in steps else {}
-        if checkpoint not in names:
-            there = ", ".join(names) or "none"
+        paths = step_paths(path / CHECKPOINTS)
+        files = {str(step_of(file)): file for file in paths} | ({"last": paths[-1]} if paths else {})
+        if paths and checkpoint == "best":
+            best = load_metadata(paths[-1]).get("best")
+            step = str(best.get("step")) if isinstance(best, dict) else ""
+            files |= {"best": files[step]} if step in files else {}
+        if checkpoint not in files:
+            there = ", ".join(files) or "none"
             raise RunError(f"{path}: no checkpoint {checkpoint}; there is: {there}")
-        path = step_path(path / CHECKPOINTS, names[checkpoint])
+        path = files[checkpoint]
     content, folder = load_checkpoint(path), _folder_of_files(path)
     environment = read_environment(folder) if (folder / ENVIRONMENT).is_file() else {}
     with _misfits_refused(path):

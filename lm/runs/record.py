@@ -3,7 +3,7 @@ arms apart.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -123,13 +123,6 @@ def divergence(lines: list[dict[str, Plain]], validation: Evaluation | None) -> 
     return f"{reason}, training loss rose from {losses.min():.4f} to {losses[-1]:.4f}" if reason and has_risen else ""
 
 
-def has_ended(config: dict[str, Plain], evaluations: Iterable[Evaluation]) -> bool:
-    """Whether a run was measured at its last step."""
-    last_step = max((evaluation.step for evaluation in evaluations), default=-1)
-    steps = flatten(config).get("trainer.max_steps")
-    return last_step >= (steps if isinstance(steps, int) else 0)
-
-
 def tokens_before(environment: Mapping[str, Plain]) -> int:
     """Number of tokens on which the initial weights of a run were trained, over all earlier runs; 0 for random initial
     weights.
@@ -165,14 +158,24 @@ class RunRecord:
     environment: dict[str, Plain]
     log_lines: list[dict[str, Plain]]  # lines of its metrics.jsonl
     evaluations: tuple[Evaluation, ...]  # the last of each kind
-    divergence: str = ""  # how the run diverged, in words; empty if it didn't
 
     @cached_property
+    def final_evaluations(self) -> list[Evaluation]:
+        """The evaluations of the run's last step; empty before the run has come to it."""
+        steps = flatten(self.config).get("trainer.max_steps")
+        last_step = steps if isinstance(steps, int) else 0
+        return [evaluation for evaluation in self.evaluations if evaluation.step >= last_step]
+
+    @cached_property
+    def divergence(self) -> str:
+        """How the run diverged, in words; empty if it didn't."""
+        validations = (each for each in self.final_evaluations if (each.frame["metric"] == LOSS).any())
+        return divergence(self.log_lines, next(validations, None))
+
+    @property
     def state(self) -> RunStatus:
         """`diverged`, `finished` if the run was measured at its last step, else `unfinished`."""
-        return (
-            "diverged" if self.divergence else "finished" if has_ended(self.config, self.evaluations) else "unfinished"
-        )
+        return "diverged" if self.divergence else "finished" if self.final_evaluations else "unfinished"
 
     @cached_property
     def flat_config(self) -> dict[str, Plain]:
@@ -267,8 +270,4 @@ def read_run(folder: Path, known_evaluations: Mapping[Path, Evaluation] = Mappin
     lines, evaluations = read_metrics(folder), last_evaluations(folder, known_evaluations)
     if (folder / METRICS).is_file():
         check_log(folder)
-    last_step = max((evaluation.step for evaluation in evaluations), default=-1)
-    last = [evaluation for evaluation in evaluations if evaluation.step == last_step]
-    validation = next((evaluation for evaluation in last if (evaluation.frame["metric"] == LOSS).any()), None)
-    how = divergence(lines, validation if has_ended(config, evaluations) else None)
-    return RunRecord(folder, folder.resolve().name, config, environment, lines, tuple(evaluations), how)
+    return RunRecord(folder, folder.resolve().name, config, environment, lines, tuple(evaluations))

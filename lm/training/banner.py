@@ -94,6 +94,8 @@ def environment(
             *run_facts.get("starts", []),
             {"step": start.step, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **facts},
         ],
+        "started_from": run_facts.get("started_from"),
+        "branched_from": run_facts.get("branched_from"),
     }
 
 

@@ -64,7 +64,7 @@ class EvaluationCallback(StepCallback):
             result = measurement.evaluate(decoder.to(device.device), device, step, tokens)
             if trainer.is_global_zero:
                 scores = logged_means(result)  # logged before its file is written: where a file is, nothing is missing
-                run.log({"step": step, "tokens": tokens, **scores, PEAK_MEMORY: peak_memory_bytes(device.device)})
+                run.log(step, {"tokens": tokens, **scores, PEAK_MEMORY: peak_memory_bytes(device.device)})
                 measurement.write(self.config.run_folder, result)
                 texts = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
                 run.progress.say(f"step {step}: " + (texts or measurement.kind))
@@ -72,7 +72,7 @@ class EvaluationCallback(StepCallback):
             if self.config.eval.on_error == "stop":
                 raise
             reason = one_line(error)
-            run.log({"step": step, "tokens": tokens, f"{measurement.kind}/failed": reason})
+            run.log(step, {"tokens": tokens, f"{measurement.kind}/failed": reason})
             run.progress.say(f"step {step}: {measurement.kind}: not {'kept' if result else 'measured'}: {reason}")
         finally:
             run.clock.exclude_since(begin)

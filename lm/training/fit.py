@@ -44,7 +44,7 @@ from lm.training.banner import banner, environment
 from lm.training.evaluation_callbacks import EVALUATION_CALLBACKS, CallbackMetrics, SwapEffect, Validation
 from lm.training.launcher import Process
 from lm.training.lightning_import import L, MisconfigurationException, SIGTERMException
-from lm.training.loggers import MetricsFile, log, make_loggers
+from lm.training.loggers import MetricsFile, make_loggers
 from lm.training.module import LanguageModel, StepData
 from lm.training.outside import outside_objects
 from lm.training.run_context import RunContext
@@ -97,8 +97,7 @@ def fit(
     compiled = resolve_compile(config, flops, accelerator, run_facts)
 
     machine = Machine(accelerator, device, precision, compiled, process.launcher)
-    facts = {**environment(config, store, start, machine, run_facts), "started_from": run_facts.get("started_from")}
-    facts |= {"branched_from": run_facts["branched_from"]} if "branched_from" in run_facts else {}
+    facts = environment(config, store, start, machine, run_facts)
     callbacks = outside_objects("trainer.callbacks", config.trainer.callbacks, L.Callback)
     if is_main:
         print(banner(config, store, start, machine), *notes, sep="\n", flush=True)
@@ -120,7 +119,7 @@ def fit(
         # if a child fails, Lightning kills the first process, which may still write
         return 0 if process.is_child else status
     except Diverged as error:
-        run.log({"step": error.step, DIVERGED: str(error)})
+        run.log(error.step, {DIVERGED: str(error)})
         if process.is_child:  # the first process reports it
             return 0
         raise
@@ -253,8 +252,8 @@ def _evaluate_missing(
     if missing := [each for each in due if not evaluation_path(folder, each.kind, step).exists()]:
         truncate_metrics(folder, step)  # a line that the kill cut short
         for result in evaluate_model(folder, load(checkpoint), missing, open_device(config, facts)):
-            tokens = result.evaluation.tokens_seen
-            log([MetricsFile(folder / METRICS)], {"step": step, "tokens": tokens, **logged_means(result.evaluation)})
+            means = {"tokens": result.evaluation.tokens_seen, **logged_means(result.evaluation)}
+            MetricsFile(folder / METRICS).write(means, step)
     how = final_divergence(folder, step)
     advice = f"raise trainer.max_steps to go on, or evaluate it with other options: lm eval {folder} KEY=VALUE"
     print(f"{folder}: complete at step {step}{how and f', diverged: {how}'}; {advice}")

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,13 +24,6 @@ rank_zero_only = L.pytorch.utilities.rank_zero_only
 # entries of environment.json for wandb
 WANDB_FACTS = ("data_fingerprint", "parameters", "flops_per_token", "lm", "git_commit", "git_dirty")
 WANDB_FACTS += ("versions", "device", "precision", "compile")
-
-
-def log(loggers: Iterable[Logger], line: dict[str, Plain]) -> None:
-    """Log metrics of a `step`, an entry of `line`, to all loggers."""
-    metrics = {name: value for name, value in line.items() if name != "step"}
-    for logger in loggers:
-        logger.log_metrics(metrics, int(line["step"]))
 
 
 class RunLogger(Logger):
@@ -154,6 +147,7 @@ def make_loggers(config: Config, environment: dict[str, Plain], is_main: bool) -
         facts["normalizer"] = ", then ".join(phase.normalizer.label() for phase in config.plan)
         labels = {"name": config.name, "dir": str(config.run_folder), **experiment_labels(config)}
         loggers.append(WandbRun(start_wandb_run(mode, environment["wandb_id"], config=facts, **labels)))
-    for logger in loggers + outside:
+    loggers += outside
+    for logger in loggers:
         logger.batch_tokens = config.optim.batch_tokens
-    return loggers + outside
+    return loggers

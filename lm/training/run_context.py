@@ -16,7 +16,6 @@ from lm.model.device import Device, Machine
 from lm.plain import Plain
 from lm.progress import StepProgress
 from lm.training.lightning_import import L
-from lm.training.loggers import log
 
 
 class Clock:
@@ -100,9 +99,10 @@ class RunContext:
         """The configuration as in config.yaml; made once, as it takes longer than saving a small model."""
         return to_yaml(replace(self.config, resume=""))
 
-    def log(self, line: dict[str, Plain]) -> None:
-        """Log metrics of a `step` to all loggers."""
-        log(self.loggers, line)
+    def log(self, step: int, metrics: dict[str, Plain]) -> None:
+        """Log metrics after `step` optimizer steps to all loggers."""
+        for logger in self.loggers:
+            logger.log_metrics(metrics, step)
 
     def device(self, trainer: L.Trainer, module: L.LightningModule) -> Device:
         """Return the device and rank to evaluate `module` on."""

@@ -71,8 +71,8 @@ class Metrics(StepCallback):
         speed = (step - self.last_step) * tokens / max(elapsed_s - self.last_time, 1e-9)
         self.last_step, self.last_time = step, elapsed_s
         self.run.log(
+            step,
             {
-                "step": step,
                 "tokens": step * tokens,
                 "train/loss": loss,
                 "train/grad_norm": module.grad_norm,
@@ -82,7 +82,7 @@ class Metrics(StepCallback):
                 PEAK_MEMORY: peak_memory_bytes(module.device),
                 "sequence_length": module.sequence_length,
                 **(normalizer_parameters(module.decoder) if trainer.is_global_zero else {}),
-            }
+            },
         )
         module.logged = loss, speed
 

@@ -31,8 +31,7 @@ def test_a_run_is_read_whole(pair):
         ("as trained", 24),
         ("theta x 50", 24),
     ]
-    assert len(run.curve("train/loss").tokens) == 100
-    assert len(run.curve("val/loss").tokens) == 20
+    assert [len(run.curve(name).tokens) for name in LOSSES] == [100, 20]
 
 
 @pytest.mark.parametrize(("init", "words"), [("match", " (init match)"), ("", ""), (None, "")])
@@ -51,8 +50,7 @@ def test_evaluations_of_different_steps_are_said(pair):
     path = pair[0] / "evaluations/long_context.step-000200.csv"
     keep(pair[0], replace(load_evaluation(path), step=90, tokens_seen=90 * 8192))
     path.unlink()
-    run = read_run(pair[0])
-    checks = {fact.name: fact.agrees for fact in run_facts(compare_runs([run, read_run(pair[1])]))}
+    checks = {fact.name: fact.agrees for fact in run_facts(compare_runs([*map(read_run, pair)]))}
     assert checks["tokens seen"] is True
     assert checks["tokens seen when evaluated"] is False
 
@@ -62,8 +60,7 @@ def test_an_unreadable_line_inside_is_skipped_and_repeated_steps_count_once(pair
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:3], '{"step": 3, "to{"st', *lines[2:]]) + "\n")
     save(pair[0], 200)
-    run = read_run(pair[0])
-    assert len(run.curve("train/loss").tokens) == 100
+    assert len(read_run(pair[0]).curve("train/loss").tokens) == 100
 
 
 @pytest.mark.parametrize("kept", [(), ("validation",), ("long_context",)])

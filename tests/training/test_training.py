@@ -103,14 +103,7 @@ def test_a_metrics_log_that_can_not_be_written_is_one_line(tmp_path: Path):
 
 
 def test_the_recorded_command_can_be_run_again(monkeypatch: pytest.MonkeyPatch):
-    words = [
-        "lm",
-        "train",
-        "a b.yaml",
-        "data.source.paths=[x, 'y z']",
-        "phases=[{until: 1, normalizer: ssmax}]",
-        "name=$HOME",
-    ]
+    words = ["lm", "train", "a b.yaml", "data.source.paths=[x, 'y z']", "name=$HOME"]
     monkeypatch.setattr("sys.argv", words)
     assert shlex.split(command_line()) == words
 
@@ -225,7 +218,6 @@ def test_what_came_after_the_resumed_step_is_cut_back(tmp_path: Path):
         (tmp_path / "evaluations" / f"validation.step-{step:06d}.csv").write_text("{}")
     (tmp_path / "checkpoints").mkdir()
     for name in (
-        ".gitignore",
         ".nfs000001",
         f"checkpoints/{new_temporary_path(tmp_path / 'step-000003.ckpt').name}",
         new_temporary_path(tmp_path / "metrics.jsonl").name,
@@ -234,10 +226,7 @@ def test_what_came_after_the_resumed_step_is_cut_back(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
     truncate_after(tmp_path, 2)
-    assert sorted(p.name for p in [*tmp_path.glob(".*"), *tmp_path.glob("checkpoints/.*")]) == [
-        ".gitignore",
-        ".nfs000001",
-    ]
+    assert [p.name for p in [*tmp_path.glob(".*"), *tmp_path.glob("checkpoints/.*")]] == [".nfs000001"]
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
     assert [p.name for p in (tmp_path / "evaluations").iterdir()] == ["validation.step-000002.csv"]
 
@@ -246,10 +235,7 @@ def test_sequences_of_several_lengths_are_trained_and_logged(tiny):
     mixed = "data.lengths={name: mixed, weights: {8: 0.5, 32: 0.5}}"
     config = tiny("name=mixed", mixed, "trainer.max_steps=12", "model.normalizer={name: relu2, n: sample}")
     assert train(config) == 0
-    lengths = [line["sequence_length"] for line in metrics(config.run_folder) if "sequence_length" in line]
-    assert len(lengths) == 12
-    assert set(lengths) == {8, 32}
-    assert {line["tokens"] for line in metrics(config.run_folder) if "sequence_length" in line} == {
-        256 * step for step in range(1, 13)
-    }
+    lines = [line for line in metrics(config.run_folder) if "sequence_length" in line]
+    assert {line["sequence_length"] for line in lines} == {8, 32}
+    assert [line["tokens"] for line in lines] == [256 * step for step in range(1, 13)]
     assert parse(yaml.safe_load((config.run_folder / "config.yaml").read_text())) == config
