@@ -23,9 +23,6 @@ from lm.runs.evaluations import NATS
 from lm.runs.folder import PEAK_MEMORY
 from lm.runs.metric import Metric
 
-LAYER_AND_HEAD = "layerL/headH"
-
-
 TRAINING_METRICS = (  # logged in training
     Metric("train/loss", NATS, "lower", "training loss, mean since the last line"),
     Metric("train/grad_norm", "", "none", "norm of the step's gradient, before clipping"),
@@ -34,7 +31,7 @@ TRAINING_METRICS = (  # logged in training
     Metric("elapsed_s", "s", "lower", "time of training, without evaluations and checkpoints"),
     Metric(PEAK_MEMORY, "bytes", "lower", "largest memory so far: of the process, or of tensors on the GPU"),
     Metric("sequence_length", "tokens", "none", "length of the step's sequences"),
-    Metric(f"normalizer/{{NAME}}/{LAYER_AND_HEAD}", "", "none", "parameter of a normalizer with one value a head"),
+    Metric("normalizer/{NAME}/layerL/headH", "", "none", "parameter of a normalizer with one value a head"),
     Metric("normalizer/{NAME}/layerL/rms", "", "none", "root mean square of another parameter of a normalizer"),
     *(replace(metric, units="") for metric in SwapMeasurement.logged_metrics),
 )  # fmt: skip
