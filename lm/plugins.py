@@ -1,9 +1,10 @@
 """Plugins are normalizers from outside lm ("code from outside" in messages), named as `package.module:Class` or by an
 installed entry point.
 
-A plugin is imported only if the user named it, in a configuration or on the command line of this process
-(`Plugins.trusted_text`), or allowed its package (`Plugins.allow`). A plugin that only a checkpoint, run folder or
-export names is imported only if its package is allowed. docs/normalizers-own.md describes the requirements on a plugin.
+A plugin is imported only if the user named it or allowed its package (`Plugins.allow`). Users name it in a
+configuration or on the command line of this process (`Plugins.trusted_text`). A plugin that only a checkpoint, run
+folder or export names is imported only if its package is allowed. docs/normalizers-own.md describes the requirements on
+a plugin.
 """
 
 import importlib

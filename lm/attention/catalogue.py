@@ -1,8 +1,8 @@
 """The catalogue of normalizers maps each class of options to the class of normalizer that it configures.
 
-A normalizer is two classes in one module: a dataclass of options, with formula, source and published figures, and a
-subclass of `Normalizer` whose `schema` is that dataclass. The catalogue holds each such class of `MODULES`.
-`lm.config.normalizers` adds those of plugins that are imported.
+A normalizer is two classes in one module. One is a dataclass of options, with formula, source and published figures.
+The other is a subclass of `Normalizer` whose `schema` is that dataclass. The catalogue holds each such class of
+`MODULES`. `lm.config.normalizers` adds those of plugins that are imported.
 """
 
 from lm.attention import distance, elementwise, linear, query_scale, reweighted, sinks, sparse

@@ -214,7 +214,7 @@ def check_row_independence(options: Options) -> None:
     """each query has its own n and mask: if the position and the document length of one query change, no other query's
     weights change
 
-    n is the number of keys that a query sees: `row_length(layout)`, (1, T) or (B, 1, T), has one for each query, and
+    n is the number of keys that a query sees; `row_length(layout)`, (1, T) or (B, 1, T), has one for each query.
     `.unsqueeze(-1)` gives it an axis of keys
     """
     normalizer, length, moved_query = random_normalizer(options), 6, 3
@@ -233,8 +233,8 @@ def check_row_independence(options: Options) -> None:
 
 
 def check_row_sums(options: Options) -> None:
-    """keys after the query have weight 0; the options declare that weights sum to one exactly if each query's weights
-    do so or are all 0
+    """keys after the query have weight 0; the options declare sums of one exactly if each query's weights sum to one or
+    are all 0
 
     set weights to 0 where `layout.visible()` is false; options say by `sums_to_one`, or by the value `sum` of `n`, that
     weights sum to one
@@ -329,11 +329,11 @@ def changes_by_later_tokens(normalizer: Normalizer, length: int, first: int) -> 
 
 
 def check_decoding(options: Options) -> None:
-    """decoding, token by token and several tokens at a time, gives the output that one call for the whole sequence
-    gives, also with keys and values that two query heads share
+    """decoding, in steps of one or several tokens, gives the output of one call, also with keys and values that two
+    query heads share
 
-    n and masks come from the layout alone: when decoding there are fewer queries than keys (T < S); an overridden
-    `decode` gets keys and values of fewer heads than queries: `expand_kv_heads` copies them for all query heads
+    n and masks come from the layout alone: when decoding there are fewer queries than keys (T < S). An overridden
+    `decode` gets keys and values of fewer heads than queries; `expand_kv_heads` copies them for all query heads
     """
     normalizer, length = random_normalizer(options), 30
     q, k, v = random_inputs(length, normalizer=normalizer)
@@ -346,8 +346,8 @@ def check_decoding(options: Options) -> None:
 def check_packed_documents(options: Options) -> None:
     """each document packed into a sequence, or padded to another's length, has the output that it has alone
 
-    n is `row_length(layout)` or `layout.n(policy)`, never a size of q, k or the scores: with packed documents positions
-    are (B, T), so `layout.visible()` is (B, 1, T, S), and `row_length(layout)` is (B, 1, T)
+    n is `row_length(layout)` or `layout.n(policy)`, never a size of q, k or the scores. With packed documents positions
+    are (B, T), `layout.visible()` is (B, 1, T, S), and `row_length(layout)` is (B, 1, T)
     """
     normalizer = random_normalizer(options)
     positions = torch.stack([torch.cat([torch.arange(n) for n in sizes]) for sizes in ([5, 1, 19, 8], [16, 17], [33])])

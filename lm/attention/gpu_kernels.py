@@ -44,8 +44,9 @@ _PROBLEMS: dict[tuple[object, ...], str] = {}
 
 @keep_uncompiled
 def why_unusable(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Return the reason why the kernel of the package `normalizer.gpu_package` can't be used for the sizes, dtype and
-    device of q, k and v; empty if it can.
+    """Return the reason why the kernel of `normalizer.gpu_package` can't be used for q, k and v; empty if it can.
+
+    The reason is kept for later calls with the same sizes, dtype and device.
     """
     package, name = normalizer.gpu_package, f"{type(normalizer).__name__} {normalizer.options}"
     call = name, q.size(1), *(x.size(-1) for x in (q, k, v)), v.dtype, v.device

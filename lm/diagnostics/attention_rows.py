@@ -1,5 +1,5 @@
-"""Attention rows (a query's scores and weights in one head, over the keys that it sees), and statistics of all rows of
-a model.
+"""An attention row is a query's scores and weights in one head, over the keys that it sees. This module holds such
+rows, and measures statistics of all rows of a model.
 
 Shapes: H heads, T queries, S keys; one sequence at a time.
 """
@@ -40,7 +40,10 @@ class Moments(NamedTuple):
 
 
 def score_moments(scores: Tensor, visible: Tensor) -> Moments:
-    """Moments, (...) each, of scores (..., S) over the visible keys; `visible`: bool, broadcastable to the scores."""
+    """Return the moments, (...) each, of scores (..., S) over the visible keys.
+
+    visible: bool, broadcastable to the scores.
+    """
     n = visible.sum(-1)
     mean = scores.masked_fill(~visible, 0.0).sum(-1) / n
     deviation = (scores - mean.unsqueeze(-1)).masked_fill(~visible, 0.0)
@@ -52,8 +55,8 @@ def score_moments(scores: Tensor, visible: Tensor) -> Moments:
 
 @dataclass(frozen=True, eq=False)
 class AttentionRows:
-    """Attention rows (scores and weights over visible keys) of some queries of one sequence, in all heads of one
-    layer.
+    """Attention rows hold the scores and weights that some queries of one sequence give to the keys they see, in all
+    heads of one layer.
     """
 
     layer: int  # from 0
@@ -96,22 +99,22 @@ class AttentionRows:
 
     @cached_property
     def n(self) -> Tensor:
-        """The number of keys that each query sees, (T,) fp32."""
+        """Number of keys that each query sees, (T,) fp32."""
         return self.visible.sum(-1).float()
 
     @cached_property
     def is_first_token(self) -> Tensor:
-        """Mask, (T, S) bool, of the first token of each query's document."""
+        """Mask, (T, S) bool, that is true at the first token of each query's document."""
         return _query_by_key(self.layout.visible()) & (self.layout.key_positions == 0).view(-1, self.visible.size(-1))
 
     @cached_property
     def distance(self) -> Tensor:
-        """Distance, (T, S) fp32: number of tokens from the key to the query; negative for keys after the query."""
+        """Number of tokens from the key to the query, (T, S) fp32; it is negative for keys after the query."""
         return _query_by_key(self.layout.distance())
 
     @cached_property
     def magnitudes(self) -> Tensor:
-        """The absolute value of each weight, (H, T, S)."""
+        """Absolute value of each weight, (H, T, S), as weights may be negative."""
         return self.weights.abs()
 
     @cached_property
@@ -122,13 +125,13 @@ class AttentionRows:
 
     @cached_property
     def descending_weights(self) -> Tensor:
-        """Magnitudes |weights| of each row from the largest to the smallest, (H, T, S)."""
+        """Magnitudes |weights|, (H, T, S), sorted in each row from the largest to the smallest."""
         return self.magnitudes.sort(-1, descending=True).values
 
     @cached_property
     def scores_without_decay(self) -> Tensor:
-        """Scores (H, T, S) without the part that depends on distance alone (ALiBi's slope, the decay of linear
-        attention).
+        """Scores (H, T, S) without the part that depends on distance alone: ALiBi's slope, or the decay of linear
+        attention.
         """
         log_decay = self.normalizer.log_decay(self.scores)
         if not log_decay.any():
@@ -140,8 +143,8 @@ class AttentionRows:
 
     @cached_property
     def features(self) -> tuple[Tensor, Tensor]:
-        """Features of the queries (H, T, F) and of the keys (H, S, F) of linear attention (`Normalizer.features`),
-        fp32.
+        """Features of the queries (H, T, F) and of the keys (H, S, F), fp32, whose products are the scores of linear
+        attention (`Normalizer.features`).
         """
         q, k = self.inputs.q[:, :, self.queries].float(), self.inputs.k[:, :, : self.visible.size(-1)].float()
         query, key = self.normalizer.features(q, k)
@@ -149,23 +152,23 @@ class AttentionRows:
 
     @cached_property
     def moments(self) -> Moments:
-        """Moments of `scores_without_decay` over the keys that each query sees, (H, T) each."""
+        """Moments, (H, T) each, of `scores_without_decay` over the keys that each query sees."""
         return score_moments(self.scores_without_decay, self.visible)
 
     @cached_property
     def is_finite(self) -> Tensor:
-        """Mask, (H, T) bool, of rows whose scores of visible keys and weights are all finite."""
+        """Mask, (H, T) bool, that is true for rows whose weights, and scores of visible keys, are all finite."""
         return ((self.scores.isfinite() | ~self.visible) & self.weights.isfinite()).all(-1)
 
     @cached_property
     def is_defined(self) -> Tensor:
-        """Mask, (H, T) bool, of rows that can be described: their scores and weights are finite, and not all weights
-        are 0.
+        """Mask, (H, T) bool, that is true for rows that can be described: their scores and weights are finite, and not
+        all weights are 0.
         """
         return self.is_finite & (self.magnitudes.sum(-1) > 0)
 
     def select(self, queries: Tensor) -> "AttentionRows":
-        """The rows of some queries: `queries` is a mask, (T,) bool, or indices, int64."""
+        """Return the rows of some queries; `queries` is a mask, (T,) bool, or indices, int64."""
         layout = self.layout.select(queries, self.visible.size(-1))
         scores = self.scores[:, queries]
         weights = self.weights[:, queries]
@@ -173,12 +176,12 @@ class AttentionRows:
         return replace(self, layout=layout, scores=scores, weights=weights, **fields)
 
     def normalize(self, scores: Tensor) -> Tensor:
-        """The weights (H, T, S) that the layer's normalizer gives these queries for other scores (H, T, S)."""
+        """Return the weights (H, T, S) that the layer's normalizer gives these queries for other scores (H, T, S)."""
         return self.normalizer.normalize(scores.unsqueeze(0), self.layout)[0]
 
     @cached_property
     def without_first_token(self) -> "AttentionRows":
-        """The rows with the first token of the document made invisible and its weight set to 0; weights of other keys
+        """Same rows with the first token of the document made invisible and its weight set to 0; weights of other keys
         do not change.
         """
         return replace(
@@ -189,13 +192,13 @@ class AttentionRows:
 
 
 def _query_by_key(values: Tensor) -> Tensor:
-    """The tensor `values`, (T, S) or (1, 1, T, S), in the shape (T, S)."""
+    """Reshape `values`, (T, S) or (1, 1, T, S), to (T, S)."""
     return values.reshape(values.shape[-2:])
 
 
 def query_indices(length: int, count: int) -> list[int]:
-    """Indices of up to `count` queries of a sequence, ascending, from the first query that can see `MIN_KEYS` keys to
-    the last query.
+    """Return up to `count` indices of queries of a sequence, ascending. They go from the first query that can see
+    `MIN_KEYS` keys to the last query.
 
     The queries are evenly spread over the logarithm of the number of keys, so that each octave has equally many
     queries. Short sequences have fewer queries than `count`, as indices are not repeated.
@@ -209,8 +212,8 @@ def query_indices(length: int, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Statistic:
-    """A statistic with one value for each row (head and query); values of rows that are not `is_defined` are not
-    used.
+    """A statistic has one value for each row (head and query). Values of rows that are not `AttentionRows.is_defined`
+    are not used.
     """
 
     name: str  # as tables and pictures show it
@@ -224,8 +227,8 @@ class Statistic:
 
     @property
     def without_first_token(self) -> "Statistic":
-        """The same statistic of `AttentionRows.without_first_token`, with `NO_FIRST` added to its name; reports do not
-        show it.
+        """Same statistic, measured without the first token of the document, with `NO_FIRST` added to its name; reports
+        do not show it.
         """
         return replace(
             self, name=self.name + NO_FIRST, measure=lambda row: self.measure(row.without_first_token), in_reports=False
@@ -234,8 +237,11 @@ class Statistic:
 
 @dataclass(frozen=True)
 class QuerySums:
-    """Sums for each head over rows of a sequence that are defined (`AttentionRows.is_defined`), such as sums of weights
-    by key position: two numbers for each of the L tokens of the sequence.
+    """For each head, sums over defined rows of a sequence (`AttentionRows.is_defined`), such as sums of weights by key
+    position.
+
+    There are two numbers for each of the L tokens of the sequence, from which `head_values` computes a number for each
+    head.
     """
 
     name: str  # as in `Statistic`
@@ -247,7 +253,9 @@ class QuerySums:
 
 
 class MeasuredValues(NamedTuple):
-    """The values of statistics of one model on N sequences, by their names; NaN where a statistic is not defined."""
+    """Values that one model's statistics have on N sequences, by the statistics' names; NaN where a statistic is not
+    defined.
+    """
 
     n: np.ndarray  # (N, layers, T), the number of keys that each query sees
     by_query: dict[str, np.ndarray]  # (N, layers, H, T) for each `Statistic`
@@ -262,7 +270,7 @@ NOT_FINITE, NO_WEIGHT = "rows that are not finite", "rows without weight"
 
 
 class AttentionMeasurement:
-    """Statistics, and the layout of the vector that holds their values for one sequence and model.
+    """Measures statistics of attention, and writes their values for one sequence and model into a vector.
 
     queries: indices of the queries in each sequence, ascending; length: tokens in a sequence.
     """
@@ -279,12 +287,12 @@ class AttentionMeasurement:
 
     @property
     def vector_length(self) -> int:
-        """The number of values of all statistics, for one sequence and model."""
+        """Number of values that all statistics have for one sequence and model."""
         return math.prod(self.rows_shape) + math.prod(self.sums_shape)
 
     @torch.no_grad()
     def vector(self, decoder: Decoder, batch: Batch) -> Tensor:
-        """All statistics of a sequence, the only one of the batch: (`vector_length`,).
+        """Return the values of all statistics of a sequence, the only one of the batch: (`vector_length`,).
 
         Scores and weights are fp32. Memory holds scores and weights of some queries of one layer at a time.
         """
@@ -297,8 +305,9 @@ class AttentionMeasurement:
         return torch.cat([part.flatten() for part in parts])
 
     def _write_statistics(self, row_values: Tensor, sums: Tensor, rows: AttentionRows, start: int) -> None:
-        """Write statistics of rows with `MIN_KEYS` or more keys into the two parts of a vector; `start`: the first
-        row's index in `queries`.
+        """Write statistics of rows with `MIN_KEYS` or more keys into the two parts of a vector.
+
+        start: the first row's index in `queries`.
         """
         indices = (rows.n >= MIN_KEYS).nonzero().squeeze(-1)
         if not len(indices):
@@ -324,15 +333,17 @@ class AttentionMeasurement:
 
 
 def mean(values: np.ndarray, axes: tuple[int, ...] | int | None = None) -> np.ndarray:
-    """The mean, float64, of the values that are not NaN; NaN where all values are NaN."""
+    """Return the mean, float64, of the values that are not NaN; NaN where all values are NaN."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns about means of nothing
         return np.nanmean(values, axis=axes, dtype="f8")
 
 
 def half_octaves(n: np.ndarray, train_length: int) -> list[tuple[int, int]]:
-    """Half octaves of the number of keys, (first, last), in which some of the numbers `n` lie (not NaN); an edge is the
-    training length.
+    """Return ranges of the number of keys, (first, last), each half an octave long, in which some of the numbers `n`
+    lie.
+
+    The training length is the end of a range. `n` may hold NaN, which is in no range.
     """
     counts = n[np.isfinite(n)]
     if not len(counts):
@@ -347,12 +358,12 @@ def half_octaves(n: np.ndarray, train_length: int) -> list[tuple[int, int]]:
 
 
 def fit_exponent(values: np.ndarray, n: np.ndarray, is_log: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Fit value ~ n^exponent to each head by least squares on logarithms; returns the exponents and R^2, both (layers,
-    H).
+    """Fit value ~ n^exponent to each head by least squares on logarithms; returns the exponents and R^2, both
+    (layers, H).
 
-    NaN where n spans fewer than two octaves. Values without a finite logarithm are left out.
+    They are NaN where n spans fewer than two octaves. Values without a finite logarithm are left out.
 
-    values: (N, layers, H, T), or their logarithms if `log`; n: (N, layers, T).
+    values: (N, layers, H, T), or their logarithms if `is_log`; n: (N, layers, T).
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         y = values.astype("f8") if is_log else np.log(values.astype("f8"))

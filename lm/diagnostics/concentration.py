@@ -1,8 +1,9 @@
-"""The concentration of attention: the number of keys with most weight, the weight on the first token and on near keys.
+"""Statistics of concentration say how many keys have most weight, and how much weight is on the first token and on near
+keys.
 
-Magnitudes |a| stand for weights, which may be negative or need not sum to one. Statistics whose names end in `, no
-first` describe the same rows without the first token of the document, which may be an attention sink. Fractions are
-then fractions of the other keys' weight.
+Magnitudes |a| stand for weights, which may be negative or need not sum to one. Statistics whose names end in
+`, no first` describe the same rows without the first token of the document, which may be an attention sink. Fractions
+are then fractions of the other keys' weight.
 """
 
 import math
@@ -18,15 +19,17 @@ WEIGHT_FRACTION = 0.95  # fraction of the weight in `keys with 95% of the weight
 
 
 def effective_keys(rows: AttentionRows) -> Tensor:
-    """N_eff = (sum |a|)^2 / sum a^2 of each row's weights a: 1 for weight on one key, the number of visible keys for
-    equal weights.
+    """Return N_eff = (sum |a|)^2 / sum a^2 of each row's weights a. It is 1 for weight on one key, and the number of
+    visible keys for equal weights.
     """
     return sparsity(rows.weights, rows.visible).square() * rows.n
 
 
 def entropy(rows: AttentionRows) -> Tensor | None:
-    """Entropy -sum p ln p of each row, nats, with p = a / sum |a| for weights a. None for normalizers whose weights do
-    not sum to one, NaN for rows with a negative weight."""
+    """Return the entropy -sum p ln p of each row, nats, with p = a / sum |a| for weights a.
+
+    It is NaN for rows with a negative weight. It is None for normalizers whose weights do not sum to one.
+    """
     if not rows.normalizer.options.rows_sum_to_one:
         return None
     p = rows.weights / rows.abs_sum.unsqueeze(-1)
@@ -34,21 +37,23 @@ def entropy(rows: AttentionRows) -> Tensor | None:
 
 
 def relative_entropy(rows: AttentionRows) -> Tensor | None:
-    """Each row's entropy divided by ln (number of visible keys): 0 for weight on one key, 1 for equal weights; None as
-    for `entropy`.
+    """Return each row's entropy divided by ln (number of visible keys): 0 for weight on one key, 1 for equal weights.
+    None as for `entropy`.
     """
     nats = entropy(rows)
     return None if nats is None else nats / rows.n.log()
 
 
 def keys_with_most_weight(rows: AttentionRows) -> Tensor:
-    """The least number of keys of each row that together have the fraction `WEIGHT_FRACTION` of the row's weight."""
+    """Return the least number of keys of each row that together have the fraction `WEIGHT_FRACTION` of the row's
+    weight.
+    """
     is_short = rows.descending_weights.cumsum(-1) < WEIGHT_FRACTION * rows.abs_sum.unsqueeze(-1)
     return (is_short.sum(-1) + 1).float().where(rows.is_defined, math.nan)
 
 
 def log_sum(rows: AttentionRows) -> Tensor | None:
-    """ln Z of each row (`Normalizer.log_sum`); Z is its sum of unnormalized weights, e.g. e^score for softmax,
+    """Return ln Z of each row (`Normalizer.log_sum`). Z is its sum of unnormalized weights: of e^score for softmax, of
     relu(score)^2 for relu2.
 
     Su's argument about dividing by n (kexue.fm 9019) depends on p in Z ~ n^p: dividing by Z is dividing by n only if p
@@ -59,14 +64,14 @@ def log_sum(rows: AttentionRows) -> Tensor | None:
 
 
 def weighted_mean(rows: AttentionRows, values: Tensor) -> Tensor:
-    """Each row's mean of `values` of keys, weighted by |weights|; of a mask it is the fraction of the row's weight on
-    the keys in it.
+    """Return each row's mean of the keys' `values`, weighted by |weights|. If `values` is a mask, this is the fraction
+    of the row's weight on its keys.
     """
     return (rows.magnitudes * values).sum(-1) / rows.abs_sum
 
 
 def concentration_statistics() -> Statistics:
-    """All statistics of concentration (docs/diagnostics.md)."""
+    """Return all statistics of concentration (docs/diagnostics.md)."""
 
     def largest_weight(n_keys: int) -> Statistic:
         return Statistic(

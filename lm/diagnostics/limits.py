@@ -1,5 +1,5 @@
-"""The limits of normalization (Mudarisov et al. 2025, arXiv 2508.17821): its bounds as functions of rows of attention,
-and the family `limits` of statistics.
+"""Mudarisov et al. 2025 (arXiv 2508.17821) bound what normalized attention can do. This module has their bounds as
+functions of rows of attention, and the statistics named `limits`.
 
 Lemma 1: weights F(score) / sum F(score), F > 0, of n keys lie between C1 / n and C2 / n. C2 is max F / min F over [-a,
 a], a the largest |score| of the row, and C1 = 1 / C2.
@@ -44,31 +44,39 @@ ITERATIONS = 30  # power iterations
 
 
 def log_n_times_largest_weight(rows: AttentionRows) -> Tensor | None:
-    """ln (n x largest weight) of each row of n keys, at most `log_c2` by Lemma 1; None where it does not apply."""
+    """Return ln (n x largest weight) of each row of n keys, at most `log_c2` by Lemma 1; None where the lemma does not
+    apply.
+    """
     logs = _log_n_times_weights(rows)
     return None if logs is None else logs.amax(-1)
 
 
 def log_n_times_smallest_weight(rows: AttentionRows) -> Tensor | None:
-    """ln (n x smallest weight) of each row of n keys, at least -`log_c2` by Lemma 1; None where it does not apply."""
+    """Return ln (n x smallest weight) of each row of n keys, at least -`log_c2` by Lemma 1; None where the lemma does
+    not apply.
+    """
     logs = _log_n_times_weights(rows)
     return None if logs is None else logs.masked_fill(~rows.visible, math.inf).amin(-1)
 
 
 def log_c2(rows: AttentionRows) -> Tensor | None:
-    """ln C2, 2 x the largest |score| of each row: by Lemma 1 no weight exceeds C2 / n; None where it does not apply."""
+    """Return ln C2, 2 x the largest |score| of each row. By Lemma 1 no weight exceeds C2 / n; None where the lemma does
+    not apply.
+    """
     return 2 * rows.scores.masked_fill(~rows.visible, 0.0).abs().amax(-1) if lemma_1_applies(rows) else None
 
 
 def lemma_1_applies(rows: AttentionRows) -> bool:
-    """Whether weights are the softmax of scores that do not depend on the number of keys, as Lemma 1 supposes."""
+    """Return whether weights are the softmax of scores that do not depend on the number of keys, as Lemma 1
+    supposes.
+    """
     normalizer = rows.normalizer
     return normalizer.options.rows_sum_to_one and normalizer.score_map == "exp" and not _scores_depend_on_length(rows)
 
 
 def _scores_depend_on_length(rows: AttentionRows) -> bool:
-    """Whether the scores of the sequence's last query change if other tokens, as many as the sequence has, come before
-    the sequence.
+    """Return whether the scores of the sequence's last query change if as many other tokens come before the sequence as
+    it has.
     """
     x, q, k, _ = rows.inputs
     length = x.size(1)
@@ -80,8 +88,8 @@ def _scores_depend_on_length(rows: AttentionRows) -> bool:
 
 
 def _log_n_times_weights(rows: AttentionRows) -> Tensor | None:
-    """ln (n x weight) of n keys, (H, T, S), from the scores, since weights may be rounded to 0; None where Lemma 1 does
-    not apply.
+    """Return ln (n x weight) of n keys, (H, T, S), from the scores, since weights may be rounded to 0; None where Lemma
+    1 does not apply.
     """
     if not lemma_1_applies(rows):
         return None
@@ -99,7 +107,8 @@ def spectral_norm(
     visible: Tensor,
     steps: int = ITERATIONS,
 ) -> Tensor:
-    """The largest singular value, (...), of each row's Jacobian J = d weights / d scores, by power iteration on J^T J.
+    """Return the largest singular value, (...), of each row's Jacobian J = d weights / d scores, by power iteration on
+    J^T J.
 
     The result is at most the true value. In rows with nearly all weight on one key, fp32 rounding errors are up to a
     third of the value.
@@ -126,21 +135,21 @@ def spectral_norm(
 
 
 def _unit_vectors(v: Tensor) -> Tensor:
-    """Vectors (..., S) scaled to length 1; vectors of zeros stay."""
+    """Scale vectors (..., S) to length 1; vectors of zeros stay."""
     norm = v.norm(dim=-1, keepdim=True)
     return v / norm.masked_fill(norm == 0, 1.0)
 
 
 def jacobian_norm(rows: AttentionRows) -> Tensor:
-    """The spectral norm of each row's d weights / d scores, computed in fp64, as fp32 rounds it badly if one key has
-    nearly all weight.
+    """Return the spectral norm of each row's d weights / d scores. It is computed in fp64, as fp32 rounds it badly if
+    one key has nearly all weight.
     """
     return spectral_norm(rows.normalize, rows.scores.double(), rows.visible).to(rows.scores.dtype)
 
 
 def jacobian_norm_bound(rows: AttentionRows) -> Tensor | None:
-    """A bound on `jacobian_norm`: 1 / 2 for softmax, with or without a sink; None for normalizers of other maps of
-    scores.
+    """Return a bound on `jacobian_norm`: 1 / 2 for softmax, with or without a sink; None for normalizers of other maps
+    of scores.
     """
     return torch.full_like(rows.weights[..., 0], 0.5) if rows.normalizer.score_map == "exp" else None
 
@@ -149,8 +158,8 @@ def jacobian_norm_bound(rows: AttentionRows) -> Tensor | None:
 
 
 class TopKeys(NamedTuple):
-    """Quantities of Theorems 1 and 2 for the N keys with the largest |weights|, (H, T) each; NaN where a query sees too
-    few keys.
+    """Theorems 1 and 2 give these quantities for the N keys with the largest |weights|, (H, T) each; NaN where a query
+    sees too few keys.
     """
 
     distance: Tensor  # d~, the sum over the other keys of |a_i x_i - s|; 0 where the N keys are all keys
@@ -159,7 +168,8 @@ class TopKeys(NamedTuple):
 
 
 class RandomKeys(NamedTuple):
-    """Bounds on the expected d~ of N random keys (Theorem 1), (H, T) each; NaN where a query sees too few keys.
+    """Theorem 1 gives these bounds on the expected d~ of N random keys, (H, T) each; NaN where a query sees too few
+    keys.
 
     In the formulas n is the number of visible keys, c = N / (n - 1), and x- is the sum of a_j x_j over all of them.
     """
@@ -169,7 +179,8 @@ class RandomKeys(NamedTuple):
 
 
 def top_keys(weights: Tensor, visible: Tensor, x: Tensor, count: int) -> TopKeys:
-    """The distance from the sum of the `count` keys of largest weight, its bound, and how many of them are separable.
+    """Return the distance from the sum of the `count` keys of largest weight, its bound, and the fraction of separable
+    keys.
 
     weights: (H, T, S), 0 where not visible; visible: (T, S) bool; x: (S, E), the keys' vectors.
     """
@@ -196,7 +207,9 @@ def top_keys(weights: Tensor, visible: Tensor, x: Tensor, count: int) -> TopKeys
 
 
 def random_keys(weights: Tensor, visible: Tensor, x: Tensor, count: int) -> RandomKeys:
-    """Bounds on the expected distance from the sum of `count` random keys. The arguments are those of `top_keys`."""
+    """Return bounds on the expected distance from the sum of `count` random keys. The arguments are those of
+    `top_keys`.
+    """
     n = visible.sum(-1, keepdim=True).to(weights.dtype)
     products = weights * ((weights @ x) @ x.T)  # y_i . x-, of y_i = a_i x_i
     mean_square = products.sum(-1, keepdim=True)  # |x-|^2
@@ -215,7 +228,9 @@ def random_keys(weights: Tensor, visible: Tensor, x: Tensor, count: int) -> Rand
 
 
 def limit_statistics() -> Statistics:
-    """The statistics of the lemmas and theorems; x_i is the embedding of token i, of length 1 as in Theorem 2."""
+    """Return the statistics of the lemmas and theorems; x_i is the embedding of token i, of length 1 as in
+    Theorem 2.
+    """
     return [
         # 1 for equal weights
         Statistic("n x largest weight", "", lambda rows: rows.magnitudes.amax(-1) * rows.n, has_exponent=True),
@@ -229,6 +244,8 @@ def limit_statistics() -> Statistics:
 
 
 def _theorem_statistics(count: int) -> Iterator[Statistic]:
+    """Yield the statistics of Theorems 1 and 2 for `count` keys."""
+
     @lru_cache(maxsize=1)  # the statistics of the same rows are asked for one after the other
     def measured(rows: AttentionRows) -> tuple[Tensor, ...]:
         x = F.normalize(rows.embedding[0].float(), dim=-1)[: rows.visible.size(-1)]
@@ -247,7 +264,9 @@ def _theorem_statistics(count: int) -> Iterator[Statistic]:
 
 
 def _at_some_queries(statistic: Callable[[AttentionRows], Tensor | None]) -> Callable[[AttentionRows], Tensor | None]:
-    """A function that gives the statistic at one query in `QUERY_STRIDE`, the sequence's last among them, else NaN."""
+    """Return a function that computes the statistic at one query in `QUERY_STRIDE`, the sequence's last among them. At
+    other queries it gives NaN.
+    """
 
     def measure(rows: AttentionRows) -> Tensor | None:
         indices = (rows.n_later_queries % QUERY_STRIDE == 0).nonzero().squeeze(-1)

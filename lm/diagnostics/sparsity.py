@@ -1,5 +1,5 @@
-"""Compares the sparsity S = E|a| / sqrt(E[a^2]) of a query's weights a with closed forms, and measures the variance
-that positions explain.
+"""This module compares the sparsity S = E|a| / sqrt(E[a^2]) of a query's weights a with closed forms, and measures the
+variance that positions explain.
 
 S is at most 1, where all weights are equal; it is 1 / sqrt(n) where one of n keys has all the weight. A factor on the
 weights does not change S. The closed forms (after Su, kexue.fm 9889) suppose infinitely many keys whose scores are beta
@@ -8,7 +8,7 @@ gamma. Phi and phi are the normal distribution function and its density at r. Th
 tensors of any shape, fp32 or wider, and give NaN where they are not defined.
 
 Moments are moments of the normalizer's scores, with every scale and temperature, without the part that depends on
-distance alone. This part has a closed form of its own, by which S is multiplied: S of products of independent weights
+distance alone. This part has a closed form of its own, by which S is multiplied. S of products of independent weights
 is the product of their S.
 
 Beside S, this module measures how far attention follows from positions alone, whatever the tokens are. The measure is
@@ -20,9 +20,9 @@ queries see the same tokens at a position. The square of one mean would count a 
 of its position. The estimate has no bias, and so may be slightly negative where there is no effect.
 
 Under a causal mask key position and distance go together: late keys are near to the queries that see them. Compare the
-fraction that one of them explains with the fraction that any function of both explains: where distance alone explains
-as much, key position adds nothing. Only queries whose positions are within a factor of two are taken together:
-standardised weights that fall with distance, say, are larger for a query that sees more keys.
+fraction that one of them explains with the fraction that any function of both explains. Where distance alone explains
+as much, key position adds nothing. Only queries whose positions are within a factor of two are taken together.
+Standardised weights that fall with distance, say, are larger for a query that sees more keys.
 """
 
 import math
@@ -39,8 +39,10 @@ LOWEST_RATIO = -20.0
 
 
 def sparsity(weights: Tensor, visible: Tensor) -> Tensor:
-    """Sparsity S = E|a| / sqrt(E[a^2]), (...), of a query's weights a, (..., keys), E the mean over keys that it sees;
-    NaN if all are 0.
+    """Return the sparsity S = E|a| / sqrt(E[a^2]), (...), of each query's weights a, (..., keys). E is the mean over
+    keys that the query sees.
+
+    S is NaN if all weights are 0.
     """
     a = weights.abs().masked_fill(~visible, 0.0)
     a = a / a.amax(-1, keepdim=True)  # squares of small weights would underflow
@@ -48,38 +50,38 @@ def sparsity(weights: Tensor, visible: Tensor) -> Tensor:
 
 
 def exp_sparsity(std: Tensor) -> Tensor:
-    """Sparsity S = exp(-std^2 / 2) of weights e^score, whatever the scores' mean; it holds for n keys if std <
-    sqrt(ln n / 2) (`is_condensed`).
+    """Return the sparsity S = exp(-std^2 / 2) of weights e^score, whatever the scores' mean.
+
+    It holds for n keys if std < sqrt(ln n / 2) (`is_condensed`).
     """
     return (-std.square() / 2).exp()
 
 
 def relu_sparsity(mean: Tensor, std: Tensor) -> Tensor:
-    """Sparsity S of weights relu(score), r = mean / std of Gaussian scores, Phi(r) the normal distribution function,
-    phi(r) its density.
+    """Return the sparsity S of weights relu(score) of Gaussian scores.
 
-    S = (r Phi + phi) / sqrt((r^2 + 1) Phi + r phi), which is 1 / sqrt(pi) at r = 0.
+    S = (r Phi + phi) / sqrt((r^2 + 1) Phi + r phi) with r = mean / std, which is 1 / sqrt(pi) at r = 0. Phi and phi are
+    the normal distribution function and its density at r.
     """
     r, cdf, density = _ratio_cdf_density(mean, std)
     return (r * cdf + density) / ((r**2 + 1) * cdf + r * density).sqrt()
 
 
 def relu2_sparsity(mean: Tensor, std: Tensor) -> Tensor:
-    """Sparsity S of weights relu(score)^2, r = mean / std of Gaussian scores, Phi(r) the normal distribution function,
-    phi(r) its density.
+    """Return the sparsity S of weights relu(score)^2 of Gaussian scores.
 
-    S = ((r^2 + 1) Phi + r phi) / sqrt((r^4 + 6 r^2 + 3) Phi + (r^3 + 5 r) phi), which is 1 / sqrt(6) at r = 0.
+    S = ((r^2 + 1) Phi + r phi) / sqrt((r^4 + 6 r^2 + 3) Phi + (r^3 + 5 r) phi) with r = mean / std, which is 1 /
+    sqrt(6) at r = 0. Phi and phi are the normal distribution function and its density at r.
     """
     r, cdf, density = _ratio_cdf_density(mean, std)
     return ((r**2 + 1) * cdf + r * density) / ((r**4 + 6 * r**2 + 3) * cdf + (r**3 + 5 * r) * density).sqrt()
 
 
 def identity_sparsity(mean: Tensor, std: Tensor) -> Tensor:
-    """Sparsity S = E|a| / sqrt(E[a^2]) of weights a that equal Gaussian scores, negative ones included: at least sqrt(2
-    / pi) = .798.
+    """Return the sparsity S = E|a| / sqrt(E[a^2]) of weights a that equal Gaussian scores, negative ones included.
 
-    S is 1 for equal weights, and small where few keys have most of the weight. With this lower bound, weights can't
-    concentrate.
+    S is at least sqrt(2 / pi) = .798. It is 1 for equal weights, and small where few keys have most of the weight. With
+    this lower bound, weights can't concentrate.
     """
     beta, gamma = mean.double(), std.double()
     mean_magnitude = math.sqrt(2 / math.pi) * gamma * (-(beta / gamma).square() / 2).exp() + beta * torch.erf(
@@ -89,8 +91,8 @@ def identity_sparsity(mean: Tensor, std: Tensor) -> Tensor:
 
 
 def independent_features_sparsity(query: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Sparsity S of weights query.key of D non-negative features, if a key's features are independent, with the mean
-    and std given.
+    """Return the sparsity S of weights query.key of D non-negative features, if a key's features are independent, with
+    the mean and std given.
 
     S = 1 / sqrt(1 + ((std / mean) ||q||_2 / ||q||_1)^2), q = `query` (..., D). The ratio of norms is between 1 /
     sqrt(D) and 1.
@@ -99,7 +101,8 @@ def independent_features_sparsity(query: Tensor, mean: Tensor, std: Tensor) -> T
 
 
 def decay_sparsity(log_decay: Tensor, n: Tensor) -> Tensor:
-    """Sparsity S of weights g^t on n keys, t = 0 ... n - 1 tokens back, g = e^log_decay <= 1; S is 1 for g = 1.
+    """Return the sparsity S of weights g^t on n keys, t = 0 ... n - 1 tokens back, g = e^log_decay <= 1; S is 1 for g =
+    1.
 
     If g^n is small, S is near sqrt((1 + g) / (n - n g)). S of products of independent weights is the product of their
     S, so S of a decay multiplies S of the weights without the decay.
@@ -111,7 +114,7 @@ def decay_sparsity(log_decay: Tensor, n: Tensor) -> Tensor:
 
 
 def _ratio_cdf_density(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """r = mean / std, the normal distribution function Phi(r) and the normal density phi(r), in fp64."""
+    """Return r = mean / std, the normal distribution function Phi(r) and the normal density phi(r), in fp64."""
     r = (mean.double() / std.double()).clamp(LOWEST_RATIO, 1e6)  # at 1e6, which gamma = 0 gives too, S is 1
     density = (-r.square() / 2).exp() / math.sqrt(2 * math.pi)
     # exact where Phi's terms cancel
@@ -120,8 +123,8 @@ def _ratio_cdf_density(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def standardised_weights(weights: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Each query's weights (..., S), standardised to mean 0 and standard deviation 1, and a mask of the weights that
-    count, both (..., S).
+    """Standardise each query's weights (..., S) to mean 0 and standard deviation 1. Returns them, and a mask of the
+    weights that count, both (..., S).
 
     Keys that a query does not see do not count, nor does a query whose weights are all equal, or not finite.
     """
@@ -130,28 +133,28 @@ def standardised_weights(weights: Tensor, visible: Tensor) -> tuple[Tensor, Tens
     std = (deviation.square().sum(-1, keepdim=True) / n).sqrt()
     largest = weights.abs().masked_fill(~visible, 0.0).amax(-1, keepdim=True)
     # deviations below that are rounding errors of equal weights
-    counts = visible & (std > 1e-6 * largest) & std.isfinite()
-    return torch.where(counts, deviation / std, 0.0), counts
+    is_counted = visible & (std > 1e-6 * largest) & std.isfinite()
+    return torch.where(is_counted, deviation / std, 0.0), is_counted
 
 
-def group_sums(values: Tensor, counts: Tensor, groups: Tensor, size: int) -> Tensor:
-    """Sums of `values` over each of `size` groups of (query, key) pairs, then the number of pairs that count in each
-    group: (..., 2 size).
+def group_sums(values: Tensor, is_counted: Tensor, groups: Tensor, size: int) -> Tensor:
+    """Return sums of `values` over each of `size` groups of (query, key) pairs, then the number of pairs that count in
+    each group: (..., 2 size).
 
-    values, (..., T, S), are 0 for pairs that don't count; counts, (..., T, S), is the mask of pairs that do.
+    values, (..., T, S), are 0 for pairs that don't count; is_counted, (..., T, S) bool, is true for pairs that do.
     groups: int64, broadcastable to (T, S), each pair's group, such as its key position or distance.
     """
     groups = groups.expand(values.shape).flatten(-2)
     zeros = values.new_zeros(*values.shape[:-2], size)
-    entries = (values, counts.expand(values.shape).to(values.dtype))
+    entries = (values, is_counted.expand(values.shape).to(values.dtype))
     return torch.cat([zeros.scatter_add(-1, groups, entry.flatten(-2)) for entry in entries], -1)
 
 
 def variance_explained(sums: np.ndarray) -> np.ndarray:
-    """The fraction of weights' variance that groups of keys explain, (...) float64, by `group_sums` of N sequences, (N,
-    ..., 2 size).
+    """Return the fraction of weights' variance that groups of keys explain, (...) float64.
 
-    Only groups (key positions or distances) that occur in two sequences or more count; NaN where no group does.
+    sums: `group_sums` of N sequences, (N, ..., 2 size). Only groups (key positions or distances) that occur in two
+    sequences or more count; NaN where no group does.
     """
     size = sums.shape[-1] // 2
     counts = sums[..., size:]
@@ -165,17 +168,17 @@ def variance_explained(sums: np.ndarray) -> np.ndarray:
 
 
 def position_sums(by_key: bool, first_position: Callable[[int], int]) -> Callable[[AttentionRows, int], Tensor]:
-    """A function (rows, length) -> `group_sums` of standardised weights, (H, 2 length), by key position in the document
-    or by distance.
+    """Return a function (rows, length) that computes `group_sums` of standardised weights, (H, 2 length).
 
-    Only queries from position `first_position(length)` on count.
+    Groups are key positions in the document, or distances. Only queries from position `first_position(length)` on
+    count.
     """
 
     def sums(rows: AttentionRows, length: int) -> Tensor:
         mask = rows.layout.positions.flatten() >= first_position(length)
-        values, counts = standardised_weights(rows.weights[:, mask], rows.visible[mask])
+        values, is_counted = standardised_weights(rows.weights[:, mask], rows.visible[mask])
         groups = rows.layout.key_positions.view(1, -1) if by_key else rows.distance.clamp(min=0).long()[mask]
-        return group_sums(values, counts, groups, length)
+        return group_sums(values, is_counted, groups, length)
 
     return sums
 
@@ -201,8 +204,8 @@ CLOSED_FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def closed_form(rows: AttentionRows) -> Tensor | None:
-    """Sparsity S of each query's weights in closed form, from the moments of its scores, (H, T); None for weights
-    without a closed form.
+    """Return the sparsity S of each query's weights in closed form, from the moments of its scores, (H, T); None for
+    weights without a closed form.
 
     For non-negative features the closed form supposes independent components, with the moments of all features of the
     keys that a query sees. Moments of the query's products with keys are not used: with these the formula would hold
@@ -224,27 +227,29 @@ def closed_form(rows: AttentionRows) -> Tensor | None:
 
 
 def is_condensed(rows: AttentionRows) -> Tensor | None:
-    """1 for queries whose scores have a standard deviation above sqrt(ln n / 2), where the sparsity S of weights
-    e^score leaves `exp_sparsity`, else 0, (H, T); None if weights are no e^score.
+    """Return 1 for queries whose scores have a standard deviation std above sqrt(ln n / 2), else 0, (H, T). There the
+    sparsity S of weights e^score leaves `exp_sparsity`.
 
-    If scores have the standard deviation std, E[e^(2 score)] stems from scores about 2 std^2 above their mean, which is
-    2 std standard deviations. The largest of n Gaussian scores lies sqrt(2 ln n) standard deviations above the mean.
-    With std > sqrt(ln n / 2), n keys thus lack the scores that make up this expectation, and S stays above its closed
-    form.
+    It is None for other weights. E[e^(2 score)] stems from scores about 2 std^2 above their mean, which is 2 std
+    standard deviations. The largest of n Gaussian scores lies sqrt(2 ln n) standard deviations above the mean. With std
+    > sqrt(ln n / 2), n keys thus lack the scores that make up this expectation, and S stays above its closed form.
     """
     return (rows.moments.std > (rows.n.log() / 2).sqrt()).float() if rows.normalizer.score_map == "exp" else None
 
 
 def sparsity_difference(rows: AttentionRows) -> Tensor | None:
-    """The sparsity S (`sparsity`) of each query's weights minus the S that a closed form predicts for the moments of
-    its scores, (H, T); None for a normalizer whose S has no closed form."""
+    """Return the sparsity S of each query's weights minus the S that a closed form predicts from the moments of its
+    scores, (H, T).
+
+    It is None for a normalizer whose S has no closed form.
+    """
     expected_sparsity = closed_form(rows)
     return None if expected_sparsity is None else sparsity(rows.weights, rows.visible) - expected_sparsity
 
 
 def sparsity_statistics() -> Statistics:
-    """Statistics of sparsity: S against its closed form, the moments of scores, and the variance of weights that
-    positions explain.
+    """Return the statistics of sparsity: S against its closed form, the moments of scores, and the variance of weights
+    that positions explain.
     """
     by_row = [
         Statistic("score standard deviation", "", lambda rows: rows.moments.std, in_reports=True, has_exponent=True),

@@ -23,8 +23,8 @@ MAX_BLOCK_WEIGHTS = 2**24  # most attention weights held at a time, and as many 
 
 @dataclass(frozen=True)
 class QueryBlock:
-    """A query block holds scores and weights of some queries of one layer, over the keys from the sequence's start to
-    the last of these queries.
+    """A query block holds scores and weights of some queries of one layer, over the keys up to the last of these
+    queries.
     """
 
     layer: int  # from 0

@@ -84,7 +84,7 @@ def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:
     is as trained.
 
     The copy is in the same mode (training or evaluation). Raises ConfigError: `setting` changes an option that no
-    normalizer has or that training fixed, or it has YaRN's temperature although a layer's scores don't scale with q.
+    normalizer has or that training fixed. So does YaRN's temperature, if a layer's scores don't scale with q.
     """
     if setting == InferenceSetting():
         return decoder
