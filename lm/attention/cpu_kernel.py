@@ -23,7 +23,7 @@ from torch import Tensor
 from lm.attention.kernels import compiled_code_folder, cpp_compiler, cpu_flags, kernel_problem
 
 SOURCE = Path(__file__).with_name("causal_softmax.cpp")
-ROWS, WIDTH = 12, 32  # queries and keys of a tile
+TILE_QUERIES, TILE_KEYS = 12, 32  # queries and keys of a tile
 COMPILE_SECONDS = 120  # time limit, more than a compiler takes on a busy machine
 
 
@@ -43,14 +43,14 @@ def causal_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     q and k may be in a wider dtype: each is rounded to bf16 once. `scale` is positive, and operands are on the CPU.
     """
     (n, queries, _), (keys, width) = q.shape, v.shape[1:]
-    q = _pad(q, ROWS, 2)
-    # (N, S / WIDTH, D / 2, WIDTH, 2)
-    k = _pad(k, WIDTH, 2).unflatten(1, (-1, WIDTH)).unflatten(3, (-1, 2)).transpose(2, 3).contiguous()
-    v = _pad(v, WIDTH, WIDTH).unflatten(1, (-1, 2)).transpose(2, 3).contiguous()  # (N, S / 2, E, 2)
+    q = _pad(q, TILE_QUERIES, 2)
+    # (N, S / TILE_KEYS, D / 2, TILE_KEYS, 2)
+    k = _pad(k, TILE_KEYS, 2).unflatten(1, (-1, TILE_KEYS)).unflatten(3, (-1, 2)).transpose(2, 3).contiguous()
+    v = _pad(v, TILE_KEYS, TILE_KEYS).unflatten(1, (-1, 2)).transpose(2, 3).contiguous()  # (N, S / 2, E, 2)
     output = v.new_empty(n, q.size(1), v.size(2))
     sizes = (n, q.size(1), 2 * v.size(1), keys - queries, q.size(2), v.size(2), torch.get_num_threads())
     pointers = (ctypes.c_void_p(x.data_ptr()) for x in (q, k, v, output))
-    _library().causal_softmax(*pointers, *map(ctypes.c_int64, sizes), ctypes.c_float(scale / math.log(2)))
+    _load_library().causal_softmax(*pointers, *map(ctypes.c_int64, sizes), ctypes.c_float(scale / math.log(2)))
     return output[:, :queries, :width]
 
 
@@ -84,7 +84,7 @@ def _compare_with_pytorch() -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def _load_library() -> ctypes.CDLL:
     """Load the kernel's library, which is compiled unless this machine's cache holds it. Raises OSError or
     subprocess.SubprocessError.
     """
@@ -96,8 +96,8 @@ def _library() -> ctypes.CDLL:
         "-shared",
         "-fPIC",
         "-pthread",
-        f"-DROWS={ROWS}",
-        f"-DWIDTH={WIDTH}",
+        f"-DROWS={TILE_QUERIES}",
+        f"-DWIDTH={TILE_KEYS}",
     ]
     identity = hashlib.sha256(f"{command} {SOURCE.read_text(encoding='utf-8')}".encode()).hexdigest()[:16]
     folder = compiled_code_folder()

@@ -95,7 +95,7 @@ def flex_softmax(
     s is scale x q.k, or what `score_map.map_scores` makes of it. With `window` a query sees that many latest keys
     alone.
     """
-    attend, _ = _flex()
+    attend, _ = _flex_attention()
     score_mod = _score_mod(type(score_map), repr(score_map.options), score_map) if score_map else None
     with without_autocast(v.device):
         mask = _block_mask(layout, q.size(2), window)
@@ -103,7 +103,7 @@ def flex_softmax(
 
 
 @cache
-def _flex() -> tuple[Callable, Callable]:
+def _flex_attention() -> tuple[Callable, Callable]:
     """Return FlexAttention, compiled, and the function that makes its masks."""
     flex = import_module("torch.nn.attention.flex_attention")
     return torch.compile(flex.flex_attention), flex.create_block_mask
@@ -149,7 +149,7 @@ def _make_mask(length: int, window: int | None, device: torch.device, documents:
         return (key <= query) & (query - key < (window or length)) & is_same
 
     count = len(documents) if documents is not None and len(documents) > 1 else None
-    return _flex()[1](sees, count, None, length, length, device, _compile=True)
+    return _flex_attention()[1](sees, count, None, length, length, device, _compile=True)
 
 
 # ---------------------------------------------------------------- kernels of packages

@@ -157,8 +157,8 @@ class SSMaxNormalizer(QueryScale):
         return self.training_layout().n(self.options.n).double().log()
 
     def init_from(self, source: Normalizer) -> None:
-        """If `init` is `match`, fit s ln n + b over a training sequence to the factor c(n) of `source`, head by head.
-        Keep initial values if `source` has none.
+        """Fit s ln n + b over a training sequence to the factor c(n) of `source`, head by head, if `init` is `match`.
+        Keep initial values if `source` has no such factor.
 
         If s alone is learned, s = mean c / mean ln n (c = 1 after softmax); if b alone is, b = mean c - mean ln n. Both
         keep the mean factor. If s and b are learned, the fit is by least squares: after softmax s = 0 and b = 1, which

@@ -13,8 +13,8 @@ from lm.attention.normalizer import Normalizer, SoftmaxNormalizer
 from lm.attention.options import LARGEST, N_HELP, Options, key
 
 # of the entropy in nats, highest power first, as fitted by the authors
-POLYNOMIAL = (-0.037, 0.481, -2.3, 4.917, -1.791)
-LEAST_ENTROPY = 0.5  # nats, up to which weights stay as they are
+TEMPERATURE_POLYNOMIAL = (-0.037, 0.481, -2.3, 4.917, -1.791)
+MIN_ENTROPY = 0.5  # nats, up to which weights stay as they are
 
 
 @dataclass
@@ -80,9 +80,9 @@ class EntropyTemperatureNormalizer(SoftmaxNormalizer):
         log_weights = scores.masked_fill(~visible, -math.inf).log_softmax(-1).masked_fill(~visible, 0.0)
         entropy = -(log_weights.exp() * log_weights).sum(-1, keepdim=True)  # hidden keys add 1 x 0
         value = torch.zeros_like(entropy)
-        for coefficient in POLYNOMIAL:
+        for coefficient in TEMPERATURE_POLYNOMIAL:
             value = value * entropy + coefficient
-        b = value.clamp(min=1.0).where(entropy > LEAST_ENTROPY, torch.ones_like(entropy))
+        b = value.clamp(min=1.0).where(entropy > MIN_ENTROPY, torch.ones_like(entropy))
         return super().normalize(scores * b, layout)
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> None:

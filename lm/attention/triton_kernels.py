@@ -63,7 +63,7 @@ def _load_tile(x, rows, columns, height, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _store(x, tile, rows, columns, height, WIDTH: tl.constexpr):
+def _store_tile(x, tile, rows, columns, height, WIDTH: tl.constexpr):
     """Store `tile` in x[rows, columns] of a matrix x (height, WIDTH); entries outside of the matrix are not stored."""
     mask = (rows < height)[:, None] & (columns < WIDTH)[None, :]
     tl.store(x + rows[:, None] * WIDTH + columns[None, :], tile.to(x.dtype.element_ty), mask=mask)
@@ -113,7 +113,7 @@ def _forward(
         total /= row_sum[:, None]
         if tl.program_id(1) == 0:
             tl.store(sums + n * T + i, row_sum, mask=i < T)
-    _store(outputs + n * T * E, total, i, e, T, E)
+    _store_tile(outputs + n * T * E, total, i, e, T, E)
 
 
 @triton.jit
@@ -143,7 +143,7 @@ def _backward_queries(
         dz = tl.where(i[:, None] >= j[None, :], (dw - mean_i[:, None]) * slope, 0.0)
         dq_i = _dot(dz.to(k.dtype.element_ty), k_j, dq_i)
         db_i += tl.sum(dz, 1)
-    _store(dq + n * T * D, dq_i * FACTOR, i, d, T, D)
+    _store_tile(dq + n * T * D, dq_i * FACTOR, i, d, T, D)
     if SHIFTED:
         tl.store(db + n * T + i, db_i, mask=i < T)
 
@@ -184,11 +184,11 @@ def _backward_keys(
             dz = tl.where(mask, (dw - _load_row(mean, i, T, SUMMED)[None, :]) * slope, 0.0)
             dk_j = _dot(dz.to(q.dtype.element_ty), q_i, dk_j)
     if FIRST:
-        _store(dk + n * T * D, dk_j * FACTOR, j, d, T, D)
-    _store(dv + n * T * E, dv_j, j, e, T, E)
+        _store_tile(dk + n * T * D, dk_j * FACTOR, j, d, T, D)
+    _store_tile(dv + n * T * E, dv_j, j, e, T, E)
 
 
-def options(
+def launch_options(
     dtype: torch.dtype, size: int, width: int, kind: str, shifted: bool, summed: bool
 ) -> dict[str, int | str | bool]:
     """Return the options of a kernel launch, by name, for inputs of `dtype`, head size `size` and values of `width`
@@ -224,7 +224,7 @@ class _ElementwiseAttention(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, kind: str, summed: bool, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None
     ) -> Tensor:
-        ctx.options = options(q.dtype, q.size(-1), v.size(-1), kind, shift is not None, summed)
+        ctx.options = launch_options(q.dtype, q.size(-1), v.size(-1), kind, shift is not None, summed)
         blocks = triton.cdiv(q.size(1), ctx.options["BLOCK"]) * q.size(0)
         output = torch.empty_like(v, dtype=torch.float32 if summed else v.dtype)
         sums = torch.empty((*v.shape[:2], 1), device=v.device) if summed else None

@@ -291,7 +291,7 @@ class AttentionMeasurement:
         return math.prod(self.rows_shape) + math.prod(self.sums_shape)
 
     @torch.no_grad()
-    def vector(self, decoder: Decoder, batch: Batch) -> Tensor:
+    def measure_vector(self, decoder: Decoder, batch: Batch) -> Tensor:
         """Return the values of all statistics of a sequence, the only one of the batch: (`vector_length`,).
 
         Scores and weights are fp32. Memory holds scores and weights of some queries of one layer at a time.
@@ -323,7 +323,7 @@ class AttentionMeasurement:
         for index, statistic in enumerate(self.query_sums):
             sums[index, layer] += statistic.sums(rows, self.length).float().cpu()
 
-    def values(self, vectors: np.ndarray) -> MeasuredValues:
+    def split_vectors(self, vectors: np.ndarray) -> MeasuredValues:
         """Split the vectors of N sequences, (N, `vector_length`), into the values of each statistic, by its name."""
         rows, sums = np.split(vectors, [math.prod(self.rows_shape)], axis=1)
         n, *by_query = np.moveaxis(rows.reshape(len(vectors), *self.rows_shape), 1, 0)
@@ -332,7 +332,7 @@ class AttentionMeasurement:
         return MeasuredValues(n[:, :, 0], dict(zip(self.names[1:], by_query, strict=True)), by_head)
 
 
-def mean(values: np.ndarray, axes: tuple[int, ...] | int | None = None) -> np.ndarray:
+def nan_mean(values: np.ndarray, axes: tuple[int, ...] | int | None = None) -> np.ndarray:
     """Return the mean, float64, of the values that are not NaN; NaN where all values are NaN."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns about means of nothing
@@ -369,7 +369,7 @@ def fit_exponent(values: np.ndarray, n: np.ndarray, is_log: bool = False) -> tup
         y = values.astype("f8") if is_log else np.log(values.astype("f8"))
         x = np.broadcast_to(np.log(n.astype("f8"))[:, :, None], y.shape)
         x, y = (np.where(np.isfinite(x + y), values, np.nan) for values in (x, y))
-        dx, dy = (values - mean(values, (0, 3))[None, :, :, None] for values in (x, y))
+        dx, dy = (values - nan_mean(values, (0, 3))[None, :, :, None] for values in (x, y))
         xx, xy, yy = (np.nansum(product, (0, 3)) for product in (dx * dx, dx * dy, dy * dy))
         is_wide = np.fmax.reduce(x, (0, 3)) - np.fmin.reduce(x, (0, 3)) >= 2 * np.log(2) - 1e-6
         return np.where(is_wide, xy / xx, np.nan), np.where(is_wide, xy**2 / (xx * yy), np.nan)

@@ -37,7 +37,7 @@ from lm.diagnostics.attention_rows import AttentionRows, Statistic, Statistics
 
 KEY_COUNTS = (5, 16)  # numbers N of keys of the statistics
 QUERY_STRIDE = 4  # the Jacobian is measured for one described query in this number
-ITERATIONS = 30  # power iterations
+POWER_ITERATIONS = 30  # power iterations
 
 
 # ---------------------------------------------------------------- Lemma 1
@@ -105,7 +105,7 @@ def spectral_norm(
     normalize: Callable[[Tensor], Tensor],
     scores: Tensor,
     visible: Tensor,
-    steps: int = ITERATIONS,
+    steps: int = POWER_ITERATIONS,
 ) -> Tensor:
     """Return the largest singular value, (...), of each row's Jacobian J = d weights / d scores, by power iteration on
     J^T J.
@@ -247,7 +247,7 @@ def _theorem_statistics(count: int) -> Iterator[Statistic]:
     """Yield the statistics of Theorems 1 and 2 for `count` keys."""
 
     @lru_cache(maxsize=1)  # the statistics of the same rows are asked for one after the other
-    def measured(rows: AttentionRows) -> tuple[Tensor, ...]:
+    def quantities(rows: AttentionRows) -> tuple[Tensor, ...]:
         x = F.normalize(rows.embedding[0].float(), dim=-1)[: rows.visible.size(-1)]
         keys = rows.weights, rows.visible, x, count
         return *top_keys(*keys), *random_keys(*keys)
@@ -260,7 +260,7 @@ def _theorem_statistics(count: int) -> Iterator[Statistic]:
         f"d~ of {count} random keys, at most": "",
     }
     for index, (name, unit) in enumerate(names.items()):
-        yield Statistic(name, unit, lambda rows, index=index: measured(rows)[index], in_reports=index in (0, 2))
+        yield Statistic(name, unit, lambda rows, index=index: quantities(rows)[index], in_reports=index in (0, 2))
 
 
 def _at_some_queries(statistic: Callable[[AttentionRows], Tensor | None]) -> Callable[[AttentionRows], Tensor | None]:

@@ -26,7 +26,7 @@ from lm.diagnostics.attention_rows import (
     Statistics,
     fit_exponent,
     half_octaves,
-    mean,
+    nan_mean,
     query_indices,
 )
 from lm.diagnostics.concentration import concentration_statistics
@@ -157,10 +157,10 @@ def diagnostic_rows(
 
             def measure(indices: list[int], model: Decoder = model) -> Tensor:
                 batches = (held_out.batch([index]).to(device.device) for index in indices)
-                return torch.stack([measures.vector(model, batch) for batch in batches])
+                return torch.stack([measures.measure_vector(model, batch) for batch in batches])
 
             vectors = measure_sequences([model], held_out.lengths, (measures.vector_length,), device, measure)
-            values_by_model[label] = measures.values(vectors)
+            values_by_model[label] = measures.split_vectors(vectors)
     return [
         block
         for statistic in (*measures.query_statistics, *UNDEFINED_FRACTIONS, *measures.query_sums)
@@ -198,15 +198,15 @@ def _statistic_rows(
     for model, array in arrays.items():
         head_metric = Metric(unit=statistic.unit, quantity=name, control=model != trained)
         document_metric = replace(head_metric, units="documents", interval=True)
-        by_head = [(head_metric, mean(array, (0, 3)) if array.ndim == 4 else array)]
+        by_head = [(head_metric, nan_mean(array, (0, 3)) if array.ndim == 4 else array)]
         log_name = "diagnostics/{STATISTIC}" * (statistic.in_reports and model == trained)
         count = np.isfinite(array).sum((1, 2, 3)) if array.ndim == 4 else np.zeros(0)
         if count.any():
             units = units_frame(held_out.sha256, held_out.document_labels, count, fingerprint)
-            means = np.where(count, mean(array, (1, 2, 3)), 0.0)[:, None]
+            means = np.where(count, nan_mean(array, (1, 2, 3)), 0.0)[:, None]
             yield rows(replace(document_metric, name=log_name), means, units, setting=model)
         else:
-            yield rows(replace(head_metric, name=log_name), mean(array), setting=model)
+            yield rows(replace(head_metric, name=log_name), nan_mean(array), setting=model)
         if has_curve and statistic.has_exponent:
             n = np.where(values_by_model[model].n <= train_length, values_by_model[model].n, np.nan)
             b, r_squared = fit_exponent(array, n, statistic.is_log)
@@ -216,11 +216,11 @@ def _statistic_rows(
                     (exponent_metric, b),
                     (replace(exponent_metric, quantity=f"R^2 of the {exponent_metric.quantity}"), r_squared),
                 ]
-                yield rows(exponent_metric, mean(b), setting=model)
+                yield rows(exponent_metric, nan_mean(b), setting=model)
         curve = replace(document_metric, axis=VISIBLE_KEYS_AXIS, **(reported if statistic.in_reports else {}))
         units, n = held_out.units(fingerprint), values_by_model[model].n[:, :, None]
         for first, last in bins:
-            means = mean(np.where((n >= first) & (n <= last), array, np.nan), (1, 2, 3))
+            means = nan_mean(np.where((n >= first) & (n <= last), array, np.nan), (1, 2, 3))
             point = units.assign(weight=np.isfinite(means).astype(float))
             x = [float(round(math.sqrt(first * last)))]
             yield rows(curve, np.nan_to_num(means)[:, None], point, x, setting=model)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # cos and sin, fp32, each (T, pairs) or (B, T, pairs) for the pairs of dimensions that rotate
 Rotation = tuple[Tensor, Tensor]
-MLP_TOKENS = 8192  # tokens of a sequence that an MLP takes at a time where no backward pass follows
+MAX_MLP_TOKENS = 8192  # tokens of a sequence that an MLP takes at a time where no backward pass follows
 
 
 class UninitialisedLinear(nn.Linear):
@@ -448,9 +448,9 @@ class Block(nn.Module):
         if self.parallel:
             return x + attended + self.feed_forward(x)
         x = x + attended
-        if torch.is_grad_enabled() or x.size(1) <= MLP_TOKENS:
+        if torch.is_grad_enabled() or x.size(1) <= MAX_MLP_TOKENS:
             return x + self.feed_forward(x)
-        return torch.cat([part + self.feed_forward(part) for part in x.split(MLP_TOKENS, 1)], 1)
+        return torch.cat([part + self.feed_forward(part) for part in x.split(MAX_MLP_TOKENS, 1)], 1)
 
     def feed_forward(self, x: Tensor) -> Tensor:
         """Return what the MLP adds to the residual stream x (B, T, C)."""

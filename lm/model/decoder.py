@@ -165,17 +165,17 @@ class Decoder(nn.Module):
         """Return the normalizers, from the first layer to the last."""
         return [module for module in self.modules() if isinstance(module, Normalizer)]
 
-    def compile_blocks(self, lengths: int) -> None:
-        """Compile the blocks' forward pass in training mode, for `lengths` different sequence lengths. Layers that are
-        alike share code.
+    def compile_blocks(self, n_lengths: int) -> None:
+        """Compile the blocks' forward pass in training mode, for `n_lengths` different sequence lengths. Layers that
+        are alike share code.
 
         Evaluations (`eval`) stay eager, and so do embedding, RoPE's angles, last norm and the head's loss, whose chunks
         would be unrolled.
         """
         # its limits count a function's graphs in a process; each layer may need its own
         dynamo_config = torch._dynamo.config
-        dynamo_config.recompile_limit += 2 * lengths * len(self.blocks)
-        dynamo_config.accumulated_recompile_limit += 2 * lengths * len(self.blocks)
+        dynamo_config.recompile_limit += 2 * n_lengths * len(self.blocks)
+        dynamo_config.accumulated_recompile_limit += 2 * n_lengths * len(self.blocks)
         self.run_block = torch.compile(_run_block, dynamic=False)
 
     def logits(self, tokens: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class Machine:
     """A machine describes the device, precision and compilation of a run."""
 
     accelerator: str  # Lightning's name of the device, `cpu` or `gpu`
-    device: str  # the device in words
+    device_name: str  # the device in words
     precision: ResolvedSetting
     compilation: ResolvedSetting  # whether the model is compiled
     launcher: str = "lightning"  # the program that started the processes
@@ -130,7 +130,7 @@ def resolve_compile(
     flops: float,
     accelerator: str,
     run_facts: dict[str, Plain],
-    runs: int = 1,
+    n_runs: int = 1,
 ) -> ResolvedSetting:
     """Resolve `trainer.compile` to `true` or `false`. `auto` keeps a resumed run's choice, else compiles if possible
     and if it saves time.
@@ -141,7 +141,7 @@ def resolve_compile(
     Args:
         flops: the FLOPs of the whole run.
         run_facts: the environment.json of the resumed run; empty for a new run.
-        runs: the number of runs that share the compiled code, which the first of them makes.
+        n_runs: the number of runs that share the compiled code, which the first of them makes.
     """
     setting, reason = config.trainer.compile, ""
     compiler = cpp_compiler()
@@ -159,9 +159,9 @@ def resolve_compile(
     if accelerator == "cpu" and not config.data.text_weight:
         return ResolvedSetting("false", "auto: steps on tasks alone compute less eager")
     run_threshold, total_threshold = MIN_RUN_FLOPS_TO_COMPILE[accelerator], MIN_TOTAL_FLOPS_TO_COMPILE[accelerator]
-    saves_time = flops * runs >= total_threshold and flops >= run_threshold
+    saves_time = flops * n_runs >= total_threshold and flops >= run_threshold
     thresholds = f"{run_threshold:.0e} a run and {total_threshold:.0e} in all"
-    reason = f"auto: {flops:.1e} FLOP a run, runs: {runs}; it pays from {thresholds}"
+    reason = f"auto: {flops:.1e} FLOP a run, runs: {n_runs}; it pays from {thresholds}"
     return ResolvedSetting(str(saves_time).lower(), reason)
 
 

@@ -41,7 +41,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         f"fingerprint {store.fingerprint[:16]}",
         "tokens": f"{steps:,} steps x {optim.batch_tokens:,} = {tokens:,}, {token_ratio:.3g} a parameter"
         + ("" if config.data.symbolic else f" ({epochs:.2f} epochs)"),
-        "device": f"{config.world_size} x {machine.device}, precision {machine.precision}, compile "
+        "device": f"{config.world_size} x {machine.device_name}, precision {machine.precision}, compile "
         f"{machine.compilation}, micro-batches of {reading.micro_batch * reading.data.seq_len:,} tokens",
         "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all",
         "optimizer": f"{optim.optimizer.name}, lr {optim.lr:g}, {optim.schedule.name}, warm-up of "
@@ -74,7 +74,7 @@ def environment(
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in packages}
         | PLUGINS.versions(config.normalizer_names),
-        "device": machine.device,
+        "device": machine.device_name,
         "precision": machine.precision.value,
         "compile": machine.compiles,
         "threads": torch.get_num_threads(),

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from lm.attention import cpu_kernel, kernels
-from lm.attention.cpu_kernel import ROWS, WIDTH, causal_softmax
+from lm.attention.cpu_kernel import TILE_KEYS, TILE_QUERIES, causal_softmax
 from lm.attention.layout import AttentionLayout
 from lm.attention.routes import SHORT_LENGTH, fused_softmax
 
@@ -32,7 +32,7 @@ needs_kernel = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def forgotten():
     """Nothing is known of this machine, before a test and after it."""
-    cached = (cpu_kernel._why_unusable, cpu_kernel._library)
+    cached = (cpu_kernel._why_unusable, cpu_kernel._load_library)
     for function in cached:
         function.cache_clear()
     yield
@@ -56,7 +56,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 @needs_kernel
-@pytest.mark.parametrize("keys", [1, WIDTH, BLOCK - 1, BLOCK, BLOCK + 1, 8 * ROWS + 1, 1000])
+@pytest.mark.parametrize("keys", [1, TILE_KEYS, BLOCK - 1, BLOCK, BLOCK + 1, 8 * TILE_QUERIES + 1, 1000])
 @pytest.mark.parametrize(("size", "width"), [(32, 32), (17, 48), (64, 33), (128, 1100)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_is_as_near_to_fp64_as_the_fused_kernel(keys: int, size: int, width: int, dtype: torch.dtype):
@@ -74,7 +74,7 @@ def test_it_is_as_near_to_fp64_as_the_fused_kernel(keys: int, size: int, width: 
 
 
 @needs_kernel
-@pytest.mark.parametrize("queries", [1, ROWS - 1, ROWS, 8 * ROWS + 1, 699])
+@pytest.mark.parametrize("queries", [1, TILE_QUERIES - 1, TILE_QUERIES, 8 * TILE_QUERIES + 1, 699])
 def test_queries_may_be_the_last_of_the_keys(queries: int):
     q, k, v = inputs(700, 700, 32, 32)
     expected = exact(q, k, v, 0.2)[:, -queries:]
@@ -187,7 +187,7 @@ def test_it_is_compiled_once_on_a_machine_whose_cache_can_be_written(
         subprocess, "run", lambda *arguments, **options: runs.append(arguments) or run(*arguments, **options)
     )
     for _ in range(2):
-        cpu_kernel._library.cache_clear()
+        cpu_kernel._load_library.cache_clear()
         q, k, v = inputs(40, 40, 8, 8)
         assert torch.isfinite(causal_softmax(q, k, v, 1.0)).all()
     assert len(runs) == (1 if kept else 2)

@@ -51,7 +51,7 @@ def test_the_kernels_compile_for_a_gpu_and_fit_into_its_shared_memory(
 
     from lm.attention import triton_kernels
 
-    settings = triton_kernels.options(dtype, size, width, kind, kind == "sigmoid", summed)
+    settings = triton_kernels.launch_options(dtype, size, width, kind, kind == "sigmoid", summed)
     launch = {name: settings.pop(name) for name in ("num_warps", "num_stages")}
     matrix = "*bf16" if dtype == torch.bfloat16 else "*fp32"
     runs = [(triton_kernels._forward, {}), (triton_kernels._backward_queries, {})]

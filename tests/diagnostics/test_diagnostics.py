@@ -74,7 +74,7 @@ def measured(decoder: Decoder, sample: Batch) -> MeasuredValues:
     """The statistics of one sequence."""
     heads = decoder.normalizers()[0].layer.n_head
     measures = AttentionMeasurement(statistics_of(DiagnosticsConfig()), 2, heads, ALL, LENGTH)
-    return measures.values(measures.vector(decoder, sample)[None].numpy())
+    return measures.split_vectors(measures.measure_vector(decoder, sample)[None].numpy())
 
 
 def naive(weights: np.ndarray, visible: np.ndarray, first: int, query: int, sums_to_one: bool) -> dict[str, float]:
@@ -276,8 +276,8 @@ def test_a_description_is_of_the_model_and_the_untrained_one_under_each_setting(
         model, other = (for_inference(each, setting).eval() for each in (decoder, untrained))
         expected = {setting.label: model, f"untrained weights{words}": other}
         for label, each in expected.items():
-            vectors = [measures.vector(each, held_out.batch([index])) for index in range(3)]
-            values = measures.values(torch.stack(vectors).numpy())
+            vectors = [measures.measure_vector(each, held_out.batch([index])) for index in range(3)]
+            values = measures.split_vectors(torch.stack(vectors).numpy())
             by_query = values.by_query[name]
             number, by_keys, *by_layer = (curve for curve in curves if (curve.metric, curve.setting) == (name, label))
             assert number.means[0] == pytest.approx(np.nanmean(by_query), rel=1e-5)

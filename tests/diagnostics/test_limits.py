@@ -47,7 +47,7 @@ def measured(normalizer: Options) -> MeasuredValues:
     """Values of one sequence."""
     measures = AttentionMeasurement(limits.limit_statistics(), LAYERS, HEADS, QUERIES, LENGTH)
     model = decoder(normalizer)
-    return measures.values(measures.vector(model, batch()).numpy()[None])
+    return measures.split_vectors(measures.measure_vector(model, batch()).numpy()[None])
 
 
 def random_rows(number: int) -> AttentionRows:

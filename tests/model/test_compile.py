@@ -49,7 +49,7 @@ def test_layers_that_are_alike_share_their_graphs_and_later_steps_make_none(tiny
     for n_layer in (2, 3):
         decoder = Decoder(tiny(*NARROW, *MODELS[name], f"model.n_layer={n_layer}").model, 50, 12)
         expected = decoder.loss(batch())
-        decoder.compile_blocks(lengths=1)
+        decoder.compile_blocks(n_lengths=1)
         torch._dynamo.reset()
         counter.clear()
         for _ in range(2):
@@ -65,7 +65,7 @@ def test_layers_that_are_alike_share_their_graphs_and_later_steps_make_none(tiny
 @pytest.mark.slow
 def test_each_length_is_a_graph_and_evaluations_are_eager(tiny, counter):
     decoder = Decoder(tiny(*NARROW).model, 50, 32)
-    decoder.compile_blocks(lengths=2)
+    decoder.compile_blocks(n_lengths=2)
     for length in (8, 16, 8, 16):
         decoder.loss(batch(length))
     count = counter.frame_count
