@@ -153,7 +153,7 @@ class SSMaxNormalizer(QueryScale):
             self.b = self.parameter(0.0)
 
     def log_n(self) -> Tensor:
-        """Return ln n at each position of a training sequence: (L,) float64."""
+        """Return ln of the row length n at each position of a training sequence: (L,) float64."""
         return self.training_layout().n(self.options.n).double().log()
 
     def init_from(self, source: Normalizer) -> None:

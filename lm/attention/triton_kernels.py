@@ -71,7 +71,9 @@ def _store_tile(x, tile, rows, columns, height, WIDTH: tl.constexpr):
 
 @triton.jit
 def _load_row(b, i, T, PRESENT: tl.constexpr):
-    """Load b[i], with 0 for i >= T; all zeros if the kernel has no b (`PRESENT` is false)."""
+    """Load the entries b[i] of a vector, with 0 for i >= T; return zeros if the kernel has no such vector
+    (`PRESENT` is false).
+    """
     if PRESENT:
         return tl.load(b + i, mask=i < T, other=0.0)
     else:

@@ -167,7 +167,7 @@ class TopKeys(NamedTuple):
     separable: Tensor  # Theorem 2's N_s / N: the fraction of the N keys that lie within r of s
 
 
-class RandomKeys(NamedTuple):
+class RandomKeyBounds(NamedTuple):
     """Theorem 1 gives these bounds on the expected d~ of N random keys, (H, T) each; NaN where a query sees too few
     keys.
 
@@ -178,7 +178,7 @@ class RandomKeys(NamedTuple):
     upper: Tensor  # the same with roots of mean squares in place of norms of means
 
 
-def top_keys(weights: Tensor, visible: Tensor, x: Tensor, count: int) -> TopKeys:
+def measure_top_keys(weights: Tensor, visible: Tensor, x: Tensor, count: int) -> TopKeys:
     """Return the distance from the sum of the `count` keys of largest weight, its bound, and the fraction of separable
     keys.
 
@@ -206,9 +206,9 @@ def top_keys(weights: Tensor, visible: Tensor, x: Tensor, count: int) -> TopKeys
     )
 
 
-def random_keys(weights: Tensor, visible: Tensor, x: Tensor, count: int) -> RandomKeys:
+def bound_random_keys(weights: Tensor, visible: Tensor, x: Tensor, count: int) -> RandomKeyBounds:
     """Return bounds on the expected distance from the sum of `count` random keys. The arguments are those of
-    `top_keys`.
+    `measure_top_keys`.
     """
     n = visible.sum(-1, keepdim=True).to(weights.dtype)
     products = weights * ((weights @ x) @ x.T)  # y_i . x-, of y_i = a_i x_i
@@ -221,7 +221,7 @@ def random_keys(weights: Tensor, visible: Tensor, x: Tensor, count: int) -> Rand
     norm = (1 + c).square() * own_squares - 2 * c * (1 + c) * products + c.square() * mean_square
     squares = norm, norm + c * (n - 1 - count) / (n - 2) * rest_spread
     sums = (((n - count) / n).squeeze(-1) * (part.clamp(min=0).sqrt() * visible).sum(-1) for part in squares)
-    return RandomKeys(*(total.masked_fill(n.squeeze(-1) < count, math.nan) for total in sums))
+    return RandomKeyBounds(*(total.masked_fill(n.squeeze(-1) < count, math.nan) for total in sums))
 
 
 # ---------------------------------------------------------------- the family
@@ -250,7 +250,7 @@ def _theorem_statistics(count: int) -> Iterator[Statistic]:
     def quantities(rows: AttentionRows) -> tuple[Tensor, ...]:
         x = F.normalize(rows.embedding[0].float(), dim=-1)[: rows.visible.size(-1)]
         keys = rows.weights, rows.visible, x, count
-        return *top_keys(*keys), *random_keys(*keys)
+        return *measure_top_keys(*keys), *bound_random_keys(*keys)
 
     names = {
         f"d~ of the {count} largest weights": "",
@@ -264,8 +264,8 @@ def _theorem_statistics(count: int) -> Iterator[Statistic]:
 
 
 def _at_some_queries(statistic: Callable[[AttentionRows], Tensor | None]) -> Callable[[AttentionRows], Tensor | None]:
-    """Return a function that computes the statistic at one query in `QUERY_STRIDE`, the sequence's last among them. At
-    other queries it gives NaN.
+    """Return a function that computes the statistic at every `QUERY_STRIDE`-th query, counted back from the sequence's
+    last. At other queries it gives NaN.
     """
 
     def measure(rows: AttentionRows) -> Tensor | None:

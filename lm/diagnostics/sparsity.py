@@ -203,7 +203,7 @@ CLOSED_FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def closed_form(rows: AttentionRows) -> Tensor | None:
+def closed_form_sparsity(rows: AttentionRows) -> Tensor | None:
     """Return the sparsity S of each query's weights in closed form, from the moments of its scores, (H, T); None for
     weights without a closed form.
 
@@ -243,7 +243,7 @@ def sparsity_difference(rows: AttentionRows) -> Tensor | None:
 
     It is None for a normalizer whose S has no closed form.
     """
-    expected_sparsity = closed_form(rows)
+    expected_sparsity = closed_form_sparsity(rows)
     return None if expected_sparsity is None else sparsity(rows.weights, rows.visible) - expected_sparsity
 
 
@@ -256,7 +256,7 @@ def sparsity_statistics() -> Statistics:
         Statistic("score mean", "", lambda rows: rows.moments.mean),
         Statistic("score skew", "", lambda rows: rows.moments.skew),
         Statistic("score excess kurtosis", "", lambda rows: rows.moments.excess_kurtosis),
-        Statistic("S, closed form", "fraction", closed_form),
+        Statistic("S, closed form", "fraction", closed_form_sparsity),
         Statistic("S minus closed form", "", sparsity_difference),
     ]
     condensation = Statistic("queries beyond condensation", "fraction", is_condensed)

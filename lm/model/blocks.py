@@ -191,7 +191,7 @@ class ForwardContext:
     layer_inputs: list[AttentionInputs] | None = None  # layers append their inputs here for `lm.model.attention_stream`
     first_output: int = 0  # index of the first new token that a layer computes an output for
 
-    def output_part(self, x: Tensor) -> Tensor:
+    def output_tokens(self, x: Tensor) -> Tensor:
         """Return the part of x (B, T, C) at the tokens that a layer computes outputs for, from the index `first_output`
         on.
         """
@@ -289,7 +289,7 @@ class Attention(AttentionBase):
             output = self.attend(x, q, k, v, context)
             if self.difference is not None:
                 outputs = output.unflatten(-1, (self.n_head, 2, -1))
-                output = self.difference(outputs, context.output_part(x)).flatten(2)
+                output = self.difference(outputs, context.output_tokens(x)).flatten(2)
         else:
             # (B, K, H / K or 1, T, 2, D / 2)
             q, k = (x.unflatten(1, (kv_heads, -1)).unflatten(-1, (2, -1)) for x in (q, k))
@@ -300,12 +300,12 @@ class Attention(AttentionBase):
             )
             output = self.difference(output.transpose(3, 4).flatten(2, 3)).flatten(2)
         if self.exclusive:
-            own_values = context.output_part(v.transpose(1, 2)).unsqueeze(-2)  # (B, T, K, 1, E)
+            own_values = context.output_tokens(v.transpose(1, 2)).unsqueeze(-2)  # (B, T, K, 1, E)
             output = remove_own_value(
                 output.unflatten(-1, (kv_heads, self.n_head // kv_heads, -1)), own_values
             ).flatten(2)
         if self.gate is not None:
-            inputs = context.output_part(x)[..., : self.gate.in_features]
+            inputs = context.output_tokens(x)[..., : self.gate.in_features]
             # (B, T, H, 1) or (B, T, H, D)
             gates = self.gate_factor * self.gate(inputs).sigmoid().unflatten(-1, (self.n_head, -1))
             output = (output.unflatten(-1, (self.n_head, -1)) * gates).flatten(2)
@@ -388,7 +388,7 @@ class GAU(AttentionBase):
         u, v, z = F.silu(self.uvz(x)).split(list(self.fused_rows["uvz"].values()), -1)
         q, k = z * self.q_gain + self.q_offset, z * self.k_gain + self.k_offset
         return self.out(
-            context.output_part(u) * self.attend(x, q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), context)
+            context.output_tokens(u) * self.attend(x, q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), context)
         )
 
 
@@ -444,7 +444,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         attended = self.attention(x if self.post_norm else self.attention_norm(x), context)
         attended = self.dropout(self.attention_norm(attended) if self.post_norm else attended)
-        x = context.output_part(x)
+        x = context.output_tokens(x)
         if self.parallel:
             return x + attended + self.feed_forward(x)
         x = x + attended
@@ -470,4 +470,4 @@ class GatedBlock(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        return context.output_part(x) + self.dropout(self.gau(self.gau_norm(x), context))
+        return context.output_tokens(x) + self.dropout(self.gau(self.gau_norm(x), context))

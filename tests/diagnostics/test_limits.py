@@ -169,7 +169,7 @@ def test_the_largest_weights_as_in_plain_loops(count: int):
     gap = np.linalg.norm(x[far_keys][:, None] - x[best], axis=-1).max()
     bound = (1 - a[best].sum()) * gap + ((50 - count + 1) * a[best].sum() - 1) * longest
     expected = [distance(a, x, best), bound, (far[best] <= far[far_keys].min()).mean()]
-    assert of_row(limits.top_keys, a, x, count) == pytest.approx(expected, rel=1e-6)
+    assert of_row(limits.measure_top_keys, a, x, count) == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_bound_on_the_distance_of_the_largest_weights_holds_in_2000_cases():
@@ -183,7 +183,7 @@ def test_the_bound_on_the_distance_of_the_largest_weights_holds_in_2000_cases():
         weights = scores.softmax(-1) * rng.choice([0.01, 1.0, 30.0])
         visible = torch.ones(20, keys, dtype=torch.bool)
         x = torch.tensor(x * rng.uniform(0.1, 3))
-        result = limits.top_keys(weights, visible, x, int(rng.integers(1, keys)))
+        result = limits.measure_top_keys(weights, visible, x, int(rng.integers(1, keys)))
         ratio = (result.distance / result.bound).max().item()
         assert ratio <= 1 + 1e-9
         tightest = max(tightest, ratio)
@@ -199,17 +199,17 @@ def test_expectations_as_the_closed_forms_say(count: int):
         rest = np.delete(y, i, 0)
         spread = count * (29 - count) / (29 * 28) * ((rest**2).sum() - (rest.sum(0) ** 2).sum() / 29)
         upper += fraction * np.sqrt((((1 + c) * y[i] - c * y.sum(0)) ** 2).sum() + spread)
-    assert of_row(limits.random_keys, a, x, count) == pytest.approx([lower, upper], rel=1e-9)
+    assert of_row(limits.bound_random_keys, a, x, count) == pytest.approx([lower, upper], rel=1e-9)
 
 
 def test_more_keys_than_a_query_sees_are_no_number():
     a, x = row(np.random.default_rng(6), 8, 4)
-    results = [of_row(limits.top_keys, a, x, count) for count in (7, 8, 9, 20)]
+    results = [of_row(limits.measure_top_keys, a, x, count) for count in (7, 8, 9, 20)]
     assert [math.isnan(distance) for distance, _, _ in results] == [False, False, True, True]
     assert results[1][0] == 0  # nothing is left out
     assert [math.isnan(separable) for _, _, separable in results] == [False, True, True, True], "no other key is nearer"
-    assert [math.isnan(of_row(limits.random_keys, a, x, count)[0]) for count in (8, 9)] == [False, True]
-    assert math.isnan(of_row(limits.top_keys, -a, x, 2)[1]), "the bound is of weights that are not negative"
+    assert [math.isnan(of_row(limits.bound_random_keys, a, x, count)[0]) for count in (8, 9)] == [False, True]
+    assert math.isnan(of_row(limits.measure_top_keys, -a, x, 2)[1]), "the bound is of weights that are not negative"
 
 
 @pytest.mark.parametrize("name", ["softmax", "sink", "relu2", "window"])
