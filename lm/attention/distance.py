@@ -1,5 +1,5 @@
-"""Normalizers whose weights depend on the distance to the key, such as ALiBi, windows and stick-breaking, and softmax
-of capped scores.
+"""In these normalizers weights depend on the distance to the key, as in ALiBi, windows and stick-breaking. Softmax of
+capped scores is here, too.
 """
 
 import math
@@ -19,9 +19,9 @@ MAX_LOOP_WINDOW = 4  # keys of the largest window that a CPU computes faster in 
 
 
 class KeyBias(SoftmaxNormalizer):
-    """Base of softmax of logits plus a bias c_i - c_j of query i and key j.
+    """Base of normalizers that are softmax of logits z plus a bias c_i - c_j of query i and key j.
 
-    c_i is the same in the whole row and cancels, so the fused kernel computes the softmax of z - c_j: -c_j is one more
+    c_i is the same in the whole row and cancels, so the fused kernel computes the softmax of z - c_j. -c_j is one more
     dimension of the key, which the query multiplies by 1.
     """
 
@@ -29,7 +29,9 @@ class KeyBias(SoftmaxNormalizer):
     gpu_package = gpu_kernels.FLEX  # for packed documents
 
     def key_bias(self, k: Tensor, layout: AttentionLayout) -> Tensor:
-        """-c of each key of k (B, H, S, D + F), up to a constant per document: fp32, broadcastable to (B, H, S)."""
+        """Return -c of each key of k (B, H, S, D + F), up to a constant per document: fp32, broadcastable to
+        (B, H, S).
+        """
         raise NotImplementedError
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
@@ -46,6 +48,8 @@ class KeyBias(SoftmaxNormalizer):
 
 @dataclass
 class ALiBi(Options):
+    """Options of `alibi`, which lowers logits in proportion to the distance."""
+
     name = "alibi"
     full_formula = "softmax(z - 2^(-8 h / H) t)"
     source = "Press et al. 2021, arXiv 2108.12409"
@@ -56,8 +60,8 @@ class ALiBi(Options):
 
 
 class ALiBiNormalizer(KeyBias):
-    """Softmax of z - 2^(-8 h / H) t for logits z of keys t tokens back, in heads h = 1 ... H. Use it with
-    `model.position: none`.
+    """ALiBi (arXiv 2108.12409) is softmax of z - 2^(-8 h / H) t for logits z of keys t tokens back, in heads h = 1 ...
+    H. Use it with `model.position: none`.
     """
 
     schema = ALiBi
@@ -76,6 +80,8 @@ class ALiBiNormalizer(KeyBias):
 
 @dataclass
 class Window(Options):
+    """Options of `window`, which is softmax over the latest keys alone."""
+
     name = "window"
     full_formula = "softmax(z), t < w"
     source = "Beltagy et al. 2020, arXiv 2004.05150"
@@ -86,8 +92,8 @@ class Window(Options):
 class WindowNormalizer(SoftmaxNormalizer):
     """Softmax over a sliding window of the latest w keys; w is the option `size`.
 
-    Blocks of w queries are computed with the keys of their own block and of the block before it, in O(T w) time and
-    memory on the fused kernel. On a CPU, windows of few keys are computed in a loop over distances.
+    Each block of w queries is computed with the keys of its own block and of the block before it. On the fused kernel
+    this takes O(T w) time and memory. On a CPU, windows of few keys are computed in a loop over distances.
     """
 
     schema = Window
@@ -109,8 +115,8 @@ class WindowNormalizer(SoftmaxNormalizer):
             return self._sum_over_distances(q, k, v)
 
         def blocks(x: Tensor, n_preceding: int) -> Tensor:
-            """Cut x (B, H, T, size) into N blocks of w tokens, each behind the p = `n_preceding` before it: (B N, H, (p
-            + 1) w, size).
+            """Cut x (B, H, T, size) into N blocks of w tokens, each behind the p = `n_preceding` blocks before it.
+            Returns (B N, H, (p + 1) w, size).
             """
             pieces = F.pad(x, (0, 0, n_preceding * w, -t % w)).unflatten(2, (-1, w))
             n_blocks = pieces.size(2) - n_preceding
@@ -146,29 +152,33 @@ class WindowNormalizer(SoftmaxNormalizer):
         return output.to(dtype)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: object) -> tuple[Tensor, object]:
-        """Decode as `Normalizer.decode`; the state is (keys, values) of the latest w - 1 tokens."""
+        """Compute `Normalizer.decode`; the state is (keys, values) of the latest w - 1 tokens."""
         output, (k, v) = super().decode(q, k, v, layout, state)
         start = max(0, k.size(2) - self.options.size + 1)
         return output, (k[:, :, start:], v[:, :, start:])
 
 
 class MappedSoftmax(SoftmaxNormalizer):
-    """Base of softmax of scores s(z, t), each a function of its logit z and of the distance t to the key."""
+    """Base of normalizers that are softmax of scores s(z, t), each a function of its logit z and of the distance t to
+    the key.
+    """
 
     kernel = "blocks of 64 queries, backward by hand; on CUDA FlexAttention"
     gpu_package = gpu_kernels.FLEX
 
     def coefficients(self, distance: Tensor) -> Tensor:
-        """What s needs to know of distances t, fp32 or wider, at least 0; by default nothing."""
+        """Return what s(z, t) takes from distances t, by default t itself. Distances are fp32 or wider, and at
+        least 0.
+        """
         return distance
 
     @abstractmethod
     def map_scores(self, z: Tensor, coefficients: Tensor) -> Tensor:
-        """Return s(z, t) for logits z and the coefficients at t."""
+        """Return the scores s(z, t) for logits z and the coefficients at t."""
 
     @abstractmethod
     def slopes(self, scores: Tensor, coefficients: Tensor) -> Tensor:
-        """Return ds / dz where s is `scores`."""
+        """Return the derivative ds / dz where s is `scores`."""
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         return self.map_scores(logits(q, k), self.coefficients(layout.distance().clamp(min=0).to(q.dtype)))
@@ -184,6 +194,8 @@ class MappedSoftmax(SoftmaxNormalizer):
 
 @dataclass
 class ScaleInvariant(Options):
+    """Options of `scale_invariant`, whose scores depend on the logarithm of the distance."""
+
     name = "scale_invariant"
     full_formula = "softmax(a_t z + m_t), a_t^2 = 1 + 2 ln(1 + t / tau), m_t = 1 - a_t^2"
     source = "arXiv 2505.17083"
@@ -207,7 +219,7 @@ class ScaleInvariantNormalizer(MappedSoftmax):
     schema = ScaleInvariant
 
     def coefficients(self, distance: Tensor) -> Tensor:
-        """a_t at the distances t."""
+        """Return a_t at the distances t."""
         return (2 * ((distance / self.options.tau).log1p() - 0.5 + 1.0)).sqrt()  # ln alpha = 1/2, beta / alpha = 1
 
     def map_scores(self, z: Tensor, coefficients: Tensor) -> Tensor:
@@ -219,6 +231,8 @@ class ScaleInvariantNormalizer(MappedSoftmax):
 
 @dataclass
 class Forget(Options):
+    """Options of `forget`, whose logits fall with each token back, by amounts that the layer's input decides."""
+
     name = "forget"
     full_formula = "softmax(z + c_i - c_j), c the running sum of ln sigmoid(w.x + b), x the layer's input"
     learned_parameters = "w (width C) and b per layer and head"
@@ -227,9 +241,11 @@ class Forget(Options):
 
 
 class ForgetNormalizer(KeyBias):
-    """Softmax of logits z plus sums, in fp32, of ln sigmoid(w.x + b) over the tokens after the key up to the query; x
-    is the layer's input. w starts at 0, b at 5 (our choice), so that a weight at first falls by 0.7 % with each token
-    back.
+    """Forgetting attention (arXiv 2503.02130) is softmax of each logit plus the sum of ln sigmoid(w.x + b) over the
+    tokens after the key, up to the query.
+
+    x is the layer's input at such a token; sums are in fp32. w starts at 0, b at 5 (our choice), so that a weight at
+    first falls by 0.7 % with each token back.
     """
 
     schema = Forget
@@ -238,7 +254,7 @@ class ForgetNormalizer(KeyBias):
         self.w, self.b = self.parameter(0.0, self.layer.n_head, self.layer.width), self.parameter(5.0)
 
     def key_features(self, x: Tensor) -> Tensor:
-        """The feature ln sigmoid(w.x + b) of each key, (B, H, T, 1)."""
+        """Return the feature ln sigmoid(w.x + b) of each key, (B, H, T, 1)."""
         with routes.without_autocast(x.device):
             gate = F.linear(x.to(self.w.dtype), self.w, self.b)
         return F.logsigmoid(gate).transpose(1, 2).unsqueeze(-1)
@@ -255,6 +271,8 @@ class ForgetNormalizer(KeyBias):
 
 @dataclass
 class SoftCap(Options):
+    """Options of `softcap`, whose scores are bounded."""
+
     name = "softcap"
     full_formula = "softmax(c tanh(z / c))"
     source = "Gemma 2, arXiv 2408.00118, sec. 2"
@@ -263,6 +281,10 @@ class SoftCap(Options):
 
 
 class SoftCapNormalizer(MappedSoftmax):
+    """Softmax of the capped scores c tanh(z / c) for logits z, with the option `cap` as c (Gemma 2, arXiv
+    2408.00118).
+    """
+
     schema = SoftCap
 
     def map_scores(self, z: Tensor, coefficients: Tensor) -> Tensor:
@@ -274,6 +296,8 @@ class SoftCapNormalizer(MappedSoftmax):
 
 @dataclass
 class StickBreaking(Options):
+    """Options of `stick_breaking`, whose weights are fractions of what later keys have left."""
+
     name = "stick_breaking"
     full_formula = "sigmoid(z_j) prod (1 - sigmoid(z_k)), j < k < i"
     source = "arXiv 2410.17980"
@@ -282,8 +306,8 @@ class StickBreaking(Options):
 
 
 class StickBreakingNormalizer(Normalizer):
-    """Stick-breaking: going back from the latest key, each key takes the fraction sigmoid(z), for its logit z, of the
-    weight that later keys have left.
+    """In stick-breaking attention (arXiv 2410.17980) each key, from the latest back, takes a fraction of the weight
+    that later keys have left. The fraction is sigmoid(z) for its logit z.
 
     A query sees the keys before its own token, so a document's first query sees none and has weights 0. Use it with
     `model.position: none`.
