@@ -316,8 +316,8 @@ def check_causality(options: Options) -> None:
 
 
 def changes_by_later_tokens(normalizer: Normalizer, length: int, first: int) -> Tensor:
-    """Return how much the outputs of the tokens before `first` change with the tokens from `first` on: |differences|,
-    (B, H, first, D).
+    """Return how much the outputs of the tokens before `first` change if the tokens from `first` on change:
+    |differences|, (B, H, first, D).
     """
     q, k, v = random_inputs(length, normalizer=normalizer)
     outputs = []

@@ -13,7 +13,7 @@ from torch import Tensor
 from lm.attention import gpu_kernels, routes
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import FUSED_SOFTMAX, Normalizer, SoftmaxNormalizer, logits
-from lm.attention.options import LARGEST, LONGEST, Options, key
+from lm.attention.options import MAX_FACTOR, MAX_LENGTH, Options, key
 
 MAX_LOOP_WINDOW = 4  # keys of the largest window that a CPU computes faster in a loop over distances
 
@@ -48,7 +48,7 @@ class KeyBias(SoftmaxNormalizer):
 
 @dataclass
 class ALiBi(Options):
-    """Options of `alibi`, which lowers logits in proportion to the distance."""
+    """Options of the normalizer `alibi`, which lowers logits in proportion to the distance."""
 
     name = "alibi"
     full_formula = "softmax(z - 2^(-8 h / H) t)"
@@ -80,13 +80,13 @@ class ALiBiNormalizer(KeyBias):
 
 @dataclass
 class Window(Options):
-    """Options of `window`, which is softmax over the latest keys alone."""
+    """Options of the normalizer `window`, which is softmax over the latest keys alone."""
 
     name = "window"
     full_formula = "softmax(z), t < w"
     source = "Beltagy et al. 2020, arXiv 2004.05150"
     findings = "for local layers: `[window, window, ssmax]`"
-    size: int = key(256, "keys a query sees, its own among them", ge=1, le=LONGEST)
+    size: int = key(256, "keys a query sees, its own among them", ge=1, le=MAX_LENGTH)
 
 
 class WindowNormalizer(SoftmaxNormalizer):
@@ -194,7 +194,7 @@ class MappedSoftmax(SoftmaxNormalizer):
 
 @dataclass
 class ScaleInvariant(Options):
-    """Options of `scale_invariant`, whose scores depend on the logarithm of the distance."""
+    """Options of the normalizer `scale_invariant`, whose scores depend on the logarithm of the distance."""
 
     name = "scale_invariant"
     full_formula = "softmax(a_t z + m_t), a_t^2 = 1 + 2 ln(1 + t / tau), m_t = 1 - a_t^2"
@@ -203,7 +203,7 @@ class ScaleInvariant(Options):
         "with p-RoPE, trained at 4k, at 64k: loss 3.247 (log n 3.317, softmax 5.735), needles .969 (.939, .000), "
         "same paper"
     )
-    tau: float = key(10.0, "distance, in tokens, from which on the scale grows", ge=1e-3, le=LONGEST)
+    tau: float = key(10.0, "distance, in tokens, from which on the scale grows", ge=1e-3, le=MAX_LENGTH)
 
 
 class ScaleInvariantNormalizer(MappedSoftmax):
@@ -231,7 +231,7 @@ class ScaleInvariantNormalizer(MappedSoftmax):
 
 @dataclass
 class Forget(Options):
-    """Options of `forget`, whose logits fall with each token back, by amounts that the layer's input decides."""
+    """Options of the normalizer `forget`, whose logits fall with each token back, as its input decides."""
 
     name = "forget"
     full_formula = "softmax(z + c_i - c_j), c the running sum of ln sigmoid(w.x + b), x the layer's input"
@@ -251,7 +251,7 @@ class ForgetNormalizer(KeyBias):
     schema = Forget
 
     def initialise(self) -> None:
-        self.w, self.b = self.parameter(0.0, self.layer.n_head, self.layer.width), self.parameter(5.0)
+        self.w, self.b = self.new_parameter(0.0, self.layer.n_head, self.layer.width), self.new_parameter(5.0)
 
     def key_features(self, x: Tensor) -> Tensor:
         """Return the feature ln sigmoid(w.x + b) of each key, (B, H, T, 1)."""
@@ -271,13 +271,13 @@ class ForgetNormalizer(KeyBias):
 
 @dataclass
 class SoftCap(Options):
-    """Options of `softcap`, whose scores are bounded."""
+    """Options of the normalizer `softcap`, whose scores are bounded."""
 
     name = "softcap"
     full_formula = "softmax(c tanh(z / c))"
     source = "Gemma 2, arXiv 2408.00118, sec. 2"
     findings = "c = 50 in Gemma 2"
-    cap: float = key(50.0, "c, which no score exceeds", ge=1e-3, le=LARGEST)
+    cap: float = key(50.0, "c, which no score exceeds", ge=1e-3, le=MAX_FACTOR)
 
 
 class SoftCapNormalizer(MappedSoftmax):
@@ -296,7 +296,7 @@ class SoftCapNormalizer(MappedSoftmax):
 
 @dataclass
 class StickBreaking(Options):
-    """Options of `stick_breaking`, whose weights are fractions of what later keys have left."""
+    """Options of the normalizer `stick_breaking`, whose weights are fractions of what later keys have left."""
 
     name = "stick_breaking"
     full_formula = "sigmoid(z_j) prod (1 - sigmoid(z_k)), j < k < i"

@@ -14,7 +14,7 @@ from torch import Tensor
 from lm.attention import elementwise_sums, routes
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import DividedNormalizer, logits
-from lm.attention.options import LARGEST, LONGEST, N_HELP, Options, key
+from lm.attention.options import MAX_FACTOR, MAX_LENGTH, N_HELP, Options, key
 from lm.errors import Problem
 
 
@@ -57,7 +57,7 @@ class ShiftedNormalizer(ElementwiseNormalizer):
 
 @dataclass
 class Relu2(Options):
-    """Options of `relu2`, which divides squared positive logits by n."""
+    """Options of the normalizer `relu2`, which divides squared positive logits by n."""
 
     name = "relu2"
     full_formula = "relu(z)^2 / n"
@@ -102,7 +102,7 @@ class Relu2Normalizer(ElementwiseNormalizer):
 
 @dataclass
 class Relu(Options):
-    """Options of `relu`, which divides positive logits by n."""
+    """Options of the normalizer `relu`, which divides positive logits by n."""
 
     name = "relu"
     full_formula = "relu(z) / n"
@@ -121,7 +121,7 @@ class ReluNormalizer(ElementwiseNormalizer):
 
 @dataclass
 class Sigmoid(Options):
-    """Options of `sigmoid`, whose logits are shifted by -ln n."""
+    """Options of the normalizer `sigmoid`, whose logits are shifted by -ln n."""
 
     name = "sigmoid"
     full_formula = "sigmoid(z - ln n (+ b))"
@@ -145,7 +145,7 @@ class SigmoidNormalizer(ShiftedNormalizer):
 
     def initialise(self) -> None:
         if self.options.bias:
-            self.b = self.parameter(0.0)
+            self.b = self.new_parameter(0.0)
 
     def shift(self, layout: AttentionLayout) -> Tensor:
         shift = -self.row_length(layout).log()
@@ -157,7 +157,7 @@ class SigmoidNormalizer(ShiftedNormalizer):
 
 @dataclass
 class Threshold(Options):
-    """Options of `threshold`, which drops logits below a bar that grows with n."""
+    """Options of the normalizer `threshold`, which drops logits below a bar that grows with n."""
 
     name = "threshold"
     full_formula = "relu(z - beta sqrt(2 ln n))^p / sum"
@@ -167,7 +167,7 @@ class Threshold(Options):
     sums_to_one = False
     power: Literal[1, 2] = key(2, "p")
     init: float = key(0.5, "initial value of beta, 1 in the paper: where the largest of n Gaussian logits lies",
-                      ge=-LARGEST, le=LARGEST)  # fmt: skip
+                      ge=-MAX_FACTOR, le=MAX_FACTOR)  # fmt: skip
     divided: bool = key(True, "divide each row of weights by its sum; false in the paper", omit_default=True)
     n: str = key("visible", N_HELP)
 
@@ -194,7 +194,7 @@ class ThresholdNormalizer(ShiftedNormalizer):
         return "relu2" if self.options.power == 2 else "relu"
 
     def initialise(self) -> None:
-        self.beta = self.parameter(self.options.init)
+        self.beta = self.new_parameter(self.options.init)
 
     def shift(self, layout: AttentionLayout) -> Tensor:
         return -self.beta.unsqueeze(-1) * (2 * self.row_length(layout).log()).sqrt()
@@ -205,7 +205,7 @@ class ThresholdNormalizer(ShiftedNormalizer):
 
 @dataclass
 class SoftplusAttention(Options):
-    """Options of `lssa`, length-scaled softplus attention."""
+    """Options of the normalizer `lssa`, length-scaled softplus attention."""
 
     name = "lssa"
     full_formula = "w = softplus(z ln n / ln m) / sum, then relu(n w - 1)^p / sum"
@@ -218,7 +218,7 @@ class SoftplusAttention(Options):
         "m, the length at which logits are unscaled; `train`: the training length; `head_size`: e^(sqrt(D) / ln D) for "
         "heads of D, which with QK-norm gives the scale of the paper, ln D ln n cos(q, k)",
         ge=2,
-        le=LONGEST,
+        le=MAX_LENGTH,
     )
     sharpening: int = key(
         0,

@@ -21,7 +21,7 @@ MAX_SEGMENT_TOKENS = 128 * MAX_CHUNK_TOKENS
 
 @dataclass
 class Linear(Options):
-    """Options of `linear`, whose weights are products of features."""
+    """Options of the normalizer `linear`, whose weights are products of features."""
 
     name = "linear"
     full_formula = "phi(q / D^(1/4)).phi(k / D^(1/4)) (g^t) / sum, or / n"

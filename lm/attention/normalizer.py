@@ -58,7 +58,7 @@ class Normalizer(torch.nn.Module, ABC):
     def initialise(self) -> None:
         """Create the parameters with their initial values."""
 
-    def parameter(self, value: float, *shape: int) -> torch.nn.Parameter:
+    def new_parameter(self, value: float, *shape: int) -> torch.nn.Parameter:
         """Return a new fp32 parameter whose entries start at `value`, of shape (H,) unless another is given."""
         return torch.nn.Parameter(torch.full(shape or (self.layer.n_head,), float(value)))
 

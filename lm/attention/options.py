@@ -8,9 +8,9 @@ from typing import ClassVar
 from lm.errors import Problem, yaml_scalar
 
 N_HELP = "row length n: `visible` keys, length of the `sample`, or `fixed:N`"
-INITIAL_VALUE_REASON = "is an initial value, which training has replaced"
-LONGEST = 1e9  # most tokens in an option that is a length: longer ones would leave the range of the computations
-LARGEST = 1e6  # bound of options that are factors or logits: products of them stay within the range of fp32
+INIT_REASON = "is an initial value, which training has replaced"
+MAX_LENGTH = 1e9  # most tokens in an option that is a length: longer ones would leave the range of the computations
+MAX_FACTOR = 1e6  # bound of options that are factors or logits: products of them stay within the range of fp32
 _ROW_LENGTH_PATTERN = re.compile(r"visible|sample|fixed:([2-9]|[1-9][0-9]{1,8}|10{9})")
 
 
@@ -29,7 +29,7 @@ def key(default, help: str, effect: Mapping[str, object] | None = None, *, omit_
 
 def reference_length_key(meaning: str):
     """Make a field for the option `base`, the length m of a formula; `meaning` says what holds at that length."""
-    return key("train", f"m, {meaning}; `train`: the training length", ge=2, le=LONGEST)
+    return key("train", f"m, {meaning}; `train`: the training length", ge=2, le=MAX_LENGTH)
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Options:
     n_may_be_sum: ClassVar[bool] = False
     scales_with_q: ClassVar[bool] = True  # whether a factor on q is the same factor on the logits q.k
     # by option, the reason why a trained model can't change it
-    fixed_by_training: ClassVar[Mapping[str, str]] = {"init": INITIAL_VALUE_REASON}
+    fixed_by_training: ClassVar[Mapping[str, str]] = {"init": INIT_REASON}
 
     @property
     def rows_sum_to_one(self) -> bool:
@@ -71,7 +71,7 @@ class Options:
                 "unknown row length",
                 f"write fixed:{n}"
                 if n.isdecimal()
-                else f"choose visible, sample or fixed:N (N a whole number from 2 to {LONGEST:g})",
+                else f"choose visible, sample or fixed:N (N a whole number from 2 to {MAX_LENGTH:g})",
             )
         ]
 

@@ -18,7 +18,7 @@ from torch.nn import Module
 from lm.attention import gpu_kernels, routes
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import FUSED_SOFTMAX, Normalizer, SoftmaxNormalizer, logits
-from lm.attention.options import INITIAL_VALUE_REASON, LARGEST, LONGEST, N_HELP, Options, key, reference_length_key
+from lm.attention.options import INIT_REASON, MAX_FACTOR, MAX_LENGTH, N_HELP, Options, key, reference_length_key
 from lm.errors import Problem
 
 
@@ -68,7 +68,7 @@ class QueryScale(FusedSoftmax):
 
 @dataclass
 class Softmax(Options):
-    """Options of `softmax`, with a constant temperature."""
+    """Options of the normalizer `softmax`, with a constant temperature."""
 
     name = "softmax"
     full_formula = "softmax(z / tau)"
@@ -76,7 +76,7 @@ class Softmax(Options):
     findings = "entropy grows as ln n: attention fades with length"
     temperature: float = key(
         1.0, "tau, a constant that divides the logits: below 1 attention is sharper from the start", omit_default=True,
-        ge=1 / LARGEST, le=LARGEST,
+        ge=1 / MAX_FACTOR, le=MAX_FACTOR,
     )  # fmt: skip
 
     def formula(self) -> str:
@@ -95,7 +95,7 @@ class SoftmaxWithTemperature(QueryScale):
 
 @dataclass
 class SSMax(Options):
-    """Options of `ssmax`, whose factor on logits grows as ln n."""
+    """Options of the normalizer `ssmax`, whose factor on logits grows as ln n."""
 
     name = "ssmax"
     full_formula = "softmax((s ln n + b) z)"
@@ -108,7 +108,7 @@ class SSMax(Options):
     fixed_by_training: ClassVar[Mapping[str, str]] = {
         "scale": "decides whether there is an s to learn",
         "bias": "decides whether there is a b to learn",
-        "init": INITIAL_VALUE_REASON,
+        "init": INIT_REASON,
     }
     scale: Literal["learned", "none"] = key(
         "learned", "s of `s ln n`, one per layer and head; `none`: s = 1 (the paper's variant c)"
@@ -118,8 +118,8 @@ class SSMax(Options):
         "match",
         "initial value of s; `match`: 1 / mean of ln n over the training length, which keeps the mean logit scale at "
         "1, and in a swap the closed form that follows the old normalizer (docs/swapping.md); `unit`: 1",
-        ge=-LARGEST,
-        le=LARGEST,
+        ge=-MAX_FACTOR,
+        le=MAX_FACTOR,
     )
     n: str = key("visible", N_HELP)
 
@@ -146,11 +146,11 @@ class SSMaxNormalizer(QueryScale):
 
     def initialise(self) -> None:
         if self.options.scale == "learned":
-            self.s = self.parameter(
+            self.s = self.new_parameter(
                 {"match": 1 / self.log_n().mean().item(), "unit": 1.0}.get(self.options.init, self.options.init)
             )
         if self.options.bias:
-            self.b = self.parameter(0.0)
+            self.b = self.new_parameter(0.0)
 
     def log_n(self) -> Tensor:
         """Return ln of the row length n at each position of a training sequence: (L,) float64."""
@@ -187,7 +187,7 @@ class SSMaxNormalizer(QueryScale):
 
 @dataclass
 class LogN(Options):
-    """Options of `log_n`, whose factor on logits is ln n / ln m."""
+    """Options of the normalizer `log_n`, whose factor on logits is ln n / ln m."""
 
     name = "log_n"
     full_formula = "softmax(z (ln n / ln m)^p)"
@@ -222,7 +222,7 @@ class LogNNormalizer(QueryScale):
 
 @dataclass
 class SqrtLogN(Options):
-    """Options of `sqrt_log_n`, whose factor on logits grows as sqrt(ln n)."""
+    """Options of the normalizer `sqrt_log_n`, whose factor on logits grows as sqrt(ln n)."""
 
     name = "sqrt_log_n"
     full_formula = "softmax(c sqrt(2 ln n) z)"
@@ -242,7 +242,7 @@ class SqrtLogNNormalizer(QueryScale):
     schema = SqrtLogN
 
     def initialise(self) -> None:
-        self.c = self.parameter(1 / self.growth(self.training_layout()).double().mean().item())
+        self.c = self.new_parameter(1 / self.growth(self.training_layout()).double().mean().item())
 
     def growth(self, layout: AttentionLayout) -> Tensor:
         """Return sqrt(2 ln n), (1, T) or (B, 1, T)."""
@@ -254,14 +254,14 @@ class SqrtLogNNormalizer(QueryScale):
 
 @dataclass
 class Llama4(Options):
-    """Options of `llama4`, whose factor on logits grows in steps of the position."""
+    """Options of the normalizer `llama4`, whose factor on logits grows in steps of the position."""
 
     name = "llama4"
     full_formula = "softmax(z (1 + a ln(1 + floor((p + o) / f))))"
     source = "Llama 4's code; with o = 0 Ministral 3's, in transformers"
     findings = "used in Llama 4 in layers without positions"
-    floor_scale: float = key(8192.0, "f, tokens after which the temperature first changes", ge=1, le=LONGEST)
-    attn_scale: float = key(0.1, "a", ge=0, le=LARGEST)
+    floor_scale: float = key(8192.0, "f, tokens after which the temperature first changes", ge=1, le=MAX_LENGTH)
+    attn_scale: float = key(0.1, "a", ge=0, le=MAX_FACTOR)
     offset: Literal[0, 1] = key(1, "o, added to the position: Llama 4 counts from 1", omit_default=True)
 
 
@@ -279,7 +279,7 @@ class Llama4Normalizer(QueryScale):
 
 @dataclass
 class YaRN(Options):
-    """Options of `yarn`, whose factor on logits grows with the document's length."""
+    """Options of the normalizer `yarn`, whose factor on logits grows with the document's length."""
 
     name = "yarn"
     full_formula = "softmax(z (0.1 ln(n / m) + 1)^2)"
@@ -303,7 +303,7 @@ class YaRNNormalizer(QueryScale):
 
 @dataclass
 class InfoScale(Options):
-    """Options of `infoscale`, whose factor on logits depends on n and the head size."""
+    """Options of the normalizer `infoscale`, whose factor on logits depends on n and the head size."""
 
     name = "infoscale"
     full_formula = "softmax(z sqrt(1 - n^(-2/D)) / sqrt(1 - m^(-2/D)))"
@@ -326,7 +326,7 @@ class InfoScaleNormalizer(QueryScale):
 
 @dataclass
 class Cosine(Options):
-    """Options of `cosine`, whose scores are cosines of queries and keys."""
+    """Options of the normalizer `cosine`, whose scores are cosines of queries and keys."""
 
     name = "cosine"
     scales_with_q = False
@@ -350,7 +350,7 @@ class CosineNormalizer(QueryScale):
     schema = Cosine
 
     def initialise(self) -> None:
-        self.g = self.parameter(
+        self.g = self.new_parameter(
             math.sqrt(self.layer.head_size) / self.growth(self.training_layout()).double().mean().item()
         )
 
@@ -379,7 +379,7 @@ def unit_vectors(x: Tensor) -> Tensor:
 
 @dataclass
 class PN(Options):
-    """Options of `p_n`, whose factor on logits is learned for each n."""
+    """Options of the normalizer `p_n`, whose factor on logits is learned for each n."""
 
     name = "p_n"
     full_formula = "softmax((s p_n + b) z)"
@@ -398,8 +398,8 @@ class PNNormalizer(QueryScale):
     schema = PN
 
     def initialise(self) -> None:
-        self.p = self.parameter(1.0, self.layer.train_length)
-        self.s, self.b = self.parameter(1.0), self.parameter(0.0)
+        self.p = self.new_parameter(1.0, self.layer.train_length)
+        self.s, self.b = self.new_parameter(1.0), self.new_parameter(0.0)
 
     def tie_parameters(self, source: Normalizer) -> None:
         self.p = source.p
@@ -411,7 +411,7 @@ class PNNormalizer(QueryScale):
 
 @dataclass
 class QASSMax(Options):
-    """Options of `qassmax`, whose queries are multiplied by learned functions of n and of the query."""
+    """Options of the normalizer `qassmax`, whose queries are multiplied by learned functions of n and of the query."""
 
     name = "qassmax"
     scales_with_q = False

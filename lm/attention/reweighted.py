@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer, SoftmaxNormalizer
-from lm.attention.options import LARGEST, N_HELP, Options, key
+from lm.attention.options import MAX_FACTOR, N_HELP, Options, key
 
 # of the entropy in nats, highest power first, as fitted by the authors
 TEMPERATURE_POLYNOMIAL = (-0.037, 0.481, -2.3, 4.917, -1.791)
@@ -19,7 +19,7 @@ MIN_ENTROPY = 0.5  # nats, up to which weights stay as they are
 
 @dataclass
 class Elastic(Options):
-    """Options of `elastic`, which adds an offset to softmax's weights."""
+    """Options of the normalizer `elastic`, which adds an offset to softmax's weights."""
 
     name = "elastic"
     full_formula = "relu(softmax(z) + tau / n)"
@@ -27,7 +27,7 @@ class Elastic(Options):
     source = "Elastic-Softmax, arXiv 2601.00919 and its code"
     findings = "no figures known to us"
     sums_to_one = False
-    init: float = key(-1.0, "initial value of tau: at -1 weights below 1 / n are 0", ge=-LARGEST, le=LARGEST)
+    init: float = key(-1.0, "initial value of tau: at -1 weights below 1 / n are 0", ge=-MAX_FACTOR, le=MAX_FACTOR)
     n: str = key("visible", N_HELP)
 
 
@@ -41,7 +41,7 @@ class ElasticNormalizer(SoftmaxNormalizer):
     score_map = ""
 
     def initialise(self) -> None:
-        self.tau = self.parameter(self.options.init)
+        self.tau = self.new_parameter(self.options.init)
 
     def init_from(self, source: Normalizer) -> None:
         if source.score_map == "exp":
@@ -55,7 +55,7 @@ class ElasticNormalizer(SoftmaxNormalizer):
 
 @dataclass
 class EntropyTemperature(Options):
-    """Options of `entropy_temperature`, whose temperature follows the entropy of weights."""
+    """Options of the normalizer `entropy_temperature`, whose temperature follows the entropy of weights."""
 
     name = "entropy_temperature"
     full_formula = "softmax(b(H) z), b a polynomial of the entropy H of softmax(z)"

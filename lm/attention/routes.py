@@ -231,7 +231,8 @@ def _hide_later_keys(scores: Tensor) -> Tensor:
 def _blocks_of_scores(
     q: Tensor, k: Tensor, score_map: nn.Module | None
 ) -> Iterator[tuple[slice, int, int, int, Tensor | None]]:
-    """Yield heads, first query, last query + 1, number of keys and the map's coefficients of each block of scores.
+    """Yield heads, first query, last query + 1, number of keys and the coefficients of `score_map`, for each block of
+    scores.
 
     q (N, T, D) are the last T of the S tokens of k (N, S, D).
     """

@@ -12,12 +12,12 @@ from torch import Tensor
 from lm.attention import routes
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import FUSED_SOFTMAX, SoftmaxNormalizer
-from lm.attention.options import LARGEST, Options, key
+from lm.attention.options import MAX_FACTOR, Options, key
 
 
 @dataclass
 class Softmax1(Options):
-    """Options of `softmax1`, softmax with a sink whose logit is 0."""
+    """Options of the normalizer `softmax1`, softmax with a sink whose logit is 0."""
 
     name = "softmax1"
     full_formula = "e^z / (1 + sum e^z)"
@@ -56,7 +56,7 @@ class Softmax1Normalizer(SoftmaxNormalizer):
 
 @dataclass
 class Sink(Options):
-    """Options of `sink`, softmax with a sink whose logit is learned."""
+    """Options of the normalizer `sink`, softmax with a sink whose logit is learned."""
 
     name = "sink"
     full_formula = "e^z / (e^b + sum e^z)"
@@ -64,7 +64,7 @@ class Sink(Options):
     source = "gpt-oss's code"
     findings = "softmax times sigmoid(lse - b)"
     sums_to_one = False
-    init: float = key(0.0, "initial value of b", ge=-LARGEST, le=LARGEST)
+    init: float = key(0.0, "initial value of b", ge=-MAX_FACTOR, le=MAX_FACTOR)
 
 
 class SinkNormalizer(Softmax1Normalizer):
@@ -73,7 +73,7 @@ class SinkNormalizer(Softmax1Normalizer):
     schema = Sink
 
     def initialise(self) -> None:
-        self.b = self.parameter(self.options.init)
+        self.b = self.new_parameter(self.options.init)
 
     def sink(self, reference: Tensor) -> Tensor:
         return self.b

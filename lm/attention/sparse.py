@@ -25,7 +25,7 @@ def subtract_largest_logit(z: Tensor, layout: AttentionLayout) -> Tensor:
 
 @dataclass
 class Sparsemax(Options):
-    """Options of `sparsemax`, the projection of logits onto the simplex."""
+    """Options of the normalizer `sparsemax`, the projection of logits onto the simplex."""
 
     name = "sparsemax"
     full_formula = "relu(z - tau)"
@@ -59,7 +59,7 @@ class SparsemaxNormalizer(Normalizer):
 
 @dataclass
 class Entmax15(Options):
-    """Options of `entmax15`, which is between softmax and sparsemax."""
+    """Options of the normalizer `entmax15`, which is between softmax and sparsemax."""
 
     name = "entmax15"
     full_formula = "relu(z / 2 - tau)^2"
@@ -111,7 +111,7 @@ def entmax_threshold(z: Tensor, p: Literal[1, 2]) -> Tensor:
 
 @dataclass
 class ASEntmax(Options):
-    """Options of `asentmax`, 1.5-entmax whose factor on logits depends on n and the layer's input."""
+    """Options of the normalizer `asentmax`, 1.5-entmax whose factor on logits depends on n and the layer's input."""
 
     name = "asentmax"
     full_formula = "1.5-entmax((1 + b (ln n)^g) z), b = softplus(w_b.x), g = 2 tanh(w_g.x), x the layer's input"
@@ -134,7 +134,7 @@ class ASEntmaxNormalizer(Entmax15Normalizer):
     schema = ASEntmax
 
     def initialise(self) -> None:
-        self.w_b, self.w_g = (self.parameter(0.0, self.layer.n_head, self.layer.width) for _ in range(2))
+        self.w_b, self.w_g = (self.new_parameter(0.0, self.layer.n_head, self.layer.width) for _ in range(2))
 
     def query_features(self, x: Tensor) -> Tensor:
         """Return the coefficients b and g of the class's formula for each query, (B, H, T, 2)."""
@@ -160,7 +160,7 @@ class ASEntmaxNormalizer(Entmax15Normalizer):
 
 @dataclass
 class Softpick(Options):
-    """Options of `softpick`, whose weights are 0 for negative logits."""
+    """Options of the normalizer `softpick`, whose weights are 0 for negative logits."""
 
     name = "softpick"
     full_formula = "relu(e^z - 1) / (sum |e^z - 1| + 1e-8)"

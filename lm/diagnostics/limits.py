@@ -75,9 +75,7 @@ def lemma_1_applies(rows: AttentionRows) -> bool:
 
 
 def _scores_depend_on_length(rows: AttentionRows) -> bool:
-    """Return whether the scores of the sequence's last query change if as many other tokens come before the sequence as
-    it has.
-    """
+    """Return whether the last query's scores change if as many tokens are put before the sequence as it has."""
     x, q, k, _ = rows.inputs
     length = x.size(1)
     layout = AttentionLayout.full(length, x.device).select(torch.tensor([length - 1], device=x.device), length)

@@ -20,7 +20,7 @@ from lm.evaluation.evaluate import measurement_config, open_device, open_store
 from lm.evaluation.held_out import SwapMeasurement
 from lm.files import json_bytes, new_folder
 from lm.model.decoder import Decoder
-from lm.model.spec import check_causality, count_parameters
+from lm.model.spec import check_plugin_causality, count_parameters
 from lm.model.swapped import score_factors, with_normalizer
 from lm.plain import Plain, to_plain
 from lm.plugins import PLUGINS
@@ -79,7 +79,7 @@ def swap_run(
         base = measurement_config(model, files)
         with PLUGINS.trusted_text():
             config = _swapped_config(base, model.decoder.config.normalizer, normalizer, init, destination, overrides)
-        check_causality(config)
+        check_plugin_causality(config)
         old, new = model.decoder, with_normalizer(model.decoder, config.model.normalizer)
         model, store = open_store(model, config, files)
         # an export has no environment

@@ -86,7 +86,7 @@ class ModelSpec:
         return Decoder(self.model, self.vocab_size, self.seq_len, seed=None)
 
 
-def check_causality(config: Config) -> None:
+def check_plugin_causality(config: Config) -> None:
     """Check that with no normalizer from outside lm an output depends on later tokens. Sequences have the training
     length, but at most `MAX_CHECKED_LENGTH` tokens.
 

@@ -18,7 +18,7 @@ from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError, value_text
 from lm.model.decoder import Decoder, parameter_group
 from lm.model.device import resolve_device
-from lm.model.spec import ModelSpec, check_causality, with_steps
+from lm.model.spec import ModelSpec, check_plugin_causality, with_steps
 from lm.model.swapped import with_model
 from lm.plain import Plain, to_plain
 from lm.runs.checkpoints import weights_sha256
@@ -70,7 +70,7 @@ def check_before_data(
         if problems:
             raise ConfigError(problems)
     _check_trainable(config)
-    check_causality(config)
+    check_plugin_causality(config)
     if checkpoint or not config.init_from:
         return config, None
     source, shape = load(config.init_from), _shape(config, 0)

@@ -327,7 +327,7 @@ class PowerOptions(Options):
 class Power(SoftmaxNormalizer):
     schema = PowerOptions
     def initialise(self) -> None:
-        self.s = self.parameter(1.0)
+        self.s = self.new_parameter(1.0)
     def define_scores(self, q, k, layout: layouts.AttentionLayout):
         n = layout.n("visible").unsqueeze(-2).unsqueeze(-1).to(q.dtype)
         return logits(q, k) * self.s.view(-1, 1, 1) * n**self.options.p
