@@ -339,7 +339,7 @@ def _attend(
     module: nn.Module, layout: AttentionLayout, block: tuple[int, int, int], q: Tensor, k: Tensor, v: Tensor,
     *parameters: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Return the output of a block, by `DenseAttention` with these values of the parameters."""
+    """Return the output of a block of queries, computed by `DenseAttention` with `parameters` in place of its own."""
     first_query, end, n_keys = block
     values = dict(zip((name for name, _ in module.named_parameters()), parameters, strict=True))
     arguments = q, k, v, layout.select(slice(first_query, end), n_keys)
