@@ -11,7 +11,7 @@ from typing import ClassVar
 import lightning as L
 
 from lm.config.data_config import END_OF_TEXT
-from lm.config.load import parse
+from lm.config.load import parse_config
 from lm.data.prepare import prepare
 from lm.evaluation.evaluation_kind import Measurement
 from lm.evaluation.metrics import measurements
@@ -47,7 +47,7 @@ class HeldOutText:
         tokenizer = {"name": "file", "path": str(self.tokenizer), "end_of_text": self.end_of_text}
         source = {"name": "files", "paths": [*map(str, self.paths)]}
         data = {"source": source, "tokenizer": tokenizer, "seq_len": self.seq_len}
-        config = parse(
+        config = parse_config(
             {
                 "name": "held-out",
                 "data": {**data, "root": self.root, "deduplicate": False},

@@ -19,8 +19,8 @@ from torch import Tensor
 from lm.attention.catalogue import make_normalizer
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec, Normalizer
-from lm.config.normalizers import SINGLE
-from lm.config.schema import build_named
+from lm.config.normalizers import LAYER_OPTIONS
+from lm.config.schema import build_named_block
 from lm.errors import ConfigError, Problem
 from lm.plain import Plain
 from lm.plugins import PLUGINS
@@ -39,7 +39,7 @@ def make_module(
     """
     with PLUGINS.trusted_text():  # the caller named the normalizer, which may be a plugin
         plain = dict(normalizer) if isinstance(normalizer, Mapping) else normalizer
-        options = build_named(SINGLE, plain, "normalizer", "softmax")
+        options = build_named_block(LAYER_OPTIONS, plain, "normalizer", "softmax")
         return make_normalizer(options, LayerSpec(n_head, head_size, width, train_length))
 
 

@@ -129,7 +129,7 @@ def top_level_package(reference: str) -> str:
 def _import_plugin(reference: str, get_options: OptionsGetter) -> Plugin:
     """Import the plugin `package.module:Class` that `reference` names.
 
-    Raises Unavailable: the import fails, or the class is no normalizer.
+    Raises PluginUnavailable: the import fails, or the class is no normalizer.
     """
     module, _, name = reference.partition(":")
     try:

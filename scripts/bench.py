@@ -158,14 +158,14 @@ def kernel_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tupl
     """Return an attention call for each normalizer's fastest route, and for the dense definitions of `DENSE`; then the
     base.
     """
-    sides = {name: attention(option(), arguments) for name, option in kinds.SINGLE.items()}
-    dense = {f"{name}, dense": attention(kinds.SINGLE[name](), arguments, dense=True) for name in DENSE}
+    sides = {name: attention(option(), arguments) for name, option in kinds.LAYER_OPTIONS.items()}
+    dense = {f"{name}, dense": attention(kinds.LAYER_OPTIONS[name](), arguments, dense=True) for name in DENSE}
     return sides | dense, "softmax"
 
 
 def print_memory(arguments: argparse.Namespace) -> None:
     """Print the peak resident memory that one forward and backward pass adds, each alternative in a new process."""
-    sides = [(name, False) for name in kinds.SINGLE] + [(name, True) for name in DENSE]
+    sides = [(name, False) for name in kinds.LAYER_OPTIONS] + [(name, True) for name in DENSE]
     print(f"peak memory added by one forward and backward, {arguments.n_head} heads, {arguments.seq_len:,} tokens, MiB")
     for name, dense in sides:
         command = [sys.executable, __file__, "memory-of", name + (":dense" if dense else "")]
@@ -186,7 +186,7 @@ def memory_of(arguments: argparse.Namespace) -> None:
     new process.
     """
     name, _, dense = arguments.path.partition(":")
-    step = attention(kinds.SINGLE[name](), arguments, dense=bool(dense))
+    step = attention(kinds.LAYER_OPTIONS[name](), arguments, dense=bool(dense))
     before = peak_process_bytes()
     step()
     print(f"{(peak_process_bytes() - before) / 2**20:,.0f}")
@@ -199,9 +199,9 @@ def measure_long(arguments: argparse.Namespace) -> None:
     if arguments.fused:
         cpu_kernel.why_unusable = lambda v: "PyTorch's is measured"
     device = Device(torch.device(arguments.device), arguments.bf16)
-    decoder = Decoder(shape(arguments, normalizer=kinds.SINGLE[arguments.normalizer]()), arguments.vocab_size, 1024).to(
-        device.device
-    )
+    decoder = Decoder(
+        shape(arguments, normalizer=kinds.LAYER_OPTIONS[arguments.normalizer]()), arguments.vocab_size, 1024
+    ).to(device.device)
     tokens = np.random.default_rng(0).integers(arguments.vocab_size, size=(1, arguments.seq_len + 1))
     held_out = HeldOutSequences(tokens, np.ones(arguments.vocab_size, np.float32))
     on_gpu = device.device.type == "cuda"
@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument("--n-embd", type=int, default=384)
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--seq-len", type=int, help="default 256; kernels 2,048; memory 16,384")
-    parser.add_argument("--normalizer", default="softmax", choices=list(kinds.SINGLE), help="of `long`")
+    parser.add_argument("--normalizer", default="softmax", choices=list(kinds.LAYER_OPTIONS), help="of `long`")
     parser.add_argument("--fused", action="store_true", help="PyTorch's attention on a CPU, too, of `long`")
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=30)

@@ -75,18 +75,21 @@ else:
         from lm.config import normalizers as kinds
     except ImportError:
         from lm.attention import catalogue as kinds  # of 0.11
-    from lm.config.model_config import Learned, ModelConfig
+    from lm.config import model_config
+    from lm.config.model_config import ModelConfig
     from lm.config.training_config import OPTIMIZERS, OptimConfig
     from lm.data.batches import Batch
     from lm.model.decoder import Decoder
     from lm.training.optimizers import make_optimizer
+    learned = getattr(model_config, "LearnedPosition", None) or model_config.Learned  # of earlier commits
     recipes = {
         "plain": {},
-        "gpt2": dict(mlp="gelu", norm="layer", position=Learned(), bias=True, tied=True),
+        "gpt2": dict(mlp="gelu", norm="layer", position=learned(), bias=True, tied=True),
         "modern": dict(mlp="relu2", qk_norm=True, out_init="zero", embedding_norm="rms", value_residual="first_layer",
         logit_softcap=15),
     }
-    normalizer = kinds.SINGLE[side["normalizer"]]()
+    options = getattr(kinds, "LAYER_OPTIONS", None) or kinds.SINGLE  # of earlier commits
+    normalizer = options[side["normalizer"]]()
     config = ModelConfig(n_layer=layers, n_head=heads, n_embd=width, normalizer=normalizer, **recipes[side["recipe"]])
     model = Decoder(config, vocabulary, 256)
     optimizer = make_optimizer(model,

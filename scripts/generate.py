@@ -23,8 +23,8 @@ from committed_results import ROOT
 
 from lm.attention.catalogue import ENTRIES, normalizer_class
 from lm.cli import app
-from lm.config.normalizers import OPTIONS
-from lm.config.reference import reference, reference_markdown
+from lm.config.normalizers import NORMALIZER_OPTIONS
+from lm.config.reference import reference_markdown, reference_rows
 from lm.config.tree import Config
 from lm.evaluation import metrics
 
@@ -34,7 +34,7 @@ from house_size import RATCHET, SUMS, house_sizes
 
 def inventory() -> dict[str, list[str]]:
     """Return the arguments and options of each command with their defaults, and all configuration keys under `keys`."""
-    return dict(_commands(typer.main.get_command(app), "lm")) | {"keys": [path for path, *_ in reference(Config)]}
+    return dict(_commands(typer.main.get_command(app), "lm")) | {"keys": [path for path, *_ in reference_rows(Config)]}
 
 
 def _commands(command: object, path: str) -> Iterator[tuple[str, list[str]]]:
@@ -106,9 +106,10 @@ def normalizers_page() -> str:
         facts = entry.full_formula, entry.learned_parameters, sums, kernel, entry.source, entry.findings
         lines.append(_table_row(f"`{name}`", *facts))
     lines += ["", "## Options", "", "| key | type | default | what it is |", "|---|---|---|---|"]
-    for name, option in OPTIONS.items():
+    for name, option in NORMALIZER_OPTIONS.items():
         lines += [
-            _table_row(f"`{path}`", kind, f"`{default}`", text) for path, kind, default, text in reference(option, name)
+            _table_row(f"`{path}`", kind, f"`{default}`", text)
+            for path, kind, default, text in reference_rows(option, name)
         ]
     return "\n".join(lines) + "\n"
 

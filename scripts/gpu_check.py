@@ -154,7 +154,7 @@ def backends(out: Path) -> list[Line]:
     """Return which SDPA kernel each query-scaling normalizer runs on, by the kernel names in a profile."""
     lines = []
     heads, length = (12, 1024) if ON_GPU else (2, 64)
-    for name, option in kinds.SINGLE.items():
+    for name, option in kinds.LAYER_OPTIONS.items():
         normalizer = make_normalizer(option(), LayerSpec(heads, 64, 64 * heads, length)).to(DEVICE)
         if not isinstance(normalizer, QueryScale) and name not in ("qassmax", "sink", "softmax1", "window"):
             continue
@@ -189,7 +189,7 @@ def kernels(out: Path) -> list[Line]:
     )
     reason = why_no_triton(DEVICE, torch.bfloat16, 64)
     lines = [("kernel of relu2, relu, sigmoid", reason or "Triton", "ok" if not reason or not ON_GPU else "failed")]
-    for name, option in kinds.SINGLE.items():
+    for name, option in kinds.LAYER_OPTIONS.items():
         normalizer = make_normalizer(option(), LayerSpec(2, 64, 128, 256)).to(DEVICE)
         if package := normalizer.gpu_package:
             layer_input = torch.randn(1, 256, 128, device=DEVICE)
@@ -201,7 +201,7 @@ def kernels(out: Path) -> list[Line]:
                 (f"kernel of {package} for {name}", reason or "passes its check", "failed" if is_wrong else "ok")
             )
     times = interleaved(
-        {name: attention_step(option(), arguments) for name, option in kinds.SINGLE.items()}, 5 if ON_GPU else 1
+        {name: attention_step(option(), arguments) for name, option in kinds.LAYER_OPTIONS.items()}, 5 if ON_GPU else 1
     )
     base = float(np.median(times["softmax"]))
     shape = f"1 x {arguments.n_head} heads x {arguments.seq_len:,} x 64"

@@ -79,7 +79,7 @@ def build_run(
         "model": {"normalizer": normalizer},
         "trainer": {"max_steps": steps},
     }
-    tree = configuration.parse(configuration.merge(content, overrides))
+    tree = configuration.parse_config(configuration.merge(content, overrides))
     (folder / "config.yaml").write_text(configuration.to_yaml(tree))
     n_normalizer = 0 if normalizer == "softmax" else 48
     environment = {

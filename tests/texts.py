@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from lm.config.data_config import DataConfig, Files, Hub, Package, Source, TrainedTokenizer
+from lm.config.data_config import DataConfig, FileSource, HubSource, PackageSource, Source, TrainedTokenizer
 from lm.data.sources import reader
 from lm.data.store import Split, Store
 from lm.data.text_files import Unreadable
@@ -47,7 +47,7 @@ def write_parquet(path: Path, columns: dict[str, list]) -> Path:
 def files_config(folder: Path, tmp_path: Path, **changes) -> DataConfig:
     """Return a data configuration of the files in a folder, with `changes` to it."""
     base = DataConfig(
-        Files(paths=[str(folder)]), TrainedTokenizer(300), root=str(tmp_path / "stores"), val_fraction=0.2
+        FileSource(paths=[str(folder)]), TrainedTokenizer(300), root=str(tmp_path / "stores"), val_fraction=0.2
     )
     return dataclasses.replace(base, **changes)
 
@@ -95,7 +95,7 @@ def skipping(source: Source, vocabulary: Vocabulary | None = None) -> tuple[list
     return read
 
 
-def one_line_error(source: Files | Hub | Package) -> str:
+def one_line_error(source: FileSource | HubSource | PackageSource) -> str:
     """Return the message of the DataError that reading a source raises; it must be one line."""
     with pytest.raises(DataError) as error:
         list(documents(source))

@@ -77,7 +77,7 @@ class Options:
 
     def layer_options(self) -> list["Options"]:
         """Return the options of all normalizers that these options describe: [self], or the entries of a list of layers
-        (`lm.config.normalizers.Layers`).
+        (`lm.config.normalizers.LayerList`).
         """
         return [self]
 

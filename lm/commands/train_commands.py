@@ -125,13 +125,13 @@ def normalizers(
     The whole table is docs/normalizers.md.
     """
     from lm.attention.catalogue import ENTRIES
-    from lm.config.reference import description
+    from lm.config.reference import normalizer_lines
     from lm.errors import ConfigError, suggest
 
     if name and name not in ENTRIES:
         raise ConfigError(f"{name}: no normalizer of lm's; {suggest(name, ENTRIES)}")
     width = max(map(len, ENTRIES))
-    lines = description(name) if name else [f"{entry:{width}}  {ENTRIES[entry].full_formula}" for entry in ENTRIES]
+    lines = normalizer_lines(name) if name else [f"{entry:{width}}  {ENTRIES[entry].full_formula}" for entry in ENTRIES]
     print("\n".join(lines))
 
 

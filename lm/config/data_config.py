@@ -17,7 +17,7 @@ from lm.errors import Problem
 from lm.files import expand_home
 from lm.plain import Plain
 
-MAX_SYMBOLS, MAX_VOCABULARY = 2**16, 2**20  # most symbols of one kind; most symbols of a task, joined pairs included
+MAX_SYMBOLS, MAX_TASK_SYMBOLS = 2**16, 2**20  # most symbols of one kind; most symbols of a task, joined pairs included
 TEST_DIVISOR = 8  # 1 in 8 of a task's contents (such as strings or keys) occurs in test sequences only
 
 
@@ -52,7 +52,7 @@ class Task(ABC):
     def entropy(self, length: int) -> float:
         """Return the entropy, in nats, of the task's sequences of `length` predicted tokens, or a lower bound of it."""
 
-    def n_distinct(self, length: int, subset: Literal["train", "test"]) -> float:
+    def n_distinct_sequences(self, length: int, subset: Literal["train", "test"]) -> float:
         """Return about how many different sequences of `length` predicted tokens the subset has. If more are drawn,
         some repeat.
         """
@@ -120,8 +120,8 @@ class MQAR(Task):
         if self.held_out == "pairs" and (self.joined or self.values < TEST_DIVISOR * self.pairs):
             reason = f"single pairs need two symbols each and {TEST_DIVISOR} times as many values as pairs"
             yield Problem("held_out", self.held_out, reason)
-        if self.vocab_size > MAX_VOCABULARY:
-            reason = f"makes {self.vocab_size:,} symbols of keys and values, more than {MAX_VOCABULARY:,}"
+        if self.vocab_size > MAX_TASK_SYMBOLS:
+            reason = f"makes {self.vocab_size:,} symbols of keys and values, more than {MAX_TASK_SYMBOLS:,}"
             yield Problem("joined", self.joined, reason, "lower keys or values")
         limits = {"keys": self.keys, "values": self.values}
         yield from (
@@ -219,7 +219,7 @@ MAX_SEQ_LEN = 10**7  # most tokens in a sequence
 
 
 @dataclass
-class Package:
+class PackageSource:
     """This source is text that an installed Python package contains."""
 
     name: ClassVar[str] = "package"
@@ -236,13 +236,13 @@ class Package:
 
 
 @dataclass
-class Files:
+class FileSource:
     """This source is local files: plain text (a document per file), .jsonl, .ndjson or .parquet (a document per row).
     Text and JSON may be compressed as .gz or .zst.
     """
 
     name: ClassVar[str] = "files"
-    required: ClassVar[Sequence[str]] = ("paths",)
+    required_keys: ClassVar[Sequence[str]] = ("paths",)
     paths: list[str] = key([], "files, folders or globs, relative to the working directory")
     suffixes: list[str] = key([".txt"], "suffixes of plain-text files, in any case, e.g. [.txt, .md, .py]")
     column: str = key("text", "column that holds the text")
@@ -265,13 +265,13 @@ class Files:
 
 
 @dataclass
-class Hub:
+class HubSource:
     """This source is a dataset that the `datasets` library reads: by name from the Hugging Face hub, from a local
     folder, or from a folder of `Dataset.save_to_disk`.
     """
 
     name: ClassVar[str] = "hub"
-    required: ClassVar[Sequence[str]] = ("dataset",)
+    required_keys: ClassVar[Sequence[str]] = ("dataset",)
     dataset: str = key("", "name on the hub, or a local dataset folder")
     config: str | None = key(None, "configuration (subset) of the dataset")
     split: str = key("train", "split to read; unless validation_split is set, held-out documents are taken from it")
@@ -297,11 +297,11 @@ class Hub:
 
 
 @dataclass
-class Tokens:
+class TokenSource:
     """This source is token ids that another program made with the tokenizer that `data.tokenizer` names."""
 
     name: ClassVar[str] = "tokens"
-    required: ClassVar[Sequence[str]] = ("paths", "format")
+    required_keys: ClassVar[Sequence[str]] = ("paths", "format")
     paths: list[str] = key([], "files, folders or globs, relative to the working directory")
     format: Literal["nanogpt", "modded-nanogpt", "column", "saved"] | None = key(
         None,
@@ -324,8 +324,8 @@ class Tokens:
             yield Problem("validation_paths", min(shared_paths), reason, "name others, or []")
 
 
-Source = Package | Files | Hub | Tokens
-SOURCES = {v.name: v for v in (Package, Files, Hub, Tokens)}
+Source = PackageSource | FileSource | HubSource | TokenSource
+SOURCES = {v.name: v for v in (PackageSource, FileSource, HubSource, TokenSource)}
 
 
 @dataclass
@@ -343,7 +343,7 @@ class Mixture:
     """
 
     name: ClassVar[str] = "mixture"
-    required: ClassVar[Sequence[str]] = ("of",)
+    required_keys: ClassVar[Sequence[str]] = ("of",)
     of: list[WeightedSource] = section(
         WeightedSource, "the sources and their weights; a change of weights makes no new token store", default=[]
     )
@@ -380,7 +380,7 @@ class TokenizerFile(TokenizerOptions):
     """The tokenizer is a file of the `tokenizers` library. It must decode every encoded text unchanged."""
 
     name: ClassVar[str] = "file"
-    required: ClassVar[Sequence[str]] = ("path",)
+    required_keys: ClassVar[Sequence[str]] = ("path",)
     path: str = key("", "path of a tokenizer.json")
     end_of_text: str = key(END_OF_TEXT, "the token that starts a document")
     end_tokens: list[str] = key(
@@ -393,7 +393,7 @@ class PretrainedTokenizer(TokenizerOptions):
     """The tokenizer is that of a pretrained model, on the Hugging Face hub or in a folder of transformers."""
 
     name: ClassVar[str] = "pretrained"
-    required: ClassVar[Sequence[str]] = ("model",)
+    required_keys: ClassVar[Sequence[str]] = ("model",)
     model: str = key("", "name on the hub, e.g. HuggingFaceTB/SmolLM2-135M, or a folder in the format of transformers")
     revision: str | None = key(None, "commit, tag or branch; pin it for results that last")
     end_of_text: str = key(END_OF_TEXT, "the token that starts a document")
@@ -407,11 +407,7 @@ class WeightedTask:
     """A synthetic task, and its fraction of the training sequences."""
 
     weight: float = key(1.0, "fraction of the training sequences; text has what the tasks leave", gt=0, le=1)
-    task: Task = variant(
-        TASKS,
-        "mqar",
-        "the task; `needle` is in text, `mqar` is over symbols of its own",
-    )
+    task: Task = variant(TASKS, "mqar", "the task; `needle` is in text, `mqar` is over symbols of its own")
 
 
 @dataclass
@@ -421,9 +417,7 @@ class DataConfig:
     source: Source | Mixture = variant({**SOURCES, Mixture.name: Mixture}, "package", "where the text comes from")
     tokenizer: TokenizerOptions = variant(TOKENIZERS, "train", "how text becomes tokens")
     tasks: list[WeightedTask] = section(
-        WeightedTask,
-        "synthetic tasks that make some or all of the training sequences (lm/data/tasks.py)",
-        default=[],
+        WeightedTask, "synthetic tasks that make some or all of the training sequences (lm/data/tasks.py)", default=[]
     )
     seq_len: int = key(256, "tokens in a training sequence", {"on_resume": "branch"}, ge=2, le=MAX_SEQ_LEN)
     lengths: FullLength | MixedLengths = variant(
@@ -437,7 +431,7 @@ class DataConfig:
     seed: int | None = key(
         None, "seed of the order of the batches and of the tasks' sequences; null: as `seed`", {"affects": "seed"},
         omit_default=True,
-        ge=0, lt=2**31,
+        ge=0, lt=2**31
     )  # fmt: skip
     val_fraction: float = key(
         0.1, "fraction of each source's text held out, by whole documents, chosen by their hash", gt=0, lt=1
@@ -458,13 +452,13 @@ class DataConfig:
     def problems(self) -> Iterator[Problem]:
         """Yield a problem if token ids are read, but a tokenizer is to be trained."""
         if isinstance(self.tokenizer, TrainedTokenizer) and any(
-            isinstance(weighted.source, Tokens) for weighted in self.sources
+            isinstance(weighted.source, TokenSource) for weighted in self.sources
         ):
             remedy = "name the one that made them: " + ", ".join(list(TOKENIZERS)[1:])
             yield Problem("tokenizer", self.tokenizer.name, "token ids have a tokenizer already", remedy)
 
     @property
-    def folder(self) -> Path:
+    def stores_folder(self) -> Path:
         """Return the folder that contains the token stores."""
         return expand_home(self.root)
 

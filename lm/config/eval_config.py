@@ -15,12 +15,12 @@ from torch import Tensor
 from lm.attention.options import Options
 from lm.config.data_config import SOURCES, TASKS, DataConfig, Source, Task
 from lm.config.model_config import ModelConfig, Position, divide_low_frequencies
-from lm.config.normalizers import with_changes
+from lm.config.normalizers import change_options
 from lm.config.schema import key, section, variant
 from lm.errors import Problem, yaml_scalar
 from lm.plain import Plain, to_plain
 
-FACTOR_HELP = "scaling factor s; null: the sequence's length in training lengths"
+SCALING_FACTOR_HELP = "scaling factor s; null: the sequence's length in training lengths"
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class RopeScaling:
 
     name: ClassVar[str] = "as_trained"
 
-    def s(self, trained_length: int, length: int) -> float:
+    def scaling_factor(self, trained_length: int, length: int) -> float:
         """Return the scaling factor s: the option `factor` if it is set, else max(1, `length` / `trained_length`)."""
         return getattr(self, "factor", None) or max(1.0, length / trained_length)
 
-    def theta(self, theta: float, head_size: int, s: float) -> float:
+    def scaled_theta(self, theta: float, head_size: int, s: float) -> float:
         """Return RoPE's base at the scaling factor `s`, from its base `theta` in training."""
         return theta
 
@@ -53,7 +53,7 @@ class RopeScaling:
         return 1.0
 
 
-AS_TRAINED = RopeScaling()
+NO_SCALING = RopeScaling()
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ThetaFactor(RopeScaling):
     name: ClassVar[str] = "theta"
     factor: float = key(50.0, "multiplies theta", ge=1e-3, le=1e6)
 
-    def theta(self, theta: float, head_size: int, s: float) -> float:
+    def scaled_theta(self, theta: float, head_size: int, s: float) -> float:
         return theta * s
 
 
@@ -74,7 +74,7 @@ class Interpolation(RopeScaling):
     """
 
     name: ClassVar[str] = "interpolation"
-    factor: float | None = key(None, FACTOR_HELP, ge=1, le=1e6)
+    factor: float | None = key(None, SCALING_FACTOR_HELP, ge=1, le=1e6)
 
     def scaled_frequencies(self, frequencies: Tensor, periods: Tensor, s: float) -> Tensor:
         return frequencies / s
@@ -87,9 +87,9 @@ class NTK(RopeScaling):
     """
 
     name: ClassVar[str] = "ntk"
-    factor: float | None = key(None, FACTOR_HELP, ge=1, le=1e6)
+    factor: float | None = key(None, SCALING_FACTOR_HELP, ge=1, le=1e6)
 
-    def theta(self, theta: float, head_size: int, s: float) -> float:
+    def scaled_theta(self, theta: float, head_size: int, s: float) -> float:
         return theta * s ** (head_size / max(1, head_size - 2))
 
 
@@ -98,13 +98,13 @@ SLOW_PERIODS, FAST_PERIODS = 1.0, 32.0
 
 
 @dataclass(frozen=True)
-class YaRNScaling(RopeScaling):
+class InferenceYarn(RopeScaling):
     """YaRN (arXiv 2309.00071) divides the frequencies of low-frequency pairs of dimensions by s, and multiplies the
     logits by a temperature.
     """
 
     name: ClassVar[str] = "yarn"
-    factor: float | None = key(None, FACTOR_HELP, ge=1, le=1e6)
+    factor: float | None = key(None, SCALING_FACTOR_HELP, ge=1, le=1e6)
     temperature: bool = key(True, "multiply logits by (0.1 ln s + 1)^2")
 
     def scaled_frequencies(self, frequencies: Tensor, periods: Tensor, s: float) -> Tensor:
@@ -114,7 +114,7 @@ class YaRNScaling(RopeScaling):
         return (0.1 * math.log(s) + 1) ** 2 if self.temperature else 1.0
 
 
-ROPE_SCALINGS = {v.name: v for v in (RopeScaling, ThetaFactor, Interpolation, NTK, YaRNScaling)}
+ROPE_SCALINGS = {v.name: v for v in (RopeScaling, ThetaFactor, Interpolation, NTK, InferenceYarn)}
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,7 @@ class InferenceSetting:
 
     rope: RopeScaling = variant(ROPE_SCALINGS, "as_trained", "RoPE's frequencies")
     normalizer: dict[str, bool | int | float | str] = key(
-        {},
-        "options that differ from training, e.g. {clip: true}; normalizers without such an option ignore it",
+        {}, "options that differ from training, e.g. {clip: true}; normalizers without such an option ignore it"
     )
 
     @property
@@ -147,7 +146,7 @@ class InferenceSetting:
             [words, *options, *(f"{name}={yaml_scalar(value)}" for name, value in self.normalizer.items())]
         )
 
-    def normalizers(self, trained_normalizers: list[Options], path: str) -> tuple[list[Options], list[Problem]]:
+    def changed_normalizers(self, trained_normalizers: list[Options], path: str) -> tuple[list[Options], list[Problem]]:
         """Return the model's normalizer options as this setting changes them, and the problems of these changes.
 
         A problem is also a YaRN temperature, which scales queries, on a normalizer whose scores don't scale with them.
@@ -156,7 +155,7 @@ class InferenceSetting:
         """
         problems: list[Problem] = []
         key_path = f"{path}.normalizer"
-        normalizers = [with_changes(options, self.normalizer, key_path, problems) for options in trained_normalizers]
+        normalizers = [change_options(options, self.normalizer, key_path, problems) for options in trained_normalizers]
         for name in self.missing_options(trained_normalizers):
             reason = "no normalizer of this model has this option"
             problems.append(Problem(f"{key_path}.{name}", self.normalizer[name], reason, "drop it"))
@@ -179,7 +178,7 @@ def _number_text(value: float) -> str:
     return text if float(text) == value else repr(value)
 
 
-def check_inference(settings: list[InferenceSetting], position: Position) -> Iterator[Problem]:
+def inference_problems(settings: list[InferenceSetting], position: Position) -> Iterator[Problem]:
     """Yield the problems of an evaluation's inference settings: equal settings, or a scaling for a model without RoPE.
     Their paths are relative to the evaluation's block.
     """
@@ -195,11 +194,11 @@ def check_inference(settings: list[InferenceSetting], position: Position) -> Ite
 # ---------------------------------------------------------------- evaluations
 
 
-COMMANDS = ("train", "eval", "diagnose")  # commands that use the keys of `eval.diagnostics`
+DIAGNOSTICS_COMMANDS = ("train", "eval", "diagnose")  # commands that use the keys of `eval.diagnostics`
 AUTO_LENGTH_FACTOR = 8.0  # the longest sequences of `length_factor: auto`, in training lengths
-MAX_FACTOR = 65536  # largest length of a sequence, in training lengths
+MAX_LENGTH_FACTOR = 65536  # largest length of a sequence, in training lengths
 # most tokens read after the end of a needle's sequence: its answer has at least 1 token, a generated number up to 8
-MAX_OVERRUN = 7
+MAX_EXTRA_TOKENS = 7
 MAX_SEQUENCES = 10**6
 
 
@@ -231,7 +230,7 @@ TIMING_KEYS = tuple(spec.name for spec in fields(Timing))
 
 
 @dataclass
-class EvaluationConfig(Timing):
+class EvaluationKindConfig(Timing):
     """Base class of the options of one kind of evaluation, such as recall: when it is measured, and on which
     sequences.
     """
@@ -244,7 +243,7 @@ class EvaluationConfig(Timing):
         """Return whether these options switch the evaluation on for a model that is trained on `data`."""
         return bool(getattr(self, self.switch_key))
 
-    def longest(self, data: DataConfig) -> int:
+    def longest_length(self, data: DataConfig) -> int:
         """Return the number of tokens of the longest sequences that the evaluation measures, answers that are generated
         after them included.
         """
@@ -258,15 +257,15 @@ class EvaluationConfig(Timing):
         """
         if data.symbolic and self.needs_text:
             yield Problem(self.switch_key, getattr(self, self.switch_key), "needs a model of text", "switch it off")
-        yield from check_inference(getattr(self, "inference", [InferenceSetting()]), model.position)
-        if model.position.has_last_position and (longest := self.longest(data)) > data.seq_len:
+        yield from inference_problems(getattr(self, "inference", [InferenceSetting()]), model.position)
+        if model.position.has_last_position and (longest := self.longest_length(data)) > data.seq_len:
             reason = f"makes {longest:,} tokens be read, and learned positions end at {data.seq_len:,}"
             remedy = "leave longer sequences out, or train with model.position=rope"
             yield Problem(self.switch_key, getattr(self, self.switch_key), reason, remedy)
 
 
 @dataclass
-class InferenceConfig(EvaluationConfig):
+class InferenceKindConfig(EvaluationKindConfig):
     """Base class of the options of an evaluation that is measured under one or several inference settings."""
 
     inference: list[InferenceSetting] = section(
@@ -282,7 +281,7 @@ def lengths_from_factors(factors: list[float], data: DataConfig) -> list[int]:
 
 
 @dataclass
-class LongContextConfig(InferenceConfig):
+class LongContextConfig(InferenceKindConfig):
     """Options of the evaluation `long_context`: the loss by position in long sequences."""
 
     switch_key: ClassVar[str] = "length_factor"
@@ -291,7 +290,7 @@ class LongContextConfig(InferenceConfig):
         "sequence length, in training lengths; 0: off; auto: the first of 8, 4, 2 ... that two held-out documents are "
         "long enough for",
         ge=0,
-        le=MAX_FACTOR,
+        le=MAX_LENGTH_FACTOR,
     )
     sequences: int = key(
         32, "sequences, spread over the held-out documents that are long enough", ge=1, le=MAX_SEQUENCES
@@ -307,12 +306,12 @@ class LongContextConfig(InferenceConfig):
         """Return the length of the longest sequences that this evaluation may measure, in training lengths."""
         return AUTO_LENGTH_FACTOR if self.length_factor == "auto" else self.length_factor
 
-    def longest(self, data: DataConfig) -> int:
+    def longest_length(self, data: DataConfig) -> int:
         return data.seq_len if self.length_factor == "auto" else round(self.length_factor * data.seq_len)
 
 
 @dataclass
-class ByLengthConfig(InferenceConfig):
+class ByLengthConfig(InferenceKindConfig):
     """Options of the evaluation `by_length`: the loss on the same tokens, cut into sequences of several lengths."""
 
     switch_key: ClassVar[str] = "lengths"
@@ -332,12 +331,12 @@ class ByLengthConfig(InferenceConfig):
             )
             yield Problem("lengths", non_divisors[0], reason, "give divisors of the longest")
 
-    def longest(self, data: DataConfig) -> int:
+    def longest_length(self, data: DataConfig) -> int:
         return max(self.lengths)
 
 
 @dataclass
-class TextsConfig(EvaluationConfig):
+class TextsConfig(EvaluationKindConfig):
     """Options of the evaluation `texts`: the loss on texts other than the held-out text."""
 
     switch_key: ClassVar[str] = "of"
@@ -354,7 +353,7 @@ class TextsConfig(EvaluationConfig):
 
 
 @dataclass
-class RecallConfig(InferenceConfig):
+class RecallConfig(InferenceKindConfig):
     """Options of the evaluation `recall`: accuracy on synthetic tasks, by sequence length."""
 
     switch_key: ClassVar[str] = "length_factors"
@@ -363,7 +362,7 @@ class RecallConfig(InferenceConfig):
         TASKS, [], "tasks to measure, e.g. [needle, {name: needle, needles: 3}]; empty: those of data.tasks"
     )
     length_factors: list[float] = key(
-        [1.0, 2.0, 4.0, 8.0, 16.0], "sequence lengths, in training lengths; []: off", gt=0, le=MAX_FACTOR
+        [1.0, 2.0, 4.0, 8.0, 16.0], "sequence lengths, in training lengths; []: off", gt=0, le=MAX_LENGTH_FACTOR
     )
     sequences: int = key(128, "sequences of each task and length", ge=1, le=MAX_SEQUENCES)
 
@@ -374,7 +373,7 @@ class RecallConfig(InferenceConfig):
         """Return the tasks that the evaluation measures: its own, or else those that the model is trained on."""
         return self.tasks or [weighted.task for weighted in data.tasks]
 
-    def longest(self, data: DataConfig) -> int:
+    def longest_length(self, data: DataConfig) -> int:
         return round(max(self.length_factors) * data.seq_len)
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
@@ -391,12 +390,12 @@ class RecallConfig(InferenceConfig):
 
 
 @dataclass
-class NeedleConfig(InferenceConfig):
+class NeedleConfig(InferenceKindConfig):
     """Options of the evaluation `needle`: needles in a haystack, by context length and depth."""
 
     switch_key: ClassVar[str] = "length_factors"
     length_factors: list[float] = key(
-        [], "context lengths, in training lengths, e.g. [1, 2, 4, 8, 16]; []: off", gt=0, le=MAX_FACTOR
+        [], "context lengths, in training lengths, e.g. [1, 2, 4, 8, 16]; []: off", gt=0, le=MAX_LENGTH_FACTOR
     )
     depths: list[float] = key([0.0, 0.25, 0.5, 0.75, 1.0], "fractions of the text before the needle", ge=0, le=1)
     trials: int = key(
@@ -411,7 +410,7 @@ class NeedleConfig(InferenceConfig):
         None,
         "length, in training lengths, at which every head's attention to the needle is measured; null: off",
         gt=0,
-        le=MAX_FACTOR,
+        le=MAX_LENGTH_FACTOR,
     )
 
     def problems(self) -> Iterator[Problem]:
@@ -421,12 +420,12 @@ class NeedleConfig(InferenceConfig):
                 "heads_at", self.heads_at, "eval.needle.length_factors is []", "set eval.needle.length_factors"
             )
 
-    def longest(self, data: DataConfig) -> int:
-        return round(max(*self.length_factors, self.heads_at or 0) * data.seq_len) + MAX_OVERRUN
+    def longest_length(self, data: DataConfig) -> int:
+        return round(max(*self.length_factors, self.heads_at or 0) * data.seq_len) + MAX_EXTRA_TOKENS
 
 
 @dataclass
-class TasksConfig(EvaluationConfig):
+class TasksConfig(EvaluationKindConfig):
     """Options of downstream tasks. `eval` has them as keys of its own, without a block."""
 
     switch_key: ClassVar[str] = "tasks"
@@ -438,11 +437,11 @@ Statistics = Literal["concentration", "sparsity", "limits"]
 
 
 @dataclass
-class DiagnosticsConfig(InferenceConfig):
+class DiagnosticsConfig(InferenceKindConfig):
     """Options of the evaluation `diagnostics`: statistics of attention weights."""
 
     switch_key: ClassVar[str] = "length_factor"
-    required: ClassVar[Sequence[str]] = ("statistics",)
+    required_keys: ClassVar[Sequence[str]] = ("statistics",)
     needs_text: ClassVar[bool] = False
     statistics: list[Statistics] = key(
         ["concentration", "sparsity"], f"families of statistics: {', '.join(get_args(Statistics))}"
@@ -451,7 +450,7 @@ class DiagnosticsConfig(InferenceConfig):
         1.0,
         "sequence length, in training lengths; unless it is 1, a sequence lies in one held-out document",
         gt=0,
-        le=MAX_FACTOR,
+        le=MAX_LENGTH_FACTOR,
     )
     sequences: int = key(16, "held-out sequences, spread over the held-out text", ge=1, le=MAX_SEQUENCES)
     queries: int = key(
@@ -466,7 +465,7 @@ class DiagnosticsConfig(InferenceConfig):
         if len(set(self.statistics)) < len(self.statistics):
             yield Problem("statistics", self.statistics, "names something twice")
 
-    def longest(self, data: DataConfig) -> int:
+    def longest_length(self, data: DataConfig) -> int:
         return round(self.length_factor * data.seq_len)
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
@@ -489,7 +488,7 @@ class EvalConfig:
         "log", "if an evaluation fails during training: report it and train on, or stop"
     )
     swap_lengths: list[float] = key(
-        [1.0, 2.0, 4.0], "lengths, in training lengths, at which a swap is measured; []: off", gt=0, le=MAX_FACTOR
+        [1.0, 2.0, 4.0], "lengths, in training lengths, to measure a swap at; []: off", gt=0, le=MAX_LENGTH_FACTOR
     )
     tasks: list[str] = key(
         [],
@@ -512,7 +511,7 @@ class EvalConfig:
     diagnostics: DiagnosticsConfig | None = section(
         DiagnosticsConfig,
         "statistics of attention weights, also of the untrained model",
-        {"acts_in": COMMANDS},
+        {"acts_in": DIAGNOSTICS_COMMANDS},
         default=None,
     )
 
@@ -523,7 +522,7 @@ class EvalConfig:
         return ["validation", *(spec.name for spec in fields(cls) if "blocks" in spec.metadata), "tasks"]
 
     @property
-    def kinds(self) -> dict[str, EvaluationConfig]:
+    def kinds(self) -> dict[str, EvaluationKindConfig]:
         """Map the name of each kind of evaluation except the validation to its options. Kinds whose block is null are
         left out.
         """
@@ -537,7 +536,7 @@ class EvalConfig:
         """
         return ["validation", *(kind for kind, options in self.kinds.items() if options.is_wanted(data))]
 
-    def measured_options(self, kind: str) -> dict[str, Plain]:
+    def measurement_options(self, kind: str) -> dict[str, Plain]:
         """Return {key: value} of the options that determine the numbers that `kind` measures. Null options and the keys
         of `Timing` are left out.
         """

@@ -1,7 +1,7 @@
 """Reads configurations from YAML files and overrides, checks them, and writes them as YAML.
 
-`load_config` merges files (each may inherit with `base:`) and `key=value` overrides. `parse` raises one `ConfigError`
-with every problem of single keys, or if there are none, with every contradiction between keys.
+`load_config` merges files (each may inherit with `base:`) and `key=value` overrides. `parse_config` raises one
+`ConfigError` with every problem of single keys, or if there are none, with every contradiction between keys.
 """
 
 import re
@@ -12,21 +12,16 @@ from pathlib import Path
 
 from lm.attention.options import Options
 from lm.config import presets
-from lm.config.normalizers import OPTIONS, Layers
-from lm.config.schema import build, build_named, cross_key_problems, effect, fields_at
+from lm.config.normalizers import NORMALIZER_OPTIONS, LayerList
+from lm.config.schema import build_block, build_named_block, cross_key_problems, effect_at, fields_at
 from lm.config.tree import Config
-from lm.config.yaml_text import (
-    MAX_BYTES,
-    dump_yaml,
-    parse_yaml,
-    resolve_interpolations,
-)
+from lm.config.yaml_text import MAX_BYTES, dump_yaml, parse_yaml, resolve_interpolations
 from lm.errors import ConfigError, Problem, abbreviate, one_line, value_text
 from lm.plain import Plain, flatten, is_block, to_plain
 from lm.plugins import PLUGINS
 
 
-def check(config: Config) -> Iterator[Problem]:
+def config_problems(config: Config) -> Iterator[Problem]:
     """Yield a problem for each missing value of a configuration, and for each contradiction between keys that are valid
     by themselves.
 
@@ -43,8 +38,8 @@ def check(config: Config) -> Iterator[Problem]:
     if non_divisors := [length for length in data.lengths.weights if length < 2 or data.seq_len % length]:
         reason = f"does not divide data.seq_len = {data.seq_len} into sequences of 2 tokens or more"
         yield Problem("data.lengths.weights", non_divisors[0], reason, "give divisors of data.seq_len")
-    yield from check_phases(config)
-    yield from check_tasks(config)
+    yield from phase_problems(config)
+    yield from task_problems(config)
     yield from _batch_problems(config)
     if trainer.max_steps is None and trainer.tokens_per_parameter is None:
         yield Problem("trainer.max_steps", None, "is not given", "set it, or trainer.tokens_per_parameter")
@@ -52,13 +47,13 @@ def check(config: Config) -> Iterator[Problem]:
         reason = f"trainer.max_steps = {trainer.max_steps} is given, too"
         yield Problem("trainer.tokens_per_parameter", trainer.tokens_per_parameter, reason, "drop one")
     if trainer.max_steps:
-        yield from check_steps(config)
-    normalizers = [phase.normalizer for phase in config.plan]
+        yield from empty_phase_problems(config)
+    normalizers = [phase.normalizer for phase in config.training_phases]
     for kind, options in config.eval.kinds.items():
         conflicts = []
         # checked even if the evaluation is off, as other values are
         for index, setting in enumerate(getattr(options, "inference", [])):
-            conflicts += setting.normalizers(normalizers, f"inference[{index}]")[1]
+            conflicts += setting.changed_normalizers(normalizers, f"inference[{index}]")[1]
         conflicts += options.conflicts(data, model) if options.is_wanted(data) else ()
         yield from (
             replace(conflict, path=f"eval.{kind}.{conflict.path}".replace("tasks.tasks", "tasks"))
@@ -81,21 +76,21 @@ def _batch_problems(config: Config) -> Iterator[Problem]:
         reason = f"{config.world_size} processes can't share the {sequences} sequences of a step (optim.batch_tokens)"
         remedy = f"set it to a divisor of {sequences}, or optim.batch_tokens to {batch_sizes}"
         yield Problem("trainer.devices", trainer.devices, reason, remedy)
-    elif trainer.micro_batch and config.rank_sequences % trainer.micro_batch:
-        reason = f"does not divide the {config.rank_sequences} sequences of a process in a step"
+    elif trainer.micro_batch and config.sequences_per_rank % trainer.micro_batch:
+        reason = f"does not divide the {config.sequences_per_rank} sequences of a process in a step"
         yield Problem("trainer.micro_batch", trainer.micro_batch, reason, "give a divisor")
 
 
-def check_steps(config: Config) -> Iterator[Problem]:
+def empty_phase_problems(config: Config) -> Iterator[Problem]:
     """Yield a problem for each phase of training that has no step."""
     for index, (start, end) in enumerate(pairwise([0, *config.phase_ends])):
         if end <= start:
             path, steps = f"phases[{index}].until", config.trainer.max_steps
             reason = f"leaves the phase no step after step {start} of trainer.max_steps = {steps}"
-            yield Problem(path, config.plan[index].until, reason, "raise it, or train for more steps")
+            yield Problem(path, config.training_phases[index].until, reason, "raise it, or train for more steps")
 
 
-def check_phases(config: Config) -> Iterator[Problem]:
+def phase_problems(config: Config) -> Iterator[Problem]:
     """Yield a problem for each contradiction between a phase of training and other keys."""
     phases = config.phases
     if not phases:
@@ -109,7 +104,7 @@ def check_phases(config: Config) -> Iterator[Problem]:
         reason = "draws the length of each step, and phases change it, too"
         yield Problem("data.lengths", config.data.lengths.name, reason, "drop it, or phases[].seq_len")
     for index, phase in enumerate(phases):
-        model, phase_config = config.model_in(index), config.in_phase(index)
+        model, phase_config = config.model_in_phase(index), config.config_in_phase(index)
         for problem in _batch_problems(phase_config) if phase.seq_len and index else ():
             yield replace(problem, reason=f"{problem.reason}, in phases[{index}]")
         if phase.position and (model.position.has_last_position or config.model.position.has_last_position):
@@ -130,13 +125,13 @@ def check_phases(config: Config) -> Iterator[Problem]:
         yield Problem("model.normalizer", config.model.normalizer.name, reason, remedy)
 
 
-def check_tasks(config: Config) -> Iterator[Problem]:
+def task_problems(config: Config) -> Iterator[Problem]:
     """Yield a problem for each contradiction between the synthetic tasks, their weights and the number of test
     sequences.
     """
     data, n_sequences = config.data, config.eval.sequences
     for weighted in data.tasks if data.symbolic else ():
-        n_distinct = weighted.task.n_distinct(data.seq_len, "test")
+        n_distinct = weighted.task.n_distinct_sequences(data.seq_len, "test")
         if weighted.weight * n_sequences > max(1, n_distinct):
             name = f"{weighted.task.name} has about {n_distinct:,.0f} test sequences of {data.seq_len} tokens"
             remedy = "lower it, or give the task more symbols or length"
@@ -155,7 +150,7 @@ def check_tasks(config: Config) -> Iterator[Problem]:
 
 # Keys of one block that exclude each other: if `changes` has the first and not the second, `merge` drops the second
 # from `base`.
-ALTERNATIVES = {
+EXCLUSIVE_KEYS = {
     "trainer.max_steps": "tokens_per_parameter",
     "trainer.tokens_per_parameter": "max_steps",
     "init_from": "branch_from",  # not the other way: a branch keeps the `init_from` of the run that it branches from
@@ -166,7 +161,7 @@ def load_config(arguments: list[str]) -> Config:
     """Read the user's configuration from YAML files and `key=value` overrides, and import the plugins that it names.
     Later arguments win.
 
-    Raises ConfigError: an argument can't be read, or the configuration has problems, which one message lists (`parse`).
+    Raises ConfigError: an argument can't be read, or the configuration has problems, listed in one message.
     """
     if not arguments:
         raise ConfigError("no configuration given: name a YAML file, e.g. configs/softmax.yaml")
@@ -181,10 +176,10 @@ def load_config(arguments: list[str]) -> Config:
             )
         tree = merge(tree, plain)
     tree = merge(tree, read_overrides([argument for argument in arguments if argument not in files]))
-    if tree.get("name") in (None, ""):  # 0 and false stay, for `parse` to refuse them as names
+    if tree.get("name") in (None, ""):  # 0 and false stay, for `parse_config` to refuse them as names
         tree["name"] = Path(files[0]).stem if files else "run"
     with PLUGINS.trusted_text():
-        return parse(resolve_interpolations(tree))
+        return parse_config(resolve_interpolations(tree))
 
 
 def load_normalizer(name: str, overrides: list[str]) -> Options:
@@ -193,17 +188,17 @@ def load_normalizer(name: str, overrides: list[str]) -> Options:
     Raises ConfigError: the normalizer is unknown, or has no such option or value.
     """
     with PLUGINS.trusted_text():
-        return build_named(OPTIONS, {"name": name, **read_overrides(overrides)}, "model.normalizer")
+        return build_named_block(NORMALIZER_OPTIONS, {"name": name, **read_overrides(overrides)}, "model.normalizer")
 
 
-def parse(plain: dict[str, Plain]) -> Config:
+def parse_config(plain: dict[str, Plain]) -> Config:
     """Build and check a configuration from plain data; interpolations `${...}` are not resolved.
 
     Raises ConfigError: one message lists all problems of single keys, or if there are none, all contradictions between
     keys. A refused value is replaced by the key's default, so rules between keys are not checked after it.
     """
     problems: list[Problem] = []
-    config = build(Config, plain, "", problems)
+    config = build_block(Config, plain, "", problems)
     if config.trainer.tokens_per_parameter and "max_steps" not in plain["trainer"]:
         config.trainer.max_steps = None  # not the default, beside tokens_per_parameter
     model = plain.get("model") if config.phases else None
@@ -212,13 +207,13 @@ def parse(plain: dict[str, Plain]) -> Config:
         normalizer = config.model.normalizer = config.phases[0].normalizer or normalizer
     for phase in config.phases:
         phase.normalizer = normalizer = phase.normalizer or normalizer
-    if problems := problems or [*check(config)]:
+    if problems := problems or [*config_problems(config)]:
         raise ConfigError(problems)
     return config
 
 
 def to_yaml(config: Config) -> str:
-    """Return the configuration as YAML text, from which `parse_yaml` and `parse` read an equal configuration."""
+    """Return the configuration as YAML text, from which `parse_yaml` and `parse_config` read an equal configuration."""
     return dump_yaml(to_plain(config))
 
 
@@ -314,7 +309,7 @@ def nest_keys(*blocks: Mapping[str, Plain]) -> dict[str, Plain]:
     return tree
 
 
-def overrides_in(command: str, overrides: list[str]) -> dict[str, Plain]:
+def command_overrides(command: str, overrides: list[str]) -> dict[str, Plain]:
     """Parse `key=value` texts into nested plain data, for a command on a trained model: `eval`, `swap` or `diagnose`.
 
     Raises ConfigError: a key has no effect in the command, since the key belongs to the checkpoint or to training.
@@ -323,7 +318,7 @@ def overrides_in(command: str, overrides: list[str]) -> dict[str, Plain]:
     if problems := [
         Problem(path, text, f"can't be changed in lm {command}")
         for path, _, text in (override.partition("=") for override in overrides)
-        if (key_effect := effect(Config, path)) and command not in key_effect.acts_in
+        if (key_effect := effect_at(Config, path)) and command not in key_effect.acts_in
     ]:
         raise ConfigError(problems)
     return changes
@@ -334,7 +329,7 @@ def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -
     `optim.`).
 
     A block with a new `name` replaces the old block entirely, so that options of one normalizer are never applied to
-    another. A key set in `changes` removes the key that excludes it (`ALTERNATIVES`) from `base`: `max_steps` removes
+    another. A key set in `changes` removes the key that excludes it (`EXCLUSIVE_KEYS`) from `base`: `max_steps` removes
     `tokens_per_parameter`, for example.
 
     Raises ConfigError: `changes` has null where `base` has a block that can't be null.
@@ -342,18 +337,18 @@ def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -
     result = dict(base)
     for name, value in changes.items():
         path = f"{prefix}{name}"
-        old, specs, alternative = result.get(name), fields_at(Config, path), ALTERNATIVES.get(path)
+        old, specs, alternative = result.get(name), fields_at(Config, path), EXCLUSIVE_KEYS.get(path)
         if alternative and value and alternative not in changes:
             result.pop(alternative, None)
         if value is None and is_block(old) and (not specs or specs[-1].metadata.get("default", "") is not None):
             raise ConfigError(Problem(path, None, "must be a block of keys", "leave it out, or give keys"))
-        if isinstance(value, str) and is_block(old) and effect(Config, f"{path}.name"):
+        if isinstance(value, str) and is_block(old) and effect_at(Config, f"{path}.name"):
             value = {"name": value}
         if isinstance(old, str) and isinstance(value, dict):
             old = {"name": old}
         # short for the block `layers`
         if isinstance(old, list) and isinstance(value, dict) and path == "model.normalizer":
-            old = {"name": Layers.name, "of": old}
+            old = {"name": LayerList.name, "of": old}
         if is_block(old) and is_block(value) and ("name" not in old or value.get("name", old["name"]) == old["name"]):
             value = merge(old, value, f"{path}.")
         result[name] = value

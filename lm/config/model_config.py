@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from lm.attention.options import Options
-from lm.config.normalizers import OPTIONS
+from lm.config.normalizers import NORMALIZER_OPTIONS
 from lm.config.schema import key, variant
 from lm.errors import Problem
 
@@ -65,7 +65,7 @@ class Llama3Scaling(TrainedScaling):
 
 
 @dataclass(frozen=True)
-class YarnScaling(Llama3Scaling):
+class TrainedYarn(Llama3Scaling):
     """YaRN (arXiv 2309.00071), as in its authors' code, divides low frequencies by `factor` and keeps high ones.
     Between them is a transition.
 
@@ -113,7 +113,7 @@ def divide_low_frequencies(frequencies: Tensor, periods: Tensor, slow: float, fa
     return frequencies * (kept_fraction + (1 - kept_fraction) / factor)
 
 
-TRAINED_SCALINGS = {v.name: v for v in (TrainedScaling, LinearScaling, Llama3Scaling, YarnScaling)}
+TRAINED_SCALINGS = {v.name: v for v in (TrainedScaling, LinearScaling, Llama3Scaling, TrainedYarn)}
 
 
 # ---------------------------------------------------------------- the decoder
@@ -188,7 +188,7 @@ class Rope(Position):
 
 
 @dataclass
-class Learned(Position):
+class LearnedPosition(Position):
     """Each position up to the training length has a learned vector. The model can't be evaluated beyond that length."""
 
     name: ClassVar[str] = "learned"
@@ -202,7 +202,7 @@ class NoPosition(Position):
     name: ClassVar[str] = "none"
 
 
-POSITIONS = {v.name: v for v in (Rope, Learned, NoPosition)}
+POSITIONS = {v.name: v for v in (Rope, LearnedPosition, NoPosition)}
 
 
 @dataclass
@@ -251,7 +251,7 @@ class AttentionBlock:
             reason = f"does not divide model.n_head = {model.n_head}"
             yield Problem("n_kv_head", model.n_kv_head, reason)
         if (model.head_size or not model.n_embd % model.n_head) and model.differential is True and model.value_dims % 2:
-            yield model.head_problem(f"gives heads of odd size {model.value_dims}, which two maps can't share")
+            yield model.head_size_problem(f"gives heads of odd size {model.value_dims}, which two maps can't share")
 
 
 @dataclass
@@ -330,7 +330,7 @@ class ModelConfig:
         False, "attention and MLP have the same input, and both outputs are added to it (GPT-NeoX)", omit_default=True
     )
     normalizer: Options = variant(
-        OPTIONS, "softmax", "how attention scores become weights", {"on_resume": "ahead", "acts_in": ("train", "swap")}
+        NORMALIZER_OPTIONS, "softmax", "how scores become weights", {"on_resume": "ahead", "acts_in": ("train", "swap")}
     )
     qk_norm: bool | Literal["width"] = key(
         False, "RMSNorm with gain on each head's queries and keys; width: on those of all heads together (OLMo 2)"
@@ -349,7 +349,7 @@ class ModelConfig:
     out_init: Literal["zero"] | None = key(
         None, "zero: projections into the residual stream start at 0 (arXiv 1901.09321); null: as `init_std` says",
         {"affects": "training"},
-        omit_default=True,
+        omit_default=True
     )  # fmt: skip
     embedding_norm: Literal["rms", "layer"] | None = key(
         None, "a norm with gain on the tokens' vectors (arXiv 2110.02861); null: none", omit_default=True
@@ -435,7 +435,7 @@ class ModelConfig:
             return self.n_mlp
         return 4 * self.n_embd if self.mlp != "swiglu" else -(-8 * self.n_embd // (3 * 64)) * 64
 
-    def head_problem(self, reason: str) -> Problem:
+    def head_size_problem(self, reason: str) -> Problem:
         """Return a problem of the key that determines the size of heads, with `reason` and what to set."""
         name = "head_size" if self.head_size else "n_embd"
         name, owner = ("key_size", self.block) if hasattr(self.block, "key_size") else (name, self)
@@ -451,7 +451,7 @@ class ModelConfig:
         yield from block_problems
         if self.position.rotates and not block_problems:
             if key_dims % 2:
-                yield self.head_problem(f"gives heads of odd size {key_dims}, which RoPE can't rotate")
+                yield self.head_size_problem(f"gives heads of odd size {key_dims}, which RoPE can't rotate")
             if self.position.rotated_dimensions(key_dims) == 0:
                 reason = f"rotates nothing of a head of size {key_dims}"
                 yield Problem("position.fraction", self.position.fraction, reason, "set model.position=none")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, is_dataclass
 from lm.attention.catalogue import ENTRIES, NORMALIZERS
 from lm.attention.normalizer import Normalizer
 from lm.attention.options import Options, label_text
-from lm.config.schema import build, cross_key_problems, fields, variant
+from lm.config.schema import build_block, cross_key_problems, fields, variant
 from lm.config.yaml_text import yaml_flow
 from lm.errors import PluginUnavailable, Problem, yaml_scalar
 from lm.plain import Plain, to_plain
@@ -51,20 +51,20 @@ class Catalogue(dict[str, type[Options]]):
         return [*self, *sorted(PLUGINS.installed_plugins())]
 
 
-SINGLE = Catalogue(ENTRIES)  # options of one layer's normalizer
+LAYER_OPTIONS = Catalogue(ENTRIES)  # options of one layer's normalizer
 
 
 @dataclass
-class Layers(Options):
+class LayerList(Options):
     """Each layer has a normalizer of its own: layer i takes entry i mod len(of) of the list `of`. A configuration may
     give the list alone.
     """
 
     name = "layers"
     full_formula = "layers"
-    required = ("of",)
+    required_keys = ("of",)
     of: list[Options] = variant(
-        SINGLE,
+        LAYER_OPTIONS,
         [],
         "the layers' normalizers, repeated from the first layer on, e.g. [window, window, {name: ssmax, bias: true}]",
     )
@@ -81,17 +81,17 @@ def _layers_label(labels: Iterable[str]) -> str:
     return f"layers ({', '.join(labels)})"
 
 
-OPTIONS = Catalogue({**SINGLE, Layers.name: Layers})
+NORMALIZER_OPTIONS = Catalogue({**LAYER_OPTIONS, LayerList.name: LayerList})
 
 
-def with_changes(options: Options, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> Options:
+def change_options(options: Options, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> Options:
     """Return the options of a trained normalizer, with the values in `changes`. Keys that are none of its options are
     ignored.
 
     Problems with the new values, at keys below `path`, are appended to `problems`.
     """
-    if isinstance(options, Layers):
-        return Layers([with_changes(layer, changes, path, problems) for layer in options.of])
+    if isinstance(options, LayerList):
+        return LayerList([change_options(layer, changes, path, problems) for layer in options.of])
     names = {spec.name for spec in fields(type(options))}
     overrides = {option: value for option, value in changes.items() if option in names}
     violations = [
@@ -99,7 +99,7 @@ def with_changes(options: Options, changes: Mapping[str, Plain], path: str, prob
         for option, reason in options.fixed_by_training.items()
         if option in overrides
     ]
-    changed = build(type(options), {**to_plain(options), **overrides}, path, violations)
+    changed = build_block(type(options), {**to_plain(options), **overrides}, path, violations)
     problems += violations or cross_key_problems(changed, path)
     return changed
 
@@ -108,7 +108,7 @@ def swap_arguments(options: Options) -> str:
     """Return the arguments of `lm swap --to` that set these options, except `init`, such as `ssmax
     model.normalizer.bias=true`.
     """
-    if isinstance(options, Layers):
+    if isinstance(options, LayerList):
         entries = [{"name": layer.name, **layer.non_defaults("init")} for layer in options.of]
         return f"layers {shlex.quote(f'model.normalizer.of={yaml_flow(entries)}')}"
     overrides = options.non_defaults("init").items()
@@ -120,7 +120,8 @@ def options_from_plain(plain: Mapping[str, Plain]) -> Options | None:
     options that this version of lm rejects.
     """
     problems: list[Problem] = []
-    options = build(OPTIONS[plain["name"]], plain, "", problems) if plain["name"] in OPTIONS else None
+    schema = NORMALIZER_OPTIONS.get(plain["name"])
+    options = build_block(schema, plain, "", problems) if schema else None
     return None if problems else options
 
 
@@ -130,7 +131,7 @@ def label(plain: Mapping[str, Plain]) -> str:
 
     An example is `ssmax (n=sample)`. The label lists all options if `options_from_plain` returns None.
     """
-    if plain["name"] == Layers.name:
+    if plain["name"] == LayerList.name:
         return _layers_label(map(label, plain["of"]))
     options = options_from_plain(plain)
     return (

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from dataclasses import Field
 
 from lm.attention.catalogue import ENTRIES, normalizer_class
-from lm.config.normalizers import Catalogue, Layers
-from lm.config.schema import effect, fields, limits_text
+from lm.config.normalizers import Catalogue, LayerList
+from lm.config.schema import effect_at, fields, limits_text
 from lm.config.tree import Config
 from lm.config.yaml_text import yaml_flow
 from lm.plain import Plain, field_default, join_path, to_plain, type_name
 
 
 @functools.cache
-def reference(schema: type, path: str = "") -> tuple[tuple[str, str, str, str], ...]:
+def reference_rows(schema: type, path: str = "") -> tuple[tuple[str, str, str, str], ...]:
     """Return a row (key path, type, default, description) for each key of `schema`, in order.
 
     Each dataclass is described once. A key that several choices share has one row, e.g. `optimizer[adamw, muon].eps`.
@@ -26,7 +26,7 @@ def reference(schema: type, path: str = "") -> tuple[tuple[str, str, str, str], 
 
 
 def _rows(schema: type, path: str, described: dict[type, str]) -> Iterator[tuple[str, str, str, str]]:
-    """Yield the rows of `reference`. `described` maps each dataclass that has been described to its path."""
+    """Yield the rows of `reference_rows`. `described` maps each dataclass that has been described to its path."""
     for spec in fields(schema):
         if not spec.metadata.get("by_user", True):
             continue
@@ -59,7 +59,7 @@ def _rows(schema: type, path: str, described: dict[type, str]) -> Iterator[tuple
             yield key_path + ", ".join(names).replace("], [", ", ") + inner_path, *texts
 
 
-def description(name: str) -> list[str]:
+def normalizer_lines(name: str) -> list[str]:
     """Return lines of text on one normalizer: its formula, learned parameters, source and published figures, and a line
     for each option.
     """
@@ -71,7 +71,7 @@ def description(name: str) -> list[str]:
     }
     facts |= {"source": entry.source, "known": entry.findings}
     lines = [name, *(f"  {fact:<11} {text}" for fact, text in facts.items() if text)]
-    options = reference(entry)
+    options = reference_rows(entry)
     return lines + [f"  {path:<11} {kind}, default {default}: {text}" for path, kind, default, text in options]
 
 
@@ -95,8 +95,8 @@ another one (`branch_from`).
 def reference_markdown() -> str:
     """Return the text of docs/config.md, a table of all keys with type, default, effect and description."""
     lines = [_HEAD]
-    for path, kind, default, text in reference(Config):
-        key_effect = effect(Config, path)
+    for path, kind, default, text in reference_rows(Config):
+        key_effect = effect_at(Config, path)
         is_strict = key_effect.affects in ("model", "training", "seed")
         cell = (
             f"{key_effect.affects}, *{key_effect.on_resume}*"
@@ -112,25 +112,25 @@ def reference_markdown() -> str:
 # ---------------------------------------------------------------- JSON Schema
 
 
-Schema = dict[str, Plain]
-TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", dict: "object", types.NoneType: "null"}
-BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
-INTERPOLATION: Schema = {"type": "string", "pattern": r"\$\{"}  # `${...}` may take the place of any value
-OUTSIDE_NAME: Schema = {"type": "string", "pattern": ":"}  # the name of a plugin: `package.module:Class`
+JsonSchema = dict[str, Plain]
+JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", dict: "object", types.NoneType: "null"}
+JSON_BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
+INTERPOLATION: JsonSchema = {"type": "string", "pattern": r"\$\{"}  # `${...}` may take the place of any value
+PLUGIN_NAME: JsonSchema = {"type": "string", "pattern": ":"}  # the name of a plugin: `package.module:Class`
 
 
-def configuration_schema() -> Schema:
+def configuration_schema() -> JsonSchema:
     """Return the JSON Schema of a configuration file, with each block under `$defs`. It has no rules between several
     keys.
     """
-    definitions: dict[str, Schema] = {}
-    root = _block(Config, definitions)
+    definitions: dict[str, JsonSchema] = {}
+    root = _block_schema(Config, definitions)
     base = {"anyOf": [{"type": "string"}, {"type": "array"}], "description": "files whose keys these are laid on"}
     next(iter(definitions.values()))["properties"]["base"] = base
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **root, "$defs": definitions}
 
 
-def _block(schema: type, definitions: dict[str, Schema]) -> Schema:
+def _block_schema(schema: type, definitions: dict[str, JsonSchema]) -> JsonSchema:
     """Return a reference to the JSON Schema of a block whose keys are the fields of `schema`, and add that to
     `definitions`.
     """
@@ -139,46 +139,46 @@ def _block(schema: type, definitions: dict[str, Schema]) -> Schema:
         definitions[title] = {}  # for a block that contains itself
         properties = {"name": {"const": schema.name}} if hasattr(schema, "name") else {}
         for spec in fields(schema):
-            properties[spec.name] = {"description": spec.metadata["help"], **_value(spec, definitions)}
+            properties[spec.name] = {"description": spec.metadata["help"], **_field_schema(spec, definitions)}
         definitions[title] = {"type": "object", "properties": properties, "additionalProperties": False}
     return {"$ref": f"#/$defs/{title}"}
 
 
-def _value(spec: Field, definitions: dict[str, Schema]) -> Schema:
+def _field_schema(spec: Field, definitions: dict[str, JsonSchema]) -> JsonSchema:
     """Return the JSON Schema of the values that a field takes: plain data, or a block, a name, or a list or map of
     blocks.
     """
     blocks, default = spec.metadata.get("blocks"), spec.metadata.get("default")
     if not blocks:
-        return _type(spec.type, spec.metadata["limits"])
+        return _type_schema(spec.type, spec.metadata["limits"])
     options = [
-        _block(schema, definitions) | ({} if name in ("", default) else {"required": ["name"]})
+        _block_schema(schema, definitions) | ({} if name in ("", default) else {"required": ["name"]})
         for name, schema in blocks.items()
     ]
     options += [INTERPOLATION, *([{"enum": [*blocks]}] if "" not in blocks else [])]
     if isinstance(blocks, Catalogue):  # plugins may be named, too
-        options += [OUTSIDE_NAME, {"type": "object", "properties": {"name": OUTSIDE_NAME}, "required": ["name"]}]
+        options += [PLUGIN_NAME, {"type": "object", "properties": {"name": PLUGIN_NAME}, "required": ["name"]}]
     if isinstance(default, dict):
         return {"type": "object", "additionalProperties": {"anyOf": options}}
-    if isinstance(default, list) or Layers.name in blocks:
+    if isinstance(default, list) or LayerList.name in blocks:
         options.append({"type": "array", "items": {"anyOf": [*options]}, "minItems": int(default != [])})
     return {"anyOf": [*options, {"type": "null"}] if default is None else options}
 
 
-def _type(hint: type, limits: dict[str, float]) -> Schema:
+def _type_schema(hint: type, limits: dict[str, float]) -> JsonSchema:
     """Return the JSON Schema of a value of type `hint`. Its numbers, also those in a list or map, must be within
     `limits`.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return {"anyOf": [_type(argument, limits) for argument in arguments]}
+        return {"anyOf": [_type_schema(argument, limits) for argument in arguments]}
     if origin is typing.Literal:
         value = {"enum": [*arguments]}
     elif origin is list:
-        value = {"type": "array", "items": _type(arguments[0], limits)}
+        value = {"type": "array", "items": _type_schema(arguments[0], limits)}
     elif origin is dict:
-        value = {"type": "object", "additionalProperties": _type(arguments[1], limits)}
+        value = {"type": "object", "additionalProperties": _type_schema(arguments[1], limits)}
     else:
         bounds = limits.items() if hint in (int, float) else ()
-        value = {"type": TYPES[hint]} | {BOUNDS[name]: bound for name, bound in bounds}
+        value = {"type": JSON_TYPES[hint]} | {JSON_BOUNDS[name]: bound for name, bound in bounds}
     return {"anyOf": [value, INTERPOLATION]}

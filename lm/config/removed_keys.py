@@ -107,17 +107,19 @@ def hashed_defaults(plain: Plain, path: str = "") -> Iterator[tuple[str, Plain]]
             yield from hashed_defaults(item, item_path)
 
 
-def without_removed(plain: Plain, path: str = "") -> Plain:
+def drop_removed_keys(plain: Plain, path: str = "") -> Plain:
     """Return the configuration (plain data) of an older run without removed keys that have their former defaults.
 
     Removed keys of `log` and removed loggers, which change no result, are left out whatever their values.
     """
     if isinstance(plain, list):
-        return [without_removed(item, f"{path}[]") for item in plain if path != "log.to" or item not in REMOVED_LOGGERS]
+        return [
+            drop_removed_keys(item, f"{path}[]") for item in plain if path != "log.to" or item not in REMOVED_LOGGERS
+        ]
     if not isinstance(plain, dict):
         return plain
     return {
-        name: without_removed(value, join_path(path, name))
+        name: drop_removed_keys(value, join_path(path, name))
         for name, value in plain.items()
         if value not in (former := removed_defaults(path, str(plain.get("name", "")), name))
         and not (former and path == "log")

@@ -104,7 +104,7 @@ def fields_at(schema: type, path: str) -> list[Field]:
     return specs
 
 
-def effect(schema: type, path: str) -> Effect | None:
+def effect_at(schema: type, path: str) -> Effect | None:
     """Return the effect of the key at the dotted `path`; None if `schema` has no such key.
 
     A path into a key's plain data has the key's effect. An option of a plugin has its block's effect. A field that
@@ -118,10 +118,10 @@ def effect(schema: type, path: str) -> Effect | None:
     return Effect(**declared) if specs else None
 
 
-def build(schema: type, data: Plain, path: str, problems: list[Problem], choices: Blocks | None = None):
+def build_block(schema: type, data: Plain, path: str, problems: list[Problem], choices: Blocks | None = None):
     """Return an instance of `schema` made from plain `data`, and append each problem of a single key to `problems`.
 
-    Keys in the attribute `required` of `schema` must be given, without empty items.
+    Keys in the attribute `required_keys` of `schema` must be given, without empty items.
 
     Args:
         path: the block's path, which begins the paths of problems.
@@ -142,7 +142,7 @@ def build(schema: type, data: Plain, path: str, problems: list[Problem], choices
             advice = _key_advice(schema, str(name), choices or {}, path)
             problems.append(Problem(key_path, value, "unknown key", advice))
     block = schema(**{name: value for name, value in values.items() if value is not MISSING})
-    for name in getattr(schema, "required", ()):
+    for name in getattr(schema, "required_keys", ()):
         value = values.get(name, getattr(block, name))
         if value is not MISSING and (not value or "" in [*value]):
             problems.append(Problem(join_path(path, name), value, "must be given", specs[name].metadata["help"]))
@@ -157,7 +157,7 @@ def _key_advice(schema: type, name: str, choices: Blocks, path: str) -> str:
         return "write a space after the colon"
     if owners := [choice for choice, options in choices.items() if fields_at(options, name)]:
         return f"it is an option of {', '.join(owners)}, not of {schema.name}"
-    paths = [*dict.fromkeys(_paths(schema))]
+    paths = [*dict.fromkeys(_key_paths(schema))]
     match = difflib.get_close_matches(name, [path.rpartition(".")[2] for path in paths], n=1)
     found = [join_path(path, inner) for inner in paths if inner.rpartition(".")[2] in match]
     if match and match[0] not in paths and len(found) <= 3:
@@ -165,7 +165,7 @@ def _key_advice(schema: type, name: str, choices: Blocks, path: str) -> str:
     return suggest(name, [spec.name for spec in fields(schema)])
 
 
-def _paths(schema: type) -> Iterator[str]:
+def _key_paths(schema: type) -> Iterator[str]:
     """Yield the path of each key of `schema` that a user may set. Keys of nested blocks count, those in lists and maps
     of blocks do not.
     """
@@ -173,7 +173,7 @@ def _paths(schema: type) -> Iterator[str]:
         yield spec.name
         if not isinstance(spec.metadata.get("default"), list | dict) and spec.metadata.get("by_user", True):
             for block in spec.metadata.get("blocks", {}).values():
-                yield from (f"{spec.name}.{inner}" for inner in _paths(block))
+                yield from (f"{spec.name}.{inner}" for inner in _key_paths(block))
 
 
 def _field_value(spec: Field, value: Plain, path: str, problems: list[Problem]):
@@ -187,14 +187,16 @@ def _field_value(spec: Field, value: Plain, path: str, problems: list[Problem]):
     if isinstance(default, dict):
         if not is_block(value):
             return refuse("must be a map from names to blocks")
-        return {name: _block(blocks, None, item, f"{path}.{name}", problems) for name, item in value.items()}
+        return {name: _select_block(blocks, None, item, f"{path}.{name}", problems) for name, item in value.items()}
     if isinstance(default, list):
         content = [value] if "" not in blocks and not isinstance(value, list) else value or []
         if not isinstance(content, list):
             return refuse("must be a list of blocks")
-        return [_block(blocks, None, item, item_path, problems) for item_path, item in child_items(content, path)]
+        return [
+            _select_block(blocks, None, item, item_path, problems) for item_path, item in child_items(content, path)
+        ]
     if blocks:
-        return None if value is default is None else _block(blocks, default, value, path, problems)
+        return None if value is default is None else _select_block(blocks, default, value, path, problems)
     if (result := convert(spec.type, value)) is MISSING:
         remedy = f"quote it in the YAML ({spec.metadata['help']})" * (spec.type is str)
         return refuse(f"must be {type_name(spec.type)}{removed_name_advice(value)}", remedy)
@@ -211,12 +213,12 @@ def limits_text(limits: Mapping[str, float]) -> str:
     return " and ".join(texts)
 
 
-def _block(blocks: Blocks, default: str | None, value: Plain, path: str, problems: list[Problem]):
+def _select_block(blocks: Blocks, default: str | None, value: Plain, path: str, problems: list[Problem]):
     """Return the block made from plain data, a name or keys. If no dataclass has the name, append a problem and return
     MISSING.
     """
     if "" in blocks:
-        return build(blocks[""], value, path, problems)
+        return build_block(blocks[""], value, path, problems)
     if isinstance(value, list) and "layers" in blocks:
         value = {"name": "layers", "of": value}
     value = {"name": value} if isinstance(value, str) else value
@@ -231,12 +233,12 @@ def _block(blocks: Blocks, default: str | None, value: Plain, path: str, problem
     except KeyError:
         reason = "unknown name", suggest(name, blocks) + removed_name_advice(name)
     else:
-        return build(schema, value, path, problems, blocks)
+        return build_block(schema, value, path, problems, blocks)
     problems.append(Problem(f"{path}.name", name, *reason))
     return MISSING
 
 
-def build_named(table: Blocks, value: Plain, path: str, default: str | None = None):
+def build_named_block(table: Blocks, value: Plain, path: str, default: str | None = None):
     """Return the block that `value`, a name or a block with a name, selects from `table`. Without a name, `default` is
     taken.
 
@@ -244,7 +246,7 @@ def build_named(table: Blocks, value: Plain, path: str, default: str | None = No
     the block's keys.
     """
     problems: list[Problem] = []
-    block = _block(table, default, value, path, problems)
+    block = _select_block(table, default, value, path, problems)
     if problems := problems or cross_key_problems(block, path):
         raise ConfigError(problems)
     return block

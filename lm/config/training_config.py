@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from lm.attention.options import Options
 from lm.config.data_config import MAX_SEQ_LEN
 from lm.config.model_config import POSITIONS, Position
-from lm.config.normalizers import OPTIONS
+from lm.config.normalizers import NORMALIZER_OPTIONS
 from lm.config.removed_keys import removed_name_advice
 from lm.config.schema import key, section, variant
 from lm.errors import Problem
@@ -97,7 +97,7 @@ DECAYED_GROUPS = ("matrices", "embedding", "head")
 
 
 @dataclass
-class Group:
+class ParameterGroup:
     """The learning rate and weight decay of one group of parameters."""
 
     lr_factor: float = key(1.0, "multiplies the schedule's learning rate", ge=0)
@@ -107,14 +107,16 @@ class Group:
 
 
 @dataclass
-class Groups:
+class ParameterGroups:
     """The options of each group of parameters; each trained parameter is in exactly one group."""
 
-    matrices: Group = section(Group, "parameters of rank 2 and more that are in no other group")
-    embedding: Group = section(Group, "embeddings of tokens (also a tied head) and learned positions")
-    head: Group = section(Group, "the output matrix")
-    vectors: Group = section(Group, "parameters of rank below 2 that are in no other group: gains and biases")
-    normalizer: Group = section(Group, "all parameters of normalizers")
+    matrices: ParameterGroup = section(ParameterGroup, "parameters of rank 2 and more that are in no other group")
+    embedding: ParameterGroup = section(ParameterGroup, "embeddings of tokens (also a tied head) and learned positions")
+    head: ParameterGroup = section(ParameterGroup, "the output matrix")
+    vectors: ParameterGroup = section(
+        ParameterGroup, "parameters of rank below 2 that are in no other group: gains and biases"
+    )
+    normalizer: ParameterGroup = section(ParameterGroup, "all parameters of normalizers")
 
 
 @dataclass
@@ -123,7 +125,7 @@ class OptimConfig:
 
     lr: float = key(1e-3, "peak learning rate", {"on_resume": "branch"}, gt=0)
     optimizer: Optimizer = variant(OPTIMIZERS, "adamw", "how gradients become updates")
-    groups: Groups = section(Groups, "learning rate and weight decay of groups of parameters")
+    groups: ParameterGroups = section(ParameterGroups, "learning rate and weight decay of groups of parameters")
     grad_clip: float = key(1.0, "largest norm of the gradient; 0: no clipping", ge=0)
     warmup_steps: int = key(
         100, "steps of linear warm-up; in a shorter run, all steps", {"on_resume": "branch"}, ge=0, le=10**9
@@ -140,13 +142,13 @@ class OptimConfig:
         """Return the learning rate of the 0-based `step`. Warm-up is linear and ends at the peak: step 0 has the rate
         lr / warmup_steps.
         """
-        warmup_steps = self.warmup(max_steps)
+        warmup_steps = self.n_warmup_steps(max_steps)
         factor = (
             (step + 1) / warmup_steps if step < warmup_steps else self.schedule.factor(step, warmup_steps, max_steps)
         )
         return self.lr * factor
 
-    def warmup(self, max_steps: int) -> int:
+    def n_warmup_steps(self, max_steps: int) -> int:
         """Return the number of warm-up steps in a run of `max_steps` steps."""
         return min(self.warmup_steps, max_steps)
 
@@ -167,7 +169,7 @@ class Phase:
 
     until: float = key(1.0, "where the phase ends, as a fraction of trainer.max_steps; 1 for the last", gt=0, le=1)
     normalizer: Options | None = variant(
-        OPTIONS, None, "how attention scores become weights, in this phase; null: as in the phase before"
+        NORMALIZER_OPTIONS, None, "how attention scores become weights, in this phase; null: as in the phase before"
     )
     position: Position | None = variant(
         POSITIONS, None, "position information in this phase; null: as in the phase before", omit_default=True
@@ -197,10 +199,10 @@ class Phase:
     )
 
 
-COMMANDS = ("train", "eval", "swap", "diagnose")  # the commands that run a model
+MODEL_COMMANDS = ("train", "eval", "swap", "diagnose")  # the commands that run a model
 
 
-def outside_problems(key: str, entries: list[str | dict], names: Sequence[str] = ()) -> Iterator[Problem]:
+def class_name_problems(key: str, entries: list[str | dict], names: Sequence[str] = ()) -> Iterator[Problem]:
     """Yield a problem for each of `entries` that is neither one of `names` nor the import path of a class,
     `package.module:Class`.
 
@@ -234,7 +236,9 @@ class TrainerConfig:
         gt=0,
         le=10**6,
     )
-    accelerator: Literal["auto", "cpu", "gpu"] = key("auto", "`auto`: the GPU if there is one", {"acts_in": COMMANDS})
+    accelerator: Literal["auto", "cpu", "gpu"] = key(
+        "auto", "`auto`: the GPU if there is one", {"acts_in": MODEL_COMMANDS}
+    )
     devices: int = key(1, "processes on this machine, one for each device (DDP)", ge=1, le=1024)
     num_nodes: int = key(1, "machines", ge=1, le=10**4)
     micro_batch: int | None = key(
@@ -243,7 +247,7 @@ class TrainerConfig:
     precision: Literal["auto", 32, "bf16-mixed"] = key(
         "auto",
         "`auto`: bf16-mixed where the device has native bf16, else 32",
-        {"affects": "numerics", "acts_in": COMMANDS},
+        {"affects": "numerics", "acts_in": MODEL_COMMANDS},
     )
     compile: Literal["auto", True, False] = key(
         "auto",
@@ -259,7 +263,7 @@ class TrainerConfig:
     threads: int | None = key(
         None,
         "CPU threads of each process; null: usable cores / devices, at most OMP_NUM_THREADS",
-        {"acts_in": COMMANDS},
+        {"acts_in": MODEL_COMMANDS},
         ge=1,
         le=1024,
     )
@@ -280,7 +284,7 @@ class TrainerConfig:
 
     def problems(self) -> Iterator[Problem]:
         """Yield a problem for each entry of `callbacks` that names no class."""
-        yield from outside_problems("callbacks", self.callbacks)
+        yield from class_name_problems("callbacks", self.callbacks)
 
 
 @dataclass
@@ -305,7 +309,7 @@ class LogConfig:
 
     def problems(self) -> Iterator[Problem]:
         """Yield a problem for each entry of `to` that is neither `wandb` nor names a class."""
-        yield from outside_problems("to", self.to, ["wandb"])
+        yield from class_name_problems("to", self.to, ["wandb"])
 
     def is_due(self, step: int, max_steps: int) -> bool:
         """Return whether metrics are logged after optimizer step `step`, 1-based."""

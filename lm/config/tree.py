@@ -12,8 +12,8 @@ from typing import Literal
 from lm.config.data_config import DataConfig
 from lm.config.eval_config import EvalConfig
 from lm.config.model_config import ModelConfig
-from lm.config.removed_keys import without_removed
-from lm.config.schema import Effect, build, effect, key, section
+from lm.config.removed_keys import drop_removed_keys
+from lm.config.schema import Effect, build_block, effect_at, key, section
 from lm.config.training_config import LogConfig, OptimConfig, Phase, TrainerConfig
 from lm.files import expand_home
 from lm.plain import Plain, flatten, to_plain
@@ -96,7 +96,7 @@ class Config:
         return self.trainer.devices * self.trainer.num_nodes
 
     @property
-    def rank_sequences(self) -> int:
+    def sequences_per_rank(self) -> int:
         """Return the number of sequences that each process sees in one optimizer step."""
         return self.optim.batch_tokens // (self.data.seq_len * self.world_size)
 
@@ -104,11 +104,13 @@ class Config:
     def micro_batch(self) -> int:
         """Return the number of sequences in one forward pass: `trainer.micro_batch`, or a default if that is null.
 
-        The default is the largest divisor of `rank_sequences` that gives at most 16,384 tokens, at least 1.
+        The default is the largest divisor of `sequences_per_rank` that gives at most 16,384 tokens, at least 1.
         """
         max_sequences = max(1, 16384 // self.data.seq_len)
         divisors = [
-            size for size in range(1, min(self.rank_sequences, max_sequences) + 1) if self.rank_sequences % size == 0
+            size
+            for size in range(1, min(self.sequences_per_rank, max_sequences) + 1)
+            if self.sequences_per_rank % size == 0
         ]
         return self.trainer.micro_batch or divisors[-1]
 
@@ -125,7 +127,7 @@ class Config:
         return self.eval.every or max(1, self.trainer.max_steps // 20)
 
     @property
-    def plan(self) -> list[Phase]:
+    def training_phases(self) -> list[Phase]:
         """Return the phases of training: the key `phases`, or if that is empty a single phase with
         `model.normalizer`.
         """
@@ -134,39 +136,39 @@ class Config:
     @property
     def normalizer_names(self) -> set[str]:
         """Return the names of the normalizers of all layers and phases."""
-        return {options.name for phase in self.plan for options in phase.normalizer.layer_options()}
+        return {options.name for phase in self.training_phases for options in phase.normalizer.layer_options()}
 
     @property
     def phase_ends(self) -> list[int]:
-        """Return the number of optimizer steps that are done at the end of each phase of `plan`."""
-        return [round(phase.until * self.trainer.max_steps) for phase in self.plan]
+        """Return the number of optimizer steps that are done at the end of each phase of `training_phases`."""
+        return [round(phase.until * self.trainer.max_steps) for phase in self.training_phases]
 
     def phase_at(self, step: int) -> int:
-        """Return the index in `plan` of the phase in which training is after `step` steps; after all steps, the last
-        index.
+        """Return the index in `training_phases` of the phase in which training is after `step` steps. After all steps,
+        return the last index.
         """
-        return min(bisect_right(self.phase_ends, step), len(self.plan) - 1)
+        return min(bisect_right(self.phase_ends, step), len(self.training_phases) - 1)
 
-    def model_in(self, phase: int) -> ModelConfig:
+    def model_in_phase(self, phase: int) -> ModelConfig:
         """Return the options of the decoder in a phase. Its training length is `data.seq_len` in all phases."""
-        positions = [entry.position for entry in self.plan[: phase + 1] if entry.position]
+        positions = [entry.position for entry in self.training_phases[: phase + 1] if entry.position]
         position = positions[-1] if positions else self.model.position
-        return replace(self.model, normalizer=self.plan[phase].normalizer, position=position)
+        return replace(self.model, normalizer=self.training_phases[phase].normalizer, position=position)
 
-    def in_phase(self, phase: int) -> "Config":
+    def config_in_phase(self, phase: int) -> "Config":
         """Return the configuration with a phase's sequence length in `data.seq_len`, by which training reads data."""
-        lengths = [entry.seq_len for entry in self.plan[: phase + 1] if entry.seq_len]
+        lengths = [entry.seq_len for entry in self.training_phases[: phase + 1] if entry.seq_len]
         return replace(self, data=replace(self.data, seq_len=lengths[-1])) if lengths else self
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of optimizer step `step`, 0-based, with the factor of its phase."""
-        return self.optim.lr_at(step, self.trainer.max_steps) * self.plan[self.phase_at(step)].lr_factor
+        return self.optim.lr_at(step, self.trainer.max_steps) * self.training_phases[self.phase_at(step)].lr_factor
 
 
 # ---------------------------------------------------------------- one form for equal configurations
 
 
-def canonical(config: dict[str, Plain]) -> dict[str, Plain]:
+def canonical_config(config: dict[str, Plain]) -> dict[str, Plain]:
     """Return a configuration (plain data, as in config.yaml) in a canonical form: configurations of one model have
     equal `model` blocks.
 
@@ -176,9 +178,9 @@ def canonical(config: dict[str, Plain]) -> dict[str, Plain]:
     model = config.get("model")
     if not isinstance(model, dict):
         return config
-    config = without_removed(config)
+    config = drop_removed_keys(config)
     model, problems = config["model"], []
-    model_config = build(
+    model_config = build_block(
         ModelConfig, {name: value for name, value in model.items() if name != "normalizer"}, "model", problems
     )
     if problems:
@@ -195,7 +197,7 @@ def canonical(config: dict[str, Plain]) -> dict[str, Plain]:
     return {**config, "model": model}
 
 
-def differences(config_a: dict[str, Plain], config_b: dict[str, Plain]) -> dict[str, tuple[Plain, Plain]]:
+def config_differences(config_a: dict[str, Plain], config_b: dict[str, Plain]) -> dict[str, tuple[Plain, Plain]]:
     """Map each dotted key in which two configurations (plain data) differ to its two values; None where a key is
     absent.
 
@@ -203,7 +205,7 @@ def differences(config_a: dict[str, Plain], config_b: dict[str, Plain]) -> dict[
     resolved value. If the `name` of a block differs, other options of the block are left out.
     """
     flat_configs = [flatten(config) for config in (config_a, config_b)]
-    resolved_configs = [flatten(canonical(config)) for config in (config_a, config_b)]
+    resolved_configs = [flatten(canonical_config(config)) for config in (config_a, config_b)]
     values = {
         key: tuple(config.get(key) for config in resolved_configs)
         for key in (*resolved_configs[0], *resolved_configs[1])
@@ -221,32 +223,32 @@ def differences(config_a: dict[str, Plain], config_b: dict[str, Plain]) -> dict[
 
 
 @lru_cache(maxsize=2**14)  # a report of many runs asks for the same keys of each
-def effect_of(path: str) -> Effect:
+def key_effect(path: str) -> Effect:
     """Return the effect of the key at a dotted path: what it affects, and in which commands. A key unknown to this
     version affects training.
     """
-    return effect(Config, path) or Effect()
+    return effect_at(Config, path) or Effect()
 
 
 def distinguishes_arms(path: str) -> bool:
     """Return whether the key at `path` affects the weights that a run learns; False for a seed. Runs that differ in
     such a key belong to different arms.
     """
-    return effect_of(path).affects in ("model", "training", "numerics")
+    return key_effect(path).affects in ("model", "training", "numerics")
 
 
 @lru_cache(maxsize=1)
-def recorded_per_start() -> tuple[str, ...]:
+def keys_recorded_per_start() -> tuple[str, ...]:
     """Return the paths of keys that distinguish arms and may change on resume. environment.json records their values at
     each start of a run.
     """
     paths = flatten(to_plain(Config(), whole=True))
-    return tuple(path for path in paths if distinguishes_arms(path) and effect_of(path).on_resume == "free")
+    return tuple(path for path in paths if distinguishes_arms(path) and key_effect(path).on_resume == "free")
 
 
-def function_options(model: ModelConfig) -> dict[str, Plain]:
+def model_function_options(model: ModelConfig) -> dict[str, Plain]:
     """Return {dotted path within `model`: value} of the options that determine which function a model's weights
-    compute. The values are those that `canonical` gives.
+    compute. The values are those that `canonical_config` gives.
     """
-    plain = canonical({"model": to_plain(model)})["model"]
-    return {path: value for path, value in flatten(plain).items() if effect_of(f"model.{path}").affects == "model"}
+    plain = canonical_config({"model": to_plain(model)})["model"]
+    return {path: value for path, value in flatten(plain).items() if key_effect(f"model.{path}").affects == "model"}

@@ -22,13 +22,15 @@ MAX_NODES = 10_000  # keys and values in a text, with aliases expanded
 MAX_DEPTH = 50  # nesting of blocks and lists
 _UNICODE_LINE_BREAKS = re.compile("[\x85\u2028\u2029]")
 _LOADER = get_yaml_loader(max_yaml_expanded_nodes=MAX_NODES)  # `1e-3` is a number, a repeated key an error
-_INT = "tag:yaml.org,2002:int"
+_INTEGER_TAG = "tag:yaml.org,2002:int"
 _LOADER.yaml_implicit_resolvers = {
-    letter: [(tag, pattern) for tag, pattern in resolvers if tag != _INT]
+    letter: [(tag, pattern) for tag, pattern in resolvers if tag != _INTEGER_TAG]
     for letter, resolvers in _LOADER.yaml_implicit_resolvers.items()
 }
 # In YAML 1.1, 010 is 8 and 1:30 is 90; both are texts here.
-_LOADER.add_implicit_resolver(_INT, re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)$"), [*"-+0123456789"])
+_LOADER.add_implicit_resolver(
+    _INTEGER_TAG, re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)$"), [*"-+0123456789"]
+)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -103,7 +105,7 @@ def yaml_flow(value: object) -> str:
     return text.removesuffix("\n...\n").strip("\n")
 
 
-def override(key: str, value: object) -> str:
+def override_text(key: str, value: object) -> str:
     """Return the override `KEY=VALUE` of a command line. Raises ConfigError: YAML can't represent the value."""
     try:
         return f"{key}={yaml_flow(value)}"

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm.config.data_config import END_OF_TEXT, DataConfig, Files, Task, Tokens, TrainedTokenizer
+from lm.config.data_config import END_OF_TEXT, DataConfig, FileSource, Task, TokenSource, TrainedTokenizer
 from lm.data.sources import labels, reader, streamed_documents
 from lm.data.store import (
     MANIFEST,
@@ -133,7 +133,7 @@ def build_store(data: DataConfig, spec: dict[str, Plain], target: Path, progress
     folder = target.with_name(f".{target.name}.partial")
     progress.say(f"{target}: {'finishing an interrupted' if folder.exists() else 'preparing a new'} token store")
     for label, weighted in zip(labels(data), data.sources, strict=True):
-        if isinstance(weighted.source, Files) and not data.symbolic:
+        if isinstance(weighted.source, FileSource) and not data.symbolic:
             progress.say(f"{label}: {description(weighted.source)}")
     try:
         folder.mkdir(exist_ok=True)
@@ -385,7 +385,7 @@ def _documents(data: DataConfig, folder: Path) -> Iterator[tuple[Document | Unre
 
     folder: the folder of the files that keep what is streamed.
     """
-    is_ids = [isinstance(weighted.source, Tokens) for weighted in data.sources]
+    is_ids = [isinstance(weighted.source, TokenSource) for weighted in data.sources]
     vocabulary = Vocabulary(data.tokenizer) if any(is_ids) else None
     for index, weighted in enumerate(data.sources):
         for source in filter(None, (weighted.source, reader(weighted.source).held_out(weighted.source))):

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm.config.data_config import DataConfig, Files, Hub, Package, Source, Tokens
+from lm.config.data_config import DataConfig, FileSource, HubSource, PackageSource, Source, TokenSource
 from lm.data import text_files, token_files
 from lm.data.text_files import Documents, Unreadable, dataset_documents, files_in
 from lm.data.token_files import Vocabulary
@@ -37,9 +37,9 @@ class SourceReader:
     options.
 
     `documents` yields (document, location) in a fixed order, blank documents included. A document is a text, or an
-    array of ids, (tokens,) uint32, for `Tokens`. Its location is the file or dataset and the place in it. In place of a
-    file, document or row that can't be read, `documents` yields an `Unreadable`. A file damaged part-way yields the
-    documents before the damage. For `Tokens`, the second argument is the tokenizer's vocabulary.
+    array of ids, (tokens,) uint32, for `TokenSource`. Its location is the file or dataset and the place in it. In place
+    of a file, document or row that can't be read, `documents` yields an `Unreadable`. A file damaged part-way yields
+    the documents before the damage. For `TokenSource`, the second argument is the tokenizer's vocabulary.
 
     All functions raise DataError with the file, dataset or row and the reason.
     """
@@ -121,13 +121,13 @@ PACKAGES = {
 }
 
 
-def _package_documents(source: Package, vocabulary: None) -> Documents:
+def _package_documents(source: PackageSource, vocabulary: None) -> Documents:
     """Yield the documents of an installed package, and their locations."""
-    files = Files(suffixes=[".txt", ".py"])
+    files = FileSource(suffixes=[".txt", ".py"])
     return text_files.read_files(list(PACKAGES[source.package].paths().values()), files)
 
 
-def _package_identity(source: Package, root: Path, hashes: FileHashes) -> dict[str, Plain]:
+def _package_identity(source: PackageSource, root: Path, hashes: FileHashes) -> dict[str, Plain]:
     """Return the package's name, its version, and the sha256 of its documents. Raises DataError if they are not the
     supported ones.
     """
@@ -143,7 +143,7 @@ def _package_identity(source: Package, root: Path, hashes: FileHashes) -> dict[s
 # `datasets`
 
 
-def _hub_documents(source: Hub, vocabulary: None) -> Documents:
+def _hub_documents(source: HubSource, vocabulary: None) -> Documents:
     """Yield the documents of a dataset, and their locations."""
     location = f"data.source.dataset: '{source.dataset}' ({source.split})"
     with _library_errors(source):
@@ -151,7 +151,7 @@ def _hub_documents(source: Hub, vocabulary: None) -> Documents:
         yield from islice(documents, source.max_documents)
 
 
-def streamed_documents(source: Hub, path: Path) -> Documents:
+def streamed_documents(source: HubSource, path: Path) -> Documents:
     """Yield a streamed source's documents and their locations.
 
     The first call downloads them and writes them to the file `path`, which appears when it is complete. It also writes
@@ -169,14 +169,14 @@ def streamed_documents(source: Hub, path: Path) -> Documents:
             yield content, location
 
 
-def _hub_held_out(source: Hub) -> Hub | None:
+def _hub_held_out(source: HubSource) -> HubSource | None:
     """Return a source of the dataset's own validation split; None if the options name none."""
     return source.validation_split and dataclasses.replace(
         source, split=source.validation_split, validation_split=None, max_documents=None
     )
 
 
-def _hub_identity(source: Hub, root: Path, hashes: FileHashes) -> dict[str, Plain]:
+def _hub_identity(source: HubSource, root: Path, hashes: FileHashes) -> dict[str, Plain]:
     """Return the source's options, with the sha256 of each file of a local folder. For a hub dataset without a pinned
     commit, they contain the dataset's hash, which `datasets` computes.
     """
@@ -197,7 +197,7 @@ def _hub_identity(source: Hub, root: Path, hashes: FileHashes) -> dict[str, Plai
         return options | {"fingerprint": builder.hash}
 
 
-def _dataset(source: Hub) -> "Dataset | IterableDataset":
+def _dataset(source: HubSource) -> "Dataset | IterableDataset":
     """Open the dataset with the `datasets` library."""
     import datasets
 
@@ -215,13 +215,13 @@ def _dataset(source: Hub) -> "Dataset | IterableDataset":
     return splits[source.split]
 
 
-def _location(source: Hub) -> str:
+def _location(source: HubSource) -> str:
     """Return the dataset's name on the hub, or the path of its folder, in which `~` is replaced by the home folder."""
     return os.path.expanduser(source.dataset)
 
 
 @contextmanager
-def _library_errors(source: Hub) -> Iterator[None]:
+def _library_errors(source: HubSource) -> Iterator[None]:
     """Return a context that turns errors of the `datasets` library or the network into a one-line DataError."""
     if source.dataset.startswith((".", "/", "~")) and not Path(_location(source)).is_dir():
         raise DataError(f"data.source.dataset: '{source.dataset}': no such folder")
@@ -239,8 +239,8 @@ def _library_errors(source: Hub) -> Iterator[None]:
 
 
 SOURCE_READERS: dict[type, SourceReader] = {
-    Package: SourceReader(_package_documents, _package_identity),
-    Files: SourceReader(text_files.file_documents, text_files.files_identity),
-    Hub: SourceReader(_hub_documents, _hub_identity, held_out=_hub_held_out),
-    Tokens: SourceReader(token_files.token_documents, token_files.tokens_identity, held_out=token_files.held_out),
+    PackageSource: SourceReader(_package_documents, _package_identity),
+    FileSource: SourceReader(text_files.file_documents, text_files.files_identity),
+    HubSource: SourceReader(_hub_documents, _hub_identity, held_out=_hub_held_out),
+    TokenSource: SourceReader(token_files.token_documents, token_files.tokens_identity, held_out=token_files.held_out),
 }

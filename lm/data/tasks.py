@@ -350,7 +350,7 @@ def check_task(task: Task, seed: int, length: int, subset: Subset, count: int, t
     ones.
     """
     example(task, seed, 0, length, subset, text)
-    if count > (n_distinct := task.n_distinct(length, subset)):
+    if count > (n_distinct := task.n_distinct_sequences(length, subset)):
         raise TaskError(f"{count:,} {subset} sequences can't all differ: there are about {n_distinct:,.0f}")
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm.config.data_config import Files
+from lm.config.data_config import FileSource
 from lm.errors import DataError, one_line
 from lm.files import FileHashes, expand_home
 from lm.plain import Plain
@@ -148,7 +148,7 @@ SUPPORTED = (
 _LATER_DOCUMENT = ": document from byte "  # in the location of a document after a separator
 
 
-def file_documents(source: Files, vocabulary: object = None) -> Documents:
+def file_documents(source: FileSource, vocabulary: object = None) -> Documents:
     """Yield the documents of files. Raises DataError after the last one if the separator occurs in no text file."""
     is_split = not source.separator
     for document, location in read_files(expand(source), source):
@@ -161,7 +161,7 @@ def file_documents(source: Files, vocabulary: object = None) -> Documents:
         )
 
 
-def files_identity(source: Files, root: Path, hashes: FileHashes) -> dict[str, Plain]:
+def files_identity(source: FileSource, root: Path, hashes: FileHashes) -> dict[str, Plain]:
     """Return plain data that identifies the documents: paths and sha256 of the files, and the options that affect
     reading.
 
@@ -175,7 +175,7 @@ def files_identity(source: Files, root: Path, hashes: FileHashes) -> dict[str, P
     return {"files": files, "suffixes": source.suffixes, "column": source.column, "separator": source.separator}
 
 
-def expand(source: Files) -> list[Path]:
+def expand(source: FileSource) -> list[Path]:
     """Return the files that `source.paths` names, as `files_named` does."""
     return files_named(source.paths, partial(_is_read, source), SUPPORTED)
 
@@ -208,7 +208,7 @@ def files_named(paths: list[str], is_read: Callable[[Path, bool], bool], support
     return sorted(unique.values())
 
 
-def description(source: Files) -> str:
+def description(source: FileSource) -> str:
     """Return a line that says how many files are read, and how many in folders are ignored, by suffix. Raises DataError
     as `expand` does.
     """
@@ -248,12 +248,12 @@ def _suffix(path: Path) -> str:
     return ((Path(path.stem).suffix if is_compressed else "") + path.suffix).lower()
 
 
-def _is_read(source: Files, path: Path, in_folder: bool) -> bool:
+def _is_read(source: FileSource, path: Path, in_folder: bool) -> bool:
     """Return whether a file is read. A plain .json file in a folder is not: it mostly describes other files."""
     return _reader_of(path, source) is not None and not (in_folder and _suffix(path) == ".json")
 
 
-def _reader_of(path: Path, source: Files) -> Callable[[Path, Files, Parse], Documents] | None:
+def _reader_of(path: Path, source: FileSource) -> Callable[[Path, FileSource, Parse], Documents] | None:
     """Return the function that reads a file by its suffix, in upper or lower case. Return None for a suffix that is not
     supported.
     """
@@ -265,7 +265,7 @@ def _reader_of(path: Path, source: Files) -> Callable[[Path, Files, Parse], Docu
     return _read_parquet if _suffix(path) == ".parquet" else None
 
 
-def read_files(paths: list[Path], source: Files, parse: Parse = text_of) -> Documents:
+def read_files(paths: list[Path], source: FileSource, parse: Parse = text_of) -> Documents:
     """Yield the documents of files, whose suffixes tell their formats. `parse` turns the value of a row's column into a
     document.
     """
@@ -287,7 +287,7 @@ def _open_decompressed(path: Path) -> io.BufferedReader:
     return io.BufferedReader(pyarrow.input_stream(pyarrow.OSFile(os.fsencode(path)), compression), READ_BYTES)
 
 
-def _read_txt(path: Path, source: Files, parse: Parse) -> Documents:
+def _read_txt(path: Path, source: FileSource, parse: Parse) -> Documents:
     """Yield the documents of a plain-text file, which the source's separator splits."""
     begin = 0
 
@@ -341,7 +341,7 @@ def _decode(begin: int, content: bytes | bytearray, location: str) -> str:
     return text
 
 
-def _read_jsonl(path: Path, source: Files, parse: Parse) -> Documents:
+def _read_jsonl(path: Path, source: FileSource, parse: Parse) -> Documents:
     """Yield the documents of a file of JSON lines: the value of the source's column in each row."""
     begin = 0
 
@@ -380,7 +380,7 @@ def _json_object(text: str, location: str) -> dict[str, Plain]:
     return row
 
 
-def _read_parquet(path: Path, source: Files, parse: Parse) -> Documents:
+def _read_parquet(path: Path, source: FileSource, parse: Parse) -> Documents:
     """Yield the documents of a Parquet file: the values of the source's column."""
     import pyarrow
     from pyarrow.parquet import ParquetFile

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lm.config.data_config import Files, TokenizerOptions, Tokens
+from lm.config.data_config import FileSource, TokenizerOptions, TokenSource
 from lm.data.text_files import (
     Documents,
     Unreadable,
@@ -143,14 +143,14 @@ def _id_array(ids: Plain | np.ndarray, location: str) -> np.ndarray:
 # ---------------------------------------------------------------- sources of ids
 
 
-def token_documents(source: Tokens, vocabulary: Vocabulary) -> Documents:
+def token_documents(source: TokenSource, vocabulary: Vocabulary) -> Documents:
     """Yield the documents of token ids in a source's files, and their locations."""
     files, read = FORMATS[source.format]
     for path in files(source):
         yield from with_last_error(read(path, source, vocabulary), str(path))
 
 
-def held_out(source: Tokens) -> Tokens | None:
+def held_out(source: TokenSource) -> TokenSource | None:
     """Return a source of the files in `validation_paths`, all of whose documents are held out. Return None if there are
     no such files.
     """
@@ -158,12 +158,12 @@ def held_out(source: Tokens) -> Tokens | None:
     return dataclasses.replace(source, paths=paths, validation_paths=[]) if paths else None
 
 
-def tokens_identity(source: Tokens, root: Path, hashes: FileHashes) -> dict[str, Plain]:
+def tokens_identity(source: TokenSource, root: Path, hashes: FileHashes) -> dict[str, Plain]:
     """Return plain data that identifies the documents: the format, and paths and sha256 of the training and the
     held-out files.
     """
 
-    def hash_files(token_source: Tokens | None) -> list[Plain]:
+    def hash_files(token_source: TokenSource | None) -> list[Plain]:
         paths = FORMATS[source.format][0](token_source) if token_source else []
         files = [file for path in paths for file in (sorted(files_in(path)) if path.is_dir() else [path])]
         return [{"path": str(path), "sha256": hashes.sha256(path)} for path in files]
@@ -192,7 +192,7 @@ def _read_header(path: Path) -> tuple[int, int, int]:
     return tuple(header[:3].tolist()) if len(header) == HEADER_NUMBERS else (0, 0, 0)
 
 
-def _read_nanogpt(path: Path, source: Tokens, vocabulary: Vocabulary) -> Documents:
+def _read_nanogpt(path: Path, source: TokenSource, vocabulary: Vocabulary) -> Documents:
     """Yield the documents of a file of uint16 ids without a header, in which the end-of-text token follows each
     document.
     """
@@ -217,7 +217,7 @@ def _read_nanogpt(path: Path, source: Tokens, vocabulary: Vocabulary) -> Documen
     yield from _split_stream(path, ids, vocabulary, border_offset=1)
 
 
-def _read_modded(path: Path, source: Tokens, vocabulary: Vocabulary) -> Documents:
+def _read_modded(path: Path, source: TokenSource, vocabulary: Vocabulary) -> Documents:
     """Yield the documents of a file with a header, in which the end-of-text token precedes each document."""
     *header, count = _read_header(path)
     size = path.stat().st_size
@@ -254,23 +254,23 @@ def _split_stream(path: Path, ids: np.ndarray, vocabulary: Vocabulary, border_of
 # ---------------------------------------------------------------- formats
 
 
-def _bin_files(source: Tokens) -> list[Path]:
+def _bin_files(source: TokenSource) -> list[Path]:
     """Return the .bin files that the source names."""
     supported = f".bin files, which data.source.format={source.format} reads"
     return files_named(source.paths, lambda path, in_folder: path.suffix.lower() == ".bin", supported)
 
 
-def _column_files(source: Tokens) -> list[Path]:
+def _column_files(source: TokenSource) -> list[Path]:
     """Return the .jsonl and .parquet files that the source names."""
-    return expand(Files(source.paths, []))
+    return expand(FileSource(source.paths, []))
 
 
-def _read_column(path: Path, source: Tokens, vocabulary: Vocabulary) -> Documents:
+def _read_column(path: Path, source: TokenSource, vocabulary: Vocabulary) -> Documents:
     """Yield the documents of a .jsonl or .parquet file, whose column holds lists of ids."""
-    return read_files([path], Files([str(path)], [], source.column), vocabulary.document)
+    return read_files([path], FileSource([str(path)], [], source.column), vocabulary.document)
 
 
-def _saved_folders(source: Tokens) -> list[Path]:
+def _saved_folders(source: TokenSource) -> list[Path]:
     """Return the folders that the source names. Raises DataError if one was not written by `Dataset.save_to_disk`."""
     paths = sorted(map(expand_home, source.paths))
     for path in paths:
@@ -280,7 +280,7 @@ def _saved_folders(source: Tokens) -> list[Path]:
     return paths
 
 
-def _read_saved(path: Path, source: Tokens, vocabulary: Vocabulary) -> Documents:
+def _read_saved(path: Path, source: TokenSource, vocabulary: Vocabulary) -> Documents:
     """Yield the documents of a dataset that was saved to a folder."""
     import datasets
 
@@ -289,7 +289,7 @@ def _read_saved(path: Path, source: Tokens, vocabulary: Vocabulary) -> Documents
 
 
 # {format: (lists a source's files or folders, reads the documents of one of them)}
-FORMATS: dict[str, tuple[Callable[[Tokens], list[Path]], Callable[[Path, Tokens, Vocabulary], Documents]]] = {
+FORMATS: dict[str, tuple[Callable[[TokenSource], list[Path]], Callable[[Path, TokenSource, Vocabulary], Documents]]] = {
     "nanogpt": (_bin_files, _read_nanogpt),
     "modded-nanogpt": (_bin_files, _read_modded),
     "column": (_column_files, _read_column),

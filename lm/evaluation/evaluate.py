@@ -12,7 +12,7 @@ import torch
 
 from lm.config.data_config import DataConfig, TokenizerFile
 from lm.config.eval_config import EvalConfig, LongContextConfig
-from lm.config.load import load_config, merge, overrides_in, parse
+from lm.config.load import command_overrides, load_config, merge, parse_config
 from lm.config.training_config import OptimConfig, TrainerConfig
 from lm.config.tree import Config
 from lm.data.prepare import check_sequences, prepare, store_with_fingerprint
@@ -55,7 +55,7 @@ def evaluate_runs(
     Raises LMError: a source is no run or has no such checkpoint, its data are not those of training, or a package is
     missing.
     """
-    changes = overrides_in(command, [*overrides])
+    changes = command_overrides(command, [*overrides])
     # paths of configurations, and of models, each once
     files = [path for path in sources if path.suffix in (".yaml", ".yml")]
     sources = [path for path in dict.fromkeys(sources) if path not in files]
@@ -88,14 +88,14 @@ def command_config(changes: dict[str, Plain], config: Config, command: Literal["
     Options of other evaluations may not suit the model.
     """
     if command == "eval":
-        return parse(merge(to_plain(config), changes))
+        return parse_config(merge(to_plain(config), changes))
     diagnose_eval = EvalConfig(
         sequences=config.eval.sequences,
         long_context=LongContextConfig(length_factor=0),
         diagnostics=config.eval.diagnostics,
     )
     changed = merge(to_plain(replace(config, eval=diagnose_eval)), changes)
-    return parse(merge(changed, {"eval": {"diagnostics": {}}}))
+    return parse_config(merge(changed, {"eval": {"diagnostics": {}}}))
 
 
 def measurement_config(model: LoadedModel, files: Sequence[Path]) -> Config:
@@ -154,7 +154,7 @@ def open_store(model: LoadedModel, config: Config, files: Sequence[Path]) -> tup
     fingerprint = model.metadata["data_fingerprint"]
     absence = (
         f"{model.path}: was trained on tokens {fingerprint[:16]}, of which there is no store in "
-        f"{config.data.folder.resolve()}"
+        f"{config.data.stores_folder.resolve()}"
     )
     remedy = "set data.root to where the store is, start where the run was trained, or bring the sources back"
     try:
@@ -186,7 +186,7 @@ def text_config(model: LoadedModel, files: Sequence[Path]) -> Config:
 
     Seed, `eval` and the keys of `trainer` that `lm eval` reads are those of `files`, or defaults without any; tasks are
     left out. The configuration is not checked against the model's limits, such as learned positions. Overrides may
-    still change it, and `parse` then checks the result.
+    still change it, and `parse_config` then checks the result.
 
     Raises ConfigError: a configuration is wrong or has no text. Raises RunError: the model has no tokenizer.
     """

@@ -219,7 +219,7 @@ class Measurement(ABC):
         Arms of an experiment that differ in them can't be compared.
         """
         length = {} if cls.has_fixed_lengths else {"data.seq_len": config.data.seq_len}
-        return length | config.eval.measured_options(cls.kind)
+        return length | config.eval.measurement_options(cls.kind)
 
     @property
     def eval_config(self) -> Timing:
@@ -261,7 +261,7 @@ class Measurement(ABC):
         """
         facts = {
             "options": self.options,
-            "asked": self.config.eval.measured_options(self.kind),
+            "asked": self.config.eval.measurement_options(self.kind),
             "data_fingerprint": self.fingerprint,
             "precision": "32" if self.measures_in_fp32 else device.precision,
             "weights_sha256": weights,

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lm.attention.options import Options
-from lm.config.load import merge, overrides_in, parse, to_yaml
+from lm.config.load import command_overrides, merge, parse_config, to_yaml
 from lm.config.tree import Config
-from lm.config.yaml_text import override
+from lm.config.yaml_text import override_text
 from lm.errors import ConfigError, Problem
 from lm.evaluation.evaluate import measurement_config, open_device, open_store
 from lm.evaluation.held_out import SwapMeasurement
@@ -111,7 +111,7 @@ def _notes(old: Decoder, new: Decoder, config: Config, destination: Path, init: 
         )
     options = config.model.normalizer
     values = {name: to_plain(options)[name] for name in ("name", *options.non_defaults())}
-    changes = [override("model.normalizer", values), *["phases=[]"] * bool(config.phases)]
+    changes = [override_text("model.normalizer", values), *["phases=[]"] * bool(config.phases)]
     command = f"lm train CONFIG {shlex.join(changes)} init_from={destination} name=..."
     return [*notes, f"{destination}: weights alone; go on with: lm eval {destination}, or {command}"]
 
@@ -162,7 +162,7 @@ def _swapped_config(
 ) -> Config:
     """Return the configuration of the new run folder. Imports the plugins that `name` or `overrides` name."""
     chosen_init = [f"model.normalizer.init={init}"] if init is not None else []
-    changes = overrides_in("swap", [*overrides, *chosen_init])
+    changes = command_overrides("swap", [*overrides, *chosen_init])
     user_options = changes.get("model", {}).get("normalizer", {})
     if not isinstance(user_options, dict) or "name" in user_options:
         reason = f"the new normalizer is --to {name}"
@@ -170,7 +170,7 @@ def _swapped_config(
     plain = merge({**to_plain(base), "experiment": {}}, {"model": {"normalizer": to_plain(old)}})
     plain = merge(merge(plain, {"model": {"normalizer": {"name": name}}}), changes)
     fields = {"name": destination.name, "runs": str(destination.parent), "resume": "", "train_only": None, "phases": []}
-    config = parse({**plain, **fields, "init_from": "", "branch_from": ""})
+    config = parse_config({**plain, **fields, "init_from": "", "branch_from": ""})
     normalizer = config.model.normalizer
     default_init = getattr(type(normalizer), "init", None)
     if "init" not in user_options and default_init is not None:  # not that of an old one of the same name

@@ -370,7 +370,7 @@ class Cost:
 def cost(config: Config, vocab_size: int, first_step: int = 0) -> Cost:
     """The resources of a run that is trained from `first_step` on."""
     with torch.device("meta"):
-        decoder = Decoder(config.model_in(0), vocab_size, config.data.seq_len, seed=None)
+        decoder = Decoder(config.model_in_phase(0), vocab_size, config.data.seq_len, seed=None)
     tokens = config.optim.batch_tokens * (config.trainer.max_steps - first_step)
     return Cost(count_parameters(decoder)["total"], tokens, flops_per_token(decoder) * tokens)
 

@@ -16,12 +16,12 @@ from typing import Literal
 import pandas as pd
 
 from lm.config import presets
-from lm.config.load import merge, merge_bases, nest_keys, overrides_in, parse, read_overrides, read_yaml
-from lm.config.normalizers import OPTIONS
+from lm.config.load import command_overrides, merge, merge_bases, nest_keys, parse_config, read_overrides, read_yaml
+from lm.config.normalizers import NORMALIZER_OPTIONS
 from lm.config.removed_keys import hashed_defaults
-from lm.config.schema import build, cross_key_problems, key, section
-from lm.config.tree import Config, ExperimentConfig, distinguishes_arms, effect_of
-from lm.config.yaml_text import override, resolve_interpolations
+from lm.config.schema import build_block, cross_key_problems, key, section
+from lm.config.tree import Config, ExperimentConfig, distinguishes_arms, key_effect
+from lm.config.yaml_text import override_text, resolve_interpolations
 from lm.data.prepare import vocab_size_of
 from lm.errors import ConfigError, DataError, Problem, suggest
 from lm.evaluation.metrics import find_metric
@@ -198,7 +198,7 @@ class Experiment:
         cache_key = repr({name: value for name, value in plain.items() if name not in own_keys})
         if cache_key not in self._configs:
             with PLUGINS.trusted_text():  # the user's file names the plugins
-                self._configs[cache_key] = parse(plain)
+                self._configs[cache_key] = parse_config(plain)
         return replace(self._configs[cache_key], **own_keys)
 
     def run_config(
@@ -242,12 +242,12 @@ class Experiment:
         """Return `config` with the entries of `self.evaluate` laid over it, to measure a run after training. Raises
         ConfigError.
         """
-        return parse(merge(to_plain(config), self.evaluate)) if self.evaluate else config
+        return parse_config(merge(to_plain(config), self.evaluate)) if self.evaluate else config
 
     @property
     def evaluate_overrides(self) -> list[str]:
         """The keys of `evaluate` as `KEY=VALUE` arguments of `lm eval`."""
-        return [override(name, value) for name, value in self.evaluate.items()]
+        return [override_text(name, value) for name, value in self.evaluate.items()]
 
 
 def config_hash(config: Config) -> str:
@@ -265,7 +265,7 @@ def deciding_keys(plain: dict[str, Plain]) -> dict[str, Plain]:
     of keys that left since 0.11.0."""
     areas = ("model", "training", "seed", "numerics", "evaluation")
     keys = flatten(plain).items()
-    present = {path: value for path, value in keys if value is not None and effect_of(path).affects in areas}
+    present = {path: value for path, value in keys if value is not None and key_effect(path).affects in areas}
     return present | dict(hashed_defaults(plain))
 
 
@@ -279,7 +279,7 @@ def plan_of(experiment: Experiment) -> dict[str, dict]:
     shared |= {f"primary.{key}": value for key, value in vars(primary).items() if key != "spread"}
     for size in experiment.sizes:
         measurement = experiment.measurement_config(experiment.config(size, baseline, 0, None, {"name": "any"}))
-        options = measurement.eval.measured_options(find_metric(measurement, primary.metric)[0].kind)
+        options = measurement.eval.measurement_options(find_metric(measurement, primary.metric)[0].kind)
         shared |= {size_name(size, f"{primary.metric}: {key}"): value for key, value in options.items()}
     shared |= {f"tune.{key}": value for key, value in vars(experiment.tune).items()}
     if experiment.table is not None:
@@ -356,7 +356,7 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     if "arms" not in plain:
         remedy = f"train it with lm train {file}, or name it as an experiment's base"
         raise ConfigError(f"{file}: no experiment: it has no `arms`; {remedy}")
-    keys = build(_FileKeys, plain, "", problems)
+    keys = build_block(_FileKeys, plain, "", problems)
     problems += cross_key_problems(keys)
     base = nest_keys(keys.base) if isinstance(keys.base, dict) else {"base": keys.base}
     arm_blocks, size_blocks = (_named_blocks(name, getattr(keys, name) or {}, problems) for name in ("arms", "sizes"))
@@ -405,7 +405,9 @@ def _arm(name: str, block: dict[str, Plain], earlier: dict[str, Arm], file: Path
     configuration is parsed.
     """
     path, source = f"arms.{name}", block.pop("from", None)
-    start = build(_ArmKeys, {key: block.pop(key) for key in ("swap", "train", "step") if key in block}, path, problems)
+    start = build_block(
+        _ArmKeys, {key: block.pop(key) for key in ("swap", "train", "step") if key in block}, path, problems
+    )
     changes, swap, source_name = merge_bases(block, file, f"{path}.base"), start.swap, str(source)
 
     def refuse(key: str, value: Plain, reason: str, remedy: str) -> None:
@@ -429,7 +431,7 @@ def _arm(name: str, block: dict[str, Plain], earlier: dict[str, Arm], file: Path
     if swap:
         normalizer = {"name": swap.to} | ({} if swap.init is None else {"init": swap.init})
         with suppress(KeyError), PLUGINS.trusted_text():
-            init = getattr(OPTIONS[swap.to], "init", None)
+            init = getattr(NORMALIZER_OPTIONS[swap.to], "init", None)
             normalizer |= {"init": init} if init is not None and swap.init is None else {}
         changes = merge(changes, {"model": {"normalizer": normalizer}})
     # its changes are laid over its source's
@@ -484,7 +486,7 @@ def _check(experiment: Experiment) -> None:
     problems: list[Problem | str] = [] if experiment.table is None else [*_check_table(experiment)]
     primary = experiment.primary
     try:
-        overrides_in("eval", experiment.evaluate_overrides)
+        command_overrides("eval", experiment.evaluate_overrides)
     except ConfigError as error:
         problems += [replace(problem, path=f"evaluate.{problem.path}") for problem in error.problems]
     names_by_problem: dict[str, list[str]] = {}

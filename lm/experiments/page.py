@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from lm.config.tree import effect_of
+from lm.config.tree import key_effect
 from lm.errors import RunError
 from lm.experiments.definition import Experiment
 from lm.experiments.judging import (
@@ -188,7 +188,7 @@ def _is_name(key: str) -> bool:
     """Whether a configuration key names a run or folder, or says what is logged, so that its values are not compared
     between arms.
     """
-    return key in ("init_from", "branch_from") or effect_of(key).affects == "label"
+    return key in ("init_from", "branch_from") or key_effect(key).affects == "label"
 
 
 # ---------------------------------------------------------------- words

@@ -16,7 +16,7 @@ import pandas as pd
 
 from lm.config.load import to_yaml
 from lm.config.tree import Config
-from lm.config.yaml_text import override
+from lm.config.yaml_text import override_text
 from lm.errors import ConfigError, RunError
 from lm.experiments.definition import Arm, Experiment, Swap
 from lm.experiments.judging import FRAME_COLUMNS, Judgement, Question, Rate, SizeArm, judge
@@ -141,7 +141,7 @@ class Procedure:
         for size, arm in experiment.size_arms if experiment.evaluate else ():
             config = experiment.measurement_config(experiment.example_config(size, arm))
             kinds = config.eval.wanted_kinds(config.data)
-            required[size, arm.name] = {kind: config.eval.measured_options(kind) for kind in kinds}
+            required[size, arm.name] = {kind: config.eval.measurement_options(kind) for kind in kinds}
         return required
 
     def choice(self, size: str) -> Choice:
@@ -496,7 +496,7 @@ def commands(run: Run) -> list[list[str]]:
         labels = {name: value for name, value in to_plain(config.experiment).items() if value is not None}
         blocks = {"model.normalizer": to_plain(config.model.normalizer), "experiment": labels}
         overrides = [
-            override(f"{block}.{name}", value)
+            override_text(f"{block}.{name}", value)
             for block, options in blocks.items()
             for name, value in options.items()
             if (block, name) not in (("model.normalizer", "name"), ("model.normalizer", "init"))

@@ -171,7 +171,7 @@ class Outcome:
 
     def _has_own_options(self, evaluation: Evaluation) -> bool:
         """Whether an evaluation was made with the options of the planned run."""
-        return not self.planned or evaluation.asked in ({}, self.planned.eval.measured_options(evaluation.kind))
+        return not self.planned or evaluation.asked in ({}, self.planned.eval.measurement_options(evaluation.kind))
 
     @property
     def has_ended(self) -> bool:

@@ -16,7 +16,7 @@ import pandas as pd
 from pandas.api.extensions import ExtensionDtype
 from pandas.io.common import get_handle
 
-from lm.config.schema import build
+from lm.config.schema import build_block
 from lm.errors import ConfigError, Problem, RunError, one_line, suggest
 from lm.experiments.judging import (
     DIVERGED,
@@ -55,7 +55,7 @@ def judge_table(
     `where` and `split_columns` is named `by`."""
     problems: list[Problem] = []
     direction = {} if better is None else {"better": better}
-    primary = build(PrimaryMetric, {"metric": metric, "matters": matters} | direction, "", problems)
+    primary = build_block(PrimaryMetric, {"metric": metric, "matters": matters} | direction, "", problems)
     if target is not None and not (isinstance(target, Real) and math.isfinite(target)):
         problems.append(Problem("target", target, "must be a finite number"))
     if target is not None and (baseline is not None or unpaired):

@@ -14,8 +14,8 @@ import torch
 from lm.attention.distance import Window
 from lm.attention.options import Options
 from lm.attention.query_scale import Llama4, Softmax
-from lm.config.model_config import Learned, ModelConfig, Rope
-from lm.config.normalizers import Layers
+from lm.config.model_config import LearnedPosition, ModelConfig, Rope
+from lm.config.normalizers import LayerList
 from lm.huggingface.fields import (
     IRRELEVANT_FIELDS,
     ORIGINAL_LENGTH,
@@ -180,7 +180,7 @@ class GPT2(Architecture):
             fields.require_value(name, (value,), f"only {str(value).lower()} is read")
         activation = _read_activation(fields, "activation_function", "gelu_new")
         n_mlp = fields.size("n_inner", 4 * values["n_embd"])
-        return {"n_mlp": n_mlp, "mlp": activation, "position": Learned(), "normalizer": Softmax()}
+        return {"n_mlp": n_mlp, "mlp": activation, "position": LearnedPosition(), "normalizer": Softmax()}
 
     def further_fields(self, model: ModelConfig) -> Plains:
         return {
@@ -424,7 +424,7 @@ def _read_windows(fields: Fields, layers: list[bool]) -> Options:
     if not has_windows:
         raise fields.refusal("layer_types", f"lists {SLIDING_ATTENTION}: use_sliding_window must be true")
     normalizers = [Window(size=size) if kind == SLIDING_ATTENTION else Softmax() for kind in layer_types]
-    return normalizers[0] if {*layer_types} == {SLIDING_ATTENTION} else Layers(of=normalizers)
+    return normalizers[0] if {*layer_types} == {SLIDING_ATTENTION} else LayerList(of=normalizers)
 
 
 def _write_windows(model: ModelConfig) -> Plains:

@@ -12,9 +12,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lm.config.eval_config import AS_TRAINED
+from lm.config.eval_config import NO_SCALING
 from lm.config.load import to_yaml
-from lm.config.tree import function_options
+from lm.config.tree import model_function_options
 from lm.data.tokenizer import TOKENIZER_CONFIG, parse_tokenizer
 from lm.errors import RunError
 from lm.files import new_folder, write_together
@@ -160,7 +160,7 @@ def _matching_architecture(loaded_model: LoadedModel) -> tuple[Architecture, dic
             written_model = architecture.read(Fields(config, loaded_model.path)).model
         except RunError:  # it has no field for a part of the model
             continue
-        matches_model = function_options(written_model) == function_options(spec.model)
+        matches_model = model_function_options(written_model) == model_function_options(spec.model)
         matches_model &= not (architecture.divides_width and spec.model.n_embd % spec.model.n_head)
         if matches_model and (config["model_type"] != "qwen2" or _splits_text_as_qwen2(loaded_model)):
             return architecture, config
@@ -279,7 +279,7 @@ def _lm_config(loaded_model: LoadedModel) -> dict[str, Plain]:
         reason = "is a length that generation in transformers does not know; visible and fixed:N are"
         raise RunError(f"normalizer.n = sample of {names[0]} {reason}")
     if rope.rotates:
-        radians = frequencies(model.key_dims, rope, AS_TRAINED, spec.seq_len, spec.seq_len).tolist()
+        radians = frequencies(model.key_dims, rope, NO_SCALING, spec.seq_len, spec.seq_len).tolist()
         rope_fields = {"rope_frequencies": radians, "rope_amplitude": rope.scaling.amplitude}
     return {
         **LM_CONFIG_FIELDS, **{name: getattr(model, name) for name in MODEL_FIELDS}, **rope_fields,

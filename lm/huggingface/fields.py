@@ -8,7 +8,7 @@ from collections.abc import Container
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-from lm.config.model_config import LinearScaling, Llama3Scaling, Rope, TrainedScaling, YarnScaling
+from lm.config.model_config import LinearScaling, Llama3Scaling, Rope, TrainedScaling, TrainedYarn
 from lm.errors import RunError, abbreviate, value_text
 from lm.plain import Plain, convert, type_name
 
@@ -151,7 +151,7 @@ ROPE_TYPES: dict[str, tuple[type[TrainedScaling], dict[str, str]]] = {
         {"factor": "factor", "low_freq_factor": "slow", "high_freq_factor": "fast", ORIGINAL_LENGTH: "original"},
     ),
     "yarn": (
-        YarnScaling,
+        TrainedYarn,
         {
             "factor": "factor",
             "beta_slow": "slow",
@@ -199,7 +199,7 @@ def read_rope(
     schema, option_names = ROPE_TYPES[kind]
     types = {spec.name: spec.type for spec in fields(schema)}
     defaults = {**ROPE_DEFAULTS, ORIGINAL_LENGTH: positions}
-    if kind == YarnScaling.name:
+    if kind == TrainedYarn.name:
         defaults["factor"] = positions / block.size(ORIGINAL_LENGTH, positions)
         block.take("finetuned", bool, False)  # true if the weights were trained further with this scaling
     options = {}
@@ -211,7 +211,7 @@ def read_rope(
             block.require_value(
                 field, (constant,), f"only {constant:g} is read, as the models released with {kind} have"
             )
-    if kind == YarnScaling.name:
+    if kind == TrainedYarn.name:
         scales = [block.take(name, float, 0.0) for name in ("mscale", "mscale_all_dim")]
         if options["attention_factor"] is None and all(scales):  # one alone is not read by transformers either
             growth = 0.1 * math.log(max(options["factor"], 1.0))

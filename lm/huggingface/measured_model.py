@@ -17,10 +17,10 @@ from lm.attention.distance import Window
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer
 from lm.attention.options import Options
-from lm.config.eval_config import AS_TRAINED
-from lm.config.model_config import Learned, ModelConfig, Rope
-from lm.config.normalizers import SINGLE, Layers
-from lm.config.schema import build_named
+from lm.config.eval_config import NO_SCALING
+from lm.config.model_config import LearnedPosition, ModelConfig, Rope
+from lm.config.normalizers import LAYER_OPTIONS, LayerList
+from lm.config.schema import build_named_block
 from lm.config.yaml_text import parse_yaml
 from lm.data.batches import Batch
 from lm.errors import RunError, one_line
@@ -76,10 +76,10 @@ class MeasuredModel(nn.Module):
         self.config = ModelConfig(
             n_layer=len(layers), n_head=n_head, n_kv_head=None if kv_heads == n_head else kv_heads,
             head_size=spec.head_size, n_embd=text.hidden_size,
-            position=Rope() if hasattr(text, "rope_parameters") else Learned(),
-            normalizer=Layers(of=layer_options) if any(windows) else options,
+            position=Rope() if hasattr(text, "rope_parameters") else LearnedPosition(),
+            normalizer=LayerList(of=layer_options) if any(windows) else options,
         )  # fmt: skip
-        self._layers, self.rope_scaling = layers, AS_TRAINED
+        self._layers, self.rope_scaling = layers, NO_SCALING
         self.eval()
         tokens = torch.arange(16).unsqueeze(0) % self.vocab_size
         with torch.no_grad():
@@ -160,7 +160,7 @@ def load_measured(folder: Path, normalizer: str, length: int | None) -> LoadedMo
     """
     source = open_pretrained(str(folder), None, None)
     with PLUGINS.trusted_text():
-        options = build_named(SINGLE, parse_yaml(normalizer, "--normalizer"), "--normalizer")
+        options = build_named_block(LAYER_OPTIONS, parse_yaml(normalizer, "--normalizer"), "--normalizer")
     register({ATTENTION: to_plain(options)})
     logging.disable_progress_bar()
     try:

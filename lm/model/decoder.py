@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer
-from lm.config.eval_config import AS_TRAINED, RopeScaling
+from lm.config.eval_config import NO_SCALING, RopeScaling
 from lm.config.model_config import ModelConfig
 from lm.data.batches import Batch
 from lm.model.blocks import (
@@ -53,7 +53,7 @@ class Decoder(nn.Module):
         self.recomputes_activations = False
         # compiled by `compile_blocks`
         self.run_block: Callable[[nn.Module, Tensor, ForwardContext], Tensor] = _run_block
-        self.rope_scaling: RopeScaling = AS_TRAINED  # another scaling in a copy by `lm.model.swapped.for_inference`
+        self.rope_scaling: RopeScaling = NO_SCALING  # another scaling in a copy by `lm.model.swapped.for_inference`
         self.embedding = UninitialisedEmbedding(vocab_size, config.n_embd)
         self.embedding_norm = make_norm(config, config.embedding_norm) if config.embedding_norm else nn.Identity()
         self.position = UninitialisedEmbedding(seq_len, config.n_embd) if config.position.has_last_position else None
@@ -155,7 +155,7 @@ class Decoder(nn.Module):
             rotation = rope_rotation(
                 layout.positions, self.config.key_dims, self.config.position, self.rope_scaling, lengths
             )
-        logit_factor = self.rope_scaling.logit_factor(self.rope_scaling.s(*lengths))
+        logit_factor = self.rope_scaling.logit_factor(self.rope_scaling.scaling_factor(*lengths))
         x, first_values = self.dropout(x), None
         if self.config.value_residual:
             first_values = self.blocks[0].attention.values(self.blocks[0].attention_norm(x))

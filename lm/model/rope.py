@@ -7,13 +7,13 @@ import math
 import torch
 from torch import Tensor
 
-from lm.config.eval_config import AS_TRAINED, RopeScaling
+from lm.config.eval_config import NO_SCALING, RopeScaling
 from lm.config.model_config import Rope
 from lm.model.blocks import Rotation, rotation_at
 
 
 def rope_rotation(
-    positions: Tensor, head_size: int, rope: Rope, scaling: RopeScaling = AS_TRAINED, lengths: tuple[int, int] = (1, 1)
+    positions: Tensor, head_size: int, rope: Rope, scaling: RopeScaling = NO_SCALING, lengths: tuple[int, int] = (1, 1)
 ) -> Rotation:
     """Return cos and sin of RoPE's angles (arXiv 2104.09864) at `positions`, (T,) or (B, T), times
     `rope.scaling.amplitude`.
@@ -39,7 +39,7 @@ def frequencies(
     pairs = torch.arange(rope.rotated_dimensions(head_size) // 2, dtype=torch.float64, device=device)
     if rope.partial:  # the rotated dimensions are as a head of their own
         head_size = rope.rotated_dimensions(head_size)
-    s = scaling.s(train_length, length)
-    theta = scaling.theta(rope.theta, head_size, s)
+    s = scaling.scaling_factor(train_length, length)
+    theta = scaling.scaled_theta(rope.theta, head_size, s)
     radians = rope.scaling.rescaled_frequencies(theta ** (-2 * pairs / head_size), theta, head_size)
     return scaling.scaled_frequencies(radians, train_length * radians / (2 * math.pi), s)

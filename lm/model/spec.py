@@ -11,9 +11,9 @@ import torch
 
 from lm.attention.contract import changes_by_later_tokens, random_normalizer
 from lm.config.data_config import END_OF_TEXT
-from lm.config.load import check_steps
+from lm.config.load import empty_phase_problems
 from lm.config.model_config import ModelConfig
-from lm.config.schema import build, cross_key_problems, key, section
+from lm.config.schema import build_block, cross_key_problems, key, section
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem
 from lm.model.decoder import Decoder, parameter_group
@@ -49,7 +49,7 @@ class ModelSpec:
 
         metadata: holds `phase`, `vocab_size` and, if normalizers are from outside lm, `plugins`.
         """
-        model = config.model_in(metadata["phase"])
+        model = config.model_in_phase(metadata["phase"])
         versions = metadata.get("plugins", {})
         tokenizer = config.data.tokenizer
         return cls(
@@ -69,7 +69,7 @@ class ModelSpec:
             if isinstance(plain, Mapping)
             else []
         )
-        spec = build(cls, plain, "", problems)
+        spec = build_block(cls, plain, "", problems)
         if problems := problems or cross_key_problems(spec):
             raise ConfigError(problems)
         return spec
@@ -93,7 +93,7 @@ def check_plugin_causality(config: Config) -> None:
     Raises ConfigError, which names the normalizer.
     """
     length = min(MAX_CHECKED_LENGTH, config.data.seq_len)
-    layers = [options for phase in config.plan for options in phase.normalizer.layer_options()]
+    layers = [options for phase in config.training_phases for options in phase.normalizer.layer_options()]
     for options in layers:
         if ":" not in options.name:
             continue
@@ -137,7 +137,7 @@ def count_steps(config: Config, vocab_size: int) -> int:
     equally long.
     """
     with torch.device("meta"):
-        counts = count_parameters(Decoder(config.model_in(0), vocab_size, config.data.seq_len, seed=None))
+        counts = count_parameters(Decoder(config.model_in_phase(0), vocab_size, config.data.seq_len, seed=None))
     tokens = config.trainer.tokens_per_parameter * (counts["total"] - counts["normalizer"])
     return math.ceil(tokens / config.optim.batch_tokens)
 
@@ -152,6 +152,6 @@ def with_steps(config: Config, vocab_size: int) -> Config:
     sized_config = replace(
         config, trainer=replace(config.trainer, max_steps=count_steps(config, vocab_size), tokens_per_parameter=None)
     )
-    if problems := [*check_steps(sized_config)]:
+    if problems := [*empty_phase_problems(sized_config)]:
         raise ConfigError(problems)
     return sized_config

@@ -88,7 +88,7 @@ def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:
     """
     if setting == InferenceSetting():
         return decoder
-    (normalizer,), problems = setting.normalizers([decoder.config.normalizer], "inference")
+    (normalizer,), problems = setting.changed_normalizers([decoder.config.normalizer], "inference")
     if problems:
         raise ConfigError(problems)
     inference_decoder = copy.deepcopy(

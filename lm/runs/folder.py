@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lm.config.load import parse
+from lm.config.load import parse_config
 from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, RunError, one_line, suggest
@@ -64,7 +64,7 @@ def read_config(folder: Path) -> Config:
     require_run(folder, CONFIG)
     content = read_file(folder, CONFIG)
     try:
-        return parse(parse_yaml(content, CONFIG))
+        return parse_config(parse_yaml(content, CONFIG))
     except ConfigError as error:  # such as code of a normalizer that is not installed
         raise RunError(f"{folder / CONFIG}: not readable: {one_line(error)}") from None
 

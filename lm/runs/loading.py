@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from lm.config.data_config import END_OF_TEXT
-from lm.config.eval_config import AS_TRAINED
+from lm.config.eval_config import NO_SCALING
 from lm.config.tree import Config
 from lm.config.yaml_text import dump_yaml
 from lm.data.tokenizer import load_tokenizer
@@ -289,7 +289,7 @@ def save_model(
         DataError: the tokenizer can't be used, or has no token `end_of_text`.
     """
     out, tokenizer = expand_home(out), expand_home(tokenizer) if tokenizer else None
-    if decoder.rope_scaling != AS_TRAINED:
+    if decoder.rope_scaling != NO_SCALING:
         raise RunError(f"{out}: a model folder holds no inference setting: save the decoder without its own RoPE")
     if tokenizer and (tokens := load_tokenizer(tokenizer, end_of_text).get_vocab_size()) > decoder.vocab_size:
         reason = f"has {tokens} tokens, the model {decoder.vocab_size}"

@@ -4,10 +4,10 @@ forbid it.
 
 from pathlib import Path
 
-from lm.config.load import parse
+from lm.config.load import parse_config
 from lm.config.normalizers import swap_arguments
-from lm.config.removed_keys import without_removed
-from lm.config.tree import Config, differences, effect_of
+from lm.config.removed_keys import drop_removed_keys
+from lm.config.tree import Config, config_differences, key_effect
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, Problem, RunError, one_line, value_text
 from lm.plain import Plain, to_plain
@@ -18,7 +18,7 @@ def trained_config(metadata: dict[str, Plain], path: Path) -> Config:
     read.
     """
     try:
-        return parse(without_removed(parse_yaml(metadata["config"], "it")))
+        return parse_config(drop_removed_keys(parse_yaml(metadata["config"], "it")))
     except ConfigError as error:
         raise RunError(f"{path}: its configuration is not readable: {one_line(error)}") from None
 
@@ -35,10 +35,10 @@ def config_problems(
     problems, step = [], metadata["step"]
     remedy = "branch with that" if branches else "resume it with that, or choose another name"
     in_new_run = f"resume it with that; or go on from its step and optimizer state in a new run: branch_from={path}"
-    for key, (value, trained) in differences(
+    for key, (value, trained) in config_differences(
         to_plain(config, whole=True), to_plain(training_config, whole=True)
     ).items():
-        effect = effect_of(key).on_resume
+        effect = key_effect(key).on_resume
         if branches and (effect == "branch" or key == "branch_from"):
             continue
         if effect in ("same", "branch"):
@@ -50,12 +50,12 @@ def config_problems(
 def _phase_problems(config: Config, training_config: Config, phase: int, step: int, checkpoint: Path) -> list[Problem]:
     """Problems where training differs in phases up to `phase`, the checkpoint's phase: later ones may change."""
     problems = []
-    if phase >= len(config.plan):
+    if phase >= len(config.training_phases):
         reason = f"{checkpoint} is in phase {phase + 1}"
-        return [Problem("phases", len(config.plan), reason, "resume it with the phases it had")]
+        return [Problem("phases", len(config.training_phases), reason, "resume it with the phases it had")]
     for index in range(phase + 1):
         setting = f"phases[{index}]" if config.phases else "model"
-        planned, trained = config.plan[index], training_config.plan[index]
+        planned, trained = config.training_phases[index], training_config.training_phases[index]
         layers = range(training_config.model.n_layer)
         if any(planned.normalizer.layer_option(n) != trained.normalizer.layer_option(n) for n in layers):
             reason = f"the checkpoint was trained with {trained.normalizer.label()}"

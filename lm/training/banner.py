@@ -27,7 +27,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     parameters, flops, tokens = count_parameters(decoder), flops_per_token(decoder), steps * optim.batch_tokens
     token_ratio = tokens / (parameters["total"] - parameters["normalizer"])  # as `trainer.tokens_per_parameter`
     epochs = tokens * config.data.text_weight / store.train.n_tokens
-    phases, reading = zip(config.phases, config.phase_ends, strict=False), config.in_phase(start.phase)
+    phases, reading = zip(config.phases, config.phase_ends, strict=False), config.config_in_phase(start.phase)
     lines = {
         "run": f"{config.run_folder}  (lm {lm.__version__})",
         "model": f"{parameters['total']:,} parameters, {parameters['non_embedding']:,} without embedding and head, "
@@ -45,7 +45,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         f"{machine.compilation}, micro-batches of {reading.micro_batch * reading.data.seq_len:,} tokens",
         "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all",
         "optimizer": f"{optim.optimizer.name}, lr {optim.lr:g}, {optim.schedule.name}, warm-up of "
-        f"{optim.warmup(steps)} steps",
+        f"{optim.n_warmup_steps(steps)} steps",
     }
     return "\n".join(f"{name:<11} {text}" for name, text in lines.items() if text)
 

@@ -171,12 +171,12 @@ def train_phases(run: RunContext, start: PhaseStart, checkpoint: Path | None) ->
                 return 128 + run.stop.signal
             checkpoint = step_path(folder / CHECKPOINTS, step)
             start = start_from_checkpoint(config, load_checkpoint(checkpoint))
-            run.progress.say(f"phase {start.phase + 1} from step {step:,}: {config.plan[start.phase].label}")
+            run.progress.say(f"phase {start.phase + 1} from step {step:,}: {config.training_phases[start.phase].label}")
 
 
 def make_trainer(run: RunContext, start: PhaseStart) -> L.Trainer:
     """Lightning's Trainer for one phase. Its callbacks are called in the order listed here."""
-    config = run.config.in_phase(start.phase)
+    config = run.config.config_in_phase(start.phase)
     return L.Trainer(
         accelerator=run.machine.accelerator,
         devices=config.trainer.devices,
@@ -185,7 +185,7 @@ def make_trainer(run: RunContext, start: PhaseStart) -> L.Trainer:
         precision="bf16-mixed" if run.machine.bf16 else "32-true",
         max_steps=config.phase_ends[start.phase],
         max_epochs=-1,
-        accumulate_grad_batches=config.rank_sequences // config.micro_batch,
+        accumulate_grad_batches=config.sequences_per_rank // config.micro_batch,
         log_every_n_steps=config.log.every,  # of what callbacks from outside give to `self.log`
         use_distributed_sampler=False,  # `StepData` gives each rank its own sequences
         plugins=[launcher_plugin(run.machine.launcher), AtomicCheckpointIO(start.content)],

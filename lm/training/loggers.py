@@ -144,7 +144,7 @@ def make_loggers(config: Config, environment: dict[str, Plain], is_main: bool) -
     if is_main and (mode := wandb_mode(config.log, bool(config.experiment.name))) != "disabled":
         facts = to_plain(config) | {fact: environment[fact] for fact in WANDB_FACTS}
         # one text to group runs by, also of a list of normalizers and of phases
-        facts["normalizer"] = ", then ".join(phase.normalizer.label() for phase in config.plan)
+        facts["normalizer"] = ", then ".join(phase.normalizer.label() for phase in config.training_phases)
         labels = {"name": config.name, "dir": str(config.run_folder), **experiment_labels(config)}
         loggers.append(WandbRun(start_wandb_run(mode, environment["wandb_id"], config=facts, **labels)))
     loggers += outside

@@ -42,12 +42,12 @@ class LanguageModel(L.LightningModule):
     def __init__(self, run: RunContext, start: PhaseStart):
         super().__init__()
         self.run, self.decoder, self.start = run, start.decoder, start
-        self.config = config = run.config.in_phase(start.phase)
+        self.config = config = run.config.config_in_phase(start.phase)
         self.decoder.recomputes_activations = config.trainer.activation_checkpointing
         if run.machine.compiles:
             use_compile_cache()
             self.decoder.compile_blocks(len(config.data.lengths.weights) or 1)
-        self.accumulation = config.rank_sequences // config.micro_batch
+        self.accumulation = config.sequences_per_rank // config.micro_batch
         # loss, z-loss (nats) and targets of this rank's micro-batches so far; (3,) float64 on the device
         self.sums: Tensor | None = None
 
@@ -177,7 +177,7 @@ class StepData(L.LightningDataModule):
 
     def __init__(self, run: RunContext, phase: int):
         super().__init__()
-        self.run, self.config = run, run.config.in_phase(phase)
+        self.run, self.config = run, run.config.config_in_phase(phase)
         self.loader: TrainLoader | None = None  # None before training has begun
 
     def train_dataloader(self) -> TrainLoader:

@@ -11,7 +11,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from lm.config.training_config import AdamW, Groups, Muon, OptimConfig
+from lm.config.training_config import AdamW, Muon, OptimConfig, ParameterGroups
 from lm.config.tree import Config
 from lm.model.decoder import Decoder, is_normalizer_parameter, parameter_group, projection_rows
 from lm.model.device import native_bf16_hardware
@@ -127,7 +127,7 @@ def orthogonal_approximation(matrices: Tensor, steps: int, product_dtype: torch.
 # An optimizer's state by parameter name; {} for a parameter without an update yet.
 OptimizerState = dict[str, dict[str, Tensor | float]]
 
-GROUPS = tuple(group.name for group in fields(Groups))
+GROUPS = tuple(group.name for group in fields(ParameterGroups))
 
 
 def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, object]]:
@@ -186,7 +186,7 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, config: Config, phase: 
     learning_rate = config.lr_at(step)
     phase_start = config.phase_ends[phase - 1] if phase else 0
     # warm-up of a new normalizer
-    warmup_factor = min(1.0, (step - phase_start + 1) / max(1, config.plan[phase].warmup_steps))
+    warmup_factor = min(1.0, (step - phase_start + 1) / max(1, config.training_phases[phase].warmup_steps))
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group["lr_factor"] * (warmup_factor if group["name"] == "normalizer" else 1.0)
 

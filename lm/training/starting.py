@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 
 from lm.config.model_config import Position
 from lm.config.normalizers import swap_arguments
-from lm.config.training_config import Group
-from lm.config.tree import Config, differences, effect_of
+from lm.config.training_config import ParameterGroup
+from lm.config.tree import Config, config_differences, key_effect
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError, value_text
 from lm.model.decoder import Decoder, parameter_group
@@ -77,9 +77,9 @@ def check_before_data(
     models = ({"model": to_plain(model, whole=True)} for model in (shape.config, source.decoder.config))
     problems = [
         Problem(key, value, f"{source.path} has {value_text(source_value)}", "set it to that")
-        for key, (value, source_value) in differences(*models).items()
+        for key, (value, source_value) in config_differences(*models).items()
         # normalizers are compared below; positions without weights may change
-        if effect_of(key).affects == "model" and not key.startswith(("model.normalizer", "model.position"))
+        if key_effect(key).affects == "model" and not key.startswith(("model.normalizer", "model.position"))
     ]
     if problems := problems or _weights_problems(config, shape, source.decoder, source.path):
         raise ConfigError(problems)
@@ -89,7 +89,7 @@ def check_before_data(
 def _shape(config: Config, phase: int) -> Decoder:
     """The decoder of a phase without values, and with a vocabulary of 1, as it is not known before the data are."""
     with torch.device("meta"):
-        return Decoder(config.model_in(phase), 1, config.data.seq_len, seed=None)
+        return Decoder(config.model_in_phase(phase), 1, config.data.seq_len, seed=None)
 
 
 def _check_trainable(config: Config) -> None:
@@ -97,7 +97,7 @@ def _check_trainable(config: Config) -> None:
     otherwise.
     """
     problems, groups = [], set()
-    for index, phase in enumerate(config.plan):
+    for index, phase in enumerate(config.training_phases):
         freeze(shape := _shape(config, index), config.train_only)
         trained = {parameter_group(name, p) for name, p in shape.named_parameters() if p.requires_grad}
         groups |= trained
@@ -106,7 +106,7 @@ def _check_trainable(config: Config) -> None:
             reason = f"{phase.normalizer.label()} has no parameters to train ({setting})"
             problems.append(Problem("train_only", config.train_only, reason, "drop train_only, or choose ssmax"))
     for name in GROUPS:
-        if name not in groups and (options := getattr(config.optim.groups, name)) != Group():
+        if name not in groups and (options := getattr(config.optim.groups, name)) != ParameterGroup():
             reason = "no trained parameter is in this group"
             problems.append(Problem(f"optim.groups.{name}", to_plain(options), reason, "drop it"))
     if problems:
@@ -127,10 +127,10 @@ def _weights_problems(config: Config, decoder: Decoder, source: Decoder, path: P
         options = [to_plain(normalizer.options, whole=True) | normalizer.constants() for normalizer in pair]
         if changes := {
             key: (value, old)
-            for key, (value, old) in differences({"normalizer": options[0]}, {"normalizer": options[1]}).items()
+            for key, (value, old) in config_differences({"normalizer": options[0]}, {"normalizer": options[1]}).items()
             if not key.endswith(".init")
         }:
-            arguments = swap_arguments(config.plan[0].normalizer)
+            arguments = swap_arguments(config.training_phases[0].normalizer)
             remedy = f"set it to that, or convert it: lm swap {path} --to {arguments} -o OUT, then init_from=OUT"
             problems += [
                 Problem(key.replace("normalizer", setting, 1), value, f"{path} has {value_text(old)}", remedy)
@@ -226,7 +226,7 @@ def start_new_run(
     vocab_size = source.spec.vocab_size if source else store.vocab_size
     if source:
         _check_tokenizer(config, store, source)
-    decoder = Decoder(config.model_in(0), vocab_size, config.data.seq_len, config.seed)
+    decoder = Decoder(config.model_in_phase(0), vocab_size, config.data.seq_len, config.seed)
     freeze(decoder, config.train_only)
     start = PhaseStart(0, 0, decoder)
     if source is None:
@@ -256,7 +256,7 @@ def start_new_run(
 
 def _change_notes(position: Position, length: int, config: Config, phase: int) -> list[str]:
     """Notes on what trained weights are given anew: other positions or another training length than they had."""
-    notes, new_position = [], config.model_in(phase).position
+    notes, new_position = [], config.model_in_phase(phase).position
     if position != new_position:
         notes.append(f"note: positions change: {position.label} -> {new_position.label}")
     if length != config.data.seq_len:
@@ -296,10 +296,10 @@ def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> Phas
     """
     metadata = checkpoint["lm"]
     phase = config.phase_at(metadata["step"])
-    decoder = Decoder(config.model_in(metadata["phase"]), metadata["vocab_size"], config.data.seq_len, seed=None)
+    decoder = Decoder(config.model_in_phase(metadata["phase"]), metadata["vocab_size"], config.data.seq_len, seed=None)
     state = RunState.from_plain(metadata, config.run_folder / CHECKPOINTS)
     start = PhaseStart(metadata["step"], phase, decoder, state, checkpoint)
-    if (model := config.model_in(phase)) != decoder.config:
+    if (model := config.model_in_phase(phase)) != decoder.config:
         decoder.load_state_dict(checkpoint["state_dict"])
         is_swap = model.normalizer != decoder.config.normalizer
         start.decoder, start.replaced_decoder = with_model(decoder, model, is_swap), decoder
@@ -356,7 +356,7 @@ def resume_or_branch(
         "arm": arm(to_plain(trained), earlier),
     }
     notes += _change_notes(
-        trained.model_in(metadata["phase"]).position, trained.data.seq_len, config, metadata["phase"]
+        trained.model_in_phase(metadata["phase"]).position, trained.data.seq_len, config, metadata["phase"]
     )
     kept = {name: facts[name] for name in ("precision", "compile", "started_from") if name in facts}
     note = f"branches from {path} at step {step:,}, with its optimizer state"

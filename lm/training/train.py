@@ -46,10 +46,10 @@ def train(config: Config) -> int:
             data_fingerprint = content["lm"]["data_fingerprint"] if content else ""
             store = prepare(config.data, progress=is_main, store_fingerprint=data_fingerprint)
             config = with_steps(config, store.vocab_size)
-            for index, phase in enumerate(config.plan):
+            for index, phase in enumerate(config.training_phases):
                 key = f"phases[{index}].seq_len" if phase.seq_len else "data.seq_len"
-                check_sequences(store, config.in_phase(index), key=key)
-                train_sequences(store, config.in_phase(index))  # its tasks have room
+                check_sequences(store, config.config_in_phase(index), key=key)
+                train_sequences(store, config.config_in_phase(index))  # its tasks have room
             if config.trainer.callbacks or config.log.outside_loggers:
                 import torchmetrics  # noqa: F401 (`self.log` needs it)
             from lm.training.fit import fit  # Lightning takes seconds; errors above don't need it

@@ -207,7 +207,7 @@ def test_matching_first_value_keeps_the_mean_logit_scale_at_one(length: int):
 
 def at_the_bounds() -> Iterator[Options]:
     """Every option of every normalizer at its least and at its largest value, the others at their defaults."""
-    for options in kinds.SINGLE.values():
+    for options in kinds.LAYER_OPTIONS.values():
         for spec in fields(options):
             limits = spec.metadata["limits"]
             bounds = ["fixed:2", "fixed:1000000000"] if spec.name == "n" else [limits.get("ge"), limits.get("le")]

@@ -16,7 +16,7 @@ from folders import last_checkpoint
 from manifests import edited, put
 
 from lm.attention.contract import CHECKS
-from lm.config.load import load_config, parse
+from lm.config.load import load_config, parse_config
 from lm.errors import ConfigError, RunError
 from lm.plugins import PLUGINS
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
@@ -158,7 +158,7 @@ def test_nothing_is_imported_because_a_file_names_it(powers: Path, arguments: li
     edited(export / DESCRIPTION, change)
 
     with pytest.raises(ConfigError, match="--allow-plugin powers"):
-        parse(plain)
+        parse_config(plain)
     with pytest.raises(RunError, match="--allow-plugin powers"):
         read_config(folder)
     for source in (folder, last_checkpoint(folder), export):
@@ -223,10 +223,10 @@ def test_a_package_is_allowed_with_its_modules_and_no_other(powers: Path, allowe
     PLUGINS.allow([allowed])
     plain = {"name": "x", "model": {"normalizer": NAME}, "data": {"source": {"name": "files", "paths": ["x"]}}}
     if taken:
-        assert parse(plain).model.normalizer.name == NAME
+        assert parse_config(plain).model.normalizer.name == NAME
     else:
         with pytest.raises(ConfigError, match="--allow-plugin powers"):
-            parse(plain)
+            parse_config(plain)
 
 
 def test_an_installed_package_gives_a_bare_name(powers: Path, arguments: list[str]):
@@ -238,7 +238,7 @@ def test_an_installed_package_gives_a_bare_name(powers: Path, arguments: list[st
     assert config.model.normalizer.label() == f"{NAME} (power=1.5)"
     forget("powers")
     with pytest.raises(ConfigError, match="--allow-plugin powers"):
-        parse({"name": "x", "model": {"normalizer": "power"}})
+        parse_config({"name": "x", "model": {"normalizer": "power"}})
 
 
 def test_plugin_code_that_has_changed_since_training_is_noticed(powers: Path, arguments: list[str]):

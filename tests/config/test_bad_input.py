@@ -100,12 +100,7 @@ def test_a_loop_of_links_is_an_error_of_one_line(command: str, tmp_path: Path):
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     options = ["--out", str(tmp_path / "out")] if command == "export" else []
-    refused(
-        tmp_path,
-        lm(*command.split(), str(loop), *options),
-        "loop",
-        status=2 if command == "config" else 1,
-    )
+    refused(tmp_path, lm(*command.split(), str(loop), *options), "loop", status=2 if command == "config" else 1)
 
 
 @pytest.mark.parametrize(
@@ -122,11 +117,7 @@ def test_an_option_without_its_value_is_one_line():
     assert re.fullmatch("error: .*--checkpoint.*; see lm eval --help\n", result.stderr)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [*([name] for name in get_command(app).commands), []],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("command", [*([name] for name in get_command(app).commands), []], ids=" ".join)
 def test_a_wrong_command_line_is_one_line(command: list[str]):
     for wrong in (["--nothing-like-this"], ["--name", "q"]):
         result = lm(*command, *wrong)

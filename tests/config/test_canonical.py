@@ -4,7 +4,7 @@ evaluations.
 
 import pytest
 
-from lm.config.tree import canonical, differences, function_options
+from lm.config.tree import canonical_config, config_differences, model_function_options
 from lm.errors import ConfigError
 from lm.files import plain_sha256
 from lm.plain import to_plain
@@ -12,7 +12,7 @@ from lm.runs.record import arm
 from lm.training.train import train
 
 WRITTEN_OUT = [
-    "model.head_size=16", "model.n_kv_head=4", "model.n_mlp=192", "model.qkv_bias=false", "model.mlp_bias=false",
+    "model.head_size=16", "model.n_kv_head=4", "model.n_mlp=192", "model.qkv_bias=false", "model.mlp_bias=false"
 ]  # fmt: skip
 SIZES = ["model.n_embd=64", "model.n_head=4", "model.n_layer=2", "model.normalizer=softmax"]
 
@@ -21,10 +21,10 @@ SIZES = ["model.n_embd=64", "model.n_head=4", "model.n_layer=2", "model.normaliz
 def test_a_model_with_its_nulls_written_out_is_the_same_model(tiny, written: list[str]):
     config, full_config = tiny(*SIZES), tiny(*SIZES, *written)
     assert to_plain(config) != to_plain(full_config)
-    assert differences(to_plain(config), to_plain(full_config)) == {}
-    assert canonical(to_plain(config)) == canonical(to_plain(full_config))
+    assert config_differences(to_plain(config), to_plain(full_config)) == {}
+    assert canonical_config(to_plain(config)) == canonical_config(to_plain(full_config))
     assert arm(to_plain(config), {}) == arm(to_plain(full_config), {})
-    assert function_options(config.model) == function_options(full_config.model)
+    assert model_function_options(config.model) == model_function_options(full_config.model)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_a_model_with_its_nulls_written_out_is_the_same_model(tiny, written: lis
 )
 def test_differences_are_those_that_were_made(tiny, changes: list[str], found: dict):
     assert (
-        differences(
+        config_differences(
             to_plain(tiny(*SIZES, "optim.lr=0.003", "seed=1")),
             to_plain(tiny(*SIZES, "optim.lr=0.003", "seed=1", *changes)),
         )
@@ -51,9 +51,11 @@ def test_keys_that_were_added_later_leave_the_hashes_of_earlier_models_as_they_w
     """The values are those of 0.12.0."""
     config = tiny(*SIZES, "data.root=data", "data.source={name: files, paths: [texts]}")
     assert arm(to_plain(config), {}) == "c5aef34a6f8f"
-    assert plain_sha256(function_options(config.model))[:12] == "a33fed0169cd"
-    assert function_options(tiny(*SIZES, "model.mlp_bias=true").model) != function_options(config.model)
-    assert function_options(tiny(*SIZES, "model.position.scaling=linear").model) != function_options(config.model)
+    assert plain_sha256(model_function_options(config.model))[:12] == "a33fed0169cd"
+    assert model_function_options(tiny(*SIZES, "model.mlp_bias=true").model) != model_function_options(config.model)
+    assert model_function_options(tiny(*SIZES, "model.position.scaling=linear").model) != model_function_options(
+        config.model
+    )
 
 
 def test_a_run_is_resumed_and_started_from_by_the_same_model_written_out(tiny):

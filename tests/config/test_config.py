@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lm.config.data_config import Files
-from lm.config.eval_config import InferenceSetting, YaRNScaling
-from lm.config.load import load_config, merge, parse, to_yaml
-from lm.config.reference import reference
+from lm.config.data_config import FileSource
+from lm.config.eval_config import InferenceSetting, InferenceYarn
+from lm.config.load import load_config, merge, parse_config, to_yaml
+from lm.config.reference import reference_rows
 from lm.config.schema import fields_at
 from lm.config.tree import Config
-from lm.config.yaml_text import override, parse_yaml
+from lm.config.yaml_text import override_text, parse_yaml
 from lm.errors import ConfigError
 from lm.experiments.definition import read_experiment
 from lm.model.decoder import Decoder
@@ -52,8 +52,8 @@ def test_the_resolved_yaml_loads_as_the_same_configuration():
     config = load_config(
         [str(ROOT / "configs" / "ssmax.yaml"), "optim.lr=1e-4", "data.source={name: files, paths: [a.txt]}"]
     )
-    assert isinstance(config.data.source, Files)
-    assert parse(yaml.safe_load(to_yaml(config))) == config
+    assert isinstance(config.data.source, FileSource)
+    assert parse_config(yaml.safe_load(to_yaml(config))) == config
 
 
 def test_overrides_win_over_files_and_files_over_their_bases(tmp_path: Path):
@@ -77,7 +77,7 @@ def test_all_problems_are_reported_at_once_with_path_value_and_remedy():
     assert "8100 or 8400" in problems("data.seq_len=300")["optim.batch_tokens"]
 
 
-@pytest.mark.parametrize("key", [path for path, *_ in reference(Config) if "[" not in path and has_names(path)])
+@pytest.mark.parametrize("key", [path for path, *_ in reference_rows(Config) if "[" not in path and has_names(path)])
 def test_a_wrong_option_is_one_problem(key: str):
     """Contradictions with the defaults of a block that is refused name keys that nobody set."""
     messages = problems("eval.long_context.length_factor=8", f"{key}={{name: {default_name(key)}, wrong: 1}}")
@@ -85,7 +85,7 @@ def test_a_wrong_option_is_one_problem(key: str):
 
 
 def test_a_value_of_three_question_marks_must_be_given_whatever_the_key(tmp_path: Path):
-    paths = [path for path, *_ in reference(Config) if not re.search(r"[\[\]*<]", path)]
+    paths = [path for path, *_ in reference_rows(Config) if not re.search(r"[\[\]*<]", path)]
     assert len(paths) > 100
     for path in paths:
         with pytest.raises(ConfigError, match="must be given; replace"):
@@ -138,7 +138,7 @@ def test_a_value_that_cannot_work_is_refused_by_its_key(override: str, path: str
     ["a # b", "1e3", "true", "", "\U0001f600 \u2028", "a: b", 1e-5, math.inf, None, False, [1, "x, y"], {"a": [None]}],
 )
 def test_an_override_is_read_back_as_it_was_given(value: object):
-    key, _, text = override("eval.texts", value).partition("=")
+    key, _, text = override_text("eval.texts", value).partition("=")
     read = parse_yaml(text, "override")
     assert (key, read, type(read)) == ("eval.texts", value, type(value))
 
@@ -196,7 +196,7 @@ def test_a_temperature_of_rope_is_refused_where_the_normalizer_would_undo_it():
     assert load_config([*inference("true"), linear]).eval.long_context.inference[0].label == "yarn"
     config = load_config(inference("false"))
     with pytest.raises(ConfigError, match=r"inference\.rope\.temperature = true: .* scores of cosine; set it to false"):
-        for_inference(Decoder(config.model, 300, 32), InferenceSetting(YaRNScaling()))
+        for_inference(Decoder(config.model, 300, 32), InferenceSetting(InferenceYarn()))
 
 
 @pytest.mark.parametrize("name", ["0", "false", "{}"])
@@ -269,11 +269,7 @@ def test_a_configuration_file_that_cannot_be_read_is_an_error_of_one_line(text: 
 def test_paths_that_name_no_file_are_errors_of_one_line(tmp_path: Path):
     (tmp_path / "twice.yaml").write_text("seed: 1\n")
     (tmp_path / "loop.yaml").symlink_to("loop.yaml")
-    for name, reason in {
-        "twise.yaml": "twice.yaml'",
-        "loop.yaml": "loop",
-        "": "Is a directory",
-    }.items():
+    for name, reason in {"twise.yaml": "twice.yaml'", "loop.yaml": "loop", "": "Is a directory"}.items():
         with pytest.raises(ConfigError, match=reason):
             load_config([str(tmp_path / name)])
     with pytest.raises(ConfigError, match="YAML"):
@@ -331,20 +327,18 @@ def test_an_interpolation_has_the_value_and_type_of_what_it_names(monkeypatch: p
 
 
 def test_every_key_has_a_description_and_a_valid_default():
-    for path, _, _, text in reference(Config):
+    for path, _, _, text in reference_rows(Config):
         assert text, path
-    assert parse({**to_plain(Config()), "name": "x"}) == Config(name="x")
+    assert parse_config({**to_plain(Config()), "name": "x"}) == Config(name="x")
 
 
 def test_an_option_of_another_block_of_that_key_is_said_to_be_that():
     with pytest.raises(
-        ConfigError,
-        match=r"^optim\.optimizer\.momentum = 0\.9: unknown key; it is an option of muon, not of adamw$",
+        ConfigError, match=r"^optim\.optimizer\.momentum = 0\.9: unknown key; it is an option of muon, not of adamw$"
     ):
         load_config(["name=x", "optim.optimizer.momentum=0.9"])
     with pytest.raises(
-        ConfigError,
-        match=r"^model\.normalizer\.bias = true: unknown key; it is an option of ssmax.*, not of softmax$",
+        ConfigError, match=r"^model\.normalizer\.bias = true: unknown key; it is an option of ssmax.*, not of softmax$"
     ):
         load_config(["name=x", "model.normalizer={name: softmax, bias: true}"])
 
@@ -367,10 +361,7 @@ def test_a_dotted_key_in_a_file_is_the_key_of_its_block(tmp_path: Path):
         ("xxxx=1", "choose from: name, runs"),
         ("n_head=3", "did you mean model.n_head?"),
         ("seqlen=64", "did you mean data.seq_len?"),
-        (
-            "eval.length_facto=3",
-            "did you mean eval.long_context.length_factor or eval.diagnostics.length_factor?",
-        ),
+        ("eval.length_facto=3", "did you mean eval.long_context.length_factor or eval.diagnostics.length_factor?"),
         ("lengths=full", "did you mean data.lengths or eval.by_length.lengths?"),
         ("model.normalizer={name: ssmax, n: 128}", "quote it in the YAML (row length n: `visible` keys, length of the"),
         ("model.normalizer={name: ssmax, n: '128'}", "write fixed:128"),

@@ -16,8 +16,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lm.config.load import load_config, parse, to_yaml
-from lm.config.reference import reference
+from lm.config.load import load_config, parse_config, to_yaml
+from lm.config.reference import reference_rows
 from lm.config.tree import Config
 from lm.errors import ConfigError
 from lm.machine import peak_process_bytes
@@ -62,7 +62,7 @@ def laid(base: Plain, changes: Plain) -> Plain:
 
 def keys(most: int) -> st.SearchStrategy[str]:
     """Texts in which up to `most` keys have their defaults, values of any type or hostile ones."""
-    pair = st.sampled_from(reference(Config)).flatmap(
+    pair = st.sampled_from(reference_rows(Config)).flatmap(
         lambda row: (st.just(yaml.safe_load(row[2])) | VALUES | st.sampled_from(HOSTILE)).map(
             lambda value: nested(row[0], value)
         )
@@ -86,10 +86,10 @@ def loaded(folder: Path, text: str) -> Config | None:
         return None
     assert config.micro_batch > 0
     # None: known with the vocabulary
-    assert config.trainer.max_steps is None or len(config.phase_ends) == len(config.plan)
+    assert config.trainer.max_steps is None or len(config.phase_ends) == len(config.training_phases)
     path.write_text(to_yaml(config), encoding="utf-8")
     assert load_config([str(path)]) == config
-    assert parse(to_plain(config)) == config
+    assert parse_config(to_plain(config)) == config
     return config
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, lm
 
-from lm.config.load import parse, read_yaml
+from lm.config.load import parse_config, read_yaml
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError
 from lm.plain import Plain, to_plain
@@ -65,13 +65,13 @@ RIGHT = [
 @pytest.mark.parametrize("plain", WRONG, ids=str)
 def test_what_loading_refuses_is_invalid(validator, plain: dict[str, Plain]):
     with pytest.raises(ConfigError):
-        parse({"name": "a", "trainer": {}, **plain})
+        parse_config({"name": "a", "trainer": {}, **plain})
     assert not validator.is_valid(plain)
 
 
 @pytest.mark.parametrize("plain", RIGHT, ids=str)
 def test_what_loading_takes_is_valid(validator, plain: dict[str, Plain]):
-    parse({"name": "a", "trainer": {}, **plain})
+    parse_config({"name": "a", "trainer": {}, **plain})
     assert [error.message for error in validator.iter_errors(plain)] == []
 
 

@@ -9,11 +9,11 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from lm.config.load import load_config, nest_keys, parse, read_overrides
-from lm.config.reference import reference
-from lm.config.removed_keys import REMOVED_KEYS, without_removed
+from lm.config.load import load_config, nest_keys, parse_config, read_overrides
+from lm.config.reference import reference_rows
+from lm.config.removed_keys import REMOVED_KEYS, drop_removed_keys
 from lm.config.schema import fields
-from lm.config.tree import Config, canonical
+from lm.config.tree import Config, canonical_config
 from lm.errors import ConfigError
 from lm.plain import Plain, flatten, to_plain
 
@@ -76,7 +76,7 @@ def row(path: str) -> str:
 
 def unset_keys() -> list[str]:
     """Rows of the reference that no example sets."""
-    known = {row(path) for path, *_ in reference(Config)}
+    known = {row(path) for path, *_ in reference_rows(Config)}
     return sorted(known - {row(path) for plain in examples() for path in parents(flatten(plain))})
 
 
@@ -102,12 +102,12 @@ def block_with(pattern: str, value: Plain) -> Plain:
 def test_a_removed_key_is_read_at_its_default_and_else_refused(pattern: str):
     default = REMOVED_KEYS[pattern]
     preset = ["recall", "data.tasks=[{task: mqar}]"] * ("[mqar]" in pattern)  # symbols are not beside text
-    present = to_plain(parse(merged(to_plain(load_config([*preset, "name=x"])), block_with(pattern, default))))
+    present = to_plain(parse_config(merged(to_plain(load_config([*preset, "name=x"])), block_with(pattern, default))))
     older = merged(present, block_with(pattern, default))
     assert older != present
-    assert canonical(older) == canonical(to_plain(parse(older)))
+    assert canonical_config(older) == canonical_config(to_plain(parse_config(older)))
     with pytest.raises(ConfigError) as error:
-        parse(merged(older, block_with(pattern, "no value that it ever had")))
+        parse_config(merged(older, block_with(pattern, "no value that it ever had")))
     (problem,) = error.value.problems
     assert str(problem).endswith("'no value that it ever had': is no key of lm any more; see CHANGELOG.md")
 
@@ -131,7 +131,7 @@ def test_a_removed_name_is_refused_with_those_that_there_are_and_the_page_of_wha
 def test_what_left_log_is_left_out_of_older_runs_whatever_it_was():
     log = {"to": ["wandb", "csv", "tensorboard"], "dynamics": ["logit_scale"], "tags": ["mine"]}
     older = merged(to_plain(load_config(["name=x"])), {"log": log})
-    assert parse(without_removed(older)).log.to == ["wandb"]
+    assert parse_config(drop_removed_keys(older)).log.to == ["wandb"]
 
 
 def merged(plain: Plain, changes: Plain) -> Plain:

@@ -58,10 +58,7 @@ def test_a_child_is_stopped_when_its_parent_is_killed_before_or_after_it_begins(
     assert process.returncode == -signal.SIGKILL
     assert not alive(child)
     orphan = subprocess.run(
-        [sys.executable, "-m", "lm", "normalizers"],
-        env={**os.environ, "LM_PARENT": "1"},
-        cwd=ROOT,
-        check=False,
+        [sys.executable, "-m", "lm", "normalizers"], env={**os.environ, "LM_PARENT": "1"}, cwd=ROOT, check=False
     )
     assert orphan.returncode == 128 + signal.SIGTERM
     print_environment = (

@@ -52,11 +52,7 @@ def test_commands_on_runs_refuse_the_folder_of_an_experiment(tmp_path: Path, com
             "does not divide the 16 sequences of a process in a step; give a divisor",
         ),
         (["compare", "nothing-of-the-kind"], 2, "no such configuration file"),
-        (
-            ["judge", "nowhere.csv"],
-            1,
-            "nowhere.csv: no such file; a table with columns arm, seed and value is needed",
-        ),
+        (["judge", "nowhere.csv"], 1, "nowhere.csv: no such file; a table with columns arm, seed and value is needed"),
         (["report", str(ROOT / "lm" / "modell")], 1, "no such run folder; did you mean 'model'?"),
         (["eval", str(ROOT / "lm" / "modell")], 1, "no such run folder; did you mean 'model'?"),
         (["report", CONFIGURATION], 1, "softmax.yaml: no such run folder; lm train makes one, runs/NAME"),

@@ -9,14 +9,9 @@ from conftest import ROOT
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lm.config.data_config import (
-    DataConfig,
-    Files,
-    MixedLengths,
-    TrainedTokenizer,
-)
+from lm.config.data_config import DataConfig, FileSource, MixedLengths, TrainedTokenizer
 from lm.config.load import load_config
-from lm.config.tree import effect_of
+from lm.config.tree import key_effect
 from lm.data.batches import (
     SLOTS_PER_BLOCK,
     Batch,
@@ -41,7 +36,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     folder = tmp_path_factory.mktemp("batches")
     for number in range(30):
         (folder / f"{number:02d}.txt").write_text(" ".join(f"word{(number * k) % 89}" for k in range(10 + 4 * number)))
-    data = DataConfig(Files(paths=[str(folder)]), TrainedTokenizer(300), val_fraction=0.3, root=str(folder / "stores"))
+    data = DataConfig(
+        FileSource(paths=[str(folder)]), TrainedTokenizer(300), val_fraction=0.3, root=str(folder / "stores")
+    )
     return prepare(data)
 
 
@@ -136,7 +133,7 @@ def test_a_seed_of_the_data_decides_the_batches_alone(store: Store, more: str):
 
     assert read("seed=5") == read("seed=3", "data.seed=5") == read("seed=5", "data.seed=5") != read("seed=3")
     assert "seed" not in to_plain(load_config(tiny))["data"], "the configurations of existing runs stay as they are"
-    assert effect_of("data.seed") == effect_of("seed")
+    assert key_effect("data.seed") == key_effect("seed")
 
 
 def test_the_order_never_changes_between_versions():

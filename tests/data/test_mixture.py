@@ -12,7 +12,15 @@ from conftest import ROOT
 from folders import series_measured
 from texts import TEXTS, files_config, stored_texts, tokens_of, write_parquet, write_texts
 
-from lm.config.data_config import DataConfig, Files, Mixture, Needle, TrainedTokenizer, WeightedSource, WeightedTask
+from lm.config.data_config import (
+    DataConfig,
+    FileSource,
+    Mixture,
+    Needle,
+    TrainedTokenizer,
+    WeightedSource,
+    WeightedTask,
+)
 from lm.config.load import load_config
 from lm.config.tree import Config
 from lm.data.batches import TrainSequences, assign_slots, train_sequences
@@ -29,7 +37,7 @@ LETTERS = [f"letter {n} of many: " + "yours truly, " * (n % 7 + 3) for n in rang
 def mixture(tmp_path: Path, folders: dict[str, list[str]], **changes) -> DataConfig:
     """A mixture of folders of texts, equally weighted."""
     parts = [
-        WeightedSource(1 / len(folders), Files([str(write_texts(tmp_path / name, texts))]))
+        WeightedSource(1 / len(folders), FileSource([str(write_texts(tmp_path / name, texts))]))
         for name, texts in folders.items()
     ]
     return dataclasses.replace(
@@ -219,9 +227,7 @@ def test_the_loss_has_a_level_to_be_below_where_text_is_trained_on_as_the_store_
     )
     store = prepare(config.data)
     validated = series_measured(
-        Validation(config, store),
-        Decoder(config.model, store.vocab_size, 32),
-        Device(torch.device("cpu"), bf16=False),
+        Validation(config, store), Decoder(config.model, store.vocab_size, 32), Device(torch.device("cpu"), bf16=False)
     )
     names = ["unigram cross-entropy" + ", at most" * (letters == 0.5)] * (weight < 1)
     assert [*validated[0].references] == names

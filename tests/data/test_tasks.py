@@ -11,18 +11,14 @@ from hypothesis import strategies as st
 from texts import occurrences, tokens_of
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from lm.config.data_config import MQAR, DataConfig, Files, Needle, Task, TrainedTokenizer
+from lm.config.data_config import MQAR, DataConfig, FileSource, Needle, Task, TrainedTokenizer
 from lm.config.load import load_config
 from lm.data.prepare import prepare
 from lm.data.tasks import Draw, Example, TaskError, Text, check_task, example
 from lm.errors import ConfigError, DataError
 
 TINY = str(Path(__file__).parents[1] / "tiny.yaml")
-SYMBOLIC = [
-    MQAR(),
-    MQAR(keys=8, values=8),
-    MQAR(keys=16, values=16, joined=True),
-]
+SYMBOLIC = [MQAR(), MQAR(keys=8, values=8), MQAR(keys=16, values=16, joined=True)]
 FEW = MQAR(keys=4, values=4, filler=1, pairs=2, queries=2)  # with few different sequences
 TEXTUAL = [Needle(), Needle(needles=2, distractors=2), Needle(depth=0.5)]
 CONTROLS = [Needle(absent=True), Needle(needles=2, distractors=2, absent=True)]
@@ -38,7 +34,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
         (folder / f"{number:02d}.txt").write_text(
             "The special number is: ".join(" ".join(words[i : i + 50]) for i in range(0, 1500, 50))
         )
-    data = DataConfig(Files(paths=[str(folder)]), TrainedTokenizer(400), val_fraction=0.3, root=str(folder / "stores"))
+    data = DataConfig(
+        FileSource(paths=[str(folder)]), TrainedTokenizer(400), val_fraction=0.3, root=str(folder / "stores")
+    )
     return Text(prepare(data))
 
 
@@ -127,7 +125,7 @@ def test_a_sequence_too_short_says_how_long_it_must_be(task: Task, text: Text):
 
 
 def test_test_sequences_that_can_not_all_differ_are_refused():
-    count = int(FEW.n_distinct(16, "test"))
+    count = int(FEW.n_distinct_sequences(16, "test"))
     check_task(FEW, 1, 16, "test", count)
     with pytest.raises(TaskError, match="5,000 test sequences can't all differ: there are about 18"):
         check_task(FEW, 1, 16, "test", 5000)
@@ -141,8 +139,7 @@ def test_test_sequences_that_can_not_all_differ_are_refused():
     task = "data.tasks=[{task: {name: mqar, keys: 4, values: 4, filler: 1, pairs: 2, queries: 2}}]"
     load_config([TINY, *symbols, task, f"eval.sequences={count}"])
     with pytest.raises(
-        ConfigError,
-        match=r"^eval\.sequences = 5000: can't all differ: mqar has about 18 test sequences of 16",
+        ConfigError, match=r"^eval\.sequences = 5000: can't all differ: mqar has about 18 test sequences of 16"
     ):
         load_config([TINY, *symbols, task, "eval.sequences=5000"])
 

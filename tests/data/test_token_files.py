@@ -14,7 +14,7 @@ import pytest
 from test_tokenizer import words_tokenizer, write_tokenizer
 from texts import TEXTS, documents, files_config, skipping, write_texts
 
-from lm.config.data_config import DataConfig, Files, Mixture, TokenizerFile, Tokens, WeightedSource
+from lm.config.data_config import DataConfig, FileSource, Mixture, TokenizerFile, TokenSource, WeightedSource
 from lm.config.load import load_config
 from lm.data.prepare import prepare, summary
 from lm.data.token_files import OTHER_FORMATS, Vocabulary
@@ -85,7 +85,7 @@ WRITERS: dict[str, tuple[str, Callable[..., Path]]] = {
 
 
 def config(tmp_path: Path, tokenizer: TokenizerFile, kind: str, path: Path, **changes) -> DataConfig:
-    return files_config(tmp_path, tmp_path, source=Tokens([str(path)], kind, **changes), tokenizer=tokenizer)
+    return files_config(tmp_path, tmp_path, source=TokenSource([str(path)], kind, **changes), tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -127,8 +127,8 @@ def test_a_stream_without_borders_is_one_document(tmp_path: Path, tokenizer: Tok
 def test_a_text_and_its_ids_are_one_document(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]):
     folder = write_texts(tmp_path / "texts", TEXTS)
     parts = [
-        WeightedSource(0.5, Files([str(folder)])),
-        WeightedSource(0.5, Tokens([str(jsonl(tmp_path, ids))], "column")),
+        WeightedSource(0.5, FileSource([str(folder)])),
+        WeightedSource(0.5, TokenSource([str(jsonl(tmp_path, ids))], "column")),
     ]
     store = prepare(files_config(folder, tmp_path, source=Mixture(parts), tokenizer=tokenizer, deduplicate=False))
     documents_by_split = [
@@ -211,9 +211,9 @@ def refused_files(folder: Path, ids: list[list[int]]) -> dict[str, tuple[str, Ca
         "saved damaged": (
             "saved",
             lambda: changed(sorted(saved(folder, ids).glob("*.arrow"))[1], lambda content: content[:100]).parent,
-            "can't be read: ",
+            "can't be read: "
         ),
-        "saved without the column": ("saved", lambda: saved(folder, ids), "no column 'labels'"),
+        "saved without the column": ("saved", lambda: saved(folder, ids), "no column 'labels'")
     }  # fmt: skip
 
 
@@ -275,7 +275,7 @@ def test_documents_that_do_not_fit_are_left_out_and_counted_where_errors_are_ski
     tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]
 ):
     path = nanogpt(tmp_path, [*ids[:20], [5, 4000], *ids[20:]])
-    read_documents, errors = skipping(Tokens([str(path)], "nanogpt"), Vocabulary(tokenizer))
+    read_documents, errors = skipping(TokenSource([str(path)], "nanogpt"), Vocabulary(tokenizer))
     assert [document.tolist() for document in read_documents] == ids
     assert len(errors) == 1
     store = prepare(dataclasses.replace(config(tmp_path, tokenizer, "nanogpt", path), on_error="skip"))
@@ -294,8 +294,8 @@ def test_documents_that_do_not_fit_are_left_out_and_counted_where_errors_are_ski
         ("{name: tokens, format: nanogpt, paths: [a.bin], validation_paths: ['']}",
             "data.source.validation_paths = '': is among the training files, or empty"),
         ("{name: tokens, format: nanogpt, paths: [a.bin], validation_paths: [a.bin]}",
-            "data.source.validation_paths = 'a.bin': is among"),
-    ],
+            "data.source.validation_paths = 'a.bin': is among")
+    ]
 )  # fmt: skip
 def test_options_that_do_not_go_together_are_named(source: str, path: str):
     with pytest.raises(ConfigError) as error:

@@ -9,7 +9,7 @@ import pytest
 from texts import TEXTS, files_config, stored_texts, tokens_of, write_texts, write_tokenizer
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
-from lm.config.data_config import DataConfig, Files, PretrainedTokenizer, TokenizerFile, TrainedTokenizer
+from lm.config.data_config import DataConfig, FileSource, PretrainedTokenizer, TokenizerFile, TrainedTokenizer
 from lm.data.build import Document, can_cut_between_words, encode_all, split_text
 from lm.data.prepare import prepare
 from lm.data.tokenizer import END_OF_TEXT, encode, load_tokenizer, token_bytes, train_tokenizer
@@ -105,7 +105,7 @@ def test_a_document_that_the_tokenizer_does_not_give_back_is_named_or_left_out_a
     (folder / "rows.jsonl").write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in ("bad", f"{odd}{odd}", "i"))
     )
-    data = files_config(folder, tmp_path, source=Files([str(folder)], separator="|"), tokenizer=spec)
+    data = files_config(folder, tmp_path, source=FileSource([str(folder)], separator="|"), tokenizer=spec)
     with pytest.raises(DataError, match="does not give text back unchanged") as error:
         prepare(data)
     message = str(error.value)
@@ -243,7 +243,7 @@ def test_a_tokenizer_is_trained_on_short_words(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("lm.data.build.MAX_WORD_LENGTH", 4)
     for number in range(4):
         (tmp_path / f"{number}.txt").write_text(f"abcdefgh{number} " * 500)
-    store = prepare(DataConfig(Files(paths=[str(tmp_path)]), TrainedTokenizer(262), root=str(tmp_path / "stores")))
+    store = prepare(DataConfig(FileSource(paths=[str(tmp_path)]), TrainedTokenizer(262), root=str(tmp_path / "stores")))
     assert (
         max(map(len, Tokenizer.from_file(str(store.path / "tokenizer.json")).get_vocab().keys() - {END_OF_TEXT})) == 4
     )

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from lm.attention import catalogue as opt
 from lm.attention.options import Options
-from lm.config.model_config import Learned, ModelConfig
+from lm.config.model_config import LearnedPosition, ModelConfig
 from lm.data.batches import Batch
 from lm.evaluation.attention_text import ModelAttention, attention_maps, attention_pictures
 from lm.model import attention_stream
@@ -56,7 +56,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([START])
     tokenizer.save(str(folder / "tokenizer.json"))
-    decoder = Decoder(ModelConfig(n_layer=2, n_embd=16, n_head=2, init_std=0.5, position=Learned()), VOCAB, 64, seed=1)
+    decoder = Decoder(
+        ModelConfig(n_layer=2, n_embd=16, n_head=2, init_std=0.5, position=LearnedPosition()), VOCAB, 64, seed=1
+    )
     return save_model(decoder, folder / "model", folder / "tokenizer.json")
 
 

@@ -206,7 +206,7 @@ SLOW = [
     CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in CASES],
 )
 def test_streamed_statistics_equal_the_dense_definition(name: str, block: str, isolated: bool):
-    options = opt.Window(size=40) if name == "window" else kinds.OPTIONS[name]()
+    options = opt.Window(size=40) if name == "window" else kinds.NORMALIZER_OPTIONS[name]()
     assert agrees_with_naive(make_decoder(options, block), batch(isolated)) > 100
 
 

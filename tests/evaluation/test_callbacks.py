@@ -80,7 +80,7 @@ def test_the_example_of_a_trainer_of_one_s_own(tiny, tmp_path: Path):
 def test_logits_of_any_module_give_the_losses_and_the_decoding_of_its_decoder(tiny):
     config, cpu = tiny(), Device(torch.device("cpu"), bf16=False)
     store = prepare(config.data)
-    decoder = Decoder(config.model_in(0), store.vocab_size, config.data.seq_len).eval()
+    decoder = Decoder(config.model_in_phase(0), store.vocab_size, config.data.seq_len).eval()
 
     class Logits(torch.nn.Module):
         def __init__(self):

@@ -47,7 +47,7 @@ CPU = Device(torch.device("cpu"), bf16=False)
 
 def made(name: str = "softmax", count: int = 5, length: int = 128) -> tuple[Decoder, HeldOutSequences]:
     decoder = Decoder(
-        ModelConfig(n_layer=2, n_head=2, n_embd=32, normalizer=kinds.OPTIONS[name](), dropout=0.5), 60, 16
+        ModelConfig(n_layer=2, n_head=2, n_embd=32, normalizer=kinds.NORMALIZER_OPTIONS[name](), dropout=0.5), 60, 16
     )
     tokens = np.random.default_rng(0).integers(60, size=(count, length + 1))
     return decoder, HeldOutSequences(tokens, np.full(60, 4.0, np.float32))

@@ -28,18 +28,22 @@ LENGTH = 220  # tokens: the tests' vocabulary is small
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    from lm.config.data_config import DataConfig, Files, TrainedTokenizer
+    from lm.config.data_config import DataConfig, FileSource, TrainedTokenizer
 
     folder = tmp_path_factory.mktemp("needles")
     for number in range(30):
         (folder / f"{number:02d}.txt").write_text(" ".join(f"word{(number * k) % 89}" for k in range(300)))
     return prepare(
-        DataConfig(Files(paths=[str(folder)]), TrainedTokenizer(300), val_fraction=0.3, root=str(folder / "stores"))
+        DataConfig(
+            FileSource(paths=[str(folder)]), TrainedTokenizer(300), val_fraction=0.3, root=str(folder / "stores")
+        )
     )
 
 
 def made(store: Store, name: str = "softmax", **model: object) -> Decoder:
-    config = ModelConfig(n_layer=2, n_head=2, n_embd=32, normalizer=kinds.OPTIONS[name](), init_std=0.3, **model)
+    config = ModelConfig(
+        n_layer=2, n_head=2, n_embd=32, normalizer=kinds.NORMALIZER_OPTIONS[name](), init_std=0.3, **model
+    )
     return Decoder(config, store.vocab_size, 64).double().eval()
 
 

@@ -94,9 +94,9 @@ def test_score_factors_are_those_of_the_scores(tiny, options: object):
 
 
 def test_layers_with_other_scores_have_no_score_factors_and_the_others_are_still_compared(tiny):
-    old = decoder(tiny, kinds.Layers([opt.Cosine(), opt.Window(4)]))
+    old = decoder(tiny, kinds.LayerList([opt.Cosine(), opt.Window(4)]))
     assert score_factors(old, [16]).isnan().tolist() == [[[True, True], [False, False]]]
-    lines, warning = swap_lines(old, with_normalizer(old, kinds.Layers([opt.Cosine(), opt.SSMax(init=0.9)])), 4)
+    lines, warning = swap_lines(old, with_normalizer(old, kinds.LayerList([opt.Cosine(), opt.SSMax(init=0.9)])), 4)
     assert lines[-1] == "factor on the scores at n = 32, layers 1: 1 -> 3.12"
     assert "3.1 times the old one at n = 32" in warning
     assert swap_lines(old, with_normalizer(old, opt.Cosine()), 4)[1] == ""
@@ -123,11 +123,11 @@ def test_a_swap_to_the_same_normalizer_gives_its_parameters_their_initial_values
 
 @pytest.mark.parametrize("start", catalogue.ENTRIES)
 def test_a_swap_keeps_every_weight_around_the_normalizer(tiny, start: str):
-    old = decoder(tiny, kinds.OPTIONS[start]())
+    old = decoder(tiny, kinds.NORMALIZER_OPTIONS[start]())
     other_weights = {name: value for name, value in old.state_dict().items() if not is_normalizer_parameter(name)}
     for name in catalogue.ENTRIES:
-        new = with_normalizer(old, kinds.OPTIONS[name]())
-        assert new.config.normalizer == kinds.OPTIONS[name]()
+        new = with_normalizer(old, kinds.NORMALIZER_OPTIONS[name]())
+        assert new.config.normalizer == kinds.NORMALIZER_OPTIONS[name]()
         assert same(
             other_weights,
             {name: value for name, value in new.state_dict().items() if not is_normalizer_parameter(name)},

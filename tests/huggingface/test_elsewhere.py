@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 
 import lm.functional as L
 from lm.attention import catalogue as opt
-from lm.config.model_config import Learned, ModelConfig
+from lm.config.model_config import LearnedPosition, ModelConfig
 from lm.data.batches import Batch
 from lm.huggingface.attention_functions import NORMALIZER_ATTRIBUTE
 from lm.model.decoder import Decoder
@@ -159,7 +159,7 @@ def test_nanogpt_with_two_lines_has_our_loss_and_gradients(tmp_path: Path):
         norm="layer",
         bias=True,
         tied=True,
-        position=Learned(),
+        position=LearnedPosition(),
         normalizer=opt.SSMax(),
     )
     decoder = Decoder(shape, V, 32)

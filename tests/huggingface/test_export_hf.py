@@ -25,8 +25,8 @@ from lm.attention import catalogue as opt
 from lm.attention.catalogue import ENTRIES
 from lm.attention.layout import AttentionLayout
 from lm.config.data_config import TrainedTokenizer
-from lm.config.model_config import GAUBlock, Learned, LinearScaling, ModelConfig, NoPosition, Rope
-from lm.config.normalizers import SINGLE, Layers
+from lm.config.model_config import GAUBlock, LearnedPosition, LinearScaling, ModelConfig, NoPosition, Rope
+from lm.config.normalizers import LAYER_OPTIONS, LayerList
 from lm.data.batches import Batch
 from lm.data.tokenizer import train_tokenizer
 from lm.errors import RunError
@@ -67,10 +67,12 @@ def test_import_export_import_gives_the_same_bits_and_transformers_the_same_logi
 
 
 SHAPES = {
-    "gpt2": ModelConfig(2, n_head=2, n_embd=32, mlp="relu2", norm="layer", position=Learned(), bias=True, tied=True),
+    "gpt2": ModelConfig(
+        2, n_head=2, n_embd=32, mlp="relu2", norm="layer", position=LearnedPosition(), bias=True, tied=True
+    ),
     "llama": ModelConfig(2, n_head=4, n_kv_head=2, n_embd=32, n_mlp=48),
     "qwen2": ModelConfig(
-        2, n_head=2, n_embd=36, head_size=16, qkv_bias=True, normalizer=Layers([opt.Softmax(), opt.Window(size=9)])
+        2, n_head=2, n_embd=36, head_size=16, qkv_bias=True, normalizer=LayerList([opt.Softmax(), opt.Window(size=9)])
     ),
     "qwen3": ModelConfig(2, n_head=2, n_embd=36, head_size=16, qk_norm=True, norm_eps=1e-4, position=Rope(theta=500.0)),
 }
@@ -192,7 +194,7 @@ def gated(normalizer: opt.Options, **changes: object) -> ModelConfig:
     return ModelConfig(4, n_head=1, n_embd=32, block=GAUBlock(key_size=16), normalizer=normalizer, **changes)
 
 
-LISTED = Layers([opt.Window(size=20), opt.SSMax(bias=True), opt.Window(size=5)])
+LISTED = LayerList([opt.Window(size=20), opt.SSMax(bias=True), opt.Window(size=5)])
 PLAIN = {"embedding_norm": None, "value_residual": None, "logit_softcap": None, "qk_norm": False, "mlp": "swiglu"}
 BY_OPTIONS = {  # each normalizer, with options that act within few tokens; and further formulas
     **{name: options() for name, options in ENTRIES.items()},
@@ -200,8 +202,8 @@ BY_OPTIONS = {  # each normalizer, with options that act within few tokens; and 
     "llama4": opt.Llama4(floor_scale=16.0),
     "softcap": opt.SoftCap(cap=2.0),
     "window": LISTED,
-    "sigmoid": Layers([opt.Sigmoid(), opt.Sigmoid(bias=True)]),
-    "linear": Layers([opt.Linear(), opt.Linear(features="relu", decay=True)]),
+    "sigmoid": LayerList([opt.Sigmoid(), opt.Sigmoid(bias=True)]),
+    "linear": LayerList([opt.Linear(), opt.Linear(features="relu", decay=True)]),
     "softmax at a temperature": opt.Softmax(temperature=0.5),
     "ssmax with b": opt.SSMax(bias=True),
     "ssmax, n fixed": opt.SSMax(n="fixed:100"),
@@ -221,12 +223,12 @@ PARTS = {
     "two queries a head, own values left out": shape(
         opt.Relu2(), differential="v2", exclusive=True, output_gate="head", gate_inputs=12
     ),
-    "learned positions": shape(opt.SSMax(), **PLAIN | {"position": Learned()}),
+    "learned positions": shape(opt.SSMax(), **PLAIN | {"position": LearnedPosition()}),
     "parallel, rotated in part": shape(opt.SSMax(), parallel=True, position=Rope(fraction=0.5, partial=True)),
     "norms of outputs": shape(opt.SSMax(), post_norm=True, qk_norm="width", value_residual=None),
-    "gau": gated(Layers([opt.Relu2(), opt.SSMax(), opt.Sink()])),
+    "gau": gated(LayerList([opt.Relu2(), opt.SSMax(), opt.Sink()])),
     "gau with window": gated(
-        Layers([opt.Window(size=20), opt.QASSMax()]), qk_norm=True, bias=True, embedding_norm="layer", tied=True
+        LayerList([opt.Window(size=20), opt.QASSMax()]), qk_norm=True, bias=True, embedding_norm="layer", tied=True
     ),
     "no positions": shape(opt.Softmax(), **PLAIN | {"position": NoPosition(), "qkv_bias": True, "mlp_bias": True}),
 }
@@ -346,7 +348,7 @@ with torch.no_grad():
     last = model(sample[:, 2000:], past_key_values=cached.past_key_values).logits
     results = {
         "whole": model(sample).logits, "packed": model(sample, position_ids=positions).logits,
-        "padded": model(sample, attention_mask=padding).logits[0, 600:], "cached": torch.cat((cached.logits, last), 1),
+        "padded": model(sample, attention_mask=padding).logits[0, 600:], "cached": torch.cat((cached.logits, last), 1)
     }
 for name, result in results.items():
     torch.testing.assert_close(result, case[name], rtol=0, atol=1e-4, msg=lambda text: f"{name}: {text}")
@@ -367,11 +369,11 @@ def test_each_normalizer_computes_2048_tokens_where_lm_can_not_be_imported(
     (tmp_path / "powers.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(tmp_path)
     with PLUGINS.trusted_text():
-        plugin = SINGLE["powers:Power"](p=0.2)
+        plugin = LAYER_OPTIONS["powers:Power"](p=0.2)
     PLUGINS.allow(["powers"])
     recipe = MODERN | {"position": Rope()}
     own = [opt.YaRN(n="visible") if options is opt.YaRN else options() for options in ENTRIES.values()]
-    layers = Layers([*own, plugin])
+    layers = LayerList([*own, plugin])
     model = ModelConfig(len(layers.of), n_head=2, n_kv_head=1, n_embd=16, normalizer=layers, **recipe)
     decoder = Decoder(model, V, 2048, seed=3).eval()
     generator = torch.Generator().manual_seed(0)
@@ -387,7 +389,7 @@ def test_each_normalizer_computes_2048_tokens_where_lm_can_not_be_imported(
         "sample": sample, "padding": padding, "positions": positions, "whole": logits, "cached": logits,
         "packed": decoder.head(decoder(sample, AttentionLayout.from_positions(positions))),
         "padded": decoder.logits(sample[:1, 600:])[0],
-        "continuation": list(generate(decoder, sample[0, 600:640].tolist(), 8, Sampling(temperature=0))),
+        "continuation": list(generate(decoder, sample[0, 600:640].tolist(), 8, Sampling(temperature=0)))
     }, tmp_path / "case.pt")  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": "", "HF_MODULES_CACHE": str(tmp_path / "modules")}
     command = [sys.executable, "-P", "-c", WITHOUT_LM_2048, str(folder), str(tmp_path / "case.pt")]
@@ -400,14 +402,14 @@ def test_a_normalizer_from_outside_leaves_in_its_own_file(tmp_path: Path, monkey
     (tmp_path / "roots.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(tmp_path)
     with PLUGINS.trusted_text():
-        plugin = SINGLE["roots:Power"](p=0.5)
+        plugin = LAYER_OPTIONS["roots:Power"](p=0.5)
     decoder, folder = moved(shape(plugin), 16, tmp_path)
     torch.testing.assert_close(of_transformers(folder)(tokens()[:, :16]).logits, decoder.logits(tokens()[:, :16]))
 
 
 def test_exported_modules_import_torch_and_transformers_alone(tmp_path: Path):
     """transformers looks for the packages of every import statement before it loads a model from the hub."""
-    _, folder = moved(shape(Layers([opt.Relu2(), opt.StickBreaking(), opt.Entmax15()])), 16, tmp_path)
+    _, folder = moved(shape(LayerList([opt.Relu2(), opt.StickBreaking(), opt.Entmax15()])), 16, tmp_path)
     packages = {name for file in folder.glob("*.py") for name in get_imports(file)}
     assert packages - sys.stdlib_module_names == {"torch", "transformers"}
 
@@ -418,7 +420,7 @@ def test_a_plugin_of_several_files_is_refused_by_its_import(tmp_path: Path, monk
     (tmp_path / "strong" / "power.py").write_text("from strong.size import P\n" + PLUGIN)
     monkeypatch.syspath_prepend(tmp_path)
     with PLUGINS.trusted_text():
-        options = SINGLE["strong.power:Power"]()
+        options = LAYER_OPTIONS["strong.power:Power"]()
     PLUGINS.allow(["strong"])
     save_model(Decoder(shape(options), 20, 16), tmp_path / "ours")
     with pytest.raises(RunError, match=r"power.py:1: an export holds one file of a normalizer .* not strong.size"):

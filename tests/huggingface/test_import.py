@@ -33,7 +33,7 @@ from transformers.models.qwen3 import Qwen3ForCausalLM
 from transformers.models.smollm3 import SmolLM3ForCausalLM
 
 from lm.config.data_config import TrainedTokenizer
-from lm.config.tree import function_options
+from lm.config.tree import model_function_options
 from lm.data.tokenizer import train_tokenizer
 from lm.evaluation.generation import Sampling, generate, generate_text
 from lm.huggingface.architectures import ARCHITECTURES
@@ -195,7 +195,7 @@ def test_an_absent_field_has_the_default_of_transformers(kind: str, tmp_path: Pa
     full_description = ARCHITECTURES[kind].read(
         Fields({**MODELS[kind][1]().to_dict(), "architectures": None}, tmp_path)
     )
-    assert function_options(description.model) == function_options(full_description.model)
+    assert model_function_options(description.model) == model_function_options(full_description.model)
     assert (description.vocab_size, description.seq_len) == (full_description.vocab_size, full_description.seq_len)
 
 

@@ -18,8 +18,8 @@ from test_export_hf import LISTED, PLAIN, gated, shape
 from transformers.models.auto import modeling_auto
 
 from lm.attention import catalogue as opt
-from lm.config.model_config import Learned, ModelConfig
-from lm.config.normalizers import Layers
+from lm.config.model_config import LearnedPosition, ModelConfig
+from lm.config.normalizers import LayerList
 from lm.huggingface.exporting import _lm_config
 from lm.huggingface.modeling_lm import LmConfig, LmForCausalLM, LmModel
 from lm.model.decoder import Decoder
@@ -31,10 +31,10 @@ MODELS = {
     "Modern": shape(opt.SSMax(bias=True)),
     "Layers": shape(LISTED, output_gate="element"),
     "LayerNorm": shape(opt.QASSMax(), norm="layer", bias=True, tied=True),
-    "Elementwise": shape(Layers([opt.Relu2(), opt.Sigmoid(bias=True)]), **PLAIN | {"position": Learned()}),
-    "Definitions": shape(Layers([opt.Forget(), opt.ASEntmax()])),
+    "Elementwise": shape(LayerList([opt.Relu2(), opt.Sigmoid(bias=True)]), **PLAIN | {"position": LearnedPosition()}),
+    "Definitions": shape(LayerList([opt.Forget(), opt.ASEntmax()])),
     "TwoMaps": shape(opt.SSMax(), differential=True, exclusive=True),
-    "Gated": gated(Layers([opt.Relu2(), opt.SSMax(), opt.Sink()])),
+    "Gated": gated(LayerList([opt.Relu2(), opt.SSMax(), opt.Sink()])),
 }
 
 

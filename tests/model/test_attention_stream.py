@@ -63,7 +63,7 @@ def dense(decoder: Decoder, sample: Batch) -> list[tuple[Tensor, Tensor]]:
 def test_streamed_weights_are_the_dense_definition_and_reproduce_the_layers_output(
     name: str, block: str, documents: bool
 ):
-    decoder, sample = make_decoder(kinds.OPTIONS[name](), block), batch(documents=documents)
+    decoder, sample = make_decoder(kinds.NORMALIZER_OPTIONS[name](), block), batch(documents=documents)
     expected, coverage = dense(decoder, sample), torch.zeros(2, LENGTH)
     for chunk in attention_blocks(decoder, sample, dtype=torch.float64, block=10):
         keys = chunk.weights.size(-1)
@@ -104,7 +104,7 @@ def given_to_the_projection(decoder: Decoder, sample: Batch) -> list[Tensor]:
 
 @torch.no_grad()
 def test_selected_queries_equal_the_same_queries_of_the_whole_and_layers_differ_as_listed():
-    decoder = make_decoder(kinds.Layers([opt.Window(size=5), opt.SSMax()]), n_layer=3)
+    decoder = make_decoder(kinds.LayerList([opt.Window(size=5), opt.SSMax()]), n_layer=3)
     layers = [
         torch.cat([F.pad(chunk.weights, (0, LENGTH - chunk.weights.size(-1))) for chunk in blocks], 2)
         for blocks in by_layer(decoder)
@@ -137,7 +137,7 @@ def test_no_tensor_grows_with_the_square_of_the_length(name: str, monkeypatch: p
     for module in ("attention.routes", "model.attention_stream"):
         monkeypatch.setattr(f"lm.{module}.MAX_BLOCK_WEIGHTS", 2**16)
     monkeypatch.setattr("lm.attention.elementwise_sums.TILE", 64)
-    decoder, tokens = make_decoder(kinds.OPTIONS[name]()), batch(length).tokens[:1]
+    decoder, tokens = make_decoder(kinds.NORMALIZER_OPTIONS[name]()), batch(length).tokens[:1]
     with TensorMemory() as memory:
         for _ in attention_blocks(decoder, Batch(tokens, tokens, None)):
             pass

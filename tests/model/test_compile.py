@@ -20,7 +20,7 @@ from lm.training.train import train
 
 NARROW = ["model.n_head=1", "model.n_embd=8"]
 MODELS = {
-    **{name: [f"model.normalizer={name}"] for name in kinds.SINGLE},
+    **{name: [f"model.normalizer={name}"] for name in kinds.LAYER_OPTIONS},
     "gated attention unit": ["model.block=gau"],
     "differential": ["model.n_head=2", "model.n_embd=16", "model.differential=true", "model.output_gate=element"],
     "value residual": ["model.value_residual=first_layer"],

@@ -14,7 +14,7 @@ from torch import Tensor
 from lm.attention.catalogue import Relu2, Softmax, SSMax
 from lm.attention.options import Options
 from lm.config.load import load_config
-from lm.config.model_config import Learned, ModelConfig, NoPosition
+from lm.config.model_config import LearnedPosition, ModelConfig, NoPosition
 from lm.config.training_config import OptimConfig
 from lm.data.batches import Batch
 from lm.errors import ConfigError
@@ -110,7 +110,7 @@ def test_it_is_kept_by_swaps_and_model_folders(ingredient: str, tmp_path):
 @pytest.mark.parametrize("position", ["rope", "learned"])
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_the_norm_is_of_the_tokens_vectors_before_their_positions(kind: str, position: str):
-    decoder = trained(f"embedding_norm, {kind}", **({"position": Learned()} if position == "learned" else {}))
+    decoder = trained(f"embedding_norm, {kind}", **({"position": LearnedPosition()} if position == "learned" else {}))
     x = decoder.embedding(tokens())
     x = x - (x.mean(-1, keepdim=True) if kind == "layer" else 0)
     expected = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * decoder.embedding_norm.weight

@@ -16,8 +16,8 @@ from lm.attention import catalogue as opt
 from lm.attention.layout import AttentionLayout
 from lm.config import normalizers as kinds
 from lm.config.eval_config import InferenceSetting, Interpolation
-from lm.config.load import parse, to_yaml
-from lm.config.model_config import GAUBlock, Learned, ModelConfig, NoPosition, Rope
+from lm.config.load import parse_config, to_yaml
+from lm.config.model_config import GAUBlock, LearnedPosition, ModelConfig, NoPosition, Rope
 from lm.data.batches import Batch
 from lm.errors import ConfigError
 from lm.model.blocks import DecodingCache, ForwardContext, RMSNorm, rotate
@@ -35,7 +35,7 @@ SHAPES = [
     {"norm": norm, "mlp": mlp, "position": position, "qk_norm": qk_norm, "bias": bias, "tied": tied}
     for (norm, mlp, position), (qk_norm, bias, tied) in zip(
         itertools.product(
-            ("rms", "layer"), ("swiglu", "gelu", "relu2"), (Rope(), Rope(fraction=0.5), Learned(), NoPosition())
+            ("rms", "layer"), ("swiglu", "gelu", "relu2"), (Rope(), Rope(fraction=0.5), LearnedPosition(), NoPosition())
         ),
         itertools.cycle(itertools.product((False, True), repeat=3)),
         strict=False,
@@ -148,7 +148,7 @@ def settable(options: type) -> dict[str, object]:
 
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
 def test_options_that_training_has_not_fixed_change_no_parameter(name: str):
-    options, shapes = kinds.OPTIONS[name], []
+    options, shapes = kinds.NORMALIZER_OPTIONS[name], []
     for changes in ({}, settable(options)):
         shapes.append(
             {
@@ -171,7 +171,7 @@ BLOCKS = {
 
 def make_decoder(name: str, block: str, options: Mapping[str, object] = {}, **changes: object) -> Decoder:
     config = ModelConfig(
-        n_layer=2, n_embd=32, normalizer=kinds.OPTIONS[name](**options), **{**BLOCKS[block], **changes}
+        n_layer=2, n_embd=32, normalizer=kinds.NORMALIZER_OPTIONS[name](**options), **{**BLOCKS[block], **changes}
     )
     decoder = Decoder(config, 50, seq_len=16, seed=3).eval().double()
     with torch.no_grad():
@@ -321,7 +321,7 @@ def test_gau_is_its_papers_formula():
 
 def test_a_list_of_normalizers_is_repeated_over_the_layers(tiny):
     config = tiny("model.n_layer=5", "model.normalizer=[softmax, {name: ssmax, bias: true}, relu2]")
-    assert parse(yaml.safe_load(to_yaml(config))) == config
+    assert parse_config(yaml.safe_load(to_yaml(config))) == config
     assert config.model.normalizer.label() == "layers (softmax, ssmax (bias=true), relu2)"
     options = [normalizer.options for normalizer in Decoder(config.model, 400, 32).normalizers()]
     softmax, ssmax, relu2 = opt.Softmax(), opt.SSMax(bias=True), opt.Relu2()

@@ -11,15 +11,15 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lm.config.eval_config import (
-    AS_TRAINED,
     FAST_PERIODS,
+    NO_SCALING,
     NTK,
     SLOW_PERIODS,
     InferenceSetting,
+    InferenceYarn,
     Interpolation,
     RopeScaling,
     ThetaFactor,
-    YaRNScaling,
 )
 from lm.config.model_config import (
     LinearScaling,
@@ -28,7 +28,7 @@ from lm.config.model_config import (
     NoPosition,
     Rope,
     TrainedScaling,
-    YarnScaling,
+    TrainedYarn,
 )
 from lm.data.batches import Batch
 from lm.errors import ConfigError
@@ -41,9 +41,9 @@ from lm.model.swapped import for_inference
 SCALINGS = [
     LinearScaling(factor=3.0),
     Llama3Scaling(factor=6.0, original=200),
-    YarnScaling(factor=4.0, original=300),
-    YarnScaling(factor=5.0, original=300, attention_factor=1.3, whole_pairs=False),
-    YarnScaling(factor=0.5, original=300),
+    TrainedYarn(factor=4.0, original=300),
+    TrainedYarn(factor=5.0, original=300, attention_factor=1.3, whole_pairs=False),
+    TrainedYarn(factor=0.5, original=300),
 ]
 
 
@@ -55,17 +55,17 @@ def test_frequencies_are_those_of_transformers(scaling: TrainedScaling, theta: f
         hidden_size=128, num_attention_heads=2, max_position_embeddings=900, rope_parameters=write_rope(rope)
     )
     expected, amplitude = ROPE_INIT_FUNCTIONS[scaling.name](config, torch.device("cpu"))
-    actual = frequencies(64, rope, AS_TRAINED, 900, 900)
+    actual = frequencies(64, rope, NO_SCALING, 900, 900)
     torch.testing.assert_close(actual.float(), expected, rtol=2e-6, atol=0)
     assert scaling.amplitude == pytest.approx(amplitude)
-    assert not torch.allclose(actual, frequencies(64, Rope(theta=theta), AS_TRAINED, 900, 900))
+    assert not torch.allclose(actual, frequencies(64, Rope(theta=theta), NO_SCALING, 900, 900))
     cos, sin = rope_rotation(torch.arange(50), 64, rope)
     torch.testing.assert_close(cos.square() + sin.square(), torch.full_like(cos, amplitude**2))
 
 
 INFERENCE_SCALINGS = [
-    AS_TRAINED, ThetaFactor(50.0), ThetaFactor(0.1), NTK(6.0), NTK(), Interpolation(2.0), Interpolation(),
-    YaRNScaling(4.0), YaRNScaling(),
+    NO_SCALING, ThetaFactor(50.0), ThetaFactor(0.1), NTK(6.0), NTK(), Interpolation(2.0), Interpolation(),
+    InferenceYarn(4.0), InferenceYarn(),
 ]  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def test_listed_layers_rotate_and_the_others_have_no_positions():
     """
     tokens = torch.randint(60, (1, 30), generator=torch.Generator().manual_seed(0))
     rotates = [True, False, False]
-    setting = InferenceSetting(YaRNScaling(4.0))
+    setting = InferenceSetting(InferenceYarn(4.0))
     mixed = for_inference(Decoder(ModelConfig(n_layer=4, n_embd=48, position=Rope(layers=rotates)), 60, 16), setting)
     for layer, block in enumerate(attention_blocks(mixed, Batch(tokens, tokens, None), block=30)):
         position = Rope() if rotates[layer % 3] else NoPosition()
@@ -125,7 +125,7 @@ def test_different_settings_have_different_labels():
         "theta x 100000.1",
         "theta x 100000.2",
     ]
-    assert InferenceSetting(YaRNScaling(factor=32.00001, temperature=False)).label == "yarn 32.00001, temperature 0"
+    assert InferenceSetting(InferenceYarn(factor=32.00001, temperature=False)).label == "yarn 32.00001, temperature 0"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from typer.main import get_command
 
 from lm.cli import app
 from lm.config.load import load_config
-from lm.config.reference import reference
+from lm.config.reference import reference_rows
 from lm.config.tree import Config
 from lm.errors import ConfigError
 
@@ -31,7 +31,7 @@ DOCUMENTS = [*(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.
 EXECUTED = ("normalizers-own.md",)  # by tests/attention/test_plugins.py, with the package that its commands name
 FOLDERS = ("lm", "docs", "scripts", "tests", "configs")
 CONFIGURED = ("train", "prepare", "config", "eval", "swap")  # commands that take key=value
-KEYS = {re.sub(r"\[[^\]]*\]", "", path) for path, *_ in reference(Config)}
+KEYS = {re.sub(r"\[[^\]]*\]", "", path) for path, *_ in reference_rows(Config)}
 BLOCKS = {".".join(path.split(".")[:depth]) for path in KEYS for depth in range(1, path.count(".") + 2)}
 
 documents = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

@@ -11,7 +11,7 @@ from folders import rewritten
 import lm
 from lm.config import normalizers as kinds
 from lm.config.data_config import DataConfig
-from lm.config.model_config import Learned, ModelConfig
+from lm.config.model_config import LearnedPosition, ModelConfig
 from lm.config.tree import Config
 from lm.errors import RunError
 from lm.machine import peak_process_bytes
@@ -65,7 +65,7 @@ CLAIMS = {
 @pytest.mark.parametrize("claim", CLAIMS)
 def test_a_claimed_size_is_compared_before_anything_of_it_is_made(tmp_path: Path, claim: str):
     name, changes, words = CLAIMS[claim]
-    kind = {"position": Learned()} if name == "learned" else {"normalizer": kinds.OPTIONS[name]()}
+    kind = {"position": LearnedPosition()} if name == "learned" else {"normalizer": kinds.NORMALIZER_OPTIONS[name]()}
     path = claimed(tmp_path, ModelConfig(**TINY, **kind), **changes)
     before, start = peak_process_bytes(), time.perf_counter()
     with pytest.raises(RunError, match=words):

@@ -15,7 +15,7 @@ from folders import contents, curves_of, last_checkpoint, members, rewritten
 from manifests import edited, put
 
 import lm
-from lm.config.load import load_config, parse, to_yaml
+from lm.config.load import load_config, parse_config, to_yaml
 from lm.errors import ConfigError, RunError
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.swap import swap_run
@@ -248,7 +248,7 @@ def test_nothing_is_interpolated_in_what_is_read_back(run: Path, tmp_path: Path,
         rewritten(path, lambda content: content["lm"].update(config=yaml.safe_dump(stored)))
     config = lm.load(run).config
     assert config.data.source.paths == read_config(run).data.source.paths == [SECRET]
-    assert parse(yaml.safe_load(to_yaml(config))) == config
+    assert parse_config(yaml.safe_load(to_yaml(config))) == config
     exported = export(run, "last", tmp_path / "again")
     swap_run(exported, "last", "ssmax", None, tmp_path / "swapped", [])
     evaluate_runs([run, tmp_path / "swapped"], overrides=["eval.sequences=2"])

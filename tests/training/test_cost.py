@@ -28,7 +28,7 @@ def measured(config: Config, bf16: bool = False, vocab_size: int = 400) -> int:
         freeze(decoder, config.train_only)
         optimizer = make_optimizer(decoder, config.optim)
         for _ in range(2):
-            for number in range(config.rank_sequences // config.micro_batch):
+            for number in range(config.sequences_per_rank // config.micro_batch):
                 with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                     loss = decoder.loss(
                         Batch.of(torch.randint(vocab_size, (config.micro_batch, config.data.seq_len + 1)))

@@ -12,7 +12,7 @@ import torch
 import yaml
 from folders import curve, last_checkpoint, losses, metrics, poison, series
 
-from lm.config.load import parse
+from lm.config.load import parse_config
 from lm.errors import RunError
 from lm.files import new_temporary_path
 from lm.runs.checkpoints import load_checkpoint
@@ -38,7 +38,7 @@ def test_a_run_learns_and_leaves_a_complete_run_folder(tiny, capsys: pytest.Capt
     )
     assert train(config) == 0
     folder = config.run_folder
-    assert parse(yaml.safe_load((folder / "config.yaml").read_text())) == config
+    assert parse_config(yaml.safe_load((folder / "config.yaml").read_text())) == config
     facts = json.loads((folder / "environment.json").read_text())
     assert {
         "git_commit",
@@ -238,4 +238,4 @@ def test_sequences_of_several_lengths_are_trained_and_logged(tiny):
     lines = [line for line in metrics(config.run_folder) if "sequence_length" in line]
     assert {line["sequence_length"] for line in lines} == {8, 32}
     assert [line["tokens"] for line in lines] == [256 * step for step in range(1, 13)]
-    assert parse(yaml.safe_load((config.run_folder / "config.yaml").read_text())) == config
+    assert parse_config(yaml.safe_load((config.run_folder / "config.yaml").read_text())) == config
