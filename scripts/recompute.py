@@ -140,6 +140,12 @@ WHEN_TRENDS = {
     "SSMax": {"ssmax": 0, "at_25": 0.25, "at_50": 0.5, "at_75": 0.75, "at_90": 0.9, "after": 1},
     "SSMax with b": {"ssmax_b": 0, "at_25_b": 0.25, "at_50_b": 0.5, "at_75_b": 0.75, "at_90_b": 0.9},
 }
+EXTENDED_BY = {"softmax": "softmax", "ssmax": "SSMax", "log_n": "log n"}
+EXTEND = {
+    (arm + end).removeprefix("softmax_"): label + words
+    for end, words in {"": "", "_theta": ", base x 4", "_yarn": ", YaRN", "_nope": ", no positions"}.items()
+    for arm, label in EXTENDED_BY.items()
+} | {"not_extended": "softmax, 256 tokens to the end"}
 RECALL_ALL = Recall(
     "recall-all",
     "retrieval.md",
@@ -213,6 +219,17 @@ SHOWN = (
         "256",
         0.01,
         transfers=("32, not fine-tuned", "512, not fine-tuned", "32", "512"),
+        intervals=True,
+    ),
+    Losses(
+        "extend",
+        "swapping.md",
+        EXTEND,
+        against("softmax", EXTEND),
+        AT_256
+        | {"861 to 1,023": ("", "loss", "as trained", 861), "mean of 4,096": ("", "mean loss", "as trained", 4096)},
+        ("mean of 4,096",),
+        "mean of 4,096",
         intervals=True,
     ),
     Losses("when-to-swap-text", "when-to-swap.md", WHEN, against("ssmax", WHEN), AT_256 | AT_2048, trends=WHEN_TRENDS),
