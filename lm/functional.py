@@ -65,7 +65,7 @@ def attention(
     """
     if x is None and normalizer.reads_input:
         raise ConfigError([Problem("x", None, f"{normalizer.options.name} reads the layer's input", "give it")])
-    layout = _checked_layout(normalizer, q, k, positions, cu_seqlens)
+    layout = _make_checked_layout(normalizer, q, k, positions, cu_seqlens)
     q, k = normalizer.append_features(x, q, k)
     k, v = normalizer.expand_kv_heads(k, v)
     return normalizer.attend(q, k, v, layout).to(v.dtype)  # autocast rounds the output of some routes
@@ -80,7 +80,7 @@ def scaled(
     Scaling is in fp32; the results have the dtypes of q and k. Arguments and errors are those of `attention`;
     ConfigError is raised for a normalizer that is no softmax of scaled queries.
     """
-    layout = _checked_layout(normalizer, q, k, positions, cu_seqlens)
+    layout = _make_checked_layout(normalizer, q, k, positions, cu_seqlens)
     if (inputs := normalizer.fused_inputs(q, k, layout)) is None:
         reason = "is no softmax of scaled queries"
         raise ConfigError([Problem("normalizer", normalizer.options.name, reason, "use lm.functional.attention")])
@@ -117,7 +117,7 @@ def make_layout(
     return AttentionLayout.from_positions(positions.long())
 
 
-def _checked_layout(
+def _make_checked_layout(
     normalizer: Normalizer, q: Tensor, k: Tensor, positions: Tensor | AttentionLayout | None, cu_seqlens: Tensor | None
 ) -> AttentionLayout:
     """Return the result of `make_layout`, after a check that q and k have the normalizer's heads.

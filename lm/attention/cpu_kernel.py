@@ -37,10 +37,10 @@ def why_unusable(v: Tensor) -> str:
 
 
 def causal_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Return softmax(scale q.k) v with a causal mask, (N, T, E) bf16, for q (N, T, D) of the last T of S tokens, k (N,
-    S, D), v (N, S, E).
+    """Return softmax(scale q.k) v with a causal mask, (N, T, E) bf16.
 
-    q and k may be in a wider dtype: each is rounded to bf16 once. `scale` is positive, and operands are on the CPU.
+    The queries q (N, T, D) are the last T of the S tokens of k (N, S, D) and v (N, S, E). q and k may be in a wider
+    dtype: each is rounded to bf16 once. `scale` is positive, and operands are on the CPU.
     """
     (n, queries, _), (keys, width) = q.shape, v.shape[1:]
     q = _pad(q, TILE_QUERIES, 2)

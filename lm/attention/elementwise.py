@@ -271,5 +271,5 @@ class SoftplusNormalizer(DividedNormalizer):
         powers = (excess / largest) ** self.options.sharpening
         return routes.divide_rows(powers, powers.sum(-1, keepdim=True), None)
 
-    def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor | None:
-        return None if self.options.sharpening else super().log_sum(scores, layout)
+    def log_weight_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor | None:
+        return None if self.options.sharpening else super().log_weight_sum(scores, layout)

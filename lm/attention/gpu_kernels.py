@@ -96,7 +96,7 @@ def flex_softmax(
     alone.
     """
     attend, _ = _flex_attention()
-    score_mod = _score_mod(type(score_map), repr(score_map.options), score_map) if score_map else None
+    score_mod = _make_score_mod(type(score_map), repr(score_map.options), score_map) if score_map else None
     with without_autocast(v.device):
         mask = _block_mask(layout, q.size(2), window)
         return attend(q.to(v.dtype), k.to(v.dtype), v, score_mod=score_mod, block_mask=mask, scale=scale)
@@ -112,7 +112,7 @@ def _flex_attention() -> tuple[Callable, Callable]:
 _SCORE_MODS: dict[tuple[type, str], Callable] = {}
 
 
-def _score_mod(kind: type, options: str, score_map: nn.Module) -> Callable:
+def _make_score_mod(kind: type, options: str, score_map: nn.Module) -> Callable:
     """Return `score_map` in the form that FlexAttention takes. All layers with these options share one function, as
     each function is compiled.
     """

@@ -26,7 +26,7 @@ FUSED_SOFTMAX = "fused softmax"
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Sizes of the layer that a normalizer is made for."""
+    """A normalizer is made for a layer of these sizes."""
 
     n_head: int  # heads H
     head_size: int  # dimensions D of each head's queries and keys
@@ -189,7 +189,7 @@ class Normalizer(torch.nn.Module, ABC):
         """Return the mask of the keys that each query may give weight to: (T, S) or (B, 1, T, S) bool."""
         return layout.visible()
 
-    def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor | None:
+    def log_weight_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor | None:
         """Return ln Z, (B, H, T), where Z sums the unnormalized weights of the keys that a query sees, even if weights
         are not divided by Z.
 
@@ -272,7 +272,7 @@ class SoftmaxNormalizer(Normalizer):
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         return scores.masked_fill(~self.visible(layout), -math.inf).softmax(-1)
 
-    def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
+    def log_weight_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         """Return ln of the sum of e^score over the keys that each query sees."""
         return scores.masked_fill(~self.visible(layout), -math.inf).logsumexp(-1)
 
@@ -297,14 +297,15 @@ class DividedNormalizer(Normalizer):
         unnormalized_weights = self.unnormalized_weights(scores).masked_fill(~layout.visible(), 0.0)
         return routes.divide_rows(unnormalized_weights, unnormalized_weights.sum(-1, keepdim=True), self.factor(layout))
 
-    def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
+    def log_weight_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         """Return ln of the sum of f(score) over the keys that each query sees."""
         return self.unnormalized_weights(scores).masked_fill(~layout.visible(), 0.0).sum(-1).log()
 
 
 def group_key_features(features: Tensor | None, n_kv_head: int) -> Tensor | None:
-    """Concatenate the features (B, H, T, F) of a key for all H / K query heads that share the key: (B, K, T, F H / K);
-    None stays None.
+    """Concatenate the features that a key has for the H / K query heads that share it, one after the other.
+
+    Features (B, H, T, F) become (B, K, T, F H / K); None stays None.
     """
     return None if features is None else features.unflatten(1, (n_kv_head, -1)).transpose(2, 3).flatten(3)
 

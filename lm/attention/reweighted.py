@@ -85,5 +85,5 @@ class EntropyTemperatureNormalizer(SoftmaxNormalizer):
         b = value.clamp(min=1.0).where(entropy > MIN_ENTROPY, torch.ones_like(entropy))
         return super().normalize(scores * b, layout)
 
-    def log_sum(self, scores: Tensor, layout: AttentionLayout) -> None:
+    def log_weight_sum(self, scores: Tensor, layout: AttentionLayout) -> None:
         return None

@@ -182,7 +182,7 @@ class SoftpickNormalizer(Normalizer):
         signed_weights, _ = self._unnormalized_weights(scores, layout)
         return signed_weights.relu() / (signed_weights.abs().sum(-1, keepdim=True) + 1e-8)
 
-    def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
+    def log_weight_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         """Return ln of the sum of |e^z - 1| over the keys that each query sees."""
         signed_weights, top = self._unnormalized_weights(scores, layout)
         return signed_weights.abs().sum(-1).log() + top.squeeze(-1)

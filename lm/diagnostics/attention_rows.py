@@ -31,7 +31,7 @@ MIN_KEYS = 32
 
 
 class Moments(NamedTuple):
-    """Moments of the scores of each query over the keys that it sees."""
+    """For each query, these are the moments of its scores over the keys that it sees."""
 
     mean: Tensor  # beta
     std: Tensor  # gamma, the root of the mean squared deviation (over n keys, not n - 1)

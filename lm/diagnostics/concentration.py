@@ -52,14 +52,14 @@ def keys_with_most_weight(rows: AttentionRows) -> Tensor:
     return (is_short.sum(-1) + 1).float().where(rows.is_defined, math.nan)
 
 
-def log_sum(rows: AttentionRows) -> Tensor | None:
-    """Return ln Z of each row (`Normalizer.log_sum`). Z is its sum of unnormalized weights: of e^score for softmax, of
+def log_weight_sum(rows: AttentionRows) -> Tensor | None:
+    """Return ln Z of each row (`Normalizer.log_weight_sum`). Z is its sum of unnormalized weights: of e^score for softmax, of
     relu(score)^2 for relu2.
 
     Su's argument about dividing by n (kexue.fm 9019) depends on p in Z ~ n^p: dividing by Z is dividing by n only if p
     is 1.
     """
-    sums = rows.normalizer.log_sum(rows.scores.unsqueeze(0), rows.layout)
+    sums = rows.normalizer.log_weight_sum(rows.scores.unsqueeze(0), rows.layout)
     return None if sums is None else sums[0]
 
 
@@ -109,7 +109,7 @@ def concentration_statistics() -> Statistics:
             lambda rows: weighted_mean(rows, rows.is_first_token),
             in_reports=True,
         ),
-        Statistic("ln Z", "nats", log_sum, has_exponent=True, is_log=True),
+        Statistic("ln Z", "nats", log_weight_sum, has_exponent=True, is_log=True),
         Statistic("sum of weights", "weight", row_sum),
     ]
     return [*by_row, *row_totals, *(statistic.without_first_token for statistic in by_row)]

@@ -246,6 +246,9 @@ def _theorem_statistics(count: int) -> Iterator[Statistic]:
 
     @lru_cache(maxsize=1)  # the statistics of the same rows are asked for one after the other
     def quantities(rows: AttentionRows) -> tuple[Tensor, ...]:
+        """Return the fields of `TopKeys`, then of `RandomKeyBounds`, with embeddings of length 1 as the keys'
+        vectors.
+        """
         x = F.normalize(rows.embedding[0].float(), dim=-1)[: rows.visible.size(-1)]
         keys = rows.weights, rows.visible, x, count
         return *measure_top_keys(*keys), *bound_random_keys(*keys)

@@ -175,6 +175,7 @@ def position_sums(by_key: bool, first_position: Callable[[int], int]) -> Callabl
     """
 
     def sums(rows: AttentionRows, length: int) -> Tensor:
+        """Return `group_sums` of these rows, as `position_sums` describes them."""
         mask = rows.layout.positions.flatten() >= first_position(length)
         values, is_counted = standardised_weights(rows.weights[:, mask], rows.visible[mask])
         groups = rows.layout.key_positions.view(1, -1) if by_key else rows.distance.clamp(min=0).long()[mask]

@@ -128,8 +128,8 @@ class _PairRotation(torch.autograd.Function):
 
 
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x, in fp32 or wider, with pairs (x1, x2) turned to (x1 cos - x2 sin, x2 cos + x1 sin) and other dimensions
-    as they are.
+    """Return x, in fp32 or wider, with each pair (x1, x2) turned to (x1 cos - x2 sin, x2 cos + x1 sin). Other
+    dimensions stay as they are.
     """
     n_pairs = cos.size(-1)
     x = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -166,7 +166,7 @@ class DecodingCache:
     states: dict[nn.Module, object] = field(default_factory=dict)  # state of each layer, by its attention module
 
     def fork(self) -> DecodingCache:
-        """Return an independent copy, which shares tensors: layers replace the state of a cache and change none."""
+        """Return an independent copy. It shares tensors, as layers replace the state of a cache and change none."""
         return replace(self, states={**self.states})
 
 
@@ -333,7 +333,9 @@ class QueryDifference(nn.Module):
         self.factor = UninitialisedLinear(width, n_head, bias=False)
 
     def forward(self, outputs: Tensor, x: Tensor) -> Tensor:
-        """Return the differences (B, T, H, E) of the outputs (B, T, H, 2, E), for x (B, T, C)."""
+        """Return the differences (B, T, H, E) of the outputs of each head's two queries, (B, T, H, 2, E), for the
+        layer's input x (B, T, C).
+        """
         first_output, second_output = outputs.unbind(-2)
         return first_output - self.factor(x).sigmoid().unsqueeze(-1) * second_output
 

@@ -37,7 +37,7 @@ class Head(UninitialisedLinear):
         logits = super().forward(hidden)
         return logits if self.softcap is None else soft_cap(logits.float(), self.softcap)
 
-    def fp32_function(self) -> Callable[[Tensor], Tensor]:
+    def fp32_logits_function(self) -> Callable[[Tensor], Tensor]:
         """Return the function that maps hidden states to logits with the weights in fp32."""
         matrix = self.weight.float().t()
         return lambda hidden: soft_cap(hidden.float() @ matrix, self.softcap)
@@ -166,7 +166,7 @@ def token_kl(p: Tensor, p_head: Head, q: Tensor, q_head: Head) -> Tensor:
     p, q: the models' hidden states, (N, C); p_head, q_head: their heads, which map C to V. Exactly 0 where the
     distributions are equal.
     """
-    q_logits = q_head.fp32_function()
+    q_logits = q_head.fp32_logits_function()
 
     def divergence(p_logits: Tensor, q_hidden: Tensor) -> Tensor:
         log_p, log_q = p_logits.log_softmax(-1), q_logits(q_hidden).log_softmax(-1)
@@ -188,7 +188,7 @@ def _map_logits(
     results = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
     chunk_size = max(64, tokens_per_chunk(head.out_features, hidden.device.type) // parts)
     with torch.autocast(hidden.device.type, enabled=False):
-        logits = head.fp32_function()
+        logits = head.fp32_logits_function()
         for result, h, *part in zip(*(x.split(chunk_size) for x in (results, hidden, *tensors)), strict=True):
             result.copy_(f(logits(h), *part))
     return results

@@ -73,7 +73,8 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int, normalizers_only: bool = False) -> None:
-        """Draw each parameter from N(0, std^2), by `_initial_std`, in the stream (seed, name).
+        """Draw each parameter from N(0, std^2), with std from `_initial_std`, in a random stream of its own, which
+        `seed` and its name determine.
 
         normalizers_only: draw only the normalizers' parameters.
         """
@@ -285,6 +286,6 @@ class _NoHead(nn.Identity):
 
     out_features: int  # size of the vocabulary
 
-    def fp32_function(self) -> Callable[[Tensor], Tensor]:
+    def fp32_logits_function(self) -> Callable[[Tensor], Tensor]:
         """Return the function that converts logits to fp32."""
         return Tensor.float
