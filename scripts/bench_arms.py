@@ -20,7 +20,7 @@ from tensor_memory import TensorMemory
 
 from lm.config.tree import Config
 from lm.data.batches import Batch
-from lm.data.prepare import vocab_size_of
+from lm.data.prepare import expected_vocab_size
 from lm.experiments.definition import read_experiment
 from lm.model.decoder import Decoder
 from lm.training.optimizers import make_optimizer
@@ -64,7 +64,7 @@ def main() -> None:
     experiment = read_experiment(asked.file, [])
     configs = {arm.name: experiment.example_config(next(iter(experiment.sizes)), arm) for arm in experiment.arms}
     baseline, config = next(iter(configs.items()))
-    vocab_size = vocab_size_of(config.data)
+    vocab_size = expected_vocab_size(config.data)
     seconds = interleaved(
         {arm: step_of(side, vocab_size) for arm, side in (configs | {AGAIN: config}).items()}, asked.rounds
     )

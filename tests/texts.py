@@ -14,9 +14,9 @@ import pyarrow.parquet
 import pytest
 
 from lm.config.data_config import DataConfig, FileSource, HubSource, PackageSource, Source, TrainedTokenizer
-from lm.data.sources import reader
+from lm.data.sources import source_reader
 from lm.data.store import Split, Store
-from lm.data.text_files import Unreadable
+from lm.data.text_files import UnreadableError
 from lm.data.token_files import Vocabulary
 from lm.data.tokenizer import END_OF_TEXT, train_tokenizer
 from lm.errors import DataError
@@ -81,17 +81,19 @@ def state(folder: Path) -> list[tuple[str, int, int]]:
 
 def documents(source: Source, vocabulary: Vocabulary | None = None) -> Iterator[str | np.ndarray]:
     """Yield the documents of a source. Raises the first error of a document that can't be read."""
-    for document, _ in reader(source).documents(source, vocabulary):
-        if isinstance(document, Unreadable):
+    for document, _ in source_reader(source).documents(source, vocabulary):
+        if isinstance(document, UnreadableError):
             raise document
         yield document
 
 
-def skipping(source: Source, vocabulary: Vocabulary | None = None) -> tuple[list[str | np.ndarray], list[Unreadable]]:
+def skipping(
+    source: Source, vocabulary: Vocabulary | None = None
+) -> tuple[list[str | np.ndarray], list[UnreadableError]]:
     """Return the documents of a source that can be read, and the errors of the others."""
     read: tuple[list, list] = [], []
-    for document, _ in reader(source).documents(source, vocabulary):
-        read[isinstance(document, Unreadable)].append(document)
+    for document, _ in source_reader(source).documents(source, vocabulary):
+        read[isinstance(document, UnreadableError)].append(document)
     return read
 
 

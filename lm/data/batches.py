@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from lm.config.data_config import DataConfig, Task
 from lm.config.tree import Config
 from lm.data.store import Split, Store
-from lm.data.tasks import TaskError, Text, example, integer_hash
+from lm.data.tasks import TaskError, TaskText, integer_hash, make_example
 from lm.errors import ConfigError, Problem, RunError
 from lm.machine import stop_signals_blocked
 
@@ -88,14 +88,14 @@ def _assignment_of_block(weights: tuple[float, ...], seed_words: tuple[int, ...]
 # ---------------------------------------------------------------- batches
 
 
-IGNORED = -1  # the target of a token whose prediction does not count
+NO_TARGET = -1  # the target of a token whose prediction does not count
 
 
 class Batch(NamedTuple):
     """A batch of B sequences of T tokens, to train on or to evaluate."""
 
     tokens: Tensor  # (B, T) int64
-    targets: Tensor  # (B, T) int64, the token that follows each, or `IGNORED`
+    targets: Tensor  # (B, T) int64, the token that follows each, or `NO_TARGET`
     # (B, T) int64, positions in documents, if a query sees its own document alone; None: in the sequence
     positions: Tensor | None
     first: int = 0  # index before which no token of any sequence has a target
@@ -114,7 +114,7 @@ class Batch(NamedTuple):
         sequences = torch.as_tensor(sequences)
         tokens, targets, first = sequences[:, :-1], sequences[:, 1:], 0
         if answers is not None:
-            targets, first = targets.masked_fill(~torch.from_numpy(answers), IGNORED), int(answers.any(0).argmax())
+            targets, first = targets.masked_fill(~torch.from_numpy(answers), NO_TARGET), int(answers.any(0).argmax())
         positions = None
         # if a document began before the sequence, positions count from the sequence's first token
         if end_of_text is not None:
@@ -137,8 +137,8 @@ class TextStream:
     Every document begins with the end-of-text token, so the end is followed by a new document. Each epoch cuts the
     circle, from a random token on, into `sequences_per_epoch` sequences of `seq_len` + 1 tokens, and reads them in a
     random order. A sequence's last token is the next sequence's first. In each epoch every token is a target once,
-    except fewer than `seq_len` tokens after the last sequence. `lm.data.prepare.check_sequences` checks that the text
-    has more than `seq_len` tokens.
+    except fewer than `seq_len` tokens after the last sequence. `lm.data.prepare.check_text_lengths` checks that the
+    text has more than `seq_len` tokens.
     """
 
     def __init__(self, split: Split, first: int, n_tokens: int, seq_len: int, seed_words: tuple[int, ...]):
@@ -188,16 +188,16 @@ class TaskStream:
     or lacks filler.
     """
 
-    def __init__(self, task: Task, seed: int, seq_len: int, shortest: int, text: Text | None):
+    def __init__(self, task: Task, seed: int, seq_len: int, shortest: int, text: TaskText | None):
         self.task, self.seed, self.seq_len, self.text = task, seed, seq_len, text
-        example(task, seed, 0, shortest, "train", text)  # raises TaskError before training
+        make_example(task, seed, 0, shortest, "train", text)  # raises TaskError before training
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Return sequences as `TextStream.read` does, and a mask of the predictions that count in the loss, bool (k x
         seq_len / length, length).
         """
         indices = (slots[:, None] * self.seq_len + np.arange(self.seq_len // length)).ravel()
-        examples = [example(self.task, self.seed, int(index), length, "train", self.text) for index in indices]
+        examples = [make_example(self.task, self.seed, int(index), length, "train", self.text) for index in indices]
         return np.stack([sequence.tokens for sequence in examples]), np.stack(
             [sequence.answers for sequence in examples]
         )
@@ -229,7 +229,7 @@ class TrainSequences:
         """Return the weight of each stream, and the streams: one for each task, then one for each source of text."""
         tasks = [weighted.task for weighted in self.data.tasks]
         weights, streams, text_weight = [weighted.weight for weighted in self.data.tasks], [], self.data.text_weight
-        text = Text(self.store) if any(task.vocab_size is None for task in tasks) else None
+        text = TaskText(self.store) if any(task.vocab_size is None for task in tasks) else None
         for number, task in enumerate(tasks):
             streams.append(TaskStream(task, integer_hash((seed, number)) % 2**32, self.seq_len, self.lengths[0], text))
         if not text_weight:  # tasks alone; the sources of a store without text are the tasks
@@ -281,7 +281,7 @@ class TrainLoader(DataLoader[Batch]):
     """A data loader whose worker processes ignore the signals that stop a run, since the run goes on to the end of its
     step.
 
-    `end_workers` ends the workers. If the process that started them dies, they end at most 5 s later, by torch's own
+    `kill_workers` ends the workers. If the process that started them dies, they end at most 5 s later, by torch's own
     check.
     """
 
@@ -314,7 +314,7 @@ class TrainLoader(DataLoader[Batch]):
                     "with resume=auto"
                 ) from None
 
-    def end_workers(self) -> None:
+    def kill_workers(self) -> None:
         """Kill the workers. They ignore SIGTERM, by which torch and Python would end them after an error."""
         for worker in self.processes:
             worker.kill()
@@ -369,7 +369,7 @@ def validation_starts(split: Split, seq_len: int, limit: int) -> np.ndarray:
     return np.arange(count, dtype=np.int64) * n_sequences // max(1, count) * seq_len
 
 
-def long_starts(split: Split, length: int, limit: int) -> np.ndarray:
+def long_window_starts(split: Split, length: int, limit: int) -> np.ndarray:
     """Return the token indices, int64 (k,), at which up to `limit` windows of `length` + 1 tokens begin, each within
     one document.
 

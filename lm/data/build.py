@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lm.config.data_config import END_OF_TEXT, DataConfig, FileSource, Task, TokenSource, TrainedTokenizer
-from lm.data.sources import labels, reader, streamed_documents
+from lm.data.sources import source_labels, source_reader, streamed_documents
 from lm.data.store import (
     MANIFEST,
-    NOUN,
     SPLITS,
+    STORE_NOUN,
     TOKENIZER,
     SourceCounts,
     finish_store,
@@ -37,17 +37,17 @@ from lm.data.store import (
     token_dtype,
     write_store_file,
 )
-from lm.data.tasks import STORE_SEED, SUBSETS, Subset, TaskError, check_task, example, symbol_tokenizer
-from lm.data.text_files import Unreadable, description
+from lm.data.tasks import STORE_SEED, SUBSETS, Subset, TaskError, check_task, make_example, symbol_tokenizer
+from lm.data.text_files import UnreadableError, files_summary
 from lm.data.token_files import Vocabulary
 from lm.data.tokenizer import (
+    adds_leading_space,
     decode,
     encode,
     load_tokenizer,
-    prefixes_space,
     special_token_mask,
     token_bytes,
-    tokenizer_of,
+    tokenizer_from_options,
     train_tokenizer,
     vocab_size,
 )
@@ -61,11 +61,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SHARD_BYTES = 64 << 20  # bytes of text whose tokens are in a shard; it ends with a document
-OMITTED_NAME = "omitted-"  # beginning of the names of the lists of documents left out, one a shard
-TASK_SEQUENCES = 64  # sequences of each task that a store without text holds in each split
+OMITTED_PREFIX = "omitted-"  # beginning of the names of the lists of documents left out, one a shard
+STORED_SEQUENCES = 64  # sequences of each task that a store without text holds in each split
 # limits of `_answer_counts`: answers per symbol, sequences per task
 MIN_ANSWERS_PER_SYMBOL, MAX_COUNTED_SEQUENCES = 16, 8192
-END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # texts may spell them between documents
+COMMON_END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # texts may spell them between documents
 MAX_LISTED_ERRORS = 100  # unreadable files, documents and rows that the manifest names
 # Assignment of a document. A copy is left out because another document has the same content; an omitted document,
 # because the tokenizer does not give it back.
@@ -79,7 +79,7 @@ MAX_WORD_LENGTH = 1 << 12
 # environment variable that turns the `tokenizers` library's own threads off
 _PARALLELISM_VARIABLE = "TOKENIZERS_PARALLELISM"
 # GPT-2, cl100k and o200k split text at these places, too
-_BETWEEN_WORDS = re.compile(r"(?<=\S)(?= [A-Za-z])|(?<=\S\n)(?=\w)")
+_WORD_BORDER = re.compile(r"(?<=\S)(?= [A-Za-z])|(?<=\S\n)(?=\w)")
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Document:
 
 # A document or piece, and the ids of its tokens in the store's dtype (tokens,), or why the tokenizer does not give it
 # back.
-Tokenized = tuple[Document, np.ndarray | Unreadable]
+TokenizedDocument = tuple[Document, np.ndarray | UnreadableError]
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Scan:
     unreadable: dict[str, Plain]  # files, documents and rows that can't be read: their number and the `first`
 
 
-def count_unreadable(unreadable: dict[str, Plain], error: Unreadable, on_error: str) -> None:
+def count_unreadable(unreadable: dict[str, Plain], error: UnreadableError, on_error: str) -> None:
     """Count `error`, about a file, document or row that can't be read. If `data.on_error` is `fail`, raise it instead.
 
     unreadable: the `count` of such errors, and the texts of the `first` ones, which this function updates.
@@ -132,9 +132,9 @@ def build_store(data: DataConfig, spec: dict[str, Plain], target: Path, progress
     """
     folder = target.with_name(f".{target.name}.partial")
     progress.say(f"{target}: {'finishing an interrupted' if folder.exists() else 'preparing a new'} token store")
-    for label, weighted in zip(labels(data), data.sources, strict=True):
+    for label, weighted in zip(source_labels(data), data.sources, strict=True):
         if isinstance(weighted.source, FileSource) and not data.symbolic:
-            progress.say(f"{label}: {description(weighted.source)}")
+            progress.say(f"{label}: {files_summary(weighted.source)}")
     try:
         folder.mkdir(exist_ok=True)
         store, facts = _build_symbol_store(data, folder) if data.symbolic else _build_text_store(data, folder, progress)
@@ -147,7 +147,7 @@ def build_store(data: DataConfig, spec: dict[str, Plain], target: Path, progress
         sync_folder(target.parent)
     except Exception:
         # With a whole shard the next call continues: the cause of the error may be a network or a full disk.
-        if not any(folder.glob(f"*/{OMITTED_NAME}*")):
+        if not any(folder.glob(f"*/{OMITTED_PREFIX}*")):
             shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
@@ -157,7 +157,7 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> tup
     """Write all files of a store of text except the manifest, in a subfolder of `folder` that is named by a hash of the
     documents. Return the subfolder, and the manifest's entries that describe the files.
     """
-    scan = _scan(data, folder, progress)
+    scan = _scan_documents(data, folder, progress)
     arrays = (scan.hashes, scan.n_bytes, scan.sources, scan.assignment)
     store = folder / blake2b(b"".join(map(np.ndarray.tobytes, arrays)), digest_size=8).hexdigest()
     store.mkdir(exist_ok=True)
@@ -166,7 +166,7 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> tup
             with progress.bytes("tokenizer", int(scan.n_bytes[scan.assignment == TRAIN].sum())) as bar:
                 tokenizer = train_tokenizer(_training_texts(data, folder, scan, bar.update), data.tokenizer)
         else:
-            tokenizer = tokenizer_of(data.tokenizer)
+            tokenizer = tokenizer_from_options(data.tokenizer)
         write_store_file(store / TOKENIZER, tokenizer.to_str(pretty=True).encode())
     tokenizer = load_tokenizer(store / TOKENIZER, data.tokenizer.end_of_text)
     _write_shards(data, store, scan, tokenizer, progress)
@@ -177,7 +177,7 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> tup
             np.bincount(scan.sources[is_chosen], weights, len(data.sources))
             for weights in (None, scan.n_bytes[is_chosen])
         )
-        facts = zip(labels(data), documents, n_bytes, strict=True)
+        facts = zip(source_labels(data), documents, n_bytes, strict=True)
         sources[name] = [SourceCounts(label, 0, int(count), int(size)) for label, count, size in facts]
     return store, {
         "left_out": {"blank": scan.n_blank, "copies": int((scan.assignment == COPY).sum())},
@@ -195,11 +195,11 @@ def _write_shards(data: DataConfig, store: Path, scan: Scan, tokenizer: "Tokeniz
     is_stored = scan.assignment <= VAL
     n_bytes = np.where(is_stored, scan.n_bytes, 0)
     shard_of = (np.cumsum(n_bytes) - n_bytes) // SHARD_BYTES  # (documents,)
-    lists = {number: store / f"{OMITTED_NAME}{number:05d}.json" for number in np.unique(shard_of[is_stored]).tolist()}
+    lists = {number: store / f"{OMITTED_PREFIX}{number:05d}.json" for number in np.unique(shard_of[is_stored]).tolist()}
     is_missing = is_stored & ~np.isin(shard_of, [number for number, path in lists.items() if path.exists()])
     with progress.bytes("encode", int(n_bytes.sum()), int(n_bytes[~is_missing].sum())) as bar:
-        documents = _scanned_documents(data, store.parent, scan, is_missing) if is_missing.any() else iter(())
-        with closing(encode_all(documents, tokenizer, data.tokenizer.end_of_text)) as tokenized:
+        documents = _read_scanned_documents(data, store.parent, scan, is_missing) if is_missing.any() else iter(())
+        with closing(encode_documents(documents, tokenizer, data.tokenizer.end_of_text)) as tokenized:
             for number, group in groupby(tokenized, key=lambda item: shard_of[item[0].index]):
                 paths = {TRAIN: shard_path(store, "train", number), VAL: shard_path(store, "val", number)}
                 omitted = _write_shard(paths, scan.assignment, group, data.on_error, bar.update)
@@ -208,7 +208,7 @@ def _write_shards(data: DataConfig, store: Path, scan: Scan, tokenizer: "Tokeniz
     for path in lists.values():
         for index, problem in json.loads(path.read_text(encoding="utf-8")):
             scan.assignment[index] = OMITTED
-            count_unreadable(scan.unreadable, Unreadable(problem), data.on_error)
+            count_unreadable(scan.unreadable, UnreadableError(problem), data.on_error)
     if not np.isin(splits, scan.assignment).all():
         reason = "gives no document of the training text, or of the held-out text, back"
         raise DataError(f"data.tokenizer: {reason}; {scan.unreadable['first'][-1]}")
@@ -217,24 +217,24 @@ def _write_shards(data: DataConfig, store: Path, scan: Scan, tokenizer: "Tokeniz
 def _write_shard(
     paths: dict[int, Path],
     assignment: np.ndarray,
-    tokenized: Iterator[Tokenized],
+    tokenized: Iterator[TokenizedDocument],
     on_error: str,
     advance: Callable[[int], None],
 ) -> list[Plain]:
     """Write the tokens of documents to the file of their split in `paths`. Return [index, reason] of each document that
     can't be decoded from its tokens.
 
-    If `on_error` is `fail`, the first such document raises Unreadable.
+    If `on_error` is `fail`, the first such document raises UnreadableError.
     """
     omitted: dict[int, str] = {}
     with ExitStack() as stack:
-        files = {split: stack.enter_context(replace_file(path, NOUN)) for split, path in paths.items()}
+        files = {split: stack.enter_context(replace_file(path, STORE_NOUN)) for split, path in paths.items()}
         for document, tokens in tokenized:
             advance(document.n_bytes)
             file = files[assignment[document.index]]
             if document.is_first_piece:
                 start = file.tell()
-            if isinstance(tokens, Unreadable):
+            if isinstance(tokens, UnreadableError):
                 if on_error == "fail":
                     raise tokens
                 omitted.setdefault(document.index, str(tokens))
@@ -265,28 +265,28 @@ def _build_symbol_store(data: DataConfig, folder: Path) -> tuple[Path, dict[str,
     write_store_file(store / TOKENIZER, tokenizer.to_str(pretty=True).encode())
     for name, subset in zip(SPLITS, SUBSETS, strict=True):
         sequences = [
-            [n_symbols - 1, *example(task, STORE_SEED, index, length, subset).tokens]
-            for task, index in product(tasks, range(TASK_SEQUENCES))
+            [n_symbols - 1, *make_example(task, STORE_SEED, index, length, subset).tokens]
+            for task, index in product(tasks, range(STORED_SEQUENCES))
         ]
         write_store_file(shard_path(store, name, 0), np.array(sequences, token_dtype(n_symbols)).tobytes())
         min_answers = MIN_ANSWERS_PER_SYMBOL * n_symbols if subset == "train" else 0
         counts[name] = _answer_counts(tasks, length, subset, n_symbols, min_answers)
     # a byte a symbol
-    sources = [SourceCounts(task.name, 0, TASK_SEQUENCES, TASK_SEQUENCES * (length + 1)) for task in tasks]
+    sources = [SourceCounts(task.name, 0, STORED_SEQUENCES, STORED_SEQUENCES * (length + 1)) for task in tasks]
     facts = finish_store(store, tokenizer, END_OF_TEXT, dict.fromkeys(SPLITS, sources), counts)
     return store, {"left_out": {}, "unreadable": {"count": 0, "first": []}, **facts}
 
 
 def _answer_counts(tasks: list[Task], length: int, subset: Subset, n_symbols: int, min_answers: int) -> np.ndarray:
-    """Count how often each symbol is an answer in `TASK_SEQUENCES` sequences of each task: int64 (n_symbols,).
+    """Count how often each symbol is an answer in `STORED_SEQUENCES` sequences of each task: int64 (n_symbols,).
 
     If these sequences have fewer than `min_answers` answers in total, more sequences of each task are counted, up to
     `MAX_COUNTED_SEQUENCES`.
     """
     counts, sequences = np.zeros(n_symbols, np.int64), 0
-    while sequences < TASK_SEQUENCES or (sequences < MAX_COUNTED_SEQUENCES and counts.sum() < min_answers):
+    while sequences < STORED_SEQUENCES or (sequences < MAX_COUNTED_SEQUENCES and counts.sum() < min_answers):
         for task in tasks:
-            sequence = example(task, STORE_SEED, sequences, length, subset)
+            sequence = make_example(task, STORE_SEED, sequences, length, subset)
             np.add.at(counts, sequence.tokens[1:][sequence.answers], 1)
         sequences += 1
     return counts
@@ -295,7 +295,7 @@ def _answer_counts(tasks: list[Task], length: int, subset: Subset, n_symbols: in
 # ---------------------------------------------------------------- reading the sources
 
 
-def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
+def _scan_documents(data: DataConfig, folder: Path, progress: Progress) -> Scan:
     """Hash every document, find copies, and hold out the documents of each source that have the smallest hashes.
 
     Equal texts have equal hashes, so a text that is held out in one source is held out in all sources. A source's own
@@ -309,10 +309,10 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
     """
     n_blank, unreadable = 0, {"count": 0, "first": []}
     scanned = array("Q"), array("q"), array("H"), array("B")
-    end_tokens, n_spelled = {*END_TOKENS, data.tokenizer.end_of_text}, Counter[tuple[int, str]]()
+    end_tokens, n_spelled = {*COMMON_END_TOKENS, data.tokenizer.end_of_text}, Counter[tuple[int, str]]()
     with progress.bytes("scan", None) as bar:
-        for document, source, is_held_out in _documents(data, folder):
-            if isinstance(document, Unreadable):
+        for document, source, is_held_out in _read_documents(data, folder):
+            if isinstance(document, UnreadableError):
                 count_unreadable(unreadable, document, data.on_error)
                 continue
             if document is None:
@@ -324,7 +324,7 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
                 n_spelled.update({(source, token): document.content.count(token) for token in end_tokens})
             bar.update(document.n_bytes)
     for (source, token), count in (+n_spelled).items():
-        spelled = f"{labels(data)[source]}: {token} is spelled {count:,} times, and read as text"
+        spelled = f"{source_labels(data)[source]}: {token} is spelled {count:,} times, and read as text"
         remedy = f'if it ends documents of .txt files, set data.source.separator, e.g. "\\n{token}\\n"'
         progress.say(f"note: {spelled}; {remedy}")
     dtypes = np.uint64, np.int64, np.int64, bool
@@ -345,7 +345,7 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
     if not (np.isin((TRAIN, VAL), assignment).all() or (len(hashes) and data.val_fraction == 1)):
         n_copies = int((assignment == COPY).sum())
         raise DataError(
-            f"data.source: {', '.join(labels(data))}: {len(hashes)} document(s), none of which can be held out "
+            f"data.source: {', '.join(source_labels(data))}: {len(hashes)} document(s), none of which can be held out "
             f"({n_blank:,} blank, {n_copies:,} copies of others, {unreadable['count']:,} unreadable); two different "
             "ones of a source are needed: add text, or set data.source.separator to split .txt files into documents"
         )
@@ -376,7 +376,7 @@ def _hashes_to_hold_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: 
     return np.concatenate(smallest_hashes)
 
 
-def _documents(data: DataConfig, folder: Path) -> Iterator[tuple[Document | Unreadable | None, int, bool]]:
+def _read_documents(data: DataConfig, folder: Path) -> Iterator[tuple[Document | UnreadableError | None, int, bool]]:
     """Yield (document, index of its source, whether the document is of the source's own validation split) for each
     document.
 
@@ -388,15 +388,15 @@ def _documents(data: DataConfig, folder: Path) -> Iterator[tuple[Document | Unre
     is_ids = [isinstance(weighted.source, TokenSource) for weighted in data.sources]
     vocabulary = Vocabulary(data.tokenizer) if any(is_ids) else None
     for index, weighted in enumerate(data.sources):
-        for source in filter(None, (weighted.source, reader(weighted.source).held_out(weighted.source))):
+        for source in filter(None, (weighted.source, source_reader(weighted.source).held_out_source(weighted.source))):
             is_held_out = source is not weighted.source
             if getattr(source, "streaming", False):
                 documents = streamed_documents(source, folder / f"stream-{index}-{is_held_out:d}")
             else:
-                documents = reader(source).documents(source, vocabulary if is_ids[index] else None)
+                documents = source_reader(source).documents(source, vocabulary if is_ids[index] else None)
             for content, location in documents:
                 document = content
-                if not isinstance(content, Unreadable):
+                if not isinstance(content, UnreadableError):
                     if not is_ids[index]:
                         n_bytes = len(encoded := content.encode())
                     else:  # ids among texts are hashed as text, to find copies
@@ -409,15 +409,15 @@ def _documents(data: DataConfig, folder: Path) -> Iterator[tuple[Document | Unre
                 yield document, index, is_held_out
 
 
-def _scanned_documents(data: DataConfig, folder: Path, scan: Scan, is_wanted: np.ndarray) -> Iterator[Document]:
+def _read_scanned_documents(data: DataConfig, folder: Path, scan: Scan, is_wanted: np.ndarray) -> Iterator[Document]:
     """Yield the scanned documents for which `is_wanted`, (documents,) bool, is true. Raises DataError if the sources
     have changed since the scan.
     """
-    documents = (document for document, _, _ in _documents(data, folder) if isinstance(document, Document))
+    documents = (document for document, _, _ in _read_documents(data, folder) if isinstance(document, Document))
     for number, (document, scanned_hash) in enumerate(zip_longest(documents, scan.hashes)):
         if document is None or document.digest != scanned_hash:
             changed = f"changed while it was read (document {number + 1}); run again"
-            raise DataError(f"data.source: {', '.join(labels(data))}: {changed}")
+            raise DataError(f"data.source: {', '.join(source_labels(data))}: {changed}")
         if is_wanted[number]:
             yield replace(document, index=number)
 
@@ -426,7 +426,7 @@ def _training_texts(data: DataConfig, folder: Path, scan: Scan, advance: Callabl
     """Yield the text of the training documents in pieces, to train a tokenizer on. `advance` is called with each
     document's bytes.
     """
-    for document in _scanned_documents(data, folder, scan, scan.assignment == TRAIN):
+    for document in _read_scanned_documents(data, folder, scan, scan.assignment == TRAIN):
         advance(document.n_bytes)
         yield from chain.from_iterable(map(split_long_words, split_text(document.content)))
 
@@ -449,20 +449,20 @@ class Encoder:
         # True if tokens that stand for as many bytes as the text are sure to decode to it.
         self.byte_count_suffices = self.bytes_per_token is not None and keeps_all_characters and is_reversible
 
-    def __call__(self, documents: list[Document]) -> list[Tokenized]:
+    def __call__(self, documents: list[Document]) -> list[TokenizedDocument]:
         """Encode documents or pieces of documents, with an end-of-text token before the first token of each document.
 
-        A document gets an `Unreadable` in place of ids if its decoded tokens differ from it, or if it has a special
-        token.
+        A document gets an `UnreadableError` in place of ids if its decoded tokens differ from it, or if it has a
+        special token.
         """
         texts = [document.content for document in documents if isinstance(document.content, str)]
         text_ids = iter(encode(self.tokenizer, texts))
-        tokenized: list[Tokenized] = []
+        tokenized: list[TokenizedDocument] = []
         for document in documents:
             is_text = isinstance(document.content, str)
             tokens = np.array(next(text_ids) if is_text else document.content, self.dtype)
             if is_text and (problem := self._problem(document.content, tokens)):
-                tokens = Unreadable(f"{document.location}: data.tokenizer: {problem}")
+                tokens = UnreadableError(f"{document.location}: data.tokenizer: {problem}")
             elif document.is_first_piece:
                 tokens = np.insert(tokens, 0, self.end_of_text_id)
             tokenized.append((document, tokens))
@@ -493,12 +493,12 @@ def can_cut_between_words(tokenizer: "Tokenizer") -> bool:
     """Return whether the pieces of `split_text` are encoded as the same tokens as the whole text. A short test text
     decides this.
     """
-    if tokenizer.normalizer is not None or tokenizer.pre_tokenizer is None or prefixes_space(tokenizer):
+    if tokenizer.normalizer is not None or tokenizer.pre_tokenizer is None or adds_leading_space(tokenizer):
         return False
     added_tokens = tokenizer.get_added_tokens_decoder().values()
     text = "ab cd 12 Ef. gh, ij\nkl.\nmn"
     word_starts = {begin for _, (begin, _) in tokenizer.pre_tokenizer.pre_tokenize_str(text)}
-    cuts = {cut.start() for cut in _BETWEEN_WORDS.finditer(text)}
+    cuts = {cut.start() for cut in _WORD_BORDER.finditer(text)}
     return cuts <= word_starts and not any(
         re.search(r"\s", token.content) or token.lstrip or token.rstrip for token in added_tokens
     )
@@ -509,7 +509,7 @@ def split_text(text: str) -> Iterator[str]:
     text.
     """
     begin = 0
-    while len(text) - begin > PIECE_CHARACTERS and (cut := _BETWEEN_WORDS.search(text, begin + PIECE_CHARACTERS)):
+    while len(text) - begin > PIECE_CHARACTERS and (cut := _WORD_BORDER.search(text, begin + PIECE_CHARACTERS)):
         yield text[begin : cut.start()]
         begin = cut.start()
     yield text[begin:]
@@ -526,7 +526,9 @@ def split_long_words(text: str) -> Iterator[str]:
     yield text[begin:]
 
 
-def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_text: str) -> Iterator[Tokenized]:
+def encode_documents(
+    documents: Iterator[Document], tokenizer: "Tokenizer", end_of_text: str
+) -> Iterator[TokenizedDocument]:
     """Encode documents in batches, with a thread for each core, and yield them, or their pieces, in order. Threads run
     in parallel as the `tokenizers` library releases the GIL.
 
@@ -539,13 +541,13 @@ def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_tex
         _split_document(document) if is_divisible and isinstance(document.content, str) else [document]
         for document in documents
     )
-    queue: deque[Future[list[Tokenized]]] = deque()
+    queue: deque[Future[list[TokenizedDocument]]] = deque()
     workers = usable_cores()
     thread_pool, sets_variable = ThreadPoolExecutor(workers), workers > 1 and _PARALLELISM_VARIABLE not in os.environ
     if sets_variable:  # each thread encodes alone: the library's own threads would take all cores
         os.environ[_PARALLELISM_VARIABLE] = "false"
     try:
-        for batch in _batches(chain.from_iterable(document_pieces)):
+        for batch in _document_batches(chain.from_iterable(document_pieces)):
             queue.append(thread_pool.submit(encoder, batch))
             if len(queue) == 2 * workers - 1:
                 yield from queue.popleft().result()
@@ -565,7 +567,7 @@ def _split_document(document: Document) -> Iterator[Document]:
         yield replace(document, content=text, n_bytes=len(text.encode()), is_first_piece=begin == 0)
 
 
-def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+def _document_batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
     """Yield documents in lists of at most `BATCH_BYTES` bytes and `BATCH_DOCUMENTS` documents. A single longer document
     has a list of its own.
     """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lm.config.data_config import DataConfig, TrainedTokenizer
 from lm.data import tokenizer
 from lm.data.build import build_store
-from lm.data.sources import labels, source_identity
+from lm.data.sources import source_identity, source_labels
 from lm.data.store import MANIFEST, STORE_FORMAT, Store, fingerprint
 from lm.errors import ConfigError, DataError, Problem, RunError, one_line
 from lm.files import file_lock, plain_sha256, read_json
@@ -35,11 +35,11 @@ def prepare(data: DataConfig, progress: bool = False, store_fingerprint: str = "
 
     Raises DataError: a source can't be read, is too small, or the store can't be written or is damaged.
     """
-    store = store_with_fingerprint(data, store_fingerprint) if store_fingerprint else None
+    store = find_store(data, store_fingerprint) if store_fingerprint else None
     if store is None:
         store = Store.open(_prepared_folder(data, Progress("auto" if progress else "none")))
     if progress:
-        print(summary(store), flush=True)
+        print(store_summary(store), flush=True)
     return store
 
 
@@ -74,7 +74,7 @@ def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
     return target
 
 
-def vocab_size_of(data: DataConfig) -> int | None:
+def expected_vocab_size(data: DataConfig) -> int | None:
     """Return the vocabulary size of the token store, or of the tokenizer if no store is prepared. Return None if the
     tokenizer can't be read.
     """
@@ -85,11 +85,11 @@ def vocab_size_of(data: DataConfig) -> int | None:
     if isinstance(data.tokenizer, TrainedTokenizer):
         return data.tokenizer.vocab_size
     with suppress(DataError):
-        return tokenizer.vocab_size(tokenizer.tokenizer_of(data.tokenizer))
+        return tokenizer.vocab_size(tokenizer.tokenizer_from_options(data.tokenizer))
     return None
 
 
-def store_with_fingerprint(data: DataConfig, store_fingerprint: str) -> Store | None:
+def find_store(data: DataConfig, store_fingerprint: str) -> Store | None:
     """Open the store in `data.root` with this `Store.fingerprint`, whether or not its sources still exist. Return None
     if there is none.
     """
@@ -101,7 +101,7 @@ def store_with_fingerprint(data: DataConfig, store_fingerprint: str) -> Store | 
     return None
 
 
-def summary(store: Store) -> str:
+def store_summary(store: Store) -> str:
     """Return a line that describes a store: its size, omissions, bytes per token and held-out fraction. For a store
     without text, the line has the names of the tasks and the number of symbols instead.
     """
@@ -123,7 +123,7 @@ def summary(store: Store) -> str:
     )
 
 
-def check_sequences(store: Store, config: "Config", key: str = "data.seq_len") -> None:
+def check_text_lengths(store: Store, config: "Config", key: str = "data.seq_len") -> None:
     """Raise ConfigError if training text, held-out text or a mixture's source is too short for a sequence of
     `config.data.seq_len` tokens.
 
@@ -164,5 +164,5 @@ def _store_identity(data: DataConfig) -> dict[str, Plain]:
 def _store_folder(data: DataConfig, spec: dict[str, Plain]) -> Path:
     """Return the folder of the store whose content `spec` determines: a name for its sources or tasks, and a hash."""
     tasks = dict.fromkeys(weighted.task.name for weighted in data.tasks)
-    name = "+".join(tasks) if data.symbolic else "-".join(labels(data))
+    name = "+".join(tasks) if data.symbolic else "-".join(source_labels(data))
     return data.stores_folder / f"{name[:60]}-{plain_sha256(spec)[:12]}"

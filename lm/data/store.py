@@ -212,13 +212,13 @@ def _open_split(path: Path, name: str, manifest: Mapping[str, Plain]) -> Split:
 # ---------------------------------------------------------------- writing a store, each file synchronised to disk
 
 
-NOUN = "the token store (make room, or set data.root to another folder)"  # what errors of writing call a file
+STORE_NOUN = "the token store (make room, or set data.root to another folder)"  # what errors of writing call a file
 BLOCK_BYTES = 512 << 10  # bytes of a shard that are read at a time
 
 
 def write_store_file(path: Path, content: bytes) -> None:
     """Write a file of a store completely or not at all. Raises RunError with a remedy."""
-    write_together({path: content}, NOUN)
+    write_together({path: content}, STORE_NOUN)
 
 
 def finish_store(
@@ -241,7 +241,7 @@ def finish_store(
     token_counts: dict[str, np.ndarray] = {}
     for name in SPLITS:
         token_counts[name], offsets = _counts_and_offsets(folder, name, size, end_id)
-        write_store_file(folder / f"{name}.offsets.npy", npy(offsets))
+        write_store_file(folder / f"{name}.offsets.npy", npy_bytes(offsets))
         source_ends = offsets[np.cumsum([0, *(source.n_documents for source in sources[name])])]
         splits[name] = {
             "n_tokens": int(offsets[-1]),
@@ -264,7 +264,7 @@ def finish_store(
         origin = "corpus mean"
         bytes_per_token = np.full(size, n_bytes / max(1, total_counts.sum() - total_counts[end_id]), np.float32)
         bytes_per_token[end_id] = 0
-    write_store_file(folder / TOKEN_BYTES, npy(bytes_per_token))
+    write_store_file(folder / TOKEN_BYTES, npy_bytes(bytes_per_token))
     paths = sorted(path for path in folder.iterdir() if path.suffix in (".bin", ".npy") or path.name == TOKENIZER)
     return {
         "vocab_size": size,
@@ -297,7 +297,7 @@ def _counts_and_offsets(folder: Path, name: str, size: int, end_of_text: int) ->
     return counts, np.append(np.array(starts, "<i8"), n_tokens)
 
 
-def npy(values: np.ndarray) -> bytes:
+def npy_bytes(values: np.ndarray) -> bytes:
     """Return `values` as the bytes of a .npy file."""
     buffer = io.BytesIO()
     np.save(buffer, values)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 
 from lm.config.data_config import END_OF_TEXT, MQAR, TEST_DIVISOR, Needle, Task
-from lm.data.tokenizer import decode, encoding_of, prefixes_space, special_token_mask
+from lm.data.tokenizer import adds_leading_space, decode, encode_with_offsets, special_token_mask
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -43,10 +43,10 @@ class Example:
     """
 
     tokens: np.ndarray  # (length + 1,) int64
-    questions: np.ndarray  # (Q, 2) int64: the span of the answer to each question, in order
-    evidence: np.ndarray  # (Q, 2) int64: the span that shows each answer; (0, 0) for an answer that is not shown
+    answer_spans: np.ndarray  # (Q, 2) int64: the span of the answer to each question, in order
+    evidence_spans: np.ndarray  # (Q, 2) int64: the span that shows each answer; (0, 0) for an answer that is not shown
     # (Q, 2) int64: the span of each evidence and its key, mark or sentence; (0, 0) without evidence
-    needles: np.ndarray
+    needle_spans: np.ndarray
 
     @property
     def answers(self) -> np.ndarray:
@@ -54,7 +54,7 @@ class Example:
         answer.
         """
         is_answer = np.zeros(len(self.tokens), bool)
-        for start, stop in self.questions:
+        for start, stop in self.answer_spans:
             is_answer[start:stop] = True
         return is_answer[1:]
 
@@ -67,28 +67,28 @@ class Draw:
 
     def __init__(self, seed: int, subset: Subset, index: int):
         self.subset = subset
-        self.raw: Callable[[int], np.ndarray] = np.random.PCG64(
+        self.raw_numbers: Callable[[int], np.ndarray] = np.random.PCG64(
             np.random.SeedSequence((seed, SUBSETS.index(subset), index))
         ).random_raw
 
     def integers(self, limit: int, count: int) -> np.ndarray:
         """Draw `count` integers from 0 to `limit` - 1: int64 (count,)."""
-        return (self.raw(count) % np.uint64(limit)).astype(np.int64)
+        return (self.raw_numbers(count) % np.uint64(limit)).astype(np.int64)
 
     def integer(self, limit: int) -> int:
         """Draw one integer from 0 to `limit` - 1."""
-        return self.raw() % limit
+        return self.raw_numbers() % limit
 
-    def order(self, n: int, count: int | None = None) -> np.ndarray:
+    def permutation(self, n: int, count: int | None = None) -> np.ndarray:
         """Draw `count` (default: `n`) different integers from 0 to `n` - 1, in random order: int64 (count,)."""
-        return np.argsort(self.raw(n), kind="stable")[:count]
+        return np.argsort(self.raw_numbers(n), kind="stable")[:count]
 
     def block_starts(self, room: int, count: int, width: int) -> np.ndarray:
         """Draw the start positions of `count` disjoint blocks of `width` tokens within `room` positions: int64
         (count,), ascending. All choices are equally likely.
         """
         # the positions of blocks and spare tokens in order, with one position for each block
-        positions = np.sort(self.order(room - count * (width - 1), count))
+        positions = np.sort(self.permutation(room - count * (width - 1), count))
         return positions + (width - 1) * np.arange(count)
 
     def attempts(self) -> Iterator[int]:
@@ -120,7 +120,7 @@ def require_room(room: int, contents: str, length: int) -> None:
         raise NoRoom(f"{contents} need sequences of at least {length - room} tokens, not {length}")
 
 
-class Text:
+class TaskText:
     """The tokenizer and the text of a token store, for tasks in text. The text is the filler around a task's sentences.
 
     Training sequences take filler from the training split, test sequences from held-out text.
@@ -131,7 +131,7 @@ class Text:
         self._special_ids = np.flatnonzero(special_token_mask(self._tokenizer))
         self._splits = {"train": store.train, "test": store.val}
         # whether the tokenizer puts a space before a text, as Llama 2's does
-        self._adds_space = prefixes_space(self._tokenizer)
+        self._adds_space = adds_leading_space(self._tokenizer)
         # the token of the space before a number, (1,), if the tokenizer adds spaces and never merges it; else (0,)
         numbers = [self.encode(f" {number}") for number in range(1, 1000)] if self._adds_space else []
         is_separate = len({tokens[0] for tokens in numbers}) == 1 and min(map(len, numbers)) > 1
@@ -140,11 +140,11 @@ class Text:
     def encode(self, text: str) -> np.ndarray:
         """Return the token ids of `text` as it stands within a longer text, without special tokens: int64 (tokens,)."""
         for before in ANCHORS if self._adds_space else ():
-            start = encoding_of(self._tokenizer, before).ids
-            ids = encoding_of(self._tokenizer, before + text).ids
+            start = encode_with_offsets(self._tokenizer, before).ids
+            ids = encode_with_offsets(self._tokenizer, before + text).ids
             if ids[: len(start)] == start:
                 return np.array(ids[len(start) :], np.int64)
-        return np.array(encoding_of(self._tokenizer, text).ids, np.int64)
+        return np.array(encode_with_offsets(self._tokenizer, text).ids, np.int64)
 
     def encode_before_number(self, text: str) -> np.ndarray:
         """Return `encode(text)`, followed by the token of the space before the next number if `encode_number` leaves
@@ -188,7 +188,7 @@ class Text:
 # ---------------------------------------------------------------- recall over symbols
 
 
-def mqar(task: MQAR, draw: Draw, length: int, text: Text | None = None) -> Example:
+def make_mqar(task: MQAR, draw: Draw, length: int, text: TaskText | None = None) -> Example:
     """Make a sequence of multi-query associative recall. Raises NoRoom: pairs and queries don't fit into `length`
     predicted tokens.
     """
@@ -199,7 +199,7 @@ def mqar(task: MQAR, draw: Draw, length: int, text: Text | None = None) -> Examp
     query_start = length + 1 - 2 * task.queries
     first_filler_id, first_pair_id = task.keys + task.values, task.keys + task.values + task.filler
     tokens = first_filler_id + draw.integers(task.filler, length + 1)
-    starts, query_pairs = draw.block_starts(query_start, task.pairs, width), draw.order(task.pairs, task.queries)
+    starts, query_pairs = draw.block_starts(query_start, task.pairs, width), draw.permutation(task.pairs, task.queries)
     keys, values = _keys_and_values(task, draw)
     if task.joined:
         tokens[starts] = first_pair_id + keys * task.values + values
@@ -216,7 +216,7 @@ def _keys_and_values(task: MQAR, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
     each counted from 0.
     """
     for _ in draw.attempts():
-        keys, order = draw.order(task.keys, task.pairs), draw.order(task.values)
+        keys, order = draw.permutation(task.keys, task.pairs), draw.permutation(task.values)
         if task.held_out == "pairs":
             break
         if draw.accepts(*keys, *order[: task.pairs]):
@@ -244,19 +244,20 @@ Tokyo Toronto Vienna Warsaw Zurich"""
 CITIES = tuple(_CITY_NAMES.split())
 
 
-def needle(task: Needle, draw: Draw, length: int, text: Text | None = None) -> Example:
+def make_needle(task: Needle, draw: Draw, length: int, text: TaskText | None = None) -> Example:
     """Make a sequence of needles in a haystack. Its numbers are drawn until each occurs only in its sentence and its
     answer.
     """
     n_cities = task.needles + task.distractors
-    cities = [CITIES[city] for city in draw.order(len(CITIES), n_cities)]
+    cities = [CITIES[city] for city in draw.permutation(len(CITIES), n_cities)]
     sentences = {  # {index of a city: its sentence up to the number}
         index: text.encode_before_number(f" The special magic {cities[index]} number is:")
         for index in range(task.needles if task.absent else 0, n_cities)
     }
     form = "\nWhat is the special magic {0} number? The special magic {0} number is:"
     questions = {
-        index: text.encode_before_number(form.format(cities[index])) for index in draw.order(task.needles).tolist()
+        index: text.encode_before_number(form.format(cities[index]))
+        for index in draw.permutation(task.needles).tolist()
     }
     for _ in draw.attempts():
         numbers: list[int] = []
@@ -279,7 +280,7 @@ def _haystack(
     task: Needle,
     draw: Draw,
     length: int,
-    text: Text,
+    text: TaskText,
     numbers: list[np.ndarray],
     sentences: dict[int, np.ndarray],
     questions: dict[int, np.ndarray],
@@ -319,11 +320,14 @@ def _haystack(
 
 
 # Functions that make a sequence of exactly length + 1 tokens by a task's options, or raise NoRoom.
-GENERATORS: dict[type[Task], Callable[[Task, Draw, int, Text | None], Example]] = {MQAR: mqar, Needle: needle}
+GENERATORS: dict[type[Task], Callable[[Task, Draw, int, TaskText | None], Example]] = {
+    MQAR: make_mqar,
+    Needle: make_needle,
+}
 
 
-def example(
-    task: Task, seed: int, index: int, length: int, subset: Subset = "train", text: Text | None = None
+def make_example(
+    task: Task, seed: int, index: int, length: int, subset: Subset = "train", text: TaskText | None = None
 ) -> Example:
     """Make sequence `index` of a task. It depends on the arguments alone, and is the same on any machine.
 
@@ -345,11 +349,11 @@ def example(
                 raise
 
 
-def check_task(task: Task, seed: int, length: int, subset: Subset, count: int, text: Text | None = None) -> None:
+def check_task(task: Task, seed: int, length: int, subset: Subset, count: int, text: TaskText | None = None) -> None:
     """Raise TaskError if the task can't make sequences of `length` predicted tokens, or can't make `count` different
     ones.
     """
-    example(task, seed, 0, length, subset, text)
+    make_example(task, seed, 0, length, subset, text)
     if count > (n_distinct := task.n_distinct_sequences(length, subset)):
         raise TaskError(f"{count:,} {subset} sequences can't all differ: there are about {n_distinct:,.0f}")
 

@@ -27,60 +27,60 @@ if TYPE_CHECKING:
     import pyarrow
     from datasets import Dataset, IterableDataset
 
-READ_BYTES = 1 << 14  # bytes read at a time
-ROWS = 256  # rows of a dataset read at a time
-PARQUET_ROWS = 32  # rows of a parquet file in memory at a time
+BYTES_PER_READ = 1 << 14  # bytes read at a time
+ROWS_PER_READ = 256  # rows of a dataset read at a time
+PARQUET_ROWS_PER_READ = 32  # rows of a parquet file in memory at a time
 UTF8_REMEDY = "convert it to UTF-8 (iconv -f ENCODING -t utf-8)"
 
 
-class Unreadable(DataError):
+class UnreadableError(DataError):
     """Raised for a file, document or row that can't be read."""
 
 
 # A document, or the error in place of one, and its location: the file and the place in it.
-Documents = Iterator[tuple[str | np.ndarray | Unreadable, str]]
+Documents = Iterator[tuple[str | np.ndarray | UnreadableError, str]]
 # makes a document of a value; the str names its location in errors
-Parse = Callable[[Plain | np.ndarray, str], str | np.ndarray]
+DocumentParser = Callable[[Plain | np.ndarray, str], str | np.ndarray]
 
 
 def parse_document(
     parse: Callable[..., str | np.ndarray], value: object, location: str
-) -> str | np.ndarray | Unreadable:
-    """Return the document that `parse` makes of `value`. If it raises `Unreadable`, return this error instead."""
+) -> str | np.ndarray | UnreadableError:
+    """Return the document that `parse` makes of `value`. If it raises `UnreadableError`, return this error instead."""
     try:
         return parse(value, location)
-    except Unreadable as error:
+    except UnreadableError as error:
         return error
 
 
-def with_last_error(documents: Documents, location: str) -> Documents:
-    """Yield `documents`. If reading them fails, yield an `Unreadable` last, which names `location`, a file or a part of
-    one.
+def append_read_error(documents: Documents, location: str) -> Documents:
+    """Yield `documents`. If reading them fails, yield an `UnreadableError` last, which names `location`, a file or a
+    part of one.
     """
     import pyarrow
 
     try:
         yield from documents
-    except Unreadable as error:
+    except UnreadableError as error:
         yield error, location
     except (OSError, pyarrow.ArrowException) as error:
         reason = os.strerror(error.errno) if getattr(error, "errno", None) else one_line(error)
         remedy = "decompress it (zstd -d --long=31)" if "too much memory" in reason else "mend it"
         remedy += ", remove it, or set data.on_error=skip"
-        yield Unreadable(f"{location}: can't be read: {reason}; {remedy}"), location
+        yield UnreadableError(f"{location}: can't be read: {reason}; {remedy}"), location
 
 
-def text_of(value: Plain | np.ndarray, location: str) -> str:
-    """Return `value` if it is a text, or "" if it is None. Raises Unreadable for other types, and for text that is not
-    valid Unicode.
+def checked_text(value: Plain | np.ndarray, location: str) -> str:
+    """Return `value` if it is a text, or "" if it is None. Raises UnreadableError for other types, and for text that is
+    not valid Unicode.
     """
     if value is None:
         return ""  # a document without text, which is counted as blank
     if not isinstance(value, str):
         type_name = type(value).__name__ if not isinstance(value, np.ndarray) else "a list of numbers"
-        raise Unreadable(f"{location} holds {type_name}, not text; remove the row or set data.source.column")
+        raise UnreadableError(f"{location} holds {type_name}, not text; remove the row or set data.source.column")
     if re.search("[\ud800-\udfff]", value):  # JSON can escape half of a surrogate pair, which UTF-8 can't encode
-        raise Unreadable(f"{location} holds a lone surrogate, not valid Unicode; remove it")
+        raise UnreadableError(f"{location} holds a lone surrogate, not valid Unicode; remove it")
     return value
 
 
@@ -88,7 +88,7 @@ def text_of(value: Plain | np.ndarray, location: str) -> str:
 
 
 def dataset_documents(
-    dataset: "Dataset | IterableDataset", column: str, location: str, parse: Parse = text_of
+    dataset: "Dataset | IterableDataset", column: str, location: str, parse: DocumentParser = checked_text
 ) -> Documents:
     """Yield the documents in a column of a dataset of the `datasets` library. `parse` turns a value of the column into
     a document.
@@ -97,14 +97,14 @@ def dataset_documents(
         check_column(location, column, names)
         dataset = dataset.select_columns([column])
     # arrow: a row that isn't UTF-8 can be left out alone
-    yield from column_texts(dataset.with_format("arrow").iter(ROWS), column, location, parse)
+    yield from column_documents(dataset.with_format("arrow").iter(ROWS_PER_READ), column, location, parse)
 
 
-def column_texts(
+def column_documents(
     tables: "Iterable[pyarrow.Table | pyarrow.RecordBatch]",
     column: str,
     location: str,
-    parse: Parse = text_of,
+    parse: DocumentParser = checked_text,
     offset: int = 0,
 ) -> Documents:
     """Yield the documents in a column of Arrow tables, and their locations.
@@ -118,7 +118,7 @@ def column_texts(
         try:
             value = items.to_numpy(zero_copy_only=False) if is_whole else scalar.as_py()
         except UnicodeDecodeError:
-            raise Unreadable(f"{location} is not UTF-8; {UTF8_REMEDY}") from None
+            raise UnreadableError(f"{location} is not UTF-8; {UTF8_REMEDY}") from None
         return parse(value, location)
 
     row_number = offset
@@ -131,17 +131,17 @@ def column_texts(
 
 
 def check_column(location: str, column: str, names: list[str]) -> None:
-    """Raise Unreadable unless `names` contain `column` exactly once."""
+    """Raise UnreadableError unless `names` contain `column` exactly once."""
     if (count := names.count(column)) != 1:
         listing = ", ".join(dict.fromkeys(names)) or "(no columns)"
         number = f"{count} columns" if count else "no column"
-        raise Unreadable(f"{location}: {number} '{column}'; set data.source.column to one of: {listing}")
+        raise UnreadableError(f"{location}: {number} '{column}'; set data.source.column to one of: {listing}")
 
 
 # ---------------------------------------------------------------- local files
 
 
-SUPPORTED = (
+SUPPORTED_FILES = (
     "files of data.source.suffixes, .jsonl, .ndjson (also .gz, .zst), .json of JSON lines, and .parquet; token ids are "
     "read by data.source={name: tokens, ...}"
 )
@@ -151,7 +151,7 @@ _LATER_DOCUMENT = ": document from byte "  # in the location of a document after
 def file_documents(source: FileSource, vocabulary: object = None) -> Documents:
     """Yield the documents of files. Raises DataError after the last one if the separator occurs in no text file."""
     is_split = not source.separator
-    for document, location in read_files(expand(source), source):
+    for document, location in read_files(source_files(source), source):
         is_split = is_split or _LATER_DOCUMENT in location
         yield document, location
     if not is_split:
@@ -168,19 +168,19 @@ def files_identity(source: FileSource, root: Path, hashes: FileHashes) -> dict[s
     A file that can't be read has the sha256 "unreadable". By `data.on_error`, reading it later is an error or not.
     """
     files = []
-    for path in expand(source):
+    for path in source_files(source):
         files.append({"path": str(path), "sha256": "unreadable"})
         with suppress(DataError):
             files[-1]["sha256"] = hashes.sha256(path)
     return {"files": files, "suffixes": source.suffixes, "column": source.column, "separator": source.separator}
 
 
-def expand(source: FileSource) -> list[Path]:
-    """Return the files that `source.paths` names, as `files_named` does."""
-    return files_named(source.paths, partial(_is_read, source), SUPPORTED)
+def source_files(source: FileSource) -> list[Path]:
+    """Return the files that `source.paths` names, as `find_files` does."""
+    return find_files(source.paths, partial(_is_read, source), SUPPORTED_FILES)
 
 
-def files_named(paths: list[str], is_read: Callable[[Path, bool], bool], supported: str) -> list[Path]:
+def find_files(paths: list[str], is_read: Callable[[Path, bool], bool], supported: str) -> list[Path]:
     """Return the files that `paths` name, sorted, without duplicates. Paths are files, folders, which are searched
     recursively, or globs.
 
@@ -194,7 +194,7 @@ def files_named(paths: list[str], is_read: Callable[[Path, bool], bool], support
     matches: set[Path] = set()
     for path in map(expand_home, paths):
         if path.is_dir():
-            files = [file for file in files_in(path) if is_read(file, True)]
+            files = [file for file in files_below(path) if is_read(file, True)]
         else:
             files = [path] if path.exists() else map(Path, glob.glob(str(path), recursive=True))
             files = [file for file in files if file.is_file()]
@@ -208,20 +208,23 @@ def files_named(paths: list[str], is_read: Callable[[Path, bool], bool], support
     return sorted(unique.values())
 
 
-def description(source: FileSource) -> str:
+def files_summary(source: FileSource) -> str:
     """Return a line that says how many files are read, and how many in folders are ignored, by suffix. Raises DataError
-    as `expand` does.
+    as `source_files` does.
     """
     folders = filter(Path.is_dir, map(expand_home, source.paths))
     ignored = Counter(
-        _suffix(file) or "no suffix" for path in folders for file in files_in(path) if not _is_read(source, file, True)
+        _suffix(file) or "no suffix"
+        for path in folders
+        for file in files_below(path)
+        if not _is_read(source, file, True)
     )
     listing = ", ".join(f"{suffix} {count:,}" for suffix, count in ignored.most_common(8))
     remedy = f" ({listing}); data.source.suffixes names what is read as text" if ignored else ""
-    return f"{len(expand(source)):,} files read, {ignored.total():,} ignored{remedy}"
+    return f"{len(source_files(source)):,} files read, {ignored.total():,} ignored{remedy}"
 
 
-def files_in(folder: Path) -> Iterator[Path]:
+def files_below(folder: Path) -> Iterator[Path]:
     """Yield all files below a folder, also broken links and files in linked folders, except hidden ones. Each folder is
     entered once.
 
@@ -250,10 +253,10 @@ def _suffix(path: Path) -> str:
 
 def _is_read(source: FileSource, path: Path, in_folder: bool) -> bool:
     """Return whether a file is read. A plain .json file in a folder is not: it mostly describes other files."""
-    return _reader_of(path, source) is not None and not (in_folder and _suffix(path) == ".json")
+    return _file_reader(path, source) is not None and not (in_folder and _suffix(path) == ".json")
 
 
-def _reader_of(path: Path, source: FileSource) -> Callable[[Path, FileSource, Parse], Documents] | None:
+def _file_reader(path: Path, source: FileSource) -> Callable[[Path, FileSource, DocumentParser], Documents] | None:
     """Return the function that reads a file by its suffix, in upper or lower case. Return None for a suffix that is not
     supported.
     """
@@ -265,12 +268,12 @@ def _reader_of(path: Path, source: FileSource) -> Callable[[Path, FileSource, Pa
     return _read_parquet if _suffix(path) == ".parquet" else None
 
 
-def read_files(paths: list[Path], source: FileSource, parse: Parse = text_of) -> Documents:
+def read_files(paths: list[Path], source: FileSource, parse: DocumentParser = checked_text) -> Documents:
     """Yield the documents of files, whose suffixes tell their formats. `parse` turns the value of a row's column into a
     document.
     """
     for path in paths:
-        yield from with_last_error(_reader_of(path, source)(path, source, parse), str(path))
+        yield from append_read_error(_file_reader(path, source)(path, source, parse), str(path))
 
 
 def _open_decompressed(path: Path) -> io.BufferedReader:
@@ -283,19 +286,19 @@ def _open_decompressed(path: Path) -> io.BufferedReader:
 
     compression = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix.lower())
     if compression and not path.stat().st_size:
-        raise Unreadable(f"{path}: is empty, which no compressed file is: damaged; fetch it again, or remove it")
-    return io.BufferedReader(pyarrow.input_stream(pyarrow.OSFile(os.fsencode(path)), compression), READ_BYTES)
+        raise UnreadableError(f"{path}: is empty, which no compressed file is: damaged; fetch it again, or remove it")
+    return io.BufferedReader(pyarrow.input_stream(pyarrow.OSFile(os.fsencode(path)), compression), BYTES_PER_READ)
 
 
-def _read_txt(path: Path, source: FileSource, parse: Parse) -> Documents:
+def _read_txt(path: Path, source: FileSource, parse: DocumentParser) -> Documents:
     """Yield the documents of a plain-text file, which the source's separator splits."""
     begin = 0
 
     def document(content: bytearray, location: str) -> str:
-        text = _decode(begin, content, location)
-        if not begin and source.column in _first_row(text):
+        text = _decode_utf8(begin, content, location)
+        if not begin and source.column in _first_json_row(text):
             reason = f"holds JSON lines with the column '{source.column}'"
-            raise Unreadable(f"{path}: {reason}, whose syntax would be trained on; name it .jsonl")
+            raise UnreadableError(f"{path}: {reason}, whose syntax would be trained on; name it .jsonl")
         return text
 
     with _open_decompressed(path) as file:
@@ -315,7 +318,7 @@ def _split_at_separator(file: io.BufferedReader, separator: bytes) -> Iterator[t
     pattern = re.compile(rb"\r?\n".join(map(re.escape, lines)))
     max_match_bytes = len(separator) + len(lines)
     begin, content = 0, bytearray()
-    while block := file.read1(READ_BYTES):
+    while block := file.read1(BYTES_PER_READ):
         search_start = max(0, len(content) + 1 - max_match_bytes)
         content += block
         while separator and (match := pattern.search(content, search_start)):
@@ -326,7 +329,7 @@ def _split_at_separator(file: io.BufferedReader, separator: bytes) -> Iterator[t
     yield begin, content
 
 
-def _decode(begin: int, content: bytes | bytearray, location: str) -> str:
+def _decode_utf8(begin: int, content: bytes | bytearray, location: str) -> str:
     """Decode the bytes `content`, found at byte `begin` of a file, as UTF-8 without a byte order mark. Line ends stay
     unchanged.
     """
@@ -335,18 +338,18 @@ def _decode(begin: int, content: bytes | bytearray, location: str) -> str:
         text = str(memoryview(content)[n_mark_bytes:], "utf-8")
     except UnicodeDecodeError as error:
         place = begin + n_mark_bytes + error.start
-        raise Unreadable(f"{location}: not UTF-8 at byte {place}; {UTF8_REMEDY}") from None
+        raise UnreadableError(f"{location}: not UTF-8 at byte {place}; {UTF8_REMEDY}") from None
     if content.count(0) > len(content) // 8:  # half the bytes of English in UTF-16 are zero, and each is UTF-8
-        raise Unreadable(f"{location}: {content.count(0):,} bytes are zero, as in UTF-16; {UTF8_REMEDY}")
+        raise UnreadableError(f"{location}: {content.count(0):,} bytes are zero, as in UTF-16; {UTF8_REMEDY}")
     return text
 
 
-def _read_jsonl(path: Path, source: FileSource, parse: Parse) -> Documents:
+def _read_jsonl(path: Path, source: FileSource, parse: DocumentParser) -> Documents:
     """Yield the documents of a file of JSON lines: the value of the source's column in each row."""
     begin = 0
 
     def document(line: bytes, location: str) -> str | np.ndarray:
-        row = _json_object(_decode(begin, line, location), location)
+        row = _json_object(_decode_utf8(begin, line, location), location)
         check_column(location, source.column, list(row))
         return parse(row[source.column], f"{location}: column '{source.column}'")
 
@@ -362,25 +365,25 @@ def _read_jsonl(path: Path, source: FileSource, parse: Parse) -> Documents:
         yield parse(None, str(path)), str(path)
 
 
-def _first_row(text: str) -> dict[str, Plain]:
+def _first_json_row(text: str) -> dict[str, Plain]:
     """Return the first line of a text if it is a JSON object, as in JSON lines; else {}."""
-    with suppress(Unreadable):
+    with suppress(UnreadableError):
         return _json_object(text.partition("\n")[0], "") if text.startswith("{") else {}
     return {}
 
 
 def _json_object(text: str, location: str) -> dict[str, Plain]:
-    """Return the JSON object in `text`. Raises Unreadable for text that is not one."""
+    """Return the JSON object in `text`. Raises UnreadableError for text that is not one."""
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Unreadable(f"{location}: not valid JSON: {one_line(error)}") from None
+        raise UnreadableError(f"{location}: not valid JSON: {one_line(error)}") from None
     if not isinstance(row, dict):
-        raise Unreadable(f"{location} holds {type(row).__name__}, not a JSON object; write one object a line")
+        raise UnreadableError(f"{location} holds {type(row).__name__}, not a JSON object; write one object a line")
     return row
 
 
-def _read_parquet(path: Path, source: FileSource, parse: Parse) -> Documents:
+def _read_parquet(path: Path, source: FileSource, parse: DocumentParser) -> Documents:
     """Yield the documents of a Parquet file: the values of the source's column."""
     import pyarrow
     from pyarrow.parquet import ParquetFile
@@ -393,7 +396,7 @@ def _read_parquet(path: Path, source: FileSource, parse: Parse) -> Documents:
         check_column(str(path), source.column, file.schema_arrow.names)
         offset = 0
         for group_number in range(file.num_row_groups):
-            batches = file.iter_batches(PARQUET_ROWS, [group_number], [source.column], use_threads=False)
-            documents = column_texts(batches, source.column, str(path), parse, offset)
-            yield from with_last_error(documents, f"{path}: row group {group_number + 1} of {file.num_row_groups}")
+            batches = file.iter_batches(PARQUET_ROWS_PER_READ, [group_number], [source.column], use_threads=False)
+            documents = column_documents(batches, source.column, str(path), parse, offset)
+            yield from append_read_error(documents, f"{path}: row group {group_number + 1} of {file.num_row_groups}")
             offset += file.metadata.row_group(group_number).num_rows

@@ -16,22 +16,22 @@ import numpy as np
 from lm.config.data_config import FileSource, TokenizerOptions, TokenSource
 from lm.data.text_files import (
     Documents,
-    Unreadable,
+    UnreadableError,
+    append_read_error,
     dataset_documents,
-    expand,
-    files_in,
-    files_named,
+    files_below,
+    find_files,
     parse_document,
     read_files,
-    with_last_error,
+    source_files,
 )
-from lm.data.tokenizer import decode, encode, special_token_mask, token_bytes, tokenizer_of, vocab_size
+from lm.data.tokenizer import decode, encode, special_token_mask, token_bytes, tokenizer_from_options, vocab_size
 from lm.errors import DataError
 from lm.files import FileHashes, expand_home
 from lm.plain import Plain
 
 TOKENIZER_REMEDY = "set data.tokenizer to the one that made the ids"
-_BLOCK = 2**22  # ids of a file that are searched together
+_BLOCK_IDS = 2**22  # ids of a file that are searched together
 _CHECKED_IDS = 2**12  # ids of a document whose decoded text is checked
 # The first bytes of files of other formats; a .bin file of nanoGPT has ids alone.
 OTHER_FORMATS = {
@@ -52,42 +52,44 @@ class Vocabulary:
     """Checks documents of token ids against a tokenizer's vocabulary, and counts the bytes of their text."""
 
     def __init__(self, spec: TokenizerOptions):
-        self.tokenizer, self.end_of_text_token = tokenizer_of(spec), spec.end_of_text
+        self.tokenizer, self.end_of_text_token = tokenizer_from_options(spec), spec.end_of_text
         self.end_of_text_id = self.tokenizer.token_to_id(spec.end_of_text)
-        self.bytes, self.is_special = token_bytes(self.tokenizer), special_token_mask(self.tokenizer)
+        self.bytes_per_token, self.is_special = token_bytes(self.tokenizer), special_token_mask(self.tokenizer)
         if self.tokenizer.decoder is None:  # decoded text then has a space between any two tokens
             reason = "the tokenizer has no decoder, without which bytes of text can't be counted"
             remedy = "give its tokenizer.json one, e.g. Fuse, or WordPiece where each token is a word"
             raise DataError(f"data.tokenizer: {reason}; {remedy}")
-        self.is_decoder_checked = self.bytes is not None
+        self.is_decoder_checked = self.bytes_per_token is not None
         model = self.tokenizer.model
         # the token of unknown text, unless all bytes are known: it may then be the one that pads
         self.unknown_id = None
-        if self.bytes is None and not getattr(model, "byte_fallback", False):
+        if self.bytes_per_token is None and not getattr(model, "byte_fallback", False):
             self.unknown_id = self.tokenizer.token_to_id(getattr(model, "unk_token", None) or "")
-        self.known = np.zeros(vocab_size(self.tokenizer), bool)  # (V,), true for ids that the tokenizer has
-        self.known[list(self.tokenizer.get_vocab().values())] = True
+        self.is_known = np.zeros(vocab_size(self.tokenizer), bool)  # (V,), true for ids that the tokenizer has
+        self.is_known[list(self.tokenizer.get_vocab().values())] = True
 
-    def document(self, ids: Plain | np.ndarray, location: str) -> np.ndarray:
+    def check_document(self, ids: Plain | np.ndarray, location: str) -> np.ndarray:
         """Check a document's ids, and return them without a leading or trailing end-of-text token: uint32 (tokens,),
         empty for None.
 
-        Raises Unreadable: `ids` are no whole numbers, the tokenizer lacks an id, or an end-of-text token is inside the
-        document.
+        Raises UnreadableError: `ids` are no whole numbers, the tokenizer lacks an id, or an end-of-text token is inside
+        the document.
         """
         ids = _id_array(ids, location)
-        is_wrong = (ids < 0) | (ids >= len(self.known))
-        is_wrong |= ~self.known[np.where(is_wrong, 0, ids)]
+        is_wrong = (ids < 0) | (ids >= len(self.is_known))
+        is_wrong |= ~self.is_known[np.where(is_wrong, 0, ids)]
         if is_wrong.any():
             index = int(is_wrong.argmax())
-            reason = f"a tokenizer of the ids 0 to {len(self.known) - 1:,} does not have"
-            raise Unreadable(f"{location}: token {index:,} has the id {ids[index]}, which {reason}; {TOKENIZER_REMEDY}")
+            reason = f"a tokenizer of the ids 0 to {len(self.is_known) - 1:,} does not have"
+            raise UnreadableError(
+                f"{location}: token {index:,} has the id {ids[index]}, which {reason}; {TOKENIZER_REMEDY}"
+            )
         for place, end in (("begins", ids), ("ends", ids[::-1])):
             if len(ids) > 1 and end[0] == end[1] != self.unknown_id and self.is_special[end[0]]:
                 n_equal = int((end != end[0]).argmax()) or len(end)
                 token = f"the special token {self.tokenizer.id_to_token(int(end[0]))} (id {end[0]})"
                 reason = f"{place} in {n_equal:,} times {token}: padding, which would be trained on"
-                raise Unreadable(f"{location}: {reason}; cut each row by its attention_mask")
+                raise UnreadableError(f"{location}: {reason}; cut each row by its attention_mask")
         n_leading = int(len(ids) > 0 and ids[0] == self.end_of_text_id)
         n_trailing = int(len(ids) > n_leading and ids[-1] == self.end_of_text_id)
         document = ids[n_leading : len(ids) - n_trailing].astype(np.uint32)
@@ -95,7 +97,7 @@ class Vocabulary:
             end_of_text = f"the end of text {self.end_of_text_token} (id {self.end_of_text_id})"
             reason = f"{end_of_text} is inside the document, at token {n_leading + positions[0]:,}"
             remedy = "split the document there, or set data.tokenizer.end_of_text to the token that separates documents"
-            raise Unreadable(f"{location}: {reason}; {remedy}")
+            raise UnreadableError(f"{location}: {reason}; {remedy}")
         if not self.is_decoder_checked and len(document) > 1:
             self._check_decoder(document[:_CHECKED_IDS], location)
         return document
@@ -122,21 +124,21 @@ class Vocabulary:
 
     def n_bytes(self, ids: np.ndarray) -> int:
         """Return the number of UTF-8 bytes of the decoded text of `ids`."""
-        if self.bytes is None:
+        if self.bytes_per_token is None:
             return len(self.utf8_text(ids))
-        return int(self.bytes[ids].sum(dtype=np.float64))
+        return int(self.bytes_per_token[ids].sum(dtype=np.float64))
 
 
 def _id_array(ids: Plain | np.ndarray, location: str) -> np.ndarray:
-    """Return `ids` as an array of whole numbers, (tokens,); empty for None, a blank document. Raises Unreadable for
-    other values.
+    """Return `ids` as an array of whole numbers, (tokens,); empty for None, a blank document. Raises UnreadableError
+    for other values.
     """
     try:
         array = np.empty(0, np.uint32) if ids is None or (isinstance(ids, list) and not ids) else np.asarray(ids)
     except ValueError:  # lists of unequal lengths
         array = np.empty(0, object)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise Unreadable(f"{location} does not hold a list of token ids; remove the row or set data.source.column")
+        raise UnreadableError(f"{location} does not hold a list of token ids; remove the row or set data.source.column")
     return array
 
 
@@ -145,12 +147,12 @@ def _id_array(ids: Plain | np.ndarray, location: str) -> np.ndarray:
 
 def token_documents(source: TokenSource, vocabulary: Vocabulary) -> Documents:
     """Yield the documents of token ids in a source's files, and their locations."""
-    files, read = FORMATS[source.format]
+    files, read = TOKEN_FORMATS[source.format]
     for path in files(source):
-        yield from with_last_error(read(path, source, vocabulary), str(path))
+        yield from append_read_error(read(path, source, vocabulary), str(path))
 
 
-def held_out(source: TokenSource) -> TokenSource | None:
+def held_out_source(source: TokenSource) -> TokenSource | None:
     """Return a source of the files in `validation_paths`, all of whose documents are held out. Return None if there are
     no such files.
     """
@@ -164,14 +166,14 @@ def tokens_identity(source: TokenSource, root: Path, hashes: FileHashes) -> dict
     """
 
     def hash_files(token_source: TokenSource | None) -> list[Plain]:
-        paths = FORMATS[source.format][0](token_source) if token_source else []
-        files = [file for path in paths for file in (sorted(files_in(path)) if path.is_dir() else [path])]
+        paths = TOKEN_FORMATS[source.format][0](token_source) if token_source else []
+        files = [file for path in paths for file in (sorted(files_below(path)) if path.is_dir() else [path])]
         return [{"path": str(path), "sha256": hashes.sha256(path)} for path in files]
 
     return {
         "format": source.format,
         "files": hash_files(source),
-        "validation_files": hash_files(held_out(source)),
+        "validation_files": hash_files(held_out_source(source)),
         **({"column": source.column} if source.format in ("column", "saved") else {}),
     }
 
@@ -197,38 +199,38 @@ def _read_nanogpt(path: Path, source: TokenSource, vocabulary: Vocabulary) -> Do
     document.
     """
     if _read_header(path)[:2] in DTYPE_BY_HEADER:
-        raise Unreadable(f"{path}: has the header of data.source.format=modded-nanogpt; set that")
+        raise UnreadableError(f"{path}: has the header of data.source.format=modded-nanogpt; set that")
     if not (size := path.stat().st_size):
-        raise Unreadable(f"{path}: is empty; remove it")
+        raise UnreadableError(f"{path}: is empty; remove it")
     with open(path, "rb") as file:
         first_bytes = file.read(64)
     for start, kind in OTHER_FORMATS.items():
         if first_bytes.startswith(start):
-            raise Unreadable(f"{path}: is {kind}")
+            raise UnreadableError(f"{path}: is {kind}")
     if len(first_bytes) == 64 and not first_bytes.translate(None, bytes(range(9, 127))):
-        raise Unreadable(f"{path}: is text; name it .txt, or .jsonl, and set data.source={{name: files, ...}}")
+        raise UnreadableError(f"{path}: is text; name it .txt, or .jsonl, and set data.source={{name: files, ...}}")
     if size % 2:
-        raise Unreadable(f"{path}: has {size:,} bytes, not 2 for each id: damaged, or of another format")
+        raise UnreadableError(f"{path}: has {size:,} bytes, not 2 for each id: damaged, or of another format")
     ids = np.memmap(path, "<u2", "r")
-    low_halves, high_halves = ids[:_BLOCK:2], ids[1:_BLOCK:2]
+    low_halves, high_halves = ids[:_BLOCK_IDS:2], ids[1:_BLOCK_IDS:2]
     if size % 4 == 0 and len(high_halves) >= 64 and high_halves.max() < 16 <= low_halves.max():
         reason = "every second id is below 16, as in ids of 4 bytes, and 2 are read"
-        raise Unreadable(f"{path}: {reason}; write them to Parquet, for data.source.format=column")
+        raise UnreadableError(f"{path}: {reason}; write them to Parquet, for data.source.format=column")
     yield from _split_stream(path, ids, vocabulary, border_offset=1)
 
 
-def _read_modded(path: Path, source: TokenSource, vocabulary: Vocabulary) -> Documents:
+def _read_modded_nanogpt(path: Path, source: TokenSource, vocabulary: Vocabulary) -> Documents:
     """Yield the documents of a file with a header, in which the end-of-text token precedes each document."""
     *header, count = _read_header(path)
     size = path.stat().st_size
     if (dtype := DTYPE_BY_HEADER.get(tuple(header))) is None:
         known_headers = " or ".join(f"{magic} {version}" for magic, version in DTYPE_BY_HEADER)
-        raise Unreadable(
+        raise UnreadableError(
             f"{path}: begins with {header[0]} {header[1]}, not with {known_headers}: damaged, or of another format"
         )
     expected_size = 4 * HEADER_NUMBERS + count * np.dtype(dtype).itemsize
     if count < 1 or size != expected_size:
-        raise Unreadable(
+        raise UnreadableError(
             f"{path}: has {size:,} bytes, not the {expected_size:,} of {count:,} ids that its header says: damaged"
         )
     yield from _split_stream(path, np.memmap(path, dtype, "r", 4 * HEADER_NUMBERS), vocabulary, border_offset=0)
@@ -240,14 +242,14 @@ def _split_stream(path: Path, ids: np.ndarray, vocabulary: Vocabulary, border_of
     """
     begin = number = 0
     borders = (
-        start + np.flatnonzero(ids[start : start + _BLOCK] == vocabulary.end_of_text_id)
-        for start in range(0, len(ids), _BLOCK)
+        start + np.flatnonzero(ids[start : start + _BLOCK_IDS] == vocabulary.end_of_text_id)
+        for start in range(0, len(ids), _BLOCK_IDS)
     )
     for end in chain(chain.from_iterable((indices + border_offset).tolist() for indices in borders), [len(ids)]):
         if end > begin:
             number += 1
             location = f"{path}: document {number:,}, from id {begin:,} on"
-            yield parse_document(vocabulary.document, ids[begin:end], location), location
+            yield parse_document(vocabulary.check_document, ids[begin:end], location), location
         begin = end
 
 
@@ -257,17 +259,17 @@ def _split_stream(path: Path, ids: np.ndarray, vocabulary: Vocabulary, border_of
 def _bin_files(source: TokenSource) -> list[Path]:
     """Return the .bin files that the source names."""
     supported = f".bin files, which data.source.format={source.format} reads"
-    return files_named(source.paths, lambda path, in_folder: path.suffix.lower() == ".bin", supported)
+    return find_files(source.paths, lambda path, in_folder: path.suffix.lower() == ".bin", supported)
 
 
 def _column_files(source: TokenSource) -> list[Path]:
     """Return the .jsonl and .parquet files that the source names."""
-    return expand(FileSource(source.paths, []))
+    return source_files(FileSource(source.paths, []))
 
 
 def _read_column(path: Path, source: TokenSource, vocabulary: Vocabulary) -> Documents:
     """Yield the documents of a .jsonl or .parquet file, whose column holds lists of ids."""
-    return read_files([path], FileSource([str(path)], [], source.column), vocabulary.document)
+    return read_files([path], FileSource([str(path)], [], source.column), vocabulary.check_document)
 
 
 def _saved_folders(source: TokenSource) -> list[Path]:
@@ -285,13 +287,15 @@ def _read_saved(path: Path, source: TokenSource, vocabulary: Vocabulary) -> Docu
     import datasets
 
     dataset = datasets.load_from_disk(os.fspath(path))
-    yield from dataset_documents(dataset, source.column, str(path), vocabulary.document)
+    yield from dataset_documents(dataset, source.column, str(path), vocabulary.check_document)
 
 
 # {format: (lists a source's files or folders, reads the documents of one of them)}
-FORMATS: dict[str, tuple[Callable[[TokenSource], list[Path]], Callable[[Path, TokenSource, Vocabulary], Documents]]] = {
+TOKEN_FORMATS: dict[
+    str, tuple[Callable[[TokenSource], list[Path]], Callable[[Path, TokenSource, Vocabulary], Documents]]
+] = {
     "nanogpt": (_bin_files, _read_nanogpt),
-    "modded-nanogpt": (_bin_files, _read_modded),
+    "modded-nanogpt": (_bin_files, _read_modded_nanogpt),
     "column": (_column_files, _read_column),
     "saved": (_saved_folders, _read_saved),
 }

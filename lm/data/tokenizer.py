@@ -1,6 +1,6 @@
 """Makes tokenizers: trains a byte-level BPE on the training documents, or reads a tokenizer.json.
 
-Errors that the `tokenizers` library raises on a user's tokenizer or text become a DataError (`library_errors`).
+Errors that the `tokenizers` library raises on a user's tokenizer or text become a DataError (`convert_library_errors`).
 """
 
 import hashlib
@@ -28,11 +28,11 @@ from lm.plain import Plain, to_plain
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
-NO_TOKENIZER = "not a tokenizer.json of the `tokenizers` library"
+NOT_A_TOKENIZER = "not a tokenizer.json of the `tokenizers` library"
 
 
 @contextmanager
-def library_errors(failure: str, remedy: str = "") -> Iterator[None]:
+def convert_library_errors(failure: str, remedy: str = "") -> Iterator[None]:
     """Return a context that turns errors and panics of the `tokenizers` library into DataErrors.
 
     The text is `failure: the library's message`, then `remedy`. The library panics, e.g., if a pattern takes too long.
@@ -55,24 +55,24 @@ def tokenizer_identity(spec: TokenizerOptions) -> dict[str, Plain]:
     if isinstance(spec, TrainedTokenizer):
         return to_plain(spec) | {"special_tokens": []}  # a key of earlier versions, whose stores are found
     key = "path" if isinstance(spec, TokenizerFile) else "sha256"
-    sha256 = hashlib.sha256(_content(spec)).hexdigest()
+    sha256 = hashlib.sha256(_tokenizer_json(spec)).hexdigest()
     return {"name": spec.name, "end_of_text": spec.end_of_text, key: sha256}
 
 
-def tokenizer_of(spec: TokenizerFile | PretrainedTokenizer) -> "Tokenizer":
+def tokenizer_from_options(spec: TokenizerFile | PretrainedTokenizer) -> "Tokenizer":
     """Load the tokenizer whose file or pretrained model `spec` names, as `parse_tokenizer` does. Raises DataError if
     the file can't be read.
     """
     source, key = (spec.path, "path") if isinstance(spec, TokenizerFile) else (spec.model, "model")
-    content = _content(spec)
-    with library_errors(f"{source}: {NO_TOKENIZER}", f" (data.tokenizer.{key})"):
+    content = _tokenizer_json(spec)
+    with convert_library_errors(f"{source}: {NOT_A_TOKENIZER}", f" (data.tokenizer.{key})"):
         try:
             return parse_tokenizer(content, spec.end_of_text)
         except DataError as error:
             raise DataError(f"{source}: {error}") from None
 
 
-def _content(spec: TokenizerFile | PretrainedTokenizer) -> bytes:
+def _tokenizer_json(spec: TokenizerFile | PretrainedTokenizer) -> bytes:
     """Return the bytes of the tokenizer.json that `spec` names.
 
     Raises DataError: there is no such file, folder or model, it has no tokenizer, or the hub can't be reached.
@@ -109,7 +109,7 @@ def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer"
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    with library_errors("data.tokenizer: can't be trained"):
+    with convert_library_errors("data.tokenizer: can't be trained"):
         tokenizer.train_from_iterator(texts, trainer)
     n_entries = tokenizer.get_vocab_size()
     if n_entries < spec.vocab_size:
@@ -127,7 +127,7 @@ def load_tokenizer(path: Path, end_of_text: str) -> "Tokenizer":
     Raises DataError: the file is missing or invalid, uses BPE dropout, has an id of `MAX_VOCAB` or above, two tokens of
     one id, or no token `end_of_text`.
     """
-    return tokenizer_of(TokenizerFile(str(path), end_of_text))
+    return tokenizer_from_options(TokenizerFile(str(path), end_of_text))
 
 
 def parse_tokenizer(content: str | bytes, end_of_text: str) -> "Tokenizer":
@@ -186,15 +186,15 @@ def encode(tokenizer: "Tokenizer", texts: list[str]) -> list[list[int]]:
     """Return the token ids of each text, without special tokens. Raises DataError if the library can't encode a
     text.
     """
-    with library_errors("data.tokenizer: can't encode text", "; use another tokenizer, or other text"):
+    with convert_library_errors("data.tokenizer: can't encode text", "; use another tokenizer, or other text"):
         return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-def encoding_of(tokenizer: "Tokenizer", text: str) -> "Encoding":
+def encode_with_offsets(tokenizer: "Tokenizer", text: str) -> "Encoding":
     """Encode a text without special tokens. The result has `ids` and `offsets` (characters). Raises DataError if the
     library can't.
     """
-    with library_errors(
+    with convert_library_errors(
         f"data.tokenizer: can't encode a text that begins {text[:40]!r}", "; use another tokenizer, or other text"
     ):
         return tokenizer.encode(text, add_special_tokens=False)
@@ -205,13 +205,13 @@ def decode(tokenizer: "Tokenizer", tokens: Sequence[int], special: bool = False)
 
     special: whether the text includes special tokens.
     """
-    with library_errors(f"data.tokenizer: can't decode {len(tokens)} tokens", "; use another tokenizer"):
+    with convert_library_errors(f"data.tokenizer: can't decode {len(tokens)} tokens", "; use another tokenizer"):
         return tokenizer.decode(tokens, skip_special_tokens=not special)
 
 
-def prefixes_space(tokenizer: "Tokenizer") -> bool:
+def adds_leading_space(tokenizer: "Tokenizer") -> bool:
     """Return whether the tokenizer puts something, mostly a space, before a text that begins with a letter."""
-    return len("".join(encoding_of(tokenizer, "x").tokens)) > 1
+    return len("".join(encode_with_offsets(tokenizer, "x").tokens)) > 1
 
 
 def special_token_mask(tokenizer: "Tokenizer") -> np.ndarray:

@@ -21,9 +21,9 @@ from torch.nn.utils.rnn import pad_sequence
 from lm.config.data_config import Needle, Task, task_names
 from lm.config.eval_config import lengths_from_factors
 from lm.config.tree import Config
-from lm.data.batches import IGNORED, Batch
+from lm.data.batches import NO_TARGET, Batch
 from lm.data.store import Store
-from lm.data.tasks import TaskError, Text, check_task, example
+from lm.data.tasks import TaskError, TaskText, check_task, make_example
 from lm.diagnostics.attention_rows import HEAD_AXIS
 from lm.errors import ConfigError, Problem
 from lm.evaluation.evaluation_kind import HeldOutSequences, Measurement, rows, tokens_sha256, units_frame
@@ -54,7 +54,7 @@ def answer_losses_and_hits(decoder: Decoder, held_out: HeldOutSequences, device:
 
     def measure(indices: list[int]) -> Tensor:
         batch = held_out.batch(indices).to(device.device)
-        sequence, position = (batch.targets != IGNORED).nonzero(as_tuple=True)
+        sequence, position = (batch.targets != NO_TARGET).nonzero(as_tuple=True)
         targets, start = batch.targets[sequence, position], int(position.min())
         hidden = decoder.hidden_states(batch, start)[sequence, position - start]
         hits = argmax_tokens(hidden, decoder.head) == targets
@@ -74,7 +74,7 @@ class AnswerMeasurement(Measurement):
 
     measures_in_fp32, has_fixed_lengths = True, True
     tasks: dict[str, Task]  # by name
-    haystack: Text | None  # the corpus that fills sequences of its tasks; None: all tasks are over symbols
+    haystack: TaskText | None  # the corpus that fills sequences of its tasks; None: all tasks are over symbols
 
     @classmethod
     def placeholder_values(cls, config: Config) -> dict[str, Sequence[object]]:
@@ -163,7 +163,7 @@ class Recall(AnswerMeasurement):
         """
         super().__init__(config, store)
         self.tasks = self.tasks_of(config)
-        self.haystack = Text(store) if any(task.vocab_size is None for task in self.tasks.values()) else None
+        self.haystack = TaskText(store) if any(task.vocab_size is None for task in self.tasks.values()) else None
         for task, length in product(self.tasks.values(), self.lengths):
             self.check_fits(task, length, "length_factors", self.eval_config.sequences)
 
@@ -190,11 +190,11 @@ class Recall(AnswerMeasurement):
         answers.
         """
         count = self.eval_config.sequences
-        examples = [example(task, QUESTION_SEED, index, length, "test", self.haystack) for index in range(count)]
+        examples = [make_example(task, QUESTION_SEED, index, length, "test", self.haystack) for index in range(count)]
         held_out = HeldOutSequences.from_examples(examples, self.store.token_bytes)
         losses, hits = answer_losses_and_hits(decoder, held_out, device)
         whole = [
-            [right[start - 1 : stop - 1].all() for start, stop in item.questions]
+            [right[start - 1 : stop - 1].all() for start, stop in item.answer_spans]
             for right, item in zip(hits, examples, strict=True)
         ]
         units = held_out.units("", counts=True)
@@ -222,7 +222,7 @@ class Trial:
 TRIAL_METRICS = (replace(ANSWER_LOSS, unit="fraction", better="higher", quantity="exact", interval=True), ANSWER_LOSS)
 
 
-def trial_scores(decoder: Decoder, questions: list[Trial], length: int, text: Text) -> Tensor:
+def trial_scores(decoder: Decoder, questions: list[Trial], length: int, text: TaskText) -> Tensor:
     """Return scores (questions, metrics) fp32 of questions with equally long prompts, one column for each metric in
     `TRIAL_METRICS`.
 
@@ -255,14 +255,14 @@ def _greedy_tokens(decoder: Decoder, first_logits: Tensor, cache: DecodingCache,
     return torch.cat(tokens, 1)
 
 
-def needle_trials(task: Needle, length: int, count: int, text: Text) -> list[Trial]:
+def needle_trials(task: Needle, length: int, count: int, text: TaskText) -> list[Trial]:
     """Return `count` questions about needles in test sequences of `length` tokens. They are the same for
     every model.
     """
     trials: list[Trial] = []
     for index in range(-(-count // task.needles)):
-        sequence = example(task, QUESTION_SEED, index, length, "test", text)
-        for (start, stop), span in zip(sequence.questions, sequence.evidence, strict=True):
+        sequence = make_example(task, QUESTION_SEED, index, length, "test", text)
+        for (start, stop), span in zip(sequence.answer_spans, sequence.evidence_spans, strict=True):
             answer = sequence.tokens[start:stop]
             trials.append(Trial(sequence.tokens[:start], answer, text.decode(answer).strip(), tuple(span), index))
     return trials[:count]
@@ -306,7 +306,7 @@ class NeedleMeasurement(AnswerMeasurement):
         `heads_at`.
         """
         super().__init__(config, store)
-        options, self.haystack = self.eval_config, Text(store)
+        options, self.haystack = self.eval_config, TaskText(store)
         task = Needle(needles=options.needles, distractors=options.distractors)
         self.tasks = {f"depth {100 * depth:g}%": replace(task, depth=depth) for depth in options.depths}
         self.tasks["no needle"] = replace(task, absent=True)

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from lm.data.batches import Batch
-from lm.data.tokenizer import encoding_of
+from lm.data.tokenizer import encode_with_offsets
 from lm.diagnostics.attention_rows import AttentionRows
 from lm.errors import ConfigError, RunError
 from lm.files import write_together
@@ -153,7 +153,7 @@ def model_attention(model: LoadedModel, text: str, layers: IndexList, heads: Ind
     does.
     """
     tokenizer, start = model.tokenizer_and_start()
-    encoded = encoding_of(tokenizer, text)
+    encoded = encode_with_offsets(tokenizer, text)
     ids, has_end = [start, *encoded.ids], model.spec.model.position.has_last_position
     max_tokens = min(MAX_TOKENS, model.spec.seq_len if has_end else MAX_TOKENS)
     if len(ids) > max_tokens:

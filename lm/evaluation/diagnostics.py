@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lm.config.eval_config import DiagnosticsConfig
 from lm.config.tree import Config
-from lm.data.batches import long_starts
+from lm.data.batches import long_window_starts
 from lm.data.store import Store
 from lm.diagnostics.attention_rows import (
     HEAD_AXIS,
@@ -82,7 +82,7 @@ def diagnostic_sequences(store: Store, config: Config, options: DiagnosticsConfi
     if options.length_factor == 1:
         windows = evenly_spaced_sequences(store, config, length, options.sequences)
     else:
-        windows = HeldOutSequences.take(store, long_starts(store.val, length, options.sequences), length)
+        windows = HeldOutSequences.take(store, long_window_starts(store.val, length, options.sequences), length)
     if not len(windows.sequences):
         reason = f"needs held-out documents of {length + 1:,} tokens, the longest has {store.val.longest:,}"
         raise ConfigError([Problem(_LENGTH_KEY, options.length_factor, reason, "set it lower")])

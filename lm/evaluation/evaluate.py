@@ -15,7 +15,7 @@ from lm.config.eval_config import EvalConfig, LongContextConfig
 from lm.config.load import command_overrides, load_config, merge, parse_config
 from lm.config.training_config import OptimConfig, TrainerConfig
 from lm.config.tree import Config
-from lm.data.prepare import check_sequences, prepare, store_with_fingerprint
+from lm.data.prepare import check_text_lengths, find_store, prepare
 from lm.data.store import Store
 from lm.errors import ConfigError, DataError, Problem, RunError
 from lm.evaluation.evaluation_kind import Measurement
@@ -146,7 +146,7 @@ def open_store(model: LoadedModel, config: Config, files: Sequence[Path]) -> tup
     """
     if files:
         store = prepare(config.data, progress=True)
-        check_sequences(store, config)
+        check_text_lengths(store, config)
         spec = model.spec
         metadata = {"step": 0, "tokens": 0, "phase": 0, "vocab_size": spec.vocab_size, "plugins": spec.plugins}
         metadata["data_fingerprint"] = store.fingerprint
@@ -160,7 +160,7 @@ def open_store(model: LoadedModel, config: Config, files: Sequence[Path]) -> tup
     try:
         store = prepare(config.data, progress=True, store_fingerprint=fingerprint)
     except DataError as error:
-        if store_with_fingerprint(config.data, fingerprint):  # raises its own error if the store is damaged
+        if find_store(config.data, fingerprint):  # raises its own error if the store is damaged
             raise
         raise RunError(f"{absence}, and none can be made ({error}): {remedy}") from None
     if store.fingerprint != fingerprint:

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from lm.data.tokenizer import decode, encoding_of
+from lm.data.tokenizer import decode, encode_with_offsets
 from lm.errors import ConfigError, Problem, RunError
 from lm.model.blocks import DecodingCache
 from lm.model.decoder import Decoder
@@ -70,7 +70,7 @@ def generate_text(source: Path, checkpoint: str, prompt: str, max_new_tokens: in
     """
     model = load(source, checkpoint)
     tokenizer, start = model.tokenizer_and_start()
-    encoding, unknown_token = encoding_of(tokenizer, prompt), getattr(tokenizer.model, "unk_token", None)
+    encoding, unknown_token = encode_with_offsets(tokenizer, prompt), getattr(tokenizer.model, "unk_token", None)
     unknown = (span for token, span in zip(encoding.tokens, encoding.offsets, strict=True) if token == unknown_token)
     for begin, end in unknown:
         if (text := prompt[begin:end]) != unknown_token:

@@ -14,11 +14,11 @@ from torch import Tensor
 from lm.config.data_config import DataConfig, TokenizerFile, task_names
 from lm.config.eval_config import InferenceSetting, ValidationTiming, lengths_from_factors
 from lm.config.tree import Config
-from lm.data.batches import long_starts, validation_starts
+from lm.data.batches import long_window_starts, validation_starts
 from lm.data.prepare import prepare
-from lm.data.sources import labels as source_labels
+from lm.data.sources import source_labels as source_labels
 from lm.data.store import TOKENIZER, Store
-from lm.data.tasks import STORE_SEED, NoRoom, example
+from lm.data.tasks import STORE_SEED, NoRoom, make_example
 from lm.errors import ConfigError, DataError, Problem
 from lm.evaluation.evaluation_kind import HeldOutSequences, Measurement, rows
 from lm.model.cross_entropy import token_kl, token_nll
@@ -63,7 +63,7 @@ def task_sequences(store: Store, config: Config, length: int, count: int) -> Hel
     sources = np.searchsorted(ends, np.arange(count), "right")
     indices = np.arange(count) - np.concatenate(([0], ends))[sources]  # index of each sequence among those of its task
     examples = [
-        example(tasks[source].task, STORE_SEED, int(index), length, "test")
+        make_example(tasks[source].task, STORE_SEED, int(index), length, "test")
         for source, index in zip(sources, indices, strict=True)
     ]
     return HeldOutSequences.from_examples(examples, store.token_bytes, sources)
@@ -89,7 +89,7 @@ def long_sequences(store: Store, config: Config) -> HeldOutSequences:
         )
         remedy = "set it to auto, or to 0 to train without this evaluation"
         raise ConfigError([Problem("eval.long_context.length_factor", options.length_factor, reason, remedy)])
-    return HeldOutSequences.take(store, long_starts(store.val, length, options.sequences), length)
+    return HeldOutSequences.take(store, long_window_starts(store.val, length, options.sequences), length)
 
 
 # ---------------------------------------------------------------- values of each sequence
@@ -438,7 +438,7 @@ def swap_sequences(store: Store, config: Config) -> list[HeldOutSequences]:
         elif config.data.symbolic:
             with suppress(NoRoom):
                 sequences.append(task_sequences(store, config, length, count))
-        elif len(starts := long_starts(store.val, length, count)):
+        elif len(starts := long_window_starts(store.val, length, count)):
             sequences.append(HeldOutSequences.take(store, starts, length))
     return sequences
 

@@ -18,7 +18,7 @@ import torch
 
 from lm.config.load import merge
 from lm.config.tree import Config
-from lm.data.prepare import prepare, vocab_size_of
+from lm.data.prepare import expected_vocab_size, prepare
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError, value_text
 from lm.evaluation.held_out import validation_sequences
@@ -239,7 +239,7 @@ def _machine_settings(experiment: Experiment, jobs: int) -> dict[str, Plain]:
     accelerator = "gpu" if count_gpus(config) else "cpu"
     precision = resolve_precision(config, accelerator, {}).value
     runs = len(experiment.seeds) + len(tune.grid) * len(tune.seeds)
-    flops = cost(config, vocab_size_of(config.data) or 1).flops
+    flops = cost(config, expected_vocab_size(config.data) or 1).flops
     processes = jobs * (1 if accelerator == "gpu" else config.trainer.devices)  # a run takes a slot for each GPU
     return {
         "precision": 32 if precision == "32" else precision,
@@ -380,7 +380,7 @@ def costs(procedure: Procedure) -> dict[tuple[str, str], Cost]:
     prepared.
     """
     experiment, costs_of_arms = procedure.experiment, {}
-    vocab_size = vocab_size_of(experiment.first_config.data)
+    vocab_size = expected_vocab_size(experiment.first_config.data)
     for size, arm in experiment.size_arms if vocab_size else ():
         config = experiment.example_config(size, arm)
         first_step = arm.branch_step or 0 if arm.trained else config.trainer.max_steps

@@ -22,7 +22,7 @@ from lm.config.removed_keys import hashed_defaults
 from lm.config.schema import build_block, cross_key_problems, key, section
 from lm.config.tree import Config, ExperimentConfig, distinguishes_arms, key_effect
 from lm.config.yaml_text import override_text, resolve_interpolations
-from lm.data.prepare import vocab_size_of
+from lm.data.prepare import expected_vocab_size
 from lm.errors import ConfigError, DataError, Problem, suggest
 from lm.evaluation.metrics import find_metric
 from lm.experiments.judging import PrimaryMetric, Rate
@@ -469,7 +469,7 @@ def _with_steps(experiment: Experiment) -> Experiment:
             continue
         with suppress(ConfigError):  # `_check` reports the error with size and arm
             config = experiment.example_config(size, experiment.arms[0])
-            vocab_size, steps = vocab_size_of(config.data), config.trainer.max_steps
+            vocab_size, steps = expected_vocab_size(config.data), config.trainer.max_steps
             if not (steps or vocab_size):
                 reason = "needs the vocabulary, which is not known before the text is there"
                 remedy = "lm prepare makes it; or set trainer.max_steps"

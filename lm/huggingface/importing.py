@@ -12,11 +12,11 @@ from torch import Tensor
 
 from lm.config.data_config import END_OF_TEXT
 from lm.data.tokenizer import (
-    NO_TOKENIZER,
+    NOT_A_TOKENIZER,
     TOKENIZER_CONFIG,
+    convert_library_errors,
     download_files,
     find_tokenizer_json,
-    library_errors,
     parse_tokenizer,
     require_tokenizer_json,
     vocab_size,
@@ -250,7 +250,7 @@ def _start_token(model: PretrainedModel) -> str:
         added_tokens = json.loads(model.tokenizer)["added_tokens"]
         tokens = {token["id"]: token["content"] for token in added_tokens if token["special"]}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RunError(f"{path}: its tokenizer is {NO_TOKENIZER}: {one_line(error, 160)}") from None
+        raise RunError(f"{path}: its tokenizer is {NOT_A_TOKENIZER}: {one_line(error, 160)}") from None
     if END_OF_TEXT in tokens.values():
         return END_OF_TEXT
     for kind in ("bos", "eos"):
@@ -286,7 +286,7 @@ def _checked_tokenizer(model: PretrainedModel, start: str, vocabulary: int) -> t
     """
     content = model.tokenizer
     try:
-        with library_errors(f"its tokenizer is {NO_TOKENIZER}"):
+        with convert_library_errors(f"its tokenizer is {NOT_A_TOKENIZER}"):
             tokenizer = parse_tokenizer(content, start)
             if vocab_size(tokenizer) > vocabulary:  # often <pad>, which fine-tuning adds
                 fields = json.loads(content)

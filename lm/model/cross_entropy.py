@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from lm.data.batches import IGNORED
+from lm.data.batches import NO_TARGET
 from lm.model.blocks import UninitialisedLinear
 
 # CHUNK_LOGITS: logits held at a time. Matrix products of fewer tokens are slower, and each adds its part to the
@@ -103,7 +103,7 @@ def _chunk_nll(low_precision_logits: Tensor, y: Tensor, softcap: float | None) -
         low_precision_logits: logits (n, V), in the dtype of the products.
         y: targets (n, 1).
     """
-    target_mask, y = (y != IGNORED).float(), y.clamp(min=0)
+    target_mask, y = (y != NO_TARGET).float(), y.clamp(min=0)
     logits, tanh_logits = low_precision_logits.float(), None
     if softcap is not None:
         uses_rough_tanh = low_precision_logits.dtype == torch.bfloat16 and low_precision_logits.device.type == "cpu"
@@ -132,7 +132,7 @@ def training_loss(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
     """Return the sum over tokens of -log p(target), an fp32 scalar (nats).
 
     hidden: (N, C); head: maps C to V; targets: (N,) int64. The matrix product runs in the autocast dtype if autocast is
-    on, softmax and sum run in fp32. `IGNORED` targets add nothing. Memory holds `CHUNK_LOGITS` logits, not N x V.
+    on, softmax and sum run in fp32. `NO_TARGET` targets add nothing. Memory holds `CHUNK_LOGITS` logits, not N x V.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
@@ -143,11 +143,11 @@ def training_loss(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
 @torch.no_grad()
 def token_nll(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
     """Return -log p(target) of every token, (N,) fp32 (nats), computed in fp32 throughout; 0 where the target is
-    `IGNORED`.
+    `NO_TARGET`.
 
     hidden: (N, C); head: maps C to V; targets: (N,) int64. Memory holds `CHUNK_LOGITS` logits, not N x V.
     """
-    nll = partial(F.cross_entropy, reduction="none", ignore_index=IGNORED)
+    nll = partial(F.cross_entropy, reduction="none", ignore_index=NO_TARGET)
     return _map_logits(nll, torch.float32, hidden, head, targets)
 
 

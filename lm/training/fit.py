@@ -157,7 +157,7 @@ def train_phases(run: RunContext, start: PhaseStart, checkpoint: Path | None) ->
                 raise
             finally:
                 if data.loader:
-                    data.loader.end_workers()
+                    data.loader.kill_workers()
             step = trainer.global_step
             if step >= config.trainer.max_steps:
                 how = final_divergence(folder, step) if trainer.is_global_zero else ""

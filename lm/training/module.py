@@ -8,7 +8,7 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from lm.data.batches import IGNORED, Batch, TrainLoader, train_loader, train_sequences
+from lm.data.batches import NO_TARGET, Batch, TrainLoader, train_loader, train_sequences
 from lm.errors import Diverged
 from lm.machine import unblock_stop_signals
 from lm.model.device import use_compile_cache
@@ -77,7 +77,7 @@ class LanguageModel(L.LightningModule):
         loss = self.decoder.loss(batch)
         self.sequence_length = batch.tokens.size(1)
         has_ignored = bool(self.config.data.tasks)  # some tokens are no targets
-        n_targets = (batch.targets != IGNORED).sum() if has_ignored else loss.new_full((), batch.targets.numel())
+        n_targets = (batch.targets != NO_TARGET).sum() if has_ignored else loss.new_full((), batch.targets.numel())
         sums = torch.stack((loss.detach().double(), n_targets.double()))
         self.sums = sums if self.sums is None else self.sums + sums
         # Lightning divides the loss by `accumulation`, DDP the gradients by the number of ranks.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lm.config.tree import Config
 from lm.data.batches import train_sequences
-from lm.data.prepare import check_sequences, prepare
+from lm.data.prepare import check_text_lengths, prepare
 from lm.errors import RunError
 from lm.files import expand_home, folder_lock
 from lm.model.spec import with_steps
@@ -48,7 +48,7 @@ def train(config: Config) -> int:
             config = with_steps(config, store.vocab_size)
             for index, phase in enumerate(config.training_phases):
                 key = f"phases[{index}].seq_len" if phase.seq_len else "data.seq_len"
-                check_sequences(store, config.config_in_phase(index), key=key)
+                check_text_lengths(store, config.config_in_phase(index), key=key)
                 train_sequences(store, config.config_in_phase(index))  # its tasks have room
             if config.trainer.callbacks or config.log.outside_loggers:
                 import torchmetrics  # noqa: F401 (`self.log` needs it)

@@ -18,7 +18,7 @@ from lm.data.batches import (
     TextStream,
     TrainSequences,
     assign_slots,
-    long_starts,
+    long_window_starts,
     train_loader,
     train_sequences,
     validation_starts,
@@ -193,7 +193,7 @@ def test_validation_sequences_are_spread_evenly_and_share_no_target(n_tokens: in
 @settings(max_examples=300, deadline=None)
 def test_long_windows_lie_within_documents_spread_evenly_over_all_there_are(sizes: list[int], length: int, limit: int):
     split = CountedSplit(sizes)
-    starts, all_starts = long_starts(split, length, limit), long_starts(split, length, 10**6)
+    starts, all_starts = long_window_starts(split, length, limit), long_window_starts(split, length, 10**6)
     fitting = [(size - 1) // length for size in sizes]
     assert len(all_starts) == sum(fitting)
     assert len(starts) == min(limit, sum(fitting))

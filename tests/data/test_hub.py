@@ -10,7 +10,7 @@ from texts import TEXTS, documents, one_line_error, skipping, stored_texts, writ
 
 from lm.config.data_config import DataConfig, HubSource, TrainedTokenizer
 from lm.data import sources as module
-from lm.data.prepare import prepare, summary
+from lm.data.prepare import prepare, store_summary
 from lm.data.sources import source_identity
 from lm.data.store import Store
 from lm.data.tokenizer import download_files
@@ -85,8 +85,8 @@ def prepared(hub: HubSource, tmp_path: Path, **changes) -> Store:
 
 
 def test_a_stream_is_read_once(hub: HubSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    opens, dataset = [], module._dataset
-    monkeypatch.setattr(module, "_dataset", lambda *arguments: (opens.append(1), dataset(*arguments))[1])
+    opens, dataset = [], module._load_dataset
+    monkeypatch.setattr(module, "_load_dataset", lambda *arguments: (opens.append(1), dataset(*arguments))[1])
     store = prepared(dataclasses.replace(hub, streaming=True), tmp_path)
     assert opens == [1]
     assert sorted(stored_texts(store)) == sorted(TEXTS)
@@ -112,7 +112,7 @@ def test_a_validation_split_is_held_out_whole_and_is_no_training_text(
     texts = stored_texts(store)
     assert texts[store.train.n_documents :] == ["held out 1", "held out 2", "held out 3", "held out 3", TEXTS[7]]
     assert texts[: store.train.n_documents] == [text for text in TEXTS[:30] if text != TEXTS[7]]
-    assert "val_fraction" not in summary(store)
+    assert "val_fraction" not in store_summary(store)
 
 
 def test_the_validation_split_must_be_another_one():

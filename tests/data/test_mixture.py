@@ -24,7 +24,7 @@ from lm.config.data_config import (
 from lm.config.load import load_config
 from lm.config.tree import Config
 from lm.data.batches import TrainSequences, assign_slots, train_sequences
-from lm.data.prepare import check_sequences, prepare, summary
+from lm.data.prepare import check_text_lengths, prepare, store_summary
 from lm.data.store import Split, Store
 from lm.errors import ConfigError, DataError
 from lm.evaluation.held_out import Validation
@@ -122,9 +122,9 @@ def test_a_small_source_is_refused_unless_it_is_filler_alone(tmp_path: Path):
     data = mixture(tmp_path, {"novels": TEXTS, "notes": LETTERS[:2]}, seq_len=160)
     store, tasks = prepare(data), [WeightedTask(1.0, Needle())]
     with pytest.raises(ConfigError, match=r"data\.seq_len = 160: .*, the training text of notes has .*; add text, or"):
-        check_sequences(store, Config(data=data))
+        check_text_lengths(store, Config(data=data))
     config = Config(data=dataclasses.replace(data, tasks=tasks))
-    check_sequences(store, config)
+    check_text_lengths(store, config)
     assert train_sequences(store, config).batch(0).tokens.size(1) == 160
 
 
@@ -136,7 +136,7 @@ def test_copies_are_left_out_and_counted(tmp_path: Path):
     store = prepare(data)
     assert sorted(stored_texts(store)) == sorted(TEXTS)
     assert store.manifest["left_out"]["copies"] == 9
-    assert "(9 copies left out)" in summary(store)
+    assert "(9 copies left out)" in store_summary(store)
     with_copies = prepare(dataclasses.replace(data, deduplicate=False))
     assert len(stored_texts(with_copies)) == len(TEXTS) + 9
     assert with_copies.path != store.path
@@ -176,7 +176,7 @@ def test_what_can_not_be_read_is_left_out_counted_and_listed(mixed: DataConfig):
         "line 6",
     ):
         assert any(place in line for line in unreadable["first"])
-    assert "7 files, documents or rows unreadable, the first:" in summary(store)
+    assert "7 files, documents or rows unreadable, the first:" in store_summary(store)
 
 
 def test_sequences_are_drawn_from_each_part_by_its_weight_whatever_their_sizes(tmp_path: Path):

@@ -12,7 +12,7 @@ from texts import TEXTS, files_config, start, state, stored_texts, tokens_of, wr
 
 from lm.config.data_config import DataConfig, FileSource, TrainedTokenizer
 from lm.config.tree import Config
-from lm.data.prepare import check_sequences, prepare
+from lm.data.prepare import check_text_lengths, prepare
 from lm.data.store import Store
 from lm.data.tokenizer import train_tokenizer
 from lm.errors import ConfigError, DataError
@@ -277,7 +277,7 @@ def test_a_seq_len_beyond_the_text_is_an_error_that_names_a_value_that_fits(data
         config = Config(data=dataclasses.replace(data, seq_len=seq_len))
         config.eval.long_context.length_factor = factor
         try:
-            check_sequences(store, config)
+            check_text_lengths(store, config)
             if config.eval.long_context.is_wanted(config.data):
                 long_sequences(store, config)
         except ConfigError as error:

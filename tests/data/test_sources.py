@@ -18,7 +18,7 @@ from lm.config.data_config import FileSource, PackageSource
 from lm.config.load import load_config
 from lm.data.prepare import prepare
 from lm.data.sources import PACKAGES, source_identity
-from lm.data.text_files import description, expand
+from lm.data.text_files import files_summary, source_files
 from lm.errors import ConfigError, DataError
 
 # ---------------------------------------------------------------- sources
@@ -40,7 +40,7 @@ def test_compressed_files_read_like_plain_ones(tmp_path: Path, kind: str, suffix
 
 @pytest.mark.parametrize("separator", ["\n\n", "<|endoftext|>", "aa", "é"])
 def test_splitting_at_a_separator_does_not_depend_on_the_blocks_of_reading(tmp_path: Path, separator: str, monkeypatch):
-    monkeypatch.setattr("lm.data.text_files.READ_BYTES", 61)
+    monkeypatch.setattr("lm.data.text_files.BYTES_PER_READ", 61)
     text = "".join("abé\n" + separator * (n % 3) + "aé" * (n % 5) for n in range(20_000))
     (tmp_path / "a.txt").write_bytes(text.encode())
     assert list(documents(FileSource(paths=[str(tmp_path)], separator=separator))) == text.split(separator)
@@ -100,7 +100,7 @@ def test_compressed_json_is_json_lines_and_plain_json_if_it_is_named(tmp_path: P
     (tmp_path / "table.csv.gz").write_bytes(gzip.compress(b"a"))
     source = FileSource([str(tmp_path)])
     assert list(documents(source)) == TEXTS
-    assert description(source).startswith("1 files read, 2 ignored (.json 1, .csv.gz 1); ") or description(
+    assert files_summary(source).startswith("1 files read, 2 ignored (.json 1, .csv.gz 1); ") or files_summary(
         source
     ).startswith("1 files read, 2 ignored (.csv.gz 1, .json 1); ")
     (tmp_path / "rows.json").write_text(rows)
@@ -134,11 +134,11 @@ def test_suffixes_name_what_is_read_as_text_in_any_case_and_the_rest_is_counted(
         )
     source = FileSource([str(tmp_path)])
     assert list(documents(source)) == ["a", "f"]
-    assert description(source).startswith("2 files read, 5 ignored (.csv 2, ")
+    assert files_summary(source).startswith("2 files read, 5 ignored (.csv 2, ")
     source = FileSource([str(tmp_path)], suffixes=[".txt", ".md"])
     assert sorted(documents(source)) == ["a", "b", "c", "f"]
     assert (
-        description(source)
+        files_summary(source)
         == "4 files read, 3 ignored (.csv 2, no suffix 1); data.source.suffixes names what is read as text"
     )
     assert "data.source.suffixes" in one_line_error(FileSource([str(tmp_path / "d.csv")]))
@@ -198,7 +198,7 @@ def test_paths_expand_to_sorted_files_each_once(tmp_path: Path):
         str(tmp_path / "deep" / ".." / "a.txt"),
         str(tmp_path / "**" / "*.gz"),
     ]
-    names = [path.resolve().relative_to(tmp_path).as_posix() for path in expand(FileSource(patterns))]
+    names = [path.resolve().relative_to(tmp_path).as_posix() for path in source_files(FileSource(patterns))]
     assert sorted(names) == ["a.txt", "b.txt", "deep/c.jsonl", "deep/er/d.txt.gz"]
 
 

@@ -12,7 +12,7 @@ import pytest
 from texts import tokens_of
 
 from lm.config.data_config import DataConfig
-from lm.data.prepare import prepare, store_with_fingerprint
+from lm.data.prepare import find_store, prepare
 from lm.data.store import MANIFEST, Store, fingerprint
 from lm.errors import DataError
 from lm.files import plain_sha256, write_json
@@ -66,7 +66,7 @@ def test_a_store_is_found_by_its_fingerprint_among_those_of_other_formats(data: 
     old = shutil.copytree(store.path, store.path.with_name("a-store-of-before"))
     manifest = {**store.manifest, "format": 4}
     write_json(old / MANIFEST, {**manifest, "sha256": plain_sha256(manifest)})
-    assert store_with_fingerprint(data, store.fingerprint).path == store.path
+    assert find_store(data, store.fingerprint).path == store.path
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.config.data_config import MQAR
-from lm.data.tasks import example
+from lm.data.tasks import make_example
 
 INDICES, SUBSETS = st.integers(0, 2**32 - 1), st.sampled_from(["train", "test"])
 
@@ -16,8 +16,8 @@ def test_recall_asks_each_key_once_and_shows_each_value_in_its_pair_alone(
     index: int, subset: str, length: int, queries: int
 ):
     task = MQAR(queries=queries)
-    sequence = example(task, 1, index, length, subset)
-    tokens, answers = sequence.tokens, sequence.questions[:, 0]
+    sequence = make_example(task, 1, index, length, subset)
+    tokens, answers = sequence.tokens, sequence.answer_spans[:, 0]
     front = tokens[: length + 1 - 2 * queries]
     assert len(answers) == queries
     assert (answers == np.arange(len(front) + 1, length + 1, 2)).all(), "questions are the end of the sequence"
@@ -37,8 +37,11 @@ def test_recall_asks_each_key_once_and_shows_each_value_in_its_pair_alone(
 def test_training_and_test_sequences_of_recall_share_no_pair_if_asked(index: int):
     task = MQAR(held_out="pairs")
     for subset in ("train", "test"):
-        sequence = example(task, 1, index, 64, subset)
-        keys, values = sequence.tokens[sequence.needles[:, 0]], sequence.tokens[sequence.evidence[:, 0]] - task.keys
+        sequence = make_example(task, 1, index, 64, subset)
+        keys, values = (
+            sequence.tokens[sequence.needle_spans[:, 0]],
+            sequence.tokens[sequence.evidence_spans[:, 0]] - task.keys,
+        )
         assert (((keys + values) % 8 == 0) == (subset == "test")).all()
     assert any(MQAR(held_out="pairs", joined=True).problems())
     assert any(MQAR(held_out="pairs", values=63).problems())
@@ -52,9 +55,12 @@ def test_training_and_test_sequences_of_recall_share_no_list_of_pairs(index: int
     lists = {}
     for subset in ("train", "test"):
         for number in range(index % 2**40, index % 2**40 + 40):
-            sequence = example(task, 1, number, 24, subset)
-            order = np.argsort(sequence.needles[:, 0])
-            keys, values = sequence.tokens[sequence.needles[order, 0]], sequence.tokens[sequence.evidence[order, 0]]
+            sequence = make_example(task, 1, number, 24, subset)
+            order = np.argsort(sequence.needle_spans[:, 0])
+            keys, values = (
+                sequence.tokens[sequence.needle_spans[order, 0]],
+                sequence.tokens[sequence.evidence_spans[order, 0]],
+            )
             lists.setdefault(subset, set()).add((*keys.tolist(), *values.tolist()))
     assert not lists["train"] & lists["test"]
 
@@ -63,10 +69,10 @@ def test_training_and_test_sequences_of_recall_share_no_list_of_pairs(index: int
 @settings(max_examples=60, deadline=None)
 def test_joined_pairs_are_one_symbol_each(index: int, subset: str, length: int):
     task = MQAR(keys=16, values=12, filler=5, pairs=8, joined=True)
-    sequence = example(task, 1, index, length, subset)
+    sequence = make_example(task, 1, index, length, subset)
     assert (sequence.tokens[:-16] >= 33).sum() == 8
-    pairs = sequence.tokens[sequence.evidence[:, 0]] - 33
-    assert (pairs // 12 == sequence.tokens[sequence.questions[:, 0] - 1]).all()
-    assert (pairs % 12 == sequence.tokens[sequence.questions[:, 0]] - 16).all()
+    pairs = sequence.tokens[sequence.evidence_spans[:, 0]] - 33
+    assert (pairs // 12 == sequence.tokens[sequence.answer_spans[:, 0] - 1]).all()
+    assert (pairs % 12 == sequence.tokens[sequence.answer_spans[:, 0]] - 16).all()
     assert len(set(pairs // 12)) == len(set(pairs % 12)) == 8
     assert sequence.tokens[:-16].min() >= 28, "filler is neither key nor value"

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from lm.config.data_config import MQAR, DataConfig, FileSource, Needle, Task, TrainedTokenizer
 from lm.config.load import load_config
 from lm.data.prepare import prepare
-from lm.data.tasks import Draw, Example, TaskError, Text, check_task, example
+from lm.data.tasks import Draw, Example, TaskError, TaskText, check_task, make_example
 from lm.errors import ConfigError, DataError
 
 TINY = str(Path(__file__).parents[1] / "tiny.yaml")
@@ -26,7 +26,7 @@ INDICES, SEEDS, SUBSETS = st.integers(0, 2**32 - 1), st.integers(0, 2**31 - 1), 
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
+def text(tmp_path_factory: pytest.TempPathFactory) -> TaskText:
     """Twelve documents of sentences and numbers."""
     folder, raw = tmp_path_factory.mktemp("tasks"), np.random.PCG64(7).random_raw
     for number in range(12):
@@ -37,7 +37,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
     data = DataConfig(
         FileSource(paths=[str(folder)]), TrainedTokenizer(400), val_fraction=0.3, root=str(folder / "stores")
     )
-    return Text(prepare(data))
+    return TaskText(prepare(data))
 
 
 def label(task: Task) -> str:
@@ -49,12 +49,12 @@ def check(task: Task, sequence: Example, length: int) -> None:
     """What holds for a sequence of every task."""
     assert sequence.tokens.shape == (length + 1,)
     assert sequence.tokens.dtype == np.int64
-    assert sequence.questions.shape == sequence.evidence.shape == sequence.needles.shape
-    assert (sequence.questions[:, 0] >= 1).all()
-    assert sequence.questions[-1, 1] == length + 1, "a sequence ends with an answer"
-    assert sequence.answers.sum() == (sequence.questions[:, 1] - sequence.questions[:, 0]).sum()
+    assert sequence.answer_spans.shape == sequence.evidence_spans.shape == sequence.needle_spans.shape
+    assert (sequence.answer_spans[:, 0] >= 1).all()
+    assert sequence.answer_spans[-1, 1] == length + 1, "a sequence ends with an answer"
+    assert sequence.answers.sum() == (sequence.answer_spans[:, 1] - sequence.answer_spans[:, 0]).sum()
     for (start, stop), (begin, end), (first, last) in zip(
-        sequence.questions, sequence.evidence, sequence.needles, strict=True
+        sequence.answer_spans, sequence.evidence_spans, sequence.needle_spans, strict=True
     ):
         assert sequence.answers[start - 1 : stop - 1].all()
         if end:
@@ -72,7 +72,7 @@ def check(task: Task, sequence: Example, length: int) -> None:
 def test_sequences_of_symbols_are_of_the_length_asked_for_and_show_their_answers(
     task: Task, seed: int, index: int, length: int, subset: str
 ):
-    sequence = example(task, seed, index, length, subset)
+    sequence = make_example(task, seed, index, length, subset)
     check(task, sequence, length)
     assert 0 <= sequence.tokens.min() <= sequence.tokens.max() < task.vocab_size
 
@@ -81,16 +81,16 @@ def test_sequences_of_symbols_are_of_the_length_asked_for_and_show_their_answers
 @given(seed=SEEDS, index=INDICES, length=st.integers(450, 900), subset=SUBSETS)
 @settings(max_examples=15, deadline=None)
 def test_sequences_of_text_are_of_the_length_asked_for_and_show_their_answers(
-    text: Text, task: Task, seed: int, index: int, length: int, subset: str
+    text: TaskText, task: Task, seed: int, index: int, length: int, subset: str
 ):
-    sequence = example(task, seed, index, length, subset, text)
+    sequence = make_example(task, seed, index, length, subset, text)
     check(task, sequence, length)
-    assert (sequence.evidence.max(1) == 0).all() == (task in CONTROLS)
+    assert (sequence.evidence_spans.max(1) == 0).all() == (task in CONTROLS)
 
 
-def digest(task: Task, length: int, text: Text | None = None) -> str:
+def digest(task: Task, length: int, text: TaskText | None = None) -> str:
     sequences = [
-        example(task, 1, index, length, subset, text).tokens for subset in ("train", "test") for index in range(4)
+        make_example(task, 1, index, length, subset, text).tokens for subset in ("train", "test") for index in range(4)
     ]
     return hashlib.sha256(np.stack(sequences).astype("<i8").tobytes()).hexdigest()[:16]
 
@@ -110,7 +110,7 @@ def test_the_sequences_never_change_between_processes_and_versions(task: Task):
 @pytest.mark.parametrize("task", SYMBOLIC, ids=label)
 def test_seeds_parts_and_indices_give_different_sequences(task: Task):
     sequences = {
-        example(task, seed, index, 64, subset).tokens.tobytes()
+        make_example(task, seed, index, 64, subset).tokens.tobytes()
         for seed in (1, 2)
         for index in range(50)
         for subset in ("train", "test")
@@ -119,9 +119,9 @@ def test_seeds_parts_and_indices_give_different_sequences(task: Task):
 
 
 @pytest.mark.parametrize("task", [*SYMBOLIC, *TEXTUAL], ids=label)
-def test_a_sequence_too_short_says_how_long_it_must_be(task: Task, text: Text):
+def test_a_sequence_too_short_says_how_long_it_must_be(task: Task, text: TaskText):
     with pytest.raises(ValueError, match=r"need sequences of at least \d+ tokens, not 2"):
-        example(task, 1, 0, 2, "train", text)
+        make_example(task, 1, 0, 2, "train", text)
 
 
 def test_test_sequences_that_can_not_all_differ_are_refused():
@@ -164,18 +164,18 @@ def test_a_run_whose_task_has_no_sequences_is_refused_in_one_line(tmp_path: Path
 # ---------------------------------------------------------------- text
 
 
-def numbers_of(text: Text, sequence: Example) -> list[str]:
-    return [text.decode(sequence.tokens[start:stop]).strip() for start, stop in sequence.questions]
+def numbers_of(text: TaskText, sequence: Example) -> list[str]:
+    return [text.decode(sequence.tokens[start:stop]).strip() for start, stop in sequence.answer_spans]
 
 
 @pytest.mark.parametrize("task", [*TEXTUAL, *CONTROLS], ids=label)
 @given(index=INDICES, subset=SUBSETS)
 @settings(max_examples=15, deadline=None)
-def test_an_answer_stands_nowhere_else_in_tokens_or_text(text: Text, task: Task, index: int, subset: str):
-    sequence = example(task, 1, index, 500, subset, text)
+def test_an_answer_stands_nowhere_else_in_tokens_or_text(text: TaskText, task: Task, index: int, subset: str):
+    sequence = make_example(task, 1, index, 500, subset, text)
     expected = 1 if task in CONTROLS else 2
     content = text.decode(sequence.tokens)
-    for number, (start, stop) in zip(numbers_of(text, sequence), sequence.questions, strict=True):
+    for number, (start, stop) in zip(numbers_of(text, sequence), sequence.answer_spans, strict=True):
         assert number.isdigit()
         assert len(number) == 7
         assert content.count(number) == expected
@@ -184,11 +184,11 @@ def test_an_answer_stands_nowhere_else_in_tokens_or_text(text: Text, task: Task,
 
 @pytest.mark.parametrize("depth", [0.0, 0.1, 0.5, 0.99, 1.0])
 @pytest.mark.parametrize("length", [100, 333, 800])
-def test_the_needle_lies_at_its_depth_to_the_token(text: Text, depth: float, length: int):
+def test_the_needle_lies_at_its_depth_to_the_token(text: TaskText, depth: float, length: int):
     asking = text.encode("\nWhat is the special magic")
     for index in range(5):
-        sequence = example(Needle(depth=depth), 1, index, length, "train", text)
-        (start, stop), question = sequence.needles[0], sequence.questions[0]
+        sequence = make_example(Needle(depth=depth), 1, index, length, "train", text)
+        (start, stop), question = sequence.needle_spans[0], sequence.answer_spans[0]
         end = next(
             place
             for place in range(question[0] - len(asking), 0, -1)
@@ -233,25 +233,25 @@ def test_a_tokenizer_that_puts_a_space_before_a_text_puts_none_into_sentences(ki
         take=lambda start, n: ids[start[0] :][None, :n],
     )
     size = tokenizer.get_vocab_size()
-    text = Text(SimpleNamespace(vocab_size=size, tokenizer=lambda: tokenizer, train=split, val=split))
+    text = TaskText(SimpleNamespace(vocab_size=size, tokenizer=lambda: tokenizer, train=split, val=split))
     for index in range(5):
-        sequence = example(Needle(needles=2, depth=0.5), 0, index, 400, "test", text)
+        sequence = make_example(Needle(needles=2, depth=0.5), 0, index, 400, "test", text)
         content = " " * (kind == "byte-level") + text.decode(sequence.tokens).lstrip()
         tokens = tokenizer.encode(content).ids
         assert sequence.tokens.tolist()[-len(tokens) + 1 :] == tokens[1:]
         digits = {*map(tokenizer.token_to_id, "0123456789")}
-        for spans in (sequence.questions, sequence.evidence):
+        for spans in (sequence.answer_spans, sequence.evidence_spans):
             assert all({*sequence.tokens[start:stop].tolist()} <= digits for start, stop in spans)
 
 
 @given(index=INDICES)
 @settings(max_examples=15, deadline=None)
-def test_needles_and_their_questions_say_what_they_should(text: Text, index: int):
+def test_needles_and_their_questions_say_what_they_should(text: TaskText, index: int):
     task = Needle(needles=2, distractors=1)
-    sequence = example(task, 1, index, 600, "test", text)
+    sequence = make_example(task, 1, index, 600, "test", text)
     assert text.decode(sequence.tokens).count("The special magic") == 5
     for (first, last), (begin, end), number in zip(
-        sequence.needles, sequence.evidence, numbers_of(text, sequence), strict=True
+        sequence.needle_spans, sequence.evidence_spans, numbers_of(text, sequence), strict=True
     ):
         sentence = text.decode(sequence.tokens[first:last])
         city = sentence.removeprefix(" The special magic ").partition(" number")[0]
@@ -263,10 +263,10 @@ def test_needles_and_their_questions_say_what_they_should(text: Text, index: int
         )
 
 
-def test_training_and_test_sequences_of_text_share_no_number(text: Text):
+def test_training_and_test_sequences_of_text_share_no_number(text: TaskText):
     by_subset = {
         subset: {
-            n for i in range(60) for n in numbers_of(text, example(Needle(distractors=1), 1, i, 300, subset, text))
+            n for i in range(60) for n in numbers_of(text, make_example(Needle(distractors=1), 1, i, 300, subset, text))
         }
         for subset in ("train", "test")
     }
@@ -275,7 +275,7 @@ def test_training_and_test_sequences_of_text_share_no_number(text: Text):
         assert all(Draw(1, subset, 0).accepts(int(number)) for number in numbers)
 
 
-def test_filler_is_of_the_split_and_within_a_document(text: Text):
+def test_filler_is_of_the_split_and_within_a_document(text: TaskText):
     for subset, split in text._splits.items():
         content = tokens_of(split).tobytes()
         for index in range(30):

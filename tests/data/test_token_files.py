@@ -16,9 +16,9 @@ from texts import TEXTS, documents, files_config, skipping, write_texts
 
 from lm.config.data_config import DataConfig, FileSource, Mixture, TokenizerFile, TokenSource, WeightedSource
 from lm.config.load import load_config
-from lm.data.prepare import prepare, summary
+from lm.data.prepare import prepare, store_summary
 from lm.data.token_files import OTHER_FORMATS, Vocabulary
-from lm.data.tokenizer import encode, tokenizer_of
+from lm.data.tokenizer import encode, tokenizer_from_options
 from lm.errors import ConfigError, DataError
 
 END = 290  # the id of end of text in these files
@@ -32,7 +32,7 @@ def tokenizer(tmp_path: Path) -> TokenizerFile:
 @pytest.fixture
 def ids(tokenizer: TokenizerFile) -> list[list[int]]:
     """The ids of each text."""
-    return encode(tokenizer_of(tokenizer), TEXTS)
+    return encode(tokenizer_from_options(tokenizer), TEXTS)
 
 
 # ---------------------------------------------------------------- writers, after the programs that write these files
@@ -110,7 +110,7 @@ def test_files_of_their_own_are_held_out_whole(tmp_path: Path, tokenizer: Tokeni
     store = prepare(data)
     assert [store.val.document(n)[1:].tolist() for n in range(5)] == ids[:5]
     assert [store.train.document(n)[1:].tolist() for n in range(store.train.n_documents)] == ids[5:]
-    assert "data.val_fraction" not in summary(store)
+    assert "data.val_fraction" not in store_summary(store)
 
 
 def test_a_stream_without_borders_is_one_document(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]):
@@ -266,7 +266,7 @@ def test_ids_whose_decoded_text_has_other_bytes_are_refused(tmp_path: Path, deco
 
 def test_unknown_tokens_at_an_end_are_no_padding(tmp_path: Path):
     tokenizer = words_tokenizer(tmp_path / "letters.json", 13)
-    unknown = tokenizer_of(tokenizer).token_to_id("[unk]")
+    unknown = tokenizer_from_options(tokenizer).token_to_id("[unk]")
     ids = [[unknown, unknown, 1 + n % 9, *range(1, n)] for n in range(2, 10)]
     assert prepare(config(tmp_path, tokenizer, "column", jsonl(tmp_path, ids))).manifest["unreadable"]["count"] == 0
 

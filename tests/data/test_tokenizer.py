@@ -10,7 +10,7 @@ from texts import TEXTS, files_config, stored_texts, tokens_of, write_texts, wri
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
 from lm.config.data_config import DataConfig, FileSource, PretrainedTokenizer, TokenizerFile, TrainedTokenizer
-from lm.data.build import Document, can_cut_between_words, encode_all, split_text
+from lm.data.build import Document, can_cut_between_words, encode_documents, split_text
 from lm.data.prepare import prepare
 from lm.data.tokenizer import END_OF_TEXT, encode, load_tokenizer, token_bytes, train_tokenizer
 from lm.errors import DataError
@@ -220,7 +220,7 @@ def test_a_document_encoded_in_pieces_has_the_tokens_of_the_whole(monkeypatch: p
     def encoded() -> tuple[np.ndarray, int, int]:
         """All tokens, the bytes of text, and the number of documents or pieces."""
         documents = (Document(text, len(text.encode()), index=index) for index, text in enumerate(texts))
-        parts = list(encode_all(documents, tokenizer, END_OF_TEXT))
+        parts = list(encode_documents(documents, tokenizer, END_OF_TEXT))
         assert [piece.index for piece, _ in parts if piece.is_first_piece] == [*range(len(texts))]
         tokens = np.concatenate([tokens for _, tokens in parts])
         return tokens, sum(piece.n_bytes for piece, _ in parts), len(parts)

@@ -15,9 +15,9 @@ from folders import curves_of, series_measured
 from lm.config.data_config import MQAR, Needle, Task
 from lm.config.load import load_config
 from lm.config.model_config import ModelConfig
-from lm.data.batches import IGNORED, train_loader, train_sequences
+from lm.data.batches import NO_TARGET, train_loader, train_sequences
 from lm.data.prepare import prepare
-from lm.data.tasks import Draw, Example, example
+from lm.data.tasks import Draw, Example, make_example
 from lm.errors import ConfigError
 from lm.evaluation import answers
 from lm.evaluation.answers import Recall, answer_losses_and_hits
@@ -39,7 +39,7 @@ NEEDLE = "data.tasks=[{weight: 0.25, task: needle}]"
 
 def sequences(task: Task, length: int, count: int) -> list[Example]:
     """The first test sequences of a task."""
-    return [example(task, 0, index, length, "test") for index in range(count)]
+    return [make_example(task, 0, index, length, "test") for index in range(count)]
 
 
 def copies(task: Task, length: int, count: int) -> list[Example]:
@@ -167,7 +167,7 @@ def test_sequences_of_tasks_are_a_function_of_the_step_however_they_are_read(tin
         batch = sequences.batch(step)
         length = sequences.length(step)
         assert batch.tokens.shape == (256 // length, length)
-        assert ((batch.targets != IGNORED).sum(1) == 4).all()
+        assert ((batch.targets != NO_TARGET).sum(1) == 4).all()
         loaders = [train_loader(train_sequences(store, config), rank, 2, 2, step, step + 1, 0) for rank in range(2)]
         micro_batches = [*chain(*loaders)]
         assert torch.equal(torch.cat([micro_batch.tokens for micro_batch in micro_batches]), batch.tokens)
@@ -184,7 +184,7 @@ def test_the_loss_is_the_mean_over_the_targets(tiny, tmp_path: Path):
     decoder = Decoder(config.model, store.vocab_size, 32, config.seed)
     batch = sequences.batch(0)
     expected = F.cross_entropy(
-        decoder.logits(batch.tokens).flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED
+        decoder.logits(batch.tokens).flatten(0, 1), batch.targets.flatten(), ignore_index=NO_TARGET
     )
     first = json.loads((tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()[0])
     assert first["train/loss"] == pytest.approx(expected.item(), abs=1e-5)
@@ -215,7 +215,7 @@ def test_validation_sequences_follow_the_weights_of_tasks_over_symbols(tiny):
     assert units == [(f"mqar (queries {n})", count) for n, count in ((4, 30), (5, 8), (1, 2))], "and no bits per byte"
     assert [*whole.references] == ["unigram cross-entropy, at most"], "the store counts tasks alike"
     assert whole.about.amount == "40 of 32 tokens, nats per token of the answers"
-    sequence = example(MQAR(queries=5), 0, 7, 32, "test")
+    sequence = make_example(MQAR(queries=5), 0, 7, 32, "test")
     (held_out,) = validation.held_out
     assert (held_out.sequences[37] == sequence.tokens).all()
     assert (held_out.target_mask[37] == sequence.answers).all()

@@ -13,7 +13,7 @@ from lm.experiments.procedure import Procedure
 
 
 def test_time_is_that_of_the_runs_that_have_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare, "vocab_size_of", lambda data: 256)
+    monkeypatch.setattr(compare, "expected_vocab_size", lambda data: 256)
     procedure = procedure_of(
         tmp_path, tune=None, seeds=[1, 2, 3], sizes={"small": {}, "large": {"trainer.max_steps": 16}}
     )

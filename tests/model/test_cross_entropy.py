@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from lm.config.model_config import ModelConfig
-from lm.data.batches import IGNORED, Batch
+from lm.data.batches import NO_TARGET, Batch
 from lm.model.cross_entropy import CACHED_LOGITS, CHUNK_LOGITS, Head, argmax_tokens, token_nll, training_loss
 from lm.model.decoder import Decoder
 from scripts.tensor_memory import TensorMemory
@@ -28,10 +28,10 @@ def test_chunked_losses_equal_plain_ones_with_their_gradients(
     hidden = torch.randn(300, 24, generator=generator, dtype=dtype, requires_grad=True)
     head = head_of(torch.randn(37, 24, generator=generator, dtype=dtype), softcap)
     targets = torch.randint(37, (300,), generator=generator)
-    targets[::7] = IGNORED
+    targets[::7] = NO_TARGET
     logits = hidden.double() @ head.weight.double().t()
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    nll = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+    nll = F.cross_entropy(logits, targets, reduction="sum", ignore_index=NO_TARGET)
     loss = training_loss(hidden, head, targets)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), nll, rtol=1e-5, atol=0)
