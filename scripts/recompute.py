@@ -140,11 +140,10 @@ WHEN_TRENDS = {
     "SSMax": {"ssmax": 0, "at_25": 0.25, "at_50": 0.5, "at_75": 0.75, "at_90": 0.9, "after": 1},
     "SSMax with b": {"ssmax_b": 0, "at_25_b": 0.25, "at_50_b": 0.5, "at_75_b": 0.75, "at_90_b": 0.9},
 }
-EXTENDED_BY = {"softmax": "softmax", "ssmax": "SSMax", "log_n": "log n"}
 EXTEND = {
-    (arm + end).removeprefix("softmax_"): label + words
+    (arm + end).removeprefix("softmax_"): LABELS[arm] + words
     for end, words in {"": "", "_theta": ", base x 4", "_yarn": ", YaRN", "_nope": ", no positions"}.items()
-    for arm, label in EXTENDED_BY.items()
+    for arm in ("softmax", "ssmax", "log_n")
 } | {"not_extended": "softmax, 256 tokens to the end"}
 RECALL_ALL = Recall(
     "recall-all",

@@ -165,15 +165,3 @@ def check_normalizer(
     print(f"{len(results) - broken_count} of {len(results)} promises are kept{broken}")
     if broken_count:
         raise typer.Exit(1)
-
-
-def info(as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
-    """Print what this installation consists of.
-
-    Prints versions, devices, kernels and the mode of wandb as YAML. Please put this into a report of a problem.
-    """
-    from lm.commands.info import installation_facts
-    from lm.config.yaml_text import dump_yaml
-
-    content = installation_facts()
-    print(json.dumps(content, indent=1) if as_json else dump_yaml(content).rstrip())

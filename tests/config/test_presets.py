@@ -1,6 +1,5 @@
-"""Configurations and experiments are found by name and travel with the package; what `lm info` tells is there."""
+"""Configurations and experiments are found by name and travel with the package."""
 
-import json
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -9,10 +8,8 @@ import pytest
 from conftest import ROOT
 from conftest import lm as command
 
-import lm
 from lm.attention.catalogue import ENTRIES
 from lm.commands.arguments import paths_and_overrides
-from lm.commands.info import installation_facts
 from lm.config import presets
 from lm.config.load import load_config
 from lm.errors import ConfigError
@@ -117,14 +114,6 @@ def _matches(package: str, patterns: list[str]) -> list[Path]:
     parts = package.split(".")
     folder = ROOT.joinpath(*(parts[1:] if parts[1:2] == ["configs"] else parts))
     return [path for pattern in patterns for path in folder.glob(pattern)]
-
-
-def test_info_tells_versions_devices_and_kernels():
-    content = json.loads(json.dumps(installation_facts()))
-    assert list(content) == ["lm", "versions", "devices", "kernels", "wandb"]
-    assert content["lm"]["version"] == lm.__version__
-    assert content["versions"]["torch"]
-    assert content["devices"]["cores"] >= 1
 
 
 def test_normalizers_are_a_line_each_and_one_is_described():

@@ -3,18 +3,18 @@ as it was.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.attention.catalogue import Relu2, Softmax, SSMax
+from lm.attention.catalogue import Relu2, Softmax, SSMax, make_normalizer
+from lm.attention.layout import AttentionLayout
+from lm.attention.normalizer import LayerSpec
 from lm.attention.options import Options
 from lm.config.load import load_config
-from lm.config.model_config import LearnedPosition, ModelConfig, NoPosition
+from lm.config.model_config import LearnedPosition, ModelConfig
 from lm.config.training_config import OptimConfig
 from lm.data.batches import Batch
 from lm.errors import ConfigError
@@ -184,41 +184,20 @@ def test_the_second_version_subtracts_the_map_of_a_second_query(normalizer: Opti
     assert flops_per_token(decoder) - flops_per_token(model(n_kv_head=2)) == 3 * 2 * 2 * T * C + 6 * 2 * (C * C + 4 * C)
 
 
-@pytest.mark.parametrize("recipe", ["lssar", "tda"])
-def test_recipes_of_papers_are_their_formulas(recipe: str):
-    """From cosines of queries and keys, in fp64: LSSAR's two stages, and both views of threshold differential attention
-    with the norm of their difference. Rows of the first tokens have few keys.
+def test_recipes_of_papers_are_of_cosines():
+    """Under QK-norm LSSAR's scores are ln D ln n cos(q, k), and a view of threshold differential attention is
+    D (cos(q, k) - sqrt(2 ln n / D))^2 where that is above 0.
     """
-    config = replace(load_config([f"recipes/{recipe}"]).model, n_embd=C, position=NoPosition())
-    decoder, batch = Decoder(config, V, T, 0).double().eval(), Batch(tokens(2), tokens(2), None)
-    outputs, attention = [], decoder.blocks[0].attention
-    attention.out.register_forward_pre_hook(lambda module, arguments: outputs.append(arguments[0]))
-    with torch.no_grad():
-        attention.qkv.weight.mul_(100)  # so that the eps of QK-norm is negligible
-        decoder(batch.tokens)
-        x = decoder.blocks[0].attention_norm(decoder.embed(tokens(2))[0])
-    q, k, v = (x @ attention.qkv.weight.t()).unflatten(-1, (3, config.n_head, -1)).movedim(2, 0).transpose(2, 3)
-    n = torch.arange(1.0, T + 1).double().view(T, 1)
-
-    def rows(q: Tensor, k: Tensor, score: Callable[[Tensor], Tensor]) -> Tensor:
-        return score(F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT).tril()
-
-    if recipe == "lssar":
-        w = rows(q, k, lambda cosines: F.softplus(math.log(12) * n.log() * cosines))
-        sharp = (w / w.sum(-1, keepdim=True) * n - (n > 3).double()).relu().tril() ** 15
-        expected = sharp / sharp.sum(-1, keepdim=True) @ v
-    else:
-        bar = (2 * n.log() / 6).sqrt()  # beta = 1, views of half a head
-        first, second = (
-            rows(q[..., half], k[..., half], lambda cosines: (cosines - bar).relu().square()) @ v
-            for half in (slice(6), slice(6, 12))
-        )
-        a, b, c, d = attention.difference.lambdas.chunk(4)
-        initial = 0.8 - 0.6  # of the first layer
-        difference = first - ((a * b).sum().exp() - (c * d).sum().exp() + initial) * second
-        # weights of logits, whose squares are 6 times those of cosines, against the eps of the norm
-        expected = difference / (difference.square().mean(-1, keepdim=True) + 1e-5 / 6**2).sqrt() * (1 - initial)
-    torch.testing.assert_close(outputs[0], expected.transpose(1, 2).flatten(2).detach(), atol=1e-6, rtol=1e-4)
+    lssar, tda = (load_config([f"recipes/{name}"]).model for name in ("lssar", "tda"))
+    assert (lssar.qk_norm, tda.qk_norm, tda.differential) == (True, True, True)
+    n, layout = torch.arange(1.0, T + 1).view(T, 1), AttentionLayout.full(T)
+    q, k = F.normalize(torch.randn(2, 1, 4, T, 12, generator=torch.Generator().manual_seed(0)), dim=-1)
+    cosines, unit = (q @ k.mT).tril(), 12**0.5  # the norm that QK-norm leaves
+    scores = make_normalizer(lssar.normalizer, LayerSpec(4, 12, C, T)).scores(unit * q, unit * k, layout)
+    torch.testing.assert_close(scores.tril(), math.log(12) * n.log() * cosines, atol=1e-5, rtol=1e-5)
+    weights = make_normalizer(tda.normalizer, LayerSpec(4, 12, C, T)).weights(unit * q, unit * k, layout)
+    expected = 12 * (cosines - (2 * n.log() / 12).sqrt()).relu().square()
+    torch.testing.assert_close(weights, expected.tril(), atol=1e-5, rtol=1e-5)
 
 
 def test_exclusive_outputs_are_orthogonal_to_the_tokens_own_values():
