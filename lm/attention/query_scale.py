@@ -290,7 +290,7 @@ class YaRN(Options):
 
 
 class YaRNNormalizer(QueryScale):
-    """Softmax with YaRN's factor (0.1 ln(n / m) + 1)^2 on logits, 1 for n below m (arXiv 2309.00071).
+    """Softmax with YaRN's factor (0.1 ln(n / m) + 1)^2 on logits, 1 for n up to m (arXiv 2309.00071).
 
     YaRN also rescales RoPE's frequencies, which other options do, in training (`model.position`) or in inference.
     """
