@@ -14,7 +14,6 @@ from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
 from lm.errors import RunError
 from lm.plain import Plain
-from lm.runs.checkpoints import load_metadata
 from lm.runs.evaluations import Evaluation, chance_level, evaluation_files, load_evaluation
 from lm.runs.folder import (
     CHECKPOINTS,
@@ -87,7 +86,7 @@ class Outcome:
         if not self.folder.is_dir():
             return "unfinished"
         if self.planned:
-            check_planned(self.planned, self.checkpoint)
+            check_planned(self.planned)
         if self.divergence:
             return "diverged"
         is_finished = self.is_trained and self.is_complete and self.is_measured and len(self.units(self.metric))
@@ -246,23 +245,19 @@ class Outcome:
 # ---------------------------------------------------------------- the planned run
 
 
-def check_planned(planned: Config, checkpoint: Path) -> None:
-    """Check that a folder holds the run that is planned for it: config.yaml and the last checkpoint have its name,
+def check_planned(planned: Config) -> None:
+    """Check that a folder holds the run that is planned for it: its config.yaml, if there is one, has the run's name,
     which ends in a hash of its configuration.
 
-    Raises RunError: the folder was copied, renamed or linked.
+    Raises RunError: the folder was copied, renamed or linked, or config.yaml was altered.
     """
     path = planned.run_folder / CONFIG
-    texts = {path: read_file(planned.run_folder, CONFIG) if path.is_file() else ""}
-    texts[checkpoint] = load_metadata(checkpoint)["config"] if checkpoint.exists() else ""
-    for path, text in texts.items():
-        found = parse_yaml(text, str(path)) if text else {}
-        name = found.get("name") if isinstance(found, dict) else None
-        if name not in (None, planned.name):
-            raise RunError(
-                f"{path}: is of another run than {planned.name}: name {name} (planned: {planned.name}); bring back the "
-                "folder of that run, or delete this one and it is trained again"
-            )
+    name = parse_yaml(read_file(planned.run_folder, CONFIG), str(path))["name"] if path.is_file() else planned.name
+    if name != planned.name:
+        raise RunError(
+            f"{path}: is of another run than {planned.name}: name {name} (planned: {planned.name}); bring back the "
+            "folder of that run, or delete this one and it is trained again"
+        )
 
 
 # ---------------------------------------------------------------- differences between runs
