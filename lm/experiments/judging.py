@@ -14,8 +14,7 @@ from scipy.special import chdtri
 from lm.config.schema import key
 from lm.plain import Plain, json_value
 from lm.report.tables import Cell, Column, FilledColumn, Table, numeral, print_tables
-from lm.statistics.intervals import Estimate, over_seeds, over_seeds_and_documents
-from lm.statistics.joint import Family
+from lm.statistics.intervals import Estimate, Family, over_seeds, over_seeds_and_documents
 from lm.statistics.verdicts import (
     MAX_SEEDS,
     MIN_SEEDS,

@@ -14,8 +14,19 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import chdtri, nctdtr, stdtrit
 
-from lm.statistics.intervals import ALPHA, Estimate, Interval, bounded_ends, over_seeds, welch
-from lm.statistics.joint import CORRELATION_STEP, MAX_CORRELATION, MAX_DEGREES, Family, mean_correlation
+from lm.statistics.intervals import (
+    ALPHA,
+    CORRELATION_STEP,
+    MAX_CORRELATION,
+    MAX_DEGREES,
+    Estimate,
+    Family,
+    Interval,
+    bounded_ends,
+    mean_correlation,
+    over_seeds,
+    welch,
+)
 
 POWER = 0.8  # probability with which a number of seeds must find a difference
 # fewest seeds of a verdict: a spread estimated from two seeds is off by a factor of up to 32 (95 %), from three by up

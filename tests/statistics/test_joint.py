@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import beta, dunnett, t, ttest_1samp, ttest_ind
 
-from lm.statistics.intervals import bounded_ends
-from lm.statistics.joint import MAX_CORRELATION, Family, joint_tail, mean_correlation
+from lm.statistics.intervals import MAX_CORRELATION, Family, bounded_ends, joint_tail, mean_correlation
 from lm.statistics.verdicts import UNTUNED, Comparison, family_of, stack_comparisons, verdicts
 
 TABLES = 500  # random tables of each design
