@@ -16,7 +16,6 @@ from lm import __version__
 from lm.commands import compare_commands, model_commands, train_commands
 from lm.config.removed_keys import removed_name_advice
 from lm.errors import LMError, is_out_of_memory, one_line, terminal_text
-from lm.machine import stop_with_parent
 from lm.plugins import PLUGINS
 
 # A class of typer's parser, which newer versions of typer contain and older ones take from click.
@@ -81,7 +80,6 @@ def main() -> None:
     """Run the command line. An error meant for the user prints a message, without a traceback, and gives a non-zero
     exit status.
     """
-    stop_with_parent()
     # Python would search all that torch has loaded for reference cycles, many times during its import and at the end
     gc.set_threshold(100_000)
     atexit.register(gc.freeze)

@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from lm.commands.arguments import paths_and_overrides
 from lm.errors import ConfigError
 
 RunFolders = Annotated[list[Path], typer.Argument(metavar="RUN", help="run folders, e.g. runs/softmax")]
@@ -67,9 +66,8 @@ def compare(
     A file names arms, seeds and learning rates; several files are worked on one after the other. Finished runs are kept
     and interrupted ones resumed: the same command continues. Writes verdicts and a report (docs/experiments.md).
     """
-    files, overrides = paths_and_overrides(arguments, "no experiment file given, e.g. configs/experiments/ssmax.yaml")
     from lm.experiments.compare import TrainingOptions, compare_experiments, print_commands
-    from lm.experiments.definition import read_experiment
+    from lm.experiments.definition import read_experiments
     from lm.experiments.page import VERDICTS
 
     modes = {"--plan": plan, "--report-only": report_only, "--commands": commands, "--submit": submit}
@@ -83,14 +81,15 @@ def compare(
     for name, (is_given, is_useful) in needs.items():
         if is_given and not is_useful:
             raise ConfigError(f"{name} goes with {'--report-only' if name == '--json' else '--submit'}")
+    experiments = read_experiments(arguments)
     training_options = TrainingOptions(jobs, retry, jobs_per_gpu, submit, workers, job_options)
     if commands:
-        print_commands(files, overrides, training_options)
+        print_commands(experiments, training_options)
     else:
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
-            compare_experiments(files, overrides, training_options, plan, report_only)
-        for path in files if as_json else ():
-            print((read_experiment(path, overrides).folder / f"{VERDICTS}.json").read_text(encoding="utf-8"), end="")
+            compare_experiments(experiments, training_options, plan, report_only)
+        for experiment in experiments if as_json else ():
+            print((experiment.folder / f"{VERDICTS}.json").read_text(encoding="utf-8"), end="")
 
 
 def judge(

@@ -24,6 +24,7 @@ from lm.config.yaml_text import override_text
 from lm.errors import ConfigError, RunError
 from lm.evaluation.evaluate import evaluate_runs
 from lm.experiments.compare import TrainingOptions, compare_experiments, open_experiment
+from lm.experiments.definition import read_experiments
 from lm.experiments.judging import INTERVALS
 from lm.experiments.page import REPORT, VERDICTS
 from lm.experiments.run_table import Direction, judge_table
@@ -128,16 +129,14 @@ def compare(
 
     Raises LMError: `lm compare` would end with this error.
     """
-    files, overrides = paths_and_overrides(
-        _arguments(arguments), "no experiment file given, e.g. configs/experiments/ssmax.yaml"
-    )
-    if len(files) > 1:
-        raise RunError(f"{files[1]}: lm.compare works on one experiment: call it for each")
+    experiments = read_experiments(_arguments(arguments))
+    if len(experiments) > 1:
+        raise RunError(f"{experiments[1].file}: lm.compare works on one experiment: call it for each")
     if jobs is not None and jobs < 1:
         raise RunError(f"jobs = {jobs!r}: must be at least 1")
     with _silence_unless(verbose):
-        compare_experiments(files, overrides, TrainingOptions(jobs), report_only=not train)
-    procedure = open_experiment(files[0], overrides)
+        compare_experiments(experiments, TrainingOptions(jobs), report_only=not train)
+    procedure = open_experiment(experiments[0])
     folder = procedure.experiment.folder
     runs = dict.fromkeys(run.config.run_folder for run in procedure.known_runs() if run.has_begun)
     return ComparedExperiment(folder, _verdict_frame(folder / f"{VERDICTS}.csv"), tuple(runs))

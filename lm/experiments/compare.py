@@ -8,21 +8,19 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import torch
 
-from lm.config.load import merge
 from lm.config.tree import Config
 from lm.data.prepare import expected_vocab_size, prepare
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError, value_text
 from lm.evaluation.held_out import validation_sequences
-from lm.experiments.definition import Experiment, plan_of, read_experiment, size_name
+from lm.experiments.definition import SHARED_SETTINGS, Experiment, plan_of, read_experiment, size_name
 from lm.experiments.judging import experiment_noise
 from lm.experiments.loop import (
     Cluster,
@@ -45,7 +43,6 @@ from lm.runs.manifest import read_file, write_files
 from lm.runs.record import starts
 from lm.statistics.units import selection_mask
 
-SHARED_SETTINGS = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
 # key of the plan in RESOLVED_FILE; the plan is null (unknown) if the file was written after final runs were measured
 PLAN = "planned"
 _OTHER_NAME = "give the experiment's file another name, or set runs=..."
@@ -64,8 +61,7 @@ class TrainingOptions:
 
 
 def compare_experiments(
-    files: list[Path],
-    overrides: list[str],
+    experiments: list[Experiment],
     options: TrainingOptions,
     plan_only: bool = False,
     report_only: bool = False,
@@ -76,25 +72,25 @@ def compare_experiments(
         plan_only: print the plans alone.
         report_only: print no plans and train nothing, but judge the runs that exist.
 
-    Raises LMError: an experiment's file is wrong, or runs failed.
+    Raises LMError: runs failed, or those that exist can't be judged.
     """
     failure_words = []
-    for path, experiment in [(path, read_experiment(path, overrides)) for path in files]:
+    for experiment in experiments:
         if report_only:
-            write_verdicts(open_experiment(path, overrides))
+            write_verdicts(open_experiment(experiment))
             continue
         # before text is prepared: there may be too few GPUs
         slots = [()] * options.workers if options.engine else slots_of(experiment, options.jobs, options.jobs_per_gpu)
         jobs = 1 if options.engine else len(slots)
         if plan_only:
-            print("\n".join(plan_lines(open_experiment(path, overrides, jobs), slots)))
+            print("\n".join(plan_lines(open_experiment(experiment, jobs), slots)))
             continue
         with experiment_lock(experiment.folder):
             cluster = None
             if options.engine:
                 cluster = Cluster(experiment.folder, options.job_options, options.engine)
-                _start_in_job(experiment, path, cluster)
-            procedure = start(path, overrides, jobs)
+                _start_in_job(experiment, cluster)
+            procedure = start(experiment, jobs)
             print("\n".join(plan_lines(procedure, slots)), flush=True)
             if options.retry:
                 forget_failures(procedure)
@@ -113,13 +109,13 @@ def compare_experiments(
         raise RunsFailed("; ".join(failure_words))
 
 
-def print_commands(files: list[Path], overrides: list[str], options: TrainingOptions) -> None:
-    """Print, for each run that can be started now, one line with the shell commands that train it. Raises LMError: a
-    file is wrong.
+def print_commands(experiments: list[Experiment], options: TrainingOptions) -> None:
+    """Print, for each run that can be started now, one line with the shell commands that train it. Raises LMError as
+    `start` does.
     """
-    for path in files:
+    for experiment in experiments:
         with redirect_stdout(sys.stderr):  # messages on the text and on other processes are no commands
-            procedure = start(path, overrides, options.jobs or 1)
+            procedure = start(experiment, options.jobs or 1)
             if options.retry:
                 forget_failures(procedure)
         for run in ExperimentTrainer(procedure, [()]).free_runs():
@@ -128,13 +124,14 @@ def print_commands(files: list[Path], overrides: list[str], options: TrainingOpt
             print(" && ".join(shell_commands), flush=True)
 
 
-def _start_in_job(experiment: Experiment, path: Path, cluster: Cluster) -> None:
+def _start_in_job(experiment: Experiment, cluster: Cluster) -> None:
     """Prepare the training text of an experiment on this machine. If the experiment was never started, start it in a
     scheduler's job, so that precision, compilation and threads are chosen for the machines that train."""
     prepare(experiment.first_config.data, progress=True)
     if not (experiment.folder / RESOLVED_FILE).exists():
         print(f"{experiment.name}: a first job settles precision, compilation and threads", flush=True)
-        cluster.result(cluster.submit(partial(start, path, [*experiment.overrides])))
+        file, overrides = experiment.file, [*experiment.overrides]
+        cluster.result(cluster.submit(lambda: start(read_experiment(file, overrides))))
 
 
 # ---------------------------------------------------------------- opening and starting an experiment
@@ -160,37 +157,31 @@ def experiment_lock(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def open_experiment(path: Path, overrides: list[str], jobs: int = 1) -> Procedure:
-    """Open an experiment as its file and run folders are now, without preparing, training or writing anything.
+def open_experiment(experiment: Experiment, jobs: int = 1) -> Procedure:
+    """Open an experiment as its run folders are now, without preparing, training or writing anything.
 
     If the file leaves precision, compilation or threads open, the settings of the first start hold. Before a first
     start they are resolved for this machine.
 
     jobs: the number of runs at a time, on which the number of threads depends.
 
-    Raises LMError: the file is wrong, the experiment's folder is a run folder, or RESOLVED_FILE is damaged.
+    Raises RunError: the experiment's folder is a run folder, or RESOLVED_FILE is damaged.
     """
-    experiment = read_experiment(path, overrides)
     if (experiment.folder / CONFIG).exists():
         raise RunError(f"{experiment.folder}: a run folder; {_OTHER_NAME}")
     recorded = _first_start_record(experiment)
-    settings = recorded or _machine_settings(experiment, jobs)
-    trainer = experiment.base.get("trainer", {})  # sizes and arms may set these keys, too
-    open_settings = {
-        name: settings[name] for name in SHARED_SETTINGS if trainer.get(name) in ("auto", None) and name in settings
-    }
-    procedure = Procedure(replace(experiment, base=merge(experiment.base, {"trainer": open_settings})))
+    procedure = Procedure(experiment.with_open_settings(recorded or _machine_settings(experiment, jobs)))
     _compare_with_plan(procedure, recorded)
     return procedure
 
 
-def start(path: Path, overrides: list[str], jobs: int = 1) -> Procedure:
+def start(experiment: Experiment, jobs: int = 1) -> Procedure:
     """Start an experiment: prepare its text, and fix the settings that all its runs share.
 
     Raises LMError: as `open_experiment`; or the text can't be prepared, or is not that of the first runs.
     """
-    store = prepare(read_experiment(path, overrides).first_config.data, progress=True)
-    procedure = open_experiment(path, overrides, jobs)  # the vocabulary is known now
+    store = prepare(experiment.first_config.data, progress=True)
+    procedure = open_experiment(experiment, jobs)  # the vocabulary is known now
     experiment, file = procedure.experiment, procedure.experiment.folder / RESOLVED_FILE
     _check_held_out_text(experiment, store)
     trainer, recorded = experiment.first_config.trainer, _first_start_record(experiment)
@@ -213,7 +204,7 @@ def _check_held_out_text(experiment: Experiment, store: Store) -> None:
     Raises ConfigError.
     """
     config = experiment.first_config
-    if config.data.symbolic:
+    if not experiment.has_documents:
         return
     labels = validation_sequences(store, config).document_labels
     chosen = selection_mask(store.fingerprint, labels)

@@ -25,20 +25,19 @@ from lm.config.yaml_text import override_text, resolve_interpolations
 from lm.data.prepare import expected_vocab_size
 from lm.errors import ConfigError, DataError, Problem, suggest
 from lm.evaluation.metrics import find_metric
-from lm.experiments.judging import PrimaryMetric, Rate
-from lm.experiments.run_outcome import SELECTION
+from lm.experiments.judging import PrimaryMetric, Rate, SizeArm
+from lm.experiments.run_outcome import SELECTION, OptionsByKind, read_tuning_table
 from lm.files import expand_home, plain_sha256
 from lm.model.spec import count_steps
 from lm.plain import Plain, flatten, to_plain
 from lm.plugins import PLUGINS
-from lm.runs.folder import CHECKPOINTS, DIVERGED, SWAPPED, step_path
+from lm.runs.folder import CHECKPOINTS, SWAPPED, step_path
 from lm.runs.metric import Metric
 
 _UNCACHED_KEYS = ("name", "runs", "seed")  # keys on which no other key of a configuration depends
-
-
 _JUDGED = "the runs that choose a rate must not judge it"
 TOKENS_KEY = "trainer.tokens_per_parameter"
+SHARED_SETTINGS = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
 # keys of `data` that decide what the token store holds
 _STORE_KEYS = ("source", "tokenizer", "val_fraction", "deduplicate", "on_error")
 # configuration keys that the experiment sets in each run
@@ -74,8 +73,7 @@ class Arm:
 @dataclass
 class Tune:
     """The choice of each arm's learning rate, or of its value of another configuration key, from a grid or from a table
-    of tuning runs.
-    """
+    of tuning runs."""
 
     grid: list[int | float] = key([], "its values, e.g. [1e-3, 2e-3, 4e-3]; []: the arms are taken as they are", gt=0)
     table: str | None = key(
@@ -119,8 +117,7 @@ class Experiment:
     overrides: tuple[str, ...]
     # the runs that the file `tune.table` lists, as `Procedure.tuning_runs` gives them; None without this file
     table: pd.DataFrame | None = field(default=None, repr=False, compare=False)
-    # configuration keys for the measurement of finished runs at their last step, in addition to the evaluations during
-    # training
+    # keys of `eval` for the measurement of finished runs, in addition to the evaluations during training
     evaluate: dict[str, Plain] = field(default_factory=dict)
     # parsed configurations, by the values of all keys except `_UNCACHED_KEYS`
     _configs: dict[str, Config] = field(default_factory=dict, repr=False, compare=False)
@@ -157,6 +154,11 @@ class Experiment:
         return find_metric(self.measurement_config(self.first_config), self.primary.metric)[1]
 
     @property
+    def has_documents(self) -> bool:
+        """Whether runs are measured on documents of a text, not on sequences of symbols."""
+        return not self.first_config.data.symbolic
+
+    @property
     def folder(self) -> Path:
         return expand_home(self.first_config.runs) / self.name
 
@@ -184,15 +186,13 @@ class Experiment:
         self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]
     ) -> dict[str, Plain]:
         """The plain configuration of one run; `rate` is the value of the tuned key, and `changes` override all other
-        settings.
-        """
+        settings."""
         tuned = nest_keys({} if rate is None else {self.tune.key: rate})
         return reduce(merge, (self.base, self.sizes[size], arm.changes, tuned, {"seed": seed}, changes))
 
     def config(self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]) -> Config:
         """Build the configuration of one run from `plain`. Runs that differ only in `_UNCACHED_KEYS` share a parsed
-        configuration, also across copies of the experiment. Raises ConfigError.
-        """
+        configuration, also across copies of the experiment. Raises ConfigError."""
         plain = resolve_interpolations(self.plain_config(size, arm, seed, rate, changes))
         own_keys = {name: plain[name] for name in _UNCACHED_KEYS if name in plain}
         cache_key = repr({name: value for name, value in plain.items() if name not in own_keys})
@@ -238,11 +238,36 @@ class Experiment:
         place = ExperimentConfig(self.name, arm.name, size or None, stage, rate)
         return replace(config, **start, name=f"{stem}-{digest}", experiment=place)
 
+    def with_open_settings(self, settings: dict[str, Plain]) -> "Experiment":
+        """Return the experiment with the `SHARED_SETTINGS` in `settings`, where its base leaves them open."""
+        trainer = self.base.get("trainer", {})  # sizes and arms may set these keys, too
+        names = (name for name in SHARED_SETTINGS if trainer.get(name) in ("auto", None) and name in settings)
+        return replace(self, base=merge(self.base, {"trainer": {name: settings[name] for name in names}}))
+
     def measurement_config(self, config: Config) -> Config:
         """Return `config` with the entries of `self.evaluate` laid over it, to measure a run after training. Raises
-        ConfigError.
-        """
+        ConfigError."""
         return parse_config(merge(to_plain(config), self.evaluate)) if self.evaluate else config
+
+    @cached_property
+    def required_options(self) -> dict[SizeArm, OptionsByKind]:
+        """The options of `eval` with which runs must be measured after training, by size and arm, then by kind of
+        evaluation; {} if evaluations during training are enough."""
+        required = {}
+        for size, arm in self.size_arms if self.evaluate else ():
+            config = self.measurement_config(self.example_config(size, arm))
+            kinds = config.eval.wanted_kinds(config.data)
+            required[size, arm.name] = {kind: config.eval.measurement_options(kind) for kind in kinds}
+        return required
+
+    def evaluations_of(self, size: str, arm: Arm, config: Config) -> tuple[list[str], OptionsByKind, OptionsByKind]:
+        """Return how a run of an arm is measured: the kinds of evaluation that are due at its end, without validation;
+        its `required_options`; and its own options of `eval` by kind."""
+        (_, *wanted_kinds), kinds = config.eval.wanted_kinds(config.data), config.eval.kinds
+        steps = config.trainer.max_steps
+        due_kinds = [kind for kind in wanted_kinds if not arm.trained or kinds[kind].is_due(steps, steps)]
+        own_options = {kind: config.eval.measurement_options(kind) for kind in ("validation", *kinds)}
+        return due_kinds, self.required_options.get((size, arm.name), {}), own_options
 
     @property
     def evaluate_overrides(self) -> list[str]:
@@ -254,8 +279,7 @@ def config_hash(config: Config) -> str:
     """Hash all keys that decide what a run learns and how it is measured, to eight hexadecimal digits. A run with
     another hash is another run. Null keys (off) are left out, so that new keys of a later version do not change the
     hash. The paths `init_from` and `branch_from` are hashed as text, so `Experiment.run_config` first makes them
-    independent of where the experiment's folder lies.
-    """
+    independent of where the experiment's folder lies."""
     text = json.dumps(deciding_keys(to_plain(config)), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
@@ -271,8 +295,7 @@ def deciding_keys(plain: dict[str, Plain]) -> dict[str, Plain]:
 
 def plan_of(experiment: Experiment) -> dict[str, dict]:
     """The present plan: keys that all verdicts depend on (`shared`), and the configuration of each arm and size
-    (`arms`, by SIZE/ARM).
-    """
+    (`arms`, by SIZE/ARM)."""
     primary, baseline, arms = experiment.primary, experiment.arms[0], {}
     shared = {"seeds": sorted(experiment.seeds), "baseline": baseline.name}
     # only the plan's power depends on `spread`
@@ -333,7 +356,17 @@ class _ArmKeys:
     step: int | None = key(None, "the step of the other arm from which it goes on", ge=1)
 
 
-def read_experiment(file: Path, overrides: list[str]) -> Experiment:
+def read_experiments(arguments: list[str]) -> list[Experiment]:
+    """Read the experiments whose files `arguments` name, each with the overrides among the arguments. Raises LMError as
+    `read_experiment` does, and ConfigError without a file."""
+    overrides = [*filter(presets.is_override, arguments)]
+    files = [text for text in arguments if text not in overrides]
+    if not files:
+        raise ConfigError("no experiment file given, e.g. configs/experiments/ssmax.yaml")
+    return [read_experiment(file, overrides) for file in files]
+
+
+def read_experiment(file: str | Path, overrides: list[str]) -> Experiment:
     """Read the experiment that a YAML file describes.
 
     overrides: `key=value` texts, which change the base configuration of all arms.
@@ -369,7 +402,7 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     if problems:
         raise ConfigError(problems)
     base, changes, tune = merge_bases(base, file, "base"), read_overrides(overrides), keys.tune
-    table = None if tune.table is None else _tuning_table(file.parent / tune.table, keys.primary.metric)
+    table = None if tune.table is None else read_tuning_table(file.parent / tune.table, keys.primary.metric)
     experiment = Experiment(
         file.stem, merge(base, changes), tuple(arms.values()), sizes or {"": {}}, tuple(keys.seeds), tune,
         keys.primary, file, tuple(overrides), table, nest_keys(keys.evaluate or {}),
@@ -402,8 +435,7 @@ def _ineffective_keys(experiment: Experiment, blocks: dict[str, dict[str, Plain]
 def _arm(name: str, block: dict[str, Plain], earlier: dict[str, Arm], file: Path, problems: list[Problem]) -> Arm:
     """Read an arm's block, and take the keys out of it that are no configuration keys; `earlier` are the arms before
     it. Problems with it are added to `problems`. An unknown normalizer or initial value of `swap` is refused where the
-    configuration is parsed.
-    """
+    configuration is parsed."""
     path, source = f"arms.{name}", block.pop("from", None)
     start = build_block(
         _ArmKeys, {key: block.pop(key) for key in ("swap", "train", "step") if key in block}, path, problems
@@ -481,8 +513,7 @@ def _with_steps(experiment: Experiment) -> Experiment:
 
 def _check(experiment: Experiment) -> None:
     """Check the configurations of all arms in all sizes, and the tuning table. Raises ConfigError, which lists all
-    problems.
-    """
+    problems."""
     problems: list[Problem | str] = [] if experiment.table is None else [*_check_table(experiment)]
     primary = experiment.primary
     try:
@@ -516,8 +547,7 @@ def _check(experiment: Experiment) -> None:
 
 def _check_arms(experiment: Experiment, configs: dict[str, Config]) -> Iterator[Problem]:
     """Check that the arms of a size, of these configurations, differ, read the same data, are measured on the same
-    sequences, and branch off at checkpoints that are kept.
-    """
+    sequences, and branch off at checkpoints that are kept."""
     metric, names = experiment.primary.metric, dict[str, str]()
     baseline_sequences = _measured_sequences(experiment, configs[experiment.arms[0].name])
     for arm in experiment.arms:
@@ -550,29 +580,6 @@ def _kept_steps(config: Config) -> list[int]:
     last = config.trainer.max_steps
     regular = [step for step in range(1, last + 1) if step % config.checkpoint_every == 0 or step == last]
     return sorted({*regular[-config.trainer.keep_checkpoints :], *config.phase_ends[:-1]})
-
-
-def _tuning_table(path: Path, metric: str) -> pd.DataFrame:
-    """Read the tuning runs that a tuning table lists, as `Procedure.tuning_runs` gives them.
-
-    metric: the column of the primary metric, which may be missing.
-
-    Raises ConfigError: the file does not exist, or is no tuning table.
-    """
-    try:
-        table = pd.read_csv(path, dtype=str, keep_default_na=False)
-        for name in {SELECTION, metric}:
-            texts = table[name] if name in table or name == SELECTION else pd.Series("", table.index)
-            table[name] = texts.replace({DIVERGED: "inf", "": "nan"}).map(float)  # exact, unlike pandas' own reading
-        table["rate"], table["seed"] = table["rate"].map(float), table["seed"].map(int)
-        return table[[*dict.fromkeys(("size", "arm", "key", "rate", "seed", SELECTION, metric))]]
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror} (tune.table)") from None
-    except (KeyError, ValueError, TypeError):
-        columns = f"size, arm, key, rate, seed and {SELECTION}, which is a number or `{DIVERGED}`"
-        raise ConfigError(
-            f"{path}: is no tuning table: it needs columns {columns}, as in tuning.csv, which `lm compare` writes"
-        ) from None
 
 
 def _check_table(experiment: Experiment) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +23,7 @@ from lm.experiments.judging import FRAME_COLUMNS, Judgement, Question, Rate, Siz
 from lm.experiments.run_outcome import SELECTION, Outcome, describe_values, run_differences
 from lm.files import read_json, write_text
 from lm.machine import STOP_SIGNALS
-from lm.plain import Plain, to_plain
+from lm.plain import to_plain
 from lm.plugins import top_level_package
 from lm.runs.folder import CONFIG, ENVIRONMENT
 from lm.statistics.units import part_of
@@ -109,40 +109,24 @@ class Procedure:
 
     def run(self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, rates: dict[str, Rate | None]) -> Run:
         """Return the run of an arm at a rate. `rates`: the rates of the arms that it starts from, by arm."""
+        experiment = self.experiment
         source = self.run(size, self._arms[arm.source], stage, rates[arm.source], seed, rates) if arm.source else None
         run_key = size, arm.name, stage, rate, seed, source and source.config.name
         config = self._configs.get(run_key)
         if config is None:
-            config = self.experiment.run_config(size, arm, stage, rate, seed, source and source.config)
+            config = experiment.run_config(size, arm, stage, rate, seed, source and source.config)
             self._configs[run_key] = config
         outcome = self._ended_outcomes.get(config.run_folder)
         if source and source.outcome.state == "diverged":  # the run has no weights to start from
             outcome = source.outcome
         elif outcome is None:
             last_step = config.trainer.max_steps if arm.trained else source.outcome.last_step
-            scheduled = tuple(
-                kind
-                for kind, options in config.eval.kinds.items()
-                if options.is_wanted(config.data) and (not arm.trained or options.is_due(last_step, last_step))
-            )
-            required, metric = self._required_options.get((size, arm.name), {}), self.experiment.primary.metric
-            outcome = self._read(config.run_folder, last_step, metric, scheduled, required, config)
+            metric, evaluations = experiment.primary.metric, experiment.evaluations_of(size, arm, config)
+            outcome = self._read(config.run_folder, last_step, metric, *evaluations)
             if outcome.has_ended:  # its folder is not read again
                 self._ended_outcomes[config.run_folder] = outcome
-        overrides = tuple(self.experiment.evaluate_overrides)
+        overrides = tuple(experiment.evaluate_overrides)
         return Run(size, arm.name, stage, rate, seed, config, outcome, source, arm.swap, arm.trained, overrides)
-
-    @cached_property
-    def _required_options(self) -> dict[SizeArm, dict[str, dict[str, Plain]]]:
-        """The options with which evaluations must be made, by size and arm, then by kind; {} if evaluations during
-        training are enough.
-        """
-        required, experiment = {}, self.experiment
-        for size, arm in experiment.size_arms if experiment.evaluate else ():
-            config = experiment.measurement_config(experiment.example_config(size, arm))
-            kinds = config.eval.wanted_kinds(config.data)
-            required[size, arm.name] = {kind: config.eval.measurement_options(kind) for kind in kinds}
-        return required
 
     def choice(self, size: str) -> Choice:
         """Return the tuning runs of a size and the rates of its arms, as far as they are known; settled rates are
@@ -336,7 +320,7 @@ class Procedure:
         """
         outcome, metric, has_finished = run.outcome, self.experiment.primary.metric, run.outcome.state == "finished"
         units = pd.DataFrame({"value": [outcome.mean(metric, selection=False)], "weight": 1.0, "group": None})
-        if has_finished and not run.config.data.symbolic:
+        if has_finished and self.experiment.has_documents:
             measured = part_of(outcome.units(metric), "reports")
             units = measured if (measured["part"] == "reports").any() else units
         note = outcome.divergence if outcome.state == "diverged" else outcome.not_learned_text if has_finished else ""

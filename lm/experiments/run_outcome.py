@@ -3,16 +3,15 @@ their arms.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 import pandas as pd
 
-from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
-from lm.errors import RunError
+from lm.errors import ConfigError, RunError
 from lm.plain import Plain
 from lm.runs.evaluations import Evaluation, chance_level, evaluation_files, load_evaluation
 from lm.runs.folder import (
@@ -33,6 +32,7 @@ from lm.statistics.intervals import is_unlearned
 from lm.statistics.units import part_of, unit_rows, weighted_mean
 
 SELECTION = "val/loss"  # validation loss: chooses learning rates, unless `tune.metric` is primary
+OptionsByKind = dict[str, dict[str, Plain]]  # options of `eval`, by kind of evaluation
 _RUN_FACTS = {
     "git commit": "git_commit",
     "torch": "versions.torch",
@@ -52,11 +52,12 @@ class Outcome:
     last_step: int
     metric: str
     # kinds of evaluation that are scheduled at `last_step`, without validation
-    scheduled_evaluations: tuple[str, ...] = ()
+    scheduled_evaluations: Collection[str] = ()
     # the options of `eval` with which evaluations of `last_step` must be made, by kind; {}: the scheduled evaluations
     # are enough
-    required_options: dict[str, dict[str, Plain]] = field(default_factory=dict)
-    planned: Config | None = None  # the configuration of the run that the folder must hold; None: any
+    required_options: OptionsByKind = field(default_factory=dict)
+    # the options of `eval` of the run, by kind of evaluation; {}: any
+    own_options: OptionsByKind = field(default_factory=dict)
 
     @cached_property
     def log_lines(self) -> list[dict[str, Plain]]:
@@ -82,11 +83,18 @@ class Outcome:
     @cached_property
     def state(self) -> RunStatus:
         """The run is `finished` once its last checkpoint, validation loss (SELECTION), `metric` and all evaluations of
-        the last step exist. A run that has diverged is `diverged`; any other run is `unfinished`."""
+        the last step exist. A run that has diverged is `diverged`; any other run is `unfinished`.
+
+        Raises RunError: the folder was copied, renamed or linked, so that the name in its config.yaml, which ends in a
+        hash of the configuration, is another; or a file was altered.
+        """
         if not self.folder.is_dir():
             return "unfinished"
-        if self.planned:
-            check_planned(self.planned)
+        path, planned = self.folder / CONFIG, self.folder.name
+        name = parse_yaml(read_file(self.folder, CONFIG), CONFIG)["name"] if path.is_file() else planned
+        if name != planned:
+            remedy = "bring back the folder of that run, or delete this one and it is trained again"
+            raise RunError(f"{path}: is of another run than {planned}: its name is {name}; {remedy}")
         if self.divergence:
             return "diverged"
         is_finished = self.is_trained and self.is_complete and self.is_measured and len(self.units(self.metric))
@@ -169,8 +177,8 @@ class Outcome:
         return self.required_options.items() <= asked.items()
 
     def _has_own_options(self, evaluation: Evaluation) -> bool:
-        """Whether an evaluation was made with the options of the planned run."""
-        return not self.planned or evaluation.asked in ({}, self.planned.eval.measurement_options(evaluation.kind))
+        """Whether an evaluation was made with the options of the run."""
+        return not self.own_options or evaluation.asked in ({}, self.own_options.get(evaluation.kind, {}))
 
     @property
     def has_ended(self) -> bool:
@@ -242,22 +250,30 @@ class Outcome:
         return weighted_mean(part_of(self.units(metric), "selects" if selection else "reports"))
 
 
-# ---------------------------------------------------------------- the planned run
+# ---------------------------------------------------------------- tuning runs in a table
 
 
-def check_planned(planned: Config) -> None:
-    """Check that a folder holds the run that is planned for it: its config.yaml, if there is one, has the run's name,
-    which ends in a hash of its configuration.
+def read_tuning_table(path: Path, metric: str) -> pd.DataFrame:
+    """Read the tuning runs that a tuning table lists, as `Procedure.tuning_runs` gives them.
 
-    Raises RunError: the folder was copied, renamed or linked, or config.yaml was altered.
+    metric: the column of the primary metric, which may be missing.
+
+    Raises ConfigError: the file does not exist, or is no tuning table.
     """
-    path = planned.run_folder / CONFIG
-    name = parse_yaml(read_file(planned.run_folder, CONFIG), str(path))["name"] if path.is_file() else planned.name
-    if name != planned.name:
-        raise RunError(
-            f"{path}: is of another run than {planned.name}: name {name} (planned: {planned.name}); bring back the "
-            "folder of that run, or delete this one and it is trained again"
-        )
+    try:
+        table = pd.read_csv(path, dtype=str, keep_default_na=False)
+        for name in {SELECTION, metric}:
+            texts = table[name] if name in table or name == SELECTION else pd.Series("", table.index)
+            table[name] = texts.replace({DIVERGED: "inf", "": "nan"}).map(float)  # exact, unlike pandas' own reading
+        table["rate"], table["seed"] = table["rate"].map(float), table["seed"].map(int)
+        return table[[*dict.fromkeys(("size", "arm", "key", "rate", "seed", SELECTION, metric))]]
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror} (tune.table)") from None
+    except (KeyError, ValueError, TypeError):
+        columns = f"size, arm, key, rate, seed and {SELECTION}, which is a number or `{DIVERGED}`"
+        raise ConfigError(
+            f"{path}: is no tuning table: it needs columns {columns}, as in tuning.csv, which `lm compare` writes"
+        ) from None
 
 
 # ---------------------------------------------------------------- differences between runs

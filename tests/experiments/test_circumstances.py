@@ -31,7 +31,7 @@ def started(folder: Path, overrides: list[str], **changes: object) -> Procedure:
     """An experiment all of whose runs have ended, as its first start settled it."""
     procedure = Procedure(read_experiment(written(folder, **SEEDS | changes), overrides))
     put(procedure.experiment.folder / RESOLVED_FILE, SETTLED)
-    procedure = open_experiment(procedure.experiment.file, overrides)
+    procedure = open_experiment(read_experiment(procedure.experiment.file, overrides))
     put(procedure.experiment.folder / RESOLVED_FILE, SETTLED | {PLAN: plan_of(procedure.experiment)})
     finish_all(procedure, lambda run: 5 - 0.1 * (run.arm == "ssmax") + 1e-3 * run.seed * (run.arm == "ssmax"))
     for run in procedure.known_runs():
@@ -61,7 +61,7 @@ def overrides(tmp_path: Path) -> list[str]:
 
 
 def test_as_it_was_planned_nothing_is_said(tmp_path, overrides):
-    procedure = open_experiment(started(tmp_path, overrides).experiment.file, overrides)
+    procedure = open_experiment(read_experiment(started(tmp_path, overrides).experiment.file, overrides))
     assert (procedure.notes(), exploratory(procedure)) == ([], [])
 
 
@@ -84,7 +84,7 @@ def test_as_it_was_planned_nothing_is_said(tmp_path, overrides):
 )
 def test_what_was_changed_after_final_runs_were_measured_is_exploratory(tmp_path, overrides, changes, arms, words):
     started(tmp_path, overrides)
-    procedure = open_experiment(written(tmp_path, **SEEDS | changes), overrides)
+    procedure = open_experiment(read_experiment(written(tmp_path, **SEEDS | changes), overrides))
     assert exploratory(procedure)[: len(arms)] == arms
     (line,) = [note for note in procedure.notes() if note.startswith("exploratory: changed since the plan: ")]
     assert words in line
@@ -94,7 +94,7 @@ def test_what_was_changed_after_final_runs_were_measured_is_exploratory(tmp_path
 
 def test_an_arm_that_is_left_out_makes_all_exploratory(tmp_path, overrides):
     started(tmp_path, overrides, arms=MORE)
-    procedure = open_experiment(written(tmp_path, **SEEDS), overrides)
+    procedure = open_experiment(read_experiment(written(tmp_path, **SEEDS), overrides))
     assert exploratory(procedure) == ["ssmax"]
     assert procedure.notes() == ["exploratory: changed since the plan: log_n: left out"]
 
@@ -106,7 +106,7 @@ def test_arms_that_start_from_a_changed_arm_are_exploratory(tmp_path, overrides)
         return TWO_ARMS["arms"] | {"late": late, "later": later}
 
     started(tmp_path, overrides, arms=arms(6))
-    procedure = open_experiment(written(tmp_path, **SEEDS | {"arms": arms(7)}), overrides)
+    procedure = open_experiment(read_experiment(written(tmp_path, **SEEDS | {"arms": arms(7)}), overrides))
     assert procedure.exploratory == {("", "late"), ("", "later")}
     assert procedure.plan_notes == ["exploratory: changed since the plan: late: trainer.max_steps was 6, is 7"]
 
@@ -123,7 +123,7 @@ def test_without_the_file_of_the_first_start_what_was_planned_is_not_known(tmp_p
     experiment = started(tmp_path, overrides).experiment
     (experiment.folder / RESOLVED_FILE).unlink()
     for _ in range(2):
-        procedure = open_experiment(experiment.file, overrides)
+        procedure = open_experiment(read_experiment(experiment.file, overrides))
         assert exploratory(procedure) == ["ssmax"]
         assert any("what was planned before the first run is not known" in note for note in procedure.notes())
         put(experiment.folder / RESOLVED_FILE, SETTLED | {PLAN: None})  # as a start after the loss leaves it
@@ -132,10 +132,10 @@ def test_without_the_file_of_the_first_start_what_was_planned_is_not_known(tmp_p
 def test_before_anything_is_measured_the_plan_may_change(arguments, tmp_path):
     from lm.experiments.compare import start
 
-    folder = start(written(tmp_path, tune=None), arguments[1:]).experiment.folder
-    start(written(tmp_path, tune=None), [*arguments[1:], "log.progress=none"])
+    folder = start(read_experiment(written(tmp_path, tune=None), arguments[1:])).experiment.folder
+    start(read_experiment(written(tmp_path, tune=None), [*arguments[1:], "log.progress=none"]))
     changed = written(tmp_path, tune=None, primary={"matters": 0.2}, seeds=[2, 3, 5, 4])
-    assert start(changed, arguments[1:]).plan_notes == []
+    assert start(read_experiment(changed, arguments[1:])).plan_notes == []
     plan = read_json(folder / RESOLVED_FILE)[PLAN]["shared"]
     assert (plan["primary.matters"], plan["seeds"]) == (0.2, [2, 3, 4, 5])
 
@@ -143,10 +143,10 @@ def test_before_anything_is_measured_the_plan_may_change(arguments, tmp_path):
 def test_a_margin_that_is_changed_in_the_recorded_plan_too_is_refused(arguments, tmp_path):
     from lm.experiments.compare import start
 
-    file = start(written(tmp_path, tune=None), arguments[1:]).experiment.folder / RESOLVED_FILE
+    file = start(read_experiment(written(tmp_path, tune=None), arguments[1:])).experiment.folder / RESOLVED_FILE
     file.write_text(file.read_text().replace('matters": 0.05', 'matters": 0.2'))
     with pytest.raises(RunError, match=r"resolved\.json: was altered, .*; bring it back"):
-        open_experiment(written(tmp_path, tune=None, primary={"matters": 0.2}), arguments[1:])
+        open_experiment(read_experiment(written(tmp_path, tune=None, primary={"matters": 0.2}), arguments[1:]))
 
 
 def edited(key: str, value: object) -> Callable[[Path], None]:
@@ -190,5 +190,5 @@ def test_what_differs_between_runs_is_said(tmp_path, overrides, change, said: st
     for run in procedure.known_runs():
         if run.arm == "ssmax":
             change(run.config.run_folder)
-    (note,) = open_experiment(procedure.experiment.file, overrides).notes()
+    (note,) = open_experiment(read_experiment(procedure.experiment.file, overrides)).notes()
     assert note.startswith(said)

@@ -11,7 +11,7 @@ from trials import TWO_ARMS
 
 from lm.config.load import load_config, to_yaml
 from lm.experiments.compare import open_experiment
-from lm.experiments.definition import config_hash
+from lm.experiments.definition import config_hash, read_experiment
 from lm.runs.folder import CONFIG, RESOLVED_FILE
 
 # What version 0.11.0 recorded of `ARMS`, whose base is tests/tiny.yaml: the folders of its runs, and its plan.
@@ -39,7 +39,7 @@ def test_runs_of_an_earlier_version_are_gone_on_with_and_its_plan_is_unchanged(t
         "overrides": overrides,
     }
     put(tmp_path / "runs" / "trial" / RESOLVED_FILE, settings | {"planned": EARLIER["plan"]})
-    procedure = open_experiment(path, overrides)
+    procedure = open_experiment(read_experiment(path, overrides))
     finish_all(
         procedure,
         lambda run: 5 + abs(run.rate - (2e-2 if run.arm in ("softmax", "more") else 1e-2)) + run.seed / 1e4,
@@ -48,7 +48,7 @@ def test_runs_of_an_earlier_version_are_gone_on_with_and_its_plan_is_unchanged(t
     assert sorted(f"{run.stage} {run.config.name}" for run in runs) == sorted(EARLIER["runs"])
     for run in runs:
         (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
-    reopened = open_experiment(path, overrides)
+    reopened = open_experiment(read_experiment(path, overrides))
     assert (reopened.plan_notes, {*reopened.exploratory}) == ([], set())
 
 

@@ -70,7 +70,7 @@ def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, 
     assert scalable["difference"][0] == pytest.approx(scalable["mean"] - soft["mean"], abs=1e-6)
 
     launching(procedure, lambda run: pytest.fail(f"{run.label} is trained again")).train_all()
-    compare_experiments([path], overrides, TrainingOptions(), report_only=True)
+    compare_experiments([read_experiment(path, overrides)], TrainingOptions(), report_only=True)
     folder = procedure.experiment.folder
     assert json.loads((folder / "verdicts.json").read_text())["arms"][1]["verdict"] == "exploratory: incomplete", (
         "no start was recorded"
@@ -152,7 +152,7 @@ def test_an_experiment_that_fails_or_is_not_sent_does_not_keep_the_next_from_its
     monkeypatch.setattr(ExperimentTrainer, "train_all", work)
     monkeypatch.setattr("lm.experiments.page.send_report", send)
     with pytest.raises(RunsFailed, match="fails failed; the report is not sent"):
-        compare_experiments(files, overrides, TrainingOptions())
+        compare_experiments([read_experiment(path, overrides) for path in files], TrainingOptions())
     assert worked == [*names]
     assert "verdict" in capsys.readouterr().out
 
@@ -252,10 +252,10 @@ def test_runs_on_other_text_are_not_mixed_in(tmp_path, overrides):
     path, text = written(tmp_path, tune=None), tmp_path / "texts"
     shutil.copytree(next(override for override in overrides if "paths" in override).partition("[")[2][:-1], text)
     own_overrides = [*overrides, f"data.source.paths=[{text}]", f"data.root={tmp_path / 'stores'}"]
-    folder = open_experiment(path, own_overrides).experiment.folder
+    folder = open_experiment(read_experiment(path, own_overrides)).experiment.folder
     put(folder / "resolved.json", {"data_fingerprint": "0" * 16, "precision": 32, "compile": False, "threads": 1})
     with pytest.raises(RunError, match="the text is not what the first runs were trained on"):
-        start(path, own_overrides)
+        start(read_experiment(path, own_overrides))
 
 
 @pytest.mark.parametrize(("selecting", "changes"), [(False, {}), (True, {"tune": None})])
@@ -270,7 +270,7 @@ def test_held_out_documents_are_left_for_each_use(selecting: bool, changes: dict
         ConfigError,
         match=rf"base.data.val_fraction = 0.2: none of the \d+ held-out documents is left to {use} on",
     ):
-        start(written(tmp_path, **changes), overrides)
+        start(read_experiment(written(tmp_path, **changes), overrides))
 
 
 def test_the_plan_needs_no_text_and_prepares_none(tmp_path, overrides):
@@ -294,10 +294,11 @@ def test_the_plan_needs_no_text_and_prepares_none(tmp_path, overrides):
 
 
 def test_the_first_start_settles_an_experiment(tmp_path, overrides, monkeypatch):
-    path, first = written(tmp_path), start(written(tmp_path), overrides).experiment
+    path, first = written(tmp_path), start(read_experiment(written(tmp_path), overrides)).experiment
     content = (first.folder / "resolved.json").read_text()
     monkeypatch.setattr("lm.experiments.compare._machine_settings", lambda *_: pytest.fail("was settled by the first"))
-    assert start(path, [*overrides, "trainer.threads=null"], jobs=7).experiment.first_config.trainer.threads == 1
+    again = start(read_experiment(path, [*overrides, "trainer.threads=null"]), jobs=7).experiment
+    assert again.first_config.trainer.threads == 1
     assert (first.folder / "resolved.json").read_text() == content
     assert json.loads(content)["planned"]["shared"]["seeds"] == [1, 2]
 

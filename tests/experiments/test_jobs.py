@@ -89,8 +89,9 @@ WORK = """
 import sys
 from pathlib import Path
 from lm.experiments.compare import start
+from lm.experiments.definition import read_experiment
 from lm.experiments.loop import ExperimentTrainer
-ExperimentTrainer(start(Path(sys.argv[1]), sys.argv[2:], 2), [(), ()]).train_all()
+ExperimentTrainer(start(read_experiment(Path(sys.argv[1]), sys.argv[2:]), 2), [(), ()]).train_all()
 """
 
 

@@ -19,6 +19,7 @@ from waiting import wait_until
 import lm
 from lm.errors import ConfigError, LMError, RunError
 from lm.experiments.compare import open_experiment
+from lm.experiments.definition import read_experiment
 from lm.runs.folder import read_config
 from lm.training.banner import git_state
 
@@ -45,7 +46,7 @@ def experiment(corpus: Path, store_root: Path, tmp_path_factory: pytest.TempPath
     ]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("lm.experiments.loop.ThreadPoolExecutor", Inline)
-        launching(open_experiment(path, overrides), here).train_all()
+        launching(open_experiment(read_experiment(path, overrides)), here).train_all()
     return path, overrides
 
 
@@ -60,7 +61,7 @@ def test_the_long_table_holds_what_the_verdict_follows_from(experiment, tmp_path
     final = table.query("stage == 'final' and metric == 'val/loss' and part == 'reports'")
     means = final.groupby(["arm", "seed"]).apply(lambda lines: np.average(lines["value"], weights=lines["weight"]))
     verdict = compared.verdicts.set_index("arm").loc["ssmax"]
-    base, other = open_experiment(file, overrides).judgement().entries()
+    base, other = open_experiment(read_experiment(file, overrides)).judgement().entries()
     assert [base["mean"], other["mean"]] == pytest.approx(means.groupby("arm").mean().tolist(), abs=1e-6)
     assert verdict["verdict"] == other["verdict"]
     assert compared.report.is_file()
@@ -93,7 +94,7 @@ def test_the_long_table_holds_what_the_verdict_follows_from(experiment, tmp_path
     with pytest.raises(ConfigError, match=r"optim\.lrr"):
         lm.train(ROOT / "tests" / "tiny.yaml", {"optim": {"lrr": 1}})
     with pytest.raises(RunError, match="one experiment"):
-        lm.compare(file, file)
+        lm.compare(file, file, *overrides)
     with pytest.raises(RunError, match="jobs = 0: must be at least 1"):
         lm.compare("quickstart-recall", jobs=0)
 

@@ -21,6 +21,7 @@ from waiting import wait_until
 from lm.errors import ConfigError, RunError
 from lm.experiments import loop
 from lm.experiments.compare import experiment_lock, open_experiment, start
+from lm.experiments.definition import read_experiment
 from lm.experiments.loop import Cluster, Training
 from lm.files import read_json, write_json
 
@@ -76,7 +77,7 @@ def test_a_job_lets_its_run_save_and_is_the_same_when_it_is_started_again(file, 
         "0.05; done\n"
     )
     program.chmod(0o755)
-    procedure = start(file, arguments[1:])
+    procedure = start(read_experiment(file, arguments[1:]))
     monkeypatch.setattr(loop.sys, "executable", str(program))
     monkeypatch.setattr("submitit.JobEnvironment", lambda: SimpleNamespace(job_id="7", global_rank=0))
     run = procedure.known_runs()[0]
@@ -102,7 +103,7 @@ def test_a_job_lets_its_run_save_and_is_the_same_when_it_is_started_again(file, 
 
 
 def test_runs_that_jobs_train_are_left_to_them(file, arguments):
-    procedure = start(file, arguments[1:])
+    procedure = start(read_experiment(file, arguments[1:]))
     path = procedure.known_runs()[1].log_file("job.json")
     write_json(path, {"engine": "slurm", "id": "42", "born": ""})
     remedy = "add --submit slurm to wait for it, or delete this file once the job is gone"
@@ -118,7 +119,7 @@ def test_runs_that_jobs_train_are_left_to_them(file, arguments):
 
 
 def test_a_second_compare_is_told_who_works_on_the_experiment(file, arguments):
-    folder = start(file, arguments[1:]).experiment.folder
+    folder = start(read_experiment(file, arguments[1:])).experiment.folder
     with experiment_lock(folder):
         result = lm("compare", str(file), *arguments[1:])
         message = "another lm compare works on it; --report-only and --plan show how far it is"
@@ -137,7 +138,7 @@ def test_what_fails_before_anything_is_trained_leaves_no_lock_and_no_folder(file
 
 
 def test_commands_are_printed_of_the_runs_that_nobody_works_on(file, arguments):
-    procedure = start(file, arguments[1:])
+    procedure = start(read_experiment(file, arguments[1:]))
     runs = procedure.known_runs()
     finish(runs[0], 5.0)
     lines = lm("compare", str(file), *arguments[1:], "--commands").stdout.splitlines()
@@ -170,7 +171,7 @@ def test_a_killed_compare_finds_its_jobs_again_and_none_is_trained_twice(file, a
     third = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert third.returncode == 0, third.stderr
     assert (folder / "verdicts.json").exists()
-    runs = open_experiment(file, arguments[1:]).known_runs()
+    runs = open_experiment(read_experiment(file, arguments[1:])).known_runs()
     assert [run.outcome.has_ended for run in runs] == [True] * 4
     assert [len(read_json(run.config.run_folder / "environment.json")["starts"]) for run in runs] == [1] * 4, (
         "none is trained twice"
@@ -214,7 +215,7 @@ def test_a_run_on_several_nodes_is_one_job_of_a_task_for_each_device(file, argum
     command = ["compare", str(written(tmp_path, tune=None, **changes)), *arguments[1:], "trainer.num_nodes=2"]
     result = lm(*command, "--submit", "slurm", process=True)
     assert result.returncode == 0, result.stderr
-    softmax, swapped = open_experiment(file, [*arguments[1:], "trainer.num_nodes=2"]).known_runs()
+    softmax, swapped = open_experiment(read_experiment(file, [*arguments[1:], "trainer.num_nodes=2"])).known_runs()
     for run in (softmax, swapped):
         assert run.outcome.state == "finished"
         (begun,) = read_json(run.config.run_folder / "environment.json")["starts"]

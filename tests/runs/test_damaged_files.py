@@ -14,6 +14,7 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 from trials import written
 
 from lm.experiments.compare import start
+from lm.experiments.definition import read_experiment
 from lm.training.train import train
 
 SHORT = ["trainer.max_steps=4", "eval.sequences=64", "eval.long_context.length_factor=0"]
@@ -40,7 +41,7 @@ def trained(corpus: Path, store_root: Path, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("trained")
     file = written(folder, tune=None, seeds=[1])
     overrides = [f"data.source.paths=[{corpus}]", f"data.root={store_root}", *SHORT]
-    for run in start(file, [*overrides, f"runs={folder / 'runs'}"]).known_runs():
+    for run in start(read_experiment(file, [*overrides, f"runs={folder / 'runs'}"])).known_runs():
         train(run.config)
     return file, overrides
 

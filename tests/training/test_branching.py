@@ -197,7 +197,7 @@ HORIZONS = {
 def test_arms_branch_seed_by_seed_from_a_step_of_an_earlier_arm(arguments: list[str], tmp_path: Path):
     file = written(tmp_path, arms=HORIZONS, tune={"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]}, seeds=[1, 2])
     overrides = [*arguments[1:], "eval.long_context.length_factor=0"]
-    procedure = start(file, overrides)
+    procedure = start(read_experiment(file, overrides))
     for run in procedure.known_runs():
         finish(run, 5 + abs(run.rate - 2e-2))  # what is known so far is the tuning
     result = lm("compare", str(file), *overrides)
