@@ -125,6 +125,13 @@ def options_from_plain(plain: Mapping[str, Plain]) -> Options | None:
     return None if problems else options
 
 
+def description(plain: Mapping[str, Plain]) -> str:
+    """Return the formula and source of a normalizer, by its options in a run folder, and its `label`."""
+    entry, options = ENTRIES.get(plain["name"]), options_from_plain(plain)
+    formula, source = options.formula() if options else plain["name"], f" ({entry.source})" if entry else ""
+    return f"{formula}{source}; {label(plain)}"
+
+
 def label(plain: Mapping[str, Plain]) -> str:
     """Return the label of a normalizer, given as plain data in a run folder: its name and the options that differ from
     their defaults.

@@ -7,8 +7,7 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
-from lm.attention import catalogue
-from lm.config import normalizers as kinds
+from lm.config.normalizers import description
 from lm.plain import Plain, flatten
 from lm.report.comparison import (
     ArmComparison,
@@ -285,10 +284,6 @@ def text_words(run: RunRecord) -> str:
 
 def _normalizer_text(run: RunRecord) -> str:
     """Text on the normalizer of each training phase of a run: formula, source, and options that aren't the defaults."""
-    phases = []
-    for step, options in run.phases:
-        entry, normalizer = catalogue.ENTRIES.get(options["name"]), kinds.options_from_plain(options)
-        formula = normalizer.formula() if normalizer else str(options["name"])
-        source = f" ({entry.source})" if entry else ""
-        phases.append(f"{f'from step {step}: ' if step else ''}{formula}{source}; {kinds.label(options)}")
-    return "; then ".join(phases)
+    return "; then ".join(
+        f"{f'from step {step}: ' if step else ''}{description(options)}" for step, options in run.phases
+    )

@@ -31,7 +31,7 @@ def started(folder: Path, overrides: list[str], **changes: object) -> Procedure:
     """An experiment all of whose runs have ended, as its first start settled it."""
     procedure = Procedure(read_experiment(written(folder, **SEEDS | changes), overrides))
     put(procedure.experiment.folder / RESOLVED_FILE, SETTLED)
-    procedure = open_experiment(read_experiment(procedure.experiment.file, overrides))
+    procedure = open_experiment(procedure.experiment)
     put(procedure.experiment.folder / RESOLVED_FILE, SETTLED | {PLAN: plan_of(procedure.experiment)})
     finish_all(procedure, lambda run: 5 - 0.1 * (run.arm == "ssmax") + 1e-3 * run.seed * (run.arm == "ssmax"))
     for run in procedure.known_runs():
@@ -61,7 +61,7 @@ def overrides(tmp_path: Path) -> list[str]:
 
 
 def test_as_it_was_planned_nothing_is_said(tmp_path, overrides):
-    procedure = open_experiment(read_experiment(started(tmp_path, overrides).experiment.file, overrides))
+    procedure = open_experiment(started(tmp_path, overrides).experiment)
     assert (procedure.notes(), exploratory(procedure)) == ([], [])
 
 
@@ -123,7 +123,7 @@ def test_without_the_file_of_the_first_start_what_was_planned_is_not_known(tmp_p
     experiment = started(tmp_path, overrides).experiment
     (experiment.folder / RESOLVED_FILE).unlink()
     for _ in range(2):
-        procedure = open_experiment(read_experiment(experiment.file, overrides))
+        procedure = open_experiment(experiment)
         assert exploratory(procedure) == ["ssmax"]
         assert any("what was planned before the first run is not known" in note for note in procedure.notes())
         put(experiment.folder / RESOLVED_FILE, SETTLED | {PLAN: None})  # as a start after the loss leaves it
@@ -190,5 +190,5 @@ def test_what_differs_between_runs_is_said(tmp_path, overrides, change, said: st
     for run in procedure.known_runs():
         if run.arm == "ssmax":
             change(run.config.run_folder)
-    (note,) = open_experiment(read_experiment(procedure.experiment.file, overrides)).notes()
+    (note,) = open_experiment(procedure.experiment).notes()
     assert note.startswith(said)
