@@ -251,8 +251,7 @@ class Experiment:
 
     @cached_property
     def required_options(self) -> dict[SizeArm, OptionsByKind]:
-        """The options of `eval` with which runs must be measured after training, by size and arm, then by kind of
-        evaluation; {} if evaluations during training are enough."""
+        """Options of the evaluations that `evaluate` asks for, by size and arm, then by kind; {} without `evaluate`."""
         required = {}
         for size, arm in self.size_arms if self.evaluate else ():
             config = self.measurement_config(self.example_config(size, arm))
@@ -357,8 +356,7 @@ class _ArmKeys:
 
 
 def read_experiments(arguments: list[str]) -> list[Experiment]:
-    """Read the experiments whose files `arguments` name, each with the overrides among the arguments. Raises LMError as
-    `read_experiment` does, and ConfigError without a file."""
+    """Read the experiments whose files `arguments` name, each with the overrides among them. Raises LMError."""
     overrides = [*filter(presets.is_override, arguments)]
     files = [text for text in arguments if text not in overrides]
     if not files:
