@@ -108,9 +108,9 @@ def one_line_error(source: FileSource | HubSource | PackageSource) -> str:
 def start(script: str, source: Path | None, root: Path, **environment: str) -> subprocess.Popen:
     """Start a Python process that runs `script`, in which `data` is the configuration of the source."""
     header = (
-        "import sys\nfrom lm.config.data_config import DataConfig, Files, Hub, Package, TrainedTokenizer\n"
+        "import sys\nfrom lm.config.data_config import *\n"
         "from lm.data.prepare import prepare\n"
-        "from lm.errors import DataError\ndata = DataConfig(Files([sys.argv[1]]), TrainedTokenizer(300), "
+        "from lm.errors import DataError\ndata = DataConfig(FileSource([sys.argv[1]]), TrainedTokenizer(300), "
         "root=sys.argv[2])\n"
     )
     env = {**os.environ, **environment}

