@@ -10,7 +10,7 @@ from lm.evaluation.held_out import SwapMeasurement
 from lm.evaluation.metrics import CallbackMeasurement, is_lm_metric_name
 from lm.evaluation.swap import swap_lines
 from lm.model.decoder import Decoder
-from lm.model.device import peak_memory_bytes
+from lm.model.device import Device, peak_memory_bytes
 from lm.runs.evaluations import Evaluation, evaluation_path, logged_means, selection_loss
 from lm.runs.folder import PEAK_MEMORY
 from lm.training.lightning_import import L
@@ -58,7 +58,7 @@ class EvaluationCallback(StepCallback):
     def measure(self, trainer: L.Trainer, module: LanguageModel, decoder: Decoder) -> Evaluation | None:
         """Measure `decoder` now, log and write the result. Returns None if measuring failed. All ranks must call it."""
         begin, step, run, measurement = time.perf_counter(), trainer.global_step, self.run, self.measurement
-        device = run.device(trainer, module)
+        device = Device(module.device, run.machine.bf16, trainer.global_rank, trainer.world_size)
         tokens, result = step * self.config.optim.batch_tokens, None
         try:
             result = measurement.evaluate(decoder.to(device.device), device, step, tokens)

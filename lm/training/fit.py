@@ -47,7 +47,7 @@ from lm.training.lightning_import import L, MisconfigurationException, SIGTERMEx
 from lm.training.loggers import MetricsFile, make_loggers
 from lm.training.module import LanguageModel, StepData
 from lm.training.outside import outside_objects
-from lm.training.run_context import RunContext
+from lm.training.run_context import Ranks, RunContext
 from lm.training.starting import PhaseStart, resume_or_branch, start_from_checkpoint, start_new_run
 from lm.training.step_callbacks import AtomicCheckpointIO, Checkpoints, Metrics, ProgressBar, StopOnSignal
 
@@ -113,7 +113,7 @@ def fit(
         write_files(folder, files, start.step)
     progress = StepProgress(config.log.progress if is_main else "none", config.trainer.max_steps)
     progress.start(start.step)
-    run = RunContext(config, store, all_measurements, machine, facts["wandb_id"], loggers, progress, callbacks)
+    run = RunContext(config, store, all_measurements, machine, loggers, progress, callbacks)
     try:
         status = train_phases(run, start, checkpoint)
         # if a child fails, Lightning kills the first process, which may still write
@@ -181,7 +181,7 @@ def make_trainer(run: RunContext, start: PhaseStart) -> L.Trainer:
         accelerator=run.machine.accelerator,
         devices=config.trainer.devices,
         num_nodes=config.trainer.num_nodes,
-        strategy="ddp" if config.world_size > 1 else "auto",
+        strategy=Ranks(run.stop) if config.world_size > 1 else "auto",
         precision="bf16-mixed" if run.machine.bf16 else "32-true",
         max_steps=config.phase_ends[start.phase],
         max_epochs=-1,

@@ -159,7 +159,6 @@ class LanguageModel(L.LightningModule):
             "tokens": self.global_step * self.config.optim.batch_tokens,
             "phase": self.start.phase,
             "plugins": PLUGINS.versions(self.config.normalizer_names),
-            "wandb_id": run.wandb_id,
             **asdict(state),
         }
 

@@ -12,7 +12,7 @@ from lm.config.tree import Config
 from lm.data.store import Store
 from lm.evaluation.evaluation_kind import Measurement
 from lm.machine import STOP_SIGNALS, unblock_stop_signals
-from lm.model.device import Device, Machine
+from lm.model.device import Machine
 from lm.plain import Plain
 from lm.progress import StepProgress
 from lm.training.lightning_import import L
@@ -79,6 +79,23 @@ class StopRequest:
             os.close(null_device)
 
 
+class Ranks(L.pytorch.strategies.DDPStrategy):
+    """Lightning's DDP, in which the stop request handles SIGTERM from the first barrier of a phase on.
+
+    Lightning sets a handler of its own right before this barrier. That handler waits for the other ranks, and would
+    wait for ever for a rank that gets the signal at another moment.
+    """
+
+    def __init__(self, stop: StopRequest):
+        super().__init__()
+        self.stop = stop
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        self.stop.listen()
+        super().barrier(name)
+
+
 @dataclass
 class RunContext:
     """Objects shared by all phases of a run; `measurements` are the evaluations to make, the validation first."""
@@ -87,7 +104,6 @@ class RunContext:
     store: Store
     measurements: list[Measurement]
     machine: Machine
-    wandb_id: str
     loggers: list[L.pytorch.loggers.Logger]
     progress: StepProgress
     callbacks: list[L.Callback] = field(default_factory=list)  # from outside
@@ -103,7 +119,3 @@ class RunContext:
         """Log metrics after `step` optimizer steps to all loggers."""
         for logger in self.loggers:
             logger.log_metrics(metrics, step)
-
-    def device(self, trainer: L.Trainer, module: L.LightningModule) -> Device:
-        """Return the device and rank to evaluate `module` on."""
-        return Device(module.device, self.machine.bf16, trainer.global_rank, trainer.world_size)

@@ -175,9 +175,6 @@ class RunState:
             best = None
         return cls(**{spec.name: metadata[spec.name] for spec in fields(cls)} | {"best": best})
 
-    def is_best(self, step: int) -> bool:
-        return self.best is not None and self.best.step == step
-
     def count_step(self, nll: float, targets: int) -> None:
         """Add a step to the sums since the last logged line; `nll`: sum over its targets (nats)."""
         self.nll_since_line += nll

@@ -170,7 +170,8 @@ class Checkpoints(StepCallback):
 
     def on_step(self, trainer: L.Trainer, module: LanguageModel, step: int) -> None:
         """Save a checkpoint if one is due."""
-        if self.is_regular(step) or step in self.config.phase_ends or module.start.state.is_best(step):
+        best = module.start.state.best
+        if self.is_regular(step) or step in self.config.phase_ends or (best and best.step == step):
             self.save(trainer, module)
 
     def is_regular(self, step: int) -> bool:

@@ -16,7 +16,9 @@ import pytest
 import torch
 from conftest import ROOT, lm, thinned
 from folders import alive, best_checkpoint, curve, differences, last_checkpoint, swap_to
-from processes import command, forked, start, within
+from lightning.pytorch.strategies import DDPStrategy
+from processes import command, forked, ranks, start, within
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from lm.errors import RunError
 from lm.machine import STOP_SIGNALS
@@ -258,6 +260,28 @@ def test_a_signal_before_the_first_step_leaves_a_checkpoint(tiny, monkeypatch: p
     monkeypatch.setattr(StepData, "train_dataloader", signalled)
     assert train(tiny("name=early", "trainer.checkpoint_every=100")) == 143
     assert load_checkpoint(last_checkpoint(tiny("name=early").run_folder))["lm"]["step"] == 1
+
+
+def stopped_at_its_first_barrier(*arguments: str) -> None:
+    """Run `lm` in one of two ranks, of which the second gets SIGTERM where Lightning has just set its own handler."""
+    barrier = DDPStrategy.barrier
+
+    def signalled(self: DDPStrategy, name: str = "") -> None:
+        if name == "run-stage" and self.global_rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        barrier(self, name)
+
+    DDPStrategy.barrier = signalled
+    signal.alarm(120)  # ends ranks that wait for each other
+    command(*arguments)
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_before_the_first_step_stops_all_with_a_checkpoint(arguments: list[str], tmp_path: Path):
+    options = [*LONG, "trainer.devices=2", "trainer.max_steps=100000", "name=early"]
+    with pytest.raises(ChildFailedError):
+        ranks(2, stopped_at_its_first_barrier, "train", *arguments, *options)
+    assert load_checkpoint(last_checkpoint(tmp_path / "runs" / "early"))["lm"]["step"] == 1
 
 
 @pytest.mark.parametrize("max_steps", [12, 8])
