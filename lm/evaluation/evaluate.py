@@ -66,9 +66,9 @@ def evaluate_runs(
     results: list[EvaluationResult] = []
     for source in sources:
         if str(source).startswith(TRANSFORMERS_PREFIX):
-            from lm.huggingface.measured_model import load_measured  # imports transformers
+            from lm.huggingface.transformers_decoder import load_transformers_decoder  # imports transformers
 
-            model = load_measured(Path(str(source).removeprefix(TRANSFORMERS_PREFIX)), normalizer, length)
+            model = load_transformers_decoder(Path(str(source).removeprefix(TRANSFORMERS_PREFIX)), normalizer, length)
         else:
             if not source.exists():
                 require_run(source)  # raises, and names the run that may be meant

@@ -29,9 +29,9 @@ from lm.model.decoder import projection_rows
 from lm.model.spec import ModelSpec
 from lm.plain import Plain
 
-Plains = dict[str, Plain]
-MAX_LAYERS, MAX_SIZE = 10**4, 10**9
-HEAD = "lm_head.weight"  # tensor of the head; its name has no prefix `base`
+PlainDict = dict[str, Plain]
+MAX_LAYERS, MAX_DIMENSION = 10**4, 10**9
+HEAD_TENSOR = "lm_head.weight"  # tensor of the head; its name never has a prefix
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"  # kinds of layers, in the field `layer_types`
 
 ACTIVATIONS = {
@@ -49,30 +49,31 @@ class MappedParameter:
     name: str  # lm's name of the parameter
     tensors: tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes of the tensors
     transposed: bool  # each tensor is stored as (inputs, outputs)
-    by_heads: int = 0  # heads by which queries, keys and values are interleaved in one tensor; 0: they are not
+    # one tensor interleaves queries, keys and values by this many heads; 0: it does not
+    n_interleaved_heads: int = 0
 
 
 class Architecture(ABC):
     """An architecture maps configurations and tensors of one transformers `model_type` to those of lm's decoder, and
     back.
 
-    Except for the head, tensor names of a model with a language-model head start with `base`.
+    Except for the head, tensor names of a model with a language-model head start with `tensor_prefix`.
     """
 
     model_type: ClassVar[str]
     # transformers' classes of models with such weights; the first is the language model
-    classes: ClassVar[tuple[str, ...]]
-    base: ClassVar[str]  # prefix of tensor names in models with a head
-    blocks: ClassVar[str]  # the name of the list of layers
-    fields: ClassVar[dict[str, str]]  # lm's option by a field's name in config.json
-    defaults: ClassVar[Plains]  # transformers' default of each of these options
-    options: ClassVar[Plains]  # lm's options that all models have
-    # lm's module -> transformers' name in the layer; several names for a matrix of several projections
-    modules: ClassVar[dict[str, str]]
-    stores_inputs_first = False  # matrices of layers are stored as (inputs, outputs)
-    buffers: ClassVar[tuple[str, ...]] = ()  # ends of the names of tensors that are no parameters
-    interleaves_heads = False  # one tensor has a head's queries, keys and values after another's
-    divides_width = False  # transformers needs a width that is a multiple of the number of heads
+    class_names: ClassVar[tuple[str, ...]]
+    tensor_prefix: ClassVar[str]  # beginning of tensor names in models with a head
+    layer_list: ClassVar[str]  # name of the list of layers in tensor names
+    option_by_field: ClassVar[dict[str, str]]  # name of lm's option, by the name of the field in config.json
+    defaults: ClassVar[PlainDict]  # transformers' default of each of these options
+    fixed_options: ClassVar[PlainDict]  # lm's options that all models of this architecture share
+    # name of transformers' module by the name of lm's; several names if lm fuses several projections into one matrix
+    module_names: ClassVar[dict[str, str]]
+    stores_inputs_first = False  # whether matrices of layers are stored as (inputs, outputs)
+    buffer_suffixes: ClassVar[tuple[str, ...]] = ()  # ends of the names of tensors that are not parameters
+    interleaves_heads = False  # whether one tensor holds queries, keys and values head by head
+    heads_divide_width = False  # whether transformers requires a width divisible by the number of heads
 
     def read(self, fields: Fields) -> ModelSpec:
         """Return the model's spec (shape, vocabulary, training length) that the fields of a config.json describe.
@@ -80,67 +81,73 @@ class Architecture(ABC):
         Its `end_of_text` and `end_tokens` keep lm's defaults, as the tokenizer decides them. Raises RunError: a field
         is missing, unknown or has a value that lm can't use.
         """
-        allowed = (*([name] for name in self.classes), [])
-        fields.require_value("architectures", allowed, f"only {' and '.join(self.classes)} are read")
+        allowed = (*([name] for name in self.class_names), [])
+        fields.require_value("architectures", allowed, f"only {' and '.join(self.class_names)} are read")
         for name, (value, reason) in REQUIRED_VALUES.items():
             fields.require_value(name, (value,), reason)
-        spec = self.spec(fields)
+        spec = self.read_spec(fields)
         fields.check_all_used(IRRELEVANT_FIELDS)
         return spec
 
-    def spec(self, fields: Fields) -> ModelSpec:
+    def read_spec(self, fields: Fields) -> ModelSpec:
         """Return the spec that this architecture's own fields describe, and mark these fields as used.
 
         `read` checks the fields that all architectures share.
         """
-        values: Plains = {}
-        for name, option in self.fields.items():
+        values: PlainDict = {}
+        for name, option in self.option_by_field.items():
             default = self.defaults[option]
             if isinstance(default, bool):
                 values[option] = fields.take(name, bool, default)
             elif isinstance(default, float):
-                values[option] = fields.number(name, default)
+                values[option] = fields.positive_number(name, default)
             else:
-                values[option] = fields.size(name, default, MAX_LAYERS if option == "n_layer" else MAX_SIZE)
+                values[option] = fields.positive_integer(
+                    name, default, MAX_LAYERS if option == "n_layer" else MAX_DIMENSION
+                )
         options = {name: value for name, value in values.items() if name not in ("vocab_size", "seq_len")}
-        model = ModelConfig(**options, **self.options, **self.further_options(fields, values))
+        model = ModelConfig(**options, **self.fixed_options, **self.converted_options(fields, values))
         return ModelSpec(model, values["vocab_size"], values["seq_len"])
 
     @abstractmethod
-    def further_options(self, fields: Fields, values: Plains) -> dict[str, object]:
+    def converted_options(self, fields: Fields, values: PlainDict) -> dict[str, object]:
         """Return lm's model options, {name: value}, that follow from several fields or need a conversion.
 
         values: the options that single fields give, read already.
         """
 
-    def write(self, spec: ModelSpec) -> Plains:
+    def write(self, spec: ModelSpec) -> PlainDict:
         """Return the config.json fields that describe `spec` as closely as this architecture can.
 
         If it can't describe the spec exactly, `read` returns a different spec for these fields.
         """
         values = {**vars(spec.model), "n_mlp": spec.model.mlp_width, **vars(spec)}
         return {
-            "architectures": [self.classes[0]], "model_type": self.model_type,
-            **{name: values[option] for name, option in self.fields.items()},
-            "initializer_range": spec.model.init_std, "dtype": "float32", **self.further_fields(spec.model),
+            "architectures": [self.class_names[0]], "model_type": self.model_type,
+            **{name: values[option] for name, option in self.option_by_field.items()},
+            "initializer_range": spec.model.init_std, "dtype": "float32", **self.converted_fields(spec.model),
         }  # fmt: skip
 
     @abstractmethod
-    def further_fields(self, model: ModelConfig) -> Plains:
+    def converted_fields(self, model: ModelConfig) -> PlainDict:
         """Return the config.json fields that follow from several options of `model` or need a conversion."""
 
-    def mapped_parameters(self, spec: ModelSpec, base: str) -> Iterator[MappedParameter]:
+    def mapped_parameters(self, spec: ModelSpec, model_prefix: str) -> Iterator[MappedParameter]:
         """Yield each of lm's parameters with the transformers tensors that hold it.
 
-        base: prefix of the model's tensor names; empty for a model without a language-model head.
+        model_prefix: prefix of the model's tensor names; empty for a model without a language-model head.
         """
         with torch.device("meta"):
             decoder = spec.decoder()
         slices = projection_rows(decoder)
         for full_name, parameter in decoder.named_parameters():
             layer, module, leaf = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(\w+)", full_name).groups()
-            shape, prefix = tuple(parameter.shape), base + (f"{self.blocks}.{layer}." if layer else "")
-            names = [f"{prefix}{name}.{leaf}" for name in self.modules[module].split()] if module != "head" else [HEAD]
+            shape, prefix = tuple(parameter.shape), model_prefix + (f"{self.layer_list}.{layer}." if layer else "")
+            names = (
+                [f"{prefix}{name}.{leaf}" for name in self.module_names[module].split()]
+                if module != "head"
+                else [HEAD_TENSOR]
+            )
             rows = (
                 [part.stop - part.start for part in slices[f"{full_name.removesuffix(leaf)}weight"].values()]
                 if names[1:]
@@ -148,41 +155,41 @@ class Architecture(ABC):
             )
             transposed = self.stores_inputs_first and bool(layer) and len(shape) == 2
             shapes = [(size, *shape[1:])[:: -1 if transposed else 1] for size in rows]
-            by_heads = spec.model.n_head if self.interleaves_heads and module == "attention.qkv" else 0
-            yield MappedParameter(full_name, tuple(zip(names, shapes, strict=True)), transposed, by_heads)
+            n_interleaved_heads = spec.model.n_head if self.interleaves_heads and module == "attention.qkv" else 0
+            yield MappedParameter(full_name, tuple(zip(names, shapes, strict=True)), transposed, n_interleaved_heads)
 
 
 class GPT2(Architecture):
     """GPT-2 has learned positions, LayerNorm and biases everywhere, and stores matrices as (inputs, outputs)."""
 
     model_type = "gpt2"
-    classes = ("GPT2LMHeadModel", "GPT2Model")
-    base, blocks, stores_inputs_first = "transformer.", "h", True
-    modules: ClassVar[dict[str, str]] = {
+    class_names = ("GPT2LMHeadModel", "GPT2Model")
+    tensor_prefix, layer_list, stores_inputs_first = "transformer.", "h", True
+    module_names: ClassVar[dict[str, str]] = {
         "embedding": "wte", "position": "wpe", "norm": "ln_f", "attention_norm": "ln_1", "mlp_norm": "ln_2",
         "attention.qkv": "attn.c_attn", "attention.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.out": "mlp.c_proj",
     }  # fmt: skip
-    buffers = (".attn.bias", ".attn.masked_bias")
-    fields: ClassVar[dict[str, str]] = {
+    buffer_suffixes = (".attn.bias", ".attn.masked_bias")
+    option_by_field: ClassVar[dict[str, str]] = {
         "vocab_size": "vocab_size", "n_positions": "seq_len", "n_embd": "n_embd", "n_layer": "n_layer", "n_head":
         "n_head", "layer_norm_epsilon": "norm_eps", "tie_word_embeddings": "tied",
     }  # fmt: skip
-    defaults: ClassVar[Plains] = {
+    defaults: ClassVar[PlainDict] = {
         "vocab_size": 50257, "seq_len": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "norm_eps": 1e-5, "tied":
         True,
     }  # fmt: skip
-    options: ClassVar[Plains] = {"norm": "layer", "bias": True}
+    fixed_options: ClassVar[PlainDict] = {"norm": "layer", "bias": True}
 
-    def further_options(self, fields: Fields, values: Plains) -> dict[str, object]:
+    def converted_options(self, fields: Fields, values: PlainDict) -> dict[str, object]:
         n_positions = values["seq_len"]
         fields.require_value("n_ctx", (n_positions,), f"is not n_positions = {n_positions}")
         for name, value in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
             fields.require_value(name, (value,), f"only {str(value).lower()} is read")
         activation = _read_activation(fields, "activation_function", "gelu_new")
-        n_mlp = fields.size("n_inner", 4 * values["n_embd"])
+        n_mlp = fields.positive_integer("n_inner", 4 * values["n_embd"])
         return {"n_mlp": n_mlp, "mlp": activation, "position": LearnedPosition(), "normalizer": Softmax()}
 
-    def further_fields(self, model: ModelConfig) -> Plains:
+    def converted_fields(self, model: ModelConfig) -> PlainDict:
         return {
             "n_inner": model.mlp_width, "activation_function": _write_activation(model),
             "embd_pdrop": model.dropout, "resid_pdrop": model.dropout, "attn_pdrop": 0.0,
@@ -193,37 +200,41 @@ class Llama(Architecture):
     """Llama and similar models (SmolLM2, TinyLlama) have RoPE, RMSNorm, SwiGLU and grouped queries."""
 
     model_type = "llama"
-    classes = ("LlamaForCausalLM", "LlamaModel")
-    base, blocks, divides_width = "model.", "layers", True
-    modules: ClassVar[dict[str, str]] = {
+    class_names = ("LlamaForCausalLM", "LlamaModel")
+    tensor_prefix, layer_list, heads_divide_width = "model.", "layers", True
+    module_names: ClassVar[dict[str, str]] = {
         "embedding": "embed_tokens", "norm": "norm", "attention_norm": "input_layernorm",
         "mlp_norm": "post_attention_layernorm",
         "attention.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj", "attention.out": "self_attn.o_proj",
         "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm",
         "mlp.up": "mlp.gate_proj mlp.up_proj", "mlp.out": "mlp.down_proj",
     }  # fmt: skip
-    buffers = (".rotary_emb.inv_freq",)
-    fields: ClassVar[dict[str, str]] = {
+    buffer_suffixes = (".rotary_emb.inv_freq",)
+    option_by_field: ClassVar[dict[str, str]] = {
         "vocab_size": "vocab_size", "max_position_embeddings": "seq_len", "hidden_size": "n_embd",
         "intermediate_size": "n_mlp", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "rms_norm_eps":
         "norm_eps", "tie_word_embeddings": "tied",
     }  # fmt: skip
-    defaults: ClassVar[Plains] = {
+    defaults: ClassVar[PlainDict] = {
         "vocab_size": 32000, "seq_len": 2048, "n_embd": 4096, "n_mlp": 11008, "n_layer": 32, "n_head": 32, "norm_eps":
         1e-6, "tied": False,
     }  # fmt: skip
-    options: ClassVar[Plains] = {"mlp": "swiglu", "norm": "rms"}
+    fixed_options: ClassVar[PlainDict] = {"mlp": "swiglu", "norm": "rms"}
     head_dim: ClassVar[int | None] = None  # default of head_dim; None: hidden_size / num_attention_heads
     bias_fields: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")  # other biases are absent
 
-    def further_options(self, fields: Fields, values: Plains) -> dict[str, object]:
-        width, n_heads, head_size = values["n_embd"], values["n_head"], fields.size("head_dim", self.head_dim)
+    def converted_options(self, fields: Fields, values: PlainDict) -> dict[str, object]:
+        width, n_heads, head_size = (
+            values["n_embd"],
+            values["n_head"],
+            fields.positive_integer("head_dim", self.head_dim),
+        )
         fields.require_value("hidden_act", ("silu", "swish"), "only silu is read, which makes the MLP SwiGLU")
         if head_size is None and width % n_heads:
             raise fields.refusal(
                 "num_attention_heads", f"does not divide hidden_size = {width}, and there is no head_dim"
             )
-        kv_heads = fields.size("num_key_value_heads", None)
+        kv_heads = fields.positive_integer("num_key_value_heads", None)
         bias, mlp_bias = (
             name in self.bias_fields and fields.take(name, bool, False) for name in ("attention_bias", "mlp_bias")
         )
@@ -234,15 +245,15 @@ class Llama(Architecture):
             "bias": bias, "mlp_bias": mlp_bias if mlp_bias != bias else None,
         }  # fmt: skip
 
-    def position(self, fields: Fields, values: Plains) -> Rope:
+    def position(self, fields: Fields, values: PlainDict) -> Rope:
         """Return the options of RoPE."""
         return read_rope(fields, values["seq_len"])
 
-    def normalizer(self, fields: Fields, values: Plains) -> Options:
+    def normalizer(self, fields: Fields, values: PlainDict) -> Options:
         """Return the options of the normalizer: softmax, unless a subclass has sliding windows or scales queries."""
         return Softmax()
 
-    def further_fields(self, model: ModelConfig) -> Plains:
+    def converted_fields(self, model: ModelConfig) -> PlainDict:
         biases = {"attention_bias": model.bias, "mlp_bias": model.has_mlp_bias}
         return {
             "num_key_value_heads": model.kv_heads, "head_dim": model.key_dims, "hidden_act": "silu",
@@ -255,84 +266,84 @@ class Qwen2(Llama):
     """Qwen 2 and 2.5 have biases of queries, keys and values; some layers may have a sliding window."""
 
     model_type = "qwen2"
-    classes = ("Qwen2ForCausalLM", "Qwen2Model")
-    divides_width, bias_fields = False, ()
-    defaults: ClassVar[Plains] = Llama.defaults | {
+    class_names = ("Qwen2ForCausalLM", "Qwen2Model")
+    heads_divide_width, bias_fields = False, ()
+    defaults: ClassVar[PlainDict] = Llama.defaults | {
         "vocab_size": 151936, "seq_len": 32768, "n_mlp": 22016,
     }  # fmt: skip
-    options: ClassVar[Plains] = Llama.options | {"qkv_bias": True}
+    fixed_options: ClassVar[PlainDict] = Llama.fixed_options | {"qkv_bias": True}
 
-    def normalizer(self, fields: Fields, values: Plains) -> Options:
+    def normalizer(self, fields: Fields, values: PlainDict) -> Options:
         first_layer = fields.take("max_window_layers", int, 28)
         return _read_windows(fields, [layer >= first_layer for layer in range(values["n_layer"])])
 
-    def further_fields(self, model: ModelConfig) -> Plains:
-        return super().further_fields(model) | _write_windows(model)
+    def converted_fields(self, model: ModelConfig) -> PlainDict:
+        return super().converted_fields(model) | _write_windows(model)
 
 
 class Qwen3(Qwen2):
     """Qwen 3 has norms of queries and keys, and a head size that doesn't depend on the width."""
 
     model_type = "qwen3"
-    classes = ("Qwen3ForCausalLM", "Qwen3Model")
+    class_names = ("Qwen3ForCausalLM", "Qwen3Model")
     head_dim, bias_fields = 128, ("attention_bias",)
-    options: ClassVar[Plains] = Llama.options | {"qk_norm": True}
+    fixed_options: ClassVar[PlainDict] = Llama.fixed_options | {"qk_norm": True}
 
 
 class SmolLM3(Llama):
     """SmolLM3 has layers without positions: every fourth layer, or those that the field `no_rope_layers` names."""
 
     model_type = "smollm3"
-    classes = ("SmolLM3ForCausalLM", "SmolLM3Model")
-    defaults: ClassVar[Plains] = Llama.defaults | {
+    class_names = ("SmolLM3ForCausalLM", "SmolLM3Model")
+    defaults: ClassVar[PlainDict] = Llama.defaults | {
         "vocab_size": 128256, "seq_len": 32768, "n_embd": 2048, "n_layer": 36, "n_head": 16, "tied": True,
     }  # fmt: skip
 
-    def position(self, fields: Fields, values: Plains) -> Rope:
-        layers = self.rotating_layers(fields, values)
+    def position(self, fields: Fields, values: PlainDict) -> Rope:
+        layers = self.layers_with_rope(fields, values)
         rope = read_rope(fields, values["seq_len"], 2e6)
         if not any(layers):
             raise fields.refusal("no_rope_layers", "no layer has positions")
         return replace(rope, layers=[] if all(layers) else layers)
 
-    def rotating_layers(self, fields: Fields, values: Plains) -> list[bool]:
+    def layers_with_rope(self, fields: Fields, values: PlainDict) -> list[bool]:
         """Return for each layer whether it has rotary positions."""
-        interval, n_layers = fields.size("no_rope_layer_interval", 4), values["n_layer"]
+        interval, n_layers = fields.positive_integer("no_rope_layer_interval", 4), values["n_layer"]
         default = [int((layer + 1) % interval != 0) for layer in range(n_layers)]
         return [bool(rotates) for rotates in fields.take("no_rope_layers", list[int], default)[:n_layers]]
 
-    def normalizer(self, fields: Fields, values: Plains) -> Options:
-        return _read_windows(fields, [not rotates for rotates in self.rotating_layers(fields, values)])
+    def normalizer(self, fields: Fields, values: PlainDict) -> Options:
+        return _read_windows(fields, [not rotates for rotates in self.layers_with_rope(fields, values)])
 
-    def further_fields(self, model: ModelConfig) -> Plains:
+    def converted_fields(self, model: ModelConfig) -> PlainDict:
         layers = [int(model.position.rotates_in(layer)) for layer in range(model.n_layer)]
-        return {**super().further_fields(model), **_write_windows(model), "no_rope_layers": layers}
+        return {**super().converted_fields(model), **_write_windows(model), "no_rope_layers": layers}
 
 
 class Ministral3(Llama):
     """Ministral 3 multiplies queries by a factor that grows with the position."""
 
     model_type = "ministral3"
-    classes = ("Ministral3ForCausalLM", "Ministral3Model")
+    class_names = ("Ministral3ForCausalLM", "Ministral3Model")
     head_dim, bias_fields = 128, ()
-    defaults: ClassVar[Plains] = Llama.defaults | {
+    defaults: ClassVar[PlainDict] = Llama.defaults | {
         "vocab_size": 131072, "seq_len": 262144, "n_mlp": 14336, "n_layer": 34, "norm_eps": 1e-5,
     }  # fmt: skip
-    GROWTH: ClassVar[str] = "llama_4_scaling_beta"
+    GROWTH_FIELD: ClassVar[str] = "llama_4_scaling_beta"
 
-    def position(self, fields: Fields, values: Plains) -> Rope:
-        return read_rope(fields, values["seq_len"], others=(self.GROWTH, "max_position_embeddings"))
+    def position(self, fields: Fields, values: PlainDict) -> Rope:
+        return read_rope(fields, values["seq_len"], other_names=(self.GROWTH_FIELD, "max_position_embeddings"))
 
-    def normalizer(self, fields: Fields, values: Plains) -> Options:
+    def normalizer(self, fields: Fields, values: PlainDict) -> Options:
         fields.require_value("sliding_window", (), "layers with windows are not read here")
-        if (block := fields.block("rope_parameters")) is None:
+        if (rope_fields := fields.nested_fields("rope_parameters")) is None:
             raise fields.refusal("rope_parameters", "must say how the factor on queries grows")
-        growth, length = block.take(self.GROWTH, float), block.size(ORIGINAL_LENGTH)
+        growth, length = rope_fields.take(self.GROWTH_FIELD, float), rope_fields.positive_integer(ORIGINAL_LENGTH)
         return Llama4(floor_scale=float(length), attn_scale=growth, offset=0)
 
-    def further_fields(self, model: ModelConfig) -> Plains:
-        fields, options = super().further_fields(model), model.normalizer.layer_option(0)
-        growth = {self.GROWTH: getattr(options, "attn_scale", 0.0)}
+    def converted_fields(self, model: ModelConfig) -> PlainDict:
+        fields, options = super().converted_fields(model), model.normalizer.layer_option(0)
+        growth = {self.GROWTH_FIELD: getattr(options, "attn_scale", 0.0)}
         length = {ORIGINAL_LENGTH: int(getattr(options, "floor_scale", 1))}
         return {**fields, "rope_parameters": {**length, **fields["rope_parameters"], **growth}}
 
@@ -341,47 +352,47 @@ class OLMo2(Llama):
     """OLMo 2 has norms on the outputs of attention and MLP, and on the queries and keys of all heads together."""
 
     model_type = "olmo2"
-    classes = ("Olmo2ForCausalLM", "Olmo2Model")
-    modules: ClassVar[dict[str, str]] = Llama.modules | {
+    class_names = ("Olmo2ForCausalLM", "Olmo2Model")
+    module_names: ClassVar[dict[str, str]] = Llama.module_names | {
         "attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm",
     }  # fmt: skip
     bias_fields = ("attention_bias",)
-    defaults: ClassVar[Plains] = Llama.defaults | {
+    defaults: ClassVar[PlainDict] = Llama.defaults | {
         "vocab_size": 50304, "norm_eps": 1e-5,
     }  # fmt: skip
-    options: ClassVar[Plains] = Llama.options | {"qk_norm": "width", "post_norm": True}
+    fixed_options: ClassVar[PlainDict] = Llama.fixed_options | {"qk_norm": "width", "post_norm": True}
 
 
 class GPTNeoX(Architecture):
     """GPT-NeoX and Pythia have parallel attention and MLP, LayerNorm, biases, and RoPE on a part of each head."""
 
     model_type = "gpt_neox"
-    classes = ("GPTNeoXForCausalLM", "GPTNeoXModel")
-    base, blocks, interleaves_heads, divides_width = "gpt_neox.", "layers", True, True
-    modules: ClassVar[dict[str, str]] = {
+    class_names = ("GPTNeoXForCausalLM", "GPTNeoXModel")
+    tensor_prefix, layer_list, interleaves_heads, heads_divide_width = "gpt_neox.", "layers", True, True
+    module_names: ClassVar[dict[str, str]] = {
         "embedding": "embed_in", "norm": "final_layer_norm", "attention_norm": "input_layernorm",
         "mlp_norm": "post_attention_layernorm", "attention.qkv": "attention.query_key_value",
         "attention.out": "attention.dense", "mlp.up": "mlp.dense_h_to_4h", "mlp.out": "mlp.dense_4h_to_h",
     }  # fmt: skip
-    buffers = (".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
+    buffer_suffixes = (".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 
-    fields: ClassVar[dict[str, str]] = {
+    option_by_field: ClassVar[dict[str, str]] = {
         "vocab_size": "vocab_size", "max_position_embeddings": "seq_len", "hidden_size": "n_embd",
         "intermediate_size": "n_mlp", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
         "layer_norm_eps": "norm_eps", "use_parallel_residual": "parallel", "tie_word_embeddings": "tied",
     }  # fmt: skip
-    defaults: ClassVar[Plains] = {
+    defaults: ClassVar[PlainDict] = {
         "vocab_size": 50432, "seq_len": 2048, "n_embd": 6144, "n_mlp": 24576, "n_layer": 44, "n_head": 64, "norm_eps":
         1e-5, "parallel": True, "tied": False,
     }  # fmt: skip
-    options: ClassVar[Plains] = {"norm": "layer", "bias": True}
+    fixed_options: ClassVar[PlainDict] = {"norm": "layer", "bias": True}
 
-    def further_options(self, fields: Fields, values: Plains) -> dict[str, object]:
+    def converted_options(self, fields: Fields, values: PlainDict) -> dict[str, object]:
         fields.require_value("attention_bias", (True,), "only layers with biases are read")
         activation = _read_activation(fields, "hidden_act", "gelu")
         return {"mlp": activation, "position": read_partial_rope(fields), "normalizer": Softmax()}
 
-    def further_fields(self, model: ModelConfig) -> Plains:
+    def converted_fields(self, model: ModelConfig) -> PlainDict:
         rope = {
             "rope_type": "default", "rope_theta": getattr(model.position, "theta", 1e4),
             "partial_rotary_factor": getattr(model.position, "fraction", 1.0),
@@ -411,7 +422,7 @@ def _read_windows(fields: Fields, layers: list[bool]) -> Options:
     value that lm can't use.
     """
     has_windows, n_layers = fields.take("use_sliding_window", bool, False), len(layers)
-    if (size := fields.size("sliding_window", None)) is None and has_windows:
+    if (size := fields.positive_integer("sliding_window", None)) is None and has_windows:
         raise fields.refusal("sliding_window", "must be a size, as use_sliding_window is true")
     default_layer_types = [SLIDING_ATTENTION if has_windows and windowed else FULL_ATTENTION for windowed in layers]
     layer_types = fields.take("layer_types", list[str], default_layer_types)
@@ -427,7 +438,7 @@ def _read_windows(fields: Fields, layers: list[bool]) -> Options:
     return normalizers[0] if {*layer_types} == {SLIDING_ATTENTION} else LayerList(of=normalizers)
 
 
-def _write_windows(model: ModelConfig) -> Plains:
+def _write_windows(model: ModelConfig) -> PlainDict:
     """Return the config.json fields that say which layers of `model` have a sliding window, and its size in tokens."""
     layer_options = [model.normalizer.layer_option(n) for n in range(model.n_layer)]
     window_sizes = [options.size for options in layer_options if options.name == Window.name]

@@ -33,23 +33,23 @@ from lm.data.tokenizer import download_files
 from lm.errors import ConfigError, Problem
 from lm.functional import NamedNormalizer
 from lm.huggingface.architectures import SLIDING_ATTENTION
-from lm.huggingface.importing import INDEX, Shards
+from lm.huggingface.importing import INDEX_FILE, WeightFiles
 from lm.plain import Plain
 
-LENGTH_FIELD = "lm_train_length"  # field of the configuration with the training length
-# in each attention, the module with the parameters; in the configuration, their normalizer
+LENGTH_FIELD = "lm_train_length"  # field of the configuration that holds the training length
+# attribute of an attention module that holds its normalizer, and field of the configuration that holds its options
 NORMALIZER_ATTRIBUTE = "lm_normalizer"
 # attribute of an attention module: a list to which each call adds queries, keys and values of all heads
-RECORD = "lm_record"
+RECORD_ATTRIBUTE = "lm_record"
 # arguments of attention functions that change what is computed
 REFUSED_ARGUMENTS = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
-# with RoPE, on absolute positions; not so for linear with `features: identity`
+# weights depend on absolute positions even with RoPE; those of linear don't with `features: identity`
 POSITION_DEPENDENT_NORMALIZERS = ("qassmax", "linear")
-# Fields of a configuration, or its `rope_parameters`, with which a model multiplies queries by a function of position.
+# fields of a configuration or its `rope_parameters` that make a model multiply queries by a function of position
 GROWING_SCALE_FIELDS = ("llama_4_scaling_beta", "attn_temperature_tuning")
-GROWING_SCALE_TYPES = ("beam",)  # types of models that do so whatever their configuration says
+GROWING_SCALE_MODEL_TYPES = ("beam",)  # types of models that always do so
 OWN_ATTENTION_MESSAGE = "{} computes attention by itself, or has none, whatever attn_implementation says"
-WEIGHT_FILE_PATTERNS = ["*.safetensors", INDEX]
+WEIGHT_FILE_PATTERNS = ["*.safetensors", INDEX_FILE]
 
 
 def register(normalizers: Mapping[str, NamedNormalizer] | None = None) -> None:
@@ -69,16 +69,16 @@ def register(normalizers: Mapping[str, NamedNormalizer] | None = None) -> None:
                 continue
             reason = "is no function of one layer's queries and keys"
             raise ConfigError([Problem(name, options["name"], reason, "train it with lm")])
-        ALL_ATTENTION_FUNCTIONS.register(name, partial(_attend, options))
+        ALL_ATTENTION_FUNCTIONS.register(name, partial(_attention_function, options))
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, sdpa_mask)
-    # Each model asks it when it is made or its attention is set; some never ask for the function itself.
-    PreTrainedModel.get_correct_attn_implementation = _correct_attn_implementation
+    # Each model calls this method when it is made or its attention is set. Some models never call the function itself.
+    PreTrainedModel.get_correct_attn_implementation = _checked_attn_implementation
 
 
-_correct_of_transformers = PreTrainedModel.get_correct_attn_implementation
+_transformers_correct_implementation = PreTrainedModel.get_correct_attn_implementation
 
 
-def _correct_attn_implementation(
+def _checked_attn_implementation(
     model: PreTrainedModel, requested_attention: str | None, *arguments: object, **options: object
 ) -> str:
     """Return the name of the attention function that a model gets; replaces transformers' method of a similar name.
@@ -86,28 +86,30 @@ def _correct_attn_implementation(
     Raises ValueError: the function is lm's, and the model can't use it. Its code never calls attention functions, it
     scales queries by position itself, or all its layers have a sliding window.
     """
-    if _normalizer_of(requested_attention) is not None:
+    if _registered_normalizer(requested_attention) is not None:
         if not model.is_backend_compatible():
             raise ValueError(OWN_ATTENTION_MESSAGE.format(type(model).__name__))
         rope_fields = getattr(model.config, "rope_parameters", None) or {}
-        growing = [name for name in GROWING_SCALE_FIELDS if rope_fields.get(name) or getattr(model.config, name, None)]
-        if growing or model.config.model_type in GROWING_SCALE_TYPES:
+        scale_fields = [
+            name for name in GROWING_SCALE_FIELDS if rope_fields.get(name) or getattr(model.config, name, None)
+        ]
+        if scale_fields or model.config.model_type in GROWING_SCALE_MODEL_TYPES:
             reason = f"multiplies queries by a function of position, and {requested_attention} would act on top"
-            remedy = f"set {growing[0]} to 0 in its configuration" if growing else "use another model"
+            remedy = f"set {scale_fields[0]} to 0 in its configuration" if scale_fields else "use another model"
             raise ValueError(f"{type(model).__name__} {reason}; {remedy}")
         layer_types = getattr(model.config, "layer_types", None) or [SLIDING_ATTENTION]
         if getattr(model.config, "sliding_window", None) and {*layer_types} == {SLIDING_ATTENTION}:
             reason = f"has a sliding window in each layer, and {requested_attention} acts on layers without one"
             raise ValueError(f"{type(model).__name__} {reason}; set sliding_window to null in its configuration")
-    return _correct_of_transformers(model, requested_attention, *arguments, **options)
+    return _transformers_correct_implementation(model, requested_attention, *arguments, **options)
 
 
-def _normalizer_of(attn_implementation: str | None) -> dict[str, Plain] | None:
+def _registered_normalizer(attn_implementation: str | None) -> dict[str, Plain] | None:
     """Return the name and options of lm's normalizer that is registered as `attn_implementation`; None if it is not
     lm's.
     """
     function = ALL_ATTENTION_FUNCTIONS.get(attn_implementation)
-    return function.args[0] if isinstance(function, partial) and function.func is _attend else None
+    return function.args[0] if isinstance(function, partial) and function.func is _attention_function else None
 
 
 def add_normalizer_parameters(model: PreTrainedModel, train_length: int | None = None) -> None:
@@ -126,14 +128,14 @@ def add_normalizer_parameters(model: PreTrainedModel, train_length: int | None =
     can't be read.
     """
     config = model.config
-    if (options := _normalizer_of(config._attn_implementation)) is None:
+    if (options := _registered_normalizer(config._attn_implementation)) is None:
         raise ValueError(
             f"attn_implementation is {config._attn_implementation}: call lm.huggingface.register() and name one of lm's"
         )
-    if (entry := getattr(config, NORMALIZER_ATTRIBUTE, None)) not in (None, options):
+    if (saved_options := getattr(config, NORMALIZER_ATTRIBUTE, None)) not in (None, options):
         raise ValueError(
-            f"{config._name_or_path} was saved with {entry}, attn_implementation {config._attn_implementation} is "
-            f"{options}"
+            f"{config._name_or_path} was saved with {saved_options}, attn_implementation "
+            f"{config._attn_implementation} is {options}"
         )
     layers = [layer for layer in attention_modules(model) if not getattr(layer, "sliding_window", None)]
     if not layers:
@@ -148,7 +150,7 @@ def add_normalizer_parameters(model: PreTrainedModel, train_length: int | None =
         head_size = head_size or config.hidden_size // config.num_attention_heads
         normalizer = functional.make_module(options, config.num_attention_heads, head_size, _train_length(config))
         module.add_module(NORMALIZER_ATTRIBUTE, normalizer.to(next(module.parameters()).device))
-    if entry:
+    if saved_options:
         _read_saved_parameters(model)
 
 
@@ -177,7 +179,7 @@ def _read_saved_parameters(model: PreTrainedModel) -> None:
     read.
     """
     folder = Path(name := model.config._name_or_path)
-    tensors = Shards(
+    tensors = WeightFiles(
         folder
         if folder.is_dir()
         else download_files(name, getattr(model.config, "_commit_hash", None), WEIGHT_FILE_PATTERNS)
@@ -190,7 +192,7 @@ def _read_saved_parameters(model: PreTrainedModel) -> None:
             parameter.data.copy_(tensors.read(name))
 
 
-def _attend(
+def _attention_function(
     options: dict[str, Plain], module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, position_ids: Tensor | None = None, **kwargs: object,
@@ -208,7 +210,7 @@ def _attend(
             f"lm's normalizers do not compute {refused_arguments[0]} of {type(module).__name__}; use a model without it"
         )
     factor = 1.0 if scaling is None else scaling * math.sqrt(query.size(-1))
-    if (record := getattr(module, RECORD, None)) is not None:
+    if (record := getattr(module, RECORD_ATTRIBUTE, None)) is not None:
         record.append((query * factor, *(x.repeat_interleave(query.size(1) // key.size(1), 1) for x in (key, value))))
     if kwargs.get("sliding_window") is not None:
         arguments = {"scaling": scaling, "dropout": dropout, "position_ids": position_ids, **kwargs}

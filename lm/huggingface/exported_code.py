@@ -12,10 +12,10 @@ from pathlib import Path
 from lm.attention.normalizer import Normalizer
 from lm.errors import RunError
 
-LM = Path(__file__).parents[1]
+LM_FOLDER = Path(__file__).parents[1]
 MODELLING_MODULE = "modeling_lm"  # beside this module
-CATALOGUE = "lm_catalogue"  # written for each export, with the model's normalizers alone
-LEFT_OUT = ("lm_triton_kernels",)  # needs a package that transformers would demand on every machine
+CATALOGUE_MODULE = "lm_catalogue"  # written for each export, with the model's normalizers alone
+EXCLUDED_MODULES = ("lm_triton_kernels",)  # needs a package that transformers would demand on every machine
 
 
 def code_files(normalizers: Mapping[str, type[Normalizer]]) -> dict[str, str]:
@@ -25,23 +25,23 @@ def code_files(normalizers: Mapping[str, type[Normalizer]]) -> dict[str, str]:
     `lm.attention`.
     """
     sources, texts = {MODELLING_MODULE: Path(__file__).with_name(f"{MODELLING_MODULE}.py")}, {}
-    lines = []
+    import_lines = []
     for name, normalizer in normalizers.items():
         module = normalizer.__module__
         exported_name = _exported_name(module) if module.startswith("lm.") else module.replace(".", "_")
         sources[exported_name] = Path(inspect.getsourcefile(normalizer))
-        lines.append(f"from .{exported_name} import {normalizer.__qualname__}  # {name}")
+        import_lines.append(f"from .{exported_name} import {normalizer.__qualname__}  # {name}")
     while names := sources.keys() - texts.keys():
         for name in names:
             texts[name], imported_modules = _with_relative_imports(sources[name])
             sources |= {
-                _exported_name(module): LM / f"{module.removeprefix('lm.').replace('.', '/')}.py"
+                _exported_name(module): LM_FOLDER / f"{module.removeprefix('lm.').replace('.', '/')}.py"
                 for module in imported_modules
             }
     entries = ", ".join(f'"{name}": {normalizer.__qualname__}' for name, normalizer in normalizers.items())
-    texts[CATALOGUE] = "\n".join([
+    texts[CATALOGUE_MODULE] = "\n".join([
         '"""The normalizers of this model, by their names in config.json."""', "",
-        *lines, "", f"NORMALIZERS = {{{entries}}}", "normalizer_class = NORMALIZERS.__getitem__", "", "",
+        *import_lines, "", f"NORMALIZERS = {{{entries}}}", "normalizer_class = NORMALIZERS.__getitem__", "", "",
         "def make_normalizer(options, layer):",
         "    return {kind.schema: kind for kind in NORMALIZERS.values()}[type(options)](options, layer)", "", "",
         "# transformers copies a module because a line like these names it",
@@ -91,5 +91,7 @@ def _with_relative_imports(path: Path) -> tuple[str, set[str]]:
             )
         indent = " " * node.col_offset
         lines[node.lineno - 1 : node.end_lineno] = [indent + statement for statement in statements]
-        imported_modules |= {name for name in modules if _exported_name(name) not in (CATALOGUE, *LEFT_OUT)}
+        imported_modules |= {
+            name for name in modules if _exported_name(name) not in (CATALOGUE_MODULE, *EXCLUDED_MODULES)
+        }
     return "\n".join(lines) + "\n", imported_modules

@@ -18,10 +18,10 @@ from lm.config.tree import model_function_options
 from lm.data.tokenizer import TOKENIZER_CONFIG, parse_tokenizer
 from lm.errors import RunError
 from lm.files import new_folder, write_together
-from lm.huggingface.architectures import ARCHITECTURES, HEAD, Architecture
+from lm.huggingface.architectures import ARCHITECTURES, HEAD_TENSOR, Architecture
 from lm.huggingface.exported_code import code_files
 from lm.huggingface.fields import Fields
-from lm.huggingface.importing import CONFIG, LM_MODEL_TYPE, WEIGHTS_FILE
+from lm.huggingface.importing import CONFIG_FILE, LM_MODEL_TYPE, WEIGHTS_FILE
 from lm.model.rope import frequencies
 from lm.model.spec import ModelSpec
 from lm.plain import Plain, to_plain
@@ -31,7 +31,7 @@ from lm.runs.loading import LoadedModel, load
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-QWEN2_WORDS = (  # pattern by which Qwen 2 cuts text into words
+QWEN2_WORD_PATTERN = (  # pattern by which Qwen 2 cuts text into words
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
@@ -82,11 +82,11 @@ def export_for_transformers(source: Path, checkpoint: str, target: Path) -> Path
     """
     loaded_model = load(source, checkpoint)
     try:
-        architecture, config, tensors = exported_form(loaded_model)
+        architecture, config, tensors = export_contents(loaded_model)
     except RunError as error:
         raise RunError(f"{source}: {error}; without --format hf it is exported for lm") from None
     with new_folder(target) as folder:
-        files = {CONFIG: _json(config), "README.md": model_card(loaded_model, config["model_type"])}
+        files = {CONFIG_FILE: _json(config), "README.md": model_card(loaded_model, config["model_type"])}
         if architecture is None:
             normalizers = loaded_model.decoder.normalizers()
             files |= code_files({normalizer.options.name: type(normalizer) for normalizer in normalizers})
@@ -102,7 +102,7 @@ def export_for_transformers(source: Path, checkpoint: str, target: Path) -> Path
     return target
 
 
-def exported_form(loaded_model: LoadedModel) -> tuple[Architecture | None, dict[str, Plain], dict[str, Tensor]]:
+def export_contents(loaded_model: LoadedModel) -> tuple[Architecture | None, dict[str, Plain], dict[str, Tensor]]:
     """Return the architecture, the config.json fields and the tensors of a model's export.
 
     The architecture is None if no architecture of transformers computes the model; modeling_lm.py does then. Tensors
@@ -111,8 +111,8 @@ def exported_form(loaded_model: LoadedModel) -> tuple[Architecture | None, dict[
     Raises RunError: neither an architecture of transformers nor modeling_lm.py computes the model; the message says
     why.
     """
-    if plain_model := _matching_architecture(loaded_model):
-        architecture, config = plain_model
+    if match := _matching_architecture(loaded_model):
+        architecture, config = match
         tensors = _transformers_tensors(architecture, config, loaded_model)
     else:
         architecture, config, tensors = None, _lm_config(loaded_model), _lm_tensors(loaded_model)
@@ -124,15 +124,15 @@ def transformers_model(loaded_model: LoadedModel) -> tuple["PreTrainedModel", "P
 
     The model is on the decoder's device, and shares the decoder's tensors where their layout is the same.
 
-    Raises RunError: as `exported_form` does, or the model has no tokenizer.
+    Raises RunError: as `export_contents` does, or the model has no tokenizer.
     """
     import transformers
 
     from lm.huggingface.modeling_lm import LmForCausalLM
 
     tokenizer, _ = loaded_model.tokenizer_and_start()
-    architecture, config, tensors = exported_form(loaded_model)
-    model_class = getattr(transformers, architecture.classes[0]) if architecture else LmForCausalLM
+    architecture, config, tensors = export_contents(loaded_model)
+    model_class = getattr(transformers, architecture.class_names[0]) if architecture else LmForCausalLM
     model = model_class.from_pretrained(None, config=model_class.config_class.from_dict(config), state_dict=tensors)
     start_tokenizer = parse_tokenizer(
         add_start_token(tokenizer.to_str(), loaded_model.spec.end_of_text), loaded_model.spec.end_of_text
@@ -157,11 +157,11 @@ def _matching_architecture(loaded_model: LoadedModel) -> tuple[Architecture, dic
     for architecture in ARCHITECTURES.values():
         config = architecture.write(spec)
         try:
-            written_model = architecture.read(Fields(config, loaded_model.path)).model
+            model_read_back = architecture.read(Fields(config, loaded_model.path)).model
         except RunError:  # it has no field for a part of the model
             continue
-        matches_model = model_function_options(written_model) == model_function_options(spec.model)
-        matches_model &= not (architecture.divides_width and spec.model.n_embd % spec.model.n_head)
+        matches_model = model_function_options(model_read_back) == model_function_options(spec.model)
+        matches_model &= not (architecture.heads_divide_width and spec.model.n_embd % spec.model.n_head)
         if matches_model and (config["model_type"] != "qwen2" or _splits_text_as_qwen2(loaded_model)):
             return architecture, config
     return None
@@ -176,7 +176,7 @@ def _splits_text_as_qwen2(loaded_model: LoadedModel) -> bool:
         return True
     fields = json.loads(loaded_model.tokenizer.to_str())
     steps = (fields["pre_tokenizer"] or {}).get("pretokenizers") or []
-    qwen2_split = {"type": "Split", "pattern": {"Regex": QWEN2_WORDS}, "behavior": "Isolated", "invert": False}
+    qwen2_split = {"type": "Split", "pattern": {"Regex": QWEN2_WORD_PATTERN}, "behavior": "Isolated", "invert": False}
     qwen2_steps = [qwen2_split, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]
     has_qwen2_steps = [
         {name: value for name, value in step.items() if name != "trim_offsets"} for step in steps
@@ -195,12 +195,17 @@ def _transformers_tensors(
     where possible.
     """
     state, tensors = loaded_model.decoder.state_dict(), {}
-    for part in architecture.mapped_parameters(loaded_model.spec, architecture.base):
-        pieces = state[part.name].split([size[-1] if part.transposed else size[0] for _, size in part.tensors])
-        pieces = [piece.t() if part.transposed else piece for piece in pieces]
-        if part.by_heads:
-            pieces = [piece.unflatten(0, (3, part.by_heads, -1)).transpose(0, 1).flatten(0, 2) for piece in pieces]
-        tensors |= {name: piece for (name, _), piece in zip(part.tensors, pieces, strict=True)}
+    for parameter in architecture.mapped_parameters(loaded_model.spec, architecture.tensor_prefix):
+        pieces = state[parameter.name].split(
+            [size[-1] if parameter.transposed else size[0] for _, size in parameter.tensors]
+        )
+        pieces = [piece.t() if parameter.transposed else piece for piece in pieces]
+        if parameter.n_interleaved_heads:
+            pieces = [
+                piece.unflatten(0, (3, parameter.n_interleaved_heads, -1)).transpose(0, 1).flatten(0, 2)
+                for piece in pieces
+            ]
+        tensors |= {name: piece for (name, _), piece in zip(parameter.tensors, pieces, strict=True)}
     return tensors
 
 
@@ -298,4 +303,4 @@ def _lm_tensors(loaded_model: LoadedModel) -> dict[str, Tensor]:
     state = loaded_model.decoder.state_dict()
     if loaded_model.spec.model.tied:
         del state["head.weight"]
-    return {HEAD if name == "head.weight" else f"model.{name}": value for name, value in state.items()}
+    return {HEAD_TENSOR if name == "head.weight" else f"model.{name}": value for name, value in state.items()}

@@ -15,7 +15,7 @@ from lm.plain import Plain, convert, type_name
 # Fields that change nothing about the logits of text in evaluation mode, of every architecture here.
 # About the file; what a forward pass returns or keeps; training and other heads; tokens, which the tokenizer knows (the
 # one that starts a document is chosen when it is read); defaults of generation, which older files keep here.
-_IRRELEVANT = """
+_IRRELEVANT_NAMES = """
 model_type transformers_version _name_or_path _model_name_or_path _commit_hash name_or_path unsloth_fixed
 unsloth_version torch_dtype dtype is_llama_config transformers.js_config _attn_implementation
 _attn_implementation_autoset _attn_implementation_internal _flash_attn_2_enabled use_flash_attn
@@ -33,7 +33,7 @@ top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_n
 bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
 remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
 """
-IRRELEVANT_FIELDS = frozenset(_IRRELEVANT.split())
+IRRELEVANT_FIELDS = frozenset(_IRRELEVANT_NAMES.split())
 # Fields of every architecture that may only have this value, and why.
 REQUIRED_VALUES: dict[str, tuple[Plain, str]] = {
     "auto_map": (None, "names code in the folder, which is never executed"),
@@ -73,7 +73,7 @@ class Fields:
             raise RunError(f"{self.path}: {name} must be {type_name(kind)}, not {text}")
         return result
 
-    def size(self, name: str, default: Plain = MISSING, maximum: int = 10**9) -> int:
+    def positive_integer(self, name: str, default: Plain = MISSING, maximum: int = 10**9) -> int:
         """Return a field's value, or `default` if it is null or absent, and mark it as used.
 
         Raises RunError: the value is not a whole number from 1 to `maximum`, or is missing and there is no default.
@@ -83,7 +83,7 @@ class Fields:
             raise self.refusal(name, "must be 1 or more" if size < 1 else f"must be at most {maximum:,}")
         return size
 
-    def number(self, name: str, default: Plain = MISSING) -> float:
+    def positive_number(self, name: str, default: Plain = MISSING) -> float:
         """Return a field's value, or `default` if it is null or absent, and mark it as used.
 
         Raises RunError: the value is not a number above 0, or is missing and there is no default.
@@ -93,7 +93,7 @@ class Fields:
             raise self.refusal(name, "must be above 0")
         return number
 
-    def block(self, name: str) -> "Fields | None":
+    def nested_fields(self, name: str) -> "Fields | None":
         """Return the fields nested in the field `name`; None if it is null or absent. Raises RunError: its value holds
         no fields.
         """
@@ -166,57 +166,57 @@ ROPE_DEFAULTS: dict[str, Plain] = {"attention_factor": None, "truncate": True}
 
 
 def read_rope(
-    config: Fields, positions: int, default_theta: float = DEFAULT_THETA, others: tuple[str, ...] = ()
+    config: Fields, n_positions: int, default_theta: float = DEFAULT_THETA, other_names: tuple[str, ...] = ()
 ) -> Rope:
-    """Return RoPE's options from the fields of a model with a context of `positions` tokens.
+    """Return RoPE's options from the fields of a model with a context of `n_positions` tokens.
 
     Args:
         config: fields of the model.
         default_theta: RoPE's base if no field gives it.
-        others: nested fields that the caller reads itself.
+        other_names: nested fields that the caller reads itself.
 
     Raises RunError: RoPE has a type or field that lm can't use; the message names it.
     """
-    block, older_block = config.block("rope_parameters"), config.block("rope_scaling")
-    if block and older_block:
+    rope_fields, older_rope_fields = config.nested_fields("rope_parameters"), config.nested_fields("rope_scaling")
+    if rope_fields and older_rope_fields:
         raise config.refusal("rope_scaling", "stands beside rope_parameters: one of them says what RoPE is")
-    outer_theta = config.number("rope_theta", None)
+    outer_theta = config.positive_number("rope_theta", None)
     config.require_value("partial_rotary_factor", (1,), "all dimensions of a head rotate in this architecture")
-    name = "rope_parameters" if block else "rope_scaling"
-    if (block := block or older_block) is None:
+    name = "rope_parameters" if rope_fields else "rope_scaling"
+    if (rope_fields := rope_fields or older_rope_fields) is None:
         return Rope(theta=outer_theta or default_theta)
-    theta = block.number("rope_theta", outer_theta or default_theta)
+    theta = rope_fields.positive_number("rope_theta", outer_theta or default_theta)
     if outer_theta not in (None, theta):
         raise config.refusal("rope_theta", f"{name} has rope_theta = {theta:g}: one of them says what RoPE is")
-    block.require_value("partial_rotary_factor", (1,), "all dimensions of a head rotate in this architecture")
-    kind = block.take("rope_type", str, block.take("type", str, "default"))
+    rope_fields.require_value("partial_rotary_factor", (1,), "all dimensions of a head rotate in this architecture")
+    kind = rope_fields.take("rope_type", str, rope_fields.take("type", str, "default"))
     if kind not in ROPE_TYPES:
-        name = "rope_type" if block.take("rope_type", str, "") else "type"
-        raise block.refusal(
+        name = "rope_type" if rope_fields.take("rope_type", str, "") else "type"
+        raise rope_fields.refusal(
             name,
             LENGTH_DEPENDENT_REASON if kind in ("dynamic", "longrope") else f"only {', '.join(ROPE_TYPES)} are read",
         )
     schema, option_names = ROPE_TYPES[kind]
     types = {spec.name: spec.type for spec in fields(schema)}
-    defaults = {**ROPE_DEFAULTS, ORIGINAL_LENGTH: positions}
+    defaults = {**ROPE_DEFAULTS, ORIGINAL_LENGTH: n_positions}
     if kind == TrainedYarn.name:
-        defaults["factor"] = positions / block.size(ORIGINAL_LENGTH, positions)
-        block.take("finetuned", bool, False)  # true if the weights were trained further with this scaling
+        defaults["factor"] = n_positions / rope_fields.positive_integer(ORIGINAL_LENGTH, n_positions)
+        rope_fields.take("finetuned", bool, False)  # true if the weights were trained further with this scaling
     options = {}
     for field, option in option_names.items():
         if option in types:
-            options[option] = block.take(field, types[option], defaults.get(field, MISSING))
+            options[option] = rope_fields.take(field, types[option], defaults.get(field, MISSING))
         else:
             constant = getattr(schema, option)
-            block.require_value(
+            rope_fields.require_value(
                 field, (constant,), f"only {constant:g} is read, as the models released with {kind} have"
             )
     if kind == TrainedYarn.name:
-        scales = [block.take(name, float, 0.0) for name in ("mscale", "mscale_all_dim")]
+        scales = [rope_fields.take(name, float, 0.0) for name in ("mscale", "mscale_all_dim")]
         if options["attention_factor"] is None and all(scales):  # one alone is not read by transformers either
             growth = 0.1 * math.log(max(options["factor"], 1.0))
             options["attention_factor"] = (growth * scales[0] + 1) / (growth * scales[1] + 1)
-    block.check_all_used(others)
+    rope_fields.check_all_used(other_names)
     return Rope(theta=theta, scaling=schema(**options))
 
 
@@ -224,13 +224,19 @@ def read_partial_rope(config: Fields) -> Rope:
     """Return RoPE's options of GPT-NeoX, which rotates only a fraction of each head. Raises RunError as `read_rope`
     does.
     """
-    block = config.block("rope_parameters")
-    theta, fraction = config.number("rotary_emb_base", DEFAULT_THETA), config.number("rotary_pct", 0.25)
+    rope_fields = config.nested_fields("rope_parameters")
+    theta, fraction = (
+        config.positive_number("rotary_emb_base", DEFAULT_THETA),
+        config.positive_number("rotary_pct", 0.25),
+    )
     config.require_value("rope_scaling", (), "RoPE that was rescaled is not read here")
-    if block is not None:
-        theta, fraction = block.number("rope_theta", theta), block.number("partial_rotary_factor", fraction)
-        block.require_value("rope_type", ("default",), "RoPE that was rescaled is not read here")
-        block.check_all_used(())
+    if rope_fields is not None:
+        theta, fraction = (
+            rope_fields.positive_number("rope_theta", theta),
+            rope_fields.positive_number("partial_rotary_factor", fraction),
+        )
+        rope_fields.require_value("rope_type", ("default",), "RoPE that was rescaled is not read here")
+        rope_fields.check_all_used(())
     return Rope(theta=theta, fraction=fraction, partial=fraction < 1)
 
 

@@ -23,21 +23,21 @@ from lm.data.tokenizer import (
 )
 from lm.errors import ConfigError, DataError, Problem, RunError, one_line
 from lm.files import read_json, require_new_path
-from lm.huggingface.architectures import ARCHITECTURES, HEAD, Architecture, MappedParameter
+from lm.huggingface.architectures import ARCHITECTURES, HEAD_TENSOR, Architecture, MappedParameter
 from lm.huggingface.fields import Fields
 from lm.model.spec import ModelSpec
 from lm.plain import Plain, to_plain
 from lm.runs.folder import TOKENIZER
 from lm.runs.loading import write_model
 
-WEIGHTS_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-READ_TYPES = ("F32", "F16", "BF16")
+WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+READABLE_DTYPES = ("F32", "F16", "BF16")
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-OLDER_NAMES = {"embed_out.weight": HEAD}  # of GPT-NeoX
+CURRENT_TENSOR_NAMES = {"embed_out.weight": HEAD_TENSOR}  # of GPT-NeoX
 LM_MODEL_TYPE = "lm_decoder"  # model_type of an export that is computed by lm's code, modeling_lm.py
 
 
-class Shards:
+class WeightFiles:
     """The tensors of a folder's safetensors files: model.safetensors, or the shards that model.safetensors.index.json
     lists.
 
@@ -51,7 +51,7 @@ class Shards:
     def __init__(self, folder: Path):
         self.path, self.shapes = folder, dict[str, tuple[int, ...]]()
         # the file of each tensor, and the type and the name that it has there
-        self._places: dict[str, tuple[Path, str, str]] = {}
+        self._locations: dict[str, tuple[Path, str, str]] = {}
         for file in _weight_files(folder):
             self._read_header(file)
 
@@ -60,13 +60,13 @@ class Shards:
         damaged.
         """
         if not file.is_file():
-            raise RunError(f"{file}: no such file, which {INDEX} lists; fetch the model again")
+            raise RunError(f"{file}: no such file, which {INDEX_FILE} lists; fetch the model again")
         try:
             with safe_open(file, "pt") as reader:
                 for name in reader.keys():  # noqa: SIM118
                     tensor = reader.get_slice(name)
-                    self.shapes[OLDER_NAMES.get(name, name)] = tuple(tensor.get_shape())
-                    self._places[OLDER_NAMES.get(name, name)] = (file, tensor.get_dtype(), name)
+                    self.shapes[CURRENT_TENSOR_NAMES.get(name, name)] = tuple(tensor.get_shape())
+                    self._locations[CURRENT_TENSOR_NAMES.get(name, name)] = (file, tensor.get_dtype(), name)
         except (OSError, SafetensorError) as error:
             raise RunError(f"{file}: not a readable safetensors file: {one_line(error, 160)}; fetch it again") from None
 
@@ -74,11 +74,11 @@ class Shards:
         """Return a tensor, converted to fp32.
 
         The file is opened for this tensor alone, so that no other tensor stays in mapped memory. Raises RunError: the
-        tensor can't be read, or its stored dtype is not one of `READ_TYPES`.
+        tensor can't be read, or its stored dtype is not one of `READABLE_DTYPES`.
         """
-        file, kind, stored_name = self._places[name]
-        if kind not in READ_TYPES:
-            raise RunError(f"{file}: {name} has type {kind}; only {', '.join(READ_TYPES)} are read")
+        file, kind, stored_name = self._locations[name]
+        if kind not in READABLE_DTYPES:
+            raise RunError(f"{file}: {name} has type {kind}; only {', '.join(READABLE_DTYPES)} are read")
         try:
             with safe_open(file, "pt") as reader:
                 return reader.get_tensor(stored_name).to(torch.float32)
@@ -90,7 +90,7 @@ def _weight_files(folder: Path) -> list[Path]:
     """Return the paths of a folder's safetensors files. Raises RunError: there are none, or their index is damaged."""
     if (folder / WEIGHTS_FILE).is_file():
         return [folder / WEIGHTS_FILE]
-    index = folder / INDEX
+    index = folder / INDEX_FILE
     if not index.is_file():
         if pickles := [path.name for pattern in PICKLE_PATTERNS for path in sorted(folder.glob(pattern))]:
             reason = (
@@ -98,7 +98,7 @@ def _weight_files(folder: Path) -> list[Path]:
                 "model.save_pretrained writes safetensors"
             )
             raise RunError(f"{folder / pickles[0]}: {reason}")
-        raise RunError(f"{folder}: no weights: neither {WEIGHTS_FILE} nor {INDEX}")
+        raise RunError(f"{folder}: no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}")
     files_by_name = read_json(index).get("weight_map")
     if not isinstance(files_by_name, dict) or not files_by_name or not all(map(_is_plain_name, files_by_name.values())):
         raise RunError(f"{index}: its weight_map must name a file of the folder for each tensor")
@@ -113,7 +113,7 @@ def _is_plain_name(file: object) -> bool:
 # ---------------------------------------------------------------- the model
 
 
-CONFIG = "config.json"
+CONFIG_FILE = "config.json"
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class PretrainedModel:
 
     path: Path  # the path of the model, which errors name
     config: dict[str, Plain]  # fields as in a config.json
-    tensors: Shards
+    tensors: WeightFiles
     tokenizer: str | None  # content of a tokenizer.json; None: there is none
     tokenizer_path: Path  # the path of the tokenizer, which errors name
     tokenizer_config: dict[str, Plain]  # content of the tokenizer's tokenizer_config.json
@@ -203,13 +203,13 @@ def open_pretrained(source: str, revision: str | None, tokenizer: Path | None) -
     if revision and path.exists():
         raise ConfigError([Problem("--revision", revision, f"{source} is on this machine, not on the hub", "drop it")])
     if path.is_file():
-        raise RunError(f"{path}: not a folder with a {CONFIG}; text and token ids are read by lm prepare")
+        raise RunError(f"{path}: not a folder with a {CONFIG_FILE}; text and token ids are read by lm prepare")
     if not path.is_dir():
         path = download_files(source, revision, ["*.json", "*.safetensors"])
         origin["commit"] = path.name
-    if not (path / CONFIG).is_file():
-        raise RunError(f"{path}: not a model in the format of transformers: it has no {CONFIG}")
-    config = read_json(path / CONFIG)
+    if not (path / CONFIG_FILE).is_file():
+        raise RunError(f"{path}: not a model in the format of transformers: it has no {CONFIG_FILE}")
+    config = read_json(path / CONFIG_FILE)
     tokenizer_path = tokenizer or path
     tokenizer_text = require_tokenizer_json(tokenizer) if tokenizer else find_tokenizer_json(path)
     tokenizer_config, generation_config = (
@@ -218,7 +218,14 @@ def open_pretrained(source: str, revision: str | None, tokenizer: Path | None) -
     )
     tokenizer_path = tokenizer_path / TOKENIZER if tokenizer_path.is_dir() else tokenizer_path
     return PretrainedModel(
-        path / CONFIG, config, Shards(path), tokenizer_text, tokenizer_path, tokenizer_config, generation_config, origin
+        path / CONFIG_FILE,
+        config,
+        WeightFiles(path),
+        tokenizer_text,
+        tokenizer_path,
+        tokenizer_config,
+        generation_config,
+        origin,
     )
 
 
@@ -309,21 +316,25 @@ def _checked_tokenizer(model: PretrainedModel, start: str, vocabulary: int) -> t
 
 
 def _checked_parameters(
-    architecture: Architecture, spec: ModelSpec, config_name: str, tensors: Shards
+    architecture: Architecture, spec: ModelSpec, config_name: str, tensors: WeightFiles
 ) -> list[MappedParameter]:
     """Return lm's parameters with the tensors that hold them, sorted by name, after checking that the tensors fit.
 
     Raises RunError: a tensor is missing, unknown or has another shape, or a tied head differs from the embedding.
     """
-    base = architecture.base if any(name.startswith(architecture.base) for name in tensors.shapes) else ""
+    base = (
+        architecture.tensor_prefix
+        if any(name.startswith(architecture.tensor_prefix) for name in tensors.shapes)
+        else ""
+    )
     parameters = list(architecture.mapped_parameters(spec, base))
     expected_shapes = {name: size for parameter in parameters for name, size in parameter.tensors}
-    if spec.model.tied and HEAD in tensors.shapes:
-        expected_shapes[HEAD] = (spec.vocab_size, spec.model.n_embd)
-        if tensors.shapes[HEAD] == expected_shapes[HEAD] and not torch.equal(
-            tensors.read(HEAD), tensors.read(parameters[0].tensors[0][0])
+    if spec.model.tied and HEAD_TENSOR in tensors.shapes:
+        expected_shapes[HEAD_TENSOR] = (spec.vocab_size, spec.model.n_embd)
+        if tensors.shapes[HEAD_TENSOR] == expected_shapes[HEAD_TENSOR] and not torch.equal(
+            tensors.read(HEAD_TENSOR), tensors.read(parameters[0].tensors[0][0])
         ):
-            raise RunError(f"{tensors.path}: {HEAD} differs from the embedding, and tie_word_embeddings is true")
+            raise RunError(f"{tensors.path}: {HEAD_TENSOR} differs from the embedding, and tie_word_embeddings is true")
     for name, size in expected_shapes.items():
         if name not in tensors.shapes:
             raise RunError(f"{tensors.path}: there is no tensor {name}, which {config_name} implies")
@@ -332,14 +343,14 @@ def _checked_parameters(
     unknown_names = [
         name
         for name in tensors.shapes
-        if name not in expected_shapes and not name.endswith(architecture.buffers or ("\n",))
+        if name not in expected_shapes and not name.endswith(architecture.buffer_suffixes or ("\n",))
     ]
     if unknown_names:
         raise RunError(f"{tensors.path}: {unknown_names[0]} is not a tensor of the model that {config_name} describes")
     return sorted(parameters, key=lambda parameter: parameter.name)
 
 
-def _parameter_values(parameters: list[MappedParameter], tensors: Shards) -> Iterator[tuple[str, Tensor]]:
+def _parameter_values(parameters: list[MappedParameter], tensors: WeightFiles) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, value) of each of lm's parameters, which is read when it is requested.
 
     Raises RunError: a tensor holds NaN or infinity.
@@ -351,8 +362,11 @@ def _parameter_values(parameters: list[MappedParameter], tensors: Shards) -> Ite
             if not pieces[-1].isfinite().all():
                 raise RunError(f"{tensors.path}: {name} holds numbers that are not finite")
         pieces = [piece.t() for piece in pieces] if parameter.transposed else pieces
-        if parameter.by_heads:
-            pieces = [piece.unflatten(0, (parameter.by_heads, 3, -1)).transpose(0, 1).flatten(0, 2) for piece in pieces]
+        if parameter.n_interleaved_heads:
+            pieces = [
+                piece.unflatten(0, (parameter.n_interleaved_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+                for piece in pieces
+            ]
         yield parameter.name, torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous()
 
 

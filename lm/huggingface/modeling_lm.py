@@ -187,7 +187,7 @@ class TransformersContext(ForwardContext):
         return normalizer.attend(q, k, v, layout) if weights is None else weights.to(v.dtype) @ v
 
 
-class RecomputedLayer(GradientCheckpointingLayer):
+class CheckpointedLayer(GradientCheckpointingLayer):
     """A layer that gradient checkpointing can recompute in the backward pass.
 
     transformers requires that tensors with gradients are positional arguments. So `first_values` is one, though lm
@@ -203,21 +203,21 @@ class RecomputedLayer(GradientCheckpointingLayer):
         return super().forward(x, replace(context, first_values=first_values))
 
 
-class LmBlock(RecomputedLayer, Block):
+class LmBlock(CheckpointedLayer, Block):
     """A layer that consists of attention and an MLP."""
 
 
-class LmGatedBlock(RecomputedLayer, GatedBlock):
+class LmGatedBlock(CheckpointedLayer, GatedBlock):
     """A layer that consists of one gated attention unit (arXiv 2202.10447)."""
 
 
-BLOCKS = {"attention": LmBlock, "gau": LmGatedBlock}
+BLOCK_CLASSES = {"attention": LmBlock, "gau": LmGatedBlock}
 
 
 # ---------------------------------------------------------------- models
 
 
-def packed_documents(is_token: Tensor, position_ids: Tensor) -> Tensor | None:
+def document_numbers(is_token: Tensor, position_ids: Tensor) -> Tensor | None:
     """Return each token's document number (B, T) int64 if any sequence holds several documents, else None.
 
     A document begins at position 0, and wherever a token's position is not its predecessor's plus 1.
@@ -254,7 +254,7 @@ def input_layout(
         position_ids = (is_token.cumsum(-1) - 1).clamp(min=0)[:, n_cached:n_keys]
         documents = None
     else:
-        documents = packed_documents(is_token, position_ids) if is_token.size(1) == count else None
+        documents = document_numbers(is_token, position_ids) if is_token.size(1) == count else None
     if documents is None and (mask is None or bool(is_token.all())):
         return AttentionLayout.continuation(n_cached, count, n_keys, device), position_ids, False
     triangle = torch.ones(count, is_token.size(1), dtype=torch.bool, device=device).tril(n_cached)
@@ -271,7 +271,7 @@ class LmPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     _input_embed_layer = "embedding"
     supports_gradient_checkpointing = True
-    _no_split_modules = tuple(block.__name__ for block in BLOCKS.values())
+    _no_split_modules = tuple(block.__name__ for block in BLOCK_CLASSES.values())
     _skip_keys_device_placement = ("past_key_values",)
     _keep_in_fp32_modules_strict = ("normalizer", "q_norm", "k_norm")
     _supports_sdpa = True
@@ -297,7 +297,9 @@ class LmModel(LmPreTrainedModel):
         self.embedding = nn.Embedding(config.vocab_size, width)
         self.embedding_norm = make_norm(config, config.embedding_norm) if config.embedding_norm else nn.Identity()
         self.position = nn.Embedding(config.seq_len, width) if config.learned_positions else None
-        self.blocks = nn.ModuleList(BLOCKS[config.block](config, config.seq_len, layer) for layer in range(n_layers))
+        self.blocks = nn.ModuleList(
+            BLOCK_CLASSES[config.block](config, config.seq_len, layer) for layer in range(n_layers)
+        )
         self.dropout = nn.Dropout(config.dropout)
         self.norm = make_norm(config)
         self.gradient_checkpointing = False

@@ -31,7 +31,7 @@ from lm.data.batches import Batch
 from lm.data.tokenizer import train_tokenizer
 from lm.errors import RunError
 from lm.evaluation.generation import Sampling, generate
-from lm.huggingface.exporting import QWEN2_WORDS, add_start_token, export_for_transformers
+from lm.huggingface.exporting import QWEN2_WORD_PATTERN, add_start_token, export_for_transformers
 from lm.model.decoder import Decoder
 from lm.plugins import PLUGINS
 from lm.runs.loading import load, save_model
@@ -157,7 +157,7 @@ def test_a_model_is_qwen_2_if_its_tokenizer_is_in_all_that_autotokenizer_would_r
     tokenizer = Tokenizer(
         models.BPE({token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
     )
-    split = pre_tokenizers.Split(Regex(QWEN2_WORDS), "isolated")
+    split = pre_tokenizers.Split(Regex(QWEN2_WORD_PATTERN), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Sequence([split, byte_level]), decoders.ByteLevel()
     tokenizer.normalizer = normalizers.NFC()

@@ -1,6 +1,6 @@
 """Measure transformers models that compute one of lm's normalizers (`lm eval hf:FOLDER`).
 
-`MeasuredModel` gives such a model the methods of lm's decoder that measurements call.
+`TransformersDecoder` gives such a model the methods of lm's decoder that measurements call.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from lm.data.batches import Batch
 from lm.errors import RunError, one_line
 from lm.huggingface.attention_functions import (
     NORMALIZER_ATTRIBUTE,
-    RECORD,
+    RECORD_ATTRIBUTE,
     add_normalizer_parameters,
     attention_modules,
     register,
@@ -40,11 +40,11 @@ from lm.plain import to_plain
 from lm.plugins import PLUGINS
 from lm.runs.loading import LoadedModel
 
-ATTENTION = "lm_measured"  # name of the attention function
-TOLERANCE = 1e-3  # largest difference of logits that rounding may make
+ATTENTION_NAME = "lm_measured"  # name of the attention function
+LOGIT_TOLERANCE = 1e-3  # largest difference of logits that counts as rounding
 
 
-class MeasuredModel(nn.Module):
+class TransformersDecoder(nn.Module):
     """A transformers model with the methods of `lm.model.decoder.Decoder` that measurements call.
 
     Args:
@@ -65,17 +65,17 @@ class MeasuredModel(nn.Module):
         self.head.weight = model.get_output_embeddings().weight
         layers, n_head = attention_modules(model), text.num_attention_heads
         normalizers = [getattr(layer, NORMALIZER_ATTRIBUTE, None) for layer in layers]
-        spec = next(normalizer.layer for normalizer in normalizers if normalizer is not None)
+        layer_spec = next(normalizer.layer for normalizer in normalizers if normalizer is not None)
         windows = [getattr(layer, "sliding_window", None) for layer in layers]
         layer_options = [Window(size=window) if window else options for window in windows]
         self._normalizers = nn.ModuleList(
-            normalizer or make_normalizer(layer, spec)
+            normalizer or make_normalizer(layer, layer_spec)
             for normalizer, layer in zip(normalizers, layer_options, strict=True)
         )
         kv_heads = getattr(text, "num_key_value_heads", None) or n_head
         self.config = ModelConfig(
             n_layer=len(layers), n_head=n_head, n_kv_head=None if kv_heads == n_head else kv_heads,
-            head_size=spec.head_size, n_embd=text.hidden_size,
+            head_size=layer_spec.head_size, n_embd=text.hidden_size,
             position=Rope() if hasattr(text, "rope_parameters") else LearnedPosition(),
             normalizer=LayerList(of=layer_options) if any(windows) else options,
         )  # fmt: skip
@@ -84,7 +84,7 @@ class MeasuredModel(nn.Module):
         tokens = torch.arange(16).unsqueeze(0) % self.vocab_size
         with torch.no_grad():
             difference = (self.head(self(tokens)) - model(tokens).logits).abs().max()
-        if not difference <= TOLERANCE:
+        if not difference <= LOGIT_TOLERANCE:
             raise RunError(f"{type(model).__name__} computes logits by more than a matrix, which is not measured here")
 
     def forward(
@@ -127,13 +127,13 @@ class MeasuredModel(nn.Module):
         """
         layout = layout or AttentionLayout.continuation(0, tokens.size(1), length or tokens.size(1), tokens.device)
         for layer in self._layers:
-            setattr(layer, RECORD, [])
+            setattr(layer, RECORD_ATTRIBUTE, [])
         try:
             self(tokens, layout)
-            self._records = [getattr(layer, RECORD).pop() for layer in self._layers]
+            self._records = [getattr(layer, RECORD_ATTRIBUTE).pop() for layer in self._layers]
         finally:
             for layer in self._layers:
-                delattr(layer, RECORD)
+                delattr(layer, RECORD_ATTRIBUTE)
         return self.embedding(tokens), ForwardContext(layout, None, 1.0, None)
 
     @property
@@ -147,7 +147,7 @@ class MeasuredModel(nn.Module):
         return [partial(block, layer) for layer in range(len(self._layers))]
 
 
-def load_measured(folder: Path, normalizer: str, length: int | None) -> LoadedModel:
+def load_transformers_decoder(folder: Path, normalizer: str, length: int | None) -> LoadedModel:
     """Load a transformers model from a folder, in fp32, with lm's attention in the layers without a sliding window.
 
     Args:
@@ -161,15 +161,15 @@ def load_measured(folder: Path, normalizer: str, length: int | None) -> LoadedMo
     source = open_pretrained(str(folder), None, None)
     with PLUGINS.trusted_text():
         options = build_named_block(LAYER_OPTIONS, parse_yaml(normalizer, "--normalizer"), "--normalizer")
-    register({ATTENTION: to_plain(options)})
+    register({ATTENTION_NAME: to_plain(options)})
     logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation=ATTENTION, dtype=torch.float32, trust_remote_code=False
+            folder, attn_implementation=ATTENTION_NAME, dtype=torch.float32, trust_remote_code=False
         )
         add_normalizer_parameters(model, length)
         text = model.config.get_text_config()
-        decoder = MeasuredModel(model, options, length or text.max_position_embeddings)
+        decoder = TransformersDecoder(model, options, length or text.max_position_embeddings)
     except (ValueError, OSError, AttributeError) as error:
         raise RunError(f"{folder}: can't be measured in transformers: {one_line(error)}") from None
     tokenizer, _, start, ends = read_tokenizer(source, None, text.vocab_size)
