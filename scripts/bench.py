@@ -36,7 +36,7 @@ from lm.model.device import Device
 from lm.training.optimizers import make_optimizer
 
 Step = Callable[[], None]
-DENSE = ("softmax", "relu2", "sigmoid")
+DENSE_NORMALIZERS = ("softmax", "relu2", "sigmoid")
 
 
 def train_step(
@@ -57,7 +57,7 @@ def train_step(
     return step
 
 
-def interleaved(
+def time_interleaved(
     sides: dict[str, Step], rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float]]:
     """Time each alternative's step `rounds` times, in a new random order each round, and return seconds by name.
@@ -92,17 +92,17 @@ def print_ratios(times: dict[str, list[float]], base: str, tokens: int) -> None:
         )
 
 
-def shape(arguments: argparse.Namespace, **changes: object) -> ModelConfig:
+def model_config(arguments: argparse.Namespace, **changes: object) -> ModelConfig:
     """Return the configuration of the benchmarked model, with `changes` to it."""
     return ModelConfig(n_layer=arguments.n_layer, n_head=arguments.n_head, n_embd=arguments.n_embd, **changes)
 
 
-def fresh(arguments: argparse.Namespace) -> Decoder:
+def new_decoder(arguments: argparse.Namespace) -> Decoder:
     """Return a new decoder of the benchmarked shape, for sequences of the benchmarked length."""
-    return Decoder(shape(arguments), arguments.vocab_size, arguments.seq_len).to(arguments.device)
+    return Decoder(model_config(arguments), arguments.vocab_size, arguments.seq_len).to(arguments.device)
 
 
-def optimizer_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
+def optimizer_steps(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
     """Return a training step for each optimizer with its defaults, each optimizer's update alone, and the name of the
     base.
 
@@ -115,18 +115,18 @@ def optimizer_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> t
     }
     sides = {}
     for name, option in options.items():
-        decoder = fresh(arguments)
+        decoder = new_decoder(arguments)
         optimizer = make_optimizer(decoder, OptimConfig(optimizer=option))
         sides[name] = train_step(decoder, sequences, arguments, optimizer)
     for name, option in OPTIMIZERS.items():
-        decoder = fresh(arguments)
+        decoder = new_decoder(arguments)
         for parameter in decoder.parameters():
             parameter.grad = torch.randn_like(parameter)
         sides[f"{name}: the update alone"] = make_optimizer(decoder, OptimConfig(optimizer=option())).step
     return sides, "adamw"
 
 
-def attention(options: object, arguments: argparse.Namespace, dense: bool = False) -> Step:
+def attention_step(options: object, arguments: argparse.Namespace, dense: bool = False) -> Step:
     """Return a function that makes a forward and a backward pass of one attention call, (1, heads, seq_len, 64).
 
     options: options of the normalizer. dense: whether its dense definition is timed, not its fastest route.
@@ -154,18 +154,21 @@ def attention(options: object, arguments: argparse.Namespace, dense: bool = Fals
     return step
 
 
-def kernel_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
-    """Return an attention call for each normalizer's fastest route, and for the dense definitions of `DENSE`; then the
+def kernel_steps(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
+    """Return an attention call for each normalizer's fastest route and some dense definitions, and the name of the
     base.
     """
-    sides = {name: attention(option(), arguments) for name, option in kinds.LAYER_OPTIONS.items()}
-    dense = {f"{name}, dense": attention(kinds.LAYER_OPTIONS[name](), arguments, dense=True) for name in DENSE}
+    sides = {name: attention_step(option(), arguments) for name, option in kinds.LAYER_OPTIONS.items()}
+    dense = {
+        f"{name}, dense": attention_step(kinds.LAYER_OPTIONS[name](), arguments, dense=True)
+        for name in DENSE_NORMALIZERS
+    }
     return sides | dense, "softmax"
 
 
 def print_memory(arguments: argparse.Namespace) -> None:
     """Print the peak resident memory that one forward and backward pass adds, each alternative in a new process."""
-    sides = [(name, False) for name in kinds.LAYER_OPTIONS] + [(name, True) for name in DENSE]
+    sides = [(name, False) for name in kinds.LAYER_OPTIONS] + [(name, True) for name in DENSE_NORMALIZERS]
     print(f"peak memory added by one forward and backward, {arguments.n_head} heads, {arguments.seq_len:,} tokens, MiB")
     for name, dense in sides:
         command = [sys.executable, __file__, "memory-of", name + (":dense" if dense else "")]
@@ -181,12 +184,12 @@ def print_memory(arguments: argparse.Namespace) -> None:
         print(f"{name + (', dense' if dense else ''):<24} {figure:>10}", flush=True)
 
 
-def memory_of(arguments: argparse.Namespace) -> None:
+def print_added_memory(arguments: argparse.Namespace) -> None:
     """Print the peak of resident memory above what was there before one attention call, in MiB. It needs a
     new process.
     """
     name, _, dense = arguments.path.partition(":")
-    step = attention(kinds.LAYER_OPTIONS[name](), arguments, dense=bool(dense))
+    step = attention_step(kinds.LAYER_OPTIONS[name](), arguments, dense=bool(dense))
     before = peak_process_bytes()
     step()
     print(f"{(peak_process_bytes() - before) / 2**20:,.0f}")
@@ -200,7 +203,7 @@ def measure_long(arguments: argparse.Namespace) -> None:
         cpu_kernel.why_unusable = lambda v: "PyTorch's is measured"
     device = Device(torch.device(arguments.device), arguments.bf16)
     decoder = Decoder(
-        shape(arguments, normalizer=kinds.LAYER_OPTIONS[arguments.normalizer]()), arguments.vocab_size, 1024
+        model_config(arguments, normalizer=kinds.LAYER_OPTIONS[arguments.normalizer]()), arguments.vocab_size, 1024
     ).to(device.device)
     tokens = np.random.default_rng(0).integers(arguments.vocab_size, size=(1, arguments.seq_len + 1))
     held_out = HeldOutSequences(tokens, np.ones(arguments.vocab_size, np.float32))
@@ -218,17 +221,17 @@ def measure_long(arguments: argparse.Namespace) -> None:
     )
 
 
-SIDES = {
-    "optimizers": optimizer_sides,
-    "kernels": kernel_sides,
+STEP_BENCHMARKS = {
+    "optimizers": optimizer_steps,
+    "kernels": kernel_steps,
 }
-LENGTHS = {"kernels": 2048, "memory": 16384, "memory-of": 16384, "long": 131072}
+DEFAULT_LENGTHS = {"kernels": 2048, "memory": 16384, "memory-of": 16384, "long": 131072}
 
 
 def main() -> None:
     """Run the benchmark that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=[*SIDES, "memory", "memory-of", "long"])
+    parser.add_argument("what", choices=[*STEP_BENCHMARKS, "memory", "memory-of", "long"])
     parser.add_argument("path", nargs="?", help=argparse.SUPPRESS)  # of memory-of: what is measured
     parser.add_argument("--n-layer", type=int, default=6)
     parser.add_argument("--n-head", type=int, default=6)
@@ -244,8 +247,8 @@ def main() -> None:
     parser.add_argument("--fp32", dest="bf16", action="store_false", help="fp32 instead of bf16 autocast")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
-    arguments.seq_len = arguments.seq_len or LENGTHS.get(arguments.what, 256)
-    functions = {"memory": print_memory, "memory-of": memory_of, "long": measure_long}
+    arguments.seq_len = arguments.seq_len or DEFAULT_LENGTHS.get(arguments.what, 256)
+    functions = {"memory": print_memory, "memory-of": print_added_memory, "long": measure_long}
     if arguments.what in functions:
         return functions[arguments.what](arguments)
     torch.manual_seed(0)
@@ -253,7 +256,7 @@ def main() -> None:
     sequences = torch.randint(
         arguments.vocab_size, (arguments.sequences, arguments.seq_len + 1), device=arguments.device
     )
-    sides, base = SIDES[arguments.what](arguments, sequences)
+    sides, base = STEP_BENCHMARKS[arguments.what](arguments, sequences)
     name = (
         torch.cuda.get_device_name()
         if sequences.is_cuda
@@ -263,7 +266,7 @@ def main() -> None:
     if arguments.only:
         sides = {name: sides[name] for name in (base, *arguments.only)}
     clock = time.process_time if arguments.cpu_time else time.perf_counter
-    print_ratios(interleaved(sides, arguments.rounds, clock), base, arguments.sequences * arguments.seq_len)
+    print_ratios(time_interleaved(sides, arguments.rounds, clock), base, arguments.sequences * arguments.seq_len)
 
 
 if __name__ == "__main__":

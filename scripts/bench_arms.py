@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from bench import Step, interleaved, print_ratios
+from bench import Step, print_ratios, time_interleaved
 from committed_results import RESULTS
-from loss_results import AGAIN
+from loss_results import BASELINE_REPEAT
 from tensor_memory import TensorMemory
 
 from lm.config.tree import Config
@@ -26,7 +26,7 @@ from lm.model.decoder import Decoder
 from lm.training.optimizers import make_optimizer
 
 
-def step_of(config: Config, vocab_size: int) -> Step:
+def training_step(config: Config, vocab_size: int) -> Step:
     """Return a function that makes one training step of a new decoder on random tokens."""
     decoder, length = Decoder(config.model, vocab_size, config.data.seq_len), config.data.seq_len
     sequences = torch.randint(vocab_size, (config.optim.batch_tokens // length, length + 1)).split(config.micro_batch)
@@ -45,7 +45,7 @@ def step_of(config: Config, vocab_size: int) -> Step:
 def step_bytes(config: Config, vocab_size: int) -> int:
     """Return the bytes of all tensors at the peak of the second of two training steps."""
     with TensorMemory() as memory:
-        step = step_of(config, vocab_size)
+        step = training_step(config, vocab_size)
         step()
         step()
     return memory.peak_bytes
@@ -65,8 +65,9 @@ def main() -> None:
     configs = {arm.name: experiment.example_config(next(iter(experiment.sizes)), arm) for arm in experiment.arms}
     baseline, config = next(iter(configs.items()))
     vocab_size = expected_vocab_size(config.data)
-    seconds = interleaved(
-        {arm: step_of(side, vocab_size) for arm, side in (configs | {AGAIN: config}).items()}, asked.rounds
+    seconds = time_interleaved(
+        {arm: training_step(side, vocab_size) for arm, side in (configs | {BASELINE_REPEAT: config}).items()},
+        asked.rounds,
     )
     print_ratios(seconds, baseline, config.optim.batch_tokens)
     lines = [

@@ -114,7 +114,7 @@ for _ in sys.stdin:
 """
 
 
-def checkout(commit: str, folder: Path) -> Path:
+def extract_commit(commit: str, folder: Path) -> Path:
     """Write the package lm as it was at a commit to a new folder below `folder`, and return the new folder."""
     place = folder / commit
     place.mkdir()
@@ -123,7 +123,7 @@ def checkout(commit: str, folder: Path) -> Path:
     return place
 
 
-def started(side: dict[str, object], tree: Path) -> subprocess.Popen[str]:
+def start_worker(side: dict[str, object], tree: Path) -> subprocess.Popen[str]:
     """Start a process that makes one training step for each line of its input, and prints the step's seconds.
 
     Args:
@@ -162,7 +162,7 @@ def main() -> None:
         "normalizer": "softmax",
     }
     with tempfile.TemporaryDirectory() as temporary:
-        old, new = (checkout(commit, Path(temporary)) for commit in (options.old, options.new))
+        old, new = (extract_commit(commit, Path(temporary)) for commit in (options.old, options.new))
         sides = {options.old: (common, old), options.new: (common, new), f"{options.new} again": (common, new)}
         if options.normalizer != "softmax":
             sides[f"{options.new}, {options.normalizer}"] = {**common, "normalizer": options.normalizer}, new
@@ -174,7 +174,7 @@ def main() -> None:
             }
         if options.llama:
             sides["transformers' Llama"] = {**common, "llama": True}, new
-        processes = {name: started(*side) for name, side in sides.items()}
+        processes = {name: start_worker(*side) for name, side in sides.items()}
         times: dict[str, list[float]] = {name: [] for name in processes}
         for _ in range(options.rounds):
             for name in random.sample(list(processes), len(processes)):

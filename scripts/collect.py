@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pandas as pd
-from committed_results import DESCRIBED, RESULTS
+from committed_results import KEPT_DIAGNOSTICS, RESULTS
 
 import lm
 
@@ -29,7 +29,7 @@ def collect(folder: Path, name: str, add: bool = False) -> Path:
         print(f"note: {run_folder}: {state}, left out", file=sys.stderr)
     lines = lines.query("state == 'finished' and part == 'reports'")
     lines = lines.assign(metric=lines.quantity.replace("val/loss", "val loss"))  # as the committed tables name it
-    is_described = lines.metric.isin(DESCRIBED) & (lines.setting == "as trained") & lines.x.isna()
+    is_described = lines.metric.isin(KEPT_DIAGNOSTICS) & (lines.setting == "as trained") & lines.x.isna()
     lines = lines[(lines.kind != "diagnostics") | is_described].fillna({"x": 0, "stage": "final"})
     curves = lines[(lines.metric == "val loss") & (lines.stage == "final")]
     curves = curves.assign(metric="val loss by tokens", x=curves.tokens)

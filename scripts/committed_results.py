@@ -14,13 +14,13 @@ from lm.statistics.verdicts import Comparison, Verdict, verdicts
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
 # what is kept of diagnostics: a number a document, no curves
-DESCRIBED = ("entropy / ln n", "weight on the first token")
+KEPT_DIAGNOSTICS = ("entropy / ln n", "weight on the first token")
 # an arm's colour in the reports' palette
-HUES = {"softmax": 0, "ssmax": 1, "log_n": 2, "ssmax_fixed": 3, "half": 4, "quarter": 5}
-HUES |= {"ssmax_fixed, n=fixed:753": 4, "ssmax_fixed, n=fixed:2048": 5, "ssmax_fixed, n=visible": 2}
+ARM_COLOUR_NUMBERS = {"softmax": 0, "ssmax": 1, "log_n": 2, "ssmax_fixed": 3, "half": 4, "quarter": 5}
+ARM_COLOUR_NUMBERS |= {"ssmax_fixed, n=fixed:753": 4, "ssmax_fixed, n=fixed:2048": 5, "ssmax_fixed, n=visible": 2}
 
 
-def runs_of(name: str) -> pd.DataFrame:
+def final_run_lines(name: str) -> pd.DataFrame:
     """Return the lines of seeds.csv, as scripts/collect.py writes them, that belong to an experiment's final runs."""
     data = pd.read_csv(RESULTS / name / "seeds.csv", dtype={"setting": str})
     data, keys = data[data.stage == "final"], [key for key in ("size", "arm", "rate") if key in data]
@@ -45,35 +45,35 @@ class Results:
     labels: Mapping[str, str]
 
     @property
-    def place(self) -> str:
+    def table_name(self) -> str:
         """Return the name that marks the tables in the page, and that the picture's file has in docs/."""
         return self.name
 
     @property
-    def scale(self) -> tuple[float, int]:
+    def display_scale(self) -> tuple[float, int]:
         """Return the factor by which values are multiplied for display, and the number of decimal places."""
         return 100, 1
 
     @cached_property
     def data(self) -> pd.DataFrame:
         """Return the lines of seeds.csv that belong to the final runs."""
-        return runs_of(self.name)
+        return final_run_lines(self.name)
 
     @cached_property
     def lengths(self) -> list[int]:
         """Return the sequence lengths at which accuracies were measured, in ascending order."""
         return sorted({key[-1] for key in self.accuracies})
 
-    def words(self, verdict: Verdict) -> str:
+    def verdict_text(self, verdict: Verdict) -> str:
         """Return a verdict in words, with its difference."""
-        return verdict_words(verdict, *self.scale)
+        return verdict_text(verdict, *self.display_scale)
 
 
-def at_best(
+def compare_at_best_rates(
     arm_values: Mapping[float, np.ndarray],
     baseline_values: Mapping[float, np.ndarray],
     higher: bool,
-    every: bool = False,
+    chosen_elsewhere: bool = False,
 ) -> Comparison:
     """Return the comparison of an arm with its baseline, each at its best learning rate.
 
@@ -83,17 +83,19 @@ def at_best(
         arm_values: the arm's values (seeds,) by learning rate, the best rate first.
         baseline_values: the baseline's values, in the same way.
         higher: whether values are accuracies, of which higher ones are better.
-        every: whether other values chose the rates, so that a verdict must hold at every pair of rates.
+        chosen_elsewhere: whether other values chose the rates, so that a verdict must hold at every pair of rates.
     """
     rates = sorted(baseline_values, key=lambda rate: rate not in arm_values)
     by_rates = np.stack([*arm_values.values()])[:, None] - np.stack([baseline_values[rate] for rate in rates])
     place = (0, rates.index(next(iter(baseline_values))))
     shared = sum(rate in arm_values for rate in baseline_values) or None
-    bounds = ACCURACY if higher else None
-    return Comparison(by_rates, place, n_shared_rates=shared, all_pairs=every, higher_is_better=higher, bounds=bounds)
+    bounds = ACCURACY_BOUNDS if higher else None
+    return Comparison(
+        by_rates, place, n_shared_rates=shared, all_pairs=chosen_elsewhere, higher_is_better=higher, bounds=bounds
+    )
 
 
-ACCURACY = (-1.0, 1.0)  # the bounds of a difference between accuracies
+ACCURACY_BOUNDS = (-1.0, 1.0)  # the bounds of a difference between accuracies
 
 
 def rate_text(rate: float) -> str:
@@ -118,7 +120,7 @@ def trend_table(
         matters: smallest change of interest.
         higher: whether values are accuracies.
         cell: function from the values of a part's runs to their words.
-        scale: factor and decimal places of `verdict_words`.
+        scale: factor and decimal places of `verdict_text`.
     """
     parts = sorted({part for values in by_part.values() for part in values})
     lines = [["", *(f"{100 * part:g} %" for part in parts), "change from 0 to 100 %"]]
@@ -129,16 +131,16 @@ def trend_table(
         changes[name] = Comparison(slopes @ [*values.values()], higher_is_better=higher, bounds=bounds)
     for name, verdict in verdicts(changes, matters).items():
         cells = [cell(by_part[name][part]) if part in by_part[name] else "" for part in parts]
-        lines.append([name, *cells, verdict_words(verdict, *scale)])
-    return markdown(lines)
+        lines.append([name, *cells, verdict_text(verdict, *scale)])
+    return markdown_table(lines)
 
 
-def markdown(lines: list[list[str]]) -> str:
+def markdown_table(lines: list[list[str]]) -> str:
     """Return a Markdown table of cells; the first line holds the headings."""
     return "\n".join("| " + " | ".join(line) + " |" for line in (lines[0], ["---"] * len(lines[0]), *lines[1:])) + "\n"
 
 
-def verdict_words(verdict: Verdict, factor: float = 100, digits: int = 1) -> str:
+def verdict_text(verdict: Verdict, factor: float = 100, digits: int = 1) -> str:
     """Return a verdict in words with its difference and interval; the interval is left out where all seeds agree.
 
     factor: multiplies the difference and the margin, such as 100 for per cent. digits: decimal places.

@@ -25,13 +25,13 @@ from pathlib import Path
 Curves = dict[str, dict[str, list[float]]]  # by case and number
 
 ROOT = Path(__file__).resolve().parent.parent
-PINNED = ROOT / "tests" / "curves.json"
-NAMES = ("train/loss", "train/grad_norm", "val/loss", "swap/loss_after")
+PINNED_FILE = ROOT / "tests" / "curves.json"
+METRIC_NAMES = ("train/loss", "train/grad_norm", "val/loss", "swap/loss_after")
 TOLERANCE = 2e-3  # relative
 # times the tolerance: on another processor the norm of gradients was 2.4e-3 off, where bf16 is emulated 1.8e-2
-LOOSER = {"bf16": 15}
+TOLERANCE_FACTORS = {"bf16": 15}
 
-SYMBOLS = ["data.seq_len=64", "eval.recall.length_factors=[]"]
+SYMBOL_OPTIONS = ["data.seq_len=64", "eval.recall.length_factors=[]"]
 CASES = {
     "softmax": [],
     "ssmax with bias, no positions, QK-norm": ["model.normalizer={name: ssmax, bias: true}", "model.position=none",
@@ -51,7 +51,8 @@ CASES = {
     ],
     "isolated documents of several lengths": ["data.documents=isolate",
         "data.lengths={name: mixed, weights: {8: 0.5, 32: 0.5}}"],
-    "task": ["data.tasks=[{weight: 1, task: {name: mqar, keys: 16, values: 16, pairs: 4, queries: 4}}]", *SYMBOLS],
+    "task": ["data.tasks=[{weight: 1, task: {name: mqar, keys: 16, values: 16, pairs: 4, queries: 4}}]",
+        *SYMBOL_OPTIONS],
     "micro-batches, dropout, WSD": ["trainer.micro_batch=2", "model.dropout=0.1",
         "optim.schedule={name: wsd, decay_fraction: 0.5}"],
     "swap": ["phases=[{until: 0.5, normalizer: softmax}, "
@@ -71,7 +72,7 @@ def write_corpus(folder: Path) -> None:
             (folder / name / f"{number:02d}.txt").write_text(" ".join(sentences))
 
 
-def in_a_process(arguments: list[str]) -> None:
+def train_in_process(arguments: list[str]) -> None:
     """Run `lm train` with these arguments in a new process. Raises SystemExit: it fails."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "lm", "train", *arguments]
@@ -80,7 +81,9 @@ def in_a_process(arguments: list[str]) -> None:
         raise SystemExit(f"{' '.join(arguments)}: {result.stderr.strip()}")
 
 
-def curves(names: list[str], folder: Path, jobs: int, run: Callable[[list[str]], None] = in_a_process) -> Curves:
+def train_curves(
+    names: list[str], folder: Path, jobs: int, run: Callable[[list[str]], None] = train_in_process
+) -> Curves:
     """Train the named cases, `jobs` at a time, and return their curves: values at each step, by case and metric.
 
     run: function that trains with the arguments of `lm train`.
@@ -100,7 +103,7 @@ def curves(names: list[str], folder: Path, jobs: int, run: Callable[[list[str]],
         options = [option.replace("CORPUS", f"{folder}/corpus") for option in CASES[case]]
         run([*common, *options, f"name={name}"])
         lines = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-        values_of = {number: [line[number] for line in lines if number in line] for number in NAMES}
+        values_of = {number: [line[number] for line in lines if number in line] for number in METRIC_NAMES}
         return {number: values for number, values in values_of.items() if values}
 
     if jobs == 1:
@@ -115,7 +118,7 @@ def differences(curves_a: Curves, curves_b: Curves, tolerance: float) -> list[st
     """
     lines = [f"{case}: only one has it" for case in curves_a.keys() ^ curves_b.keys()]
     for case in curves_a.keys() & curves_b.keys():
-        bound = LOOSER.get(case, 1) * tolerance
+        bound = TOLERANCE_FACTORS.get(case, 1) * tolerance
         for name in dict.fromkeys((*curves_a[case], *curves_b[case])):
             a, b = curves_a[case].get(name, []), curves_b[case].get(name, [])
             steps = [step for step, (x, y) in enumerate(zip(a, b, strict=False), 1) if not abs(x - y) <= bound * abs(y)]
@@ -136,11 +139,11 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        new_curves = curves(list(CASES), Path(folder), arguments.jobs)
+        new_curves = train_curves(list(CASES), Path(folder), arguments.jobs)
     if arguments.write:
-        PINNED.write_text(json.dumps(new_curves, indent=1) + "\n")
+        PINNED_FILE.write_text(json.dumps(new_curves, indent=1) + "\n")
         return 0
-    lines = differences(new_curves, json.loads(PINNED.read_text()), TOLERANCE)
+    lines = differences(new_curves, json.loads(PINNED_FILE.read_text()), TOLERANCE)
     print("\n".join(lines) or f"{len(CASES)} curves: equal")
     return bool(lines)
 

@@ -40,19 +40,19 @@ def inventory() -> dict[str, list[str]]:
 def _commands(command: object, path: str) -> Iterator[tuple[str, list[str]]]:
     """Yield (path, parameters) of a command and of all commands within it."""
     own = [parameter for parameter in command.params if not parameter.name.endswith("_completion")]  # others: typer's
-    yield path, [_words(parameter) for parameter in own]
+    yield path, [_parameter_text(parameter) for parameter in own]
     for name, inner in getattr(command, "commands", {}).items():
         yield from _commands(inner, f"{path} {name}")
 
 
-def _words(parameter: object) -> str:
+def _parameter_text(parameter: object) -> str:
     """Return a command parameter's names and default as text."""
     names = parameter.opts if parameter.param_type_name == "option" else [parameter.metavar or parameter.name]
     default = "" if parameter.required else f" = {parameter.default!r}"
     return ", ".join((*names, *parameter.secondary_opts)) + default
 
 
-def texts() -> dict[Path, bytes]:
+def code_texts() -> dict[Path, bytes]:
     """Return the texts that are made from the code alone, by path. This takes seconds."""
     made = {
         ROOT / "docs" / "config.md": reference_markdown(),
@@ -63,7 +63,7 @@ def texts() -> dict[Path, bytes]:
     return {path: text.encode() for path, text in made.items()}
 
 
-NORMALIZERS_HEAD = """# Normalizers
+NORMALIZERS_PAGE_HEAD = """# Normalizers
 
 One of your own: [normalizers-own.md](normalizers-own.md).
 
@@ -99,7 +99,7 @@ full precision). A run prints its entry of this column. Where the table names no
 
 def normalizers_page() -> str:
     """Return the text of docs/normalizers.md: a table with one row per normalizer, then a table of all options."""
-    lines = [NORMALIZERS_HEAD]
+    lines = [NORMALIZERS_PAGE_HEAD]
     for name, entry in ENTRIES.items():
         sums = "with `n: sum`" if entry.n_may_be_sum else "yes" if entry().rows_sum_to_one else "no"
         kernel = normalizer_class(name).kernel
@@ -125,12 +125,12 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--no-results", action="store_true")
     options = parser.parse_args()
-    made = texts() | ({} if options.no_results else recompute.files())
+    made = code_texts() | ({} if options.no_results else recompute.generated_files())
     sizes, limits = house_sizes(), json.loads(RATCHET.read_text())
     risen = [total for total in SUMS if sizes[total] > limits[total]]
     if not options.check and not risen:
         made[RATCHET] = (json.dumps(sizes, indent=2) + "\n").encode()
-    equal = recompute.same if options.check else bytes.__eq__
+    equal = recompute.is_current if options.check else bytes.__eq__
     differing = [path for path, text in made.items() if not path.exists() or not equal(path.read_bytes(), text)]
     for path in differing:
         print(f"{path.relative_to(ROOT)}: {'differs from what it is made of' if options.check else 'written'}")

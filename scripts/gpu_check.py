@@ -24,8 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench import attention as attention_step
-from bench import interleaved
+from bench import attention_step, time_interleaved
 from torch.profiler import ProfilerActivity, profile
 
 from lm.attention.catalogue import make_normalizer
@@ -47,10 +46,10 @@ from lm.model.spec import flops_per_token
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # by a part of a kernel's name
-FUSED = {"flash": "flash", "cudnn": "cudnn", "fmha": "memory-efficient", "cutlass": "memory-efficient"}
+FUSED_KERNEL_NAMES = {"flash": "flash", "cudnn": "cudnn", "fmha": "memory-efficient", "cutlass": "memory-efficient"}
 
 # parts of the names of kernels, by kind; the first kind that fits counts
-KINDS = {
+KERNEL_KINDS = {
     "attention": ("flash", "fmha", "attention"),
     "matrix products": ("gemm", "cutlass", "nvjet", "xmma", "::mm", "addmm", "bmm", "linear"),
     "optimizer": ("adam", "multi_tensor", "foreach"),
@@ -61,7 +60,7 @@ KINDS = {
 }
 # dense bf16 FLOPs a second, by the makers' data sheets
 BF16_PEAKS = {"NVIDIA H200": 989.4e12, "NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA A100-SXM4-80GB": 312e12}
-STEP_TOKENS, VOCAB = (65536, 50304) if ON_GPU else (64, 100)
+STEP_TOKENS, VOCAB_SIZE = (65536, 50304) if ON_GPU else (64, 100)
 
 Line = tuple[str, str, str]  # what, the figure, ok | failed | a note
 
@@ -168,7 +167,7 @@ def backends(out: Path) -> list[Line]:
             normalizer(q, k, v, layout).sum().backward()
         names = [event.key for event in profiled.key_averages() if not ON_GPU or event.self_device_time_total > 0]
         kernels_seen = dict.fromkeys(
-            label for word, label in FUSED.items() for name_seen in names if word in name_seen.lower()
+            label for word, label in FUSED_KERNEL_NAMES.items() for name_seen in names if word in name_seen.lower()
         )
         lines.append(
             (
@@ -200,7 +199,7 @@ def kernels(out: Path) -> list[Line]:
             lines.append(
                 (f"kernel of {package} for {name}", reason or "passes its check", "failed" if is_wrong else "ok")
             )
-    times = interleaved(
+    times = time_interleaved(
         {name: attention_step(option(), arguments) for name, option in kinds.LAYER_OPTIONS.items()}, 5 if ON_GPU else 1
     )
     base = float(np.median(times["softmax"]))
@@ -218,14 +217,14 @@ def speed(out: Path) -> list[Line]:
     for length in (1024, 8192) if ON_GPU else (32,):
         for normalizer, compiled in (("softmax", False), ("softmax", True), ("ssmax", True), ("relu2", False)):
             torch.cuda.empty_cache()
-            tokens, flops, seconds, memory = train_steps(normalizer, length, compiled and ON_GPU)
+            tokens, flops, seconds, memory = time_training(normalizer, length, compiled and ON_GPU)
             utilisation = f", MFU {flops * tokens / seconds / peak:.1%}" if peak else ""
             name = f"{normalizer}, {length:,}, {'compiled' if compiled else 'eager'}"
             lines.append((name, f"{tokens / seconds:,.0f} tokens/s{utilisation}, {memory / 2**30:.1f} GiB", "ok"))
     return lines
 
 
-def model(normalizer: str) -> ModelConfig:
+def gpt2_config(normalizer: str) -> ModelConfig:
     """Return the configuration of GPT-2's shape with RoPE; a tiny one without a GPU."""
     shape = [
         "configs/softmax.yaml",
@@ -237,18 +236,18 @@ def model(normalizer: str) -> ModelConfig:
     return load_config([*shape, *([] if ON_GPU else small)]).model
 
 
-def train_steps(normalizer: str, length: int, compiled: bool) -> tuple[int, int, float, int]:
+def time_training(normalizer: str, length: int, compiled: bool) -> tuple[int, int, float, int]:
     """Time training steps (forward, backward, AdamW, bf16).
 
     Returns tokens of a step, FLOPs of a token, median seconds of a step, and peak memory in bytes.
     """
-    decoder = Decoder(model(normalizer), VOCAB, length).to(DEVICE)
+    decoder = Decoder(gpt2_config(normalizer), VOCAB_SIZE, length).to(DEVICE)
     if compiled:
         decoder.compile_blocks(lengths=1)
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
     step = training_step(decoder, lambda sequences: decoder.loss(Batch.of(sequences)), length)
-    times = interleaved({"step": step}, 10 if ON_GPU else 1)["step"]
+    times = time_interleaved({"step": step}, 10 if ON_GPU else 1)["step"]
     peak_bytes = torch.cuda.max_memory_allocated() if ON_GPU else 0
     return STEP_TOKENS, flops_per_token(decoder), float(np.median(times)), peak_bytes
 
@@ -261,7 +260,7 @@ def training_step(
     loss: function from sequences (B, T + 1) to the summed loss of their tokens.
     """
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
-    sequences = torch.randint(VOCAB, (STEP_TOKENS // length, length + 1), device=DEVICE)
+    sequences = torch.randint(VOCAB_SIZE, (STEP_TOKENS // length, length + 1), device=DEVICE)
 
     def step() -> None:
         for part in sequences.split(max(1, 16384 // length)):
@@ -282,14 +281,14 @@ def where(out: Path) -> list[Line]:
     If NANOGPT names a model.py, nanoGPT's own model is profiled, too.
     """
     length = 1024 if ON_GPU else 32
-    decoder = Decoder(model("softmax"), VOCAB, length).to(DEVICE)
+    decoder = Decoder(gpt2_config("softmax"), VOCAB_SIZE, length).to(DEVICE)
     if ON_GPU:
         decoder.compile_blocks(lengths=1)
     step = training_step(decoder, lambda sequences: decoder.loss(Batch.of(sequences)), length)
     lines, sides = [], {"lm": step}
     if path := os.environ.get("NANOGPT"):
         sides["nanoGPT"] = nanogpt_step(path, length)
-    for name, seconds in interleaved(sides, 10 if ON_GPU else 1).items():
+    for name, seconds in time_interleaved(sides, 10 if ON_GPU else 1).items():
         lines.append((f"{name}, {length:,} tokens", f"{STEP_TOKENS / np.median(seconds):,.0f} tokens/s", "ok"))
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]
     for name, side in sides.items():
@@ -300,7 +299,9 @@ def where(out: Path) -> list[Line]:
         milliseconds: Counter[str] = Counter()
         for event in profiled.key_averages():
             spent = event.self_device_time_total if ON_GPU else event.self_cpu_time_total
-            kind = next((kind for kind, words in KINDS.items() if any(w in event.key.lower() for w in words)), "other")
+            kind = next(
+                (kind for kind, words in KERNEL_KINDS.items() if any(w in event.key.lower() for w in words)), "other"
+            )
             milliseconds[kind] += spent / 1e3
         lines += [
             (f"{name}: {kind}", f"{spent:.1f} ms, {spent / wall_ms:.0%} of {wall_ms:.0f} ms", "ok")
@@ -317,9 +318,11 @@ def nanogpt_step(path: str, length: int) -> Callable[[], None]:
     path: nanoGPT's model.py.
     """
     module = import_from_path(path)
-    config = model("softmax")
+    config = gpt2_config("softmax")
     sizes = {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd}
-    gpt = module.GPT(module.GPTConfig(block_size=length, vocab_size=VOCAB, dropout=0.0, bias=False, **sizes)).to(DEVICE)
+    gpt = module.GPT(module.GPTConfig(block_size=length, vocab_size=VOCAB_SIZE, dropout=0.0, bias=False, **sizes)).to(
+        DEVICE
+    )
     compiled = torch.compile(gpt) if ON_GPU else gpt
 
     def loss(sequences: torch.Tensor) -> torch.Tensor:
@@ -344,7 +347,7 @@ def long(out: Path) -> list[Line]:
     """
     length, vocab, lines = (131072, 50304, []) if ON_GPU else (256, 100, [])
     for normalizer in ("softmax", "ssmax", "relu2"):
-        decoder = Decoder(model(normalizer), vocab, 1024).to(DEVICE)
+        decoder = Decoder(gpt2_config(normalizer), vocab, 1024).to(DEVICE)
         tokens = np.random.default_rng(0).integers(vocab, size=(1, length + 1))
         before = torch.cuda.memory_allocated() if ON_GPU else 0
         if ON_GPU:

@@ -8,15 +8,27 @@ from itertools import product
 
 import numpy as np
 import pandas as pd
-from committed_results import HUES, RESULTS, Results, at_best, markdown, rate_text, runs_of, trend_table
-from pages import canvas, saved
+from committed_results import (
+    ARM_COLOUR_NUMBERS,
+    RESULTS,
+    Results,
+    compare_at_best_rates,
+    final_run_lines,
+    markdown_table,
+    rate_text,
+    trend_table,
+)
+from pages import styled_figure, svg_bytes
 
 from lm.report.pictures import COLOURS
 from lm.statistics.intervals import over_seeds
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
-AGAIN = "the baseline again"  # the side of costs that shows their noise
-EXTENDED = ("as trained", "theta x 50")  # inference settings in which sequences beyond the training length are measured
+BASELINE_REPEAT = "the baseline again"  # the side of costs that shows their noise
+LONG_SETTINGS = (
+    "as trained",
+    "theta x 50",
+)  # inference settings in which sequences beyond the training length are measured
 
 
 @dataclass(frozen=True)
@@ -31,8 +43,9 @@ class Losses(Results):
         pairs: the lines that are compared, each with its baseline.
         columns: for each setting its words, and (end of the arms' names if there are such arms, metric, inference
             setting, x).
-        deciding: the settings that are compared; all verdicts are one family, whose intervals hold together.
-        tuned_on: the setting whose loss chose the learning rates. A verdict in another setting must hold at every rate.
+        decisive: the settings that are compared; all verdicts are one family, whose intervals hold together.
+        tuning_setting: the setting whose loss chose the learning rates. A verdict in another setting must hold at every
+            rate.
         matters: smallest difference of interest, in nats; a fraction if the metric is an accuracy.
         size: the model size or corpus whose runs are shown; empty if there is only one.
         rows: rows of the picture, by title: pairs whose difference is drawn by position, a panel for each setting.
@@ -41,18 +54,19 @@ class Losses(Results):
         counts_tokens: whether a table gives the training tokens that each arm took to the highest final loss of any
             run.
         suffix: end of the name of its tables, where the experiment's accuracies have tables, too.
-        accuracy: whether the metric is an accuracy, shown in per cent, of which higher values are better.
-        ranked: whether lines are sorted by their losses in the setting that rates were tuned on, and drawn in a
+        is_accuracy: whether the metric is an accuracy, shown in per cent, of which higher values are better.
+        is_ranked: whether lines are sorted by their losses in the setting that rates were tuned on, and drawn in a
             picture.
-        beside: columns of another experiment, by heading: a function from a line to its words.
-        intervals: whether the verdicts' differences and intervals are drawn.
-        transfers: settings whose change from `tuned_on` is compared between pairs, as one family of its own.
+        extra_columns: columns of another experiment, by heading: a function from a line to its words.
+        draws_intervals: whether the verdicts' differences and intervals are drawn.
+        transfer_settings: settings whose change from `tuning_setting` is compared between pairs, as one family of its
+            own.
     """
 
     pairs: tuple[tuple[str, str], ...]
     columns: Mapping[str, tuple[str, str, str, int]]
-    deciding: tuple[str, ...] = EXTENDED
-    tuned_on: str = "theta x 50"
+    decisive: tuple[str, ...] = LONG_SETTINGS
+    tuning_setting: str = "theta x 50"
     matters: float = 0.02
     size: str = ""
     rows: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
@@ -60,43 +74,43 @@ class Losses(Results):
     trends: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     counts_tokens: bool = False
     suffix: str = ""
-    accuracy: bool = False
-    ranked: bool = False
-    beside: Mapping[str, Callable[[str], str]] = field(default_factory=dict)
-    transfers: tuple[str, ...] = ()
-    intervals: bool = False
+    is_accuracy: bool = False
+    is_ranked: bool = False
+    extra_columns: Mapping[str, Callable[[str], str]] = field(default_factory=dict)
+    transfer_settings: tuple[str, ...] = ()
+    draws_intervals: bool = False
 
     @property
-    def place(self) -> str:
+    def table_name(self) -> str:
         """Return the name that marks the tables in the page, and that the picture's file has in docs/."""
         return "-".join(filter(None, (self.name, self.size, self.suffix)))
 
     @property
-    def scale(self) -> tuple[float, int]:
+    def display_scale(self) -> tuple[float, int]:
         """Return the factor by which values are multiplied for display, and the number of decimal places."""
-        return (100, 1) if self.accuracy else (1, 3)
+        return (100, 1) if self.is_accuracy else (1, 3)
 
     @cached_property
     def data(self) -> pd.DataFrame:
-        data = runs_of(self.name)
+        data = final_run_lines(self.name)
         return data[data["size"] == self.size] if self.size else data
 
     @cached_property
     def lines(self) -> list[str]:
         """Return the lines of the table, in their order."""
         best = (
-            {line: next(iter(self.by_rate(line, self.tuned_on).values())).mean() for line in self.labels}
-            if self.ranked
+            {line: next(iter(self.values_by_rate(line, self.tuning_setting).values())).mean() for line in self.labels}
+            if self.is_ranked
             else {}
         )
         return sorted(self.labels, key=best.__getitem__) if best else [*self.labels]
 
-    def by_rate(self, line: str, column: str) -> dict[float, np.ndarray]:
+    def values_by_rate(self, line: str, column: str) -> dict[float, np.ndarray]:
         """Return the losses (seeds,) of a line in a setting by learning rate.
 
-        The rate that is best in the setting `tuned_on` comes first.
+        The rate that is best in the setting `tuning_setting` comes first.
         """
-        tuned = self._runs(line, self.tuned_on)
+        tuned = self._runs(line, self.tuning_setting)
         runs = self._runs(line, column)
         return {rate: runs[rate] for rate in sorted(runs, key=lambda rate: tuned[rate].mean())}
 
@@ -107,7 +121,7 @@ class Losses(Results):
         Raises LookupError: a loss or an accuracy was not measured.
         """
         end, metric, setting, x = self.columns[column]
-        arm, setting = _place(line, setting)
+        arm, setting = _arm_and_setting(line, setting)
         is_arm = any(name == arm + end for name, *_ in self._losses)
         place = arm + end if is_arm else arm, metric, setting, x
         if place not in self._losses and metric.endswith(("loss", "accuracy")):
@@ -131,42 +145,47 @@ class Losses(Results):
     def verdicts(self) -> dict[tuple[str, str, str], Verdict]:
         """Return the verdicts by line, baseline and setting. They are one family: their intervals hold together."""
         comparisons = {
-            (*pair, column): at_best(
-                *(self.by_rate(line, column) for line in pair), higher=self.accuracy, every=column != self.tuned_on
+            (*pair, column): compare_at_best_rates(
+                *(self.values_by_rate(line, column) for line in pair),
+                higher=self.is_accuracy,
+                chosen_elsewhere=column != self.tuning_setting,
             )
-            for pair, column in product(self.pairs, self.deciding)
+            for pair, column in product(self.pairs, self.decisive)
         }
         return verdicts(comparisons, self.matters)
 
-    def compared(self, key: tuple[str, str, str]) -> tuple[str, str]:
+    def compared_arms(self, key: tuple[str, str, str]) -> tuple[str, str]:
         """Return the line and the baseline of a verdict's key."""
         return key[:2]
 
     def tables(self) -> dict[str, str]:
         """Return the Markdown tables of the page, by name."""
-        tables = {self.place: self.table()} | (
-            {f"{self.place} verdicts": self.verdict_table()} if self.deciding else {}
+        tables = {self.table_name: self.table()} | (
+            {f"{self.table_name} verdicts": self.verdict_table()} if self.decisive else {}
         )
-        tables |= {f"{self.place} trends": self.trend_table()} if self.trends else {}
-        tables |= {f"{self.place} transfers": self.transfer_table()} if self.transfers else {}
-        return tables | ({f"{self.place} tokens": self.token_table()} if self.counts_tokens else {})
+        tables |= {f"{self.table_name} trends": self.trend_table()} if self.trends else {}
+        tables |= {f"{self.table_name} transfers": self.transfer_table()} if self.transfer_settings else {}
+        return tables | ({f"{self.table_name} tokens": self.token_table()} if self.counts_tokens else {})
 
     def table(self) -> str:
         """Return the table of mean losses in Markdown: each line in each setting, at its best rate, with the seeds'
         standard deviation.
         """
-        lines = [["", "learning rate", *self.columns, *self.beside, *self.costs]]
+        lines = [["", "learning rate", *self.columns, *self.extra_columns, *self.costs]]
         for line in self.lines:
-            cells = [next(iter(self.by_rate(line, column).values()), None) for column in self.columns]
-            rate = rate_text(next(iter(self.by_rate(line, self.tuned_on))))
-            factor, digits = self.scale
+            cells = [next(iter(self.values_by_rate(line, column).values()), None) for column in self.columns]
+            rate = rate_text(next(iter(self.values_by_rate(line, self.tuning_setting))))
+            factor, digits = self.display_scale
             words = [
                 "" if x is None else f"{factor * x.mean():.{digits}f} ({factor * x.std(ddof=1):.{digits}f})"
                 for x in cells
             ]
-            words += [*(cell(line) for cell in self.beside.values()), *(cells[line] for cells in self.costs.values())]
+            words += [
+                *(cell(line) for cell in self.extra_columns.values()),
+                *(cells[line] for cells in self.costs.values()),
+            ]
             lines.append([self.labels[line], rate, *words])
-        return markdown(lines)
+        return markdown_table(lines)
 
     @cached_property
     def costs(self) -> dict[str, dict[str, str]]:
@@ -181,7 +200,7 @@ class Losses(Results):
         values = pd.read_csv(path).pivot(index="round", columns=["metric", "arm"], values="value")
         logs, memory = np.log(values["seconds"]), values["bytes"].loc[0] / 2**20
         arms = {line: line.partition(", ")[0] for line in self.labels}
-        sides = {line: AGAIN if line == baseline else arm for line, arm in arms.items()}
+        sides = {line: BASELINE_REPEAT if line == baseline else arm for line, arm in arms.items()}
         ratios = {
             line: np.exp(over_seeds((logs[side] - logs[baseline]).to_numpy()).interval().as_list())
             for line, side in sides.items()
@@ -194,41 +213,47 @@ class Losses(Results):
         }
 
     def verdict_table(self) -> str:
-        """Return a Markdown table of the differences in the deciding settings, with their verdicts."""
-        lines = [["", "minus", *self.deciding]]
+        """Return a Markdown table of the differences in the decisive settings, with their verdicts."""
+        lines = [["", "minus", *self.decisive]]
         for line, baseline in (
-            sorted(self.pairs, key=lambda pair: self.lines.index(pair[0])) if self.ranked else self.pairs
+            sorted(self.pairs, key=lambda pair: self.lines.index(pair[0])) if self.is_ranked else self.pairs
         ):
-            cells = [self.words(self.verdicts[line, baseline, column]) for column in self.deciding]
+            cells = [self.verdict_text(self.verdicts[line, baseline, column]) for column in self.decisive]
             lines.append([self.labels[line], self.labels[baseline], *cells])
-        return markdown(lines)
+        return markdown_table(lines)
 
     def transfer_table(self) -> str:
-        """Return a Markdown table of how the loss changes from the setting `tuned_on`, a line's change minus its
+        """Return a Markdown table of how the loss changes from the setting `tuning_setting`, a line's change minus its
         baseline's.
         """
 
         def change(line: str, column: str) -> np.ndarray:
-            before, after = (self.by_rate(line, place) for place in (self.tuned_on, column))
+            before, after = (self.values_by_rate(line, place) for place in (self.tuning_setting, column))
             return after[next(iter(after))] - before[next(iter(before))]
 
         comparisons = {
             (*pair, column): Comparison(change(pair[0], column) - change(pair[1], column))
-            for pair, column in product(self.pairs, self.transfers)
+            for pair, column in product(self.pairs, self.transfer_settings)
         }
         judged = verdicts(comparisons, self.matters)
         rows = [
-            [self.labels[line], self.labels[baseline], *(self.words(judged[line, baseline, x]) for x in self.transfers)]
+            [
+                self.labels[line],
+                self.labels[baseline],
+                *(self.verdict_text(judged[line, baseline, x]) for x in self.transfer_settings),
+            ]
             for line, baseline in self.pairs
         ]
-        return markdown([["", "minus", *self.transfers], *rows])
+        return markdown_table([["", "minus", *self.transfer_settings], *rows])
 
     def trend_table(self) -> str:
-        """Return a Markdown table of the losses in the deciding settings by part of training, and of their change."""
+        """Return a Markdown table of the losses in the decisive settings by part of training, and of their change."""
         by_part = {
-            f"{name}, {column}": {part: next(iter(self.by_rate(arm, column).values())) for arm, part in arms.items()}
+            f"{name}, {column}": {
+                part: next(iter(self.values_by_rate(arm, column).values())) for arm, part in arms.items()
+            }
             for name, arms in self.trends.items()
-            for column in self.deciding
+            for column in self.decisive
         }
         return trend_table(by_part, self.matters, False, lambda losses: f"{losses.mean():.3f}", 1, 3)
 
@@ -254,23 +279,23 @@ class Losses(Results):
         for line, label in self.labels.items():
             factor = "{:.3f} [{:.3f}, {:.3f}]".format(*factors[line]) if line in factors else "1"
             lines.append([label, f"{np.exp(logs[line].mean()):,.0f}", factor])
-        return markdown(lines)
+        return markdown_table(lines)
 
-    def drawn(self) -> bytes | None:
-        """Return the picture docs/PLACE.svg, or None if there is none.
+    def draw_picture(self) -> bytes | None:
+        """Return the picture docs/TABLE_NAME.svg, or None if there is none.
 
         It shows the losses of ranked lines, the verdicts' intervals, or the differences of pairs by position. By
         position, lines are means over seeds, and bands their 95 % intervals at each position alone.
         """
-        if self.ranked:
-            return self._overview()
-        if self.intervals:
-            return self._differences()
+        if self.is_ranked:
+            return self._draw_losses()
+        if self.draws_intervals:
+            return self._draw_differences()
         if not self.rows:
             return None
         columns = [column for column, (_, metric, *_) in self.columns.items() if metric.startswith("mean ")]
         size, shared = (9.5, 0.8 + 2.4 * len(self.rows)), {"sharex": True, "sharey": True, "squeeze": False}
-        with canvas(len(self.rows), len(columns), size, **shared) as (figure, panels):
+        with styled_figure(len(self.rows), len(columns), size, **shared) as (figure, panels):
             for row, (title, pairs) in zip(panels, self.rows.items(), strict=True):
                 for axes, column in zip(row, columns, strict=True):
                     axes.axhline(0, color="0.3", linewidth=0.8)
@@ -278,7 +303,7 @@ class Losses(Results):
                     for line, baseline in pairs:
                         curves = self._curves(line, column) - self._curves(baseline, column)
                         estimate = over_seeds(curves.to_numpy())
-                        half, colour = estimate.half_width(), COLOURS[HUES[line.partition("_no")[0]]]
+                        half, colour = estimate.half_width(), COLOURS[ARM_COLOUR_NUMBERS[line.partition("_no")[0]]]
                         axes.plot(
                             curves.index,
                             estimate.mean,
@@ -313,9 +338,9 @@ class Losses(Results):
             for axes, column in zip(panels[0], columns, strict=True):
                 axes.set_title(f"RoPE: {column}", fontsize=9)
             figure.supxlabel(f"position (dotted: the training length, {self.length} tokens)", fontsize=9)
-            return saved(figure)
+            return svg_bytes(figure)
 
-    def _overview(self) -> bytes:
+    def _draw_losses(self) -> bytes:
         """Draw a row for each line, with its loss in each setting: dots are seeds, rings are means.
 
         Broken lines are the first label's means. A ring is filled if a verdict says that the difference is larger than
@@ -323,7 +348,7 @@ class Losses(Results):
         """
         columns = [column for column, (_, metric, *_) in self.columns.items() if metric.endswith("loss")]
         large = {(line, column) for (line, _, column), verdict in self.verdicts.items() if verdict.exceeds_margin}
-        with canvas(1, 1, (7.5, 1.1 + 0.21 * len(self.lines))) as (figure, axes):
+        with styled_figure(1, 1, (7.5, 1.1 + 0.21 * len(self.lines))) as (figure, axes):
             for number, column in enumerate(columns):
                 colour, length = COLOURS[number], self.columns[column][-1]
                 axes.plot(
@@ -335,7 +360,7 @@ class Losses(Results):
                     label=f"{column}, {length:,} tokens" if length else column,
                 )
                 for row, line in enumerate(self.lines):
-                    losses = next(iter(self.by_rate(line, column).values()))
+                    losses = next(iter(self.values_by_rate(line, column).values()))
                     axes.plot(losses, [row] * len(losses), ".", color=colour, markersize=4, alpha=0.5)
                     axes.plot(
                         losses.mean(), row, "o", color=colour, fillstyle="full" if (line, column) in large else "none"
@@ -350,15 +375,15 @@ class Losses(Results):
             filled = f"; filled: better or worse than it by more than {self.matters:g}" if self.pairs else ""
             axes.set_xlabel(f"loss, nats (broken: {baseline}{filled})")
             figure.legend(loc="outside upper center", ncols=len(columns), frameon=False)
-            return saved(figure)
+            return svg_bytes(figure)
 
-    def _differences(self) -> bytes:
-        """Draw a row for each pair and a panel for each deciding setting: the difference with its interval, and the
+    def _draw_differences(self) -> bytes:
+        """Draw a row for each pair and a panel for each decisive setting: the difference with its interval, and the
         margin as a band.
         """
-        size = (2.2 + 1.9 * len(self.deciding) if len(self.deciding) > 1 else 6, 1.0 + 0.24 * len(self.pairs))
-        with canvas(1, len(self.deciding), size, sharey=True, sharex=True, squeeze=False) as (figure, panels):
-            for axes, column in zip(panels[0], self.deciding, strict=True):
+        size = (2.2 + 1.9 * len(self.decisive) if len(self.decisive) > 1 else 6, 1.0 + 0.24 * len(self.pairs))
+        with styled_figure(1, len(self.decisive), size, sharey=True, sharex=True, squeeze=False) as (figure, panels):
+            for axes, column in zip(panels[0], self.decisive, strict=True):
                 axes.axvspan(-self.matters, self.matters, color="0.9", linewidth=0)
                 axes.axvline(0, color="0.3", linewidth=0.8)
                 for row, pair in enumerate(self.pairs):
@@ -370,7 +395,7 @@ class Losses(Results):
             panels[0, 0].set_ylim(len(self.pairs) - 0.5, -0.5)
             baseline = self.labels[self.pairs[0][1]]
             figure.supxlabel(f"loss minus that of {baseline}, nats (grey: at most {self.matters:g})", fontsize=9)
-            return saved(figure)
+            return svg_bytes(figure)
 
     def _curves(self, line: str, column: str) -> pd.DataFrame:
         """Return the losses by position (positions, seeds) of a line in a setting, at its best rate.
@@ -378,9 +403,9 @@ class Losses(Results):
         Positions begin at an eighth of the training length.
         """
         _, metric, setting, _ = self.columns[column]
-        (arm, setting), data = _place(line, setting), self.data[self.data.x >= self.length // 8]
+        (arm, setting), data = _arm_and_setting(line, setting), self.data[self.data.x >= self.length // 8]
         data = data[(data.metric == metric.removeprefix("mean ")) & (data.setting == setting)]
-        runs = data[(data.arm == arm) & (data.rate == next(iter(self.by_rate(line, column))))]
+        runs = data[(data.arm == arm) & (data.rate == next(iter(self.values_by_rate(line, column))))]
         return runs.pivot(index="x", columns="seed", values="value")
 
 
@@ -397,7 +422,7 @@ def tokens_to_reach(tokens: Sequence[int], losses: Sequence[float], level: float
     return math.exp(math.log(tokens_before) + fraction * math.log(tokens_after / tokens_before))
 
 
-def _place(line: str, setting: str) -> tuple[str, str]:
+def _arm_and_setting(line: str, setting: str) -> tuple[str, str]:
     """Return the arm of a line of the table, and the inference setting with what the line changes of the normalizer."""
     arm, comma, change = line.partition(", ")
     return arm, setting + comma + change

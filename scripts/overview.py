@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from committed_results import markdown
+from committed_results import markdown_table
 from loss_results import Losses
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
-from pages import canvas, saved
+from pages import styled_figure, svg_bytes
 from recall_results import Recall
 
 from lm.report.pictures import COLOURS
@@ -21,7 +21,7 @@ TIERS = (
     "worse in a column or more, better in none",
 )
 # fill of a cell by the kind of its verdict; equivalence is grey, an undecided cell is empty
-FILLS = {
+VERDICT_COLOURS = {
     "better": COLOURS[0],
     "worse": COLOURS[1],
     "no difference above margin": "0.8",
@@ -34,20 +34,20 @@ class Overview:
     """The overview makes the table and the picture of all arms of an experiment on text, with recall of the same arms.
 
     Attributes:
-        short: losses at the training length, whose verdicts are one family.
-        long: losses beyond the training length.
+        short_losses: losses at the training length, whose verdicts are one family.
+        long_losses: losses beyond the training length.
         recall: accuracies of the same arms.
-        column: the setting of `long` that is shown.
+        long_setting: the setting of `long_losses` that is shown.
         page: page of docs/ that holds the table.
-        place: name that marks the table in the page, and that the picture's file has in docs/.
+        table_name: name that marks the table in the page, and that the picture's file has in docs/.
     """
 
-    short: Losses
-    long: Losses
+    short_losses: Losses
+    long_losses: Losses
     recall: Recall
-    column: str
+    long_setting: str
     page: str
-    place: str = "overview-arms"
+    table_name: str = "overview-arms"
 
     @cached_property
     def baseline(self) -> str:
@@ -55,40 +55,43 @@ class Overview:
         return self.recall.baseline
 
     @cached_property
-    def heads(self) -> list[str]:
+    def headings(self) -> list[str]:
         """Return the headings of the four numbers."""
-        length = self.long.columns[self.column][-1]
+        length = self.long_losses.columns[self.long_setting][-1]
         return [
-            f"loss at {self.long.length:,} tokens",
+            f"loss at {self.long_losses.length:,} tokens",
             f"loss at {length:,} tokens",
-            f"recall at {self.recall.deciding[0]:,}",
+            f"recall at {self.recall.decisive[0]:,}",
             "step time",
         ]
 
     def verdicts(self, arm: str) -> list[Verdict]:
         """Return three verdicts on an arm: loss at the training length, loss beyond it, and recall."""
-        rate, length = self.recall.rates(arm)[0], self.recall.deciding[0]
+        rate, length = self.recall.rates(arm)[0], self.recall.decisive[0]
         return [
-            self.short.verdicts[arm, self.baseline, self.short.deciding[0]],
-            self.long.verdicts[arm, self.baseline, self.column],
+            self.short_losses.verdicts[arm, self.baseline, self.short_losses.decisive[0]],
+            self.long_losses.verdicts[arm, self.baseline, self.long_setting],
             self.recall.verdicts[arm, rate, length],
         ]
 
-    def cells(self, arm: str) -> list[str]:
+    def number_cells(self, arm: str) -> list[str]:
         """Return the four numbers of an arm as text."""
         losses = [
-            next(iter(results.by_rate(arm, column).values())).mean()
-            for results, column in ((self.short, self.short.deciding[0]), (self.long, self.column))
+            next(iter(results.values_by_rate(arm, column).values())).mean()
+            for results, column in (
+                (self.short_losses, self.short_losses.decisive[0]),
+                (self.long_losses, self.long_setting),
+            )
         ]
-        recall = self.recall.accuracies[arm, self.recall.rates(arm)[0], self.recall.deciding[0]].mean()
-        ratio = "1" if arm == self.baseline else next(iter(self.long.costs.values()))[arm].partition(" ")[0]
+        recall = self.recall.accuracies[arm, self.recall.rates(arm)[0], self.recall.decisive[0]].mean()
+        ratio = "1" if arm == self.baseline else next(iter(self.long_losses.costs.values()))[arm].partition(" ")[0]
         return [*(f"{loss:.3f}" for loss in losses), f"{100 * recall:.0f} %", f"x {ratio}"]
 
     @cached_property
     def tiers(self) -> Mapping[str, list[str]]:
         """Return the arms of each tier, sorted by their loss beyond the training length."""
         tiers: dict[str, list[str]] = {title: [] for title in TIERS}
-        for arm in self.long.lines:
+        for arm in self.long_losses.lines:
             if arm != self.baseline:
                 kinds = {verdict.kind for verdict in self.verdicts(arm)}
                 better, worse = "better" in kinds, "worse" in kinds
@@ -99,23 +102,26 @@ class Overview:
         """Return the table of the page in Markdown, by its name. A word in italics says that a number is better or
         worse.
         """
-        lines = [["", *self.heads, "tier"], [self.long.labels[self.baseline], *self.cells(self.baseline), "baseline"]]
+        lines = [
+            ["", *self.headings, "tier"],
+            [self.long_losses.labels[self.baseline], *self.number_cells(self.baseline), "baseline"],
+        ]
         for tier, arms in self.tiers.items():
             for arm in arms:
                 words = [verdict.kind if verdict.kind in ("better", "worse") else "" for verdict in self.verdicts(arm)]
-                *judged, time = self.cells(arm)
+                *judged, time = self.number_cells(arm)
                 judged = [f"{cell} *{word}*" if word else cell for cell, word in zip(judged, words, strict=True)]
-                lines.append([self.long.labels[arm], *judged, time, tier])
-        return {self.place: markdown(lines)}
+                lines.append([self.long_losses.labels[arm], *judged, time, tier])
+        return {self.table_name: markdown_table(lines)}
 
-    def drawn(self) -> bytes:
+    def draw_picture(self) -> bytes:
         """Return the picture: a row for each arm, by tiers. The colour of a number shows its verdict."""
-        n_rows = 3 + len(self.long.lines) + 1.4 * sum(map(bool, self.tiers.values()))
-        with canvas(1, 1, (5.2, 0.215 * n_rows + 0.5)) as (figure, axes):  # legible on a telephone, too
-            axes.set_xlim(-2.3, len(self.heads))
+        n_rows = 3 + len(self.long_losses.lines) + 1.4 * sum(map(bool, self.tiers.values()))
+        with styled_figure(1, 1, (5.2, 0.215 * n_rows + 0.5)) as (figure, axes):  # legible on a telephone, too
+            axes.set_xlim(-2.3, len(self.headings))
             axes.set_ylim(n_rows, 0)
             axes.axis("off")
-            for number, head in enumerate(self.heads):
+            for number, head in enumerate(self.headings):
                 axes.text(
                     number + 0.5,
                     0.9,
@@ -124,17 +130,17 @@ class Overview:
                     va="center",
                 )
             row = 2.2
-            row = self._row(axes, row, self.baseline, {})
+            row = self._draw_row(axes, row, self.baseline, {})
             for tier, arms in self.tiers.items():
                 if arms:
                     axes.text(-2.3, row + 0.85, tier, va="center", color="0.35", style="normal")
                     axes.axhline(row + 0.15, color="0.7", linewidth=0.6)
                     row += 1.4
                 for arm in arms:
-                    row = self._row(axes, row, arm, dict(enumerate(self.verdicts(arm))))
+                    row = self._draw_row(axes, row, arm, dict(enumerate(self.verdicts(arm))))
             entries = [
-                (FILLS["better"], "better than softmax"),
-                (FILLS["worse"], "worse"),
+                (VERDICT_COLOURS["better"], "better than softmax"),
+                (VERDICT_COLOURS["worse"], "worse"),
                 ("0.8", "no difference above the margin"),
             ]
             handles = [Rectangle((0, 0), 1, 1, color=colour, alpha=0.55, linewidth=0) for colour, _ in entries]
@@ -147,13 +153,13 @@ class Overview:
                 columnspacing=1,
                 handlelength=1.2,
             )
-            return saved(figure)
+            return svg_bytes(figure)
 
-    def _row(self, axes: Axes, row: float, arm: str, verdicts: Mapping[int, Verdict]) -> float:
+    def _draw_row(self, axes: Axes, row: float, arm: str, verdicts: Mapping[int, Verdict]) -> float:
         """Draw an arm's row at the height `row`, and return the height of the next row."""
-        axes.text(-2.2, row + 0.5, self.long.labels[arm], va="center")
-        for number, cell in enumerate(self.cells(arm)):
-            if fill := FILLS.get(verdicts[number].kind) if number in verdicts else None:
+        axes.text(-2.2, row + 0.5, self.long_losses.labels[arm], va="center")
+        for number, cell in enumerate(self.number_cells(arm)):
+            if fill := VERDICT_COLOURS.get(verdicts[number].kind) if number in verdicts else None:
                 axes.add_patch(Rectangle((number + 0.08, row + 0.06), 0.84, 0.88, color=fill, alpha=0.55, linewidth=0))
             axes.text(number + 0.5, row + 0.5, cell, ha="center", va="center")
         return row + 1

@@ -17,7 +17,7 @@ FONT = "matplotlib DejaVu Sans"  # and not the machine's font of that name, whos
 _ENTRY = font_manager.FontEntry(fname=f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf", name=FONT)
 font_manager.fontManager.ttflist.append(_ENTRY)
 # hues stay
-DARK = b"<style>@media screen and (prefers-color-scheme:dark){svg{filter:invert(1) hue-rotate(180deg)}}</style>"
+DARK_STYLE = b"<style>@media screen and (prefers-color-scheme:dark){svg{filter:invert(1) hue-rotate(180deg)}}</style>"
 # the same picture is the same file
 STYLE = {
     "axes.spines.top": False,
@@ -30,7 +30,7 @@ STYLE = {
 
 
 @contextmanager
-def canvas(
+def styled_figure(
     rows: int, columns: int, size: tuple[float, float], **options: object
 ) -> Iterator[tuple[plt.Figure, np.ndarray]]:
     """Yield a figure and its axes in the style that all pictures have. options: those of `plt.subplots`.
@@ -42,7 +42,7 @@ def canvas(
         yield plt.subplots(rows, columns, figsize=size, layout="constrained", **options)
 
 
-def saved(figure: plt.Figure) -> bytes:
+def svg_bytes(figure: plt.Figure) -> bytes:
     """Close a figure and return it as an SVG file, whose colours are inverted on dark pages.
 
     The file names the release of matplotlib, and no time.
@@ -50,10 +50,10 @@ def saved(figure: plt.Figure) -> bytes:
     content = io.BytesIO()
     figure.savefig(content, format="svg", metadata=dict.fromkeys(("Date", "Format", "Type")))
     plt.close(figure)
-    return re.sub(rb"<svg [^>]*>", lambda head: head[0] + DARK, content.getvalue(), count=1)
+    return re.sub(rb"<svg [^>]*>", lambda head: head[0] + DARK_STYLE, content.getvalue(), count=1)
 
 
-def percentage_cells(axes: Axes, values: np.ndarray) -> None:
+def draw_percentages(axes: Axes, values: np.ndarray) -> None:
     """Draw percentages as coloured cells with their numbers, without ticks or frame."""
     axes.imshow(values, cmap="viridis", vmin=0, vmax=100, aspect="auto")
     for (row, column), value in np.ndenumerate(values):

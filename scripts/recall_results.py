@@ -8,15 +8,24 @@ from functools import cached_property
 
 import numpy as np
 import pandas as pd
-from committed_results import ACCURACY, HUES, Results, at_best, markdown, rate_text, runs_of, trend_table
-from pages import canvas, percentage_cells, saved
+from committed_results import (
+    ACCURACY_BOUNDS,
+    ARM_COLOUR_NUMBERS,
+    Results,
+    compare_at_best_rates,
+    final_run_lines,
+    markdown_table,
+    rate_text,
+    trend_table,
+)
+from pages import draw_percentages, styled_figure, svg_bytes
 
 from lm.report.pictures import COLOURS
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
-QUESTIONS = {"mqar": 8, "needle": 4}  # about as many answers, each once, in a sequence of the task
+QUESTIONS_BY_TASK = {"mqar": 8, "needle": 4}  # about as many answers, each once, in a sequence of the task
 # layers: those that arms differ in
-HEADINGS = {"mqar": "layer 2", "needle": "layers 2, 3", "rate": "learning rate", "size": "steps"}
+COLUMN_HEADINGS = {"mqar": "layer 2", "needle": "layers 2, 3", "rate": "learning rate", "size": "steps"}
 
 
 @dataclass(frozen=True)
@@ -25,41 +34,41 @@ class Recall(Results):
 
     Attributes:
         baseline: the arm that all others are compared with.
-        deciding: sequence lengths at which arms are compared.
+        decisive: sequence lengths at which arms are compared.
         matters: smallest difference of interest, as a fraction.
-        tuned: whether each arm is shown at its best learning rate; else arms are compared at each rate.
-        picture: how docs/NAME.svg draws accuracy by length: `curves`, `rows`, or empty for no picture.
+        is_tuned: whether each arm is shown at its best learning rate; else arms are compared at each rate.
+        picture_kind: how docs/NAME.svg draws accuracy by length: `draw_curves`, `rows`, or empty for no picture.
         task: the task whose accuracy is shown.
         rows: if arms are not tuned, the column (rate or size) by whose values they are compared.
-        ranked: whether arms are sorted by their accuracy at their best rates.
+        is_ranked: whether arms are sorted by their accuracy at their best rates.
         trends: arms by part of training (0 to 1), by the name of the trend. A line is fitted through each seed's runs.
     """
 
     baseline: str
-    deciding: tuple[int, ...]
+    decisive: tuple[int, ...]
     matters: float
-    tuned: bool = False
-    picture: str = ""
+    is_tuned: bool = False
+    picture_kind: str = ""
     task: str = "mqar"
     rows: str = "rate"
-    ranked: bool = False
+    is_ranked: bool = False
     trends: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
-    def tokens(self) -> str:
+    def token_word(self) -> str:
         """Return the word for the tokens of a sequence."""
         return "symbols" if self.task == "mqar" else "tokens"
 
     @property
-    def guessing(self) -> float:
+    def guess_accuracy(self) -> float:
         """Return the accuracy, in per cent, of a guess among the answers not asked for yet: H_k / k for k questions."""
-        count = QUESTIONS[self.task]
+        count = QUESTIONS_BY_TASK[self.task]
         return 100 * sum(1 / rank for rank in range(1, count + 1)) / count
 
     @cached_property
     def data(self) -> pd.DataFrame:
         """Return the lines of the final runs; a size is the number at the end of its name."""
-        data = runs_of(self.name)
+        data = final_run_lines(self.name)
         return data.assign(size=data["size"].str.rpartition("-")[2].astype(int)) if "size" in data else data
 
     @cached_property
@@ -72,8 +81,8 @@ class Recall(Results):
         """Return the learning rates of an arm's final runs in ascending order; the best first if arms are tuned."""
         rates = sorted({rate for name, rate, _ in self.accuracies if name == arm})
         return (
-            sorted(rates, key=lambda rate: -self.accuracies[arm, rate, self.deciding[0]].mean())
-            if self.tuned
+            sorted(rates, key=lambda rate: -self.accuracies[arm, rate, self.decisive[0]].mean())
+            if self.is_tuned
             else rates
         )
 
@@ -83,20 +92,22 @@ class Recall(Results):
         comparisons = {}
         for arm in self.labels:
             arm_rates = self.rates(arm)
-            for length in self.deciding if arm != self.baseline else ():
-                if self.tuned:
+            for length in self.decisive if arm != self.baseline else ():
+                if self.is_tuned:
                     by_rates = [
                         {rate: self.accuracies[name, rate, length] for rate in self.rates(name)}
                         for name in (arm, self.baseline)
                     ]
-                    comparisons[arm, arm_rates[0], length] = at_best(*by_rates, higher=True)
+                    comparisons[arm, arm_rates[0], length] = compare_at_best_rates(*by_rates, higher=True)
                     continue
                 for rate in arm_rates:
                     differences = self.accuracies[arm, rate, length] - self.accuracies[self.baseline, rate, length]
-                    comparisons[arm, rate, length] = Comparison(differences, higher_is_better=True, bounds=ACCURACY)
+                    comparisons[arm, rate, length] = Comparison(
+                        differences, higher_is_better=True, bounds=ACCURACY_BOUNDS
+                    )
         return verdicts(comparisons, self.matters)
 
-    def compared(self, key: tuple[str, float, int]) -> tuple[str, str]:
+    def compared_arms(self, key: tuple[str, float, int]) -> tuple[str, str]:
         """Return the arm and the baseline of a verdict's key."""
         return key[0], self.baseline
 
@@ -106,44 +117,46 @@ class Recall(Results):
         the lowest.
         """
         return (
-            sorted(self.labels, key=lambda arm: tuple(-self._best(arm).mean(0)[::-1]))
-            if self.ranked
+            sorted(self.labels, key=lambda arm: tuple(-self._accuracy_at_best_rate(arm).mean(0)[::-1]))
+            if self.is_ranked
             else list(self.labels)
         )
 
-    def _best(self, arm: str) -> np.ndarray:
+    def _accuracy_at_best_rate(self, arm: str) -> np.ndarray:
         """Return the accuracy (seeds, lengths) of an arm at its best rate."""
         return np.stack([self.accuracies[arm, self.rates(arm)[0], length] for length in self.lengths], 1)
 
     def tables(self) -> dict[str, str]:
-        tables = {self.place: self.table()}
+        tables = {self.table_name: self.table()}
         if self.trends:
-            tables[f"{self.place} trends"] = self.trend_table()
+            tables[f"{self.table_name} trends"] = self.trend_table()
         return tables
 
-    def drawn(self) -> bytes | None:
-        """Return the picture docs/PLACE.svg; None if there is none."""
-        return {"curves": self.curves, "rows": self.overview}[self.picture]() if self.picture else None
+    def draw_picture(self) -> bytes | None:
+        """Return the picture docs/TABLE_NAME.svg; None if there is none."""
+        return (
+            {"curves": self.draw_curves, "rows": self.draw_overview}[self.picture_kind]() if self.picture_kind else None
+        )
 
     def table(self) -> str:
         """Return a Markdown table with a line for each arm and rate: accuracies in per cent, and the verdicts."""
         title = f"minus {self.labels[self.baseline].partition(' at ')[0]}"
-        heads = [HEADINGS[self.rows], HEADINGS[self.task], *(f"{length:,}" for length in self.lengths)]
-        heads += [f"{title}, at {length:,}" for length in self.deciding]
+        heads = [COLUMN_HEADINGS[self.rows], COLUMN_HEADINGS[self.task], *(f"{length:,}" for length in self.lengths)]
+        heads += [f"{title}, at {length:,}" for length in self.decisive]
         places = [
-            (arm, rate) for arm in self.arms for rate in (self.rates(arm)[:1] if self.ranked else self.rates(arm))
+            (arm, rate) for arm in self.arms for rate in (self.rates(arm)[:1] if self.is_ranked else self.rates(arm))
         ]
         lines = [
-            [self._row(rate), self.labels[arm], *self._cells(arm, rate)]
-            for arm, rate in (places if self.tuned else sorted(places, key=lambda place: place[1]))
+            [self._row_label(rate), self.labels[arm], *self._row_cells(arm, rate)]
+            for arm, rate in (places if self.is_tuned else sorted(places, key=lambda place: place[1]))
         ]
-        return markdown([heads, *lines])
+        return markdown_table([heads, *lines])
 
-    def _row(self, row: float) -> str:
+    def _row_label(self, row: float) -> str:
         """Return a learning rate or a size as text."""
         return f"{row:,}" if self.rows == "size" else rate_text(row)
 
-    def half_length(self, arm: str, row: float | None = None) -> str:
+    def half_accuracy_length(self, arm: str, row: float | None = None) -> str:
         """Return words for the median length at which an arm's accuracy falls below 1/2.
 
         row: rate or size; None: a tuned arm's best rate.
@@ -155,38 +168,38 @@ class Recall(Results):
         if median <= self.lengths[0]:
             return "not learned"
         counted = f" ({n_fallen} of {len(observed)} fall)" if 0 < n_fallen < len(observed) else ""
-        return _tokens(median, f"not up to {self.lengths[-1]:,}") + counted
+        return _token_text(median, f"not up to {self.lengths[-1]:,}") + counted
 
     def trend_table(self) -> str:
-        """Return a Markdown table of the accuracy at the first deciding length by part of training, and of
+        """Return a Markdown table of the accuracy at the first decisive length by part of training, and of
         its change.
         """
         by_part = {
-            name: {part: self.accuracies[arm, self.rates(arm)[0], self.deciding[0]] for arm, part in arms.items()}
+            name: {part: self.accuracies[arm, self.rates(arm)[0], self.decisive[0]] for arm, part in arms.items()}
             for name, arms in self.trends.items()
         }
-        return trend_table(by_part, self.matters, True, _spread)
+        return trend_table(by_part, self.matters, True, _mean_and_range)
 
-    def _cells(self, arm: str, rate: float) -> list[str]:
+    def _row_cells(self, arm: str, rate: float) -> list[str]:
         """Return the accuracies and the verdicts of an arm at a rate, as text."""
-        cells = [_spread(self.accuracies[arm, rate, length]) for length in self.lengths]
-        for length in self.deciding:
+        cells = [_mean_and_range(self.accuracies[arm, rate, length]) for length in self.lengths]
+        for length in self.decisive:
             verdict = self.verdicts.get((arm, rate, length))
-            cells.append(self.words(verdict) if verdict else "")
+            cells.append(self.verdict_text(verdict) if verdict else "")
         return cells
 
-    def overview(self) -> bytes:
+    def draw_overview(self) -> bytes:
         """Draw all arms at their best rates: mean accuracy by length as coloured cells, the lowest seed's, and the
         verdicts.
         """
-        values = np.stack([100 * self._best(arm).mean(0) for arm in self.arms])
-        with canvas(1, 1, (7.2, 0.8 + 0.235 * len(self.arms))) as (figure, axes):
-            percentage_cells(axes, values)
+        values = np.stack([100 * self._accuracy_at_best_rate(arm).mean(0) for arm in self.arms])
+        with styled_figure(1, 1, (7.2, 0.8 + 0.235 * len(self.arms))) as (figure, axes):
+            draw_percentages(axes, values)
             for row, arm in enumerate(self.arms):
-                verdict = self.verdicts.get((arm, self.rates(arm)[0], self.deciding[0]))
+                verdict = self.verdicts.get((arm, self.rates(arm)[0], self.decisive[0]))
                 statement = "baseline" if verdict is None else replace(verdict, margin=100 * self.matters).statement
                 words = statement.partition(":")[0]
-                lowest = 100 * self._best(arm)[:, -1].min()
+                lowest = 100 * self._accuracy_at_best_rate(arm)[:, -1].min()
                 axes.text(
                     len(self.lengths) - 0.1, row, f"{lowest:.0f}", ha="right", va="center", fontsize=8, color="0.3"
                 )
@@ -194,38 +207,42 @@ class Recall(Results):
             axes.set_yticks(range(len(self.arms)), [self.labels[arm] for arm in self.arms])
             axes.set_xticks(range(len(self.lengths)), [f"{length:,}" for length in self.lengths])
             axes.set_xlabel(
-                f"mean accuracy, %, by sequence length (training: {self.lengths[0]} {self.tokens})\n"
+                f"mean accuracy, %, by sequence length (training: {self.lengths[0]} {self.token_word})\n"
                 f"right: the lowest seed at {self.lengths[-1]:,}, and the verdict against {self.labels[self.baseline]}"
             )
             figure.draw_without_rendering()  # the layout takes two passes to make room for long verdicts
-            return saved(figure)
+            return svg_bytes(figure)
 
-    def curves(self) -> bytes:
+    def draw_curves(self) -> bytes:
         """Draw accuracy by length, with a row for each rate and a panel for each arm."""
         rates = sorted({row for _, row, _ in self.accuracies})
         size = max(6.5, 1.6 * len(self.labels)), 1.4 + 1.7 * len(rates)  # inches; shown about 700 pixels wide
         # with room for words
         factors = {length: f"{length // self.lengths[0]:,}" for length in (self.lengths[0], *self.lengths[:0:-2])}
         shared = {"sharex": True, "sharey": True, "squeeze": False}
-        with canvas(len(rates), len(self.labels), size, **shared) as (figure, panels):
+        with styled_figure(len(rates), len(self.labels), size, **shared) as (figure, panels):
             for row, rate in zip(panels, rates, strict=True):
                 for axes, arm in zip(row, self.labels, strict=True):
-                    colour = COLOURS[HUES[arm.removeprefix("after_").removeprefix("tau_")]]
+                    colour = COLOURS[ARM_COLOUR_NUMBERS[arm.removeprefix("after_").removeprefix("tau_")]]
                     values = 100 * np.array([self.accuracies[arm, rate, length] for length in self.lengths])
-                    axes.axhline(self.guessing, color="0.6", linewidth=1, linestyle=":")
+                    axes.axhline(self.guess_accuracy, color="0.6", linewidth=1, linestyle=":")
                     axes.plot(self.lengths, values, color=colour, linewidth=0.8, alpha=0.6)
                     axes.plot(self.lengths, values.mean(1), color=colour, linewidth=2.4)
                     axes.set_xscale("log", base=2)
                     axes.set_xticks([*factors], factors.values())
                     axes.set_xticks(self.lengths, [], minor=True)
                     axes.set_ylim(-3, 103)
-                words = f"{self._row(rate)} steps" if self.rows == "size" else f"learning rate {self._row(rate)}"
+                words = (
+                    f"{self._row_label(rate)} steps"
+                    if self.rows == "size"
+                    else f"learning rate {self._row_label(rate)}"
+                )
                 row[0].set_ylabel(f"{words}\naccuracy, %")
                 row[0].annotate("dotted:\na guess", (self.lengths[0], 3), fontsize=8, color="0.35")
             for axes, label in zip(panels[0], self.labels.values(), strict=True):
                 axes.set_title(textwrap.fill(label, 16, break_long_words=False), fontsize=9)
-            figure.supxlabel(f"sequence length, in training lengths of {self.lengths[0]} {self.tokens}", fontsize=9)
-            return saved(figure)
+            figure.supxlabel(f"sequence length, in training lengths of {self.lengths[0]} {self.token_word}", fontsize=9)
+            return svg_bytes(figure)
 
 
 def observed_half_length(lengths: Sequence[int], accuracy: Sequence[float]) -> float:
@@ -242,12 +259,12 @@ def observed_half_length(lengths: Sequence[int], accuracy: Sequence[float]) -> f
     return math.inf
 
 
-def _tokens(length: float, infinite: str) -> str:
+def _token_text(length: float, infinite: str) -> str:
     """Return a length in tokens as text; `infinite` is the text for an infinite length."""
     return infinite if math.isinf(length) else f"{length:,.0f}" if length < 1e6 else f"{length:.0e}".replace("e+0", "e")
 
 
-def _spread(accuracies: np.ndarray) -> str:
+def _mean_and_range(accuracies: np.ndarray) -> str:
     """Return the mean over seeds in per cent, with the lowest and highest seed if they are more than 2 points apart."""
     values = 100 * accuracies
     return f"{values.mean():.1f}" + (f" [{values.min():.0f}, {values.max():.0f}]" if np.ptp(values) > 2 else "")

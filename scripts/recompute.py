@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from committed_results import DESCRIBED, ROOT, markdown
-from loss_results import EXTENDED, Losses
+from committed_results import KEPT_DIAGNOSTICS, ROOT, markdown_table
+from loss_results import LONG_SETTINGS, Losses
 from overview import Overview
 from recall_results import Recall
 
@@ -27,7 +27,7 @@ LABELS = {
     "ssmax": "SSMax",
     "log_n": "log n",
 }
-EVERY = {arm: LABELS[arm] for arm in ("softmax", "ssmax_fixed", "ssmax", "log_n")} | {
+ALL_NORMALIZERS = {arm: LABELS[arm] for arm in ("softmax", "ssmax_fixed", "ssmax", "log_n")} | {
     "ssmax_without_s": "SSMax without s",
     "ssmax_bias": "SSMax with b",
     "sqrt_log_n": "sqrt log n",
@@ -54,38 +54,38 @@ EVERY = {arm: LABELS[arm] for arm in ("softmax", "ssmax_fixed", "ssmax", "log_n"
     "softmax_gate": "softmax, output gate",
     "linear": "linear",
 }
-EVERY_AT_256 = EVERY | {"ssmax_fixed": "SSMax, n fixed at 256", "llama4": "Llama 4, f = 256"}
+ALL_AT_256 = ALL_NORMALIZERS | {"ssmax_fixed": "SSMax, n fixed at 256", "llama4": "Llama 4, f = 256"}
 RECALL_AFTER = {arm: LABELS[arm] for arm in ("softmax", "ssmax_fixed", "ssmax", "log_n")} | {
     "after_half": "softmax, temperature 1/2 after training",
     "after_quarter": "softmax, temperature 1/4 after training",
 }
 FIXED_AT_256 = {"ssmax_fixed": "SSMax, n fixed at 256"}
 QK_NORM = FIXED_AT_256 | {"softmax": "softmax", "ssmax": "SSMax", "log_n": "log n"}
-SCALED = {
+SCORE_SCALES = {
     "softmax": "softmax",
     "ssmax": "SSMax",
     "ssmax_b": "SSMax with b",
     "ssmax_without_s": "SSMax without s",
     "log_n": "log n",
 }
-PUT_IN = {
+TEXT_SWAPS = {
     "ssmax_fixed, n=fixed:753": "trained at n = 256 and tested at 753",
     "ssmax_fixed, n=fixed:2048": "trained at n = 256 and tested at 2,048",
     "ssmax_fixed, n=visible": "trained at n = 256 and tested with growth",
 }
 
 
-def against(baseline: str, lines: Iterable[str]) -> tuple[tuple[str, str], ...]:
+def baseline_pairs(baseline: str, lines: Iterable[str]) -> tuple[tuple[str, str], ...]:
     """Return pairs of each other line with the baseline, as in `Losses.pairs`."""
     return tuple((line, baseline) for line in lines if line != baseline)
 
 
-GROWTH = against("ssmax_fixed", ("softmax", "ssmax", "log_n"))
-GROWTH_ALONE = tuple((f"{arm}_no_qk_norm", f"{baseline}_no_qk_norm") for arm, baseline in GROWTH)
+GROWTH_PAIRS = baseline_pairs("ssmax_fixed", ("softmax", "ssmax", "log_n"))
+GROWTH_PAIRS_NO_QK_NORM = tuple((f"{arm}_no_qk_norm", f"{baseline}_no_qk_norm") for arm, baseline in GROWTH_PAIRS)
 WITH_AND_WITHOUT = QK_NORM | {f"{arm}_no_qk_norm": f"{label}, no QK-norm" for arm, label in QK_NORM.items()}
-AT_256 = {"at 256 tokens": ("", "val loss", "", 0)}  # columns of tables of losses (`Losses.columns`)
-AT_2048 = {words: ("", "mean loss", words, 2048) for words in EXTENDED}
-AT_THE_END = {metric: ("", metric, "as trained", 0) for metric in DESCRIBED}
+LOSS_AT_256 = {"at 256 tokens": ("", "val loss", "", 0)}  # columns of tables of losses (`Losses.columns`)
+LOSS_AT_2048 = {words: ("", "mean loss", words, 2048) for words in LONG_SETTINGS}
+DIAGNOSTIC_COLUMNS = {metric: ("", metric, "as trained", 0) for metric in KEPT_DIAGNOSTICS}
 GAU = {
     "n-256": "relu^2, n = 256",
     "n-sample": "relu^2, n of the sample",
@@ -115,10 +115,10 @@ ONE_MODEL = {
     "after_three_halves": "scores times 1.5",
     "after_twice": "scores times 2",
 }
-NEEDLE_OTHERS = {arm: EVERY[arm] for arm in ("ssmax", "softmax", "ssmax_without_s", "ssmax_bias")} | {
+NEEDLE_OTHERS = {arm: ALL_NORMALIZERS[arm] for arm in ("ssmax", "softmax", "ssmax_without_s", "ssmax_bias")} | {
     "late": "SSMax after 75 %"
 }
-NEEDLE_PUT_IN = {
+NEEDLE_SWAPS = {
     **FIXED_AT_256,
     "ssmax_fixed, n=fixed:1024": "trained at n = 256 and tested at 1,024",
     "ssmax_fixed, n=fixed:4096": "trained at n = 256 and tested at 4,096",
@@ -128,15 +128,18 @@ NEEDLE_PUT_IN = {
     "ssmax, n=fixed:1024": "SSMax tested at n = 1,024",
     "ssmax, n=fixed:4096": "SSMax tested at n = 4,096",
 }
-WHEN = {"ssmax": "SSMax", "ssmax_b": "SSMax with b", "softmax": "softmax"}
-WHEN |= {
+SWAP_TIMES = {"ssmax": "SSMax", "ssmax_b": "SSMax with b", "softmax": "softmax"}
+SWAP_TIMES |= {
     f"at_{part}{b}": f"SSMax{words} after {part} %"
     for b, words in (("", ""), ("_b", " with b"))
     for part in (25, 50, 75, 90)
 }
-WHEN |= {"after": "SSMax put in after training", "after_more": "the same, a fifth more training"}
-WHEN |= {"after_more_b": "the same with b, a fifth more training", "softmax_more": "softmax, a fifth more training"}
-WHEN_TRENDS = {
+SWAP_TIMES |= {"after": "SSMax put in after training", "after_more": "the same, a fifth more training"}
+SWAP_TIMES |= {
+    "after_more_b": "the same with b, a fifth more training",
+    "softmax_more": "softmax, a fifth more training",
+}
+SWAP_TIME_TRENDS = {
     "SSMax": {"ssmax": 0, "at_25": 0.25, "at_50": 0.5, "at_75": 0.75, "at_90": 0.9, "after": 1},
     "SSMax with b": {"ssmax_b": 0, "at_25_b": 0.25, "at_50_b": 0.5, "at_75_b": 0.75, "at_90_b": 0.9},
 }
@@ -148,34 +151,34 @@ EXTEND = {
 RECALL_ALL = Recall(
     "recall-all",
     "retrieval.md",
-    EVERY,
+    ALL_NORMALIZERS,
     "softmax",
     (4096,),
     0.25,
-    tuned=True,
-    picture="rows",
-    ranked=True,
+    is_tuned=True,
+    picture_kind="rows",
+    is_ranked=True,
 )
 TEXT_ALL = Losses(
     "text-all",
     "text-normalizers.md",
-    EVERY_AT_256,
-    against("softmax", EVERY_AT_256),
-    AT_256 | AT_2048 | AT_THE_END,
+    ALL_AT_256,
+    baseline_pairs("softmax", ALL_AT_256),
+    LOSS_AT_256 | LOSS_AT_2048 | DIAGNOSTIC_COLUMNS,
     matters=0.03,
-    ranked=True,
-    beside={"recall falls below 1/2 at": RECALL_ALL.half_length},
+    is_ranked=True,
+    extra_columns={"recall falls below 1/2 at": RECALL_ALL.half_accuracy_length},
 )
-SHOWN = (
+ALL_RESULTS = (
     *(
         Losses(
             "eight-times",
             "length.md",
             WITH_AND_WITHOUT,
-            (*GROWTH, *GROWTH_ALONE, ("softmax_no_qk_norm", "softmax")),
-            AT_256 | {words: ("", "mean loss", words, 2048) for words in (*EXTENDED, "yarn")},
+            (*GROWTH_PAIRS, *GROWTH_PAIRS_NO_QK_NORM, ("softmax_no_qk_norm", "softmax")),
+            LOSS_AT_256 | {words: ("", "mean loss", words, 2048) for words in (*LONG_SETTINGS, "yarn")},
             size=corpus,
-            rows={"QK-norm": GROWTH, "no QK-norm": GROWTH_ALONE},
+            rows={"QK-norm": GROWTH_PAIRS, "no QK-norm": GROWTH_PAIRS_NO_QK_NORM},
         )
         for corpus in ("speeches", "code")
     ),
@@ -185,76 +188,83 @@ SHOWN = (
             "length.md",
             WITH_AND_WITHOUT,
             (),
-            {words: ("", "mean loss", words, 5120) for words in (*EXTENDED, "yarn")},
+            {words: ("", "mean loss", words, 5120) for words in (*LONG_SETTINGS, "yarn")},
             (),
             size=corpus,
-            rows={"QK-norm": GROWTH, "no QK-norm": GROWTH_ALONE} if corpus == "speeches" else {},
+            rows={"QK-norm": GROWTH_PAIRS, "no QK-norm": GROWTH_PAIRS_NO_QK_NORM} if corpus == "speeches" else {},
         )
         for corpus in ("speeches", "code")
     ),
     Losses(
         "eight-times-after",
         "length.md",
-        {**FIXED_AT_256, **PUT_IN, "ssmax": "SSMax"}
+        {**FIXED_AT_256, **TEXT_SWAPS, "ssmax": "SSMax"}
         | {f"ssmax, n=fixed:{n}": f"SSMax tested at n = {n:,}" for n in (256, 753, 2048)},
         (
             ("ssmax", "ssmax_fixed"),
-            *against("ssmax_fixed", PUT_IN),
-            *against("ssmax", PUT_IN),
+            *baseline_pairs("ssmax_fixed", TEXT_SWAPS),
+            *baseline_pairs("ssmax", TEXT_SWAPS),
             ("ssmax, n=fixed:256", "ssmax"),
         ),
-        AT_2048,
-        rows={"QK-norm": against("ssmax_fixed", ("ssmax", *PUT_IN))},
+        LOSS_AT_2048,
+        rows={"QK-norm": baseline_pairs("ssmax_fixed", ("ssmax", *TEXT_SWAPS))},
     ),
     Losses(
         "gau-lengths",
         "gau.md",
         GAU,
-        against("n-256", ("n-sample", "n-visible", "n-sum", "softmax", "attention")),
+        baseline_pairs("n-256", ("n-sample", "n-visible", "n-sum", "softmax", "attention")),
         {"256": ("", "loss", "as trained", 256)}
         | {f"{length}": (f"-at-{length}", "loss", "as trained", length) for length in (32, 64, 128, 512)}
         | {f"{length}, not fine-tuned": ("", "loss", "as trained", length) for length in (32, 512)},
         ("32", "64", "128", "512"),
         "256",
         0.01,
-        transfers=("32, not fine-tuned", "512, not fine-tuned", "32", "512"),
-        intervals=True,
+        transfer_settings=("32, not fine-tuned", "512, not fine-tuned", "32", "512"),
+        draws_intervals=True,
+    ),
+    Losses(
+        "when-to-swap-text",
+        "when-to-swap.md",
+        SWAP_TIMES,
+        baseline_pairs("ssmax", SWAP_TIMES),
+        LOSS_AT_256 | LOSS_AT_2048,
+        trends=SWAP_TIME_TRENDS,
     ),
     Losses(
         "extend",
         "swapping.md",
         EXTEND,
-        against("softmax", EXTEND),
-        AT_256
+        baseline_pairs("softmax", EXTEND),
+        LOSS_AT_256
         | {"861 to 1,023": ("", "loss", "as trained", 861), "mean of 4,096": ("", "mean loss", "as trained", 4096)},
         ("mean of 4,096",),
         "mean of 4,096",
-        intervals=True,
+        draws_intervals=True,
     ),
-    Losses("when-to-swap-text", "when-to-swap.md", WHEN, against("ssmax", WHEN), AT_256 | AT_2048, trends=WHEN_TRENDS),
     TEXT_ALL,
-    Overview(replace(TEXT_ALL, deciding=tuple(AT_256)), TEXT_ALL, RECALL_ALL, EXTENDED[1], TEXT_ALL.page),
+    Overview(replace(TEXT_ALL, decisive=tuple(LOSS_AT_256)), TEXT_ALL, RECALL_ALL, LONG_SETTINGS[1], TEXT_ALL.page),
     Losses(
         "text-layers",
         "text-normalizers.md",
         LAYERS,
-        against("softmax", LAYERS),
-        AT_256 | AT_2048 | AT_THE_END,
+        baseline_pairs("softmax", LAYERS),
+        LOSS_AT_256 | LOSS_AT_2048 | DIAGNOSTIC_COLUMNS,
         matters=0.03,
     ),
     *(
         Losses(
             "training-length",
             "length.md",
-            SCALED,
-            against("softmax", SCALED),
-            AT_256,
-            tuple(AT_256),
+            SCORE_SCALES,
+            baseline_pairs("softmax", SCORE_SCALES),
+            LOSS_AT_256,
+            tuple(LOSS_AT_256),
             "at 256 tokens",
             0.005,
             corpus,
             counts_tokens=True,
-            intervals=True,
+            draws_intervals=True,
         )
         for corpus in ("speeches", "code")
     ),
@@ -265,18 +275,37 @@ SHOWN = (
         "softmax",
         (2048,),
         0.1,
-        picture="curves",
+        picture_kind="curves",
     ),
-    Recall("recall-control", "retrieval.md", LABELS, "ssmax_fixed", (2048, 8192), 0.1, picture="curves"),
+    Recall("recall-control", "retrieval.md", LABELS, "ssmax_fixed", (2048, 8192), 0.1, picture_kind="curves"),
     Recall(
-        "recall-tuned", "retrieval.md", LABELS, "ssmax_fixed", (16384,), 0.25, tuned=True, picture="rows", ranked=True
+        "recall-tuned",
+        "retrieval.md",
+        LABELS,
+        "ssmax_fixed",
+        (16384,),
+        0.25,
+        is_tuned=True,
+        picture_kind="rows",
+        is_ranked=True,
     ),
     RECALL_ALL,
-    Recall("recall-blind", "retrieval.md", {arm: f"arm {arm}" for arm in "abcd"}, "a", (64,), 0.25, tuned=True),
-    Recall("recall-after", "retrieval.md", RECALL_AFTER, "ssmax_fixed", (16384,), 0.25, rows="size", picture="curves"),
-    Recall("when-to-swap", "when-to-swap.md", WHEN, "ssmax", (16384,), 0.25, trends=WHEN_TRENDS, picture="rows"),
+    Recall("recall-blind", "retrieval.md", {arm: f"arm {arm}" for arm in "abcd"}, "a", (64,), 0.25, is_tuned=True),
     Recall(
-        "needle", "needle-in-text.md", LABELS | FIXED_AT_256, "ssmax_fixed", (4096,), 0.25, tuned=True, task="needle"
+        "recall-after", "retrieval.md", RECALL_AFTER, "ssmax_fixed", (16384,), 0.25, rows="size", picture_kind="curves"
+    ),
+    Recall(
+        "when-to-swap",
+        "when-to-swap.md",
+        SWAP_TIMES,
+        "ssmax",
+        (16384,),
+        0.25,
+        trends=SWAP_TIME_TRENDS,
+        picture_kind="rows",
+    ),
+    Recall(
+        "needle", "needle-in-text.md", LABELS | FIXED_AT_256, "ssmax_fixed", (4096,), 0.25, is_tuned=True, task="needle"
     ),
     Recall(
         "needle-far",
@@ -285,10 +314,10 @@ SHOWN = (
         "ssmax_fixed",
         (65536,),
         0.25,
-        tuned=True,
-        picture="rows",
+        is_tuned=True,
+        picture_kind="rows",
         task="needle",
-        ranked=True,
+        is_ranked=True,
     ),
     Recall(
         "needle-others",
@@ -297,9 +326,9 @@ SHOWN = (
         "ssmax",
         (65536,),
         0.25,
-        tuned=True,
+        is_tuned=True,
         task="needle",
-        ranked=True,
+        is_ranked=True,
     ),
     Recall(
         "needle-and-text",
@@ -308,52 +337,54 @@ SHOWN = (
         "ssmax_fixed",
         (4096,),
         0.25,
-        picture="curves",
+        picture_kind="curves",
         task="needle",
     ),
     Losses(
         "needle-and-text",
         "needle-in-text.md",
         BESIDE_TEXT,
-        against("ssmax_fixed", BESIDE_TEXT),
-        AT_256 | AT_2048,
-        (*AT_256, *AT_2048),
+        baseline_pairs("ssmax_fixed", BESIDE_TEXT),
+        LOSS_AT_256 | LOSS_AT_2048,
+        (*LOSS_AT_256, *LOSS_AT_2048),
         "at 256 tokens",
         suffix="losses",
     ),
-    Recall("one-model", "needle-in-text.md", ONE_MODEL, "after_ssmax", (4096,), 0.25, task="needle", picture="rows"),
+    Recall(
+        "one-model", "needle-in-text.md", ONE_MODEL, "after_ssmax", (4096,), 0.25, task="needle", picture_kind="rows"
+    ),
     Losses(
         "one-model",
         "needle-in-text.md",
         ONE_MODEL,
-        against("softmax", ONE_MODEL),
-        AT_256 | AT_2048,
-        tuple(AT_256),
+        baseline_pairs("softmax", ONE_MODEL),
+        LOSS_AT_256 | LOSS_AT_2048,
+        tuple(LOSS_AT_256),
         "at 256 tokens",
         suffix="losses",
     ),
     Losses(
         "needle-and-text-after",
         "needle-in-text.md",
-        NEEDLE_PUT_IN,
+        NEEDLE_SWAPS,
         (
             *(
                 (line, baseline)
                 for baseline in ("ssmax_fixed", "ssmax")
-                for line in NEEDLE_PUT_IN
+                for line in NEEDLE_SWAPS
                 if line.startswith(f"{baseline}, ")
             ),
-            *against("ssmax", ("ssmax_fixed, n=fixed:4096", "ssmax_fixed, n=visible")),
+            *baseline_pairs("ssmax", ("ssmax_fixed, n=fixed:4096", "ssmax_fixed, n=visible")),
         ),
         {f"{length:,} tokens": ("", "needle accuracy", "as trained", length) for length in (256, 1024, 4096)},
         ("4,096 tokens",),
         "4,096 tokens",
         0.25,
-        accuracy=True,
+        is_accuracy=True,
     ),
 )
 
-FIXED, (_, THETA) = "ssmax_fixed", EXTENDED
+FIXED_N_ARM, (_, THETA_SETTING) = "ssmax_fixed", LONG_SETTINGS
 # rows of the table at the top of docs/results.md: what was measured, its page, the result's place, the verdict's key
 HEADLINES = (
     (
@@ -399,25 +430,25 @@ HEADLINES = (
         "one-model-losses",
         ("after_twice", "softmax", "at 256 tokens"),
     ),
-    ("loss of speeches at 8 times", "length.md", "eight-times-speeches", ("ssmax", FIXED, THETA)),
-    ("", "", "eight-times-speeches", ("ssmax_no_qk_norm", f"{FIXED}_no_qk_norm", THETA)),
-    ("", "", "eight-times-after", ("ssmax_fixed, n=fixed:753", "ssmax", THETA)),
-    ("loss of code at 8 times", "length.md#on-code", "eight-times-code", ("ssmax", FIXED, THETA)),
+    ("loss of speeches at 8 times", "length.md", "eight-times-speeches", ("ssmax", FIXED_N_ARM, THETA_SETTING)),
+    ("", "", "eight-times-speeches", ("ssmax_no_qk_norm", f"{FIXED_N_ARM}_no_qk_norm", THETA_SETTING)),
+    ("", "", "eight-times-after", ("ssmax_fixed, n=fixed:753", "ssmax", THETA_SETTING)),
+    ("loss of code at 8 times", "length.md#on-code", "eight-times-code", ("ssmax", FIXED_N_ARM, THETA_SETTING)),
     (
         "loss of speeches at 8 times, after a swap",
         "when-to-swap.md#on-text",
         "when-to-swap-text",
-        ("after", "ssmax", THETA),
+        ("after", "ssmax", THETA_SETTING),
     ),
-    ("", "", "when-to-swap-text", ("softmax", "ssmax", THETA)),
+    ("", "", "when-to-swap-text", ("softmax", "ssmax", THETA_SETTING)),
     (
         "loss of speeches at 8 times, by normalizer",
         "text-normalizers.md",
         "text-all",
-        ("stick_breaking", "softmax", THETA),
+        ("stick_breaking", "softmax", THETA_SETTING),
     ),
-    ("", "", "text-all", ("forget", "softmax", THETA)),
-    ("", "", "text-all", ("ssmax", "softmax", THETA)),
+    ("", "", "text-all", ("forget", "softmax", THETA_SETTING)),
+    ("", "", "text-all", ("ssmax", "softmax", THETA_SETTING)),
     (
         "loss of speeches at the training length",
         "length.md#at-the-training-length",
@@ -434,19 +465,27 @@ HEADLINES = (
 )
 
 
-def main_verdicts() -> str:
+def headline_table() -> str:
     """Return a Markdown table of the verdicts in `HEADLINES`: accuracies in points, losses in nats."""
-    results, lines = {result.place: result for result in SHOWN}, [["measured", "arm", "minus", "difference", "over"]]
+    results, lines = (
+        {result.table_name: result for result in ALL_RESULTS},
+        [["measured", "arm", "minus", "difference", "over"]],
+    )
     for measured, page, place, key in HEADLINES:
         result, verdict = results[place], results[place].verdicts[key]
-        pair = [result.labels[line] for line in result.compared(key)]
+        pair = [result.labels[line] for line in result.compared_arms(key)]
         lines.append(
-            [f"[{measured}]({page})" if page else "", *pair, result.words(verdict), verdict.interval.noise_source]
+            [
+                f"[{measured}]({page})" if page else "",
+                *pair,
+                result.verdict_text(verdict),
+                verdict.interval.noise_source,
+            ]
         )
-    return markdown(lines)
+    return markdown_table(lines)
 
 
-def filled(text: str, name: str, table: str) -> str:
+def insert_table(text: str, name: str, table: str) -> str:
     """Return a page's text with a table put at the place marked with `name`. Raises LookupError: it has no
     such place.
     """
@@ -458,22 +497,22 @@ def filled(text: str, name: str, table: str) -> str:
     return f"{before}{begin}\n{table}\n{end}{after}"
 
 
-def files() -> dict[Path, bytes]:
+def generated_files() -> dict[Path, bytes]:
     """Return the files that are made from results, by path: pages with their tables, and pictures."""
     pages: dict[Path, str] = {}
     pictures = {}
-    for result in SHOWN:
+    for result in ALL_RESULTS:
         page = ROOT / "docs" / result.page
         for place, table in result.tables().items():
-            pages[page] = filled(pages.get(page) or page.read_text(encoding="utf-8"), place, table)
-        if picture := result.drawn():
-            pictures[ROOT / "docs" / f"{result.place}.svg"] = picture
+            pages[page] = insert_table(pages.get(page) or page.read_text(encoding="utf-8"), place, table)
+        if picture := result.draw_picture():
+            pictures[ROOT / "docs" / f"{result.table_name}.svg"] = picture
     page = ROOT / "docs" / "results.md"
-    pages[page] = filled(page.read_text(encoding="utf-8"), "overview", main_verdicts())
+    pages[page] = insert_table(page.read_text(encoding="utf-8"), "overview", headline_table())
     return {page: text.encode() for page, text in pages.items()} | pictures
 
 
-def same(committed: bytes, content: bytes) -> bool:
+def is_current(committed: bytes, content: bytes) -> bool:
     """Return whether a committed file equals `content`. A picture that another release of matplotlib drew needs equal
     words only.
     """
@@ -489,9 +528,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    equal = same if options.check else bytes.__eq__
+    equal = is_current if options.check else bytes.__eq__
     differing = {
-        path: content for path, content in files().items() if not path.exists() or not equal(path.read_bytes(), content)
+        path: content
+        for path, content in generated_files().items()
+        if not path.exists() or not equal(path.read_bytes(), content)
     }
     for path, content in differing.items():
         print(f"{path.relative_to(ROOT)}: {'differs from results/' if options.check else 'written'}")

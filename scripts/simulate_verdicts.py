@@ -31,42 +31,47 @@ from lm.experiments.procedure import best_rate, crossed_rates, tuned_rates
 from lm.statistics.intervals import ALPHA
 from lm.statistics.verdicts import VerdictKind
 
-Draw = Callable[..., np.ndarray]  # values of a random generator and a shape
+DrawFunction = Callable[..., np.ndarray]  # function from a random generator and a shape to values
 GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 MATTERS = 0.02  # nats per token
-UNLUCKY_FROM, UNLUCKY_BY = 4e-3, 0.1  # runs at this rate or more may be unlucky; the mean of what they lose
-QUESTIONS = 128  # of an accuracy
-RUN = {"state": FINISHED, "note": "", "unlearned": "", "weight": 1.0}  # columns that all runs share
+UNLUCKY_RATE, UNLUCKY_LOSS = (
+    4e-3,
+    0.1,
+)  # learning rate from which runs may be unlucky, and the mean loss that they add then
+N_QUESTIONS = 128  # number of questions that an accuracy is measured on
+RUN_COLUMNS = {"state": FINISHED, "note": "", "unlearned": "", "weight": 1.0}  # columns that all runs share
 # by size and arm: the difference to the baseline on this text and over texts, and whether tuning chose other rates
 Truths = dict[tuple[str, str], tuple[float, float, bool]]
-SEED, DOCUMENT, ARM_DOCUMENT, ARM_SEED_DOCUMENT = 0.01, 0.3, 0.02, 0.02  # standard deviations of their effects
-DOCUMENTS = 24
+# standard deviations of the effects of seeds, documents and their combinations with arms
+SEED_STD, DOCUMENT_STD, ARM_DOCUMENT_STD, ARM_SEED_DOCUMENT_STD = 0.01, 0.3, 0.02, 0.02
+N_DOCUMENTS = 24
 
 
 @dataclass(frozen=True)
 class World:
     """A world holds what is true in simulated experiments, in nats per token.
 
-    All numbers are standard deviations, except `effects`, `optima`, `curvature`, `unlucky` and counts.
+    All numbers are standard deviations, except `effects`, `log2_best_rates`, `curvature`, `unlucky_chance` and counts.
     """
 
     name: str
-    seeds: int
-    effects: tuple[float, ...] = (0.0,)  # of each arm against the baseline, both at their best rates
-    optima: tuple[float, ...] = ()  # log2 of each arm's best rate over 3e-3; the baseline's first; all 0 unless given
-    curvature: float = 0.02  # of the loss, per octave squared from the best rate
-    arm_seed: float = 0.008
+    n_seeds: int
+    effects: tuple[float, ...] = (0.0,)  # each arm's difference to the baseline, both at their best rates
+    # log2 of each arm's best learning rate over 3e-3, the baseline's first; empty: all are 0
+    log2_best_rates: tuple[float, ...] = ()
+    curvature: float = 0.02  # increase of the loss one octave (of learning rate) from the best rate
+    arm_seed_std: float = 0.008  # of the effects of arm x rate x seed
     # effects of arm x document cancel over the report text: arms that are equal are equal on it, too
     equal_on_text: bool = False
-    heavy: bool = False  # noise is Student's t with 4 degrees of freedom
-    unlucky: float = 0.0  # the chance that an exponential amount is added to the loss of a run at 4e-3 or more
-    tuned: bool = True  # False: all arms at 4e-3
-    sizes: int = 1  # each with a baseline of its own; `effects` are those of every size
+    heavy_tails: bool = False  # noise is Student's t with 4 degrees of freedom
+    unlucky_chance: float = 0.0  # the chance that an exponential amount is added to the loss of a run at 4e-3 or more
+    is_tuned: bool = True  # False: all arms at 4e-3
+    n_sizes: int = 1  # each with a baseline of its own; `effects` are those of every size
 
     @property
     def stream(self) -> tuple[int, ...]:
         """Return the first numbers of the random seeds of its trials; each trial appends its index."""
-        return *self.name.encode(), self.seeds
+        return *self.name.encode(), self.n_seeds
 
     @property
     def arms(self) -> list[str]:
@@ -75,76 +80,83 @@ class World:
 
     def draw(self, random: np.random.Generator, scale: float, *shape: int) -> np.ndarray:
         """Return noise of the given shape with the standard deviation `scale`."""
-        return scale * (random.standard_t(4, shape) / math.sqrt(2) if self.heavy else random.standard_normal(shape))
+        return scale * (
+            random.standard_t(4, shape) / math.sqrt(2) if self.heavy_tails else random.standard_normal(shape)
+        )
 
-    def expected(self, arm: int, rate: float) -> float:
+    def expected_loss(self, arm: int, rate: float) -> float:
         """Return the mean loss of an arm at a learning rate."""
-        unlucky = self.unlucky * UNLUCKY_BY if rate >= UNLUCKY_FROM else 0.0
-        distance = math.log2(rate / 3e-3) - (self.optima or (0.0,) * len(self.arms))[arm]
+        unlucky = self.unlucky_chance * UNLUCKY_LOSS if rate >= UNLUCKY_RATE else 0.0
+        distance = math.log2(rate / 3e-3) - (self.log2_best_rates or (0.0,) * len(self.arms))[arm]
         return 4 + (0.0, *self.effects)[arm] + self.curvature * distance**2 + unlucky
 
     def run_noise(self, random: np.random.Generator, rate: float, seeds: int) -> np.ndarray:
         """Return the noise (seeds,) of mean 0 of an arm's runs at a learning rate."""
-        noise = self.draw(random, self.arm_seed, seeds)
-        if self.unlucky and rate >= UNLUCKY_FROM:
-            is_unlucky = random.random(seeds) < self.unlucky
-            noise += is_unlucky * random.exponential(UNLUCKY_BY, seeds) - self.unlucky * UNLUCKY_BY
+        noise = self.draw(random, self.arm_seed_std, seeds)
+        if self.unlucky_chance and rate >= UNLUCKY_RATE:
+            is_unlucky = random.random(seeds) < self.unlucky_chance
+            noise += is_unlucky * random.exponential(UNLUCKY_LOSS, seeds) - self.unlucky_chance * UNLUCKY_LOSS
         return noise
 
     def experiment(self, random: np.random.Generator) -> tuple[pd.DataFrame, Question, Truths]:
         """Return a random experiment: its final runs, the question asked of them, and what is true."""
-        sizes = {str(size): _size(self, random) for size in range(self.sizes)}
+        sizes = {str(size): _simulate_size(self, random) for size in range(self.n_sizes)}
         frames = {size: pd.concat(blocks) for size, (blocks, *_) in sizes.items()}
         frame = pd.concat(frames, names=["size"]).reset_index("size")
         rates = {size: rates for size, (_, rates, _) in sizes.items()}
         primary = PrimaryMetric("loss", "lower", MATTERS)
         truths = {(size, arm): truth for size, (*_, by_arm) in sizes.items() for arm, truth in by_arm.items()}
-        return frame, Question(primary, tuple(self.arms), tuple(range(self.seeds)), rates), truths
+        return frame, Question(primary, tuple(self.arms), tuple(range(self.n_seeds)), rates), truths
 
 
-def _size(world: World, random: np.random.Generator) -> tuple[list[pd.DataFrame], dict[str, Rate], dict[str, tuple]]:
+def _simulate_size(
+    world: World, random: np.random.Generator
+) -> tuple[list[pd.DataFrame], dict[str, Rate], dict[str, tuple]]:
     """Return the final runs of one model size, the rate at which each arm is judged, and what is true of the arms."""
-    seeds, draw = world.seeds, partial(world.draw, random)
+    seeds, draw = world.n_seeds, partial(world.draw, random)
     # tuning, by the mean over the selection text, whose documents are the same at every rate and seed
-    shared, half = draw(SEED, 2), math.sqrt(DOCUMENTS / 2)
-    shifts = draw(ARM_DOCUMENT / half, len(world.arms))
+    shared, half = draw(SEED_STD, 2), math.sqrt(N_DOCUMENTS / 2)
+    shifts = draw(ARM_DOCUMENT_STD / half, len(world.arms))
     losses: dict[str, dict[float, list[float]]] = {arm: {} for arm in world.arms}
-    tuned, missing = ({}, GRID) if world.tuned else (dict.fromkeys(world.arms, 4e-3), ())
+    tuned, missing = ({}, GRID) if world.is_tuned else (dict.fromkeys(world.arms, 4e-3), ())
     while missing:
         for rate, (number, arm) in product(missing, enumerate(world.arms)):
-            mean = world.expected(number, rate) + shifts[number]
+            mean = world.expected_loss(number, rate) + shifts[number]
             losses[arm][rate] = list(mean + shared + world.run_noise(random, rate, 2))
         tuned, missing = tuned_rates(GRID, losses)
     crossed = crossed_rates("base", tuned)
     # final runs: by document on the text that reports, and their means on the text that selects
-    by_seed, by_document = draw(SEED, seeds, 1), draw(DOCUMENT, DOCUMENTS)
+    by_seed, by_document = draw(SEED_STD, seeds, 1), draw(DOCUMENT_STD, N_DOCUMENTS)
     blocks, judged, true = [], {}, {}
     for number, arm in enumerate(world.arms):
         if arm not in crossed:  # tuning found no rate for it
             continue
-        on_text = draw(ARM_DOCUMENT, DOCUMENTS)
+        on_text = draw(ARM_DOCUMENT_STD, N_DOCUMENTS)
         if world.equal_on_text:
             on_text -= on_text.mean()
         values, selected = {}, {}
         for rate in crossed[arm]:
-            noise, mean = world.run_noise(random, rate, seeds)[:, None], world.expected(number, rate)
-            values[rate] = mean + noise + draw(ARM_SEED_DOCUMENT, seeds, DOCUMENTS) + by_seed + by_document + on_text
-            rest = draw(ARM_SEED_DOCUMENT / half, seeds)
+            noise, mean = world.run_noise(random, rate, seeds)[:, None], world.expected_loss(number, rate)
+            values[rate] = (
+                mean + noise + draw(ARM_SEED_DOCUMENT_STD, seeds, N_DOCUMENTS) + by_seed + by_document + on_text
+            )
+            rest = draw(ARM_SEED_DOCUMENT_STD / half, seeds)
             selected[rate] = list(mean + by_seed[:, 0] + noise[:, 0] + shifts[number] + rest)
         judged[arm] = best_rate(selected, crossed[arm])
-        best = min(world.expected(number, rate) for rate in crossed[arm])
+        best = min(world.expected_loss(number, rate) for rate in crossed[arm])
         true[arm] = best + on_text.mean(), best
         random.random(seeds)  # so that draws are those of the committed tables, in which runs could also be lost
-        units = dict(zip(("seed", "group"), map(np.ravel, np.indices((seeds, DOCUMENTS))), strict=True))
+        units = dict(zip(("seed", "group"), map(np.ravel, np.indices((seeds, N_DOCUMENTS))), strict=True))
         blocks += [
-            pd.DataFrame({"arm": arm, "rate": rate, "value": values[rate].ravel(), **units, **RUN}) for rate in values
+            pd.DataFrame({"arm": arm, "rate": rate, "value": values[rate].ravel(), **units, **RUN_COLUMNS})
+            for rate in values
         ]
     compared = [arm for arm in true if "base" in true and arm != "base"]
-    is_differing = {arm: tuned[arm] != tuned["base"] for arm in compared}
-    return blocks, judged, {arm: (*np.subtract(true[arm], true["base"]), is_differing[arm]) for arm in compared}
+    differs = {arm: tuned[arm] != tuned["base"] for arm in compared}
+    return blocks, judged, {arm: (*np.subtract(true[arm], true["base"]), differs[arm]) for arm in compared}
 
 
-def false(kind: VerdictKind, truth: float, matters: float = MATTERS) -> bool:
+def is_false_verdict(kind: VerdictKind, truth: float, matters: float = MATTERS) -> bool:
     """Return whether a verdict is wrong about a true difference, for a metric of which lower values are better."""
     is_large, rounding = abs(truth) >= matters - 1e-12, 1e-12
     wrong = {
@@ -154,7 +166,7 @@ def false(kind: VerdictKind, truth: float, matters: float = MATTERS) -> bool:
     return wrong.get(kind, False)
 
 
-def many(world: "World | Awkward", trials: range) -> tuple[Counter, np.ndarray]:
+def simulate_trials(world: "World | AwkwardWorld", trials: range) -> tuple[Counter, np.ndarray]:
     """Return counts over many trials, and the coverage of intervals.
 
     The counts give the trials in which any comparison has each verdict. `false` counts trials with any false verdict,
@@ -167,11 +179,11 @@ def many(world: "World | Awkward", trials: range) -> tuple[Counter, np.ndarray]:
     counts, coverage = Counter(), []
     for trial in trials:
         frame, question, truths = world.experiment(np.random.default_rng((*world.stream, trial)))
-        judgement, hold, is_false = judge(frame, question), True, False
+        judgement, hold, has_false_verdict = judge(frame, question), True, False
         for name, (text, population, differ) in truths.items():
             verdict, comparison = judgement.verdicts[name], judgement.comparisons[name]
             lower_truth = text if question.primary.better == "lower" else -text
-            is_false |= false(verdict.kind, lower_truth, question.primary.matters)
+            has_false_verdict |= is_false_verdict(verdict.kind, lower_truth, question.primary.matters)
             if not comparison.obstacle:
                 documents = comparison.document_estimate
                 wide = comparison.interval_ends(ALPHA, documents) if documents else None
@@ -180,84 +192,93 @@ def many(world: "World | Awkward", trials: range) -> tuple[Counter, np.ndarray]:
                 coverage.append((alone, wide[0] <= population <= wide[1] if wide else math.nan, differ))
                 hold &= together
         counts.update({verdict.kind for verdict in judgement.verdicts.values()})
-        counts.update({"false": is_false, "together": hold})
+        counts.update({"false": has_false_verdict, "together": hold})
     return counts, np.array(coverage, dtype=float).reshape(-1, 3)
 
 
-def report(worlds: "list[World | Awkward]", trials: int, jobs: int) -> None:
+def print_table(worlds: "list[World | AwkwardWorld]", trials: int, jobs: int) -> None:
     """Print a CSV line for each world: how many per cent of intervals hold, and of experiments have each verdict."""
     counted = "together", "false", *get_args(VerdictKind)
     print("simulated experiments,seeds,over seeds,seeds and documents,rates differ", *counted, sep=",")
     pieces = [range(start, min(start + 250, trials)) for start in range(0, trials, 250)]
     with ProcessPoolExecutor(jobs) as pool:
         for world in worlds:
-            counts, coverage = zip(*pool.map(partial(many, world), pieces), strict=True)
+            counts, coverage = zip(*pool.map(partial(simulate_trials, world), pieces), strict=True)
             fractions = [np.nanmean(column) for column in np.concatenate(coverage).T]
             fractions += [sum(some[kind] for some in counts) / trials for kind in counted]
-            print(f'"{world.name}",{world.seeds}', *(f"{100 * part:.1f}" for part in fractions), sep=",", flush=True)
+            print(f'"{world.name}",{world.n_seeds}', *(f"{100 * part:.1f}" for part in fractions), sep=",", flush=True)
 
 
 def all_worlds() -> list[World]:
     """Return worlds with equal arms, with plain and awkward noise, and with arms that differ by what matters."""
-    untuned: dict[str, object] = {"tuned": False}
-    noisy = untuned | {"arm_seed": 0.02}
+    untuned: dict[str, object] = {"is_tuned": False}
+    noisy = untuned | {"arm_seed_std": 0.02}
     changes = {
         "4 equal arms": {},
-        "4 equal arms, heavy tails": {"heavy": True},
+        "4 equal arms, heavy tails": {"heavy_tails": True},
         "4 equal arms, nearly flat over rates": {"curvature": 0.002},
-        "4 equal arms of different best rates": {"optima": (0.0, 0.5, -0.5, 0.3, 1.0)},
-        "4 equal arms that differ by text, heavy tails": {"equal_on_text": False, "heavy": True},
-        "4 equal arms, a fifth of runs unlucky by 0.1": {"unlucky": 0.2, "curvature": 0.05, "optima": (0.4,) * 5},
-        "4 equal arms, noise as under AdamW": {"arm_seed": 0.03},
-        "4 equal arms, not tuned, heavy tails": untuned | {"heavy": True},
-        "2 equal arms in 3 sizes, not tuned": untuned | {"sizes": 3, "effects": (0.0,) * 2},
+        "4 equal arms of different best rates": {"log2_best_rates": (0.0, 0.5, -0.5, 0.3, 1.0)},
+        "4 equal arms that differ by text, heavy tails": {"equal_on_text": False, "heavy_tails": True},
+        "4 equal arms, a fifth of runs unlucky by 0.1": {
+            "unlucky_chance": 0.2,
+            "curvature": 0.05,
+            "log2_best_rates": (0.4,) * 5,
+        },
+        "4 equal arms, noise as under AdamW": {"arm_seed_std": 0.03},
+        "4 equal arms, not tuned, heavy tails": untuned | {"heavy_tails": True},
+        "2 equal arms in 3 sizes, not tuned": untuned | {"n_sizes": 3, "effects": (0.0,) * 2},
         f"4 arms worse by exactly {MATTERS:g}, not tuned": untuned | {"effects": (MATTERS,) * 4},
         f"1 arm better by {MATTERS:g}": {"effects": (-MATTERS,)},
         "1 arm equal, not tuned, noise as under AdamW": noisy | {"effects": (0.0,)},
         f"1 arm better by {MATTERS:g}, not tuned, noise as under AdamW": noisy | {"effects": (-MATTERS,)},
     }
     plain = World("", 0, (0.0,) * 4, equal_on_text=True)
-    return [replace(plain, name=name, seeds=seeds, **some) for seeds in (3, 5, 10) for name, some in changes.items()]
+    return [replace(plain, name=name, n_seeds=seeds, **some) for seeds in (3, 5, 10) for name, some in changes.items()]
 
 
 # ---------------------------------------------------------------- awkward distributions
 
 
-def _failing(chance: float) -> Draw:
+def _failing_runs(chance: float) -> DrawFunction:
     """Return a distribution of accuracies near 1 in steps of 1/128, which are 0 with the given chance."""
 
     def draw(random: np.random.Generator, *shape: int) -> np.ndarray:
-        accuracies = 1 - np.round(np.abs(random.normal(0, 0.01, shape)) * QUESTIONS) / QUESTIONS
+        accuracies = 1 - np.round(np.abs(random.normal(0, 0.01, shape)) * N_QUESTIONS) / N_QUESTIONS
         return np.where(random.random(shape) < chance, 0.0, accuracies)
 
     return draw
 
 
-def _normal(mean: float, deviation: float) -> Draw:
+def _normal(mean: float, deviation: float) -> DrawFunction:
     """Return a normal distribution."""
     return lambda random, *shape: mean + random.normal(0, deviation, shape)
 
 
-def _lognormal(sigma: float, mean: float, shift: float = 0.0) -> Draw:
+def _lognormal(sigma: float, mean: float, shift: float = 0.0) -> DrawFunction:
     """Return one-sided noise: most values are near `shift`, and a few are far above."""
     return lambda random, *shape: mean * random.lognormal(-(sigma**2) / 2, sigma, shape) + shift
 
 
-def _of_eight(random: np.random.Generator, *shape: int) -> np.ndarray:
+def _eight_questions(random: np.random.Generator, *shape: int) -> np.ndarray:
     """Draw accuracies of 8 questions, on which seeds often agree."""
     return random.binomial(8, 0.97, shape) / 8
 
 
 _DEVIATION = 0.01 / math.sqrt(math.expm1(1))
 _ONE_SIDED = _lognormal(1, _DEVIATION, -_DEVIATION)  # of mean 0 and standard deviation 0.01
-_STABLE = 1 - 0.01 * math.sqrt(2 / math.pi)  # the mean of an accuracy that does not fail, about
+_STABLE_MEAN = 1 - 0.01 * math.sqrt(2 / math.pi)  # the mean of an accuracy that does not fail, about
 # by name: distributions of the baseline's and of the arms' runs, the mean difference, and whether they are accuracies
-AWKWARD: dict[str, tuple[Draw, Draw, float, bool]] = {
-    "equal accuracies, all arms fail in 29 % of seeds": (_failing(0.29), _failing(0.29), 0.0, True),
-    "arms fail in 29 % of seeds, the baseline never": (_failing(0.0), _failing(0.29), -0.29 * _STABLE, True),
-    "arms fail in 25.2 % of seeds, the baseline never": (_failing(0.0), _failing(0.252), -0.25, True),
-    "equal accuracies near 1": (_failing(0.0), _failing(0.0), 0.0, True),
-    "equal accuracies of 8 questions, ties": (_of_eight, _of_eight, 0.0, True),
+AWKWARD_DISTRIBUTIONS: dict[str, tuple[DrawFunction, DrawFunction, float, bool]] = {
+    "equal accuracies, all arms fail in 29 % of seeds": (_failing_runs(0.29), _failing_runs(0.29), 0.0, True),
+    "arms fail in 29 % of seeds, the baseline never": (
+        _failing_runs(0.0),
+        _failing_runs(0.29),
+        -0.29 * _STABLE_MEAN,
+        True,
+    ),
+    "arms fail in 25.2 % of seeds, the baseline never": (_failing_runs(0.0), _failing_runs(0.252), -0.25, True),
+    "equal accuracies near 1": (_failing_runs(0.0), _failing_runs(0.0), 0.0, True),
+    "equal accuracies of 8 questions, ties": (_eight_questions, _eight_questions, 0.0, True),
     "equal losses, one-sided noise (lognormal, sigma 1)": (_ONE_SIDED, _ONE_SIDED, 0.0, False),
     "equal losses, the arms' noise one-sided (sigma 1)": (_normal(0.0, 0.01), _ONE_SIDED, 0.0, False),
     "arms worse by 0.02 through rare high losses (sigma 2)": (
@@ -272,35 +293,38 @@ AWKWARD: dict[str, tuple[Draw, Draw, float, bool]] = {
 
 
 @dataclass(frozen=True)
-class Awkward:
-    """An awkward world has arms without tuning, whose runs have a distribution of `AWKWARD`."""
+class AwkwardWorld:
+    """An awkward world has arms without tuning, whose runs have a distribution of `AWKWARD_DISTRIBUTIONS`."""
 
-    of: str
+    distribution: str  # key of `AWKWARD_DISTRIBUTIONS`
     arms: int
-    seeds: int
+    n_seeds: int
     unpaired: bool
 
     @property
     def name(self) -> str:
         """Return the name that the printed table shows."""
-        return f"{self.of}, {'unpaired' if self.unpaired else 'paired'}, {self.arms} arms"
+        return f"{self.distribution}, {'unpaired' if self.unpaired else 'paired'}, {self.arms} arms"
 
     @property
     def stream(self) -> tuple[int, ...]:
         """Return the first numbers of the random seeds of its trials; each trial appends its index."""
-        return *self.of.encode(), self.arms, self.seeds, self.unpaired
+        return *self.distribution.encode(), self.arms, self.n_seeds, self.unpaired
 
     def experiment(self, random: np.random.Generator) -> tuple[pd.DataFrame, Question, Truths]:
         """Return a random experiment: its final runs, the question asked of them, and what is true."""
-        draw_baseline, draw_arm, truth, is_accuracy = AWKWARD[self.of]
-        values, arms = draw_arm(random, self.arms, self.seeds), [f"arm {number}" for number in range(self.arms)]
-        values = np.concatenate([draw_baseline(random, 1, self.seeds), values])
-        columns = {"arm": np.repeat(["base", *arms], self.seeds), "seed": np.tile(np.arange(self.seeds), len(values))}
-        constants = {"size": "", "rate": None, "group": None, **RUN}
+        draw_baseline, draw_arm, truth, is_accuracy = AWKWARD_DISTRIBUTIONS[self.distribution]
+        values, arms = draw_arm(random, self.arms, self.n_seeds), [f"arm {number}" for number in range(self.arms)]
+        values = np.concatenate([draw_baseline(random, 1, self.n_seeds), values])
+        columns = {
+            "arm": np.repeat(["base", *arms], self.n_seeds),
+            "seed": np.tile(np.arange(self.n_seeds), len(values)),
+        }
+        constants = {"size": "", "rate": None, "group": None, **RUN_COLUMNS}
         frame = pd.DataFrame({**columns, "value": values.ravel(), **constants})
         primary = PrimaryMetric("value", *(("higher", 0.25) if is_accuracy else ("lower", MATTERS)))
         rates = {"": dict.fromkeys(["base", *arms])}
-        question = Question(primary, ("base", *arms), tuple(range(self.seeds)), rates, unpaired=self.unpaired)
+        question = Question(primary, ("base", *arms), tuple(range(self.n_seeds)), rates, unpaired=self.unpaired)
         return frame, question, {("", arm): (truth, truth, False) for arm in arms}
 
 
@@ -310,5 +334,5 @@ if __name__ == "__main__":
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seeds", action="store_true")
     arguments = parser.parse_args()
-    awkward = [Awkward(*case) for case in product(AWKWARD, (1, 4), (5, 11, 20), (False, True))]
-    report(awkward if arguments.seeds else all_worlds(), arguments.trials, arguments.jobs)
+    awkward = [AwkwardWorld(*case) for case in product(AWKWARD_DISTRIBUTIONS, (1, 4), (5, 11, 20), (False, True))]
+    print_table(awkward if arguments.seeds else all_worlds(), arguments.trials, arguments.jobs)

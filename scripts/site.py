@@ -19,7 +19,7 @@ PAGES = {
     "AGENTS.md": "agents.md",
     "CONTRIBUTING.md": "contributing.md",
 }
-INDEXED = re.compile(r"\[([^\]]+)\]\(([\w./-]+\.md)\)")  # a page in a table of docs/README.md
+PAGE_LINK = re.compile(r"\[([^\]]+)\]\(([\w./-]+\.md)\)")  # a page in a table of docs/README.md
 STYLE = """
 .md-grid { max-width: 80rem; }
 .md-typeset table:not([class]) { font-size: .66rem; }
@@ -42,14 +42,14 @@ STYLE = """
   .md-typeset :is(h2, h3) { break-after: avoid; }
 }
 """
-OUTSIDE = re.compile(r"\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")  # a link from docs/ to a file outside
+OUTSIDE_LINK = re.compile(r"\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")  # a link from docs/ to a file outside
 
 
 def on_config(config: MkDocsConfig) -> None:
     """Group the navigation as docs/README.md does, so that its tables are the only list of pages."""
     config.nav = [{"all pages": "README.md"}, {"about lm": "about.md"}]
     for table in (ROOT / "docs" / "README.md").read_text(encoding="utf-8").split("\n\n")[1:]:
-        pages = [{title: PAGES.get(path.removeprefix("../"), path)} for title, path in INDEXED.findall(table)]
+        pages = [{title: PAGES.get(path.removeprefix("../"), path)} for title, path in PAGE_LINK.findall(table)]
         config.nav.append({table.split("|")[1].strip(): pages})
     config.extra_css.append("site.css")
 
@@ -57,8 +57,8 @@ def on_config(config: MkDocsConfig) -> None:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the files outside docs/ that pages link to."""
     for source, name in PAGES.items():
-        files.append(File.generated(config, name, content=_within_docs((ROOT / source).read_text(encoding="utf-8"))))
-    links = {match[1] for page in files.documentation_pages() for match in OUTSIDE.finditer(page.content_string)}
+        files.append(File.generated(config, name, content=_as_docs_page((ROOT / source).read_text(encoding="utf-8"))))
+    links = {match[1] for page in files.documentation_pages() for match in OUTSIDE_LINK.finditer(page.content_string)}
     for path in sorted(links - PAGES.keys()):
         if (ROOT / path).is_file():
             files.append(File.generated(config, f"files/{path}", abs_src_path=str(ROOT / path)))
@@ -66,7 +66,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def _within_docs(text: str) -> str:
+def _as_docs_page(text: str) -> str:
     """Return a page of the top folder with links as they must be in docs/: `docs/` is cut off, and other paths get
     `../`.
     """
@@ -83,4 +83,4 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return f"]({PAGES[path]}{anchor})"
         return f"](files/{path})" if (ROOT / path).is_file() else "](README.md)"
 
-    return OUTSIDE.sub(link, markdown)
+    return OUTSIDE_LINK.sub(link, markdown)

@@ -32,7 +32,7 @@ QUESTIONS = {
 
 @pytest.mark.parametrize(
     "shown",
-    [committed for committed in recompute.SHOWN if committed.place in QUESTIONS],
+    [committed for committed in recompute.ALL_RESULTS if committed.table_name in QUESTIONS],
     ids=lambda committed: committed.name,
 )
 def test_committed_results_give_their_committed_verdicts(shown):

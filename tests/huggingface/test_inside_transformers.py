@@ -64,7 +64,7 @@ def ours(model: PreTrainedModel, kind: str, folder: Path) -> tuple[Decoder, dict
     spec = architecture.read(Fields(LlamaConfig(**SMALL).to_dict() | {"architectures": None}, folder))
     decoder = Decoder(replace(spec.model, normalizer=KINDS[kind]), V, spec.seq_len)
     state, names = model.state_dict(), {}
-    for part in architecture.mapped_parameters(spec, architecture.base):
+    for part in architecture.mapped_parameters(spec, architecture.tensor_prefix):
         names[part.name] = tuple(name for name, _ in part.tensors)
     for name in decoder.state_dict():
         if ".normalizer." in name:

@@ -32,9 +32,9 @@ def commit(monkeypatch, tmp_path) -> Callable[[list[dict[str, object]]], None]:
 
 
 def test_pages_are_what_their_results_say(monkeypatch, tmp_path):
-    pages = {path: content for path, content in recompute.files().items() if path.suffix == ".md"}
+    pages = {path: content for path, content in recompute.generated_files().items() if path.suffix == ".md"}
     assert len(pages) > 5
-    assert [path.name for path, content in pages.items() if not recompute.same(path.read_bytes(), content)] == []
+    assert [path.name for path, content in pages.items() if not recompute.is_current(path.read_bytes(), content)] == []
 
     data = (committed_results.RESULTS / "recall-tuned" / "seeds.csv").read_text().splitlines()
     place = next(
@@ -46,9 +46,11 @@ def test_pages_are_what_their_results_say(monkeypatch, tmp_path):
     (tmp_path / "recall-tuned").mkdir()
     (tmp_path / "recall-tuned" / "seeds.csv").write_text("\n".join(new_lines))
     monkeypatch.setattr(committed_results, "RESULTS", tmp_path)
-    (tuned,) = (replace(result) for result in recompute.SHOWN if result.place == "recall-tuned")  # nothing read yet
+    (tuned,) = (
+        replace(result) for result in recompute.ALL_RESULTS if result.table_name == "recall-tuned"
+    )  # nothing read yet
     page = (ROOT / "docs" / "retrieval.md").read_text()
-    new_page = recompute.filled(page, "recall-tuned", tuned.table())
+    new_page = recompute.insert_table(page, "recall-tuned", tuned.table())
     differing = [new for new, old in zip(new_page.splitlines(), page.splitlines(), strict=True) if new != old]
     assert len(differing) == 1
     assert "temperature 1/2" in differing[0]
@@ -60,10 +62,14 @@ QUICK = ("eight-times-after", "recall-all", "recall-tuned", "overview-arms")  # 
 @pytest.mark.usefixtures("painted")
 def test_a_picture_of_each_kind_is_what_its_results_say():
     pictures = {
-        ROOT / "docs" / f"{result.place}.svg": result.drawn() for result in recompute.SHOWN if result.place in QUICK
+        ROOT / "docs" / f"{result.table_name}.svg": result.draw_picture()
+        for result in recompute.ALL_RESULTS
+        if result.table_name in QUICK
     }
     assert len(pictures) == len(QUICK)
-    assert [path.name for path, content in pictures.items() if not recompute.same(path.read_bytes(), content)] == []
+    assert [
+        path.name for path, content in pictures.items() if not recompute.is_current(path.read_bytes(), content)
+    ] == []
 
 
 @pytest.mark.slow
@@ -157,5 +163,7 @@ def test_the_readme_says_what_its_first_experiment_found():
 def test_arms_that_share_no_rate_are_compared_at_their_own(every: bool):
     baseline = 4 + 0.001 * np.sin(np.arange(8))
     arm = baseline + 0.1 + 0.001 * np.cos(np.arange(8))
-    comparison = committed_results.at_best({0.1: arm}, {0.2: baseline}, higher=False, every=every)
+    comparison = committed_results.compare_at_best_rates(
+        {0.1: arm}, {0.2: baseline}, higher=False, chosen_elsewhere=every
+    )
     assert verdicts({"arm": comparison}, 0.01)["arm"].statement == "worse by more than 0.01"

@@ -9,7 +9,7 @@ import pytest
 
 from lm.config.load import load_config
 from lm.training.train import train
-from scripts.curves import CASES, PINNED, TOLERANCE, curves, differences
+from scripts.curves import CASES, PINNED_FILE, TOLERANCE, differences, train_curves
 
 
 @pytest.fixture(scope="module")
@@ -19,5 +19,5 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_curve_is_as_it_was(case: str, folder: Path):
-    actual = curves([case], folder, 1, lambda arguments: train(load_config(arguments)))
-    assert not differences(actual, {case: json.loads(PINNED.read_text())[case]}, TOLERANCE)
+    actual = train_curves([case], folder, 1, lambda arguments: train(load_config(arguments)))
+    assert not differences(actual, {case: json.loads(PINNED_FILE.read_text())[case]}, TOLERANCE)
