@@ -118,8 +118,8 @@ def _usage_message(error: UsageError) -> str:
     """Return a one-line message about a wrong command line. For an unknown option it says how keys are written."""
     text = " ".join(error.format_message().split()).rstrip(".")
     if type(error).__name__ == "NoSuchOption":
-        are_keys = "=VALUE" in error.ctx.get_usage()
-        text += removed_name_advice(error.option_name) or "; keys are written as key=value, without dashes" * are_keys
+        takes_keys = "=VALUE" in error.ctx.get_usage()
+        text += removed_name_advice(error.option_name) or "; keys are written as key=value, without dashes" * takes_keys
     # an option without its value is told without a context: it is always one of a command
     command = error.ctx.command_path if error.ctx else f"lm {sys.argv[1]}"
     return f"{text[:1].lower()}{text[1:]}; see {command} --help"

@@ -47,8 +47,8 @@ def one_line_with_cause(error: BaseException, limit: int = 300) -> str:
     this in parentheses.
     """
     cause = error
-    while earlier := cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__):
-        cause = earlier
+    while earlier_cause := cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__):
+        cause = earlier_cause
     text, cause_text = one_line(error, limit), one_line(cause, limit)
     return text if cause_text in text else f"{text} ({cause_text})"
 

@@ -86,8 +86,8 @@ def metrics(arguments: Annotated[list[str] | None, Configuration.__metadata__[0]
     from lm.config.load import load_config
     from lm.report.tables import Column, Table, print_tables
 
-    logged = metrics_of(load_config(arguments))
-    rows = ((each.pattern, each.unit, each.better, "yes" * each.decides, each.meaning) for each in logged)
+    logged_metrics = metrics_of(load_config(arguments))
+    rows = ((each.pattern, each.unit, each.better, "yes" * each.decides, each.meaning) for each in logged_metrics)
     names = ("metric", "unit", "better", "can decide", "meaning")
     cells = zip(names, zip(*rows, strict=True), strict=True)
     print_tables(Table("", "", tuple((Column(name, kind="label"), [*texts]) for name, texts in cells)))

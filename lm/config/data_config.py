@@ -377,7 +377,9 @@ class TrainedTokenizer(TokenizerOptions):
 
 @dataclass
 class TokenizerFile(TokenizerOptions):
-    """The tokenizer is a file of the `tokenizers` library. It must decode every encoded text unchanged."""
+    """The tokenizer is a file tokenizer.json of the `tokenizers` library. It must decode every encoded text
+    unchanged.
+    """
 
     name: ClassVar[str] = "file"
     required_keys: ClassVar[Sequence[str]] = ("path",)

@@ -253,7 +253,8 @@ class EvaluationKindConfig(Timing):
         """Yield a problem for each contradiction between this block and other keys, such as sequences that exceed
         learned positions. Paths are relative to this block.
 
-        This method is called only if the evaluation is on. A length `auto` keeps within learned positions by itself.
+        This method is called only if the evaluation is on. With learned positions, `length_factor: auto` takes at most
+        the training length.
         """
         if data.symbolic and self.needs_text:
             yield Problem(self.switch_key, getattr(self, self.switch_key), "needs a model of text", "switch it off")
@@ -369,7 +370,7 @@ class RecallConfig(InferenceKindConfig):
     def is_wanted(self, data: DataConfig) -> bool:
         return bool(self.length_factors and (data.tasks or self.tasks))
 
-    def asked_tasks(self, data: DataConfig) -> list[Task]:
+    def measured_tasks(self, data: DataConfig) -> list[Task]:
         """Return the tasks that the evaluation measures: its own, or else those that the model is trained on."""
         return self.tasks or [weighted.task for weighted in data.tasks]
 
@@ -425,7 +426,7 @@ class NeedleConfig(InferenceKindConfig):
 
 
 @dataclass
-class TasksConfig(EvaluationKindConfig):
+class DownstreamTasksConfig(EvaluationKindConfig):
     """Options of downstream tasks. `eval` has them as keys of its own, without a block."""
 
     switch_key: ClassVar[str] = "tasks"
@@ -527,7 +528,7 @@ class EvalConfig:
         left out.
         """
         blocks = {name: getattr(self, name) for name in self.kind_names()[1:-1]}
-        blocks["tasks"] = TasksConfig(tasks=self.tasks, limit=self.tasks_limit)
+        blocks["tasks"] = DownstreamTasksConfig(tasks=self.tasks, limit=self.tasks_limit)
         return {kind: options for kind, options in blocks.items() if options is not None}
 
     def wanted_kinds(self, data: DataConfig) -> list[str]:

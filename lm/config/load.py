@@ -278,31 +278,31 @@ def read_overrides(overrides: list[str]) -> dict[str, Plain]:
     """
     blocks: list[dict[str, Plain]] = []
     for override in overrides:
-        (path, sign, text), shown = override.partition("="), abbreviate(override, 80)
+        (path, sign, text), short_override = override.partition("="), abbreviate(override, 80)
         if not sign or not all(path.split(".")):
-            raise ConfigError(f"{shown}: not an override; write key=value, e.g. optim.lr=3e-4")
+            raise ConfigError(f"{short_override}: not an override; write key=value, e.g. optim.lr=3e-4")
         # of other types, an empty value is null
         is_empty = not text and (specs := fields_at(Config, path)) and specs[-1].type is str
         if re.search(r"^[^'\"]* #", text):
-            raise ConfigError(f"{shown}: ' #' begins a comment in YAML; quote the value, {path}='\"...\"'")
-        blocks.append({path: "" if is_empty else parse_yaml(text, shown)})
+            raise ConfigError(f"{short_override}: ' #' begins a comment in YAML; quote the value, {path}='\"...\"'")
+        blocks.append({path: "" if is_empty else parse_yaml(text, short_override)})
     return nest_keys(*blocks)
 
 
 def nest_keys(*blocks: Mapping[str, Plain]) -> dict[str, Plain]:
-    """Turn dotted keys into nested blocks and merge these; later blocks win. {"optim.lr": 1} becomes {"optim": {"lr":
-    1}}.
+    """Turn dotted keys into nested blocks, such as {"optim.lr": 1} into {"optim": {"lr": 1}}, and merge these. Later
+    blocks win.
 
     Raises ConfigError: a block gives one key twice, nested and dotted.
     """
     tree: dict[str, Plain] = {}
     for block in blocks:
-        given: set[str] = set()
+        given_paths: set[str] = set()
         for key, value in block.items():
             paths = {*flatten(value, str(key))} if is_block(value) else {str(key)}
-            if repeated := sorted(paths & given):
-                raise ConfigError(f"{repeated[0]}: given twice in one block; drop one")
-            given |= paths
+            if repeated_paths := sorted(paths & given_paths):
+                raise ConfigError(f"{repeated_paths[0]}: given twice in one block; drop one")
+            given_paths |= paths
             for name in reversed(str(key).split(".")):
                 value = {name: value}
             tree = merge(tree, value)
@@ -337,9 +337,9 @@ def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -
     result = dict(base)
     for name, value in changes.items():
         path = f"{prefix}{name}"
-        old, specs, alternative = result.get(name), fields_at(Config, path), EXCLUSIVE_KEYS.get(path)
-        if alternative and value and alternative not in changes:
-            result.pop(alternative, None)
+        old, specs, excluded_key = result.get(name), fields_at(Config, path), EXCLUSIVE_KEYS.get(path)
+        if excluded_key and value and excluded_key not in changes:
+            result.pop(excluded_key, None)
         if value is None and is_block(old) and (not specs or specs[-1].metadata.get("default", "") is not None):
             raise ConfigError(Problem(path, None, "must be a block of keys", "leave it out, or give keys"))
         if isinstance(value, str) and is_block(old) and effect_at(Config, f"{path}.name"):

@@ -94,7 +94,8 @@ def hashed_defaults(plain: Plain, path: str = "") -> Iterator[tuple[str, Plain]]
     """Yield the path and default of each key that blocks of a configuration (plain data) had in version 0.11.0 and have
     no more.
 
-    The hash of a configuration counts these keys, so that runs keep their names.
+    The hash of a configuration, which is part of the name of an experiment's run, counts these keys. So runs keep their
+    names.
     """
     if isinstance(plain, dict):
         block = re.sub(r"\[\d+\]", "[]", path)
@@ -121,6 +122,6 @@ def drop_removed_keys(plain: Plain, path: str = "") -> Plain:
     return {
         name: drop_removed_keys(value, join_path(path, name))
         for name, value in plain.items()
-        if value not in (former := removed_defaults(path, str(plain.get("name", "")), name))
-        and not (former and path == "log")
+        if value not in (former_defaults := removed_defaults(path, str(plain.get("name", "")), name))
+        and not (former_defaults and path == "log")
     }

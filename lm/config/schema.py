@@ -47,13 +47,13 @@ class Effect:
 
 # the entries of an `Effect` that a field declares; it inherits the others from the block that contains it
 DeclaredEffect = dict[str, str | tuple[str, ...]] | None
-Default = list | dict | str | None
-Blocks = Mapping[str, type]
+BlockDefault = list | dict | str | None
+BlockClasses = Mapping[str, type]
 
 
 def variant(
-    table: Blocks,
-    default: Default,
+    table: BlockClasses,
+    default: BlockDefault,
     help: str,
     effect: DeclaredEffect = None,
     *,
@@ -70,14 +70,16 @@ def variant(
         effect, omit_default: as in `key`.
         by_user: whether users may set the key; False: lm alone sets it.
     """
-    is_one = not isinstance(default, list | dict)
-    make_default = (lambda: None if default is None else table[default]()) if is_one else default.copy
+    is_single_block = not isinstance(default, list | dict)
+    make_default = (lambda: None if default is None else table[default]()) if is_single_block else default.copy
     metadata = {"blocks": table, "default": default, "help": help, "effect": effect}
     metadata |= {"omit_default": omit_default, "by_user": by_user}
     return field(default_factory=make_default, metadata=metadata)
 
 
-def section(schema: type, help: str, effect: DeclaredEffect = None, *, default: Default = "", by_user: bool = True):
+def section(
+    schema: type, help: str, effect: DeclaredEffect = None, *, default: BlockDefault = "", by_user: bool = True
+):
     """Make a field for a nested block, which the dataclass `schema` describes.
 
     With `default` None the block is null (off) until one of its keys is given. With a list as `default`, the field
@@ -94,8 +96,8 @@ def fields_at(schema: type, path: str) -> list[Field]:
     """
     specs, schemas, is_choice = [], [schema], False
     for name in path.split("."):
-        named = (spec for block in schemas for spec in fields(block) if spec.name == name.partition("[")[0])
-        if (spec := next(named, None)) is None:
+        matches = (spec for block in schemas for spec in fields(block) if spec.name == name.partition("[")[0])
+        if (spec := next(matches, None)) is None:
             return specs if is_choice else []
         specs.append(spec)
         if not (blocks := spec.metadata.get("blocks")):
@@ -110,15 +112,15 @@ def effect_at(schema: type, path: str) -> Effect | None:
     A path into a key's plain data has the key's effect. An option of a plugin has its block's effect. A field that
     declares `affects` without `on_resume` has `same` for model, training and seed, else `free`.
     """
-    specs, declared = fields_at(schema, path), {}
+    specs, entries = fields_at(schema, path), {}
     for changes in (spec.metadata["effect"] or {} for spec in specs):
         if affects := changes.get("affects"):
-            declared["on_resume"] = "same" if affects in ("model", "training", "seed") else "free"
-        declared |= changes
-    return Effect(**declared) if specs else None
+            entries["on_resume"] = "same" if affects in ("model", "training", "seed") else "free"
+        entries |= changes
+    return Effect(**entries) if specs else None
 
 
-def build_block(schema: type, data: Plain, path: str, problems: list[Problem], choices: Blocks | None = None):
+def build_block(schema: type, data: Plain, path: str, problems: list[Problem], choices: BlockClasses | None = None):
     """Return an instance of `schema` made from plain `data`, and append each problem of a single key to `problems`.
 
     Keys in the attribute `required_keys` of `schema` must be given, without empty items.
@@ -149,7 +151,7 @@ def build_block(schema: type, data: Plain, path: str, problems: list[Problem], c
     return block
 
 
-def _key_advice(schema: type, name: str, choices: Blocks, path: str) -> str:
+def _key_advice(schema: type, name: str, choices: BlockClasses, path: str) -> str:
     """Return advice on the unknown key `name` of the block at `path`: where a key of this name, or a similar one,
     exists.
     """
@@ -159,9 +161,9 @@ def _key_advice(schema: type, name: str, choices: Blocks, path: str) -> str:
         return f"it is an option of {', '.join(owners)}, not of {schema.name}"
     paths = [*dict.fromkeys(_key_paths(schema))]
     match = difflib.get_close_matches(name, [path.rpartition(".")[2] for path in paths], n=1)
-    found = [join_path(path, inner) for inner in paths if inner.rpartition(".")[2] in match]
-    if match and match[0] not in paths and len(found) <= 3:
-        return f"did you mean {' or '.join(found)}?"
+    found_paths = [join_path(path, inner) for inner in paths if inner.rpartition(".")[2] in match]
+    if match and match[0] not in paths and len(found_paths) <= 3:
+        return f"did you mean {' or '.join(found_paths)}?"
     return suggest(name, [spec.name for spec in fields(schema)])
 
 
@@ -213,7 +215,7 @@ def limits_text(limits: Mapping[str, float]) -> str:
     return " and ".join(texts)
 
 
-def _select_block(blocks: Blocks, default: str | None, value: Plain, path: str, problems: list[Problem]):
+def _select_block(blocks: BlockClasses, default: str | None, value: Plain, path: str, problems: list[Problem]):
     """Return the block made from plain data, a name or keys. If no dataclass has the name, append a problem and return
     MISSING.
     """
@@ -238,7 +240,7 @@ def _select_block(blocks: Blocks, default: str | None, value: Plain, path: str, 
     return MISSING
 
 
-def build_named_block(table: Blocks, value: Plain, path: str, default: str | None = None):
+def build_named_block(table: BlockClasses, value: Plain, path: str, default: str | None = None):
     """Return the block that `value`, a name or a block with a name, selects from `table`. Without a name, `default` is
     taken.
 
@@ -256,8 +258,8 @@ def cross_key_problems(block, path: str = "") -> list[Problem]:
     """Return the problems that concern several keys of `block`, or of a block within it. The methods `problems` of the
     dataclasses report them.
     """
-    reported = getattr(block, "problems", list)()
-    problems = [replace(problem, path=join_path(path, problem.path)) for problem in reported]
+    own_problems = getattr(block, "problems", list)()
+    problems = [replace(problem, path=join_path(path, problem.path)) for problem in own_problems]
     for spec in fields(type(block)):
         for item_path, item in child_items(getattr(block, spec.name), join_path(path, spec.name)):
             problems += cross_key_problems(item, item_path) if is_dataclass(item) else []

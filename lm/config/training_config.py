@@ -215,7 +215,7 @@ def class_name_problems(key: str, entries: list[str | dict], names: Sequence[str
         if name not in names and not (isinstance(name, str) and all(name.partition(":"))):
             remedy = "write package.module:Class, or {name: package.module:Class}"
             remedy += removed_name_advice(name)
-            yield Problem(key, entry, f"names no class{''.join(f', nor {known}' for known in names)}", remedy)
+            yield Problem(key, entry, f"names no class{''.join(f', nor {known_name}' for known_name in names)}", remedy)
 
 
 @dataclass

@@ -21,14 +21,14 @@ MAX_BYTES = 2**19  # size of a text
 MAX_NODES = 10_000  # keys and values in a text, with aliases expanded
 MAX_DEPTH = 50  # nesting of blocks and lists
 _UNICODE_LINE_BREAKS = re.compile("[\x85\u2028\u2029]")
-_LOADER = get_yaml_loader(max_yaml_expanded_nodes=MAX_NODES)  # `1e-3` is a number, a repeated key an error
+_Loader = get_yaml_loader(max_yaml_expanded_nodes=MAX_NODES)  # `1e-3` is a number, a repeated key an error
 _INTEGER_TAG = "tag:yaml.org,2002:int"
-_LOADER.yaml_implicit_resolvers = {
+_Loader.yaml_implicit_resolvers = {
     letter: [(tag, pattern) for tag, pattern in resolvers if tag != _INTEGER_TAG]
-    for letter, resolvers in _LOADER.yaml_implicit_resolvers.items()
+    for letter, resolvers in _Loader.yaml_implicit_resolvers.items()
 }
 # In YAML 1.1, 010 is 8 and 1:30 is 90; both are texts here.
-_LOADER.add_implicit_resolver(
+_Loader.add_implicit_resolver(
     _INTEGER_TAG, re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)$"), [*"-+0123456789"]
 )
 
@@ -40,14 +40,14 @@ class _Dumper(yaml.SafeDumper):
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         letter: [*yaml.SafeDumper.yaml_implicit_resolvers.get(letter, ()), *resolvers]
-        for letter, resolvers in _LOADER.yaml_implicit_resolvers.items()
+        for letter, resolvers in _Loader.yaml_implicit_resolvers.items()
     }
 
     def ignore_aliases(self, data: object) -> bool:
         """Return True: every value is written in full."""
         return True
 
-    def text(self, text: str) -> yaml.ScalarNode:
+    def represent_text(self, text: str) -> yaml.ScalarNode:
         """Return the YAML node of `text`. Unicode line breaks are written as escapes in quotes: PyYAML would read them
         back as spaces.
         """
@@ -55,17 +55,17 @@ class _Dumper(yaml.SafeDumper):
             "tag:yaml.org,2002:str", text, style='"' if _UNICODE_LINE_BREAKS.search(text) else None
         )
 
-    def other(self, value: object) -> yaml.Node:
+    def represent_other(self, value: object) -> yaml.Node:
         """Return the YAML node of a mapping, a path or a NumPy number."""
         if isinstance(value, Mapping):
             return self.represent_dict(value)
         if isinstance(value, os.PathLike):
-            return self.text(os.fspath(value))
+            return self.represent_text(os.fspath(value))
         return self.represent_data(value.item()) if hasattr(value, "item") else self.represent_undefined(value)
 
 
-_Dumper.add_representer(str, _Dumper.text)
-_Dumper.add_multi_representer(object, _Dumper.other)
+_Dumper.add_representer(str, _Dumper.represent_text)
+_Dumper.add_multi_representer(object, _Dumper.represent_other)
 
 
 def parse_yaml(text: str | bytes, source: str) -> Plain:
@@ -79,13 +79,13 @@ def parse_yaml(text: str | bytes, source: str) -> Plain:
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         depth = 0
-        for event in yaml.parse(text, Loader=_LOADER):  # before the parser calls itself for each level, in C
+        for event in yaml.parse(text, Loader=_Loader):  # before the parser calls itself for each level, in C
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH:
                 raise yaml.MarkedYAMLError(
                     problem=f"is nested more than {MAX_DEPTH} deep", problem_mark=event.start_mark
                 )
-        return yaml.load(text, Loader=_LOADER)
+        return yaml.load(text, Loader=_Loader)
     # ValueError and LookupError: bytes that are no UTF-8, tags on unsuitable text, such as !!int x
     except (yaml.YAMLError, ValueError, LookupError) as error:
         reason = one_line(error).replace('in "<unicode string>", ', "at ").partition(". See ")[0]
@@ -129,9 +129,9 @@ def resolve_interpolations(plain: dict[str, Plain]) -> dict[str, Plain]:
         return plain
     try:
         config = OmegaConf.create(plain)
-        if missing := OmegaConf.missing_keys(config):
+        if missing_paths := OmegaConf.missing_keys(config):
             raise ConfigError(
-                [Problem(path, "???", "must be given", "replace ??? by a value") for path in sorted(missing)]
+                [Problem(path, "???", "must be given", "replace ??? by a value") for path in sorted(missing_paths)]
             )
         return OmegaConf.to_container(config, resolve=True)
     except (OmegaConfBaseException, RecursionError, ValueError) as error:

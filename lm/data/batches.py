@@ -98,7 +98,7 @@ class Batch(NamedTuple):
     targets: Tensor  # (B, T) int64, the token that follows each, or `NO_TARGET`
     # (B, T) int64, positions in documents, if a query sees its own document alone; None: in the sequence
     positions: Tensor | None
-    first: int = 0  # index before which no token of any sequence has a target
+    first_target: int = 0  # index before which no token of any sequence has a target
 
     @classmethod
     def of(
@@ -188,9 +188,9 @@ class TaskStream:
     or lacks filler.
     """
 
-    def __init__(self, task: Task, seed: int, seq_len: int, shortest: int, text: TaskText | None):
+    def __init__(self, task: Task, seed: int, seq_len: int, min_length: int, text: TaskText | None):
         self.task, self.seed, self.seq_len, self.text = task, seed, seq_len, text
-        make_example(task, seed, 0, shortest, "train", text)  # raises TaskError before training
+        make_example(task, seed, 0, min_length, "train", text)  # raises TaskError before training
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Return sequences as `TextStream.read` does, and a mask of the predictions that count in the loss, bool (k x
@@ -242,12 +242,12 @@ class TrainSequences:
             first += source.n_tokens
         return weights, streams
 
-    def batch(self, step: int, first: int = 0, count: int | None = None) -> Batch:
-        """Return the global batch of a step, or only its `count` slots from slot `first` on. Sequences have
+    def batch(self, step: int, first_slot: int = 0, count: int | None = None) -> Batch:
+        """Return the global batch of a step, or only its `count` slots from slot `first_slot` on. Sequences have
         `length(step)` tokens.
         """
-        length, stop = self.length(step), self.slots_per_step if count is None else first + count
-        slots = step * self.slots_per_step + np.arange(first, stop)
+        length, stop = self.length(step), self.slots_per_step if count is None else first_slot + count
+        slots = step * self.slots_per_step + np.arange(first_slot, stop)
         streams, stream_slots = assign_slots(self.weights, self.seed_words, slots)
         sequence_streams = np.repeat(streams, self.seq_len // length)  # the stream of each sequence
         sequences = np.empty((len(sequence_streams), length + 1), np.int64)
@@ -293,13 +293,13 @@ class TrainLoader(DataLoader[Batch]):
         torch's handler of SIGCHLD is removed: it would raise the error of a lost worker anywhere, also where a
         checkpoint is saved. The next batch raises this error, too.
         """
-        others, handler = {*active_children()}, signal.getsignal(signal.SIGCHLD)
+        other_processes, handler = {*active_children()}, signal.getsignal(signal.SIGCHLD)
         try:
             with stop_signals_blocked():
                 return super().__iter__()
         finally:
             signal.signal(signal.SIGCHLD, handler)
-            self.processes = frozenset({*active_children()} - others)
+            self.processes = frozenset({*active_children()} - other_processes)
 
     def check_workers(self) -> None:
         """Raise RunError if a worker was killed. Without this check, reading a batch would raise one of many errors."""
@@ -323,19 +323,19 @@ class TrainLoader(DataLoader[Batch]):
 def train_loader(
     sequences: TrainSequences,
     rank: int,
-    world: int,
+    world_size: int,
     micro_batch: int,
     first_step: int,
     max_steps: int,
     workers: int,
     pin_memory: bool = False,
 ) -> TrainLoader:
-    """Return a data loader of the micro-batches of process `rank` of `world`, from step `first_step` to the last step,
-    `max_steps` - 1.
+    """Return a data loader of the micro-batches of process `rank` of `world_size`, from step `first_step` to the last
+    step, `max_steps` - 1.
 
     A micro-batch has `micro_batch` slots of `seq_len` tokens. It is cut from the process's slots of a global batch.
     """
-    rank_slots = sequences.slots_per_step // world
+    rank_slots = sequences.slots_per_step // world_size
     per_step = rank_slots // micro_batch
     return TrainLoader(
         range(first_step * per_step, max_steps * per_step),

@@ -194,18 +194,20 @@ def _write_shards(data: DataConfig, store: Path, scan: Scan, tokenizer: "Tokeniz
     """
     is_stored = scan.assignment <= VAL
     n_bytes = np.where(is_stored, scan.n_bytes, 0)
-    shard_of = (np.cumsum(n_bytes) - n_bytes) // SHARD_BYTES  # (documents,)
-    lists = {number: store / f"{OMITTED_PREFIX}{number:05d}.json" for number in np.unique(shard_of[is_stored]).tolist()}
-    is_missing = is_stored & ~np.isin(shard_of, [number for number, path in lists.items() if path.exists()])
+    shard_numbers = (np.cumsum(n_bytes) - n_bytes) // SHARD_BYTES  # (documents,)
+    list_paths = {
+        number: store / f"{OMITTED_PREFIX}{number:05d}.json" for number in np.unique(shard_numbers[is_stored]).tolist()
+    }
+    is_missing = is_stored & ~np.isin(shard_numbers, [number for number, path in list_paths.items() if path.exists()])
     with progress.bytes("encode", int(n_bytes.sum()), int(n_bytes[~is_missing].sum())) as bar:
         documents = _read_scanned_documents(data, store.parent, scan, is_missing) if is_missing.any() else iter(())
         with closing(encode_documents(documents, tokenizer, data.tokenizer.end_of_text)) as tokenized:
-            for number, group in groupby(tokenized, key=lambda item: shard_of[item[0].index]):
+            for number, group in groupby(tokenized, key=lambda item: shard_numbers[item[0].index]):
                 paths = {TRAIN: shard_path(store, "train", number), VAL: shard_path(store, "val", number)}
                 omitted = _write_shard(paths, scan.assignment, group, data.on_error, bar.update)
-                write_store_file(lists[number], json_bytes(omitted))
+                write_store_file(list_paths[number], json_bytes(omitted))
     splits = np.unique(scan.assignment[is_stored])
-    for path in lists.values():
+    for path in list_paths.values():
         for index, problem in json.loads(path.read_text(encoding="utf-8")):
             scan.assignment[index] = OMITTED
             count_unreadable(scan.unreadable, UnreadableError(problem), data.on_error)
@@ -308,7 +310,7 @@ def _scan_documents(data: DataConfig, folder: Path, progress: Progress) -> Scan:
     Raises DataError: there is no document, or none to hold out or to train on.
     """
     n_blank, unreadable = 0, {"count": 0, "first": []}
-    scanned = array("Q"), array("q"), array("H"), array("B")
+    scanned_values = array("Q"), array("q"), array("H"), array("B")
     end_tokens, n_spelled = {*COMMON_END_TOKENS, data.tokenizer.end_of_text}, Counter[tuple[int, str]]()
     with progress.bytes("scan", None) as bar:
         for document, source, is_held_out in _read_documents(data, folder):
@@ -318,18 +320,20 @@ def _scan_documents(data: DataConfig, folder: Path, progress: Progress) -> Scan:
             if document is None:
                 n_blank += 1
                 continue
-            for values, value in zip(scanned, (document.digest, document.n_bytes, source, is_held_out), strict=True):
+            for values, value in zip(
+                scanned_values, (document.digest, document.n_bytes, source, is_held_out), strict=True
+            ):
                 values.append(value)
             if isinstance(document.content, str):
                 n_spelled.update({(source, token): document.content.count(token) for token in end_tokens})
             bar.update(document.n_bytes)
     for (source, token), count in (+n_spelled).items():
-        spelled = f"{source_labels(data)[source]}: {token} is spelled {count:,} times, and read as text"
+        spelling_note = f"{source_labels(data)[source]}: {token} is spelled {count:,} times, and read as text"
         remedy = f'if it ends documents of .txt files, set data.source.separator, e.g. "\\n{token}\\n"'
-        progress.say(f"note: {spelled}; {remedy}")
+        progress.say(f"note: {spelling_note}; {remedy}")
     dtypes = np.uint64, np.int64, np.int64, bool
     # `is_validation`: documents of the sources' own validation splits, of which no copy is left out
-    hashes, n_bytes, sources, is_validation = map(np.array, scanned, dtypes)
+    hashes, n_bytes, sources, is_validation = map(np.array, scanned_values, dtypes)
     assignment = np.full(len(hashes), TRAIN, np.uint8)
     if data.deduplicate:
         candidates = np.flatnonzero(~is_validation)
@@ -385,26 +389,26 @@ def _read_documents(data: DataConfig, folder: Path) -> Iterator[tuple[Document |
 
     folder: the folder of the files that keep what is streamed.
     """
-    is_ids = [isinstance(weighted.source, TokenSource) for weighted in data.sources]
-    vocabulary = Vocabulary(data.tokenizer) if any(is_ids) else None
+    has_ids = [isinstance(weighted.source, TokenSource) for weighted in data.sources]
+    vocabulary = Vocabulary(data.tokenizer) if any(has_ids) else None
     for index, weighted in enumerate(data.sources):
         for source in filter(None, (weighted.source, source_reader(weighted.source).held_out_source(weighted.source))):
             is_held_out = source is not weighted.source
             if getattr(source, "streaming", False):
                 documents = streamed_documents(source, folder / f"stream-{index}-{is_held_out:d}")
             else:
-                documents = source_reader(source).documents(source, vocabulary if is_ids[index] else None)
+                documents = source_reader(source).documents(source, vocabulary if has_ids[index] else None)
             for content, location in documents:
                 document = content
                 if not isinstance(content, UnreadableError):
-                    if not is_ids[index]:
+                    if not has_ids[index]:
                         n_bytes = len(encoded := content.encode())
                     else:  # ids among texts are hashed as text, to find copies
                         n_bytes = vocabulary.n_bytes(content)
-                        encoded = content.data if all(is_ids) else vocabulary.utf8_text(content)
+                        encoded = content.data if all(has_ids) else vocabulary.utf8_text(content)
                     digest = int.from_bytes(blake2b(encoded, digest_size=8).digest(), "big")
                     del encoded  # a long document is in memory once
-                    is_blank = not n_bytes or (not is_ids[index] and content.isspace())
+                    is_blank = not n_bytes or (not has_ids[index] and content.isspace())
                     document = None if is_blank else Document(content, n_bytes, location, digest)
                 yield document, index, is_held_out
 
@@ -472,7 +476,7 @@ class Encoder:
         """Return why the tokens don't stand for the text, and what to do; an empty text if they do."""
         if self.byte_count_suffices and self.bytes_per_token[tokens].sum(dtype=np.float64) == len(text.encode()):
             return ""
-        decoded_text = decode(self.tokenizer, tokens.tolist(), special=True)
+        decoded_text = decode(self.tokenizer, tokens.tolist(), keep_special=True)
         if decoded_text != text:
             index = next(n for n, (a, b) in enumerate(zip_longest(text, decoded_text)) if a != b)
             excerpts = [ascii(string[max(0, index - 10) : index + 20]) for string in (text, decoded_text)]

@@ -49,11 +49,11 @@ def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
     """
     target = _store_folder(data, _store_identity(data))
     root = target.parent
-    waiting = f"{root}: waiting for another process that prepares a token store"
+    waiting_note = f"{root}: waiting for another process that prepares a token store"
     try:
         if not target.exists():
             root.mkdir(parents=True, exist_ok=True)
-            with file_lock(root / ".lock", lambda: progress.say(waiting)) as lock_problem:
+            with file_lock(root / ".lock", lambda: progress.say(waiting_note)) as lock_problem:
                 if lock_problem:
                     raise DataError(
                         f"{lock_problem}, which keep processes from preparing one store at the same time; set "

@@ -254,8 +254,8 @@ def finish_store(
             ],
         }
     for name in SPLITS:
-        predicted = counts or token_counts
-        splits[name]["unigram_cross_entropy"] = unigram_cross_entropy(predicted[name], predicted["train"])
+        predicted_counts = counts or token_counts
+        splits[name]["unigram_cross_entropy"] = unigram_cross_entropy(predicted_counts[name], predicted_counts["train"])
     total_counts, n_bytes = sum(token_counts.values()), sum(split["n_bytes"] for split in splits.values())
     bytes_per_token, origin = token_bytes(tokenizer), "exact"
     if counts:

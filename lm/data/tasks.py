@@ -139,9 +139,9 @@ class TaskText:
 
     def encode(self, text: str) -> np.ndarray:
         """Return the token ids of `text` as it stands within a longer text, without special tokens: int64 (tokens,)."""
-        for before in ANCHORS if self._adds_space else ():
-            start = encode_with_offsets(self._tokenizer, before).ids
-            ids = encode_with_offsets(self._tokenizer, before + text).ids
+        for anchor in ANCHORS if self._adds_space else ():
+            start = encode_with_offsets(self._tokenizer, anchor).ids
+            ids = encode_with_offsets(self._tokenizer, anchor + text).ids
             if ids[: len(start)] == start:
                 return np.array(ids[len(start) :], np.int64)
         return np.array(encode_with_offsets(self._tokenizer, text).ids, np.int64)
@@ -266,7 +266,7 @@ def make_needle(task: Needle, draw: Draw, length: int, text: TaskText | None = N
             if draw.accepts(number) and number not in numbers:
                 numbers.append(number)
         tokens = [text.encode_number(number) for number in numbers]
-        sequence = _haystack(task, draw, length, text, tokens, sentences, questions)
+        sequence = _assemble_haystack(task, draw, length, text, tokens, sentences, questions)
         decoded_text = text.decode(sequence.tokens)
         if all(
             decoded_text.count(str(number)) == (index in sentences) + (index in questions)
@@ -276,7 +276,7 @@ def make_needle(task: Needle, draw: Draw, length: int, text: TaskText | None = N
     return sequence
 
 
-def _haystack(
+def _assemble_haystack(
     task: Needle,
     draw: Draw,
     length: int,

@@ -180,14 +180,14 @@ def source_files(source: FileSource) -> list[Path]:
     return find_files(source.paths, partial(_is_read, source), SUPPORTED_FILES)
 
 
-def find_files(paths: list[str], is_read: Callable[[Path, bool], bool], supported: str) -> list[Path]:
+def find_files(paths: list[str], is_read: Callable[[Path, bool], bool], supported_text: str) -> list[Path]:
     """Return the files that `paths` name, sorted, without duplicates. Paths are files, folders, which are searched
     recursively, or globs.
 
     Args:
         is_read: a function of a file's path, and of whether the file was found in a folder, that tells whether the file
             is read. Files in folders that are not read are passed over.
-        supported: the files that are read, in words, for errors.
+        supported_text: the files that are read, in words, for errors.
 
     Raises DataError: a path does not exist, matches nothing, or is a file that is not read.
     """
@@ -198,14 +198,16 @@ def find_files(paths: list[str], is_read: Callable[[Path, bool], bool], supporte
         else:
             files = [path] if path.exists() else map(Path, glob.glob(str(path), recursive=True))
             files = [file for file in files if file.is_file()]
-        if wrong := [file for file in files if not is_read(file, path.is_dir())]:
-            raise DataError(f"{wrong[0]}: can't read files of this kind; data.source.paths takes {supported}")
+        if unsupported_files := [file for file in files if not is_read(file, path.is_dir())]:
+            raise DataError(
+                f"{unsupported_files[0]}: can't read files of this kind; data.source.paths takes {supported_text}"
+            )
         if not files:
-            reason = f"holds, matches or is no file that is read (data.source.paths): {supported}"
+            reason = f"holds, matches or is no file that is read (data.source.paths): {supported_text}"
             raise DataError(f"{path}: {reason}")
         matches.update(files)
-    unique = {path.resolve(): path for path in sorted(matches, reverse=True)}
-    return sorted(unique.values())
+    path_by_target = {path.resolve(): path for path in sorted(matches, reverse=True)}
+    return sorted(path_by_target.values())
 
 
 def files_summary(source: FileSource) -> str:
@@ -213,15 +215,15 @@ def files_summary(source: FileSource) -> str:
     as `source_files` does.
     """
     folders = filter(Path.is_dir, map(expand_home, source.paths))
-    ignored = Counter(
+    ignored_counts = Counter(
         _suffix(file) or "no suffix"
         for path in folders
         for file in files_below(path)
         if not _is_read(source, file, True)
     )
-    listing = ", ".join(f"{suffix} {count:,}" for suffix, count in ignored.most_common(8))
-    remedy = f" ({listing}); data.source.suffixes names what is read as text" if ignored else ""
-    return f"{len(source_files(source)):,} files read, {ignored.total():,} ignored{remedy}"
+    listing = ", ".join(f"{suffix} {count:,}" for suffix, count in ignored_counts.most_common(8))
+    remedy = f" ({listing}); data.source.suffixes names what is read as text" if ignored_counts else ""
+    return f"{len(source_files(source)):,} files read, {ignored_counts.total():,} ignored{remedy}"
 
 
 def files_below(folder: Path) -> Iterator[Path]:

@@ -111,7 +111,7 @@ class Vocabulary:
         if (self.is_special[ids] | (ids == self.unknown_id)).any():
             return
         text = decode(self.tokenizer, ids.tolist())
-        decoded_again = decode(self.tokenizer, encode(self.tokenizer, [text])[0], special=True)
+        decoded_again = decode(self.tokenizer, encode(self.tokenizer, [text])[0], keep_special=True)
         if decoded_again != text:
             reason = f"its ids decode to {text[:30]!a}, whose own ids decode to {decoded_again[:30]!a}"
             remedy = "bytes of text can't be counted so; give the tokenizer.json the decoder that fits its tokens"
@@ -147,9 +147,9 @@ def _id_array(ids: Plain | np.ndarray, location: str) -> np.ndarray:
 
 def token_documents(source: TokenSource, vocabulary: Vocabulary) -> Documents:
     """Yield the documents of token ids in a source's files, and their locations."""
-    files, read = TOKEN_FORMATS[source.format]
-    for path in files(source):
-        yield from append_read_error(read(path, source, vocabulary), str(path))
+    list_files, read_file = TOKEN_FORMATS[source.format]
+    for path in list_files(source):
+        yield from append_read_error(read_file(path, source, vocabulary), str(path))
 
 
 def held_out_source(source: TokenSource) -> TokenSource | None:
@@ -258,8 +258,8 @@ def _split_stream(path: Path, ids: np.ndarray, vocabulary: Vocabulary, border_of
 
 def _bin_files(source: TokenSource) -> list[Path]:
     """Return the .bin files that the source names."""
-    supported = f".bin files, which data.source.format={source.format} reads"
-    return find_files(source.paths, lambda path, in_folder: path.suffix.lower() == ".bin", supported)
+    supported_text = f".bin files, which data.source.format={source.format} reads"
+    return find_files(source.paths, lambda path, in_folder: path.suffix.lower() == ".bin", supported_text)
 
 
 def _column_files(source: TokenSource) -> list[Path]:

@@ -164,7 +164,7 @@ def parse_tokenizer(content: str | bytes, end_of_text: str) -> "Tokenizer":
     return tokenizer
 
 
-def _check_merges(model: dict[str, Plain], added: Container[str]) -> None:
+def _check_merges(model: dict[str, Plain], added_tokens: Container[str]) -> None:
     """Raise DataError if more than a tenth of a byte-pair model's tokens are made by no merge, as in a truncated file
     of merges.
 
@@ -174,9 +174,9 @@ def _check_merges(model: dict[str, Plain], added: Container[str]) -> None:
         map(model.get, ("ignore_merges", "continuing_subword_prefix", "end_of_word_suffix"))
     ):
         return
-    merged = {"".join(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]}
-    tokens = [token for token in model["vocab"] if len(token) > 1 and token[0] != "<" and token not in added]
-    if (n_lost := sum(token not in merged for token in tokens)) > len(tokens) / 10:
+    merged_tokens = {"".join(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]}
+    tokens = [token for token in model["vocab"] if len(token) > 1 and token[0] != "<" and token not in added_tokens]
+    if (n_lost := sum(token not in merged_tokens for token in tokens)) > len(tokens) / 10:
         raise DataError(
             f"no merge makes {n_lost:,} of its {len(tokens):,} tokens: its file of merges was cut short; fetch it again"
         )
@@ -200,13 +200,13 @@ def encode_with_offsets(tokenizer: "Tokenizer", text: str) -> "Encoding":
         return tokenizer.encode(text, add_special_tokens=False)
 
 
-def decode(tokenizer: "Tokenizer", tokens: Sequence[int], special: bool = False) -> str:
+def decode(tokenizer: "Tokenizer", tokens: Sequence[int], keep_special: bool = False) -> str:
     """Return the text of token ids. Raises DataError if the library can't decode the ids.
 
-    special: whether the text includes special tokens.
+    keep_special: whether the text includes special tokens.
     """
     with convert_library_errors(f"data.tokenizer: can't decode {len(tokens)} tokens", "; use another tokenizer"):
-        return tokenizer.decode(tokens, skip_special_tokens=not special)
+        return tokenizer.decode(tokens, skip_special_tokens=not keep_special)
 
 
 def adds_leading_space(tokenizer: "Tokenizer") -> bool:

@@ -147,7 +147,7 @@ class Recall(AnswerMeasurement):
     @classmethod
     def tasks_of(cls, config: Config) -> dict[str, Task]:
         """Return the tasks that a configuration asks for, by names that tell them apart."""
-        tasks = cls.options_of(config).asked_tasks(config.data)
+        tasks = cls.options_of(config).measured_tasks(config.data)
         return dict(zip(task_names([to_plain(task) for task in tasks]), tasks, strict=True))
 
     @classmethod

@@ -36,7 +36,7 @@ def config_problems(
     remedy = "branch with that" if branches else "resume it with that, or choose another name"
     in_new_run = f"resume it with that; or go on from its step and optimizer state in a new run: branch_from={path}"
     for key, (value, trained) in config_differences(
-        to_plain(config, whole=True), to_plain(training_config, whole=True)
+        to_plain(config, include_defaults=True), to_plain(training_config, include_defaults=True)
     ).items():
         effect = key_effect(key).on_resume
         if branches and (effect == "branch" or key == "branch_from"):
@@ -64,7 +64,7 @@ def _phase_problems(config: Config, training_config: Config, phase: int, step: i
                 "init_from=OUT in a run of another name"
             )
             problems.append(Problem(f"{setting}.normalizer", planned.normalizer.label(), reason, remedy))
-        new, old = (to_plain(phase, whole=True) for phase in (planned, trained))
+        new, old = (to_plain(phase, include_defaults=True) for phase in (planned, trained))
         problems += [
             Problem(f"{setting}.{name}", new[name], f"the checkpoint was trained with {value_text(old[name])}")
             for name in ("position", "seq_len", "lr_factor", "warmup_steps")

@@ -74,7 +74,7 @@ def check_before_data(
     if checkpoint or not config.init_from:
         return config, None
     source, shape = load(config.init_from), _shape(config, 0)
-    models = ({"model": to_plain(model, whole=True)} for model in (shape.config, source.decoder.config))
+    models = ({"model": to_plain(model, include_defaults=True)} for model in (shape.config, source.decoder.config))
     problems = [
         Problem(key, value, f"{source.path} has {value_text(source_value)}", "set it to that")
         for key, (value, source_value) in config_differences(*models).items()
@@ -124,7 +124,7 @@ def _weights_problems(config: Config, decoder: Decoder, source: Decoder, path: P
         problems.append(Problem("model.position", positions[0].name, reason, "set it and data.seq_len to that"))
     setting = "phases[0].normalizer" if config.phases else "model.normalizer"
     for pair in zip(decoder.normalizers(), source.normalizers(), strict=True):
-        options = [to_plain(normalizer.options, whole=True) | normalizer.constants() for normalizer in pair]
+        options = [to_plain(normalizer.options, include_defaults=True) | normalizer.constants() for normalizer in pair]
         if changes := {
             key: (value, old)
             for key, (value, old) in config_differences({"normalizer": options[0]}, {"normalizer": options[1]}).items()
