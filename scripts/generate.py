@@ -29,7 +29,7 @@ from lm.config.tree import Config
 from lm.evaluation import metrics
 
 sys.path.insert(0, str(ROOT / "tests"))
-from house_size import RATCHET, SUMS, house_sizes
+from house_size import LIMITS_FILE, TOTALS, house_sizes
 
 
 def inventory() -> dict[str, list[str]]:
@@ -126,10 +126,10 @@ def main() -> int:
     parser.add_argument("--no-results", action="store_true")
     options = parser.parse_args()
     made = code_texts() | ({} if options.no_results else recompute.generated_files())
-    sizes, limits = house_sizes(), json.loads(RATCHET.read_text())
-    risen = [total for total in SUMS if sizes[total] > limits[total]]
+    sizes, limits = house_sizes(), json.loads(LIMITS_FILE.read_text())
+    risen = [total for total in TOTALS if sizes[total] > limits[total]]
     if not options.check and not risen:
-        made[RATCHET] = (json.dumps(sizes, indent=2) + "\n").encode()
+        made[LIMITS_FILE] = (json.dumps(sizes, indent=2) + "\n").encode()
     equal = recompute.is_current if options.check else bytes.__eq__
     differing = [path for path, text in made.items() if not path.exists() or not equal(path.read_bytes(), text)]
     for path in differing:

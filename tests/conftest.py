@@ -48,7 +48,7 @@ def pytest_collection_finish() -> None:
         banner.git_state = cache(banner.git_state)
 
 
-def thinned(cases: Iterable[object], quick: Container[object]) -> list[object]:
+def mark_others_slow(cases: Iterable[object], quick: Container[object]) -> list[object]:
     """Return the parameters of a test, with those not in `quick` marked as slow."""
     return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
@@ -115,7 +115,7 @@ def tiny_below(corpus: Path, store_root: Path):
     return make
 
 
-class Inline(Executor):
+class InlineExecutor(Executor):
     """An executor that calls each function at once: training may only be done in a process's main thread."""
 
     def __init__(self, jobs: int):
@@ -128,7 +128,7 @@ class Inline(Executor):
 
 
 @pytest.fixture
-def inline(monkeypatch: pytest.MonkeyPatch) -> None:
+def runs_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Call the `lm` commands of an experiment's runs in this process, which need not import torch again."""
 
     def execute(self: Children, run: Run, command: list[str], devices: Devices | None) -> int:
@@ -138,7 +138,7 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
         output.write_text(result.stdout + result.stderr)
         return result.returncode
 
-    monkeypatch.setattr("lm.experiments.loop.ThreadPoolExecutor", Inline)
+    monkeypatch.setattr("lm.experiments.loop.ThreadPoolExecutor", InlineExecutor)
     monkeypatch.setattr(Children, "_execute", execute)
 
 
@@ -149,7 +149,7 @@ def data(tmp_path: Path) -> DataConfig:
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> list[Path]:
+def report_runs(tmp_path: Path) -> list[Path]:
     """Return two run folders for a report, the second run better than the first."""
     return two_runs(tmp_path)
 
@@ -166,7 +166,7 @@ def base(corpus: Path, store_root: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def large_texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder of 400 kB, with 20 documents of 40 different words."""
     rng = np.random.default_rng(0)
     words = [rng.bytes(4).hex() for _ in range(40)]
@@ -197,7 +197,7 @@ def lm(*arguments: str, process: bool = False, **environment: str) -> subprocess
     return subprocess.CompletedProcess(["lm", *arguments], status, out.getvalue(), err.getvalue())
 
 
-class Called:
+class InProcessPopen:
     """A replacement of `subprocess.Popen` that calls the given `lm` command in this process."""
 
     def __init__(self, command: list[str], **_: object):
@@ -209,42 +209,44 @@ class Called:
         return self.result.stdout, self.result.stderr
 
 
-PROCESSES = "lm.commands.python_interface.subprocess"
-CALLS = SimpleNamespace(Popen=Called, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
+SUBPROCESS_MODULE = "lm.commands.python_interface.subprocess"
+IN_PROCESS_SUBPROCESS = SimpleNamespace(Popen=InProcessPopen, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
 
 
 @pytest.fixture
-def called(monkeypatch: pytest.MonkeyPatch) -> None:
+def training_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make `lm.train` train in this process."""
-    monkeypatch.setattr(PROCESSES, CALLS)
+    monkeypatch.setattr(SUBPROCESS_MODULE, IN_PROCESS_SUBPROCESS)
 
 
-PAINTING = "matplotlib.backend_bases.FigureCanvasBase.print_figure"
-PIXEL = base64.b64decode(
+PRINT_FIGURE = "matplotlib.backend_bases.FigureCanvasBase.print_figure"
+ONE_PIXEL_PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
 
 
-def unpainted(canvas: FigureCanvasBase, file: str | Path | io.StringIO | io.BytesIO, **options: object) -> None:
+def write_empty_picture(
+    canvas: FigureCanvasBase, file: str | Path | io.StringIO | io.BytesIO, **options: object
+) -> None:
     """Write an empty SVG or a PNG of one pixel in place of a figure, as drawing takes longer than all else in
     a test.
     """
     if isinstance(file, str | Path):
-        Path(file).write_bytes(PIXEL)
+        Path(file).write_bytes(ONE_PIXEL_PNG)
     else:
-        file.write("<svg ></svg>" if isinstance(file, io.StringIO) else PIXEL)
+        file.write("<svg ></svg>" if isinstance(file, io.StringIO) else ONE_PIXEL_PNG)
 
 
 @pytest.fixture(autouse=True)
-def paint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw figures only in tests that use the fixture `painted`."""
-    if "painted" not in request.fixturenames:
-        monkeypatch.setattr(FigureCanvasBase, "print_figure", unpainted)
+def skip_drawing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw figures only in tests that use the fixture `drawn_pictures`."""
+    if "drawn_pictures" not in request.fixturenames:
+        monkeypatch.setattr(FigureCanvasBase, "print_figure", write_empty_picture)
 
 
 @pytest.fixture
-def painted() -> None:
-    """Mark a test that looks at a picture, so that `paint` lets it be drawn."""
+def drawn_pictures() -> None:
+    """Mark a test that looks at a picture, so that `skip_drawing` lets it be drawn."""
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

@@ -21,12 +21,12 @@ from lm.runs.evaluations import UNIGRAM, Evaluation, evaluation_path, join_rows,
 from lm.runs.folder import CHECKPOINTS, METRICS, step_path
 from lm.runs.manifest import write_files
 
-DOCUMENTS = 24
+N_DOCUMENTS = 24
 FINGERPRINT = "fingerprint"
-EMPTY = join_rows([])
+EMPTY_FRAME = join_rows([])
 
 
-def finish(
+def finish_run(
     run: Run,
     loss: float,
     more: dict[str, pd.DataFrame] | None = None,
@@ -42,32 +42,35 @@ def finish(
         asked: keys of `eval` that asked for the validation.
     """
     step, more = run.outcome.last_step, more or {}
-    save(run.config.run_folder, step)
-    validate(run, step, loss, unigram, asked)
+    save_empty_checkpoint(run.config.run_folder, step)
+    write_validation(run, step, loss, unigram, asked)
     for kind in {*run.outcome.scheduled_evaluations, *more}:
-        evaluated(run, kind, step, more.get(kind, EMPTY))
+        write_frame(run, kind, step, more.get(kind, EMPTY_FRAME))
 
 
-def validate(run: Run, step: int, loss: float, unigram: float = 9.0, asked: dict[str, Plain] | None = None) -> None:
+def write_validation(
+    run: Run, step: int, loss: float, unigram: float = 9.0, asked: dict[str, Plain] | None = None
+) -> None:
     """Write a run's validation at a step, with the same loss for all documents."""
-    evaluated(run, "validation", step, validation(np.full(DOCUMENTS, loss), unigram), asked)
+    write_frame(run, "validation", step, validation_frame(np.full(N_DOCUMENTS, loss), unigram), asked)
 
 
-def validation(losses: np.ndarray, unigram: float = 9.0, units: pd.DataFrame | None = None) -> pd.DataFrame:
+def validation_frame(losses: np.ndarray, unigram: float = 9.0, units: pd.DataFrame | None = None) -> pd.DataFrame:
     """Return the rows of a validation with the given losses of units; by default of documents, one sequence each."""
     units = units_frame("held-out", np.arange(len(losses)), None, FINGERPRINT) if units is None else units
     return rows(replace(Validation.logged_metrics[0], references=((UNIGRAM, unigram),)), losses[:, None], units)
 
 
-def evaluated(run: Run, kind: str, step: int, frame: pd.DataFrame, asked: dict[str, Plain] | None = None) -> None:
+def write_frame(run: Run, kind: str, step: int, frame: pd.DataFrame, asked: dict[str, Plain] | None = None) -> None:
     """Write rows as the file of a run's evaluation at a step."""
     folder, tokens = run.config.run_folder, step * run.config.optim.batch_tokens
-    keep(
-        folder, evaluation_of(frame, kind, step, tokens, run.config.data.seq_len, folder.name, FINGERPRINT, asked or {})
+    write_evaluation(
+        folder,
+        make_evaluation(frame, kind, step, tokens, run.config.data.seq_len, folder.name, FINGERPRINT, asked or {}),
     )
 
 
-def evaluation_of(
+def make_evaluation(
     frame: pd.DataFrame,
     kind: str = "probe",
     step: int = 8,
@@ -82,14 +85,14 @@ def evaluation_of(
     return Evaluation(kind, step, tokens, seq_len, fingerprint, {}, "32", weights, frame, asked or {}, code)
 
 
-def keep(folder: Path, evaluation: Evaluation) -> Path:
+def write_evaluation(folder: Path, evaluation: Evaluation) -> Path:
     """Write an evaluation to a run folder, as `lm.evaluation.evaluation_kind` does, and return its path."""
     path = evaluation_path(folder, evaluation.kind, evaluation.step)
     write_files(folder, {str(path.relative_to(folder)): evaluation.content()}, evaluation.step)
     return path
 
 
-def save(folder: Path, step: int, config: str = "") -> None:
+def save_empty_checkpoint(folder: Path, step: int, config: str = "") -> None:
     """Write a checkpoint without tensors, with its lines in the manifest."""
     facts = {
         "format": CHECKPOINT_FORMAT,
@@ -104,16 +107,16 @@ def save(folder: Path, step: int, config: str = "") -> None:
     save_checkpoint({"lm": {**facts, "plugins": {}}, "state_dict": {}}, path)
 
 
-def logged(run: Run, *losses: float) -> None:
+def write_training_losses(run: Run, *losses: float) -> None:
     """Write a run's metrics.jsonl with the given training losses, one step each."""
     lines = [json.dumps({"step": step, "tokens": step, "train/loss": loss}) for step, loss in enumerate(losses, 1)]
     run.config.run_folder.mkdir(parents=True, exist_ok=True)
     (run.config.run_folder / METRICS).write_text("".join(f"{line}\n" for line in lines))
     if run.outcome.checkpoint.exists():
-        save(run.config.run_folder, run.outcome.last_step)
+        save_empty_checkpoint(run.config.run_folder, run.outcome.last_step)
 
 
-def launching(procedure: Procedure, launch: Callable[[Run], int]) -> ExperimentTrainer:
+def trainer_that_calls(procedure: Procedure, launch: Callable[[Run], int]) -> ExperimentTrainer:
     """Return a trainer of an experiment that calls `launch` for each run in place of a process.
 
     launch: function from a run to the exit status of its training.
@@ -123,13 +126,13 @@ def launching(procedure: Procedure, launch: Callable[[Run], int]) -> ExperimentT
     return jobs
 
 
-def finish_all(procedure: Procedure, loss: Callable[[Run], float]) -> Procedure:
+def finish_all_runs(procedure: Procedure, loss: Callable[[Run], float]) -> Procedure:
     """Finish all runs that the experiment comes to need, with the losses that `loss` gives, and return the
     procedure.
     """
     while unfinished := [run for run in procedure.known_runs() if not run.outcome.has_ended]:
         for run in unfinished:
-            finish(run, loss(run))
+            finish_run(run, loss(run))
     return procedure
 
 

@@ -41,7 +41,7 @@ EVERY_STEP = [
 ]
 
 
-class Sent:
+class WandbRecorder:
     """A replacement of a wandb run that records the arguments of its starts, its axes, and its lines with
     their steps.
     """
@@ -57,7 +57,7 @@ class Sent:
         """Return the steps of the lines."""
         return [step for step, _ in self.lines]
 
-    def init(self, **arguments: object) -> "Sent":
+    def init(self, **arguments: object) -> "WandbRecorder":
         self.starts.append(arguments)
         return self
 
@@ -70,13 +70,13 @@ class Sent:
     def finish(self) -> None: ...
 
 
-def swap_to(name: str) -> str:
+def swap_override(name: str) -> str:
     """Return the override of `phases` that swaps to the normalizer `name` after step 4 of 8."""
     first = "ssmax" if name == "softmax" else "softmax"
     return f"phases=[{{until: 0.5, normalizer: {first}}}, {{until: 1, normalizer: {name}, warmup_steps: 3}}]"
 
 
-class Units(NamedTuple):
+class PointUnits(NamedTuple):
     """The values, weights and groups of a curve's units at one point."""
 
     values: np.ndarray
@@ -98,7 +98,7 @@ class Curve:
     x: np.ndarray
     until: np.ndarray
     means: np.ndarray
-    points: list[Units]  # []: only the means are known
+    points: list[PointUnits]  # []: only the means are known
     overall_mean: float | None
     logged_means: dict[str, float]
 
@@ -130,7 +130,9 @@ def curves_of(evaluation: Evaluation) -> tuple[Curve, ...]:
         means, overall = point_means(rows), overall_means(rows)
         logged = dict(zip(overall["metric"], overall["value"], strict=True)) if rows["logged"].any() else {}
         points = [
-            Units(*(units[name].to_numpy() for name in ("value", "weight", "group")), units["sequences"].iloc[0], units)
+            PointUnits(
+                *(units[name].to_numpy() for name in ("value", "weight", "group")), units["sequences"].iloc[0], units
+            )
             for _, units in rows.groupby(["x", "until"], sort=False, dropna=False)
             if units["sample"].notna().all()
         ]
@@ -140,34 +142,34 @@ def curves_of(evaluation: Evaluation) -> tuple[Curve, ...]:
     return tuple(curves)
 
 
-def series(folder: Path, kind: str, step: int) -> tuple[Curve, ...]:
+def stored_curves(folder: Path, kind: str, step: int) -> tuple[Curve, ...]:
     """Return the curves of the evaluation that a run folder holds at a step."""
     return curves_of(load_evaluation(evaluation_path(folder, kind, step)))
 
 
-def series_measured(measurement: Measurement, decoder: Decoder, device: Device) -> tuple[Curve, ...]:
+def measure_curves(measurement: Measurement, decoder: Decoder, device: Device) -> tuple[Curve, ...]:
     """Measure a decoder, and return the curves."""
     return curves_of(measurement.evaluate(decoder, device, 0, 0))
 
 
-def contents(folder: Path) -> dict[Path, bytes]:
+def file_contents(folder: Path) -> dict[Path, bytes]:
     """Return the bytes of every file below a folder, by path."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def metrics(folder: Path) -> list[dict]:
+def metric_lines(folder: Path) -> list[dict]:
     """Return the lines of a run folder's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def curve(folder: Path, name: str = "train/loss") -> list[tuple[int, float]]:
+def logged_values(folder: Path, name: str = "train/loss") -> list[tuple[int, float]]:
     """Return (step, value) of a metric in a run folder's metrics.jsonl."""
-    return [(line["step"], line[name]) for line in metrics(folder) if name in line]
+    return [(line["step"], line[name]) for line in metric_lines(folder) if name in line]
 
 
-def losses(folder: Path) -> list[float]:
+def training_losses(folder: Path) -> list[float]:
     """Return the training losses in a run folder's metrics.jsonl."""
-    return [loss for _, loss in curve(folder)]
+    return [loss for _, loss in logged_values(folder)]
 
 
 def last_checkpoint(folder: Path) -> Path:
@@ -180,18 +182,18 @@ def best_checkpoint(folder: Path) -> Path:
     return load(folder, "best").path
 
 
-def weights(folder: Path, name: str = "") -> dict[str, torch.Tensor]:
+def checkpoint_weights(folder: Path, name: str = "") -> dict[str, torch.Tensor]:
     """Return the state dict of the checkpoint `name` of a run folder, by default the newest."""
     path = folder / "checkpoints" / name if name else last_checkpoint(folder)
     return load_checkpoint(path)["state_dict"]
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+def equal_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     """Return whether two state dicts have the same names and bit-equal tensors."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def kill_after(folder: Path, step: int) -> None:
+def delete_checkpoints_after(folder: Path, step: int) -> None:
     """Delete a run folder's checkpoints after `step`, as if it had been killed; metrics and evaluations go beyond that
     step.
     """
@@ -201,14 +203,16 @@ def kill_after(folder: Path, step: int) -> None:
             path.unlink()
 
 
-def rewritten(path: Path, change: Callable[[dict], object]) -> None:
+def rewrite_checkpoint(path: Path, change: Callable[[dict], object]) -> None:
     """Change the content of a checkpoint, and write it as a valid checkpoint."""
     content = load_checkpoint(path)
     change(content)
     save_checkpoint(content, path)  # not in place: what was loaded is a map of the file
 
 
-def members(path: Path, change: Callable[[dict[str, bytes]], object], compression: int = zipfile.ZIP_STORED) -> None:
+def rewrite_archive(
+    path: Path, change: Callable[[dict[str, bytes]], object], compression: int = zipfile.ZIP_STORED
+) -> None:
     """Change the members of a checkpoint's zip archive, and write it with valid CRCs.
 
     change: function that changes {member name without the archive's own, such as `data/0`: bytes}.
@@ -223,7 +227,7 @@ def members(path: Path, change: Callable[[dict[str, bytes]], object], compressio
     os.replace(path.with_name("changed"), path)
 
 
-def differences(a: Path, b: Path) -> list[str]:
+def run_differences(a: Path, b: Path) -> list[str]:
     """Return the names of what differs, bit for bit, between two runs: losses, weights, optimizer state and facts."""
     names = [
         name
@@ -234,13 +238,15 @@ def differences(a: Path, b: Path) -> list[str]:
             "train/grad_norm",
             "lr",
         )
-        if curve(a, name) != curve(b, name)
+        if logged_values(a, name) != logged_values(b, name)
     ]
     first, second = (load_checkpoint(last_checkpoint(folder)) for folder in (a, b))
-    if not same(first["state_dict"], second["state_dict"]):
+    if not equal_tensors(first["state_dict"], second["state_dict"]):
         names.append("weights")
     states = [saved_state(checkpoint) for checkpoint in (first, second)]
-    if states[0].keys() != states[1].keys() or not all(same(states[0][name], states[1][name]) for name in states[0]):
+    if states[0].keys() != states[1].keys() or not all(
+        equal_tensors(states[0][name], states[1][name]) for name in states[0]
+    ):
         names.append("optimizer state")
     facts = ("step", "phase", "best", "nll_since_line", "targets_since_line")
     if [first["lm"][key] for key in facts] != [second["lm"][key] for key in facts]:
@@ -248,7 +254,7 @@ def differences(a: Path, b: Path) -> list[str]:
     return names
 
 
-def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], what: str) -> None:
+def inject_nan(monkeypatch: pytest.MonkeyPatch, steps: set[int], what: str) -> None:
     """Make the loss or the gradient of the given steps (1-based) NaN."""
     training_step = LanguageModel.training_step
 
@@ -264,19 +270,19 @@ def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], what: str) -> None:
     monkeypatch.setattr(LanguageModel, "training_step", poisoned)
 
 
-def alive(group: int) -> bool:
+def is_group_alive(group: int) -> bool:
     """Return whether a process of the group is still alive after two seconds; a dead one that nobody waited
     for is not.
     """
     deadline = time.monotonic() + 2
-    while any(map(lives_in(group), Path("/proc").glob("[0-9]*/stat"))):
+    while any(map(is_in_group(group), Path("/proc").glob("[0-9]*/stat"))):
         if time.monotonic() > deadline:
             return True
         time.sleep(0.1)
     return False
 
 
-def lives_in(group: int) -> Callable[[Path], bool]:
+def is_in_group(group: int) -> Callable[[Path], bool]:
     """Return a function that says whether a /proc/N/stat belongs to a process of the group that isn't dead."""
 
     def check(stat: Path) -> bool:

@@ -25,7 +25,7 @@ either_sum = pytest.mark.parametrize("divide_by_sum", [False, True], ids=["plain
 every_size = pytest.mark.parametrize(("length", "size", "width"), SIZES)
 
 
-def dense(f: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor, divide_by_sum: bool = False) -> Tensor:
+def dense_attention(f: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor, divide_by_sum: bool = False) -> Tensor:
     """Return the output (B, H, T, E) of attention with the score function `f` by its definition, with all weights in
     memory.
     """
@@ -37,7 +37,7 @@ def dense(f: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor, divide_by_sum:
     return (w / w.sum(-1, keepdim=True).clamp(min=1e-24) if divide_by_sum else w) @ v
 
 
-def inputs(length: int, size: int, width: int, dtype: torch.dtype, batch: int = 1) -> list[Tensor]:
+def attention_inputs(length: int, size: int, width: int, dtype: torch.dtype, batch: int = 1) -> list[Tensor]:
     """Return q, k, v in `dtype`, the shift (2, 1) of two heads' scores in fp32, and the output's gradient.
 
     Products of q and k are exact in fp32, in any order of summation. So no rounding decides on which side of relu's
@@ -50,7 +50,7 @@ def inputs(length: int, size: int, width: int, dtype: torch.dtype, batch: int = 
     return [q.to(dtype), k.to(dtype), v.to(dtype), shift, grad.to(dtype)]
 
 
-def results(
+def output_and_gradients(
     route: Callable[..., Tensor],
     f: str,
     q: Tensor,
@@ -72,10 +72,15 @@ def results(
 def test_fp32_is_the_definition_and_the_tiles_forward_and_backward(
     f: str, length: int, size: int, width: int, divide_by_sum: bool
 ):
-    tensors = inputs(length, size, width, torch.float32)
-    actual, tiled = (results(route, f, *tensors, divide_by_sum) for route in (elementwise_attention, sum_tiles))
+    tensors = attention_inputs(length, size, width, torch.float32)
+    actual, tiled = (
+        output_and_gradients(route, f, *tensors, divide_by_sum) for route in (elementwise_attention, sum_tiles)
+    )
     for a, b, exact in zip(
-        actual, tiled, results(dense, f, *(x.double() for x in tensors), divide_by_sum), strict=True
+        actual,
+        tiled,
+        output_and_gradients(dense_attention, f, *(x.double() for x in tensors), divide_by_sum),
+        strict=True,
     ):
         allowed = (2e-4 if divide_by_sum else 1e-5) * max(1.0, exact.abs().max().item())  # small sums are divided by
         assert (a - exact).abs().max() <= allowed
@@ -88,11 +93,16 @@ def test_fp32_is_the_definition_and_the_tiles_forward_and_backward(
 def test_bf16_error_is_at_most_twice_that_of_the_definition_in_bf16(
     f: str, length: int, size: int, width: int, divide_by_sum: bool
 ):
-    tensors = inputs(length, size, width, torch.bfloat16)
-    actual, plain = (results(route, f, *tensors, divide_by_sum) for route in (elementwise_attention, dense))
+    tensors = attention_inputs(length, size, width, torch.bfloat16)
+    actual, plain = (
+        output_and_gradients(route, f, *tensors, divide_by_sum) for route in (elementwise_attention, dense_attention)
+    )
     assert [x.dtype for x in actual] == [torch.bfloat16] * 4 + [torch.float32]
     for a, b, exact in zip(
-        actual, plain, results(dense, f, *(x.double() for x in tensors), divide_by_sum), strict=True
+        actual,
+        plain,
+        output_and_gradients(dense_attention, f, *(x.double() for x in tensors), divide_by_sum),
+        strict=True,
     ):
         # two roundings; small sums are divided by
         allowed = 2 * (b - exact).abs().max() + 2**-7 * exact.abs().max() + 1e-4 * divide_by_sum
@@ -101,12 +111,12 @@ def test_bf16_error_is_at_most_twice_that_of_the_definition_in_bf16(
 
 @every_function
 def test_without_a_shift_and_with_strided_inputs(f: str):
-    *tensors, shift, grad = inputs(50, 16, 32, torch.float32, batch=2)
+    *tensors, shift, grad = attention_inputs(50, 16, 32, torch.float32, batch=2)
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
     leaves = [x.detach().requires_grad_() for x in strided]
     actual = elementwise_attention(f, *leaves)
     actual = [actual.detach(), *torch.autograd.grad(actual, leaves, grad.expand_as(actual))]
-    expected = results(dense, f, *tensors, 0 * shift, grad)
+    expected = output_and_gradients(dense_attention, f, *tensors, 0 * shift, grad)
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(actual, expected[:4], strict=True))
 
 
@@ -114,7 +124,7 @@ def test_without_a_shift_and_with_strided_inputs(f: str):
 def test_a_normalizer_takes_the_kernel_and_trains_its_parameters(options: object):
     normalizer, layout = make_normalizer(options, LayerSpec(2, 16, 32, 64)), AttentionLayout.full(40)
     assert not why_no_triton(torch.device("cpu"), torch.float32, 16)
-    q, k, v, _, grad = inputs(40, 16, 16, torch.float32, batch=2)
+    q, k, v, _, grad = attention_inputs(40, 16, 16, torch.float32, batch=2)
     leaves = [*(x.requires_grad_() for x in (q, k, v)), *normalizer.parameters()]
     fast, slow = normalizer(*leaves[:3], layout), normalizer.weights(*leaves[:2], layout) @ v
     assert torch.allclose(fast, slow, atol=1e-5)
@@ -126,7 +136,7 @@ def test_a_normalizer_takes_the_kernel_and_trains_its_parameters(options: object
 
 
 def test_a_function_that_the_kernel_does_not_have_is_an_error():
-    q, k, v, shift, _ = inputs(40, 16, 16, torch.float32)
+    q, k, v, shift, _ = attention_inputs(40, 16, 16, torch.float32)
     with pytest.raises(Exception, match="no function of this kind"):
         elementwise_attention("cube", q, k, v, shift)
 
@@ -135,18 +145,18 @@ def test_the_gradient_of_a_row_with_one_weight_is_zero_in_bf16():
     """Its weight is 1 whatever the score: what is left of a difference of gradients must not be their rounding."""
     q, k, v, grad = (
         x[..., :1, :].contiguous()
-        for x in inputs(40, 16, 16, torch.bfloat16)[:3] + inputs(40, 16, 16, torch.bfloat16)[4:]
+        for x in attention_inputs(40, 16, 16, torch.bfloat16)[:3] + attention_inputs(40, 16, 16, torch.bfloat16)[4:]
     )
     q = k * 1e-2  # a small positive score
-    actual = results(elementwise_attention, "relu2", q, k, v, torch.zeros(2, 1), grad, divide_by_sum=True)
+    actual = output_and_gradients(elementwise_attention, "relu2", q, k, v, torch.zeros(2, 1), grad, divide_by_sum=True)
     assert torch.equal(actual[0], v)
     assert actual[1].abs().max() < 1e-2 * grad.abs().max()
 
 
 @every_function
 def test_extreme_scores_stay_finite_and_nan_is_not_hidden(f: str):
-    q, k, v, shift, grad = inputs(40, 16, 16, torch.float32)
-    for x in results(elementwise_attention, f, 1e4 * q, 1e4 * k, v, shift, grad):
+    q, k, v, shift, grad = attention_inputs(40, 16, 16, torch.float32)
+    for x in output_and_gradients(elementwise_attention, f, 1e4 * q, 1e4 * k, v, shift, grad):
         assert x.isfinite().all()
     q[0, 0, 20] = torch.nan
     out = elementwise_attention(f, q, k, v, shift)

@@ -10,7 +10,7 @@ from lm.runs.folder import METRICS
 from lm.runs.manifest import MANIFEST, add_entries, entry, write_files
 
 
-def record(folder: Path, *names: str) -> None:
+def record_files(folder: Path, *names: str) -> None:
     """Add lines for the named files, by default all, to the manifest of a run folder or model folder."""
     found = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
     names = names or tuple(name for name in found if name not in (MANIFEST, METRICS))
@@ -18,13 +18,13 @@ def record(folder: Path, *names: str) -> None:
     add_entries(folder, *(entry(name, file_sha256(folder / name), step) for name, step in steps.items()))
 
 
-def edited(path: Path, change: Callable[[dict], object]) -> None:
+def edit_json(path: Path, change: Callable[[dict], object]) -> None:
     """Change a JSON file of a run folder or model folder, and its line in the manifest."""
     content = json.loads(path.read_text())
     change(content)
     write_files(path.parent, {path.name: json_bytes(content)})
 
 
-def put(path: Path, content: dict | str) -> None:
+def write_recorded_file(path: Path, content: dict | str) -> None:
     """Write text or JSON as a file of a folder, with its line in the manifest."""
     write_files(path.parent, {path.name: content.encode() if isinstance(content, str) else json_bytes(content)})

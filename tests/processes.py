@@ -21,7 +21,7 @@ forkserver.set_forkserver_preload(
 )
 
 
-def start(arguments: list[str], *options: str) -> subprocess.Popen:
+def start_training(arguments: list[str], *options: str) -> subprocess.Popen:
     """Start `lm train` as a user does, in a process and a session of its own. SIGABRT makes it print its stack."""
     command = [sys.executable, "-m", "lm", "train", *arguments, *options]
     environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
@@ -29,27 +29,27 @@ def start(arguments: list[str], *options: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **pipes)
 
 
-def forked(output: Path, function: Callable[..., object], *arguments: object) -> multiprocessing.Process:
+def start_forked(output: Path, function: Callable[..., object], *arguments: object) -> multiprocessing.Process:
     """Start a process that calls `function(*arguments)` in a session of its own and prints to the file `output`."""
     process = CONTEXT.Process(target=_run, args=(dict(os.environ), output, function, arguments))
     process.start()
     return process
 
 
-def command(*arguments: str) -> None:
+def run_command(*arguments: str) -> None:
     """Run `lm ARGUMENTS` and end the process."""
     sys.argv = ["lm", *arguments]
     main()
 
 
-def within(limit: int, *arguments: str) -> None:
+def run_with_file_limit(limit: int, *arguments: str) -> None:
     """Run `lm ARGUMENTS` with a limit in bytes on the size of files, as on a full disk, and end the process."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    command(*arguments)
+    run_command(*arguments)
 
 
-def ranks(count: int, function: Callable[..., object], *arguments: object) -> None:
+def run_ranks(count: int, function: Callable[..., object], *arguments: object) -> None:
     """Call `function(*arguments)` in `count` processes that torchrun starts. Raises ChildFailedError: one of them
     fails.
     """

@@ -13,30 +13,32 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = ("config.md", "metrics.md", "normalizers.md")  # made from the keys and options themselves
 PAGES = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in GENERATED]
-MOST_PROSE, MOST_PAGES = 15_000, 30  # words of docs/ without generated pages; pages with them
+MAX_PROSE_WORDS, MAX_PAGES = 15_000, 30  # words of docs/ without generated pages; pages with them
 README_WORDS, README_LINES = 700, 70
-LONGEST, LONGEST_CELL = 25, 30  # words of a sentence, of one in a table's cell
-FENCED = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)  # one at the margin: its language, its text
-LISTED = re.compile(r"\s*(?:[-*]|\d+\.) ")
+MAX_SENTENCE_WORDS, MAX_CELL_SENTENCE_WORDS = 25, 30  # words of a sentence, of one in a table's cell
+CODE_BLOCK = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
+LANGUAGE_BLOCK = re.compile(
+    r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE
+)  # one at the margin: its language, its text
+LIST_ITEM_START = re.compile(r"\s*(?:[-*]|\d+\.) ")
 
 
-def blocks(text: str, language: str) -> list[str]:
+def code_blocks(text: str, language: str) -> list[str]:
     """Return the fenced blocks of one language; for bash, indented blocks as well."""
-    fenced = [block for name, block in BLOCK.findall(text) if name == language]
+    fenced = [block for name, block in LANGUAGE_BLOCK.findall(text) if name == language]
     if language == "bash":
-        fenced += re.findall(r"(?:^    \S.*\n(?:      .*\n)*)+", BLOCK.sub("", text), re.MULTILINE)
+        fenced += re.findall(r"(?:^    \S.*\n(?:      .*\n)*)+", LANGUAGE_BLOCK.sub("", text), re.MULTILINE)
     return fenced
 
 
-def words(text: str) -> int:
+def word_count(text: str) -> int:
     """Return the number of words of a text, without markup."""
     return sum(bool(re.search(r"\w", word)) for word in text.split())
 
 
-def prose(text: str) -> str:
+def prose_of_page(text: str) -> str:
     """Return a page without its tables, blocks of code and comments."""
-    text = FENCED.sub("", re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL))
+    text = CODE_BLOCK.sub("", re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL))
     return "\n".join(line for line in text.splitlines() if not line.startswith("|"))
 
 
@@ -47,21 +49,21 @@ def passages(text: str) -> tuple[list[str], list[str]]:
     """
     paragraphs: list[list[str]] = [[]]
     cells = []
-    for line in FENCED.sub("\n", re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)).splitlines():
+    for line in CODE_BLOCK.sub("\n", re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)).splitlines():
         if line.startswith("|"):
             cells += line.strip("| ").split("|")
         elif not line.strip() or line.startswith(("#", "    ")):
             paragraphs.append([])
-        elif LISTED.match(line):
-            paragraphs.append([LISTED.sub("", line, count=1)])
+        elif LIST_ITEM_START.match(line):
+            paragraphs.append([LIST_ITEM_START.sub("", line, count=1)])
         else:
             paragraphs[-1].append(line)
-    return [plain for lines in paragraphs if (plain := unmarked(" ".join(lines)))], [
-        plain for cell in cells if (plain := unmarked(cell))
+    return [plain for lines in paragraphs if (plain := plain_text(" ".join(lines)))], [
+        plain for cell in cells if (plain := plain_text(cell))
     ]
 
 
-def unmarked(text: str) -> str:
+def plain_text(text: str) -> str:
     """Return a passage as one line, with code as one word and links as their words."""
     return " ".join(re.sub(r"!?\[([^\]]*)\]\([^)\s]*\)", r"\1", re.sub(r"`[^`]+`", "CODE", text)).split())
 
@@ -71,11 +73,11 @@ def sentences(passage: str) -> list[str]:
     return re.split(r"(?<=[.?!])[*_)\"]*\s+(?=[\"*_(\[]*[A-Z0-9])", passage)
 
 
-def wrong_sentences(text: str, longest: int = LONGEST) -> list[str]:
+def wrong_sentences(text: str, longest: int = MAX_SENTENCE_WORDS) -> list[str]:
     """Return the sentences of a page that are too long, or that have more than one semicolon outside a table."""
     prose, cells = ([sentence for passage in part for sentence in sentences(passage)] for part in passages(text))
-    return [sentence for sentence in prose if words(sentence) > longest or sentence.count(";") > 1] + [
-        sentence for sentence in cells if words(sentence) > LONGEST_CELL
+    return [sentence for sentence in prose if word_count(sentence) > longest or sentence.count(";") > 1] + [
+        sentence for sentence in cells if word_count(sentence) > MAX_CELL_SENTENCE_WORDS
     ]
 
 
@@ -85,15 +87,16 @@ def main(paths: list[Path]) -> None:
         text = path.read_text(encoding="utf-8")
         long = wrong_sentences(text)
         print(
-            f"{words(text):6,} words {words(prose(text)):6,} of prose {len(text.splitlines()):5} lines "
-            f"{len(long):4} sentences to mend  {path.name}"
+            f"{word_count(text):6,} words {word_count(prose_of_page(text)):6,} of prose "
+            f"{len(text.splitlines()):5} lines "
+            f"{len(long):4} long sentences  {path.name}"
         )
         if paths and long:
-            print(*(f"  {words(sentence)}: {sentence}" for sentence in long), sep="\n")
+            print(*(f"  {word_count(sentence)}: {sentence}" for sentence in long), sep="\n")
     if not paths:
-        total = sum(words(prose(path.read_text(encoding="utf-8"))) for path in PAGES)
-        print(f"{total:,} words of prose in docs/ without generated pages, of at most {MOST_PROSE:,}")
-        print(f"{len(PAGES) + len(GENERATED)} pages with them, of at most {MOST_PAGES}")
+        total = sum(word_count(prose_of_page(path.read_text(encoding="utf-8"))) for path in PAGES)
+        print(f"{total:,} words of prose in docs/ without generated pages, of at most {MAX_PROSE_WORDS:,}")
+        print(f"{len(PAGES) + len(GENERATED)} pages with them, of at most {MAX_PAGES}")
 
 
 if __name__ == "__main__":

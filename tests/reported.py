@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
-from fabricated import evaluation_of, keep, save, validation
-from manifests import record
+from fabricated import make_evaluation, save_empty_checkpoint, validation_frame, write_evaluation
+from manifests import record_files
 
 from lm.config import load as configuration
 from lm.evaluation.answers import ACCURACY, rows_by_length
@@ -26,15 +26,15 @@ from lm.runs.record import read_run
 from lm.statistics.intervals import Interval
 
 SEQ_LEN = 64
-ANSWERS = "accuracy"
+ACCURACY_QUANTITY = "accuracy"
 
 
-def plain(value):
+def json_value(value):
     """Return a value as the trainer writes it to JSON: null for what is not finite."""
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: json_value(item) for key, item in value.items()}
     if isinstance(value, list | np.ndarray):
-        return [plain(item) for item in value]
+        return [json_value(item) for item in value]
     if isinstance(value, float | np.floating):
         return float(value) if np.isfinite(value) else None
     return value
@@ -118,9 +118,9 @@ def build_run(
             lines[-1] |= {"val/loss": nll.mean(), "val/bits_per_byte": nll.mean() / 2.9}
         documents = np.arange(128) // 8
         units = units_frame(tokens, documents, np.full(128, 256), fingerprint)
-        frame = pd.concat([validation(nll, 6.31, units), rows(Validation.logged_metrics[2], nll.mean() / 2.9)])
+        frame = pd.concat([validation_frame(nll, 6.31, units), rows(Validation.logged_metrics[2], nll.mean() / 2.9)])
         write_rows(folder, "validation", frame, seq_len, steps, fingerprint)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(plain(line)) + "\n" for line in lines))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(json_value(line)) + "\n" for line in lines))
     if "long_context" in evaluations:
         length, count = 8 * seq_len, 24
         shift = 1.0 if align else 1.1
@@ -146,8 +146,8 @@ def build_run(
         write_rows(folder, "long_context", pd.concat(blocks), seq_len, steps, fingerprint)
     if asked:
         write_answers(folder, asked, seq_len)
-    save(folder, steps)
-    record(folder)
+    save_empty_checkpoint(folder, steps)
+    record_files(folder)
     return folder
 
 
@@ -157,7 +157,9 @@ def two_runs(root: Path) -> list[Path]:
 
 
 def write_answers(folder: Path, asked: dict[int, float], seq_len: int = SEQ_LEN, **task: int) -> None:
-    """Write evaluations of recall, with the accuracies `asked` by length, and of needles, of which fewer are found.
+    """Write evaluations of recall, with accuracies by length, and of needles, of which fewer are found.
+
+    asked: accuracy of recall by sequence length.
 
     task: further options of the recall task.
     """
@@ -165,19 +167,21 @@ def write_answers(folder: Path, asked: dict[int, float], seq_len: int = SEQ_LEN,
     right = {length: np.arange(10.0) < round(9 * fraction) for length, fraction in asked.items()}
     options, right_half = json.dumps({"pairs": 8} | task), {length: row / 2 for length, row in by_sequence.items()}
     recall = [
-        answers(by_sequence, "m", 8, chance={"chance": 0.3397}, options=options, task="mqar"),
-        answers(right_half, "m", 8, chance={"chance, roll-out": 0.125}, rolled=True, options=options, task="mqar"),
+        accuracy_rows(by_sequence, "m", 8, chance={"chance": 0.3397}, options=options, task="mqar"),
+        accuracy_rows(
+            right_half, "m", 8, chance={"chance, roll-out": 0.125}, rolled=True, options=options, task="mqar"
+        ),
     ]
     wrong = {length: 0 * row for length, row in right.items()}
     needles = [
-        answers(right, "n", 1, task="needle"),
-        answers(wrong, "c", 1, control=True, task="needle, control without it"),
+        accuracy_rows(right, "n", 1, task="needle"),
+        accuracy_rows(wrong, "c", 1, control=True, task="needle, control without it"),
     ]
     write_rows(folder, "recall", pd.concat(recall), seq_len)
     write_rows(folder, "needle", pd.concat(needles), seq_len)
 
 
-def answers(
+def accuracy_rows(
     right: dict[int, np.ndarray],
     sha256: str,
     weight: int,
@@ -215,7 +219,7 @@ def write_rows(
     folder: Path, kind: str, frame: pd.DataFrame, seq_len: int = SEQ_LEN, step: int = 200, fingerprint: str = "data-a"
 ) -> None:
     """Write rows as the file of an evaluation, as the trainer does."""
-    keep(folder, evaluation_of(frame, kind, step, step * 8192, seq_len, folder.name, fingerprint))
+    write_evaluation(folder, make_evaluation(frame, kind, step, step * 8192, seq_len, folder.name, fingerprint))
 
 
 class ReportFiles(NamedTuple):
@@ -241,13 +245,15 @@ def pictures(comparison: ArmComparison) -> list[Picture]:
     return [block.content for section in sections for block in section.blocks if block.kind == "picture"]
 
 
-def compared(*folders: Path) -> tuple[ArmComparison, dict[tuple[str, ...], Difference]]:
+def compare_folders(*folders: Path) -> tuple[ArmComparison, dict[tuple[str, ...], Difference]]:
     """Return the comparison of runs, and the last arm's differences by their labels."""
     comparison = compare_runs([read_run(folder) for folder in folders])
     return comparison, {difference.name.labels: difference for difference in comparison.differences}
 
 
-def edit(folder: Path, kind: str, change: Callable[[pd.DataFrame], pd.DataFrame | None], **facts: object) -> None:
+def edit_evaluation(
+    folder: Path, kind: str, change: Callable[[pd.DataFrame], pd.DataFrame | None], **facts: object
+) -> None:
     """Change an evaluation file of a run folder.
 
     change: function that changes the rows in place, or returns new ones. facts: new values of the evaluation's fields.
@@ -255,15 +261,15 @@ def edit(folder: Path, kind: str, change: Callable[[pd.DataFrame], pd.DataFrame 
     evaluation = load_evaluation(next(folder.glob(f"evaluations/{kind}.*.csv")))
     frame = evaluation.frame.astype({"sequences": object, "part": object, "metric": object, "setting": object})
     changed = change(frame)
-    keep(folder, replace(evaluation, frame=frame if changed is None else changed, **facts))
+    write_evaluation(folder, replace(evaluation, frame=frame if changed is None else changed, **facts))
 
 
-def asked(comparison: ArmComparison) -> list[tuple[str, ...]]:
+def answer_labels(comparison: ArmComparison) -> list[tuple[str, ...]]:
     """Return task and inference setting of all answers, in the order of their files."""
-    return [name.labels for name in comparison.metric_names if name.quantity == ANSWERS]
+    return [name.labels for name in comparison.metric_names if name.quantity == ACCURACY_QUANTITY]
 
 
-def fraction_right(comparison: ArmComparison, arm: int, of: tuple[str, str], length: int) -> Interval:
+def accuracy_interval(comparison: ArmComparison, arm: int, of: tuple[str, str], length: int) -> Interval:
     """Return the interval of an arm's accuracy, for a task and an inference setting, at a length."""
-    (name,) = (name for name in comparison.metric_names if (name.quantity, *name.labels) == (ANSWERS, *of))
+    (name,) = (name for name in comparison.metric_names if (name.quantity, *name.labels) == (ACCURACY_QUANTITY, *of))
     return comparison.cells[name, str(length), comparison.names[arm]].interval

@@ -21,13 +21,13 @@ from lm.data.token_files import Vocabulary
 from lm.data.tokenizer import END_OF_TEXT, train_tokenizer
 from lm.errors import DataError
 
-ODD = [
+ODD_TEXTS = [
     "naïve café, Ωmega, 漢字かな交じり文, العربية, 🤷🏽\u200d♂️ e\u0301 \u00a0\u2028\ufffd\U0010ffff",
     "tabs\tand\r\nline ends\r and \x00 zeros \x7f",
     f"a {END_OF_TEXT} in the text {END_OF_TEXT}{END_OF_TEXT}",
     "   \n  leading and trailing   \n",
 ]
-TEXTS = [*ODD, *(f"Document {n}. " + " ".join(f"word{(n * k) % 97}" for k in range(60)) for n in range(40))]
+TEXTS = [*ODD_TEXTS, *(f"Document {n}. " + " ".join(f"word{(n * k) % 97}" for k in range(60)) for n in range(40))]
 
 
 def write_texts(folder: Path, texts: list[str]) -> Path:
@@ -52,7 +52,7 @@ def files_config(folder: Path, tmp_path: Path, **changes) -> DataConfig:
     return dataclasses.replace(base, **changes)
 
 
-def tokens_of(split: Split) -> np.ndarray:
+def split_tokens(split: Split) -> np.ndarray:
     """Return all tokens of a split."""
     return split.tokens_at(np.arange(split.n_tokens))
 
@@ -62,7 +62,7 @@ def stored_texts(store: Store) -> list[str]:
     tokenizer = store.tokenizer()
     texts = []
     for split in (store.train, store.val):
-        tokens = tokens_of(split)
+        tokens = split_tokens(split)
         for begin, end in zip(split.offsets[:-1], split.offsets[1:], strict=True):
             assert tokens[begin] == store.end_of_text
             texts.append(tokenizer.decode(tokens[begin + 1 : end].tolist(), skip_special_tokens=False))
@@ -74,7 +74,7 @@ def occurrences(tokens: np.ndarray, piece: np.ndarray) -> int:
     return int((np.lib.stride_tricks.sliding_window_view(tokens, len(piece)) == piece).all(1).sum())
 
 
-def state(folder: Path) -> list[tuple[str, int, int]]:
+def file_states(folder: Path) -> list[tuple[str, int, int]]:
     """Return path, inode and modification time of every file below a folder."""
     return sorted((str(path), path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.rglob("*"))
 
@@ -87,7 +87,7 @@ def documents(source: Source, vocabulary: Vocabulary | None = None) -> Iterator[
         yield document
 
 
-def skipping(
+def readable_documents(
     source: Source, vocabulary: Vocabulary | None = None
 ) -> tuple[list[str | np.ndarray], list[UnreadableError]]:
     """Return the documents of a source that can be read, and the errors of the others."""
@@ -105,7 +105,7 @@ def one_line_error(source: FileSource | HubSource | PackageSource) -> str:
     return str(error.value)
 
 
-def start(script: str, source: Path | None, root: Path, **environment: str) -> subprocess.Popen:
+def start_script(script: str, source: Path | None, root: Path, **environment: str) -> subprocess.Popen:
     """Start a Python process that runs `script`, in which `data` is the configuration of the source."""
     header = (
         "import sys\nfrom lm.config.data_config import *\n"

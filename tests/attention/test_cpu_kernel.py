@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import thinned
+from conftest import mark_others_slow
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -177,7 +177,7 @@ def test_a_kernel_that_does_not_work_is_replaced_with_a_warning(
 
 
 @needs_kernel
-@pytest.mark.parametrize("kept", thinned([True, False], [True]))
+@pytest.mark.parametrize("kept", mark_others_slow([True, False], [True]))
 def test_it_is_compiled_once_on_a_machine_whose_cache_can_be_written(
     kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

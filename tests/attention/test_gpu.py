@@ -4,9 +4,9 @@ import os
 
 import pytest
 import torch
-from folders import last_checkpoint, losses
-from interpreted import SIZES, dense, either_sum, every_function, results
-from interpreted import inputs as kernel_inputs
+from folders import last_checkpoint, training_losses
+from interpreted import SIZES, dense_attention, either_sum, every_function, output_and_gradients
+from interpreted import attention_inputs as kernel_inputs
 from test_autocast import check_errors
 from test_normalizers import CASES, every_case
 from torch import Tensor
@@ -114,10 +114,11 @@ def test_the_triton_kernel_is_the_definition_forward_and_backward(
     """fp32 to 1e-5, which TF32 would miss; bf16 to twice the error of the definition in bf16, and two roundings."""
     assert why_no_triton(torch.device("cuda"), dtype, size) == ""
     inputs_of_kernel = kernel_inputs(length, size, width, dtype, batch=3)
-    exact = results(dense, f, *(x.double() for x in inputs_of_kernel), divide_by_sum)
+    exact = output_and_gradients(dense_attention, f, *(x.double() for x in inputs_of_kernel), divide_by_sum)
     on_gpu = [x.cuda() for x in inputs_of_kernel]
     outputs, repeated, plain = (
-        results(route, f, *on_gpu, divide_by_sum) for route in (elementwise_attention, elementwise_attention, dense)
+        output_and_gradients(route, f, *on_gpu, divide_by_sum)
+        for route in (elementwise_attention, elementwise_attention, dense_attention)
     )
     for a, b, c, d in zip(outputs, repeated, plain, exact, strict=True):
         assert torch.equal(a, b)
@@ -156,8 +157,10 @@ def test_a_gpu_run_learns_as_the_cpu_run_does_and_resumes_exactly(tiny, name: st
         train(config)
     last_checkpoint(resumed_run.run_folder).unlink()
     train(resumed_run)
-    assert losses(whole_run.run_folder) == pytest.approx(losses(cpu.run_folder), abs=0.1)  # bf16 against fp32
-    assert losses(resumed_run.run_folder) == pytest.approx(losses(whole_run.run_folder), abs=1e-3)
+    assert training_losses(whole_run.run_folder) == pytest.approx(
+        training_losses(cpu.run_folder), abs=0.1
+    )  # bf16 against fp32
+    assert training_losses(resumed_run.run_folder) == pytest.approx(training_losses(whole_run.run_folder), abs=1e-3)
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -166,7 +169,7 @@ def test_a_compiled_run_learns_as_the_eager_one_does(tiny, name: str):
     eager, compiled = tiny("name=eager", *common), tiny("name=compiled", *common, "trainer.compile=true")
     train(eager)
     train(compiled)
-    assert losses(compiled.run_folder) == pytest.approx(losses(eager.run_folder), abs=0.05)
+    assert training_losses(compiled.run_folder) == pytest.approx(training_losses(eager.run_folder), abs=0.05)
 
 
 def test_one_process_of_ddp_over_nccl_learns_as_no_ddp_does(tiny, monkeypatch: pytest.MonkeyPatch):
@@ -183,4 +186,4 @@ def test_one_process_of_ddp_over_nccl_learns_as_no_ddp_does(tiny, monkeypatch: p
     train(ddp)
     assert strategies[0]._get_process_group_backend() == "nccl"
     torch.distributed.destroy_process_group()
-    assert losses(ddp.run_folder) == pytest.approx(losses(plain.run_folder), abs=1e-3)
+    assert training_losses(ddp.run_folder) == pytest.approx(training_losses(plain.run_folder), abs=1e-3)

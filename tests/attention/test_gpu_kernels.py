@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import thinned
+from conftest import mark_others_slow
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -24,7 +24,9 @@ FLEX = [
 ]
 
 
-@pytest.mark.parametrize("name", thinned([options.name for options in FLEX], ["ssmax", "window", "alibi", "softcap"]))
+@pytest.mark.parametrize(
+    "name", mark_others_slow([options.name for options in FLEX], ["ssmax", "window", "alibi", "softcap"])
+)
 def test_flex_attention_computes_the_definition(name: str, monkeypatch: pytest.MonkeyPatch):
     """Not compiled, in the forward pass, which is what a CPU has; packed documents begin elsewhere in each sequence."""
 

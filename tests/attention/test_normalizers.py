@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from conftest import thinned
+from conftest import mark_others_slow
 from torch import Tensor
 
 from lm.attention import catalogue, contract
@@ -56,7 +56,7 @@ every_case = pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys()
 
 
 @pytest.mark.parametrize(
-    "case", thinned(CASES, {options.name: case for case, options in reversed(CASES.items())}.values())
+    "case", mark_others_slow(CASES, {options.name: case for case, options in reversed(CASES.items())}.values())
 )
 def test_a_normalizer_keeps_the_contract(case: str):
     for check in contract.CHECKS:
@@ -76,7 +76,7 @@ IN_BLOCKS = (
 )
 
 
-@pytest.mark.parametrize("case", thinned(CASES, IN_BLOCKS))
+@pytest.mark.parametrize("case", mark_others_slow(CASES, IN_BLOCKS))
 def test_blocks_and_tiles_smaller_than_the_sequence_change_nothing(case: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.attention.routes.MAX_BLOCK_WEIGHTS", 2 * HEADS * 50 * 7)  # seven queries
     monkeypatch.setattr("lm.attention.elementwise_sums.TILE", 16)

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from conftest import ROOT, lm
 from folders import last_checkpoint
-from manifests import edited, put
+from manifests import edit_json, write_recorded_file
 
 from lm.attention.contract import CHECKS
 from lm.config.load import load_config, parse_config
@@ -145,7 +145,7 @@ def test_nothing_is_imported_because_a_file_names_it(powers: Path, arguments: li
         plain["phases"] = [{"until": 1.0, "normalizer": options}]
     text = yaml.safe_dump(plain)
 
-    put(folder / CONFIG, text)
+    write_recorded_file(folder / CONFIG, text)
     checkpoint = load_checkpoint(last_checkpoint(folder))
     checkpoint["lm"]["config"] = text
     save_checkpoint(checkpoint, last_checkpoint(folder))
@@ -155,7 +155,7 @@ def test_nothing_is_imported_because_a_file_names_it(powers: Path, arguments: li
         if where != "phases":
             description["spec"]["model"]["normalizer"] = plain["model"]["normalizer"]
 
-    edited(export / DESCRIPTION, change)
+    edit_json(export / DESCRIPTION, change)
 
     with pytest.raises(ConfigError, match="--allow-plugin powers"):
         parse_config(plain)

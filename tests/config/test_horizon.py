@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT
-from folders import differences, kill_after
+from folders import delete_checkpoints_after, run_differences
 
 from lm.config.load import load_config
 from lm.config.tree import Config
@@ -45,9 +45,9 @@ def test_the_run_folder_records_the_steps_and_a_resumed_run_has_the_same(tiny, c
     shutil.copytree(whole_run.run_folder, resumed.run_folder)
     steps = count_steps(whole_run, 400)
     assert recorded(whole_run) | {"max_steps": steps, "tokens_per_parameter": None} == recorded(whole_run)
-    kill_after(resumed.run_folder, 8)
+    delete_checkpoints_after(resumed.run_folder, 8)
     assert train(resumed) == 0
-    assert differences(whole_run.run_folder, resumed.run_folder) == []
+    assert run_differences(whole_run.run_folder, resumed.run_folder) == []
     capsys.readouterr()
     assert train(resumed) == 0
     assert f"complete at step {steps}; raise trainer.max_steps" in capsys.readouterr().out

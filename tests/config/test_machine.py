@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from conftest import ROOT
-from folders import alive
+from folders import is_group_alive
 
 import lm
 from lm.machine import start_child, threads_per_process, usable_cores
@@ -56,7 +56,7 @@ def test_a_child_is_stopped_when_its_parent_is_killed_before_or_after_it_begins(
     process = subprocess.Popen([sys.executable, "-c", PARENT, CHILD], cwd=ROOT, stdout=subprocess.PIPE)
     child = int(process.communicate()[0])
     assert process.returncode == -signal.SIGKILL
-    assert not alive(child)
+    assert not is_group_alive(child)
     orphan = subprocess.run(
         [sys.executable, "-m", "lm", "normalizers"], env={**os.environ, "LM_PARENT": "1"}, cwd=ROOT, check=False
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import huggingface_hub
 import pyarrow
 import pytest
-from texts import TEXTS, documents, one_line_error, skipping, stored_texts, write_parquet
+from texts import TEXTS, documents, one_line_error, readable_documents, stored_texts, write_parquet
 
 from lm.config.data_config import DataConfig, HubSource, TrainedTokenizer
 from lm.data import sources as module
@@ -53,11 +53,11 @@ def test_rows_of_the_hub_that_can_not_be_read_are_left_out_alone(hub: HubSource,
     texts = pyarrow.array(rows, pyarrow.binary()).cast(pyarrow.string(), safe=False).view(pyarrow.string())
     write_parquet(Path(hub.dataset) / "train.parquet", {"text": texts, "id": list(range(len(rows)))})
     source = dataclasses.replace(hub, streaming=streaming)
-    readable, errors = skipping(source)
+    readable, errors = readable_documents(source)
     assert readable == ["first", "", *TEXTS]
     assert "row 2: column 'text' is not UTF-8" in str(errors[0])
     assert len(errors) == 1
-    assert skipping(dataclasses.replace(source, max_documents=3))[0] == ["first", ""]
+    assert readable_documents(dataclasses.replace(source, max_documents=3))[0] == ["first", ""]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -65,7 +65,7 @@ def test_a_dataset_that_can_not_be_read_any_further_is_an_error_whatever_is_skip
     path = Path(hub.dataset) / "train.parquet"
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(DataError, match=r"^data\.source\.dataset: "):
-        skipping(dataclasses.replace(hub, streaming=streaming))
+        readable_documents(dataclasses.replace(hub, streaming=streaming))
 
 
 def test_a_pinned_commit_is_identified_without_a_network():

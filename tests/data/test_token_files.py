@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from test_tokenizer import words_tokenizer, write_tokenizer
-from texts import TEXTS, documents, files_config, skipping, write_texts
+from texts import TEXTS, documents, files_config, readable_documents, write_texts
 
 from lm.config.data_config import DataConfig, FileSource, Mixture, TokenizerFile, TokenSource, WeightedSource
 from lm.config.load import load_config
@@ -275,7 +275,7 @@ def test_documents_that_do_not_fit_are_left_out_and_counted_where_errors_are_ski
     tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]
 ):
     path = nanogpt(tmp_path, [*ids[:20], [5, 4000], *ids[20:]])
-    read_documents, errors = skipping(TokenSource([str(path)], "nanogpt"), Vocabulary(tokenizer))
+    read_documents, errors = readable_documents(TokenSource([str(path)], "nanogpt"), Vocabulary(tokenizer))
     assert [document.tolist() for document in read_documents] == ids
     assert len(errors) == 1
     store = prepare(dataclasses.replace(config(tmp_path, tokenizer, "nanogpt", path), on_error="skip"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from texts import TEXTS, files_config, stored_texts, tokens_of, write_texts, write_tokenizer
+from texts import TEXTS, files_config, split_tokens, stored_texts, write_texts, write_tokenizer
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
 from lm.config.data_config import DataConfig, FileSource, PretrainedTokenizer, TokenizerFile, TrainedTokenizer
@@ -42,7 +42,7 @@ def test_a_tokenizer_file_is_used_whatever_it_was_set_to(data: DataConfig, tmp_p
     store = prepare(dataclasses.replace(data, tokenizer=spec))
     assert (store.vocab_size, store.end_of_text) == (292, 290)
     assert sorted(stored_texts(store)) == sorted([*TEXTS, "text with </s> in it"])
-    assert (np.concatenate((tokens_of(store.train), tokens_of(store.val))) == 290).sum() == len(TEXTS) + 1
+    assert (np.concatenate((split_tokens(store.train), split_tokens(store.val))) == 290).sum() == len(TEXTS) + 1
     assert store.token_bytes[291] == len("Zwölf".encode())
     assert store.token_bytes[290] == 0
 
@@ -86,8 +86,8 @@ def test_more_than_65536_entries_are_stored_as_uint32(tmp_path: Path):
     spec = words_tokenizer(tmp_path / "letters.json", 70_000)
     store = prepare(files_config(write_texts(tmp_path / "texts", LETTERS), tmp_path, tokenizer=spec))
     assert store.vocab_size == 70_001
-    assert tokens_of(store.train).dtype == np.uint32
-    assert 70_000 in np.concatenate((tokens_of(store.train), tokens_of(store.val)))
+    assert split_tokens(store.train).dtype == np.uint32
+    assert 70_000 in np.concatenate((split_tokens(store.train), split_tokens(store.val)))
 
 
 @pytest.mark.parametrize("changes", [{}, {"normalizer": {"type": "NFC"}}, {"normalizer": {"type": "Lowercase"}}])

@@ -62,7 +62,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(decoder, folder / "model", folder / "tokenizer.json")
 
 
-@pytest.mark.usefixtures("painted")
+@pytest.mark.usefixtures("drawn_pictures")
 def test_a_short_text_is_drawn_whole_with_its_tokens(model: Path, tmp_path: Path):
     text, out = "a few words on a text, é $x_1$", tmp_path / "maps.csv"
     result = lm("diagnose", str(model), str(model), "--text", text, "--layer", "1", "-o", str(out))
@@ -79,7 +79,7 @@ def test_a_short_text_is_drawn_whole_with_its_tokens(model: Path, tmp_path: Path
     assert [row["key_token"] for row in rows[-9:]] == ["<start>", *text.split()]
 
 
-@pytest.mark.usefixtures("painted")
+@pytest.mark.usefixtures("drawn_pictures")
 def test_heads_that_leave_places_empty_and_negative_weights_are_drawn():
     maps = np.random.default_rng(0).normal(size=(2, 2, 60, 60))
     models = [ModelAttention(Path(name), ["a"] * 60, maps, [(0, 0), (0, 1), (1, 0)]) for name in "ab"]

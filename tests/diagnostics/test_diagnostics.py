@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 import torch
 from conftest import lm
-from fabricated import evaluation_of
-from folders import curves_of, last_checkpoint, metrics
+from fabricated import make_evaluation
+from folders import curves_of, last_checkpoint, metric_lines
 from torch import Tensor
 
 from lm.attention import catalogue
@@ -268,7 +268,7 @@ def test_a_description_is_of_the_model_and_the_untrained_one_under_each_setting(
     settings = [InferenceSetting(), InferenceSetting(ThetaFactor(factor=1e4), normalizer={"n": "fixed:2"})]
     config = DiagnosticsConfig(sequences=3, queries=16, statistics=["concentration"], inference=settings)
     blocks = diagnostic_rows(decoder, held_out, config, Device(torch.device("cpu"), bf16=False), 7, "")
-    curves = curves_of(evaluation_of(join_rows(blocks), seq_len=train_length))
+    curves = curves_of(make_evaluation(join_rows(blocks), seq_len=train_length))
     measures = AttentionMeasurement(statistics_of(config), 2, 3, query_indices(length, 16), length)
     untrained = Decoder(decoder.config, VOCAB, train_length, seed=7)
     name = "effective keys"
@@ -325,7 +325,7 @@ def test_runs_checkpoints_exports_and_models_without_training_are_described(argu
     options = ["name=relu", "model.normalizer=relu", "data.seq_len=64", "eval.long_context.length_factor=0", ASKED]
     assert lm("train", *arguments, *options).returncode == 0
     assert [path.name for path in (run / "evaluations").glob("diagnostics.*")] == ["diagnostics.step-000008.csv"]
-    (logged,) = [line for line in metrics(run) if "diagnostics/effective keys" in line]
+    (logged,) = [line for line in metric_lines(run) if "diagnostics/effective keys" in line]
     assert logged["step"] == 8
 
     result = lm("diagnose", str(run), "-o", str(out))
@@ -385,7 +385,7 @@ def test_a_mean_of_too_few_documents_says_why_it_has_no_interval(capsys: pytest.
         evaluation_rows(about, np.array([row]).T, units_frame("", np.array(groups)), [length])
         for length, row, groups in points
     ]
-    print_results([EvaluationResult(Path("runs/one"), evaluation_of(pd.concat(blocks), "swap"), cached=False)])
+    print_results([EvaluationResult(Path("runs/one"), make_evaluation(pd.concat(blocks), "swap"), cached=False)])
     output = capsys.readouterr().out
     assert "64 tokens " in output
     assert re.search(r"64 tokens +1\.0000 \[-0\.2421, 2\.2421\]", output)

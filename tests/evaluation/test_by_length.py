@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from folders import series_measured
+from folders import measure_curves
 
 from lm.attention.layout import AttentionLayout
 from lm.data.prepare import prepare
@@ -30,7 +30,7 @@ def test_each_length_is_the_mean_loss_of_the_same_tokens_after_a_context_cut_the
     store = prepare(config.data)
     decoder = Decoder(config.model, store.vocab_size, config.data.seq_len, seed=1).eval()
     measurement = LossByLength(config, store)
-    (curve,) = series_measured(measurement, decoder, CPU)
+    (curve,) = measure_curves(measurement, decoder, CPU)
     tokens = measurement.held_out[-1].sequences.astype(np.int64)  # (stretches, 65)
     assert (tokens[:, 1:-1] == store.end_of_text).any()
     for column, length in enumerate((16, 32, 64)):

@@ -7,9 +7,9 @@ import pytest
 import torch
 import yaml
 from conftest import lm as command
-from folders import losses, metrics, series
-from processes import command as rank_command
-from processes import ranks
+from folders import metric_lines, stored_curves, training_losses
+from processes import run_command as rank_command
+from processes import run_ranks
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("transformers")
@@ -85,9 +85,11 @@ def test_tasks_are_an_evaluation_of_the_exported_model_with_a_value_for_each_doc
     train(config)
     plain = tiny("name=plain", *changes)
     train(plain)
-    assert losses(config.run_folder) == losses(plain.run_folder)  # the random state of training stays as it is
-    logged = next(line for line in reversed(metrics(config.run_folder)) if "tasks/our_choice/acc" in line)
-    curves = {curve.task: curve for curve in series(config.run_folder, "tasks", 8)}
+    assert training_losses(config.run_folder) == training_losses(
+        plain.run_folder
+    )  # the random state of training stays as it is
+    logged = next(line for line in reversed(metric_lines(config.run_folder)) if "tasks/our_choice/acc" in line)
+    curves = {curve.task: curve for curve in stored_curves(config.run_folder, "tasks", 8)}
     (sample,) = curves["our_choice"].points
     assert (curves["our_choice"].unit, curves["our_choice"].about.better) == ("fraction", "higher")
     assert not curves["our_rolling"].points  # no mean over documents
@@ -106,8 +108,8 @@ def test_tasks_are_an_evaluation_of_the_exported_model_with_a_value_for_each_doc
 
 def test_two_processes_measure_as_one(tiny, tasks, arguments: list[str]):
     config = tiny("name=two", f"eval.tasks=[{tasks['choice']}]", "trainer.devices=2")
-    ranks(2, rank_command, "train", *arguments, "name=two", f"eval.tasks=[{tasks['choice']}]", "trainer.devices=2")
-    (two,) = series(config.run_folder, "tasks", 8)
+    run_ranks(2, rank_command, "train", *arguments, "name=two", f"eval.tasks=[{tasks['choice']}]", "trainer.devices=2")
+    (two,) = stored_curves(config.run_folder, "tasks", 8)
     (result,) = evaluate_runs([config.run_folder], overrides=["eval.sequences=1", "eval.long_context.length_factor=0"])[
         1:
     ]

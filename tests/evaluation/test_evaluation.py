@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, lm
-from folders import curves_of, series, series_measured
-from texts import tokens_of
+from folders import curves_of, measure_curves, stored_curves
+from texts import split_tokens
 
 from lm.attention import catalogue
 from lm.config import normalizers as kinds
@@ -122,7 +122,7 @@ def test_a_bin_is_the_mean_loss_of_its_positions_under_each_setting(tiny):
     store = prepare(config.data)
     decoder = Decoder(config.model, store.vocab_size, config.data.seq_len)
     measurement = LongContext(config, store)
-    first, second = (curve for curve in series_measured(measurement, decoder, CPU) if curve.bins)
+    first, second = (curve for curve in measure_curves(measurement, decoder, CPU) if curve.bins)
     nll = nll_by_token(decoder.eval(), measurement.held_out[0], CPU)
     assert first.overall_mean == pytest.approx(nll.mean(), abs=1e-5)
     ends = zip(first.x.astype(int), first.until.astype(int), strict=True)
@@ -136,7 +136,7 @@ def test_sequences_may_be_shorter_than_those_of_training(tiny):
     decoder = Decoder(config.model, store.vocab_size, config.data.seq_len)
     measurement = LongContext(config, store)
     assert measurement.held_out[0].sequences.shape == (3, config.data.seq_len // 2 + 1)
-    assert [curve.until[-1] for curve in series_measured(measurement, decoder, CPU) if curve.bins] == [
+    assert [curve.until[-1] for curve in measure_curves(measurement, decoder, CPU) if curve.bins] == [
         16,
         16,
     ]
@@ -155,7 +155,7 @@ def test_held_out_sequences_are_the_same_for_every_arm_and_lie_in_held_out_docum
     store = prepare(softmax.data)
     assert validation_sequences(store, softmax).sha256 == validation_sequences(store, ssmax).sha256
     assert long_sequences(store, softmax).sha256 == long_sequences(store, ssmax).sha256
-    held_out = {tuple(row) for row in np.lib.stride_tricks.sliding_window_view(tokens_of(store.val), 129).tolist()}
+    held_out = {tuple(row) for row in np.lib.stride_tricks.sliding_window_view(split_tokens(store.val), 129).tolist()}
     assert all(tuple(row) in held_out for row in long_sequences(store, softmax).sequences.tolist())
 
 
@@ -163,7 +163,7 @@ def test_lm_eval_gives_the_callbacks_numbers_and_takes_overrides(tiny):
     config = tiny("name=evaluated")
     train(config)
     folder = config.run_folder
-    curve = series(folder, "long_context", 8)[0]
+    curve = stored_curves(folder, "long_context", 8)[0]
     validation, long = (curves_of(result.evaluation)[0] for result in evaluate_runs([folder], "8"))
     assert long.points[0].sha256 == curve.points[0].sha256
     assert long.means == pytest.approx(curve.means, abs=1e-4)
@@ -232,7 +232,7 @@ def test_an_option_that_one_phase_has_is_a_setting_of_that_phase(tiny):
     inference = "eval.long_context.inference=[{}, {normalizer: {clip: true}}]"
     config = tiny("name=clip", inference, "eval.long_context.at=[0.5, 1.0]", PHASES, "eval.swap_lengths=[1, 0.25]")
     assert train(config) == 0
-    settings = [{curve.setting for curve in series(config.run_folder, "long_context", step)} for step in (4, 8)]
+    settings = [{curve.setting for curve in stored_curves(config.run_folder, "long_context", step)} for step in (4, 8)]
     assert settings == [{"as trained"}, {"as trained", "as trained, clip=true"}]
     lines = [json.loads(line) for line in (config.run_folder / "metrics.jsonl").open()]
     (before,) = (line["swap/loss_before"] for line in lines if "swap/loss_before" in line)
@@ -287,7 +287,7 @@ def test_sequences_know_the_documents_they_begin_in(tiny):
     for held_out in (validation_sequences(store, config), long_sequences(store, config)):
         assert len(set(held_out.document_labels.tolist())) > 1
         for row, number in zip(held_out.sequences, held_out.document_labels, strict=True):
-            document, begin = tokens_of(store.val).tolist(), row[:4].tolist()
+            document, begin = split_tokens(store.val).tolist(), row[:4].tolist()
             document = document[store.val.offsets[number] : store.val.offsets[number + 1] + 3]
             assert begin in [document[start : start + 4] for start in range(len(document) - 3)]
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from folders import series_measured
+from folders import measure_curves
 
 from lm.config import normalizers as kinds
 from lm.config.data_config import Needle
@@ -130,10 +130,10 @@ def test_cells_have_their_control_and_ranks_share_them(tiny, monkeypatch: pytest
             return torch.tensor(is_early)[:, None].repeat(1, len(TRIAL_METRICS))
 
         patch.setattr(needles, "trial_scores", found)
-        result = series_measured(needle, decoder, CPU)
+        result = measure_curves(needle, decoder, CPU)
     accuracies = [series.means.tolist() for series in result if series.metric == "accuracy"]
     assert accuracies == [[0.5, 0.5], [0, 0]], "the mean over depths"
-    result = series_measured(needle, decoder, CPU)
+    result = measure_curves(needle, decoder, CPU)
     assert decoder.training
     right = [series for series in result if series.metric == "accuracy"]
     exact = [series for series in result if series.metric == "exact"]
@@ -162,7 +162,7 @@ def test_questions_of_one_sequence_are_one_group(tiny):
         "eval.needle.heads_at=null",
     )
     needle = NeedleMeasurement(config, store := prepare(config.data))
-    result = series_measured(needle, Decoder(config.model, store.vocab_size, config.data.seq_len), CPU)
+    result = measure_curves(needle, Decoder(config.model, store.vocab_size, config.data.seq_len), CPU)
     by_length = [series for series in result if series.axis and series.axis.name == "sequence length"]
     assert {series.metric for series in by_length} == {"accuracy", *(metric.quantity for metric in TRIAL_METRICS)}
     assert {tuple(units.groups) for series in by_length for units in series.points} == {(0, 0, 0, 1, 1, 1, 2)}
@@ -176,7 +176,7 @@ def test_questions_of_one_sequence_are_one_group(tiny):
 def test_numbers_beside_the_needle_make_a_chance(tiny):
     config = tiny(*NEEDLES, "eval.needle.distractors=3", "eval.needle.length_factors=[8]", "eval.needle.heads_at=null")
     needle = NeedleMeasurement(config, store := prepare(config.data))
-    result = series_measured(needle, Decoder(config.model, store.vocab_size, config.data.seq_len), CPU)
+    result = measure_curves(needle, Decoder(config.model, store.vocab_size, config.data.seq_len), CPU)
     levels = [series.references for series in result if series.metric in ("accuracy", "exact")]
     chance = {"chance": 1 / 4}
     assert levels == [chance, {}, chance, chance, {}], "the control shows none that is right"
@@ -186,7 +186,7 @@ def test_needles_are_asked_for_under_each_setting(tiny):
     settings = "eval.needle.inference=[{}, {rope: ntk}]"
     config = tiny(*NEEDLES, "eval.needle.length_factors=[8]", "eval.needle.depths=[0]", settings)
     needle = NeedleMeasurement(config, store := prepare(config.data))
-    result = series_measured(needle, Decoder(config.model, store.vocab_size, config.data.seq_len), CPU)
+    result = measure_curves(needle, Decoder(config.model, store.vocab_size, config.data.seq_len), CPU)
     names = {name for series in result for name in series.logged_means}
     assert names == {metric.name for metric in needle.metrics(config)}
     assert len({series.setting for series in result}) == 2

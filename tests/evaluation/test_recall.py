@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT
-from folders import curves_of, series_measured
+from folders import curves_of, measure_curves
 
 from lm.config.data_config import MQAR, Needle, Task
 from lm.config.load import load_config
@@ -105,7 +105,7 @@ def test_an_answer_is_right_if_all_its_tokens_are(tiny, monkeypatch):
     recall = Recall(config, prepare(config.data))
     monkeypatch.setattr(answers, "answer_losses_and_hits", one_wrong_token)
     decoder = Decoder(config.model, recall.store.vocab_size, 32)
-    whole, token, loss = series_measured(recall, decoder, CPU)
+    whole, token, loss = measure_curves(recall, decoder, CPU)
     assert (whole.metric, token.metric, loss.metric) == ("accuracy", "token accuracy", "loss of answers")
     assert (whole.means[0], loss.means[0]) == (0.5, 0.5)
     counts = token.points[0].weights
@@ -210,7 +210,7 @@ def test_validation_sequences_follow_the_weights_of_tasks_over_symbols(tiny):
     config = tiny(shares, SYMBOLS[1], "eval.sequences=40")
     validation = Validation(config, store := prepare(config.data))
     decoder = Decoder(config.model, store.vocab_size, 32)
-    whole, *sources = series_measured(validation, decoder, CPU)
+    whole, *sources = measure_curves(validation, decoder, CPU)
     units = [(result.task, len(result.points[0].values)) for result in sources]
     assert units == [(f"mqar (queries {n})", count) for n, count in ((4, 30), (5, 8), (1, 2))], "and no bits per byte"
     assert [*whole.references] == ["unigram cross-entropy, at most"], "the store counts tasks alike"

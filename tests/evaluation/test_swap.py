@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import lm as command
-from folders import curve, curves_of, last_checkpoint, same, series, weights
+from folders import checkpoint_weights, curves_of, equal_tensors, last_checkpoint, logged_values, stored_curves
 
 from lm.attention import catalogue
 from lm.attention import catalogue as opt
@@ -128,7 +128,7 @@ def test_a_swap_keeps_every_weight_around_the_normalizer(tiny, start: str):
     for name in catalogue.ENTRIES:
         new = with_normalizer(old, kinds.NORMALIZER_OPTIONS[name]())
         assert new.config.normalizer == kinds.NORMALIZER_OPTIONS[name]()
-        assert same(
+        assert equal_tensors(
             other_weights,
             {name: value for name, value in new.state_dict().items() if not is_normalizer_parameter(name)},
         )
@@ -243,17 +243,17 @@ def test_lm_swap_makes_a_run_folder_of_its_own_and_leaves_the_source_alone(train
     assert result.returncode == 0, result.stderr
     assert "softmax -> ssmax, step 40" in result.stdout
     assert before == {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
-    curves = series(out, "swap", 40)
+    curves = stored_curves(out, "swap", 40)
     means = {result.metric: result.means for result in curves}
     assert all(result.x.tolist() == [32, 64, 128] for result in curves)
     model = load(out)
     assert (model.config.name, model.config.model.normalizer, model.metadata["step"]) == ("out", opt.SSMax(), 40)
-    validation = series(trained, "validation", 40)[0].overall_mean
+    validation = stored_curves(trained, "validation", 40)[0].overall_mean
     assert means["loss before"][0] == pytest.approx(validation, abs=1e-5)
     assert means["change of loss"] == pytest.approx(means["loss after"] - means["loss before"], abs=1e-5)
     evaluated = command("eval", str(out))
     assert evaluated.returncode == 0, evaluated.stderr
-    after = series(out, "validation", 40)[0].overall_mean
+    after = stored_curves(out, "validation", 40)[0].overall_mean
     assert after == pytest.approx(means["loss after"][0], abs=1e-5)
     assert command("report", str(trained), str(out), "-o", str(tmp_path / "report")).returncode == 0
     table = (tmp_path / "report/table.csv").read_text()
@@ -312,7 +312,7 @@ def test_an_earlier_checkpoint_and_an_export_can_be_swapped_and_swapped_back(tra
     assert command("export", str(trained), "-o", str(tmp_path / "exported")).returncode == 0
     swap(tmp_path / "exported", tmp_path / "there")
     swap(last_checkpoint(tmp_path / "there"), tmp_path / "back", "softmax")
-    assert same(weights(trained), weights(tmp_path / "back"))
+    assert equal_tensors(checkpoint_weights(trained), checkpoint_weights(tmp_path / "back"))
 
 
 def test_a_swap_that_makes_no_sense_is_one_line(
@@ -352,13 +352,16 @@ def test_a_phase_changes_the_normalizer_and_nothing_else(tiny):
     train(tiny("name=swapped", phases, *options))
     train(tiny("name=plain", *options))
     swapped_run, plain = tiny("name=swapped").run_folder, tiny("name=plain").run_folder
-    losses, expected = (dict(curve(folder)) for folder in (swapped_run, plain))
+    losses, expected = (dict(logged_values(folder)) for folder in (swapped_run, plain))
     assert all(losses[step] == expected[step] for step in range(1, 6))  # the swap itself changes nothing: s = 0, b = 1
-    assert curve(swapped_run, "lr") == curve(plain, "lr")
+    assert logged_values(swapped_run, "lr") == logged_values(plain, "lr")
     boundary = load_checkpoint(swapped_run / "checkpoints" / "step-000004.ckpt")
-    assert (boundary["lm"]["phase"], len(weights(swapped_run, "step-000004.ckpt"))) == (0, len(weights(plain)))
+    assert (boundary["lm"]["phase"], len(checkpoint_weights(swapped_run, "step-000004.ckpt"))) == (
+        0,
+        len(checkpoint_weights(plain)),
+    )
     state = saved_state(load_checkpoint(swapped_run / "checkpoints" / "step-000005.ckpt"))
     steps = {int(moments["step"]) for moments in state.values()}
     assert steps == {1, 5}  # new parameters start afresh, the others go on
-    means = {result.metric: result.means for result in series(swapped_run, "swap", 4)}
+    means = {result.metric: result.means for result in stored_curves(swapped_run, "swap", 4)}
     assert means["KL divergence"].tolist() == [0.0] * 3

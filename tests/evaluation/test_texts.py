@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from folders import metrics, series_measured
+from folders import measure_curves, metric_lines
 
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, DataError
@@ -50,7 +50,7 @@ def asked(verse: Path, code: Path) -> str:
 def test_each_text_is_measured_in_training_by_its_name_and_whole(tiny, verse: Path, code: Path):
     config = tiny("name=run", OFF, asked(verse, code))
     train(config)
-    last = next(line for line in reversed(metrics(config.run_folder)) if "text/verse/loss" in line)
+    last = next(line for line in reversed(metric_lines(config.run_folder)) if "text/verse/loss" in line)
     assert {name for name in last if name.startswith("text/")} == {
         f"text/{name}/{quantity}" for name in ("verse", "code") for quantity in ("loss", "bits_per_byte")
     }
@@ -73,7 +73,7 @@ def test_documents_are_divided_into_those_that_select_and_report_where_there_are
     decoder = Decoder(config.model, store.vocab_size, config.data.seq_len)
     by_name = {
         curve.task: curve
-        for curve in series_measured(texts, decoder, Device(torch.device("cpu"), False))
+        for curve in measure_curves(texts, decoder, Device(torch.device("cpu"), False))
         if curve.points
     }
     (code_units,), (verse_units,) = by_name["code"].points, by_name["verse"].points
@@ -89,7 +89,7 @@ def test_documents_of_a_text_are_isolated_where_those_of_training_are(tiny, vers
         config = tiny(OFF, asked(verse, code).replace("sequences: 16", "sequences: 100"), f"data.documents={documents}")
         texts = OtherTexts(config, store := prepare(config.data))
         decoder = Decoder(config.model, store.vocab_size, config.data.seq_len, seed=1)
-        measured = series_measured(texts, decoder, Device(torch.device("cpu"), False))
+        measured = measure_curves(texts, decoder, Device(torch.device("cpu"), False))
         losses.append({curve.task: curve.points[0].values for curve in measured if curve.points})
     has_boundary = (texts.held_out[1].sequences[:, 1:-1] == store.end_of_text).any(1)
     assert ((losses[0]["code"] != losses[1]["code"]) == has_boundary).all()

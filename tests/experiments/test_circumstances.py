@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fabricated import FINGERPRINT, finish_all, keep
-from manifests import put
-from trials import TWO_ARMS, written
+from fabricated import FINGERPRINT, finish_all_runs, write_evaluation
+from manifests import write_recorded_file
+from trials import TWO_ARM_EXPERIMENT, write_experiment
 
 from lm.config.load import to_yaml
 from lm.errors import RunError
@@ -29,13 +29,13 @@ SETTLED = {"data_fingerprint": FINGERPRINT, "precision": 32, "compile": False, "
 
 def started(folder: Path, overrides: list[str], **changes: object) -> Procedure:
     """An experiment all of whose runs have ended, as its first start settled it."""
-    procedure = Procedure(read_experiment(written(folder, **SEEDS | changes), overrides))
-    put(procedure.experiment.folder / RESOLVED_FILE, SETTLED)
+    procedure = Procedure(read_experiment(write_experiment(folder, **SEEDS | changes), overrides))
+    write_recorded_file(procedure.experiment.folder / RESOLVED_FILE, SETTLED)
     procedure = open_experiment(procedure.experiment)
-    put(procedure.experiment.folder / RESOLVED_FILE, SETTLED | {PLAN: plan_of(procedure.experiment)})
-    finish_all(procedure, lambda run: 5 - 0.1 * (run.arm == "ssmax") + 1e-3 * run.seed * (run.arm == "ssmax"))
+    write_recorded_file(procedure.experiment.folder / RESOLVED_FILE, SETTLED | {PLAN: plan_of(procedure.experiment)})
+    finish_all_runs(procedure, lambda run: 5 - 0.1 * (run.arm == "ssmax") + 1e-3 * run.seed * (run.arm == "ssmax"))
     for run in procedure.known_runs():
-        put(run.config.run_folder / CONFIG, to_yaml(run.config))
+        write_recorded_file(run.config.run_folder / CONFIG, to_yaml(run.config))
         facts = {
             "git_commit": "abc",
             "git_dirty": False,
@@ -44,7 +44,7 @@ def started(folder: Path, overrides: list[str], **changes: object) -> Procedure:
             "precision": "32",
             "compile": False,
         }
-        put(run.config.run_folder / ENVIRONMENT, {"starts": [{"step": 0, **facts}]})
+        write_recorded_file(run.config.run_folder / ENVIRONMENT, {"starts": [{"step": 0, **facts}]})
     return procedure
 
 
@@ -74,17 +74,17 @@ def test_as_it_was_planned_nothing_is_said(tmp_path, overrides):
         ({"arms": MORE}, ["log_n"], "log_n: added"),
         ({"arms": dict(reversed(MORE.items()))}, ["ssmax", "softmax"], "baseline was 'softmax', is 'log_n'"),
         (
-            {"arms": dict(reversed(TWO_ARMS["arms"].items()))},
+            {"arms": dict(reversed(TWO_ARM_EXPERIMENT["arms"].items()))},
             ["softmax"],
             "baseline was 'softmax', is 'ssmax'",
         ),
-        ({"base": {"base": TWO_ARMS["base"], "optim.lr": 0.0123}}, [], "optim.lr was 0.01, is 0.0123"),
+        ({"base": {"base": TWO_ARM_EXPERIMENT["base"], "optim.lr": 0.0123}}, [], "optim.lr was 0.01, is 0.0123"),
         ({"evaluate": {"eval.sequences": 4}}, ["ssmax"], "val/loss: sequences was"),
     ],
 )
 def test_what_was_changed_after_final_runs_were_measured_is_exploratory(tmp_path, overrides, changes, arms, words):
     started(tmp_path, overrides)
-    procedure = open_experiment(read_experiment(written(tmp_path, **SEEDS | changes), overrides))
+    procedure = open_experiment(read_experiment(write_experiment(tmp_path, **SEEDS | changes), overrides))
     assert exploratory(procedure)[: len(arms)] == arms
     (line,) = [note for note in procedure.notes() if note.startswith("exploratory: changed since the plan: ")]
     assert words in line
@@ -94,7 +94,7 @@ def test_what_was_changed_after_final_runs_were_measured_is_exploratory(tmp_path
 
 def test_an_arm_that_is_left_out_makes_all_exploratory(tmp_path, overrides):
     started(tmp_path, overrides, arms=MORE)
-    procedure = open_experiment(read_experiment(written(tmp_path, **SEEDS), overrides))
+    procedure = open_experiment(read_experiment(write_experiment(tmp_path, **SEEDS), overrides))
     assert exploratory(procedure) == ["ssmax"]
     assert procedure.notes() == ["exploratory: changed since the plan: log_n: left out"]
 
@@ -103,17 +103,17 @@ def test_arms_that_start_from_a_changed_arm_are_exploratory(tmp_path, overrides)
     def arms(steps: int) -> dict[str, object]:
         late = {"from": "ssmax", "swap": {"to": "log_n"}, "trainer.max_steps": steps}
         later = {"from": "late", "swap": {"to": "ssmax"}, "trainer.max_steps": 8}
-        return TWO_ARMS["arms"] | {"late": late, "later": later}
+        return TWO_ARM_EXPERIMENT["arms"] | {"late": late, "later": later}
 
     started(tmp_path, overrides, arms=arms(6))
-    procedure = open_experiment(read_experiment(written(tmp_path, **SEEDS | {"arms": arms(7)}), overrides))
+    procedure = open_experiment(read_experiment(write_experiment(tmp_path, **SEEDS | {"arms": arms(7)}), overrides))
     assert procedure.exploratory == {("", "late"), ("", "later")}
     assert procedure.plan_notes == ["exploratory: changed since the plan: late: trainer.max_steps was 6, is 7"]
 
 
 def test_arms_that_have_seen_other_numbers_of_tokens_are_named(tmp_path, overrides):
-    base = {"base": TWO_ARMS["base"], "optim.batch_tokens": 64}
-    arms = TWO_ARMS["arms"] | {"longer": {"trainer.max_steps": 12}}
+    base = {"base": TWO_ARM_EXPERIMENT["base"], "optim.batch_tokens": 64}
+    arms = TWO_ARM_EXPERIMENT["arms"] | {"longer": {"trainer.max_steps": 12}}
     (note,) = started(tmp_path, overrides, base=base, arms=arms).notes()
     words = "512 (softmax, ssmax); 768 (longer)"
     assert note == f"arms have seen different numbers of tokens, with those of their sources: {words}"
@@ -126,15 +126,17 @@ def test_without_the_file_of_the_first_start_what_was_planned_is_not_known(tmp_p
         procedure = open_experiment(experiment)
         assert exploratory(procedure) == ["ssmax"]
         assert any("what was planned before the first run is not known" in note for note in procedure.notes())
-        put(experiment.folder / RESOLVED_FILE, SETTLED | {PLAN: None})  # as a start after the loss leaves it
+        write_recorded_file(
+            experiment.folder / RESOLVED_FILE, SETTLED | {PLAN: None}
+        )  # as a start after the loss leaves it
 
 
 def test_before_anything_is_measured_the_plan_may_change(arguments, tmp_path):
     from lm.experiments.compare import start
 
-    folder = start(read_experiment(written(tmp_path, tune=None), arguments[1:])).experiment.folder
-    start(read_experiment(written(tmp_path, tune=None), [*arguments[1:], "log.progress=none"]))
-    changed = written(tmp_path, tune=None, primary={"matters": 0.2}, seeds=[2, 3, 5, 4])
+    folder = start(read_experiment(write_experiment(tmp_path, tune=None), arguments[1:])).experiment.folder
+    start(read_experiment(write_experiment(tmp_path, tune=None), [*arguments[1:], "log.progress=none"]))
+    changed = write_experiment(tmp_path, tune=None, primary={"matters": 0.2}, seeds=[2, 3, 5, 4])
     assert start(read_experiment(changed, arguments[1:])).plan_notes == []
     plan = read_json(folder / RESOLVED_FILE)[PLAN]["shared"]
     assert (plan["primary.matters"], plan["seeds"]) == (0.2, [2, 3, 4, 5])
@@ -143,10 +145,12 @@ def test_before_anything_is_measured_the_plan_may_change(arguments, tmp_path):
 def test_a_margin_that_is_changed_in_the_recorded_plan_too_is_refused(arguments, tmp_path):
     from lm.experiments.compare import start
 
-    file = start(read_experiment(written(tmp_path, tune=None), arguments[1:])).experiment.folder / RESOLVED_FILE
+    file = (
+        start(read_experiment(write_experiment(tmp_path, tune=None), arguments[1:])).experiment.folder / RESOLVED_FILE
+    )
     file.write_text(file.read_text().replace('matters": 0.05', 'matters": 0.2'))
     with pytest.raises(RunError, match=r"resolved\.json: was altered, .*; bring it back"):
-        open_experiment(read_experiment(written(tmp_path, tune=None, primary={"matters": 0.2}), arguments[1:]))
+        open_experiment(read_experiment(write_experiment(tmp_path, tune=None, primary={"matters": 0.2}), arguments[1:]))
 
 
 def edited(key: str, value: object) -> Callable[[Path], None]:
@@ -155,7 +159,7 @@ def edited(key: str, value: object) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         environment = read_json(folder / ENVIRONMENT)
         environment["starts"][0] |= {key: value}
-        put(folder / ENVIRONMENT, environment)
+        write_recorded_file(folder / ENVIRONMENT, environment)
 
     return change
 
@@ -164,12 +168,12 @@ def from_others(folder: Path) -> None:
     """Make a run and the baseline's start from one path whose weights changed in between."""
     for path, weights in ((folder, "b2"), *((path, "a1") for path in folder.parent.glob("softmax-*"))):
         origin = {"path": "runs/x", "tokens": 0, "weights": weights}
-        put(path / ENVIRONMENT, read_json(path / ENVIRONMENT) | {"started_from": origin})
+        write_recorded_file(path / ENVIRONMENT, read_json(path / ENVIRONMENT) | {"started_from": origin})
 
 
 def other_code(folder: Path) -> None:
     for path in evaluation_files(folder).values():
-        keep(folder, replace(load_evaluation(path), code={"lm": "other"}))
+        write_evaluation(folder, replace(load_evaluation(path), code={"lm": "other"}))
 
 
 @pytest.mark.parametrize(

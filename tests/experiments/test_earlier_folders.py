@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fabricated import FINGERPRINT, finish_all
-from manifests import put
-from trials import TWO_ARMS
+from fabricated import FINGERPRINT, finish_all_runs
+from manifests import write_recorded_file
+from trials import TWO_ARM_EXPERIMENT
 
 from lm.config.load import load_config, to_yaml
 from lm.experiments.compare import open_experiment
@@ -29,7 +29,7 @@ ARMS = {
 def test_runs_of_an_earlier_version_are_gone_on_with_and_its_plan_is_unchanged(tmp_path):
     path = tmp_path / "trial.yaml"
     changes = {"arms": ARMS, "sizes": {"a": {}}, "tune": {"grid": [1e-2, 2e-2], "seeds": [101, 102]}}
-    path.write_text(yaml.safe_dump(TWO_ARMS | changes, sort_keys=False))
+    path.write_text(yaml.safe_dump(TWO_ARM_EXPERIMENT | changes, sort_keys=False))
     overrides = ["data.source.paths=[.]", f"runs={tmp_path / 'runs'}"]
     settings = {
         "data_fingerprint": FINGERPRINT,
@@ -38,9 +38,9 @@ def test_runs_of_an_earlier_version_are_gone_on_with_and_its_plan_is_unchanged(t
         "threads": 1,
         "overrides": overrides,
     }
-    put(tmp_path / "runs" / "trial" / RESOLVED_FILE, settings | {"planned": EARLIER["plan"]})
+    write_recorded_file(tmp_path / "runs" / "trial" / RESOLVED_FILE, settings | {"planned": EARLIER["plan"]})
     procedure = open_experiment(read_experiment(path, overrides))
-    finish_all(
+    finish_all_runs(
         procedure,
         lambda run: 5 + abs(run.rate - (2e-2 if run.arm in ("softmax", "more") else 1e-2)) + run.seed / 1e4,
     )

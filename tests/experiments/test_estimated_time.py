@@ -3,8 +3,8 @@
 import os
 import time
 
-from fabricated import finish, finish_all
-from manifests import put
+from fabricated import finish_all_runs, finish_run
+from manifests import write_recorded_file
 from trials import procedure_of
 
 from lm.experiments import compare
@@ -20,10 +20,10 @@ def test_time_is_that_of_the_runs_that_have_ended(tmp_path, monkeypatch):
     assert "time: known once the first run has ended" in plan_lines(procedure, [(), ()])
     runs = [run for run in procedure.known_runs() if (run.size, run.arm) == ("small", "softmax")]
     for number, run in enumerate(runs):
-        finish(run, 5.0)
+        finish_run(run, 5.0)
         moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(1e9))
         starts = [{"step": step, "time": moment} for step in ((0, 4) if number == 2 else (0,))]
-        put(run.config.run_folder / "environment.json", {"starts": starts})
+        write_recorded_file(run.config.run_folder / "environment.json", {"starts": starts})
         log, seconds = run.config.run_folder / "metrics.jsonl", 60 if number < 2 else 1e6
         log.touch()
         os.utime(log, (1e9 + seconds, 1e9 + seconds))
@@ -45,4 +45,4 @@ def test_an_arm_that_is_not_trained_has_no_tuning_runs(tmp_path):
     lines = "\n".join(plan_lines(procedure, [()]))
     assert "\n12 runs, " in lines
     assert procedure.n_runs("") == {"softmax": 9, "as-it-is": 3}
-    assert len(finish_all(procedure, lambda run: 5 + abs(run.rate - 2e-3)).known_runs()) == 12
+    assert len(finish_all_runs(procedure, lambda run: 5 + abs(run.rate - 2e-3)).known_runs()) == 12

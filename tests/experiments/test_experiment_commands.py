@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from conftest import lm
-from fabricated import finish, finish_all
+from fabricated import finish_all_runs, finish_run
 from trials import procedure_of
 
 from lm.errors import ConfigError
@@ -100,12 +100,12 @@ def test_weights_that_were_swapped_with_other_options_are_not_taken(tmp_path, to
 def test_what_was_measured_otherwise_is_measured_again(tmp_path):
     procedure = experiment(tmp_path, evaluate={"eval.sequences": 4})
     softmax = procedure.known_runs()[0]
-    finish(softmax, 5.0)
+    finish_run(softmax, 5.0)
     assert named(procedure.known_runs()[0]) == ["eval"]
     assert commands(procedure.known_runs()[0])[0][2:] == ["eval={sequences: 4}"]
     path = evaluation_path(softmax.config.run_folder, "validation", softmax.outcome.last_step)
     assert load_evaluation(path).asked == {}
-    finish(softmax, 5.0, asked={"sequences": 4})
+    finish_run(softmax, 5.0, asked={"sequences": 4})
     assert procedure.known_runs()[0].outcome.state == "unfinished", "long_context was not asked for as it is now"
 
 
@@ -119,7 +119,7 @@ STARTS = {
 
 @pytest.mark.parametrize("sizes", [{}, {"1m": {}}], ids=["one size", "sizes"])
 def test_a_moved_experiment_has_the_same_runs(tmp_path, sizes):
-    before = finish_all(experiment(tmp_path, arms=STARTS, sizes=sizes), lambda run: 5.0)
+    before = finish_all_runs(experiment(tmp_path, arms=STARTS, sizes=sizes), lambda run: 5.0)
     shutil.move(tmp_path / "runs", tmp_path / "elsewhere")
     after = experiment(tmp_path, f"runs={tmp_path / 'elsewhere'}", arms=STARTS, sizes=sizes)
     assert [run.config.name for run in after.known_runs()] == [run.config.name for run in before.known_runs()]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from trials import written
+from trials import write_experiment
 
 from lm.errors import ConfigError
 from lm.experiments.definition import read_experiment
@@ -65,7 +65,7 @@ def test_an_experiment_is_valid(file: Path):
 )
 def test_a_wrong_experiment_is_refused_in_words(tmp_path, arguments, changes, message):
     with pytest.raises(ConfigError, match=message):
-        read_experiment(written(tmp_path, **changes), arguments[1:])
+        read_experiment(write_experiment(tmp_path, **changes), arguments[1:])
 
 
 def test_an_arm_and_a_size_may_be_laid_on_files(tmp_path, arguments):
@@ -81,7 +81,7 @@ def test_an_arm_and_a_size_may_be_laid_on_files(tmp_path, arguments):
     sizes = {"small": {}, "large": {"base": "a.yaml", "model.init_std": 0.04, "model.mlp": "relu2"}}
     base = {"base": str(ROOT / "tests" / "tiny.yaml"), "model.init_std": 0.06}
     experiment = read_experiment(
-        written(tmp_path, base=base, arms=arms, sizes=sizes), [*arguments[1:], "model.init_std=0.05"]
+        write_experiment(tmp_path, base=base, arms=arms, sizes=sizes), [*arguments[1:], "model.init_std=0.05"]
     )
 
     def settings(size: str, arm: int) -> tuple:
@@ -113,7 +113,9 @@ def test_the_experiment_in_the_documentation_is_valid(tmp_path):
 )
 def test_an_override_without_effect_is_refused(tmp_path: Path, arguments: list[str], override: str):
     """Training nothing, `lm compare FILE optim.lr=1 --report-only` made all verdicts of tuned runs exploratory."""
-    file = written(tmp_path, sizes={"small": {"model.n_layer": 2}, "large": {"model": {"n_layer": 3, "n_mlp": 64}}})
+    file = write_experiment(
+        tmp_path, sizes={"small": {"model.n_layer": 2}, "large": {"model": {"n_layer": 3, "n_mlp": 64}}}
+    )
     with pytest.raises(ConfigError, match=r"is set by the experiment, so this has no effect; change it in trial.yaml"):
         read_experiment(file, [override])
     kept = [*arguments[1:], "model.n_mlp=32", "optim.grad_clip=2", "init_from=runs/other"]
@@ -123,4 +125,4 @@ def test_an_override_without_effect_is_refused(tmp_path: Path, arguments: list[s
 @pytest.mark.parametrize("changes", [{"more_seeds": [4]}, {"primary": {"learned": 0.9}}])
 def test_a_key_that_an_earlier_version_had_is_refused(tmp_path: Path, arguments: list[str], changes):
     with pytest.raises(ConfigError, match=r"is no key of lm any more; see CHANGELOG\.md"):
-        read_experiment(written(tmp_path, **changes), arguments[1:])
+        read_experiment(write_experiment(tmp_path, **changes), arguments[1:])

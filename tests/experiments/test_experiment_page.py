@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from fabricated import write_page
-from manifests import put
+from manifests import write_recorded_file
 from markupsafe import escape
 from reported import build_run, write_report
 from scipy.stats import ttest_1samp
@@ -50,7 +50,7 @@ def finish(run: Run, loss: float, **options: object) -> Path:
     """A run folder as if the run had been trained to about this loss."""
     folder = run.config.run_folder
     build_run(folder.parent, folder.name, seed=run.seed, better=3.8 - loss, steps=STEPS, **options)
-    put(folder / CONFIG, to_yaml(run.config))
+    write_recorded_file(folder / CONFIG, to_yaml(run.config))
     return folder
 
 
@@ -152,7 +152,7 @@ def sized(tmp_path: Path) -> Procedure:
         path = run.config.run_folder / "environment.json"
         environment = json.loads(path.read_text())
         environment["parameters"]["non_embedding"] = {"a": 10**6, "b": 4 * 10**6, "c": 8 * 10**6}[run.size]
-        put(path, environment)
+        write_recorded_file(path, environment)
     return Procedure(procedure.experiment)
 
 

@@ -10,8 +10,17 @@ import numpy as np
 import pandas as pd
 import pytest
 from conftest import ROOT
-from fabricated import FINGERPRINT, evaluated, finish, finish_all, launching, logged, validation, write_page
-from manifests import put
+from fabricated import (
+    FINGERPRINT,
+    finish_all_runs,
+    finish_run,
+    trainer_that_calls,
+    validation_frame,
+    write_frame,
+    write_page,
+    write_training_losses,
+)
+from manifests import write_recorded_file
 from trials import procedure_of
 
 from lm.config.load import to_yaml
@@ -54,8 +63,8 @@ def test_the_primary_metric_may_choose_the_rates_and_solved_everywhere_is_no_edg
     recalled = {"tasks": ["needle"], "length_factors": [0.5, 2], "sequences": 4}
     base = {"base": str(ROOT / "tests" / "tiny.yaml"), "eval.recall": recalled}
     procedure = experiment(tmp_path, base=base, seeds=[1, 2], primary=OF_RECALL, tune=tune)
-    launching(
-        procedure, lambda run: finish(run, 5.0 - run.rate, recall(ACCURACIES[run.arm].get(run.rate, 1.0))) or 0
+    trainer_that_calls(
+        procedure, lambda run: finish_run(run, 5.0 - run.rate, recall(ACCURACIES[run.arm].get(run.rate, 1.0))) or 0
     ).train_all()
     out = capsys.readouterr().out
     assert "tune: softmax at 0.02 seed 101: recall/needle 64 (all questions) 0.5000, " in out, (
@@ -80,7 +89,7 @@ def test_means_are_over_the_seeds_that_all_arms_have_finished(tmp_path):
     procedure = experiment(tmp_path)
     for run in procedure.known_runs():
         if (run.arm, run.seed) != ("ssmax", 3):
-            finish(run, {1: 5.0, 2: 6.0, 3: 8.0}[run.seed] - 0.1 * (run.arm == "ssmax"))
+            finish_run(run, {1: 5.0, 2: 6.0, 3: 8.0}[run.seed] - 0.1 * (run.arm == "ssmax"))
     soft, scalable = procedure.judgement().entries()
     assert (soft["mean"], scalable["mean"]) == pytest.approx((5.5, 5.4))
     assert (soft["runs"], scalable["runs"]) == (3, 2)
@@ -90,9 +99,9 @@ def test_the_second_interval_is_over_the_documents_that_report(tmp_path):
     random, procedure = np.random.default_rng(0), experiment(tmp_path)
     by_run = {}
     for run in procedure.known_runs():
-        finish(run, 5.0)
+        finish_run(run, 5.0)
         values = by_run[run.arm, run.seed] = 5 + random.normal(0, 0.1, 40)
-        evaluated(run, "validation", run.outcome.last_step, validation(values))
+        write_frame(run, "validation", run.outcome.last_step, validation_frame(values))
     report = np.flatnonzero(~selection_mask(FINGERPRINT, np.arange(40))).tolist()
     differences = np.stack([(by_run["ssmax", seed] - by_run["softmax", seed])[report] for seed in (1, 2, 3)])
     expected = over_seeds_and_documents(differences, np.ones(len(report)), np.array(report)).interval()
@@ -107,13 +116,13 @@ def test_rates_are_chosen_on_the_documents_that_select_and_judged_on_those_that_
     procedure = experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3, 8e-3], "seeds": [101, 102], **by})
     while unfinished := [run for run in procedure.known_runs() if not run.outcome.has_ended]:
         for run in unfinished:
-            finish(run, 5.0)
+            finish_run(run, 5.0)
             by_part = {
                 part: 5 + abs(math.log2(run.rate / best)) - (run.arm == "ssmax") * (0.1 + part)
                 for part, best in optima.items()
             }
             values = np.array([by_part[bool(part)] for part in selects_document])
-            evaluated(run, "validation", run.outcome.last_step, validation(values))
+            write_frame(run, "validation", run.outcome.last_step, validation_frame(values))
     assert procedure.choice("").rates == {"softmax": 2e-3, "ssmax": 2e-3}
     tuning = procedure.tuning_runs("").query("arm == 'softmax'").groupby("rate")["val/loss"].mean().to_dict()
     assert tuning == pytest.approx({1e-3: 6, 2e-3: 5, 4e-3: 6, 8e-3: 7})
@@ -130,8 +139,8 @@ def unlike(folder: Path, *training_losses: float, final: float = 6.25) -> tuple[
     """
     procedure = experiment(folder)
     for run in procedure.known_runs():
-        finish(run, 5.0 + 1e-3 * run.seed if run.arm == "softmax" else final, unigram=6.0)
-        logged(run, *(training_losses if run.arm == "ssmax" else (9.0, 5.0)))
+        finish_run(run, 5.0 + 1e-3 * run.seed if run.arm == "softmax" else final, unigram=6.0)
+        write_training_losses(run, *(training_losses if run.arm == "ssmax" else (9.0, 5.0)))
     return procedure, procedure.judgement().entries()[1]
 
 
@@ -158,8 +167,8 @@ def test_runs_whose_loss_rose_or_is_not_finite_have_diverged(tmp_path, training_
     assert line["reason"].startswith(f"3 final runs diverged: ssmax seed 1: {how}"), line["reason"]
     assert "did not learn" not in line["reason"]
     for run in procedure.known_runs():
-        put(run.config.run_folder / CONFIG, to_yaml(run.config))
-        put(run.config.run_folder / ENVIRONMENT, {"starts": [{"step": 0}]})
+        write_recorded_file(run.config.run_folder / CONFIG, to_yaml(run.config))
+        write_recorded_file(run.config.run_folder / ENVIRONMENT, {"starts": [{"step": 0}]})
     states = results(procedure.experiment.folder).groupby("arm")["state"].unique().map(list).to_dict()
     assert states == {"softmax": ["finished"], "ssmax": ["diverged"]}, "in the long table, which lm judge takes, too"
 
@@ -171,7 +180,7 @@ def test_runs_whose_loss_rose_or_is_not_finite_have_diverged(tmp_path, training_
 def test_without_a_run_below_the_unigram_cross_entropy_nothing_is_compared(tmp_path, losses, verdict):
     procedure = experiment(tmp_path)
     for run in procedure.known_runs():
-        finish(run, losses[run.arm == "ssmax"] + 1e-3 * run.seed * (run.arm == "ssmax"), unigram=6.0)
+        finish_run(run, losses[run.arm == "ssmax"] + 1e-3 * run.seed * (run.arm == "ssmax"), unigram=6.0)
     line = procedure.judgement().entries()[1]
     assert line["verdict"] == verdict
     if verdict == "not learned":
@@ -196,7 +205,7 @@ def test_accuracies_at_chance_are_not_compared(tmp_path, accuracies, verdict):
     base = {"base": str(ROOT / "tests" / "tiny.yaml"), "eval.recall": recalled}
     procedure = experiment(tmp_path, base=base, primary=OF_RECALL)
     for run in procedure.known_runs():
-        finish(run, 5.0, recall(accuracies[run.arm == "ssmax"], ("chance", 0.25)))
+        finish_run(run, 5.0, recall(accuracies[run.arm == "ssmax"], ("chance", 0.25)))
     line = procedure.judgement().entries()[1]
     assert line["verdict"] == verdict
     assert (verdict == "not learned") == ("is better than chance (0.25)" in line["words"])
@@ -212,7 +221,7 @@ def misled(run: Run) -> float:
 
 
 def test_where_tuning_chose_different_rates_both_arms_are_trained_at_both(tmp_path):
-    procedure = finish_all(experiment(tmp_path, tune=GRID, seeds=[1, 2, 3, 4, 5]), misled)
+    procedure = finish_all_runs(experiment(tmp_path, tune=GRID, seeds=[1, 2, 3, 4, 5]), misled)
     choice = procedure.choice("")
     assert choice.rates_of_final_runs == {"softmax": (2e-3, 4e-3), "ssmax": (4e-3, 2e-3)}
     assert choice.rates == {"softmax": 4e-3, "ssmax": 4e-3}, "by the final seeds, on the selection text"
@@ -237,7 +246,7 @@ def test_a_run_that_diverges_at_a_rate_neither_chosen_nor_judged_is_left_out(tmp
             )
 
         return (
-            finish_all(experiment(tmp_path / f"{lost_run[0]}-{lost_run[1]:g}", tune=GRID), loss)
+            finish_all_runs(experiment(tmp_path / f"{lost_run[0]}-{lost_run[1]:g}", tune=GRID), loss)
             .judgement()
             .entries()[1]
         )
@@ -252,11 +261,11 @@ def test_a_run_that_diverges_at_a_rate_neither_chosen_nor_judged_is_left_out(tmp
 def test_while_runs_at_the_others_rate_are_missing_nothing_is_claimed(tmp_path):
     procedure = experiment(tmp_path, tune=GRID)
     for run in procedure.known_runs():
-        finish(run, misled(run))
+        finish_run(run, misled(run))
     reopened = Procedure(procedure.experiment)
     for run in reopened.known_runs():
         if run.stage == "final" and (run.arm, run.rate) != ("softmax", 4e-3):
-            finish(run, misled(run))
+            finish_run(run, misled(run))
     line = Procedure(procedure.experiment).judgement().entries()[1]
     assert (line["verdict"], line["reason"]) == ("incomplete", "0 of 3 seeds have ended")
     assert Procedure(procedure.experiment).judgement().entries()[0]["rate"] == 2e-3, (
@@ -290,7 +299,7 @@ def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(t
         ("ssmax", 2): -0.05,
         ("ssmax", 3): 0.01,
     }
-    finished = finish_all(
+    finished = finish_all_runs(
         experiment(tmp_path, primary=primary | {"spread": 0.005}), lambda run: 5.0 + noise[run.arm, run.seed]
     )
     spread = np.std([0.05, -0.05, 0.01], ddof=1)
@@ -316,7 +325,7 @@ def test_an_arm_is_tuned_that_starts_from_one_without_a_rate_of_its_own(tmp_path
         )
         trained_folders |= {run.config.run_folder for run in unfinished}
         for run in unfinished:
-            finish(run, 5 + abs((run.rate or 0) - 2e-2) + 0.001 * run.seed)
+            finish_run(run, 5 + abs((run.rate or 0) - 2e-2) + 0.001 * run.seed)
     assert procedure.choice("").rates == dict.fromkeys(arms, 2e-2)
     from_others = [run for run in procedure.known_runs() if run.source]
     assert all((run.source.seed, run.source.stage) == (run.seed, run.stage) for run in from_others)
@@ -328,7 +337,7 @@ def test_an_arm_is_tuned_that_starts_from_one_without_a_rate_of_its_own(tmp_path
 
 def test_the_noise_of_an_experiments_final_runs_is_said_in_the_plan_and_on_the_page(tmp_path):
     grid, values = np.random.default_rng(0), {}
-    procedure = finish_all(
+    procedure = finish_all_runs(
         experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]}),
         lambda run: values.setdefault(run.config.run_folder, float(grid.normal(3.0, 0.1))),
     )

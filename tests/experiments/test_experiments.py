@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 import pytest
 from conftest import lm
-from fabricated import finish, finish_all, launching
-from manifests import put
-from trials import written
+from fabricated import finish_all_runs, finish_run, trainer_that_calls
+from manifests import write_recorded_file
+from trials import write_experiment
 
 from lm.config.training_config import LogConfig
 from lm.errors import ConfigError, Diverged, RunError
@@ -32,7 +32,7 @@ WILD = {"optim.lr": 1e30, "optim.optimizer.weight_decay": 0, "optim.grad_clip": 
 SHORT = [f"{key}=8" for key in ("trainer.max_steps", "trainer.checkpoint_every", "eval.every")]
 SHORT += ["eval.sequences=64", "eval.long_context.length_factor=0"]
 
-pytestmark = pytest.mark.usefixtures("inline")
+pytestmark = pytest.mark.usefixtures("runs_in_process")
 
 
 @pytest.fixture
@@ -50,16 +50,16 @@ def here(run: Run) -> int:
 
 
 def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, capsys):
-    path = written(tmp_path)
+    path = write_experiment(tmp_path)
     procedure = Procedure(read_experiment(path, overrides))
     labels = []
 
     def launch(run: Run) -> int:
         """Train final runs; those of the tuning are made up, best at 2e-2."""
         labels.append(run.label)
-        return here(run) if run.stage == "final" else finish(run, 5.0 + abs(run.rate - 2e-2)) or 0
+        return here(run) if run.stage == "final" else finish_run(run, 5.0 + abs(run.rate - 2e-2)) or 0
 
-    launching(procedure, launch).train_all()
+    trainer_that_calls(procedure, launch).train_all()
     runs = procedure.known_runs()
     assert len(labels) == len(set(labels)) == len(runs)
     assert len({run.rate for run in runs if run.stage == "tune"}) > 2, "one of two rates is at an edge: the grid grows"
@@ -69,7 +69,7 @@ def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, 
     assert (soft["runs"], scalable["runs"], scalable["verdict"]) == (2, 2, "incomplete")
     assert scalable["difference"][0] == pytest.approx(scalable["mean"] - soft["mean"], abs=1e-6)
 
-    launching(procedure, lambda run: pytest.fail(f"{run.label} is trained again")).train_all()
+    trainer_that_calls(procedure, lambda run: pytest.fail(f"{run.label} is trained again")).train_all()
     compare_experiments([read_experiment(path, overrides)], TrainingOptions(), report_only=True)
     folder = procedure.experiment.folder
     assert json.loads((folder / "verdicts.json").read_text())["arms"][1]["verdict"] == "exploratory: incomplete", (
@@ -80,10 +80,10 @@ def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, 
 
 
 def test_what_was_stopped_goes_on_and_what_failed_is_said(tmp_path, overrides):
-    path = written(tmp_path, tune=None)
+    path = write_experiment(tmp_path, tune=None)
     procedure = Procedure(read_experiment(path, overrides))
     with pytest.raises(Stopped, match=r"stopped by SIGINT: .*the same command goes on"):
-        launching(procedure, lambda run: here(run) if run.arm == "softmax" else interrupt()).train_all()
+        trainer_that_calls(procedure, lambda run: here(run) if run.arm == "softmax" else interrupt()).train_all()
     assert [run.outcome.state for run in procedure.known_runs()] == [
         "finished",
         "unfinished",
@@ -94,14 +94,14 @@ def test_what_was_stopped_goes_on_and_what_failed_is_said(tmp_path, overrides):
     with pytest.raises(
         RunError, match=r"2 runs failed .*ssmax-seed1-.*status 1: no output.*--retry tries others again"
     ):
-        launching(
+        trainer_that_calls(
             procedure, lambda run: labels.append(run.label) or (here(run) if run.arm == "softmax" else 1)
         ).train_all()
     assert labels == ["ssmax seed 1", "softmax seed 2", "ssmax seed 2"]
     with pytest.raises(RunError, match="2 runs failed"):
-        launching(procedure, lambda run: pytest.fail(f"{run.label} is tried again")).train_all()
+        trainer_that_calls(procedure, lambda run: pytest.fail(f"{run.label} is tried again")).train_all()
     assert lm("compare", str(path), *overrides, "--report-only").stdout.count("status 1: no output") == 2
-    jobs = launching(procedure, lambda run: labels.append(run.label) or 1)
+    jobs = trainer_that_calls(procedure, lambda run: labels.append(run.label) or 1)
     forget_failures(procedure)
     with pytest.raises(RunError, match="2 runs failed"):
         jobs.train_all()
@@ -110,7 +110,7 @@ def test_what_was_stopped_goes_on_and_what_failed_is_said(tmp_path, overrides):
 
 
 def test_a_run_whose_last_evaluation_failed_has_failed_and_the_others_go_on(tmp_path, overrides, monkeypatch):
-    path = written(
+    path = write_experiment(
         tmp_path, tune=None, seeds=[1], primary={"metric": "long/loss as trained", "better": "lower", "matters": 0.05}
     )
     procedure = Procedure(read_experiment(path, [*overrides, "eval.long_context.length_factor=2"]))
@@ -125,25 +125,27 @@ def test_a_run_whose_last_evaluation_failed_has_failed_and_the_others_go_on(tmp_
         r"by zero\); lm eval "
     )
     with pytest.raises(RunsFailed, match=wrong):
-        launching(procedure, train_broken).train_all()
+        trainer_that_calls(procedure, train_broken).train_all()
     softmax, ssmax = procedure.known_runs()
     assert (softmax.outcome.state, ssmax.outcome.state) == ("unfinished", "finished")
     evaluate_runs([softmax.config.run_folder])
-    launching(Procedure(procedure.experiment), lambda run: pytest.fail(f"{run.label} is trained again")).train_all()
+    trainer_that_calls(
+        Procedure(procedure.experiment), lambda run: pytest.fail(f"{run.label} is trained again")
+    ).train_all()
 
 
 def test_an_experiment_that_fails_or_is_not_sent_does_not_keep_the_next_from_its_work(
     tmp_path, overrides, monkeypatch, capsys
 ):
     names = ("fails", "is_not_sent", "goes_on")
-    files = [written(tmp_path, tune=None, seeds=[1]).rename(tmp_path / f"{name}.yaml") for name in names]
+    files = [write_experiment(tmp_path, tune=None, seeds=[1]).rename(tmp_path / f"{name}.yaml") for name in names]
     worked = []
 
     def work(trainer: ExperimentTrainer) -> None:
         worked.append(trainer.procedure.experiment.name)
         if worked[-1] == "fails":
             raise RunsFailed("fails failed")
-        finish_all(trainer.procedure, lambda run: 5.0)
+        finish_all_runs(trainer.procedure, lambda run: 5.0)
 
     def send(log: LogConfig, name: str, *arguments: object) -> None:
         if name == "is_not_sent":
@@ -162,12 +164,12 @@ def interrupt() -> int:
 
 
 def test_a_run_that_diverges_is_counted_and_not_trained_again(tmp_path, overrides, capsys):
-    path = written(tmp_path, tune=None, arms={"softmax": {}, "wild": WILD})
+    path = write_experiment(tmp_path, tune=None, arms={"softmax": {}, "wild": WILD})
     procedure = Procedure(read_experiment(path, overrides))
-    launching(procedure, here).train_all()
+    trainer_that_calls(procedure, here).train_all()
     assert [run.outcome.state for run in procedure.known_runs()] == ["finished", "diverged"] * 2
     assert re.search(r"final: wild seed 1: diverged \(\S.*finite.*\), \d+ s; ", capsys.readouterr().out)
-    launching(procedure, lambda run: pytest.fail(f"{run.label} is trained again")).train_all()
+    trainer_that_calls(procedure, lambda run: pytest.fail(f"{run.label} is trained again")).train_all()
     _, wild = procedure.judgement().entries()
     assert wild["verdict"] == "unstable"
     assert wild["reason"].startswith("2 final runs diverged: wild seed 1: "), wild["reason"]
@@ -175,17 +177,17 @@ def test_a_run_that_diverges_is_counted_and_not_trained_again(tmp_path, override
 
 def test_a_run_has_ended_only_with_its_last_checkpoint_and_the_primary_metric(tmp_path, overrides):
     experiment = read_experiment(
-        written(tmp_path, tune=None, seeds=[1]), [*overrides, "eval.long_context.length_factor=2"]
+        write_experiment(tmp_path, tune=None, seeds=[1]), [*overrides, "eval.long_context.length_factor=2"]
     )
     procedure = Procedure(experiment)
-    launching(procedure, here).train_all()
+    trainer_that_calls(procedure, here).train_all()
     outcome = next(iter(procedure.known_runs())).outcome
     assert outcome.state == "finished"
     assert replace(outcome, metric="needle/exact").state == "unfinished"
     long_context = evaluation_path(outcome.folder, "long_context", outcome.last_step)
     long_context.unlink()
     assert replace(outcome).state == "unfinished", "killed after the validation"
-    launching(Procedure(experiment), lambda run: train(replace(run.config, resume="auto"))).train_all()
+    trainer_that_calls(Procedure(experiment), lambda run: train(replace(run.config, resume="auto"))).train_all()
     assert (replace(outcome).state, long_context.exists()) == ("finished", True)
     long_context.unlink()
     with (outcome.folder / "metrics.jsonl").open("a") as log:
@@ -196,10 +198,14 @@ def test_a_run_has_ended_only_with_its_last_checkpoint_and_the_primary_metric(tm
 
 
 def test_a_metric_that_is_not_measured_stops_the_experiment_with_its_first_run(tmp_path, overrides):
-    path = written(tmp_path, tune=None, primary={"metric": "tasks/mine/acc"}, evaluate={"eval.tasks": ["mine"]})
+    path = write_experiment(
+        tmp_path, tune=None, primary={"metric": "tasks/mine/acc"}, evaluate={"eval.tasks": ["mine"]}
+    )
     wrong = r"primary\.metric tasks/mine/acc was not measured .*; correct the file: lm metrics"
     with pytest.raises(RunError, match=wrong):
-        launching(Procedure(read_experiment(path, overrides)), lambda run: finish(run, 5.0) or 0).train_all()
+        trainer_that_calls(
+            Procedure(read_experiment(path, overrides)), lambda run: finish_run(run, 5.0) or 0
+        ).train_all()
 
 
 def test_metrics_are_known_before_they_are_measured(tmp_path, overrides):
@@ -215,11 +221,13 @@ def test_metrics_are_known_before_they_are_measured(tmp_path, overrides):
         *("needle.length_factors=[16]", "needle.trials=2", "needle.depths=[0.5]"),
     ]
     all_overrides = [*overrides, *(f"eval.{setting}" for setting in extra), "eval.sequences=4"]
-    procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1]), all_overrides))
+    procedure = Procedure(read_experiment(write_experiment(tmp_path, tune=None, seeds=[1]), all_overrides))
     run = procedure.known_runs()[0]
     assert here(run) == 0
     with pytest.raises(ConfigError, match="is not measured by sequence at the last step; choose from: ") as error:
-        read_experiment(written(tmp_path, tune=None, primary={"metric": "val/zzzzzzzzzzzzzzzzzz"}), all_overrides)
+        read_experiment(
+            write_experiment(tmp_path, tune=None, primary={"metric": "val/zzzzzzzzzzzzzzzzzz"}), all_overrides
+        )
     names = str(error.value).partition("choose from: ")[2].split(", ")
     assert len(names) == 11
     frame = pd.concat([evaluation.frame for evaluation in run.outcome.evaluations])
@@ -235,9 +243,9 @@ def test_metrics_are_known_before_they_are_measured(tmp_path, overrides):
 
 
 def test_runs_measured_on_other_sequences_are_measured_again(tmp_path, overrides, monkeypatch):
-    path = written(tmp_path, tune=None, seeds=[1])
+    path = write_experiment(tmp_path, tune=None, seeds=[1])
     procedure = Procedure(read_experiment(path, overrides))
-    launching(procedure, here).train_all()
+    trainer_that_calls(procedure, here).train_all()
     softmax, _ = [run.config.run_folder for run in procedure.known_runs()]
     assert lm("eval", str(softmax), "eval.sequences=32").returncode == 0
     again = Procedure(procedure.experiment)
@@ -249,11 +257,13 @@ def test_runs_measured_on_other_sequences_are_measured_again(tmp_path, overrides
 
 
 def test_runs_on_other_text_are_not_mixed_in(tmp_path, overrides):
-    path, text = written(tmp_path, tune=None), tmp_path / "texts"
+    path, text = write_experiment(tmp_path, tune=None), tmp_path / "texts"
     shutil.copytree(next(override for override in overrides if "paths" in override).partition("[")[2][:-1], text)
     own_overrides = [*overrides, f"data.source.paths=[{text}]", f"data.root={tmp_path / 'stores'}"]
     folder = open_experiment(read_experiment(path, own_overrides)).experiment.folder
-    put(folder / "resolved.json", {"data_fingerprint": "0" * 16, "precision": 32, "compile": False, "threads": 1})
+    write_recorded_file(
+        folder / "resolved.json", {"data_fingerprint": "0" * 16, "precision": 32, "compile": False, "threads": 1}
+    )
     with pytest.raises(RunError, match="the text is not what the first runs were trained on"):
         start(read_experiment(path, own_overrides))
 
@@ -270,7 +280,7 @@ def test_held_out_documents_are_left_for_each_use(selecting: bool, changes: dict
         ConfigError,
         match=rf"base.data.val_fraction = 0.2: none of the \d+ held-out documents is left to {use} on",
     ):
-        start(read_experiment(written(tmp_path, **changes), overrides))
+        start(read_experiment(write_experiment(tmp_path, **changes), overrides))
 
 
 def test_the_plan_needs_no_text_and_prepares_none(tmp_path, overrides):
@@ -281,11 +291,15 @@ def test_the_plan_needs_no_text_and_prepares_none(tmp_path, overrides):
         f"data.source.paths=[{tmp_path / 'nowhere'}]",
         f"data.root={tmp_path / 'stores'}",
     ]
-    result = lm("compare", str(written(tmp_path)), *missing_text, "--plan")
+    result = lm("compare", str(write_experiment(tmp_path)), *missing_text, "--plan")
     assert result.returncode == 0, result.stderr
     assert "16 runs, 0.3 M tokens, " in result.stdout, result.stdout
     bad_tokenizer = lm(
-        "compare", str(written(tmp_path)), *missing_text, "--plan", "data.tokenizer={name: file, path: gone.json}"
+        "compare",
+        str(write_experiment(tmp_path)),
+        *missing_text,
+        "--plan",
+        "data.tokenizer={name: file, path: gone.json}",
     )
     counted = "16 runs; the grid may grow twice, and final seeds are trained at each chosen rate: two are counted"
     assert f"{counted}; tokens and FLOPs: not known before lm prepare" in bad_tokenizer.stdout, bad_tokenizer.stderr
@@ -294,7 +308,7 @@ def test_the_plan_needs_no_text_and_prepares_none(tmp_path, overrides):
 
 
 def test_the_first_start_settles_an_experiment(tmp_path, overrides, monkeypatch):
-    path, first = written(tmp_path), start(read_experiment(written(tmp_path), overrides)).experiment
+    path, first = write_experiment(tmp_path), start(read_experiment(write_experiment(tmp_path), overrides)).experiment
     content = (first.folder / "resolved.json").read_text()
     monkeypatch.setattr("lm.experiments.compare._machine_settings", lambda *_: pytest.fail("was settled by the first"))
     again = start(read_experiment(path, [*overrides, "trainer.threads=null"]), jobs=7).experiment
@@ -305,7 +319,7 @@ def test_the_first_start_settles_an_experiment(tmp_path, overrides, monkeypatch)
 
 def test_changes_of_what_is_trained_give_other_runs_and_changes_of_labels_do_not(tmp_path, overrides):
     def folders(*extra_overrides: str, **changes: object) -> list[str]:
-        experiment = read_experiment(written(tmp_path, tune=None, **changes), [*overrides, *extra_overrides])
+        experiment = read_experiment(write_experiment(tmp_path, tune=None, **changes), [*overrides, *extra_overrides])
         return [run.config.run_folder.name for run in Procedure(experiment).known_runs()]
 
     before = folders()

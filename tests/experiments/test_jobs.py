@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from fabricated import finish, launching
-from folders import last_checkpoint, metrics, same, weights
-from trials import written
+from fabricated import finish_run, trainer_that_calls
+from folders import checkpoint_weights, equal_tensors, last_checkpoint, metric_lines
+from trials import write_experiment
 from waiting import wait_until
 
 from lm.errors import RunError
@@ -28,7 +28,7 @@ from lm.training.train import train
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    return written(tmp_path, tune=None)
+    return write_experiment(tmp_path, tune=None)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def with_one_run_left(file: Path, overrides: list[str]) -> Procedure:
     """An experiment all runs of which but the first are finished."""
     procedure = Procedure(read_experiment(file, overrides))
     for run in procedure.known_runs()[1:]:
-        finish(run, 5.0)
+        finish_run(run, 5.0)
     return procedure
 
 
@@ -56,12 +56,12 @@ def test_a_run_that_a_signal_ended_has_not_failed_however_often(file, overrides,
     procedure = with_one_run_left(file, overrides)
     for _ in range(3):
         with pytest.raises(RunError, match=r"the same command goes on"):
-            launching(procedure, lambda _: int(status)).train_all()
+            trainer_that_calls(procedure, lambda _: int(status)).train_all()
     with pytest.raises(RunError, match=r"--retry tries others again"):
-        launching(procedure, lambda _: 1).train_all()
+        trainer_that_calls(procedure, lambda _: 1).train_all()
     assert read_failure(procedure.known_runs()[0]).reason == "no output"
     forget_failures(procedure)
-    launching(procedure, lambda run: finish(run, 5.0) or 0).train_all()
+    trainer_that_calls(procedure, lambda run: finish_run(run, 5.0) or 0).train_all()
     assert not list((procedure.experiment.folder / "logs").glob("*.failed.json"))
 
 
@@ -180,12 +180,16 @@ def test_killed_at_random_the_same_work_ends_with_the_same_numbers(file, overrid
         Procedure(killed.experiment).known_runs(), undisturbed.known_runs(), strict=True
     ):
         assert metrics_but_times(killed_run.config.run_folder) == metrics_but_times(undisturbed_run.config.run_folder)
-        assert same(weights(killed_run.config.run_folder), weights(undisturbed_run.config.run_folder))
+        assert equal_tensors(
+            checkpoint_weights(killed_run.config.run_folder), checkpoint_weights(undisturbed_run.config.run_folder)
+        )
     assert Procedure(killed.experiment).judgement().entries() == Procedure(undisturbed.experiment).judgement().entries()
 
 
 def metrics_but_times(folder: Path) -> list[dict]:
     """A run's log without what the machine decides; a measurement that a kill made the run repeat stands there once."""
     machine_names = ("tokens_per_s", "elapsed_s", "peak_memory_bytes")
-    lines = [{name: value for name, value in line.items() if name not in machine_names} for line in metrics(folder)]
+    lines = [
+        {name: value for name, value in line.items() if name not in machine_names} for line in metric_lines(folder)
+    ]
     return [line for number, line in enumerate(lines) if line not in lines[:number]]

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from conftest import ROOT
 from conftest import lm as command
-from prose import blocks
+from prose import code_blocks
 
 import lm
 from lm.errors import ConfigError, RunError
@@ -312,7 +312,7 @@ BOUNDS = ("", "__MIN", "__MAX")  # of each column that wandb exports
 
 def test_the_example_of_the_page_judges_an_export_of_wandb(tmp_path, monkeypatch):
     code = next(
-        block for block in blocks((ROOT / "docs" / "experiments.md").read_text(), "python") if "lm.judge" in block
+        block for block in code_blocks((ROOT / "docs" / "experiments.md").read_text(), "python") if "lm.judge" in block
     )
     values = {
         f"{arm}-seed{seed} - eval/loss{bound}": [5.0, value]

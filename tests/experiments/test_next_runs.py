@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from trials import TUNED, written
+from trials import TUNED_EXPERIMENT, write_experiment
 
 from lm.config.tree import Config
 from lm.experiments.definition import read_experiment
@@ -73,7 +73,7 @@ def ends_in_order(file: Path, overrides: list[str], order: random.Random) -> lis
 @pytest.mark.parametrize("changes", [{}, {"tune": None}], ids=["tuned", "untuned"])
 def test_the_same_runs_are_needed_in_whatever_order_they_end(tmp_path, changes):
     file, overrides = (
-        written(tmp_path, **TUNED | {"arms": ARMS} | changes),
+        write_experiment(tmp_path, **TUNED_EXPERIMENT | {"arms": ARMS} | changes),
         ["data.source.paths=[.]", f"runs={tmp_path}/runs"],
     )
     known = ends_in_order(file, overrides, random.Random(0))

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import CALLS, PROCESSES, ROOT, Inline
-from fabricated import launching
+from conftest import IN_PROCESS_SUBPROCESS, ROOT, SUBPROCESS_MODULE, InlineExecutor
+from fabricated import trainer_that_calls
 from folders import last_checkpoint
-from prose import blocks
+from prose import code_blocks
 from test_experiments import SHORT, here
-from trials import written
+from trials import write_experiment
 from waiting import wait_until
 
 import lm
@@ -36,7 +36,7 @@ def experiment(corpus: Path, store_root: Path, tmp_path_factory: pytest.TempPath
     """An experiment file whose runs are finished, and its overrides."""
     folder = tmp_path_factory.mktemp("experiment")
     (folder / "rates.csv").write_text(TABLE)
-    path = written(folder, tune={"table": "rates.csv"}, seeds=[1, 2, 3])
+    path = write_experiment(folder, tune={"table": "rates.csv"}, seeds=[1, 2, 3])
     overrides = [
         f"data.source.paths=[{corpus}]",
         f"data.root={store_root}",
@@ -45,8 +45,8 @@ def experiment(corpus: Path, store_root: Path, tmp_path_factory: pytest.TempPath
         "optim.batch_tokens=512",
     ]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("lm.experiments.loop.ThreadPoolExecutor", Inline)
-        launching(open_experiment(read_experiment(path, overrides)), here).train_all()
+        patched.setattr("lm.experiments.loop.ThreadPoolExecutor", InlineExecutor)
+        trainer_that_calls(open_experiment(read_experiment(path, overrides)), here).train_all()
     return path, overrides
 
 
@@ -100,10 +100,10 @@ def test_the_long_table_holds_what_the_verdict_follows_from(experiment, tmp_path
 
 
 @pytest.mark.slow
-def test_the_page_of_python_runs(experiment, tmp_path, monkeypatch, called):
+def test_the_page_of_python_runs(experiment, tmp_path, monkeypatch, training_in_process):
     """The code of docs/python.md, with a smaller run and an experiment that is finished in place of the preset."""
     file, overrides = experiment
-    (page,) = blocks((ROOT / "docs" / "python.md").read_text(), "python")
+    (page,) = code_blocks((ROOT / "docs" / "python.md").read_text(), "python")
     small = {
         '{"max_steps": 100}': '{"max_steps": 8}, "optim": {"warmup_steps": 2}, "eval": {"recall": {"sequences": 8, '
         '"length_factors": [1]}}',
@@ -135,7 +135,7 @@ def test_mappings_hold_all_that_yaml_holds_and_an_error_all_of_its_lines(argumen
     given = [*arguments, {"name": "mixed", **mixed, "optim": {"lr": np.float64(1e-3)}}]
     folder = lm.train(*given)
     assert read_config(folder).data.lengths.weights == {16: 0.5, 32: 0.5}
-    monkeypatch.setattr(PROCESSES, CALLS)
+    monkeypatch.setattr(SUBPROCESS_MODULE, IN_PROCESS_SUBPROCESS)
     with pytest.raises(RunError, match=r"(?s)2 problems.*optim\.lr = 0\.002.*optim\.grad_clip = 2"):
         lm.train(*given, {"resume": "auto", "optim": {"lr": 2e-3, "grad_clip": 2.0}})
     with pytest.raises(ConfigError, match=r"optim: .* is no plain value"):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, lm, thinned
-from trials import procedure_of, written
+from conftest import ROOT, lm, mark_others_slow
+from trials import procedure_of, write_experiment
 
 from lm.config.load import load_config
 from lm.errors import ConfigError, RunError
@@ -70,7 +70,7 @@ def test_the_users_own_devices_are_handed_out_and_no_others(gpus, tmp_path, coun
 def test_more_than_there_is_is_refused_before_anything_starts(gpus, tmp_path):
     gpus(2, "4,5")
     overrides = ["data.source.paths=[.]", f"runs={tmp_path / 'runs'}", "trainer.accelerator=gpu", "trainer.devices=3"]
-    result = lm("compare", str(written(tmp_path)), *overrides, "data.seq_len=16", "optim.batch_tokens=768")
+    result = lm("compare", str(write_experiment(tmp_path)), *overrides, "data.seq_len=16", "optim.batch_tokens=768")
     assert result.returncode == ConfigError.exit_code
     assert "trainer.devices = 3: this process sees 2 GPUs" in result.stderr
     assert not (tmp_path / "runs").exists()
@@ -102,7 +102,7 @@ sys.exit(3)
 """
 
 
-@pytest.mark.parametrize("slots_per_gpu", thinned([1, 2], [2]))
+@pytest.mark.parametrize("slots_per_gpu", mark_others_slow([1, 2], [2]))
 def test_the_process_of_each_run_sees_its_devices_alone(gpus, tmp_path, monkeypatch, slots_per_gpu):
     gpus(3, "GPU-a,GPU-b,GPU-c")
     program, events = tmp_path / "program", tmp_path / "events"

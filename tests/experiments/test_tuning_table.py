@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
-from fabricated import finish_all
+from fabricated import finish_all_runs
 from trials import procedure_of
 
 from lm.errors import ConfigError
@@ -30,7 +30,7 @@ def experiment(folder: Path, **changes: object) -> Procedure:
 @pytest.fixture(scope="module")
 def on_a_grid(tmp_path_factory) -> Procedure:
     """An experiment that was tuned on a grid."""
-    return finish_all(experiment(tmp_path_factory.mktemp("grid")), loss)
+    return finish_all_runs(experiment(tmp_path_factory.mktemp("grid")), loss)
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def table(tmp_path, on_a_grid) -> Path:
 
 def test_a_table_chooses_the_rates_that_the_grid_chose(tmp_path, table, on_a_grid):
     assert on_a_grid.choice("").rates == BEST
-    by_table = finish_all(experiment(tmp_path, tune={"table": "rates.csv"}), loss)
+    by_table = finish_all_runs(experiment(tmp_path, tune={"table": "rates.csv"}), loss)
     assert by_table.choice("").rates == BEST
     assert by_table.tuning_runs("").equals(on_a_grid.tuning_runs(""))
     assert {run.stage for run in by_table.known_runs()} == {"final"}
@@ -104,6 +104,6 @@ def test_a_table_that_is_not_there_and_one_beside_a_grid_are_refused(tmp_path):
 
 def test_a_grid_that_would_leave_the_key_s_range_ends_not_tuned(tmp_path):
     procedure = experiment(tmp_path, tune={"key": "optim.optimizer.beta1", "grid": [0.3, 0.6], "seeds": [101, 102]})
-    finish_all(procedure, lambda run: 2 - run.rate)
+    finish_all_runs(procedure, lambda run: 2 - run.rate)
     assert {run.rate for run in procedure.known_runs()} == {0.3, 0.6}
     assert [line["verdict"] for line in procedure.judgement().entries()[1:]] == ["not tuned"] * 2

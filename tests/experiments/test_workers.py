@@ -14,8 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, lm
-from fabricated import finish
-from trials import written
+from fabricated import finish_run
+from trials import write_experiment
 from waiting import wait_until
 
 from lm.errors import ConfigError, RunError
@@ -30,7 +30,7 @@ INSTALLED = pytest.mark.skipif(find_spec("submitit") is None, reason="without su
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    return written(tmp_path, tune=None)
+    return write_experiment(tmp_path, tune=None)
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_runs_that_jobs_train_are_left_to_them(file, arguments):
             1,
             f"error: {path}: job 42 of slurm trains this run; {remedy}",
         )
-    finish(procedure.known_runs()[1], 5.0)
+    finish_run(procedure.known_runs()[1], 5.0)
     assert len(lm("compare", str(file), *arguments[1:], "--commands").stdout.splitlines()) == 3
     assert not path.exists(), "its run has ended"
 
@@ -140,7 +140,7 @@ def test_what_fails_before_anything_is_trained_leaves_no_lock_and_no_folder(file
 def test_commands_are_printed_of_the_runs_that_nobody_works_on(file, arguments):
     procedure = start(read_experiment(file, arguments[1:]))
     runs = procedure.known_runs()
-    finish(runs[0], 5.0)
+    finish_run(runs[0], 5.0)
     lines = lm("compare", str(file), *arguments[1:], "--commands").stdout.splitlines()
     files = [shlex.split(line)[shlex.split(line).index("train") + 1] for line in lines]
     assert [Path(path).stem for path in files] == [run.config.name for run in runs[1:]]
@@ -212,7 +212,7 @@ def test_a_run_on_several_nodes_is_one_job_of_a_task_for_each_device(file, argum
         (scheduler.parent / "programs" / name).write_text(f"#!{sys.executable}{text}")
     arms = {"softmax": {}, "swapped": {"from": "softmax", "swap": {"to": "ssmax"}}}
     changes = {"arms": arms, "seeds": [1], "evaluate": {"eval.sequences": 8}}
-    command = ["compare", str(written(tmp_path, tune=None, **changes)), *arguments[1:], "trainer.num_nodes=2"]
+    command = ["compare", str(write_experiment(tmp_path, tune=None, **changes)), *arguments[1:], "trainer.num_nodes=2"]
     result = lm(*command, "--submit", "slurm", process=True)
     assert result.returncode == 0, result.stderr
     softmax, swapped = open_experiment(read_experiment(file, [*arguments[1:], "trainer.num_nodes=2"])).known_runs()

@@ -14,8 +14,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 import yaml
-from conftest import ROOT, lm, thinned
-from manifests import edited
+from conftest import ROOT, lm, mark_others_slow
+from manifests import edit_json
 from test_import import CASES, T, V, imported, save
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -122,7 +122,7 @@ def test_transformers_stops_at_the_tokens_that_end_documents(normalizer: str, en
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     shape = replace(SHAPES["gpt2"], normalizer={"softmax": opt.Softmax, "ssmax": opt.SSMax}[normalizer]())
     ours = save_model(Decoder(shape, V, 64, seed=3), tmp_path / "ours", tmp_path / "tokenizer.json")
-    edited(ours / "lm.json", lambda description: description["spec"].update(end_tokens=end_tokens))
+    edit_json(ours / "lm.json", lambda description: description["spec"].update(end_tokens=end_tokens))
     out = exported(ours, tmp_path / "hf")
     tokenizer_read = AutoTokenizer.from_pretrained(out)
     ids = [tokenizer.token_to_id(token) for token in end_tokens or ["<|endoftext|>"]]
@@ -253,7 +253,7 @@ def of_transformers(folder: Path, kernel: str = "sdpa", **options: object) -> Pr
     ).eval()
 
 
-@pytest.mark.parametrize("case", thinned(OWN_CODE, (*DEFAULT, *PARTS)))
+@pytest.mark.parametrize("case", mark_others_slow(OWN_CODE, (*DEFAULT, *PARTS)))
 @torch.no_grad()
 def test_code_of_its_own_computes_our_logits_whole_packed_padded_and_cached(case: str, tmp_path: Path):
     decoder, folder = moved(OWN_CODE[case], 128, tmp_path)

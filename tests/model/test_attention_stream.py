@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import thinned
+from conftest import mark_others_slow
 from torch import Tensor
 
 from lm.attention import catalogue
@@ -58,7 +58,7 @@ def dense(decoder: Decoder, sample: Batch) -> list[tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("documents", [False, True], ids=["one document", "isolated documents"])
-@pytest.mark.parametrize("block", thinned(["attention", "grouped queries", "gau"], ["grouped queries", "gau"]))
+@pytest.mark.parametrize("block", mark_others_slow(["attention", "grouped queries", "gau"], ["grouped queries", "gau"]))
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
 def test_streamed_weights_are_the_dense_definition_and_reproduce_the_layers_output(
     name: str, block: str, documents: bool

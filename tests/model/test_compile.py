@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import ROOT
-from folders import differences, kill_after
+from folders import delete_checkpoints_after, run_differences
 from torch._dynamo.testing import CompileCounter
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -142,7 +142,7 @@ def test_a_compiled_run_that_was_killed_and_resumed_is_the_same_to_the_bit(tiny,
         tiny("trainer.compile=true", *options, f"name={name}", "resume=auto") for name in ("whole", "killed")
     )
     assert (train(whole_run), train(killed_run)) == (0, 0)
-    kill_after(killed_run.run_folder, 4)
+    delete_checkpoints_after(killed_run.run_folder, 4)
     torch._dynamo.reset()
     assert train(killed_run) == 0
-    assert differences(whole_run.run_folder, killed_run.run_folder) == []
+    assert run_differences(whole_run.run_folder, killed_run.run_folder) == []

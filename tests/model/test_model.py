@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from conftest import thinned
+from conftest import mark_others_slow
 
 from lm.attention import catalogue
 from lm.attention import catalogue as opt
@@ -182,7 +182,7 @@ def make_decoder(name: str, block: str, options: Mapping[str, object] = {}, **ch
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("block", thinned(BLOCKS, ["grouped", "gau"]))
+@pytest.mark.parametrize("block", mark_others_slow(BLOCKS, ["grouped", "gau"]))
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
 def test_prefill_equals_decoding_step_by_step_equals_packed_documents(name: str, block: str):
     model = make_decoder(name, block)
@@ -212,7 +212,7 @@ def test_the_states_of_the_last_tokens_alone_are_the_same_in_other_blocks(tiny, 
     same_states_of_the_last_tokens(model, torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0)))
 
 
-@pytest.mark.parametrize("block", thinned(BLOCKS, ["grouped", "gau"]))
+@pytest.mark.parametrize("block", mark_others_slow(BLOCKS, ["grouped", "gau"]))
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
 def test_gradients_of_answers_need_no_queries_before_them(name: str, block: str):
     model = make_decoder(name, block).train()

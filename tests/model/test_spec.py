@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import lm as command
-from manifests import edited
+from manifests import edit_json
 
 import lm
 from lm.attention import catalogue as opt
@@ -115,7 +115,7 @@ ALTERED = {
 @pytest.mark.parametrize("change", ALTERED)
 def test_a_description_that_does_not_fit_is_refused(saved: Path, change: str):
     alter, words = ALTERED[change]
-    edited(saved / DESCRIPTION, alter)
+    edit_json(saved / DESCRIPTION, alter)
     with pytest.raises(RunError, match=words):
         lm.load(saved)
 

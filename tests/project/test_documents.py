@@ -39,19 +39,19 @@ documents = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.nam
 
 def inline(text: str) -> list[str]:
     """What stands in backticks within a line."""
-    return re.findall(r"`([^`\n]+)`", prose.BLOCK.sub("", text))
+    return re.findall(r"`([^`\n]+)`", prose.LANGUAGE_BLOCK.sub("", text))
 
 
 def headings(path: Path) -> set[str]:
     """The anchors of a document's headings."""
-    titles = re.findall(r"^#+ (.+)$", prose.BLOCK.sub("", path.read_text()), re.MULTILINE)
+    titles = re.findall(r"^#+ (.+)$", prose.LANGUAGE_BLOCK.sub("", path.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def missing_links(path: Path) -> list[str]:
     """Targets of links and images that are no file, or no heading of it."""
     wrong = []
-    for target in re.findall(r"\]\(([^)\s]+)\)", prose.BLOCK.sub("", path.read_text())):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose.LANGUAGE_BLOCK.sub("", path.read_text())):
         name, _, anchor = target.partition("#")
         file = path.parent / name if name else path
         if not target.startswith("https://") and (not file.exists() or (anchor and anchor not in headings(file))):
@@ -68,7 +68,7 @@ def missing_files(text: str) -> list[str]:
 def commands(text: str) -> list[list[str]]:
     """`lm` commands in blocks and in backticks, as words; loop variables have their first value."""
     lines = [line for code in inline(text) for line in [code] if not code.endswith("...")]
-    for block in prose.blocks(text, "bash"):
+    for block in prose.code_blocks(text, "bash"):
         for name, value in re.findall(r"for (\w+) in (\S+)", block):
             block = block.replace(f"${name}", value)
         lines += block.replace("\\\n", " ").splitlines()
@@ -144,16 +144,16 @@ def test_links_lead_to_files_and_headings(path: Path):
 
 @pytest.mark.parametrize("path", [*DOCUMENTS[:2], ROOT / "CHANGELOG.md", *prose.PAGES], ids=lambda path: path.name)
 def test_sentences_are_short(path: Path):
-    longest = 30 if path.name == "CHANGELOG.md" else prose.LONGEST
+    longest = 30 if path.name == "CHANGELOG.md" else prose.MAX_SENTENCE_WORDS
     assert prose.wrong_sentences(path.read_text(encoding="utf-8"), longest) == []
 
 
 def test_readme_and_pages_are_short():
     readme = DOCUMENTS[0].read_text()
-    assert prose.words(readme) <= prose.README_WORDS
+    assert prose.word_count(readme) <= prose.README_WORDS
     assert len(readme.splitlines()) <= prose.README_LINES
-    assert sum(prose.words(prose.prose(path.read_text())) for path in prose.PAGES) <= prose.MOST_PROSE
-    assert len(PAGES) <= prose.MOST_PAGES
+    assert sum(prose.word_count(prose.prose_of_page(path.read_text())) for path in prose.PAGES) <= prose.MAX_PROSE_WORDS
+    assert len(PAGES) <= prose.MAX_PAGES
 
 
 @documents
@@ -179,7 +179,7 @@ def test_configurations_can_be_loaded(path: Path, tmp_path: Path):
     text = path.read_text()
     folder = written_files(text, tmp_path)
     problems = {shlex.join(words): wrong_configuration(words, folder) for words in commands(text)}
-    for number, block in enumerate(prose.blocks(text, "yaml")):
+    for number, block in enumerate(prose.code_blocks(text, "yaml")):
         if set(re.findall(r"^(\w+):", block, re.MULTILINE)) <= BLOCKS | {"base"}:
             (folder / f"{number}.yaml").write_text(block)
             base = [] if "base:" in block else [str(ROOT / "configs" / "softmax.yaml")]
@@ -194,7 +194,7 @@ def tour() -> list[tuple[str, str]]:
 
 
 def test_the_tour_runs_and_ends_in_the_verdict_of_the_committed_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, called: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, training_in_process: None
 ):
     """In a folder of its own, with few steps and test sequences, in this process; the notebook is committed with the
     outputs and pictures of a whole run.
@@ -223,7 +223,7 @@ def test_the_tour_runs_and_ends_in_the_verdict_of_the_committed_runs(
 @pytest.mark.slow
 def test_the_readme_s_example_runs(tmp_path: Path):
     """Word for word, but in a folder of its own: the experiment ends in a verdict over five seeds."""
-    (example,) = [block for block in prose.blocks((ROOT / "README.md").read_text(), "bash") if "cat > " in block]
+    (example,) = [block for block in prose.code_blocks((ROOT / "README.md").read_text(), "bash") if "cat > " in block]
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     commands_path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": commands_path, "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled"}

@@ -59,7 +59,7 @@ def test_pages_are_what_their_results_say(monkeypatch, tmp_path):
 QUICK = ("eight-times-after", "recall-all", "recall-tuned", "overview-arms")  # a picture of each kind
 
 
-@pytest.mark.usefixtures("painted")
+@pytest.mark.usefixtures("drawn_pictures")
 def test_a_picture_of_each_kind_is_what_its_results_say():
     pictures = {
         ROOT / "docs" / f"{result.table_name}.svg": result.draw_picture()
@@ -73,7 +73,7 @@ def test_a_picture_of_each_kind_is_what_its_results_say():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("painted")
+@pytest.mark.usefixtures("drawn_pictures")
 def test_all_pages_and_pictures_are_what_their_results_say(monkeypatch):
     monkeypatch.setattr("sys.argv", ["recompute.py", "--check"])
     assert recompute.main() == 0

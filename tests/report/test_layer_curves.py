@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fabricated import save
+from fabricated import save_empty_checkpoint
 from reported import build_run, write_report
 
 from lm.report import comparison_pictures
@@ -25,7 +25,7 @@ def test_parameters_are_told_apart_by_layer_and_head_and_the_last_line_of_a_step
         {"step": 1, "tokens": 10, "normalizer/base.out.bias/layer10/rms": 0.5, "normalizer/s/layer2/head0": 7.0},
     ]  # fmt: skip
     (run / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    save(run, 2)
+    save_empty_checkpoint(run, 2)
     picture = parameter_picture(["softmax"], drawn_runs(compare_runs([read_run(run)])))
     drawn = {
         panel.title: {trace.label.rpartition(", ")[2]: trace for trace in panel.traces} for panel in picture.panels
@@ -41,7 +41,7 @@ def test_reports_show_them_where_they_are_logged(tmp_path: Path):
     run, other = build_run(tmp_path, "logged"), build_run(tmp_path, "other")
     lines = [{"step": step, "tokens": 1000 * step, "normalizer/s/layer1/head2": 0.5} for step in range(1, 601)]
     (run / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    save(run, 600)
+    save_empty_checkpoint(run, 600)
     for number, (runs, logged) in enumerate((([run], True), ([run, other], True), ([other], False))):
         page = write_report(runs, tmp_path / f"report{number}").html
         files = [*page.parent.glob("normalizer-parameters.*")]

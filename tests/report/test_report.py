@@ -4,8 +4,8 @@ import re
 
 import pytest
 import yaml
-from manifests import put
-from reported import build_run, compared, edit, write_report
+from manifests import write_recorded_file
+from reported import build_run, compare_folders, edit_evaluation, write_report
 
 from lm.errors import RunError
 from lm.report.comparison import Difference, compare_runs
@@ -14,8 +14,8 @@ from lm.report.tables import Column, numeral, signed_text
 from lm.runs.record import read_run
 
 
-def test_paired_differences_find_what_was_built_in(pair):
-    comparison = compare_runs([read_run(folder) for folder in pair])
+def test_paired_differences_find_what_was_built_in(report_runs):
+    comparison = compare_runs([read_run(folder) for folder in report_runs])
     validation, plain_rope, scaled_rope = comparison.differences
     assert validation.interval.low < validation.interval.mean < validation.interval.high < 0
     assert validation.interval.mean == pytest.approx(-0.05, abs=0.01)
@@ -55,20 +55,20 @@ def test_keys_that_differ_besides_the_normalizer_are_shouted(tmp_path):
     assert comparison.warning in write_report(folders, tmp_path / "out").html.read_text()
 
 
-def test_a_key_that_is_off_is_as_one_that_an_older_run_lacks(pair):
-    path = pair[1] / "config.yaml"
+def test_a_key_that_is_off_is_as_one_that_an_older_run_lacks(report_runs):
+    path = report_runs[1] / "config.yaml"
     config = yaml.safe_load(path.read_text())
     assert config["eval"].pop("diagnostics") is None
-    put(path, yaml.safe_dump(config, sort_keys=False))
-    diff = dict(compare_runs([read_run(folder) for folder in pair]).config_diff)
+    write_recorded_file(path, yaml.safe_dump(config, sort_keys=False))
+    diff = dict(compare_runs([read_run(folder) for folder in report_runs]).config_diff)
     assert "eval.diagnostics" not in diff
     assert diff["model.normalizer.scale"] == ("-", "learned")
 
 
-def test_an_unfinished_run_is_shouted(pair):
+def test_an_unfinished_run_is_shouted(report_runs):
     for kind in ("validation", "long_context"):
-        edit(pair[1], kind, lambda rows: None, tokens_seen=8192)
-    comparison = compare_runs([read_run(folder) for folder in pair])
+        edit_evaluation(report_runs[1], kind, lambda rows: None, tokens_seen=8192)
+    comparison = compare_runs([read_run(folder) for folder in report_runs])
     assert comparison.warning == "The runs have not seen the same number of tokens: softmax: 1,638,400; ssmax: 8,192."
 
 
@@ -114,7 +114,7 @@ def test_differences_are_between_seeds_in_common(tmp_path):
             for name, two in arms
             for seed in two
         ]
-        return compared(*folders)[1][()]
+        return compare_folders(*folders)[1][()]
 
     shared = of((1, 2), (2, 3))
     assert shared.interval.mean == pytest.approx(0, abs=0.02), "seed 2, not the means"
@@ -134,8 +134,8 @@ def test_labels_tell_arms_apart(tmp_path):
     assert labels == ["softmax, lr=0.001, a", "softmax, lr=0.002", "ssmax", "softmax, lr=0.001, d"]
 
 
-def test_the_baseline_is_chosen_by_run_arm_or_normalizer(pair):
-    records = [read_run(folder) for folder in pair]
+def test_the_baseline_is_chosen_by_run_arm_or_normalizer(report_runs):
+    records = [read_run(folder) for folder in report_runs]
     assert compare_runs(records).names[0] == "softmax"
     for name in ("scalable", "ssmax"):
         assert compare_runs(records, name).names[0] == "ssmax"
@@ -155,10 +155,10 @@ def test_too_few_documents_give_no_interval_and_are_said(tmp_path):
         build_run(tmp_path, name, normalizer, fingerprint="")
         for name, normalizer in (("soft", "softmax"), ("scalable", "ssmax"))
     ]
-    assert compared(*folders)[1][()].interval.noise_source == "documents, 1 seed"
+    assert compare_folders(*folders)[1][()].interval.noise_source == "documents, 1 seed"
     for folder in folders:
-        edit(folder, "validation", lambda rows: rows.assign(group=rows["sample"] // 64))
-    difference = compared(*folders)[1][()]
+        edit_evaluation(folder, "validation", lambda rows: rows.assign(group=rows["sample"] // 64))
+    difference = compare_folders(*folders)[1][()]
     assert difference.interval is None
     assert difference.reason.endswith("fewer than 3 documents")
 

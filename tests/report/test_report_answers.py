@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
-from fabricated import validation
+from fabricated import validation_frame
 from reported import (
-    answers,
-    asked,
+    accuracy_interval,
+    accuracy_rows,
+    answer_labels,
     build_run,
-    compared,
-    edit,
-    fraction_right,
+    compare_folders,
+    edit_evaluation,
     pictures,
     write_answers,
     write_report,
@@ -37,19 +37,19 @@ def test_answers_have_intervals_and_paired_differences_at_the_longest_sequences(
         build_run(tmp_path, "soft", asked={64: 0.9, 512: 0.3}),
         build_run(tmp_path, "scalable", "ssmax", asked={64: 0.9, 512: 0.8}),
     ]
-    comparison, differences = compared(*folders)
-    assert asked(comparison) == [RECALL, ROLLED_OUT, NEEDLE, CONTROL]
-    assert fraction_right(comparison, 0, RECALL, 512).as_list() == pytest.approx(of_sequences(0.3).as_list())
-    assert fraction_right(comparison, 1, NEEDLE, 512).as_list() == pytest.approx(wilson(7, 10).as_list()), (
+    comparison, differences = compare_folders(*folders)
+    assert answer_labels(comparison) == [RECALL, ROLLED_OUT, NEEDLE, CONTROL]
+    assert accuracy_interval(comparison, 0, RECALL, 512).as_list() == pytest.approx(of_sequences(0.3).as_list())
+    assert accuracy_interval(comparison, 1, NEEDLE, 512).as_list() == pytest.approx(wilson(7, 10).as_list()), (
         "not 14 of 20: depths ask the same"
     )
-    assert fraction_right(comparison, 1, CONTROL, 64).mean == 0
+    assert accuracy_interval(comparison, 1, CONTROL, 64).mean == 0
     assert CONTROL not in {difference.name.labels for difference in comparison.differences}, (
         "a control says nothing about an arm"
     )
     assert differences[RECALL].interval is None, "all sequences differ by the same"
-    edit(folders[1], "recall", lambda rows: reverse(rows, 512))
-    differences = compared(*folders)[1]
+    edit_evaluation(folders[1], "recall", lambda rows: reverse(rows, 512))
+    differences = compare_folders(*folders)[1]
     assert differences[RECALL].interval.mean == pytest.approx(0.5)
     assert differences[RECALL].interval.low < 0.49
     assert "accuracy, mqar in sequences of 512" in differences[RECALL].subject
@@ -65,17 +65,17 @@ def test_needles_by_depth_and_length_are_a_map_for_each_arm(tmp_path):
     ]
     for folder, exact in zip(folders, (0.2, 0.4, 0.8), strict=True):
         rows = [
-            untitled(answers({64: [1, 1], 512: [exact - loss] * 2}, depth, 1, task=depth))
+            untitled(accuracy_rows({64: [1, 1], 512: [exact - loss] * 2}, depth, 1, task=depth))
             for depth, loss in losses.items()
         ]
         write_rows(folder, "needle", pd.concat(rows))
-    (picture,) = heat_maps(compared(*folders)[0])
+    (picture,) = heat_maps(compare_folders(*folders)[0])
     assert [panel.title for panel in picture.panels] == ["softmax", "ssmax"]
     for panel, exact in zip(picture.panels, (0.3, 0.8), strict=True):  # the mean over two seeds, and one
         assert (panel.rows, list(panel.columns), panel.top) == ([*losses], ["64", "512"], 1)
         assert panel.values == pytest.approx(np.array([[1, exact - loss] for loss in losses.values()]))
     write_rows(folders[2], "needle", pd.concat(rows[:3]))
-    assert heat_maps(compared(folders[2])[0]) == [], "lines show as few"
+    assert heat_maps(compare_folders(folders[2])[0]) == [], "lines show as few"
 
 
 def untitled(rows: pd.DataFrame) -> pd.DataFrame:
@@ -96,7 +96,7 @@ def weighed(rows: pd.DataFrame, values: list[float], weights: list[int]) -> None
 
 def test_chance_is_drawn(tmp_path):
     folder = build_run(tmp_path, "soft", asked={64: 0.9})
-    (picture,) = [picture for picture in pictures(compared(folder)[0]) if picture.caption.startswith("Accuracy")]
+    (picture,) = [picture for picture in pictures(compare_folders(folder)[0]) if picture.caption.startswith("Accuracy")]
     assert "chance, picking among the answers shown and not yet given" in picture.caption
     assert [panel.levels for panel in picture.panels] == [
         {0.3397: "chance 0.34"},
@@ -105,8 +105,10 @@ def test_chance_is_drawn(tmp_path):
         {},
     ]
     for kind in ("recall", "needle"):
-        edit(folder, kind, lambda rows: rows.assign(about=[replace(of, references=()) for of in rows["about"]]))
-    captions = [picture.caption for picture in pictures(compared(folder)[0])]
+        edit_evaluation(
+            folder, kind, lambda rows: rows.assign(about=[replace(of, references=()) for of in rows["about"]])
+        )
+    captions = [picture.caption for picture in pictures(compare_folders(folder)[0])]
     assert not any(caption.startswith("Accuracy") for caption in captions), "one length without a level is no picture"
 
 
@@ -116,7 +118,7 @@ def test_answers_of_several_seeds_have_the_wider_interval(tmp_path):
             build_run(tmp_path, f"{name}{seed}", seed=seed, asked={64: fraction})
             for seed, fraction in enumerate(fractions)
         ]
-        return fraction_right(compared(*folders)[0], 0, RECALL, 64)
+        return accuracy_interval(compare_folders(*folders)[0], 0, RECALL, 64)
 
     spread = arm("spread", 0.6875, 0.8125, 0.75)
     assert spread.as_list() == pytest.approx(
@@ -135,14 +137,16 @@ def test_sequences_with_more_answers_weigh_more(tmp_path):
     arms = {"soft": "softmax", "scalable": "ssmax"}
     folders = [build_run(tmp_path, name, arm, asked={64: 0.5}, fingerprint="") for name, arm in arms.items()]
     for folder, first in zip(folders, (0.5, 0.9), strict=True):
-        edit(folder, "recall", lambda result, first=first: weighed(result, [first] * 8 + [0.5] * 8, [15] * 8 + [1] * 8))
-        edit(
+        edit_evaluation(
+            folder, "recall", lambda result, first=first: weighed(result, [first] * 8 + [0.5] * 8, [15] * 8 + [1] * 8)
+        )
+        edit_evaluation(
             folder,
             "validation",
             lambda result, first=first: weighed(result, [first] * 64 + [0.5] * 64, [3] * 64 + [1] * 64),
         )
-    comparison, differences = compared(*folders)
-    assert fraction_right(comparison, 1, RECALL, 64).mean == pytest.approx((0.9 * 120 + 0.5 * 8) / 128)
+    comparison, differences = compare_folders(*folders)
+    assert accuracy_interval(comparison, 1, RECALL, 64).mean == pytest.approx((0.9 * 120 + 0.5 * 8) / 128)
     assert differences[RECALL].interval.mean == pytest.approx(0.4 * 120 / 128)
     assert differences[()].interval.mean == pytest.approx(0.4 * 3 / 4)
     assert differences[()].interval.low < 0.3 < differences[()].interval.high
@@ -153,8 +157,8 @@ def test_differences_are_at_the_longest_sequences_that_both_were_asked_in(tmp_pa
         build_run(tmp_path, "soft", asked={64: 0.9}),
         build_run(tmp_path, "scalable", "ssmax", asked={64: 0.5, 512: 0.5}),
     ]
-    edit(folders[1], "recall", lambda rows: reverse(rows, 64))
-    difference = compared(*folders)[1][RECALL]
+    edit_evaluation(folders[1], "recall", lambda rows: reverse(rows, 64))
+    difference = compare_folders(*folders)[1][RECALL]
     assert difference.interval.mean == pytest.approx(-0.4)
     assert "in sequences of 64" in difference.subject
 
@@ -162,8 +166,8 @@ def test_differences_are_at_the_longest_sequences_that_both_were_asked_in(tmp_pa
 def test_tasks_are_named_over_all_runs(tmp_path):
     folders = [build_run(tmp_path, "soft", asked={64: 0.9}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.9})]
     write_answers(folders[1], {64: 0.9}, pairs=16)
-    comparison, differences = compared(*folders)
-    assert asked(comparison)[:3] == [("mqar (pairs 8)", RECALL[1]), ("mqar (pairs 8)", ROLLED_OUT[1]), NEEDLE]
+    comparison, differences = compare_folders(*folders)
+    assert answer_labels(comparison)[:3] == [("mqar (pairs 8)", RECALL[1]), ("mqar (pairs 8)", ROLLED_OUT[1]), NEEDLE]
     assert differences["mqar (pairs 16)", "as trained"].interval is None
 
 
@@ -173,7 +177,7 @@ def test_runs_on_symbols_lack_nothing_without_long_sequences_and_bytes(tmp_path)
         "data": {"seq_len": 64, "tasks": [{"weight": 1.0, "task": {"name": "mqar"}}]},
     }
     folder = build_run(tmp_path, "soft", asked={64: 0.9}, evaluations=("validation",), **symbols)
-    write_rows(folder, "validation", validation(np.full(9, 3.0)))
+    write_rows(folder, "validation", validation_frame(np.full(9, 3.0)))
     files = write_report([folder], tmp_path / "out")
     assert not any("bits_per_byte" in row["quantity"] for row in files.rows)
     page = files.html.read_text()

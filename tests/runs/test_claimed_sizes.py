@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from folders import rewritten
+from folders import rewrite_checkpoint
 
 import lm
 from lm.config import normalizers as kinds
@@ -77,7 +77,7 @@ def test_a_claimed_size_is_compared_before_anything_of_it_is_made(tmp_path: Path
 def test_a_number_that_poses_as_a_matrix_is_refused(tmp_path: Path):
     path = claimed(tmp_path, ModelConfig(**TINY), vocab_size=10**6)
     vast = torch.zeros(1).expand(10**6, 32)
-    rewritten(
+    rewrite_checkpoint(
         path, lambda content: content["state_dict"].update({f"{name}.weight": vast for name in ("embedding", "head")})
     )
     with pytest.raises(RunError, match=r"embedding\.weight is not contiguous"):

@@ -7,11 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, lm, thinned
-from folders import contents, last_checkpoint
+from conftest import ROOT, lm, mark_others_slow
+from folders import file_contents, last_checkpoint
 from texts import write_texts, write_tokenizer
 from tokenizers import Regex, Tokenizer, pre_tokenizers
-from trials import written
+from trials import write_experiment
 
 from lm.experiments.compare import start
 from lm.experiments.definition import read_experiment
@@ -39,7 +39,7 @@ def trained(corpus: Path, store_root: Path, tmp_path_factory: pytest.TempPathFac
     the file.
     """
     folder = tmp_path_factory.mktemp("trained")
-    file = written(folder, tune=None, seeds=[1])
+    file = write_experiment(folder, tune=None, seeds=[1])
     overrides = [f"data.source.paths=[{corpus}]", f"data.root={store_root}", *SHORT]
     for run in start(read_experiment(file, [*overrides, f"runs={folder / 'runs'}"])).known_runs():
         train(run.config)
@@ -75,7 +75,7 @@ def check(folder: Path, *command: str, words: str = "") -> str:
     """Run a command: it ends well, or with an error of one line that has `words` in it, and below `folder` all is as it
     was. The line.
     """
-    before = contents(folder)
+    before = file_contents(folder)
     result = lm(*command)
     assert "Traceback" not in result.stderr, result.stderr
     if result.returncode == 0:
@@ -85,7 +85,7 @@ def check(folder: Path, *command: str, words: str = "") -> str:
     assert len(errors) == 1, result.stderr
     assert result.stderr.splitlines()[-1] == errors[0] or "problems in the configuration" in errors[0], result.stderr
     assert words in errors[0]
-    after = contents(folder)
+    after = file_contents(folder)
     assert {path for path in {**before, **after} if before.get(path) != after.get(path)} == set(), errors[0]
     return errors[0]
 
@@ -93,7 +93,7 @@ def check(folder: Path, *command: str, words: str = "") -> str:
 QUICK = {("resume", "half"), ("compare", "half")}  # by default what goes on with a run, and what reads many
 
 
-@pytest.mark.parametrize("case", thinned(itertools.product(WHOLE, DAMAGE), QUICK), ids="-".join)
+@pytest.mark.parametrize("case", mark_others_slow(itertools.product(WHOLE, DAMAGE), QUICK), ids="-".join)
 def test_a_damaged_file_of_a_run_is_one_line_or_no_difference(
     case: tuple[str, str], words: dict[str, list[str]], tmp_path: Path
 ):

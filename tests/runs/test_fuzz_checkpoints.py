@@ -15,7 +15,7 @@ from conftest import ROOT
 from folders import last_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from manifests import record
+from manifests import record_files
 
 import lm
 from lm.config.load import load_config
@@ -86,7 +86,7 @@ def change_field(config: Config, of_checkpoint: bool, place: float, value: objec
     path.unlink()
     try:
         torch.save(content, path) if of_checkpoint else path.write_text(json.dumps(content))
-        record(run if of_checkpoint else exported)
+        record_files(run if of_checkpoint else exported)
         check(lambda: lm.load(run if of_checkpoint else exported))
     finally:
         path.unlink()

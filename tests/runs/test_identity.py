@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from manifests import edited
-from reported import build_run, compared
+from manifests import edit_json
+from reported import build_run, compare_folders
 
 from lm.files import read_json
 from lm.report.comparison import compare_runs
@@ -15,7 +15,7 @@ from lm.training.train import train
 
 def rewrite(folder: Path, **changes: object) -> Path:
     """A run folder whose environment.json says something else."""
-    edited(folder / "environment.json", lambda content: content.update(changes))
+    edit_json(folder / "environment.json", lambda content: content.update(changes))
     return folder
 
 
@@ -73,7 +73,7 @@ def test_runs_are_pooled_by_what_was_used_not_by_what_was_asked_for(tmp_path):
     assert arms(*pair) == [["asked-auto", "asked-32"]]
     other = rewrite(build_run(tmp_path, "bf16", seed=3, trainer={"precision": "auto"}), starts=[start(0, "bf16-mixed")])
     assert arms(*pair, other) == [["asked-auto", "asked-32"], ["bf16"]]
-    comparison, _ = compared(*pair, other)
+    comparison, _ = compare_folders(*pair, other)
     assert comparison.warning == "The arms differ in more than the normalizer: trainer.precision."
     assert [*comparison.arms] == ["softmax, precision=32", "softmax, precision=bf16-mixed"]
 
@@ -82,7 +82,7 @@ def test_unlike_histories_are_not_compared_as_like(tmp_path):
     whole, resumed = build_run(tmp_path, "whole"), build_run(tmp_path, "resumed", seed=2)
     rewrite(resumed, starts=[start(0), start(100, "bf16-mixed")])
     assert arms(whole, resumed) == [["whole"], ["resumed"]]
-    comparison, _ = compared(whole, resumed)
+    comparison, _ = compare_folders(whole, resumed)
     assert dict(comparison.config_diff)["trainer.precision"] == ("32", "32, from step 100 bf16-mixed")
     checks = {fact.name: fact for fact in run_facts(comparison)}
     assert checks["precision"].agrees is False
@@ -90,7 +90,7 @@ def test_unlike_histories_are_not_compared_as_like(tmp_path):
 
 def test_a_pattern_of_normalizers_is_shown_by_names_and_options(tmp_path):
     pattern = {"name": "layers", "of": [{"name": "window", "size": 2}, {"name": "ssmax", "bias": False}]}
-    comparison, _ = compared(build_run(tmp_path, "both", normalizer=pattern))
+    comparison, _ = compare_folders(build_run(tmp_path, "both", normalizer=pattern))
     (value,) = (fact.value for fact in run_facts(comparison) if fact.name.startswith("normalizer: "))
     assert value.endswith("layers (window (size=2), ssmax)")
 
@@ -137,7 +137,7 @@ def test_seeds_are_those_of_the_weights_and_of_what_followed(tmp_path):
     assert [read_run(folder).seeds for folder in a_runs] == [(1, 7), (2, 7), (3, 7)]
     assert read_run(started_from(tmp_path, "same", 1, 1)).seeds == (1,)
     b_runs = [started_from(tmp_path, f"b{source}", 7, source, "other") for source in (2, 3, 4)]
-    comparison, differences = compared(*a_runs, *b_runs)
+    comparison, differences = compare_folders(*a_runs, *b_runs)
     assert differences[()].interval.noise_source == "2 seeds"
     (seeds,) = [fact for fact in run_facts(comparison) if fact.name == "seeds"]
     assert "7 after 1, 7 after 2, 7 after 3" in seeds.value

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, lm
-from folders import series
-from manifests import edited
+from folders import stored_curves
+from manifests import edit_json
 
 from lm.config.data_config import TrainedTokenizer
 from lm.config.load import load_config
@@ -34,7 +34,7 @@ def saved(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = save_model(
         Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32), 300, 48), folder / "model", folder / "tokenizer.json"
     )
-    edited(model / "lm.json", lambda description: description["spec"].update(end_tokens=["e"]))
+    edit_json(model / "lm.json", lambda description: description["spec"].update(end_tokens=["e"]))
     keys = (model / "model.yaml").read_text()
     (model / "model.yaml").write_text(keys.replace("end_tokens: []", 'end_tokens: [e, "<|endoftext|>"]'))
     return model
@@ -44,7 +44,7 @@ def test_a_model_is_evaluated_on_the_text_of_a_configuration(saved: Path, base: 
     out = tmp_path / "numbers.csv"
     result = lm("eval", str(saved), str(base), "eval.sequences=4", "-o", str(out))
     assert result.returncode == 0, result.stderr
-    loss = series(saved, "validation", 0)[0]
+    loss = stored_curves(saved, "validation", 0)[0]
     assert np.log(290) - 1 < loss.means[0] < np.log(300) + 1  # untrained
     assert (loss.metric, len(loss.points[0].values)) == ("val/loss", 4)
     assert "290" in result.stdout  # the vocabulary of the store: the model's tokenizer, not the configuration's

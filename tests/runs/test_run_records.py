@@ -5,7 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from fabricated import keep, save
+from fabricated import save_empty_checkpoint, write_evaluation
 from folders import curves_of
 from reported import SEQ_LEN, build_run, write_report
 
@@ -21,8 +21,8 @@ from lm.runs.record import read_run
 from lm.training.train import train
 
 
-def test_a_run_is_read_whole(pair):
-    run = read_run(pair[1])
+def test_a_run_is_read_whole(report_runs):
+    run = read_run(report_runs[1])
     assert (run.name, run.seeds, run.flat_config["data.seq_len"]) == ("scalable", (1,), SEQ_LEN)
     validation, bits, *long = (curve for evaluation in run.evaluations for curve in curves_of(evaluation))
     assert [len(units.values) for units in validation.points] == [128]
@@ -41,26 +41,28 @@ def test_the_label_of_a_swapped_run_names_the_init_of_new_parameters_where_there
     assert arm_label(run) == f"softmax -> log_n after training{words}"
 
 
-def test_the_last_evaluation_counts(pair):
-    keep(pair[0], replace(load_evaluation(pair[0] / "evaluations/validation.step-000200.csv"), step=90))
-    assert read_run(pair[0]).evaluations[0].step == 200
+def test_the_last_evaluation_counts(report_runs):
+    write_evaluation(
+        report_runs[0], replace(load_evaluation(report_runs[0] / "evaluations/validation.step-000200.csv"), step=90)
+    )
+    assert read_run(report_runs[0]).evaluations[0].step == 200
 
 
-def test_evaluations_of_different_steps_are_said(pair):
-    path = pair[0] / "evaluations/long_context.step-000200.csv"
-    keep(pair[0], replace(load_evaluation(path), step=90, tokens_seen=90 * 8192))
+def test_evaluations_of_different_steps_are_said(report_runs):
+    path = report_runs[0] / "evaluations/long_context.step-000200.csv"
+    write_evaluation(report_runs[0], replace(load_evaluation(path), step=90, tokens_seen=90 * 8192))
     path.unlink()
-    checks = {fact.name: fact.agrees for fact in run_facts(compare_runs([*map(read_run, pair)]))}
+    checks = {fact.name: fact.agrees for fact in run_facts(compare_runs([*map(read_run, report_runs)]))}
     assert checks["tokens seen"] is True
     assert checks["tokens seen when evaluated"] is False
 
 
-def test_an_unreadable_line_inside_is_skipped_and_repeated_steps_count_once(pair):
-    path = pair[0] / "metrics.jsonl"
+def test_an_unreadable_line_inside_is_skipped_and_repeated_steps_count_once(report_runs):
+    path = report_runs[0] / "metrics.jsonl"
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:3], '{"step": 3, "to{"st', *lines[2:]]) + "\n")
-    save(pair[0], 200)
-    assert len(read_run(pair[0]).curve("train/loss").tokens) == 100
+    save_empty_checkpoint(report_runs[0], 200)
+    assert len(read_run(report_runs[0]).curve("train/loss").tokens) == 100
 
 
 @pytest.mark.parametrize("kept", [(), ("validation",), ("long_context",)])

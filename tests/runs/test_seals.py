@@ -14,9 +14,9 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from conftest import ROOT, thinned
-from fabricated import EMPTY, evaluation_of, finish_all, save, validate
-from manifests import put, record
+from conftest import ROOT, mark_others_slow
+from fabricated import EMPTY_FRAME, finish_all_runs, make_evaluation, save_empty_checkpoint, write_validation
+from manifests import record_files, write_recorded_file
 from reported import two_runs
 
 from lm.config.load import load_config, to_yaml
@@ -47,13 +47,13 @@ def finished(folder: Path, **changes: object) -> Procedure:
     def loss(run: Run) -> float:
         return 5 - 0.1 * (run.arm == "ssmax") + 0.001 * run.seed
 
-    finish_all(procedure, loss)
+    finish_all_runs(procedure, loss)
     for run in procedure.known_runs():
         lines = [{"step": step, "tokens": step, "val/loss": loss} for step, loss in ((4, 6.0), (8, loss(run)))]
         (run.config.run_folder / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
-        validate(run, 4, 6.0)
-        put(run.config.run_folder / CONFIG, to_yaml(run.config))
-        save(run.config.run_folder, run.outcome.last_step, to_yaml(run.config))
+        write_validation(run, 4, 6.0)
+        write_recorded_file(run.config.run_folder / CONFIG, to_yaml(run.config))
+        save_empty_checkpoint(run.config.run_folder, run.outcome.last_step, to_yaml(run.config))
     return Procedure(procedure.experiment)
 
 
@@ -99,7 +99,7 @@ def lowered(procedure: Procedure) -> None:
 def resealed(procedure: Procedure) -> None:
     """Every value lower by 1, with a line in the manifest."""
     lowered(procedure)
-    record(ours(procedure).config.run_folder)
+    record_files(ours(procedure).config.run_folder)
 
 
 def unsealed(procedure: Procedure) -> None:
@@ -171,7 +171,9 @@ EDITS = {
 }
 
 
-CASES = thinned(itertools.product(("final", "tune"), EDITS), {*itertools.product(["final"], EDITS), ("tune", copied)})
+CASES = mark_others_slow(
+    itertools.product(("final", "tune"), EDITS), {*itertools.product(["final"], EDITS), ("tune", copied)}
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1].__name__}")
@@ -201,7 +203,9 @@ WAYS = [(name, "copy") for name in PLACES]
 WAYS += [("another seed", way) for way in ("link", "config.yaml alone")]
 
 
-@pytest.mark.parametrize("case", thinned(WAYS, [("another seed", "link"), ("a tuning run", "copy")]), ids="-".join)
+@pytest.mark.parametrize(
+    "case", mark_others_slow(WAYS, [("another seed", "link"), ("a tuning run", "copy")]), ids="-".join
+)
 def test_a_folder_holds_the_run_that_its_name_says(tmp_path, originals: dict[str, Path], case: tuple[str, str]):
     """Another run in its place gave another interval, without a word."""
     procedure = opened(Path(shutil.copytree(originals["tune"], tmp_path / "copy")))
@@ -213,7 +217,7 @@ def test_a_folder_holds_the_run_that_its_name_says(tmp_path, originals: dict[str
         shutil.rmtree(folder)
         folder.symlink_to(other) if way == "link" else shutil.copytree(other, folder)
     if way != "link":
-        put(folder / CONFIG, (other / CONFIG).read_text())
+        write_recorded_file(folder / CONFIG, (other / CONFIG).read_text())
     with pytest.raises(RunError, match=rf"is of another run than {folder.name}: its name is {other.name}; ") as error:
         Procedure(procedure.experiment).judgement().entries()
     assert "\n" not in str(error.value)
@@ -237,7 +241,7 @@ def test_what_was_measured_by_other_code_is_measured_again(tmp_path, monkeypatch
         load_config([str(ROOT / "tests" / "tiny.yaml"), "data.source.paths=[.]"]), SimpleNamespace(fingerprint="data")
     )
     device = Device(torch.device("cpu"), False)
-    evaluation = replace(evaluation_of(EMPTY, "long_context", weights="w"), **probe.facts("w", device))
+    evaluation = replace(make_evaluation(EMPTY_FRAME, "long_context", weights="w"), **probe.facts("w", device))
     probe.write(tmp_path, evaluation)
     assert probe.cached_result(tmp_path, "w", device, 8).code == {"lm": measuring_code()}
     monkeypatch.setattr("lm.evaluation.evaluation_kind.measuring_code", lambda: "other")

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from fabricated import EMPTY, evaluation_of, keep
+from fabricated import EMPTY_FRAME, make_evaluation, write_evaluation
 
 from lm.evaluation.evaluation_kind import rows, units_frame
 from lm.report.frame import evaluation_block, frame
@@ -43,9 +43,9 @@ def by_length(options: str = "", setting: str = "") -> pd.DataFrame:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("made", [by_position, scalar, by_length, lambda: EMPTY])
+@pytest.mark.parametrize("made", [by_position, scalar, by_length, lambda: EMPTY_FRAME])
 def test_a_file_and_back_is_the_same(made: Callable[[], pd.DataFrame], tmp_path: Path):
-    path = keep(tmp_path, evaluation_of(made()))
+    path = write_evaluation(tmp_path, make_evaluation(made()))
     again = load_evaluation(path)
     assert again.content() == path.read_bytes()
     numbers = ["x", "until", "sample", "group", "weight", "value"]
@@ -54,7 +54,7 @@ def test_a_file_and_back_is_the_same(made: Callable[[], pd.DataFrame], tmp_path:
 
 
 def test_means_are_over_units_and_over_bins_and_places_are_ranges_or_points():
-    frame = evaluation_rows([evaluation_of(pd.concat([by_position(), by_length()], ignore_index=True), seq_len=8)])
+    frame = evaluation_rows([make_evaluation(pd.concat([by_position(), by_length()], ignore_index=True), seq_len=8)])
     assert frame.groupby("shape")["logged"].all().to_dict() == {"bins": True, "points": False}
     assert point_means(frame)["value"].tolist() == pytest.approx([3, np.nan, 0.5, 0.5], nan_ok=True)
     places = at_places(frame[frame["sample"] != 1])
@@ -72,7 +72,7 @@ def test_means_are_over_units_and_over_bins_and_places_are_ranges_or_points():
 def test_a_unit_of_weight_0_has_no_value(weights: list[int], mean: float):
     units = units_frame("abc", np.arange(3), np.array(weights))
     loss = rows(Metric(quantity="loss", units="documents"), np.array([[1], [7], [5]]), units)
-    assert point_means(evaluation_rows([evaluation_of(loss)]))["value"].tolist() == pytest.approx([mean], nan_ok=True)
+    assert point_means(evaluation_rows([make_evaluation(loss)]))["value"].tolist() == pytest.approx([mean], nan_ok=True)
 
 
 @pytest.mark.parametrize("documents", [40, 1])
@@ -82,7 +82,7 @@ def test_reports_leave_out_documents_that_select_unless_all_do(documents: int):
     loss = rows(
         Metric(quantity="loss", units="documents"), np.arange(40.0)[:, None], units_frame("a", groups, None, "data")
     )
-    kept = reporting_rows(evaluation_rows([evaluation_of(loss)]))
+    kept = reporting_rows(evaluation_rows([make_evaluation(loss)]))
     assert set(kept["quantity"]) == {"loss of reporting documents" if documents > 1 else "loss"}
     expected = np.arange(40.0)[~selection_mask("data", groups)] if documents > 1 else [np.arange(40.0).mean()]
     assert kept["value"].tolist() == pytest.approx(expected)
@@ -103,11 +103,11 @@ def test_about_a_third_of_the_documents_select_and_always_the_same():
 def test_where_a_part_is_empty_all_sequences_choose_the_best_checkpoint(part: str):
     units = units_frame("abc", np.arange(3)).assign(part=part)
     loss = rows(Metric(LOSS, quantity=LOSS, units="documents"), np.array([[1.0], [2.0], [6.0]]), units)
-    assert selection_loss(evaluation_of(loss))[0] == 3
+    assert selection_loss(make_evaluation(loss))[0] == 3
 
 
 def test_the_long_table_has_the_document_of_each_unit_at_each_place():
-    table = frame([evaluation_block(evaluation_of(by_position()), {})])
+    table = frame([evaluation_block(make_evaluation(by_position()), {})])
     assert table[["x", "sample", "group"]].to_numpy().tolist() == [
         [x, *unit] for x in (0, 4) for unit in [(0, 0), (1, 0), (2, 1)]
     ]
@@ -116,7 +116,7 @@ def test_the_long_table_has_the_document_of_each_unit_at_each_place():
 
 def test_the_long_table_tells_tasks_of_one_name_apart_by_their_options():
     needles = [by_length(f'{{"needles": 1, "depth": {depth}}}', f"at {depth}") for depth in (0.0, 1.0)]
-    evaluation = evaluation_of(pd.concat([*needles, by_position()], ignore_index=True))
+    evaluation = make_evaluation(pd.concat([*needles, by_position()], ignore_index=True))
     table = frame([evaluation_block(evaluation, {})])
     assert table.task.unique().tolist() == ["needle (depth 0.0)", "needle (depth 1.0)", "books"]
     assert table.part.unique().tolist() == ["reports"]

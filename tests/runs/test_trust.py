@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from folders import contents, curves_of, last_checkpoint, members, rewritten
-from manifests import edited, put
+from folders import curves_of, file_contents, last_checkpoint, rewrite_archive, rewrite_checkpoint
+from manifests import edit_json, write_recorded_file
 
 import lm
 from lm.config.load import load_config, parse_config, to_yaml
@@ -65,11 +65,11 @@ OF_EXPORTS = ("swap", "export", "load", "init_from")
 
 def refuses(use: dict[str, Callable[[Path], object]], user: str, source: Path, words: str) -> None:
     """One line that says so, and nothing written."""
-    before = contents(source.parents[1])
+    before = file_contents(source.parents[1])
     with pytest.raises(RunError, match=words) as error:
         use[user](source)
     assert "\n" not in str(error.value)
-    assert contents(source.parents[1]) == before
+    assert file_contents(source.parents[1]) == before
 
 
 # ---------------------------------------------------------------- bytes
@@ -110,7 +110,7 @@ def archive_anew(change: Callable[[dict[str, bytes]], object]) -> Callable[[Path
         content = path.read_bytes()
         path.unlink()
         path.write_bytes(content)
-        members(path, change)
+        rewrite_archive(path, change)
 
     return damage
 
@@ -119,7 +119,7 @@ def diverged(run: Path) -> torch.nn.Module:
     """The run's decoder with a weight that is not finite, as its last checkpoint has it then, too."""
     decoder = lm.load(run).decoder
     decoder.norm.weight.data[3] = float("nan")
-    rewritten(last_checkpoint(run), lambda content: content.update(state_dict=decoder.state_dict()))
+    rewrite_checkpoint(last_checkpoint(run), lambda content: content.update(state_dict=decoder.state_dict()))
     return decoder
 
 
@@ -214,7 +214,7 @@ def test_a_checkpoint_outside_a_run_folder_is_read(run: Path, tmp_path: Path):
 
 def test_an_export_of_lm_0_11_is_read(run: Path, capsys: pytest.CaptureFixture):
     exported = run.parent / "exported"
-    edited(exported / "lm.json", lambda content: content.update(format=5, tokenizer_sha256="x", tensor_sha256={}))
+    edit_json(exported / "lm.json", lambda content: content.update(format=5, tokenizer_sha256="x", tensor_sha256={}))
     (exported / MANIFEST).unlink()
     assert lm.load(exported).metadata["step"] == 4
     assert "exported by lm 0.11, without a manifest.jsonl: its files are not checked" in capsys.readouterr().err
@@ -243,9 +243,9 @@ def test_nothing_is_interpolated_in_what_is_read_back(run: Path, tmp_path: Path,
     monkeypatch.setenv("LM_TEST_SECRET", "hush")
     stored = yaml.safe_load((run / "config.yaml").read_text())
     stored["data"]["source"]["paths"] = [SECRET]
-    put(run / "config.yaml", yaml.safe_dump(stored, sort_keys=False))
+    write_recorded_file(run / "config.yaml", yaml.safe_dump(stored, sort_keys=False))
     for path in (run / "checkpoints").glob("*.ckpt"):
-        rewritten(path, lambda content: content["lm"].update(config=yaml.safe_dump(stored)))
+        rewrite_checkpoint(path, lambda content: content["lm"].update(config=yaml.safe_dump(stored)))
     config = lm.load(run).config
     assert config.data.source.paths == read_config(run).data.source.paths == [SECRET]
     assert parse_config(yaml.safe_load(to_yaml(config))) == config
@@ -253,7 +253,7 @@ def test_nothing_is_interpolated_in_what_is_read_back(run: Path, tmp_path: Path,
     swap_run(exported, "last", "ssmax", None, tmp_path / "swapped", [])
     evaluate_runs([run, tmp_path / "swapped"], overrides=["eval.sequences=2"])
     for folder in (run, exported, tmp_path / "swapped"):
-        assert not [path for path, content in contents(folder).items() if b"hush" in content]
+        assert not [path for path, content in file_contents(folder).items() if b"hush" in content]
     assert lm.load(exported).config.data.source.paths == [SECRET]
 
 
@@ -280,7 +280,7 @@ DOUBLED = "a0: &a0 [1, 1]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}]\n" f
 )
 @pytest.mark.parametrize("user", ["resume", "load"])
 def test_a_checkpoints_configuration_that_is_none_is_one_line(run: Path, use, user: str, config: str):
-    rewritten(last_checkpoint(run), lambda content: content["lm"].update(config=config))
+    rewrite_checkpoint(last_checkpoint(run), lambda content: content["lm"].update(config=config))
     refuses(use, user, run, r"step-000004\.ckpt: its configuration is not readable")
 
 

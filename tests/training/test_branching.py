@@ -9,9 +9,9 @@ import pytest
 import torch
 import yaml
 from conftest import lm
-from fabricated import finish
-from folders import EVERY_STEP, curve, last_checkpoint, metrics, same, weights
-from trials import written
+from fabricated import finish_run
+from folders import EVERY_STEP, checkpoint_weights, equal_tensors, last_checkpoint, logged_values, metric_lines
+from trials import write_experiment
 
 from lm.errors import ConfigError, RunError
 from lm.experiments.compare import start
@@ -31,7 +31,7 @@ CONSTANT = ["optim.schedule=constant", *EVERY_STEP]
 
 def after(folder: Path, step: int) -> dict[str, list[tuple[int, float]]]:
     """What a run logged after a step."""
-    return {name: [point for point in curve(folder, name) if point[0] > step] for name in LOGGED}
+    return {name: [point for point in logged_values(folder, name) if point[0] > step] for name in LOGGED}
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_a_branch_that_was_killed_before_its_first_checkpoint_goes_on(
         patch.setattr(LanguageModel, "training_step", killed)
         with pytest.raises(ZeroDivisionError):
             train(config)
-    assert metrics(config.run_folder)[-1]["step"] == 6
+    assert metric_lines(config.run_folder)[-1]["step"] == 6
     assert train(config) == 0
 
 
@@ -79,12 +79,12 @@ def test_a_branch_that_changes_nothing_is_the_uninterrupted_run_bit_for_bit(tiny
     config = branched(tiny, trunk, 3, "resume=auto")
     train(config)
     assert after(config.run_folder, 0) == after(trunk, 3)
-    assert same(weights(config.run_folder), weights(trunk))
+    assert equal_tensors(checkpoint_weights(config.run_folder), checkpoint_weights(trunk))
     trunk_state, branch_state = (
         saved_state(load_checkpoint(last_checkpoint(folder))) for folder in (trunk, config.run_folder)
     )
     assert trunk_state.keys() == branch_state.keys()
-    assert all(same(trunk_state[name], branch_state[name]) for name in trunk_state)
+    assert all(equal_tensors(trunk_state[name], branch_state[name]) for name in trunk_state)
 
 
 def test_a_cooldown_reads_on_at_another_rate_and_leaves_the_trunk_as_it_was(
@@ -94,11 +94,11 @@ def test_a_cooldown_reads_on_at_another_rate_and_leaves_the_trunk_as_it_was(
     config = branched(tiny, trunk, 6, "optim.schedule={name: wsd, decay_fraction: 0.4}", "trainer.max_steps=10")
     train(config)
     assert sorted((path.name, path.stat().st_mtime_ns) for path in trunk.rglob("*")) == before
-    assert [rate for _, rate in curve(config.run_folder, "lr")] == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
-    assert [line["tokens"] for line in metrics(config.run_folder) if "lr" in line] == [
+    assert [rate for _, rate in logged_values(config.run_folder, "lr")] == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
+    assert [line["tokens"] for line in metric_lines(config.run_folder) if "lr" in line] == [
         256 * step for step in range(7, 11)
     ]
-    assert curve(config.run_folder)[0] == curve(trunk)[6]  # the first step is at the rate of the trunk
+    assert logged_values(config.run_folder)[0] == logged_values(trunk)[6]  # the first step is at the rate of the trunk
     assert "branches from" in (out := capsys.readouterr().out)
     assert "jumps" not in out.rpartition("branches from")[2]
 
@@ -193,13 +193,15 @@ HORIZONS = {
 }
 
 
-@pytest.mark.usefixtures("inline")
+@pytest.mark.usefixtures("runs_in_process")
 def test_arms_branch_seed_by_seed_from_a_step_of_an_earlier_arm(arguments: list[str], tmp_path: Path):
-    file = written(tmp_path, arms=HORIZONS, tune={"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]}, seeds=[1, 2])
+    file = write_experiment(
+        tmp_path, arms=HORIZONS, tune={"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]}, seeds=[1, 2]
+    )
     overrides = [*arguments[1:], "eval.long_context.length_factor=0"]
     procedure = start(read_experiment(file, overrides))
     for run in procedure.known_runs():
-        finish(run, 5 + abs(run.rate - 2e-2))  # what is known so far is the tuning
+        finish_run(run, 5 + abs(run.rate - 2e-2))  # what is known so far is the tuning
     result = lm("compare", str(file), *overrides)
     assert result.returncode == 0, result.stderr
     assert {run.arm for run in procedure.known_runs() if run.stage == "tune"} == {"long"}, "the others have its rate"
@@ -210,8 +212,8 @@ def test_arms_branch_seed_by_seed_from_a_step_of_an_earlier_arm(arguments: list[
     }
     for seed in (1, 2):
         long, continued, cool = (runs[arm, seed] for arm in ("long", "on", "cool"))
-        assert same(weights(continued), weights(long))
-        assert curve(cool)[0] == curve(long)[6]
+        assert equal_tensors(checkpoint_weights(continued), checkpoint_weights(long))
+        assert logged_values(cool)[0] == logged_values(long)[6]
         assert yaml.safe_load((cool / "config.yaml").read_text())["branch_from"].endswith(
             f"{long.name}/checkpoints/step-000006.ckpt"
         )
@@ -229,7 +231,7 @@ def test_arms_branch_seed_by_seed_from_a_step_of_an_earlier_arm(arguments: list[
     ],
 )
 def test_arms_that_can_not_branch_are_refused_before_any_run(arguments, tmp_path: Path, cool: dict, message: str):
-    file = written(tmp_path, **{"arms": {**HORIZONS, "cool": cool}, "tune": None})
+    file = write_experiment(tmp_path, **{"arms": {**HORIZONS, "cool": cool}, "tune": None})
     with pytest.raises(ConfigError, match=message):
         read_experiment(file, arguments[1:])
 

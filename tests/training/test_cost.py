@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import thinned
-from folders import differences, kill_after
+from conftest import mark_others_slow
+from folders import delete_checkpoints_after, run_differences
 
 from lm.config.tree import Config
 from lm.data.batches import Batch
@@ -55,12 +55,12 @@ RECOMPUTED_MODELS = {
 }
 
 
-@pytest.mark.parametrize("model", thinned(RECOMPUTED_MODELS, ["values of the first layer"]))
+@pytest.mark.parametrize("model", mark_others_slow(RECOMPUTED_MODELS, ["values of the first layer"]))
 def test_activation_checkpointing_changes_no_bit(tiny, model: str):
     options = [*RECOMPUTED_MODELS[model], "model.dropout=0.2", "trainer.micro_batch=4"]
     plain, recomputed = tiny(*options, "name=plain"), tiny(*options, RECOMPUTED, "name=recomputed", "resume=auto")
     assert (train(plain), train(recomputed)) == (0, 0)
-    assert differences(plain.run_folder, recomputed.run_folder) == []
-    kill_after(recomputed.run_folder, 4)
+    assert run_differences(plain.run_folder, recomputed.run_folder) == []
+    delete_checkpoints_after(recomputed.run_folder, 4)
     assert train(recomputed) == 0
-    assert differences(plain.run_folder, recomputed.run_folder) == []
+    assert run_differences(plain.run_folder, recomputed.run_folder) == []

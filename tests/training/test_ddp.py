@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, lm
-from folders import alive, best_checkpoint, curve, losses, series, weights
-from processes import command, forked, ranks, start, within
+from folders import best_checkpoint, checkpoint_weights, is_group_alive, logged_values, stored_curves, training_losses
+from processes import run_command, run_ranks, run_with_file_limit, start_forked, start_training
 
 from lm.config.training_config import OPTIMIZERS
 from lm.errors import ConfigError
@@ -24,12 +24,16 @@ TOLERANCE = 2e-5  # nats; of weights: absolute, they are of order 0.1
 def close(folder: Path, other_folder: Path, tolerance: float = TOLERANCE) -> None:
     """Equal up to the order of additions: losses, validations, last weights."""
     for name in ("train/loss", "val/loss", "train/grad_norm/layer0", "train/grad_norm/layer1"):
-        a, b = curve(folder, name), curve(other_folder, name)
+        a, b = logged_values(folder, name), logged_values(other_folder, name)
         assert [step for step, _ in a] == [step for step, _ in b]
         assert [loss for _, loss in a] == pytest.approx([loss for _, loss in b], abs=tolerance)
-    for name, value in weights(folder).items():
+    for name, value in checkpoint_weights(folder).items():
         torch.testing.assert_close(
-            value, weights(other_folder)[name], atol=tolerance, rtol=0, msg=lambda text, name=name: f"{name}: {text}"
+            value,
+            checkpoint_weights(other_folder)[name],
+            atol=tolerance,
+            rtol=0,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 
@@ -37,19 +41,19 @@ def test_two_ranks_train_as_one_with_and_without_a_swap(arguments: list[str], tm
     """Validation, long rows and the swap's measurement are shared by the ranks, too."""
     phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]"
     assert lm("train", *arguments, phases, "name=one").returncode == 0
-    ranks(2, command, "train", *arguments, phases, "name=two", "trainer.devices=2")
+    run_ranks(2, run_command, "train", *arguments, phases, "name=two", "trainer.devices=2")
     one_rank, two_ranks = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
     close(one_rank, two_ranks)
-    a, b = (series(run, "long_context", 8)[0] for run in (one_rank, two_ranks))
+    a, b = (stored_curves(run, "long_context", 8)[0] for run in (one_rank, two_ranks))
     assert a.points[0].sha256 == b.points[0].sha256
     assert a.means == pytest.approx(b.means, abs=1e-4)
-    for a, b in zip(*(series(run, "swap", 4) for run in (one_rank, two_ranks)), strict=True):
+    for a, b in zip(*(stored_curves(run, "swap", 4) for run in (one_rank, two_ranks)), strict=True):
         assert a.means.tolist() == pytest.approx(b.means.tolist(), abs=1e-4)
     checkpoint = two_ranks / "checkpoints" / "step-000004.ckpt"
     assert lm("train", *arguments, phases, "name=two", f"resume={checkpoint}").returncode == 0, (
         "a run of two goes on with one"
     )
-    assert losses(two_ranks) == pytest.approx(losses(one_rank), abs=1e-4)
+    assert training_losses(two_ranks) == pytest.approx(training_losses(one_rank), abs=1e-4)
 
 
 @pytest.mark.slow
@@ -68,13 +72,13 @@ def test_two_ranks_train_as_one_with_another_optimizer(arguments: list[str], tmp
         result = lm("train", *arguments, *options, process=devices > 1)
         assert result.returncode == 0, result.stderr
     one_rank, two_ranks = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
-    assert curve(one_rank)[0][1] - curve(one_rank)[-1][1] > 0.3
+    assert logged_values(one_rank)[0][1] - logged_values(one_rank)[-1][1] > 0.3
     for name in ("train/loss", "val/loss"):
-        assert [loss for _, loss in curve(one_rank, name)] == pytest.approx(
-            [loss for _, loss in curve(two_ranks, name)], abs=1e-3
+        assert [loss for _, loss in logged_values(one_rank, name)] == pytest.approx(
+            [loss for _, loss in logged_values(two_ranks, name)], abs=1e-3
         )
-    for name, value in weights(one_rank).items():
-        assert (value - weights(two_ranks)[name]).norm() < 0.05 * value.norm(), name
+    for name, value in checkpoint_weights(one_rank).items():
+        assert (value - checkpoint_weights(two_ranks)[name]).norm() < 0.05 * value.norm(), name
 
 
 @pytest.mark.slow
@@ -83,9 +87,9 @@ def test_two_compiled_ranks_train_as_an_eager_one(arguments: list[str], tmp_path
     weight.
     """
     assert lm("train", *arguments, "model.normalizer=ssmax", "name=one", "trainer.compile=false").returncode == 0
-    ranks(
+    run_ranks(
         2,
-        command,
+        run_command,
         "train",
         *arguments,
         "model.normalizer=ssmax",
@@ -125,7 +129,7 @@ def test_two_machines_train_as_one(arguments: list[str], tmp_path: Path):
         assert agent.returncode == 0, stderr
     assert lm("train", *arguments, "name=one").returncode == 0
     close(tmp_path / "runs" / "one", tmp_path / "runs" / "nodes")
-    assert len(losses(tmp_path / "runs" / "nodes")) == 8
+    assert len(training_losses(tmp_path / "runs" / "nodes")) == 8
 
 
 @pytest.mark.slow
@@ -135,12 +139,12 @@ def test_a_failure_of_the_first_rank_alone_ends_all_in_one_line(arguments: list[
     (runs / "checkpoints").mkdir(parents=True)
     (runs / "evaluations").write_text("a file where the evaluations' folder belongs")
     options = ["name=failing", "trainer.devices=2", "resume=auto", "eval.on_error=stop"]
-    process = start(arguments, *options)
+    process = start_training(arguments, *options)
     _, stderr = process.communicate(timeout=300)
     assert process.returncode == 1
     assert "Traceback" not in stderr
     assert "evaluations" in stderr
-    assert not alive(process.pid)
+    assert not is_group_alive(process.pid)
 
 
 @pytest.mark.slow
@@ -162,7 +166,9 @@ def test_a_checkpoint_that_the_first_rank_can_not_save_ends_the_others_too(
             monkeypatch.setenv(name, value)
         limit = 20_000 if rank == "0" else 10**9  # the model's weights take more
         options = ["name=unsaved", "trainer.devices=2"]
-        processes.append(forked(tmp_path / f"rank{rank}", within, limit, "train", *arguments, *options))
+        processes.append(
+            start_forked(tmp_path / f"rank{rank}", run_with_file_limit, limit, "train", *arguments, *options)
+        )
     for process in processes:
         process.join(120)
         assert process.exitcode == 1
@@ -175,6 +181,6 @@ def test_results_that_can_not_be_written_leave_the_ranks_in_step(arguments: list
     runs = tmp_path / "runs" / "unwritten"
     (runs / "checkpoints").mkdir(parents=True)
     (runs / "evaluations").write_text("a file where the evaluations' folder belongs")
-    ranks(2, command, "train", *arguments, "name=unwritten", "trainer.devices=2", "resume=auto")
+    run_ranks(2, run_command, "train", *arguments, "name=unwritten", "trainer.devices=2", "resume=auto")
     assert "validation/failed" in (runs / "metrics.jsonl").read_text()
     assert (best_checkpoint(runs)).exists()

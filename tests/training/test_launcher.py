@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from folders import alive
+from folders import is_group_alive
 
 from lm.config.training_config import TrainerConfig
 from lm.config.tree import Config
@@ -112,7 +112,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_process_ends_soon_after_the_one_that_started_it_was_killed():
     process = subprocess.Popen([sys.executable, "-c", PARENT, CHILD], start_new_session=True)
     assert process.wait() == -signal.SIGKILL
-    assert not alive(process.pid)
+    assert not is_group_alive(process.pid)
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import wandb
 from conftest import lm
-from folders import Sent
-from trials import written
+from folders import WandbRecorder
+from trials import write_experiment
 from wandb.proto.wandb_internal_pb2 import Record
 
 from lm.config.training_config import LogConfig
@@ -54,9 +54,9 @@ def history(entries: list[Record]) -> list[dict[str, object]]:
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Sent:
+def server(monkeypatch: pytest.MonkeyPatch) -> WandbRecorder:
     """What is sent to wandb, which is not started."""
-    server = Sent()
+    server = WandbRecorder()
     monkeypatch.setattr("wandb.init", server.init)
     monkeypatch.setattr("wandb.setup", lambda settings: None)
     return server
@@ -79,7 +79,9 @@ def test_wandb_is_online_only_with_credentials(monkeypatch: pytest.MonkeyPatch, 
     assert wandb_mode(LogConfig(to=[])) == "disabled"
 
 
-def test_an_empty_wandb_mode_is_none_and_an_unknown_one_is_refused(monkeypatch: pytest.MonkeyPatch, tiny, server: Sent):
+def test_an_empty_wandb_mode_is_none_and_an_unknown_one_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tiny, server: WandbRecorder
+):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", "/nowhere")
     monkeypatch.setenv("WANDB_MODE", "")
@@ -189,7 +191,7 @@ def test_a_run_says_where_it_belongs_and_sends_what_is_logged_over_tokens(placed
     assert {"normalizer/s/layer0/head0", "normalizer/s/layer1/head1", "val/loss"} <= names
 
 
-def test_project_and_entity_are_those_of_the_environment(placed: Config, server: Sent, monkeypatch):
+def test_project_and_entity_are_those_of_the_environment(placed: Config, server: WandbRecorder, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
     short_config = replace(
         placed, trainer=replace(placed.trainer, max_steps=2), optim=replace(placed.optim, warmup_steps=1)
@@ -203,11 +205,11 @@ def test_project_and_entity_are_those_of_the_environment(placed: Config, server:
     assert server.starts[0]["tags"][-2:] == ["pilot", "first try"]
 
 
-@pytest.mark.usefixtures("inline")
+@pytest.mark.usefixtures("runs_in_process")
 def test_an_experiment_that_ends_sends_its_verdicts_and_its_report(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    file = written(tmp_path, tune=None, seeds=[1, 2])
+    file = write_experiment(tmp_path, tune=None, seeds=[1, 2])
     overrides = [
         "trainer.max_steps=2",
         "optim.warmup_steps=1",
@@ -267,7 +269,7 @@ def test_the_runs_of_an_experiment_are_links_where_wandb_is_online(tmp_path: Pat
     assert sent["runs"].data == [["softmax seed 1", "0a1b", "https://wandb.ai/me/lm/runs/0a1b"]]
 
 
-def test_a_resumed_run_goes_on_with_its_wandb_run(placed: Config, server: Sent):
+def test_a_resumed_run_goes_on_with_its_wandb_run(placed: Config, server: WandbRecorder):
     half = placed.trainer.max_steps // 2
     assert train(replace(placed, trainer=replace(placed.trainer, max_steps=half))) == 0
     assert set(server.steps) == set(range(1, half + 1))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from folders import last_checkpoint
-from trials import written
+from trials import write_experiment
 
 from lm.config.load import load_config
 from lm.errors import ConfigError
@@ -160,7 +160,7 @@ def test_an_entry_that_names_no_class_is_refused(option: str):
 @pytest.mark.slow
 def test_a_stranger_s_metric_decides_an_experiment(run, arguments: list[str], tmp_path: Path):
     primary = {"metric": "stranger/spread", "better": "lower", "matters": 0.5}
-    file = written(tmp_path, tune=None, seeds=[1, 2], primary=primary)
+    file = write_experiment(tmp_path, tune=None, seeds=[1, 2], primary=primary)
     options = ["trainer.max_steps=2", "optim.warmup_steps=1", "eval.long_context.length_factor=0"]
     result = run("compare", str(file), *arguments[1:], *options, "trainer.callbacks=[stranger:Spread]")
     assert result.returncode == 0, result.stderr + result.stdout

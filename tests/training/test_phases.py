@@ -6,8 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import lm
-from folders import EVERY_STEP, curve, kill_after, losses, same, weights
-from processes import command, ranks
+from folders import (
+    EVERY_STEP,
+    checkpoint_weights,
+    delete_checkpoints_after,
+    equal_tensors,
+    logged_values,
+    training_losses,
+)
+from processes import run_command, run_ranks
 
 from lm.data.batches import train_sequences
 from lm.data.prepare import prepare
@@ -31,11 +38,11 @@ def test_a_run_whose_positions_and_length_change_resumes_bitwise(tiny, phases: s
     cut = tiny("name=cut", *options, "resume=auto")
     shutil.copytree(whole.run_folder, cut.run_folder)
     for step in (4, 6):
-        kill_after(cut.run_folder, step)
+        delete_checkpoints_after(cut.run_folder, step)
         train(cut)
-        assert losses(cut.run_folder) == losses(whole.run_folder)
-        assert same(weights(cut.run_folder), weights(whole.run_folder))
-    lengths = dict(curve(whole.run_folder, "sequence_length"))
+        assert training_losses(cut.run_folder) == training_losses(whole.run_folder)
+        assert equal_tensors(checkpoint_weights(cut.run_folder), checkpoint_weights(whole.run_folder))
+    lengths = dict(logged_values(whole.run_folder, "sequence_length"))
     assert [lengths[step] for step in (1, 4, 5, 8)] == [32, 32, 64, 64]
 
 
@@ -44,10 +51,10 @@ def test_a_phase_without_a_swap_keeps_the_optimizer_state_and_its_factor_is_on_t
     train(tiny("name=plain", *plain))
     train(tiny("name=phased", *plain, *changed))
     folders = [tiny(f"name={name}").run_folder for name in ("plain", "phased")]
-    assert losses(folders[0]) == losses(folders[1])
-    assert same(*(weights(folder) for folder in folders))
+    assert training_losses(folders[0]) == training_losses(folders[1])
+    assert equal_tensors(*(checkpoint_weights(folder) for folder in folders))
     train(tiny("name=slower", *plain, "phases=[{until: 0.5}, {until: 1, lr_factor: 0.25}]"))
-    rates = dict(curve(tiny("name=slower").run_folder, "lr"))
+    rates = dict(logged_values(tiny("name=slower").run_folder, "lr"))
     assert rates[5] == rates[4] / 4
 
 
@@ -73,8 +80,8 @@ def test_n_and_m_go_by_the_first_length_and_the_model_has_the_last_positions(tin
 @pytest.mark.slow
 def test_two_processes_train_as_one_does_across_a_change(tiny, arguments: list[str]):
     train(tiny("name=one", LONGER))
-    ranks(2, command, "train", *arguments, LONGER, "name=two", "trainer.devices=2")
-    one, two = (losses(tiny(f"name={name}").run_folder) for name in ("one", "two"))
+    run_ranks(2, run_command, "train", *arguments, LONGER, "name=two", "trainer.devices=2")
+    one, two = (training_losses(tiny(f"name={name}").run_folder) for name in ("one", "two"))
     assert two == pytest.approx(one, rel=1e-5)
 
 
@@ -129,10 +136,10 @@ def test_a_start_from_weights_may_change_positions_and_length_and_says_so(
     output = capsys.readouterr().out
     assert "note: positions change: rope theta 10000 -> " in output
     assert "note: the training length, which n and m go by, changes from 32 to 64" in output
-    kill_after(config.run_folder, 6)
-    before = losses(config.run_folder)
+    delete_checkpoints_after(config.run_folder, 6)
+    before = training_losses(config.run_folder)
     train(tiny("name=longer", *options, "resume=auto"))
-    assert losses(config.run_folder) == before
+    assert training_losses(config.run_folder) == before
 
 
 def test_what_has_weights_or_constants_may_not_change_at_a_start(tiny, trained: Path):

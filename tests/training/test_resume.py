@@ -10,22 +10,22 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from conftest import thinned
+from conftest import mark_others_slow
 from folders import (
     EVERY_STEP,
     best_checkpoint,
-    curve,
     curves_of,
-    differences,
-    kill_after,
+    delete_checkpoints_after,
     last_checkpoint,
-    losses,
-    metrics,
-    rewritten,
-    swap_to,
+    logged_values,
+    metric_lines,
+    rewrite_checkpoint,
+    run_differences,
+    swap_override,
+    training_losses,
 )
 from jobs import train_each
-from processes import ranks
+from processes import run_ranks
 
 from lm.attention import catalogue
 from lm.config.data_config import DataConfig
@@ -74,12 +74,12 @@ def cells(scenarios: dict[str, object]) -> pytest.MarkDecorator:
     quick = {(name, scenario) for name in SOME for scenario in scenarios if scenario not in CONTAINED} | {
         (name, RICH) for name in KINDS
     }
-    return pytest.mark.parametrize("cell", thinned(product(catalogue.ENTRIES, scenarios), quick), ids="-".join)
+    return pytest.mark.parametrize("cell", mark_others_slow(product(catalogue.ENTRIES, scenarios), quick), ids="-".join)
 
 
 def rows(names: object = SOME) -> pytest.MarkDecorator:
     """Every normalizer as the parameter `name`; those not in `names` are slow."""
-    return pytest.mark.parametrize("name", thinned(catalogue.ENTRIES, names))
+    return pytest.mark.parametrize("name", mark_others_slow(catalogue.ENTRIES, names))
 
 
 @cells(SCENARIOS)
@@ -91,10 +91,12 @@ def test_a_resumed_run_is_bitwise_the_same(tiny, record_property, cell: tuple[st
 
 OTHERS = [name for name in OPTIMIZERS if name != "adamw"]  # with which all other runs of the table are made
 FOR_OPTIMIZERS = {name: (["model.normalizer=ssmax", *options], kills) for name, (options, kills) in SCENARIOS.items()}
-FOR_OPTIMIZERS |= {name: ([swap_to("ssmax"), *SCENARIOS["twice in a row"][0]], kills) for name, kills in SWAPS.items()}
+FOR_OPTIMIZERS |= {
+    name: ([swap_override("ssmax"), *SCENARIOS["twice in a row"][0]], kills) for name, kills in SWAPS.items()
+}
 
 
-@pytest.mark.parametrize("scenario", thinned(FOR_OPTIMIZERS, [RICHEST]))
+@pytest.mark.parametrize("scenario", mark_others_slow(FOR_OPTIMIZERS, [RICHEST]))
 @pytest.mark.parametrize("optimizer", OTHERS)
 def test_a_run_of_another_optimizer_resumed_is_bitwise_the_same(tiny, record_property, optimizer: str, scenario: str):
     options, kills = FOR_OPTIMIZERS[scenario]
@@ -104,7 +106,7 @@ def test_a_run_of_another_optimizer_resumed_is_bitwise_the_same(tiny, record_pro
 @cells(SWAPS)
 def test_a_run_resumed_around_a_swap_is_bitwise_the_same(tiny, record_property, cell: tuple[str, str]):
     name, scenario = cell
-    options = [swap_to(name), "model.dropout=0.2", "trainer.micro_batch=2"]
+    options = [swap_override(name), "model.dropout=0.2", "trainer.micro_batch=2"]
     parts = check(tiny, record_property, name, scenario, options, SWAPS[scenario])
     assert load_checkpoint(last_checkpoint(parts))["lm"]["phase"] == 1
     assert load(parts).decoder.config.normalizer.name == name
@@ -136,9 +138,9 @@ def check(tiny, record_property, name: str, scenario: str, options: list[str], k
     train(whole_run)
     shutil.copytree(whole_run.run_folder, resumed_run.run_folder)
     for step in kills:
-        kill_after(resumed_run.run_folder, step)
+        delete_checkpoints_after(resumed_run.run_folder, step)
         train(resumed_run)
-    names = differences(whole_run.run_folder, resumed_run.run_folder)
+    names = run_differences(whole_run.run_folder, resumed_run.run_folder)
     record_property("bitwise", [name, scenario, "equal" if not names else ", ".join(names)])
     assert not names
     return resumed_run.run_folder
@@ -175,7 +177,7 @@ def test_two_ranks_resumed_are_bitwise_the_same(
             options, backs = RANKS[scenario]
             folder = f"{name} {scenario}".replace(",", "").replace(" ", "-")
             model = [
-                swap_to(name) if option == SWAP else option
+                swap_override(name) if option == SWAP else option
                 for option in (options if SWAP in options else [*options, f"model.normalizer={name}"])
             ]
             common = [*arguments, *EVERY_STEP, "trainer.devices=2", f"optim.optimizer={optimizer}", *model]
@@ -185,10 +187,10 @@ def test_two_ranks_resumed_are_bitwise_the_same(
                     [*common, f"name={folder}-b", f"resume={tmp_path}/runs/{folder}-b/checkpoints/step-{step:06d}.ckpt"]
                 )
             expected.append((name, scenario, folder))
-    ranks(2, train_each, jobs)
+    run_ranks(2, train_each, jobs)
     failed = []
     for name, scenario, folder in expected:
-        differing = differences(tmp_path / "runs" / f"{folder}-a", tmp_path / "runs" / f"{folder}-b")
+        differing = run_differences(tmp_path / "runs" / f"{folder}-a", tmp_path / "runs" / f"{folder}-b")
         label = name if optimizer == "adamw" else optimizer
         record_property("bitwise", [label, scenario, "equal" if not differing else ", ".join(differing)])
         failed += differing
@@ -198,7 +200,7 @@ def test_two_ranks_resumed_are_bitwise_the_same(
 # ---------------------------------------------------------------- other splits, more steps, going back
 
 
-@pytest.mark.parametrize("split", thinned([(8, 2), (1, 8), (1, 2), (2, 1)], [(8, 2)]), ids=str)
+@pytest.mark.parametrize("split", mark_others_slow([(8, 2), (1, 8), (1, 2), (2, 1)], [(8, 2)]), ids=str)
 def test_a_run_resumed_with_another_split_sees_the_same_tokens(tiny, split: tuple[int, int]):
     before, after = split
     options = ["trainer.checkpoint_every=3", "eval.every=8", "eval.long_context.length_factor=0"]
@@ -206,8 +208,10 @@ def test_a_run_resumed_with_another_split_sees_the_same_tokens(tiny, split: tupl
     train(tiny("name=parts", f"trainer.micro_batch={before}", *options))
     first = tiny("name=parts").run_folder / "checkpoints" / "step-000003.ckpt"
     train(tiny("name=parts", f"trainer.micro_batch={after}", f"resume={first}", *options))
-    assert len(losses(tiny("name=parts").run_folder)) == 8
-    assert losses(tiny("name=parts").run_folder) == pytest.approx(losses(tiny("name=whole").run_folder), abs=1e-4)
+    assert len(training_losses(tiny("name=parts").run_folder)) == 8
+    assert training_losses(tiny("name=parts").run_folder) == pytest.approx(
+        training_losses(tiny("name=whole").run_folder), abs=1e-4
+    )
 
 
 @pytest.mark.parametrize("cut", ["before", "while"])
@@ -217,14 +221,14 @@ def test_what_a_kill_after_the_last_step_kept_out_of_the_log_is_logged(tiny, cut
     train(config)
     log = config.run_folder / "metrics.jsonl"
     evaluation = config.run_folder / "evaluations" / "long_context.step-000008.csv"
-    lines, content = metrics(config.run_folder), evaluation.read_text()
+    lines, content = metric_lines(config.run_folder), evaluation.read_text()
     *log_lines, last = log.read_text().splitlines(keepends=True)
     assert "long/loss as trained" in last
     log.write_text("".join(log_lines) + (last[: len(last) // 2] if cut == "while" else ""))
     evaluation.unlink()
     train(tiny("name=last", "resume=auto"))
     assert evaluation.read_text() == content
-    before, (*log_lines, made_up) = lines[-1], metrics(config.run_folder)
+    before, (*log_lines, made_up) = lines[-1], metric_lines(config.run_folder)
     assert log_lines == lines[:-1]
     assert made_up.keys() == before.keys() - {"peak_memory_bytes"}
     assert made_up == {name: before[name] for name in made_up}
@@ -235,13 +239,13 @@ def test_an_evaluation_lost_to_a_kill_is_made_up_for(tiny):
     on.
     """
     options = ["eval.long_context.at=[0.5, 1.0]", "trainer.checkpoint_every=4"]
-    for phases in ([], [swap_to("ssmax")]):
+    for phases in ([], [swap_override("ssmax")]):
         name = f"name=lost{len(phases)}"
         config = tiny(name, *options, *phases)
         train(config)
         path = config.run_folder / "evaluations" / "long_context.step-000004.csv"
         before = path.read_text()
-        kill_after(config.run_folder, 4)
+        delete_checkpoints_after(config.run_folder, 4)
         path.unlink()
         train(tiny(name, *options, *phases, "resume=auto"))
         assert path.read_text() == before
@@ -251,7 +255,7 @@ def test_more_steps_may_be_asked_for_when_resuming(tiny, capsys: pytest.CaptureF
     train(tiny("name=more", "optim.schedule=constant"))
     assert train(tiny("name=more", "optim.schedule=constant", "trainer.max_steps=12", "resume=auto")) == 0
     train(tiny("name=once", "optim.schedule=constant", "trainer.max_steps=12"))
-    assert not differences(tiny("name=more").run_folder, tiny("name=once").run_folder)
+    assert not run_differences(tiny("name=more").run_folder, tiny("name=once").run_folder)
     train(tiny("name=longer"))
     last, _ = last_checkpoint(tiny("name=longer").run_folder), capsys.readouterr()
     train(tiny("name=longer", "trainer.max_steps=12", "resume=auto"))
@@ -293,7 +297,7 @@ def test_the_best_checkpoint_is_chosen_on_the_documents_that_select(tiny):
     assert selection_loss(replace(validation, frame=frame)) == (
         pytest.approx(best["loss"], abs=1e-6), best["sequences_sha256"],
     )  # fmt: skip
-    assert curve(config.run_folder, "val/loss") == [
+    assert logged_values(config.run_folder, "val/loss") == [
         (step, pytest.approx(curves_of(validation)[0].means[0])) for step, validation in sorted(by_step.items())
     ]
 
@@ -303,7 +307,7 @@ def test_a_best_loss_on_other_sequences_is_not_compared(tiny):
     train(config)
     checkpoints = config.run_folder / "checkpoints"
     older = {"step": 4, "loss": 0.0, "sequences_sha256": "of others"}
-    rewritten(checkpoints / "step-000004.ckpt", lambda content: content["lm"].update(best=older))
+    rewrite_checkpoint(checkpoints / "step-000004.ckpt", lambda content: content["lm"].update(best=older))
     train(tiny("name=older", *DIVIDED, f"resume={checkpoints / 'step-000004.ckpt'}"))
     assert load_checkpoint(best_checkpoint(config.run_folder))["lm"]["step"] == 8
 
@@ -318,12 +322,12 @@ def test_going_back_to_an_earlier_checkpoint_keeps_one_time_line(tiny, capsys: p
         "step-000006.ckpt",
         "step-000008.ckpt",
     ]
-    expected = losses(config.run_folder)
+    expected = training_losses(config.run_folder)
     with pytest.raises(
         RunError, match=r"leaves no step up to trainer\.max_steps, and the run has step-000008\.ckpt; raise"
     ):
         train(tiny("name=back", *options, f"resume={checkpoints / 'step-000004.ckpt'}", "trainer.max_steps=4"))
-    assert losses(config.run_folder) == expected
+    assert training_losses(config.run_folder) == expected
     capsys.readouterr()
     train(
         tiny(
@@ -340,8 +344,8 @@ def test_going_back_to_an_earlier_checkpoint_keeps_one_time_line(tiny, capsys: p
     )
     assert [path.name for path in step_paths(checkpoints)] == ["step-000004.ckpt", "step-000006.ckpt"]
     assert load_checkpoint(last_checkpoint(checkpoints.parent))["lm"]["step"] == 6
-    assert len(losses(config.run_folder)) == 6
-    assert losses(config.run_folder)[:4] == expected[:4]
+    assert len(training_losses(config.run_folder)) == 6
+    assert training_losses(config.run_folder)[:4] == expected[:4]
     assert not (config.run_folder / "evaluations" / "validation.step-000008.csv").exists()
     best = load_checkpoint(best_checkpoint(checkpoints.parent))["lm"]
     assert best["best"] == load_checkpoint(last_checkpoint(checkpoints.parent))["lm"]["best"]
@@ -357,7 +361,7 @@ def test_going_back_where_the_best_weights_are_gone_finds_a_new_best(tiny):
     back = load_checkpoint(checkpoints / "step-000006.ckpt")["lm"]
     assert back["best"]["step"] == 6
     better = {**back["best"], "step": 5, "loss": 0.0}  # as if the validation of step 5 had been the best
-    rewritten(checkpoints / "step-000006.ckpt", lambda content: content["lm"].update(best=better))
+    rewrite_checkpoint(checkpoints / "step-000006.ckpt", lambda content: content["lm"].update(best=better))
     train(tiny("name=gone", *options, f"resume={checkpoints / 'step-000006.ckpt'}"))
     assert load_checkpoint(best_checkpoint(checkpoints.parent))["lm"]["step"] in (7, 8)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import lm
-from folders import EVERY_STEP, differences, last_checkpoint, swap_to, weights
+from folders import EVERY_STEP, checkpoint_weights, last_checkpoint, run_differences, swap_override
 
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, DataError, RunError
@@ -168,7 +168,7 @@ def test_a_log_that_was_altered_is_refused(tiny):
 
 
 def test_phases_still_to_come_may_change_and_those_done_may_not(tiny):
-    train(tiny("name=plan", swap_to("ssmax"), *EVERY_STEP))
+    train(tiny("name=plan", swap_override("ssmax"), *EVERY_STEP))
     checkpoints = tiny("name=plan").run_folder / "checkpoints"
     early, late = f"resume={checkpoints}/step-000002.ckpt", f"resume={checkpoints}/step-000006.ckpt"
     with pytest.raises(ConfigError, match=r"phases\[0\].until.*ends the phase at step 5.*until=0.5"):
@@ -180,13 +180,13 @@ def test_phases_still_to_come_may_change_and_those_done_may_not(tiny):
             )
         )
     with pytest.raises(ConfigError, match=r"phases\[1\].normalizer = 'log_n': the checkpoint was trained with ssmax"):
-        train(tiny("name=plan", swap_to("log_n"), late))
+        train(tiny("name=plan", swap_override("log_n"), late))
     with pytest.raises(ConfigError, match=r"ends the phase at step 8"):  # twice the steps would move the boundary
-        train(tiny("name=plan", swap_to("ssmax"), "trainer.max_steps=16", late))
-    assert train(tiny("name=plan", swap_to("log_n"), early, *EVERY_STEP)) == 0
+        train(tiny("name=plan", swap_override("ssmax"), "trainer.max_steps=16", late))
+    assert train(tiny("name=plan", swap_override("log_n"), early, *EVERY_STEP)) == 0
     assert load(tiny("name=plan").run_folder).decoder.config.normalizer.name == "log_n"
-    train(tiny("name=straight", swap_to("log_n"), *EVERY_STEP))
-    assert not differences(tiny("name=straight").run_folder, tiny("name=plan").run_folder)
+    train(tiny("name=straight", swap_override("log_n"), *EVERY_STEP))
+    assert not run_differences(tiny("name=straight").run_folder, tiny("name=plan").run_folder)
 
 
 def test_another_normalizer_never_loads_silently(tiny):
@@ -205,7 +205,7 @@ def test_another_normalizer_never_loads_silently(tiny):
     with pytest.raises(RunError, match=r"step-000003\.ckpt: was altered, or is of another folder"):
         train(tiny("name=plain", f"resume={foreign}"))
     with pytest.raises(RuntimeError, match=r"normalizer\.s"):
-        load(tiny("name=plain").run_folder).decoder.load_state_dict(weights(config.run_folder))
+        load(tiny("name=plain").run_folder).decoder.load_state_dict(checkpoint_weights(config.run_folder))
 
 
 def test_a_run_without_its_checkpoints_and_a_model_folder_do_not_start_anew(tiny, tmp_path: Path):

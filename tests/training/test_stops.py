@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, lm, thinned
-from folders import alive, best_checkpoint, curve, differences, last_checkpoint, swap_to
+from conftest import ROOT, lm, mark_others_slow
+from folders import best_checkpoint, is_group_alive, last_checkpoint, logged_values, run_differences, swap_override
 from lightning.pytorch.strategies import DDPStrategy
-from processes import command, forked, ranks, start, within
+from processes import run_command, run_ranks, run_with_file_limit, start_forked, start_training
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from lm.errors import RunError
@@ -65,7 +65,7 @@ def test_a_signal_leaves_a_checkpoint_from_which_the_run_ends_the_same(
     assert not stops
     for name in ("stopped", "straight"):
         assert lm("train", *arguments, *options, f"name={name}", "resume=auto").returncode == 0
-    assert not differences(folder, tmp_path / "runs" / "straight")
+    assert not run_differences(folder, tmp_path / "runs" / "straight")
 
 
 STOPS = [  # data.workers, trainer.devices, who gets the signal
@@ -78,14 +78,14 @@ STOPS = [  # data.workers, trainer.devices, who gets the signal
 CASES = [(number, *stop) for number in STOP_SIGNALS for stop in STOPS]
 
 
-@pytest.mark.parametrize("case", thinned(CASES, [(signal.SIGTERM, 2, 1, "group")]), ids=str)
+@pytest.mark.parametrize("case", mark_others_slow(CASES, [(signal.SIGTERM, 2, 1, "group")]), ids=str)
 def test_a_signal_stops_all_processes_with_a_checkpoint(
     arguments: list[str], tmp_path: Path, case: tuple[signal.Signals, int, int, str]
 ):
     number, workers, devices, target = case
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup, which ignores it
     options = [f"data.workers={workers}", f"trainer.devices={devices}", "trainer.max_steps=100000", "name=stopped"]
-    process = start(arguments, *LONG, *options)
+    process = start_training(arguments, *LONG, *options)
     signal.signal(signal.SIGHUP, before)
     folder = tmp_path / "runs" / "stopped"
     wait_for_step(folder, 5, process)
@@ -97,13 +97,13 @@ def test_a_signal_stops_all_processes_with_a_checkpoint(
     assert process.returncode == 128 + (signal.SIGTERM if target == "rank 1" else number), stderr
     assert "Traceback" not in stderr
     step = load_checkpoint(last_checkpoint(folder))["lm"]["step"]
-    assert curve(folder)[-1][0] == step > 5
-    assert not alive(process.pid)
+    assert logged_values(folder)[-1][0] == step > 5
+    assert not is_group_alive(process.pid)
 
 
 @pytest.mark.slow
 def test_a_signal_while_the_second_process_starts_ends_the_run_in_one_line(arguments: list[str], tmp_path: Path):
-    process = start(arguments, *LONG, "trainer.devices=2", "trainer.max_steps=100000", "name=stopped")
+    process = start_training(arguments, *LONG, "trainer.devices=2", "trainer.max_steps=100000", "name=stopped")
     while not (started := [child for child in children(process.pid) if b"LOCAL_RANK=1" in environment(child)]):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.01)
@@ -112,13 +112,13 @@ def test_a_signal_while_the_second_process_starts_ends_the_run_in_one_line(argum
     assert (process.returncode, len(started)) == (143, 1), stderr
     assert "Traceback" not in stderr
     assert load_checkpoint(last_checkpoint(tmp_path / "runs" / "stopped"))["lm"]["step"] == 1
-    assert not alive(process.pid)
+    assert not is_group_alive(process.pid)
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_lost_worker_ends_the_run_in_one_line(arguments: list[str], tmp_path: Path, devices: int):
     options = ["data.workers=2", f"trainer.devices={devices}", "trainer.max_steps=100000", "name=lost"]
-    process = start(arguments, *LONG, *options)
+    process = start_training(arguments, *LONG, *options)
     wait_for_step(tmp_path / "runs" / "lost", 5, process)
     os.kill(children(process.pid)[-1], signal.SIGKILL)
     _, stderr = process.communicate(timeout=300)
@@ -127,18 +127,18 @@ def test_a_lost_worker_ends_the_run_in_one_line(arguments: list[str], tmp_path: 
         "error: data.workers = 2: a process that reads batches was killed by SIGKILL (out of memory?); lower" in stderr
     )
     assert "Traceback" not in stderr
-    assert not alive(process.pid)
+    assert not is_group_alive(process.pid)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.slow
 def test_workers_end_soon_after_a_killed_parent(arguments: list[str], tmp_path: Path, devices: int):
     options = ["data.workers=2", f"trainer.devices={devices}", "trainer.max_steps=100000", "name=killed"]
-    process = start(arguments, *LONG, *options)
+    process = start_training(arguments, *LONG, *options)
     wait_for_step(tmp_path / "runs" / "killed", 5, process)
     process.kill()
     process.communicate(timeout=60)  # no process holds its stderr any more
-    assert not alive(process.pid)
+    assert not is_group_alive(process.pid)
 
 
 def children(pid: int) -> list[int]:
@@ -164,7 +164,7 @@ def test_a_closed_terminal_leaves_a_checkpoint(arguments: list[str], tmp_path: P
         select.select([terminal], [], [], 0.1)[0] and os.read(terminal, 10_000)
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 128 + signal.SIGHUP
-    assert load_checkpoint(last_checkpoint(log.parent))["lm"]["step"] == curve(log.parent)[-1][0] >= 4
+    assert load_checkpoint(last_checkpoint(log.parent))["lm"]["step"] == logged_values(log.parent)[-1][0] >= 4
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def test_torchrun_told_to_stop_leaves_a_checkpoint(arguments: list[str], tmp_pat
     process.terminate()
     process.communicate(timeout=300)
     assert process.returncode != 0
-    assert load_checkpoint(last_checkpoint(folder))["lm"]["step"] == curve(folder)[-1][0]
+    assert load_checkpoint(last_checkpoint(folder))["lm"]["step"] == logged_values(folder)[-1][0]
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.slow)])
@@ -199,14 +199,16 @@ def test_a_run_killed_at_random_moments_ends_bitwise_the_same(
     options += [
         "model.n_embd=128",
         "model.dropout=0.1",
-        swap_to("ssmax"),
+        swap_override("ssmax"),
         "log.progress=none",
         "eval.long_context.length_factor=0",
     ]
     folder, in_saves = tmp_path / "runs" / "killed", 0
     for number in range(kills):
-        process = forked(tmp_path / "output", command, "train", *arguments, *options, "name=killed", "resume=auto")
-        before = len(curve(folder)) if (folder / "metrics.jsonl").exists() else 0
+        process = start_forked(
+            tmp_path / "output", run_command, "train", *arguments, *options, "name=killed", "resume=auto"
+        )
+        before = len(logged_values(folder)) if (folder / "metrics.jsonl").exists() else 0
         deadline = time.monotonic() + 60
         while process.is_alive() and len(curve_so_far(folder)) <= before and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -222,7 +224,7 @@ def test_a_run_killed_at_random_moments_ends_bitwise_the_same(
     for name in ("killed", "straight"):
         result = lm("train", *arguments, *options, f"name={name}", "resume=auto")
         assert result.returncode == 0, result.stderr
-    names = differences(folder, tmp_path / "runs" / "straight")
+    names = run_differences(folder, tmp_path / "runs" / "straight")
     record_property(
         "bitwise", ["ssmax", f"{kills} kills, {in_saves} in a save", "equal" if not names else ", ".join(names)]
     )
@@ -245,7 +247,7 @@ def test_a_signal_in_the_last_step_of_a_phase_is_heeded_in_the_next(tiny, monkey
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(Checkpoints, "save", signalled)
-    assert train(tiny("name=late", swap_to("ssmax"), "trainer.checkpoint_every=4")) == 143
+    assert train(tiny("name=late", swap_override("ssmax"), "trainer.checkpoint_every=4")) == 143
     assert load_checkpoint(last_checkpoint(tiny("name=late").run_folder))["lm"]["step"] == 5
 
 
@@ -273,14 +275,14 @@ def stopped_at_its_first_barrier(*arguments: str) -> None:
 
     DDPStrategy.barrier = signalled
     signal.alarm(120)  # ends ranks that wait for each other
-    command(*arguments)
+    run_command(*arguments)
 
 
 @pytest.mark.slow
 def test_a_signal_to_one_rank_before_the_first_step_stops_all_with_a_checkpoint(arguments: list[str], tmp_path: Path):
     options = [*LONG, "trainer.devices=2", "trainer.max_steps=100000", "name=early"]
     with pytest.raises(ChildFailedError):
-        ranks(2, stopped_at_its_first_barrier, "train", *arguments, *options)
+        run_ranks(2, stopped_at_its_first_barrier, "train", *arguments, *options)
     assert load_checkpoint(last_checkpoint(tmp_path / "runs" / "early"))["lm"]["step"] == 1
 
 
@@ -309,8 +311,15 @@ def test_a_full_disk_while_saving_keeps_the_checkpoint_before(arguments: list[st
     assert lm("train", *arguments, "name=full", "trainer.max_steps=4").returncode == 0
     folder = tmp_path / "runs" / "full"
     size = (last_checkpoint(folder)).stat().st_size
-    process = forked(
-        tmp_path / "output", within, size // 2, "train", *arguments, "name=full", "trainer.max_steps=8", "resume=auto"
+    process = start_forked(
+        tmp_path / "output",
+        run_with_file_limit,
+        size // 2,
+        "train",
+        *arguments,
+        "name=full",
+        "trainer.max_steps=8",
+        "resume=auto",
     )
     process.join()
     output = (tmp_path / "output").read_text()

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from folders import curve, last_checkpoint, losses, metrics, poison, series
+from folders import inject_nan, last_checkpoint, logged_values, metric_lines, stored_curves, training_losses
 
 from lm.config.load import parse_config
 from lm.errors import RunError
@@ -50,20 +50,20 @@ def test_a_run_learns_and_leaves_a_complete_run_folder(tiny, capsys: pytest.Capt
         "parameters",
     } <= facts.keys()
     assert (folder / "tokenizer.json").exists()
-    lines = metrics(folder)
+    lines = metric_lines(folder)
     assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, 41))
-    assert losses(folder)[-1] < losses(folder)[0] - 0.5
+    assert training_losses(folder)[-1] < training_losses(folder)[0] - 0.5
     assert [line["step"] for line in lines if "val/loss" in line] == [10, 20, 30, 40]
     peaks = [line["peak_memory_bytes"] for line in lines]
     assert peaks == sorted(peaks)
     assert 2**26 < peaks[-1] < 2**36
     assert [path.name for path in step_paths(folder / "checkpoints")] == ["step-000030.ckpt", "step-000040.ckpt"]
     assert load_checkpoint(last_checkpoint(folder))["lm"]["step"] == 40
-    loss, bits = series(folder, "validation", 40)
+    loss, bits = stored_curves(folder, "validation", 40)
     assert bits.metric == "val/bits_per_byte"
     assert loss.overall_mean == pytest.approx(loss.points[0].values.mean(), abs=1e-5)
     assert loss.overall_mean < loss.references["unigram cross-entropy"] + 0.5
-    long = [curve_of_loss for curve_of_loss in series(folder, "long_context", 40) if curve_of_loss.bins]
+    long = [curve_of_loss for curve_of_loss in stored_curves(folder, "long_context", 40) if curve_of_loss.bins]
     assert [curve_of_loss.setting for curve_of_loss in long] == ["as trained", "theta x 50"]
     assert all(curve_of_loss.until[-1] == 4 * 32 for curve_of_loss in long)
     assert not list(folder.rglob(".*"))
@@ -131,10 +131,10 @@ def test_the_logged_loss_is_the_mean_of_all_steps_since_the_last_line(tiny):
         train(every_step)
         train(tiny(f"name={name}-few", "log.every=3", *options))
         last_checkpoint(every_third.run_folder).unlink()
-        before = curve(every_third.run_folder)
+        before = logged_values(every_third.run_folder)
         train(tiny(f"name={name}-few", "log.every=3", "resume=auto", *options))
-        assert curve(every_third.run_folder) == before
-        steps = losses(every_step.run_folder)
+        assert logged_values(every_third.run_folder) == before
+        steps = training_losses(every_step.run_folder)
         assert [step for step, _ in before] == [1, 3, 6, 8]
         for (step, loss), first in zip(before, (0, 1, 3, 6), strict=True):
             assert loss == pytest.approx(sum(steps[first:step]) / (step - first), rel=1e-6 if name == "text" else 0.05)
@@ -202,7 +202,7 @@ def test_an_existing_run_folder_is_refused_and_left_alone(tiny):
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 def test_a_step_that_is_not_finite_stops_the_run_and_says_where(tiny, monkeypatch: pytest.MonkeyPatch, what: str):
-    poison(monkeypatch, {6}, what)
+    inject_nan(monkeypatch, {6}, what)
     place = "none" if what == "loss" else "embedding.weight"
     with pytest.raises(RunError, match=rf"step 6: the loss is .*finite: {place}\)"):
         train(tiny("name=blown"))
@@ -235,7 +235,7 @@ def test_sequences_of_several_lengths_are_trained_and_logged(tiny):
     mixed = "data.lengths={name: mixed, weights: {8: 0.5, 32: 0.5}}"
     config = tiny("name=mixed", mixed, "trainer.max_steps=12", "model.normalizer={name: relu2, n: sample}")
     assert train(config) == 0
-    lines = [line for line in metrics(config.run_folder) if "sequence_length" in line]
+    lines = [line for line in metric_lines(config.run_folder) if "sequence_length" in line]
     assert {line["sequence_length"] for line in lines} == {8, 32}
     assert [line["tokens"] for line in lines] == [256 * step for step in range(1, 13)]
     assert parse_config(yaml.safe_load((config.run_folder / "config.yaml").read_text())) == config
