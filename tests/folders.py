@@ -20,7 +20,9 @@ from lm.model.device import Device
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
 from lm.runs.evaluations import (
     CURVE,
+    Axis,
     Evaluation,
+    Metric,
     evaluation_path,
     evaluation_rows,
     load_evaluation,
@@ -29,7 +31,6 @@ from lm.runs.evaluations import (
 )
 from lm.runs.folder import step_of, step_paths
 from lm.runs.loading import load
-from lm.runs.metric import Axis, Metric
 from lm.training.module import LanguageModel
 from lm.training.optimizers import saved_state
 

@@ -22,7 +22,7 @@ from lm.data.batches import Batch
 from lm.model.attention_stream import QueryBlock, attention_blocks
 from lm.model.blocks import AttentionInputs
 from lm.model.decoder import Decoder
-from lm.runs.metric import Axis
+from lm.runs.evaluations import Axis
 
 # ending of names of statistics without the first token (`Statistic.without_first_token`)
 NO_FIRST = ", no first"

@@ -34,8 +34,7 @@ from lm.model.cross_entropy import argmax_tokens, token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.plain import Plain, to_plain
-from lm.runs.evaluations import NATS
-from lm.runs.metric import Metric
+from lm.runs.evaluations import NATS, Metric
 
 UnitValues = tuple[np.ndarray, pd.DataFrame]  # (units, 1) values of sequences, and the sequences as `units_frame`
 QUESTION_SEED = 0  # seed of the sequences with questions, the same for every model

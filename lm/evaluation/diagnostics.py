@@ -39,7 +39,7 @@ from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.swapped import applicable_settings, for_inference
 from lm.plain import Plain
-from lm.runs.metric import Metric
+from lm.runs.evaluations import Metric
 
 KIND = "diagnostics"
 UNTRAINED_LABEL = "untrained weights"

@@ -27,8 +27,8 @@ from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum
 from lm.model.spec import ModelSpec
 from lm.plain import Plain
+from lm.runs.evaluations import Metric
 from lm.runs.loading import LoadedModel
-from lm.runs.metric import Metric
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

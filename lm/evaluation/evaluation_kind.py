@@ -25,9 +25,8 @@ from lm.plain import Plain, json_value
 from lm.plugins import PLUGINS
 from lm.progress import Progress
 from lm.runs.checkpoints import weights_sha256
-from lm.runs.evaluations import COLUMNS, Evaluation, evaluation_path, join_rows, measuring_code
+from lm.runs.evaluations import COLUMNS, Evaluation, Metric, evaluation_path, join_rows, measuring_code
 from lm.runs.manifest import read_file, write_files
-from lm.runs.metric import Metric
 from lm.statistics.units import selection_mask
 
 

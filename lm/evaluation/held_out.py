@@ -27,8 +27,7 @@ from lm.model.device import Device, all_reduce_sum, eval_mode
 from lm.plain import Plain, to_plain
 from lm.progress import Progress
 from lm.runs.checkpoints import weights_sha256
-from lm.runs.evaluations import LOSS, NATS, UNIGRAM, UNIGRAM_BOUND, VALIDATION
-from lm.runs.metric import Axis, Metric
+from lm.runs.evaluations import LOSS, NATS, UNIGRAM, UNIGRAM_BOUND, VALIDATION, Axis, Metric
 from lm.statistics.units import selection_mask
 
 MAX_BATCH_TOKENS = 16384  # the most tokens in one forward pass, if a sequence has no more

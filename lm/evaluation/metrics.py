@@ -18,10 +18,9 @@ from lm.evaluation.evaluation_kind import Measurement, rows, units_frame
 from lm.evaluation.held_out import LongContext, LossByLength, OtherTexts, SwapMeasurement, Validation
 from lm.model.decoder import Decoder
 from lm.model.device import Device
-from lm.report.reported_rows import REPORTING
-from lm.runs.evaluations import NATS
+from lm.report.comparison import REPORTING
+from lm.runs.evaluations import NATS, Metric
 from lm.runs.folder import PEAK_MEMORY
-from lm.runs.metric import Metric
 
 TRAINING_METRICS = (  # logged in training
     Metric("train/loss", NATS, "lower", "training loss, mean since the last line"),

@@ -31,8 +31,8 @@ from lm.files import expand_home, plain_sha256
 from lm.model.spec import count_steps
 from lm.plain import Plain, flatten, to_plain
 from lm.plugins import PLUGINS
+from lm.runs.evaluations import Metric
 from lm.runs.folder import CHECKPOINTS, SWAPPED, step_path
-from lm.runs.metric import Metric
 
 _UNCACHED_KEYS = ("name", "runs", "seed")  # keys on which no other key of a configuration depends
 _JUDGED = "the runs that choose a rate must not judge it"

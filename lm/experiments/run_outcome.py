@@ -13,7 +13,7 @@ import pandas as pd
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, RunError
 from lm.plain import Plain
-from lm.runs.evaluations import Evaluation, chance_level, evaluation_files, load_evaluation
+from lm.runs.evaluations import Evaluation, Metric, chance_level, evaluation_files, load_evaluation
 from lm.runs.folder import (
     CHECKPOINTS,
     CONFIG,
@@ -26,7 +26,6 @@ from lm.runs.folder import (
     step_path,
 )
 from lm.runs.manifest import read_file
-from lm.runs.metric import Metric
 from lm.runs.record import RunRecord, RunStatus, divergence, loss_above_unigram, read_run, start_setting, tokens_before
 from lm.statistics.intervals import is_unlearned
 from lm.statistics.units import part_of, unit_rows, weighted_mean

@@ -230,6 +230,7 @@ def _axis_picture(comparison: ArmComparison, section: pd.DataFrame, *drawn: dict
     words = f"training length{'s' * (len(lengths) > 1)} {', '.join(map(number, lengths))}"
     axis = {"log": 2 if about.axis.log else 0, "marks": {length: words * (length == lengths[0]) for length in lengths}}
     level = None if about.better == "higher" else comparison.level(about.unit)
+    x_label = with_unit(about.axis.name, about.axis.unit)
     for index, of_name in section.groupby("name", sort=False):
         name = comparison.metric_names[index]
         values, differences = (traces.get(index, []) for traces in drawn)
@@ -243,11 +244,11 @@ def _axis_picture(comparison: ArmComparison, section: pd.DataFrame, *drawn: dict
             sentences += [f"{kind}: 95% intervals over {source}, each alone." for source in sources]
         levels = {level: f"{label} {level:.3g}" for of in of_name["about"].unique() for label, level in of.references}
         y_label = with_unit(name.quantity, about.unit)
-        panels.append(Panel(panel_title, about.axis.label, y_label, values, y_range=y_range, levels=levels, **axis))
+        panels.append(Panel(panel_title, x_label, y_label, values, y_range=y_range, levels=levels, **axis))
         if comparison.baseline:
             panel_title += f": paired difference to {comparison.baseline}"
             y_label = with_unit("difference", about.unit)
-            panel = Panel(panel_title, about.axis.label, y_label, differences, zero_line=True, **axis)
+            panel = Panel(panel_title, x_label, y_label, differences, zero_line=True, **axis)
             panels.append(panel if differences else None)
     sentences += [f"Dotted, if any: {about.levels}."] if about.levels else []
     sentences += [f"From position {FIRST_DRAWN_POSITION}."] if shape == "bins" else []
@@ -275,7 +276,9 @@ def _fraction_map(arm: str, means: pd.DataFrame) -> Map:
     about, tasks = means["about"].iloc[0], means["task"].unique()
     table = mean(means, ["task", "x"]).pivot(index="task", columns="x", values="value").reindex(tasks)
     top = 1.0 if about.interval else float(np.nanmax(table))
-    return Map(arm, about.axis.label, [number(x) for x in table], list(tasks), table.to_numpy(), top)
+    return Map(
+        arm, with_unit(about.axis.name, about.axis.unit), [number(x) for x in table], list(tasks), table.to_numpy(), top
+    )
 
 
 # ---------------------------------------------------------------- what is logged by layer and head

@@ -28,8 +28,8 @@ from lm.report.tables import (
     plain_text,
     printable_text,
 )
+from lm.runs.evaluations import Metric
 from lm.runs.folder import DIVERGED, PEAK_MEMORY, highest
-from lm.runs.metric import Metric
 from lm.runs.record import RunRecord
 
 BETTER_SIDE = {"lower": "below zero", "higher": "above zero", "none": ""}  # side on which differences are improvements

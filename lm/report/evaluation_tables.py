@@ -13,11 +13,9 @@ import pandas as pd
 
 from lm.errors import abbreviate
 from lm.plain import Plain
-from lm.report.comparison import NO_INTERVAL_REASON, interval_of
-from lm.report.reported_rows import at_places
+from lm.report.comparison import NO_INTERVAL_REASON, at_places, interval_of
 from lm.report.tables import Column, FilledColumn, Table, number, numeral, print_tables, table_bytes
-from lm.runs.evaluations import CURVE, Evaluation, evaluation_rows, overall_means, point_means
-from lm.runs.metric import Metric
+from lm.runs.evaluations import CURVE, Evaluation, Metric, evaluation_rows, overall_means, point_means
 
 MAX_COLUMNS = 12  # most metrics that have a column each; more metrics have a row each
 # most numbers without interval that a table has of one model; if there are more, ends of curves are printed

@@ -42,10 +42,9 @@ from lm.model.decoder import Decoder, batch_layout
 from lm.model.device import Device
 from lm.model.swapped import for_inference
 from lm.report.evaluation_tables import EvaluationResult, print_results
-from lm.runs.evaluations import join_rows
+from lm.runs.evaluations import Metric, join_rows
 from lm.runs.loading import load as load_model
 from lm.runs.loading import save_model
-from lm.runs.metric import Metric
 
 VOCAB, LENGTH, SIZE, ALL = 50, 80, 8, list(range(80))
 

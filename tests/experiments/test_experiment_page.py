@@ -21,7 +21,7 @@ from trials import procedure_of
 from lm.config.load import to_yaml
 from lm.experiments.page import trends
 from lm.experiments.procedure import Procedure, Run
-from lm.report.reported_rows import REPORTING
+from lm.report.comparison import REPORTING
 from lm.runs.folder import CONFIG, DIVERGED, METRICS
 from lm.runs.manifest import read_file
 

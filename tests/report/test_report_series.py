@@ -11,7 +11,7 @@ from reported import build_run, compare_folders, pictures, write_report, write_r
 
 from lm.evaluation.evaluation_kind import rows, units_frame
 from lm.report.comparison_tables import comparison_tables, run_facts
-from lm.runs.metric import Axis, Metric
+from lm.runs.evaluations import Axis, Metric
 
 
 def probe(rng: np.random.Generator, level: float) -> pd.DataFrame:

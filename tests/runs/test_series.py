@@ -9,10 +9,18 @@ import pytest
 from fabricated import EMPTY_FRAME, make_evaluation, write_evaluation
 
 from lm.evaluation.evaluation_kind import rows, units_frame
+from lm.report.comparison import at_places, reporting_rows
 from lm.report.frame import evaluation_block, frame
-from lm.report.reported_rows import at_places, reporting_rows
-from lm.runs.evaluations import LOSS, evaluation_rows, load_evaluation, overall_means, point_means, selection_loss
-from lm.runs.metric import Axis, Metric
+from lm.runs.evaluations import (
+    LOSS,
+    Axis,
+    Metric,
+    evaluation_rows,
+    load_evaluation,
+    overall_means,
+    point_means,
+    selection_loss,
+)
 from lm.statistics.units import selection_mask
 
 
