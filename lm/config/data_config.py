@@ -81,11 +81,11 @@ class MQAR(Task):
     """
 
     name: ClassVar[str] = "mqar"
-    keys: int = key(64, "different keys", ge=1, le=MAX_SYMBOLS)
-    values: int = key(64, "different values", ge=1, le=MAX_SYMBOLS)
-    filler: int = key(32, "different symbols of filler", ge=1, le=MAX_SYMBOLS)
-    pairs: int = key(8, "pairs in a sequence", ge=1, le=MAX_SYMBOLS)
-    queries: int = key(8, "keys asked for at the sequence's end", ge=1, le=MAX_SYMBOLS)
+    keys: int = key(64, "number of different keys", ge=1, le=MAX_SYMBOLS)
+    values: int = key(64, "number of different values", ge=1, le=MAX_SYMBOLS)
+    filler: int = key(32, "number of different symbols of filler", ge=1, le=MAX_SYMBOLS)
+    pairs: int = key(8, "number of pairs in a sequence", ge=1, le=MAX_SYMBOLS)
+    queries: int = key(8, "number of keys asked for at the sequence's end", ge=1, le=MAX_SYMBOLS)
     joined: bool = key(False, "a pair is one symbol (single-hop recall), not a symbol of the key and one of the value")
     held_out: Literal["lists", "pairs"] = key(
         "lists", "what occurs in test sequences alone: lists of pairs, or single pairs"
@@ -142,7 +142,7 @@ class Needle(Task):
     """
 
     name: ClassVar[str] = "needle"
-    needles: int = key(1, "needles that are asked for", ge=1, le=32)
+    needles: int = key(1, "number of needles that are asked for", ge=1, le=32)
     distractors: int = key(0, "needles of other cities that are not asked for", ge=0, le=32)
     depth: float | None = key(
         None, "fraction of the filler before the first needle asked for; null and others: random", ge=0, le=1
@@ -408,7 +408,7 @@ TOKENIZERS = {v.name: v for v in (TrainedTokenizer, TokenizerFile, PretrainedTok
 class WeightedTask:
     """A synthetic task, and its fraction of the training sequences."""
 
-    weight: float = key(1.0, "fraction of the training sequences; text has what the tasks leave", gt=0, le=1)
+    weight: float = key(1.0, "fraction of the training sequences; plain text makes up the rest", gt=0, le=1)
     task: Task = variant(TASKS, "mqar", "the task; `needle` is in text, `mqar` is over symbols of its own")
 
 
@@ -428,7 +428,7 @@ class DataConfig:
         "tokens in the sequences of a step: `full`, seq_len; `mixed`, divisors of it drawn for each step by weight",
     )
     documents: Literal["pack", "isolate"] = key(
-        "pack", "`isolate`: queries see keys of their own document alone, and n counts these"
+        "pack", "`pack`: attention crosses documents; `isolate`: queries see their own document's keys, n counts these"
     )
     seed: int | None = key(
         None, "seed of the order of the batches and of the tasks' sequences; null: as `seed`", {"affects": "seed"},

@@ -123,7 +123,7 @@ class InferenceSetting:
     weights stay unchanged (`lm.model.swapped.for_inference`).
     """
 
-    rope: RopeScaling = variant(ROPE_SCALINGS, "as_trained", "RoPE's frequencies")
+    rope: RopeScaling = variant(ROPE_SCALINGS, "as_trained", "scaling of RoPE's frequencies")
     normalizer: dict[str, bool | int | float | str] = key(
         {}, "options that differ from training, e.g. {clip: true}; normalizers without such an option ignore it"
     )
@@ -209,8 +209,8 @@ class Timing:
     at: list[float] = key([1.0], "fractions of the run at which it is measured", gt=0, le=1)
 
     def is_due(self, step: int, max_steps: int) -> bool:
-        """Return whether the evaluation runs after optimizer step `step`, 1-based: one of the fractions `at` of all
-        steps ends there.
+        """Return whether the evaluation runs after optimizer step `step`, 1-based. It runs when each of the fractions
+        `at` of all steps is done.
         """
         return step in {max(1, round(fraction * max_steps)) for fraction in self.at}
 

@@ -303,7 +303,7 @@ class ModelConfig:
     block: AttentionBlock | GAUBlock = variant(
         {v.name: v for v in (AttentionBlock, GAUBlock)}, "attention", "what a layer consists of"
     )
-    n_head: int = key(4, "attention heads; 1 for gau", ge=1, le=10**4)
+    n_head: int = key(4, "number of attention heads; 1 for gau", ge=1, le=10**4)
     n_kv_head: int | None = key(
         None,
         "heads of keys and values, each shared by n_head / n_kv_head heads of queries (grouped queries); null: n_head",
@@ -357,7 +357,7 @@ class ModelConfig:
     value_residual: Literal["first_layer"] | None = key(
         None,
         "each layer's values are mixed, by a learned factor that is 0.5 at first, with the first layer's (arXiv "
-        "2410.17897); null: not",
+        "2410.17897); null: off",
         omit_default=True,
     )
     differential: bool | Literal["v2"] = key(
@@ -369,8 +369,8 @@ class ModelConfig:
     )
     output_gate: Literal["head", "element"] | None = key(
         None,
-        "attention's outputs times sigmoid(x W), x the layer's input: one factor a head, or one an element (arXiv "
-        "2505.06708); null: not",
+        "attention's outputs times sigmoid(x W), x the layer's input: one factor for each head, or each element "
+        "(arXiv 2505.06708); null: off",
         omit_default=True,
     )
     gate_inputs: int | None = key(

@@ -102,7 +102,7 @@ class ParameterGroup:
 
     lr_factor: float = key(1.0, "multiplies the schedule's learning rate", ge=0)
     weight_decay: float | None = key(
-        None, "null: the optimizer's for matrices, embedding and head, 0 for vectors and normalizers", ge=0
+        None, "weight decay; null: the optimizer's for matrices, embedding and head, 0 for others", ge=0
     )
 
 
@@ -240,7 +240,7 @@ class TrainerConfig:
         "auto", "`auto`: the GPU if there is one", {"acts_in": MODEL_COMMANDS}
     )
     devices: int = key(1, "processes on this machine, one for each device (DDP)", ge=1, le=1024)
-    num_nodes: int = key(1, "machines", ge=1, le=10**4)
+    num_nodes: int = key(1, "number of machines", ge=1, le=10**4)
     micro_batch: int | None = key(
         None, "sequences in one forward pass; null: as many as have at most 16,384 tokens", ge=1, le=10**6
     )

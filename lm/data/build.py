@@ -123,9 +123,9 @@ def count_unreadable(unreadable: dict[str, Plain], error: UnreadableError, on_er
         unreadable["first"].append(str(error))
 
 
-def build_store(data: DataConfig, spec: dict[str, Plain], target: Path, progress: Progress) -> None:
+def build_store(data: DataConfig, identity: dict[str, Plain], target: Path, progress: Progress) -> None:
     """Build the store in the folder `target`, or finish an interrupted preparation. The manifest begins with the
-    entries of `spec`.
+    entries of `identity`, which determine the content.
 
     Raises DataError: a source is too small, changed meanwhile or can't be read. If a shard is complete, the hidden
     folder stays, and the next call continues.
@@ -141,7 +141,7 @@ def build_store(data: DataConfig, spec: dict[str, Plain], target: Path, progress
         for path in store.iterdir():
             if path.name not in facts["files"]:
                 path.unlink()
-        manifest = spec | facts
+        manifest = identity | facts
         write_store_file(store / MANIFEST, json_bytes({**manifest, "sha256": plain_sha256(manifest)}))
         os.rename(store, target)
         sync_folder(target.parent)

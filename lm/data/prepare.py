@@ -161,8 +161,10 @@ def _store_identity(data: DataConfig) -> dict[str, Plain]:
     }
 
 
-def _store_folder(data: DataConfig, spec: dict[str, Plain]) -> Path:
-    """Return the folder of the store whose content `spec` determines: a name for its sources or tasks, and a hash."""
+def _store_folder(data: DataConfig, identity: dict[str, Plain]) -> Path:
+    """Return the folder of the store with this `identity`. Its name consists of the names of sources or tasks, and a
+    hash.
+    """
     tasks = dict.fromkeys(weighted.task.name for weighted in data.tasks)
     name = "+".join(tasks) if data.symbolic else "-".join(source_labels(data))
-    return data.stores_folder / f"{name[:60]}-{plain_sha256(spec)[:12]}"
+    return data.stores_folder / f"{name[:60]}-{plain_sha256(identity)[:12]}"

@@ -51,9 +51,9 @@ OTHER_FORMATS = {
 class Vocabulary:
     """Checks documents of token ids against a tokenizer's vocabulary, and counts the bytes of their text."""
 
-    def __init__(self, spec: TokenizerOptions):
-        self.tokenizer, self.end_of_text_token = tokenizer_from_options(spec), spec.end_of_text
-        self.end_of_text_id = self.tokenizer.token_to_id(spec.end_of_text)
+    def __init__(self, options: TokenizerOptions):
+        self.tokenizer, self.end_of_text_token = tokenizer_from_options(options), options.end_of_text
+        self.end_of_text_id = self.tokenizer.token_to_id(options.end_of_text)
         self.bytes_per_token, self.is_special = token_bytes(self.tokenizer), special_token_mask(self.tokenizer)
         if self.tokenizer.decoder is None:  # decoded text then has a space between any two tokens
             reason = "the tokenizer has no decoder, without which bytes of text can't be counted"

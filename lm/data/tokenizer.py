@@ -48,55 +48,57 @@ def convert_library_errors(failure: str, remedy: str = "") -> Iterator[None]:
         raise DataError(f"{failure}: {one_line(error)}{remedy}") from None
 
 
-def tokenizer_identity(spec: TokenizerOptions) -> dict[str, Plain]:
+def tokenizer_identity(options: TokenizerOptions) -> dict[str, Plain]:
     """Return plain data that identifies a tokenizer: its options and the sha256 of its file. Raises DataError if the
     file is missing.
     """
-    if isinstance(spec, TrainedTokenizer):
-        return to_plain(spec) | {"special_tokens": []}  # a key of earlier versions, whose stores are found
-    key = "path" if isinstance(spec, TokenizerFile) else "sha256"
-    sha256 = hashlib.sha256(_tokenizer_json(spec)).hexdigest()
-    return {"name": spec.name, "end_of_text": spec.end_of_text, key: sha256}
+    if isinstance(options, TrainedTokenizer):
+        return to_plain(options) | {"special_tokens": []}  # a key of earlier versions, whose stores are found
+    key = "path" if isinstance(options, TokenizerFile) else "sha256"
+    sha256 = hashlib.sha256(_tokenizer_json(options)).hexdigest()
+    return {"name": options.name, "end_of_text": options.end_of_text, key: sha256}
 
 
-def tokenizer_from_options(spec: TokenizerFile | PretrainedTokenizer) -> "Tokenizer":
-    """Load the tokenizer whose file or pretrained model `spec` names, as `parse_tokenizer` does. Raises DataError if
+def tokenizer_from_options(options: TokenizerFile | PretrainedTokenizer) -> "Tokenizer":
+    """Load the tokenizer whose file or pretrained model `options` name, as `parse_tokenizer` does. Raises DataError if
     the file can't be read.
     """
-    source, key = (spec.path, "path") if isinstance(spec, TokenizerFile) else (spec.model, "model")
-    content = _tokenizer_json(spec)
+    source, key = (options.path, "path") if isinstance(options, TokenizerFile) else (options.model, "model")
+    content = _tokenizer_json(options)
     with convert_library_errors(f"{source}: {NOT_A_TOKENIZER}", f" (data.tokenizer.{key})"):
         try:
-            return parse_tokenizer(content, spec.end_of_text)
+            return parse_tokenizer(content, options.end_of_text)
         except DataError as error:
             raise DataError(f"{source}: {error}") from None
 
 
-def _tokenizer_json(spec: TokenizerFile | PretrainedTokenizer) -> bytes:
-    """Return the bytes of the tokenizer.json that `spec` names.
+def _tokenizer_json(options: TokenizerFile | PretrainedTokenizer) -> bytes:
+    """Return the bytes of the tokenizer.json that `options` name.
 
     Raises DataError: there is no such file, folder or model, it has no tokenizer, or the hub can't be reached.
     """
-    if isinstance(spec, TokenizerFile):
+    if isinstance(options, TokenizerFile):
         try:
-            return expand_home(spec.path).read_bytes()
+            return expand_home(options.path).read_bytes()
         except OSError as error:
-            raise DataError(f"{spec.path}: can't read the tokenizer: {error.strerror} (data.tokenizer.path)") from None
-    folder = expand_home(spec.model)
+            raise DataError(
+                f"{options.path}: can't read the tokenizer: {error.strerror} (data.tokenizer.path)"
+            ) from None
+    folder = expand_home(options.model)
     if not os.path.exists(folder):
-        folder = download_files(spec.model, spec.revision, [TOKENIZER_FILE], " (data.tokenizer.model)")
-    elif spec.revision:
+        folder = download_files(options.model, options.revision, [TOKENIZER_FILE], " (data.tokenizer.model)")
+    elif options.revision:
         raise DataError(f"{folder}: is on this machine, not on the hub; set data.tokenizer.revision to null")
     return require_tokenizer_json(folder).encode()
 
 
-def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer":
+def train_tokenizer(texts: Iterator[str], options: TrainedTokenizer) -> "Tokenizer":
     """Train a byte-level BPE. Its ids from 0 on are <|endoftext|>, all 256 bytes (so every text can be encoded), then
     merges.
 
     The same texts give the same tokenizer, on any number of cores.
 
-    Raises DataError: the texts support fewer than `spec.vocab_size` entries.
+    Raises DataError: the texts support fewer than `options.vocab_size` entries.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -104,7 +106,7 @@ def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer"
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=spec.vocab_size,
+        vocab_size=options.vocab_size,
         special_tokens=[END_OF_TEXT],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -112,9 +114,9 @@ def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer"
     with convert_library_errors("data.tokenizer: can't be trained"):
         tokenizer.train_from_iterator(texts, trainer)
     n_entries = tokenizer.get_vocab_size()
-    if n_entries < spec.vocab_size:
+    if n_entries < options.vocab_size:
         raise DataError(
-            f"data.tokenizer.vocab_size = {spec.vocab_size}: the training text supports only {n_entries} entries; "
+            f"data.tokenizer.vocab_size = {options.vocab_size}: the training text supports only {n_entries} entries; "
             f"set it to {n_entries} or less, or add text"
         )
     tokenizer.encode_special_tokens = True
