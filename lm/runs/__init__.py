@@ -1,1 +1,1 @@
-"""Run folders and trained models as files: written whole, verified when read."""
+"""Run folders and trained models are read and written here: files are written whole and verified when read."""

@@ -1,5 +1,5 @@
-"""Checkpoint files, which are written atomically, checked by the manifest before use, and read without executing
-anything.
+"""Checkpoint files are written atomically, checked by the manifest before use, and read without executing code in
+them.
 """
 
 import hashlib
@@ -19,8 +19,8 @@ from lm.runs.manifest import add_entries, check_file, entry
 
 
 def weights_sha256(weights: Mapping[str, Tensor]) -> str:
-    """The sha256 over names, dtypes, shapes and values of all tensors, sorted by name. Tensors are copied to the CPU
-    one at a time.
+    """Return the sha256 over names, dtypes, shapes and values of all tensors, sorted by name. Tensors are copied to the
+    CPU one at a time.
     """
     digest = hashlib.sha256()
     for name, value in sorted(weights.items()):
@@ -36,10 +36,10 @@ CHECKPOINT_FORMAT = 5  # format of checkpoints; raised when older files can no l
 
 
 def save_checkpoint(checkpoint: dict[str, object], path: Path) -> None:
-    """Write `checkpoint` atomically to `path`, checkpoints/NAME of a run folder, with its line in the manifest and that
-    of metrics.jsonl so far.
+    """Write `checkpoint` atomically to `path`, the path checkpoints/NAME in a run folder. The manifest gets an entry
+    for this file and one for the metrics.jsonl written so far.
 
-    Raises RunError: the file can't be written, for example because the disk is full.
+    Raises RunError: the file can't be written, for example because the disk is full, or torch can't read it back.
     """
     weights, step, run = weights_sha256(checkpoint["state_dict"]), checkpoint["lm"]["step"], path.parent.parent
     with replace_file(path, "the checkpoint") as file:
@@ -55,8 +55,8 @@ def save_checkpoint(checkpoint: dict[str, object], path: Path) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, object]:
-    """The content of a checkpoint, plain data and tensors on the CPU. Nothing in the file is executed, and a file in a
-    run folder is checked by its manifest; a gigabyte takes one or two seconds.
+    """Return the content of a checkpoint: plain data, and tensors on the CPU. Nothing in the file is executed. A file
+    in a run folder is checked by its manifest, which takes one or two seconds for each gigabyte.
 
     Raises RunError: the file is missing, damaged, or no checkpoint of lm. The message names the newest other checkpoint
     in the folder.
@@ -68,13 +68,16 @@ def load_checkpoint(path: Path) -> dict[str, object]:
 
 
 def load_metadata(path: Path) -> dict[str, Plain]:
-    """The checkpoint's metadata: step, phase, configuration ... The file is not checked by the manifest, and its
-    tensors are not read. Raises RunError as `load_checkpoint` does.
+    """Return the checkpoint's metadata: step, phase, configuration and more. The file is not checked by the manifest,
+    and its tensors are not read. Raises RunError as `load_checkpoint` does.
     """
     return _read(path)["lm"]
 
 
 def _read(path: Path) -> dict[str, object]:
+    """Return the content of a checkpoint file without a check by the manifest. Raises RunError: it is no checkpoint of
+    this version.
+    """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
@@ -91,8 +94,8 @@ def _read(path: Path) -> dict[str, object]:
 
 
 def _fallback_hint(damaged_path: Path) -> str:
-    """The end of an error message on a damaged checkpoint, which names the newest other one in its folder; empty if
-    there is none.
+    """Return the end of an error message on a damaged checkpoint, which names the newest other checkpoint in its
+    folder. It is empty if there is no other.
     """
     others = [checkpoint for checkpoint in step_paths(damaged_path.parent) if checkpoint != damaged_path]
     return f"; the newest beside it is {others[-1]}" if others else ""

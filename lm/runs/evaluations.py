@@ -1,7 +1,8 @@
-"""Evaluations of a run folder: the metrics that are measured, a frame of their values by unit, facts about it, and its
-file.
+"""An evaluation of a run is a frame of measured values by unit, with facts about it, and a file in the run folder. A
+metric says what the values are.
 
-A file `KIND.step-N.csv` has the facts in its first line, as JSON after `# `, then a table with the columns `COLUMNS`.
+A file `KIND.step-N.csv` has the facts in its first line, as JSON after `# `, and then a table with the columns
+`COLUMNS`.
 """
 
 import io
@@ -113,7 +114,7 @@ COLUMNS = {
 
 
 def join_rows(blocks: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """One frame of several blocks of rows, perhaps of none."""
+    """Return one frame of several blocks of rows; without blocks it is empty."""
     return pd.concat(blocks, ignore_index=True) if blocks else pd.DataFrame(columns=[*COLUMNS]).astype(COLUMNS)
 
 
@@ -124,11 +125,12 @@ CURVE = ["evaluation", "about", "task", "setting"]  # equal in the rows of one c
 
 
 def evaluation_rows(evaluations: Sequence["Evaluation"]) -> pd.DataFrame:
-    """The rows of evaluations as one frame, with `about` as a category, and with `FACTS` about them as columns.
+    """Return the rows of evaluations as one frame, with the Metric as the category `about` and with columns for the
+    `FACTS` about each evaluation.
 
-    More columns are `evaluation`, its number; `quantity`, `title`, `unit`, `better` and `control` of the metric;
-    `subject`, the task with the options that tell it from others of its name; `logged`, whether training logs the mean
-    of the row's point; and `shape`, which is `number` without an axis, `bins` if points are ranges of the axis, else
+    More columns are `evaluation`, its number, and the metric's `quantity`, `title`, `unit`, `better` and `control`.
+    `subject` is the task, with the options that tell it from others of its name. `logged` says whether training logs
+    the mean at the row's point. `shape` is `number` without an axis, `bins` if points are ranges of the axis, else
     `points`.
     """
     rows = join_rows([evaluation.frame for evaluation in evaluations])
@@ -161,14 +163,14 @@ def point_means(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def overall_means(rows: pd.DataFrame) -> pd.DataFrame:
-    """The mean of each curve over all bins, and the mean at each single point."""
+    """Return the mean of each curve over all its bins, and the mean at each point of curves without bins."""
     means = point_means(rows)
     widths, is_bin = (means["until"] - means["x"]).fillna(1.0), means["shape"] == "bins"
     return mean(means.assign(x=means["x"].mask(is_bin)), [*CURVE, "x"], widths)
 
 
 def logged_means(evaluation: "Evaluation") -> dict[str, float]:
-    """The means of an evaluation that training logs to metrics.jsonl, by metric name."""
+    """Return the means of an evaluation that training logs to metrics.jsonl, by metric name."""
     rows = evaluation_rows([evaluation])
     means = overall_means(rows[rows["logged"]])
     return dict(zip(means["metric"], means["value"].tolist(), strict=True))
@@ -184,14 +186,16 @@ UNIGRAM_BOUND = f"{UNIGRAM}, at most"  # the name of the level if it is an upper
 
 
 def chance_level(metric: Metric) -> tuple[str, float]:
-    """The name and value of the metric's level of a model that has learned nothing; ("", NaN) if none is known."""
+    """Return the name and value of a metric's level for a model that has learned nothing; ("", NaN) if none is
+    known.
+    """
     name, level = next(iter(metric.references), ("", math.nan))
     return (name, level) if name.startswith(("chance", UNIGRAM)) else ("", math.nan)
 
 
 def selection_loss(evaluation: "Evaluation") -> tuple[float, str]:
-    """Validation loss (nats per token) on the sequences on which the best checkpoint is chosen, and the hash of these
-    sequences.
+    """Return the validation loss (nats per token) on the sequences by which the best checkpoint is chosen, and the hash
+    of all validation sequences.
     """
     loss = unit_rows(evaluation.frame, LOSS)
     selects = (loss["part"] == "selects").to_numpy()
@@ -218,13 +222,13 @@ MEASURING_PACKAGES = (
 
 @cache
 def measuring_code(package: Path = Path(__file__).parent.parent) -> str:
-    """A digest of all source files that can affect an evaluation's numbers."""
+    """Return a digest (16 hex digits) of all source files that can affect an evaluation's numbers."""
     return source_files_sha256([package / package_name for package_name in MEASURING_PACKAGES])
 
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """Results of one kind of evaluation on one checkpoint: a frame, and facts about it."""
+    """An evaluation holds the results of one kind of evaluation on one checkpoint: a frame, and facts about it."""
 
     kind: str
     step: int
@@ -240,11 +244,11 @@ class Evaluation:
 
     @property
     def name(self) -> str:
-        """The kind of evaluation as a noun for messages, such as `long-context evaluation`."""
+        """Return the kind of evaluation as a noun for messages, such as `long-context evaluation`."""
         return f"{self.kind.replace('_', '-')} evaluation"
 
     def content(self) -> bytes:
-        """The content of the evaluation's file."""
+        """Return the content of the evaluation's file."""
         about, metrics = _metric_numbers(self.frame["about"].to_numpy())
         frame = self.frame.assign(about=about, value=self.frame["value"].where(np.isfinite(self.frame["value"])))
         table = frame.to_csv(index=False, float_format="%.9g", lineterminator="\n")
@@ -254,7 +258,7 @@ class Evaluation:
 
     @classmethod
     def parse(cls, content: bytes) -> "Evaluation":
-        """The evaluation whose `content()` is `content`. Raises ValueError: it is of another version."""
+        """Return the evaluation whose `content()` is `content`. Raises ValueError: another version of lm wrote it."""
         head, _, table = content.decode().partition("\n")
         try:
             facts = json.loads(head.removeprefix("# "))
@@ -265,12 +269,15 @@ class Evaluation:
 
 
 def _metric(plain: dict[str, Plain]) -> Metric:
-    """The Metric whose fields a file holds as JSON."""
+    """Return the Metric whose fields a file holds as JSON."""
     references = tuple((name, np.nan if level is None else level) for name, level in plain["references"])
     return Metric(**plain | {"references": references, "axis": plain["axis"] and Axis(**plain["axis"])})
 
 
 def _read_table(table: str, metrics: list[Metric]) -> pd.DataFrame:
+    """Return the frame of a file's table; `metrics` are the Metrics in the order of their numbers. Raises ValueError:
+    the columns differ.
+    """
     missing = {name: [""] for name, kind in COLUMNS.items() if kind is float}
     frame = pd.read_csv(io.StringIO(table), dtype=COLUMNS, keep_default_na=False, na_values=missing)
     if [*frame] != [*COLUMNS]:
@@ -279,7 +286,7 @@ def _read_table(table: str, metrics: list[Metric]) -> pd.DataFrame:
 
 
 def _metric_numbers(about: np.ndarray) -> tuple[np.ndarray, list[Metric]]:
-    """The number of each row's metric, (rows,), and the metrics."""
+    """Return the number of each row's metric, (rows,), and the metrics in the order of these numbers."""
     objects, _ = pd.factorize(np.fromiter(map(id, about), np.int64, len(about)))  # hashes of metrics are slow
     numbers: dict[Metric, int] = {}
     firsts = np.unique(objects, return_index=True)[1]
@@ -288,19 +295,19 @@ def _metric_numbers(about: np.ndarray) -> tuple[np.ndarray, list[Metric]]:
 
 
 def evaluation_path(run: Path, kind: str, step: int) -> Path:
-    """The path evaluations/KIND.step-N.csv in a run folder."""
+    """Return the path evaluations/KIND.step-N.csv in a run folder."""
     return run / EVALUATIONS / f"{kind}.step-{step:06d}.csv"
 
 
 def evaluation_files(run: Path) -> dict[tuple[str, int], Path]:
-    """The evaluation files of a run folder, by kind and step."""
+    """Return the paths of a run folder's evaluation files, by kind and step."""
     paths = (run / EVALUATIONS).glob("*.step-*.csv")
     names = ((re.fullmatch(r"(.+)\.step-(\d+)", path.stem), path) for path in paths)
     return {(name[1], int(name[2])): path for name, path in names if name}
 
 
 def load_evaluation(path: Path) -> Evaluation:
-    """Read the evaluation in a file of evaluations/. Raises RunError if the file was altered or this version can't read
+    """Read the evaluation in a file of evaluations/. Raises RunError: the file was altered, or this version can't read
     it.
     """
     run, step = path.parent.parent, int(path.stem.rpartition(".step-")[2])
@@ -315,8 +322,9 @@ def load_evaluation(path: Path) -> Evaluation:
 def last_evaluations(
     run: Path, known_evaluations: Mapping[Path, Evaluation] = MappingProxyType({})
 ) -> list[Evaluation]:
-    """The last evaluation of each kind. `known_evaluations`: those that have been read already, by file path. Raises
-    RunError: a file is damaged.
+    """Return the last evaluation of each kind in a run folder. Raises RunError: a file is damaged.
+
+    known_evaluations: evaluations that have been read already, by file path.
     """
     last_paths = {kind: path for (kind, _), path in sorted(evaluation_files(run).items())}
     kinds = dict.fromkeys((*EvalConfig.kind_names(), *last_paths))

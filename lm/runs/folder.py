@@ -1,5 +1,5 @@
-"""Run folders: names of the files that training leaves and later commands read, configuration, checkpoints, and
-metrics.jsonl.
+"""A run folder has files that training leaves and later commands read. This module names them, and reads the
+configuration, paths of checkpoints and metrics.jsonl.
 """
 
 import hashlib
@@ -33,13 +33,13 @@ FORMAT_WITHOUT_MANIFEST = 5  # `format` in the lm.json of lm 0.11, which wrote m
 
 
 def command_line() -> str:
-    """The command of this process, quoted so that a shell runs the same command."""
+    """Return the command of this process, quoted so that a shell runs the same command."""
     return shlex.join(["lm", *sys.argv[1:]])
 
 
 def require_run(folder: Path, *files: str) -> None:
-    """Check that `folder` is a run folder with `files`. Raises RunError otherwise; the message says what `folder` is,
-    and what to do.
+    """Check that `folder` is a run folder with `files`. Raises RunError otherwise; the message says what `folder` is
+    instead, and what to do.
     """
     if (folder / "config.json").is_file():
         reason = "a model in transformers' format; run lm import on it, or name what it was exported from"
@@ -58,7 +58,7 @@ def require_run(folder: Path, *files: str) -> None:
 
 
 def read_config(folder: Path) -> Config:
-    """The configuration in a run's config.yaml. Raises RunError if `folder` is no run folder, or the file was
+    """Return the configuration in a run's config.yaml. Raises RunError: `folder` is no run folder, or the file was
     altered.
     """
     require_run(folder, CONFIG)
@@ -70,13 +70,14 @@ def read_config(folder: Path) -> Config:
 
 
 def read_environment(folder: Path) -> dict[str, Plain]:
-    """The content of a run's environment.json. Raises RunError: it is missing, or was altered."""
+    """Return the content of a run's environment.json. Raises RunError: it is missing, or was altered."""
     return json.loads(read_file(folder, ENVIRONMENT))
 
 
 def read_description(folder: Path) -> dict[str, Plain]:
-    """The content of a model folder's lm.json. Raises RunError: it is missing, or was altered; exports of lm 0.11 have
-    no manifest by which that could be seen.
+    """Return the content of a model folder's lm.json. Raises RunError: it is missing, or was altered.
+
+    An export of lm 0.11 has no manifest, so that a change of its lm.json is not noticed.
     """
     content = read_json(folder / DESCRIPTION)
     if content.get("format") != FORMAT_WITHOUT_MANIFEST:
@@ -85,22 +86,22 @@ def read_description(folder: Path) -> dict[str, Plain]:
 
 
 def step_path(folder: Path, step: int) -> Path:
-    """The path of `step-N.ckpt` in a folder of checkpoints."""
+    """Return the path of `step-N.ckpt` in a folder of checkpoints."""
     return folder / f"step-{step:06d}.ckpt"
 
 
 def step_of(path: Path) -> int:
-    """The step N of a `step-N.ckpt`."""
+    """Return the step N of a path `step-N.ckpt`."""
     return int(path.stem.removeprefix("step-"))
 
 
 def is_own(run: Path, checkpoint: Path) -> bool:
-    """Whether `checkpoint` lies in checkpoints/ of the run folder `run`, and so belongs to this run."""
+    """Return whether `checkpoint` lies in checkpoints/ of the run folder `run`, and so belongs to this run."""
     return checkpoint.resolve().parent == (run / CHECKPOINTS).resolve()
 
 
 def step_paths(folder: Path) -> list[Path]:
-    """The `step-N.ckpt` files of a folder, in ascending order of step."""
+    """Return the `step-N.ckpt` files of a folder, in ascending order of step."""
     return sorted(
         (path for path in folder.glob("step-*.ckpt") if path.stem.removeprefix("step-").isdecimal()), key=step_of
     )
@@ -116,8 +117,8 @@ DIVERGED = "diverged"  # key of the last line of a run that stopped at values th
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """A metric, such as the training loss, as a function of the tokens seen, with a point for each logged step; NaN
-    where not finite.
+    """A curve is a metric, such as the training loss, at each logged step, as a function of the tokens seen. It is NaN
+    where a value is not finite.
     """
 
     tokens: np.ndarray  # (points,) tokens seen so far
@@ -125,22 +126,23 @@ class Curve:
 
 
 def read_metrics(run: Path) -> list[dict[str, Plain]]:
-    """The lines of a run's metrics.jsonl; [] if there is none. Text that is no JSON object, such as a last line that a
-    kill cut short, is ignored.
+    """Return the lines of a run's metrics.jsonl; an empty list if there is no file. Text that is no JSON object is
+    ignored, such as a last line that a kill cut short.
     """
     path = run / METRICS
     return [*filter(None, map(parse_line, path.read_bytes().split(b"\n")))] if path.is_file() else []
 
 
 def truncate_metrics(run: Path, step: int) -> None:
-    """Delete log lines that a resumed run writes anew: lines of steps after `step`, and of a swap at `step`."""
+    """Delete the log lines that a resumed run writes anew: lines of steps after `step`, and of a swap at `step`."""
     if (run / METRICS).exists():
         lines = [line for line in read_metrics(run) if line["step"] <= step - ("swap/kl" in line)]
         write_text(run / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def log_entry(run: Path, step: int) -> Entry:
-    """The manifest's line of a run's log so far, of which `bytes` is the size; later lines follow (`check_log`).
+    """Return the manifest's entry of a run's metrics.jsonl as it is now. Its `bytes` is the present size, as later
+    lines are appended (`check_log`).
 
     The log is first synced to disk, so that a power cut can't lose lines that a checkpoint counts.
     """
@@ -153,8 +155,8 @@ def log_entry(run: Path, step: int) -> Entry:
 
 
 def check_log(run: Path, step: float = math.inf) -> None:
-    """Check that a run's log begins as it was when the last checkpoint up to `step` was saved; raises RunError if
-    not.
+    """Check that a run's log begins as it was when the last checkpoint up to `step` was saved. Raises RunError: the log
+    was altered, or is gone.
     """
     lines = [line for line in entries_of(run, METRICS) if line["step"] <= step]
     path = run / METRICS
@@ -167,14 +169,14 @@ def check_log(run: Path, step: float = math.inf) -> None:
 
 
 def highest(lines: list[dict[str, Plain]], name: str) -> float | None:
-    """The highest value logged as `name`, such as `elapsed_s` (seconds in training steps over all starts) or
-    `PEAK_MEMORY` (evaluations during training included); None if it was not logged.
+    """Return the highest value logged as `name`; None if it was not logged. Examples are `elapsed_s`, the seconds in
+    training steps over all starts, and `PEAK_MEMORY`, in bytes.
     """
     return max((line[name] for line in lines if line.get(name)), default=None)
 
 
 def curve(lines: list[dict[str, Plain]], name: str) -> Curve:
-    """The curve of the metric logged as `name`. If a resumed run logged a step twice, the later line counts."""
+    """Return the curve of the metric logged as `name`. If a resumed run logged a step twice, the later line counts."""
     line_by_step = {line["step"]: line for line in lines if name in line}
     points = [line_by_step[step] for step in sorted(line_by_step)]
     return Curve(*(np.array([line.get(key) for line in points], dtype=float) for key in ("tokens", name)))

@@ -1,5 +1,5 @@
-"""Read trained models from run folders, checkpoints and model folders (safetensors, JSON, tokenizer), and write them as
-model folders.
+"""Read trained models from run folders, checkpoints and model folders, and write model folders. A model folder holds
+safetensors, JSON and a tokenizer.
 """
 
 import os
@@ -56,12 +56,13 @@ def write_model(
     training: dict[str, Plain] | None = None,
     origin: dict[str, Plain] | None = None,
 ) -> Path:
-    """Write a model to the folder `out` atomically; returns `out`. `origin` says where an imported model came from.
+    """Write a model to the folder `out` atomically, and return `out`.
 
     Args:
         weights: all parameters by name, on any device; a tied head is stored once, as the embedding.
         tokenizer: content of the model's tokenizer.json; None: the model has no text.
         training: metadata of the training run; None: the model has no training run.
+        origin: facts on where an imported model came from.
 
     Raises RunError: `out` holds something, or can't be written.
     """
@@ -78,8 +79,8 @@ def write_model(
 
 
 def _model_keys(out: Path, spec: ModelSpec, has_tokenizer: bool) -> dict[str, Plain]:
-    """Keys of a configuration that trains from the model folder `out`: weights, shape, tokenizer and, where positions
-    are learned, the training length. The normalizer, which may be code, is left to the user.
+    """Return the keys of a configuration that trains from the model folder `out`: weights, shape and tokenizer, and
+    with learned positions the training length. The normalizer, which may be code, is left to the user.
     """
     model = {name: value for name, value in to_plain(spec.model).items() if name not in NON_SHAPE_KEYS}
     data: dict[str, Plain] = {"seq_len": spec.seq_len} if spec.model.position.name == "learned" else {}
@@ -96,7 +97,7 @@ def _model_keys(out: Path, spec: ModelSpec, has_tokenizer: bool) -> dict[str, Pl
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that was read from files, with its tokenizer, configuration and metadata."""
+    """A loaded model was read from files, and has its tokenizer, configuration and metadata with it."""
 
     decoder: Decoder  # the model in evaluation mode, on the CPU
     spec: ModelSpec  # its description; `spec.model` is its configuration in the phase of training that it has reached
@@ -112,13 +113,15 @@ class LoadedModel:
 
     @property
     def folder(self) -> Path:
-        """The folder in which tokenizer.json and other files lie: the run folder of a checkpoint, or the model folder
+        """Return the folder with tokenizer.json and other files: the run folder of a checkpoint, or the model folder
         itself.
         """
         return _folder_of_files(self.path)
 
     def tokenizer_and_start(self) -> tuple[Tokenizer, int]:
-        """The tokenizer, and the id of the token that starts a document. Raises RunError if the model has no text."""
+        """Return the tokenizer, and the id of the token that starts a document. Raises RunError: the model has no
+        tokenizer.
+        """
         if self.tokenizer is None:
             raise RunError(
                 f"{self.folder}: no tokenizer.json beside the weights, so that text can't be read or written"
@@ -127,8 +130,8 @@ class LoadedModel:
 
     @property
     def end_ids(self) -> list[int]:
-        """Ids of the tokens that end a document; the model must have a tokenizer. Raises RunError if the tokenizer
-        lacks such a token.
+        """Return the ids of the tokens that end a document; the model must have a tokenizer. Raises RunError: the
+        tokenizer lacks such a token.
         """
         ids = {token: self.tokenizer.token_to_id(token) for token in self.spec.end_tokens or [self.spec.end_of_text]}
         if unknown_tokens := [token for token, index in ids.items() if index is None]:
@@ -137,18 +140,18 @@ class LoadedModel:
 
     @property
     def stamp(self) -> dict[str, Plain]:
-        """The model's `step`, `tokens_seen` and `data_fingerprint`, as fields of an evaluation; 0, 0 and None without a
-        training run.
+        """Return the model's `step`, `tokens_seen` and `data_fingerprint`, as fields of an evaluation. They are 0, 0
+        and None without a training run.
         """
         step, tokens = self.metadata.get("step", 0), self.metadata.get("tokens", 0)
         return {"step": step, "tokens_seen": tokens, "data_fingerprint": self.metadata.get("data_fingerprint")}
 
 
 def load(path: str | os.PathLike, checkpoint: str | int = "last") -> LoadedModel:
-    """Load the model at `path`, a checkpoint, a model folder or a run folder. `checkpoint` of a run folder is `last`,
-    `best` or a step.
+    """Load the model at `path`, a checkpoint, a model folder or a run folder. Every byte is verified before it is used.
 
-    `lm export` and `save_model` write model folders. Every byte is verified before it is used.
+    checkpoint: the checkpoint of a run folder: `last`, `best` or a step. `lm export` and `save_model` write model
+    folders.
 
     Raises RunError: there is no such model, a file is damaged, weights don't fit their configuration or aren't finite,
     or files belong to different runs.
@@ -180,6 +183,7 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> LoadedModel
 
 
 def _load_model(path: Path) -> LoadedModel:
+    """Load the model of a model folder. Raises RunError: its format is another, or a file was altered."""
     description = {"origin": {}, **read_description(path)}
     version = description.get("format")
     if version == FORMAT_WITHOUT_MANIFEST:
@@ -206,7 +210,9 @@ _MISFITS += (ConfigError,)
 
 @contextmanager
 def _misfits_refused(path: Path) -> Iterator[None]:
-    """A context whose errors on the content of `path`, which a stranger may have written, become RunError."""
+    """Return a context that turns errors on the content of `path` into RunError. A stranger may have written that
+    content.
+    """
     try:
         yield
     except _MISFITS as error:
@@ -216,6 +222,9 @@ def _misfits_refused(path: Path) -> Iterator[None]:
 
 
 def _build_decoder(spec: ModelSpec, weights: dict[str, Tensor], path: Path) -> Decoder:
+    """Return a decoder with weights, in evaluation mode on the CPU. Raises an error of `_MISFITS` or RunError: names,
+    shapes or values don't fit.
+    """
     for name, saved_version, present_version in spec.changed_plugins():
         changed = f"{name} was {saved_version} when this was saved, it is {present_version} now"
         print(terminal_text(f"note: {path}: {changed}: the model may be another"), file=sys.stderr)
@@ -235,10 +244,10 @@ def _build_decoder(spec: ModelSpec, weights: dict[str, Tensor], path: Path) -> D
 
 
 def _read_tokenizer(folder: Path, spec: ModelSpec) -> Tokenizer | None:
-    """Read the tokenizer in `folder`; None if there is none, and the manifest knows of none.
+    """Return the tokenizer in `folder`; None if there is none, and the manifest has no entry of one.
 
     Raises:
-        RunError: it is missing, or not the tokenizer that the model was trained with.
+        RunError: the tokenizer is missing, or not the one that the model was trained with.
         DataError: the tokenizer can't be used.
     """
     if (folder / MANIFEST).is_file() and entries_of(folder, TOKENIZER):
@@ -247,7 +256,7 @@ def _read_tokenizer(folder: Path, spec: ModelSpec) -> Tokenizer | None:
 
 
 def check_finite(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Check that all weights of the model at `path` are finite; raises RunError otherwise."""
+    """Check that all weights of the model at `path` are finite. Raises RunError otherwise."""
     for name, value in weights.items():
         if not value.isfinite().all():
             raise RunError(
@@ -256,14 +265,16 @@ def check_finite(weights: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _folder_of_files(path: Path) -> Path:
+    """Return the folder of a model's files: `path` itself if it is a folder, else the run folder of the checkpoint
+    `path`.
+    """
     return path if path.is_dir() else Path(os.path.realpath(path)).parent.parent  # raises nothing for a loop of links
 
 
 def export(source: Path, checkpoint: str, out: Path) -> Path:
-    """Export the model at `source` as a model folder `out`, safetensors and JSON with the training run's metadata.
-    Returns `out`.
+    """Write the model at `source` as the model folder `out`, with the metadata of its training run, and return `out`.
 
-    Raises RunError: there is no model at `source`, or `out` is not empty or can't be written; no incomplete folder is
+    Raises RunError: there is no model at `source`, or `out` is not empty or can't be written. No incomplete folder is
     left.
     """
     model = load(source, checkpoint)
@@ -275,7 +286,7 @@ def export(source: Path, checkpoint: str, out: Path) -> Path:
 def save_model(
     decoder: Decoder, out: str | os.PathLike, tokenizer: str | os.PathLike | None = None, end_of_text: str = END_OF_TEXT
 ) -> Path:
-    """Write a decoder, trained by lm or elsewhere, as a model folder, which `load` and `lm` commands read. Returns
+    """Write a decoder, trained by lm or elsewhere, as a model folder, which `load` and `lm` commands read. Return
     `out`.
 
     Args:

@@ -1,10 +1,12 @@
-"""The manifest of a run folder or model folder: the sha256 of each file that lm has written there. What is believed is
-checked by it.
+"""The manifest of a run folder or model folder lists the sha256 of each file that lm has written there. Files are
+checked by it before they are used.
 
 Each line of manifest.jsonl is {"file", "sha256", "step", "weights"}. A line is added before its file gets its name, so
-that a reader never meets a file without its line; a kill between the two leaves a line without a file, which does no
-harm. All lines of a file count, so that a kill while a file is replaced leaves the old one intact. Lines are added in
-one write, by several processes at a time, such as training and `lm eval`.
+that a reader never meets a file without its line. A kill between the two leaves a line without a file, which does no
+harm.
+
+All lines of a file count, so that a kill while a file is replaced leaves the old file valid. Several processes, such as
+training and `lm eval`, may add lines at a time: each addition is one write.
 """
 
 import hashlib
@@ -24,10 +26,11 @@ Entry = dict[str, Plain]  # a line of the manifest
 
 
 def entry(name: str, sha256: str, step: int, weights: str | None = None) -> Entry:
-    """Return the line of the file `name`, a path within the folder.
+    """Return the manifest's line for the file `name`, a path within the folder.
 
-    step: training steps up to which the file holds results. weights: sha256 of the weights that the file holds, or that
-    it is a measurement of.
+    Args:
+        step: training steps up to which the file holds results.
+        weights: sha256 of the weights that the file holds, or on which it holds a measurement.
     """
     return {"file": name, "sha256": sha256, "step": step, "weights": weights}
 
@@ -45,7 +48,7 @@ def add_entries(folder: Path, *entries: Entry) -> None:
 
 
 def write_files(folder: Path, contents: Mapping[str, bytes], step: int = 0, weights: str | None = None) -> None:
-    """Write files {name: content} of `folder` and their manifest lines; no file is replaced before all are written.
+    """Write files {name: content} of `folder` and their manifest lines. No file is replaced before all are written.
     Raises RunError as `replace_file` does.
     """
     with ExitStack() as stack:
@@ -58,10 +61,11 @@ def write_files(folder: Path, contents: Mapping[str, bytes], step: int = 0, weig
 
 
 def check_file(folder: Path, name: str, sha256: str | None = None, advice: str = "bring it back") -> None:
-    """Check that lm wrote the file `name` of `folder` as it is now: the manifest has its sha256.
+    """Check that the file `name` of `folder` is as lm wrote it: the manifest has its sha256.
 
-    sha256: that of its content, if it has been read. Raises RunError, which ends in `advice`: the file is missing, was
-    altered, or is of another folder.
+    sha256: the hash of the file's content, if it has been read already.
+
+    Raises RunError, whose message ends in `advice`: the file is missing, was altered, or is of another folder.
     """
     try:
         sha256 = sha256 or file_sha256(folder / name)
@@ -84,8 +88,8 @@ def read_file(folder: Path, name: str, advice: str = "bring it back") -> bytes:
 
 
 def entries_of(folder: Path, name: str = "") -> list[Entry]:
-    """Return the readable lines of the manifest of `folder`, of the file `name` or all. Raises RunError: there is no
-    manifest.
+    """Return the readable lines of the manifest of `folder`, of all files or of the file `name`. Raises RunError: there
+    is no manifest.
     """
     start = json.dumps({"file": name})[:-1] if name else ""
     lines = map(parse_line, (line for line in _text(folder).splitlines() if line.startswith(start)))
@@ -93,8 +97,8 @@ def entries_of(folder: Path, name: str = "") -> list[Entry]:
 
 
 def truncate_manifest(folder: Path, step: int) -> None:
-    """Delete the lines of files with results of steps after `step`, which a resumed run writes anew; at step 0 all
-    lines.
+    """Delete the lines of files with results of steps after `step`, which a resumed run writes anew. At step 0 delete
+    all lines.
     """
     if (folder / MANIFEST).is_file():
         kept_lines = [line for line in entries_of(folder) if step and line["step"] <= step]
@@ -102,7 +106,7 @@ def truncate_manifest(folder: Path, step: int) -> None:
 
 
 def parse_line(text: str | bytes) -> dict[str, Plain] | None:
-    """Parse a line of a manifest or log; None if `text` is no JSON object with an integer `step`."""
+    """Return a line of a manifest or log as a dict; None if `text` is no JSON object with an integer `step`."""
     try:
         line = json.loads(text)
         return line if isinstance(line["step"], int) else None
@@ -111,6 +115,7 @@ def parse_line(text: str | bytes) -> dict[str, Plain] | None:
 
 
 def _text(folder: Path) -> str:
+    """Return the text of the manifest of `folder`. Raises RunError: there is none."""
     try:
         return (folder / MANIFEST).read_text(encoding="utf-8", errors="replace")
     except OSError:

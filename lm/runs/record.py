@@ -1,5 +1,5 @@
-"""Read configuration, environment, logged metrics and last evaluations of a run folder, and find the settings that tell
-arms apart.
+"""The record of a run folder is its configuration, environment, logged metrics and last evaluations. This module also
+finds the settings that tell arms (compared variants) apart.
 """
 
 import math
@@ -37,11 +37,11 @@ from lm.statistics.units import weighted_mean
 
 
 def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
-    """The settings (dotted keys) of each start in environment.json that contributed steps to a run's weights; []
-    without a training run.
+    """Return the settings, as dotted keys, of each start of a run that contributed steps to its weights; [] without a
+    training run.
 
-    A start is the first launch of a run, or a resumption. A start at step s replaces the starts before it whose step is
-    s or more.
+    A start is the first launch of a run, or a resumption; environment.json lists all. A start at step s replaces
+    earlier starts whose step is s or more.
     """
     history: list[dict[str, Plain]] = []
     for start in environment.get("starts", []):
@@ -50,8 +50,8 @@ def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
 
 
 def start_setting(environment: dict[str, Plain], name: str) -> Plain:
-    """A run's value of setting `name`; None if not recorded. If `starts` differ, it is a text such as `32, from step
-    500 bf16-mixed`.
+    """Return a run's value of setting `name`; None if it is not recorded. If `starts` differ in it, the value is a text
+    such as `32, from step 500 bf16-mixed`.
     """
     recorded_values = [(start["step"], start[name]) for start in starts(environment) if start.get(name) is not None]
     changes = [next(equal_values) for _, equal_values in groupby(recorded_values, key=itemgetter(1))]
@@ -62,12 +62,12 @@ def start_setting(environment: dict[str, Plain], name: str) -> Plain:
 
 
 def arm_definition(config: dict[str, Plain], environment: dict[str, Plain]) -> dict[str, Plain]:
-    """The settings that decide what a run learns, except its seed, as dotted keys. Runs with equal settings are one
-    arm.
+    """Return the settings that decide what a run learns, except its seed, as dotted keys. Runs with equal settings are
+    one arm.
 
-    Equal models have equal settings (`lm.config.tree.canonical_config`). Precision, compilation and the number of steps
-    have the values that the run's `starts` used. Initial weights (`init_from`) and the run that this
-    run branches from (`branch_from`) are identified by their arm, not by their path.
+    Equal models have equal settings (`lm.config.tree.canonical`). Precision, compilation and the number of steps have
+    the values that the run's `starts` used. Initial weights (`init_from`) and the run that this run branches from
+    (`branch_from`) are identified by their arm, not by their path.
     """
     definition = {key: value for key, value in flatten(canonical_config(config)).items() if distinguishes_arms(key)}
     settings = {key: start_setting(environment, key.rpartition(".")[2]) for key in keys_recorded_per_start()}
@@ -81,13 +81,13 @@ def arm_definition(config: dict[str, Plain], environment: dict[str, Plain]) -> d
 
 
 def arm(config: dict[str, Plain], environment: dict[str, Plain]) -> str:
-    """The identifier of a run's arm: a hash of `arm_definition`."""
+    """Return the identifier of a run's arm: 12 hex digits of a hash of `arm_definition`."""
     return plain_sha256(arm_definition(config, environment))[:12]
 
 
 def seeds(config: dict[str, Plain], environment: dict[str, Plain]) -> tuple[int, ...]:
-    """All seeds that decided a run's weights: seeds of the run that trained its initial weights, its own seed, and
-    `data.seed` if set.
+    """Return all seeds that decided a run's weights: seeds of the run that trained its initial weights, its own seed,
+    and `data.seed` if it is set.
 
     Consecutive equal seeds are listed once.
     """
@@ -105,13 +105,15 @@ RunStatus = Literal["unfinished", "finished", "diverged"]
 
 
 def divergence(lines: list[dict[str, Plain]], validation: Evaluation | None) -> str:
-    """A text that says how a run diverged; empty if it didn't.
+    """Return a text that says how a run diverged; it is empty if the run didn't.
 
     A run diverged if it stopped at values that are not finite, or its final loss is not finite. It also diverged if its
     final loss is above the unigram cross-entropy, and its training loss ended more than `MIN_LOSS_RISE` above its
     minimum.
 
-    validation: of the run's last step; None: the run has not reached this step.
+    Args:
+        lines: lines of metrics.jsonl.
+        validation: the validation at the run's last step; None: the run has not reached this step.
     """
     if reason := next((str(line[DIVERGED]) for line in lines if DIVERGED in line), ""):
         return reason
@@ -124,22 +126,23 @@ def divergence(lines: list[dict[str, Plain]], validation: Evaluation | None) -> 
 
 
 def tokens_before(environment: Mapping[str, Plain]) -> int:
-    """Number of tokens on which the initial weights of a run were trained, over all earlier runs; 0 for random initial
-    weights.
+    """Return the number of tokens on which the initial weights of a run were trained, over all earlier runs. It is 0
+    for random initial weights.
     """
     origin = environment.get("started_from") or {}
     return origin.get("tokens", 0) + origin.get("tokens_before", 0)
 
 
 def loss_above_unigram(validation: Evaluation | None) -> str:
-    """A text that says that the final validation loss exceeds the unigram cross-entropy; empty if not, or if a value is
-    not known.
+    """Return a text that says that the final validation loss exceeds the unigram cross-entropy. It is empty if the loss
+    does not, or if a value is not known.
     """
     loss, level = _loss_and_unigram(validation) if validation else (0.0, math.inf)
     return f"final loss above the unigram cross-entropy ({loss:.4f} > {level:.4f})" if loss > level else ""
 
 
 def _loss_and_unigram(validation: Evaluation) -> tuple[float, float]:
+    """Return the validation loss and the unigram cross-entropy, which is infinite if it is not known."""
     rows = validation.frame[validation.frame["metric"] == LOSS]
     references = dict(rows["about"].iloc[0].references)
     return weighted_mean(rows), references.get(UNIGRAM, references.get(UNIGRAM_BOUND, math.inf))
@@ -150,7 +153,7 @@ def _loss_and_unigram(validation: Evaluation) -> tuple[float, float]:
 
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """The content of a run folder."""
+    """A run record is the content of a run folder."""
 
     folder: Path
     name: str
@@ -161,57 +164,59 @@ class RunRecord:
 
     @cached_property
     def final_evaluations(self) -> list[Evaluation]:
-        """The evaluations of the run's last step; empty before the run has come to it."""
+        """Return the evaluations of the run's last step; an empty list before the run has come to it."""
         steps = flatten(self.config).get("trainer.max_steps")
         last_step = steps if isinstance(steps, int) else 0
         return [evaluation for evaluation in self.evaluations if evaluation.step >= last_step]
 
     @cached_property
     def divergence(self) -> str:
-        """How the run diverged, in words; empty if it didn't."""
+        """Return a text that says how the run diverged; it is empty if the run didn't."""
         validations = (each for each in self.final_evaluations if (each.frame["metric"] == LOSS).any())
         return divergence(self.log_lines, next(validations, None))
 
     @property
     def state(self) -> RunStatus:
-        """`diverged`, `finished` if the run was measured at its last step, else `unfinished`."""
+        """Return `diverged`, `finished` if the run was measured at its last step, else `unfinished`."""
         return "diverged" if self.divergence else "finished" if self.final_evaluations else "unfinished"
 
     @cached_property
     def flat_config(self) -> dict[str, Plain]:
-        """The configuration as dotted keys, overridden by the values of `arm_definition`."""
+        """Return the configuration as dotted keys; values of `arm_definition` take precedence."""
         return flatten(self.config) | self.arm_definition
 
     @cached_property
     def arm_definition(self) -> dict[str, Plain]:
-        """Settings that decide what the run learns, except its seed, as dotted keys; runs of one arm share all of
-        them.
+        """Return the settings that decide what the run learns, except its seed, as dotted keys. Runs of one arm share
+        all of them.
         """
         return arm_definition(self.config, self.environment)
 
     @property
     def symbolic(self) -> bool:
-        """Whether the run was trained on tasks over symbols, not on text."""
+        """Return whether the run was trained on tasks over symbols, not on text."""
         return self.environment.get("symbolic", False)
 
     @property
     def phases(self) -> list[tuple[int, dict[str, Plain]]]:
-        """Pairs, one for each training phase: the step after which the phase begins, and the keys of its normalizer."""
+        """Return a pair for each training phase: the step after which the phase begins, and the keys of its
+        normalizer.
+        """
         phases = self.config.get("phases") or [{"normalizer": self.config["model"]["normalizer"]}]
         start_steps = [0, *(round(phase["until"] * self.config["trainer"]["max_steps"]) for phase in phases[:-1])]
         return [(start, phase["normalizer"]) for start, phase in zip(start_steps, phases, strict=True)]
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """Seeds of the runs that trained the initial weights, then the run's own seeds. Runs of two arms with equal
-        seeds are paired.
+        """Return the seeds of runs that trained the initial weights, then the run's own seeds. Runs of two arms with
+        equal seeds are paired.
         """
         return seeds(self.config, self.environment)
 
     @property
     def tokens_seen(self) -> int | None:
-        """The number of tokens that the run had seen at the first of its `evaluations`; without evaluations, at the
-        last logged step.
+        """Return the number of tokens that the run had seen at the first of its `evaluations`; without evaluations, at
+        the last logged step.
         """
         if self.evaluations:
             return self.evaluations[0].tokens_seen
@@ -219,25 +224,26 @@ class RunRecord:
         return int(tokens[-1]) if len(tokens) else None
 
     def curve(self, name: str) -> Curve:
+        """Return the curve of the metric that the run logged as `name`."""
         return curve(self.log_lines, name)
 
     @property
     def tokens_before(self) -> int:
-        """Number of tokens on which the run's initial weights were trained, over all earlier runs; 0 for random initial
-        weights.
+        """Return the number of tokens on which the run's initial weights were trained, over all earlier runs. It is 0
+        for random initial weights.
         """
         return tokens_before(self.environment)
 
     def setting(self, name: str) -> Plain:
-        """The value of setting `name`, such as `precision`; None if not recorded. If resumptions changed it, a text has
-        all values.
+        """Return the value of setting `name`, such as `precision`; None if it is not recorded. If resumptions changed
+        it, a text has all values.
         """
         return start_setting(self.environment, name)
 
     @property
     def commits(self) -> str | None:
-        """A text that lists the commits of the run's launch and resumptions, and marks uncommitted changes; None if
-        none is recorded.
+        """Return a text that lists the git commits of the run's launch and resumptions, and marks uncommitted changes.
+        It is None if no commit is recorded.
         """
         entries = [start for start in starts(self.environment) if start.get("git_commit")]
         labels = dict.fromkeys(
@@ -247,7 +253,7 @@ class RunRecord:
         return ", then ".join(labels) or None
 
     def environment_entry(self, path: str) -> Plain:
-        """The entry of environment.json at a dotted `path`, such as `parameters.total`; None if there is no such
+        """Return the entry of environment.json at a dotted `path`, such as `parameters.total`; None if there is no such
         entry.
         """
         return self._flat_environment.get(path)

@@ -1,5 +1,5 @@
-"""Differences between a configuration and that of the checkpoint from which a run goes on or branches, as far as they
-forbid it.
+"""A run that resumes or branches from a checkpoint may differ from it in some settings only. This module finds the
+differences that are forbidden.
 """
 
 from pathlib import Path
@@ -14,9 +14,7 @@ from lm.plain import Plain, to_plain
 
 
 def trained_config(metadata: dict[str, Plain], path: Path) -> Config:
-    """The configuration that the model at `path` was trained with. Raises RunError if the configuration can't be
-    read.
-    """
+    """Return the configuration that the model at `path` was trained with. Raises RunError: it can't be read."""
     try:
         return parse_config(drop_removed_keys(parse_yaml(metadata["config"], "it")))
     except ConfigError as error:
@@ -26,11 +24,12 @@ def trained_config(metadata: dict[str, Plain], path: Path) -> Config:
 def config_problems(
     config: Config, training_config: Config, metadata: dict[str, Plain], path: Path, branches: bool = False
 ) -> list[Problem]:
-    """Every difference between `config` and the checkpoint's `training_config` that forbids resuming from the
+    """Return every difference between `config` and the checkpoint's `training_config` that forbids resuming from the
     checkpoint at `path`.
 
-    metadata: metadata of the checkpoint; `step` and `phase` say how far training has come.
-    branches: whether a new run branches from the checkpoint, and may therefore have another schedule.
+    Args:
+        metadata: metadata of the checkpoint; `step` and `phase` say how far training has come.
+        branches: whether a new run branches from the checkpoint, and may therefore have another schedule.
     """
     problems, step = [], metadata["step"]
     remedy = "branch with that" if branches else "resume it with that, or choose another name"
@@ -48,7 +47,9 @@ def config_problems(
 
 
 def _phase_problems(config: Config, training_config: Config, phase: int, step: int, checkpoint: Path) -> list[Problem]:
-    """Problems where training differs in phases up to `phase`, the checkpoint's phase: later ones may change."""
+    """Return the problems of phases up to `phase`, the checkpoint's phase, that differ from training so far. Later
+    phases may change.
+    """
     problems = []
     if phase >= len(config.training_phases):
         reason = f"{checkpoint} is in phase {phase + 1}"
