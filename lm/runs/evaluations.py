@@ -35,7 +35,7 @@ Better = Literal["lower", "higher", "none"]  # which direction is better; none: 
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis along which a metric is measured, such as positions or sequence lengths."""
+    """A metric is measured along an axis, such as positions or sequence lengths."""
 
     name: str  # such as `position in the sequence`
     unit: str  # unit of its values; pictures mark the training length on axes of `tokens`
@@ -45,7 +45,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric. Words in braces in its name stand for what differs, such as {LENGTH}, until `named` puts it there."""
+    """A metric has a name, in which words in braces, such as {LENGTH}, stand for what differs between its curves.
+    `fill_name` puts a value in their place.
+    """
 
     name: str = ""  # in metrics.jsonl; empty: training does not log it
     unit: str = ""  # such as `nats per token`; a `fraction` lies within 0 and 1
@@ -70,25 +72,29 @@ class Metric:
 
     @property
     def pattern(self) -> str:
-        """Its name, with words in capitals for what differs."""
+        """Return the metric's name with words in capitals, without braces, for what differs."""
         return re.sub("[{}]", "", self.name)
 
     @property
     def decides(self) -> bool:
-        """Whether it is measured for each sequence or question, so that an experiment's `primary.metric` can be it."""
+        """Return whether the metric is measured for each sequence or question, so that it can be an experiment's
+        `primary.metric`.
+        """
         return bool(self.units)
 
     def fill_name(self, **words: object) -> "Metric":
-        """The metric with `words` in place of these words in braces in its name; others stay."""
+        """Return the metric with the values of `words` in place of the words in braces in its name; other words
+        stay.
+        """
         name = re.sub(r"\{(\w+)\}", lambda word: str(words.get(word[1], word[0])), self.name)
         return replace(self, name=name.strip())
 
     def logs(self, name: str) -> bool:
-        """Whether training logs it, and logs it as `name`."""
+        """Return whether training logs the metric, and logs it as `name`."""
         return bool(self.name) and self.matches(name)
 
     def matches(self, name: str) -> bool:
-        """Whether `name` is its name, with anything in place of words in braces."""
+        """Return whether `name` is the metric's name with any text in place of words in braces."""
         pattern = re.sub(r"\\ \\{SETTING\\}$", r"(\ .+)?", re.escape(self.name))  # left out where there is one setting
         return re.fullmatch(re.sub(r"\\{\w+\\}", ".+", pattern), name) is not None
 
