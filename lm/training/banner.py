@@ -22,7 +22,7 @@ from lm.training.starting import PhaseStart
 
 
 def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) -> str:
-    """The text that a run prints first: model, data, compute and optimizer. config.yaml has all settings."""
+    """Return the text that a run prints first: model, data, compute and optimizer. config.yaml has all settings."""
     model, optim, steps, decoder = config.model, config.optim, config.trainer.max_steps, start.decoder
     parameters, flops, tokens = count_parameters(decoder), flops_per_token(decoder), steps * optim.batch_tokens
     token_ratio = tokens / (parameters["total"] - parameters["normalizer"])  # as `trainer.tokens_per_parameter`
@@ -51,7 +51,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
 
 
 def _normalizer_text(normalizer: Normalizer) -> str:
-    """Text with the formula and options of a normalizer."""
+    """Return a text with the formula and options of a normalizer."""
     options, length = normalizer.options, normalizer.layer.train_length
     values = {name: f"train ({length})" if value == "train" else value for name, value in vars(options).items()}
     return f"{options.name}: {options.formula()}" + "".join(f"; {name} = {values[name]}" for name in values)
@@ -60,10 +60,10 @@ def _normalizer_text(normalizer: Normalizer) -> str:
 def environment(
     config: Config, store: Store, start: PhaseStart, machine: Machine, run_facts: dict[str, Plain]
 ) -> dict[str, Plain]:
-    """The content of environment.json: facts on which results depend, other than the configuration.
+    """Return the content of environment.json: facts on which results depend, other than the configuration. This start's
+    settings are appended to `starts`.
 
-    `run_facts`: environment.json of a resumed run, else facts on the initial weights. This start's settings are
-    appended to `starts`.
+    run_facts: environment.json of a resumed run, else facts on the initial weights.
     """
     commit, dirty = git_state()
     packages = ("torch", "lightning", "datasets", "tokenizers", "wandb", "numpy")
@@ -100,7 +100,8 @@ def environment(
 
 
 def git_state() -> tuple[str | None, bool | None]:
-    """Git commit of the checkout from which this package runs, and whether tracked files have uncommitted changes.
+    """Return the git commit of the checkout from which this package runs, and whether tracked files have uncommitted
+    changes.
 
     If git doesn't track this package, the commit is LM_COMMIT, which a Docker image sets, or None; and the second value
     is None.

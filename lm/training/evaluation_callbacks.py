@@ -1,4 +1,4 @@
-"""Callbacks that evaluate the model in training, one for each kind of evaluation."""
+"""Callbacks evaluate the model in training, one for each kind of evaluation."""
 
 import math
 import time
@@ -37,7 +37,7 @@ class EvaluationCallback(StepCallback):
         self.measurement = measurement
 
     def is_due(self, step: int) -> bool:
-        """Whether the measurement is made after `step`."""
+        """Return whether the measurement is made after `step`."""
         return self.measurement.eval_config.is_due(step, self.config.trainer.max_steps)
 
     def on_train_start(self, trainer: L.Trainer, module: LanguageModel) -> None:
@@ -56,7 +56,9 @@ class EvaluationCallback(StepCallback):
             self.measure(trainer, module, module.decoder)
 
     def measure(self, trainer: L.Trainer, module: LanguageModel, decoder: Decoder) -> Evaluation | None:
-        """Measure `decoder` now, log and write the result. Returns None if measuring failed. All ranks must call it."""
+        """Measure `decoder` now, log and write the result, and return it. Return None if measuring failed. All ranks
+        must call this method.
+        """
         begin, step, run, measurement = time.perf_counter(), trainer.global_step, self.run, self.measurement
         device = Device(module.device, run.machine.bf16, trainer.global_rank, trainer.world_size)
         tokens, result = step * self.config.optim.batch_tokens, None
@@ -85,8 +87,9 @@ class Validation(EvaluationCallback):
     kind, precedes_checkpoint = "validation", True
 
     def measure(self, trainer: L.Trainer, module: LanguageModel, decoder: Decoder) -> Evaluation | None:
-        """Measure and return the validation loss; record the step as the best if its `selection_loss` is the lowest so
-        far on its sequences."""
+        """Measure and return the validation loss. Record the step as the best if its `selection_loss` is the lowest so
+        far on the same sequences.
+        """
         if result := super().measure(trainer, module, decoder):
             state, (loss, sha256) = module.start.state, selection_loss(result)
             # losses that can't be compared
@@ -97,7 +100,7 @@ class Validation(EvaluationCallback):
 
 
 class CallbackMetrics(EvaluationCallback):
-    """Records what callbacks from outside gave to `self.log`, at the last step, so that it can decide an experiment."""
+    """Records what users' callbacks gave to `self.log`, at the last step, so that it can decide an experiment."""
 
     kind, precedes_checkpoint = "callbacks", True
 
@@ -105,7 +108,9 @@ class CallbackMetrics(EvaluationCallback):
         super().__init__(run, CallbackMeasurement(run.config, run.store))
 
     def on_step(self, trainer: L.Trainer, module: LanguageModel, step: int) -> None:
-        """Record them if it is the last step. Raises RunError: one has a name of lm's own, before it is logged."""
+        """Record these metrics if it is the last step. Raises RunError: one of them has a name of lm's own, before it
+        is logged.
+        """
         if taken := [name for name in trainer.callback_metrics if is_lm_metric_name(name)]:
             raise RunError(f"trainer.callbacks: self.log('{taken[0]}'): is a name of lm's own; choose another")
         super().on_step(trainer, module, step)
@@ -142,7 +147,7 @@ class Recall(EvaluationCallback):
 
 
 class NeedleRetrieval(EvaluationCallback):
-    """Measures the accuracy on needles in a haystack, by length and depth (`eval.needle`)."""
+    """Measures how often the model answers with a number hidden in long text, by length and depth (`eval.needle`)."""
 
     kind = "needle"
 
@@ -178,7 +183,7 @@ class SwapEffect(StepCallback):
     """Measures the effect of a swap of the normalizers where a phase begins."""
 
     def on_train_start(self, trainer: L.Trainer, module: LanguageModel) -> None:
-        """Compare the models before and after the swap, and free the one before."""
+        """Compare the models before and after the swap, and free the memory of the one before."""
         if old_decoder := module.start.replaced_decoder:
             lines, warning = swap_lines(old_decoder, module.decoder, trainer.global_step)
             for line in filter(None, [*lines, warning]):

@@ -1,4 +1,4 @@
-"""The training loop: record the start of a new or resumed run, then train each phase with Lightning's Trainer."""
+"""The training loop records the start of a new or resumed run, and then trains each phase with Lightning's Trainer."""
 
 import logging
 import os
@@ -60,10 +60,13 @@ def fit(
     source: LoadedModel | None,
     process: Process,
 ) -> int:
-    """Train from step 0, or from `checkpoint`, a checkpoint of this run or of the run that it branches from. Returns
-    the exit status.
+    """Train from step 0, or from a checkpoint of this run or of the run that it branches from. Return the exit status.
 
-    content: the content of `checkpoint`. source: the model that `init_from` names, for a new run.
+    Args:
+        checkpoint: the path of this checkpoint; None: training starts at step 0.
+        content: the content of `checkpoint`.
+        source: the model that `init_from` names, for a new run.
+
     `lm.training.starting.check_before_data` has checked that the weights of either fit.
 
     Raises LMError: the run can't start or continue; most checks come before anything is written.
@@ -136,8 +139,8 @@ def fit(
 
 
 def train_phases(run: RunContext, start: PhaseStart, checkpoint: Path | None) -> int:
-    """Train the remaining phases, each from the checkpoint at the end of the preceding phase. Returns the process's
-    exit status.
+    """Train the remaining phases, each from the checkpoint at the end of the preceding phase. Return the process's exit
+    status.
     """
     config, folder = run.config, run.config.run_folder
     with run.stop:
@@ -175,7 +178,7 @@ def train_phases(run: RunContext, start: PhaseStart, checkpoint: Path | None) ->
 
 
 def make_trainer(run: RunContext, start: PhaseStart) -> L.Trainer:
-    """Lightning's Trainer for one phase. Its callbacks are called in the order listed here."""
+    """Return Lightning's Trainer for one phase. Its callbacks are called in the order listed here."""
     config = run.config.config_in_phase(start.phase)
     return L.Trainer(
         accelerator=run.machine.accelerator,
@@ -211,7 +214,7 @@ def make_trainer(run: RunContext, start: PhaseStart) -> L.Trainer:
 
 
 def launcher_plugin(launcher: str) -> L.fabric.plugins.ClusterEnvironment:
-    """Return Lightning's cluster environment of a launcher, which tells each process its rank and the others; without
+    """Return Lightning's cluster environment of a launcher, which tells each process its rank and the others. Without
     it Lightning would guess.
     """
     environments = L.fabric.plugins.environments
@@ -221,14 +224,16 @@ def launcher_plugin(launcher: str) -> L.fabric.plugins.ClusterEnvironment:
 
 
 def final_divergence(folder: Path, step: int) -> str:
-    """How a run that has ended at `step` diverged (`lm.runs.record.divergence`); empty if it didn't."""
+    """Return a text that says how a run that ended at `step` diverged (`lm.runs.record.divergence`); it is empty if the
+    run didn't.
+    """
     path = evaluation_path(folder, VALIDATION, step)
     validation = load_evaluation(path) if path.exists() else None
     return divergence(read_metrics(folder), validation)
 
 
 def truncate_after(run: Path, step: int) -> None:
-    """Delete from a run folder the results of steps after `step`, which a resumed run makes anew: log lines,
+    """Delete from a run folder the results of steps after `step`, which a resumed run makes anew: log lines and
     evaluations. Also delete the evaluation of a swap at `step`, and temporary files of a killed process.
     """
     for (kind, evaluated_step), path in evaluation_files(run).items():
@@ -244,7 +249,7 @@ def truncate_after(run: Path, step: int) -> None:
 def _evaluate_missing(
     config: Config, all_measurements: list[Measurement], checkpoint: Path, facts: dict[str, Plain]
 ) -> None:
-    """Make evaluations that a complete run lacks because it was killed after its last step, and log them in
+    """Make the evaluations that a complete run lacks because it was killed after its last step, and log them in
     metrics.jsonl.
     """
     folder, step = config.run_folder, config.trainer.max_steps

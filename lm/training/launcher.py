@@ -1,5 +1,5 @@
-"""This process's rank in its run, by the environment variables of its launcher: torchrun, SLURM's srun, or Lightning
-itself.
+"""Find this process's rank in its run from the environment variables of its launcher: torchrun, SLURM's srun, or
+Lightning itself.
 """
 
 import os
@@ -17,7 +17,7 @@ STARTER_VARIABLE = "LM_STARTED_BY"
 
 @dataclass(frozen=True)
 class Process:
-    """A process of a run: its rank among all processes, and their launcher."""
+    """A process of a run has a rank among all processes, and a launcher that started them."""
 
     rank: int
     launcher: Literal["torchrun", "srun", "lightning"]
@@ -25,7 +25,8 @@ class Process:
 
 
 def this_process(config: Config) -> Process:
-    """Rank and launcher of this process, from environment variables; without a launcher they are 0 and `lightning`.
+    """Return the rank and launcher of this process, from environment variables. Without a launcher they are 0 and
+    `lightning`.
 
     SLURM's variables count only within a step of several tasks, which srun starts, as a batch script inherits the
     variables of its allocation. `lm.training.fit` passes the launcher on to Lightning, so that Lightning doesn't guess
@@ -60,7 +61,9 @@ def this_process(config: Config) -> Process:
 
 
 def _number(name: str, default: str | None = None) -> int:
-    """Return the whole number in an environment variable; without it `default`, or ConfigError."""
+    """Return the whole number in an environment variable, or `default` if the variable is unset. Raises ConfigError:
+    there is no such number.
+    """
     value = os.environ.get(name, default)
     if value is None or not value.isdecimal():
         raise _variable_error(name, "must be a whole number, as a launcher sets it")
@@ -68,6 +71,7 @@ def _number(name: str, default: str | None = None) -> int:
 
 
 def _variable_error(name: str, reason: str) -> ConfigError:
+    """Return the error for an environment variable that does not fit the configuration."""
     remedy = "unset it, or start with torchrun or srun (docs/running.md)"
     return ConfigError([Problem(name, os.environ.get(name), reason, remedy)])
 
@@ -75,8 +79,8 @@ def _variable_error(name: str, reason: str) -> ConfigError:
 def end_with_parent(process: Process) -> None:
     """If Lightning started this process, end it soon after its parent, another process of the run, has ended.
 
-    Children of a killed parent would otherwise wait minutes for its tensors. Called in the parent, it only records the
-    parent's id.
+    Children of a killed parent would otherwise wait minutes for its tensors. In the parent, this function only records
+    the parent's id.
     """
     if process.launcher != "lightning":
         return
@@ -87,6 +91,7 @@ def end_with_parent(process: Process) -> None:
 
 
 def _end_after(parent: int) -> None:
+    """End this process at once when the process `parent` is no longer its parent."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)

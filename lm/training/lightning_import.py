@@ -1,7 +1,7 @@
-"""Lightning, imported without torchmetrics unless somebody has imported torchmetrics before.
+"""Lightning is imported here without torchmetrics, unless some module has imported torchmetrics before.
 
-torchmetrics imports scipy, matplotlib and transformers, and takes many times as long to import as Lightning, which
-needs it for `self.log` alone: `lm.training.train` imports it first for a run with callbacks from outside.
+torchmetrics imports scipy, matplotlib and transformers, which takes many times as long as importing Lightning.
+Lightning needs it for `self.log` alone; `lm.training.train` imports it first for a run with users' callbacks.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The loggers of a run, which are Lightning's Loggers: metrics.jsonl, wandb and those from outside."""
+"""The loggers of a run are Lightning's Loggers: metrics.jsonl, wandb and those that users name."""
 
 import json
 import math
@@ -27,7 +27,7 @@ WANDB_FACTS += ("versions", "device", "precision", "compile")
 
 
 class RunLogger(Logger):
-    """Base class of the loggers of a run; of several base classes it comes first.
+    """Base class of the loggers of a run. In a class with several bases it comes first.
 
     Step N is the state after N optimizer steps. Lightning, which logs what a callback gives to `self.log`, counts the
     steps before instead, and adds an epoch.
@@ -37,7 +37,9 @@ class RunLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Plain], step: int | None = None) -> None:
-        """Log metrics after `step` optimizer steps, or what Lightning logs."""
+        """Log metrics after `step` optimizer steps. Metrics with an `epoch` come from Lightning and are converted to
+        lm's count of steps.
+        """
         if "epoch" in metrics:
             step = int(step or 0) + 1
             numbers = {name: value for name, value in metrics.items() if name != "epoch"}
@@ -48,7 +50,9 @@ class RunLogger(Logger):
         """Log metrics after `step` optimizer steps."""
 
     def close(self) -> None:
-        """Send everything that is not sent yet, and end the log; Lightning calls `finalize` after each phase."""
+        """Send everything that is not sent yet, and end the log. Lightning calls `finalize` after each phase
+        instead.
+        """
 
 
 class MetricsFile(RunLogger):
@@ -61,10 +65,10 @@ class MetricsFile(RunLogger):
         self.path, self.save_dir = path, str(path.parent)
 
     def log_hyperparams(self, *arguments: object, **options: object) -> None:
-        """Do nothing: config.yaml has them."""
+        """Do nothing: config.yaml has the hyperparameters."""
 
     def write(self, metrics: Mapping[str, Plain], step: int) -> None:
-        """Append a line; numbers that are not finite become null. Raises RunError if writing fails."""
+        """Append a line; numbers that are not finite become null. Raises RunError: writing fails."""
         line = {"step": step} | {
             name: value if not isinstance(value, float) or math.isfinite(value) else None
             for name, value in metrics.items()
@@ -77,7 +81,9 @@ class MetricsFile(RunLogger):
 
 
 class Mirror(RunLogger):
-    """Makes a Logger, the next base class, fit for runs: where it fails, it gets nothing more, and the run goes on."""
+    """Base class that comes before a Logger, so that an error of that Logger doesn't end the run. After an error it
+    gets no more metrics.
+    """
 
     label: str  # the log's name for the user
     failed = False
@@ -96,14 +102,16 @@ class Mirror(RunLogger):
             )
 
     def write(self, metrics: Mapping[str, Plain], step: int) -> None:
-        """Log the numbers among metrics."""
+        """Log those metrics that are numbers."""
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
         self.attempt(super(RunLogger, self).log_metrics, numbers, step)
 
     def save(self) -> None:
+        """Save the log; an error ends the log alone."""
         self.attempt(super().save)
 
     def finalize(self, status: str) -> None:
+        """End a phase of training in the log; an error ends the log alone."""
         self.attempt(super().finalize, status)
 
 
@@ -120,21 +128,23 @@ class WandbRun(Mirror, WandbLogger):
 
     def write(self, metrics: Mapping[str, Plain], step: int) -> None:
         # `step` as wandb's own, which Lightning leaves out: a resumed run then logs no step twice
+        """Log metrics after `step` optimizer steps."""
         self.attempt(lambda: self.experiment.log({**metrics}, step=step))
 
     def close(self) -> None:
+        """End the wandb run."""
         self.attempt(finish_wandb_run, self.experiment)
 
 
 def make_loggers(config: Config, environment: dict[str, Plain], is_main: bool) -> list[RunLogger]:
-    """Start and return the loggers of a run: those from outside that `log.to` names, and on the first process
+    """Start and return the loggers of a run: those that the user names in `log.to`, and on the first process
     metrics.jsonl and wandb before them.
 
     Args:
         environment: the content of environment.json, whose `wandb_id` lets a resumed run continue its wandb run.
 
     Raises:
-        ConfigError: a logger from outside can't be imported or made.
+        ConfigError: a user's logger can't be imported or made.
         RunError: wandb can't be started.
     """
     outside = outside_objects("log.to", config.log.outside_loggers, Logger, Mirror)

@@ -1,5 +1,5 @@
-"""The LightningModule that computes loss, gradient and update of each optimizer step, the content of its checkpoints,
-and the LightningDataModule that gives each step its batch.
+"""The LightningModule computes loss, gradient and update of each optimizer step, and the content of checkpoints. The
+LightningDataModule gives each step its batch.
 """
 
 import math
@@ -52,18 +52,20 @@ class LanguageModel(L.LightningModule):
         self.sums: Tensor | None = None
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """Return no callbacks. Unblock stop signals, which this process blocked while Lightning started others: it is
-        the first hook after that, and the next step may wait long for the other processes.
+        """Return no callbacks. Unblock stop signals, which this process blocked while Lightning started other
+        processes.
+
+        This is the first hook after that start, and the next step may wait long for the other processes.
         """
         unblock_stop_signals()
         return []
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The optimizer; Lightning then loads its state from the checkpoint."""
+        """Return the optimizer; Lightning then loads its state from the checkpoint."""
         return make_optimizer(self.decoder, self.config.optim)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        """Seed dropout by (seed, micro-batch, rank), so that a checkpoint needs no random state."""
+        """Seed dropout by seed, micro-batch and rank, so that a checkpoint needs no random state."""
         micro_batch = self.global_step * self.accumulation + batch_idx % self.accumulation
         seed = (self.config.seed * 1_000_003 + micro_batch) * 4099 + self.global_rank
         torch.default_generator.manual_seed(seed)  # torch.manual_seed takes milliseconds for devices that aren't there
@@ -71,8 +73,8 @@ class LanguageModel(L.LightningModule):
             torch.get_device_module(self.device).manual_seed(seed)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Loss (nats, scalar) of a micro-batch, scaled so that the step's gradient is the gradient of the step's mean
-        loss over tokens.
+        """Return the loss (nats, scalar) of a micro-batch, scaled so that the step's gradient is that of the step's
+        mean loss over tokens.
         """
         loss = self.decoder.loss(batch)
         self.sequence_length = batch.tokens.size(1)
@@ -93,7 +95,7 @@ class LanguageModel(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip gradients by their global norm. All ranks call it.
+        """Clip gradients by their global norm. All ranks call this hook.
 
         All values that the host needs are copied from the device in one transfer, the step's only synchronization.
 
@@ -124,7 +126,7 @@ class LanguageModel(L.LightningModule):
         torch.nn.utils.clip_grads_with_norm_(trained_parameters, optim.grad_clip or math.inf, norm)
 
     def _sums_over_ranks(self) -> Tensor:
-        """Sums over all ranks, (3,) float64: loss (nats), targets, number of ranks asked to stop. Resets this
+        """Return sums over all ranks, (3,) float64: loss (nats), targets, number of ranks asked to stop. Reset this
         rank's sums.
         """
         sums, self.sums = torch.cat((self.sums, self.sums.new_full((1,), float(bool(self.run.stop.signal))))), None
@@ -135,7 +137,7 @@ class LanguageModel(L.LightningModule):
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self, *arguments: object, **options: object) -> dict[str, Tensor]:
-        """The decoder's weights, which a checkpoint holds by their names in the decoder."""
+        """Return the decoder's weights, which a checkpoint holds by their names in the decoder."""
         return self.decoder.state_dict(*arguments, **options)
 
     def load_state_dict(self, weights: dict[str, Tensor], strict: bool = True, assign: bool = False) -> object:
@@ -143,7 +145,7 @@ class LanguageModel(L.LightningModule):
         return self.decoder.load_state_dict(weights, strict, assign)
 
     def on_save_checkpoint(self, checkpoint: dict[str, object]) -> None:
-        """Add metadata to rebuild the model, to resume and to verify."""
+        """Add the metadata by which the model is rebuilt, and training resumed and verified."""
         # Lightning's counters of optimizer steps suffice: a resumed run may have other micro-batches and ranks.
         step_counts = checkpoint["loops"]["fit_loop"][STEP_COUNTS]
         counts = {STEP_COUNTS: step_counts, LOGGED_STEPS: {"_batches_that_stepped": self.global_step}}
@@ -163,7 +165,9 @@ class LanguageModel(L.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, object]) -> None:
-        """Where a swap begins a phase, go on with its weights, and without state of the old normalizers."""
+        """If a swap begins this phase, put the swapped weights into `checkpoint`, and drop the optimizer state of the
+        old normalizers.
+        """
         old = self.start.replaced_decoder
         if old and old.config.normalizer != self.decoder.config.normalizer:
             checkpoint["state_dict"] = self.state_dict()

@@ -1,4 +1,5 @@
-"""Muon, the builders of optimizers, groups of parameters, learning rates, and optimizer state by parameter name.
+"""This module has Muon, the builders of optimizers, groups of parameters, learning rates, and optimizer state by
+parameter name.
 
 A new optimizer needs an options class, its row in `lm.config.training_config.OPTIMIZERS`, and a builder in `BUILDERS`.
 An optimizer that treats projections separately finds them in the fused matrices with `lm.model.decoder.projections`.
@@ -30,11 +31,13 @@ class MuonAndAdamW(torch.optim.Optimizer):
     Projections that share a fused matrix, such as q, k and v, are updated separately. Each gets the update of
     `torch.optim.Muon`, bit by bit on a CPU where products are in bf16 (tests/training/test_muon.py). Unlike torch's
     class, which multiplies one matrix at a time, this class orthogonalises projections of one shape together, for
-    speed. Batches of them have about `BATCH_ELEMENTS` entries, or one larger matrix; a step needs 12 to 22 bytes for
-    each entry of a batch. The state of a matrix is one `momentum_buffer` of its shape, in fp32; other parameters
-    have AdamW's state.
+    speed.
 
-    Args: as for every builder in `BUILDERS`; Muon's options include AdamW's.
+    Batches of projections have about `BATCH_ELEMENTS` entries, or one larger matrix. A step needs 12 to 22 bytes for
+    each entry of a batch. The state of a matrix is one `momentum_buffer` of its shape, in fp32; other parameters have
+    AdamW's state.
+
+    Arguments are those of every builder in `BUILDERS`; Muon's options include AdamW's.
     """
 
     def __init__(self, options: Muon, groups: list[dict[str, object]], decoder: Decoder):
@@ -44,7 +47,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Update all parameters that have a gradient. Returns the loss, if `closure` computes it."""
+        """Update all parameters that have a gradient. Return the loss if `closure` computes it."""
         with torch.enable_grad():
             loss = closure() if closure else None
         for group in self.param_groups:
@@ -80,7 +83,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self._update_batch(batch, group["lr"])
 
     def _update_batch(self, batch: list[tuple[Tensor, Tensor]], lr: float) -> None:
-        """Update the projections in `batch`, pairs of a projection and its mean gradient; those of equal shape are
+        """Update the projections in `batch`, pairs of a projection and its mean gradient. Projections of one shape are
         processed together.
         """
         pairs_by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
@@ -131,8 +134,8 @@ GROUPS = tuple(group.name for group in fields(ParameterGroups))
 
 
 def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, object]]:
-    """Parameter groups in torch's format, with named trained parameters; `lr_factor` is the factor on the schedule's
-    learning rate.
+    """Return parameter groups in torch's format, with named trained parameters. A group's `lr_factor` multiplies the
+    schedule's learning rate.
     """
     parameters: dict[str, list[tuple[str, Tensor]]] = {group: [] for group in GROUPS}
     for name, parameter in decoder.named_parameters():
@@ -151,7 +154,7 @@ def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, obj
 
 
 def adamw(options: AdamW | Muon, groups: list, decoder: Decoder) -> torch.optim.AdamW:
-    """Make torch's AdamW with betas and epsilon of `options`, fused: one kernel updates all parameters."""
+    """Return torch's AdamW with betas and epsilon of `options`, fused: one kernel updates all parameters."""
     return torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), eps=options.eps, fused=True)
 
 
@@ -160,8 +163,8 @@ BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "mu
 
 
 def make_optimizer(decoder: Decoder, optim: OptimConfig) -> torch.optim.Optimizer:
-    """Make the configured optimizer for the trained parameters; its learning rates are set later, by
-    `set_learning_rates`.
+    """Return the configured optimizer for the trained parameters. `set_learning_rates` sets its learning rates at each
+    step.
     """
     options = optim.optimizer
     optimizer = BUILDERS[options.name](options, parameter_groups(decoder, optim), decoder)
@@ -172,14 +175,16 @@ def make_optimizer(decoder: Decoder, optim: OptimConfig) -> torch.optim.Optimize
 
 
 def freeze(decoder: Decoder, train_only: str | None) -> None:
-    """Freeze all parameters except the normalizers' if `train_only` is set; None: make all parameters trainable."""
+    """Freeze all parameters except the normalizers' if `train_only` is set. If it is None, make all parameters
+    trainable.
+    """
     for name, parameter in decoder.named_parameters():
         parameter.requires_grad_(not train_only or is_normalizer_parameter(name))
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, config: Config, phase: int, step: int) -> None:
-    """Give each group its learning rate for optimizer step `step` (0-based). The normalizers' rate has the warm-up of
-    `phase`, too.
+    """Give each group its learning rate for optimizer step `step` (0-based). The rate of the normalizers also has the
+    warm-up of `phase`.
 
     The rates depend on the step alone, so that a schedule has no state to restore.
     """
@@ -201,7 +206,7 @@ OPTIMIZER_STATES = "optimizer_states"
 def name_state(optimizer: torch.optim.Optimizer) -> None:
     """Make `state_dict` and `load_state_dict` of an optimizer refer to parameters by name, not by number.
 
-    A parameter that a loaded state lacks starts without state, and options are those of the optimizer.
+    A parameter that a loaded state lacks starts without state. Options stay those of the optimizer.
     """
     optimizer.register_state_dict_post_hook(lambda _, content: {**content, "state": named_state(optimizer)})
     optimizer.register_load_state_dict_pre_hook(_numbered_state)
@@ -223,14 +228,16 @@ def saved_state(checkpoint: dict[str, object]) -> OptimizerState | None:
 
 
 def _numbered_state(optimizer: torch.optim.Optimizer, content: dict[str, object]) -> dict[str, object]:
-    """Return `content` with state by number, as torch loads it, copied: the loaded state may be mapped from a file."""
+    """Return `content` with state by parameter number, as torch loads it. The state is copied, as the loaded state may
+    be mapped from a file.
+    """
     names, state = [name for group in optimizer.param_groups for name in group["param_names"]], content["state"]
     numbered = {number: copy.deepcopy(state[name]) for number, name in enumerate(names) if state.get(name)}
     return {"state": numbered, "param_groups": optimizer.state_dict()["param_groups"]}
 
 
 def state_after_swap(state: OptimizerState) -> OptimizerState:
-    """The optimizer state that is kept after a swap, without the entries of the normalizers' parameters, which are
-    new.
+    """Return the optimizer state that is kept after a swap: all entries but those of the normalizers' parameters, which
+    are new.
     """
     return {name: entry for name, entry in state.items() if not is_normalizer_parameter(name)}

@@ -1,4 +1,6 @@
-"""Lightning's callbacks and loggers from outside, which `trainer.callbacks` and `log.to` name."""
+"""Users name Lightning's callbacks and loggers in `trainer.callbacks` and `log.to`; this module imports and makes
+them.
+"""
 
 from importlib import import_module
 
@@ -6,9 +8,11 @@ from lm.errors import ConfigError, Problem, one_line
 
 
 def outside_objects(key: str, entries: list[str | dict], base: type, mixin: type | None = None) -> list[object]:
-    """Import the classes that `entries` of the list `key` name; return an instance of each, made with its options.
+    """Import the classes that `entries` of the list `key` name, and return an instance of each, made with its options.
 
-    base: the class of which each must be a subclass. mixin: a class put before each class, as its first base class.
+    Args:
+        base: the class of which each must be a subclass.
+        mixin: a class put before each class, as its first base class.
 
     Raises ConfigError: a class can't be imported or made, or is of another kind.
     """

@@ -1,4 +1,6 @@
-"""What the parts of a run share: configuration, data, machine, loggers, progress, clock and the request to stop."""
+"""A run context holds what the parts of a run share: configuration, data, machine, loggers, progress, clock and the
+request to stop.
+"""
 
 import os
 import signal
@@ -22,10 +24,11 @@ class Clock:
     """Measures the seconds of training, without evaluations and checkpoints."""
 
     def start(self, seconds: float) -> None:
+        """Start the clock at `seconds` of training so far."""
         self._begin = time.perf_counter() - seconds
 
     def seconds(self) -> float:
-        """Seconds since `start`, pauses excluded."""
+        """Return the seconds since `start`, pauses excluded."""
         return time.perf_counter() - self._begin
 
     def exclude_since(self, begin: float) -> None:
@@ -37,8 +40,8 @@ class StopRequest:
     """Records the first of `STOP_SIGNALS` that asks this process to end its run.
 
     It is a context manager around all phases of a run. A repeated signal ends the process at once, except SIGHUP, which
-    a closed terminal sends more than once. A second signal of another number does not, as a parent that ends after the
-    first signal may send SIGTERM. A process that was started to ignore SIGHUP (nohup) ignores it.
+    a closed terminal sends more than once. A second signal of another number is only recorded, as a parent that ends
+    after the first signal may send SIGTERM. A process that was started to ignore SIGHUP (nohup) ignores it.
     """
 
     def __init__(self) -> None:
@@ -61,7 +64,7 @@ class StopRequest:
         unblock_stop_signals()
 
     def listen(self) -> None:
-        """Handle the signals, also where another handler has taken the place of this one."""
+        """Set this object's handlers of the signals, also where another handler has taken their place."""
         for number in self._old_handlers:
             signal.signal(number, self._after(number) if number == self.signal else self._record_signal)
 
@@ -70,6 +73,7 @@ class StopRequest:
         return signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL
 
     def _record_signal(self, number: int, frame: FrameType | None) -> None:
+        """Record a signal, and let the next one of its number end the process."""
         self.signal = number
         signal.signal(number, self._after(number))
         if number == signal.SIGHUP:  # writing to a closed terminal would raise an error
@@ -91,14 +95,16 @@ class Ranks(L.pytorch.strategies.DDPStrategy):
         self.stop = stop
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
+        """Take the stop signals back from Lightning, then wait for all ranks."""
         self.stop.listen()
         super().barrier(name)
 
 
 @dataclass
 class RunContext:
-    """Objects shared by all phases of a run; `measurements` are the evaluations to make, the validation first."""
+    """Holds the objects shared by all phases of a run. `measurements` are the evaluations to make, the validation
+    first.
+    """
 
     config: Config
     store: Store
@@ -112,7 +118,9 @@ class RunContext:
 
     @cached_property
     def yaml(self) -> str:
-        """The configuration as in config.yaml; made once, as it takes longer than saving a small model."""
+        """Return the configuration as in config.yaml. It is made once, as that takes longer than saving a small
+        model.
+        """
         return to_yaml(replace(self.config, resume=""))
 
     def log(self, step: int, metrics: dict[str, Plain]) -> None:

@@ -1,5 +1,5 @@
-"""Checks before a run's data are prepared, and the start of each of its phases, from random weights, another run's
-weights, or a checkpoint.
+"""This module checks a run before its data are prepared, and makes the start of each phase: from random weights,
+another run's weights, or a checkpoint.
 """
 
 import json
@@ -45,14 +45,17 @@ def check_before_data(
 ) -> tuple[Config, LoadedModel | None]:
     """Check everything that needs no data, before the preparation of the data takes minutes.
 
-    checkpoint, content: the checkpoint that the run resumes or branches from; None: the run starts at step 0.
-
-    Returns the configuration and, for a new run, the model that `init_from` names, else None. If checkpoint or model
+    Return the configuration and, for a new run, the model that `init_from` names, else None. If checkpoint or model
     give the vocabulary size, `tokens_per_parameter` of the returned configuration is converted to a number of steps.
+
+    Args:
+        checkpoint: the path of the checkpoint that the run resumes or branches from; None: the run starts at step
+            0.
+        content: the content of `checkpoint`.
 
     Raises:
         ConfigError: the device is missing, nothing is trained, the configuration doesn't fit the checkpoint or the
-            weights, or a normalizer from outside sees later tokens.
+            weights, or a user's normalizer sees later tokens.
         RunError: the model can't be loaded, or a package that an evaluation needs is missing.
     """
     resolve_device(config)
@@ -87,7 +90,9 @@ def check_before_data(
 
 
 def _shape(config: Config, phase: int) -> Decoder:
-    """The decoder of a phase without values, and with a vocabulary of 1, as it is not known before the data are."""
+    """Return the decoder of a phase without values, on the meta device. Its vocabulary has size 1, as the size is not
+    known before the data are.
+    """
     with torch.device("meta"):
         return Decoder(config.model_in_phase(phase), 1, config.data.seq_len, seed=None)
 
@@ -114,8 +119,8 @@ def _check_trainable(config: Config) -> None:
 
 
 def _weights_problems(config: Config, decoder: Decoder, source: Decoder, path: Path | str) -> list[Problem]:
-    """Problems if learned positions, which are weights, or options of a normalizer, except initial values, differ in
-    the decoder `source` at `path`; constants (`Normalizer.constants`) are compared by their values.
+    """Return problems if learned positions, which are weights, or options of a normalizer differ from the decoder
+    `source` at `path`. Initial values may differ; constants (`Normalizer.constants`) are compared by their values.
     """
     problems, positions = [], (decoder.config.position, source.config.position)
     is_learned = any(position.has_last_position for position in positions)
@@ -145,8 +150,9 @@ def _weights_problems(config: Config, decoder: Decoder, source: Decoder, path: P
 
 @dataclass(frozen=True)
 class Best:
-    """The lowest loss (nats per target) so far on validation sequences that choose the best checkpoint, with its step
-    and the hash of these sequences."""
+    """The best step has the lowest loss (nats per target) so far on validation sequences that choose the checkpoint.
+    The hash of these sequences tells whether losses can be compared.
+    """
 
     step: int
     loss: float
@@ -155,7 +161,7 @@ class Best:
 
 @dataclass
 class RunState:
-    """The state of a run besides weights and optimizer, kept as metadata of checkpoints; equal on all ranks, except
+    """The run state is kept as metadata of checkpoints, besides weights and optimizer. It is equal on all ranks, except
     time.
     """
 
@@ -167,8 +173,8 @@ class RunState:
 
     @classmethod
     def from_plain(cls, metadata: dict[str, Plain], folder: Path) -> "RunState":
-        """The run state in a checkpoint's `metadata`; without `best` if `folder` no longer has the checkpoint of the
-        best step.
+        """Return the run state in a checkpoint's `metadata`. Its `best` is None if `folder` no longer has the
+        checkpoint of the best step.
         """
         best = metadata["best"] and Best(**metadata["best"])
         if best and not step_path(folder, best.step).exists():  # deleted as a run went back
@@ -176,19 +182,19 @@ class RunState:
         return cls(**{spec.name: metadata[spec.name] for spec in fields(cls)} | {"best": best})
 
     def count_step(self, nll: float, targets: int) -> None:
-        """Add a step to the sums since the last logged line; `nll`: sum over its targets (nats)."""
+        """Add a step to the sums since the last logged line. `nll` is the sum over its targets (nats)."""
         self.nll_since_line += nll
         self.targets_since_line += targets
 
     def take_mean_loss(self) -> float:
-        """Mean loss (nats per target) since the last call, over all ranks."""
+        """Return the mean loss (nats per target) over all ranks since the last call, and reset the sums."""
         mean, self.nll_since_line, self.targets_since_line = self.nll_since_line / self.targets_since_line, 0.0, 0
         return mean
 
 
 @dataclass
 class PhaseStart:
-    """The start of a phase, a part of a run with its own normalizers, positions and sequence length."""
+    """The start of a phase. A phase is a part of a run with its own normalizers, positions and sequence length."""
 
     step: int  # optimizer steps done
     phase: int
@@ -208,12 +214,12 @@ class PhaseStart:
 def start_new_run(
     config: Config, store: Store, source: LoadedModel | None = None
 ) -> tuple[PhaseStart, dict[str, Plain], list[str]]:
-    """The start of a new run, facts on its initial weights for environment.json ({} for random weights), and notes to
-    print.
+    """Return the start of a new run, facts on its initial weights for environment.json ({} for random weights), and
+    notes to print.
 
     The facts have one entry, `started_from`, with `path`, `step`, `tokens` and `normalizer` of the source model, and
     `weights`, 12 digits of its weights' sha256. It also has `arm` and `seeds` of the run that trained the model
-    (lm.runs.record); if no run did, `arm` is `weights`, and `seeds` is empty. `tokens_before` is the number of tokens
+    (`lm.runs.record`); if no run did, `arm` is `weights`, and `seeds` is empty. `tokens_before` is the number of tokens
     on which the initial weights of that run were trained, if any.
 
     source: the model that `init_from` names; its decoder is moved to the meta device to free memory.
@@ -252,7 +258,7 @@ def start_new_run(
 
 
 def _change_notes(position: Position, length: int, config: Config, phase: int) -> list[str]:
-    """Notes on what trained weights are given anew: other positions or another training length than they had."""
+    """Return notes on what changes for trained weights: their positions or their training length."""
     notes, new_position = [], config.model_in_phase(phase).position
     if position != new_position:
         notes.append(f"note: positions change: {position.label} -> {new_position.label}")
@@ -288,8 +294,8 @@ def _check_tokenizer(config: Config, store: Store, model: LoadedModel) -> None:
 
 
 def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> PhaseStart:
-    """The start of training from a checkpoint; if it was saved at the end of a phase, with the next phase's normalizers
-    and positions.
+    """Return the start of training from a checkpoint. If it was saved at the end of a phase, the start has the next
+    phase's normalizers and positions.
     """
     metadata = checkpoint["lm"]
     phase = config.phase_at(metadata["step"])
@@ -307,8 +313,10 @@ def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> Phas
 def resume_or_branch(
     config: Config, store: Store, content: dict[str, object], path: Path
 ) -> tuple[PhaseStart, dict[str, Plain], list[str]]:
-    """The start of a run from `content`, of the checkpoint at `path`, facts on the run that saved it for
-    environment.json, and notes to print. `check_before_data` has compared the configurations.
+    """Return the start of a run from a checkpoint, facts for environment.json on the run that saved it, and notes to
+    print. `check_before_data` has compared the configurations.
+
+    content, path: content and path of the checkpoint.
 
     Raises:
         ConfigError: the data or a plugin's code differ from those of the checkpoint.

@@ -1,4 +1,6 @@
-"""Callbacks around the optimizer steps: a signal that stops the run, metrics, the progress bar, checkpoints."""
+"""These callbacks act around the optimizer steps: a signal that stops the run, metrics, the progress bar,
+checkpoints.
+"""
 
 import signal
 import time
@@ -19,8 +21,8 @@ from lm.training.starting import Best
 
 
 class StepCallback(L.Callback):
-    """A callback with one hook, `on_step`, called after each optimizer step (Lightning calls its hooks for each
-    micro-batch).
+    """Base class of callbacks that act after an optimizer step, in the hook `on_step`. Lightning calls its own hooks
+    for each micro-batch.
     """
 
     def __init__(self, run: RunContext):
@@ -50,8 +52,8 @@ class StopOnSignal(StepCallback):
 class Metrics(StepCallback):
     """Logs metrics every `log.every` steps, and at the first and last step.
 
-    Each line has the mean loss since the last line, the step's gradient norm and learning rate, tokens per second, peak
-    memory, and the normalizers' parameters.
+    Each line has the mean loss since the last line, the step's gradient norm and learning rate, and tokens per second.
+    It also has peak memory and the normalizers' parameters.
     """
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -62,6 +64,7 @@ class Metrics(StepCallback):
         self.last_step, self.last_time = trainer.global_step, self.run.clock.seconds()
 
     def on_step(self, trainer: L.Trainer, module: LanguageModel, step: int) -> None:
+        """Log a line if one is due after `step`."""
         max_steps = self.config.trainer.max_steps
         if not self.config.log.is_due(step, max_steps):
             return
@@ -112,7 +115,7 @@ def normalizer_parameters(decoder: Decoder) -> dict[str, float]:
 
 
 class ProgressBar(StepCallback):
-    """Shows the steps done, with the loss and speed that `Metrics` logged last."""
+    """Shows the number of steps done, with the loss and speed that `Metrics` logged last."""
 
     def on_step(self, trainer: L.Trainer, module: LanguageModel, step: int) -> None:
         """Show that the step is done."""
@@ -124,7 +127,7 @@ class ProgressBar(StepCallback):
 
 
 class AtomicCheckpointIO(L.fabric.plugins.CheckpointIO):
-    """Writes a checkpoint to a temporary file beside its place, syncs it and renames it, and reads it verified.
+    """Writes a checkpoint to a temporary file in the same folder, syncs it and renames it, and reads it verified.
 
     Lightning's own plug-in writes through $TMPDIR, so that a process that dies may leave a truncated file.
 
@@ -137,7 +140,9 @@ class AtomicCheckpointIO(L.fabric.plugins.CheckpointIO):
         self.failure: RunError | None = None  # of the last save: a callback's state can't be read back, or no space
 
     def save_checkpoint(self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None) -> None:
-        """Write a checkpoint. Keeps an error in `failure`, as other ranks would wait for a rank that raises it here."""
+        """Write a checkpoint. An error is kept in `failure`, as other ranks would wait for a rank that raises it
+        here.
+        """
         self.failure = None
         try:
             save_checkpoint(checkpoint, Path(path))
@@ -152,6 +157,7 @@ class AtomicCheckpointIO(L.fabric.plugins.CheckpointIO):
         return content or load_checkpoint(Path(path))
 
     def remove_checkpoint(self, path: str | Path) -> None:
+        """Delete a checkpoint's file."""
         Path(path).unlink(missing_ok=True)
 
 
@@ -159,7 +165,7 @@ class Checkpoints(StepCallback):
     """Saves `step-N.ckpt` every `checkpoint_every` steps, at each best validation so far, and when a phase or training
     ends.
 
-    It is no subclass of Lightning's Checkpoint, which Lightning would call last: it comes before evaluations that take
+    It is no subclass of Lightning's Checkpoint, which Lightning would call last. It comes before evaluations that take
     long, so that a kill meanwhile loses no step.
     """
 
@@ -175,26 +181,26 @@ class Checkpoints(StepCallback):
             self.save(trainer, module)
 
     def is_regular(self, step: int) -> bool:
-        """Whether `step` is a multiple of `checkpoint_every` or the last step; the last `keep_checkpoints` regular
-        checkpoints are kept.
+        """Return whether `step` is a multiple of `checkpoint_every` or the last step. The last `keep_checkpoints`
+        regular checkpoints are kept.
         """
         return step % self.config.checkpoint_every == 0 or step == self.config.trainer.max_steps
 
     def on_train_end(self, trainer: L.Trainer, module: LanguageModel) -> None:
-        """Save a checkpoint of the last step, if this step has none yet, for example because a signal stopped
-        training.
-        """
+        """Save a checkpoint of the last step if it has none yet, for example because a signal stopped training."""
         if trainer.global_step != self.saved_step:
             self.save(trainer, module)
 
     def on_exception(self, trainer: L.Trainer, module: LanguageModel, exception: BaseException) -> None:
-        """Save a checkpoint if SIGTERM came just before `StepData` took its handler back from Lightning."""
+        """Save a checkpoint if SIGTERM came while Lightning's handler was set, before `StepData` set the run's own
+        again.
+        """
         if isinstance(exception, SIGTERMException):
             self.on_train_end(trainer, module)
 
     def save(self, trainer: L.Trainer, module: LanguageModel) -> None:
-        """Save a checkpoint of the present step, and delete old checkpoints (`prune`). All ranks must call it. Raises
-        RunError on all of them if saving fails.
+        """Save a checkpoint of the present step, and delete old checkpoints (`prune`). All ranks must call this method.
+        Raises RunError on all of them: saving fails.
         """
         begin, self.saved_step = time.perf_counter(), trainer.global_step
         trainer.save_checkpoint(step_path(self.folder, self.saved_step))

@@ -1,4 +1,4 @@
-"""`lm train`: create or reopen the run folder, lock it, prepare the data, then fit the run."""
+"""`lm train` creates or reopens the run folder, locks it, prepares the data, and then fits the run."""
 
 import contextlib
 import shutil
@@ -26,10 +26,9 @@ from lm.training.starting import check_before_data
 
 
 def train(config: Config) -> int:
-    """Train as configured; returns the process's exit status: 0, or 128 + the number of the signal that stopped the
-    run.
+    """Train as configured. Return the process's exit status: 0, or 128 + the number of the signal that stopped the run.
 
-    Raises LMError: the run can't be trained; a new run folder is then removed, unless it holds a checkpoint or a log.
+    Raises LMError: the run can't be trained. A new run folder is then removed, unless it holds a checkpoint or a log.
     """
     process = this_process(config)
     end_with_parent(process)
@@ -63,8 +62,8 @@ def train(config: Config) -> int:
 
 
 def starting_checkpoint(config: Config) -> Path | None:
-    """The path of the checkpoint that `resume` names, or for a new run `branch_from`; None if the run starts at
-    step 0.
+    """Return the path of the checkpoint that `resume` names, or for a new run `branch_from`; None if the run starts at
+    step 0. Raises RunError: there is no such checkpoint, or it belongs to another run.
     """
     resumed_path = _resumed_checkpoint(config) if config.resume else None
     if resumed_path or not config.branch_from:
@@ -83,7 +82,9 @@ def starting_checkpoint(config: Config) -> Path | None:
 
 
 def _resumed_checkpoint(config: Config) -> Path | None:
-    """The path of the checkpoint that `resume` names; None if `auto` finds no checkpoint yet."""
+    """Return the path of the checkpoint that `resume` names; None if `auto` finds no checkpoint yet. Raises RunError as
+    `starting_checkpoint` does.
+    """
     folder = config.run_folder
     files = step_paths(folder / CHECKPOINTS)
     if config.resume != "auto":
@@ -104,6 +105,7 @@ def _resumed_checkpoint(config: Config) -> Path | None:
 
 
 def _checkpoint_of_another_run(path: Path, config: Config) -> RunError:
+    """Return the error for a checkpoint that `resume` names and that belongs to another run."""
     return RunError(
         f"{path}: not a checkpoint of {config.run_folder}; a run goes on in its own folder: set name and runs to it; "
         "to start a new run from it: branch_from=... (with its optimizer state) or init_from=... (its weights) instead"
@@ -111,8 +113,8 @@ def _checkpoint_of_another_run(path: Path, config: Config) -> RunError:
 
 
 def refuse_moved_run(config: Config, files: list[str]) -> None:
-    """Check that `resume=auto` with the config.yaml of a run folder, one of `files`, goes on with the run that is
-    there.
+    """Check that `resume=auto` with the config.yaml of a run folder, one of `files`, goes on with the run in that
+    folder.
 
     Raises RunError: the folder was renamed, or `runs` is relative to another folder, so that a new run would start.
     """
@@ -122,7 +124,7 @@ def refuse_moved_run(config: Config, files: list[str]) -> None:
 
 
 def create_run_folder(folder: Path, resume: bool) -> bool:
-    """Make the run folder; returns whether it was absent or empty. Raises RunError if its content is refused, or it
+    """Make the run folder, and return whether it was absent or empty. Raises RunError: its content is refused, or it
     can't be made.
 
     resume: whether the folder may already hold a run.

@@ -1,4 +1,6 @@
-"""Runs of wandb: whether, where and under which labels they are started, and an experiment's report as one of them."""
+"""This module decides whether and where runs of wandb are started, labels them, and sends an experiment's report as one
+of them.
+"""
 
 import hashlib
 import netrc
@@ -20,11 +22,10 @@ WANDB_SECONDS = 60.0
 
 
 def wandb_mode(log: LogConfig, in_experiment: bool = False) -> str:
-    """The mode of wandb: online, offline or disabled; disabled if `log.to` lacks wandb.
+    """Return the mode of wandb: online, offline or disabled. It is disabled if `log.to` lacks wandb.
 
-    `log.wandb: auto` means the mode in WANDB_MODE. If this is unset, it means online with credentials. Without them, it
-    means disabled for runs of an experiment, as an experiment has many runs and a report of its own, and offline for
-    other runs.
+    `log.wandb: auto` means the mode in WANDB_MODE. If this is unset, it means online with credentials. Without
+    credentials it means offline, but disabled for runs of an experiment, which has many runs and a report of its own.
     """
     if "wandb" not in log.to:
         return "disabled"
@@ -36,6 +37,7 @@ def wandb_mode(log: LogConfig, in_experiment: bool = False) -> str:
 
 
 def _netrc_has_key() -> bool:
+    """Return whether the user's netrc file has a key for wandb's server."""
     host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0]
     try:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
@@ -146,7 +148,7 @@ def send_report(
 
 
 def experiment_labels(config: Config) -> dict[str, str | list[str] | None]:
-    """The wandb group, job type and tags of a run of an experiment; None or empty for any other run."""
+    """Return the wandb group, job type and tags of a run of an experiment; they are None or empty for any other run."""
     run = config.experiment
     if not run.name:
         return {"group": None, "job_type": None, "tags": []}
