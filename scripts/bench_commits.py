@@ -18,13 +18,13 @@ from pathlib import Path
 from bench import print_ratios
 
 ROOT = Path(__file__).resolve().parent.parent
-SHAPES = {  # layers, heads, width, sequences of 256 tokens, vocabulary
+MODEL_SHAPES = {  # layers, heads, width, sequences of 256 tokens, vocabulary
     "1.2M": (4, 3, 96, 8, 4096),
     "13.9M": (6, 6, 384, 12, 8192),
 }
-LENGTH = 256
+SEQ_LEN = 256
 
-WORKER = """
+WORKER_SCRIPT = """
 import importlib.util, json, sys, time
 import torch
 side = json.loads(sys.argv[1])
@@ -127,10 +127,13 @@ def start_worker(side: dict[str, object], tree: Path) -> subprocess.Popen[str]:
     """Start a process that makes one training step for each line of its input, and prints the step's seconds.
 
     Args:
-        side: what the process times, as `WORKER` reads it: shape, threads, recipe and normalizer.
+        side: what the process times, as `WORKER_SCRIPT` reads it: shape, threads, recipe and normalizer.
         tree: folder with the commit's package.
     """
-    command, environment = [sys.executable, "-c", WORKER, json.dumps(side)], {**os.environ, "PYTHONPATH": str(tree)}
+    command, environment = (
+        [sys.executable, "-c", WORKER_SCRIPT, json.dumps(side)],
+        {**os.environ, "PYTHONPATH": str(tree)},
+    )
     process = subprocess.Popen(
         command, cwd=tree, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -145,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old")
     parser.add_argument("new", nargs="?", default="HEAD")
-    parser.add_argument("--shape", choices=SHAPES, default="1.2M")
+    parser.add_argument("--shape", choices=MODEL_SHAPES, default="1.2M")
     parser.add_argument("--normalizer", default="softmax", help="of the new commit, beside softmax of both")
     parser.add_argument("--recipe", choices=["plain", "gpt2", "modern"], default="plain")
     parser.add_argument("--threads", type=int, default=1)
@@ -156,7 +159,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     common = {
-        "shape": SHAPES[options.shape],
+        "shape": MODEL_SHAPES[options.shape],
         "threads": options.threads,
         "recipe": options.recipe,
         "normalizer": "softmax",
@@ -183,7 +186,7 @@ def main() -> None:
                 times[name].append(float(processes[name].stdout.readline()))
         for process in processes.values():
             process.stdin.close()
-    tokens = SHAPES[options.shape][3] * LENGTH
+    tokens = MODEL_SHAPES[options.shape][3] * SEQ_LEN
     for base in [
         options.old,
         f"{options.new} again",

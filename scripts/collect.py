@@ -16,7 +16,7 @@ from committed_results import KEPT_DIAGNOSTICS, RESULTS
 
 import lm
 
-KEYS = ["arm", "rate", "stage", "seed", "metric", "setting", "x"]
+KEY_COLUMNS = ["arm", "rate", "stage", "seed", "metric", "setting", "x"]
 
 
 def collect(folder: Path, name: str, add: bool = False) -> Path:
@@ -35,7 +35,7 @@ def collect(folder: Path, name: str, add: bool = False) -> Path:
     curves = curves.assign(metric="val loss by tokens", x=curves.tokens)
     lines = lines[lines.step == lines.groupby(["folder", "kind"]).step.transform("max")]
     lines["metric"] = (lines.task + " " + lines.metric).str.strip()
-    keys = KEYS if lines["size"].isna().all() else ["size", *KEYS]
+    keys = KEY_COLUMNS if lines["size"].isna().all() else ["size", *KEY_COLUMNS]
     folders = lines.groupby(keys[: keys.index("metric")])["folder"].unique()
     for run_folders in folders[folders.map(len) > 1]:
         raise SystemExit(

@@ -105,7 +105,7 @@ def main() -> int:
     return bool(failed)
 
 
-def tests(out: Path) -> list[Line]:
+def run_gpu_tests(out: Path) -> list[Line]:
     """Run `pytest -m gpu`, and return a line for each test."""
     file, processes = out / "tests.xml", min(16, os.cpu_count() or 1)
     command = [
@@ -149,7 +149,7 @@ def tests(out: Path) -> list[Line]:
     ]
 
 
-def backends(out: Path) -> list[Line]:
+def sdpa_kernels(out: Path) -> list[Line]:
     """Return which SDPA kernel each query-scaling normalizer runs on, by the kernel names in a profile."""
     lines = []
     heads, length = (12, 1024) if ON_GPU else (2, 64)
@@ -179,7 +179,7 @@ def backends(out: Path) -> list[Line]:
     return lines
 
 
-def kernels(out: Path) -> list[Line]:
+def time_kernels(out: Path) -> list[Line]:
     """Time attention alone, forward and backward, of every normalizer over softmax, and check the kernels of
     elementwise ones.
     """
@@ -210,7 +210,7 @@ def kernels(out: Path) -> list[Line]:
     ]
 
 
-def speed(out: Path) -> list[Line]:
+def measure_speed(out: Path) -> list[Line]:
     """Return tokens/s and model FLOP utilisation of training steps at GPT-2's shape with RoPE, 65,536 tokens a step."""
     lines = []
     peak = BF16_PEAKS.get(torch.cuda.get_device_name()) if ON_GPU else None
@@ -275,7 +275,7 @@ def training_step(
     return step
 
 
-def where(out: Path) -> list[Line]:
+def profile_step(out: Path) -> list[Line]:
     """Return where a compiled step of GPT-2's shape at 1,024 tokens spends its time, by kind of kernel.
 
     If NANOGPT names a model.py, nanoGPT's own model is profiled, too.
@@ -341,7 +341,7 @@ def import_from_path(path: str) -> types.ModuleType:
     return module
 
 
-def long(out: Path) -> list[Line]:
+def measure_long_sequence(out: Path) -> list[Line]:
     """Measure the loss by position of one sequence of 131,072 tokens, at GPT-2's shape with RoPE: seconds and peak
     memory.
     """
@@ -368,7 +368,12 @@ def long(out: Path) -> list[Line]:
 
 
 PARTS: dict[str, Callable[[Path], list[Line]]] = {
-    part.__name__: part for part in (tests, backends, kernels, speed, where, long)
+    "tests": run_gpu_tests,
+    "backends": sdpa_kernels,
+    "kernels": time_kernels,
+    "speed": measure_speed,
+    "where": profile_step,
+    "long": measure_long_sequence,
 }
 
 if __name__ == "__main__":

@@ -43,12 +43,12 @@ class Losses(Results):
         pairs: the lines that are compared, each with its baseline.
         columns: for each setting its words, and (end of the arms' names if there are such arms, metric, inference
             setting, x).
-        decisive: the settings that are compared; all verdicts are one family, whose intervals hold together.
+        decisive_settings: the settings that are compared; all verdicts are one family, whose intervals hold together.
         tuning_setting: the setting whose loss chose the learning rates. A verdict in another setting must hold at every
             rate.
         matters: smallest difference of interest, in nats; a fraction if the metric is an accuracy.
         size: the model size or corpus whose runs are shown; empty if there is only one.
-        rows: rows of the picture, by title: pairs whose difference is drawn by position, a panel for each setting.
+        picture_rows: rows of the picture, by title: pairs whose difference is drawn by position, a panel each setting.
         length: training length, in tokens.
         trends: arms by part of training (0 to 1), by the name of the trend. A line is fitted through each seed's runs.
         counts_tokens: whether a table gives the training tokens that each arm took to the highest final loss of any
@@ -65,15 +65,15 @@ class Losses(Results):
 
     pairs: tuple[tuple[str, str], ...]
     columns: Mapping[str, tuple[str, str, str, int]]
-    decisive: tuple[str, ...] = LONG_SETTINGS
+    decisive_settings: tuple[str, ...] = LONG_SETTINGS
     tuning_setting: str = "theta x 50"
     matters: float = 0.02
     size: str = ""
-    rows: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    picture_rows: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
     length: int = 256
     trends: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     counts_tokens: bool = False
-    suffix: str = ""
+    table_suffix: str = ""
     is_accuracy: bool = False
     is_ranked: bool = False
     extra_columns: Mapping[str, Callable[[str], str]] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Losses(Results):
     @property
     def table_name(self) -> str:
         """Return the name that marks the tables in the page, and that the picture's file has in docs/."""
-        return "-".join(filter(None, (self.name, self.size, self.suffix)))
+        return "-".join(filter(None, (self.name, self.size, self.table_suffix)))
 
     @property
     def display_scale(self) -> tuple[float, int]:
@@ -110,11 +110,11 @@ class Losses(Results):
 
         The rate that is best in the setting `tuning_setting` comes first.
         """
-        tuned = self._runs(line, self.tuning_setting)
-        runs = self._runs(line, column)
+        tuned = self._losses_of_line(line, self.tuning_setting)
+        runs = self._losses_of_line(line, column)
         return {rate: runs[rate] for rate in sorted(runs, key=lambda rate: tuned[rate].mean())}
 
-    def _runs(self, line: str, column: str) -> dict[float, np.ndarray]:
+    def _losses_of_line(self, line: str, column: str) -> dict[float, np.ndarray]:
         """Return the losses (seeds,) of a line in a setting by learning rate; {} if the metric is optional and was not
         measured.
 
@@ -150,7 +150,7 @@ class Losses(Results):
                 higher=self.is_accuracy,
                 chosen_elsewhere=column != self.tuning_setting,
             )
-            for pair, column in product(self.pairs, self.decisive)
+            for pair, column in product(self.pairs, self.decisive_settings)
         }
         return verdicts(comparisons, self.matters)
 
@@ -161,7 +161,7 @@ class Losses(Results):
     def tables(self) -> dict[str, str]:
         """Return the Markdown tables of the page, by name."""
         tables = {self.table_name: self.table()} | (
-            {f"{self.table_name} verdicts": self.verdict_table()} if self.decisive else {}
+            {f"{self.table_name} verdicts": self.verdict_table()} if self.decisive_settings else {}
         )
         tables |= {f"{self.table_name} trends": self.trend_table()} if self.trends else {}
         tables |= {f"{self.table_name} transfers": self.transfer_table()} if self.transfer_settings else {}
@@ -214,11 +214,11 @@ class Losses(Results):
 
     def verdict_table(self) -> str:
         """Return a Markdown table of the differences in the decisive settings, with their verdicts."""
-        lines = [["", "minus", *self.decisive]]
+        lines = [["", "minus", *self.decisive_settings]]
         for line, baseline in (
             sorted(self.pairs, key=lambda pair: self.lines.index(pair[0])) if self.is_ranked else self.pairs
         ):
-            cells = [self.verdict_text(self.verdicts[line, baseline, column]) for column in self.decisive]
+            cells = [self.verdict_text(self.verdicts[line, baseline, column]) for column in self.decisive_settings]
             lines.append([self.labels[line], self.labels[baseline], *cells])
         return markdown_table(lines)
 
@@ -253,7 +253,7 @@ class Losses(Results):
                 part: next(iter(self.values_by_rate(arm, column).values())) for arm, part in arms.items()
             }
             for name, arms in self.trends.items()
-            for column in self.decisive
+            for column in self.decisive_settings
         }
         return trend_table(by_part, self.matters, False, lambda losses: f"{losses.mean():.3f}", 1, 3)
 
@@ -291,17 +291,17 @@ class Losses(Results):
             return self._draw_losses()
         if self.draws_intervals:
             return self._draw_differences()
-        if not self.rows:
+        if not self.picture_rows:
             return None
         columns = [column for column, (_, metric, *_) in self.columns.items() if metric.startswith("mean ")]
-        size, shared = (9.5, 0.8 + 2.4 * len(self.rows)), {"sharex": True, "sharey": True, "squeeze": False}
-        with styled_figure(len(self.rows), len(columns), size, **shared) as (figure, panels):
-            for row, (title, pairs) in zip(panels, self.rows.items(), strict=True):
+        size, shared = (9.5, 0.8 + 2.4 * len(self.picture_rows)), {"sharex": True, "sharey": True, "squeeze": False}
+        with styled_figure(len(self.picture_rows), len(columns), size, **shared) as (figure, panels):
+            for row, (title, pairs) in zip(panels, self.picture_rows.items(), strict=True):
                 for axes, column in zip(row, columns, strict=True):
                     axes.axhline(0, color="0.3", linewidth=0.8)
                     axes.axvline(self.length, color="0.6", linewidth=1, linestyle=":")
                     for line, baseline in pairs:
-                        curves = self._curves(line, column) - self._curves(baseline, column)
+                        curves = self._losses_by_position(line, column) - self._losses_by_position(baseline, column)
                         estimate = over_seeds(curves.to_numpy())
                         half, colour = estimate.half_width(), COLOURS[ARM_COLOUR_NUMBERS[line.partition("_no")[0]]]
                         axes.plot(
@@ -381,9 +381,15 @@ class Losses(Results):
         """Draw a row for each pair and a panel for each decisive setting: the difference with its interval, and the
         margin as a band.
         """
-        size = (2.2 + 1.9 * len(self.decisive) if len(self.decisive) > 1 else 6, 1.0 + 0.24 * len(self.pairs))
-        with styled_figure(1, len(self.decisive), size, sharey=True, sharex=True, squeeze=False) as (figure, panels):
-            for axes, column in zip(panels[0], self.decisive, strict=True):
+        size = (
+            2.2 + 1.9 * len(self.decisive_settings) if len(self.decisive_settings) > 1 else 6,
+            1.0 + 0.24 * len(self.pairs),
+        )
+        with styled_figure(1, len(self.decisive_settings), size, sharey=True, sharex=True, squeeze=False) as (
+            figure,
+            panels,
+        ):
+            for axes, column in zip(panels[0], self.decisive_settings, strict=True):
                 axes.axvspan(-self.matters, self.matters, color="0.9", linewidth=0)
                 axes.axvline(0, color="0.3", linewidth=0.8)
                 for row, pair in enumerate(self.pairs):
@@ -397,7 +403,7 @@ class Losses(Results):
             figure.supxlabel(f"loss minus that of {baseline}, nats (grey: at most {self.matters:g})", fontsize=9)
             return svg_bytes(figure)
 
-    def _curves(self, line: str, column: str) -> pd.DataFrame:
+    def _losses_by_position(self, line: str, column: str) -> pd.DataFrame:
         """Return the losses by position (positions, seeds) of a line in a setting, at its best rate.
 
         Positions begin at an eighth of the training length.

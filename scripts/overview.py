@@ -61,15 +61,15 @@ class Overview:
         return [
             f"loss at {self.long_losses.length:,} tokens",
             f"loss at {length:,} tokens",
-            f"recall at {self.recall.decisive[0]:,}",
+            f"recall at {self.recall.decisive_lengths[0]:,}",
             "step time",
         ]
 
     def verdicts(self, arm: str) -> list[Verdict]:
         """Return three verdicts on an arm: loss at the training length, loss beyond it, and recall."""
-        rate, length = self.recall.rates(arm)[0], self.recall.decisive[0]
+        rate, length = self.recall.rates(arm)[0], self.recall.decisive_lengths[0]
         return [
-            self.short_losses.verdicts[arm, self.baseline, self.short_losses.decisive[0]],
+            self.short_losses.verdicts[arm, self.baseline, self.short_losses.decisive_settings[0]],
             self.long_losses.verdicts[arm, self.baseline, self.long_setting],
             self.recall.verdicts[arm, rate, length],
         ]
@@ -79,11 +79,11 @@ class Overview:
         losses = [
             next(iter(results.values_by_rate(arm, column).values())).mean()
             for results, column in (
-                (self.short_losses, self.short_losses.decisive[0]),
+                (self.short_losses, self.short_losses.decisive_settings[0]),
                 (self.long_losses, self.long_setting),
             )
         ]
-        recall = self.recall.accuracies[arm, self.recall.rates(arm)[0], self.recall.decisive[0]].mean()
+        recall = self.recall.accuracies[arm, self.recall.rates(arm)[0], self.recall.decisive_lengths[0]].mean()
         ratio = "1" if arm == self.baseline else next(iter(self.long_losses.costs.values()))[arm].partition(" ")[0]
         return [*(f"{loss:.3f}" for loss in losses), f"{100 * recall:.0f} %", f"x {ratio}"]
 

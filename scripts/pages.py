@@ -14,8 +14,8 @@ from matplotlib.axes import Axes
 matplotlib.use("Agg")
 
 FONT = "matplotlib DejaVu Sans"  # and not the machine's font of that name, whose glyphs have other numbers
-_ENTRY = font_manager.FontEntry(fname=f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf", name=FONT)
-font_manager.fontManager.ttflist.append(_ENTRY)
+_FONT_ENTRY = font_manager.FontEntry(fname=f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf", name=FONT)
+font_manager.fontManager.ttflist.append(_FONT_ENTRY)
 # hues stay
 DARK_STYLE = b"<style>@media screen and (prefers-color-scheme:dark){svg{filter:invert(1) hue-rotate(180deg)}}</style>"
 # the same picture is the same file

@@ -34,23 +34,23 @@ class Recall(Results):
 
     Attributes:
         baseline: the arm that all others are compared with.
-        decisive: sequence lengths at which arms are compared.
+        decisive_lengths: sequence lengths at which arms are compared.
         matters: smallest difference of interest, as a fraction.
         is_tuned: whether each arm is shown at its best learning rate; else arms are compared at each rate.
         picture_kind: how docs/NAME.svg draws accuracy by length: `draw_curves`, `rows`, or empty for no picture.
         task: the task whose accuracy is shown.
-        rows: if arms are not tuned, the column (rate or size) by whose values they are compared.
+        compared_column: if arms are not tuned, the column (rate or size) by whose values they are compared.
         is_ranked: whether arms are sorted by their accuracy at their best rates.
         trends: arms by part of training (0 to 1), by the name of the trend. A line is fitted through each seed's runs.
     """
 
     baseline: str
-    decisive: tuple[int, ...]
+    decisive_lengths: tuple[int, ...]
     matters: float
     is_tuned: bool = False
     picture_kind: str = ""
     task: str = "mqar"
-    rows: str = "rate"
+    compared_column: str = "rate"
     is_ranked: bool = False
     trends: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
@@ -75,13 +75,16 @@ class Recall(Results):
     def accuracies(self) -> dict[tuple[str, float, int], np.ndarray]:
         """Return the accuracy (seeds,) of the final runs by arm, learning rate (or size) and length."""
         lines = self.data.query(f"metric == '{self.task} accuracy' and setting == 'as trained'")
-        return {key: run.sort_values("seed").value.to_numpy() for key, run in lines.groupby(["arm", self.rows, "x"])}
+        return {
+            key: run.sort_values("seed").value.to_numpy()
+            for key, run in lines.groupby(["arm", self.compared_column, "x"])
+        }
 
     def rates(self, arm: str) -> list[float]:
         """Return the learning rates of an arm's final runs in ascending order; the best first if arms are tuned."""
         rates = sorted({rate for name, rate, _ in self.accuracies if name == arm})
         return (
-            sorted(rates, key=lambda rate: -self.accuracies[arm, rate, self.decisive[0]].mean())
+            sorted(rates, key=lambda rate: -self.accuracies[arm, rate, self.decisive_lengths[0]].mean())
             if self.is_tuned
             else rates
         )
@@ -92,7 +95,7 @@ class Recall(Results):
         comparisons = {}
         for arm in self.labels:
             arm_rates = self.rates(arm)
-            for length in self.decisive if arm != self.baseline else ():
+            for length in self.decisive_lengths if arm != self.baseline else ():
                 if self.is_tuned:
                     by_rates = [
                         {rate: self.accuracies[name, rate, length] for rate in self.rates(name)}
@@ -141,8 +144,12 @@ class Recall(Results):
     def table(self) -> str:
         """Return a Markdown table with a line for each arm and rate: accuracies in per cent, and the verdicts."""
         title = f"minus {self.labels[self.baseline].partition(' at ')[0]}"
-        heads = [COLUMN_HEADINGS[self.rows], COLUMN_HEADINGS[self.task], *(f"{length:,}" for length in self.lengths)]
-        heads += [f"{title}, at {length:,}" for length in self.decisive]
+        heads = [
+            COLUMN_HEADINGS[self.compared_column],
+            COLUMN_HEADINGS[self.task],
+            *(f"{length:,}" for length in self.lengths),
+        ]
+        heads += [f"{title}, at {length:,}" for length in self.decisive_lengths]
         places = [
             (arm, rate) for arm in self.arms for rate in (self.rates(arm)[:1] if self.is_ranked else self.rates(arm))
         ]
@@ -154,7 +161,7 @@ class Recall(Results):
 
     def _row_label(self, row: float) -> str:
         """Return a learning rate or a size as text."""
-        return f"{row:,}" if self.rows == "size" else rate_text(row)
+        return f"{row:,}" if self.compared_column == "size" else rate_text(row)
 
     def half_accuracy_length(self, arm: str, row: float | None = None) -> str:
         """Return words for the median length at which an arm's accuracy falls below 1/2.
@@ -175,7 +182,9 @@ class Recall(Results):
         its change.
         """
         by_part = {
-            name: {part: self.accuracies[arm, self.rates(arm)[0], self.decisive[0]] for arm, part in arms.items()}
+            name: {
+                part: self.accuracies[arm, self.rates(arm)[0], self.decisive_lengths[0]] for arm, part in arms.items()
+            }
             for name, arms in self.trends.items()
         }
         return trend_table(by_part, self.matters, True, _mean_and_range)
@@ -183,7 +192,7 @@ class Recall(Results):
     def _row_cells(self, arm: str, rate: float) -> list[str]:
         """Return the accuracies and the verdicts of an arm at a rate, as text."""
         cells = [_mean_and_range(self.accuracies[arm, rate, length]) for length in self.lengths]
-        for length in self.decisive:
+        for length in self.decisive_lengths:
             verdict = self.verdicts.get((arm, rate, length))
             cells.append(self.verdict_text(verdict) if verdict else "")
         return cells
@@ -196,7 +205,7 @@ class Recall(Results):
         with styled_figure(1, 1, (7.2, 0.8 + 0.235 * len(self.arms))) as (figure, axes):
             draw_percentages(axes, values)
             for row, arm in enumerate(self.arms):
-                verdict = self.verdicts.get((arm, self.rates(arm)[0], self.decisive[0]))
+                verdict = self.verdicts.get((arm, self.rates(arm)[0], self.decisive_lengths[0]))
                 statement = "baseline" if verdict is None else replace(verdict, margin=100 * self.matters).statement
                 words = statement.partition(":")[0]
                 lowest = 100 * self._accuracy_at_best_rate(arm)[:, -1].min()
@@ -234,7 +243,7 @@ class Recall(Results):
                     axes.set_ylim(-3, 103)
                 words = (
                     f"{self._row_label(rate)} steps"
-                    if self.rows == "size"
+                    if self.compared_column == "size"
                     else f"learning rate {self._row_label(rate)}"
                 )
                 row[0].set_ylabel(f"{words}\naccuracy, %")

@@ -60,7 +60,7 @@ RECALL_AFTER = {arm: LABELS[arm] for arm in ("softmax", "ssmax_fixed", "ssmax", 
     "after_quarter": "softmax, temperature 1/4 after training",
 }
 FIXED_AT_256 = {"ssmax_fixed": "SSMax, n fixed at 256"}
-QK_NORM = FIXED_AT_256 | {"softmax": "softmax", "ssmax": "SSMax", "log_n": "log n"}
+QK_NORM_LABELS = FIXED_AT_256 | {"softmax": "softmax", "ssmax": "SSMax", "log_n": "log n"}
 SCORE_SCALES = {
     "softmax": "softmax",
     "ssmax": "SSMax",
@@ -82,7 +82,9 @@ def baseline_pairs(baseline: str, lines: Iterable[str]) -> tuple[tuple[str, str]
 
 GROWTH_PAIRS = baseline_pairs("ssmax_fixed", ("softmax", "ssmax", "log_n"))
 GROWTH_PAIRS_NO_QK_NORM = tuple((f"{arm}_no_qk_norm", f"{baseline}_no_qk_norm") for arm, baseline in GROWTH_PAIRS)
-WITH_AND_WITHOUT = QK_NORM | {f"{arm}_no_qk_norm": f"{label}, no QK-norm" for arm, label in QK_NORM.items()}
+QK_NORM_ON_AND_OFF = QK_NORM_LABELS | {
+    f"{arm}_no_qk_norm": f"{label}, no QK-norm" for arm, label in QK_NORM_LABELS.items()
+}
 LOSS_AT_256 = {"at 256 tokens": ("", "val loss", "", 0)}  # columns of tables of losses (`Losses.columns`)
 LOSS_AT_2048 = {words: ("", "mean loss", words, 2048) for words in LONG_SETTINGS}
 DIAGNOSTIC_COLUMNS = {metric: ("", metric, "as trained", 0) for metric in KEPT_DIAGNOSTICS}
@@ -96,14 +98,14 @@ GAU = {
     "mixed-n-256": "relu^2, n = 256, mixed lengths",
     "mixed-n-sample": "relu^2, n of the sample, mixed lengths",
 }
-LAYERS = {
+LAYER_VARIANTS = {
     "softmax": "softmax",
     "differential": "differential attention",
     "gate_by_head": "output gate, one factor a head",
     "softcap": "scores capped at 50",
     "last_layer_without_rope": "last layer without RoPE",
 }
-BESIDE_TEXT = QK_NORM | {
+NEEDLE_AND_TEXT = QK_NORM_LABELS | {
     "after_half": "softmax, temperature 1/2 after training",
     "after_ssmax": "softmax, SSMax after training",
 }
@@ -174,11 +176,11 @@ ALL_RESULTS = (
         Losses(
             "eight-times",
             "length.md",
-            WITH_AND_WITHOUT,
+            QK_NORM_ON_AND_OFF,
             (*GROWTH_PAIRS, *GROWTH_PAIRS_NO_QK_NORM, ("softmax_no_qk_norm", "softmax")),
             LOSS_AT_256 | {words: ("", "mean loss", words, 2048) for words in (*LONG_SETTINGS, "yarn")},
             size=corpus,
-            rows={"QK-norm": GROWTH_PAIRS, "no QK-norm": GROWTH_PAIRS_NO_QK_NORM},
+            picture_rows={"QK-norm": GROWTH_PAIRS, "no QK-norm": GROWTH_PAIRS_NO_QK_NORM},
         )
         for corpus in ("speeches", "code")
     ),
@@ -186,12 +188,14 @@ ALL_RESULTS = (
         Losses(
             "twenty-times",
             "length.md",
-            WITH_AND_WITHOUT,
+            QK_NORM_ON_AND_OFF,
             (),
             {words: ("", "mean loss", words, 5120) for words in (*LONG_SETTINGS, "yarn")},
             (),
             size=corpus,
-            rows={"QK-norm": GROWTH_PAIRS, "no QK-norm": GROWTH_PAIRS_NO_QK_NORM} if corpus == "speeches" else {},
+            picture_rows={"QK-norm": GROWTH_PAIRS, "no QK-norm": GROWTH_PAIRS_NO_QK_NORM}
+            if corpus == "speeches"
+            else {},
         )
         for corpus in ("speeches", "code")
     ),
@@ -207,7 +211,7 @@ ALL_RESULTS = (
             ("ssmax, n=fixed:256", "ssmax"),
         ),
         LOSS_AT_2048,
-        rows={"QK-norm": baseline_pairs("ssmax_fixed", ("ssmax", *TEXT_SWAPS))},
+        picture_rows={"QK-norm": baseline_pairs("ssmax_fixed", ("ssmax", *TEXT_SWAPS))},
     ),
     Losses(
         "gau-lengths",
@@ -243,12 +247,14 @@ ALL_RESULTS = (
         draws_intervals=True,
     ),
     TEXT_ALL,
-    Overview(replace(TEXT_ALL, decisive=tuple(LOSS_AT_256)), TEXT_ALL, RECALL_ALL, LONG_SETTINGS[1], TEXT_ALL.page),
+    Overview(
+        replace(TEXT_ALL, decisive_settings=tuple(LOSS_AT_256)), TEXT_ALL, RECALL_ALL, LONG_SETTINGS[1], TEXT_ALL.page
+    ),
     Losses(
         "text-layers",
         "text-normalizers.md",
-        LAYERS,
-        baseline_pairs("softmax", LAYERS),
+        LAYER_VARIANTS,
+        baseline_pairs("softmax", LAYER_VARIANTS),
         LOSS_AT_256 | LOSS_AT_2048 | DIAGNOSTIC_COLUMNS,
         matters=0.03,
     ),
@@ -292,7 +298,14 @@ ALL_RESULTS = (
     RECALL_ALL,
     Recall("recall-blind", "retrieval.md", {arm: f"arm {arm}" for arm in "abcd"}, "a", (64,), 0.25, is_tuned=True),
     Recall(
-        "recall-after", "retrieval.md", RECALL_AFTER, "ssmax_fixed", (16384,), 0.25, rows="size", picture_kind="curves"
+        "recall-after",
+        "retrieval.md",
+        RECALL_AFTER,
+        "ssmax_fixed",
+        (16384,),
+        0.25,
+        compared_column="size",
+        picture_kind="curves",
     ),
     Recall(
         "when-to-swap",
@@ -310,7 +323,7 @@ ALL_RESULTS = (
     Recall(
         "needle-far",
         "needle-in-text.md",
-        BESIDE_TEXT,
+        NEEDLE_AND_TEXT,
         "ssmax_fixed",
         (65536,),
         0.25,
@@ -333,7 +346,7 @@ ALL_RESULTS = (
     Recall(
         "needle-and-text",
         "needle-in-text.md",
-        BESIDE_TEXT,
+        NEEDLE_AND_TEXT,
         "ssmax_fixed",
         (4096,),
         0.25,
@@ -343,12 +356,12 @@ ALL_RESULTS = (
     Losses(
         "needle-and-text",
         "needle-in-text.md",
-        BESIDE_TEXT,
-        baseline_pairs("ssmax_fixed", BESIDE_TEXT),
+        NEEDLE_AND_TEXT,
+        baseline_pairs("ssmax_fixed", NEEDLE_AND_TEXT),
         LOSS_AT_256 | LOSS_AT_2048,
         (*LOSS_AT_256, *LOSS_AT_2048),
         "at 256 tokens",
-        suffix="losses",
+        table_suffix="losses",
     ),
     Recall(
         "one-model", "needle-in-text.md", ONE_MODEL, "after_ssmax", (4096,), 0.25, task="needle", picture_kind="rows"
@@ -361,7 +374,7 @@ ALL_RESULTS = (
         LOSS_AT_256 | LOSS_AT_2048,
         tuple(LOSS_AT_256),
         "at 256 tokens",
-        suffix="losses",
+        table_suffix="losses",
     ),
     Losses(
         "needle-and-text-after",

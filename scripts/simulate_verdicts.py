@@ -32,7 +32,7 @@ from lm.statistics.intervals import ALPHA
 from lm.statistics.verdicts import VerdictKind
 
 DrawFunction = Callable[..., np.ndarray]  # function from a random generator and a shape to values
-GRID = (1e-3, 2e-3, 4e-3, 8e-3)
+RATE_GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 MATTERS = 0.02  # nats per token
 UNLUCKY_RATE, UNLUCKY_LOSS = (
     4e-3,
@@ -69,7 +69,7 @@ class World:
     n_sizes: int = 1  # each with a baseline of its own; `effects` are those of every size
 
     @property
-    def stream(self) -> tuple[int, ...]:
+    def seed_prefix(self) -> tuple[int, ...]:
         """Return the first numbers of the random seeds of its trials; each trial appends its index."""
         return *self.name.encode(), self.n_seeds
 
@@ -118,12 +118,12 @@ def _simulate_size(
     shared, half = draw(SEED_STD, 2), math.sqrt(N_DOCUMENTS / 2)
     shifts = draw(ARM_DOCUMENT_STD / half, len(world.arms))
     losses: dict[str, dict[float, list[float]]] = {arm: {} for arm in world.arms}
-    tuned, missing = ({}, GRID) if world.is_tuned else (dict.fromkeys(world.arms, 4e-3), ())
+    tuned, missing = ({}, RATE_GRID) if world.is_tuned else (dict.fromkeys(world.arms, 4e-3), ())
     while missing:
         for rate, (number, arm) in product(missing, enumerate(world.arms)):
             mean = world.expected_loss(number, rate) + shifts[number]
             losses[arm][rate] = list(mean + shared + world.run_noise(random, rate, 2))
-        tuned, missing = tuned_rates(GRID, losses)
+        tuned, missing = tuned_rates(RATE_GRID, losses)
     crossed = crossed_rates("base", tuned)
     # final runs: by document on the text that reports, and their means on the text that selects
     by_seed, by_document = draw(SEED_STD, seeds, 1), draw(DOCUMENT_STD, N_DOCUMENTS)
@@ -178,7 +178,7 @@ def simulate_trials(world: "World | AwkwardWorld", trials: range) -> tuple[Count
     """
     counts, coverage = Counter(), []
     for trial in trials:
-        frame, question, truths = world.experiment(np.random.default_rng((*world.stream, trial)))
+        frame, question, truths = world.experiment(np.random.default_rng((*world.seed_prefix, trial)))
         judgement, hold, has_false_verdict = judge(frame, question), True, False
         for name, (text, population, differ) in truths.items():
             verdict, comparison = judgement.verdicts[name], judgement.comparisons[name]
@@ -264,8 +264,8 @@ def _eight_questions(random: np.random.Generator, *shape: int) -> np.ndarray:
     return random.binomial(8, 0.97, shape) / 8
 
 
-_DEVIATION = 0.01 / math.sqrt(math.expm1(1))
-_ONE_SIDED = _lognormal(1, _DEVIATION, -_DEVIATION)  # of mean 0 and standard deviation 0.01
+_LOGNORMAL_SCALE = 0.01 / math.sqrt(math.expm1(1))
+_ONE_SIDED_NOISE = _lognormal(1, _LOGNORMAL_SCALE, -_LOGNORMAL_SCALE)  # of mean 0 and standard deviation 0.01
 _STABLE_MEAN = 1 - 0.01 * math.sqrt(2 / math.pi)  # the mean of an accuracy that does not fail, about
 # by name: distributions of the baseline's and of the arms' runs, the mean difference, and whether they are accuracies
 AWKWARD_DISTRIBUTIONS: dict[str, tuple[DrawFunction, DrawFunction, float, bool]] = {
@@ -279,8 +279,8 @@ AWKWARD_DISTRIBUTIONS: dict[str, tuple[DrawFunction, DrawFunction, float, bool]]
     "arms fail in 25.2 % of seeds, the baseline never": (_failing_runs(0.0), _failing_runs(0.252), -0.25, True),
     "equal accuracies near 1": (_failing_runs(0.0), _failing_runs(0.0), 0.0, True),
     "equal accuracies of 8 questions, ties": (_eight_questions, _eight_questions, 0.0, True),
-    "equal losses, one-sided noise (lognormal, sigma 1)": (_ONE_SIDED, _ONE_SIDED, 0.0, False),
-    "equal losses, the arms' noise one-sided (sigma 1)": (_normal(0.0, 0.01), _ONE_SIDED, 0.0, False),
+    "equal losses, one-sided noise (lognormal, sigma 1)": (_ONE_SIDED_NOISE, _ONE_SIDED_NOISE, 0.0, False),
+    "equal losses, the arms' noise one-sided (sigma 1)": (_normal(0.0, 0.01), _ONE_SIDED_NOISE, 0.0, False),
     "arms worse by 0.02 through rare high losses (sigma 2)": (
         _normal(0.0, 0.001),
         _lognormal(2, MATTERS),
@@ -307,7 +307,7 @@ class AwkwardWorld:
         return f"{self.distribution}, {'unpaired' if self.unpaired else 'paired'}, {self.arms} arms"
 
     @property
-    def stream(self) -> tuple[int, ...]:
+    def seed_prefix(self) -> tuple[int, ...]:
         """Return the first numbers of the random seeds of its trials; each trial appends its index."""
         return *self.distribution.encode(), self.arms, self.n_seeds, self.unpaired
 

@@ -34,7 +34,7 @@ from lm.runs.loading import load
 from lm.training.module import LanguageModel
 from lm.training.optimizers import saved_state
 
-EVERY_STEP = [
+EVERY_STEP_OPTIONS = [
     "trainer.checkpoint_every=1",
     "trainer.keep_checkpoints=20",
     "eval.every=2",

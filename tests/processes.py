@@ -15,7 +15,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lm.cli import main
 
-CONTEXT = multiprocessing.get_context("forkserver")
+FORKSERVER = multiprocessing.get_context("forkserver")
 forkserver.set_forkserver_preload(
     ["lm.cli", "lm.training.starting", "lm.training.fit", "lm.data.prepare", "tokenizers"]
 )
@@ -31,7 +31,7 @@ def start_training(arguments: list[str], *options: str) -> subprocess.Popen:
 
 def start_forked(output: Path, function: Callable[..., object], *arguments: object) -> multiprocessing.Process:
     """Start a process that calls `function(*arguments)` in a session of its own and prints to the file `output`."""
-    process = CONTEXT.Process(target=_run, args=(dict(os.environ), output, function, arguments))
+    process = FORKSERVER.Process(target=_run, args=(dict(os.environ), output, function, arguments))
     process.start()
     return process
 

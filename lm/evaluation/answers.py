@@ -212,8 +212,8 @@ class Trial:
     prompt: np.ndarray  # (T,) int64
     answer: np.ndarray  # (A,) int64
     number: str  # the correct number, in digits
-    span: tuple[int, int]  # [start, stop) in the prompt, of the number in its needle
-    sequence: int  # index of its sequence, which other trials may share
+    number_span: tuple[int, int]  # [start, stop) in the prompt, of the number in its needle
+    sequence_index: int  # index of its sequence, which other trials may share
 
 
 # The metrics of `trial_scores`. `exact` is 1 if the greedily decoded text begins with the whole number. More digits may
@@ -275,7 +275,7 @@ def attention_to_needle(decoder: Decoder, trial: Trial, length: int) -> Tensor:
     """
     tokens = torch.from_numpy(trial.prompt[None]).to(decoder.head.weight.device)
     blocks = attention_blocks(decoder, Batch(tokens, tokens, None), [-1], length)
-    return torch.stack([block.weights[0, :, 0, slice(*trial.span)].sum(-1) for block in blocks]).cpu()
+    return torch.stack([block.weights[0, :, 0, slice(*trial.number_span)].sum(-1) for block in blocks]).cpu()
 
 
 class NeedleMeasurement(AnswerMeasurement):
@@ -379,7 +379,7 @@ class NeedleMeasurement(AnswerMeasurement):
             return torch.stack([attention_to_needle(decoder, questions[index], length) for index in indices])
 
         weights = measure_sequences([decoder], [len(trial.prompt) for trial in questions], shape, device, measure)
-        uniform = np.mean([(trial.span[1] - trial.span[0]) / len(trial.prompt) for trial in questions])
+        uniform = np.mean([(trial.number_span[1] - trial.number_span[0]) / len(trial.prompt) for trial in questions])
         metric = Metric(
             "", "fraction", "higher", quantity="attention to the number", units="questions", axis=HEAD_AXIS,
             references=(("uniform attention", float(uniform)),),
@@ -396,7 +396,7 @@ def _trial_units(questions: list[Trial]) -> pd.DataFrame:
     independent.
     """
     sha256 = tokens_sha256(part for trial in questions for part in (trial.prompt, trial.answer))
-    return units_frame(sha256, np.array([trial.sequence for trial in questions]))
+    return units_frame(sha256, np.array([trial.sequence_index for trial in questions]))
 
 
 def _mean_over_depths(depths: Sequence[UnitValues]) -> UnitValues:

@@ -89,7 +89,7 @@ def swap_run(
         facts: dict[str, Plain] = {"from": str(model.path), "arm": arm(to_plain(base), environment)}
         facts["normalizer"] = old.config.normalizer.label()
         facts["init"] = getattr(config.model.normalizer, "init", None)
-        notes = _notes(old, new, config, destination, facts["init"])
+        notes = _closing_notes(old, new, config, destination, facts["init"])
         evaluation = measurement.evaluate(new, device, model.stamp["step"], model.stamp["tokens_seen"])
         path = destination / measurement.write(folder, evaluation).relative_to(folder)
         _write_run(folder, config, model, new.cpu(), {**environment, "command": command_line(), "swap": facts})
@@ -97,7 +97,7 @@ def swap_run(
     return SwapResult(evaluation, path, model_lines, notes, warning)
 
 
-def _notes(old: Decoder, new: Decoder, config: Config, destination: Path, init: Plain) -> list[str]:
+def _closing_notes(old: Decoder, new: Decoder, config: Config, destination: Path, init: Plain) -> list[str]:
     """Return lines to print after the tables of a swap: facts about the new normalizers, and the command to
     go on with.
     """

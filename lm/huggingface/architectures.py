@@ -48,7 +48,7 @@ class MappedParameter:
 
     name: str  # lm's name of the parameter
     tensors: tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes of the tensors
-    transposed: bool  # each tensor is stored as (inputs, outputs)
+    is_transposed: bool  # each tensor is stored as (inputs, outputs)
     # one tensor interleaves queries, keys and values by this many heads; 0: it does not
     n_interleaved_heads: int = 0
 
@@ -64,9 +64,9 @@ class Architecture(ABC):
     # transformers' classes of models with such weights; the first is the language model
     class_names: ClassVar[tuple[str, ...]]
     tensor_prefix: ClassVar[str]  # beginning of tensor names in models with a head
-    layer_list: ClassVar[str]  # name of the list of layers in tensor names
+    layer_list_name: ClassVar[str]  # name of the list of layers in tensor names
     option_by_field: ClassVar[dict[str, str]]  # name of lm's option, by the name of the field in config.json
-    defaults: ClassVar[PlainDict]  # transformers' default of each of these options
+    option_defaults: ClassVar[PlainDict]  # transformers' default of each of these options
     fixed_options: ClassVar[PlainDict]  # lm's options that all models of this architecture share
     # name of transformers' module by the name of lm's; several names if lm fuses several projections into one matrix
     module_names: ClassVar[dict[str, str]]
@@ -96,7 +96,7 @@ class Architecture(ABC):
         """
         values: PlainDict = {}
         for name, option in self.option_by_field.items():
-            default = self.defaults[option]
+            default = self.option_defaults[option]
             if isinstance(default, bool):
                 values[option] = fields.take(name, bool, default)
             elif isinstance(default, float):
@@ -142,7 +142,7 @@ class Architecture(ABC):
         slices = projection_rows(decoder)
         for full_name, parameter in decoder.named_parameters():
             layer, module, leaf = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(\w+)", full_name).groups()
-            shape, prefix = tuple(parameter.shape), model_prefix + (f"{self.layer_list}.{layer}." if layer else "")
+            shape, prefix = tuple(parameter.shape), model_prefix + (f"{self.layer_list_name}.{layer}." if layer else "")
             names = (
                 [f"{prefix}{name}.{leaf}" for name in self.module_names[module].split()]
                 if module != "head"
@@ -164,7 +164,7 @@ class GPT2(Architecture):
 
     model_type = "gpt2"
     class_names = ("GPT2LMHeadModel", "GPT2Model")
-    tensor_prefix, layer_list, stores_inputs_first = "transformer.", "h", True
+    tensor_prefix, layer_list_name, stores_inputs_first = "transformer.", "h", True
     module_names: ClassVar[dict[str, str]] = {
         "embedding": "wte", "position": "wpe", "norm": "ln_f", "attention_norm": "ln_1", "mlp_norm": "ln_2",
         "attention.qkv": "attn.c_attn", "attention.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.out": "mlp.c_proj",
@@ -174,7 +174,7 @@ class GPT2(Architecture):
         "vocab_size": "vocab_size", "n_positions": "seq_len", "n_embd": "n_embd", "n_layer": "n_layer", "n_head":
         "n_head", "layer_norm_epsilon": "norm_eps", "tie_word_embeddings": "tied",
     }  # fmt: skip
-    defaults: ClassVar[PlainDict] = {
+    option_defaults: ClassVar[PlainDict] = {
         "vocab_size": 50257, "seq_len": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "norm_eps": 1e-5, "tied":
         True,
     }  # fmt: skip
@@ -201,7 +201,7 @@ class Llama(Architecture):
 
     model_type = "llama"
     class_names = ("LlamaForCausalLM", "LlamaModel")
-    tensor_prefix, layer_list, heads_divide_width = "model.", "layers", True
+    tensor_prefix, layer_list_name, heads_divide_width = "model.", "layers", True
     module_names: ClassVar[dict[str, str]] = {
         "embedding": "embed_tokens", "norm": "norm", "attention_norm": "input_layernorm",
         "mlp_norm": "post_attention_layernorm",
@@ -215,7 +215,7 @@ class Llama(Architecture):
         "intermediate_size": "n_mlp", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "rms_norm_eps":
         "norm_eps", "tie_word_embeddings": "tied",
     }  # fmt: skip
-    defaults: ClassVar[PlainDict] = {
+    option_defaults: ClassVar[PlainDict] = {
         "vocab_size": 32000, "seq_len": 2048, "n_embd": 4096, "n_mlp": 11008, "n_layer": 32, "n_head": 32, "norm_eps":
         1e-6, "tied": False,
     }  # fmt: skip
@@ -241,15 +241,15 @@ class Llama(Architecture):
         return {
             "n_kv_head": None if kv_heads == n_heads else kv_heads,
             "head_size": None if head_size and head_size * n_heads == width else head_size,
-            "position": self.position(fields, values), "normalizer": self.normalizer(fields, values),
+            "position": self.rope_options(fields, values), "normalizer": self.normalizer_options(fields, values),
             "bias": bias, "mlp_bias": mlp_bias if mlp_bias != bias else None,
         }  # fmt: skip
 
-    def position(self, fields: Fields, values: PlainDict) -> Rope:
+    def rope_options(self, fields: Fields, values: PlainDict) -> Rope:
         """Return the options of RoPE."""
         return read_rope(fields, values["seq_len"])
 
-    def normalizer(self, fields: Fields, values: PlainDict) -> Options:
+    def normalizer_options(self, fields: Fields, values: PlainDict) -> Options:
         """Return the options of the normalizer: softmax, unless a subclass has sliding windows or scales queries."""
         return Softmax()
 
@@ -268,12 +268,12 @@ class Qwen2(Llama):
     model_type = "qwen2"
     class_names = ("Qwen2ForCausalLM", "Qwen2Model")
     heads_divide_width, bias_fields = False, ()
-    defaults: ClassVar[PlainDict] = Llama.defaults | {
+    option_defaults: ClassVar[PlainDict] = Llama.option_defaults | {
         "vocab_size": 151936, "seq_len": 32768, "n_mlp": 22016,
     }  # fmt: skip
     fixed_options: ClassVar[PlainDict] = Llama.fixed_options | {"qkv_bias": True}
 
-    def normalizer(self, fields: Fields, values: PlainDict) -> Options:
+    def normalizer_options(self, fields: Fields, values: PlainDict) -> Options:
         first_layer = fields.take("max_window_layers", int, 28)
         return _read_windows(fields, [layer >= first_layer for layer in range(values["n_layer"])])
 
@@ -295,11 +295,11 @@ class SmolLM3(Llama):
 
     model_type = "smollm3"
     class_names = ("SmolLM3ForCausalLM", "SmolLM3Model")
-    defaults: ClassVar[PlainDict] = Llama.defaults | {
+    option_defaults: ClassVar[PlainDict] = Llama.option_defaults | {
         "vocab_size": 128256, "seq_len": 32768, "n_embd": 2048, "n_layer": 36, "n_head": 16, "tied": True,
     }  # fmt: skip
 
-    def position(self, fields: Fields, values: PlainDict) -> Rope:
+    def rope_options(self, fields: Fields, values: PlainDict) -> Rope:
         layers = self.layers_with_rope(fields, values)
         rope = read_rope(fields, values["seq_len"], 2e6)
         if not any(layers):
@@ -312,7 +312,7 @@ class SmolLM3(Llama):
         default = [int((layer + 1) % interval != 0) for layer in range(n_layers)]
         return [bool(rotates) for rotates in fields.take("no_rope_layers", list[int], default)[:n_layers]]
 
-    def normalizer(self, fields: Fields, values: PlainDict) -> Options:
+    def normalizer_options(self, fields: Fields, values: PlainDict) -> Options:
         return _read_windows(fields, [not rotates for rotates in self.layers_with_rope(fields, values)])
 
     def converted_fields(self, model: ModelConfig) -> PlainDict:
@@ -326,15 +326,15 @@ class Ministral3(Llama):
     model_type = "ministral3"
     class_names = ("Ministral3ForCausalLM", "Ministral3Model")
     head_dim, bias_fields = 128, ()
-    defaults: ClassVar[PlainDict] = Llama.defaults | {
+    option_defaults: ClassVar[PlainDict] = Llama.option_defaults | {
         "vocab_size": 131072, "seq_len": 262144, "n_mlp": 14336, "n_layer": 34, "norm_eps": 1e-5,
     }  # fmt: skip
     GROWTH_FIELD: ClassVar[str] = "llama_4_scaling_beta"
 
-    def position(self, fields: Fields, values: PlainDict) -> Rope:
+    def rope_options(self, fields: Fields, values: PlainDict) -> Rope:
         return read_rope(fields, values["seq_len"], other_names=(self.GROWTH_FIELD, "max_position_embeddings"))
 
-    def normalizer(self, fields: Fields, values: PlainDict) -> Options:
+    def normalizer_options(self, fields: Fields, values: PlainDict) -> Options:
         fields.require_value("sliding_window", (), "layers with windows are not read here")
         if (rope_fields := fields.nested_fields("rope_parameters")) is None:
             raise fields.refusal("rope_parameters", "must say how the factor on queries grows")
@@ -357,7 +357,7 @@ class OLMo2(Llama):
         "attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm",
     }  # fmt: skip
     bias_fields = ("attention_bias",)
-    defaults: ClassVar[PlainDict] = Llama.defaults | {
+    option_defaults: ClassVar[PlainDict] = Llama.option_defaults | {
         "vocab_size": 50304, "norm_eps": 1e-5,
     }  # fmt: skip
     fixed_options: ClassVar[PlainDict] = Llama.fixed_options | {"qk_norm": "width", "post_norm": True}
@@ -368,7 +368,7 @@ class GPTNeoX(Architecture):
 
     model_type = "gpt_neox"
     class_names = ("GPTNeoXForCausalLM", "GPTNeoXModel")
-    tensor_prefix, layer_list, interleaves_heads, heads_divide_width = "gpt_neox.", "layers", True, True
+    tensor_prefix, layer_list_name, interleaves_heads, heads_divide_width = "gpt_neox.", "layers", True, True
     module_names: ClassVar[dict[str, str]] = {
         "embedding": "embed_in", "norm": "final_layer_norm", "attention_norm": "input_layernorm",
         "mlp_norm": "post_attention_layernorm", "attention.qkv": "attention.query_key_value",
@@ -381,7 +381,7 @@ class GPTNeoX(Architecture):
         "intermediate_size": "n_mlp", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
         "layer_norm_eps": "norm_eps", "use_parallel_residual": "parallel", "tie_word_embeddings": "tied",
     }  # fmt: skip
-    defaults: ClassVar[PlainDict] = {
+    option_defaults: ClassVar[PlainDict] = {
         "vocab_size": 50432, "seq_len": 2048, "n_embd": 6144, "n_mlp": 24576, "n_layer": 44, "n_head": 64, "norm_eps":
         1e-5, "parallel": True, "tied": False,
     }  # fmt: skip

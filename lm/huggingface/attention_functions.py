@@ -36,7 +36,7 @@ from lm.huggingface.architectures import SLIDING_ATTENTION
 from lm.huggingface.importing import INDEX_FILE, WeightFiles
 from lm.plain import Plain
 
-LENGTH_FIELD = "lm_train_length"  # field of the configuration that holds the training length
+TRAIN_LENGTH_FIELD = "lm_train_length"  # field of the configuration that holds the training length
 # attribute of an attention module that holds its normalizer, and field of the configuration that holds its options
 NORMALIZER_ATTRIBUTE = "lm_normalizer"
 # attribute of an attention module: a list to which each call adds queries, keys and values of all heads
@@ -143,7 +143,7 @@ def add_normalizer_parameters(model: PreTrainedModel, train_length: int | None =
     if any(hasattr(module, NORMALIZER_ATTRIBUTE) for module in layers):
         raise ValueError("the model has these parameters already: call lm.huggingface.add_normalizer_parameters once")
     setattr(config, NORMALIZER_ATTRIBUTE, dict(options))
-    setattr(config, LENGTH_FIELD, train_length or _train_length(config))
+    setattr(config, TRAIN_LENGTH_FIELD, train_length or _train_length(config))
     for module in layers:
         # In latent attention (MLA) `head_dim` is the part of a head that rotates.
         head_size = getattr(module, "qk_head_dim", None) or getattr(config, "head_dim", None)
@@ -161,7 +161,7 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 def _train_length(config: PreTrainedConfig) -> int:
     """Return the training length in tokens: the one saved with the model, else `max_position_embeddings`."""
-    return getattr(config, LENGTH_FIELD, None) or config.max_position_embeddings
+    return getattr(config, TRAIN_LENGTH_FIELD, None) or config.max_position_embeddings
 
 
 @cache

@@ -33,7 +33,7 @@ def code_files(normalizers: Mapping[str, type[Normalizer]]) -> dict[str, str]:
         import_lines.append(f"from .{exported_name} import {normalizer.__qualname__}  # {name}")
     while names := sources.keys() - texts.keys():
         for name in names:
-            texts[name], imported_modules = _with_relative_imports(sources[name])
+            texts[name], imported_modules = _make_imports_relative(sources[name])
             sources |= {
                 _exported_name(module): LM_FOLDER / f"{module.removeprefix('lm.').replace('.', '/')}.py"
                 for module in imported_modules
@@ -55,7 +55,7 @@ def _exported_name(module: str) -> str:
     return f"lm_{module.rpartition('.')[2]}"
 
 
-def _with_relative_imports(path: Path) -> tuple[str, set[str]]:
+def _make_imports_relative(path: Path) -> tuple[str, set[str]]:
     """Return a module's text with relative imports in place of lm's absolute ones, and the modules of lm that it
     imports.
 

@@ -197,9 +197,9 @@ def _transformers_tensors(
     state, tensors = loaded_model.decoder.state_dict(), {}
     for parameter in architecture.mapped_parameters(loaded_model.spec, architecture.tensor_prefix):
         pieces = state[parameter.name].split(
-            [size[-1] if parameter.transposed else size[0] for _, size in parameter.tensors]
+            [size[-1] if parameter.is_transposed else size[0] for _, size in parameter.tensors]
         )
-        pieces = [piece.t() if parameter.transposed else piece for piece in pieces]
+        pieces = [piece.t() if parameter.is_transposed else piece for piece in pieces]
         if parameter.n_interleaved_heads:
             pieces = [
                 piece.unflatten(0, (3, parameter.n_interleaved_heads, -1)).transpose(0, 1).flatten(0, 2)

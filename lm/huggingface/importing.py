@@ -361,7 +361,7 @@ def _parameter_values(parameters: list[MappedParameter], tensors: WeightFiles) -
             pieces.append(tensors.read(name))
             if not pieces[-1].isfinite().all():
                 raise RunError(f"{tensors.path}: {name} holds numbers that are not finite")
-        pieces = [piece.t() for piece in pieces] if parameter.transposed else pieces
+        pieces = [piece.t() for piece in pieces] if parameter.is_transposed else pieces
         if parameter.n_interleaved_heads:
             pieces = [
                 piece.unflatten(0, (parameter.n_interleaved_heads, 3, -1)).transpose(0, 1).flatten(0, 2)

@@ -92,7 +92,7 @@ def test_a_span_is_that_of_the_number(store: Store):
     text = TaskText(store)
     for question in needle_trials(Needle(), LENGTH, 5, text):
         assert text.decode(question.prompt).count(question.number) == 1
-        assert text.decode(question.prompt[slice(*question.span)]).strip() == question.number
+        assert text.decode(question.prompt[slice(*question.number_span)]).strip() == question.number
 
 
 @torch.no_grad()
@@ -103,7 +103,7 @@ def test_head_scores_are_sums_of_weights_with_the_rotations_of_the_whole_sequenc
     question = needle_trials(Needle(depth=0.5), LENGTH, 1, TaskText(store))[0]
     tokens = torch.from_numpy(np.concatenate((question.prompt, question.answer[:-1]))[None])
     blocks = attention_blocks(model, Batch(tokens, tokens, None), [len(question.prompt) - 1])
-    expected = torch.stack([block.weights[0, :, 0, slice(*question.span)].sum(-1) for block in blocks])
+    expected = torch.stack([block.weights[0, :, 0, slice(*question.number_span)].sum(-1) for block in blocks])
     assert tokens.size(1) == LENGTH
     assert torch.allclose(attention_to_needle(model, question, LENGTH), expected, atol=1e-5)
     assert not torch.allclose(attention_to_needle(model, question, 2 * LENGTH), expected, atol=1e-3)
@@ -126,7 +126,7 @@ def test_cells_have_their_control_and_ranks_share_them(tiny, monkeypatch: pytest
     with monkeypatch.context() as patch:  # a model that finds needles in the first half of the text alone
 
         def found(decoder: Decoder, questions: list, *_: object) -> torch.Tensor:
-            is_early = [float(0 < trial.span[1] < len(trial.prompt) // 2) for trial in questions]
+            is_early = [float(0 < trial.number_span[1] < len(trial.prompt) // 2) for trial in questions]
             return torch.tensor(is_early)[:, None].repeat(1, len(TRIAL_METRICS))
 
         patch.setattr(needles, "trial_scores", found)
@@ -149,7 +149,7 @@ def test_cells_have_their_control_and_ranks_share_them(tiny, monkeypatch: pytest
     heads = [series for series in result if series.metric == "attention to the number"]
     assert [(series.task, len(series.points[0].values)) for series in heads] == [("layer 0", 3), ("layer 1", 3)]
     asked = needle_trials(Needle(depth=0.5), 256, 3, TaskText(store))  # of the keys that the last token sees
-    part = np.mean([(trial.span[1] - trial.span[0]) / len(trial.prompt) for trial in asked])
+    part = np.mean([(trial.number_span[1] - trial.number_span[0]) / len(trial.prompt) for trial in asked])
     assert all(series.references == {"uniform attention": pytest.approx(part)} for series in heads)
 
 

@@ -140,7 +140,7 @@ def test_means_over_positions_weigh_each_bin_by_its_tokens_and_losses_stand_by_t
     lines = [line | {"seed": 2, "folder": "other"} for line in lines]
     for _ in range(2):  # a run that is added again replaces its lines
         both = pd.read_csv(collect.collect(tmp_path, "made", add=True))
-        assert both.equals(pd.concat([frame, frame.assign(seed=2)]).sort_values(collect.KEYS, ignore_index=True))
+        assert both.equals(pd.concat([frame, frame.assign(seed=2)]).sort_values(collect.KEY_COLUMNS, ignore_index=True))
     lines += [line | {"folder": "third"} for line in lines]
     with pytest.raises(SystemExit, match="other and third differ in configuration alone"):
         collect.collect(tmp_path, "made")

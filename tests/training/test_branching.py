@@ -10,7 +10,7 @@ import torch
 import yaml
 from conftest import lm
 from fabricated import finish_run
-from folders import EVERY_STEP, checkpoint_weights, equal_tensors, last_checkpoint, logged_values, metric_lines
+from folders import EVERY_STEP_OPTIONS, checkpoint_weights, equal_tensors, last_checkpoint, logged_values, metric_lines
 from trials import write_experiment
 
 from lm.errors import ConfigError, RunError
@@ -26,7 +26,7 @@ from lm.training.optimizers import saved_state
 from lm.training.train import train
 
 LOGGED = ("train/loss", "train/grad_norm", "lr", "val/loss")
-CONSTANT = ["optim.schedule=constant", *EVERY_STEP]
+CONSTANT = ["optim.schedule=constant", *EVERY_STEP_OPTIONS]
 
 
 def after(folder: Path, step: int) -> dict[str, list[tuple[int, float]]]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import lm
 from folders import (
-    EVERY_STEP,
+    EVERY_STEP_OPTIONS,
     checkpoint_weights,
     delete_checkpoints_after,
     equal_tensors,
@@ -32,7 +32,7 @@ SWAPPED = f"phases=[{{until: 0.5}}, {{until: 1, seq_len: 64, position: {YARN}, n
 
 @pytest.mark.parametrize("phases", [pytest.param(LONGER, marks=pytest.mark.slow), SWAPPED])
 def test_a_run_whose_positions_and_length_change_resumes_bitwise(tiny, phases: str):
-    options = [*EVERY_STEP, "model.normalizer=ssmax", "model.dropout=0.2", "trainer.micro_batch=2", phases]
+    options = [*EVERY_STEP_OPTIONS, "model.normalizer=ssmax", "model.dropout=0.2", "trainer.micro_batch=2", phases]
     whole = tiny("name=whole", *options)
     train(whole)
     cut = tiny("name=cut", *options, "resume=auto")
@@ -119,7 +119,7 @@ def test_text_that_is_too_short_for_a_later_phase_is_named_before_training(tiny)
 @pytest.fixture(scope="module")
 def trained(tiny_below, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 8 steps with checkpoints."""
-    config = tiny_below(tmp_path_factory.mktemp("first"), "name=first", "optim.schedule=constant", *EVERY_STEP)
+    config = tiny_below(tmp_path_factory.mktemp("first"), "name=first", "optim.schedule=constant", *EVERY_STEP_OPTIONS)
     train(config)
     return config.run_folder
 
@@ -130,7 +130,13 @@ def test_a_start_from_weights_may_change_positions_and_length_and_says_so(
     tiny, trained: Path, start: str, position: str, capsys: pytest.CaptureFixture
 ):
     at = trained if start == "init_from" else trained / "checkpoints" / "step-000004.ckpt"
-    options = ["optim.schedule=constant", *EVERY_STEP, f"{start}={at}", f"model.position={position}", "data.seq_len=64"]
+    options = [
+        "optim.schedule=constant",
+        *EVERY_STEP_OPTIONS,
+        f"{start}={at}",
+        f"model.position={position}",
+        "data.seq_len=64",
+    ]
     config = tiny("name=longer", *options)
     train(config)
     output = capsys.readouterr().out
@@ -143,16 +149,16 @@ def test_a_start_from_weights_may_change_positions_and_length_and_says_so(
 
 
 def test_what_has_weights_or_constants_may_not_change_at_a_start(tiny, trained: Path):
-    branch = ["optim.schedule=constant", *EVERY_STEP, f"branch_from={trained}/checkpoints/step-000004.ckpt"]
+    branch = ["optim.schedule=constant", *EVERY_STEP_OPTIONS, f"branch_from={trained}/checkpoints/step-000004.ckpt"]
     learned = ["model.position=learned", "eval.long_context={length_factor: 1, inference: [{}]}"]
     for start in ([f"init_from={trained}"], branch):
         with pytest.raises(ConfigError, match=r"model\.position = 'learned': .* learned positions are weights"):
             train(tiny("name=other", *start, *learned))
-    train(tiny("name=log_n", "model.normalizer=log_n", *EVERY_STEP))
+    train(tiny("name=log_n", "model.normalizer=log_n", *EVERY_STEP_OPTIONS))
     with pytest.raises(ConfigError, match=r"model\.normalizer\.base = 64\.0: \S+ has 32\.0; set it"):
         train(
             tiny(
-                "name=other", "model.normalizer=log_n", *EVERY_STEP, "data.seq_len=64",
+                "name=other", "model.normalizer=log_n", *EVERY_STEP_OPTIONS, "data.seq_len=64",
                 f"branch_from={tiny('name=log_n').run_folder}/checkpoints/step-000004.ckpt",
             )
         )  # fmt: skip

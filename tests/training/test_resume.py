@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import mark_others_slow
 from folders import (
-    EVERY_STEP,
+    EVERY_STEP_OPTIONS,
     best_checkpoint,
     curves_of,
     delete_checkpoints_after,
@@ -133,8 +133,8 @@ def test_a_run_resumed_at_the_end_of_an_epoch_is_bitwise_the_same(tiny, record_p
 
 def check(tiny, record_property, name: str, scenario: str, options: list[str], kills: tuple[int, ...]) -> Path:
     """Train in one go and with kills, compare, and enter the result in the table."""
-    whole_run = tiny("name=whole", *EVERY_STEP, *options)
-    resumed_run = tiny("name=parts", *EVERY_STEP, *options, "resume=auto")
+    whole_run = tiny("name=whole", *EVERY_STEP_OPTIONS, *options)
+    resumed_run = tiny("name=parts", *EVERY_STEP_OPTIONS, *options, "resume=auto")
     train(whole_run)
     shutil.copytree(whole_run.run_folder, resumed_run.run_folder)
     for step in kills:
@@ -180,7 +180,7 @@ def test_two_ranks_resumed_are_bitwise_the_same(
                 swap_override(name) if option == SWAP else option
                 for option in (options if SWAP in options else [*options, f"model.normalizer={name}"])
             ]
-            common = [*arguments, *EVERY_STEP, "trainer.devices=2", f"optim.optimizer={optimizer}", *model]
+            common = [*arguments, *EVERY_STEP_OPTIONS, "trainer.devices=2", f"optim.optimizer={optimizer}", *model]
             jobs += [[*common, f"name={folder}-a"], [*common, f"name={folder}-b"]]
             for step in backs:
                 jobs.append(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import lm
-from folders import EVERY_STEP, checkpoint_weights, last_checkpoint, run_differences, swap_override
+from folders import EVERY_STEP_OPTIONS, checkpoint_weights, last_checkpoint, run_differences, swap_override
 
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, DataError, RunError
@@ -168,7 +168,7 @@ def test_a_log_that_was_altered_is_refused(tiny):
 
 
 def test_phases_still_to_come_may_change_and_those_done_may_not(tiny):
-    train(tiny("name=plan", swap_override("ssmax"), *EVERY_STEP))
+    train(tiny("name=plan", swap_override("ssmax"), *EVERY_STEP_OPTIONS))
     checkpoints = tiny("name=plan").run_folder / "checkpoints"
     early, late = f"resume={checkpoints}/step-000002.ckpt", f"resume={checkpoints}/step-000006.ckpt"
     with pytest.raises(ConfigError, match=r"phases\[0\].until.*ends the phase at step 5.*until=0.5"):
@@ -183,9 +183,9 @@ def test_phases_still_to_come_may_change_and_those_done_may_not(tiny):
         train(tiny("name=plan", swap_override("log_n"), late))
     with pytest.raises(ConfigError, match=r"ends the phase at step 8"):  # twice the steps would move the boundary
         train(tiny("name=plan", swap_override("ssmax"), "trainer.max_steps=16", late))
-    assert train(tiny("name=plan", swap_override("log_n"), early, *EVERY_STEP)) == 0
+    assert train(tiny("name=plan", swap_override("log_n"), early, *EVERY_STEP_OPTIONS)) == 0
     assert load(tiny("name=plan").run_folder).decoder.config.normalizer.name == "log_n"
-    train(tiny("name=straight", swap_override("log_n"), *EVERY_STEP))
+    train(tiny("name=straight", swap_override("log_n"), *EVERY_STEP_OPTIONS))
     assert not run_differences(tiny("name=straight").run_folder, tiny("name=plan").run_folder)
 
 
