@@ -193,7 +193,7 @@ class StepData(L.LightningDataModule):
         self.loader = train_loader(
             train_sequences(self.run.store, config),
             rank=self.trainer.global_rank,
-            world=config.world_size,
+            world_size=config.world_size,
             micro_batch=config.micro_batch,
             first_step=self.trainer.global_step,
             max_steps=config.trainer.max_steps,
