@@ -49,7 +49,7 @@ N_DOCUMENTS = 24
 
 @dataclass(frozen=True)
 class World:
-    """A world holds what is true in simulated experiments, in nats per token.
+    """A world holds the true effects and the noise of simulated experiments, in nats per token.
 
     All numbers are standard deviations, except `effects`, `log2_best_rates`, `curvature`, `unlucky_chance` and counts.
     """
@@ -99,7 +99,9 @@ class World:
         return noise
 
     def experiment(self, random: np.random.Generator) -> tuple[pd.DataFrame, Question, Truths]:
-        """Return a random experiment: its final runs, the question asked of them, and what is true."""
+        """Return a random experiment: its final runs, the question asked of them, and the arms' true differences to the
+        baseline.
+        """
         sizes = {str(size): _simulate_size(self, random) for size in range(self.n_sizes)}
         frames = {size: pd.concat(blocks) for size, (blocks, *_) in sizes.items()}
         frame = pd.concat(frames, names=["size"]).reset_index("size")
@@ -112,7 +114,10 @@ class World:
 def _simulate_size(
     world: World, random: np.random.Generator
 ) -> tuple[list[pd.DataFrame], dict[str, Rate], dict[str, tuple]]:
-    """Return the final runs of one model size, the rate at which each arm is judged, and what is true of the arms."""
+    """Return the final runs of one model size, the rate at which each arm is judged, and the arms' true differences.
+
+    The true differences have the form of `Truths`, by arm.
+    """
     seeds, draw = world.n_seeds, partial(world.draw, random)
     # tuning, by the mean over the selection text, whose documents are the same at every rate and seed
     shared, half = draw(SEED_STD, 2), math.sqrt(N_DOCUMENTS / 2)
@@ -312,7 +317,9 @@ class AwkwardWorld:
         return *self.distribution.encode(), self.arms, self.n_seeds, self.unpaired
 
     def experiment(self, random: np.random.Generator) -> tuple[pd.DataFrame, Question, Truths]:
-        """Return a random experiment: its final runs, the question asked of them, and what is true."""
+        """Return a random experiment: its final runs, the question asked of them, and the arms' true differences to the
+        baseline.
+        """
         draw_baseline, draw_arm, truth, is_accuracy = AWKWARD_DISTRIBUTIONS[self.distribution]
         values, arms = draw_arm(random, self.arms, self.n_seeds), [f"arm {number}" for number in range(self.arms)]
         values = np.concatenate([draw_baseline(random, 1, self.n_seeds), values])

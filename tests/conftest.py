@@ -143,7 +143,7 @@ def runs_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> DataConfig:
+def text_data(tmp_path: Path) -> DataConfig:
     """Return a data configuration of a few dozen short documents in files, with odd ones among them."""
     return files_config(write_texts(tmp_path / "texts", TEXTS), tmp_path)
 
@@ -155,7 +155,7 @@ def report_runs(tmp_path: Path) -> list[Path]:
 
 
 @pytest.fixture
-def base(corpus: Path, store_root: Path, tmp_path: Path) -> Path:
+def corpus_file(corpus: Path, store_root: Path, tmp_path: Path) -> Path:
     """Return a configuration file of the corpus, for models without a training run."""
     file = tmp_path / "corpus.yaml"
     file.write_text(

@@ -192,7 +192,7 @@ def _statistic_rows(
     bins = half_octaves(values_by_model[trained].n, train_length) if has_curve else []
     reported = {
         "title": f"Attention: {name}", "measured_on": "held-out sequences of diagnostics",
-        "amount": f"{held_out.amount}, {n_queries} queries each",
+        "amount": f"{held_out.size_text}, {n_queries} queries each",
         "caption": f"{name} of attention weights, mean over heads",
     }  # fmt: skip
     for model, array in arrays.items():

@@ -64,7 +64,7 @@ class HeldOutSequences:
         return [self.length] * len(self.sequences)
 
     @property
-    def amount(self) -> str:
+    def size_text(self) -> str:
         """Return the number and length of the sequences in words, such as `256 of 512 tokens`."""
         return f"{len(self.sequences):,} of {self.length:,} tokens"
 
@@ -123,13 +123,14 @@ class HeldOutSequences:
 def units_frame(
     sha256: str, groups: np.ndarray, weights: np.ndarray | None = None, fingerprint: str = ""
 ) -> pd.DataFrame:
-    """The units of a measurement, a row each, for `rows`.
+    """Return the units of a measurement, such as sequences or questions, one row each (for `rows`).
 
     Args:
-        sha256: hash of the sequences.
+        sha256: SHA-256 of the sequences.
         groups: (units,), the label of each unit's document.
-        weights: (units,); None: all equal.
-        fingerprint: of the data of which a third chooses learning rates; empty: all units choose, and all report.
+        weights: (units,), such as numbers of tokens; None: all are equal.
+        fingerprint: fingerprint of held-out text, of which a third of the documents choose learning rates and the
+            others report. Empty: all units do both.
     """
     part = np.where(selection_mask(fingerprint, groups), "selects", "reports") if fingerprint else ""
     weights = np.ones(len(groups)) if weights is None else weights
@@ -146,13 +147,17 @@ def rows(
     task: str = "",
     setting: str = "",
 ) -> pd.DataFrame:
-    """Rows of a frame (`COLUMNS`), with the Metric itself as `about`. The task, the setting, the metric's quantity and
-    a length x stand for the words in braces in its name.
+    """Return rows of a frame with the columns `COLUMNS`, one row for each unit and each point of the metric's axis.
+
+    The task, the setting, the metric's quantity and a length x replace the words in braces in the metric's name.
 
     Args:
-        values: (units, points), or (points,) for means alone.
-        units: the units, as `units_frame` gives them; None: means alone.
-        x, until: the points of the axis; for bins their starts and ends.
+        values: (units, points), or (points,) if only means are known.
+        units: the units, from `units_frame`; None: only means are known.
+        x: points of the axis; for bins their starts.
+        until: ends of the bins; empty: points are no bins.
+        task: task, source or the like; empty: all together.
+        setting: label of the inference setting.
     """
     values = np.atleast_2d(values) if units is None else values
     n_units, n_points = values.shape

@@ -268,7 +268,7 @@ class Validation(Measurement):
         means = sequences.sequence_means(nll)
         units = sequences.units(self.fingerprint, counts=True)
         loss, part_loss, bits = self.logged_metrics
-        amount = sequences.amount + ", nats per token of the answers" * data.symbolic
+        amount = sequences.size_text + ", nats per token of the answers" * data.symbolic
         blocks = [rows(replace(loss, amount=amount, references=unigram_level(self.store, data)), means, units)]
         if not data.symbolic:
             blocks.append(rows(replace(bits, amount=amount), bits_per_byte(nll, sequences)))
@@ -331,7 +331,7 @@ class OtherTexts(Measurement):
                 (loss, sequences.sequence_means(nll), units),
                 (bits, bits_per_byte(nll, sequences)),
             ):
-                blocks.append(rows(replace(metric, amount=sequences.amount), *values, task=name))
+                blocks.append(rows(replace(metric, amount=sequences.size_text), *values, task=name))
         return blocks
 
 
@@ -358,7 +358,7 @@ class LongContext(Measurement):
 
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         (sequences,), blocks = self.held_out, []
-        metric, units = replace(self.logged_metrics[0], amount=sequences.amount), sequences.units(self.fingerprint)
+        metric, units = replace(self.logged_metrics[0], amount=sequences.size_text), sequences.units(self.fingerprint)
         for label, model in self.inference_models(decoder):
             nll = nll_by_token(model, sequences, device)
             columns = position_bucket_columns(sequences, nll, self.config.data.seq_len)
@@ -406,7 +406,7 @@ class LossByLength(Measurement):
 
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         stretches, blocks = self.held_out[-1], []
-        metric, units = replace(self.logged_metrics[0], amount=stretches.amount), stretches.units(self.fingerprint)
+        metric, units = replace(self.logged_metrics[0], amount=stretches.size_text), stretches.units(self.fingerprint)
         metric = metric_for_settings(metric, self.eval_config.inference)
         for label, model in self.inference_models(decoder):
             losses = [nll_by_token(model, cut, device) for cut in self.held_out]
@@ -482,7 +482,7 @@ class SwapMeasurement(Measurement):
 
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         old, blocks = self.old_decoder.to(device.device), []
-        amount = "; ".join(sequences.amount for sequences in self.held_out)
+        amount = "; ".join(sequences.size_text for sequences in self.held_out)
         lengths, seq_len = [sequences.length for sequences in self.held_out], self.config.data.seq_len
         logged_length = min(lengths, key=lambda length: length != seq_len, default=seq_len)
         for length, sequences in zip(lengths, self.held_out, strict=True):

@@ -21,8 +21,8 @@ from lm.evaluation.held_out import long_sequences
 # ---------------------------------------------------------------- the prepared store
 
 
-def test_split_facts_agree_with_the_tokens(data: DataConfig):
-    store = prepare(data)
+def test_split_facts_agree_with_the_tokens(text_data: DataConfig):
+    store = prepare(text_data)
     for split in (store.train, store.val):
         probability = (np.bincount(split_tokens(store.train), minlength=store.vocab_size) + 1) / (
             store.train.n_tokens + store.vocab_size
@@ -39,42 +39,42 @@ def test_split_facts_agree_with_the_tokens(data: DataConfig):
     assert store.manifest["token_bytes"] == "exact"
 
 
-def test_a_second_prepare_changes_nothing_and_is_quick(data: DataConfig):
-    first = prepare(data)
+def test_a_second_prepare_changes_nothing_and_is_quick(text_data: DataConfig):
+    first = prepare(text_data)
     before = file_states(first.path)
     begin = time.perf_counter()
-    second = prepare(data)
+    second = prepare(text_data)
     assert time.perf_counter() - begin < 1
     assert file_states(first.path) == before
     assert (second.path, second.fingerprint) == (first.path, first.fingerprint)
 
 
 @pytest.mark.parametrize("change", ["content", "new file", "val_fraction", "vocab_size"])
-def test_a_changed_input_makes_another_store(data: DataConfig, change: str):
-    first = prepare(data)
-    folder = Path(data.source.paths[0])
+def test_a_changed_input_makes_another_store(text_data: DataConfig, change: str):
+    first = prepare(text_data)
+    folder = Path(text_data.source.paths[0])
     if change == "content":
         (folder / "010.txt").write_text("Another text altogether.")
     elif change == "new file":
         (folder / "999.txt").write_text("One more text.")
     elif change == "val_fraction":
-        data = dataclasses.replace(data, val_fraction=0.5)
+        text_data = dataclasses.replace(text_data, val_fraction=0.5)
     else:
-        data = dataclasses.replace(data, tokenizer=TrainedTokenizer(310))
-    second = prepare(data)
+        text_data = dataclasses.replace(text_data, tokenizer=TrainedTokenizer(310))
+    second = prepare(text_data)
     assert second.path != first.path
     assert second.fingerprint != first.fingerprint
     assert Store.open(str(first.path)).fingerprint == first.fingerprint
 
 
-def test_the_summary_is_one_line_of_figures(data: DataConfig, capfd: pytest.CaptureFixture):
-    Path(data.source.paths[0], "zzz.txt").write_text(" \n")
-    store = prepare(data, progress=True)
+def test_the_summary_is_one_line_of_figures(text_data: DataConfig, capfd: pytest.CaptureFixture):
+    Path(text_data.source.paths[0], "zzz.txt").write_text(" \n")
+    store = prepare(text_data, progress=True)
     out = capfd.readouterr().out
     assert out.count("\n") == 1
     for figure in ("44 documents", "(1 blank left out)", f"{store.val.n_documents} documents", "bytes a token"):
         assert figure in out
-    prepare(data)
+    prepare(text_data)
     assert capfd.readouterr() == ("", "")
 
 
@@ -128,19 +128,19 @@ def test_fewer_than_two_different_documents_is_an_error_with_a_remedy(tmp_path: 
     assert not list((tmp_path / "stores").glob("*[!.lock]*/"))
 
 
-def test_input_that_changes_while_it_is_read_is_noticed(data: DataConfig, monkeypatch: pytest.MonkeyPatch):
+def test_input_that_changes_while_it_is_read_is_noticed(text_data: DataConfig, monkeypatch: pytest.MonkeyPatch):
     """The tokenizer's pass comes between scan and encoding: change a file there."""
     import lm.data.build as module
 
     def train_and_change(texts, spec):
         tokenizer = train_tokenizer(texts, spec)
-        Path(data.source.paths[0], "005.txt").write_text("changed")
+        Path(text_data.source.paths[0], "005.txt").write_text("changed")
         return tokenizer
 
     monkeypatch.setattr(module, "train_tokenizer", train_and_change)
     with pytest.raises(DataError, match=r"changed while it was read \(document 6\)"):
-        prepare(data)
-    assert [path.name for path in Path(data.root).iterdir()] == [".lock"]
+        prepare(text_data)
+    assert [path.name for path in Path(text_data.root).iterdir()] == [".lock"]
 
 
 # ---------------------------------------------------------------- processes that die, wait or run out of space
@@ -233,11 +233,11 @@ def test_the_store_is_the_same_for_any_number_of_threads(
 
 
 @pytest.mark.parametrize("where", ["file", "/proc/lm-stores", "/dev/null/stores"])
-def test_a_root_that_can_not_be_written_is_one_line(data: DataConfig, tmp_path: Path, where: str):
+def test_a_root_that_can_not_be_written_is_one_line(text_data: DataConfig, tmp_path: Path, where: str):
     (tmp_path / "file").write_text("")
     root = str(tmp_path / where)  # an absolute `where` stands for itself
     with pytest.raises(DataError, match=r"set data\.root") as error:
-        prepare(dataclasses.replace(data, root=root))
+        prepare(dataclasses.replace(text_data, root=root))
     assert root in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -273,12 +273,12 @@ def test_processes_that_prepare_at_once_agree_and_only_one_works(large_texts: Pa
 # ---------------------------------------------------------------- sequences that fit
 
 
-def test_a_seq_len_beyond_the_text_is_an_error_that_names_a_value_that_fits(data: DataConfig):
-    store = prepare(data)
+def test_a_seq_len_beyond_the_text_is_an_error_that_names_a_value_that_fits(text_data: DataConfig):
+    store = prepare(text_data)
     longest = store.val.longest
 
     def problems(seq_len: int, factor: float | str) -> str:
-        config = Config(data=dataclasses.replace(data, seq_len=seq_len))
+        config = Config(data=dataclasses.replace(text_data, seq_len=seq_len))
         config.eval.long_context.length_factor = factor
         try:
             check_text_lengths(store, config)

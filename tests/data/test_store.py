@@ -31,8 +31,8 @@ from lm.files import plain_sha256, write_json
         "manifest.json",
     ],
 )
-def test_a_damaged_store_does_not_open(data: DataConfig, name: str, size: str):
-    path = prepare(data).path / name
+def test_a_damaged_store_does_not_open(text_data: DataConfig, name: str, size: str):
+    path = prepare(text_data).path / name
     content = bytearray(path.read_bytes())
     if size == "missing":
         path.unlink()
@@ -47,32 +47,32 @@ def test_a_damaged_store_does_not_open(data: DataConfig, name: str, size: str):
         content[digits[len(digits) // 2]] ^= 1
         path.write_bytes(content)
     with pytest.raises(DataError) as error:
-        prepare(data)
+        prepare(text_data)
     assert str(path) in str(error.value)
     assert f"delete the folder {path.parent}" in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_a_store_of_another_format_does_not_open(data: DataConfig):
-    path = prepare(data).path
+def test_a_store_of_another_format_does_not_open(text_data: DataConfig):
+    path = prepare(text_data).path
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
     with pytest.raises(DataError, match="format 5"):
         Store.open(path)
 
 
-def test_a_store_is_found_by_its_fingerprint_among_those_of_other_formats(data: DataConfig):
-    store = prepare(data)
+def test_a_store_is_found_by_its_fingerprint_among_those_of_other_formats(text_data: DataConfig):
+    store = prepare(text_data)
     old = shutil.copytree(store.path, store.path.with_name("a-store-of-before"))
     manifest = {**store.manifest, "format": 4}
     write_json(old / MANIFEST, {**manifest, "sha256": plain_sha256(manifest)})
-    assert find_store(data, store.fingerprint).path == store.path
+    assert find_store(text_data, store.fingerprint).path == store.path
 
 
 @pytest.fixture
-def unchecked(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> Store:
+def unchecked(text_data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> Store:
     """A store whose hashes are not cached yet, and are soon."""
-    store = prepare(data)
+    store = prepare(text_data)
     monkeypatch.setattr("lm.files._SETTLED_NS", -1)
     return store
 
@@ -96,11 +96,11 @@ def test_a_store_is_read_once_until_a_file_changes(unchecked: Store, monkeypatch
 
 
 @pytest.fixture
-def sharded(data: DataConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Store, Store]:
+def sharded(text_data: DataConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Store, Store]:
     """The same text in shards of a few documents each, and whole."""
-    single_file = prepare(data)
+    single_file = prepare(text_data)
     monkeypatch.setattr("lm.data.build.SHARD_BYTES", 800)
-    return prepare(dataclasses.replace(data, root=str(tmp_path / "sharded"))), single_file
+    return prepare(dataclasses.replace(text_data, root=str(tmp_path / "sharded"))), single_file
 
 
 def test_shards_hold_the_tokens_of_one_file(sharded: tuple[Store, Store]):

@@ -27,19 +27,19 @@ def test_a_trained_tokenizer_knows_every_byte_and_is_deterministic():
     assert first.decode(encode(first, [characters])[0], skip_special_tokens=False) == characters
 
 
-def test_a_vocabulary_beyond_the_text_is_an_error_that_names_what_fits(data: DataConfig):
+def test_a_vocabulary_beyond_the_text_is_an_error_that_names_what_fits(text_data: DataConfig):
     with pytest.raises(
         DataError, match=r"data\.tokenizer\.vocab_size = 60000: .* supports only (\d+) entries"
     ) as error:
-        prepare(dataclasses.replace(data, tokenizer=TrainedTokenizer(60000)))
+        prepare(dataclasses.replace(text_data, tokenizer=TrainedTokenizer(60000)))
     supported = int(str(error.value).split("only ")[1].split()[0])
-    assert prepare(dataclasses.replace(data, tokenizer=TrainedTokenizer(supported))).vocab_size == supported
+    assert prepare(dataclasses.replace(text_data, tokenizer=TrainedTokenizer(supported))).vocab_size == supported
 
 
-def test_a_tokenizer_file_is_used_whatever_it_was_set_to(data: DataConfig, tmp_path: Path):
-    Path(data.source.paths[0], "odd.txt").write_text("text with </s> in it")
+def test_a_tokenizer_file_is_used_whatever_it_was_set_to(text_data: DataConfig, tmp_path: Path):
+    Path(text_data.source.paths[0], "odd.txt").write_text("text with </s> in it")
     spec = TokenizerFile(str(write_tokenizer(tmp_path / "tokenizer.json")), "</s>")
-    store = prepare(dataclasses.replace(data, tokenizer=spec))
+    store = prepare(dataclasses.replace(text_data, tokenizer=spec))
     assert (store.vocab_size, store.end_of_text) == (292, 290)
     assert sorted(stored_texts(store)) == sorted([*TEXTS, "text with </s> in it"])
     assert (np.concatenate((split_tokens(store.train), split_tokens(store.val))) == 290).sum() == len(TEXTS) + 1
@@ -167,44 +167,44 @@ def changed_tokenizer(path: Path, changes: dict[str, dict], vocab_size: int = 40
 
 @pytest.mark.parametrize("changes", CHANGING.values(), ids=CHANGING.keys())
 def test_a_byte_level_tokenizer_that_changes_text_is_refused(
-    data: DataConfig, tmp_path: Path, changes: dict[str, dict]
+    text_data: DataConfig, tmp_path: Path, changes: dict[str, dict]
 ):
     with pytest.raises(DataError, match="does not give text back unchanged"):
-        prepare(dataclasses.replace(data, tokenizer=changed_tokenizer(tmp_path / "tokenizer.json", changes)))
+        prepare(dataclasses.replace(text_data, tokenizer=changed_tokenizer(tmp_path / "tokenizer.json", changes)))
 
 
 @pytest.mark.parametrize("changes", HARMLESS.values(), ids=HARMLESS.keys())
 def test_a_byte_level_tokenizer_that_does_not_change_text_is_exact(
-    data: DataConfig, tmp_path: Path, changes: dict[str, dict]
+    text_data: DataConfig, tmp_path: Path, changes: dict[str, dict]
 ):
-    store = prepare(dataclasses.replace(data, tokenizer=changed_tokenizer(tmp_path / "tokenizer.json", changes)))
+    store = prepare(dataclasses.replace(text_data, tokenizer=changed_tokenizer(tmp_path / "tokenizer.json", changes)))
     assert sorted(stored_texts(store)) == sorted(TEXTS)
     assert store.manifest["token_bytes"] == "exact"
 
 
-def test_a_tokenizer_with_dropout_is_refused(data: DataConfig, tmp_path: Path):
+def test_a_tokenizer_with_dropout_is_refused(text_data: DataConfig, tmp_path: Path):
     spec = changed_tokenizer(tmp_path / "tokenizer.json", {"model": {"dropout": 0.1}})
     with pytest.raises(
         DataError,
         match=r"tokenizer\.json: model\.dropout = 0\.1 gives a text different tokens each time; set it to null",
     ):
-        prepare(dataclasses.replace(data, tokenizer=spec))
+        prepare(dataclasses.replace(text_data, tokenizer=spec))
 
 
 @pytest.mark.parametrize("special", ["Document", "Ġword"])
 @pytest.mark.parametrize("as_end", [True, False])
 def test_a_special_token_that_text_becomes_is_refused(
-    data: DataConfig, tmp_path: Path, special: str, as_end: bool, monkeypatch: pytest.MonkeyPatch
+    text_data: DataConfig, tmp_path: Path, special: str, as_end: bool, monkeypatch: pytest.MonkeyPatch
 ):
     spec = changed_tokenizer(tmp_path / "tokenizer.json", {"added": {"content": special, "special": True}})
     ids = json.loads(Path(spec.path).read_text())["model"]["vocab"]
     assert special in ids, "the case is none otherwise"
     spec = TokenizerFile(spec.path, special) if as_end else spec
     with pytest.raises(DataError, match=f"the text has the special token '{special}' in it as a word") as error:
-        prepare(dataclasses.replace(data, tokenizer=spec))
+        prepare(dataclasses.replace(text_data, tokenizer=spec))
     assert "\n" not in str(error.value)
     monkeypatch.setattr("lm.data.build.PIECE_CHARACTERS", 10)
-    store = prepare(dataclasses.replace(data, tokenizer=spec, on_error="skip", val_fraction=0.5))
+    store = prepare(dataclasses.replace(text_data, tokenizer=spec, on_error="skip", val_fraction=0.5))
     assert set(stored_texts(store)) == {text for text in TEXTS if special.replace("Ġ", " ") not in text}
 
 
@@ -258,7 +258,7 @@ def test_only_tokenizers_that_separate_words_encode_in_pieces(tmp_path: Path):
 # ---------------------------------------------------------------- bad files
 
 
-def test_bad_tokenizer_files_are_one_line(data: DataConfig, tmp_path: Path):
+def test_bad_tokenizer_files_are_one_line(text_data: DataConfig, tmp_path: Path):
     (tmp_path / "no.json").write_text("{}")
     (tmp_path / "text.json").write_bytes(b"\xff\xfe")
     good = write_tokenizer(tmp_path / "tokenizer.json")
@@ -272,7 +272,7 @@ def test_bad_tokenizer_files_are_one_line(data: DataConfig, tmp_path: Path):
     }
     for name, expected in cases.items():
         with pytest.raises(DataError, match=expected) as error:
-            prepare(dataclasses.replace(data, tokenizer=TokenizerFile(str(tmp_path / name))))
+            prepare(dataclasses.replace(text_data, tokenizer=TokenizerFile(str(tmp_path / name))))
         assert "\n" not in str(error.value)
         assert "data.tokenizer.path" in str(error.value)
     with pytest.raises(DataError, match=r"no token '<eos>'; set data\.tokenizer\.end_of_text .*<\|endoftext\|>"):
@@ -326,16 +326,16 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_pretrained_models_tokenizer_is_that_of_its_file_wherever_it_lies(
-    data: DataConfig, hub: Path, tmp_path: Path
+    text_data: DataConfig, hub: Path, tmp_path: Path
 ):
-    by_file = prepare(dataclasses.replace(data, tokenizer=TokenizerFile(str(hub / "tokenizer.json"), "</s>")))
+    by_file = prepare(dataclasses.replace(text_data, tokenizer=TokenizerFile(str(hub / "tokenizer.json"), "</s>")))
     remote, local = PretrainedTokenizer("someone/model", "v1", "</s>"), PretrainedTokenizer(str(hub), None, "</s>")
-    store = prepare(dataclasses.replace(data, tokenizer=remote))
+    store = prepare(dataclasses.replace(text_data, tokenizer=remote))
     assert store.fingerprint == by_file.fingerprint
-    assert prepare(dataclasses.replace(data, tokenizer=local)).path == store.path
+    assert prepare(dataclasses.replace(text_data, tokenizer=local)).path == store.path
     other = json.loads((hub / "tokenizer.json").read_text())
     (hub / "tokenizer.json").write_text(json.dumps(other | {"truncation": None}))
-    assert prepare(dataclasses.replace(data, tokenizer=remote)).path != store.path
+    assert prepare(dataclasses.replace(text_data, tokenizer=remote)).path != store.path
 
 
 @pytest.mark.parametrize(
@@ -354,12 +354,12 @@ def test_a_pretrained_models_tokenizer_is_that_of_its_file_wherever_it_lies(
     ],
 )
 def test_a_pretrained_model_without_a_usable_tokenizer_is_one_line(
-    data: DataConfig, hub: Path, model: str, revision: str | None, end: str, expected: str
+    text_data: DataConfig, hub: Path, model: str, revision: str | None, end: str, expected: str
 ):
     (hub.parent / "gpt2").mkdir()
     ByteLevelBPETokenizer().save_model(str(hub.parent / "gpt2"))
     with pytest.raises(DataError) as error:
-        prepare(dataclasses.replace(data, tokenizer=PretrainedTokenizer(model.format(hub=hub), revision, end)))
+        prepare(dataclasses.replace(text_data, tokenizer=PretrainedTokenizer(model.format(hub=hub), revision, end)))
     assert expected in str(error.value)
     assert "\n" not in str(error.value)
-    assert not list(Path(data.root).glob("*-*"))
+    assert not list(Path(text_data.root).glob("*-*"))

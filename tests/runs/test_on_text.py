@@ -40,23 +40,29 @@ def saved(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model
 
 
-def test_a_model_is_evaluated_on_the_text_of_a_configuration(saved: Path, base: Path, tmp_path: Path):
+def test_a_model_is_evaluated_on_the_text_of_a_configuration(saved: Path, corpus_file: Path, tmp_path: Path):
     out = tmp_path / "numbers.csv"
-    result = lm("eval", str(saved), str(base), "eval.sequences=4", "-o", str(out))
+    result = lm("eval", str(saved), str(corpus_file), "eval.sequences=4", "-o", str(out))
     assert result.returncode == 0, result.stderr
     loss = stored_curves(saved, "validation", 0)[0]
     assert np.log(290) - 1 < loss.means[0] < np.log(300) + 1  # untrained
     assert (loss.metric, len(loss.points[0].values)) == ("val/loss", 4)
     assert "290" in result.stdout  # the vocabulary of the store: the model's tokenizer, not the configuration's
-    assert load_config([str(base)]).data.tokenizer.name == "train"
-    second_result = lm("eval", str(saved), str(saved), str(base), "eval.sequences=4")  # named twice, measured once
+    assert load_config([str(corpus_file)]).data.tokenizer.name == "train"
+    second_result = lm(
+        "eval", str(saved), str(saved), str(corpus_file), "eval.sequences=4"
+    )  # named twice, measured once
     assert second_result.returncode == 0, second_result.stderr
     assert load(saved).config is None
 
 
-def test_a_model_is_swapped_on_the_text_of_a_configuration_and_trained_from(saved: Path, base: Path, tmp_path: Path):
+def test_a_model_is_swapped_on_the_text_of_a_configuration_and_trained_from(
+    saved: Path, corpus_file: Path, tmp_path: Path
+):
     out = tmp_path / "swapped"
-    result = lm("swap", str(saved), str(base), "--to", "ssmax", "--init", "match", "-o", str(out), "eval.sequences=4")
+    result = lm(
+        "swap", str(saved), str(corpus_file), "--to", "ssmax", "--init", "match", "-o", str(out), "eval.sequences=4"
+    )
     assert result.returncode == 0, result.stderr
     assert "KL" in result.stdout
     swapped = load(out)
@@ -65,7 +71,7 @@ def test_a_model_is_swapped_on_the_text_of_a_configuration_and_trained_from(save
     assert load_evaluation(out / "evaluations" / "swap.step-000000.csv").options["before"] == "softmax"
     assert lm("eval", str(out), "eval.sequences=4").returncode == 0
     options = [
-        str(base),
+        str(corpus_file),
         str(saved / "model.yaml"),
         f"init_from={out}",
         f"runs={tmp_path}",
@@ -90,28 +96,30 @@ def test_a_model_is_swapped_on_the_text_of_a_configuration_and_trained_from(save
     assert lm("train", *words, "trainer.max_steps=3", "resume=auto").returncode == 0
 
 
-def test_a_run_from_a_model_has_phases(saved: Path, base: Path, tmp_path: Path):
+def test_a_run_from_a_model_has_phases(saved: Path, corpus_file: Path, tmp_path: Path):
     phases = "[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: {name: ssmax, bias: true}}]"
     arguments = [str(saved / "model.yaml"), f"runs={tmp_path}", "name=run", "data.seq_len=32", f"phases={phases}"]
     arguments += ["trainer.max_steps=2", "trainer.activation_checkpointing=true", "eval.sequences=4"]
-    result = lm("train", str(base), *arguments)
+    result = lm("train", str(corpus_file), *arguments)
     assert result.returncode == 0, result.stderr
     assert load(tmp_path / "run").spec.model.normalizer.label() == "ssmax (bias=true)"
 
 
 @pytest.mark.parametrize("command", ["train", "eval"])
-def test_a_model_that_was_not_imported_is_said_to_be_one(command: str, base: Path, tmp_path: Path):
+def test_a_model_that_was_not_imported_is_said_to_be_one(command: str, corpus_file: Path, tmp_path: Path):
     path = tmp_path / "folder"
     path.mkdir()
     (path / "config.json").write_text("{}")
-    result = lm(*map(str, ["train", base, f"init_from={path}"] if command == "train" else ["eval", path, base]))
+    result = lm(
+        *map(str, ["train", corpus_file, f"init_from={path}"] if command == "train" else ["eval", path, corpus_file])
+    )
     assert result.returncode == 1
     assert result.stderr.startswith(f"error: {path}: a model in transformers' format; run lm import on it, or ")
 
 
-def test_a_run_from_a_model_has_its_shape_and_tokenizer(saved: Path, base: Path, tmp_path: Path):
+def test_a_run_from_a_model_has_its_shape_and_tokenizer(saved: Path, corpus_file: Path, tmp_path: Path):
     arguments = [
-        str(base),
+        str(corpus_file),
         str(saved / "model.yaml"),
         f"runs={tmp_path}",
         "name=run",
@@ -135,8 +143,8 @@ def test_a_run_from_a_model_has_its_shape_and_tokenizer(saved: Path, base: Path,
     assert "convert it: lm swap" in swapped.stderr
 
 
-def test_a_run_holds_the_weights_that_it_starts_from_once(saved: Path, base: Path):
-    source, run = load(saved), load_config([str(base), str(saved / "model.yaml")])
+def test_a_run_holds_the_weights_that_it_starts_from_once(saved: Path, corpus_file: Path):
+    source, run = load(saved), load_config([str(corpus_file), str(saved / "model.yaml")])
     start, _, _ = start_new_run(run, prepare(run.data, progress=False), source)
     assert {p.device.type for p in source.decoder.parameters()} == {"meta"}
     assert start.decoder.embedding.weight.equal(load(saved).decoder.embedding.weight)
@@ -148,7 +156,7 @@ def test_no_normalizer_is_taken_from_a_model_folder(saved: Path):
 
 @pytest.mark.parametrize(("command", "options"), [("eval", []), ("diagnose", []), ("swap", ["--to", "ssmax", "-o"])])
 def test_text_that_is_too_short_for_a_model_is_said_to_be(
-    command: str, options: list[str], saved: Path, base: Path, tmp_path: Path
+    command: str, options: list[str], saved: Path, corpus_file: Path, tmp_path: Path
 ):
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -156,7 +164,8 @@ def test_text_that_is_too_short_for_a_model_is_said_to_be(
         (texts / f"{name}.txt").write_text(f"{name} short text")
     little = tmp_path / "little.yaml"
     little.write_text(
-        f"base: {base}\ndata: {{root: {tmp_path}, source: {{name: files, paths: [{texts}]}}, val_fraction: 0.4}}\n"
+        f"base: {corpus_file}\n"
+        f"data: {{root: {tmp_path}, source: {{name: files, paths: [{texts}]}}, val_fraction: 0.4}}\n"
     )
     result = lm(command, str(saved), str(little), *options, *([str(tmp_path / "out")] if options else []))
     assert (result.returncode, result.stderr.splitlines()[-1].startswith("error: ")) == (2, True), result.stderr
@@ -165,8 +174,8 @@ def test_text_that_is_too_short_for_a_model_is_said_to_be(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_swap_is_refused_before_its_text_is_prepared(saved: Path, base: Path, tmp_path: Path):
-    arguments = ["swap", str(saved), str(base), "-o", str(tmp_path / "out"), f"data.root={tmp_path / 'data'}"]
+def test_a_swap_is_refused_before_its_text_is_prepared(saved: Path, corpus_file: Path, tmp_path: Path):
+    arguments = ["swap", str(saved), str(corpus_file), "-o", str(tmp_path / "out"), f"data.root={tmp_path / 'data'}"]
     for options, reason in {
         ("--to", "softmix"): "unknown name",
         ("--to", "log_n", "--init", "unit"): "model.normalizer.init",
@@ -178,14 +187,14 @@ def test_a_swap_is_refused_before_its_text_is_prepared(saved: Path, base: Path, 
 
 
 @pytest.mark.parametrize("command", ["eval", "diagnose"])
-def test_what_can_not_be_measured_is_said_in_one_line(command: str, saved: Path, base: Path, tmp_path: Path):
+def test_what_can_not_be_measured_is_said_in_one_line(command: str, saved: Path, corpus_file: Path, tmp_path: Path):
     symbols = tmp_path / "symbols.yaml"
     symbols.write_text(f"base: {ROOT / 'configs' / 'recall_one_symbol.yaml'}\n")
     no_tokenizer = save_model(Decoder(ModelConfig(n_layer=1, n_head=1, n_embd=8), 20, 16), tmp_path / "mute")
     for arguments, reason in {
-        (base,): "a configuration, not a model",
+        (corpus_file,): "a configuration, not a model",
         (saved, symbols): "its sequences are symbols",
-        (no_tokenizer, base): "no tokenizer.json beside the weights",
+        (no_tokenizer, corpus_file): "no tokenizer.json beside the weights",
         (saved, tmp_path / "none.yaml"): "no such configuration file",
     }.items():
         result = lm(command, *map(str, arguments))
