@@ -46,9 +46,9 @@ from lm.training.wandb_runs import send_report
 
 VERDICTS, TUNING, REPORT = "verdicts", "tuning", "report"  # files and folder of results, without suffix
 BASIS_NOTE = (
-    "All at the last step, on the report text. A mean is over the seeds that all arms have "
-    "finished, a difference over all that its two arms have finished. The interval on other text of the kind covers "
-    "seeds and documents together. It is never shorter than the interval over seeds."
+    "All at the last step. A mean is over the seeds that all arms have finished, a difference over all that its two "
+    "arms have finished. The interval on other text of the kind covers seeds and documents together. It is never "
+    "shorter than the interval over seeds."
 )
 CROSSED_RATES_NOTE = (
     "Tuning seeds are few: where they chose different rates, an arm's final seeds are trained at its own rate and at "
