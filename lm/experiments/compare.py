@@ -50,7 +50,7 @@ _OTHER_NAME = "give the experiment's file another name, or set runs=..."
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """Options of `lm compare` that control the training of runs."""
+    """Holds the options of `lm compare` that control the training of runs."""
 
     jobs: int | None = None  # largest number of runs at a time; None: as many as the machine has slots
     retry: bool = False  # whether to try failed runs again
@@ -217,7 +217,7 @@ def _check_held_out_text(experiment: Experiment, store: Store) -> None:
 
 
 def _first_start_record(experiment: Experiment) -> dict[str, Plain]:
-    """What the first start recorded in RESOLVED_FILE; {} before it. Raises RunError: the file was altered."""
+    """Return what the first start recorded in RESOLVED_FILE; {} before it. Raises RunError: the file was altered."""
     folder, advice = experiment.folder, "bring it back: it holds what was planned before the first run"
     return json.loads(read_file(folder, RESOLVED_FILE, advice)) if (folder / RESOLVED_FILE).exists() else {}
 
@@ -243,9 +243,8 @@ def _machine_settings(experiment: Experiment, jobs: int) -> dict[str, Plain]:
 
 
 def is_measured(experiment: Experiment) -> bool:
-    """Whether the experiment's folder has an evaluation of a final run, which is a run to be judged, of any
-    configuration.
-    """
+    """Return whether the experiment's folder has an evaluation of a final run (a run that is judged), of any
+    configuration."""
     configs = chain(*(experiment.folder.glob(pattern) for pattern in (f"*/{CONFIG}", f"*/*/{CONFIG}")))
     return any(
         any((path.parent / EVALUATIONS).glob("*.csv")) and b"stage: final" in path.read_bytes() for path in configs
@@ -253,7 +252,7 @@ def is_measured(experiment: Experiment) -> bool:
 
 
 def _changes(plan: dict[str, dict], present: dict[str, dict]) -> dict[str, list[str]]:
-    """What differs between two plans, in words, by SIZE/ARM; the name of what all verdicts depend on is empty."""
+    """Say what differs between two plans, by SIZE/ARM; keys that concern all arms stand under an empty name."""
     sides, changes = [{"": side["shared"]} | side["arms"] for side in (plan, present)], {}
     for name in dict.fromkeys(chain(*sides)):
         was, now = (side.get(name, {}) for side in sides)
@@ -305,7 +304,7 @@ def _compare_with_plan(procedure: Procedure, recorded: dict[str, Plain]) -> None
 
 
 def plan_lines(procedure: Procedure, slots: list[Devices]) -> Iterator[str]:
-    """The lines of a plan: the runs, their resources, time and settings, what the seeds find, and notes."""
+    """Yield the lines of a plan: the runs, their resources, time and settings, what the seeds find, and notes."""
     experiment, run_costs = procedure.experiment, costs(procedure)
     tune, primary = experiment.tune, experiment.primary
     yield f"experiment {experiment.name} in {experiment.folder}: " + ", ".join(arm.name for arm in experiment.arms)
@@ -351,7 +350,7 @@ def plan_lines(procedure: Procedure, slots: list[Devices]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Cost:
-    """The resources that one run takes."""
+    """Holds the resources that one run takes."""
 
     parameters: int  # number of the model's parameters
     tokens: int  # number of tokens that it is trained on
@@ -359,7 +358,7 @@ class Cost:
 
 
 def cost(config: Config, vocab_size: int, first_step: int = 0) -> Cost:
-    """The resources of a run that is trained from `first_step` on."""
+    """Return the resources of a run that is trained from `first_step` on."""
     with torch.device("meta"):
         decoder = Decoder(config.model_in_phase(0), vocab_size, config.data.seq_len, seed=None)
     tokens = config.optim.batch_tokens * (config.trainer.max_steps - first_step)
@@ -367,9 +366,8 @@ def cost(config: Config, vocab_size: int, first_step: int = 0) -> Cost:
 
 
 def costs(procedure: Procedure) -> dict[tuple[str, str], Cost]:
-    """The resources of a run of each size and arm; {} if the size of the vocabulary is unknown before text is
-    prepared.
-    """
+    """Return the resources of a run of each size and arm; {} if the size of the vocabulary is unknown before text is
+    prepared."""
     experiment, costs_of_arms = procedure.experiment, {}
     vocab_size = expected_vocab_size(experiment.first_config.data)
     for size, arm in experiment.size_arms if vocab_size else ():
@@ -380,7 +378,7 @@ def costs(procedure: Procedure) -> dict[tuple[str, str], Cost]:
 
 
 def seconds_of(run: Run) -> float:
-    """The seconds that a finished run took; 0 if it was not trained in one go, or its folder does not say."""
+    """Return the seconds that a finished run took; 0 if it was not trained in one go, or its folder does not say."""
     folder = run.config.run_folder
     with suppress(RunError, KeyError, ValueError, OSError):
         (start,) = starts(read_environment(folder)) if run.outcome.state == "finished" else ()
@@ -389,6 +387,6 @@ def seconds_of(run: Run) -> float:
 
 
 def duration(seconds: float) -> str:
-    """A time in words, such as `2 h 5 min`."""
+    """Return a time in words, such as `2 h 5 min`."""
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"

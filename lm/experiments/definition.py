@@ -48,7 +48,7 @@ _FOLDERS = ("logs", "report", SWAPPED, "workers")  # folders beside those of siz
 
 @dataclass(frozen=True)
 class Swap:
-    """The normalizer that an arm puts into the weights from which it starts, as `lm swap` does."""
+    """Says which normalizer an arm puts into the weights from which it starts, as `lm swap` does."""
 
     to: str = key("", "the new normalizer; its options are the arm's `model.normalizer`")
     init: str | float | None = key(None, "initial values of its parameters: match, unit or a number; null: its default")
@@ -56,6 +56,8 @@ class Swap:
 
 @dataclass(frozen=True)
 class Arm:
+    """An arm is one of the things that the experiment compares: the base configuration with these changes."""
+
     name: str
     changes: dict[str, Plain]  # how the arm's configuration differs from the base
     source: str = ""  # the earlier arm whose trained weights this arm starts from; empty: random weights
@@ -66,14 +68,13 @@ class Arm:
 
     @property
     def is_tuned(self) -> bool:
-        """Whether the arm gets its own learning rate; if not, it has the rate of the arm that it starts from."""
+        """Return whether the arm gets its own learning rate; if not, it has the rate of the arm that it starts from."""
         return self.trained and self.branch_step is None
 
 
 @dataclass
 class Tune:
-    """The choice of each arm's learning rate, or of its value of another configuration key, from a grid or from a table
-    of tuning runs."""
+    """Says how each arm's learning rate, or its value of another key, is chosen: from a grid or a table of runs."""
 
     grid: list[int | float] = key([], "its values, e.g. [1e-3, 2e-3, 4e-3]; []: the arms are taken as they are", gt=0)
     table: str | None = key(
@@ -86,7 +87,7 @@ class Tune:
     key: str = key("optim.lr", "the configuration key that is tuned")
 
     def problems(self) -> list[Problem]:
-        """What is wrong with the grid, beside single values."""
+        """Return what is wrong with the grid, where each key by itself is valid."""
         if not self.grid:
             return []
         problems = []
@@ -101,7 +102,7 @@ class Tune:
 
 @dataclass(frozen=True)
 class Experiment:
-    """An experiment as its file describes it; the first arm is the baseline."""
+    """Holds an experiment as its file describes it; the first arm is the baseline of all comparisons."""
 
     # the file's name without its suffix; names the experiment's folder, which lies in the base configuration's `runs`
     name: str
@@ -124,22 +125,22 @@ class Experiment:
 
     @property
     def command(self) -> str:
-        """The shell command that trains and judges the experiment, or continues it."""
+        """Return the shell command that trains and judges the experiment, or continues it."""
         return shlex.join(["lm", "compare", str(self.file), *self.overrides])
 
     @property
     def is_tuned(self) -> bool:
-        """Whether each arm has its own learning rate, from a grid or a table."""
+        """Return whether each arm has its own learning rate, from a grid or a table."""
         return bool(self.tune.grid or self.tune.table)
 
     @property
     def choice_metric(self) -> str:
-        """The name, in tables, of the metric by which learning rates are chosen."""
+        """Return the name, in tables, of the metric by which learning rates are chosen."""
         return SELECTION if self.tune.metric == SELECTION else self.primary.metric
 
     @property
     def choice_sign(self) -> int:
-        """-1 if rates are chosen by a metric of which higher values are better, else 1."""
+        """Return -1 if rates are chosen by a metric of which higher values are better, else 1."""
         return -1 if self.tune.metric == "primary" and self.primary.better == "higher" else 1
 
     def data_words(self, metric: str, part: Literal["selection", "report"]) -> str:
@@ -150,49 +151,51 @@ class Experiment:
 
     @cached_property
     def metric(self) -> Metric:
-        """The primary metric as its measurement declares it."""
+        """Return the primary metric as its measurement declares it."""
         return find_metric(self.measurement_config(self.first_config), self.primary.metric)[1]
 
     @property
     def has_documents(self) -> bool:
-        """Whether runs are measured on documents of a text, not on sequences of symbols."""
+        """Return whether runs are measured on documents of a text, not on sequences of symbols."""
         return not self.first_config.data.symbolic
 
     @property
     def folder(self) -> Path:
+        """Return the experiment's folder, which holds all its runs and results."""
         return expand_home(self.first_config.runs) / self.name
 
     @property
     def first_config(self) -> Config:
-        """An example of the baseline's configuration, in the first size, as `example_config` gives it."""
+        """Return an example of the baseline's configuration, in the first size, as `example_config` gives it."""
         return self.example_config(next(iter(self.sizes)), self.arms[0])
 
     @property
     def size_arms(self) -> list[tuple[str, Arm]]:
+        """Return all pairs of a size's name and an arm."""
         return [*product(self.sizes, self.arms)]
 
     @property
     def any_rate(self) -> Rate | None:
-        """An example of a rate: the first one of the grid or of the table; None without tuning."""
+        """Return an example of a rate: the first one of the grid or of the table; None without tuning."""
         rates = self.tune.grid if self.table is None else self.table["rate"].tolist()
         return next(iter(rates), None)
 
     def example_config(self, size: str, arm: Arm) -> Config:
-        """An example of an arm's configuration, for checks and counts before runs are known: a run named `any`, of the
-        first seed, at the learning rate `any_rate`. Raises ConfigError: the configuration is wrong."""
+        """Return an example of an arm's configuration, for checks and counts before runs are known: a run named `any`,
+        of the first seed, at the learning rate `any_rate`. Raises ConfigError: the configuration is wrong."""
         return self.config(size, arm, self.seeds[0], self.any_rate, {"name": "any"})
 
     def plain_config(
         self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]
     ) -> dict[str, Plain]:
-        """The plain configuration of one run; `rate` is the value of the tuned key, and `changes` override all other
-        settings."""
+        """Return the plain configuration of one run; `rate` is the value of the tuned key, and `changes` override all
+        other settings."""
         tuned = nest_keys({} if rate is None else {self.tune.key: rate})
         return reduce(merge, (self.base, self.sizes[size], arm.changes, tuned, {"seed": seed}, changes))
 
     def config(self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]) -> Config:
-        """Build the configuration of one run from `plain`. Runs that differ only in `_UNCACHED_KEYS` share a parsed
-        configuration, also across copies of the experiment. Raises ConfigError."""
+        """Build the configuration of one run; the arguments are those of `plain_config`. Runs that differ only in
+        `_UNCACHED_KEYS` share a parsed configuration, also across copies of the experiment. Raises ConfigError."""
         plain = resolve_interpolations(self.plain_config(size, arm, seed, rate, changes))
         own_keys = {name: plain[name] for name in _UNCACHED_KEYS if name in plain}
         cache_key = repr({name: value for name, value in plain.items() if name not in own_keys})
@@ -204,7 +207,7 @@ class Experiment:
     def run_config(
         self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, source: Config | None
     ) -> Config:
-        """The configuration of a run, with its name, which ends in a hash, and the weights that it starts from.
+        """Return the configuration of a run, with its name, which ends in a hash, and the weights that it starts from.
 
         source: the configuration of the run whose weights these are; None: random weights.
         """
@@ -251,7 +254,7 @@ class Experiment:
 
     @cached_property
     def required_options(self) -> dict[SizeArm, OptionsByKind]:
-        """Options of the evaluations that `evaluate` asks for, by size and arm, then by kind; {} without `evaluate`."""
+        """Return the options of evaluations in `evaluate`, by size and arm, then by kind; {} without `evaluate`."""
         required = {}
         for size, arm in self.size_arms if self.evaluate else ():
             config = self.measurement_config(self.example_config(size, arm))
@@ -270,22 +273,21 @@ class Experiment:
 
     @property
     def evaluate_overrides(self) -> list[str]:
-        """The keys of `evaluate` as `KEY=VALUE` arguments of `lm eval`."""
+        """Return the keys of `evaluate` as `KEY=VALUE` arguments of `lm eval`."""
         return [override_text(name, value) for name, value in self.evaluate.items()]
 
 
 def config_hash(config: Config) -> str:
-    """Hash all keys that decide what a run learns and how it is measured, to eight hexadecimal digits. A run with
-    another hash is another run. Null keys (off) are left out, so that new keys of a later version do not change the
-    hash. The paths `init_from` and `branch_from` are hashed as text, so `Experiment.run_config` first makes them
-    independent of where the experiment's folder lies."""
+    """Hash all keys that decide what a run learns and how it is measured, to eight hexadecimal digits in its name. Null
+    keys (off) are left out, so that new keys of a later version don't change the hash. `init_from` and `branch_from`
+    are hashed as text, which `Experiment.run_config` makes independent of where the experiment's folder lies."""
     text = json.dumps(deciding_keys(to_plain(config)), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def deciding_keys(plain: dict[str, Plain]) -> dict[str, Plain]:
-    """The dotted keys that decide what a run learns and how it is measured, without null values, and with the defaults
-    of keys that left since 0.11.0."""
+    """Return the dotted keys that decide what a run learns and how it is measured, without null values, and with the
+    defaults of keys that left since 0.11.0."""
     areas = ("model", "training", "seed", "numerics", "evaluation")
     keys = flatten(plain).items()
     present = {path: value for path, value in keys if value is not None and key_effect(path).affects in areas}
@@ -293,7 +295,7 @@ def deciding_keys(plain: dict[str, Plain]) -> dict[str, Plain]:
 
 
 def plan_of(experiment: Experiment) -> dict[str, dict]:
-    """The present plan: keys that all verdicts depend on (`shared`), and the configuration of each arm and size
+    """Return the present plan: keys that all verdicts depend on (`shared`), and the configuration of each arm and size
     (`arms`, by SIZE/ARM)."""
     primary, baseline, arms = experiment.primary, experiment.arms[0], {}
     shared = {"seeds": sorted(experiment.seeds), "baseline": baseline.name}
@@ -315,7 +317,7 @@ def plan_of(experiment: Experiment) -> dict[str, dict]:
 
 
 def size_name(size: str, name: str) -> str:
-    """The name SIZE/NAME of something in a size; NAME in an experiment without sizes."""
+    """Return SIZE/NAME, which tells apart things of one name in several sizes; NAME in an experiment without sizes."""
     return f"{size}/{name}" if size else name
 
 
@@ -324,7 +326,7 @@ def size_name(size: str, name: str) -> str:
 
 @dataclass
 class _FileKeys:
-    """The keys of an experiment's file."""
+    """Declares the keys of an experiment's file."""
 
     base: str | list[str] | dict = key({}, "a configuration file, a list of files, or a block of keys")
     arms: dict = key({}, "by name, what each arm changes")
@@ -348,7 +350,7 @@ class _FileKeys:
 
 @dataclass
 class _ArmKeys:
-    """The keys of an arm that are no configuration keys, except `from`."""
+    """Declares the keys of an arm in the file, without `from` and the configuration keys that the arm changes."""
 
     swap: Swap | None = section(Swap, "the normalizer that is put into the weights", default=None)
     train: bool = key(True, "whether the arm is trained")
@@ -431,9 +433,8 @@ def _ineffective_keys(experiment: Experiment, blocks: dict[str, dict[str, Plain]
 
 
 def _arm(name: str, block: dict[str, Plain], earlier: dict[str, Arm], file: Path, problems: list[Problem]) -> Arm:
-    """Read an arm's block, and take the keys out of it that are no configuration keys; `earlier` are the arms before
-    it. Problems with it are added to `problems`. An unknown normalizer or initial value of `swap` is refused where the
-    configuration is parsed."""
+    """Read an arm's block, and take the keys of `_ArmKeys` and `from` out of it. `earlier` are the arms before it.
+    Problems are added to `problems`; those of `swap` itself are found where the configuration is parsed."""
     path, source = f"arms.{name}", block.pop("from", None)
     start = build_block(
         _ArmKeys, {key: block.pop(key) for key in ("swap", "train", "step") if key in block}, path, problems
@@ -510,8 +511,7 @@ def _with_steps(experiment: Experiment) -> Experiment:
 
 
 def _check(experiment: Experiment) -> None:
-    """Check the configurations of all arms in all sizes, and the tuning table. Raises ConfigError, which lists all
-    problems."""
+    """Check the configurations of all arms in all sizes, and the tuning table. Raises ConfigError with all problems."""
     problems: list[Problem | str] = [] if experiment.table is None else [*_check_table(experiment)]
     primary = experiment.primary
     try:
@@ -574,7 +574,7 @@ def _measured_sequences(experiment: Experiment, config: Config) -> dict[str, Pla
 
 
 def _kept_steps(config: Config) -> list[int]:
-    """The steps of which a run keeps checkpoints."""
+    """Return the steps of which a run keeps checkpoints."""
     last = config.trainer.max_steps
     regular = [step for step in range(1, last + 1) if step % config.checkpoint_every == 0 or step == last]
     return sorted({*regular[-config.trainer.keep_checkpoints :], *config.phase_ends[:-1]})

@@ -44,7 +44,7 @@ RunsByRate = dict[Rate | None, list[int]]
 
 @dataclass
 class PrimaryMetric:
-    """The metric that decides the verdicts, settled before any run, and how its values are compared."""
+    """Names the metric that decides the verdicts, settled before any run, and says how its values are compared."""
 
     metric: str = key("val/loss", "name in the metrics log, as `lm eval` gives it, e.g. val/loss")
     better: Literal["lower", "higher"] = key("lower", "which direction is better")
@@ -56,7 +56,7 @@ class PrimaryMetric:
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """What is asked of runs: which arms are compared, by which metric, and in which design."""
+    """Says what is asked of runs: which arms are compared, by which metric, and in which design."""
 
     primary: PrimaryMetric  # the metric, the direction that is better, and the smallest difference of interest
     arms: tuple[str, ...]  # the names of the arms, the baseline first
@@ -78,17 +78,18 @@ class Question:
 
     @property
     def is_paired(self) -> bool:
-        """Whether each run of an arm is compared with the baseline's run of the same seed."""
+        """Return whether each run of an arm is compared with the baseline's run of the same seed."""
         return not self.unpaired and self.target is None
 
     @property
     def size_arms(self) -> list[SizeArm]:
-        """All pairs of a size and an arm other than the baseline."""
+        """Return all pairs of a size and an arm other than the baseline."""
         return [*product(self.rates, self.arms[1:])]
 
     @property
     def alpha(self) -> float:
-        """The error rate of one comparison, such that all hold together; independence is the least favourable case."""
+        """Return the error rate of one comparison, such that all hold together; independence is the least favourable
+        case."""
         return Family(len(self.size_arms)).alpha
 
 
@@ -127,7 +128,7 @@ def judge(frame: pd.DataFrame, question: Question) -> "Judgement":
 
 @dataclass(frozen=True, eq=False)
 class Judgement:
-    """The verdicts on a frame of runs."""
+    """Holds the runs of a frame and computes the verdicts on them, as `judge` returns it."""
 
     question: Question
     # by column of the frame, an entry for each run; `value` is the mean over units, infinite unless finished
@@ -138,15 +139,17 @@ class Judgement:
 
     @property
     def primary(self) -> PrimaryMetric:
+        """Return the metric that decides."""
         return self.question.primary
 
     @cached_property
     def _is_finished(self) -> np.ndarray:
+        """Return whether each run has finished, (runs,) bool."""
         return self.runs["state"] == FINISHED
 
     @cached_property
     def verdicts(self) -> dict[SizeArm, Verdict]:
-        """Verdicts on all arms but the baseline, by size and arm."""
+        """Return the verdicts on all arms but the baseline, by size and arm."""
         baseline, results = self.question.arms[0], verdicts(self.comparisons, self.primary.matters)
         for size_arm in filter(results.__contains__, self.question.exploratory):
             results[size_arm] = replace(results[size_arm], exploratory=True)
@@ -160,21 +163,22 @@ class Judgement:
 
     @cached_property
     def comparisons(self) -> dict[SizeArm, Comparison]:
-        """Comparisons of each arm with the baseline, by size and arm, from the runs so far."""
+        """Return the comparisons of each arm with the baseline, by size and arm, from the runs so far."""
         return {size_arm: self._comparison(*size_arm) for size_arm in self.question.size_arms}
 
     def judged_runs(self, size: str, arm: str) -> list[int]:
-        """The numbers of an arm's runs at the learning rate at which the arm is judged, ordered by seed; empty if no
-        rate is chosen.
-        """
+        """Return the numbers of an arm's runs at the learning rate at which the arm is judged, ordered by seed; empty
+        if no rate is chosen."""
         rates = self.question.rates[size] or {}
         return self.runs_by_arm.get((size, arm), {}).get(rates[arm], []) if arm in rates else []
 
     def judged_values(self, size: str, arm: str) -> np.ndarray:
-        """The values of `judged_runs`, infinite where a run has not finished."""
+        """Return the values of `judged_runs`, infinite where a run has not finished."""
         return self.runs["value"][self.judged_runs(size, arm)]
 
     def _comparison(self, size: str, arm: str) -> Comparison:
+        """Compare an arm of a size with the baseline: their differences by rate and seed, and what keeps the arm from a
+        verdict."""
         question, rates, baseline = self.question, self.question.rates[size], self.question.arms[0]
         if rates is None or not {arm, baseline} <= rates.keys():
             return Comparison((), obstacle=UNTUNED if rates is not None else _incomplete_words(0, len(question.seeds)))
@@ -255,7 +259,8 @@ class Judgement:
         }
 
     def _document_estimate(self, *sides: np.ndarray) -> Estimate | None:
-        """The estimate over seeds and documents of paired runs (rates, seeds); None if units are not of documents."""
+        """Return the estimate over seeds and documents of paired runs (rates, seeds); None if units are not of
+        documents."""
         rows, (values, weights, groups) = self.units[sides[0][0, 0]], self.unit_columns.values()
         if pd.isna(groups[rows.start]):
             return None
@@ -266,9 +271,8 @@ class Judgement:
 
     @cached_property
     def _bounds(self) -> tuple[float, float] | None:
-        """The bounds of differences, or of an arm's values where runs are unpaired. A metric of which more is better
-        and whose values all lie within 0 and 1 is an accuracy; other metrics have no bounds.
-        """
+        """Return the bounds of differences, or of an arm's values where runs are unpaired. A metric of which more is
+        better and whose values all lie within 0 and 1 is an accuracy; other metrics have no bounds."""
         finite = self.runs["value"][np.isfinite(self.runs["value"])]
         if self.primary.better == "lower" or not ((finite >= 0) & (finite <= 1)).all():
             return None
@@ -287,9 +291,8 @@ class Judgement:
 
     @cached_property
     def common_seeds(self) -> dict[str, np.ndarray]:
-        """A mask of seeds by size: the seeds that the size's means include. That takes a finished run of every arm
-        that has finished runs. If arms have seeds of their own, each mean is over an arm's own finished runs.
-        """
+        """Return, by size, a mask of the seeds that the size's means include: those with a finished run of every arm
+        that has finished runs. If arms have seeds of their own, each mean is over an arm's own finished runs."""
         common = {size: np.ones(len(self.question.seeds), bool) for size in self.question.rates}
         for size, arm in product(common, self.question.arms) if self.question.is_paired else ():
             if (is_finished := self._is_finished[self.judged_runs(size, arm)]).any():
@@ -297,6 +300,7 @@ class Judgement:
         return common
 
     def _entry(self, size: str, arm: str, common_seeds: np.ndarray) -> dict[str, Plain]:
+        """Return the entry of an arm of a size in `entries`. `common_seeds`: the mask of the size."""
         question, runs = self.question, self.judged_runs(size, arm)
         values, is_finished = self.runs["value"][runs], self._is_finished[runs]
         common_values = values[is_finished & common_seeds[: len(runs)]] if question.is_paired else values[is_finished]
@@ -353,24 +357,26 @@ class Judgement:
 
 
 def _incomplete_words(ended: int, planned: int) -> Obstacle:
+    """Return the obstacle `incomplete` of an arm of which only some seeds have ended."""
     progress = f"{ended} of {planned} seeds have ended"
     return "incomplete", progress, progress
 
 
 def _first_notes(notes: list[str]) -> str:
+    """Join the first three notes, and mark that there are more."""
     return f"{'; '.join(notes[:3])}{'; ...' * (len(notes) > 3)}"
 
 
 def _differences(arm_values: np.ndarray, baseline_values: np.ndarray) -> np.ndarray:
-    """Values of the arm minus values of the baseline: (arm rates, baseline rates, seeds, ...), up to the last seed that
-    both have."""
+    """Return the values of the arm minus those of the baseline at each pair of their rates: (arm rates, baseline rates,
+    seeds, ...), up to the last seed that both have."""
     count = min(arm_values.shape[1], baseline_values.shape[1])
     with np.errstate(invalid="ignore"):
         return arm_values[:, None, :count] - baseline_values[:, :count]
 
 
 def _mean(values: np.ndarray) -> float | None:
-    """The mean; None without values, or if a value is not finite."""
+    """Return the mean; None without values, or if a value is not finite."""
     return float(values.mean()) if len(values) and np.isfinite(values).all() else None
 
 
@@ -378,7 +384,7 @@ def _mean(values: np.ndarray) -> float | None:
 
 
 def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Table:
-    """The table of `Judgement.entries`, a row for each size and arm."""
+    """Return the table of `Judgement.entries`, a row for each size and arm."""
     verdicts = [judgement.verdicts.get((entry["size"], entry["arm"])) for entry in entries]
 
     def column(name: str, cells: list[Cell], unit: str = "", kind: str = "number") -> list[FilledColumn]:
@@ -439,7 +445,8 @@ def print_verdicts(judgement: Judgement, entries: list[dict[str, Plain]], title:
 
 
 def noise_of(runs: pd.DataFrame, is_paired: bool, difference: float | None = None) -> dict[str, Plain] | None:
-    """The noise of runs, a line for each arm of a size and a column for each seed; None if no arm has two runs.
+    """Compute how runs scatter that differ in their seed alone; None if no arm has two runs. `runs`: a line for each
+    arm of a size, a column for each seed.
 
     Spreads are standard deviations with 95 % intervals, pooled over arms: of single runs, and of differences between
     two arms paired by seed, over the seeds that all arms of a size share. `is_paired`: whether seeds have names.
@@ -492,9 +499,8 @@ def noise_sentences(noise: dict[str, Plain]) -> Iterator[str]:
 
 
 def experiment_noise(judgement: Judgement) -> str:
-    """A sentence on the noise of an experiment's final runs, each arm at the rate at which it is judged; empty while no
-    arm has two.
-    """
+    """Return a sentence on how an experiment's final runs scatter, each arm at the rate at which it is judged; empty
+    while no arm has two."""
     size_arms = [size_arm for size_arm in judgement.runs_by_arm if judgement.judged_runs(*size_arm)]
     values = [judgement.judged_values(*size_arm) for size_arm in size_arms]
     index = pd.MultiIndex.from_tuples(size_arms, names=("size", "arm")) if size_arms else None
@@ -507,9 +513,8 @@ def experiment_noise(judgement: Judgement) -> str:
 
 
 def _spread(squares: float, degrees: int, largest: float) -> list[float] | None:
-    """The standard deviation of a sum of squares, and the ends of its 95 % interval; None without degrees. It is 0 up
-    to 1e-9 times the `largest` value, which is rounding.
-    """
+    """Return the standard deviation of a sum of squares with this many degrees of freedom, and the ends of its 95 %
+    interval; None without degrees. It is 0 up to 1e-9 times the `largest` value, which is rounding."""
     if not degrees:
         return None
     squares *= math.sqrt(squares / degrees) > 1e-9 * largest
@@ -517,6 +522,7 @@ def _spread(squares: float, degrees: int, largest: float) -> list[float] | None:
 
 
 def _spread_words(spread: list[float]) -> str:
+    """Put a spread of `_spread` into words."""
     value, low, high = spread
     if not value:
         return "0 (all are equal)"

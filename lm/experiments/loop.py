@@ -128,7 +128,7 @@ class Children:
 
 
 def is_training(folder: Path) -> bool:
-    """Whether a process of this machine trains the run in a run folder, as the folder's lock shows."""
+    """Return whether a process of this machine trains the run in a run folder, as the folder's lock shows."""
     if not folder.is_dir():
         return False
     try:
@@ -220,7 +220,7 @@ class Cluster:
 
     @property
     def scheduler_name(self) -> str:
-        """The name of the scheduler; `local` is followed by the name of this machine."""
+        """Return the name of the scheduler; `local` is followed by the name of this machine."""
         return f"local on {socket.gethostname()}" if self.engine == "local" else self.engine
 
     def submit(self, function: Callable[[], object], nodes: int = 1, devices: int = 1) -> "Job":
@@ -279,9 +279,8 @@ class Cluster:
         self._stopping.set()
 
     def _is_alive(self, job: "Job", birth: Plain) -> bool:
-        """Whether a job is queued or running. A `local` job runs while the process with its ID has the start time
-        `birth`.
-        """
+        """Return whether a job is queued or running. A `local` job runs while the process with its ID has the start
+        time `birth`."""
         return bool(birth) and process_start(int(job.job_id)) == birth if self.engine == "local" else not job.done()
 
 
@@ -454,10 +453,9 @@ class ExperimentTrainer:
         print(f"{title}: {words}, {seconds:.0f} s; {rest_words}", flush=True)
 
     def _failure(self, run: Run, status: int, outcome: Outcome) -> Failure:
-        """The failure of a run that ended with the exit status `status`. Its reason is the signal that killed the run,
-        the last line of its log, or the measurement that is missing. Raises RunError: no run measures the primary
-        metric.
-        """
+        """Return the failure of a run that ended with the exit status `status`. Its reason is the signal that killed
+        the run, the last line of its log, or the measurement that is missing. Raises RunError: no run measures the
+        primary metric."""
         log, folder = run.log_file(), run.config.run_folder
         metric = self.procedure.experiment.primary.metric
         if status < 0:

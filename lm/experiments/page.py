@@ -122,9 +122,8 @@ def send_experiment(procedure: Procedure, entries: list[dict[str, Plain]]) -> No
 
 
 def experiment_files(procedure: Procedure, folder: Path, judgement: Judgement) -> dict[Path, bytes]:
-    """The content of each file of the report on an experiment (the page, its tables and its pictures), by path in
-    `folder`. Raises LMError: run folders can't be read.
-    """
+    """Return the content of each file of the report on an experiment (the page, its tables and its pictures), by path
+    in `folder`. Raises LMError: run folders can't be read."""
     experiment, entries, metric = procedure.experiment, judgement.entries(), procedure.experiment.metric
     summary = PageSection("Summary")
     summary.add("note", f"Decides: {with_unit(experiment.primary.metric, metric.unit)}.")
@@ -160,6 +159,7 @@ def experiment_files(procedure: Procedure, folder: Path, judgement: Judgement) -
 
 
 def _size_sections(procedure: Procedure, size: str, runs: list[DrawnRun]) -> list[PageSection]:
+    """Return the page's sections on the runs of a size that have begun."""
     experiment = procedure.experiment
     names = tuple(arm.name for arm in experiment.arms)
     # on the held-out documents for reports, not those by which learning rates are chosen
@@ -175,19 +175,18 @@ def _size_sections(procedure: Procedure, size: str, runs: list[DrawnRun]) -> lis
 
 
 def _prefix(size: str) -> str:
-    """The beginning of files' names, such as `small-`."""
+    """Return the beginning of files' names, such as `small-`."""
     return f"{size}-" if size else ""
 
 
 def _suffix(size: str) -> str:
-    """Words after a title, such as `, small`."""
+    """Return words after a title, such as `, small`."""
     return f", {size}" if size else ""
 
 
 def _is_name(key: str) -> bool:
-    """Whether a configuration key names a run or folder, or says what is logged, so that its values are not compared
-    between arms.
-    """
+    """Return whether a configuration key names a run or folder, or says what is logged, so that its values are not
+    compared between arms."""
     return key in ("init_from", "branch_from") or key_effect(key).affects == "label"
 
 
@@ -204,7 +203,7 @@ def question(experiment: Experiment) -> str:
 
 
 def answers(judgement: Judgement) -> list[Answer]:
-    """The verdict on each arm in each size, as cards for the page; all intervals are drawn on one scale."""
+    """Return the verdict on each arm in each size, as cards for the page; all intervals are drawn on one scale."""
     margin, effect_name = judgement.primary.matters, f"Difference to {judgement.question.arms[0]}"
     marks, labels = [0.0, -margin, margin], ("0", f"{-margin:+g}", f"{margin:+g}")
     intervals = [verdict.interval for verdict in judgement.verdicts.values()]
@@ -248,9 +247,8 @@ def _family_words(experiment: Experiment) -> str:
 
 
 def seeds_table(judgement: Judgement, size: str) -> Table | None:
-    """A table of the primary metric of every judged run of a size, and of its difference to the baseline's run of the
-    same seed; None without runs.
-    """
+    """Return a table of the primary metric of every judged run of a size, and of its difference to the baseline's run
+    of the same seed; None without runs."""
     question, metric = judgement.question, judgement.primary.metric
     baseline, *arms = question.arms
     runs = {arm: judgement.judged_runs(size, arm) for arm in question.arms}
@@ -269,11 +267,10 @@ def seeds_table(judgement: Judgement, size: str) -> Table | None:
 
 
 def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]:
-    """The trend over sizes of each arm's difference to the baseline, at the judged rates. It is the change with each
-    doubling of non-embedding parameters, or of tokens if all sizes have equally many parameters. Only seeds that the
-    arm and the baseline have finished in every size count. Intervals are not adjusted for their number.
-    Empty with one size.
-    """
+    """Return the trend over sizes of each arm's difference to the baseline, at the judged rates. It is the change with
+    each doubling of non-embedding parameters, or of tokens if all sizes have equally many parameters. Only seeds that
+    the arm and the baseline have finished in every size count. Intervals are not adjusted for their number. Empty with
+    one size."""
     (baseline, *arms), sizes = (arm.name for arm in procedure.experiment.arms), list(procedure.experiment.sizes)
     if len(sizes) < 2:
         return []
@@ -307,7 +304,7 @@ def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]
 
 
 def trend_table(entries: list[dict[str, Plain]], baseline: str) -> Table:
-    """The table of `trends`, a row for each arm."""
+    """Return the table of `trends`, a row for each arm."""
     changes = [Interval(*(math.nan if value is None else value for value in entry["change"])) for entry in entries]
     change = Column(f"difference to {baseline} changes by", "95% interval, alone", "difference")
     samples = (Column("over", kind="label"), [entry["over"] for entry in entries])
@@ -319,9 +316,8 @@ def trend_table(entries: list[dict[str, Plain]], baseline: str) -> Table:
 
 
 def rates_picture(procedure: Procedure, size: str) -> Picture | None:
-    """A picture of the values of tuning runs by rate, in the metric by which rates are chosen; None before a tuning run
-    has ended.
-    """
+    """Return a picture of the values of tuning runs by rate, in the metric by which rates are chosen; None before a
+    tuning run has ended."""
     experiment, tuning_runs = procedure.experiment, procedure.tuning_runs(size)
     metric, names = experiment.choice_metric, [arm.name for arm in experiment.arms]
     if tuning_runs[metric].isna().all():
@@ -357,18 +353,18 @@ def rates_picture(procedure: Procedure, size: str) -> Picture | None:
 
 
 def _dots(arm_index: int, label: str, points: Sequence[tuple[float, float]]) -> Trace:
+    """Return a trace of single dots (x, y) of an arm."""
     return Trace(arm_index, label, *np.array(points).reshape(-1, 2).T, "dots")
 
 
 def _quantity_label(experiment: Experiment) -> str:
-    """The primary metric in words."""
+    """Return the primary metric in words."""
     return with_unit(experiment.metric.quantity.rpartition("/")[2].replace("_", " "), experiment.metric.unit)
 
 
 def differences_picture(experiment: Experiment, judgement: Judgement) -> Picture | None:
-    """A picture of differences to the baseline with their intervals, by arm, or by size if there are several sizes;
-    None without runs.
-    """
+    """Return a picture of differences to the baseline with their intervals, by arm, or by size if there are several
+    sizes; None without runs."""
     names, sizes, traces = judgement.question.arms, [*judgement.question.rates], []
     by_size, margin = len(sizes) > 1, judgement.primary.matters
     x_labels = sizes if by_size else names[1:]

@@ -35,6 +35,8 @@ LOG_FOLDER = "logs"  # folder in the experiment's folder: output, configuration,
 
 @dataclass(frozen=True)
 class Run:
+    """Holds one run of an experiment: its configuration, its outcome, and the run whose weights it starts from."""
+
     size: str
     arm: str
     stage: str  # `tune` if it chooses a rate, `final` if it is judged
@@ -49,7 +51,7 @@ class Run:
 
     @property
     def packages(self) -> set[str]:
-        """Packages of the plugins (code from outside lm) in the configurations of the run and of its source."""
+        """Return the packages of the plugins (code from outside lm) that the run and its source need."""
         return {
             *(top_level_package(name) for name in self.config.normalizer_names if ":" in name),
             *(self.source.packages if self.source else ()),
@@ -57,23 +59,25 @@ class Run:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the run has begun, that is, whether its folder has the files that a report reads."""
+        """Return whether the run has begun, that is, whether its folder has the files that a report reads."""
         return all((self.config.run_folder / name).is_file() for name in (CONFIG, ENVIRONMENT))
 
     def log_file(self, suffix: str = "log") -> Path:
-        """The run's file with `suffix` in the experiment's folder of logs; `log` is the suffix of the run's output."""
+        """Return the run's file with `suffix` in the experiment's folder of logs; `log` is the suffix of the run's
+        output."""
         folder = Path(self.config.runs)
         return (folder.parent if self.size else folder) / LOG_FOLDER / self.size / f"{self.config.name}.{suffix}"
 
     @property
     def label(self) -> str:
+        """Return the size, arm, rate and seed in words, as messages name the run."""
         rate = "" if self.rate is None else f"at {self.rate:g}"
         return " ".join(filter(None, (self.size, self.arm, rate, f"seed {self.config.seed}")))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The learning rates of a size and the runs that choose them, as far as they are known."""
+    """Holds the learning rates of a size and the runs that choose them, as far as they are known."""
 
     # the tuning runs by arm and rate, and the runs of untuned arms that tuning runs start from; empty without a grid
     runs: dict[str, dict[Rate, list[Run]]]
@@ -86,12 +90,12 @@ class Choice:
 
     @property
     def crossed_rates(self) -> dict[str, tuple[Rate | None, ...]]:
-        """The rates of each arm whose final runs (the runs that are judged) are trained at several rates."""
+        """Return the rates of each arm whose final runs (the runs that are judged) are trained at several rates."""
         return {arm: rates for arm, rates in self.rates_of_final_runs.items() if len(rates) > 1}
 
 
 class Procedure:
-    """The runs that an experiment needs, a function of the experiment and of the outcomes of its runs.
+    """Finds the runs that an experiment needs, from the experiment and the outcomes of its runs.
 
     read: returns the outcome of a run as it is now; the default reads run folders. Nothing else is read. Outcomes of
         runs that have ended are kept.
@@ -193,7 +197,7 @@ class Procedure:
     def _runs_at(
         self, size: str, arm: Arm, stage: str, arm_rates: Iterable[Rate | None], rates: dict[str, Rate | None]
     ) -> dict[Rate | None, list[Run]]:
-        """The runs of an arm at several rates, by rate as a list over the seeds of the stage."""
+        """Return the runs of an arm at several rates, by rate as a list over the seeds of the stage."""
         seeds = self.experiment.tune.seeds if stage == "tune" else self.experiment.seeds
         return {rate: [self.run(size, arm, stage, rate, seed, rates) for seed in seeds] for rate in arm_rates}
 
@@ -217,6 +221,7 @@ class Procedure:
         return rates
 
     def _is_possible_rate(self, size: str, arms: list[Arm], rate: Rate) -> bool:
+        """Return whether the configurations of all `arms` are valid at a rate."""
         with suppress(ConfigError):
             for arm in arms:
                 self.experiment.config(size, arm, self.experiment.seeds[0], rate, {"name": "any"})
@@ -224,7 +229,7 @@ class Procedure:
         return False
 
     def tuning_runs(self, size: str) -> pd.DataFrame:
-        """The tuning runs of a size, or those that the tuning table lists, in rows of `tuning.csv`.
+        """Return the tuning runs of a size, or those that the tuning table lists, in rows of `tuning.csv`.
 
         Columns are size, arm, key and rate, seed, and the means of SELECTION and of the primary metric on the data that
         choose rates: infinite if the run diverged, missing if it has not ended or does not say.
@@ -244,7 +249,8 @@ class Procedure:
         return frame.astype(dict.fromkeys(metrics, float))
 
     def notes(self) -> list[str]:
-        """Sentences on what limits the verdicts: changes since the plan; arms whose runs, rates or tokens differ."""
+        """Return sentences on what limits the verdicts: changes since the plan; arms whose runs, rates or tokens
+        differ."""
         experiment, notes = self.experiment, list[str]()
         notes += self.plan_notes
         notes += run_differences((run.arm, run.outcome) for run in self.known_runs())
@@ -261,13 +267,12 @@ class Procedure:
         return notes
 
     def sources(self, arm: Arm) -> list[str]:
-        """The names of the arms that an arm starts from: its source, the source of its source, and so on."""
+        """Return the names of the arms that an arm starts from: its source, the source of its source, and so on."""
         return [arm.source, *self.sources(self._arms[arm.source])] if arm.source else []
 
     def runs_by_rate(self, size: str) -> dict[str, dict[Rate | None, list[Run]]]:
-        """The final runs of each arm by rate, as a list over seeds; the rate that tuning chose comes first. Arms whose
-        rates are not known have none.
-        """
+        """Return the final runs of each arm by rate, as a list over seeds; the rate that tuning chose comes first. Arms
+        whose rates are not known have none."""
         choice, runs = self.choice(size), {}
         rates = choice.rates or {}
         for arm in self.experiment.arms:
@@ -277,14 +282,13 @@ class Procedure:
         return runs
 
     def final_runs(self, size: str) -> list[Run]:
-        """The runs that are judged, in the order of seeds, then arms; none before rates are known."""
+        """Return the runs that are judged, in the order of seeds, then arms; none before rates are known."""
         rates = self.choice(size).rates or {}
         return _by_seed(runs[rates[arm]] for arm, runs in self.runs_by_rate(size).items() if arm in rates)
 
     def known_runs(self) -> list[Run]:
-        """All runs that the experiment needs, as far as they are known: tuning runs first, each run after its
-        source.
-        """
+        """Return all runs that the experiment needs, as far as they are known: tuning runs first, each run after its
+        source."""
         runs: list[Run] = []
         for size in self.experiment.sizes:
             runs += chain(*(chain(*by_rate.values()) for by_rate in self.choice(size).runs.values()))
@@ -315,9 +319,8 @@ class Procedure:
         return judge(pd.concat(blocks) if blocks else pd.DataFrame(columns=FRAME_COLUMNS), question)
 
     def _units(self, run: Run) -> pd.DataFrame:
-        """The rows of a run for `judge`, by sequence, on the held-out documents for reports. There is a single row if
-        the run has not finished, or if its sequences are not from documents.
-        """
+        """Return the rows of a run for `judge`, by sequence, on the held-out documents for reports. There is a single
+        row if the run has not finished, or if its sequences are not from documents."""
         outcome, metric, has_finished = run.outcome, self.experiment.primary.metric, run.outcome.state == "finished"
         units = pd.DataFrame({"value": [outcome.mean(metric, selection=False)], "weight": 1.0, "group": None})
         if has_finished and self.experiment.has_documents:
@@ -345,13 +348,12 @@ class Procedure:
         return counts
 
     def _cost(self, value: float) -> float:
-        """The cost, which the chosen rate minimizes, of a value of the metric that chooses rates; infinite values stay
-        infinite.
-        """
+        """Return a value of the metric that chooses rates as a cost, of which lower is better; infinite values stay
+        infinite."""
         return self.experiment.choice_sign * value if math.isfinite(value) else value
 
     def _costs(self, runs_by_rate: dict[Rate, list[Run]]) -> dict[Rate, list[float]]:
-        """The costs of runs on the held-out documents that choose rates, by rate as a list over seeds."""
+        """Return the costs of runs on the held-out documents that choose rates, by rate as a list over seeds."""
         metric = self.experiment.choice_metric
         return {
             rate: [self._cost(run.outcome.mean(metric, selection=True)) for run in runs]
@@ -360,14 +362,14 @@ class Procedure:
 
 
 def next_runs(runs: Iterable[Run]) -> list[Run]:
-    """The known runs that can be started: they have not ended, and the runs that they start from have finished."""
+    """Return the runs that can be started: they have not ended, and the runs that they start from have finished."""
     return [
         run for run in runs if not run.outcome.has_ended and (not run.source or run.source.outcome.state == "finished")
     ]
 
 
 def _by_seed(runs: Iterable[list[Run]]) -> list[Run]:
-    """The runs in lists over seeds, in the order of seeds."""
+    """Return the runs in lists over seeds, in the order of seeds."""
     return [*chain(*zip(*runs, strict=True))]
 
 
@@ -391,8 +393,8 @@ Costs = Mapping[Rate, Sequence[float]]
 def tuned_rates(
     grid: Iterable[Rate], costs: Mapping[str, Costs], possible: Callable[[Rate], bool] = lambda rate: True
 ) -> tuple[dict[str, Rate], tuple[Rate, ...]]:
-    """The rate of each arm by its tuning runs so far, as `rate_choice` gives it; and the rates that every arm must be
-    trained at before that, when no arm has a rate.
+    """Return the rate of each arm by its tuning runs so far, as `rate_choice` gives it, or no rates, and instead the
+    rates at which every arm must be trained before.
 
     If an arm's best rate is the highest (lowest) one, twice (half) this value is added to the grid of every arm. The
     grid grows at most `EXTENSIONS` times, and only by `possible` values.
@@ -420,9 +422,8 @@ def tuned_rates(
 
 
 def rate_choice(costs: Mapping[str, Costs], rates: Iterable[Rate] | None = None) -> dict[str, Rate]:
-    """Each arm's rate of lowest mean cost in `rates` (None: all). An arm gets none if its best rate is at the grid's
-    edge or has a diverged run.
-    """
+    """Return each arm's rate of lowest mean cost in `rates` (None: all). An arm gets none if its best rate is at the
+    grid's edge or has a diverged run."""
     chosen = {}
     for arm, by_rate in costs.items():
         candidates = list(by_rate if rates is None else rates)
@@ -433,7 +434,7 @@ def rate_choice(costs: Mapping[str, Costs], rates: Iterable[Rate] | None = None)
 
 
 def crossed_rates(base: str, rates: Mapping[str, Rate]) -> dict[str, tuple[Rate, ...]]:
-    """The rates of each arm's final runs (the runs that are judged): its own rate, then the baseline's; for the
+    """Return the rates of each arm's final runs (the runs that are judged): its own rate, then the baseline's; for the
     baseline, all arms' rates.
 
     As tuning seeds are few, a rate chosen for an arm is tried with the baseline, too, and vice versa, before a verdict
@@ -448,18 +449,16 @@ def crossed_rates(base: str, rates: Mapping[str, Rate]) -> dict[str, tuple[Rate,
 
 
 def best_rate(by_rate: Costs, rates: Iterable[Rate]) -> Rate:
-    """The rate of the lowest mean cost. If costs are equal, as where all runs solve a task, it is the one nearest to
-    the grid's middle.
-    """
+    """Return the rate of the lowest mean cost. If costs are equal, as where all runs solve a task, it is the one
+    nearest to the grid's middle."""
     rates = sorted(rates)
     middle = (len(rates) - 1) / 2
     return min(rates, key=lambda rate: (mean_cost(by_rate[rate]), abs(rates.index(rate) - middle)))
 
 
 def mean_cost(costs: Sequence[float]) -> float:
-    """The mean cost over seeds; infinite if any cost is not finite, so that tuning avoids rates at which some seeds
-    diverge.
-    """
+    """Return the mean cost over seeds; infinite if any cost is not finite, so that tuning avoids rates at which some
+    seeds diverge."""
     return fmean(costs) if all(map(math.isfinite, costs)) else math.inf
 
 
@@ -503,7 +502,7 @@ def commands(run: Run) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure of a run, which ended without a result."""
+    """Says why a run ended without a result."""
 
     status: int  # the exit status of the run; if a signal killed it, minus the number of the signal
     reason: str  # why the run failed: the last line of its output, the signal, or the measurement that is missing
@@ -514,7 +513,7 @@ class Failure:
 
     @property
     def was_interrupted(self) -> bool:
-        """Whether a signal stopped or killed the run, which the next start then continues."""
+        """Return whether a signal stopped or killed the run, which the next start then continues."""
         return self.status < 0 or self.status - 128 in STOP_SIGNALS
 
 
@@ -525,7 +524,7 @@ def read_failure(run: Run) -> Failure | None:
 
 
 def failures(procedure: Procedure) -> list[tuple[Run, Failure]]:
-    """The runs of an experiment that have failed, each with its failure."""
+    """Return the runs of an experiment that have failed, each with its failure."""
     pairs = ((run, read_failure(run)) for run in procedure.known_runs())
     return [(run, failure) for run, failure in pairs if failure and not run.outcome.has_ended]
 

@@ -43,9 +43,7 @@ _RUN_FACTS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a run, read from its folder: whether training reached `last_step`, and whether `metric` was
-    measured there.
-    """
+    """Reads from a run's folder whether training reached `last_step`, and whether `metric` was measured there."""
 
     folder: Path
     last_step: int
@@ -60,20 +58,19 @@ class Outcome:
 
     @cached_property
     def log_lines(self) -> list[dict[str, Plain]]:
+        """Return the lines of metrics.jsonl."""
         return read_metrics(self.folder)
 
     @property
     def record(self) -> RunRecord:
-        """The record of the run folder, without reading its evaluations again. Raises RunError: a file can't be
-        read.
-        """
+        """Return the record of the run folder, without reading its evaluations again. Raises RunError: a file can't be
+        read."""
         return read_run(self.folder, self._last_evaluations)
 
     @property
     def total_tokens(self) -> int:
-        """Tokens that the run saw up to its last step (0 without evaluations), plus training tokens of the weights that
-        it started from.
-        """
+        """Return the tokens that the run saw up to its last step (0 without evaluations), plus training tokens of the
+        weights that it started from."""
         tokens = self.evaluations[0].tokens_seen if self.evaluations else 0
         if (self.folder / ENVIRONMENT).is_file():
             tokens += tokens_before(read_environment(self.folder))
@@ -81,8 +78,8 @@ class Outcome:
 
     @cached_property
     def state(self) -> RunStatus:
-        """The run is `finished` once its last checkpoint, validation loss (SELECTION), `metric` and all evaluations of
-        the last step exist. A run that has diverged is `diverged`; any other run is `unfinished`.
+        """Return `finished` once the last checkpoint, validation loss (SELECTION), `metric` and all evaluations of the
+        last step exist; `diverged` if the run has diverged; else `unfinished`.
 
         Raises RunError: the folder was copied, renamed or linked, so that the name in its config.yaml, which ends in a
         hash of the configuration, is another; or a file was altered.
@@ -101,8 +98,9 @@ class Outcome:
 
     @cached_property
     def divergence(self) -> str:
-        """The description of how the run diverged (`lm.runs.record.divergence`); empty if it didn't. Raises RunError:
-        the log says that the run diverged, but its last checkpoint, which a diverged run does not write, exists."""
+        """Return the description of how the run diverged (`lm.runs.record.divergence`); empty if it didn't. Raises
+        RunError: the log says that the run diverged, but its last checkpoint, which a diverged run does not write,
+        exists."""
         if any(DIVERGED in line for line in self.log_lines) and self.checkpoint.exists():
             raise RunError(
                 f"{self.folder / METRICS}: says that the run diverged, but {self.checkpoint} is there: bring it back"
@@ -111,16 +109,14 @@ class Outcome:
 
     @cached_property
     def not_learned_text(self) -> str:
-        """A text that says that the final loss is above the unigram cross-entropy; empty if it is not, or if either is
-        unknown.
-        """
+        """Return a text that says that the final loss is above the unigram cross-entropy; empty if it is not, or if
+        either is unknown."""
         return loss_above_unigram(self._validation)
 
     @property
     def unlearned_level(self) -> str:
-        """The level that the metric at the last step is not better than, in words: chance, within an interval over
-        sequences, or the unigram cross-entropy. Empty if it is better, or if no level is known.
-        """
+        """Return the level that the metric at the last step is not better than, in words: chance, within an interval
+        over sequences, or the unigram cross-entropy. Empty if it is better, or if no level is known."""
         units = self.units(self.metric)
         about = units["about"].iloc[0] if len(units) else Metric()
         name, level = chance_level(about)
@@ -132,25 +128,24 @@ class Outcome:
 
     @property
     def _validation(self) -> Evaluation | None:
-        """The validation at the last step; None if the run has not been trained up to this step."""
+        """Return the validation at the last step; None if the run has not been trained up to this step."""
         return self.measurement(SELECTION) if self.is_trained else None
 
     @property
     def checkpoint(self) -> Path:
+        """Return the path of the last step's checkpoint."""
         return step_path(self.folder / CHECKPOINTS, self.last_step)
 
     @cached_property
     def is_trained(self) -> bool:
-        """Whether the checkpoint of the last step exists, and the validation loss (SELECTION) was measured at this
-        step.
-        """
+        """Return whether the checkpoint of the last step exists, and the validation loss (SELECTION) was measured at
+        this step."""
         return self.checkpoint.exists() and self.measurement(SELECTION) is not None
 
     @cached_property
     def is_complete(self) -> bool:
-        """Whether each scheduled evaluation of the last step was made, or has failed without stopping the run
-        (`eval.on_error` is log).
-        """
+        """Return whether each scheduled evaluation of the last step was made, or has failed without stopping the run
+        (`eval.on_error` is log)."""
         files = evaluation_files(self.folder)
         return all(
             (kind, self.last_step) in files or kind in self.failed_evaluations for kind in self.scheduled_evaluations
@@ -158,7 +153,7 @@ class Outcome:
 
     @cached_property
     def failed_evaluations(self) -> dict[str, str]:
-        """The reasons why evaluations of the last step failed, by evaluation kind."""
+        """Return the reasons why evaluations of the last step failed, by evaluation kind."""
         lines = (line for line in self.log_lines if line.get("step") == self.last_step)
         return {
             name.removesuffix("/failed"): str(line[name]) for line in lines for name in line if name.endswith("/failed")
@@ -166,9 +161,8 @@ class Outcome:
 
     @cached_property
     def is_measured(self) -> bool:
-        """Whether each evaluation in `required_options` was made at the last step with these options; without any,
-        whether `metric` was not measured with other options than those of the run.
-        """
+        """Return whether each evaluation in `required_options` was made at the last step with these options; without
+        any, whether `metric` was not measured with other options than those of the run."""
         if not self.required_options:
             measurement = self.measurement(self.metric)
             return measurement is None or self._has_own_options(measurement)
@@ -176,39 +170,36 @@ class Outcome:
         return self.required_options.items() <= asked.items()
 
     def _has_own_options(self, evaluation: Evaluation) -> bool:
-        """Whether an evaluation was made with the options of the run."""
+        """Return whether an evaluation was made with the options of the run."""
         return not self.own_options or evaluation.asked in ({}, self.own_options.get(evaluation.kind, {}))
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing is left to train or to measure."""
+        """Return whether nothing is left to train or to measure."""
         return self.state != "unfinished"
 
     def measurement(self, metric: str) -> Evaluation | None:
-        """The evaluation of the last step that measured a metric; None without one. Raises RunError: a file is
-        damaged.
-        """
+        """Return the evaluation of the last step that measured a metric; None without one. Raises RunError: a file is
+        damaged."""
         return next(
             (evaluation for evaluation in self.evaluations if (evaluation.frame["metric"] == metric).any()), None
         )
 
     def units(self, metric: str) -> pd.DataFrame:
-        """The values whose mean a metric logs at the last step, a row for each unit such as a sequence; no rows if it
-        was not measured by unit.
-        """
+        """Return the values whose mean a metric logs at the last step, a row for each unit such as a sequence; no rows
+        if it was not measured by unit."""
         evaluation = self.measurement(metric)
         return unit_rows(evaluation.frame, metric) if evaluation else pd.DataFrame()
 
     @property
     def evaluations(self) -> list[Evaluation]:
-        """The evaluations of the last step."""
+        """Return the evaluations of the last step."""
         return [*self._last_evaluations.values()]
 
     @cached_property
     def _last_evaluations(self) -> dict[Path, Evaluation]:
-        """The evaluations of the last step by file. Unlike a report, a verdict takes no run without a log, as the
-        log says whether the run diverged. Raises RunError: a file was altered, or contradicts the log.
-        """
+        """Return the evaluations of the last step by file. Unlike a report, a verdict takes no run without a log, as
+        the log says whether the run diverged. Raises RunError: a file was altered, or contradicts the log."""
         files = [path for (_, step), path in evaluation_files(self.folder).items() if step == self.last_step]
         evaluations = {path: load_evaluation(path) for path in files}
         if evaluations:
@@ -237,13 +228,13 @@ class Outcome:
                 )
 
     def identity(self, metric: str) -> tuple[str, ...]:
-        """Fingerprint of the data, and hash of the sequences on which a metric was measured at the last step."""
+        """Return the fingerprint of the data and the hash of the sequences of a measurement at the last step."""
         evaluation = self.measurement(metric)
         return evaluation.data_fingerprint, *unit_rows(evaluation.frame, metric)["sequences"].head(1)
 
     def mean(self, metric: str, selection: bool) -> float:
-        """The mean of a metric over the documents for reports or, with `selection`, those by which rates are chosen;
-        infinite unless the run finished."""
+        """Return the mean of a metric over the documents for reports or, with `selection`, those by which rates are
+        chosen; infinite unless the run finished."""
         if self.state != "finished":
             return math.inf
         return weighted_mean(part_of(self.units(metric), "selects" if selection else "reports"))
@@ -279,10 +270,9 @@ def read_tuning_table(path: Path, metric: str) -> pd.DataFrame:
 
 
 def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
-    """Sentences on what differs between finished runs apart from their arms, such as device or code, and on facts that
-    the runs do not record. `outcomes`: pairs of an arm's name and the outcome of one of its runs. Raises RunError: an
-    environment.json can't be read.
-    """
+    """Return sentences on what differs between finished runs apart from their arms, such as device or code, and on
+    facts that the runs do not record. `outcomes`: pairs of an arm's name and the outcome of one of its runs. Raises
+    RunError: an environment.json can't be read."""
     facts: dict[str, list[tuple[str, Plain]]] = {}  # pairs of arm and value by what they say
     finished_runs = [(arm, run) for arm, run in outcomes if run.state == "finished"]
     dirty_count = 0

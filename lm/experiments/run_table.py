@@ -223,7 +223,8 @@ def read_table(path: str | os.PathLike, arm: str) -> pd.DataFrame:
 
 
 def _wandb_rows(project: str) -> pd.DataFrame:
-    """A row for each run of a project of W&B, with its configuration and summary in columns such as `config.lr`."""
+    """Read the runs of a project of W&B, a row each, with configuration and summary in columns such as `config.lr`.
+    Raises RunError."""
     try:
         import wandb  # takes half a second to import
 
@@ -238,6 +239,8 @@ def _wandb_rows(project: str) -> pd.DataFrame:
 
 
 def _json_rows(content: bytes) -> pd.DataFrame:
+    """Read rows from a JSON text: JSON lines, a list of numbers or objects, or an object with a list for each arm.
+    Raises ValueError: the text is of another form."""
     read = partial(json.loads, object_pairs_hook=_with_names_once)
     try:
         data = read(content)
@@ -260,6 +263,7 @@ def _json_rows(content: bytes) -> pd.DataFrame:
 
 
 def _with_names_once(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
+    """Make a dict of a JSON object's fields. Raises ValueError: two fields have one name."""
     fields = dict(pairs)
     if len(fields) < len(pairs):  # as two columns of one name in a CSV file: it is not known which is meant
         raise ValueError(f"an object has two fields of one name, among {', '.join(fields)}")
@@ -267,6 +271,8 @@ def _with_names_once(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
 
 
 def _flat_rows(rows: list[dict[str, Plain]]) -> pd.DataFrame:
+    """Make a frame of objects, a row each; fields of nested objects become columns such as `config.lr`, lists become
+    texts."""
     return pd.json_normalize(rows).map(lambda cell: str(cell) if isinstance(cell, list) else cell)
 
 
@@ -297,7 +303,7 @@ def _check_seeds(
 
 
 def _unlearned_levels(frame: pd.DataFrame, better: str) -> pd.Series:
-    """The column `unlearned` of `judge`, by the column `chance`."""
+    """Return the column `unlearned` of `judge`, by the column `chance`."""
     levels = pd.Series("", frame.index)
     is_known = frame["chance"].notna() & (frame["state"] == FINISHED)
     for _, run in frame[is_known].groupby(_RUN, dropna=False):

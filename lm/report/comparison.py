@@ -32,9 +32,8 @@ Arms = Mapping[str, list[RunRecord]]  # an arm's runs, which differ in their see
 
 
 class Name(NamedTuple):
-    """What reports compare between runs. Names of one title and shape are a section: a table and, with an axis, a
-    picture.
-    """
+    """Names what reports compare between runs. Names of one title and shape are a section: a table and, with an axis, a
+    picture."""
 
     title: str
     shape: str  # number, bins or points
@@ -44,13 +43,13 @@ class Name(NamedTuple):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The subject and the inference setting, without those that are empty."""
+        """Return the subject and the inference setting, without those that are empty."""
         return tuple(filter(None, (self.subject, self.setting)))
 
 
 @dataclass(frozen=True, eq=False)
 class Difference:
-    """The difference, arm minus baseline, at one place: an interval, or why there is none."""
+    """Holds the difference, arm minus baseline, at one place: an interval, or why there is none."""
 
     arm: str
     name: Name
@@ -61,7 +60,7 @@ class Difference:
 
 
 class MeanOfArm(NamedTuple):
-    """The mean over an arm's runs at a place, which have one metric but perhaps other reference levels."""
+    """Holds the mean over an arm's runs at a place, which have one metric but perhaps other reference levels."""
 
     about: Metric
     mean: float
@@ -80,18 +79,18 @@ class ArmComparison:
 
     @property
     def runs(self) -> list[RunRecord]:
+        """Return the runs of all arms, one arm after the other."""
         return [run for runs in self.arms.values() for run in runs]
 
     @property
     def baseline(self) -> str | None:
-        """The label of the baseline; None if it has no runs, or no other arm has."""
+        """Return the label of the baseline; None if it has no runs, or no other arm has."""
         return self.names[0] if self.names[0] in self.arms and len(self.arms) > 1 else None
 
     @cached_property
     def all_rows(self) -> pd.DataFrame:
-        """The `reporting_rows` of all evaluations, with `arm`, `run` (its number among `runs`), and `seeds`, the number
-        of its seeds among the sorted seeds of all runs.
-        """
+        """Return the `reporting_rows` of all evaluations, with `arm`, `run` (its number among `runs`), and `seeds`, the
+        number of its seeds among the sorted seeds of all runs."""
         run_numbers = np.repeat(np.arange(len(self.runs)), [len(run.evaluations) for run in self.runs])
         rows = reporting_rows(evaluation_rows([evaluation for run in self.runs for evaluation in run.evaluations]))
         owner = run_numbers[rows["evaluation"]]
@@ -102,7 +101,7 @@ class ArmComparison:
 
     @cached_property
     def rows(self) -> pd.DataFrame:
-        """The rows of the metrics that have a title. `name` is their number in `metric_names`."""
+        """Return the rows of the metrics that have a title. `name` is their number in `metric_names`."""
         rows = self.all_rows[self.all_rows["title"] != ""]
         return rows.assign(name=rows.groupby([*Name._fields], sort=False).ngroup())
 
@@ -112,23 +111,23 @@ class ArmComparison:
 
     @cached_property
     def units(self) -> pd.DataFrame:
-        """The values of each unit at the places that tables show (`at_places`)."""
+        """Return the values of each unit at the places that tables show (`at_places`)."""
         return at_places(self.rows)
 
     @cached_property
     def means(self) -> pd.DataFrame:
-        """The mean of each run at each place."""
+        """Return the mean of each run at each place."""
         return point_means(self.units)
 
     @cached_property
     def sections(self) -> list[pd.DataFrame]:
-        """The `means`, a frame for each title and shape: single numbers, then bins, then points."""
+        """Return the `means`, a frame for each title and shape: single numbers, then bins, then points."""
         sections = [section for _, section in self.means.groupby(["title", "shape"], sort=False)]
         return sorted(sections, key=lambda section: SHAPES.index(section["shape"].iloc[0]))
 
     @cached_property
     def cells(self) -> dict[tuple[Name, str, str], MeanOfArm]:
-        """The mean over an arm's runs by (name, place, arm)."""
+        """Return the mean over an arm's runs by (name, place, arm)."""
         indices, cells = self.units.groupby(["name", "place", "run"], sort=False).indices, {}
         units = self.units[UNIT_COLUMNS]
         narrow = self.means[["name", "place", "arm", "run", "about", "value"]]
@@ -144,7 +143,7 @@ class ArmComparison:
 
     @cached_property
     def differences(self) -> list[Difference]:
-        """The differences to the baseline, at the last place measured in both arms, else in either arm."""
+        """Return the differences to the baseline, at the last place measured in both arms, else in either arm."""
         units = self.units[self.units["sample"].notna() & ~self.units["control"]]
         indices = units.groupby(["name", "arm"], sort=False).indices
         names = dict.fromkeys(name for section in self.sections for name in section["name"])
@@ -159,9 +158,8 @@ class ArmComparison:
         return found
 
     def paired_differences(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """Rows of the other arms whose `value` is the difference to the baseline's run of the same seeds, by unit: on
-        the same sequence at the same point. Units that only one of the two has, and controls, are left out.
-        """
+        """Return the rows of the other arms whose `value` is the difference to the baseline's run of the same seeds, by
+        unit: on the same sequence at the same point. Units that only one of the two has, and controls, are left out."""
         rows = rows[rows["sample"].notna() & ~rows["control"]]
         keys = ["name", "x", "until", "seeds", "data_fingerprint", "sequences", "sample"]
         unit = rows.groupby(keys, sort=False, dropna=False).ngroup()
@@ -171,7 +169,7 @@ class ArmComparison:
         return rows[is_paired].assign(value=lambda arm: arm["value"] - baseline[unit[is_paired]].to_numpy())
 
     def _difference(self, arm: str, name: Name, sides: list[pd.DataFrame]) -> Difference:
-        """The difference of an arm at a place. `sides`: units of the arm, then of the baseline."""
+        """Return the difference of an arm at a place. `sides`: units of the arm, then of the baseline."""
         example = pd.concat(sides).iloc[0]
         about = example["about"]
         if example["logged"] and name.shape != "bins":
@@ -192,7 +190,7 @@ class ArmComparison:
         return Difference(arm, name, about, subject, interval, reason)
 
     def _obstacle(self, arm: str, sides: list[pd.DataFrame], paired: pd.DataFrame) -> str:
-        """Why an arm's units and the baseline's (`sides`) can't be compared; empty if they can."""
+        """Say why an arm's units and the baseline's (`sides`) can't be compared; empty if they can."""
         units = pd.concat(sides)
         for label, of_arm in zip((arm, self.baseline), sides, strict=True):
             if of_arm.empty:
@@ -210,7 +208,7 @@ class ArmComparison:
 
     @property
     def warning(self) -> str:
-        """Sentences on what differs besides the normalizer (configuration, tokens seen); empty if nothing does."""
+        """Return sentences on what differs besides the normalizer (configuration, tokens seen); empty if nothing does."""
         if len(self.arms) == 1:
             return ""
         keys = _keys_besides_normalizer(self.config_diff)
@@ -225,7 +223,7 @@ class ArmComparison:
 
     @property
     def divergences(self) -> list[str]:
-        """Sentences on how runs diverged."""
+        """Return sentences on how runs diverged."""
         return [
             f"{printable_text(run.name)}: diverged: {printable_text(run.divergence)}"
             for run in self.runs
@@ -233,9 +231,8 @@ class ArmComparison:
         ]
 
     def shared_value(self, values: Sequence[object]) -> tuple[bool | None, str]:
-        """Whether the `values` of all runs are equal (None if equal, but unrecorded for some), and the value as text,
-        by arm if arms differ.
-        """
+        """Return whether the `values` of all runs are equal (None if equal, but unrecorded for some), and the value as
+        text, by arm if arms differ."""
         recorded = {plain_text(value) for value in values if value is not None}
         agreement = False if len(recorded) > 1 else None if None in values else True
         texts = pd.Series(map(plain_text, values), [label for label, runs in self.arms.items() for _ in runs])
@@ -245,9 +242,8 @@ class ArmComparison:
         return agreement, "; ".join(f"{arm}: {text}" for arm, text in by_arm.items())
 
     def level(self, unit: str) -> tuple[str, float] | None:
-        """Name and value of a finite reference level, such as the unigram cross-entropy, of a metric measured in
-        `unit`; else None.
-        """
+        """Return the name and value of a finite reference level, such as the unigram cross-entropy, of a metric
+        measured in `unit`; else None."""
         metrics = [about for about in self.means["about"].unique() if about.unit == unit]
         levels = [level for about in metrics for level in about.references if np.isfinite(level[1])]
         return next(iter(levels), None)
@@ -257,7 +253,8 @@ class ArmComparison:
 
 
 def reporting_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a frame of `evaluation_rows` without held-out documents that choose checkpoints or learning rates.
+    """Return the rows of a frame of `evaluation_rows` without held-out documents that choose checkpoints or learning
+    rates.
 
     Names of metrics then say so, as metrics.jsonl has the mean over all held-out text by its name alone. A curve
     without a document for reports at some point keeps its means over all documents, without units.
@@ -273,8 +270,8 @@ def reporting_rows(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def at_places(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a frame of `evaluation_rows` at the places that reports show. Bins are merged into ranges: a unit's
-    value is its mean over the bins within the range.
+    """Return the rows of a frame of `evaluation_rows` at the places that reports show. Bins are merged into ranges: a
+    unit's value is its mean over the bins within the range.
 
     Ranges are `within 1x`, `1x-2x`, ... of the training length. New columns are `place`, a label, and `order`, by which
     places are sorted.
@@ -295,22 +292,21 @@ def at_places(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def places(section: pd.DataFrame) -> dict[str, float]:
-    """Labels of the places of a section, with where they start: points in ascending order, ranges by their end divided
-    by the training length."""
+    """Return the labels of the places of a section, with where they start: points in ascending order, ranges by their
+    end divided by the training length."""
     section = section.drop_duplicates("place").sort_values("order", kind="stable")
     return dict(zip(section["place"], section["x"], strict=True))
 
 
 def training_lengths(section: pd.DataFrame) -> list[int]:
-    """The training lengths of a section's runs, ascending, if its axis is in tokens; else []."""
+    """Return the training lengths of a section's runs, ascending, if its axis is in tokens; else []."""
     has_tokens = [bool(about.axis) and about.axis.unit == "tokens" for about in section["about"]]
     return sorted(set(section["seq_len"][has_tokens]))
 
 
 def interval_of(units: pd.DataFrame, mean: float) -> Interval | None:
-    """The 95 % interval of the mean of a run's units at one point; None if the metric has no intervals, or too few
-    documents.
-    """
+    """Return the 95 % interval of the mean of a run's units at one point; None if the metric has no intervals, or too
+    few documents."""
     about = units["about"].iloc[0]
     if not about.interval or units["sample"].isna().any():
         return None
@@ -322,9 +318,8 @@ def interval_of(units: pd.DataFrame, mean: float) -> Interval | None:
 
 
 def _mean_interval(of_runs: list[Interval | None], values: np.ndarray, about: Metric) -> Interval | None:
-    """The interval of the mean of an arm's runs: that of a single run, else Student's t interval over seeds. With
-    Wilson intervals, the latter is widened to contain each run's interval.
-    """
+    """Return the interval of the mean of an arm's runs: that of a single run, else Student's t interval over seeds.
+    With Wilson intervals, the latter is widened to contain each run's interval."""
     if len(of_runs) == 1:
         return of_runs[0]
     seed_interval = over_seeds(values).interval()
@@ -336,18 +331,16 @@ def _mean_interval(of_runs: list[Interval | None], values: np.ndarray, about: Me
 
 
 def paired_interval(paired: pd.DataFrame, means: np.ndarray) -> Interval | None:
-    """The interval of the mean of paired differences at one point: Student's t over seeds, or for one seed over
-    documents. `means`: by seed. None for one seed with fewer than `MIN_DOCUMENTS` documents.
-    """
+    """Return the interval of the mean of paired differences at one point: Student's t over seeds, or for one seed over
+    documents. `means`: by seed. None for one seed with fewer than `MIN_DOCUMENTS` documents."""
     if len(means) > 1:
         return over_seeds(means).interval()
     return over_documents(*(paired[name].to_numpy() for name in ("value", "weight", "group")))
 
 
 def shown_interval(interval: Interval | None, about: Metric) -> Interval | None:
-    """The interval of a difference as reports show it: None if an end is open; for fractions its ends are clipped to
-    [-1, 1].
-    """
+    """Return the interval of a difference as reports show it: None if an end is open; for fractions its ends are
+    clipped to [-1, 1]."""
     if interval is None or not interval.is_bounded:
         return None
     limit = 1.0 if about.unit == "fraction" else np.inf
@@ -355,9 +348,8 @@ def shown_interval(interval: Interval | None, about: Metric) -> Interval | None:
 
 
 def seeds_shown(seeds: tuple[int, ...]) -> str:
-    """A run's seeds (`RunRecord.seeds`) as text, the last first: `3 after 1` for seed 3 and initial weights trained
-    with seed 1.
-    """
+    """Return a run's seeds (`RunRecord.seeds`) as text, the last first: `3 after 1` for seed 3 and initial weights
+    trained with seed 1."""
     return " after ".join(map(str, reversed(seeds)))
 
 
@@ -384,6 +376,7 @@ def compare_runs(records: list[RunRecord], baseline: str | None = None) -> ArmCo
 
 
 def _group_into_arms(records: list[RunRecord]) -> dict[str, list[RunRecord]]:
+    """Group runs of equal settings, apart from seeds, into arms by label; a second run of a seed is another arm."""
     groups: dict[tuple[str, int], list[RunRecord]] = {}
     counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for record in records:
@@ -410,8 +403,8 @@ def _group_into_arms(records: list[RunRecord]) -> dict[str, list[RunRecord]]:
 
 
 def arm_label(run: RunRecord) -> str:
-    """The label of a run's arm: its normalizer, the normalizers of its phases, or the normalizer that was swapped in
-    after training.
+    """Return the label of a run's arm: its normalizer, the normalizers of its phases, or the normalizer that was
+    swapped in after training.
 
     Phases read `softmax -> ssmax at step 175`.
     """
@@ -449,4 +442,5 @@ def _config_diff(arms: Mapping[object, list[RunRecord]]) -> dict[str, tuple[str,
 
 
 def _keys_besides_normalizer(config_diff: Iterable[str]) -> list[str]:
+    """Return the keys in which arms differ that decide what a run learns, without those of the normalizer."""
     return [key for key in config_diff if distinguishes_arms(key) and not key.startswith(_NORMALIZER_PREFIXES)]

@@ -39,7 +39,7 @@ _PARAMETER_METRIC = re.compile(r"normalizer/(.+)/layer(\d+)/(head\d+|rms)")
 
 
 class DrawnRun(NamedTuple):
-    """A run as pictures of training draw it and pages list it. `state` is finished, unfinished or diverged."""
+    """Holds a run as pictures of training draw it and pages list it. `state` is finished, unfinished or diverged."""
 
     arm: str
     seed: int
@@ -58,9 +58,8 @@ def drawn_runs(comparison: ArmComparison) -> list[DrawnRun]:
 
 
 def _trace(run: DrawnRun, curve: Curve, colour: int, label: str, kind: Literal["seed", "mean"] = "seed") -> Trace:
-    """The curve of a logged metric as a function of tokens seen, which include the tokens that the run's initial
-    weights had seen. Of more than `MAX_POINTS` points, neighbours are replaced by their mean.
-    """
+    """Return the curve of a logged metric as a function of tokens seen, which include the tokens that the run's initial
+    weights had seen. Of more than `MAX_POINTS` points, neighbours are replaced by their mean."""
     count, tokens = len(curve.tokens), curve.tokens + run.record.tokens_before
     groups = np.array_split(np.arange(count), min(count, MAX_POINTS) or 1)
     x, y = (np.array([values[group].mean() for group in groups if len(group)]) for values in (tokens, curve.values))
@@ -68,9 +67,8 @@ def _trace(run: DrawnRun, curve: Curve, colour: int, label: str, kind: Literal["
 
 
 def _y_range(title: str, arrays: Sequence[np.ndarray], level: float | None) -> tuple[tuple[float, float] | None, str]:
-    """The range (low, high) of the y axis, cut off above the reference level if there is one, and a note on higher
-    values; the range is None without a finite value.
-    """
+    """Return the range (low, high) of the y axis, cut off above the reference level if there is one, and a note on
+    higher values; the range is None without a finite value."""
     values = np.concatenate([np.empty(0), *arrays])
     values = values[np.isfinite(values)]
     if not len(values):
@@ -91,7 +89,7 @@ def curves(
     titles: Mapping[str, tuple[str, str]],
     comparison: ArmComparison | None,
 ) -> Picture | None:
-    """A picture of logged metrics as functions of tokens seen; None if no metric has a curve.
+    """Return a picture of logged metrics as functions of tokens seen; None if no metric has a curve.
 
     Args:
         names: names of the arms, whose order decides their colours.
@@ -150,18 +148,16 @@ def curves(
 
 
 def axis_pictures(comparison: ArmComparison) -> list[Picture | None]:
-    """A picture for each section of its metrics along their axis: for each name, panels of values and of paired
-    differences to the baseline. None if there is no axis, or a single place and no level to compare it with.
-    """
+    """Return a picture for each section of its metrics along their axis: for each name, panels of values and of paired
+    differences to the baseline. None if there is no axis, or a single place and no level to compare it with."""
     drawn = [_traces(comparison, of_differences) for of_differences in (False, True)]
     return [_axis_picture(comparison, section, *drawn) for section in comparison.sections]
 
 
 def _traces(comparison: ArmComparison, of_differences: bool) -> dict[int, list[Trace]]:
-    """Traces of values, or of paired differences, by the number of their name: each run's means at the points or bins
-    that all runs of its arm have, and the mean over runs with its interval. Bins that begin before
-    `FIRST_DRAWN_POSITION` are left out, except the last.
-    """
+    """Return traces of values, or of paired differences, by the number of their name: each run's means at the points or
+    bins that all runs of its arm have, and the mean over runs with its interval. Bins that begin before
+    `FIRST_DRAWN_POSITION` are left out, except the last."""
     rows = comparison.paired_differences(comparison.rows) if of_differences else comparison.rows
     rows = rows[rows["shape"] != "number"]
     rows = rows.assign(until=rows["until"].fillna(rows["x"]))  # a point is a bin without width
@@ -203,9 +199,8 @@ def _interval(
     values: np.ndarray,
     of_differences: bool,
 ) -> Interval | None:
-    """The interval of an arm's mean at a point or, of a single run, in a bin; or of its paired difference there.
-    `units` and `values`, by run, are those of the place.
-    """
+    """Return the interval of an arm's mean at a point or, of a single run, in a bin; or of its paired difference there.
+    `units` and `values`, by run, are those of the place."""
     about = units["about"].iloc[0]
     if of_differences:
         return shown_interval(paired_interval(units, values), about)
@@ -218,7 +213,7 @@ def _interval(
 
 
 def _axis_picture(comparison: ArmComparison, section: pd.DataFrame, *drawn: dict[int, list[Trace]]) -> Picture | None:
-    """The picture of a section. `drawn`: traces of values, and of differences, by the number of their name."""
+    """Return the picture of a section. `drawn`: traces of values, and of differences, by the number of their name."""
     title, shape, about = section[["title", "shape", "about"]].iloc[0]
     metrics, panels = section["about"].unique(), []
     if shape == "number" or (section["place"].nunique() < 2 and not any(metric.references for metric in metrics)):
@@ -256,8 +251,8 @@ def _axis_picture(comparison: ArmComparison, section: pd.DataFrame, *drawn: dict
 
 
 def heat_maps(comparison: ArmComparison) -> list[Picture]:
-    """Pictures of heat maps of fractions of more than `MAX_TASKS_WITHOUT_MAP` tasks, such as accuracy by needle depth
-    and length. Each map shows an arm's mean over seeds."""
+    """Return pictures of heat maps of fractions of more than `MAX_TASKS_WITHOUT_MAP` tasks, such as accuracy by needle
+    depth and length. Each map shows an arm's mean over seeds."""
     rows, pictures = comparison.all_rows, []
     is_fraction = (rows["unit"] == "fraction") & ~rows["control"]
     means = point_means(rows[is_fraction & (rows["title"] == "") & (rows["shape"] == "points")])
@@ -272,7 +267,7 @@ def heat_maps(comparison: ArmComparison) -> list[Picture]:
 
 
 def _fraction_map(arm: str, means: pd.DataFrame) -> Map:
-    """A heat map of an arm: a row for each task, a column for each point, cells with means over runs."""
+    """Return a heat map of an arm: a row for each task, a column for each point, cells with means over runs."""
     about, tasks = means["about"].iloc[0], means["task"].unique()
     table = mean(means, ["task", "x"]).pivot(index="task", columns="x", values="value").reindex(tasks)
     top = 1.0 if about.interval else float(np.nanmax(table))
@@ -285,7 +280,7 @@ def _fraction_map(arm: str, means: pd.DataFrame) -> Map:
 
 
 def parameter_picture(names: Sequence[str], runs: Sequence[DrawnRun]) -> Picture | None:
-    """The picture of the normalizers' parameters in training; None if there are none.
+    """Return the picture of the normalizers' parameters in training; None if there are none.
 
     Each arm has a colour; with a single run, each layer has one.
     """

@@ -48,14 +48,15 @@ AGREEMENT_TEXTS = {True: "yes", False: "NO", None: "unknown"}  # how tables show
 
 
 def comparison_tables(comparison: ArmComparison) -> tuple[Table, ...]:
-    """One table for each section: a row for each task, inference setting and arm, a column for each metric at each
-    point or range. A table of differences to the baseline follows if any difference has an interval."""
+    """Return one table for each section: a row for each task, inference setting and arm, a column for each metric at
+    each point or range. A table of differences to the baseline follows if any difference has an interval."""
     tables = [_section_table(comparison, section) for section in comparison.sections]
     differences = [difference for difference in comparison.differences if difference.interval]
     return (*tables, _difference_table(comparison, differences)) if differences else tuple(tables)
 
 
 def _section_table(comparison: ArmComparison, section: pd.DataFrame) -> Table:
+    """Return the table of one section of `comparison_tables`."""
     title, shape = section[["title", "shape"]].iloc[0]
     runs_by_row = section.groupby(["subject", "setting", "arm"], sort=False)["run"].unique().to_dict()
     settings = dict.fromkeys(row[:2] for row in runs_by_row)
@@ -91,7 +92,7 @@ def _section_table(comparison: ArmComparison, section: pd.DataFrame) -> Table:
 
 
 def _mean_column(heading: str, about: Metric, cells: Sequence[MeanOfArm | None]) -> FilledColumn:
-    """A column of the means of a metric at a place, with their intervals if they have any."""
+    """Return a column of the means of a metric at a place, with their intervals if they have any."""
     sources = dict.fromkeys(cell.interval.noise_source for cell in cells if cell and cell.interval)
     unit, options = _unit(about.unit), {}
     if sources:
@@ -101,11 +102,12 @@ def _mean_column(heading: str, about: Metric, cells: Sequence[MeanOfArm | None])
 
 
 def _unit(unit: str) -> str:
+    """Shorten a unit for headings: `nats per token` becomes `nats/token`."""
     return unit.replace(" per ", "/")
 
 
 def _difference_table(comparison: ArmComparison, differences: list[Difference]) -> Table:
-    """A table of differences. Differences whose intervals cover different noise stand in different columns."""
+    """Return a table of differences. Differences whose intervals cover different noise stand in different columns."""
     columns: list[FilledColumn] = [
         (Column("arm", kind="label"), [difference.arm for difference in differences]),
         (Column("metric", kind="label"), [difference.subject for difference in differences]),
@@ -120,7 +122,7 @@ def _difference_table(comparison: ArmComparison, differences: list[Difference]) 
 
 
 def comparison_notes(comparison: ArmComparison) -> list[str]:
-    """Notes on which documents and seeds numbers are of, and on why differences are missing."""
+    """Return notes on which documents and seeds numbers are of, and on why differences are missing."""
     lines = [REPORTING_NOTE] * bool((comparison.rows["part"] == "reports").any())
     intervals = [difference.interval for difference in comparison.differences if difference.interval]
     lines += [ONE_SEED_NOTE] * any(interval.noise_source.endswith(", 1 seed") for interval in intervals)
@@ -142,7 +144,7 @@ def comparison_notes(comparison: ArmComparison) -> list[str]:
 
 
 def cost_table(arms: Arms, title: str = "What a run took") -> Table:
-    """A table of the mean costs of a run, one row per arm, without costs that no run folder records."""
+    """Return a table of the mean costs of a run, one row per arm, without costs that no run folder records."""
     means = [pd.DataFrame([_costs(run) for run in runs], dtype=float).mean() for runs in arms.values()]
     columns: list[FilledColumn] = [
         (Column("arm", kind="label"), [*arms]),
@@ -156,7 +158,7 @@ def cost_table(arms: Arms, title: str = "What a run took") -> Table:
 
 
 def _costs(run: RunRecord) -> dict[tuple[str, str], float | None]:
-    """A run's costs by (name, unit), None where the run folder records none."""
+    """Return a run's costs by (name, unit), None where the run folder records none."""
     seconds, memory = highest(run.log_lines, "elapsed_s"), highest(run.log_lines, PEAK_MEMORY)
     # the run's own, as the seconds are
     tokens = run.tokens_seen and run.tokens_seen - (run.environment_entry("branched_from.tokens") or 0)
@@ -180,7 +182,7 @@ def _costs(run: RunRecord) -> dict[tuple[str, str], float | None]:
 
 @dataclass(frozen=True)
 class Fact:
-    """A setting or measurement of all runs: its value as text, by arm if arms differ, and whether all runs agree.
+    """Holds a setting or measurement of all runs: its value as text, by arm if arms differ, and whether all runs agree.
 
     `agrees` is None if it is unknown whether runs agree. `condition`: whether a fair comparison needs the runs to
     agree.
@@ -193,9 +195,8 @@ class Fact:
 
 
 def run_facts(comparison: ArmComparison) -> list[Fact]:
-    """Facts on the settings of all runs and on how the runs were measured, beginning with the conditions of a fair
-    comparison.
-    """
+    """Return facts on the settings of all runs and on how the runs were measured; conditions of a fair comparison come
+    first."""
     runs, arms = comparison.runs, comparison.arms
     by_run = [_conditions(run) for run in runs]
     facts = {name: Fact(name, *comparison.shared_value([of_run[name] for of_run in by_run])) for name in by_run[0]}
@@ -218,7 +219,7 @@ def run_facts(comparison: ArmComparison) -> list[Fact]:
 
 
 def _conditions(run: RunRecord) -> dict[str, Plain]:
-    """Settings and counts of a run in which the runs of a fair comparison agree."""
+    """Return the settings and counts of a run in which the runs of a fair comparison agree."""
     total, normalizer = run.environment_entry("parameters.total"), run.environment_entry("parameters.normalizer")
     evaluated_after = {evaluation.tokens_seen for evaluation in run.evaluations}
     scheduled = [
@@ -241,9 +242,8 @@ def _conditions(run: RunRecord) -> dict[str, Plain]:
 
 
 def facts_table(comparison: ArmComparison) -> Table:
-    """A table with a row for each of the `run_facts`; with several arms, a column says which conditions of a fair
-    comparison hold.
-    """
+    """Return a table with a row for each of the `run_facts`; with several arms, a column says which conditions of a
+    fair comparison hold."""
     facts = run_facts(comparison)
     agreements = [AGREEMENT_TEXTS[fact.agrees] if fact.condition else "" for fact in facts]
     columns: list[FilledColumn] = [
@@ -255,9 +255,8 @@ def facts_table(comparison: ArmComparison) -> Table:
 
 
 def configuration_table(comparison: ArmComparison, is_omitted: Callable[[str], bool]) -> Table:
-    """A table with a row for each configuration key in which the arms differ, unless it `is_omitted`, and a column for
-    each arm.
-    """
+    """Return a table with a row for each configuration key in which the arms differ, unless it `is_omitted`, and a
+    column for each arm."""
     keys = [key for key in comparison.config_diff if not is_omitted(key)]
     columns = [
         (Column(arm, kind="words"), [comparison.config_diff[key][index] for key in keys])
@@ -267,13 +266,13 @@ def configuration_table(comparison: ArmComparison, is_omitted: Callable[[str], b
 
 
 def _sequences_text(rows: pd.DataFrame) -> str | None:
-    """Number and length of the sequences of rows, by task; None if no metric says it."""
+    """Return the number and length of the sequences of rows, by task; None if no metric says it."""
     amounts = dict.fromkeys(zip(rows["subject"], (about.amount for about in rows["about"]), strict=True))
     return "; ".join(": ".join(filter(None, pair)) for pair in amounts if pair[1]) or None
 
 
 def text_words(run: RunRecord) -> str:
-    """A run's text or tasks by name, and the size of text; sequences of symbols are made anew."""
+    """Return a run's text or tasks by name, and the size of text; sequences of symbols are made anew."""
     source = {} if run.symbolic else flatten(run.config["data"].get("source"))
     names = [name for key, name in source.items() if name and key.rpartition(".")[2] in ("package", "dataset", "paths")]
     words = [str(part) for name in names for part in (name if isinstance(name, list) else [name])]
@@ -283,7 +282,8 @@ def text_words(run: RunRecord) -> str:
 
 
 def _normalizer_text(run: RunRecord) -> str:
-    """Text on the normalizer of each training phase of a run: formula, source, and options that aren't the defaults."""
+    """Return text on the normalizer of each training phase of a run: formula, source, and options that aren't the
+    defaults."""
     return "; then ".join(
         f"{f'from step {step}: ' if step else ''}{description(options)}" for step, options in run.phases
     )

@@ -25,9 +25,8 @@ RUN = "run, step"  # heading
 
 @dataclass(frozen=True, eq=False)
 class EvaluationResult:
-    """One evaluation of one checkpoint of a run. `cached` says whether it was read from the run folder, not measured
-    anew.
-    """
+    """Holds one evaluation of one checkpoint of a run. `cached` says whether it was read from the run folder, not
+    measured anew."""
 
     folder: Path
     evaluation: Evaluation
@@ -35,11 +34,12 @@ class EvaluationResult:
 
     @cached_property
     def rows(self) -> list[dict[str, Plain]]:
+        """Return the rows of the evaluation (`rows_of`)."""
         return rows_of(self.evaluation)
 
 
 def rows_of(evaluation: Evaluation) -> list[dict[str, Plain]]:
-    """All means at places (`at_places`) and reference levels; over bins, the overall mean, too. Keys of a row:
+    """Return all means at places (`at_places`) and reference levels; over bins, the overall mean, too. Keys of a row:
 
     setting: inference setting; empty: the evaluation has none.
     where: task and place in words: positions, lengths, depths ...; empty: the whole evaluation.
@@ -120,7 +120,7 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
 
 
 def _printed_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a kind of evaluation that are printed."""
+    """Return the rows of a kind of evaluation that are printed."""
     if rows["quantity"].nunique() > MAX_COLUMNS:
         return rows[rows["where"] == ""]
     if rows["low"].isna().groupby(rows[RUN]).sum().max() <= MAX_NUMBERS:
@@ -131,9 +131,8 @@ def _printed_rows(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _table(title: str, rows: pd.DataFrame) -> Table:
-    """A table with a row for each run, inference setting and place, and a column for each metric; of more than
-    `MAX_COLUMNS` metrics with a row for each metric. Label columns that say nothing are left out.
-    """
+    """Return a table with a row for each run, inference setting and place, and a column for each metric; of more than
+    `MAX_COLUMNS` metrics with a row for each metric. Label columns that say nothing are left out."""
     has_metric_rows, units, cells = rows["quantity"].nunique() > MAX_COLUMNS, {}, {}
     for row in rows.to_dict("records"):
         text = numeral(row["value"])
@@ -161,7 +160,7 @@ def _table(title: str, rows: pd.DataFrame) -> Table:
 
 
 def results_bytes(results: list[EvaluationResult], path: Path) -> bytes:
-    """The content of the result file `path`, CSV or JSON by the suffix, with a row or object for each number."""
+    """Return the content of the result file `path`, CSV or JSON by the suffix, with a row or object for each number."""
     lines = []
     for result in results:
         labels = {"run": str(result.folder), "step": result.evaluation.step, "kind": result.evaluation.kind}

@@ -36,7 +36,7 @@ COLUMNS = (*RUN_COLUMNS, *MEASURED_COLUMNS, "part", "weight", "value")
 
 
 def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
-    """The numbers that runs have measured, as a data frame with one row per number (`COLUMNS`).
+    """Return the numbers that runs have measured, as a data frame with one row per number (`COLUMNS`).
 
     A mean is the average of `value` over the rows of a `part`, weighted by `weight`; over bins it is weighted by `until
     - x`, too.
@@ -84,7 +84,7 @@ def frame(blocks: Iterable[pd.DataFrame]) -> pd.DataFrame:
 
 
 def evaluation_block(evaluation: Evaluation, run_values: dict[str, Any]) -> pd.DataFrame:
-    """The rows of an evaluation. `run_values`: the run's columns, which all of these rows share."""
+    """Return the rows of an evaluation. `run_values`: the run's columns, which all of these rows share."""
     rows = evaluation_rows([evaluation])
     about, has_unit = rows["about"], rows["sample"].notna()
     levels = {metric: chance_level(metric)[1] for metric in about.cat.categories}
@@ -109,6 +109,7 @@ def _run_folders(folder: Path) -> list[Path]:
 
 
 def run_columns(record: RunRecord) -> dict[str, Any]:
+    """Return the columns that describe a run, by name; all its rows share the values."""
     experiment = record.config.get("experiment")
     experiment = experiment if isinstance(experiment, dict) else {}
     return {
@@ -126,6 +127,7 @@ def run_columns(record: RunRecord) -> dict[str, Any]:
 
 
 def _run_blocks(record: RunRecord, history: bool) -> Iterator[pd.DataFrame]:
+    """Yield the blocks of rows of a run: of its evaluations and, with `history`, of its log."""
     run_values = run_columns(record)
     evaluations = list(record.evaluations)
     if history:

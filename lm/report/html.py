@@ -56,9 +56,8 @@ BlockKind = Literal["note", "warning", "list", "table", "picture", "code", "deta
 
 @dataclass(frozen=True)
 class PageBlock:
-    """A part of a page section; `kind` says how its content is shown. `name` is its files' name without suffix, empty
-    if it has none.
-    """
+    """Holds a part of a page section; `kind` says how its content is shown. `name` is its files' name without suffix,
+    empty if it has none."""
 
     kind: BlockKind
     content: str | list[str] | Table | Picture | tuple[str, str]
@@ -67,7 +66,7 @@ class PageBlock:
 
 @dataclass
 class PageSection:
-    """A heading and the blocks under it; without blocks, the page leaves it out."""
+    """Holds a heading and the blocks under it; without blocks, the page leaves it out."""
 
     title: str
     blocks: list[PageBlock] = field(default_factory=list)
@@ -82,7 +81,7 @@ class PageSection:
 
 @dataclass(frozen=True)
 class Answer:
-    """The content of a card on the page: the verdict on an arm, or on an arm at one model size."""
+    """Holds the content of a card on the page: the verdict on an arm, or on an arm at one model size."""
 
     arm: str
     verdict: str
@@ -101,9 +100,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Page:
-    """A page on a comparison or an experiment. `margin_note`: a note that explains the shaded region in the drawings
-    of its answers.
-    """
+    """Holds a page on a comparison or an experiment. `margin_note`: a note that explains the shaded region in the
+    drawings of its answers."""
 
     name: str
     sections: list[PageSection]
@@ -114,9 +112,8 @@ class Page:
 
 
 def html(page: Page) -> str:
-    """The HTML text of a page. The page loads no other files, all its text is escaped, and its only script sorts
-    tables.
-    """
+    """Return the HTML text of a page. The page loads no other files, all its text is escaped, and its only script sorts
+    tables."""
     template, script = (
         files("lm.report").joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "sort.js")
     )
@@ -141,9 +138,8 @@ def html(page: Page) -> str:
 
 
 def inline(picture: Picture) -> Markup:
-    """The SVG of a picture for embedding in the page, without the file header, and without the colour rules, which the
-    page has once.
-    """
+    """Return the SVG of a picture for embedding in the page, without the file header, and without the colour rules,
+    which the page has once."""
     return Markup(re.sub(r"^.*?(?=<svg )|<style>@media.*?</style>", "", picture.svg, flags=re.DOTALL))
 
 
@@ -151,7 +147,7 @@ def inline(picture: Picture) -> Markup:
 
 
 def trained_words(runs: Sequence[RunRecord]) -> str:
-    """What runs trained, in words: parameters, steps, tokens and text; empty without runs."""
+    """Say what runs trained: parameters, steps, tokens and text; empty without runs."""
 
     def listed(values: Iterable[Plain]) -> str:
         return " or ".join(dict.fromkeys(map(plain_text, values)))
@@ -173,7 +169,7 @@ def trained_words(runs: Sequence[RunRecord]) -> str:
 
 
 def introduction(runs: Sequence[Sequence[RunRecord]]) -> list[str]:
-    """What the runs of each model size trained and, of runs on text, what report text and selection text are."""
+    """Say what the runs of each model size trained and, of runs on text, what report text and selection text are."""
     has_text = any(
         (evaluation.frame["part"] != "").any() for of_size in runs for run in of_size for evaluation in run.evaluations
     )
@@ -189,7 +185,7 @@ def run_sections(
     tuning: PageSection | None = None,
     is_omitted: Callable[[str], bool] = lambda key: False,
 ) -> list[PageSection]:
-    """The page's sections on runs: while training, measurements, costs, and what the runs share or differ in.
+    """Return the page's sections on runs: while training, measurements, costs, and what the runs share or differ in.
 
     Args:
         names: names of all arms, whose order decides their colours.
@@ -227,13 +223,13 @@ def run_sections(
 
 
 def run_details(run: DrawnRun) -> tuple[str, str]:
-    """Two texts: a run's label with the command that started the run, and the run's configuration as YAML."""
+    """Return two texts: a run's label with the command that started the run, and the run's configuration as YAML."""
     return f"{run.label}: {plain_text(run.record.environment_entry('command'))}", dump_yaml(run.record.config)
 
 
 def page_files(page: Page, folder: Path) -> dict[Path, bytes]:
-    """Contents of the report's files, by path in `folder`: the page `report.html`, and files of each table and picture
-    that has a name.
+    """Return the contents of the report's files, by path in `folder`: the page `report.html`, and files of each table
+    and picture that has a name.
 
     Tables are written as CSV, pictures as SVG.
     """

@@ -54,7 +54,7 @@ Style = dict[str, str | float | tuple[int, tuple[int, ...]]]  # keyword argument
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """The points of one arm, or of one of the arm's seeds, in a panel, and how they are drawn."""
+    """Holds the points of one arm, or of one of the arm's seeds, in a panel, and says how they are drawn."""
 
     arm: int  # number of the trace's colour and marker
     label: str  # arm and seed of the trace, such as `ssmax, seed 3`
@@ -72,7 +72,7 @@ class Trace:
 
 @dataclass(frozen=True, eq=False)
 class Panel:
-    """Axes and the traces drawn in them."""
+    """Holds axes and the traces drawn in them."""
 
     title: str
     x_label: str
@@ -88,15 +88,14 @@ class Panel:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether more arms have a mean than there are colours; if so, their means are drawn without seeds and without
-        intervals.
-        """
+        """Return whether more arms have a mean than there are colours; if so, their means are drawn without seeds and
+        without intervals."""
         return len({trace.arm for trace in self.traces if trace.kind == "mean"}) > len(COLOURS)
 
 
 @dataclass(frozen=True, eq=False)
 class Map:
-    """A heat map: values over two axes as colours."""
+    """Holds a heat map: values over two axes as colours."""
 
     title: str
     x_label: str
@@ -109,7 +108,8 @@ class Map:
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """Panels and maps in a grid. The names of arms stand above all panels; a map's arm is named in the map's title."""
+    """Holds panels and maps in a grid. The names of arms stand above all panels; a map's arm is named in the map's
+    title."""
 
     panels: Sequence[Panel | Map | None]  # panels and maps row by row; None: an empty place
     arms: Sequence[str]  # empty: none is named
@@ -119,51 +119,51 @@ class Picture:
 
     @property
     def shown_arms(self) -> list[int]:
-        """Indices of the arms that are named above all panels, as they have a trace with points."""
+        """Return the indices of the arms that are named above all panels, as they have a trace with points."""
         traces = [trace for panel in self.panels if isinstance(panel, Panel) for trace in panel.traces if len(trace.x)]
         return sorted({trace.arm for trace in traces}) if self.arms else []
 
     @property
     def has_maps(self) -> bool:
+        """Return whether any of the panels is a heat map."""
         return any(isinstance(panel, Map) for panel in self.panels)
 
     @property
     def crowd_note(self) -> str:
-        """A note on what crowded panels leave out (`Panel.is_crowded`); empty if no panel is crowded."""
+        """Return a note on what crowded panels leave out (`Panel.is_crowded`); empty if no panel is crowded."""
         is_crowded = any(isinstance(panel, Panel) and panel.is_crowded for panel in self.panels)
         return " Of so many arms means alone are drawn." * is_crowded
 
     @property
     def parts(self) -> "list[Picture | None]":
-        """One picture for each panel (None for an empty place), for a page to arrange by its width; a picture with maps
-        is not divided.
-        """
+        """Return one picture for each panel (None for an empty place), for a page to arrange by its width; a picture
+        with maps is not divided."""
         return [self] if self.has_maps else [panel and replace(self, panels=[panel], arms=[]) for panel in self.panels]
 
     def sign(self, arm: int) -> str:
-        """A character that shows the marker of an arm, for text next to the picture."""
+        """Return a character that shows the marker of an arm, for text next to the picture."""
         return "\u25cf\u25a0\u25c6\u25b2\u25bc\u271a\u2605"[MARKERS.index(arm_style(arm)["marker"])]
 
     @property
     def grid_shape(self) -> tuple[int, int]:
-        """Number of rows and number of columns of panels."""
+        """Return the numbers of rows and columns of panels."""
         columns = min(self.columns, len(self.panels))
         return -(-len(self.panels) // columns), columns
 
     @cached_property
     def svg(self) -> str:
-        """The picture as the text of an SVG file, with colours for light and for dark pages."""
+        """Return the picture as the text of an SVG file, with colours for light and for dark pages."""
         style = f"<style>{dark_style()}</style>"
         return re.sub(r"<svg [^>]*>", lambda head: head[0] + style, _render(self, "svg"), count=1)
 
     @cached_property
     def png(self) -> bytes:
-        """The picture as a PNG file, with 160 pixels per inch."""
+        """Return the picture as a PNG file, with 160 pixels per inch."""
         return _render(self, "png")
 
 
 def dark_style() -> str:
-    """CSS rules that replace the colours of SVG files by their dark counterparts on dark pages."""
+    """Return CSS rules that replace the colours of SVG files by their dark counterparts on dark pages."""
     rules = "".join(
         f'[style*="{name}: {light}"]{{{name}:{dark}!important}}'
         for light, dark in DARK_COLOURS.items()
@@ -205,6 +205,7 @@ def _render(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
 
 
 def _draw_panel(axes: Axes, panel: Panel) -> None:
+    """Draw a panel's traces, levels, marks and labels into `axes`."""
     if panel.log:
         axes.set_xscale("log", base=panel.log)
     axes.xaxis.set_major_formatter(lambda x, _: _tick_text(x, panel.log == 2))
@@ -240,13 +241,14 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
 
 
 def _tick_text(value: float, is_binary: bool) -> str:
-    """The label of a tick: a plain number below 10,000; from there on `16k` by 1024 if `is_binary`, else `1.5M`."""
+    """Return the label of a tick: a plain number below 10,000; from there on `16k` by 1024 if `is_binary`, else `1.5M`."""
     if abs(value) < 10_000:
         return number(value)
     return f"{value / 1024:g}k" if is_binary else EngFormatter(sep="")(value)
 
 
 def _draw_trace(axes: Axes, trace: Trace) -> None:
+    """Draw the points of a trace into `axes`, in the style of its kind and its arm."""
     style = arm_style(trace.arm)
     colour, points = style["color"], style | {"linestyle": "none"}
     match trace.kind:
@@ -291,11 +293,12 @@ def _draw_map(axes: Axes, panel: Map, size: tuple[float, float]) -> None:
 
 
 def _wrap_title(title: str) -> str:
+    """Break a title into lines that fit above a panel."""
     return "\n".join(textwrap.fill(line, 56) for line in title.split("\n"))
 
 
 def arm_style(arm: int) -> Style:
-    """Colour, marker and dashes of an arm: no two of the arms 0 to 48 have colour and marker in common."""
+    """Return the colour, marker and dashes of an arm: no two of the arms 0 to 48 have colour and marker in common."""
     round_number = arm // len(COLOURS)
     marker, dashes = MARKERS[(arm + round_number) % 7], DASHES[round_number % 4]
     return {"color": COLOURS[arm % 7], "marker": marker, "linestyle": dashes, "linewidth": 1.8}

@@ -26,13 +26,14 @@ Cell = str | Text | Interval | None  # None: not measured; Text: for the termina
 
 
 def with_unit(name: str, unit: str) -> str:
-    """The name of a quantity, followed by its unit in brackets unless `unit` is empty."""
+    """Return the name of a quantity, followed by its unit in brackets unless `unit` is empty."""
     return f"{name} ({unit})" if unit else name
 
 
 @dataclass(frozen=True)
 class Column:
-    """A heading, its unit, and the kind of its cells: text, numbers as text, or intervals (means and differences)."""
+    """Holds a heading, its unit, and the kind of its cells: text, numbers as text, or intervals (means and
+    differences)."""
 
     name: str
     unit: str = ""
@@ -41,6 +42,7 @@ class Column:
 
     @property
     def heading(self) -> str:
+        """Return the name with its unit."""
         return with_unit(self.name, self.unit)
 
     def text(self, value: float) -> str:
@@ -48,13 +50,13 @@ class Column:
         return signed_text(value) if self.kind == "difference" else f"{value:z.{self.decimals}f}"
 
     def cell_text(self, cell: Cell) -> str:
-        """The cell as text: an interval as `mean [low, high]`, None as `-`."""
+        """Format a cell as text: an interval as `mean [low, high]`, None as `-`."""
         if isinstance(cell, Interval):
             return f"{self.text(cell.mean)} {self.ends(cell)}"
         return "-" if cell is None else cell
 
     def ends(self, cell: Interval) -> str:
-        """The ends of an interval as `[low, high]`, or `NO_INTERVAL` if an end is open."""
+        """Return the ends of an interval as `[low, high]`, or `NO_INTERVAL` if an end is open."""
         if not cell.is_bounded:
             return NO_INTERVAL
         return f"[{self.text(cell.low)}, {self.text(cell.high)}]"
@@ -65,9 +67,8 @@ FilledColumn = tuple[Column, list[Cell]]  # a column and its cells, row by row
 
 @dataclass(frozen=True)
 class Table:
-    """A table as columns, each with its cells in the order of rows. Label columns come first, and the column of arms
-    before all others.
-    """
+    """Holds a table as columns, each with its cells in the order of rows. Label columns come first, and the column of
+    arms before all others."""
 
     title: str
     unit: str  # unit of most columns
@@ -75,12 +76,12 @@ class Table:
 
     @property
     def columns(self) -> list[Column]:
-        """The table's columns, without their cells."""
+        """Return the table's columns, without their cells."""
         return [column for column, _ in self.contents]
 
     @property
     def rows(self) -> list[list[tuple[Column, Cell]]]:
-        """The table's rows: each cell with its column."""
+        """Return the table's rows: each cell with its column."""
         return [
             list(zip(self.columns, row, strict=True))
             for row in zip(*(cells for _, cells in self.contents), strict=True)
@@ -91,7 +92,7 @@ DIFFERENCE = Column("difference", kind="difference")
 
 
 def plain_text(value: object) -> str:
-    """A value as text: integers with thousands separated, None as `not recorded`."""
+    """Format a value as text: integers with thousands separated, None as `not recorded`."""
     if value is None:
         return "not recorded"
     if isinstance(value, bool):
@@ -100,14 +101,13 @@ def plain_text(value: object) -> str:
 
 
 def printable_text(text: str) -> str:
-    """The text on one line, without control characters."""
+    """Return the text on one line, with `?` in place of control characters."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def numeral(value: float | None) -> str | None:
-    """A value as text: four decimals below a magnitude of 100, else four significant digits. `not finite` for NaN or
-    inf, None for None.
-    """
+    """Format a value as text: four decimals below a magnitude of 100, else four significant digits. `not finite` for
+    NaN or inf, None for None."""
     if value is None:
         return None
     if not np.isfinite(value):
@@ -116,18 +116,18 @@ def numeral(value: float | None) -> str | None:
 
 
 def number(value: float) -> str:
-    """An axis value as text; integers have thousands separators."""
+    """Format an axis value as text; integers have thousands separators."""
     return f"{int(value):,}" if value == int(value) else f"{value:g}"
 
 
 def four_digit_text(value: float) -> str:
-    """A value as text with four significant digits, without an exponent if it is large: 16460."""
+    """Format a value with four significant digits, without an exponent if it is large: 16460."""
     text = f"{value:.4g}"
     return f"{float(text):.0f}" if "e+" in text else text
 
 
 def signed_text(value: float) -> str:
-    """A difference as text with its sign."""
+    """Format a difference with its sign."""
     text = f"{value:+.4f}" if abs(value) < 100 else f"{'+' * (value > 0)}{four_digit_text(value)}"
     return "0.0000" if float(text) == 0 else text
 
@@ -136,9 +136,8 @@ def signed_text(value: float) -> str:
 
 
 def to_csv(tables: tuple[Table, ...]) -> str:
-    """CSV text of all tables: a line for each measured cell that is no label, with its row's labels, its value, and its
-    interval.
-    """
+    """Return CSV text of all tables: a line for each measured cell that is no label, with its row's labels, its value,
+    and its interval."""
     labels = list(dict.fromkeys(column.name for table in tables for column in table.columns if column.kind == "label"))
     numbers, lines = ("quantity", "unit", "value", "low", "high", "interval over"), []
     for table in tables:
@@ -158,8 +157,8 @@ def to_csv(tables: tuple[Table, ...]) -> str:
 
 
 def csv_text(lines: Sequence[dict[str, Plain]], columns: Sequence[str] = (), intervals: Sequence[str] = ()) -> str:
-    """CSV text with a row for each of `lines`, which map column names to values; `columns` come first, then the lines'
-    other columns.
+    """Return CSV text with a row for each of `lines`, which map column names to values; `columns` come first, then the
+    lines' other columns.
 
     A list [value, low, high] takes three columns, a mapping one for each key. Values named in `intervals` take three
     columns even if None.
@@ -172,6 +171,7 @@ def csv_text(lines: Sequence[dict[str, Plain]], columns: Sequence[str] = (), int
 
 
 def _csv_columns(name: str, value: Plain, intervals: Sequence[str]) -> list[tuple[str, Plain]]:
+    """Return the columns of a value in `csv_text`, each with its cell."""
     if isinstance(value, dict):
         return [(f"{name} {key}", item) for key, item in value.items()]
     if isinstance(value, list) or (value is None and name in intervals):
@@ -180,9 +180,8 @@ def _csv_columns(name: str, value: Plain, intervals: Sequence[str]) -> list[tupl
 
 
 def table_bytes(lines: Sequence[dict[str, Plain]], path: Path) -> bytes:
-    """The content of file `path`, CSV or JSON by suffix: a row for each of `lines`, values by column name. JSON has
-    null for NaN, inf.
-    """
+    """Return the content of file `path`, CSV or JSON by suffix: a row for each of `lines`, values by column name. JSON
+    has null for NaN, inf."""
     return json_bytes(json_value(list(lines))) if path.suffix == ".json" else csv_text(lines).encode()
 
 
@@ -193,6 +192,7 @@ MIN_WRAP_WIDTH = 10  # least width, in characters, at which headings are wrapped
 
 
 def print_tables(*tables: Table, notes: Sequence[str] = (), console: Console | None = None) -> None:
+    """Print tables and then notes on the terminal, or into `console`."""
     console = console or Console()
     if not console.is_terminal:
         console.width = max(console.width, 160)
@@ -208,9 +208,8 @@ def escape(text: str) -> str:
 
 
 def to_rich(table: Table) -> RichTable:
-    """The table in the form in which rich prints it. The unit of most columns (`Table.unit`) stands in the title
-    only.
-    """
+    """Return the table in the form in which rich prints it. The unit of most columns (`Table.unit`) stands in the title
+    only."""
     title = with_unit(table.title, table.unit)
     rich_table = RichTable(title=escape(title) or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     omits_intervals = sum(column.kind == "mean" for column in table.columns) > MAX_MEANS_WITH_INTERVALS

@@ -26,8 +26,8 @@ MAX_DEGREES = 100  # more degrees of freedom count as these
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and its interval, at 95 % for itself or for a family of intervals together; NaN where a measured value was
-    not finite.
+    """Holds a mean and its interval, at 95 % for itself or for a family of intervals together; NaN where a measured
+    value was not finite.
 
     `noise_source` names the sampled units whose noise the interval covers, such as `3 seeds` or `documents, 1 seed`.
     """
@@ -39,20 +39,19 @@ class Interval:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether both ends are finite and differ. It is False where all values of a sample are equal
-        (`Estimate.half_width`).
-        """
+        """Return whether both ends are finite and differ. It is False where all values of a sample are equal
+        (`Estimate.half_width`)."""
         return bool(np.isfinite([self.low, self.high]).all() and self.low < self.high)
 
     def as_list(self) -> list[float]:
-        """The interval as result files hold it, [mean, low, high]."""
+        """Return the interval as result files hold it, [mean, low, high]."""
         return [self.mean, self.low, self.high]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The means of one or many samples of equal size and their standard errors, for intervals and tests; NaN where a
-    value was not finite.
+    """Holds the means of one or many samples of equal size and their standard errors, for intervals and tests; NaN
+    where a value was not finite.
 
     Student's t estimates the spread from the sample. As a sample of equal values has no spread to estimate, the exact
     sign-flip test then decides in place of t. Its p of the hypothesis that the mean is not above 0 is 2^-n for n equal
@@ -69,7 +68,8 @@ class Estimate:
     floors: tuple["Estimate", ...] = ()
 
     def half_width(self, alpha: float = ALPHA) -> np.ndarray:
-        """Half the length of the interval of each mean, (...,), which misses the true mean with probability `alpha`.
+        """Return half the length of the interval of each mean, (...,), which misses the true mean with probability
+        `alpha`.
 
         For a sample of equal values it is 0. It is infinite if the values are too few for the sign-flip test to reach a
         two-sided p of `alpha`.
@@ -79,7 +79,8 @@ class Estimate:
         return np.maximum.reduce([half, *(floor.half_width(alpha) for floor in self.floors)])
 
     def p(self, sign: int) -> np.ndarray:
-        """One-sided p, (...,), of the hypothesis that the mean is at least 0 (`sign` 1), or at most 0 (`sign` -1).
+        """Return the one-sided p, (...,), of the hypothesis that the mean is at least 0 (`sign` 1), or at most 0
+        (`sign` -1).
 
         p is at most alpha / 2 where the interval by `half_width(alpha)` lies below 0 (`sign` 1) or above 0
         (`sign` -1).
@@ -90,7 +91,7 @@ class Estimate:
             return np.where(self.error == 0, exact_p, scipy.special.stdtr(self.degrees, distance / self.error))
 
     def interval(self, alpha: float = ALPHA) -> Interval:
-        """The interval of the mean of a single sample."""
+        """Return the interval of the mean of a single sample."""
         mean, half = float(self.mean), float(self.half_width(alpha))
         return Interval(mean, mean - half, mean + half, self.noise_source)
 
@@ -98,9 +99,8 @@ class Estimate:
 def _estimate(
     mean: np.ndarray, variance: np.ndarray, degrees: np.ndarray, largest_value: np.ndarray, noise_source: str
 ) -> Estimate:
-    """The estimate of means, given their variances. A standard error up to 1e-9 times `largest_value` is rounding, set
-    to 0.
-    """
+    """Make the estimate of means from their variances. A standard error up to 1e-9 times `largest_value` is rounding,
+    and set to 0."""
     error = np.sqrt(variance)
     return Estimate(
         mean,
@@ -111,7 +111,7 @@ def _estimate(
 
 
 def over_questions(values: np.ndarray, weights: np.ndarray, groups: np.ndarray, mean: float) -> Interval:
-    """Wilson's 95 % interval of `mean`, the fraction of right answers over sequences that ask questions.
+    """Return Wilson's 95 % interval of `mean`, the fraction of right answers over sequences that ask questions.
 
     Args:
         values, weights, groups: (units,), each unit's fraction of right answers, number of questions, and sequence.
@@ -125,9 +125,9 @@ def over_questions(values: np.ndarray, weights: np.ndarray, groups: np.ndarray, 
 def is_unlearned(
     mean: float, level: float, better: str, values: np.ndarray, weights: np.ndarray, groups: np.ndarray | None
 ) -> bool:
-    """Whether `mean` is not better than `level`, that of a model that has learned nothing. A fraction of right answers
-    must be above it by more than chance (`over_questions`, which has the other arguments). False if `level` is NaN.
-    """
+    """Return whether `mean` is not better than `level`, that of a model that has learned nothing. A fraction of right
+    answers must be above it by more than chance (`over_questions`, which has the other arguments). False if `level` is
+    NaN."""
     if better == "lower":
         return bool(mean >= level)
     is_fraction = groups is not None and mean > level and ((values >= 0) & (values <= 1)).all()
@@ -135,8 +135,8 @@ def is_unlearned(
 
 
 def over_documents(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> Interval | None:
-    """The weighted mean over units, such as sequences, with its 95 % interval by Student's t over the documents of the
-    units.
+    """Return the weighted mean over units, such as sequences, with its 95 % interval by Student's t over the documents
+    of the units.
 
     The mean is a ratio of sums over documents. Its variance is the sum of the documents' squared residual sums, each
     divided by 1 minus the document's fraction of the weight (Bell and McCaffrey 2002, CR2). Student's t has
@@ -162,8 +162,8 @@ def over_documents(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) 
 
 
 def _mean_variance(values: np.ndarray, weights: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-    """(means, variances of the means, degrees of freedom) of values (units, columns), as in `over_documents`. `labels`,
-    (units,), numbers the documents of the units from 0."""
+    """Return means, their variances and their degrees of freedom of values (units, columns), as in `over_documents`.
+    `labels`, (units,), numbers the documents of the units from 0."""
     fractions = np.bincount(labels, weights) / weights.sum()  # (documents,) fraction of the weight in each document
     mean = weights @ values / weights.sum()
     residuals = np.zeros((len(fractions), values.shape[1]))
@@ -186,7 +186,7 @@ def _mean_variance(values: np.ndarray, weights: np.ndarray, labels: np.ndarray) 
 
 
 def over_seeds(values: np.ndarray) -> Estimate:
-    """The estimate of means over seeds, by Student's t; `values` is (..., seeds), with at least two seeds."""
+    """Return the estimate of means over seeds, by Student's t; `values` is (..., seeds), with at least two seeds."""
     seeds, is_finite = values.shape[-1], np.isfinite(values).all(-1, keepdims=True)
     values = np.where(is_finite, values, np.nan)
     return _estimate(
@@ -195,7 +195,7 @@ def over_seeds(values: np.ndarray) -> Estimate:
 
 
 def welch(values: np.ndarray, baseline_values: np.ndarray) -> Estimate:
-    """The estimate of differences between the means of unpaired runs, by Welch's t (1947).
+    """Return the estimate of differences between the means of unpaired runs, by Welch's t (1947).
 
     Where each arm's values are equal, the exact permutation test decides, as the sign-flip test does of paired runs.
 
@@ -217,8 +217,8 @@ def welch(values: np.ndarray, baseline_values: np.ndarray) -> Estimate:
 
 
 def bounded_ends(values: np.ndarray, low: float, high: float, tail: float) -> tuple[np.ndarray, np.ndarray]:
-    """Ends, (...,), of intervals of means of independent values between `low` and `high`; `values` is (..., n). Either
-    end misses the true mean with probability `tail`.
+    """Return the ends, (...,), of intervals of means of independent values between `low` and `high`; `values` is (...,
+    n). Either end misses the true mean with probability `tail`.
 
     Nothing is assumed of the distribution: a value may be far from all seen ones with a small probability. The upper
     end is a quantile of the mean of the values and `high` under random weights, uniform over all weights of sum 1
@@ -229,7 +229,7 @@ def bounded_ends(values: np.ndarray, low: float, high: float, tail: float) -> tu
 
 
 def _upper_end(values: np.ndarray, high: float, tail: float) -> np.ndarray:
-    """The upper ends of `bounded_ends`."""
+    """Return the upper ends of `bounded_ends`."""
     from scipy.optimize.elementwise import find_root  # `scipy` doesn't import it at its first use
 
     *shape, count = values.shape
@@ -237,7 +237,7 @@ def _upper_end(values: np.ndarray, high: float, tail: float) -> np.ndarray:
     rows = np.sort(np.concatenate([values, np.full((*shape, 1), float(high))], axis=-1)).reshape(-1, count + 1)
 
     def excess(end: np.ndarray, row: np.ndarray) -> np.ndarray:
-        """The n-th root of an end's tail, which is linear in the end where values agree, above that of `tail`."""
+        """Return how far the n-th root of an end's tail, linear in the end where values agree, is above that of `tail`."""
         residuals = rows[row] - end[:, None]
         positive, negative = np.maximum(residuals, 0), np.maximum(-residuals, 0)
         first = positive[:, positive.shape[1] - (positive > 0).sum(1).max() :]
@@ -248,8 +248,8 @@ def _upper_end(values: np.ndarray, high: float, tail: float) -> np.ndarray:
 
 
 def _probability_of_more(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """The probability, (...,), that exponential times of means `first`, (..., k), have a larger sum than those of means
-    `second`, (..., l).
+    """Return the probability, (...,), that exponential times of means `first`, (..., k), have a larger sum than those
+    of means `second`, (..., l).
 
     Let the times of each side run one after another. As exponential times have no memory, the running time of `second`
     ends before that of `first` with probability first / (first + second). `first` has the larger sum if all times of
@@ -272,7 +272,7 @@ def _probability_of_more(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def trend(differences: np.ndarray, sizes: np.ndarray) -> Interval:
-    """The mean change of a difference per doubling of size, by least squares for each seed, with its interval by
+    """Return the mean change of a difference per doubling of size, by least squares for each seed, with its interval by
     Student's t over seeds.
 
     Args:
@@ -285,7 +285,8 @@ def trend(differences: np.ndarray, sizes: np.ndarray) -> Interval:
 
 
 def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> Estimate | None:
-    """The estimate of means over seeds and documents, for intervals that hold for new seeds and new documents, too.
+    """Return the estimate of means over seeds and documents, for intervals that hold for new seeds and new documents,
+    too.
 
     Seeds and documents are crossed: each seed's model reads each document. The variance is the variance over seeds,
     plus the variance over documents, minus the variance of their interaction, which both contain (Cameron, Gelbach and
@@ -328,7 +329,7 @@ def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np
 
 
 def effective_trials(right_answers: np.ndarray, questions: np.ndarray) -> float:
-    """The number of independent trials that the questions of several sequences are worth, at most the number of
+    """Return the number of independent trials that the questions of several sequences are worth, at most the number of
     questions.
 
     It is the number of questions divided by the design effect. The design effect is the variance of right answers
@@ -352,8 +353,8 @@ def effective_trials(right_answers: np.ndarray, questions: np.ndarray) -> float:
 
 
 def wilson(successes: float, trials: float) -> Interval:
-    """A fraction of independent trials with its 95 % Wilson score interval (1927), which stays within 0 and 1; NaN
-    without trials.
+    """Return a fraction of independent trials with its 95 % Wilson score interval (1927), which stays within 0 and 1;
+    NaN without trials.
 
     `successes` may be fractional where a trial is a mean, such as over the depths at which one needle is hidden in a
     text. The interval is as wide as for trials of 0 or 1.
@@ -376,7 +377,8 @@ def wilson(successes: float, trials: float) -> Interval:
 
 
 def mean_correlation(differences: np.ndarray) -> float:
-    """A cautious estimate of the mean correlation between arms' differences, (arms, seeds), to a shared baseline.
+    """Return a cautious estimate of the mean correlation between arms' differences, (arms, seeds), to a shared
+    baseline.
 
     It is the mean over pairs of arms, less one standard error, between 0 and `MAX_CORRELATION`. Arms without spread
     count as uncorrelated.
@@ -392,7 +394,8 @@ def mean_correlation(differences: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Family:
-    """Comparisons whose intervals hold together with 95 %; a comparison that can't be tested counts, too.
+    """A family is a set of comparisons whose intervals hold together with 95 %; a comparison that can't be tested
+    counts, too.
 
     A group holds comparisons that share a baseline, so that their differences are correlated. Different groups and
     `n_independent` further comparisons are taken as independent, which is cautious (Sidak 1967).
@@ -403,11 +406,11 @@ class Family:
 
     @property
     def size(self) -> int:
-        """The number of comparisons."""
+        """Return the number of comparisons."""
         return self.n_independent + sum(count for count, *_ in self.groups)
 
     def joint_p(self, p: np.ndarray | float) -> np.ndarray:
-        """The probability that at least one comparison without a difference has a two-sided p of at most `p`."""
+        """Return the probability that at least one comparison without a difference has a two-sided p of at most `p`."""
         p = np.asarray(p, dtype=float)
         if self.size <= 1:
             return p
@@ -419,7 +422,7 @@ class Family:
 
     @cached_property
     def alpha(self) -> float:
-        """The error rate of one comparison's interval, such that all intervals hold together with 95 %."""
+        """Return the error rate of one comparison's interval, such that all intervals hold together with 95 %."""
         if self.size <= 1:
             return ALPHA
         return scipy.optimize.brentq(
@@ -429,9 +432,8 @@ class Family:
 
 @lru_cache(maxsize=1 << 12)
 def _log_ratio(count: int, degrees: float, correlation: float) -> Chebyshev:
-    """An interpolation of `joint_tail` for a group: the logarithm of the ratio of minus the log of the probability that
-    no comparison reaches a p to that of one comparison, as a function of the latter's log.
-    """
+    """Return an interpolation of `joint_tail` for a group: the logarithm of the ratio of minus the log of the
+    probability that no comparison reaches a p to that of one comparison, as a function of the latter's log."""
 
     def ratio(logs: np.ndarray) -> list[float]:
         tails = [joint_tail(-math.expm1(-math.exp(log)), count, degrees, correlation) for log in logs]
@@ -441,7 +443,7 @@ def _log_ratio(count: int, degrees: float, correlation: float) -> Chebyshev:
 
 
 def joint_tail(p: float, count: int, degrees: float, correlation: float) -> float:
-    """The probability that any of `count` correlated t statistics without a difference reaches a two-sided `p`.
+    """Return the probability that any of `count` correlated t statistics without a difference reaches a two-sided `p`.
 
     Each statistic has its own standard error. The differences of a seed are normal and share one factor, such as the
     baseline's noise. Given the factor's mean and its sum of squares, the statistics are independent, so that
@@ -457,7 +459,7 @@ def joint_tail(p: float, count: int, degrees: float, correlation: float) -> floa
 
 @lru_cache(maxsize=1 << 8)
 def _quadrature(degrees: float, correlation: float) -> tuple[np.ndarray, ...]:
-    """Nodes and weights of `joint_tail`: the factor's part of a mean, its weights; weights of its squares; a
+    """Return the nodes and weights of `joint_tail`: the factor's part of a mean, its weights; weights of its squares; a
     comparison's spread given the squares, and its density, (squares, spreads)."""
     # a mean and its opposite have the same probability
     factor, factor_weights = (nodes[_NODES[0] // 2 :] for nodes in scipy.special.roots_hermitenorm(_NODES[0]))

@@ -20,8 +20,8 @@ class NoDocuments(RunError):
 
 
 def selection_mask(fingerprint: str, documents: np.ndarray) -> np.ndarray:
-    """Mask, (units,) bool, of held-out units (such as sequences) that choose checkpoints and learning rates; reports
-    use all other units.
+    """Return a mask, (units,) bool, of held-out units (such as sequences) that choose checkpoints and learning rates;
+    reports use all other units.
 
     `documents`, (units,), is the label of each unit's document. By a hash of label and data `fingerprint`, about a
     third of the documents are selecting documents, which choose checkpoints and rates. All others are reporting
@@ -33,8 +33,8 @@ def selection_mask(fingerprint: str, documents: np.ndarray) -> np.ndarray:
 
 
 def part_of(units: pd.DataFrame, part: Literal["selects", "reports"]) -> pd.DataFrame:
-    """The units of held-out documents that choose learning rates, or of those that are reported. All units are returned
-    if they don't come from such text. A sequence belongs to the document in which it begins.
+    """Return the units of held-out documents that choose learning rates, or of those that are reported. All units are
+    returned if they don't come from such text. A sequence belongs to the document in which it begins.
 
     Raises NoDocuments: no unit is left.
     """
@@ -48,9 +48,8 @@ def part_of(units: pd.DataFrame, part: Literal["selects", "reports"]) -> pd.Data
 
 
 def unit_rows(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """A row for each unit that a metric, by its name in metrics.jsonl, was measured on: the mean over all bins, if its
-    axis has bins. Empty if it was not measured, or of which only the mean is known.
-    """
+    """Return a row for each unit that a metric, by its name in metrics.jsonl, was measured on: the mean over all bins,
+    if its axis has bins. Empty if it was not measured, or of which only the mean is known."""
     rows = frame[(frame["metric"] == metric) & frame["sample"].notna()]
     if not rows["until"].notna().any():
         return rows
@@ -58,15 +57,14 @@ def unit_rows(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 
 def weighted_mean(rows: pd.DataFrame) -> float:
-    """The weighted mean of units; NaN if no unit has a value, which is one of weight 0."""
+    """Return the weighted mean of units; NaN if no unit has a value, which is one of weight 0."""
     rows = rows[rows["weight"] > 0]
     return float(np.average(rows["value"], weights=rows["weight"])) if len(rows) else math.nan
 
 
 def mean(rows: pd.DataFrame, keys: Sequence[str], weights: pd.Series | float = 1.0) -> pd.DataFrame:
-    """The weighted mean of `value` over the rows with equal `keys`, in the order in which they come first. It is NaN
-    without weight, or where a value with weight is NaN. Other columns are those of the first of these rows.
-    """
+    """Return the weighted mean of `value` over the rows with equal `keys`, in the order in which they come first. It is
+    NaN without weight, or where a value with weight is NaN. Other columns are those of the first of these rows."""
     codes = rows.groupby([*keys], sort=False, observed=True, dropna=False).ngroup().to_numpy()
     weights = np.broadcast_to(np.asarray(weights, float), len(rows))
     values = np.where(weights > 0, weights * rows["value"], 0.0)

@@ -52,7 +52,7 @@ Ends = tuple[np.ndarray, np.ndarray]  # lower and upper ends of intervals
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The differences between an arm and the baseline in the primary metric, and how they are to be read."""
+    """Holds the differences between an arm and the baseline in the primary metric, and says how they are to be read."""
 
     # arm minus baseline on the reporting documents, one value a seed that both were trained with: (seeds,), or for
     # several learning rates (the arm's rates, the baseline's rates, seeds). The claim is about both arms at their best
@@ -78,27 +78,29 @@ class Comparison:
 
     @cached_property
     def differences_by_rate(self) -> np.ndarray:
-        """The differences as an array, (the arm's rates, the baseline's rates, seeds), perhaps of many comparisons."""
+        """Return the differences as an array, (the arm's rates, the baseline's rates, seeds), perhaps of many
+        comparisons."""
         return np.array(self.rate_differences, dtype=float, order="C", ndmin=3)  # sums depend on the order
 
     @property
     def differences(self) -> np.ndarray:
-        """Each seed's difference between arm and baseline at the rates of `judged_pair`, (seeds,)."""
+        """Return each seed's difference between arm and baseline at the rates of `judged_pair`, (seeds,)."""
         return self.differences_by_rate[(..., *self.judged_pair, slice(None))]
 
     @property
     def n_rates(self) -> tuple[int, int]:
-        """The numbers of rates of the arm and of the baseline."""
+        """Return the numbers of rates of the arm and of the baseline."""
         return self.differences_by_rate.shape[-3:-1]
 
     @cached_property
     def estimates(self) -> Estimate:
-        """The mean differences over seeds and their errors, (the arm's rates, the baseline's rates)."""
+        """Return the mean differences over seeds and their errors, (the arm's rates, the baseline's rates)."""
         return over_seeds(self.differences_by_rate) if self.unpaired_values is None else welch(*self.unpaired_values)
 
     def interval_ends(self, alpha: float = ALPHA, estimates: Estimate | None = None) -> Ends:
-        """Ends of the interval of the difference between arms at their best rates, which misses the true difference
-        with probability `alpha`. It contains the interval at `judged_pair`. Ends that depend on a NaN are NaN.
+        """Return the ends of the interval of the difference between arms at their best rates, which misses the true
+        difference with probability `alpha`. It contains the interval at `judged_pair`. Ends that depend on a NaN are
+        NaN.
 
         estimates: (the arm's rates, the baseline's rates), such as those over seeds and documents; None: over seeds.
         """
@@ -115,7 +117,8 @@ class Comparison:
         return low, np.where(high < 0, high, np.minimum(np.maximum(high, bounded_high), greatest))
 
     def _over_rates(self, ends: Callable[[float], Ends], alpha: float) -> Ends:
-        """The ends of the interval at the arms' best rates. `ends` gives those at each pair of rates, for an alpha."""
+        """Return the ends of the interval at the arms' best rates. `ends` gives those at each pair of rates, for an
+        alpha."""
 
         def oriented(alpha: float) -> Ends:  # an arm's best rate is that of its lowest value
             low, high = ends(alpha)
@@ -132,7 +135,7 @@ class Comparison:
         return (0.0 - high, 0.0 - low) if self.higher_is_better else (low, high)  # no -0.0
 
     def _t_ends(self, estimates: Estimate, alpha: float) -> Ends:
-        """Ends of the interval of each mean by Student's t.
+        """Return the ends of the interval of each mean by Student's t.
 
         Where all seeds agree in a bounded metric, the exact test says whether 0 is left out, and no more: the end that
         is next to 0 is then `_bounded_ends`.
@@ -149,9 +152,8 @@ class Comparison:
         return low, high
 
     def _bounded_ends(self, alpha: float) -> Ends:
-        """Ends of the interval of each mean of a bounded metric, at each pair of rates, whatever the distribution;
-        either misses the true mean with probability `alpha`.
-        """
+        """Return the ends of the interval of each mean of a bounded metric, at each pair of rates, whatever the
+        distribution; either misses the true mean with probability `alpha`."""
         if self.unpaired_values is None:
             return bounded_ends(self.differences_by_rate, *self.bounds, alpha)
         (low, high), (base_low, base_high) = (
@@ -160,9 +162,8 @@ class Comparison:
         return low[..., None] - base_high[..., None, :], high[..., None] - base_low[..., None, :]
 
     def fewest_agreeing_seeds(self, margin: float, alpha: float) -> int:
-        """The fewest seeds whose `_bounded_ends` can lie within `margin`: all agree, and (1 - margin)^seeds is at most
-        `alpha` for an accuracy (half of it where runs are unpaired). 0 without bounds.
-        """
+        """Return the fewest seeds whose `_bounded_ends` can lie within `margin`: all agree, and (1 - margin)^seeds is
+        at most `alpha` for an accuracy (half of it where runs are unpaired). 0 without bounds."""
         if self.bounds is None:
             return 0
         reach, tail = (max(map(abs, self.bounds)), alpha) if self.unpaired_values is None else (1.0, alpha / 2)
@@ -190,7 +191,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on an arm against the baseline."""
+    """Holds the verdict on an arm against the baseline, with the interval and p that it rests on."""
 
     kind: VerdictKind
     reason: str  # the facts that the verdict rests on, with the smallest difference of interest
@@ -213,14 +214,13 @@ class Verdict:
 
     @property
     def label(self) -> str:
-        """The verdict's kind for tables that programs read, preceded by `exploratory: ` if the verdict is
-        exploratory.
-        """
+        """Return the verdict's kind for tables that programs read, preceded by `exploratory: ` if the verdict is
+        exploratory."""
         return f"{'exploratory: ' if self.exploratory else ''}{self.kind}"
 
     @property
     def statement(self) -> str:
-        """The verdict in plain words with its margin, such as `no difference above 0.01`."""
+        """Return the verdict in plain words with its margin, such as `no difference above 0.01`."""
         if self.open_reason:
             return f"{self.kind}: {self.open_reason}"
         if self.kind in ("better", "worse"):
@@ -230,20 +230,20 @@ class Verdict:
 
     @property
     def words(self) -> str:
-        """The `statement` with the seeds that it rests on, after `exploratory: ` if the verdict is exploratory."""
+        """Return the `statement` with its number of seeds, after `exploratory: ` if the verdict is exploratory."""
         return f"{'exploratory: ' if self.exploratory else ''}{self.statement}" + (
             f" ({self.interval.noise_source})" if self.seeds else ""
         )
 
 
 def seed_count_text(count: int) -> str:
-    """`1 seed`, or `2 seeds`."""
+    """Return `1 seed`, or `2 seeds`."""
     return f"{count} seed{'' if count == 1 else 's'}"
 
 
 def verdicts(comparisons: Mapping[Name, Comparison], matters: float) -> dict[Name, Verdict]:
-    """The verdict on each arm (or pair of an arm and one of the experiment's `sizes`), all comparisons taken as one
-    family.
+    """Return the verdict on each arm (or pair of an arm and one of the experiment's `sizes`), all comparisons taken as
+    one family, whose intervals hold together.
 
     Each comparison has one interval over seeds, by Student's t, at the level at which all intervals hold together with
     95 % (`family_of`). Its verdict follows from this interval alone. With a probability of 95 % all intervals contain
@@ -282,7 +282,7 @@ def stack_comparisons(comparisons: Mapping[Name, Comparison]) -> list[Stack]:
 
 
 def family_of(stacks: Iterable[Stack]) -> Family:
-    """The joint distribution of comparisons, by which their intervals hold together.
+    """Return the joint distribution of comparisons, by which their intervals hold together.
 
     Comparisons of paired runs with equally many seeds are one group, as the baseline's noise is in all of them; their
     correlation is estimated cautiously (`mean_correlation`). Of unpaired runs, those that share a baseline are a group;
@@ -318,7 +318,7 @@ def family_of(stacks: Iterable[Stack]) -> Family:
 
 
 def _stack_verdicts(stack: Comparison, members: list[Comparison], margin: float, family: Family) -> Iterator[Verdict]:
-    """The verdicts on the comparisons of a stack."""
+    """Return the verdicts on the comparisons of a stack."""
     seeds, is_paired = stack.differences_by_rate.shape[-1], stack.unpaired_values is None
     rows, source = [[math.nan] * 8] * len(members), ""
     if seeds > 1:
@@ -365,7 +365,7 @@ def _answer(
     margin: float,
     alpha: float,
 ) -> Obstacle:
-    """The kind of verdict that follows from an interval; its reason, and what leaves it open in a few words."""
+    """Return the kind of verdict that follows from an interval; its reason, and what leaves it open in a few words."""
     seeds, is_paired = stack.differences_by_rate.shape[-1], stack.unpaired_values is None
     exact_test, tie = (
         ("sign-flip test", f"all {seeds} seeds differ by the same")
@@ -411,9 +411,8 @@ def _answer(
 def _seed_numbers(
     stack: Comparison, error: float, degrees: float, margin: float, alpha: float
 ) -> tuple[int | None, int | None, int | None]:
-    """The numbers of seeds needed to detect a difference of `margin` (`Verdict.seeds_needed`), by the measured standard
-    error and by the ends of the spread's 95 % interval. `alpha`: the error rate of this comparison.
-    """
+    """Return the numbers of seeds needed to detect a difference of `margin` (`Verdict.seeds_needed`), by the measured
+    standard error and by the ends of the spread's 95 % interval. `alpha`: the error rate of this comparison."""
     count = stack.differences_by_rate.shape[-1]
     if stack.unpaired_values:
         count = 2 / sum(1 / values.shape[-1] for values in stack.unpaired_values)  # harmonic mean
@@ -425,12 +424,12 @@ def _seed_numbers(
 
 @lru_cache  # the arms of a table have equally many seeds
 def _spread_factors(degrees: float) -> tuple[float, float]:
-    """The ends of the 95 % interval of a standard deviation, divided by the measured one."""
+    """Return the ends of the 95 % interval of a standard deviation, divided by the measured one."""
     return tuple(math.sqrt(degrees / chdtri(degrees, tail)) for tail in (0.025, 0.975))
 
 
 def combine_over_rates(values: np.ndarray, all_pairs: bool) -> np.ndarray:
-    """The p, or the end of an interval, of the claim that arm A is better than arm B, each at its best rate.
+    """Return the p, or the end of an interval, of the claim that arm A is better than arm B, each at its best rate.
 
     The claim is that, for each rate of B, A is better at one of A's rates. p at a rate of B is the least p over A's
     rates, times their number (Bonferroni), since the tested seeds choose among these rates. p of the claim is the
@@ -444,7 +443,7 @@ def combine_over_rates(values: np.ndarray, all_pairs: bool) -> np.ndarray:
 
 
 def power(seeds: int, spread: float, difference: float, alpha: float = ALPHA, arms: float = 1) -> float:
-    """The probability that a two-sided test at `alpha` finds a mean `difference`.
+    """Return the probability that a two-sided test at `alpha` finds a mean `difference`.
 
     spread: the standard deviation over seeds of paired differences; of unpaired runs the root of both arms' variances.
     arms: degrees of freedom a seed: 1 for pairs, 2 for unpaired runs of two arms that scatter alike.
@@ -459,20 +458,20 @@ def power(seeds: int, spread: float, difference: float, alpha: float = ALPHA, ar
 
 
 def smallest_difference(seeds: int, spread: float, arms: float = 1, alpha: float = ALPHA) -> float:
-    """The difference that `seeds` seeds find with probability `POWER`; arguments are those of `power`."""
+    """Return the difference that `seeds` seeds find with probability `POWER`; arguments are those of `power`."""
     return spread * _smallest_effect(seeds, alpha, arms)
 
 
 @lru_cache(maxsize=1 << 14)  # the arms of a table share these; each takes about 10 calls of `power`
 def _smallest_effect(seeds: int, alpha: float, arms: float) -> float:
-    """The `smallest_difference` at a spread of 1."""
+    """Return the `smallest_difference` at a spread of 1."""
     # above the root: with a probability of 0.9 each, a sample's spread is below 1.7, and its noise below 1.3 errors
     limit = (2 * stdtrit(arms * (seeds - 1), 1 - alpha / 2) + 2) / math.sqrt(seeds)
     return brentq(lambda difference: power(seeds, 1, difference, alpha, arms) - POWER, 0, limit)
 
 
 def seeds_needed(spread: float, difference: float, alpha: float = ALPHA, arms: float = 1) -> int | None:
-    """The fewest seeds, at least `MIN_SEEDS`, with which `power` reaches `POWER`; None: more than `MAX_SEEDS`.
+    """Return the fewest seeds, at least `MIN_SEEDS`, with which `power` reaches `POWER`; None: more than `MAX_SEEDS`.
 
     Arguments are those of `power`; of unpaired runs, it is the number of seeds of each arm.
     """
