@@ -223,9 +223,8 @@ def _first_start_record(experiment: Experiment) -> dict[str, Plain]:
 
 
 def _machine_settings(experiment: Experiment, jobs: int) -> dict[str, Plain]:
-    """Settle `SHARED_SETTINGS` for this machine. Whether runs are compiled depends on the cost of a baseline run in
-    the first size, and on the number of baseline runs, which share compiled code.
-    """
+    """Settle `SHARED_SETTINGS` for this machine. Whether runs are compiled depends on a baseline run's cost in the
+    first size, and on the number of baseline runs, which share compiled code."""
     config, tune = experiment.first_config, experiment.tune
     accelerator = "gpu" if count_gpus(config) else "cpu"
     precision = resolve_precision(config, accelerator, {}).value

@@ -144,8 +144,8 @@ class Experiment:
         return -1 if self.tune.metric == "primary" and self.primary.better == "higher" else 1
 
     def data_words(self, metric: str, part: Literal["selection", "report"]) -> str:
-        """Name the data that a metric is measured on: `all questions` if it is the primary metric and one of
-        questions, else the held-out text that chooses rates (`selection`) or reports results (`report`)."""
+        """Name the data that a metric is measured on: `all questions` for a primary metric of questions, else held-out
+        text. `selection` text chooses rates, `report` text gives results."""
         is_primary = metric == self.primary.metric
         return "all questions" if is_primary and self.metric.units == "questions" else f"{part} text"
 
@@ -181,8 +181,8 @@ class Experiment:
         return next(iter(rates), None)
 
     def example_config(self, size: str, arm: Arm) -> Config:
-        """Return an example of an arm's configuration, for checks and counts before runs are known: a run named `any`,
-        of the first seed, at the learning rate `any_rate`. Raises ConfigError: the configuration is wrong."""
+        """Return a configuration of an arm for checks and counts before runs are known. It is of a run named `any`, of
+        the first seed, at the rate `any_rate`. Raises ConfigError: it is wrong."""
         return self.config(size, arm, self.seeds[0], self.any_rate, {"name": "any"})
 
     def plain_config(
@@ -264,7 +264,7 @@ class Experiment:
 
     def evaluations_of(self, size: str, arm: Arm, config: Config) -> tuple[list[str], OptionsByKind, OptionsByKind]:
         """Return how a run of an arm is measured: the kinds of evaluation that are due at its end, without validation;
-        its `required_options`; and its own options of `eval` by kind."""
+        the options that `evaluate` asks for, by kind; and its own options."""
         (_, *wanted_kinds), kinds = config.eval.wanted_kinds(config.data), config.eval.kinds
         steps = config.trainer.max_steps
         due_kinds = [kind for kind in wanted_kinds if not arm.trained or kinds[kind].is_due(steps, steps)]
@@ -286,8 +286,8 @@ def config_hash(config: Config) -> str:
 
 
 def deciding_keys(plain: dict[str, Plain]) -> dict[str, Plain]:
-    """Return the dotted keys that decide what a run learns and how it is measured, without null values, and with the
-    defaults of keys that left since 0.11.0."""
+    """Return the dotted keys that decide what a run learns and how it is measured. Null values are left out; keys that
+    left since 0.11.0 have their defaults."""
     areas = ("model", "training", "seed", "numerics", "evaluation")
     keys = flatten(plain).items()
     present = {path: value for path, value in keys if value is not None and key_effect(path).affects in areas}
@@ -544,8 +544,8 @@ def _check(experiment: Experiment) -> None:
 
 
 def _check_arms(experiment: Experiment, configs: dict[str, Config]) -> Iterator[Problem]:
-    """Check that the arms of a size, of these configurations, differ, read the same data, are measured on the same
-    sequences, and branch off at checkpoints that are kept."""
+    """Check that the arms of a size differ, read the same data and are measured on the same sequences. Arms must branch
+    off at checkpoints that are kept."""
     metric, names = experiment.primary.metric, dict[str, str]()
     baseline_sequences = _measured_sequences(experiment, configs[experiment.arms[0].name])
     for arm in experiment.arms:
@@ -581,9 +581,8 @@ def _kept_steps(config: Config) -> list[int]:
 
 
 def _check_table(experiment: Experiment) -> Iterator[Problem]:
-    """Check that a tuning table is of the tuned key, and none of its seeds is one of `experiment.seeds`, the seeds of
-    the runs that are judged. In every size each tuned arm must have ended runs, at each rate with the baseline's seeds.
-    """
+    """Check that a tuning table is of the tuned key and has no seed of the runs that are judged. In every size each
+    tuned arm must have ended runs, at each rate with the baseline's seeds."""
     table, file = experiment.table, experiment.tune.table
     if wrong_keys := {*table["key"]} - {experiment.tune.key}:
         yield Problem("tune.key", experiment.tune.key, f"the table {file} is of {', '.join(sorted(wrong_keys))}")

@@ -167,8 +167,8 @@ class Judgement:
         return {size_arm: self._comparison(*size_arm) for size_arm in self.question.size_arms}
 
     def judged_runs(self, size: str, arm: str) -> list[int]:
-        """Return the numbers of an arm's runs at the learning rate at which the arm is judged, ordered by seed; empty
-        if no rate is chosen."""
+        """Return the numbers of an arm's runs at the rate at which the arm is judged, ordered by seed; empty without a
+        rate."""
         rates = self.question.rates[size] or {}
         return self.runs_by_arm.get((size, arm), {}).get(rates[arm], []) if arm in rates else []
 
@@ -368,8 +368,8 @@ def _first_notes(notes: list[str]) -> str:
 
 
 def _differences(arm_values: np.ndarray, baseline_values: np.ndarray) -> np.ndarray:
-    """Return the values of the arm minus those of the baseline at each pair of their rates: (arm rates, baseline rates,
-    seeds, ...), up to the last seed that both have."""
+    """Return the values of the arm minus those of the baseline at each pair of their rates. The shape is (arm rates,
+    baseline rates, seeds, ...), up to the last seed that both have."""
     count = min(arm_values.shape[1], baseline_values.shape[1])
     with np.errstate(invalid="ignore"):
         return arm_values[:, None, :count] - baseline_values[:, :count]
@@ -499,8 +499,8 @@ def noise_sentences(noise: dict[str, Plain]) -> Iterator[str]:
 
 
 def experiment_noise(judgement: Judgement) -> str:
-    """Return a sentence on how an experiment's final runs scatter, each arm at the rate at which it is judged; empty
-    while no arm has two."""
+    """Return a sentence on how an experiment's final runs scatter, each arm at its judged rate; empty while no arm has
+    two."""
     size_arms = [size_arm for size_arm in judgement.runs_by_arm if judgement.judged_runs(*size_arm)]
     values = [judgement.judged_values(*size_arm) for size_arm in size_arms]
     index = pd.MultiIndex.from_tuples(size_arms, names=("size", "arm")) if size_arms else None
@@ -513,8 +513,8 @@ def experiment_noise(judgement: Judgement) -> str:
 
 
 def _spread(squares: float, degrees: int, largest: float) -> list[float] | None:
-    """Return the standard deviation of a sum of squares with this many degrees of freedom, and the ends of its 95 %
-    interval; None without degrees. It is 0 up to 1e-9 times the `largest` value, which is rounding."""
+    """Return a standard deviation, from a sum of squares with `degrees` of freedom, and the ends of its 95 % interval.
+    It is 0 up to 1e-9 times the `largest` value, which is rounding. None without degrees."""
     if not degrees:
         return None
     squares *= math.sqrt(squares / degrees) > 1e-9 * largest

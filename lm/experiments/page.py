@@ -228,7 +228,8 @@ def answers(judgement: Judgement) -> list[Answer]:
 
 
 def _family_words(experiment: Experiment) -> str:
-    """Name the test that compares arms, and the comparisons for whose number p values and intervals are adjusted."""
+    """Return name the test that compares arms, and the comparisons for whose number p values and intervals are
+    adjusted."""
     arms, sizes, primary = len(experiment.arms) - 1, len(experiment.sizes), experiment.primary
     test = "Student t intervals of paired differences over seeds"
     coverage = ": all intervals hold together with 95%, and each word follows from its interval"
@@ -247,8 +248,8 @@ def _family_words(experiment: Experiment) -> str:
 
 
 def seeds_table(judgement: Judgement, size: str) -> Table | None:
-    """Return a table of the primary metric of every judged run of a size, and of its difference to the baseline's run
-    of the same seed; None without runs."""
+    """Return a table of every judged run of a size: its primary metric, and the difference to the baseline's run of the
+    same seed. None without runs."""
     question, metric = judgement.question, judgement.primary.metric
     baseline, *arms = question.arms
     runs = {arm: judgement.judged_runs(size, arm) for arm in question.arms}
@@ -316,8 +317,7 @@ def trend_table(entries: list[dict[str, Plain]], baseline: str) -> Table:
 
 
 def rates_picture(procedure: Procedure, size: str) -> Picture | None:
-    """Return a picture of the values of tuning runs by rate, in the metric by which rates are chosen; None before a
-    tuning run has ended."""
+    """Return a picture of tuning runs by rate, in the metric by which rates are chosen; None before one has ended."""
     experiment, tuning_runs = procedure.experiment, procedure.tuning_runs(size)
     metric, names = experiment.choice_metric, [arm.name for arm in experiment.arms]
     if tuning_runs[metric].isna().all():

@@ -393,8 +393,8 @@ Costs = Mapping[Rate, Sequence[float]]
 def tuned_rates(
     grid: Iterable[Rate], costs: Mapping[str, Costs], possible: Callable[[Rate], bool] = lambda rate: True
 ) -> tuple[dict[str, Rate], tuple[Rate, ...]]:
-    """Return the rate of each arm by its tuning runs so far, as `rate_choice` gives it, or no rates, and instead the
-    rates at which every arm must be trained before.
+    """Return the rate of each arm by its tuning runs, as `rate_choice` gives it, and (). While runs are missing, return
+    no rates, and the rates at which every arm must be trained first.
 
     If an arm's best rate is the highest (lowest) one, twice (half) this value is added to the grid of every arm. The
     grid grows at most `EXTENSIONS` times, and only by `possible` values.

@@ -78,8 +78,8 @@ class Outcome:
 
     @cached_property
     def state(self) -> RunStatus:
-        """Return `finished` once the last checkpoint, validation loss (SELECTION), `metric` and all evaluations of the
-        last step exist; `diverged` if the run has diverged; else `unfinished`.
+        """Return `diverged` if the run has diverged, `finished` if all that is planned exists, else `unfinished`.
+        Planned are the last checkpoint, the validation loss, `metric`, and all evaluations of the last step.
 
         Raises RunError: the folder was copied, renamed or linked, so that the name in its config.yaml, which ends in a
         hash of the configuration, is another; or a file was altered.
@@ -115,7 +115,7 @@ class Outcome:
 
     @property
     def unlearned_level(self) -> str:
-        """Return the level that the metric at the last step is not better than, in words: chance, within an interval
+        """Return, in words, the level that the metric at the last step is not better than: chance, within an interval
         over sequences, or the unigram cross-entropy. Empty if it is better, or if no level is known."""
         units = self.units(self.metric)
         about = units["about"].iloc[0] if len(units) else Metric()
@@ -161,8 +161,8 @@ class Outcome:
 
     @cached_property
     def is_measured(self) -> bool:
-        """Return whether each evaluation in `required_options` was made at the last step with these options; without
-        any, whether `metric` was not measured with other options than those of the run."""
+        """Return whether each evaluation in `required_options` was made at the last step with these options. Without
+        such options, the metric must have been measured with the run's own, or not at all."""
         if not self.required_options:
             measurement = self.measurement(self.metric)
             return measurement is None or self._has_own_options(measurement)
@@ -186,8 +186,8 @@ class Outcome:
         )
 
     def units(self, metric: str) -> pd.DataFrame:
-        """Return the values whose mean a metric logs at the last step, a row for each unit such as a sequence; no rows
-        if it was not measured by unit."""
+        """Return the values whose mean a metric logs at the last step, a row for each unit such as a sequence. There
+        are no rows if it was not measured by unit."""
         evaluation = self.measurement(metric)
         return unit_rows(evaluation.frame, metric) if evaluation else pd.DataFrame()
 

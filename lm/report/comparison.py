@@ -89,8 +89,8 @@ class ArmComparison:
 
     @cached_property
     def all_rows(self) -> pd.DataFrame:
-        """Return the `reporting_rows` of all evaluations, with `arm`, `run` (its number among `runs`), and `seeds`, the
-        number of its seeds among the sorted seeds of all runs."""
+        """Return the `reporting_rows` of all evaluations. New columns are `arm`, `run`, its number among `runs`, and
+        `seeds`, the number of its seeds among the sorted seeds of all runs."""
         run_numbers = np.repeat(np.arange(len(self.runs)), [len(run.evaluations) for run in self.runs])
         rows = reporting_rows(evaluation_rows([evaluation for run in self.runs for evaluation in run.evaluations]))
         owner = run_numbers[rows["evaluation"]]
@@ -158,8 +158,9 @@ class ArmComparison:
         return found
 
     def paired_differences(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """Return the rows of the other arms whose `value` is the difference to the baseline's run of the same seeds, by
-        unit: on the same sequence at the same point. Units that only one of the two has, and controls, are left out."""
+        """Return the rows of the other arms with the difference to the baseline as `value`. A unit is paired with the
+        same sequence at the same point, in the run of the same seeds. Units that only one of the two has, and controls,
+        are left out."""
         rows = rows[rows["sample"].notna() & ~rows["control"]]
         keys = ["name", "x", "until", "seeds", "data_fingerprint", "sequences", "sample"]
         unit = rows.groupby(keys, sort=False, dropna=False).ngroup()
@@ -208,7 +209,7 @@ class ArmComparison:
 
     @property
     def warning(self) -> str:
-        """Return sentences on what differs besides the normalizer (configuration, tokens seen); empty if nothing does."""
+        """Say what differs besides the normalizer (configuration, tokens seen); empty if nothing does."""
         if len(self.arms) == 1:
             return ""
         keys = _keys_besides_normalizer(self.config_diff)
@@ -231,8 +232,8 @@ class ArmComparison:
         ]
 
     def shared_value(self, values: Sequence[object]) -> tuple[bool | None, str]:
-        """Return whether the `values` of all runs are equal (None if equal, but unrecorded for some), and the value as
-        text, by arm if arms differ."""
+        """Return whether the `values` of all runs are equal, and the value as text, by arm if arms differ. None: equal,
+        but not recorded for some."""
         recorded = {plain_text(value) for value in values if value is not None}
         agreement = False if len(recorded) > 1 else None if None in values else True
         texts = pd.Series(map(plain_text, values), [label for label, runs in self.arms.items() for _ in runs])
@@ -292,8 +293,8 @@ def at_places(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def places(section: pd.DataFrame) -> dict[str, float]:
-    """Return the labels of the places of a section, with where they start: points in ascending order, ranges by their
-    end divided by the training length."""
+    """Return the places of a section by label, each with where it starts. Points are in ascending order, ranges in the
+    order of their end divided by the training length."""
     section = section.drop_duplicates("place").sort_values("order", kind="stable")
     return dict(zip(section["place"], section["x"], strict=True))
 
@@ -305,8 +306,8 @@ def training_lengths(section: pd.DataFrame) -> list[int]:
 
 
 def interval_of(units: pd.DataFrame, mean: float) -> Interval | None:
-    """Return the 95 % interval of the mean of a run's units at one point; None if the metric has no intervals, or too
-    few documents."""
+    """Return the 95 % interval of the mean of a run's units at one point. None if the metric has no intervals, or too
+    few documents were measured."""
     about = units["about"].iloc[0]
     if not about.interval or units["sample"].isna().any():
         return None

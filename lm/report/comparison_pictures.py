@@ -67,8 +67,8 @@ def _trace(run: DrawnRun, curve: Curve, colour: int, label: str, kind: Literal["
 
 
 def _y_range(title: str, arrays: Sequence[np.ndarray], level: float | None) -> tuple[tuple[float, float] | None, str]:
-    """Return the range (low, high) of the y axis, cut off above the reference level if there is one, and a note on
-    higher values; the range is None without a finite value."""
+    """Return the range (low, high) of the y axis, and a note on higher values. The range ends above the reference level
+    if there is one; it is None without a finite value."""
     values = np.concatenate([np.empty(0), *arrays])
     values = values[np.isfinite(values)]
     if not len(values):
@@ -155,8 +155,8 @@ def axis_pictures(comparison: ArmComparison) -> list[Picture | None]:
 
 
 def _traces(comparison: ArmComparison, of_differences: bool) -> dict[int, list[Trace]]:
-    """Return traces of values, or of paired differences, by the number of their name: each run's means at the points or
-    bins that all runs of its arm have, and the mean over runs with its interval. Bins that begin before
+    """Return traces of values, or of paired differences, by the number of their name. They show each run's means at the
+    points or bins that all runs of its arm have, and the mean over runs with its interval. Bins that begin before
     `FIRST_DRAWN_POSITION` are left out, except the last."""
     rows = comparison.paired_differences(comparison.rows) if of_differences else comparison.rows
     rows = rows[rows["shape"] != "number"]
@@ -199,7 +199,7 @@ def _interval(
     values: np.ndarray,
     of_differences: bool,
 ) -> Interval | None:
-    """Return the interval of an arm's mean at a point or, of a single run, in a bin; or of its paired difference there.
+    """Return the interval of an arm's mean, or of its paired difference, at a point; of a single run also in a bin.
     `units` and `values`, by run, are those of the place."""
     about = units["about"].iloc[0]
     if of_differences:

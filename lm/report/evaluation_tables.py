@@ -131,8 +131,8 @@ def _printed_rows(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _table(title: str, rows: pd.DataFrame) -> Table:
-    """Return a table with a row for each run, inference setting and place, and a column for each metric; of more than
-    `MAX_COLUMNS` metrics with a row for each metric. Label columns that say nothing are left out."""
+    """Return a table with a row for each run, inference setting and place, and a column for each metric. More than
+    `MAX_COLUMNS` metrics have a row each instead. Label columns that say nothing are left out."""
     has_metric_rows, units, cells = rows["quantity"].nunique() > MAX_COLUMNS, {}, {}
     for row in rows.to_dict("records"):
         text = numeral(row["value"])

@@ -136,7 +136,7 @@ class Picture:
 
     @property
     def parts(self) -> "list[Picture | None]":
-        """Return one picture for each panel (None for an empty place), for a page to arrange by its width; a picture
+        """Return one picture for each panel, which a page arranges by its width; None for an empty place. A picture
         with maps is not divided."""
         return [self] if self.has_maps else [panel and replace(self, panels=[panel], arms=[]) for panel in self.panels]
 
@@ -241,7 +241,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
 
 
 def _tick_text(value: float, is_binary: bool) -> str:
-    """Return the label of a tick: a plain number below 10,000; from there on `16k` by 1024 if `is_binary`, else `1.5M`."""
+    """Return the label of a tick: below 10,000 a plain number, else `16k` by 1024 if `is_binary`, or `1.5M`."""
     if abs(value) < 10_000:
         return number(value)
     return f"{value / 1024:g}k" if is_binary else EngFormatter(sep="")(value)

@@ -26,8 +26,8 @@ MAX_DEGREES = 100  # more degrees of freedom count as these
 
 @dataclass(frozen=True)
 class Interval:
-    """Holds a mean and its interval, at 95 % for itself or for a family of intervals together; NaN where a measured
-    value was not finite.
+    """Holds a mean and its interval, at 95 % for itself or for a family of intervals together. NaN: a measured value
+    was not finite.
 
     `noise_source` names the sampled units whose noise the interval covers, such as `3 seeds` or `documents, 1 seed`.
     """
@@ -50,8 +50,8 @@ class Interval:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Holds the means of one or many samples of equal size and their standard errors, for intervals and tests; NaN
-    where a value was not finite.
+    """Holds the means of one or many samples of equal size and their standard errors, for intervals and tests. NaN: a
+    value was not finite.
 
     Student's t estimates the spread from the sample. As a sample of equal values has no spread to estimate, the exact
     sign-flip test then decides in place of t. Its p of the hypothesis that the mean is not above 0 is 2^-n for n equal
@@ -162,7 +162,7 @@ def over_documents(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) 
 
 
 def _mean_variance(values: np.ndarray, weights: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return means, their variances and their degrees of freedom of values (units, columns), as in `over_documents`.
+    """Return means, their variances and their degrees of freedom, as in `over_documents`. `values` is (units, columns);
     `labels`, (units,), numbers the documents of the units from 0."""
     fractions = np.bincount(labels, weights) / weights.sum()  # (documents,) fraction of the weight in each document
     mean = weights @ values / weights.sum()
@@ -237,7 +237,7 @@ def _upper_end(values: np.ndarray, high: float, tail: float) -> np.ndarray:
     rows = np.sort(np.concatenate([values, np.full((*shape, 1), float(high))], axis=-1)).reshape(-1, count + 1)
 
     def excess(end: np.ndarray, row: np.ndarray) -> np.ndarray:
-        """Return how far the n-th root of an end's tail, linear in the end where values agree, is above that of `tail`."""
+        """Return the n-th root of an end's tail, linear in the end where values agree, minus that of `tail`."""
         residuals = rows[row] - end[:, None]
         positive, negative = np.maximum(residuals, 0), np.maximum(-residuals, 0)
         first = positive[:, positive.shape[1] - (positive > 0).sum(1).max() :]
@@ -432,8 +432,8 @@ class Family:
 
 @lru_cache(maxsize=1 << 12)
 def _log_ratio(count: int, degrees: float, correlation: float) -> Chebyshev:
-    """Return an interpolation of `joint_tail` for a group: the logarithm of the ratio of minus the log of the
-    probability that no comparison reaches a p to that of one comparison, as a function of the latter's log."""
+    """Return an interpolation of `joint_tail` for a group. With l(P) = -log(1 - P) it gives log(l(joint p) / l(p)) as a
+    function of log l(p), where p is of one comparison."""
 
     def ratio(logs: np.ndarray) -> list[float]:
         tails = [joint_tail(-math.expm1(-math.exp(log)), count, degrees, correlation) for log in logs]
@@ -459,8 +459,8 @@ def joint_tail(p: float, count: int, degrees: float, correlation: float) -> floa
 
 @lru_cache(maxsize=1 << 8)
 def _quadrature(degrees: float, correlation: float) -> tuple[np.ndarray, ...]:
-    """Return the nodes and weights of `joint_tail`: the factor's part of a mean, its weights; weights of its squares; a
-    comparison's spread given the squares, and its density, (squares, spreads)."""
+    """Return the nodes and weights of `joint_tail`: the factor's part of a mean and its weights, then the weights of
+    its squares. Last are a comparison's spread given the squares and its density, (squares, spreads)."""
     # a mean and its opposite have the same probability
     factor, factor_weights = (nodes[_NODES[0] // 2 :] for nodes in scipy.special.roots_hermitenorm(_NODES[0]))
     squares, squares_weights = scipy.special.roots_genlaguerre(_NODES[1], degrees / 2 - 1)

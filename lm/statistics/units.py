@@ -48,8 +48,8 @@ def part_of(units: pd.DataFrame, part: Literal["selects", "reports"]) -> pd.Data
 
 
 def unit_rows(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Return a row for each unit that a metric, by its name in metrics.jsonl, was measured on: the mean over all bins,
-    if its axis has bins. Empty if it was not measured, or of which only the mean is known."""
+    """Return a row for each unit that a metric, by its name in metrics.jsonl, was measured on; its value is the mean
+    over all bins. Empty if it was not measured, or if only the mean is known."""
     rows = frame[(frame["metric"] == metric) & frame["sample"].notna()]
     if not rows["until"].notna().any():
         return rows

@@ -152,8 +152,8 @@ class Comparison:
         return low, high
 
     def _bounded_ends(self, alpha: float) -> Ends:
-        """Return the ends of the interval of each mean of a bounded metric, at each pair of rates, whatever the
-        distribution; either misses the true mean with probability `alpha`."""
+        """Return the ends of the interval of each mean of a bounded metric, at each pair of rates. They hold for any
+        distribution; either end misses the true mean with probability `alpha`."""
         if self.unpaired_values is None:
             return bounded_ends(self.differences_by_rate, *self.bounds, alpha)
         (low, high), (base_low, base_high) = (
@@ -162,8 +162,8 @@ class Comparison:
         return low[..., None] - base_high[..., None, :], high[..., None] - base_low[..., None, :]
 
     def fewest_agreeing_seeds(self, margin: float, alpha: float) -> int:
-        """Return the fewest seeds whose `_bounded_ends` can lie within `margin`: all agree, and (1 - margin)^seeds is
-        at most `alpha` for an accuracy (half of it where runs are unpaired). 0 without bounds."""
+        """Return the fewest seeds whose `_bounded_ends` can lie within `margin`, as where all agree. For an accuracy (1
+        - margin)^seeds is then at most `alpha`, or half of it where runs are unpaired. 0 without bounds."""
         if self.bounds is None:
             return 0
         reach, tail = (max(map(abs, self.bounds)), alpha) if self.unpaired_values is None else (1.0, alpha / 2)
@@ -242,8 +242,8 @@ def seed_count_text(count: int) -> str:
 
 
 def verdicts(comparisons: Mapping[Name, Comparison], matters: float) -> dict[Name, Verdict]:
-    """Return the verdict on each arm (or pair of an arm and one of the experiment's `sizes`), all comparisons taken as
-    one family, whose intervals hold together.
+    """Return the verdict on each arm, or pair of an arm and a size. All comparisons are one family, whose intervals
+    hold together.
 
     Each comparison has one interval over seeds, by Student's t, at the level at which all intervals hold together with
     95 % (`family_of`). Its verdict follows from this interval alone. With a probability of 95 % all intervals contain
@@ -411,8 +411,9 @@ def _answer(
 def _seed_numbers(
     stack: Comparison, error: float, degrees: float, margin: float, alpha: float
 ) -> tuple[int | None, int | None, int | None]:
-    """Return the numbers of seeds needed to detect a difference of `margin` (`Verdict.seeds_needed`), by the measured
-    standard error and by the ends of the spread's 95 % interval. `alpha`: the error rate of this comparison."""
+    """Return the numbers of seeds that detect a difference of `margin` (`Verdict.seeds_needed`). They follow from the
+    measured standard error and from the ends of the spread's 95 % interval. `alpha`: the error rate of this comparison.
+    """
     count = stack.differences_by_rate.shape[-1]
     if stack.unpaired_values:
         count = 2 / sum(1 / values.shape[-1] for values in stack.unpaired_values)  # harmonic mean
