@@ -32,7 +32,7 @@ def final_run_lines(name: str) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Results:
-    """Base class of an experiment's results, which makes their tables and picture for a page of docs/.
+    """This base class makes the tables and the picture of an experiment's results for a page of docs/.
 
     Attributes:
         name: folder of results/.

@@ -33,7 +33,7 @@ LONG_SETTINGS = (
 
 @dataclass(frozen=True)
 class Losses(Results):
-    """Results of an experiment on text: a mean loss in nats, or an accuracy, of each arm in several settings.
+    """This class shows results of an experiment on text: each arm's mean loss in nats, or accuracy, by setting.
 
     A setting here is what a column of the table shows: a metric under an inference setting at a length.
 

@@ -30,7 +30,7 @@ COLUMN_HEADINGS = {"mqar": "layer 2", "needle": "layers 2, 3", "rate": "learning
 
 @dataclass(frozen=True)
 class Recall(Results):
-    """Results of an experiment on recall: the accuracy of each arm by sequence length.
+    """This class shows results of an experiment on recall: the accuracy of each arm by sequence length.
 
     Attributes:
         baseline: the arm that all others are compared with.

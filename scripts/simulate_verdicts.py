@@ -7,8 +7,9 @@ A trial is an experiment that `lm.experiments.judging` judges. Every arm is tune
 two seeds. The grid grows if the best rate is at its edge. Then arms are trained with further seeds at the rates of
 `crossed_rates`.
 
-A final loss is the arm's curve over log2(rate) plus random effects of the following. The seed, whose effect all arms
-share, as seeds share the order of data; arm x rate x seed; the document; arm x document; arm x seed x document.
+A final loss is the arm's curve over log2(rate) plus five random effects. They belong to the seed, to the document, to
+arm x rate x seed, to arm x document, and to arm x seed x document. All arms share a seed's effect, as seeds share the
+order of data.
 
 `--seeds` simulates experiments without tuning whose values have awkward distributions, paired and unpaired.
 """

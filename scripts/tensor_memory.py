@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class TensorMemory(TorchDispatchMode):
-    """A context that counts the bytes of tensors made within it and not yet freed, each storage once.
+    """This context counts the bytes of tensors made within it and not yet freed, each storage once.
 
     Attributes:
         current_bytes: bytes held now.

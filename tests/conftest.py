@@ -1,4 +1,4 @@
-"""Fixtures of all tests: a tiny corpus, and a configuration with which a training run takes a second."""
+"""Define the fixtures of all tests: a tiny corpus, and a configuration with which a training run takes a second."""
 
 import base64
 import contextlib
@@ -116,7 +116,7 @@ def tiny_below(corpus: Path, store_root: Path):
 
 
 class InlineExecutor(Executor):
-    """An executor that calls each function at once: training may only be done in a process's main thread."""
+    """This executor calls each function at once, as training may only be done in a process's main thread."""
 
     def __init__(self, jobs: int):
         self.jobs = jobs
@@ -198,7 +198,7 @@ def lm(*arguments: str, process: bool = False, **environment: str) -> subprocess
 
 
 class InProcessPopen:
-    """A replacement of `subprocess.Popen` that calls the given `lm` command in this process."""
+    """This replacement of `subprocess.Popen` calls the given `lm` command in this process."""
 
     def __init__(self, command: list[str], **_: object):
         self.result = lm(*command[3:])  # after python -m lm

@@ -43,9 +43,7 @@ EVERY_STEP_OPTIONS = [
 
 
 class WandbRecorder:
-    """A replacement of a wandb run that records the arguments of its starts, its axes, and its lines with
-    their steps.
-    """
+    """This replacement of a wandb run records the arguments of its starts, its axes, and its lines with their steps."""
 
     def __init__(self):
         self.starts: list[dict[str, object]] = []
@@ -78,7 +76,7 @@ def swap_override(name: str) -> str:
 
 
 class PointUnits(NamedTuple):
-    """The values, weights and groups of a curve's units at one point."""
+    """This tuple holds the values, weights and groups of a curve's units at one point."""
 
     values: np.ndarray
     weights: np.ndarray

@@ -1,4 +1,4 @@
-"""Functions that forked processes of tests call: training runs on several ranks."""
+"""Define functions that forked processes of tests call, such as training runs on several ranks."""
 
 from lm.config.load import load_config
 from lm.training.train import train

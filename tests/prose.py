@@ -73,7 +73,7 @@ def sentences(passage: str) -> list[str]:
     return re.split(r"(?<=[.?!])[*_)\"]*\s+(?=[\"*_(\[]*[A-Z0-9])", passage)
 
 
-def wrong_sentences(text: str, longest: int = MAX_SENTENCE_WORDS) -> list[str]:
+def long_sentences(text: str, longest: int = MAX_SENTENCE_WORDS) -> list[str]:
     """Return the sentences of a page that are too long, or that have more than one semicolon outside a table."""
     prose, cells = ([sentence for passage in part for sentence in sentences(passage)] for part in passages(text))
     return [sentence for sentence in prose if word_count(sentence) > longest or sentence.count(";") > 1] + [
@@ -85,7 +85,7 @@ def main(paths: list[Path]) -> None:
     """Print the lengths of pages, and the sentences that are too long if pages are named."""
     for path in paths or [ROOT / "README.md", ROOT / "CHANGELOG.md", *PAGES]:
         text = path.read_text(encoding="utf-8")
-        long = wrong_sentences(text)
+        long = long_sentences(text)
         print(
             f"{word_count(text):6,} words {word_count(prose_of_page(text)):6,} of prose "
             f"{len(text.splitlines()):5} lines "

@@ -223,7 +223,7 @@ def write_rows(
 
 
 class ReportFiles(NamedTuple):
-    """The files of a report."""
+    """This tuple holds the paths of a report's files."""
 
     html: Path
     csv: Path

@@ -66,7 +66,8 @@ def answer_losses_and_hits(decoder: Decoder, held_out: HeldOutSequences, device:
 
 
 class AnswerMeasurement(Measurement):
-    """Base class of evaluations of answers, in fp32, under each inference setting and at several sequence lengths.
+    """This base class evaluates answers to questions, in fp32, under each inference setting and at several sequence
+    lengths.
 
     The option `length_factors` gives the lengths, as multiples of the training length.
     """

@@ -58,7 +58,7 @@ def attention_maps(decoder: Decoder, tokens: Tensor) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class ModelAttention:
-    """One model's attention weights on the text, and the heads to show."""
+    """This class holds one model's attention weights on the text, and the heads to show."""
 
     source: Path  # the model's folder
     tokens: list[str]  # the text of each token; the first one begins the document

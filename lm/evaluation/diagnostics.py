@@ -82,7 +82,7 @@ def diagnostic_sequences(store: Store, config: Config, options: DiagnosticsConfi
     if options.length_factor == 1:
         windows = evenly_spaced_sequences(store, config, length, options.sequences)
     else:
-        windows = HeldOutSequences.take(store, long_window_starts(store.val, length, options.sequences), length)
+        windows = HeldOutSequences.from_store(store, long_window_starts(store.val, length, options.sequences), length)
     if not len(windows.sequences):
         reason = f"needs held-out documents of {length + 1:,} tokens, the longest has {store.val.longest:,}"
         raise ConfigError([Problem(_LENGTH_KEY, options.length_factor, reason, "set it lower")])

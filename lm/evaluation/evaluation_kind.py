@@ -1,4 +1,6 @@
-"""Base class of all kinds of evaluation, such as validation or recall, and the held-out sequences that they measure."""
+"""Define what all kinds of evaluation, such as validation or recall, share, and the held-out sequences that they
+measure.
+"""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -37,7 +39,7 @@ def tokens_sha256(sequences: Iterable[np.ndarray]) -> str:
 
 @dataclass(frozen=True)
 class HeldOutSequences:
-    """Held-out sequences of one length, which are the same for every run and checkpoint."""
+    """This class holds held-out sequences of one length, which are the same for every run and checkpoint."""
 
     sequences: np.ndarray  # (N, length + 1) token ids
     token_bytes: np.ndarray  # (V,) number of UTF-8 bytes that each token stands for
@@ -105,7 +107,7 @@ class HeldOutSequences:
         return cls(sequences, token_bytes, None, sources, answers)
 
     @classmethod
-    def take(cls, store: Store, starts: np.ndarray, length: int, isolate: bool = False) -> "HeldOutSequences":
+    def from_store(cls, store: Store, starts: np.ndarray, length: int, isolate: bool = False) -> "HeldOutSequences":
         """Return the sequences of `length` + 1 tokens that begin at the indices `starts` of the held-out tokens.
 
         isolate: whether a token sees only its own document.
@@ -179,7 +181,7 @@ def rows(
 
 
 class Measurement(ABC):
-    """Base class of the kinds of evaluation, which measure metrics of a decoder by a configuration's options.
+    """A measurement is one kind of evaluation: it measures metrics of a decoder by a configuration's options.
 
     Results are kept in run folders. Raises LMError when constructed: the store does not hold the data that the
     evaluation needs.

@@ -18,7 +18,7 @@ from lm.runs.loading import load
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options for sampling the tokens of a sequence."""
+    """This class holds options that say how the tokens of a sequence are sampled."""
 
     temperature: float = 1.0  # divides the logits; 0: always the most probable token
     top_k: int | None = None  # draw among the k most probable tokens only

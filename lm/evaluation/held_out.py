@@ -46,7 +46,7 @@ def evenly_spaced_sequences(store: Store, config: Config, length: int, limit: in
 
     A token sees other documents only if it does so in training.
     """
-    return HeldOutSequences.take(
+    return HeldOutSequences.from_store(
         store, validation_starts(store.val, length, limit), length, config.data.documents == "isolate"
     )
 
@@ -88,7 +88,7 @@ def long_sequences(store: Store, config: Config) -> HeldOutSequences:
         )
         remedy = "set it to auto, or to 0 to train without this evaluation"
         raise ConfigError([Problem("eval.long_context.length_factor", options.length_factor, reason, remedy)])
-    return HeldOutSequences.take(store, long_window_starts(store.val, length, options.sequences), length)
+    return HeldOutSequences.from_store(store, long_window_starts(store.val, length, options.sequences), length)
 
 
 # ---------------------------------------------------------------- values of each sequence
@@ -195,14 +195,14 @@ UNIGRAM_TOLERANCE = 0.002
 
 
 def unigram_level(store: Store, data: DataConfig) -> tuple[tuple[str, float], ...]:
-    """Return the held-out loss of a model that knows only the training mixture's token frequencies, as the references
-    of a Metric: its name and its value, in nats per token.
+    """Return the held-out loss of a model that knows only the training mixture's token frequencies.
+
+    The result has the form of `Metric.references`: a name, and the loss in nats per token. It is empty if all text has
+    weight 0.
 
     The name is UNIGRAM, or UNIGRAM_BOUND if the loss is only an upper bound. It is a bound if the weights of sources or
     tasks differ from their fractions of the store. Then a token's probability in the mixture is at least its
     probability in the store times the smallest ratio of weight to fraction.
-
-    The result is empty if all text has weight 0.
     """
     weights = np.array([weighted.weight for weighted in (data.tasks if data.symbolic else data.sources)])
     if not (data.symbolic or data.text_weight):
@@ -400,7 +400,9 @@ class LossByLength(Measurement):
         isolate = config.data.documents == "isolate"
         # of each length the sequences into which the stretches of text are cut, stretch by stretch
         self.held_out = [
-            HeldOutSequences.take(store, np.add.outer(starts, np.arange(0, longest, length)).ravel(), length, isolate)
+            HeldOutSequences.from_store(
+                store, np.add.outer(starts, np.arange(0, longest, length)).ravel(), length, isolate
+            )
             for length in self.lengths
         ]
 
@@ -438,7 +440,7 @@ def swap_sequences(store: Store, config: Config) -> list[HeldOutSequences]:
             with suppress(NoRoom):
                 sequences.append(task_sequences(store, config, length, count))
         elif len(starts := long_window_starts(store.val, length, count)):
-            sequences.append(HeldOutSequences.take(store, starts, length))
+            sequences.append(HeldOutSequences.from_store(store, starts, length))
     return sequences
 
 

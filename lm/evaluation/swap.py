@@ -38,7 +38,7 @@ MAX_FACTOR_RATIO = 2.0
 
 @dataclass(frozen=True, eq=False)
 class SwapResult:
-    """A swap's evaluation, the file that holds it, and text to print."""
+    """This class holds a swap's evaluation, the path of its file, and text to print."""
 
     evaluation: Evaluation
     path: Path

@@ -42,8 +42,9 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class MappedParameter:
-    """A parameter of lm's decoder, and the transformers tensors that, concatenated along its first dimension, are its
-    value.
+    """This class names a parameter of lm's decoder, and the transformers tensors that it consists of.
+
+    The tensors are concatenated along the parameter's first dimension.
     """
 
     name: str  # lm's name of the parameter

@@ -58,8 +58,8 @@ def register(normalizers: Mapping[str, NamedNormalizer] | None = None) -> None:
     normalizers: {`attn_implementation`: normalizer}, such as {"lm_ssmax_b": {"name": "ssmax", "bias": True}}. None: all
     of lm's as lm_NAME with default options, except forget, asentmax and p_n.
 
-    Raises ConfigError: no such normalizer or option; or a normalizer that reads the layer's input or shares parameters
-    among layers, as forget, asentmax and p_n do.
+    Raises ConfigError: there is no such normalizer or option. It is also raised for a normalizer that reads the layer's
+    input or shares parameters among layers, as forget, asentmax and p_n do.
     """
     for name, normalizer in (normalizers or {f"lm_{name}": name for name in ENTRIES}).items():
         module = functional.make_module(normalizer, 1, 2, 2)
@@ -123,9 +123,9 @@ def add_normalizer_parameters(model: PreTrainedModel, train_length: int | None =
     train_length: tokens in a training sequence; None: the length that the model was saved with, else
     `max_position_embeddings`.
 
-    Raises ValueError: `attn_implementation` names no normalizer of lm, the model can't use attention functions, it has
-    the parameters already, or it was saved with another normalizer. Raises RunError or DataError: saved parameters
-    can't be read.
+    Raises ValueError: `attn_implementation` names no normalizer of lm, or the model can't use attention functions. It
+    is also raised if the model has the parameters already or was saved with another normalizer. Raises RunError or
+    DataError: saved parameters can't be read.
     """
     config = model.config
     if (options := _registered_normalizer(config._attn_implementation)) is None:
@@ -202,8 +202,8 @@ def _attention_function(
     query is (B, H, T, D), key and value are (B, K, S, D). A module with a sliding window gets transformers' own
     attention.
 
-    Raises ValueError: an argument asks for what lm does not compute, such as dropout of weights; learned parameters are
-    missing; or positions don't fit the normalizer.
+    Raises ValueError: an argument asks for what lm does not compute, such as dropout of weights. It is also raised if
+    learned parameters are missing or positions don't fit the normalizer.
     """
     if refused_arguments := [name for name in REFUSED_ARGUMENTS if kwargs.get(name) is not None]:
         raise ValueError(

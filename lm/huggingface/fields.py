@@ -48,7 +48,7 @@ REQUIRED_VALUES: dict[str, tuple[Plain, str]] = {
 
 
 class Fields:
-    """The fields of a configuration file, which remember which of them were used.
+    """This class holds the fields of a configuration file, and remembers which of them were used.
 
     Args:
         plain: content of the file.

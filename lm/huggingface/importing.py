@@ -38,7 +38,7 @@ LM_MODEL_TYPE = "lm_decoder"  # model_type of an export that is computed by lm's
 
 
 class WeightFiles:
-    """The tensors of a folder's safetensors files: model.safetensors, or the shards that model.safetensors.index.json
+    """This class reads tensors from a folder's model.safetensors, or from the shards that model.safetensors.index.json
     lists.
 
     Attributes:
@@ -118,7 +118,7 @@ CONFIG_FILE = "config.json"
 
 @dataclass(frozen=True)
 class PretrainedModel:
-    """A pretrained model whose configuration and tokenizer are read, and whose weights are not read yet."""
+    """This class holds a pretrained model's configuration and tokenizer; its weights are not read yet."""
 
     path: Path  # the path of the model, which errors name
     config: dict[str, Plain]  # fields as in a config.json

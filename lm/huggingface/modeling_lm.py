@@ -1,15 +1,16 @@
-"""The decoder of lm for transformers: `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)` loads it.
+"""Compute the decoder of lm in transformers.
 
-lm is a framework that compares attention normalizers, the functions that turn a query's scores into weights. `lm export
---format hf` writes this file beside the weights, with copies of lm's modules of attention and layers. They import only
-torch and transformers. The weights have the names of lm's parameters.
+`AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)` loads it. lm is a framework that compares
+attention normalizers, the functions that turn a query's scores into weights. `lm export --format hf` writes this file
+beside the weights, with copies of lm's modules of attention and layers. They import only torch and transformers. The
+weights have the names of lm's parameters.
 
 Many normalizers depend on n, the number of keys that a query counts. n is a fixed number, or the number of the
 document's tokens up to the query. A new document begins where `position_ids` start again at 0. Padding and packing
 therefore don't change n.
 
-Shapes: B sequences, T query positions, S key positions, H query heads, K key-value heads, D head size, E width of a
-head's values, C width of the model, V size of the vocabulary.
+Shapes: B sequences, T query positions, S key positions, H query heads, K key-value heads. D is a head's size, E the
+width of its values, C the width of the model, V the size of the vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -159,7 +160,8 @@ class LmConfig(PreTrainedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersContext(ForwardContext):
-    """Inputs of one forward pass that all layers share, with a cache of transformers in place of lm's.
+    """This class holds the inputs of one forward pass that all layers share, with a cache of transformers in place of
+    lm's.
 
     With `attn_implementation="eager"` attention computes all weights and keeps them. Otherwise each normalizer takes
     its fastest exact route.
@@ -169,11 +171,14 @@ class TransformersContext(ForwardContext):
     weights: list[Tensor | None]  # each layer appends its weights, or None if it doesn't hold them
 
     def attend(self, layer: AttentionBase, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the heads' outputs (B, H, T, E) for queries q (B, H, T, D), keys k (B, K, T, D) and values v (B, K, T,
-        E).
+        """Return the heads' outputs (B, H, T, E) of one layer, for the new tokens.
 
-        x is the layer's input (B, T, C). q and k of the T new tokens are already normalised and rotated. The cache adds
-        the keys and values of earlier tokens.
+        Args:
+            layer: the attention module.
+            x: the layer's input (B, T, C).
+            q: queries (B, H, T, D), normalised and rotated.
+            k: keys (B, K, T, D), normalised and rotated; the cache adds those of earlier tokens.
+            v: values (B, K, T, E); the cache adds those of earlier tokens.
         """
         normalizer, layout = layer.normalizer, self.layout
         q, k = normalizer.append_features(x, q, k)
@@ -204,11 +209,11 @@ class CheckpointedLayer(GradientCheckpointingLayer):
 
 
 class LmBlock(CheckpointedLayer, Block):
-    """A layer that consists of attention and an MLP."""
+    """This layer consists of attention and an MLP."""
 
 
 class LmGatedBlock(CheckpointedLayer, GatedBlock):
-    """A layer that consists of one gated attention unit (arXiv 2202.10447)."""
+    """This layer consists of one gated attention unit (arXiv 2202.10447)."""
 
 
 BLOCK_CLASSES = {"attention": LmBlock, "gau": LmGatedBlock}
@@ -265,7 +270,7 @@ def input_layout(
 
 
 class LmPreTrainedModel(PreTrainedModel):
-    """Base class of the models; it holds the class attributes that transformers reads."""
+    """This base class holds the class attributes that transformers reads."""
 
     config_class = LmConfig
     base_model_prefix = "model"
@@ -289,7 +294,7 @@ class LmPreTrainedModel(PreTrainedModel):
 
 
 class LmModel(LmPreTrainedModel):
-    """The decoder without the language-model head: embedding, layers and the last norm."""
+    """The decoder without its language-model head computes hidden states from token ids."""
 
     def __init__(self, config: LmConfig):
         super().__init__(config)
@@ -370,7 +375,7 @@ class LmModel(LmPreTrainedModel):
 
 
 class LmForCausalLM(LmPreTrainedModel, GenerationMixin):
-    """The language model: the decoder with a linear head, which gives next-token logits."""
+    """The language model adds a linear head to the decoder, which gives next-token logits."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}  # noqa: RUF012
 

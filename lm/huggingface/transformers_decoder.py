@@ -45,7 +45,7 @@ LOGIT_TOLERANCE = 1e-3  # largest difference of logits that counts as rounding
 
 
 class TransformersDecoder(nn.Module):
-    """A transformers model with the methods of `lm.model.decoder.Decoder` that measurements call.
+    """This class gives a transformers model the methods of `lm.model.decoder.Decoder` that measurements call.
 
     Args:
         model: a language model whose attention is lm's (`register`, `add_normalizer_parameters`).

@@ -90,7 +90,7 @@ def test_logits_of_any_module_give_the_losses_and_the_decoding_of_its_decoder(ti
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             return decoder.head(decoder(tokens))
 
-    model, held_out = LogitsModel(Logits()), HeldOutSequences.take(store, np.arange(4) * 64, 64)
+    model, held_out = LogitsModel(Logits()), HeldOutSequences.from_store(store, np.arange(4) * 64, 64)
     expected = nll_by_token(decoder, held_out, cpu)
     np.testing.assert_allclose(nll_by_token(model, held_out, cpu), expected, rtol=1e-4, atol=1e-5)
     tokens, cache = torch.from_numpy(held_out.sequences[:, :12]), DecodingCache(12)

@@ -130,7 +130,7 @@ def test_texts_that_can_not_be_measured_are_refused_before_the_run_is_made(
 
 def test_auto_leaves_out_lengths_that_one_document_alone_has(tiny, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(held_out, "long_window_starts", lambda *_: None)
-    monkeypatch.setattr(HeldOutSequences, "take", lambda store, starts, length: length)
+    monkeypatch.setattr(HeldOutSequences, "from_store", lambda store, starts, length: length)
     store = SimpleNamespace(val=SimpleNamespace(longest=5_000, lengths=np.array([5_000, 200, 100])))
     assert long_sequences(store, tiny("eval.long_context.length_factor=auto")) == 4 * 32
     with pytest.raises(ConfigError, match="it needs a held-out document"):
