@@ -264,8 +264,8 @@ class TrainSequences:
 
 
 def train_sequences(store: Store, config: Config) -> TrainSequences:
-    """Return the object that makes a configuration's training sequences. Raises ConfigError: a task can't make its
-    sequences.
+    """Return the training sequences of a configuration, as global batches by step. Raises ConfigError: a task can't
+    make its sequences.
     """
     data, slots_per_step = config.data, config.optim.batch_tokens // config.data.seq_len
     try:

@@ -65,8 +65,8 @@ def arm_definition(config: dict[str, Plain], environment: dict[str, Plain]) -> d
     """Return the settings that decide what a run learns, except its seed, as dotted keys. Runs with equal settings are
     one arm.
 
-    Equal models have equal settings (`lm.config.tree.canonical`). Precision, compilation and the number of steps have
-    the values that the run's `starts` used. Initial weights (`init_from`) and the run that this run branches from
+    Equal models have equal settings (`lm.config.tree.canonical_config`). Precision, compilation and the number of steps
+    have the values that the run's `starts` used. Initial weights (`init_from`) and the run that this run branches from
     (`branch_from`) are identified by their arm, not by their path.
     """
     definition = {key: value for key, value in flatten(canonical_config(config)).items() if distinguishes_arms(key)}

@@ -2,7 +2,8 @@
 parameter name.
 
 A new optimizer needs an options class, its row in `lm.config.training_config.OPTIMIZERS`, and a builder in `BUILDERS`.
-An optimizer that treats projections separately finds them in the fused matrices with `lm.model.decoder.projections`.
+An optimizer that treats projections separately finds them in the fused matrices with
+`lm.model.decoder.projection_rows`.
 """
 
 import copy
