@@ -34,6 +34,11 @@ class KeyBias(SoftmaxNormalizer):
         """
         raise NotImplementedError
 
+    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
+        bias = self.key_bias(k, layout).unsqueeze(-2)
+        own_bias = bias.masked_fill(~layout.visible(), -math.inf).amax(-1, keepdim=True)  # -c grows from key to key
+        return logits(q, k[..., : self.layer.head_size]) + (bias - own_bias)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         if v.dtype == torch.float16:  # which can't hold the bias of far keys
             return super().forward(q, k, v, layout)
@@ -65,9 +70,6 @@ class ALiBiNormalizer(KeyBias):
     """
 
     schema = ALiBi
-
-    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        return logits(q, k) + self.log_decay(q).view(-1, 1, 1) * layout.distance().to(q.dtype)
 
     def key_bias(self, k: Tensor, layout: AttentionLayout) -> Tensor:
         positions = layout.key_positions.to(torch.promote_types(k.dtype, torch.float32)).unsqueeze(-2)
@@ -135,7 +137,7 @@ class WindowNormalizer(SoftmaxNormalizer):
         return output.unflatten(0, (b, -1)).transpose(1, 2).flatten(2, 3)[:, :, :t]
 
     def gpu_forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        return gpu_kernels.flex_softmax(q, k, v, layout, 1 / math.sqrt(q.size(-1)), window=self.options.size)
+        return gpu_kernels.flex_softmax(q, k, v, layout, window=self.options.size)
 
     def _sum_over_distances(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute `forward`, (B, H, T, E), in a loop over the distances from query to key, with scores and sums in fp32
@@ -189,7 +191,7 @@ class MappedSoftmax(SoftmaxNormalizer):
         return super().forward(q, k, v, layout)
 
     def gpu_forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        return gpu_kernels.flex_softmax(q, k, v, layout, 1 / math.sqrt(q.size(-1)), self)
+        return gpu_kernels.flex_softmax(q, k, v, layout, score_map=self)
 
 
 @dataclass
@@ -262,11 +264,6 @@ class ForgetNormalizer(KeyBias):
     def key_bias(self, k: Tensor, layout: AttentionLayout) -> Tensor:
         # across documents: only differences within a document are used
         return -k[..., -1].to(torch.promote_types(k.dtype, torch.float32)).cumsum(-1)
-
-    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        bias = self.key_bias(k, layout).unsqueeze(-2)
-        own_bias = bias.masked_fill(~layout.visible(), -math.inf).amax(-1, keepdim=True)  # -c grows from key to key
-        return logits(q, k[..., :-1]) + bias - own_bias
 
 
 @dataclass

@@ -86,14 +86,14 @@ def flex_softmax(
     k: Tensor,
     v: Tensor,
     layout: AttentionLayout,
-    scale: float,
+    scale: float | None = None,
     score_map: nn.Module | None = None,
     window: int | None = None,
 ) -> Tensor:
     """Return softmax(s) v, (B, H, T, E) in the dtype of `v`, by FlexAttention.
 
-    s is scale x q.k, or what `score_map.map_scores` makes of it. With `window` a query sees that many latest keys
-    alone.
+    s is scale x q.k, or what `score_map.map_scores` makes of it; scale is 1 / sqrt(D) if it is None. With `window` a
+    query sees that many latest keys alone.
     """
     attend, _ = _flex_attention()
     score_mod = _make_score_mod(type(score_map), repr(score_map.options), score_map) if score_map else None

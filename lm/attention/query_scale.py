@@ -37,7 +37,7 @@ class FusedSoftmax(SoftmaxNormalizer):
         return routes.fused_softmax(*self.fused_inputs(q, k, layout), v, layout)
 
     def gpu_forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        return gpu_kernels.flex_softmax(*self.fused_inputs(q, k, layout), v, layout, 1 / math.sqrt(q.size(-1)))
+        return gpu_kernels.flex_softmax(*self.fused_inputs(q, k, layout), v, layout)
 
 
 class QueryScale(FusedSoftmax):
@@ -56,10 +56,6 @@ class QueryScale(FusedSoftmax):
         scale = self.scale(layout)
         c = layout.n("fixed:1") if scale is None else scale.detach()
         return c.double().expand(self.layer.n_head, self.layer.train_length)
-
-    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        z, scale = logits(q, k), self.scale(layout)
-        return z if scale is None else z * scale.unsqueeze(-1).to(z.dtype)
 
     def fused_inputs(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:
         scale = self.scale(layout)
@@ -364,9 +360,6 @@ class CosineNormalizer(QueryScale):
 
     def scale_by_position(self) -> Tensor | None:
         return None  # the factor is on cosines, not on softmax's logits
-
-    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        return super().define_scores(unit_vectors(q), unit_vectors(k), layout)
 
     def fused_inputs(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:
         return super().fused_inputs(unit_vectors(q), unit_vectors(k), layout)
