@@ -78,73 +78,77 @@ def fused_softmax(
 
     mask: used in place of the mask of `layout`. key_bias: a logit of each key, broadcastable to (B, H, S).
     """
-    scale = 1 / math.sqrt(q.size(-1))
+    scale, width, causal = 1 / math.sqrt(q.size(-1)), v.size(-1), layout.causal and mask is None
+    in_order = (layout.causal or layout.tail) and mask is None and v.device.type == "cpu"
+    if in_order and k.size(2) <= SHORT_LENGTH:
+        return block_attention(q, k, v, scale, key_bias=key_bias)
+    in_grad_mode = torch.is_grad_enabled()
+    # PyTorch's kernel for CPUs adds a mask to logits without a gradient for it; lm's own takes no mask
+    adds_bias = key_bias is not None and causal and in_order and in_grad_mode and q.size(-1) == width
+    if adds_bias:
+        mask = (key_bias - key_bias[..., k.size(2) // 2, None]).detach().expand(k.shape[:3]).unsqueeze(-2).contiguous()
     if key_bias is not None:
-        q, k = append_bias(q.to(v.dtype), k.to(v.dtype), key_bias / scale)
-    size, width = q.size(-1), v.size(-1)
-    if (layout.causal or layout.tail) and mask is None and v.device.type == "cpu":
-        if k.size(2) <= SHORT_LENGTH:
-            return block_attention(q, k, v, scale)
-        if not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))) and not cpu_kernel.why_unusable(v):
-            return cpu_kernel.causal_softmax(*(x.flatten(0, 1) for x in (q, k, v)), scale).unflatten(0, q.shape[:2])
+        q, k = append_bias(q.to(v.dtype), k.to(v.dtype), key_bias / scale, n_parts=0 if adds_bias else 3)
+    size, needs_grad = q.size(-1), in_grad_mode and any(x.requires_grad for x in (q, k, v))
+    if in_order and not (adds_bias or needs_grad or cpu_kernel.why_unusable(v)):
+        return cpu_kernel.causal_softmax(*(x.flatten(0, 1) for x in (q, k, v)), scale).unflatten(0, q.shape[:2])
     n_pieces = -(-width // size)
     if width != size:
         # (B, H x n_pieces, S, D)
         v = F.pad(v, (0, n_pieces * size - width)).unflatten(-1, (n_pieces, size)).transpose(2, 3).flatten(1, 2)
         q, k = q.repeat_interleave(n_pieces, 1), k.repeat_interleave(n_pieces, 1)
-    causal = layout.causal and mask is None
-    mask = None if causal else layout.visible() if mask is None else mask
-    output = F.scaled_dot_product_attention(
-        q.to(v.dtype), k.to(v.dtype), v, attn_mask=mask, is_causal=causal, scale=scale
-    )
+    if mask is None and not causal:
+        mask = layout.visible()
+    attend = F.scaled_dot_product_attention  # which takes no mask beside `is_causal`, but the kernel that it calls does
+    if adds_bias:
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output = attend(q.to(v.dtype), k.to(v.dtype), v, attn_mask=mask, is_causal=causal, scale=scale)
+    output = output[0] if adds_bias else output
     return output if width == size else output.unflatten(1, (-1, n_pieces)).transpose(2, 3).flatten(-2)[..., :width]
 
 
-def append_bias(q: Tensor, k: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Append a few dimensions to q and k, so that each product q.k grows by the `bias` of the key.
+def append_bias(q: Tensor, k: Tensor, bias: Tensor, n_parts: int = 3) -> tuple[Tensor, Tensor]:
+    """Append a few dimensions to q and k, so that each product q.k grows by the `bias` of the key; with `n_parts` 0,
+    only so that the bias gets its gradient where the kernel adds it.
 
     q (B, H, T, D) are the last T of the S tokens of k (B, H, S, D); bias: fp32, broadcastable to (B, H, S). In rows of
-    softmax a constant cancels, so the bias is counted from the middle query on, which keeps its rounding small. In bf16
-    it is the sum of three numbers, each the first bits of the rest. On a GPU the head size becomes a multiple of 8, as
-    kernels need.
+    softmax a constant cancels, so the bias is counted from the middle query on, which keeps its rounding small. It is
+    the sum of three numbers that bf16 holds: its first bits, those of the rest, and what then remains. On a GPU the
+    head size becomes a multiple of 8, as kernels need.
 
     Gradients of q and k are rounded. If the bias is a sum over tokens, as in forgetting attention, its gradients are
     summed over all tokens, and the rounding with them. So gradients flow through differences of value 0. They lead from
-    a key to the last key of its block, then over all blocks in between, then back to the query's own key.
+    a key to the last key of its block, then over all blocks in between, then back to the query's own key. Their factors
+    are `small`, whose square is nothing beside a logit: so one dimension holds a difference in q and another one in k.
     """
-    n_keys, dtype, one = k.size(2), k.dtype, torch.ones_like
-    first, n_parts = n_keys - q.size(2), 1 if k.dtype.itemsize >= 4 else 3
-    rest = (bias - bias[..., (first + n_keys) // 2, None].detach()).expand(*k.shape[:3])
-    query_parts, key_parts, gradient = [], [], 0.0
+    n_keys, first, parts = k.size(2), k.size(2) - q.size(2), []
+    rest = (bias - bias[..., (first + n_keys) // 2, None].detach()).expand(k.shape[:3])
     if rest.requires_grad:
-        n_blocks = 1 if n_parts == 1 else 5
-        ends = torch.arange(1, n_blocks + 1, device=k.device) * n_keys // n_blocks - 1  # the last key of each block
-        block = torch.searchsorted(ends, torch.arange(n_keys, device=k.device))
-        gradient = _zeros_with_gradient(rest - rest[..., ends[block]])
-        query_parts.append(-gradient[..., first:])
-        key_parts.append(one(rest))
-        for number, step in enumerate(_zeros_with_gradient(rest[..., ends[:-1]] - rest[..., ends[1:]]).unbind(-1)):
-            query_parts.append((block[first:] > number) * one(query_parts[0]))
-            key_parts.append((block <= number) * step.unsqueeze(-1))
+        ends = torch.arange(1, 6, device=k.device) * n_keys // 5 - 1  # the last key of each of five blocks
+        block, small = torch.searchsorted(ends, torch.arange(n_keys, device=k.device)), torch.finfo(k.dtype).tiny ** 0.5
+        gradient = _zeros_with_gradient(rest - rest[..., ends[block]]) / small
+        steps = _zeros_with_gradient(rest[..., ends[:-1], None] - rest[..., ends[1:], None]) / small
+        parts.append((small - gradient, small + gradient))
+        for n in (0, 2):
+            query_part = (block > n) * small + (block > n + 1) * steps[..., n + 1, :]
+            parts.append((query_part, (block <= n + 1) * small + (block <= n) * steps[..., n, :]))
         rest = rest.detach()
-    rest = rest if n_parts == 1 else rest.float()
-    for _ in range(n_parts):
-        part = rest if n_parts == 1 else _first_bits(rest)
-        query_parts.append(one(rest)[..., first:])
-        key_parts.append(part + gradient)
-        rest, gradient = rest - part, 0.0
-    padding = 0, -(q.size(3) + len(key_parts)) % (2 if k.device.type == "cpu" else 8)
-    query_features, key_features = (
-        F.pad(torch.stack(parts, -1).to(dtype), padding) for parts in (query_parts, key_parts)
-    )
-    return torch.cat((q, query_features), -1), torch.cat((k, key_features), -1)
+    for n in range(n_parts):
+        part = rest if n == 2 else _first_bits(rest)
+        parts.append((torch.ones_like(rest), part))
+        rest = rest - part
+    if not parts:
+        return q, k
+    padding = 0, -(q.size(3) + len(parts)) % (2 if k.device.type == "cpu" else 8)
+    for_q, for_k = (F.pad(torch.stack(x, -1).to(k.dtype), padding) for x in zip(*parts, strict=True))
+    return torch.cat((q, for_q[..., first:, :]), -1), torch.cat((k, for_k), -1)
 
 
 def _first_bits(x: Tensor) -> Tensor:
-    """Return the first 8 significant bits of x, fp32, which are a bf16 number. Compiled code would leave out a cast to
-    bf16 and back.
+    """Return the first 8 significant bits of x, which are a bf16 number. Compiled code would leave out a cast to bf16
+    and back.
     """
-    return (x.view(torch.int32) & -(2**16)).view(torch.float32)
+    return (x.float().view(torch.int32) & -(2**16)).view(torch.float32)
 
 
 def _zeros_with_gradient(x: Tensor) -> Tensor:
@@ -153,8 +157,8 @@ def _zeros_with_gradient(x: Tensor) -> Tensor:
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Compute causal softmax(scale q.k) v by blocks of queries. q (N, T, D) are the last T of S tokens; k is (N, S, D),
-    v is (N, S, E).
+    """Compute causal softmax(scale q.k + bias) v by blocks of queries. q (N, T, D) are the last T of S tokens; k is
+    (N, S, D), v is (N, S, E), and the bias (N, 1, S) or None.
 
     With a score map (`lm.attention.distance.MappedSoftmax`), softmax is of the scores that it makes of scale q.k.
     Without a map the backward pass reuses the weights. PyTorch's kernel recomputes them, and takes twice the time on a
@@ -166,11 +170,21 @@ class _BlockAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, scale: float, score_map: nn.Module | None) -> Tensor:
+    def forward(
+        ctx: FunctionCtx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        scale: float,
+        score_map: nn.Module | None,
+    ) -> Tensor:
         output, saved_weights, needs_grad = v.new_empty(*q.shape[:2], v.size(2)), [], any(ctx.needs_input_grad)
         with without_autocast(v.device):
             for heads, a, b, keys, coefficients in _blocks_of_scores(q, k, score_map):
                 scores = _scores(q[heads, a:b], k[heads, :keys], scale, score_map, coefficients)
+                if bias is not None:
+                    scores += bias[heads, :, :keys]
                 weights = _hide_later_keys(scores).softmax(-1).to(v.dtype)
                 output[heads, a:b] = weights @ v[heads, :keys]
                 if needs_grad and not score_map:
@@ -186,8 +200,8 @@ class _BlockAttention(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *saved_weights = ctx.saved_tensors
         wide_dtype = torch.promote_types(v.dtype, torch.float32)
-        dq, dk, dv = (torch.zeros_like(x, dtype=wide_dtype) for x in (q, k, v))
-        grad = grad.contiguous()
+        dq, dk, dv, dbias = (torch.zeros_like(x, dtype=wide_dtype) for x in (q, k, v, k[..., :1].mT))
+        grad, needs_dbias = grad.contiguous(), ctx.needs_input_grad[3]
         scaled_grad, v_wide, low_q, low_k = (
             grad.to(wide_dtype) * ctx.scale,
             v.to(wide_dtype),
@@ -209,10 +223,12 @@ class _BlockAttention(torch.autograd.Function):
                 dscores = torch._softmax_backward_data(dweights, wide_weights, -1, wide_dtype)
                 if ctx.score_map:
                     dscores *= slopes
+                if needs_dbias:
+                    dbias[heads, :, :keys] += dscores.sum(1, keepdim=True)
                 dscores = dscores.to(v.dtype)
                 dq[heads, a:b] = dscores @ low_k[heads, :keys]
                 dk[heads, :keys] += dscores.mT @ low_q[heads, a:b]
-        return dq, dk, dv.to(v.dtype), None, None
+        return dq, dk, dv.to(v.dtype), dbias / ctx.scale if needs_dbias else None, None, None
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, score_map: nn.Module | None, coefficients: Tensor | None) -> Tensor:
@@ -252,15 +268,18 @@ def _blocks_of_scores(
 
 
 @keep_uncompiled  # a compiled graph would unroll its blocks: slower to compile, and to run
-def block_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, score_map: nn.Module | None = None) -> Tensor:
-    """Return causal softmax(scale q.k) v, (B, H, T, E) in the dtype of `v`, computed by blocks of queries.
+def block_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, score_map: nn.Module | None = None, key_bias: Tensor | None = None
+) -> Tensor:
+    """Return causal softmax(scale q.k + key_bias) v, (B, H, T, E) in the dtype of `v`, computed by blocks of queries.
 
     The queries q (B, H, T, D) are the last T of the S tokens of k (B, H, S, D) and v (B, H, S, E). `score_map` turns
-    scale q.k into other scores, as in `_BlockAttention`.
+    scale q.k into other scores, as in `_BlockAttention`. key_bias: broadcastable to (B, H, S).
     """
     wide_dtype = torch.promote_types(v.dtype, torch.float32)
     flat_tensors = (x.flatten(0, 1) for x in (q.to(wide_dtype), k.to(wide_dtype), v))
-    return _BlockAttention.apply(*flat_tensors, scale, score_map).unflatten(0, q.shape[:2])
+    bias = None if key_bias is None else key_bias.to(wide_dtype).expand(k.shape[:3]).flatten(0, 1).unsqueeze(1)
+    return _BlockAttention.apply(*flat_tensors, bias, scale, score_map).unflatten(0, q.shape[:2])
 
 
 # ---------------------------------------------------------------- some queries at a time, from the definition
